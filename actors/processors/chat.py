@@ -131,9 +131,9 @@ class ChatProcessor:
         self._data = data
         self._keep_files = keep_files
         self._max_images = sampler.max_images_per_prompt
-        self._max_videos = sampler.max_videos_per_prompt
+        self.max_videos = sampler.max_videos_per_prompt
         self._max_audios = sampler.max_audios_per_prompt
-        self.takes_videos = self._max_videos > 0
+        self.takes_videos = self.max_videos > 0
         self.takes_audios = self._max_audios > 0
         self._media = media
         self._video_limits = VideoLimits.of(data)
@@ -150,7 +150,7 @@ class ChatProcessor:
         self._encode = lru_cache(maxsize=NUM_CACHED_QUESTIONS)(self._render_and_tokenize)
         if isinstance(self._family, PictureFamily):
             self._expansion = lru_cache(maxsize=NUM_CACHED_SIZES)(partial(self._family.expansion, self._processor))
-        if self._max_videos:
+        if self.max_videos:
             self._refuse_videos(model)
         if self._max_audios:
             self._audio_limits = self._limits_of_audios(model, data)
@@ -263,9 +263,9 @@ class ChatProcessor:
             PromptError: it does not.
         """
         self.check_pictures(row.images, row.sample_id)
-        if len(row.videos) > self._max_videos:
+        if len(row.videos) > self.max_videos:
             raise PromptError(
-                f"{row.sample_id} has {len(row.videos)} videos, sampler.max_videos_per_prompt is {self._max_videos}: "
+                f"{row.sample_id} has {len(row.videos)} videos, sampler.max_videos_per_prompt is {self.max_videos}: "
                 "raise it or remove the row"
             )
         if len(row.audios) > self._max_audios:
@@ -370,7 +370,7 @@ class ChatProcessor:
             except ValueError as error:
                 shown = f"{len(clip.timestamps)} frames of {clip.width} x {clip.height}"
                 raise MediaError(f"{source} gives {shown}: {error}; change the video or remove its row") from error
-        places = np.flatnonzero(compact_ids == self._family.video_placeholder_id(self._model_config))
+        places = np.flatnonzero(compact_ids == self._family.compact_video_placeholder_id(self._processor))
         if len(places) != len(expansions):
             raise PromptError(
                 f"{row.sample_id} has {len(expansions)} videos and its rendered text {len(places)} placeholders: the "
@@ -503,7 +503,7 @@ class ChatProcessor:
         """Whether videos can be had of this model, on this machine."""
         if not isinstance(self._family, VideoFamily):
             raise ValueError(
-                f"sampler.max_videos_per_prompt={self._max_videos} asks for videos, which are not computed for "
+                f"sampler.max_videos_per_prompt={self.max_videos} asks for videos, which are not computed for "
                 f"policy.model={model} of type {model_type_at(model)}: set it to 0, or choose a checkpoint of type "
                 f"{', '.join(VIDEO_TYPES)}"
             )

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from safetensors import safe_open
 
 from actors.processors.chat import ChatProcessor
@@ -31,7 +32,16 @@ from cluster.weight_sync.manifest import checkpoint_manifest
 from configs.load import load_config
 from configs.schema import RunConfig
 from configs.schema.rollout import SamplerKind
-from deploy.wiring.parity_prompts import FRAME_RATE, NUM_FRAMES, SIZES, SOUND_LENGTHS, SOUND_RATE, Case, cases
+from deploy.wiring.parity_prompts import (
+    FRAME_RATE,
+    MOST_VIDEOS,
+    NUM_FRAMES,
+    SIZES,
+    SOUND_LENGTHS,
+    SOUND_RATE,
+    Case,
+    cases,
+)
 from deploy.wiring.preparation import Prepared
 from deploy.wiring.rollouts import engine_settings
 from deploy.wiring.spawner import engine_environment
@@ -112,7 +122,7 @@ class Measurement:
         self.prepared = Prepared(self.config, self.model, checkpoint, self.processor, store, splits={})
         self._cpu = torch.device("cpu")
         self._dtype = DTYPES[self.config.resources.dtype]
-        self._reader = MediaReader(timeout_s=1, max_items=len(SIZES) + 1 + len(SOUND_LENGTHS))
+        self._reader = MediaReader(timeout_s=1, max_items=len(SIZES) + len(NUM_FRAMES) + len(SOUND_LENGTHS))
         self._learn(self.config)
         self._distribution = Distribution(self.config.sampler.temperature, self.processor.media_token_ids)
         self._version = -1
@@ -141,7 +151,8 @@ class Measurement:
             await self._push()
             report.gaps = {name: Gap.of(await self._differences(case)) for name, case in self.cases.items()}
             for name, case in self.cases.items():
-                report.same_ids[name] = self._same_ids(case)
+                if self._can_expand(case):
+                    report.same_ids[name] = self._same_ids(case)
             parts = self.family.parts if takes_media(self.family) else {}
             for part, starts in {**parts, ALL: ("",)}.items():
                 before = await self._scores()
@@ -216,16 +227,19 @@ class Measurement:
         with self._backend.inference():
             return self._policy(collate(rows, self._reader, self._cpu), distribution).logprobs.numpy()
 
+    def _can_expand(self, case: Case) -> bool:
+        """Whether the engine's own processing takes the prompt."""
+        most = self.family.engine_max_videos if isinstance(self.family, VideoFamily) else None
+        return most is None or len(case.videos) <= most
+
     def _same_ids(self, case: Case) -> bool:
         media: dict[str, list[Any]] = {}
         if case.pictures:
             media["image"] = list(case.pictures)
         options = self.family.processor_options(self.config.data) if case.pictures else {}
-        if case.frames:
-            options = self.family.engine_video_options(self.config.data.video)
-            times = {"fps": FRAME_RATE, "frames_indices": list(range(NUM_FRAMES)), "total_num_frames": NUM_FRAMES}
-            whole = {"duration": NUM_FRAMES / FRAME_RATE, "do_sample_frames": False, "video_backend": "none"}
-            media["video"] = [(np.stack([np.asarray(frame) for frame in case.frames]), times | whole)]
+        if case.videos and isinstance(self.family, VideoFamily):
+            options |= self.family.engine_video_options(self.config.data.video)
+            media["video"] = [_video(frames) for frames in case.videos]
         if case.sounds:
             media["audio"] = [(samples, SOUND_RATE) for samples in case.sounds]
         if not media:
@@ -285,7 +299,7 @@ def _config(model: Path, *words: str) -> RunConfig:
             "resources.learner.num_workers=1",
             f"resources.dtype={family.engine_dtypes_on_cpu[0]}",
             "sampler.max_images_per_prompt=3",
-            f"sampler.max_videos_per_prompt={int(isinstance(family, VideoFamily))}",
+            f"sampler.max_videos_per_prompt={MOST_VIDEOS * isinstance(family, VideoFamily)}",
             f"sampler.max_audios_per_prompt={len(SOUND_LENGTHS) * isinstance(family, AudioFamily)}",
             f"sampler.kv_cache_bytes={KV_CACHE_BYTES}",
             "sampler.max_num_seqs=16",
@@ -298,6 +312,14 @@ def _config(model: Path, *words: str) -> RunConfig:
 
 def _media(case: Case) -> list[ProcessedMedia]:
     return [handle.reference for handle in case.prompt.media]
+
+
+def _video(frames: Sequence[Image.Image]) -> tuple[np.ndarray, dict[str, Any]]:
+    """A video as the engine's own processing takes it."""
+    num = len(frames)
+    times = {"fps": FRAME_RATE, "frames_indices": list(range(num)), "total_num_frames": num}
+    whole = {"duration": num / FRAME_RATE, "do_sample_frames": False, "video_backend": "none"}
+    return np.stack([np.asarray(frame) for frame in frames]), times | whole
 
 
 def _shapes(file: Path) -> dict[str, list[int]]:

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 
 from deploy.conformance.measure import ALL, Gap, Report
 from deploy.conformance.trained import TrainedRun
-from deploy.wiring.parity_prompts import CASES, SOUNDS, VIDEO
+from deploy.wiring.parity_prompts import CASES, SOUNDS, VIDEOS
 from learner.policies.families import AUDIO_TYPES, TEXT_FAMILIES, VIDEO_TYPES, VISION_FAMILIES
 from learner.policies.families.refused import REFUSED
 from learner.policies.families.registry import BY_MODEL_TYPE
 
-COLUMNS = (*CASES, VIDEO, *SOUNDS)
+COLUMNS = (*CASES, *VIDEOS, *SOUNDS)
 LIMITS = {"float32": 1e-5, "bfloat16": 0.05}  # nat, the mean of a case
 
 

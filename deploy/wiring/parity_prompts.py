@@ -27,9 +27,16 @@ CASES: dict[str, tuple[str, tuple[int, ...]]] = {  # question, and which of the 
 }
 
 
-VIDEO = "video"  # the case that families with videos have beside those
-NUM_FRAMES = 6
+VIDEO, SEVERAL_VIDEOS = "video", "several videos"
+NUM_FRAMES = (6, 3)  # of each video
 FRAME_RATE = 2.0  # as many as are taken: all of them are
+VIDEOS: dict[str, tuple[str, tuple[int, ...], tuple[int, ...]]] = {  # question, its pictures, its videos
+    VIDEO: ("<video>Which digit is shown longest?", (), (0,)),
+    "picture and video": ("<image><video>Which of these?", (1,), (0,)),
+    SEVERAL_VIDEOS: ("<video>And then:\n<video>And again:\n<video>", (), (1, 0, 1)),
+}
+"""The cases of families with videos; those with pictures are for prompts that may have some."""
+MOST_VIDEOS = max(len(shown) for _, _, shown in VIDEOS.values())  # of a prompt
 SOUND_RATE = 16_000  # samples a second
 SOUND_LENGTHS = (13_000, 6_001)  # samples
 SOUNDS: dict[str, tuple[str, tuple[int, ...], tuple[int, ...]]] = {  # question, its pictures, its sounds
@@ -42,11 +49,11 @@ SOUNDS: dict[str, tuple[str, tuple[int, ...], tuple[int, ...]]] = {  # question,
 
 @dataclass(frozen=True)
 class Case:
-    """A prompt, and the pictures, the frames of the video and the sounds in it."""
+    """A prompt, and the pictures, the frames of the videos and the sounds in it."""
 
     prompt: Prompt
     pictures: tuple[Image.Image, ...]
-    frames: tuple[Image.Image, ...] = ()
+    videos: tuple[tuple[Image.Image, ...], ...] = ()
     sounds: tuple[np.ndarray, ...] = ()  # float32 [N] at SOUND_RATE
 
 
@@ -61,7 +68,7 @@ def cases(processor: ChatProcessor, folder: Path, most: int = len(SIZES)) -> dic
         pictures = tuple(Image.open(paths[i]).convert("RGB") for i in shown)
         found[name] = Case(processor.prepare(row, f"0/{row.sample_id}"), pictures)
     if processor.takes_videos:
-        found[VIDEO] = _video_case(processor, folder)
+        found |= _video_cases(processor, folder, paths, most)
     if processor.takes_audios:
         found |= _sound_cases(processor, paths)
     return found
@@ -89,12 +96,23 @@ def _tones(length: int, seed: int) -> np.ndarray:
     return (np.sin(2 * np.pi * pitches[:, None] * times).mean(0) + random.normal(0, 0.05, length)).astype(np.float32)
 
 
-def _video_case(processor: ChatProcessor, folder: Path) -> Case:
-    frames = tuple(_picture(folder / f"frame{n}.png", len(SIZES) + n, SIZES[0]) for n in range(NUM_FRAMES))
-    video = FrameList(frames, FRAME_RATE, "frames")
-    row = Row("case-video", "<video>Which digit is shown longest?", "7", "7", videos=(video,))
-    shown = tuple(Image.open(frame).convert("RGB") for frame in frames)
-    return Case(processor.prepare(row, f"0/{row.sample_id}"), (), shown)
+def _video_cases(processor: ChatProcessor, folder: Path, paths: Sequence[Path], most: int) -> dict[str, Case]:
+    videos, shown = [], []
+    for number, num_frames in enumerate(NUM_FRAMES):
+        start = len(SIZES) + sum(NUM_FRAMES[:number])
+        frames = tuple(_picture(folder / f"frame{start + n}.png", start + n, SIZES[0]) for n in range(num_frames))
+        videos.append(FrameList(frames, FRAME_RATE, f"video {number}"))
+        shown.append(tuple(Image.open(frame).convert("RGB") for frame in frames))
+    found = {}
+    for name, (question, pictures, played) in VIDEOS.items():
+        if len(pictures) > (most if processor.takes_pictures else 0) or len(played) > processor.max_videos:
+            continue
+        own = tuple(videos[i] for i in played)
+        row = Row(f"case-{name}", question, "7", "7", tuple(paths[i] for i in pictures), videos=own)
+        images = tuple(Image.open(paths[i]).convert("RGB") for i in pictures)
+        prompt = processor.prepare(row, f"0/{row.sample_id}")
+        found[name] = Case(prompt, images, tuple(shown[i] for i in played))
+    return found
 
 
 def _picture(path: Path, seed: int, size: tuple[int, int]) -> Path:

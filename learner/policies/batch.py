@@ -93,6 +93,7 @@ class TokenBatch:
     input_ids: Tensor  # int64 [B, S]
     row_lengths: tuple[int, ...]  # B: tokens of the rows without padding
     in_media: Tensor  # bool [B, S]: within a recorded span
+    in_video: Tensor  # bool [B, S]: within that of a video
     targets: Tensor  # int64 [B, T]
     target_mask: Tensor  # bool [B, T]: False behind a row's last target
     hidden_rows: Tensor  # int64 [N]: where the N targets are predicted, in the order of `target_mask`
@@ -116,16 +117,18 @@ def collate(sequences: Sequence[TokenSequence], reader: MediaReader, device: tor
     counts = pad_rows([s.kept.counts if s.kept is not None else () for s in sequences], 0, np.int64)
     counts = np.pad(counts, [(0, 0), (0, targets.shape[1] - counts.shape[1])])[target_mask]
     kept_ids = [s.kept.ids for s in sequences if s.kept is not None]
-    in_media = np.zeros(input_ids.shape, dtype=bool)
+    in_media, in_video = np.zeros((2, *input_ids.shape), dtype=bool)
     for row, sequence in enumerate(sequences):
-        for span in sequence.media_spans:
+        for handle, span in _placed(sequence):
             in_media[row, span.start : span.end] = True
+            in_video[row, span.start : span.end] = handle.modality == VIDEO
     unique = list({handle.key: handle for s in sequences for handle in s.media}.values())
     media = {h.key: m for h, m in zip(unique, reader.read(unique), strict=True)} if unique else {}
     return TokenBatch(
         input_ids=_tensor(input_ids, device),
         row_lengths=tuple(s.num_tokens for s in sequences),
         in_media=_tensor(in_media, device),
+        in_video=_tensor(in_video, device),
         targets=_tensor(targets, device),
         target_mask=_tensor(target_mask, device),
         hidden_rows=_tensor(rows, device),
@@ -189,7 +192,13 @@ def _layout(
     shown: dict[str, list[int]] = {kind: [] for kind in numbers}
     for row, sequence in enumerate(sequences):
         key = tuple(
-            (span.start, span.end, media[handle.key].modality, *_sizes(media[handle.key]))
+            (
+                span.start,
+                span.end,
+                media[handle.key].modality,
+                *_sizes(media[handle.key]),
+                _text(sequence, handle, span),
+            )
             for handle, span in _placed(sequence)
         )
         if key not in layouts:
@@ -204,6 +213,11 @@ def _layout(
 
 def _sizes(medium: ProcessedMedia) -> list[bytes]:
     return [medium.inputs[name].tobytes() for name in POSITION_INPUTS if name in medium.inputs]
+
+
+def _text(sequence: TokenSequence, handle: MediaHandle, span: MediaSpan) -> bytes:
+    """The tokens of a video, whose times are text of any length between its placeholders."""
+    return sequence.token_ids[span.start : span.end].tobytes() if handle.modality == VIDEO else b""
 
 
 def _placed(sequence: TokenSequence) -> list[tuple[MediaHandle, MediaSpan]]:

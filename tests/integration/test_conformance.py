@@ -11,7 +11,7 @@ from configs.schema.rollout import SamplerKind
 from deploy.conformance.__main__ import measure_apart
 from deploy.conformance.measure import ALL, TIED, Report, takes_media
 from deploy.conformance.table import failures
-from deploy.wiring.parity_prompts import CASES, SOUNDS, VIDEO
+from deploy.wiring.parity_prompts import CASES, SOUNDS, VIDEOS
 from learner.policies.families import family_at
 from learner.policies.families.base import AudioFamily, VideoFamily
 from learner.policies.tiny import TINY
@@ -44,7 +44,7 @@ def check(report: Report, model: Path) -> None:
     assert set(report.moved) == ({*family.parts, ALL} if takes_media(family) else {ALL})
     sees = not family.without_pictures_on("cpu", SamplerKind.VLLM)
     expected = {*CASES} if sees else {"text"}
-    expected |= {VIDEO} if isinstance(family, VideoFamily) else set()
+    expected |= {*VIDEOS} if isinstance(family, VideoFamily) else set()
     if isinstance(family, AudioFamily):
         expected |= {name for name, (_, pictures, _) in SOUNDS.items() if sees or not pictures}
     assert set(report.gaps) == expected

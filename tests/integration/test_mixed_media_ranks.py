@@ -15,7 +15,7 @@ from learner.policies.tiny import write_tiny
 
 pytestmark = [pytest.mark.slow, pytest.mark.families, pytest.mark.exhaustive, pytest.mark.timeout(900)]
 
-NAMES = ("qwen2-vl", "qwen2.5-vl", "qwen3-vl")
+NAMES = ("qwen2-vl", "qwen2.5-vl", "qwen3-vl", "internvl3", "glm4v")
 
 
 @pytest.fixture(scope="module")

@@ -9,17 +9,13 @@ import numpy as np
 import torch
 from transformers import AutoProcessor, AutoTokenizer
 
-from actors.datasets.rows import Row
-from actors.datasets.videos import FrameList
 from actors.processors.chat import ChatProcessor
 from cluster.records.media import MediaStore
 from configs.load import load_config
 from configs.schema import RunConfig
-from deploy.wiring.parity_prompts import FRAME_RATE, SOUND_RATE, VIDEO, Case, cases
+from deploy.wiring.parity_prompts import MOST_VIDEOS, SOUND_RATE, Case, cases
 from learner.policies.families import family_at
 from learner.policies.families.base import AudioFamily, VideoFamily
-
-MIXED = "picture and video"  # the case of families with videos that the conformance suite does not have
 
 
 @dataclass(frozen=True)
@@ -41,22 +37,14 @@ class FamilyPrompts:
         options = family.processor_options(self.config.data) if family.takes_pictures else {}
         processor = AutoProcessor.from_pretrained(self.folder, **options)
         media = {"images": list(case.pictures)} if case.pictures else {}
-        if case.frames:
-            frames = np.stack([np.asarray(frame) for frame in case.frames])
-            media |= {"videos": [frames], "do_sample_frames": False}
+        if case.videos:
+            videos = [np.stack([np.asarray(frame) for frame in frames]) for frames in case.videos]
+            media |= {"videos": videos, "do_sample_frames": False}
         if case.sounds:
             media |= {"audio": list(case.sounds), "sampling_rate": SOUND_RATE}
         made = processor(text=[case.prompt.text], return_tensors="pt", add_special_tokens=False, **media)
         unused = (*processor.unused_input_names, "num_crops", "batch_num_images", "num_audio_tokens")
         return {name: value for name, value in made.items() if name not in unused}
-
-
-def _mixed(found: dict[str, Case], data: Path, processor: ChatProcessor) -> Case:
-    """A video behind a picture, in one prompt."""
-    frames = tuple(data / f"frame{n}.png" for n in range(len(found[VIDEO].frames)))
-    video = FrameList(frames, FRAME_RATE, "frames")
-    row = Row("mixed", "<image>Which of these? <video>And now?", "7", "7", (data / "picture1.png",), videos=(video,))
-    return Case(processor.prepare(row, "0/mixed"), found["picture at the end"].pictures, found[VIDEO].frames)
 
 
 def family_prompts(folder: Path, data: Path) -> FamilyPrompts:
@@ -66,11 +54,8 @@ def family_prompts(folder: Path, data: Path) -> FamilyPrompts:
         "experiment=digits", f"policy.model={folder}", "policy.tiny=none", "sampler.max_images_per_prompt=3",
         "data.max_prompt_tokens=512", "sampler.max_model_len=1024",
         f"sampler.max_audios_per_prompt={2 * isinstance(family, AudioFamily)}",
-        f"sampler.max_videos_per_prompt={int(isinstance(family, VideoFamily))}",
+        f"sampler.max_videos_per_prompt={MOST_VIDEOS * isinstance(family, VideoFamily)}",
     ])  # fmt: skip
     store = MediaStore(lambda media: media, config.data.media_cache_bytes)
     processor = ChatProcessor(str(folder), config.data, config.sampler, store, keep_files=False, device="cuda")
-    found = cases(processor, data)
-    if processor.takes_videos:
-        found[MIXED] = _mixed(found, data, processor)
-    return FamilyPrompts(folder, config, processor, found)
+    return FamilyPrompts(folder, config, processor, cases(processor, data))

@@ -16,7 +16,7 @@ from deploy.wiring.parity_prompts import VIDEO, cases
 from learner.backends import fsdp2
 from learner.learner import Learner
 
-SHOWN = ("text", "text", "text", "text", "one picture", "several sizes", VIDEO)
+SHOWN = ("text", "text", "text", "text", "one picture", "several sizes", VIDEO, "picture and video")
 """More groups of text than of media, so that one of two ranks may have no medium in a micro-batch."""
 MEDIA = ("sampler.max_images_per_prompt=3", "sampler.max_videos_per_prompt=1", "data.max_prompt_tokens=512")
 BACKENDS = {

@@ -355,16 +355,20 @@ class VLLMSampler:
     def expanded_by_engine(
         self, compact_ids: list[int], media: Mapping[str, list[Any]], options: Mapping[str, int]
     ) -> list[int]:
-        """The ids that vLLM's own processing makes of a compact prompt; `media` has pictures (`image`), videos
-        (`video`, each frames and metadata) and audio clips (`audio`, each samples and rate); `options` are settings of
-        the image processor.
+        """The ids that vLLM's own processing makes of a compact prompt, with our placeholders of videos; `media` has
+        pictures (`image`), videos (`video`, each frames and metadata) and audio clips (`audio`, each samples and rate);
+        `options` are settings of the image processor.
 
         Requests do not use it: they bring expanded ids and processed pictures.
         """
         processor = MULTIMODAL_REGISTRY.create_processor(self._engine.model_config)
         items = processor.info.parse_mm_data(dict(media))
         inputs = ProcessorInputs(compact_ids, items, hf_processor_mm_kwargs=dict(options))
-        return list(processor.apply(inputs, TimingContext(enabled=False))["prompt_token_ids"])
+        ids = list(processor.apply(inputs, TimingContext(enabled=False))["prompt_token_ids"])
+        if not isinstance(self._family, VideoFamily) or not self._family.engine_video_token:
+            return ids
+        theirs = processor.info.get_tokenizer().convert_tokens_to_ids(self._family.engine_video_token)
+        return [self._placeholder_ids["video"] if token == theirs else token for token in ids]
 
     def _placeholder(self, prompt: Prompt, span: MediaSpan, kind: str) -> PlaceholderRange:
         """The place of a medium; its embeddings take those of its ids that are placeholders."""

@@ -178,9 +178,18 @@ class AudioFamily(Family):
 class VideoFamily(PictureFamily):
     """A family whose prompts hold videos as well."""
 
+    engine_video_token = ""
+    """The token that the engine's own processing writes in the places of videos, if it is another one."""
+    engine_max_videos: int | None = None
+    """The most videos in a prompt that the engine's own processing takes; None: any number."""
+
     def video_placeholder_id(self, config: PreTrainedConfig) -> int:
-        """The token whose places the embeddings of videos take."""
+        """The token whose places the embeddings of videos take; with some models that of pictures."""
         return int(config.video_token_id)
+
+    def compact_video_placeholder_id(self, processor: ProcessorMixin) -> int:
+        """The token that stands for a video in a prompt before its expansion."""
+        return int(processor.tokenizer.convert_tokens_to_ids(processor.video_token))
 
     def engine_video_options(self, limits: VideoConfig) -> dict[str, int]:
         """Settings with which the engine's own processing scales frames as `process_video` does."""

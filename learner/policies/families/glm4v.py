@@ -1,12 +1,22 @@
-"""GLM-4.1V: one placeholder an embedding, M-RoPE positions from the grids of pictures."""
+"""GLM-4.1V: one placeholder an embedding, M-RoPE positions from the grids of pictures and of single pairs of frames."""
 
 from __future__ import annotations
 
-from learner.policies.families.qwen_vl import GridFamily
+from collections.abc import Mapping
+from copy import copy
+
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+from transformers.models.glm4v.video_processing_glm4v import smart_resize
+from transformers.utils import ModelOutput
+
+from learner.policies.families.qwen_vl import LongVideos
+from learner.policies.families.vision import interleaved
 
 
-class Glm4v(GridFamily):
-    """Source: arXiv:2507.01006."""
+class Glm4v(LongVideos):
+    """Source: arXiv:2507.01006. A video has the whole second of each pair of frames as text behind its embeddings, and
+    these in the places of the token of pictures."""
 
     model_types = ("glm4v",)
     media_tokens = r"<\|(image|video|begin_of_image|end_of_image|begin_of_video|end_of_video)\|>"
@@ -15,3 +25,29 @@ class Glm4v(GridFamily):
         "connector": ("model.visual.merger.",),
         "language": ("model.language_model.", "lm_head."),
     }
+    note = (
+        "vLLM's own processing takes one video a prompt (`get_supported_mm_limits`), so the ids that it makes of "
+        "several are not compared; engines here get processed videos, and several in a prompt are measured"
+    )
+
+    engine_max_videos = 1
+    video_options = {}
+    smart_resize = staticmethod(smart_resize)
+
+    def video_placeholder_id(self, config: PreTrainedConfig) -> int:
+        return self.placeholder_id(config)
+
+    def placeholder_ids(self, config: PreTrainedConfig) -> tuple[int, ...]:
+        return (self.placeholder_id(config),)
+
+    def encode(self, core: nn.Module, inputs: Mapping[str, Tensor]) -> ModelOutput:
+        """Pictures are videos of one pair of frames: the tower sees each pair alone."""
+        return core.get_video_features(inputs["pixel_values"], inputs["image_grid_thw"], return_dict=True)
+
+    def as_taken(self, encoded: dict[str, ModelOutput], token_types: Tensor) -> dict[str, ModelOutput]:
+        """As pictures: the model's forward() looks for the token of pictures, and would put videos over them."""
+        if "video" not in encoded:
+            return encoded
+        taken = copy(encoded["video"])
+        taken.pooler_output = [interleaved(encoded, token_types)]
+        return {"image": taken}

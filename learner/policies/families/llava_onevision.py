@@ -16,7 +16,7 @@ from transformers.utils import ModelOutput
 from configs.schema.data import VideoConfig
 from learner.policies.batch import TokenBatch
 from learner.policies.families.base import Clip, Size, VideoFamily
-from learner.policies.families.vision import VisionFamily, place
+from learner.policies.families.vision import VisionFamily, place, refuse_long
 
 
 class LlavaOneVision(VisionFamily, VideoFamily):
@@ -47,11 +47,7 @@ class LlavaOneVision(VisionFamily, VideoFamily):
     def video_expansion(self, processor: ProcessorMixin, clip: Clip, limits: VideoConfig) -> np.ndarray:
         side = ceil(isqrt(processor.num_image_tokens) / 2)
         num_tokens = len(clip.timestamps) * side**2 + 1
-        if num_tokens > limits.max_tokens:
-            raise ValueError(
-                f"its {len(clip.timestamps)} frames take {num_tokens} tokens, however small they are, and "
-                f"data.video.max_tokens is {limits.max_tokens}: lower data.video.max_frames or raise it"
-            )
+        refuse_long(clip, num_tokens, limits)
         return np.full(num_tokens, processor.video_token_id, dtype=np.int32)
 
     def process_video(

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize
-from transformers.video_processing_utils import BaseVideoProcessor
 
-from configs.schema.data import VideoConfig
-from learner.policies.families.base import Clip
-from learner.policies.families.qwen_vl import MEDIA_TOKENS, QwenVideos, frame_pixels
+from learner.policies.families.qwen_vl import MEDIA_TOKENS, LongVideos
 
 MAX_LAYERS = 256  # of a decoder with routers
 
 
-class Qwen3VL(QwenVideos):
+class Qwen3VL(LongVideos):
     """Source: arXiv:2511.21631. Videos have the time of each pair of frames as text in front of its embeddings."""
 
     model_types = ("qwen3_vl",)
@@ -22,17 +19,7 @@ class Qwen3VL(QwenVideos):
         "connector": ("model.visual.merger.", "model.visual.deepstack_merger_list."),
         "language": ("model.language_model.", "lm_head."),
     }
-
-    def frame_size(self, videos: BaseVideoProcessor, clip: Clip, limits: VideoConfig) -> tuple[int, int]:
-        size, num = self.video_size(videos, clip, limits), len(clip.timestamps)
-        factor, temporal = videos.patch_size * videos.merge_size, videos.temporal_patch_size
-        bounds = size["shortest_edge"], size["longest_edge"]
-        return smart_resize(num, clip.height, clip.width, temporal, factor, *bounds)
-
-    def video_size(self, videos: BaseVideoProcessor, clip: Clip, limits: VideoConfig) -> dict[str, int]:
-        """Of all frames together."""
-        least, most = frame_pixels(videos, clip, limits)
-        return {"shortest_edge": least * len(clip.timestamps), "longest_edge": most * len(clip.timestamps)}
+    smart_resize = staticmethod(smart_resize)
 
 
 class Qwen3VLMoe(Qwen3VL):

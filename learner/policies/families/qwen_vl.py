@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from itertools import groupby
 from math import ceil
@@ -70,6 +70,9 @@ class GridFamily(VisionFamily):
 class QwenVideos(GridFamily, VideoFamily):
     """Videos as pictures whose grids have a time axis: the vision tower encodes both in one call."""
 
+    video_options: Mapping[str, bool] = {"cap_pixels_per_frame": False}
+    """Settings of the video processor."""
+
     def placeholder_ids(self, config: PreTrainedConfig) -> tuple[int, ...]:
         return self.placeholder_id(config), self.video_placeholder_id(config)
 
@@ -90,8 +93,8 @@ class QwenVideos(GridFamily, VideoFamily):
             video_metadata=[_metadata(clip)],
             do_sample_frames=False,
             size=self.video_size(videos, clip, limits),
-            cap_pixels_per_frame=False,
             return_tensors="pt",
+            **self.video_options,
         )
         inputs = {name: made[name].numpy() for name in ("pixel_values_videos", "video_grid_thw")}
         if "second_per_grid_ts" in processor.model_input_names:
@@ -127,6 +130,25 @@ class QwenVideos(GridFamily, VideoFamily):
             place(encoded[modality], media)
             start += len(media.num_parts)
         return encoded
+
+
+class LongVideos(QwenVideos):
+    """The video processor bounds the pixels of all frames together."""
+
+    smart_resize: Callable[..., tuple[int, int]]
+    """That of the video processor's module: frames, height, width, temporal and spatial factor, both bounds."""
+
+    def frame_size(self, videos: BaseVideoProcessor, clip: Clip, limits: VideoConfig) -> tuple[int, int]:
+        size, num = self.video_size(videos, clip, limits), len(clip.timestamps)
+        factor, temporal = videos.patch_size * videos.merge_size, videos.temporal_patch_size
+        bounds = size["shortest_edge"], size["longest_edge"]
+        return self.smart_resize(num, clip.height, clip.width, temporal, factor, *bounds)
+
+    def video_size(self, videos: BaseVideoProcessor, clip: Clip, limits: VideoConfig) -> dict[str, int]:
+        least, most = frame_pixels(videos, clip, limits)
+        num, factor = len(clip.timestamps), videos.temporal_patch_size
+        num = min(num, round(num / factor) * factor)  # of which the processor counts the pixels
+        return {"shortest_edge": least * num, "longest_edge": most * num}
 
 
 class QwenVL(QwenVideos):

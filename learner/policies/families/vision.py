@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel, ProcessorMixin
 from transformers.utils import ModelOutput
 
+from configs.schema.data import VideoConfig
 from learner.policies.batch import MediaBatch, TokenBatch
-from learner.policies.families.base import PictureFamily, Size
+from learner.policies.families.base import Clip, PictureFamily, Size
 
 MODALITIES = ("image", "video")  # the n-th of them is n in token types
 
@@ -47,14 +48,16 @@ class VisionFamily(PictureFamily):
             # The last token of a row is never looked at: it may be any but a placeholder outside of media.
             ids = ids.masked_fill((ids == placeholder) & ~is_placeholder, 0)
             types = types.masked_fill(is_placeholder, number)
+        types = types.masked_fill((types == 1) & batch.in_video, 2)  # where videos have the token of pictures
         encoded = self.encode_all(core, model.config, batch)
         for number, modality in enumerate(MODALITIES, start=1):
             check_count(encoded.get(modality), int((types == number).sum()))
+        taken = self.as_taken(encoded, types)
         extra = self.decoder_inputs(core, batch, types)
-        return core(input_ids=ids, mm_encoder_outputs=encoded, **extra, use_cache=False).last_hidden_state
+        return core(input_ids=ids, mm_encoder_outputs=taken, **extra, use_cache=False).last_hidden_state
 
     def placeholder_ids(self, config: PreTrainedConfig) -> tuple[int, ...]:
-        """Those of pictures and, where the family takes them, of videos."""
+        """Those of pictures and, where the family takes them and they have another one, of videos."""
         return (self.placeholder_id(config),)
 
     def encode_all(self, core: nn.Module, config: PreTrainedConfig, batch: TokenBatch) -> dict[str, ModelOutput]:
@@ -64,6 +67,10 @@ class VisionFamily(PictureFamily):
         encoded = self.encode(core, batch.media.inputs)
         place(encoded, batch.media)
         return {"image": encoded}
+
+    def as_taken(self, encoded: dict[str, ModelOutput], token_types: Tensor) -> dict[str, ModelOutput]:
+        """Features at all their places as the model's forward() takes them."""
+        return encoded
 
     def encode_nothing(self, core: nn.Module, config: PreTrainedConfig, device: torch.device) -> ModelOutput:
         """Features of a blank picture, of which nothing is placed.
@@ -100,6 +107,22 @@ def place(encoded: ModelOutput, media: MediaBatch) -> None:
         encoded.deepstack_features = [_in_order(layer, media) for layer in encoded.deepstack_features]
 
 
+def interleaved(encoded: Mapping[str, ModelOutput], token_types: Tensor) -> Tensor:
+    """[N, H]: features of pictures and videos in the order of their places, for a model with one token for both."""
+    kinds = token_types[token_types > 0]  # [N], row by row
+    found = {MODALITIES.index(modality) + 1: _flat(output.pooler_output) for modality, output in encoded.items()}
+    [some, *_] = found.values()
+    features = some.new_zeros(len(kinds), some.shape[-1])
+    for number, own in found.items():
+        features = features.masked_scatter((kinds == number)[:, None], own)
+    return features
+
+
+def _flat(features: Tensor | Sequence[Tensor]) -> Tensor:
+    parts = [features] if isinstance(features, Tensor) else features
+    return torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])
+
+
 def place_nothing(encoded: ModelOutput) -> None:
     """Features of a picture to features of no place, through which gradients are zeros."""
     encoded.pooler_output = _none_of(encoded.pooler_output)
@@ -128,6 +151,15 @@ def check_count(encoded: ModelOutput | None, num_placeholders: int) -> None:
         raise ValueError(
             f"the recorded media spans hold {num_placeholders} placeholders but the vision tower made "
             f"{num_embeddings} embeddings: prompts were processed with another model's processor"
+        )
+
+
+def refuse_long(clip: Clip, num_tokens: int, limits: VideoConfig) -> None:
+    """Raises: ValueError: a video takes too many tokens, in a family whose frames take equally many of any size."""
+    if num_tokens > limits.max_tokens:
+        raise ValueError(
+            f"its {len(clip.timestamps)} frames take {num_tokens} tokens, however small they are, and "
+            f"data.video.max_tokens is {limits.max_tokens}: lower data.video.max_frames or raise it"
         )
 
 

@@ -28,6 +28,8 @@ TEMPLATE = """\
 {%- for part in message['content'] -%}
 {%- if part['type'] == 'image' -%}
 {{- '<|begin_of_image|><|image|><|end_of_image|>' -}}
+{%- elif part['type'] == 'video' -%}
+{{- '<|begin_of_video|><|video|><|end_of_video|>' -}}
 {%- elif part['type'] == 'text' -%}
 {{- part['text'] -}}
 {%- endif -%}

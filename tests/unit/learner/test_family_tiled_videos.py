@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from clips import noise_frames
+from transformers import AutoConfig
 
 from actors.datasets.rows import Row
 from actors.datasets.videos import FrameList
@@ -17,6 +18,7 @@ from cluster.records.media import MediaReader, MediaStore
 from configs.load import load_config
 from learner.policies.batch import TokenSequence, collate
 from learner.policies.families import family_at
+from learner.policies.families.base import VideoFamily
 from learner.policies.loading import load_model
 from learner.policies.logprobs import PLAIN
 from learner.policies.tiny import write_tiny
@@ -24,11 +26,17 @@ from learner.policies.token import TokenPolicy
 
 CPU = torch.device("cpu")
 TOKENS_OF_A_FRAME = 4
+MORE_TOKENS = {"llava-onevision": 1, "internvl3": 0}  # of a video than those of its frames
+
+
+@pytest.fixture(scope="module", params=MORE_TOKENS)
+def name(request) -> str:
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return write_tiny("llava-onevision", tmp_path_factory.mktemp("tiny") / "model", seed=1)
+def folder(name: str, tmp_path_factory) -> Path:
+    return write_tiny(name, tmp_path_factory.mktemp("tiny") / "model", seed=1)
 
 
 def chat_of(folder: Path, *words: str) -> ChatProcessor:
@@ -53,7 +61,7 @@ def logprobs(policy: TokenPolicy, rows: list[TokenSequence]) -> list[np.ndarray]
     return [row[: sequence.num_targets] for row, sequence in zip(found, rows, strict=True)]
 
 
-def test_videos_of_any_length_share_a_batch_and_a_prompt(folder: Path, tmp_path: Path) -> None:
+def test_videos_of_any_length_share_a_batch_and_a_prompt(name: str, folder: Path, tmp_path: Path) -> None:
     noise_frames(1, (101, 133), seed=9)[0].save(tmp_path / "a.png")
     one, three, five = (video(tmp_path, n) for n in (1, 3, 5))
     asked = [
@@ -63,11 +71,17 @@ def test_videos_of_any_length_share_a_batch_and_a_prompt(folder: Path, tmp_path:
     ]
     chat = chat_of(folder)
     prompts = [chat.prepare(row, row.sample_id) for row in asked]
-    spans = [span.end - span.start for span in prompts[0].media_spans]
-    assert (spans[0], spans[2]) == (3 * TOKENS_OF_A_FRAME + 1, 5 * TOKENS_OF_A_FRAME + 1)
+    family, config = family_at(str(folder)), AutoConfig.from_pretrained(folder)
+    assert isinstance(family, VideoFamily)
+    placeholder = family.video_placeholder_id(config)
+    spans = [prompts[0].expanded_ids[span.start : span.end] for span in prompts[0].media_spans]
+    assert [int((spans[i] == placeholder).sum()) for i in (0, 2)] == [
+        num * TOKENS_OF_A_FRAME + MORE_TOKENS[name] for num in (3, 5)
+    ]
     videos = [handle.reference.inputs for handle in prompts[0].media if handle.modality == "video"]
-    given = family_at(str(folder)).engine_inputs(None, videos)["pixel_values_videos"]
-    assert [array.shape[0] for array in given] == [3, 5]
+    given = family.engine_inputs(config, videos)["pixel_values_videos"]
+    lengths = [len(array) for array in given] if isinstance(given, list) else [len(given)]
+    assert lengths in ([3, 5], [3 + 5])
 
     policy = TokenPolicy(
         load_model(str(folder), torch.float32, "sdpa").eval(), load_config(["experiment=digits"]).learner
@@ -81,8 +95,11 @@ def test_videos_of_any_length_share_a_batch_and_a_prompt(folder: Path, tmp_path:
         np.testing.assert_allclose(found, logprobs(policy, [row])[0], atol=1e-5)
 
 
-def test_frames_that_take_too_many_tokens_are_refused(folder: Path, tmp_path: Path) -> None:
-    chat = chat_of(folder, "data.video.max_tokens=20")
+def test_frames_that_take_too_many_tokens_are_refused(name: str, folder: Path, tmp_path: Path) -> None:
+    num = 5 * TOKENS_OF_A_FRAME + MORE_TOKENS[name]
+    chat = chat_of(folder, f"data.video.max_tokens={num - 1}")
     row = Row("r", "<video>?", "7", "7", videos=(video(tmp_path, 5),))
-    with pytest.raises(MediaError, match=r"5 frames take 21 tokens.*max_tokens is 20: lower data\.video\.max_frames"):
+    with pytest.raises(
+        MediaError, match=rf"5 frames take {num} tokens.*max_tokens is {num - 1}: lower data\.video\.max_frames"
+    ):
         chat.check(row)

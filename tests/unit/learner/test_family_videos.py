@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 from clips import noise_frames, write_clip
-from transformers import AutoProcessor
+from transformers import AutoConfig, AutoProcessor
 from transformers.video_utils import VideoMetadata
 
 from actors.datasets.rows import Row
 from actors.processors.chat import ChatProcessor
-from cluster.records.media import MediaReader, MediaStore
-from cluster.records.trajectory import Prompt
+from cluster.records.media import MediaHandle, MediaReader, MediaStore, ProcessedMedia
+from cluster.records.trajectory import MediaSpan, Prompt
 from configs.load import load_config
 from learner.policies.batch import TokenSequence, collate
 from learner.policies.families import family_at
@@ -26,7 +26,8 @@ from learner.policies.token import TokenPolicy
 
 CPU = torch.device("cpu")
 ANSWER = np.array([20, 30, 40, 50], dtype=np.int32)
-NAMES = ("qwen2-vl", "qwen2.5-vl", "qwen3-vl", "qwen3.5")
+NAMES = ("qwen2-vl", "qwen2.5-vl", "qwen3-vl", "qwen3.5", "glm4v")
+LONG = ("qwen3-vl", "qwen3.5", "glm4v")  # whose own bounds are those of all frames together
 RATE = 4
 FRAMES = noise_frames(24, (70, 50))
 PICTURE = noise_frames(1, (101, 133), seed=1)[0]
@@ -89,12 +90,13 @@ def own_inputs(folder: Path, prompt: Prompt) -> dict[str, torch.Tensor]:
     videos = [np.stack([np.asarray(FRAMES[i]) for i in taken])] * num_videos
     pictures = [PICTURE] * (len(prompt.media) - num_videos)
     most = config.video.max_frame_pixels, config.video.min_frame_pixels
-    per = 12 if "qwen3" in str(folder) else 1  # its bounds are those of the whole video
+    per = 12 if folder.name in LONG else 1
+    cap = {} if folder.name == "glm4v" else {"cap_pixels_per_frame": False}
     made = processor(
         text=[prompt.text], images=pictures or None, videos=videos or None, return_tensors="pt",
         add_special_tokens=False,
         videos_kwargs={
-            "video_metadata": [meta] * num_videos, "do_sample_frames": False, "cap_pixels_per_frame": False,
+            "video_metadata": [meta] * num_videos, "do_sample_frames": False, **cap,
             "size": {"shortest_edge": most[1] * per, "longest_edge": most[0] * per}, "return_metadata": True,
         } if videos else {},
     )  # fmt: skip
@@ -135,10 +137,12 @@ def test_ids_tensors_and_log_probs_equal_the_familys_own(folder: Path, prompts: 
             for name, array in handle.reference.inputs.items():
                 expected = np.asarray(inputs[name], dtype=np.float64)[: len(array)]
                 np.testing.assert_allclose(array, expected, atol=1e-6, err_msg=name)
+        if folder.name == "glm4v" and prompt.sample_id == "both":
+            continue  # transformers looks for pictures and videos at the same token: the conformance suite compares it
         inputs["input_ids"] = torch.cat([inputs["input_ids"], answer], dim=1)
         inputs["mm_token_type_ids"] = torch.cat([inputs["mm_token_type_ids"], answer * 0], dim=1)
         inputs.pop("attention_mask")
-        if "qwen3" not in str(folder):  # transformers 5 places text behind a long video elsewhere than engines do
+        if folder.name not in LONG:  # transformers 5 places text behind a long video elsewhere than engines do
             inputs["position_ids"] = released_positions(folder, inputs)
         logits = plain(**inputs).logits[0, -len(ANSWER) - 1 : -1]
         expected = logits.log_softmax(-1).gather(-1, answer[0][:, None])[:, 0]
@@ -172,20 +176,53 @@ def test_a_video_is_stored_once_and_rewards_get_the_frames_of_the_policy(folder:
     assert other.key != first.key
 
 
-@pytest.mark.parametrize("folder", ["qwen2.5-vl", "qwen3-vl"], indirect=True)
-def test_budgets_bound_the_tokens_of_a_video(folder: Path, tmp_path: Path) -> None:
-    clip = write_clip(tmp_path / "clip.mkv", noise_frames(24, (280, 280)), rate=RATE)
+@pytest.mark.parametrize("folder", ["glm4v"], indirect=True)
+def test_pairs_of_frames_with_times_between_have_the_positions_of_pictures(folder: Path) -> None:
+    """M-RoPE of GLM-4.1V (arXiv:2507.01006): each pair of frames is a picture, which text follows."""
+    policy = policy_of(folder)
+    place = policy.family.placeholder_id(policy.model.config)
+    videos = []
+    for num_pairs in (1, 2):
+        pixels = np.zeros((num_pairs * 8, 3 * 2 * 14 * 14), dtype=np.float32)  # of 2 x 4 patches, 1 x 2 embeddings
+        inputs = {"pixel_values_videos": pixels, "video_grid_thw": np.array([[num_pairs, 2, 4]])}
+        videos.append(MediaHandle(str(num_pairs), "video", 0, ProcessedMedia("video", inputs)))
+    ids = np.array([5, place, place, 6, 7, 8, place, place, 20, 21, 22, place, place, 9], dtype=np.int32)
+    spans = (MediaSpan(1, 3), MediaSpan(6, 13))
+    other = ids.copy()
+    other[[8, 9, 10, 11, 12]] = [20, place, place, 21, 22]  # a span of equal length: other times of equal frames
+    rows = [TokenSequence(row, 13, tuple(videos), spans) for row in (ids, other)]
+    batch = collate(rows, MediaReader(timeout_s=1, max_items=2), CPU)
+    types = ((batch.input_ids == place) & batch.in_video).long() * 2
+    found = policy.family.decoder_inputs(policy.family.core(policy.model), batch, types)["position_ids"]
+    assert found[:, 0].tolist() == [
+        [0, 1, 1, 3, 4, 5, 6, 6, 8, 9, 10, 11, 11, 13],
+        [0, 1, 1, 3, 4, 5, 6, 6, 8, 9, 10, 11, 11, 13],
+        [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13],
+    ]
+    assert found[:, 1].tolist() == [
+        [0, 1, 1, 3, 4, 5, 6, 6, 8, 9, 9, 11, 12, 13],
+        [0, 1, 1, 3, 4, 5, 6, 6, 8, 9, 9, 11, 12, 13],
+        [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13],
+    ]
+
+
+@pytest.mark.parametrize("folder", ["qwen2.5-vl", "qwen3-vl", "glm4v"], indirect=True)
+@pytest.mark.parametrize(("num_frames", "side"), [(24, 280), (10, 150)])  # of which 12 and 5 are shown
+def test_budgets_bound_the_tokens_of_a_video(folder: Path, num_frames: int, side: int, tmp_path: Path) -> None:
+    clip = write_clip(tmp_path / "clip.mkv", noise_frames(num_frames, (side, side)), rate=RATE)
     row = Row("video", "<video>Which?", "7", "7", videos=(clip,))
     family, most = family_at(str(folder)), 60
-    video_id = processor_of(folder)._processor.video_token_id
+    video_id = family.video_placeholder_id(AutoConfig.from_pretrained(folder))
     prompt = processor_of(folder, f"data.video.max_tokens={most}").prepare(row, "0/video")
     num = int((prompt.expanded_ids == video_id).sum())
-    assert 0.5 * most < num <= most
+    assert 0.4 * most < num <= most
     fewer = processor_of(folder, "data.video.max_frames=4").prepare(row, "0/video")
     assert family.media_tokens and fewer.media[0].reference.inputs["video_grid_thw"].tolist()[0][0] == 2
 
 
 def test_a_family_without_videos_is_refused_by_name(tmp_path: Path) -> None:
-    folder = write_tiny("internvl3", tmp_path / "internvl3", seed=1)
-    with pytest.raises(ValueError, match=r"max_videos_per_prompt=2 asks for videos.*of type internvl: set it to 0"):
+    folder = write_tiny("idefics3", tmp_path / "idefics3", seed=1)
+    with pytest.raises(
+        ValueError, match=r"max_videos_per_prompt=2 asks for videos.*of type idefics3: set it to 0.* internvl, llava"
+    ):
         processor_of(folder)

@@ -7,9 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
-from pydantic import ValidationError
-
-from cluster.errors import PlacementError
+from cluster.errors import PreflightError
 from configs.schema import RunConfig
 from deploy.planning.activations import checkpointing
 from deploy.planning.clusters import PlannedNode
@@ -64,7 +62,7 @@ def changed(config: RunConfig, setting: Setting) -> RunConfig:
 def _fits(config: RunConfig, shape: ModelShape, nodes: Sequence[PlannedNode], setting: Setting) -> bool:
     try:
         return not plan_memory(changed(config, setting), shape, nodes).shortfalls
-    except (ValidationError, PlacementError, ValueError):
+    except (ValueError, PreflightError):  # the sections contradict, or the model lacks what the setting names
         return False
 
 

@@ -29,9 +29,9 @@ from actors.processors.pool import ProcessorPool
 from actors.processors.video import require_av
 from actors.processors.worker import ProcessorWorker
 from benchmarks.harness.measure import Claim, Effort, Findings, Measurements, interleave, share
-from cluster.records.actions import TokenActions
+from benchmarks.replay import Load, make_group
 from cluster.records.media import MediaHandle, MediaStore, ProcessedMedia
-from cluster.records.trajectory import FinishReason, Prompt, Response, Trajectory, TrajectoryGroup, WeightSpan
+from cluster.records.trajectory import TrajectoryGroup
 from cluster.workers.restart_policy import RestartPolicy
 from deploy.wiring.preparation import TRAIN, Prepared
 
@@ -39,7 +39,7 @@ NUM_WORKERS = 2
 NUM_GROUPS, NUM_SIBLINGS = 8, 8
 NUM_PICTURES, NUM_VIDEOS = 24, 8
 PICTURE, FRAME, NUM_FRAMES, RATE = (1600, 1200), (480, 360), 64, 16
-NUM_TOKENS = 64  # of a sibling's answer, in the groups whose bytes are counted
+ANSWERS = Load("answers", num_groups=1, num_tokens=64, num_trips=1)  # of the groups whose bytes are counted
 SETTLE_S = 0.5  # between readings, three of which have to be equal
 STORE_BYTES = 1 << 30
 EIGHT_OVER_ONE_BYTES = 1.05
@@ -147,7 +147,8 @@ async def _stored_bytes(prepared: Prepared, workers: list[Any], num_siblings: in
     source = PromptSource(prepared.splits[TRAIN].rows, pool, seed=0, split_name=TRAIN)
     prompts = await asyncio.to_thread(lambda: [source.next() for _ in range(num)])
     source.restore(source.cursor, [])  # prompts that were begun ahead are given up
-    groups = [ray.put(_group(prompt, num_siblings)) for prompt in prompts]
+    answers = make_group(ANSWERS).trajectories[:num_siblings]
+    groups = [ray.put(TrajectoryGroup(prompt, answers)) for prompt in prompts]
     used = await _used_bytes() - before
     assert used > sum(handle.num_bytes for prompt in prompts for handle in prompt.media), "the media are among them"
     del groups
@@ -155,30 +156,13 @@ async def _stored_bytes(prepared: Prepared, workers: list[Any], num_siblings: in
 
 
 async def _used_bytes() -> float:
-    """Once what earlier rounds have left is freed."""
+    """Bytes in use once those of earlier rounds are freed."""
     gc.collect()
     state, readings = get_state_from_address(ray.get_runtime_context().gcs_address), [-1.0, -2.0, -3.0]
     while len(set(readings[-3:])) > 1:
         await asyncio.sleep(SETTLE_S)
         readings.append(get_memory_info_reply(state).store_stats.object_store_bytes_used)
     return readings[-1]
-
-
-def _group(prompt: Prompt, num_siblings: int) -> TrajectoryGroup:
-    """As a rollout actor returns it."""
-    siblings = (
-        Trajectory(
-            trajectory_id=f"{prompt.prompt_id}#{n}",
-            actions=TokenActions(np.arange(NUM_TOKENS, dtype=np.int32)),
-            behavior_logprobs=np.zeros(NUM_TOKENS, dtype=np.float32),
-            action_mask=np.ones(NUM_TOKENS, dtype=bool),
-            weight_spans=(WeightSpan(0, 0, NUM_TOKENS),),
-            finish_reason=FinishReason.STOP,
-            response=Response("an answer", NUM_TOKENS, False),
-        )
-        for n in range(num_siblings)
-    )
-    return TrajectoryGroup(prompt, tuple(siblings))
 
 
 class _NoStore:

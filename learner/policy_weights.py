@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from cluster.weight_sync.manifest import Manifest, TensorSpec
 from configs.schema import RunConfig
 from learner.backends import load_weights
-from learner.backends.base import Backend
+from learner.backends.base import Backend, trained_parameters
 from learner.backends.single import SingleBackend
 from learner.optim.average import read_average
 from learner.policies.adapters import add_adapters, as_merged, is_factor, split_factor
@@ -90,7 +90,7 @@ def export_state(config: RunConfig, state: Path, folder: Path, *, merge: bool, a
     policy = backend.wrap(as_policy(model, config))
     load_weights(config.learner, state, policy)
     if average:
-        trained = {name: p.detach() for name, p in policy.named_parameters() if p.requires_grad}
+        trained = {name: p.detach() for name, p in trained_parameters(policy).items()}
         read_average(state, trained, no_dist=True)
     if config.policy.lora.is_on and not merge:
         save_trained_adapters(model, config, folder)

@@ -120,7 +120,7 @@ def fetch_together(media: Iterable[Video]) -> None:
     """Download the web files among `media`, several at a time.
 
     Raises:
-        PictureError: the first one that cannot be had.
+        PictureError: a file cannot be downloaded.
     """
     files = web_files(media)
     if files:

@@ -182,7 +182,7 @@ class LossesConfig(Section):
     sapo: SAPOConfig
     """A smooth gate."""
     grpo_guard: ClipConfig
-    """GRPO-Guard's normalised ratio of denoising steps, whose clip range is that of a deviation of 1."""
+    """The clip range of the normalised ratio of denoising steps of GRPO-Guard."""
     nft: NFTConfig
     """DiffusionNFT, without a likelihood."""
 

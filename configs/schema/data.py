@@ -135,7 +135,7 @@ class AudioConfig(Section):
     max_file_bytes: PositiveInt
     """A larger file is refused before it is read."""
     max_seconds: PositiveFloat
-    """A longer clip is refused before it is decoded, and so is one that the model would cut."""
+    """A longer clip is refused before it is decoded; so is a clip that the model would cut."""
 
 
 class DataConfig(SourceConfig):
@@ -235,7 +235,7 @@ def _streamed_rows_are_of_huggingface(data: DataConfig) -> str | None:
 
 
 def _options_of_rows_have_a_reader(data: DataConfig) -> str | None:
-    """`data.columns` is not among them: experiments set it for a data set of their own."""
+    """Not of `data.columns`, which experiments set for their own data sets."""
     if data.kind not in WITHOUT_FILES_OF_ROWS:
         return None
     for name, value in (("label", data.label), ("media_path", data.media_path), ("splits", data.splits)):

@@ -71,7 +71,7 @@ class RewardPoolConfig(Section):
     max_batch_groups: PositiveInt
     """Most groups sent to a worker in one call; a model scores them as one batch."""
     batches_in_flight: PositiveInt
-    """Calls in flight for each worker: the one that it computes, and the batches queued behind it."""
+    """Calls in flight for each worker: one in computation, the others queued behind it."""
     max_queued_groups: PositiveInt
     """Groups that may be queued for one service; further callers wait until there is room."""
 

@@ -189,8 +189,8 @@ class SupervisionConfig(Section):
     sign_timeout_s: Seconds
     """How long a process may take to answer a ping, also while it computes."""
     probe_interval_s: Seconds
-    """A rollout actor that has finished nothing for this long is probed: it has to sample one token. One that misses a
-    deadline is probed at once."""
+    """A rollout actor that has finished nothing for this long is probed: it has to sample one token. After a missed
+    deadline it is probed at once."""
     probe_timeout_s: Seconds
     """Deadline of such a probe; has to be longer than a weight push, during which the engine is paused."""
     max_restarts: NonNegativeInt

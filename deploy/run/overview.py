@@ -37,7 +37,7 @@ class Parameters:
 
 
 def overview(prepared: Prepared, plan: PlacementPlan, version: int) -> str:
-    """Overview of a run before its first step, one line for each topic; `version` is the one that it starts from."""
+    """Overview of a run before its first step, one line for each topic; `version` is its first weight version."""
     return "\n".join(f"{label:<{LABEL_WIDTH}}{text}" for label, text in _topics(prepared, plan, version))
 
 

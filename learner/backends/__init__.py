@@ -30,8 +30,7 @@ def build_backend(config: LearnerConfig, device: torch.device, dtype: torch.dtyp
 
 
 def load_weights(config: LearnerConfig, folder: Path, policy: Policy) -> None:
-    """Read what the ranks of `learner.backend` saved of the weights into a policy in one process, however many they
-    were.
+    """Read the trained parameters that the ranks of `learner.backend` saved into a policy in one process.
 
     Raises:
         CheckpointError: there is no complete state in `folder`.

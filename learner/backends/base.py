@@ -77,8 +77,8 @@ class Backend(Protocol):
         ...
 
     def trained(self) -> dict[str, Tensor]:
-        """What is trained, as it lies on this rank, by its name in the policy. Steps change these tensors in place; one
-        that is sharded is a DTensor."""
+        """This rank's part of each trained parameter, by its name in the policy: a DTensor if it is sharded. Steps
+        change these tensors in place."""
         ...
 
     def full_state(self, wanted: Wanted = everything) -> Iterator[tuple[str, Tensor]]:

@@ -86,7 +86,7 @@ class DeepSpeedBackend:
             yield
 
     def trained(self) -> dict[str, Tensor]:
-        """At stage 3 the shards, flat: each rank has as many values, the last of the last rank without meaning."""
+        """At stage 3 the flat shards: equally long on each rank, padded at the end of the last one."""
         if self._config.zero_stage == 2:
             return self._trained
         return {name: DTensor.from_local(p.ds_tensor, self._mesh, [Shard(0)]) for name, p in self._trained.items()}
@@ -165,7 +165,7 @@ class _Turn:
 
 
 def load_zero_weights(folder: Path, policy: Policy) -> None:
-    """Read what is trained, without its optimizer, into a policy in one process, however many ranks wrote it.
+    """Read the trained parameters, without their optimizer, into a policy in one process, from any number of ranks.
 
     DeepSpeed joins the float32 weights of its ranks' files, at any stage.
 
@@ -179,7 +179,7 @@ def load_zero_weights(folder: Path, policy: Policy) -> None:
     with redirect_stdout(StringIO()), redirect_stderr(StringIO()):  # it prints its progress
         state = get_fp32_state_dict_from_zero_checkpoint(str(folder), TAG, exclude_frozen_parameters=True)
     found = policy.load_state_dict(state, strict=False)
-    lacking = {name for name, p in policy.named_parameters() if p.requires_grad} & set(found.missing_keys)
+    lacking = trained_parameters(policy).keys() & set(found.missing_keys)
     assert not lacking and not found.unexpected_keys, f"{folder} is of another policy: {lacking or found}"
 
 

@@ -75,7 +75,7 @@ def load_sharded(folder: Path, policy: Policy, optimizer: torch.optim.Optimizer)
 
 
 def load_sharded_weights(folder: Path, policy: Policy) -> None:
-    """Read what is trained, without its optimizer, into a policy in one process, however many ranks wrote it.
+    """Read the trained parameters, without their optimizer, into a policy in one process, from any number of ranks.
 
     Raises:
         CheckpointError: there is no complete state in `folder`.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
@@ -11,6 +10,7 @@ from typing import Any
 
 from rewards.contract import BatchRewardFunction, RewardFunction
 from rewards.functions.plugin import Plugin, signature_of_file
+from rewards.hints import did_you_mean
 from rewards.tools import Tools
 
 BUILT_IN: Mapping[str, str] = {  # name -> its factory, imported when it is asked for: models pull in torch
@@ -64,7 +64,7 @@ def build_function(name: str, options: Mapping[str, Any], tools: Tools) -> Rewar
         return Plugin(tools, name, options)
     if name not in BUILT_IN:
         known = f"one of {', '.join(BUILT_IN)}, module:function or path/to/file.py:function"
-        raise ValueError(f"there is no reward function {name!r}{_nearest(name, BUILT_IN)}: use {known}")
+        raise ValueError(f"there is no reward function {name!r}{did_you_mean(name, BUILT_IN)}: use {known}")
     try:
         factory = _import(BUILT_IN[name])
     except ValueError as error:
@@ -110,12 +110,7 @@ def _check_options(name: str, signature: inspect.Signature, options: Mapping[str
     named = {n: p for n, p in parameters.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
     for option in options:
         if option not in named and not takes_any:
-            raise ValueError(f"{name} has no option {option!r}{_nearest(option, named)}: it has {', '.join(named)}")
+            raise ValueError(f"{name} has no option {option!r}{did_you_mean(option, named)}: it has {', '.join(named)}")
     missing = [n for n, p in named.items() if p.default is p.empty and n not in options]
     if missing:
         raise ValueError(f"{name} needs options.{missing[0]}, which is not set")
-
-
-def _nearest(name: str, known: Mapping[str, Any]) -> str:
-    matches = difflib.get_close_matches(name, known, n=1)
-    return f" (did you mean {matches[0]!r}?)" if matches else ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Mapping
 from typing import Annotated, Any, Self
@@ -11,6 +10,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, PositiveFloat, PositiveInt, ValidationError, model_validator
 
 from configs.schema.base import Section
+from rewards.hints import did_you_mean
 
 
 class Connection(Section):
@@ -50,8 +50,7 @@ class Connection(Section):
         """
         for option in options:
             if option not in cls.model_fields:
-                nearest = difflib.get_close_matches(option, cls.model_fields, n=1)
-                hint = f" (did you mean {nearest[0]!r}?)" if nearest else ""
+                hint = did_you_mean(option, cls.model_fields)
                 raise ValueError(f"{name} has no option {option!r}{hint}: it has {', '.join(cls.model_fields)}")
         try:
             connection = cls.model_validate({**options, "urls": _as_list(options.get("urls"))})

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engine_judge import OF_ANY_JUDGE
 from tiny_reward_models import picture
 
 from cluster.records.trajectory import Response
@@ -83,17 +84,8 @@ def _kill_group(pid: int) -> None:
 def test_a_judge_on_vllm_sees_and_scores(chat_url: str) -> None:
     options: dict[str, Any] = {
         "urls": [chat_url],
+        **OF_ANY_JUDGE,
         "model": "judge",
-        "system": None,
-        "template": "{question} {response}",
-        "pictures": "prompt",
-        "verdict": r"regex:Score: (?P<score>\d)",
-        "minimum": 1,
-        "maximum": 5,
-        "max_tokens": 16,
-        "temperature": 0,
-        "extra": {"structured_outputs": {"regex": "Score: [1-5]"}},
-        "question_pattern": None,
         "max_concurrency": 4,
         "timeout_s": 100.0,
         "total_timeout_s": 200.0,

@@ -27,8 +27,7 @@ ENGINE = {
     "max_num_batched_tokens": 1024,
     "limit_mm_per_prompt": {"image": 2, "video": 0},
 }
-OPTIONS: dict[str, Any] = {
-    "engine": ENGINE,
+OF_ANY_JUDGE: dict[str, Any] = {
     "system": None,
     "template": "{question} {response}",
     "pictures": "prompt",
@@ -40,6 +39,7 @@ OPTIONS: dict[str, Any] = {
     "extra": {"structured_outputs": {"regex": "Score: [1-5]"}},
     "question_pattern": None,
 }
+OPTIONS: dict[str, Any] = {**OF_ANY_JUDGE, "engine": ENGINE}
 
 
 @cache

@@ -48,7 +48,7 @@ class VisionFamily(PictureFamily):
             # The last token of a row is never looked at: it may be any but a placeholder outside of media.
             ids = ids.masked_fill((ids == placeholder) & ~is_placeholder, 0)
             types = types.masked_fill(is_placeholder, number)
-        types = types.masked_fill((types == 1) & batch.in_video, 2)  # where videos have the token of pictures
+        types = types.masked_fill((types == 1) & batch.in_video, 2)  # if videos have the placeholder of pictures
         encoded = self.encode_all(core, model.config, batch)
         for number, modality in enumerate(MODALITIES, start=1):
             check_count(encoded.get(modality), int((types == number).sum()))
@@ -57,7 +57,7 @@ class VisionFamily(PictureFamily):
         return core(input_ids=ids, mm_encoder_outputs=taken, **extra, use_cache=False).last_hidden_state
 
     def placeholder_ids(self, config: PreTrainedConfig) -> tuple[int, ...]:
-        """Those of pictures and, where the family takes them and they have another one, of videos."""
+        """The placeholder of pictures, and that of videos if the family has another one for them."""
         return (self.placeholder_id(config),)
 
     def encode_all(self, core: nn.Module, config: PreTrainedConfig, batch: TokenBatch) -> dict[str, ModelOutput]:
@@ -69,7 +69,7 @@ class VisionFamily(PictureFamily):
         return {"image": encoded}
 
     def as_taken(self, encoded: dict[str, ModelOutput], token_types: Tensor) -> dict[str, ModelOutput]:
-        """Features at all their places as the model's forward() takes them."""
+        """The features in the form that the model's forward() takes; `token_types` as in `decoder_inputs`."""
         return encoded
 
     def encode_nothing(self, core: nn.Module, config: PreTrainedConfig, device: torch.device) -> ModelOutput:

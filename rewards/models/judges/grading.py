@@ -1,4 +1,4 @@
-"""The conversation that a judge gets about a response, and the score in its reply: the same for every judge."""
+"""Shared by all judges: the conversation about a response, and the score in the reply."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NUMBER = re.compile(r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)")
 
 
 class Grading:
-    r"""What a judge is asked, and what counts as its verdict.
+    r"""Builds a judge's conversation about a response, and reads the score in its reply.
 
     `template` is the user's turn, with {question}, {response} and {references} in it; `system` goes before it, or null.
     `pictures` are sent ahead of the text: none, prompt, response or both; of those of a response (a video's frames)
@@ -69,7 +69,7 @@ class Grading:
         return messages
 
     def score(self, reply: str, *, is_cut: bool) -> Score:
-        """The score in a reply; one that `is_cut` ended at the limit of its tokens.
+        """The score in a reply. `is_cut`: the reply ended at the limit of its tokens.
 
         Raises:
             RewardError: there is none, or it is out of range.
@@ -86,7 +86,7 @@ class Grading:
         return Score(value, reply[-QUOTED_CHARS:])
 
     def _filled(self, request: RewardRequest) -> str:
-        """The template with everything put in at once: what is put in is not looked at again."""
+        """The template with its placeholders replaced in one pass, so that text in a response is not replaced again."""
         values = {"question": self._questions.find(request), "response": request.response.text}
         if "{references}" in self._template:
             if not request.references:

@@ -36,8 +36,8 @@ class _ChatReply(BaseModel):
 class Judge:
     """Asks `urls`, whole chat-completion URLs such as http://127.0.0.1:8000/v1/chat/completions, one answer a request.
 
-    `extra` is added to the request, e.g. {seed: 0, response_format: {...}}. See `Grading` for what is asked and how the
-    verdict is read, and `Connection` for the other options, of which `max_request_bytes` bounds one answer with its
+    `extra` is added to the request, e.g. {seed: 0, response_format: {...}}. See `Grading` for the conversation and the
+    verdict, and `Connection` for the other options, of which `max_request_bytes` bounds one answer with its
     pictures.
     """
 

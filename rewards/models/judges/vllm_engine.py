@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +19,7 @@ from vllm.sampling_params import StructuredOutputsParams
 from cluster.errors import EngineLostError, RewardError
 from cluster.failures import Failure
 from cluster.runtime.concurrency import DaemonThread
+from rewards.hints import did_you_mean
 from rewards.tools import Tools
 
 OWN_KEYS = ("model", "dtype", "runner", "distributed_executor_backend", "disable_log_stats")
@@ -29,7 +29,7 @@ CPU_ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}  # the process is boun
 
 @dataclass(frozen=True)
 class Reply:
-    """What the model said; `is_cut` where it was ended by a limit of its tokens."""
+    """The text of a reply; `is_cut`: it ended at the limit of its tokens."""
 
     text: str
     is_cut: bool
@@ -134,7 +134,7 @@ def sampling_params(values: Mapping[str, Any]) -> SamplingParams:
 
 
 def reason_of(error: Exception) -> str:
-    """An error of vLLM's in one line."""
+    """An error of vLLM in one line."""
     if isinstance(error, ValidationError):
         return "; ".join(str(detail["msg"]) for detail in error.errors())
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
@@ -155,8 +155,7 @@ def _arguments(model: str, options: Mapping[str, Any], tools: Tools) -> dict[str
     known = [field.name for field in fields(EngineArgs)]
     for name in options:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f" (did you mean {near[0]!r}?)" if near else ""
+            hint = did_you_mean(name, known)
             raise ValueError(f"options.engine has {name!r}, which vLLM does not know{hint}: use its engine arguments")
     if current_platform.device_type != tools.device:
         raise ValueError(

@@ -22,8 +22,8 @@ class VllmJudge:
     `engine` holds arguments of vLLM's engine: max_model_len, kv_cache_memory_bytes, gpu_memory_utilization,
     tensor_parallel_size, limit_mm_per_prompt, ... Functions of one worker with the same `model` share the engine.
     `extra` holds further fields of `vllm.SamplingParams`, e.g. {seed: 0, structured_outputs: {regex: "..."}}, and
-    `chat_template_kwargs`; what neither sets comes from the checkpoint's generation_config.json. See `Grading` for what
-    is asked and how the verdict is read.
+    `chat_template_kwargs`; what neither sets comes from the checkpoint's generation_config.json. See `Grading` for
+    the conversation and the verdict.
     """
 
     def __init__(

@@ -224,6 +224,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
         """Nothing is written to the console."""
 
 
+def late_inputs(root: Path, *hosts: str) -> PictureInputs:
+    downloads = LateDownloads(MediaDownloads(root.parent / "cache", hosts, DOWNLOADS))
+    return PictureInputs(root, downloads, takes_absolute=False)
+
+
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     for name in PROXIES:
@@ -254,9 +259,11 @@ def test_a_picture_of_an_allowed_host_is_downloaded_once(root: Path, server: str
         ("/absent", "download_failed"),
     ],
 )
-def test_a_download_stays_within_its_limits(root: Path, server: str, path: str, reason: str) -> None:
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_download_stays_within_its_limits(root: Path, server: str, is_late: bool, path: str, reason: str) -> None:
     with pytest.raises(PictureError) as found:
-        inputs(root, "127.0.0.1").resolve(server + path, "row")
+        [picture] = (late_inputs if is_late else inputs)(root, "127.0.0.1").resolve(server + path, "row")
+        read_image(pickle.loads(pickle.dumps(picture)), LIMITS)
     assert found.value.reason == reason
     assert list((root.parent / "cache").iterdir()) == [], "nothing is left of it"
 
@@ -270,11 +277,6 @@ def test_a_download_has_the_limit_of_its_own_kind_of_media(root: Path, server: s
     assert [len(row.videos) + len(row.audios) for row in split.rows] == [1, 1]
     assert count_by_reason(split.skipped) == {"download_failed": 1}
     assert "data.max_image_bytes=10,000" in split.skipped[0].detail
-
-
-def late_inputs(root: Path, *hosts: str) -> PictureInputs:
-    downloads = LateDownloads(MediaDownloads(root.parent / "cache", hosts, DOWNLOADS))
-    return PictureInputs(root, downloads, takes_absolute=False)
 
 
 def test_a_late_download_is_made_by_the_process_that_reads_the_file(root: Path, server: str) -> None:
@@ -293,23 +295,6 @@ def test_the_host_of_a_late_download_is_checked_before_it_is_made(root: Path, se
             late_inputs(root, "127.0.0.1").resolve(url, "row")
         assert found.value.reason == "host_not_allowed"
     assert Handler.num_requests == 0
-
-
-@pytest.mark.parametrize(
-    ("path", "reason"),
-    [
-        ("/out", "host_not_allowed"),
-        ("/loop", "download_failed"),
-        ("/large", "download_failed"),
-        ("/absent", "download_failed"),
-    ],
-)
-def test_a_late_download_stays_within_its_limits(root: Path, server: str, path: str, reason: str) -> None:
-    [picture] = late_inputs(root, "127.0.0.1").resolve(server + path, "row")
-    with pytest.raises(PictureError) as found:
-        read_image(pickle.loads(pickle.dumps(picture)), LIMITS)
-    assert found.value.reason == reason
-    assert list((root.parent / "cache").iterdir()) == [], "nothing is left of it"
 
 
 @pytest.mark.parametrize("url", ["file:///etc/passwd", "../outside.png", "http://localhost/a.png", "ftp://127.0.0.1/a"])

@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from enum import StrEnum
 from importlib import metadata
+from itertools import chain
 from pathlib import Path
 from typing import Annotated
 
@@ -474,6 +475,7 @@ def doctor(
             raise typer.Exit(FAILED)
         return
     from configs.load import load_config
+    from deploy.tools.doctor.checkpoint import check_checkpoint
     from deploy.tools.doctor.cluster import examine_cluster
     from deploy.tools.doctor.this_machine import Verdict, examine
 
@@ -482,7 +484,8 @@ def doctor(
     num_missing = 0
     with explained():
         config = load_config(overrides or [], is_complete=False)
-        for finding in examine(config) if address is None else examine_cluster(config, address):
+        machine = examine(config) if address is None else examine_cluster(config, address)
+        for finding in chain(machine, check_checkpoint(config)):
             num_missing += finding.verdict is Verdict.MISSING
             console.print(f"{finding.verdict:>8}", style=colours[finding.verdict], end="  ")
             console.print(f"{finding.name}: {finding.detail}", markup=False, highlight=False)

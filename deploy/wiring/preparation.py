@@ -27,12 +27,14 @@ from actors.processors.make import make_processor
 from actors.processors.teacher import TEACHER, check_teacher
 from cluster.errors import PreflightError
 from cluster.metrics.report.run_folder import SKIPPED_FILE
-from cluster.records.media import MediaStore
+from cluster.records.media import MediaKeeper, MediaStore
 from cluster.weight_sync.manifest import Manifest, checkpoint_manifest
 from configs.schema import EvaluationConfig, PolicyConfig, RunConfig
 from configs.schema.data import WRITTEN
 from configs.schema.rollout import SamplerKind
 from deploy.datasets.written_data import write_data
+from deploy.preflight.checks import LoadedModel, find_mismatches
+from deploy.preflight.findings import refuse
 from learner.policies.families import DRAWING_TYPES, family_at, frozen_prefixes, max_positions, model_type_at
 from learner.policies.flow.denoising import Denoising
 from learner.policies.flow.families import INDEX, TRANSFORMER
@@ -117,20 +119,12 @@ def prepare(config: RunConfig, put: Callable[[Any], Any]) -> Prepared:
 
 
 def _prepare(config: RunConfig, put: Callable[[Any], Any]) -> Prepared:
-    model_folder = ensure_model(config)
-    checkpoint = checkpoint_manifest(model_folder, config.resources.dtype)
-    if config.sampler.is_flow:
-        _check_flow(checkpoint, config)
-    else:
-        checkpoint = checkpoint.below(family_at(config.policy.model).checkpoint_prefix)
-        _check_dtype(config)
-        _check_answers(config)
-        _check_trained(checkpoint, config.policy)
-        _check_positions(config)
+    media = MediaStore(put, config.data.media_cache_bytes)
+    loaded = load_checked(config, media)
+    refuse(find_mismatches(config, loaded))
     teacher_folder, teachers = _checked_teachers(config)
     ensure_data(config)
-    media = MediaStore(put, config.data.media_cache_bytes)
-    processor = make_processor(config, media)
+    processor = loaded.processor
     reader = partial(open_split, config.data, label_key=config.rewards.label_key, fetches_late=workers_download(config))
     if config.environment.is_on:
         reader = partial(environment_split, config.environment, takes_pictures=processor.takes_pictures)
@@ -142,8 +136,8 @@ def _prepare(config: RunConfig, put: Callable[[Any], Any]) -> Prepared:
     splits = {name: _checked(config, reader, processor, name) for name in names}
     return Prepared(
         config,
-        model_folder,
-        checkpoint,
+        loaded.folder,
+        loaded.checkpoint,
         processor,
         media,
         splits,
@@ -151,6 +145,26 @@ def _prepare(config: RunConfig, put: Callable[[Any], Any]) -> Prepared:
         teachers=teachers,
         supervised=_supervised(config, media) if config.algorithm.supervised.is_on else None,
     )
+
+
+def load_checked(config: RunConfig, media: MediaKeeper) -> LoadedModel:
+    """Loads what is read of `policy.model` before a run, and checks its files against the configuration.
+
+    Raises:
+        PreflightError: the model cannot be had or written.
+        ValueError: model or configuration do not fit.
+    """
+    model_folder = ensure_model(config)
+    checkpoint = checkpoint_manifest(model_folder, config.resources.dtype)
+    if config.sampler.is_flow:
+        _check_flow(checkpoint, config)
+    else:
+        checkpoint = checkpoint.below(family_at(config.policy.model).checkpoint_prefix)
+        _check_dtype(config)
+        _check_answers(config)
+        _check_trained(checkpoint, config.policy)
+        _check_positions(config)
+    return LoadedModel(model_folder, checkpoint, make_processor(config, media))
 
 
 def workers_download(config: RunConfig) -> bool:

@@ -1,0 +1,46 @@
+"""PreflightFinding: a mismatch between model, tokenizer, template, data and rewards, with its key and the next action."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from cluster.errors import PreflightError
+
+_logger = logging.getLogger(__name__)
+
+
+class Severity(StrEnum):
+    REFUSE = "refuse"  # the run does not start
+    WARN = "warn"  # the run starts and logs it
+
+
+@dataclass(frozen=True)
+class PreflightFinding:
+    """One mismatch. `problem` names the value, `action` the change that solves it."""
+
+    key: str  # of the configuration
+    problem: str
+    action: str
+    severity: Severity = Severity.REFUSE
+
+    def __str__(self) -> str:
+        return f"{self.problem}: {self.action}"
+
+
+def refuse(findings: Iterable[PreflightFinding]) -> None:
+    """Logs warnings.
+
+    Raises:
+        PreflightError: a finding refuses the run; the message has all that do.
+    """
+    refused = []
+    for finding in findings:
+        if finding.severity is Severity.REFUSE:
+            refused.append(str(finding))
+        else:
+            _logger.warning("%s", finding)
+    if refused:
+        raise PreflightError("; and ".join(refused))

@@ -12,9 +12,10 @@ from contextlib import suppress
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayError
+from ray.exceptions import GetTimeoutError, ObjectLostError, RayError
 
 from cluster.errors import DeadlineError, LostObjectError
+from cluster.runtime.ray_deaths import PROCESS_GONE
 from cluster.runtime.vitals import ObjectStoreUse
 
 STORE = "object_store_memory"  # Ray's name of the resource
@@ -34,7 +35,7 @@ def fetch(references: Sequence[Any], *, timeout_s: float, what: str) -> list[Any
         values = iter(ray.get(pending, timeout=timeout_s))
     except GetTimeoutError as error:
         raise DeadlineError(f"waited {timeout_s:g} s for {what} ({len(pending)} objects)") from error
-    except (ObjectLostError, RayActorError) as error:  # RayActorError: its actor died with the node, too
+    except (ObjectLostError, *PROCESS_GONE) as error:  # the second: its actor died with the node, too
         raise LostObjectError(
             f"{what} cannot be had: the node that held it is gone ({type(error).__name__})"
         ) from error

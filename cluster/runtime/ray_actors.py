@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import ObjectLostError, RayActorError, RayError, RayTaskError
+from ray.exceptions import ObjectLostError, RayError, RayTaskError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.errors import DeadlineError, WorkerDiedError, as_raised_by_role
@@ -28,7 +28,7 @@ from cluster.runtime.gc_tuning import tune_gc
 from cluster.runtime.network import node_address, use_node_interface
 from cluster.runtime.placement import PlacedWorker
 from cluster.runtime.placement_groups import Booking
-from cluster.runtime.ray_deaths import actor_death
+from cluster.runtime.ray_deaths import PROCESS_GONE, actor_death
 from cluster.runtime.role_log import write_to
 from cluster.runtime.vitals import HasEngine, Vitals, VitalsMeter
 
@@ -93,7 +93,7 @@ async def answer(reference: ray.ObjectRef, *, timeout_s: float, what: str) -> An
         async with asyncio.timeout(timeout_s):
             return await asyncio.wrap_future(reference.future())
     except RayError as error:  # first: it may be an instance of its cause's class as well
-        raise _as_seen_here(error, what) from None
+        raise _as_seen_here(error, what, reference) from None
     except TimeoutError as error:
         raise DeadlineError(f"waited {timeout_s:g} s for {what}") from error
 
@@ -107,20 +107,20 @@ def on_failure(reference: ray.ObjectRef, tell: Callable[[Exception], None], *, w
 
     def look(call: Future[Any]) -> None:  # on a thread of Ray's
         if (error := call.exception()) is not None and not loop.is_closed():
-            loop.call_soon_threadsafe(tell, _as_seen_here(error, what))
+            loop.call_soon_threadsafe(tell, _as_seen_here(error, what, reference))
 
     reference.future().add_done_callback(look)
 
 
-def _as_seen_here(error: Exception, what: str) -> Exception:
-    """Ray's errors of a call or a stream, as those of `cluster.errors`."""
+def _as_seen_here(error: Exception, what: str, reference: ray.ObjectRef) -> Exception:
+    """Ray's errors of a call or a stream, as those of `cluster.errors`; `reference` is one of its results."""
     match error:
         case RayTaskError() if isinstance(error.cause, Exception):
             seen = as_raised_by_role(error.cause)
             seen.add_note(COLOUR.sub("", str(error)))  # where the role raised it
             return seen
-        case RayActorError():
-            return actor_death(error, what)
+        case _ if isinstance(error, PROCESS_GONE):
+            return actor_death(error, what, reference.task_id().actor_id().hex())
         case ObjectLostError():
             return WorkerDiedError(
                 f"its actor's node is gone, and with it the answer while waiting for {what}: {error}"
@@ -154,7 +154,7 @@ async def with_attachments(
                 attached.append(await _unfetched(stream, before=attached[-1] if attached else reference))
             yield value, attached
     except RayError as error:
-        raise _as_seen_here(error, what) from None
+        raise _as_seen_here(error, what, stream.completed()) from None
 
 
 async def _unfetched(stream: ray.ObjectRefGenerator, *, before: ray.ObjectRef) -> ray.ObjectRef:

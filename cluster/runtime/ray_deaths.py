@@ -6,13 +6,22 @@ import re
 from pathlib import Path
 
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import (
+    LocalRayletDiedError,
+    NodeDiedError,
+    OutOfMemoryError,
+    RayActorError,
+    RayError,
+    WorkerCrashedError,
+)
 
 from cluster.errors import WorkerDiedError
 from cluster.failures import Failure, frames_in
 from cluster.runtime.error_text import COLOUR
 from cluster.runtime.role_log import POINTER, part_of
 
+# Each says that the process of an actor is gone. Ray's memory monitor ends a process without a RayActorError.
+PROCESS_GONE = (RayActorError, OutOfMemoryError, NodeDiedError, WorkerCrashedError, LocalRayletDiedError)
 NUM_LOG_LINES = 40  # of the end of a worker's log that go into the run's log
 TRACEBACK = "Traceback (most recent call last)"
 EXCEPTION = re.compile(r"^\s*(?:[\w.]+\.)?(\w*(?:Error|Exception|Interrupt|Exit)\w*(?:: .*)?)$", re.MULTILINE)
@@ -21,14 +30,31 @@ CRASH_STACK = "Stack (most recent call first):"
 EXIT = re.compile(r"Worker exit type: (\w+)\s+Worker exit detail: (.*?)(?:\s*Some common causes include|$)", re.DOTALL)
 PROCESS_ID = re.compile(r"^\s*pid: (\d+)$|\(pid=(\d+)", re.MULTILINE)
 LOST_CONNECTION = "connection error"  # how Ray describes a process that ended without a word
+NODE_MEMORY = re.compile(r"was ([\d.]+)GB used / ([\d.]+)GB limit")
+KILLED = re.compile(r"\(Actor\((\w+)\).*?pid=(\d+), actual memory used=([\d.]+)GB")
 NOISE = (":", "(raylet)")  # how lines of a worker's log begin that Ray writes for itself
+MEMORY_SETTINGS = {  # role -> settings that reduce the memory of its process, or of others on its node
+    "rollout": ("sampler.kv_cache_bytes", "sampler.max_num_seqs", "resources.rollout.num_workers"),
+    "learner": ("learner.tokens_per_microbatch", "learner.activation_checkpointing=blocks", "policy.lora.rank=16"),
+    "critic": ("learner.tokens_per_microbatch", "learner.activation_checkpointing=blocks", "sampler.kv_cache_bytes"),
+    "reference": ("reference.quantisation=int8", "resources.reference.num_workers", "sampler.kv_cache_bytes"),
+    "reward": ("rewards.processes", "resources.reward.num_workers", "sampler.kv_cache_bytes"),
+}
+OTHER_SETTINGS = ("sampler.kv_cache_bytes", "learner.tokens_per_microbatch", "resources.rollout.num_workers")
 
 
-def actor_death(error: RayActorError, what: str) -> WorkerDiedError:
-    """One line that names the cause; the full text of Ray and the end of the worker's own log are notes."""
+def actor_death(error: RayError, what: str, actor_id: str | None = None) -> WorkerDiedError:
+    """One line that names the cause; the full text of Ray and the end of the worker's own log are notes.
+
+    Args:
+        error: one of `PROCESS_GONE`.
+        what: the call that was waited for; it begins with the worker's name where it has one.
+        actor_id: the actor that died, in hexadecimal digits.
+    """
     text = COLOUR.sub("", str(error)).strip()
     path, log = _log_of(text)
-    failure = _failure(error, text, log)
+    is_out_of_memory = isinstance(error, OutOfMemoryError)
+    failure = _out_of_memory(text, what, actor_id) if is_out_of_memory else _failure(error, text, log)
     where = f"; its log is {path}" if log else ""
     died = WorkerDiedError(f"its actor died while waiting for {what}: {failure}{where}")
     died.failure = failure
@@ -38,14 +64,32 @@ def actor_death(error: RayActorError, what: str) -> WorkerDiedError:
     return died
 
 
-def _failure(error: RayActorError, text: str, log: str) -> Failure:
+def memory_settings(what: str) -> tuple[str, str, str]:
+    """Three settings that reduce the memory of the role that `what` begins with."""
+    return MEMORY_SETTINGS.get(what.partition("/")[0], OTHER_SETTINGS)
+
+
+def _out_of_memory(text: str, what: str, actor_id: str | None) -> Failure:
+    """The failure of a process that Ray's memory monitor ended: its memory, that of its node, and settings."""
+    killed = {actor: (pid, used) for actor, pid, used in KILLED.findall(text)}
+    pid, used = killed.get(actor_id or "", next(iter(killed.values())) if len(killed) == 1 else ("", ""))
+    process = f"its process {pid}, which used {used} GB," if pid else "its process"
+    node = f": {found[1]} of {found[2]} GB are used" if (found := NODE_MEMORY.search(text)) is not None else ""
+    first, second, third = memory_settings(what)
+    return Failure(
+        f"Ray ended {process} because its node is out of memory{node}; change {first}, {second} or {third}, "
+        "or use a node with more memory"
+    )
+
+
+def _failure(error: RayError, text: str, log: str) -> Failure:
     process_id = _process_id(text)
     process = "its process" if process_id is None else f"its process {process_id}"
     if (crash := CRASH.search(log)) is not None:
         frames = frames_in(log.partition(CRASH_STACK)[2], is_innermost_first=True)
         return Failure(f"{process} crashed with {crash[1]}", frames, fingerprint="|".join([crash[1], *frames]))
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    if TRACEBACK in text or error.actor_init_failed:
+    if TRACEBACK in text or (isinstance(error, RayActorError) and error.actor_init_failed):
         exceptions = EXCEPTION.findall(text) or lines[-1:]
         return Failure(exceptions[-1], frames_in(text))
     if (found := EXIT.search(text)) is None:

@@ -7,9 +7,10 @@ import sys
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayTaskError
 
-from cluster.errors import DeadlineError, PreflightError, WorkerDiedError, as_raised_by_role
+from cluster.errors import DeadlineError, PreflightError, as_raised_by_role
+from cluster.runtime.ray_deaths import PROCESS_GONE, actor_death
 
 
 class OwnedActor:
@@ -46,8 +47,8 @@ class OwnedActor:
             if isinstance(error.cause, Exception):
                 raise as_raised_by_role(error.cause) from None
             raise
-        except RayActorError as error:
-            raise WorkerDiedError(f"{self._name} ended in {method}: {error}") from None
+        except PROCESS_GONE as error:
+            raise actor_death(error, f"{method} of {self._name}") from None
 
     def kill(self) -> None:
         """End its process at once, whatever it does."""

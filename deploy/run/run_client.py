@@ -218,6 +218,7 @@ class _Panel:
 
     def ask(self, call: Callable[[Any], Any]) -> Any:
         """The answer of the panel that lives; waits a moment for a new one where it died."""
+        from cluster.runtime.ray_deaths import PROCESS_GONE
         from cluster.workers.control import CONTROL
 
         gone_at = min(self._deadline, time.monotonic() + PANEL_GONE_S)
@@ -227,7 +228,7 @@ class _Panel:
                 return self._ray.get(call(handle), timeout=max(0.0, self._deadline - time.monotonic()))
             except TimeoutError as error:
                 raise DeadlineError(f"the control panel of run {self._run.run} did not answer in time") from error
-            except (ValueError, self._ray.exceptions.RayActorError) as error:
+            except (ValueError, *PROCESS_GONE) as error:
                 if time.monotonic() > gone_at:
                     raise RunOverError(
                         f"run {self._run.run} is over: the cluster at {self._run.address} has no run of this name"

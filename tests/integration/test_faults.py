@@ -6,12 +6,14 @@ of all groups in the order in which they were trained; at staleness 0 it must be
 The run of the suite meets every victim at every moment, every victim with every kind of fault, and every moment with
 every kind. All cells of the product, one at a time: `python -m pytest tests/integration/test_faults.py -m matrix`;
 those of an engine's core are in `test_core_faults.py`.
+Ray's memory monitor is a fault of its own: it chooses moment and victims itself.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -30,6 +32,7 @@ from small_cluster import PROMPTS_PER_STEP, STEPS_PER_ROUND, Shape, SmallRun
 from waiting import until, wait_until
 
 from cluster.recovery.checkpoints import newest_learner_state
+from cluster.workers.faults import FAULTS_FILE, read_faults
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(900)]
 
@@ -122,6 +125,19 @@ def test_a_failure_of_any_role_at_any_moment_costs_nothing_but_time(tmp_path: Pa
 @pytest.mark.parametrize("victim", VICTIMS)
 def test_every_cell_of_the_matrix(victim: str, kind: signal.Signals, tmp_path: Path, local_ray: str) -> None:
     assert_costs_nothing_but_time(tmp_path, [[Fault(moment, victim, kind)] for moment in MOMENTS])
+
+
+@pytest.mark.matrix  # Ray's memory monitor has to wait until every role is there
+def test_workers_that_rays_memory_monitor_ends_cost_nothing_but_time(tmp_path: Path) -> None:
+    """It ends every worker at once, both learner ranks among them, on a node of its own with a tiny threshold."""
+    subprocess.run([sys.executable, str(HERE / "small_memory.py"), str(tmp_path)], cwd=HERE.parents[1], check=True)
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert [sorted(step) for step in result["trained"]] == [sorted(step) for step in expected(result["version"])]
+    causes = {fault.worker: fault.cause for fault in read_faults(tmp_path / FAULTS_FILE)}
+    assert {"the learner", "rollout/0", "rollout/1"} <= causes.keys()
+    for worker, setting in (("the learner", "learner.tokens_per_microbatch"), ("rollout/0", "sampler.kv_cache_bytes")):
+        assert re.search(r"Ray ended its process \d+, which used [\d.]+ GB, because its node is out of", causes[worker])
+        assert setting in causes[worker]
 
 
 async def _nothing(version: int) -> None: ...

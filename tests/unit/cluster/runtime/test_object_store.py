@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import ray
-from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError
+from ray.exceptions import GetTimeoutError, ObjectLostError, OutOfMemoryError, RayActorError
 
 from cluster.errors import DeadlineError, LostObjectError
 from cluster.runtime.object_store import fetch, fetch_at_hand, fetch_or_miss
@@ -19,6 +19,7 @@ REFERENCE, LATE = (ray.ObjectRef(byte * 28) for byte in (b"\x01", b"\x02"))
     [
         (GetTimeoutError("late"), DeadlineError, r"waited 3 s for groups \(1 objects\)"),
         (ObjectLostError("01", None, ""), LostObjectError, "groups cannot be had: the node that held it is gone"),
+        (OutOfMemoryError("low"), LostObjectError, "groups cannot be had: the node that held it is gone"),
         (RayActorError(), LostObjectError, "groups cannot be had: the node that held it is gone"),
     ],
 )

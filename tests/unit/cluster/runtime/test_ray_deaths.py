@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
-from ray.exceptions import RayActorError
+import ray
+from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError, RayError, WorkerCrashedError
 
+from cluster.errors import WorkerDiedError
 from cluster.runtime import ray_deaths
-from cluster.runtime.ray_deaths import actor_death
+from cluster.runtime.error_text import MAX_LINE
+from cluster.runtime.ray_actors import answer
+from cluster.runtime.ray_deaths import MEMORY_SETTINGS, OTHER_SETTINGS, actor_death
+from configs.keys import find
 
 HEAD = "The actor died unexpectedly before finishing this task.\n\tclass_name: Learner\n\tactor_id: 4f\n\tpid: 4711\n"
 DEAD = "The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR Worker exit detail: "
@@ -37,6 +43,18 @@ Stack (most recent call first):
   File "/app/site-packages/torch/nn/functional.py", line 519 in linear
   File "/app/site-packages/vllm/model.py", line 16 in forward
 """
+FIRST, SECOND = "e00859d7d2e57ffde2c0d97b01000000", "37286bebc65c9c98fe43262401000000"
+OUT_OF_MEMORY = f"""2 worker(s) were killed due to the node running low on memory. Memory on the node (IP: 192.0.2.2, \
+ID: 85d6) was 23.10GB used / 23.54GB limit (0.981308)
+OOM kill reason: Memory usage 24803431219B exceeded threshold of 24012260860B (95.0% of 25276063744B limit)
+Ray killed 2 worker(s) based on the killing policy
+Considered workers: [
+Selected to kill: (Actor({FIRST}): job ID=01, lease ID=02, task name=LearnerRank.__init__, required resources={{}}, \
+pid=11633, actual memory used=5.56GB, worker ID=4a22)
+Selected to kill: (Actor({SECOND}): job ID=01, lease ID=03, task name=RolloutActor.__init__, required resources={{}}, \
+pid=11564, actual memory used=4.97GB, worker ID=7b5b)
+]
+Refer to the documentation on how to address the out of memory issue"""  # Ray 2.60
 
 
 @pytest.fixture
@@ -83,3 +101,52 @@ def test_a_crash_is_named_with_its_signal_and_python_frames_from_the_workers_log
     assert crash in str(error) and str(error).endswith(f"its log is {log}")
     assert error.failure is not None and error.failure.fingerprint is not None
     assert error.__notes__[1].startswith(f"The end of {log}:\n*** SIGSEGV")
+
+
+@pytest.mark.parametrize(
+    ("what", "actor", "process", "settings"),
+    [
+        ("learner/0 to send weights", FIRST, "its process 11633, which used 5.56 GB,", MEMORY_SETTINGS["learner"]),
+        ("rollout/1 to join a transfer", SECOND, "its process 11564, which used 4.97 GB,", MEMORY_SETTINGS["rollout"]),
+        ("step of an environment", "of another node", "its process", OTHER_SETTINGS),
+    ],
+)
+def test_an_end_by_rays_memory_monitor_names_memory_and_settings(
+    what: str, actor: str, process: str, settings: tuple[str, str, str]
+) -> None:
+    error = actor_death(OutOfMemoryError(OUT_OF_MEMORY), what, actor)
+    assert str(error) == (
+        f"its actor died while waiting for {what}: Ray ended {process} because its node is out of memory: 23.10 of "
+        f"23.54 GB are used; change {settings[0]}, {settings[1]} or {settings[2]}, or use a node with more memory"
+    )
+    assert len(str(error)) < MAX_LINE, "tables show it whole"
+    assert error.failure is not None and error.failure.fingerprint is None, "it was ended from outside"
+    assert error.__notes__ == [OUT_OF_MEMORY]
+
+
+def test_settings_that_reduce_memory_are_keys_of_the_schema() -> None:
+    for setting in {*OTHER_SETTINGS, *(setting for settings in MEMORY_SETTINGS.values() for setting in settings)}:
+        assert find(setting.partition("=")[0]) is not None, setting
+
+
+class FailedCall:
+    """A reference to the result of a call on the actor FIRST, as far as `answer` uses it."""
+
+    def __init__(self, error: Exception) -> None:
+        self._future: Future[None] = Future()
+        self._future.set_exception(error)
+
+    def future(self) -> Future[None]:
+        return self._future
+
+    def task_id(self) -> ray.TaskID:
+        return ray.TaskID.for_actor_creation_task(ray.ActorID(bytes.fromhex(FIRST)))
+
+
+@pytest.mark.parametrize(
+    "error", [OutOfMemoryError(OUT_OF_MEMORY), RayActorError(), NodeDiedError("gone"), WorkerCrashedError()]
+)
+async def test_every_way_in_which_ray_reports_the_end_of_a_process_is_a_lost_worker(error: RayError) -> None:
+    with pytest.raises(WorkerDiedError, match="its actor died while waiting for learner/0 to send weights") as raised:
+        await answer(FailedCall(error), timeout_s=1, what="learner/0 to send weights")
+    assert ("used 5.56 GB" in str(raised.value)) == isinstance(error, OutOfMemoryError)

@@ -50,7 +50,7 @@ class Tool:
 
     name: str
     description: str
-    parameters: Mapping[str, str]
+    parameters: Mapping[str, str]  # a name that begins with ** says that a call may have arguments of other names
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,14 @@ class ToolCall:
 
     name: str
     arguments: Mapping[str, Any]
-    status: str  # ok | invalid_json | unclosed_block | missing_name | malformed_structure | unknown_tool
+    status: str
+    """ok | invalid_json | unclosed_block | missing_name | malformed_structure | unknown_tool | unknown_argument"""
+    detail: str = ""  # of a status other than `ok`: what is wrong
+
+    @property
+    def error(self) -> str:
+        """What an environment answers to a call whose status is not `ok`."""
+        return f"error: {self.status}" + (f": {self.detail}" if self.detail else "")
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
 
 from actors.environments.base import Tool, ToolCall
+from actors.environments.programs.call_text import CLOSE, MAX_CALLS, OPEN, CallText, read_calls
 
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
-MAX_CALLS = 32  # of one turn that are read
+__all__ = ["CLOSE", "MAX_CALLS", "OPEN", "describe_tools", "parse_tool_calls"]
 
 
 def parse_tool_calls(text: str, tools: Sequence[Tool]) -> tuple[ToolCall, ...]:
@@ -19,20 +18,10 @@ def parse_tool_calls(text: str, tools: Sequence[Tool]) -> tuple[ToolCall, ...]:
 
     Example:
         >>> parse_tool_calls('<tool_call>{"name": "f", "arguments": {}}</tool_call>', [Tool("f", "", {})])
-        (ToolCall(name='f', arguments={}, status='ok'),)
+        (ToolCall(name='f', arguments={}, status='ok', detail=''),)
     """
-    known = {tool.name for tool in tools}
-    calls: list[ToolCall] = []
-    start = text.find(OPEN)
-    while start >= 0 and len(calls) < MAX_CALLS:
-        begin = start + len(OPEN)
-        end = text.find(CLOSE, begin)
-        if end < 0:
-            calls.append(ToolCall("", {}, "unclosed_block"))
-            break
-        calls.append(_call(text[begin:end], known))
-        start = text.find(OPEN, end + len(CLOSE))
-    return tuple(calls)
+    known = {tool.name: tool for tool in tools}
+    return tuple(_checked(call, known.get(call.name)) for call in read_calls(text))
 
 
 def describe_tools(tools: Sequence[Tool]) -> str:
@@ -44,20 +33,16 @@ def describe_tools(tools: Sequence[Tool]) -> str:
     return "\n".join(["Tools:", *described, f"Call a tool with {example}"])
 
 
-def _call(body: str, known: set[str]) -> ToolCall:
-    try:
-        value = json.loads(body, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError):  # nested too deeply, or no JSON
-        return ToolCall("", {}, "invalid_json")
-    if not isinstance(value, dict):
-        return ToolCall("", {}, "malformed_structure")
-    name, arguments = value.get("name"), value.get("arguments", {})
-    if not isinstance(name, str) or not name:
-        return ToolCall("", {}, "missing_name")
-    if not isinstance(arguments, dict):
-        return ToolCall(name, {}, "malformed_structure")
-    return ToolCall(name, arguments, "ok" if name in known else "unknown_tool")
-
-
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON")
+def _checked(call: CallText, tool: Tool | None) -> ToolCall:
+    """The call, held against the tool that it names."""
+    if call.status != "ok":
+        return ToolCall(*call)
+    if tool is None:
+        return ToolCall(call.name, call.arguments, "unknown_tool", f"there is no tool {call.name!r}")
+    unknown = sorted(set(call.arguments) - set(tool.parameters))
+    if unknown and not any(name.startswith("**") for name in tool.parameters):
+        takes = ", ".join(tool.parameters) or "none"
+        return ToolCall(
+            call.name, {}, "unknown_argument", f"{call.name} has no argument {unknown[0]!r}: it has {takes}"
+        )
+    return ToolCall(*call)

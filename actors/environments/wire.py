@@ -42,12 +42,15 @@ def spec_from_json(given: Mapping[str, Any]) -> EnvironmentSpec:
 
 
 def action_to_json(action: Action) -> Json:
-    calls = [{"name": c.name, "arguments": dict(c.arguments), "status": c.status} for c in action.tool_calls]
+    calls = [
+        {"name": c.name, "arguments": dict(c.arguments), "status": c.status, "detail": c.detail}
+        for c in action.tool_calls
+    ]
     return {"text": action.text, "tool_calls": calls, "is_truncated": action.is_truncated}
 
 
 def action_from_json(given: Mapping[str, Any]) -> Action:
-    calls = tuple(ToolCall(c["name"], c["arguments"], c["status"]) for c in given["tool_calls"])
+    calls = tuple(ToolCall(c["name"], c["arguments"], c["status"], c["detail"]) for c in given["tool_calls"])
     return Action(given["text"], calls, given["is_truncated"])
 
 

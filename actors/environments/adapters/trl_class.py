@@ -11,7 +11,7 @@ from typing import Any
 from PIL import Image
 
 from actors.environments.adapters.classes import as_png, class_at
-from actors.environments.base import IMAGE_PLACEHOLDER, Action, EnvironmentSpec, Message, Reset, Step, Tool
+from actors.environments.base import IMAGE_PLACEHOLDER, Action, EnvironmentSpec, Message, Reset, Step, Tool, ToolCall
 from actors.environments.tool_calls import describe_tools
 
 NO_TOOLS = ("reset", "get_reward", "close")
@@ -65,9 +65,7 @@ class TRLClass:
         is_last = self._turn >= self.spec.max_turns
         if not action.tool_calls:
             return Step((), self._reward(), True, False, {})
-        messages = [
-            Message("tool", *self._called(call.name, call.arguments, call.status)) for call in action.tool_calls
-        ]
+        messages = [Message("tool", *self._called(call)) for call in action.tool_calls]
         return Step(tuple(messages), self._reward() if is_last else 0.0, False, is_last, {})
 
     def close(self) -> None:
@@ -78,11 +76,11 @@ class TRLClass:
     def _reward(self) -> float:
         return self._environment.get_reward()
 
-    def _called(self, name: str, arguments: Mapping[str, Any], status: str) -> tuple[str, tuple[bytes, ...]]:
-        if status != "ok":
-            return f"error: {status}", ()
+    def _called(self, call: ToolCall) -> tuple[str, tuple[bytes, ...]]:
+        if call.status != "ok":
+            return call.error, ()
         try:
-            return _content(getattr(self._environment, name)(**arguments))
+            return _content(getattr(self._environment, call.name)(**call.arguments))
         except Exception as error:  # the policy sees it, as in TRL
             return f"error: {type(error).__name__}: {error}", ()
 
@@ -100,7 +98,8 @@ def _read(path: str) -> list[dict[str, Any]]:
 
 def _tool(name: str, method: Any) -> Tool:
     """A tool of a method: the first paragraph of its docstring, and its parameters with their types."""
-    described = {p.name: _type_name(p.annotation) for p in inspect.signature(method).parameters.values()}
+    parameters = inspect.signature(method).parameters.values()
+    described = {f"{'**' * (p.kind is p.VAR_KEYWORD)}{p.name}": _type_name(p.annotation) for p in parameters}
     return Tool(name, " ".join((inspect.getdoc(method) or name).split("\n\n")[0].split()), described)
 
 

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
 import httpx
+from call_text import CLOSE, OPEN, CallText, read_calls
 from verifiers.v1 import Harness, HarnessConfig, ModelContext, ProgramResult, Runtime, TaskData, Trace
 from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
 
 __all__ = ["MobulaChat"]
 
-CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
-HOW = 'Call a tool with <tool_call>{"name": NAME, "arguments": {...}}</tool_call>'
-MAX_CALLS = 32  # of one answer that are made
+HOW = f'Call a tool with {OPEN}{{"name": NAME, "arguments": {{...}}}}{CLOSE}'
 
 Wire = dict[str, Any]
 
@@ -60,7 +58,7 @@ class MobulaChat(Harness[HarnessConfig]):
                 if reply.is_error:  # also where verifiers ends the rollout for a limit of its own
                     return ProgramResult(exit_code=1, stdout="", stderr=reply.text)
                 text = reply.json()["choices"][0]["message"]["content"] or ""
-                calls = CALL.findall(text)[:MAX_CALLS] if tools else []
+                calls = read_calls(text) if tools else []
                 if not calls:
                     return ProgramResult(exit_code=0, stdout="", stderr="")
                 results = [await _result(call, connected, dispatch) for call in calls]
@@ -79,16 +77,13 @@ class MobulaChat(Harness[HarnessConfig]):
         return [*messages, *said]
 
 
-async def _result(call: str, connected: Mapping[str, Any], dispatch: Mapping[str, tuple[str, str]]) -> list[Wire]:
+async def _result(call: CallText, connected: Mapping[str, Any], dispatch: Mapping[str, tuple[str, str]]) -> list[Wire]:
     """The result of a call as parts of a message; an error is reported to the model as text."""
-    try:
-        asked = json.loads(call)
-        name, arguments = asked["name"], asked.get("arguments", {})
-    except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
-        return [{"type": "text", "text": f"error: no call ({type(error).__name__}: {error}); {HOW}"}]
-    if not isinstance(name, str) or name not in dispatch or not isinstance(arguments, dict):
-        return [{"type": "text", "text": f"error: there is no tool {name!r} with these arguments"}]
-    given = await call_mcp(dict(connected), dict(dispatch), name, arguments)
+    if call.status != "ok":
+        return [{"type": "text", "text": f"error: no call ({call.status}: {call.detail}); {HOW}"}]
+    if call.name not in dispatch:
+        return [{"type": "text", "text": f"error: there is no tool {call.name!r}"}]
+    given = await call_mcp(dict(connected), dict(dispatch), call.name, dict(call.arguments))
     return given if isinstance(given, list) else [{"type": "text", "text": given}]
 
 

@@ -84,7 +84,7 @@ class Calculator:
         results = []
         for call in action.tool_calls:
             if call.status != "ok":
-                results.append(f"error: {call.status}")
+                results.append(call.error)
                 continue
             try:
                 results.append(str(evaluate(str(call.arguments.get("expression", "")))))

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from actors.environments.base import Tool
+from actors.environments.base import Tool, ToolCall
 from actors.environments.tool_calls import MAX_CALLS, describe_tools, parse_tool_calls
 
 TOOLS = (Tool("calculator", "computes", {"expression": "1 + 1"}),)
@@ -32,11 +32,56 @@ PIECES = (
         ('<tool_call>{"name": "calculator", "arguments": {"x": NaN}}</tool_call>', "invalid_json"),
         (f"<tool_call>{'[' * 100_000}</tool_call>", "invalid_json"),
         ('<tool_call>{"name": "calculator"}', "unclosed_block"),
+        ('<tool_call>{"name": "calculator", "arguments": {"formula": "1"}}</tool_call>', "unknown_argument"),
+        ('<tool_call>{"name": "calculator", "expression": "1+1"}</tool_call>', "malformed_structure"),
+        ('<tool_call>{"name": "calculator", "arguments": "1+1"}</tool_call>', "malformed_structure"),
+        ('<tool_call>{"name": "calculator", "args": {}, "args": {"a": 1}}</tool_call>', "malformed_structure"),
+        ('<tool_call>{"name": "calculator", "args": {"a": 1, "a": 2}}</tool_call>', "malformed_structure"),
+        ('<tool_call>{"name": "calculator", "args": {}, "parameters": {}}</tool_call>', "malformed_structure"),
+        ('<tool_call>{"name": "calculator", "arguments": {"expression": "\\ud800"}}</tool_call>', "invalid_json"),
+        ('<tool_call>{"name": "calculator"} and more</tool_call>', "invalid_json"),
+        ("<tool_call>{'name': 'calculator'}</tool_call>", "invalid_json"),
+        ("<tool_call>[]</tool_call>", "malformed_structure"),
+        ("<tool_call></tool_call>", "invalid_json"),
     ],
-)
+)  # fmt: skip
 def test_every_kind_of_call_has_its_status(text: str, status: str) -> None:
     (call,) = parse_tool_calls(f"first {text}", TOOLS)
     assert call.status == status
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        '{"name": "calculator", "arguments": {"expression": "1</tool_call>"}}',
+        '{"name": "calculator", "parameters": {"expression": "1</tool_call>"}}',
+        '{"name": "calculator", "args": {"expression": "1</tool_call>"}}',
+        '\n{"id": "c1", "type": "function", "name": "calculator", "input": {"expression": "1</tool_call>"}}\n',
+        json.dumps({"name": "calculator", "arguments": json.dumps({"expression": "1</tool_call>"})}),
+        json.dumps({"name": "calculator", "arguments": json.dumps(json.dumps({"expression": "1</tool_call>"}))}),
+        json.dumps({"function": {"name": "calculator", "arguments": '{"expression": "1</tool_call>"}'}}),
+        '[{"name": "calculator", "arguments": {"expression": "1</tool_call>"}}]',
+        '{"name": "calculator", "arguments": null, "parameters": {"expression": "1</tool_call>"}}',
+    ],
+)  # fmt: skip
+def test_a_call_is_read_in_every_spelling_and_its_json_ends_it(body: str) -> None:
+    text = f"So <tool_call>{body}</tool_call> then <tool_call>{body}</tool_call>"
+    assert parse_tool_calls(text, TOOLS) == (ToolCall("calculator", {"expression": "1</tool_call>"}, "ok"),) * 2
+
+
+def test_a_list_of_calls_is_several_calls() -> None:
+    one, other = ({"name": name, "arguments": {}} for name in ("calculator", "rm"))
+    calls = parse_tool_calls(f"<tool_call>{json.dumps([one, other])}</tool_call>", TOOLS)
+    assert [(call.name, call.status) for call in calls] == [("calculator", "ok"), ("rm", "unknown_tool")]
+    assert len(parse_tool_calls(f"<tool_call>{json.dumps([one] * 100)}</tool_call>", TOOLS)) == MAX_CALLS
+
+
+def test_the_policy_reads_which_argument_is_unknown() -> None:
+    [call] = parse_tool_calls('<tool_call>{"name": "calculator", "arguments": {"formula": "1"}}</tool_call>', TOOLS)
+    assert call.error == "error: unknown_argument: calculator has no argument 'formula': it has expression"
+    anything = (Tool("calculator", "computes", {"expression": "1 + 1", "**more": "any"}),)
+    [call] = parse_tool_calls('<tool_call>{"name": "calculator", "arguments": {"formula": "1"}}</tool_call>', anything)
+    assert (call.status, call.arguments) == ("ok", {"formula": "1"})
 
 
 def test_text_without_calls_has_none_and_a_flood_of_calls_is_bounded() -> None:

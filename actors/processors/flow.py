@@ -15,6 +15,7 @@ from PIL import Image
 from actors.datasets.rows import Row
 from cluster.errors import PromptError
 from cluster.records.media import MediaHandle, MediaKeeper, ProcessedMedia, content_key
+from cluster.records.rgb import to_rgb
 from cluster.records.trajectory import NO_IDS, Prompt
 from configs.schema import DataConfig
 from configs.schema.rollout import FlowConfig
@@ -135,7 +136,7 @@ class FlowProcessor:
         size = (self._flow.width, self._flow.height)
         try:
             with Image.open(path) as opened:
-                pixels = np.asarray(opened.convert("RGB"))
+                pixels = np.asarray(to_rgb(opened))
         except (OSError, ValueError, Image.DecompressionBombError) as error:
             raise PromptError(f"{path} cannot be read as a picture: {error}") from error
         if pixels.shape[1::-1] != size:

@@ -13,7 +13,7 @@ from PIL import Image
 
 from actors.datasets.pictures import EncodedFile, Picture, WebFile
 from cluster.errors import MediaError
-from cluster.records.rgb import FORMATS, to_rgb
+from cluster.records.rgb import FORMATS, to_rgb, upright_size
 
 
 @dataclass(frozen=True)
@@ -25,13 +25,13 @@ class ImageLimits:
 
 
 def check_image(source: Picture, limits: ImageLimits) -> tuple[int, int]:
-    """(width, height) from the file's header alone; for checks of a whole dataset.
+    """(width, height) of the upright picture from the file's header alone; for checks of a whole dataset.
 
     Raises:
         MediaError: the file is missing, empty, too large or no picture.
     """
-    with _open_file(source, limits) as file, _open_image(file, source, limits) as image:
-        return image.size
+    with _open_file(source, limits) as file:
+        return _measured(file, source, limits)
 
 
 def read_image(source: Picture, limits: ImageLimits) -> bytes:
@@ -45,13 +45,12 @@ def read_image(source: Picture, limits: ImageLimits) -> bytes:
 
 
 def measure_image(content: bytes, source: Picture, limits: ImageLimits) -> tuple[int, int]:
-    """(width, height) from the header in `content`, the bytes of the file `source`.
+    """(width, height) of the upright picture from the header in `content`, the bytes of the file `source`.
 
     Raises:
         MediaError: it is no picture, or decodes to too many pixels.
     """
-    with _open_image(BytesIO(content), source, limits) as image:
-        return image.size
+    return _measured(BytesIO(content), source, limits)
 
 
 def decode_image(content: bytes, source: Picture, limits: ImageLimits) -> Image.Image:
@@ -61,11 +60,22 @@ def decode_image(content: bytes, source: Picture, limits: ImageLimits) -> Image.
         MediaError: it is no picture, is corrupt or truncated, or decodes to too many pixels.
     """
     with _open_image(BytesIO(content), source, limits) as image:
-        try:
+        with _refusing_corrupt(source):
             image.load()
             return to_rgb(image)
-        except Exception as error:  # decoders of damaged files raise nearly everything
-            raise MediaError(f"{source} is corrupt ({error}): replace the file or remove its row") from error
+
+
+def _measured(file: IO[bytes], source: Picture, limits: ImageLimits) -> tuple[int, int]:
+    with _open_image(file, source, limits) as image, _refusing_corrupt(source):
+        return upright_size(image)
+
+
+@contextmanager
+def _refusing_corrupt(source: Picture) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # decoders of damaged files raise nearly everything
+        raise MediaError(f"{source} is corrupt ({error}): replace the file or remove its row") from error
 
 
 def _open_file(source: Picture, limits: ImageLimits) -> AbstractContextManager[IO[bytes]]:

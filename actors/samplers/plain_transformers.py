@@ -10,6 +10,7 @@ import torch
 from PIL import Image
 from transformers import AutoProcessor, AutoTokenizer
 
+from cluster.records.rgb import to_rgb
 from learner.policies.loading import DTYPES, load_model
 
 
@@ -76,4 +77,4 @@ def _until_stop(ids: list[int], stop_ids: set[int]) -> list[int]:
 
 def _opened(content: bytes) -> Image.Image:
     with Image.open(BytesIO(content)) as picture:
-        return picture.convert("RGB")
+        return to_rgb(picture)

@@ -2,12 +2,36 @@
 
 from __future__ import annotations
 
+from struct import unpack
+from typing import IO
+
 import numpy as np
 from PIL import Image, ImageOps
+from PIL.ExifTags import Base
 
 # Only formats that are pictures and nothing else: Pillow would also run PostScript and read several plain-text formats.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 SIXTEEN_BIT_MODES = ("I", "I;16", "I;16L", "I;16B", "I;16N")
+ON_ITS_SIDE = (5, 6, 7, 8)  # EXIF orientations whose upright picture has width and height exchanged
+PNG_METADATA = (b"eXIf", b"iTXt", b"tEXt", b"zTXt")  # chunks in which an orientation may stand
+
+
+def upright_size(image: Image.Image) -> tuple[int, int]:
+    """(width, height) of `to_rgb(image)`, of an image that was opened and not loaded. No pixel is decoded, except of a
+    PNG file with metadata behind its pixels.
+
+    Raises:
+        Exception: of nearly any kind, the metadata are damaged.
+    """
+    width, height = image.size
+    tags = getattr(image, "tag_v2", {})  # of a TIFF file, whose size Pillow has exchanged by this tag
+    if tags.get(Base.Orientation) in ON_ITS_SIDE:
+        return width, height
+    if image.format == "PNG" and "exif" not in image.info and _has_metadata_behind_pixels(image.fp):
+        image.load()
+    # Pillow's method for PNG would decode the pixels in any case.
+    orientation = Image.Image.getexif(image).get(Base.Orientation)
+    return (height, width) if orientation in ON_ITS_SIDE else (width, height)
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
@@ -27,3 +51,16 @@ def to_rgb(image: Image.Image) -> Image.Image:
     image = image.convert("RGBA")
     white = Image.new("RGBA", image.size, "white")
     return Image.alpha_composite(white, image).convert("RGB")
+
+
+def _has_metadata_behind_pixels(png: IO[bytes]) -> bool:
+    """Whether the file has a chunk of metadata behind its first chunk of pixels; several tools write EXIF there."""
+    position, is_behind, found = png.tell(), False, False
+    png.seek(8)  # the signature
+    while not found and len(head := png.read(8)) == 8:
+        length, kind = unpack(">I4s", head)
+        is_behind |= kind == b"IDAT"
+        found = is_behind and kind in PNG_METADATA
+        png.seek(length + 4, 1)
+    png.seek(position)
+    return found

@@ -114,6 +114,8 @@ class WeightSync:
         self._one_push = asyncio.Lock()
         self._tasks: asyncio.TaskGroup | None = None
         self._settling: asyncio.Task[None] | None = None
+        self._first_expected: np.ndarray | None = None  # log-probs of the probe at the first push
+        self._has_checked_changed = False  # the canary has run on weights other than those of the first push
         self.num_pushes = 0
 
     def on_announced(self, listener: Callable[[int], None]) -> None:
@@ -170,7 +172,7 @@ class WeightSync:
                 await self._arrive(push, sent)
                 sent = await self._send(push, wave)
             await self._announce(version)  # where there was no receiver
-            expected = await self._sender.sequence_logprobs(self._probe) if self._is_canary_due() else None
+            expected = await self._expected() if self._is_canary_due() else None
             self.num_pushes += 1
             settle = self._settle(push, sent, expected)
             if self._tasks is None:
@@ -355,7 +357,21 @@ class WeightSync:
         return wave
 
     def _is_canary_due(self) -> bool:
-        return self._canary_interval > 0 and self.num_pushes % self._canary_interval == 0
+        """At the first push, at each one until the weights have changed, and then at every `canary_interval`-th.
+
+        An engine that keeps old weights equals the learner until the learner's weights change.
+        """
+        is_on = self._canary_interval > 0
+        return is_on and (not self._has_checked_changed or self.num_pushes % self._canary_interval == 0)
+
+    async def _expected(self) -> np.ndarray:
+        """The learner's log-probs of the probe."""
+        expected = await self._sender.sequence_logprobs(self._probe)
+        if self._first_expected is None:
+            self._first_expected = expected
+        elif not np.array_equal(expected, self._first_expected):
+            self._has_checked_changed = True
+        return expected
 
     def _is_empty(self, wave: _Wave) -> bool:
         """Whether no engine of the wave receives any more."""

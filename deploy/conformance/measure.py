@@ -130,6 +130,7 @@ class Measurement:
     def _learn(self, config: RunConfig) -> None:
         """Have a learner of the checkpoint's weights."""
         model = load_policy_model(config.policy, torch.float32)
+        self.is_tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
         self._weights = PolicyWeights(model, config)
         self._backend = SingleBackend(self._cpu, self._dtype, config.learner)
         self._policy = self._backend.wrap(TokenPolicy(model, config.learner))
@@ -269,7 +270,7 @@ def measure(words: str, folder: Path) -> Report:
     model_type = json.loads((measurement.model / "config.json").read_text())["model_type"]
     value = DTYPES[measurement.config.resources.dtype].itemsize
     num_parameters = sum(spec.num_bytes // value for spec in measurement.prepared.checkpoint.tensors)
-    report = Report(name, model_type, is_tied, num_parameters, measurement.config.resources.dtype)
+    report = Report(name, model_type, measurement.is_tied, num_parameters, measurement.config.resources.dtype)
     asyncio.run(measurement.run(report))
     return report
 

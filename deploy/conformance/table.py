@@ -64,6 +64,7 @@ def _lines(reports: Sequence[Report]) -> Iterator[str]:
     notes += [f"- `{kind}`: {BY_MODEL_TYPE[kind].note}." for kind in BY_MODEL_TYPE if BY_MODEL_TYPE[kind].note]
     if notes:
         yield from ("", "Notes:", "", *notes)
+    yield from _ties(reports)
     measured = {report.model_type for report in reports}
     others = [kind for kind in (*VISION_FAMILIES, *AUDIO_TYPES, *TEXT_FAMILIES) if kind not in measured]
     yield ""
@@ -80,6 +81,16 @@ def _lines(reports: Sequence[Report]) -> Iterator[str]:
     )
     yield from ("", "## Refused at start", "", "| `model_type` | reason |", "|---|---|")
     yield from (f"| `{kind}` | {reason} |" for kind, reason in REFUSED.items())
+
+
+def _ties(reports: Sequence[Report]) -> Iterator[str]:
+    """Names the architectures that have one kind of embeddings, whatever their config says."""
+    for word, is_tied in (("tied", True), ("untied", False)):
+        others = {report.model_type for report in reports if report.is_tied is not is_tied}
+        alone = [kind for kind in sorted({report.model_type for report in reports}) if kind not in others]
+        if alone:
+            yield ""
+            yield f"Embeddings are always {word}, whatever `tie_word_embeddings` says: {_names(alone)}."
 
 
 def _trained(runs: Sequence[TrainedRun]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Engine and learner compute the same for every family, before and after pushes; three of them in every run."""
+"""Engine and learner compute the same for every family, before and after pushes; four of them in every run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from learner.policies.tiny import TINY
 
 pytestmark = [pytest.mark.slow, pytest.mark.families, pytest.mark.timeout(3000)]
 
-USUAL = ("qwen2.5-vl", "qwen3-vl", "internvl3")
+USUAL = ("qwen2.5-vl", "qwen3-vl", "internvl3", f"idefics3{TIED}")
 HERE = [name for name in TINY if name != "smolvlm" or importlib.util.find_spec("num2words")]
 OTHERS = [name for name in (*HERE, *(f"{name}{TIED}" for name in HERE)) if name not in USUAL]
 

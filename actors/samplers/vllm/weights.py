@@ -21,7 +21,13 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload.layerwise import (
+    finalize_layerwise_reload,
+    get_layerwise_info,
+    initialize_layerwise_reload,
+)
 
 from actors.samplers.vllm.arguments import WEIGHT_TRANSFER
 from actors.samplers.vllm.patches.seeds import seed_by_position
@@ -84,11 +90,15 @@ class MobulaWeightTransferEngine(WeightTransferEngine[JoinInfo, PushInfo]):
             tensors = self.receive(manifest, update_info.bucket_bytes)
         if update_info.adapters is not None:
             tensors = changed_weights(tensors, AdapterBase(**update_info.adapters))
-        with torch.no_grad(), _experts_packed_again(self.model, torch.device(self.device)):
+        with (
+            torch.no_grad(),
+            _experts_packed_again(self.model, torch.device(self.device)),
+            _unsent_layers_apart(self.model),
+        ):
             initialize_layerwise_reload(self.model)
             self.model.load_weights(tensors)
+            _refuse_stale_layers(self.model)
             finalize_layerwise_reload(self.model, self.model_config)
-            _repack_tied_head(self.model)
 
     def receive(self, manifest: Manifest, bucket_bytes: int) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors of a push over the group, each in memory of its own, because layers need several at a time."""
@@ -132,12 +142,58 @@ def _experts_packed_again(model: torch.nn.Module, device: torch.device) -> Itera
             method.moe_kernel = kernel
 
 
-def _repack_tied_head(model: torch.nn.Module) -> None:
-    """Pack a tied LM head again: the reload replaces the embedding it shares but not the head's packed copy."""
-    language_model = model.get_language_model() if hasattr(model, "get_language_model") else model
-    head = getattr(language_model, "lm_head", None)
-    if head is not None and hasattr(head, "quant_method"):
+@contextmanager
+def _unsent_layers_apart(model: torch.nn.Module) -> Iterator[None]:
+    """Within the body stand-ins replace the layers that no push has tensors of; then tied LM heads are packed again.
+
+    A reload would keep a tied head's packed copy of the old weight, and warn at every such layer.
+    """
+    layers = _unsent_layers(model)
+    for parent, name, _ in layers:
+        setattr(parent, name, torch.nn.Identity())
+    try:
+        yield
+    finally:
+        for parent, name, layer in layers:
+            setattr(parent, name, layer)
+    for head in {layer for _, _, layer in layers if isinstance(layer, ParallelLMHead)}:
         head.quant_method.process_weights_after_loading(head)
+
+
+def _unsent_layers(model: torch.nn.Module) -> list[tuple[torch.nn.Module, str, torch.nn.Module]]:
+    """(parent, name in it, layer) of LM heads that share an embedding's weight, wherever they are in the model, and of
+    layers that hold computed constants alone, as rotary embeddings do."""
+    vocabularies = [layer for layer in model.modules() if isinstance(layer, VocabParallelEmbedding)]
+    embeddings = {id(layer.weight) for layer in vocabularies if not isinstance(layer, ParallelLMHead)}
+
+    def is_unsent(layer: torch.nn.Module) -> bool:
+        if isinstance(layer, ParallelLMHead):
+            return id(layer.weight) in embeddings
+        return any(True for _ in layer.buffers(recurse=False)) and not layer.state_dict()
+
+    children = [(parent, name, layer) for parent in model.modules() for name, layer in parent.named_children()]
+    return [(parent, name, layer) for parent, name, layer in children if is_unsent(layer)]
+
+
+def _refuse_stale_layers(model: torch.nn.Module) -> None:
+    """Refuse a push that has loaded nothing into a layer with parameters.
+
+    Raises:
+        WeightSyncError: such layers would keep the weights of an older version.
+    """
+    stale = [
+        name
+        for name, layer in model.named_modules()
+        if any(True for _ in layer.parameters(recurse=False))
+        and get_layerwise_info(layer).can_load()
+        and get_layerwise_info(layer).load_numel == 0
+        and not is_deferred_attention_layer(layer)
+    ]
+    if stale:
+        raise WeightSyncError(
+            f"the push has no tensor for {len(stale)} layers of the engine ({', '.join(stale[:5])}): they would keep "
+            "old weights, so vLLM names tensors of this model otherwise than its checkpoint; use sampler=huggingface"
+        )
 
 
 WeightTransferEngineFactory.register_engine(WEIGHT_TRANSFER, MobulaWeightTransferEngine)

@@ -42,6 +42,15 @@ def test_a_family_that_conforms_has_a_row_and_no_note() -> None:
     assert "| `qwen3_5_moe` | its experts lie transposed" in text
 
 
+def test_architectures_with_one_kind_of_embeddings_are_named() -> None:
+    both = [report(), report(is_tied=True)]
+    always, never = report(name="gemma3", model_type="gemma3", is_tied=True), report(name="llama", model_type="llama")
+    text = page([*both, always, never])
+    assert "always tied, whatever `tie_word_embeddings` says: `gemma3`." in text
+    assert "always untied, whatever `tie_word_embeddings` says: `llama`." in text
+    assert "always" not in page(both)
+
+
 def test_a_row_in_bfloat16_has_a_wider_tolerance() -> None:
     wide = dict.fromkeys(CASES, Gap(2e-2, 1e-1))
     assert failures(report(gaps=wide, dtype="bfloat16")) == []

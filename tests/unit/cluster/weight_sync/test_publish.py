@@ -234,9 +234,39 @@ async def test_the_canary_keeps_its_interval() -> None:
 
     sync.on_published(listen)
     for version in range(5):
+        sender.weight += version
         await sync.publish(version)
-    assert [gap is not None for gap in gaps] == [True, False, False, True, False]
+    assert [gap is not None for gap in gaps] == [True, True, False, True, False]
     assert gaps[0] == pytest.approx(1e-4)
+
+
+async def test_the_canary_runs_at_every_push_until_weights_have_changed() -> None:
+    """A head that the push leaves at its old value is right until there is a change, which may come after some steps
+    without a gradient."""
+    sender, gaps = FakeSender(), []
+    engine = FakeReceiver("rollout/0", sender)
+    sync = weight_sync(sender, engine, canary_interval=100)
+
+    async def listen(push: Push) -> None:
+        gaps.append(push.canary_gap)
+
+    sync.on_published(listen)
+    for version, weight in enumerate((1.0, 1.0, 1.0, 2.0, 3.0)):
+        sender.weight = weight
+        await sync.publish(version)
+    assert gaps == [0.0, 0.0, 0.0, 0.0, None]
+
+
+async def test_a_tensor_that_stays_old_is_found_at_the_first_push_of_changed_weights() -> None:
+    sender = FakeSender()
+    stale = FakeReceiver("rollout/0", sender)
+    sync = weight_sync(sender, stale, canary_interval=100)
+    await sync.publish(0)
+    await sync.publish(1)
+    stale._take = lambda weight, version: setattr(stale, "version", version)  # type: ignore[method-assign]
+    sender.weight = 1.5
+    with pytest.raises(CanaryError, match=r"rollout/0 by 0.5"):
+        await sync.publish(2)
 
 
 async def test_interval_0_switches_the_canary_off() -> None:

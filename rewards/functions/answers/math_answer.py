@@ -2,22 +2,26 @@ r"""Exact answer: 1 if the response's answer equals a reference as mathematics, 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from cluster.errors import RewardError
 from rewards.contract import Outcome, RewardRequest, Score
-from rewards.functions.parsing.answer_words import why_other_words
+from rewards.functions.parsing.answer_words import TALK, why_other_words
 from rewards.functions.parsing.extraction import Extractor, extractor
 from rewards.functions.parsing.latex_boxes import last_boxed
 from rewards.functions.parsing.plain_answers import decide, normalise, why_no_value
 from rewards.functions.parsing.references import check_true_or_false, given_references
+from rewards.functions.parsing.units import same_unit, spelled, split_unit
 from rewards.isolation.calls import call_each, failure
 from rewards.tools import Tools
 
 MAX_ANSWER_CHARS = 1000  # an answer longer than this, and than twice its reference, is no answer; parsing it would be
 _EQUIVALENT = "rewards.functions.parsing.math_verification:equivalent"
 
-_Question = tuple[str, tuple[str, ...]]  # an answer and the references that only computer algebra can compare it with
+_SET_OF_PAIRS = re.compile(r"\\\{\s*(\(.*\))\s*\\\}")
+
+_Question = tuple[tuple[str, str], ...]  # answer and reference, which only computer algebra can compare
 
 
 class MathAnswer:
@@ -44,13 +48,17 @@ class MathAnswer:
         question = self._look(request)
         if isinstance(question, Score):
             return question
-        return _compared(self._isolated.call(_EQUIVALENT, *question))
+        return _compared(self._isolated.call(_EQUIVALENT, question))
 
     def score_batch(self, requests: Sequence[RewardRequest]) -> list[Outcome]:
         """Undecided answers go to the processes side by side: one that hangs costs its own timeout and no other's."""
         found = [self._look_or_fail(request) for request in requests]
         questions = [question for question in found if isinstance(question, tuple)]
-        verdicts = iter(call_each(self._isolated, _EQUIVALENT, questions, _compared) if questions else ())
+        verdicts = iter(
+            call_each(self._isolated, _EQUIVALENT, [(question,) for question in questions], _compared)
+            if questions
+            else ()
+        )
         return [next(verdicts) if isinstance(question, tuple) else question for question in found]
 
     def _look_or_fail(self, request: RewardRequest) -> Outcome | _Question:
@@ -84,15 +92,35 @@ def _breaks_out(answer: str) -> bool:
 
 
 def _compare(answer: str, references: tuple[str, ...]) -> Score | _Question:
-    verdicts = {reference: decide(answer, reference) for reference in references}
-    if True in verdicts.values():
-        return Score(1.0)
-    unclear = [reference for reference, verdict in verdicts.items() if verdict is None]
-    refusals = {r: why_no_value(answer, r) or why_other_words(normalise(answer), normalise(r)) for r in unclear}
-    undecided = tuple(reference for reference, refusal in refusals.items() if not refusal)
-    if not undecided:
-        return Score(0.0, next(filter(None, refusals.values()), "another value"))
-    return answer, undecided
+    answer = normalise(answer)
+    undecided, refusals = [], []
+    for reference in map(normalise, references):
+        verdict = _equal(answer, reference)
+        if verdict is True:
+            return Score(1.0)
+        if isinstance(verdict, tuple):
+            undecided.append(verdict)
+        else:
+            refusals.append(verdict or "another value")
+    return tuple(undecided) if undecided else Score(0.0, refusals[0])
+
+
+def _equal(answer: str, reference: str) -> bool | str | tuple[str, str]:
+    """True, or the two values that computer algebra has to compare; False or the reason where they are not equal."""
+    verdict = decide(answer, reference)
+    if verdict is not None:
+        return verdict
+    ours, theirs = split_unit(answer, TALK), split_unit(reference, TALK)
+    if ours.unit and theirs.unit and not same_unit(ours.unit, theirs.unit):
+        return f"{spelled(ours.unit)} instead of {spelled(theirs.unit)}"
+    if ours.unit or (theirs.unit and not theirs.ambiguous):
+        answer, reference = normalise(ours.value), normalise(theirs.value)
+        verdict = decide(answer, reference)
+        if verdict is not None:
+            return verdict
+    if reference.startswith("(") and (pairs := _SET_OF_PAIRS.fullmatch(answer)):
+        answer = pairs[1]  # the pairs of a set and of a list are the same, in any order
+    return why_no_value(answer, reference) or why_other_words(answer, reference) or (answer, reference)
 
 
 def _compared(verdict: tuple[bool, str]) -> Score:

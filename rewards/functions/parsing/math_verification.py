@@ -3,23 +3,62 @@
 from __future__ import annotations
 
 import logging
+import math
 from typing import Any
 
+from latex2sympy2_extended import NormalizationConfig
 from math_verify import LatexExtractionConfig, parse, verify
+from sympy import Basic, MatrixBase, Number
 
 # The process's own deadline stands in for math-verify's, which works in a main thread only; it warns at every import.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
-_LATEX = [LatexExtractionConfig(boxed_match_priority=0)]
+# Units are separated before: the patterns of math-verify take the variables of 2ab for one.
+_NORMALISATION = NormalizationConfig(units=False, malformed_operators=True, nits=True)
+_LATEX = [LatexExtractionConfig(boxed_match_priority=0, normalization_config=_NORMALISATION)]
 
 
-def equivalent(answer: str, references: tuple[str, ...]) -> tuple[bool, str]:
-    """Whether the answer equals one of the references, and a reason if it does not."""
-    parsed = _parse(answer)
-    if not parsed:
-        return False, "cannot be read as mathematics"
-    equals = any(verify(_parse(reference), parsed, timeout_seconds=None) for reference in references)
-    return equals, "" if equals else "another value"
+_DECIMALS = 6  # a decimal equals a fraction that it rounds to so many places: 0.333333 is 1/3, 0.33 is not
+_DIGITS = 15
+_MAX_ZEROS = 330  # below the smallest float
+
+
+def equivalent(pairs: tuple[tuple[str, str], ...]) -> tuple[bool, str]:
+    """Whether the answer of one pair of answer and reference equals its reference, and a reason if none does."""
+    reason = "cannot be read as mathematics"
+    for answer, reference in pairs:
+        parsed = _parse(answer)
+        if not parsed:
+            continue
+        gold = _parse(reference)
+        extra = _leading_zeros([*gold, *parsed])
+        if verify(
+            gold,
+            parsed,
+            float_rounding=_DECIMALS + extra,
+            numeric_precision=_DIGITS + extra,
+            timeout_seconds=None,
+        ):
+            return True, ""
+        reason = "another value"
+    return False, reason
+
+
+def _leading_zeros(expressions: list[Any]) -> int:
+    """Zeros behind the decimal point of the smallest number, since math-verify compares absolute differences."""
+    smallest = 1.0
+    for expression in expressions:
+        if isinstance(expression, Basic | MatrixBase):
+            numbers = _evaluated(expression).atoms(Number)
+            smallest = min([smallest, *(abs(float(n)) for n in numbers if n.is_finite and n != 0)])
+    return max(0, -math.floor(math.log10(smallest)) - 1) if smallest else _MAX_ZEROS
+
+
+def _evaluated(expression: Any) -> Any:
+    try:
+        return expression.doit().evalf()
+    except (ArithmeticError, AttributeError, RecursionError, TypeError, ValueError, NotImplementedError):
+        return expression  # sets and relations whose parts have no value
 
 
 def _parse(text: str) -> list[Any]:

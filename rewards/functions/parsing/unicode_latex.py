@@ -1,0 +1,70 @@
+r"""Rewrites Unicode mathematics and LaTeX accents in one spelling: `x²` as `x^{2}` and `\'e` as `é`."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+
+_SYMBOLS = {
+    **{"\N{MINUS SIGN}": "-", "\N{EN DASH}": "-", "\N{HYPHEN}": "-", "\N{NON-BREAKING HYPHEN}": "-"},
+    **{"×": r"\times ", "÷": r"\div ", "·": r"\cdot ", "⋅": r"\cdot ", "∙": r"\cdot ", "∗": "*", "⁄": "/", "∕": "/"},
+    **{"≤": r"\le ", "≥": r"\ge ", "⩽": r"\le ", "⩾": r"\ge ", "≠": r"\ne ", "±": r"\pm ", "∓": r"\mp "},
+    **{"∞": r"\infty ", "∅": r"\emptyset ", "∈": r"\in ", "∪": r"\cup ", "∩": r"\cap ", "∠": r"\angle "},
+    **{"°": r"^\circ ", "º": r"^\circ ", "˚": r"^\circ ", "℃": r"^\circ C", "℉": r"^\circ F"},
+    **{"ℝ": r"\mathbb{R}", "ℤ": r"\mathbb{Z}", "ℕ": r"\mathbb{N}", "ℚ": r"\mathbb{Q}", "ℂ": r"\mathbb{C}"},
+    **{"≈": r"\approx ", "≡": r"\equiv ", "→": r"\to ", "⊂": r"\subset ", "⊆": r"\subseteq ", "∉": r"\notin "},
+    **{"△": r"\triangle ", "∑": r"\sum ", "∫": r"\int ", "⊥": r"\perp ", "∥": r"\parallel ", "。": "."},
+    **{"′": "'", "″": "''", "\N{OHM SIGN}": r"\Omega ", "\N{MICRO SIGN}": r"\mu "},
+}
+_GREEK = (
+    "alpha beta gamma delta epsilon zeta eta theta iota kappa lamda mu nu xi pi rho sigma tau upsilon phi chi psi omega"
+)
+_GREEK_LETTERS = {
+    **{unicodedata.lookup(f"GREEK SMALL LETTER {n}"): f"\\{n.replace('lamda', 'lambda')} " for n in _GREEK.split()},
+    **{
+        unicodedata.lookup(f"GREEK CAPITAL LETTER {n}"): f"\\{n.capitalize().replace('Lamda', 'Lambda')} "
+        for n in "gamma delta theta lamda xi pi sigma phi psi omega".split()
+    },
+}
+_TABLE = str.maketrans(_SYMBOLS)
+_GREEK_TABLE = str.maketrans(_GREEK_LETTERS)
+
+_SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿⁱ", "0123456789+-ni")
+_SUBSCRIPTS = str.maketrans("₀₁₂₃₄₅₆₇₈₉₊₋", "0123456789+-")
+_SUPERSCRIPT = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿⁱ]+")
+_SUBSCRIPT = re.compile("[₀₁₂₃₄₅₆₇₈₉₊₋]+")
+_VULGAR_FRACTION = re.compile("[¼-¾⅐-⅞]")
+_ROOT = re.compile(r"([√∛∜])\s*(?:\(([^()]*)\)|\{([^{}]*)\}|([0-9]+(?:\.[0-9]+)?|[A-Za-z]|\\[A-Za-z]+))")
+_ROOTS = {"√": r"\sqrt", "∛": r"\sqrt[3]", "∜": r"\sqrt[4]"}
+_FULL_WIDTH = re.compile("[\uff01-\uff5e\u3000￠-￦]")
+_GREEK_LETTER = re.compile("[\u0391-\u03c9]")
+_GREEK_WORD = re.compile("[\u0370-\u03ff\u1f00-\u1fff]{3,}")
+
+_ACCENTS = {"'": "\u0301", "`": "\u0300", "^": "\u0302", '"': "\u0308", "~": "\u0303", "c": "\u0327", "H": "\u030b"}
+_ACCENT = re.compile(r"""\\(?:(['`^"~])\s*(?:\{\s*([A-Za-z])\s*\}|([A-Za-z]))|([cH])\s*\{\s*([A-Za-z])\s*\})""")
+
+
+def to_latex(text: str) -> str:
+    """The text with Unicode symbols of mathematics as LaTeX, full-width forms as ASCII and accents as one character."""
+    if "\\" in text:
+        text = _ACCENT.sub(_accented, text)
+    if text.isascii():
+        return text
+    text = _FULL_WIDTH.sub(lambda form: unicodedata.normalize("NFKC", form[0]), unicodedata.normalize("NFC", text))
+    text = _SUPERSCRIPT.sub(lambda run: "^{" + run[0].translate(_SUPERSCRIPTS) + "}", text)
+    text = _SUBSCRIPT.sub(lambda run: "_{" + run[0].translate(_SUBSCRIPTS) + "}", text)
+    text = _VULGAR_FRACTION.sub(_fraction, text)
+    if _GREEK_LETTER.search(text) and not _GREEK_WORD.search(text):  # a word in Greek stays a word
+        text = text.translate(_GREEK_TABLE)
+    text = _ROOT.sub(lambda root: _ROOTS[root[1]] + "{" + (root[2] or root[3] or root[4] or "") + "}", text)
+    return text.translate(_TABLE)
+
+
+def _accented(accent: re.Match[str]) -> str:
+    mark, letter = (accent[1], accent[2] or accent[3]) if accent[1] else (accent[4], accent[5])
+    return unicodedata.normalize("NFC", letter + _ACCENTS[mark])
+
+
+def _fraction(character: re.Match[str]) -> str:
+    numerator, denominator = unicodedata.normalize("NFKC", character[0]).split("\N{FRACTION SLASH}")
+    return rf"\frac{{{numerator}}}{{{denominator}}}"

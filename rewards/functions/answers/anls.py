@@ -9,6 +9,7 @@ from rapidfuzz.distance import Levenshtein
 from rewards.contract import RewardRequest, Score
 from rewards.functions.parsing.extraction import extractor
 from rewards.functions.parsing.references import check_number, given_references
+from rewards.functions.parsing.unicode_latex import plain_forms
 from rewards.tools import Tools
 
 
@@ -41,6 +42,7 @@ class Anls:
         return Score(value) if value >= self._threshold else Score(0.0, "too far from every reference")
 
     def _similarity(self, answer: str, reference: str) -> float:
+        answer, reference = plain_forms(answer), plain_forms(reference)
         ours, theirs = _fold(answer), _fold(reference)
         length = max(len(answer), len(reference)) if self._counts_raw else max(len(ours), len(theirs))
         most = int(length * (1 - self._threshold)) + 1  # beyond it the value is 0: two long texts are not gone through

@@ -10,6 +10,7 @@ from rewards.contract import RewardRequest, Score
 from rewards.functions.parsing.extraction import extractor
 from rewards.functions.parsing.latex_boxes import last_boxed
 from rewards.functions.parsing.references import given_references
+from rewards.functions.parsing.unicode_latex import plain_forms
 from rewards.tools import Tools
 
 # Words that take an answer back, or talk about an option instead of choosing it.
@@ -79,7 +80,7 @@ class _Choices:
     def read(self, text: str) -> tuple[str, str]:
         """The chosen letter and "", or "" and why there is none."""
         boxed = last_boxed(text) if "\\boxed" in text else None
-        text = " ".join((text if boxed is None else boxed).split())
+        text = " ".join(plain_forms(text if boxed is None else boxed).split())
         text = _WRAPPING.sub(r"\1", text) if "\\" in text else text
         alone = self._alone.fullmatch(text) if len(text) <= _MAX_ALONE_CHARS else None
         if alone:

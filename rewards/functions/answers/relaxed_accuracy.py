@@ -7,9 +7,10 @@ import re
 from rewards.contract import RewardRequest, Score
 from rewards.functions.parsing.extraction import extractor
 from rewards.functions.parsing.references import check_number, given_references
+from rewards.functions.parsing.unicode_latex import plain_forms
 from rewards.tools import Tools
 
-_NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,4})?(%?)")
+_NUMBER = re.compile(r"([+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,4})?)(\s?%|)")
 
 
 class RelaxedAccuracy:
@@ -19,9 +20,9 @@ class RelaxedAccuracy:
     (published: 0.05); "x%" is x / 100. Else it is 1 if the texts are equal without regard to case. `extract` selects
     where the answer stands (`rewards.functions.parsing.extraction`).
 
-    A number is a decimal in ASCII digits, with or without exponent. On purpose, other than the public scorers: "nan",
-    "inf", "1_000" and other scripts' digits are texts, both texts are without white space around them, an empty answer
-    scores 0, and a prompt without references is a `RewardError`. As published, "1,000" is a text.
+    A number is a decimal in ASCII or full-width digits, with or without exponent. On purpose, other than the public
+    scorers: "nan", "inf", "1_000" and other scripts' digits are texts, both texts are without white space around them,
+    an empty answer scores 0, and a prompt without references is a `RewardError`. As published, "1,000" is a text.
     """
 
     def __init__(self, tools: Tools, *, tolerance: float, extract: str) -> None:
@@ -46,8 +47,8 @@ class RelaxedAccuracy:
 def _read(text: str) -> float | None:
     if len(text) > 400:  # longer than any float that is not an infinity
         return None
-    match = _NUMBER.fullmatch(text)
+    match = _NUMBER.fullmatch(plain_forms(text))
     if match is None:
         return None
-    number = float(text[:-1]) / 100 if match[1] else float(text)
+    number = float(match[1]) / 100 if match[2] else float(match[1])
     return number if abs(number) < float("inf") else None

@@ -13,7 +13,7 @@ _SYMBOLS = {
     **{"°": r"^\circ ", "º": r"^\circ ", "˚": r"^\circ ", "℃": r"^\circ C", "℉": r"^\circ F"},
     **{"ℝ": r"\mathbb{R}", "ℤ": r"\mathbb{Z}", "ℕ": r"\mathbb{N}", "ℚ": r"\mathbb{Q}", "ℂ": r"\mathbb{C}"},
     **{"≈": r"\approx ", "≡": r"\equiv ", "→": r"\to ", "⊂": r"\subset ", "⊆": r"\subseteq ", "∉": r"\notin "},
-    **{"△": r"\triangle ", "∑": r"\sum ", "∫": r"\int ", "⊥": r"\perp ", "∥": r"\parallel ", "。": "."},
+    **{"△": r"\triangle ", "∑": r"\sum ", "∫": r"\int ", "⊥": r"\perp ", "∥": r"\parallel "},
     **{"′": "'", "″": "''", "\N{OHM SIGN}": r"\Omega ", "\N{MICRO SIGN}": r"\mu "},
 }
 _GREEK = (
@@ -50,7 +50,7 @@ def to_latex(text: str) -> str:
         text = _ACCENT.sub(_accented, text)
     if text.isascii():
         return text
-    text = _FULL_WIDTH.sub(lambda form: unicodedata.normalize("NFKC", form[0]), unicodedata.normalize("NFC", text))
+    text = plain_forms(text)
     text = _SUPERSCRIPT.sub(lambda run: "^{" + run[0].translate(_SUPERSCRIPTS) + "}", text)
     text = _SUBSCRIPT.sub(lambda run: "_{" + run[0].translate(_SUBSCRIPTS) + "}", text)
     text = _VULGAR_FRACTION.sub(_fraction, text)
@@ -58,6 +58,14 @@ def to_latex(text: str) -> str:
         text = text.translate(_GREEK_TABLE)
     text = _ROOT.sub(lambda root: _ROOTS[root[1]] + "{" + (root[2] or root[3] or root[4] or "") + "}", text)
     return text.translate(_TABLE)
+
+
+def plain_forms(text: str) -> str:
+    """The text with accents as one character (NFC), and full-width forms and minus signs as ASCII."""
+    if text.isascii():
+        return text
+    text = _FULL_WIDTH.sub(lambda form: unicodedata.normalize("NFKC", form[0]), unicodedata.normalize("NFC", text))
+    return text.replace("\N{IDEOGRAPHIC FULL STOP}", ".").replace("\N{MINUS SIGN}", "-")
 
 
 def _accented(accent: re.Match[str]) -> str:

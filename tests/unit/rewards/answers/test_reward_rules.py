@@ -131,13 +131,14 @@ def test_exact_match_compares_what_was_extracted() -> None:
         *[(text, "B") for text in ("B. the second cat", "(B) a cat", "B) cat", "**B.** cat", "B: cat")],
         *[(text, "B") for text in ("answer: B", "Answer: (B)", "The answer is B.", "the correct option is: B")],
         *[(text, "B") for text in ("A dog is here, so the answer is B", "**Answer:** B", "My choice is option B")],
+        *[(text, "B") for text in ("\uff22", "\uff08B\uff09", "B\N{IDEOGRAPHIC FULL STOP}")],
         (r"A \boxed{B}", "B"),
         *[(text, "") for text in ("", "cat", "Blue", "B2", "AB", "A B", "A, B", "A or B", "(A) or (B)", "Vitamin B")],
         *[(text, "") for text in ("answer: a cat", "the answer is A cat", "B is wrong", "B is right", "Option B is")],
         *[(text, "") for text in ("answer: A. No: answer: B", "answer: B or C", "B or C", "answer: B, or (c)", "B?")],
         *[(text, "") for text in ("answer: B was refuted", "The answer: B would do", "The answer is B, I disagree")],
         *[(text, "") for text in ("the answer is not B", "not B", "answer: B is wrong", "B. No wait, not the answer")],
-        *[(text, "") for text in ("B. or C. will do", "Wrong: the answer is B", "answer: B?", "\uff22", "\u0412")],
+        *[(text, "") for text in ("B. or C. will do", "Wrong: the answer is B", "answer: B?", "\u0412")],
         *[(text, "") for text in (r"\boxed{}", r"\boxed{A, B}", r"\boxed{B} \boxed{}", "answer: BB", "answer: B's")],
     ],
 )
@@ -176,6 +177,7 @@ def test_a_choice_needs_a_reference_that_is_one() -> None:
         ("a  c", ("a b",), 0.75, 1 - 1 / 3),  # raw: 4 characters, two blanks
         ("dx       x", ("cat",), 0.6, 0.0),  # blanks buy the raw one
         ("dog", ("cat",), 0.0, 0.0),
+        ("cafe\u0301", ("caf\u00e9",), 1.0, 1.0),
     ],
 )
 def test_anls_has_the_published_values(answer: str, references: tuple[str, ...], raw: float, folded: float) -> None:
@@ -195,6 +197,9 @@ def test_anls_has_the_published_values(answer: str, references: tuple[str, ...],
         ("50%", "0.5", 1.0),
         ("0.5", "50%", 1.0),
         ("50", "50%", 0.0),
+        ("50 %", "0.5", 1.0),
+        ("\N{MINUS SIGN}98", "-100", 1.0),
+        ("\uff15\uff10", "50", 1.0),
         ("1e2", "100", 1.0),
         ("0", "0", 1.0),
         ("0.0", "0", 0.0),  # a reference of 0 is compared as text

@@ -9,6 +9,7 @@ checkpoints/.tmp-40-<token>/            one that is being written; renamed when 
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
 import json
 import logging
@@ -20,7 +21,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from cluster.errors import CheckpointError, PreflightError
 from cluster.workers.supervisor import background_tasks
@@ -30,6 +31,9 @@ _logger = logging.getLogger(__name__)
 
 _STEP = re.compile(r"step-(\d+)")
 _LEFTOVER = re.compile(r"\.(tmp|old)-.+")
+FINISHED = "the trained policy"
+# Writers in Rust and C++ raise errors of their own.
+_FULL_DISK = ("No space left on device", "Disk quota exceeded", "PytorchStreamWriter failed writing")
 _MANIFEST, _STATE, _LEARNER = "manifest.json", "state.json", "learner"
 
 
@@ -117,10 +121,11 @@ class Checkpoints:
         resume: Resume,
         schedule: CheckpointSchedule,
         recovery: Recovery | None = None,
+        on_accepted: Callable[[], None] = lambda: None,
     ) -> None:
         """`prepare` makes version 0 of a new run (the warm start), `finish` follows the last version's checkpoint (the
         export of the trained policy); `identity` is `run_identity(config)`. Without a `recovery` a run goes on from its
-        checkpoint alone.
+        checkpoint alone. `on_accepted` is called for a new run, and once a checkpoint is loaded.
         """
         self._folder = folder
         self._learner = learner
@@ -131,6 +136,7 @@ class Checkpoints:
         self._resume = resume
         self._schedule = schedule
         self._recovery = recovery or CheckpointAlone()
+        self._on_accepted = on_accepted
         self._tasks: asyncio.TaskGroup | None = None
         self._running: asyncio.Task[Path | None] | None = None
         self._is_overdue = False
@@ -148,8 +154,10 @@ class Checkpoints:
         latest = await asyncio.to_thread(find_resumable, self._folder, self._resume, self._identity)
         await asyncio.to_thread(_remove_leftovers, self._folder)
         if latest is None:
+            self._accept()
             await self._recovery.begin()
-            await self._prepare()
+            with self._disk_explained("version 0"):
+                await self._prepare()
             await self.save(0)
             return 0
         state = json.loads((latest / _STATE).read_text())
@@ -158,12 +166,14 @@ class Checkpoints:
         self._newest = version
         for name, part in self._parts.items():
             part.restore(version, state["parts"][name])
+        self._accept()
         _logger.info("resumed from %s", latest)
         reached = await self._recovery.recover(version)
         if reached > version:
             await self.maybe_save(reached)  # the part that was killed may not have come to it
         elif reached == self._schedule.total_steps:
-            await self._finish()  # nor to this, which leaves no word of how far it came
+            with self._disk_explained(FINISHED):
+                await self._finish()  # nor to this, which leaves no word of how far it came
         return reached
 
     @asynccontextmanager
@@ -197,7 +207,8 @@ class Checkpoints:
                 draft, state = await self._copy(version)
                 self._running = self._tasks.create_task(self._write(draft, state), name=f"write step {version}")
         if is_last:
-            await self._finish()
+            with self._disk_explained(FINISHED):
+                await self._finish()
 
     async def ensure_saved(self, version: int) -> None:
         """Save `version`, also where it is not due, unless that is done; for a run that stops.
@@ -236,7 +247,7 @@ class Checkpoints:
             "parts": {name: part.state() for name, part in self._parts.items()},
         }
         draft = self._folder / f".tmp-{version}-{secrets.token_hex(4)}"
-        with self._explained(version):
+        with self._explained(draft, version):
             (draft / _LEARNER).mkdir(parents=True)
             await self._learner.save(draft / _LEARNER)
         return draft, state
@@ -244,7 +255,7 @@ class Checkpoints:
     async def _write(self, draft: Path, state: Mapping[str, Any]) -> Path | None:
         """Complete a checkpoint; None if the learner's copy was lost."""
         version = state["version"]
-        with self._explained(version):
+        with self._explained(draft, version):
             if not await self._learner.finish_save():
                 _logger.warning("the checkpoint of step %d was lost with a learner rank: another one follows", version)
                 await asyncio.to_thread(shutil.rmtree, draft)
@@ -255,15 +266,35 @@ class Checkpoints:
         _logger.info("checkpoint of step %d: %s", version, path)
         return path
 
+    def _accept(self) -> None:
+        with self._disk_explained("the configuration"):
+            self._on_accepted()
+
     @contextmanager
-    def _explained(self, version: int) -> Iterator[None]:
+    def _explained(self, draft: Path, version: int) -> Iterator[None]:
+        """What was written of a checkpoint that cannot be completed is removed: it may have filled the disk."""
         try:
             yield
-        except OSError as error:
-            raise CheckpointError(
-                f"the checkpoint of step {version} could not be written below {self._folder}: {error}; "
-                "free the disk or set folder=... to another one, then go on with resume=auto"
-            ) from error
+        except Exception as error:
+            if not (isinstance(error, OSError) or _is_full_disk(error)):
+                raise
+            shutil.rmtree(draft, ignore_errors=True)
+            self._refuse(f"the checkpoint of step {version}", error)
+
+    @contextmanager
+    def _disk_explained(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            if not _is_full_disk(error):
+                raise
+            self._refuse(what, error)
+
+    def _refuse(self, what: str, error: Exception) -> NoReturn:
+        raise CheckpointError(
+            f"{what} could not be written below {self._folder}: {error}; free the disk or set folder=... to another "
+            "one, then go on with resume=auto"
+        ) from error
 
     def _complete(self, draft: Path, version: int, state: Mapping[str, Any]) -> Path:
         (draft / _STATE).write_text(json.dumps(state, indent=1))
@@ -281,6 +312,11 @@ class Checkpoints:
         for path in complete[self._schedule.keep :]:
             if _version(path) != 0:
                 _remove(path)
+
+
+def _is_full_disk(error: Exception) -> bool:
+    is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return is_full or any(text in str(error) for text in _FULL_DISK)
 
 
 def find_resumable(folder: Path, resume: Resume, identity: Mapping[str, Any]) -> Path | None:

@@ -18,6 +18,7 @@ from cluster.metrics.evaluation_statistics import (
     reflection_ratios,
     wilson_interval,
 )
+from cluster.metrics.informing import informing
 from cluster.metrics.step_records import HELD_OUT
 from cluster.records.trajectory import Generated, Prompt, Reward
 from cluster.roles import Rewards, Rollouts, SamplingSettings
@@ -78,6 +79,17 @@ class NoResponseLog:
     """Keeps nothing."""
 
     async def write(self, suite: str, version: int, prompts: Sequence[ScoredPrompt]) -> None: ...
+
+
+class InformingLog:
+    """Keeps what another log keeps, as far as it can be written."""
+
+    def __init__(self, log: ResponseLog) -> None:
+        self._log = log
+
+    async def write(self, suite: str, version: int, prompts: Sequence[ScoredPrompt]) -> None:
+        with informing(f"the responses of {suite} at version {version}"):
+            await self._log.write(suite, version, prompts)
 
 
 @dataclass(frozen=True)

@@ -70,8 +70,8 @@ class FaultFile(logging.Handler):
         try:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(asdict(fault)) + "\n")
-        except OSError:
-            self.handleError(record)
+        except OSError as error:
+            _logger.warning("%s cannot be written (%s): a fault is missing in it", self._path, error)
 
 
 def read_faults(path: Path) -> list[Fault]:

@@ -1,6 +1,7 @@
-"""The folder of a run: proved to be writable before anything starts, made once a start is accepted.
+"""The folder of a run: held by one process, proved to be writable before anything starts, filled once it is accepted.
 
-A start that is refused leaves neither a folder nor a `latest` that points to it.
+A start that is refused leaves neither a folder nor a `latest` that points to it. A start that goes on from a checkpoint
+replaces `config.yaml` once the checkpoint is loaded: until then the file describes the checkpoints that are there.
 """
 
 from __future__ import annotations
@@ -8,14 +9,16 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryFile
 
 from cluster.errors import PreflightError
+from cluster.metrics.files import write_atomically
 from cluster.metrics.report.run_folder import CONFIG_FILE
 from configs.load import dump_config
 from configs.schema import RunConfig
+from deploy.host.run_lock import LOCK_FILE, run_lock
 
 CHECKPOINTS_FOLDER = "checkpoints"  # of the run folder
 
@@ -36,27 +39,42 @@ def check_run_folder(config: RunConfig) -> None:
 
 
 @contextmanager
+def held_run_folder(config: RunConfig) -> Iterator[None]:
+    """Hold the run folder while the body runs; a folder that is made for it and stays empty is removed.
+
+    Raises:
+        PreflightError: another process holds it, or it cannot be written.
+    """
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(run_lock(config.run_folder))
+        except OSError as error:
+            raise _unwritable(config, error) from error
+        yield
+
+
+@contextmanager
 def run_folder(config: RunConfig) -> Iterator[None]:
-    """Make the run folder and point `latest` at it; undone if the body refuses the start and the folder is new.
+    """Fill the run folder, which is held, and point `latest` at it; undone if the body refuses the start of a new run.
 
     Raises:
         PreflightError: it cannot be written.
     """
     latest = config.folder / "latest"
     before = os.readlink(latest) if latest.is_symlink() else None
-    made = [path for path in (config.run_folder, config.folder) if not path.exists()]
+    is_new = _content(config.run_folder) == []
     try:
         make_run_folder(config)
         yield
     except PreflightError:
         has_begun = (config.run_folder / CHECKPOINTS_FOLDER).exists()
-        if config.run_folder in made and not has_begun:
-            _undo(config, before, made)
+        if is_new and not has_begun:
+            _undo(config, before)
         raise
 
 
 def make_run_folder(config: RunConfig) -> None:
-    """Create the run folder, write the configuration into it, and point `latest` at it.
+    """Create the run folder, write the configuration into it if it has none, and point `latest` at it.
 
     Raises:
         PreflightError: it cannot be written.
@@ -64,10 +82,16 @@ def make_run_folder(config: RunConfig) -> None:
     folder = config.run_folder
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / CONFIG_FILE).write_text(dump_config(config), encoding="utf-8")
+        if not (folder / CONFIG_FILE).is_file():
+            write_config(config)
         _point_latest_at(config, folder.name)
     except OSError as error:
         raise _unwritable(config, error) from error
+
+
+def write_config(config: RunConfig) -> None:
+    """Write the configuration into the run folder, in the place of an earlier part's."""
+    write_atomically(config.run_folder / CONFIG_FILE, dump_config(config))
 
 
 def _point_latest_at(config: RunConfig, name: str) -> None:
@@ -80,16 +104,21 @@ def _point_latest_at(config: RunConfig, name: str) -> None:
         raise
 
 
-def _undo(config: RunConfig, latest: str | None, made: list[Path]) -> None:
-    shutil.rmtree(config.run_folder, ignore_errors=True)
+def _content(folder: Path) -> list[Path]:
+    return [path for path in folder.iterdir() if path.name != LOCK_FILE] if folder.is_dir() else []
+
+
+def _undo(config: RunConfig, latest: str | None) -> None:
+    for path in _content(config.run_folder):
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink()
     link = config.folder / "latest"
     if latest is not None:
         _point_latest_at(config, latest)
     elif link.is_symlink():
         link.unlink()
-    if config.folder in made:
-        with suppress(OSError):  # another run has a folder in it by now
-            config.folder.rmdir()
 
 
 def _unwritable(config: RunConfig, error: OSError) -> PreflightError:

@@ -2,9 +2,69 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import sys
+import threading
+from contextlib import suppress
+from functools import partial
+from typing import Any, TextIO
+
 from rich.console import Console
+
+_logger = logging.getLogger(__name__)
 
 
 def terminal(*, stderr: bool = False, soft_wrap: bool = False) -> Console:
     """A console on which `:b:` stays `:b:`; with `soft_wrap` lines are as long as they are, to be read again."""
     return Console(stderr=stderr, soft_wrap=soft_wrap, emoji=False)
+
+
+def outlive_output() -> None:
+    """From now on this process goes on when its stdout or stderr is lost: a closed pipe, a full disk, a terminal that
+    is gone. Call it where both only inform; the result of a command that prints it must not be lost silently.
+    """
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is not None and not isinstance(stream, _Dispensable):
+            setattr(sys, name, _Dispensable(stream, name))
+
+
+class _Dispensable:
+    """A text stream that is replaced by /dev/null at the first error, which is logged once."""
+
+    def __init__(self, stream: TextIO, name: str) -> None:
+        self._stream = stream
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        return getattr(self._stream, attribute)
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except OSError as error:
+            self._give_up(error)
+            return len(text)
+
+    def writelines(self, lines: list[str]) -> None:
+        self.write("".join(lines))
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        """Everything that shares the descriptor goes on, too: libraries, and the flush at the end of the process."""
+        descriptor = self._stream.fileno()
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, descriptor)
+        os.close(null)
+        with suppress(OSError):
+            self._stream.flush()
+        message = f"{self._name} is lost ({error.strerror}): the run goes on without it"
+        # In a thread: this one holds the console's lock just now, and another thread may hold a log file's.
+        log = partial(_logger.warning, message, extra={"file_only": True})
+        threading.Thread(target=log, name="lost output").start()

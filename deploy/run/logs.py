@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import logging
 import re
+import sys
+import threading
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -53,6 +55,17 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(row, ensure_ascii=False)
 
 
+class RunLogHandler(logging.FileHandler):
+    """Appends to a log of the run. A record that cannot be written is lost, which the console says once."""
+
+    is_failing = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not self.is_failing:
+            self.is_failing = True
+            _logger.warning("%s cannot be written (%s): lines are missing in it", self.baseFilename, sys.exception())
+
+
 class ConsoleHandler(logging.Handler):
     """Each record with the time of day: the first line of a warning or an error, all lines of others.
 
@@ -93,10 +106,10 @@ def set_up_logging(console: Console) -> None:
 def log_to(folder: Path, *, as_json: bool = False) -> None:
     """From now on everything is also written to the run's log, first what was kept so far; with `as_json` to
     `run.log.jsonl` too, one object an event."""
-    files = [logging.FileHandler(folder / LOG_FILE, encoding="utf-8")]
+    files = [RunLogHandler(folder / LOG_FILE, encoding="utf-8")]
     files[0].setFormatter(PlainFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     if as_json:
-        files.append(logging.FileHandler(folder / JSON_LOG_FILE, encoding="utf-8"))
+        files.append(RunLogHandler(folder / JSON_LOG_FILE, encoding="utf-8"))
         files[1].setFormatter(JsonFormatter())
     for kept in {h for name in OURS for h in logging.getLogger(name).handlers if isinstance(h, MemoryHandler)}:
         for record in kept.buffer:
@@ -112,6 +125,15 @@ def log_to(folder: Path, *, as_json: bool = False) -> None:
 def write_faults_to(folder: Path, progress: Callable[[], Progress]) -> None:
     """From now on each loss of a worker is a row of `faults.jsonl`, with the step and phase that `progress` returns."""
     logging.getLogger(faults.__name__).handlers = [faults.FaultFile(folder / faults.FAULTS_FILE, progress)]
+
+
+def log_thread_failures() -> None:
+    """From now on an error that ends a thread of a library, such as a tracker's, is a line of the log."""
+    threading.excepthook = lambda args: _logger.warning(
+        "thread %s ended with an error",
+        args.thread.name if args.thread else "?",
+        exc_info=None if args.exc_value is None else (args.exc_type, args.exc_value, args.exc_traceback),
+    )
 
 
 def log_failure(error: BaseException) -> Path | None:

@@ -25,6 +25,7 @@ from cluster.errors import NothingTrainedError, PreflightError, RunStopped
 from cluster.metrics.definitions import CounterName
 from cluster.metrics.files import write_atomically
 from cluster.metrics.hub import Metrics
+from cluster.metrics.informing import informing
 from cluster.metrics.report.report import write_report
 from cluster.metrics.report.run_folder import PLAN_FILE, REPORT_FILE, SUMMARY_FILE
 from cluster.metrics.sinks.base import Sink
@@ -43,12 +44,13 @@ from cluster.runtime.placement_groups import create_placement_groups, plan_when_
 from cluster.runtime.role_log import LOGS_FOLDER
 from cluster.tracing.tracing import Tracing, build_tracing, refuse_missing_exporter
 from configs.schema import RunConfig
-from deploy.host.run_folder import CHECKPOINTS_FOLDER, check_run_folder, run_folder
+from deploy.host.run_folder import CHECKPOINTS_FOLDER, check_run_folder, held_run_folder, run_folder
 from deploy.host.run_record import recorded
-from deploy.host.terminal import terminal
+from deploy.host.signals import ending_signals, signals_raise
+from deploy.host.terminal import outlive_output, terminal
 from deploy.planning.nodes import joined_nodes, this_node
 from deploy.planning.plan_command import refuse_too_little_memory
-from deploy.run.logs import log_to, set_up_logging, write_faults_to
+from deploy.run.logs import log_thread_failures, log_to, set_up_logging, write_faults_to
 from deploy.run.node_network import check_network
 from deploy.run.overview import overview
 from deploy.run.run_report import earlier_wall_s
@@ -61,7 +63,7 @@ from deploy.wiring.build import (
     spawn_inference,
     spawn_training,
 )
-from deploy.wiring.evaluation import build_evaluator
+from deploy.wiring.evaluation import build_evaluator, response_log
 from deploy.wiring.observers import build_metrics
 from deploy.wiring.offline import build_offline_controller, spawn_offline
 from deploy.wiring.persistence import reached_version
@@ -78,6 +80,8 @@ _logger = logging.getLogger(__name__)
 
 def train(config: RunConfig) -> int:
     """The main job from start to report; returns the exit code."""
+    outlive_output()
+    log_thread_failures()
     console = terminal()
     summary = run_training(config, console)
     before, after = (_percent(value) for value in (summary.accuracy_before, summary.accuracy_after))
@@ -108,6 +112,10 @@ def evaluate(config: RunConfig, output: Path | None = None) -> int:
     require_model(config)
     console = terminal(soft_wrap=True)
     results = with_engines(config, partial(_evaluate, output))
+    if output is not None:  # first: the console may be gone
+        output.mkdir(parents=True, exist_ok=True)
+        rows = [strict(asdict(result)) for result in results]
+        write_atomically(output / EVALUATION_FILE, json.dumps(rows, indent=2, allow_nan=False) + "\n")
     for result in results:
         console.print(
             f"{config.policy.model}: {result.suite} accuracy {result.accuracy:.3f} ({result.low:.3f} to "
@@ -116,10 +124,6 @@ def evaluate(config: RunConfig, output: Path | None = None) -> int:
             markup=False,
             highlight=False,
         )
-    if output is not None:
-        output.mkdir(parents=True, exist_ok=True)
-        rows = [strict(asdict(result)) for result in results]
-        write_atomically(output / EVALUATION_FILE, json.dumps(rows, indent=2, allow_nan=False) + "\n")
     return 0
 
 
@@ -142,13 +146,18 @@ def run_training(config: RunConfig, console: Console, sinks: Sequence[Sink] = ()
     Raises:
         PreflightError, ValueError: it cannot start; no role was started.
         MobulaError: it failed on the way; summary and report tell what was done until then.
-        KeyboardInterrupt: SIGINT or SIGTERM; the same, and a checkpoint of the last version is written where that can
-            be done within `timeouts.stop_checkpoint_s`.
+        KeyboardInterrupt: SIGINT, SIGTERM or SIGHUP; the same, and a checkpoint of the last version is written where
+            that can be done within `timeouts.stop_checkpoint_s`.
     """
-    version = start_version(config)
     started = time.perf_counter()
     set_up_logging(console)
     check_run_folder(config)
+    with signals_raise(), held_run_folder(config):
+        return _run_training(config, console, sinks, started)
+
+
+def _run_training(config: RunConfig, console: Console, sinks: Sequence[Sink], started: float) -> Summary:
+    version = start_version(config)
     refuse_missing(config.metrics.trackers)
     refuse_missing_exporter(config.tracing)
     logs = config.run_folder / LOGS_FOLDER
@@ -157,8 +166,9 @@ def run_training(config: RunConfig, console: Console, sinks: Sequence[Sink] = ()
         place = f"process {os.getpid()} on {socket.gethostname()}"
         _logger.info("run %s starts at version %d: %s", config.name, version, place)
         _logger.info("this run:\n%s", overview(cluster.prepared, cluster.plan, version))
-        write_skipped(config.run_folder, cluster.prepared.skipped)
-        _write_plan(config.run_folder / PLAN_FILE, cluster.plan)
+        with informing(f"the plan of run {config.name}"):
+            write_skipped(config.run_folder, cluster.prepared.skipped)
+            _write_plan(config.run_folder / PLAN_FILE, cluster.plan)
         metrics = build_metrics(config, console, version, sinks)
         tracing = build_tracing(config.tracing, config.name, config.run_folder)
         write_faults_to(config.run_folder, metrics.progress)
@@ -174,7 +184,8 @@ def run_training(config: RunConfig, console: Console, sinks: Sequence[Sink] = ()
             raise KeyboardInterrupt from None
         finally:
             metrics.close()
-            tracing.close()
+            with informing("the last traces"):
+                tracing.close()
             summary = _leave_behind(cluster.prepared, metrics, status, time.perf_counter() - started)
             _logger.info(
                 "run %s is %s at version %d after %.0f s", config.name, status, summary.version, summary.wall_s
@@ -300,7 +311,8 @@ async def _started(*roles: Awaitable[Any]) -> None:
 
 async def _evaluate(output: Path | None, prepared: Prepared, inference: Inference) -> list[EvaluationResult]:
     roles = (inference.rollouts, inference.rewards)
-    evaluator = await asyncio.to_thread(build_evaluator, prepared, *roles, lambda result: None, output)
+    responses = response_log(prepared, output)
+    evaluator = await asyncio.to_thread(build_evaluator, prepared, *roles, lambda result: None, responses)
     return await evaluator.run(0)
 
 
@@ -317,25 +329,28 @@ async def _serving(cluster: _Cluster, work: Callable[[Prepared, Inference], Awai
 
 
 async def _until_signal(work: Coroutine[Any, Any, Any], is_heeded: Callable[[], bool] = lambda: False) -> Any:
-    """Run `work`; SIGINT and SIGTERM cancel it, so that it can leave in good order, unless `is_heeded()`: then it ends
-    by itself.
+    """Run `work`; SIGINT, SIGTERM and SIGHUP cancel it, so that it can leave in good order, unless `is_heeded()`: then
+    it ends by itself.
 
     `ray job stop` sends SIGTERM and kills 3 s later unless RAY_JOB_STOP_WAIT_TIME_S says otherwise.
     """
     task = asyncio.ensure_future(work)
 
-    def stop() -> None:
+    def stop(number: int) -> None:
+        if number == signal.SIGHUP:  # a closing terminal sends it twice, through the kernel and through the shell
+            loop.remove_signal_handler(number)
+            signal.signal(number, signal.SIG_IGN)
         if not is_heeded():
             task.cancel()
 
     loop = asyncio.get_running_loop()
-    for signal_number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(signal_number, stop)
+    for number in (signal.SIGINT, *ending_signals()):
+        loop.add_signal_handler(number, stop, number)
     return await task
 
 
 def _leave_behind(prepared: Prepared, metrics: Metrics, status: Status, wall_s: float) -> Summary:
-    """Summary and report, whatever happened."""
+    """Summary and report, whatever happened; neither takes the place of the error that ended the run."""
     config = prepared.config
     facts = RunFacts(
         seed=config.seed,
@@ -347,9 +362,11 @@ def _leave_behind(prepared: Prepared, metrics: Metrics, status: Status, wall_s: 
     )
     metrics.set_counts(CounterName.SKIPPED, count_by_reason(prepared.skipped))  # also what ended the run
     summary = summarize(metrics, facts, status=status, version=metrics.totals.version, wall_s=wall_s)
-    write_summary(prepared.folder / SUMMARY_FILE, summary)
-    write_skipped(prepared.folder, prepared.skipped)
-    write_report(prepared.folder)
+    with informing("the summary"):
+        write_summary(prepared.folder / SUMMARY_FILE, summary)
+        write_skipped(prepared.folder, prepared.skipped)
+    with informing("the report"):
+        write_report(prepared.folder)
     return summary
 
 

@@ -24,7 +24,8 @@ from cluster.roles import UpdateReport
 from cluster.runtime.placement import plan_placement, training_roles
 from cluster.runtime.placement_groups import create_placement_groups, remove_placement_groups
 from configs.schema import RunConfig
-from deploy.host.terminal import terminal
+from deploy.host.run_lock import run_lock
+from deploy.host.terminal import outlive_output, terminal
 from deploy.wiring.build import POLICY_FOLDER, learner_group, supervised_rows
 from deploy.wiring.persistence import trajectory_log
 from deploy.wiring.preparation import TRAIN, Prepared, prepare
@@ -46,17 +47,19 @@ def replay(run_folder: Path, config: RunConfig) -> int:
     run's own if the run came to its end.
 
     Raises:
-        PreflightError: the run has no recorded steps or no version 0, or a step's file is no record.
+        PreflightError: the run has no recorded steps or no version 0, a step's file is no record, or another replay
+            goes on.
     """
+    outlive_output()
     console, output = terminal(), run_folder / OUTPUT_FOLDER
     log = trajectory_log(run_folder, config)
     log.check(recorded_steps(log))
     if not (run_folder / VERSION_ZERO).is_dir():
         raise PreflightError(f"{run_folder / VERSION_ZERO} is missing: a replay begins with the run's version 0")
-    output.mkdir(exist_ok=True)
-    prepared = prepare(config, ray.put)
-    with _learner_place(config) as spawner:
-        version = asyncio.run(_replay(run_folder, prepared, spawner, log))
+    with run_lock(output):
+        prepared = prepare(config, ray.put)
+        with _learner_place(config) as spawner:
+            version = asyncio.run(_replay(run_folder, prepared, spawner, log))
     console.print(f"{version} steps trained again: {output / POLICY_FOLDER}", markup=False, soft_wrap=True)
     if (run_folder / POLICY_FOLDER).is_dir() and version == config.num_steps:
         gap = largest_difference(output / POLICY_FOLDER, run_folder / POLICY_FOLDER)

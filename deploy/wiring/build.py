@@ -28,6 +28,7 @@ from cluster.replay.run_identity import run_identity
 from cluster.roles import Rollouts
 from cluster.rollout.curriculum import OpeningRule, StageCurriculum
 from cluster.rollout.dispatcher import OVER_AGE, AdmissionFilter, RetryingRollouts, RolloutDispatcher
+from cluster.rollout.evaluation import InformingLog
 from cluster.rollout.in_flight import InFlightRequests
 from cluster.rollout.rollout_pool import RolloutPool
 from cluster.rollout.staleness import OvertakingOrder, StalenessGate, StepOrder
@@ -40,9 +41,9 @@ from cluster.workers.restart_policy import RestartBudget
 from cluster.workers.status import Scalable, WorkerState, WorkerStatus
 from cluster.workers.supervisor import Supervisor, Watched, watched_pool
 from configs.schema import RunConfig
-from deploy.host.run_folder import CHECKPOINTS_FOLDER
+from deploy.host.run_folder import CHECKPOINTS_FOLDER, write_config
 from deploy.wiring.buffer import replay_buffer
-from deploy.wiring.evaluation import RESPONSES_FOLDER, build_evaluator, record_evaluation
+from deploy.wiring.evaluation import RESPONSES_FOLDER, build_evaluator, record_evaluation, response_log
 from deploy.wiring.parity_gate import parity_gate
 from deploy.wiring.persistence import age_limit, build_records
 from deploy.wiring.pooled_roles import reference_folder, reference_pool, restart_policy, reward_pool, reward_role
@@ -239,8 +240,9 @@ def build_controller(
     )
     gate = _gate(config)
     dispatcher = _dispatcher(config, gate, source, rollouts, inference, training, metrics, tracing, curriculum)
-    on_result, folder = partial(record_evaluation, metrics), config.run_folder / RESPONSES_FOLDER
-    evaluator = build_evaluator(prepared, rollouts, inference.rewards, on_result, folder)
+    responses = InformingLog(response_log(prepared, config.run_folder / RESPONSES_FOLDER))
+    on_result = partial(record_evaluation, metrics)
+    evaluator = build_evaluator(prepared, rollouts, inference.rewards, on_result, responses)
     weights = _weights(prepared, inference, training)
     observe = partial(_observe, prepared, inference, metrics)
     weights.on_announced(dispatcher.advance)
@@ -262,6 +264,7 @@ def build_controller(
         finish=partial(training.learner.export, config.run_folder / POLICY_FOLDER),
         identity=run_identity(config),
         resume=config.resume,
+        on_accepted=partial(write_config, config),
         schedule=CheckpointSchedule(config.checkpoints.interval_steps, config.num_steps, config.checkpoints.keep),
         recovery=records.recovery,
     )

@@ -12,7 +12,14 @@ from cluster.metrics.step_records import HELD_OUT, EvaluationRecord
 from cluster.records.trajectory import Prompt
 from cluster.roles import Rewards, Rollouts, SamplingSettings
 from cluster.rollout.contact_sheets import ContactSheets
-from cluster.rollout.evaluation import EvaluationResult, EvaluationSchedule, Evaluator, NoResponseLog, Suite
+from cluster.rollout.evaluation import (
+    EvaluationResult,
+    EvaluationSchedule,
+    Evaluator,
+    NoResponseLog,
+    ResponseLog,
+    Suite,
+)
 from cluster.rollout.response_files import ResponseFiles
 from deploy.wiring.preparation import Prepared
 
@@ -25,9 +32,9 @@ def build_evaluator(
     rollouts: Rollouts,
     rewards: Rewards,
     on_result: Callable[[EvaluationResult], None],
-    folder: Path | None,
+    responses: ResponseLog,
 ) -> Evaluator:
-    """Held-out evaluation with the run's own rollout actors; responses go to `folder`, if they are to be kept."""
+    """Held-out evaluation with the run's own rollout actors."""
     config = prepared.config
     return Evaluator(
         suites=list(_suites(prepared)),
@@ -38,7 +45,7 @@ def build_evaluator(
         max_concurrent=config.algorithm.max_concurrent_groups * config.algorithm.samples_per_prompt,
         schedule=EvaluationSchedule(config.evaluation.interval_steps, config.num_steps),
         on_result=on_result,
-        responses=_responses(prepared, folder),
+        responses=responses,
     )
 
 
@@ -64,8 +71,8 @@ def _prompts(prepared: Prepared, split: str, num_prompts: int) -> tuple[Prompt, 
     return fixed_prompts(prepared.usable(split), prepared.preparation, num_prompts).prompts
 
 
-def _responses(prepared: Prepared, folder: Path | None) -> ResponseFiles | ContactSheets | NoResponseLog:
-    """Of a flow model the pictures; of others the texts, if they are asked for."""
+def response_log(prepared: Prepared, folder: Path | None) -> ResponseLog:
+    """The log of responses in `folder`: of a flow model the pictures; of others the texts, if they are asked for."""
     config = prepared.config
     if folder is not None and config.sampler.is_flow:
         return ContactSheets(folder, timeout_s=config.timeouts.object_s)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from rich.console import Console
 
+from cluster.errors import PreflightError
 from cluster.metrics.artifacts import ArtifactWriter, Offered, refuse_without_encoder
 from cluster.metrics.hub import Metrics, Samples
 from cluster.metrics.report.run_folder import METRICS_FILE, SAMPLES_FILE
@@ -23,6 +26,8 @@ from cluster.runtime.object_store import fetch
 from configs.schema import RunConfig
 
 CONSOLE_INTERVAL_S = 10.0
+
+_logger = logging.getLogger(__name__)
 
 
 def build_metrics(config: RunConfig, console: Console, version: int, sinks: Sequence[Sink] = ()) -> Metrics:
@@ -67,20 +72,32 @@ def _artifacts(config: RunConfig, version: int) -> ArtifactWriter:
 
 
 def _optional_sinks(config: RunConfig, console: Console, version: int) -> list[Sink]:
-    chosen, sinks = config.metrics, list[Sink]()
+    chosen, makers = config.metrics, dict[str, Callable[[], Sink]]()
     if chosen.tensorboard:
-        sinks.append(TensorBoardSink(config.run_folder / "tensorboard", version=version))
+        makers["tensorboard"] = partial(TensorBoardSink, config.run_folder / "tensorboard", version=version)
     tracked = TrackedRun(
         config.name, chosen.project, config.run_folder, chosen.tracker_address, config.model_dump(mode="json")
     )
-    sinks += [tracker(name, tracked) for name in chosen.trackers]
+    makers |= {name: partial(tracker, name, tracked) for name in chosen.trackers}
     if chosen.ray:
         tags = {"run": config.name, "role": "controller", "index": "0"}
-        sinks.append(RaySink(tags, heartbeat_s=chosen.heartbeat_s))
+        makers["ray"] = partial(RaySink, tags, heartbeat_s=chosen.heartbeat_s)
     if chosen.progress:
-        sinks.append(
-            ConsoleSink(
-                console, time.perf_counter, num_steps=config.num_steps, version=version, interval_s=CONSOLE_INTERVAL_S
-            )
-        )
-    return sinks
+        steps = {"num_steps": config.num_steps, "version": version}
+        makers["console"] = partial(ConsoleSink, console, time.perf_counter, interval_s=CONSOLE_INTERVAL_S, **steps)
+    return [sink for name, make in makers.items() if (sink := _started(name, make)) is not None]
+
+
+def _started(name: str, make: Callable[[], Sink]) -> Sink | None:
+    """None if it cannot start, for want of a disk or a server.
+
+    Raises:
+        ValueError, PreflightError: the user has something to change.
+    """
+    try:
+        return make()
+    except (ValueError, PreflightError):
+        raise
+    except Exception:
+        _logger.exception("metrics sink %s cannot start; the run goes on without it", name)
+        return None

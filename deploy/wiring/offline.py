@@ -29,7 +29,7 @@ from cluster.tracing.tracing import NoTracing, Tracing
 from cluster.weight_sync.no_receivers import NoReceivers
 from cluster.workers.status import Scalable
 from cluster.workers.supervisor import Supervisor, Watched
-from deploy.host.run_folder import CHECKPOINTS_FOLDER
+from deploy.host.run_folder import CHECKPOINTS_FOLDER, write_config
 from deploy.wiring.build import POLICY_FOLDER, spawn_learner, watched_reference
 from deploy.wiring.pooled_roles import reference_folder, reference_pool
 from deploy.wiring.preparation import TRAIN, Prepared
@@ -112,6 +112,7 @@ def build_offline_controller(
         finish=partial(training.learner.export, config.run_folder / POLICY_FOLDER),
         identity=run_identity(config),
         resume=config.resume,
+        on_accepted=partial(write_config, config),
         schedule=CheckpointSchedule(config.checkpoints.interval_steps, config.num_steps, config.checkpoints.keep),
     )
     return Controller(

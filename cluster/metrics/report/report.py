@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import math
-import os
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -13,6 +12,7 @@ from itertools import groupby
 from pathlib import Path
 
 from cluster.metrics.definitions import MetricName
+from cluster.metrics.files import write_atomically
 from cluster.metrics.report import chart_scales
 from cluster.metrics.report.page import render
 from cluster.metrics.report.report_charts import accuracy_chart, curves, phase_colours, phase_label, phases_chart
@@ -83,9 +83,7 @@ def write_report(run_folder: Path, summary: Summary | None = None) -> Path:
     text = render_report(run, read_sheets(run_folder), read_videos(run_folder))
     write_tables(run_folder, run)
     path = run_folder / REPORT_FILE
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_text(text, encoding="utf-8", errors="replace")
-    os.replace(draft, path)
+    write_atomically(path, text.encode("utf-8", errors="replace").decode("utf-8"))
     return path
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
+from typing import TextIO
 
 from cluster.metrics.files import write_atomically
 from cluster.metrics.step_records import EvaluationRecord, MetricsRecord, StepRecord, from_line, record_version, to_line
@@ -23,17 +24,29 @@ class JsonlSink:
 
     def __init__(self, path: Path, *, version: int) -> None:
         self.kept = [r for r in read_records(path) if record_version(r) <= version]
-        write_atomically(path, "".join(to_line(record) + "\n" for record in self.kept))
-        self._file = path.open("a", buffering=1, encoding="utf-8")
+        self._file: TextIO | None = None
+        self._error: OSError | None = None
+        try:
+            write_atomically(path, "".join(to_line(record) + "\n" for record in self.kept))
+            self._file = path.open("a", buffering=1, encoding="utf-8")
+        except OSError as error:  # a full disk: the first record fails, and the hub drops this sink
+            self._error = error
 
     def emit(self, record: StepRecord) -> None:
-        self._file.write(to_line(record) + "\n")
+        self._append(record)
 
     def emit_evaluation(self, record: EvaluationRecord) -> None:
-        self._file.write(to_line(record) + "\n")
+        self._append(record)
 
     def close(self) -> None:
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
+
+    def _append(self, record: MetricsRecord) -> None:
+        if self._error is not None:
+            raise self._error
+        assert self._file is not None
+        self._file.write(to_line(record) + "\n")
 
 
 def read_records(path: Path) -> list[MetricsRecord]:

@@ -21,7 +21,7 @@ from cluster.runtime.placement import NodeResources, needed_roles, plan_placemen
 from configs.load import load_config, load_resolved
 from configs.schema import RunConfig
 from configs.words import overridden
-from deploy.host.run_folder import check_run_folder, make_run_folder, run_folder
+from deploy.host.run_folder import check_run_folder, held_run_folder, make_run_folder, run_folder
 from deploy.run.logs import log_to, set_up_logging
 from deploy.run.overview import LABEL_WIDTH, Parameters, overview
 from deploy.run.runtime import evaluate
@@ -102,7 +102,7 @@ def test_a_refused_start_leaves_no_folder_behind_and_latest_where_it_was(
         make_run_folder(config(shared, tmp_path, f"name={name}"))
     run = config(shared, tmp_path)
     check_run_folder(run)
-    with pytest.raises(PreflightError, match="refused"), run_folder(run):
+    with pytest.raises(PreflightError, match="refused"), held_run_folder(run), run_folder(run):
         assert (run.folder / "latest").resolve() == run.run_folder.resolve()
         raise PreflightError("refused")
     assert run.folder.exists() == bool(others)

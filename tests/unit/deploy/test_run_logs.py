@@ -6,11 +6,13 @@ import io
 import json
 import logging
 import re
+import threading
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
-from deploy.run.logs import JSON_LOG_FILE, LOG_FILE, log_to, set_up_logging
+from deploy.run.logs import JSON_LOG_FILE, LOG_FILE, log_thread_failures, log_to, set_up_logging
 
 RED = "\x1b[31mboom\x1b[0m"
 
@@ -52,3 +54,32 @@ def test_the_files_hold_no_colours_and_json_has_one_object_an_event(tmp_path: Pa
     assert [row["level"] for row in rows] == ["INFO", "INFO", "WARNING"]
     assert rows[2]["traceback"].endswith("ValueError: boom") and "traceback" not in rows[0]
     assert rows[0]["time"].endswith("+00:00")
+
+
+def test_a_log_that_cannot_be_written_is_named_once_and_costs_its_lines_alone(
+    tmp_path: Path, restored_logging: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    screen = io.StringIO()
+    set_up_logging(Console(file=screen))
+    (tmp_path / LOG_FILE).symlink_to("/dev/full")
+    log_to(tmp_path)
+    for number in range(3):
+        logging.getLogger("deploy.anything").info("event %d", number)
+    lines = [line[20:] for line in screen.getvalue().splitlines()]
+    assert [line for line in lines if line.startswith("event")] == ["event 0", "event 1", "event 2"]
+    assert len([line for line in lines if "run.log cannot be written" in line and "No space left" in line]) == 1
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_thread_that_ends_with_an_error_is_one_line(
+    tmp_path: Path, restored_logging: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threading, "excepthook", threading.excepthook)
+    screen = io.StringIO()
+    set_up_logging(Console(file=screen))
+    log_thread_failures()
+    thread = threading.Thread(target=lambda: 1 / 0, name="writer")
+    thread.start()
+    thread.join()
+    shown = screen.getvalue()
+    assert shown[20:] == "thread writer ended with an error (ZeroDivisionError: division by zero)\n"

@@ -6,6 +6,7 @@ import io
 import json
 import logging
 import math
+import os
 import threading
 import time
 from dataclasses import replace
@@ -99,6 +100,24 @@ def test_jsonl_cuts_what_came_after_the_version_that_a_run_goes_on_from(tmp_path
     steps = [r for r in read_records(path) if isinstance(r, StepRecord)]
     assert [(r.step, r.values["reward_mean"]) for r in steps] == [(1, 0.5), (2, 0.5), (3, 0.9)]
     assert [r.version for r in read_records(path) if isinstance(r, EvaluationRecord)] == [1, 2]
+
+
+def test_jsonl_on_a_full_disk_keeps_the_earlier_records_and_fails_at_the_first_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(f"{to_line(record(1))}\n")
+    monkeypatch.setattr(os, "fsync", full_disk)
+    sink = JsonlSink(path, version=1)
+    assert sink.kept == [record(1)]
+    with pytest.raises(OSError, match="No space left"):
+        sink.emit(record(2))
+    sink.close()
+    assert read_records(path) == [record(1)] and [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def full_disk(descriptor: int) -> None:
+    raise OSError(28, "No space left on device")
 
 
 def test_a_broken_line_in_the_middle_is_named_by_its_number(tmp_path: Path) -> None:

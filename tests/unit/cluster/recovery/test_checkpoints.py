@@ -276,6 +276,57 @@ async def test_a_full_disk_is_named_with_the_next_action(tmp_path: Path) -> None
     with pytest.raises(CheckpointError, match=r"step 4 could not be written.*No space left.*resume=auto"):
         await setup.checkpoints.save(4)
     assert latest_complete(setup.folder) == setup.folder / "step-000002"
+    assert [path.name for path in setup.folder.iterdir()] == ["step-000002"], "what filled the disk is removed"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(28, "No space left on device"),
+        OSError(122, "Disk quota exceeded"),
+        RuntimeError("[enforce fail at inline_container.cc:659] . PytorchStreamWriter failed writing file data/0"),
+        Exception("Error while serializing: I/O error: No space left on device (os error 28)"),
+    ],
+)
+async def test_a_disk_that_is_full_when_the_policy_is_exported_is_named_in_whatever_class_it_comes(
+    tmp_path: Path, error: Exception
+) -> None:
+    async def fail() -> None:
+        raise error
+
+    setup = Setup(tmp_path)
+    setup.checkpoints._finish = fail
+    with pytest.raises(CheckpointError, match=r"the trained policy could not be written below .*: free|resume=auto"):
+        await setup.checkpoints.maybe_save(setup.checkpoints._schedule.total_steps)
+
+
+async def test_other_errors_of_the_export_travel_as_they_are(tmp_path: Path) -> None:
+    async def fail() -> None:
+        raise FileNotFoundError(2, "No such file", "template.json")
+
+    setup = Setup(tmp_path)
+    setup.checkpoints._finish = fail
+    with pytest.raises(FileNotFoundError):
+        await setup.checkpoints.maybe_save(setup.checkpoints._schedule.total_steps)
+
+
+async def test_the_configuration_is_accepted_once_the_checkpoint_is_loaded(tmp_path: Path) -> None:
+    class Other(FakeLearner):
+        async def load(self, folder: Path) -> int:
+            raise ValueError("the tensors of another policy")
+
+    accepted: list[str] = []
+    setup = Setup(tmp_path)
+    setup.checkpoints._on_accepted = lambda: accepted.append("new")
+    await setup.checkpoints.resume()
+    again = Setup(tmp_path)
+    again.checkpoints._learner, again.checkpoints._on_accepted = Other(), lambda: accepted.append("other")
+    with pytest.raises(ValueError, match="of another policy"):
+        await again.checkpoints.resume()
+    assert accepted == ["new"]
+    again.checkpoints._learner = again.learner
+    await again.checkpoints.resume()
+    assert accepted == ["new", "other"]
 
 
 async def test_the_manifest_lists_every_file(tmp_path: Path) -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 from typer.testing import CliRunner
 
@@ -16,3 +20,42 @@ def test_a_value_that_rich_would_read_as_a_picture_or_a_style_is_shown_as_it_is(
     refused = CliRunner().invoke(app, ["show-config", f"{text}=1"])
     assert refused.exit_code == 2
     assert text in refused.stderr
+
+
+GOES_ON = """
+import logging, os, signal, sys
+from deploy.host.terminal import outlive_output, terminal
+logging.basicConfig(stream=sys.stderr)
+outlive_output()
+console = terminal()
+sys.stdin.readline()
+for _ in range(3):
+    console.print("a line", "x " * 20_000, highlight=False)
+    print("another one")
+    sys.stdout.flush()
+    logging.getLogger("any").warning("on stderr")
+with open(sys.argv[1], "w") as file:
+    file.write("done")
+"""
+
+
+@pytest.mark.parametrize("lost", ["closed pipe", "full disk", "full disk behind both"])
+def test_a_process_whose_output_is_lost_goes_on_and_ends_with_0(tmp_path: Path, lost: str) -> None:
+    words = [sys.executable, "-c", GOES_ON, str(tmp_path / "out")]
+    pipe = subprocess.PIPE
+    with open("/dev/full", "w") as full:
+        stdout = pipe if lost == "closed pipe" else full
+        process = subprocess.Popen(words, stdin=pipe, stdout=stdout, stderr=full if "both" in lost else pipe, text=True)
+    if process.stdout is not None:
+        process.stdout.close()
+    _, errors = process.communicate("go\n", timeout=60)
+    assert (tmp_path / "out").read_text() == "done"
+    assert process.returncode == 0, errors
+    if errors is not None:
+        assert errors.count("stdout is lost") == 1 and "Traceback" not in errors
+
+
+def test_a_command_whose_result_is_lost_does_not_end_with_0() -> None:
+    with open("/dev/full", "w") as full:
+        shown = subprocess.run([sys.executable, "-m", "deploy.cli", "show-config"], stdout=full, stderr=subprocess.PIPE)
+    assert shown.returncode != 0

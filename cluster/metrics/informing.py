@@ -1,0 +1,18 @@
+"""Output that only informs: summary, report, plan, traces. It may fail, and the run goes on without it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def informing(what: str) -> Iterator[None]:
+    """Log an error of the body, such as a full disk, with its traceback in the log file; `what` names the output."""
+    try:
+        yield
+    except Exception:
+        _logger.exception("%s could not be written; the run goes on without it", what)

@@ -1,0 +1,33 @@
+"""Signals that ask this process to end: SIGTERM, and SIGHUP of a terminal that closes unless nohup ignores it."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+
+def ending_signals() -> tuple[signal.Signals, ...]:
+    """The signals beside SIGINT that end a run in order; those that the parent process ignores stay ignored."""
+    found = (signal.SIGTERM, signal.SIGHUP)
+    return tuple(number for number in found if signal.getsignal(number) is not signal.SIG_IGN)
+
+
+@contextmanager
+def signals_raise() -> Iterator[None]:
+    """In the body they raise KeyboardInterrupt, as SIGINT does, so that what was begun is undone or closed."""
+    if threading.current_thread() is not threading.main_thread():  # Python handles signals in the main thread alone
+        yield
+        return
+    before = {number: signal.signal(number, _interrupt) for number in ending_signals()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt

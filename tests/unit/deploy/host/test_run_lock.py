@@ -1,0 +1,137 @@
+"""One process at a time holds a run folder; the lock of a dead one is taken over."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+from waiting import wait_until
+
+from cluster.errors import PreflightError
+from deploy.host import run_lock as locking
+from deploy.host.processes import ProcessId
+from deploy.host.run_lock import LOCK_FILE, Holder, run_lock
+
+OTHER = replace(Holder.of_this_process(), token="other", machine="elsewhere/1/2", job="Slurm job 7")
+HOLDS = """
+import sys, time
+from pathlib import Path
+from deploy.host.run_lock import run_lock
+with run_lock(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+def leave(folder: Path, holder: Holder) -> Path:
+    folder.mkdir(exist_ok=True)
+    path = folder / LOCK_FILE
+    path.write_text(json.dumps(asdict(holder)))
+    return path
+
+
+def test_a_second_start_is_refused_with_the_holder_and_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "42")
+    folder = tmp_path / "runs" / "one"
+    with run_lock(folder):
+        before = (folder.stat().st_mtime_ns, (folder / LOCK_FILE).read_bytes())
+        with pytest.raises(PreflightError, match=rf"process {os.getpid()} on .* \(Slurm job 42\) since .*: stop it"):
+            with run_lock(folder):
+                raise AssertionError("two hold it")
+        assert (folder.stat().st_mtime_ns, (folder / LOCK_FILE).read_bytes()) == before
+    assert not (tmp_path / "runs").exists(), "a folder that was made for the lock and stayed empty"
+
+
+def test_the_lock_of_a_killed_process_is_taken_over(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", HOLDS, str(tmp_path)], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stdout.readline() == "held\n"
+        with pytest.raises(PreflightError, match=f"process {process.pid} on"), run_lock(tmp_path):
+            pass
+        process.kill()
+        process.wait()
+        with run_lock(tmp_path):
+            assert json.loads((tmp_path / LOCK_FILE).read_text())["process"] == str(ProcessId.of(os.getpid()))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", "no JSON"])
+def test_a_lock_that_names_no_process_is_taken_over(tmp_path: Path, text: str) -> None:
+    (tmp_path / LOCK_FILE).write_text(text)
+    with run_lock(tmp_path, watch_s=0.2):
+        assert json.loads((tmp_path / LOCK_FILE).read_text())["token"]
+
+
+def test_the_silent_holder_of_another_machine_is_dead_and_one_that_beats_is_not(tmp_path: Path) -> None:
+    path, done = leave(tmp_path, OTHER), threading.Event()
+    os.utime(path, (0, 0))  # a clock that is years behind
+
+    def beat() -> None:
+        while not done.wait(0.05):
+            os.utime(path, (0, time.monotonic()))
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    try:
+        with (
+            pytest.raises(PreflightError, match=r"in use by process .* \(Slurm job 7\)"),
+            run_lock(tmp_path, watch_s=5),
+        ):
+            pass
+    finally:
+        done.set()
+        thread.join()
+    with run_lock(tmp_path, watch_s=0.2):
+        assert json.loads(path.read_text())["token"] != "other"
+
+
+def test_of_several_that_take_over_one_lock_one_holds_it(tmp_path: Path) -> None:
+    leave(tmp_path, OTHER)
+    outcomes: list[str] = []
+
+    def take() -> None:
+        try:
+            with run_lock(tmp_path, watch_s=0.2):
+                outcomes.append("held")
+                time.sleep(3.0)
+        except PreflightError:
+            outcomes.append("refused")
+
+    threads = [threading.Thread(target=take) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(outcomes) == ["held", *["refused"] * 5]
+
+
+def test_a_holder_whose_lock_was_taken_over_stops_and_leaves_the_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(locking, "BEAT_S", 0.05)
+    stopped = threading.Event()
+    with run_lock(tmp_path, stop=stopped.set):
+        leave(tmp_path, OTHER)
+        wait_until(stopped.is_set)
+    assert json.loads((tmp_path / LOCK_FILE).read_text())["token"] == "other"
+
+
+def test_the_holder_gives_signs_of_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(locking, "BEAT_S", 0.05)
+    with run_lock(tmp_path):
+        before = (tmp_path / LOCK_FILE).stat().st_mtime_ns
+        wait_until(lambda: (tmp_path / LOCK_FILE).stat().st_mtime_ns > before)
+
+
+def test_a_job_of_ray_is_named_by_its_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps({"metadata": {"job_submission_id": "digits-2"}}))
+    assert Holder.of_this_process().job == "job digits-2"

@@ -33,7 +33,7 @@ _STEP = re.compile(r"step-(\d+)")
 _LEFTOVER = re.compile(r"\.(tmp|old)-.+")
 FINISHED = "the trained policy"
 # Writers in Rust and C++ raise errors of their own.
-_FULL_DISK = ("No space left on device", "Disk quota exceeded", "PytorchStreamWriter failed writing")
+_FULL_DISK = ("No space left on device", "Disk quota exceeded", "enforce fail at inline_container")
 _MANIFEST, _STATE, _LEARNER = "manifest.json", "state.json", "learner"
 
 

@@ -1,14 +1,15 @@
-# Two commands do everything on a fresh machine: `make train` and `make test`.
-# More words for either go into ARGS: make train ARGS="seed=1 algorithm.max_staleness=1"
+# Two commands do everything on a fresh machine: `make train` and `make test`. `make train-pretrained` trains a released
+# model instead of one with random weights.
+# More words for any of them go into ARGS: make train ARGS="seed=1 algorithm.max_staleness=1"
 # A word of ARGS takes the place of the one that `make train` would give: make train ARGS="experiment=digit_sum"
 
 NUM_GPUS := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
-PRESET ?= $(if $(filter 0,$(NUM_GPUS)),laptop,$(if $(filter 1,$(NUM_GPUS)),gpu_1,two_gpu))
-NAME ?= digits-$(shell date +%Y%m%d-%H%M%S)
+preset = $(if $(filter 0,$(NUM_GPUS)),$(1),$(if $(filter 1,$(NUM_GPUS)),gpu_1,two_gpu))
+NOW := $(shell date +%Y%m%d-%H%M%S)
 ARGS ?=
 unless = $(if $(filter $(1)=%,$(ARGS)),,$(1)=$(2))
 
-.PHONY: environment harness verifiers train test benchmark clean
+.PHONY: environment harness verifiers train train-pretrained test benchmark clean
 
 environment:
 	@./deploy/environment.sh
@@ -19,8 +20,17 @@ harness:
 verifiers:
 	@./deploy/environment.sh verifiers
 
+train: PRESET ?= $(call preset,laptop)
+train: NAME ?= digits-$(NOW)
 train: environment
 	.venv/bin/mobula train $(call unless,experiment,digits) $(call unless,resources,$(PRESET)) \
+	    $(call unless,name,$(NAME)) $(ARGS)
+
+# One engine and one learner: two of each, as `laptop` has, do not fit into 16 GiB.
+train-pretrained: PRESET ?= $(call preset,laptop_overlapped)
+train-pretrained: NAME ?= sums-$(NOW)
+train-pretrained: environment
+	.venv/bin/mobula train $(call unless,experiment,sums) $(call unless,resources,$(PRESET)) \
 	    $(call unless,name,$(NAME)) $(ARGS)
 
 test: environment

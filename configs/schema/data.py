@@ -33,6 +33,7 @@ class DataKind(StrEnum):
     GEOSPOT = "geospot"
     TONES = "tones"
     GLYPHS = "glyphs"
+    SUMS = "sums"
 
 
 WRITTEN = (
@@ -47,6 +48,7 @@ WRITTEN = (
     DataKind.GEOSPOT,
     DataKind.TONES,
     DataKind.GLYPHS,
+    DataKind.SUMS,
 )
 """Data that a run writes itself, as JSONL."""
 
@@ -63,8 +65,8 @@ class SourceConfig(Section):
     kind: DataKind
     """The reader, which is the format of the files. `chat`, `digit_pairs` and
     `digit_sum_pairs` are for offline jobs alone. The tasks of Mobula (digits, `nlvr2`,
-    `captioning`, `geospot`, `tones`, `glyphs`) write theirs first if their folder is missing. `environment` takes
-    the first observations of `environment.name` as prompts and reads no files."""
+    `captioning`, `geospot`, `tones`, `glyphs`, `sums`) write theirs first if their folder is missing. `environment`
+    takes the first observations of `environment.name` as prompts and reads no files."""
     path: Annotated[Path, NOT_EMPTY]
     """The folder with the files of all splits; for `huggingface` also a name on the hub."""
     subset: str

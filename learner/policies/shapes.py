@@ -22,6 +22,7 @@ from transformers.utils import logging as progress
 from cluster.weight_sync.manifest import Manifest, TensorSpec
 from learner.policies.families import family_of
 from learner.policies.loading import as_stored, auto_class, checkpoint_names
+from learner.policies.pretrained import PRETRAINED
 from learner.policies.tiny import write_tiny
 
 
@@ -94,7 +95,9 @@ def shape_of_values(values: Mapping[str, Any]) -> ModelShape:
 
 
 def tiny_shape(name: str, *, tie_word_embeddings: bool) -> ModelShape:
-    """The shape of the model that `policy.tiny` writes, of a copy that is removed again."""
+    """The shape of the model that `policy.tiny` writes, of a copy that is removed again if the model is random."""
+    if name in PRETRAINED:
+        return shape_of_config(PRETRAINED[name].config())
     with TemporaryDirectory(prefix="mobula-tiny-") as folder, _no_progress_bar():
         return shape_of(str(write_tiny(name, Path(folder), tie_word_embeddings=tie_word_embeddings)))
 

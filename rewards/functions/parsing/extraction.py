@@ -1,7 +1,8 @@
-"""Extracts the answer of a response: in a box, in a JSON field, between tags, on the last line, or all of it."""
+"""Extracts the answer of a response: in a box, a JSON field, tags, on the last line, its last number, or all of it."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 
 from rewards.functions.parsing.latex_boxes import find_boxes
@@ -9,13 +10,16 @@ from rewards.functions.parsing.strict_json import field_text, read_json
 
 Extractor = Callable[[str], tuple[str, str]]  # response -> (answer, ""), or ("", why there is none)
 
-WAYS = "whole, last_line, boxed, json:FIELD, fenced_json:FIELD or tags:NAME"
+_NUMBER = re.compile(r"(?:(?<![\w)])-)?[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?")
+
+WAYS = "whole, last_line, last_number, boxed, json:FIELD, fenced_json:FIELD or tags:NAME"
 
 
 def extractor(extract: str) -> Extractor:
     r"""The way of extraction that an option `extract` names. An answer has no white space around it and is not empty.
 
-    `whole`: the response is the answer. `last_line`: its last line that is not blank. `boxed`: the balanced
+    `whole`: the response is the answer. `last_line`: its last line that is not blank. `last_number`: the last decimal
+    number anywhere, with its minus sign and without its unit; the last part of a fraction. `boxed`: the balanced
     `\boxed{...}` that opens last. `tags:NAME`: what stands between the only `<NAME>` and the only `</NAME>`.
     `json:FIELD`: a text or number in this field, where the whole response is one strict JSON object;
     `fenced_json:FIELD`: the same, or inside the response's only fenced code block.
@@ -44,6 +48,11 @@ def _last_line(text: str) -> tuple[str, str]:
     return text.rstrip().rpartition("\n")[2], ""
 
 
+def _last_number(text: str) -> tuple[str, str]:
+    numbers = _NUMBER.findall(text)
+    return (numbers[-1], "") if numbers else ("", "no number")
+
+
 def _boxed(text: str) -> tuple[str, str]:
     boxes, _ = find_boxes(text)
     return (boxes[-1].content(text), "") if boxes else ("", "no \\boxed{} answer")
@@ -70,7 +79,12 @@ def _json_field(name: str, *, fenced: bool) -> Extractor:
     return find
 
 
-_PLAIN: Mapping[str, Extractor] = {"whole": lambda text: (text, ""), "last_line": _last_line, "boxed": _boxed}
+_PLAIN: Mapping[str, Extractor] = {
+    "whole": lambda text: (text, ""),
+    "last_line": _last_line,
+    "last_number": _last_number,
+    "boxed": _boxed,
+}
 _NAMED: Mapping[str, Callable[[str], Extractor]] = {
     "json": lambda name: _json_field(name, fenced=False),
     "fenced_json": lambda name: _json_field(name, fenced=True),

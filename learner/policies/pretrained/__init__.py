@@ -1,0 +1,33 @@
+"""Checkpoints with released weights that come inside Python packages: no hub, no account."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from transformers import PretrainedConfig
+
+from learner.policies.pretrained.smollm2 import smollm2_config, write_smollm2
+
+__all__ = ["PRETRAINED", "Pretrained"]
+
+
+class Writer(Protocol):
+    """Writes a checkpoint into a folder and returns the folder; `seed` is that of parts with random weights."""
+
+    def __call__(self, folder: Path, *, seed: int = 0) -> Path: ...
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """A checkpoint that can be written without a network."""
+
+    config: Callable[[], PretrainedConfig]
+    """Its config.json, before anything is written."""
+    write: Writer
+
+
+PRETRAINED: dict[str, Pretrained] = {"smollm2-135m": Pretrained(smollm2_config, write_smollm2)}
+"""`policy.tiny`, or the name of `mobula init-model` -> checkpoint."""

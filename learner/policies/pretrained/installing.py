@@ -1,0 +1,31 @@
+"""install_checkpoint: a checkpoint folder that appears whole or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+
+def install_checkpoint(folder: Path, write: Callable[[Path], object]) -> Path:
+    """Call `write` with a new folder and rename it to `folder`; returns `folder`.
+
+    A folder that already holds a checkpoint is left alone. Of several processes that write at once the first one wins.
+    """
+    if _holds_checkpoint(folder):
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as staging:
+        written = Path(staging) / "checkpoint"
+        written.mkdir()
+        write(written)
+        try:
+            written.rename(folder)
+        except OSError:
+            if not _holds_checkpoint(folder):
+                raise
+    return folder
+
+
+def _holds_checkpoint(folder: Path) -> bool:
+    return (folder / "config.json").is_file()

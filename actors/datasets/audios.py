@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from actors.datasets.pictures import EncodedFile, Picture, PictureError, PictureInputs, array_of
+from actors.datasets.pictures import EncodedFile, Picture, PictureError, PictureInputs, array_of, is_absent
 
 Audio = Picture
 """A path below the data root, or the encoded bytes of a file."""
@@ -65,13 +65,10 @@ class AudioInputs(PictureInputs):
 
 def each_sound(value: Any) -> Iterator[Any]:
     """The sounds of a value that is none, one, a list, or a list of lists."""
-    if value is None:
-        return
-    if not isinstance(value, list | tuple) or _is_pair(value):
-        yield value
-        return
-    for item in value:
-        yield from item if isinstance(item, list | tuple) and not _is_pair(item) else [item]
+    for item in value if isinstance(value, list | tuple) and not _is_pair(value) else [value]:
+        for inner in item if isinstance(item, list | tuple) and not _is_pair(item) else [item]:
+            if not is_absent(inner):
+                yield inner
 
 
 def _is_pair(value: Any) -> bool:

@@ -12,22 +12,23 @@ Lines of `<folder>/<split>.jsonl`, by the job that reads them (docs/offline_trai
 PATH}}`, `{"type": "video", "video": PATH}` and `{"type": "audio", "audio": PATH}`. A picture is such a part, or an
 `<image>` in a text and a path in `images`, in order; a video such a part, or a `<video>` in a text and an entry of
 `videos`: a file, a folder of frames or a list of frames; a sound such a part, or an `<audio>` in a text and an entry of
-`audios`. Paths are relative to the folder and may not leave it; in the place of a path may stand a data URL, or
-an object `{"bytes": BASE64}`. A line that cannot be used is skipped and
-named; only a split without any usable row is an error.
+`audios`. `image`, `video` and `audio` are other names of these columns, and hold one medium or a list. Paths are
+relative to the folder and may not leave it; in the place of a path may stand a data URL, or an object `{"bytes":
+BASE64}`. A line that cannot be used is skipped and named; only a split without any usable row is an error.
 """
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from actors.datasets.audios import Audio, AudioInputs
-from actors.datasets.pictures import Picture, PictureError, PictureInputs
+from actors.datasets.audios import Audio, AudioInputs, each_sound
+from actors.datasets.formats.base import first_of, present
+from actors.datasets.pictures import Picture, PictureError, PictureInputs, flat
+from actors.datasets.readers.jsonl import read_objects
 from actors.datasets.rows import (
     AUDIO_PLACEHOLDER,
     IMAGE_PLACEHOLDER,
@@ -37,7 +38,7 @@ from actors.datasets.rows import (
     Split,
     first_few,
 )
-from actors.datasets.videos import Video, VideoInputs
+from actors.datasets.videos import Video, VideoInputs, each_video
 from cluster.errors import DatasetError, SkippedSample
 
 ROLES = ("system", "user", "assistant")
@@ -108,11 +109,12 @@ def read_conversations(folder: Path, split: str, form: str, *, key: str = "data.
         raise DatasetError(f"{file} does not exist: set {key} to a folder that holds {split}.jsonl")
     rows: dict[str, Conversation] = {}
     skipped: list[Skipped] = []
-    for number, line in _lines(file):
+    for number, fields in read_objects(file):
         name = f"{split}-{number}"
         try:
-            fields = _parse(line)
-            name = str(fields.get("id", name))
+            if isinstance(fields, RowError):
+                raise fields
+            name = present(fields, "id") or name
             row = _read_row(fields, folder.resolve(), name, FORMS[form])
             if name in rows:
                 raise RowError("duplicate_id", f"another row before it has the id {name!r}")
@@ -122,17 +124,6 @@ def read_conversations(folder: Path, split: str, form: str, *, key: str = "data.
     if not rows:
         raise DatasetError(f"{file} has no usable row{first_few(skipped)}: fill it, or set {key} to another folder")
     return Split(split, tuple(rows.values()), tuple(skipped))
-
-
-def _parse(line: bytes) -> Mapping[str, Any]:
-    try:
-        fields = json.loads(line)
-        json.dumps(fields, ensure_ascii=False).encode()  # half a surrogate pair is no text, and no tokenizer takes it
-    except (ValueError, RecursionError) as error:
-        raise RowError("broken_json", f"the line is not JSON ({error}): fix or delete it") from error
-    if not isinstance(fields, dict):
-        raise RowError("broken_json", f"the line is a JSON {type(fields).__name__}: write one object a line")
-    return fields
 
 
 Turns = tuple[Turn, ...]
@@ -146,7 +137,7 @@ def _read_row(
     if not isinstance(messages, list) or not messages:
         raise RowError("missing_messages", "the row has no list `messages`: add it")
     named = Named()
-    turns = tuple(_turn(message, named) for message in messages)
+    turns = tuple(_turn(message, named) for message in messages if message is not None)
     context, endings = form(fields, turns)
     if not any(turn.role == "user" for turn in context):
         raise RowError("no_question", "no user's message comes before the first answer: add one")
@@ -219,7 +210,7 @@ def _turn(message: Any, named: Named) -> Turn:
         raise RowError("bad_message", f"a message has the role {role!r}: write one of {', '.join(ROLES)}")
     role, content = message["role"], message.get("content")
     if isinstance(content, list):
-        content = "".join(_part(part, named) for part in content)
+        content = "".join(_part(part, named) for part in content if part is not None)
     if not isinstance(content, str) or not content:
         raise RowError("bad_message", f"the content of a message of the {role} is {content!r}: write a text or parts")
     if message.get("weight", 1) not in (0, 1):
@@ -259,8 +250,8 @@ def _images(
     Raises:
         RowError, PictureError: there are more or fewer, or one of them is no picture below the folder.
     """
-    listed = fields.get("images", [])
-    if not isinstance(listed, list) or not all(isinstance(item, str | dict) for item in listed):
+    listed = list(flat(first_of(fields, "images", "image")))
+    if not all(isinstance(item, str | dict) for item in listed):
         raise RowError("bad_images", f"`images` is {listed!r:.80}: write a list of paths, data URLs or objects")
     _refuse_mismatch(shown, IMAGE_PLACEHOLDER, "images", "picture", len(named), len(listed))
     inputs = PictureInputs(folder, NoDownloads("picture"), takes_absolute=False)
@@ -275,13 +266,10 @@ def _videos(
     Raises:
         RowError, PictureError: there are more or fewer, or one of them is no video below the folder.
     """
-    listed = fields.get("videos", [])
-    if not isinstance(listed, list):
-        raise RowError("bad_video", f"`videos` is {listed!r:.80}: write a list of files, folders or lists of frames")
+    listed = each_video(first_of(fields, "videos", "video"))
     inputs = VideoInputs(folder, NoDownloads("video"), takes_absolute=False)
     found = inputs.resolve_videos([{"video": video} for video in named] or listed, name)
-    # A list of frames is one video: what is listed counts as it was resolved.
-    _refuse_mismatch(shown, VIDEO_PLACEHOLDER, "videos", "video", len(named), len(listed) if named else len(found))
+    _refuse_mismatch(shown, VIDEO_PLACEHOLDER, "videos", "video", len(named), len(listed))
     return found
 
 
@@ -293,9 +281,7 @@ def _audios(
     Raises:
         RowError, PictureError: there are more or fewer, or one of them is no sound below the folder.
     """
-    listed = fields.get("audios", [])
-    if not isinstance(listed, list):
-        raise RowError("bad_audio", f"`audios` is {listed!r:.80}: write a list of files, or of samples with their rate")
+    listed = list(each_sound(first_of(fields, "audios", "audio")))
     inputs = AudioInputs(folder, NoDownloads("audio"), takes_absolute=False)
     found = inputs.resolve_audios([*named, *listed], name)
     _refuse_mismatch(shown, AUDIO_PLACEHOLDER, "audios", "audio", len(named), len(listed))
@@ -317,11 +303,3 @@ def _refuse_mismatch(
             f"the messages have {num_placeholders - num_named} {placeholder} and {num_named} {medium} parts, "
             f"`{column}` names {num_listed} {medium}s: write parts alone, or one {placeholder} for each of `{column}`",
         )
-
-
-def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
-    """The lines that hold anything, numbered from 1."""
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                yield number, line

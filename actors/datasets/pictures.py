@@ -170,14 +170,17 @@ class PictureInputs:
 
 
 def flat(value: Any) -> Iterator[Any]:
-    """The items of a value that is none, one, a list, or a list of lists."""
-    if value is None:
-        return
-    if not isinstance(value, list | tuple):
-        yield value
-        return
-    for item in value:
-        yield from item if isinstance(item, list | tuple) else [item]
+    """The items of a value that is none, one, a list, or a list of lists; those that are left out are passed over."""
+    for item in value if isinstance(value, list | tuple) else [value]:
+        for inner in item if isinstance(item, list | tuple) else [item]:
+            if not is_absent(inner):
+                yield inner
+
+
+def is_absent(value: Any) -> bool:
+    """Whether a medium is left out: null, NaN, an empty text, or an object without fields."""
+    is_nan = isinstance(value, float) and value != value
+    return value is None or is_nan or (isinstance(value, str | Mapping) and not value)
 
 
 def _no_picture(value: Any) -> PictureError:

@@ -15,7 +15,7 @@ from actors.datasets.formats.base import Record, RowFormat, finish, first_of, na
 from actors.datasets.lazy_rows import LazyRows
 from actors.datasets.order import Shuffled, windowed_order
 from actors.datasets.pictures import PictureInputs
-from actors.datasets.readers.base import Table
+from actors.datasets.readers.base import Table, without_nulls
 from actors.datasets.rows import Row
 from actors.datasets.videos import VideoInputs
 from cluster.errors import SkippedSample
@@ -80,7 +80,7 @@ class TableRows(LazyRows):
         name = self._table.name(place)
         record: Record = {}
         try:
-            record = self._mapped(self._table.record(place))
+            record = self._mapped(without_nulls(self._table.record(place)))
             draft = self._format.read(record)
             if self._label:
                 draft.label = self._label
@@ -97,7 +97,7 @@ class TableRows(LazyRows):
             )
         except SkippedSample as error:
             sample = f"{name} ({record['id']})" if "id" in record else name
-            raise named(error, sample) from error
+            raise named(error, sample, self._columns) from error
 
     def _mapped(self, record: Record) -> Record:
         """The record under the column names of its format."""

@@ -10,7 +10,16 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from actors.datasets.pictures import KEYS, EncodedFile, Picture, PictureError, PictureInputs, WebFile, array_of
+from actors.datasets.pictures import (
+    KEYS,
+    EncodedFile,
+    Picture,
+    PictureError,
+    PictureInputs,
+    WebFile,
+    array_of,
+    is_absent,
+)
 
 FRAME_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")  # .gif is a video here
 FRAME_MARKS = (b"\x89PNG", b"\xff\xd8\xff", b"BM", b"II*\0", b"MM\0*")  # which files of pictures begin with
@@ -78,11 +87,12 @@ class VideoInputs(PictureInputs):
 
 def each_video(value: Any) -> list[Any]:
     """The videos of one value: none for None, one for a list of pictures, several for any other list."""
-    if value is None:
+    if is_absent(value):
         return []
-    if not isinstance(value, list | tuple) or (value and all(_is_frame(item) for item in value)):
+    if not isinstance(value, list | tuple):
         return [value]
-    return list(value)
+    given = [item for item in value if not is_absent(item)]
+    return [given] if given and all(_is_frame(item) for item in given) else given
 
 
 def _is_frame(value: Any) -> bool:

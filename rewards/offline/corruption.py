@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import IO, Any
 
+from cluster.records.json_lines import parse_json
+
 NUM_BUCKETS = 100
 VERBOSE = (  # 19 words
     "Looking at the whole picture again and again from each corner this answer seems the right one to me"
@@ -76,8 +78,8 @@ def corrupt_lines(lines: Iterable[bytes], target: IO[bytes]) -> Counter[str]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line, parse_int=str, parse_float=str)  # an answer of 7.50 must not become 7.5
-        except (ValueError, RecursionError) as error:
+            row = parse_json(line)
+        except ValueError as error:
             raise ValueError(f"line {number}: no JSON ({error})") from error
         record = corrupt(*_sample(row, number))
         target.write(json.dumps(record).encode() + b"\n")

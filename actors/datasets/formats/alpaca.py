@@ -1,4 +1,5 @@
-"""Records of LLaMA-Factory's alpaca format: `instruction`, `input`, `output`, `system`, `history`, `images`.
+"""Records of LLaMA-Factory's alpaca format: `instruction`, `input`, `output`, `system`, `history`, `images`
+(or `image`).
 
     {"instruction": "<image>Which digit?", "input": "", "output": "It is 7.", "images": ["a.png"]}
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from actors.datasets.formats.base import (
+    MEDIA_COLUMNS,
     Draft,
     Record,
     RowFormat,
@@ -18,6 +20,7 @@ from actors.datasets.formats.base import (
     audios_of,
     first_given,
     first_of,
+    images_of,
     others,
     present,
     text_of,
@@ -33,10 +36,7 @@ COLUMNS = (
     "output",
     "system",
     "history",
-    "images",
-    "videos",
-    "audios",
-    "audio",
+    *MEDIA_COLUMNS,
     "answer",
     "chosen",
     "rejected",
@@ -60,7 +60,7 @@ def read(record: Record) -> Draft:
         answer=first_given(first_of(record, "answer"), solution),
         sample_id=present(record, "id"),
         solution=solution,
-        images=record.get("images"),
+        images=images_of(record, ()),
         videos=videos_of(record, ()),
         audios=audios_of(record, ()),
         chosen=chosen,

@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import date, time
+from decimal import Decimal
+from numbers import Real
 from typing import Any
 
+import numpy as np
+
 from actors.datasets.audios import AudioInputs, each_sound
-from actors.datasets.pictures import PictureError, PictureInputs, flat
+from actors.datasets.pictures import PictureError, PictureInputs, flat, is_absent
+from actors.datasets.readers.base import is_missing
 from actors.datasets.rows import AUDIO_PLACEHOLDER, IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, Row, RowError, Turn
 from actors.datasets.videos import VideoInputs, each_video
 from cluster.errors import SkippedSample
+from cluster.records.json_lines import parse_json
 
 Record = Mapping[str, Any]
 ROLES = ("system", "user", "assistant", "tool")
+VALUES = (str, bool, Real, Decimal, Mapping, list, tuple, np.ndarray)  # types that `text_of` writes
+COLUMN = re.compile(r"`(\w+)`")  # of the format, in an error message
+MEDIA_COLUMNS = ("images", "image", "videos", "video", "audios", "audio")
 
 
 @dataclass
@@ -80,9 +91,9 @@ def finish(
     answer = text_of(draft.answer, "answer")
     images, shown = pictures.resolve(draft.images, name), videos.resolve_videos(draft.videos, name)
     played = audios.resolve_audios(draft.audios, name)
-    _check_placeholders(draft.turns, IMAGE_PLACEHOLDER, len(images), "picture")
-    _check_placeholders(draft.turns, VIDEO_PLACEHOLDER, len(shown), "video")
-    _check_placeholders(draft.turns, AUDIO_PLACEHOLDER, len(played), "sound")
+    _check_placeholders(draft.turns, IMAGE_PLACEHOLDER, len(images), "picture", "images")
+    _check_placeholders(draft.turns, VIDEO_PLACEHOLDER, len(shown), "video", "videos")
+    _check_placeholders(draft.turns, AUDIO_PLACEHOLDER, len(played), "sound", "audios")
     label = {} if draft.label is None else {label_key: str(draft.label)}
     return Row(
         sample_id=default_id if draft.sample_id is None else text_of(draft.sample_id, "id"),
@@ -99,11 +110,12 @@ def finish(
     )
 
 
-def _check_placeholders(turns: Sequence[Turn], placeholder: str, num_media: int, what: str) -> None:
+def _check_placeholders(turns: Sequence[Turn], placeholder: str, num_media: int, what: str, column: str) -> None:
     num = sum(turn.text.count(placeholder) for turn in turns)
     if num != num_media:
-        detail = f"the text has {num} {placeholder} and the row {num_media} {what}s"
-        raise RowError("placeholder_mismatch", f"{detail}: write one {placeholder} a {what}")
+        detail = f"the text has {num} {placeholder} and the row {num_media} {what}s: write one {placeholder} a {what}"
+        others = "" if num_media else f", or name the column of the {what}s in data.columns={{{column}: COLUMN}}"
+        raise RowError("placeholder_mismatch", f"{detail}{others}")
 
 
 def in_front(draft: Draft) -> Draft:
@@ -120,27 +132,44 @@ def in_front(draft: Draft) -> Draft:
     return draft
 
 
-def named(error: SkippedSample, sample: str) -> RowError:
-    """The error with the name of its record."""
-    if isinstance(error, RowError | PictureError):
-        return RowError(error.reason, error.detail, sample)
-    return RowError(error.reason, str(error), sample)
+def named(error: SkippedSample, sample: str, columns: Mapping[str, str]) -> RowError:
+    """The error with the name of its record. `columns` says what a column of the format is called in the data."""
+    detail = error.detail if isinstance(error, RowError | PictureError) else str(error)
+    return RowError(error.reason, COLUMN.sub(lambda found: f"`{columns.get(found[1], found[1])}`", detail), sample)
 
 
 def text_of(value: Any, column: str) -> str:
-    """A text, or a number as it is written."""
-    if value is None or value == "":
+    """A text to the letter, a number as it is written, another value as JSON has it, a date in ISO 8601."""
+    if is_missing(value) or (isinstance(value, str | Mapping | list | tuple) and len(value) == 0):
         raise RowError(f"missing_{column}", f"the row has no `{column}`: add it")
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, date | time):
+        return value.isoformat()
+    if isinstance(value, bytes | bytearray | memoryview) or not isinstance(value, VALUES):
         raise RowError(f"bad_{column}", f"`{column}` is a {type(value).__name__}: write a text or a number")
-    return str(value)
+    return value if type(value) is str else as_json(value)
 
 
 def present(record: Record, column: str) -> Any:
-    """The value of a column that may be left out but not empty: None where it is left out."""
-    if column not in record:
-        return None
-    return text_of(record[column], column)
+    """The text of a column that may be left out or empty: None where it is."""
+    value = first_of(record, column)
+    return None if value is None else text_of(value, column)
+
+
+def as_json(value: Any) -> str:
+    """JSON of a value, in which numbers keep their spelling."""
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{json.dumps(str(key))}: {as_json(item)}' for key, item in value.items())}}}"
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(as_json, value))}]"
+    if isinstance(value, np.generic):
+        value = value.item()
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    return str(value) if isinstance(value, Real | Decimal) else json.dumps(str(value), ensure_ascii=False)
 
 
 def first_of(record: Record, *columns: str) -> Any:
@@ -169,9 +198,9 @@ def only_one(value: Any) -> Any:
 
 def _parsed(text: str) -> Any:
     """The value of a text of JSON or of a Python literal; the text itself if it is neither."""
-    for parse in (json.loads, ast.literal_eval):
+    for parse in (parse_json, ast.literal_eval):
         try:
-            return parse(text)
+            return parse(text.encode() if parse is parse_json else text)
         except (ValueError, SyntaxError, MemoryError, RecursionError):  # the last two of a text of many brackets
             continue
     return text
@@ -188,7 +217,9 @@ def others(record: Record, *known: str) -> dict[str, Any]:
 
 def plain(value: Any) -> Any:
     """The same value as JSON can hold it: numbers that keep their spelling become plain numbers, dates and decimals
-    text, and whole files are left out."""
+    text, arrays lists, and whole files are left out."""
+    if isinstance(value, np.generic | np.ndarray):
+        value = value.tolist()
     if isinstance(value, bool) or value is None:
         return value
     if isinstance(value, Mapping):
@@ -199,6 +230,15 @@ def plain(value: Any) -> Any:
         if isinstance(value, kind):
             return kind(value) if type(value) is not kind else value
     return str(value)
+
+
+def images_of(record: Record, in_turns: Sequence[Any]) -> Any:
+    """The pictures that stand in the turns, or in the columns `images` and `image`; None if there are none.
+
+    Raises:
+        RowError: they stand in both.
+    """
+    return _in_turns_or_beside(record, in_turns, "image")
 
 
 def videos_of(record: Record, in_turns: Sequence[Any]) -> Any:
@@ -221,6 +261,6 @@ def audios_of(record: Record, in_turns: Sequence[Any]) -> Any:
 
 def _in_turns_or_beside(record: Record, in_turns: Sequence[Any], kind: str) -> Any:
     beside = first_of(record, f"{kind}s", kind)
-    if in_turns and beside is not None:
+    if in_turns and beside is not None and any(not is_absent(item) for item in flat(beside)):
         raise RowError(f"bad_{kind}", f"the row has {kind}s in its turns and in `{kind}s`: keep one of them")
     return in_turns or beside

@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from actors.datasets.formats.base import (
+    MEDIA_COLUMNS,
     Draft,
     Record,
     RowFormat,
@@ -19,25 +20,21 @@ from actors.datasets.formats.base import (
     audios_of,
     first_given,
     first_of,
+    images_of,
     others,
     plain,
     present,
     videos_of,
 )
 from actors.datasets.formats.turns import response_of, split_response, turns_of
-from actors.datasets.rows import Row, RowError
+from actors.datasets.rows import Row
 
 COLUMNS = (
     "id",
     "messages",
     "answer",
     "solution",
-    "image",
-    "images",
-    "video",
-    "audios",
-    "audio",
-    "videos",
+    *MEDIA_COLUMNS,
     "chosen",
     "rejected",
     "metadata",
@@ -47,9 +44,6 @@ COLUMNS = (
 def read(record: Record) -> Draft:
     turns, pictures, videos, audios = turns_of(record.get("messages"), "messages")
     asked, response = split_response(turns, "messages")
-    beside = first_of(record, "images", "image")
-    if pictures and beside is not None:
-        raise RowError("bad_image", "the row has pictures in `messages` and in `images`: keep one of them")
     chosen, rejected = (response_of(record.get(column), column) for column in ("chosen", "rejected"))
     solution = first_given(present(record, "solution"), response, chosen)
     metadata = record.get("metadata") or {}
@@ -58,7 +52,7 @@ def read(record: Record) -> Draft:
         answer=first_given(first_of(record, "answer"), solution),
         sample_id=present(record, "id"),
         solution=solution,
-        images=pictures or beside,
+        images=images_of(record, pictures),
         videos=videos_of(record, videos),
         audios=audios_of(record, audios),
         chosen=chosen,

@@ -14,12 +14,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from actors.datasets.formats.base import (
+    MEDIA_COLUMNS,
     Draft,
     Record,
     RowFormat,
     StoredMedia,
     audios_of,
-    first_of,
+    images_of,
     others,
     plain,
     present,
@@ -28,7 +29,7 @@ from actors.datasets.formats.base import (
 )
 from actors.datasets.rows import Row, RowError, Turn
 
-COLUMNS = ("id", "question", "answer", "solution", "image", "images", "video", "videos", "audio", "audios", "metadata")
+COLUMNS = ("id", "question", "answer", "solution", *MEDIA_COLUMNS, "metadata")
 
 
 def read(record: Record) -> Draft:
@@ -42,7 +43,7 @@ def read(record: Record) -> Draft:
         answer=record.get("answer"),
         sample_id=present(record, "id"),
         solution=present(record, "solution"),
-        images=first_of(record, "image", "images"),
+        images=images_of(record, ()),
         videos=videos_of(record, ()),
         audios=audios_of(record, ()),
         metadata={**others(record, *COLUMNS), **plain(nested)},

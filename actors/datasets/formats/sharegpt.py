@@ -1,5 +1,7 @@
 """Records of LLaMA-Factory's sharegpt format: `conversations` of `from` and `value`, `system`, `images`.
 
+`image` is another name of `images`; both hold one picture or a list.
+
     {"conversations": [{"from": "human", "value": "<image>Which digit?"}, {"from": "gpt", "value": "It is 7."}],
      "images": ["a.png"]}
 
@@ -12,6 +14,7 @@ from __future__ import annotations
 from typing import Any
 
 from actors.datasets.formats.base import (
+    MEDIA_COLUMNS,
     Draft,
     Record,
     RowFormat,
@@ -19,6 +22,7 @@ from actors.datasets.formats.base import (
     audios_of,
     first_given,
     first_of,
+    images_of,
     others,
     present,
     text_of,
@@ -32,10 +36,7 @@ COLUMNS = (
     "conversations",
     "system",
     "tools",
-    "images",
-    "videos",
-    "audios",
-    "audio",
+    *MEDIA_COLUMNS,
     "answer",
     "chosen",
     "rejected",
@@ -54,7 +55,7 @@ def read(record: Record) -> Draft:
         answer=first_given(first_of(record, "answer"), solution),
         sample_id=present(record, "id"),
         solution=solution,
-        images=pictures or record.get("images"),
+        images=images_of(record, pictures),
         videos=videos_of(record, videos),
         audios=audios_of(record, audios),
         chosen=chosen,

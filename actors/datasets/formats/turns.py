@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from numbers import Real
 from typing import Any
 
-from actors.datasets.formats.base import ROLES
+from actors.datasets.formats.base import ROLES, text_of
 from actors.datasets.rows import AUDIO_PLACEHOLDER, IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, RowError, Turn
 
 TEXT_PARTS = ("text", "input_text", "output_text")
@@ -35,10 +36,12 @@ def turns_of(messages: Any, column: str) -> tuple[list[Turn], list[Any], list[An
     turns: list[Turn] = []
     held: dict[str, list[Any]] = {IMAGE_PLACEHOLDER: [], VIDEO_PLACEHOLDER: [], AUDIO_PLACEHOLDER: []}
     for message in messages:
+        if message is None:  # a list of fixed length is filled with null
+            continue
         role, content = _role_and_content(message, column)
         texts = []
         for part in content if isinstance(content, list | tuple) else [content]:
-            text, medium = _part(part, column)
+            text, medium = ("", None) if part is None else _part(part, column)
             texts.append(text)
             if medium is not None:
                 held[text].append(medium)
@@ -48,8 +51,10 @@ def turns_of(messages: Any, column: str) -> tuple[list[Turn], list[Any], list[An
 
 def response_of(value: Any, column: str) -> str | None:
     """The text of one response: a text, a turn, or a list of one turn; None for None."""
-    if value is None or isinstance(value, str):
-        return value or None
+    if value is None or value == "":
+        return None
+    if not isinstance(value, Mapping | list | tuple):
+        return text_of(value, column)
     turns, *media = turns_of(value if isinstance(value, list | tuple) else [value], column)
     if len(turns) != 1 or any(media):
         raise RowError(f"bad_{column}", f"`{column}` has {len(turns)} turns: write one response of text")
@@ -80,8 +85,8 @@ def _role_and_content(message: Any, column: str) -> tuple[str, Any]:
 
 def _part(part: Any, column: str) -> tuple[str, Any]:
     """The text of a part, which for a medium is its placeholder, and the medium if it stands there."""
-    if isinstance(part, str):
-        return part, None
+    if isinstance(part, str | Real):
+        return str(part), None
     if not isinstance(part, Mapping):
         raise RowError(f"bad_{column}", f"`{column}` has {_shown(part)} as content: write a text or a list of parts")
     kind = part.get("type")

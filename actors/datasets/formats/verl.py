@@ -13,12 +13,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from actors.datasets.formats.base import (
+    MEDIA_COLUMNS,
     Draft,
     Record,
     RowFormat,
     StoredMedia,
     audios_of,
     first_of,
+    images_of,
     only_one,
     others,
     plain,
@@ -27,7 +29,7 @@ from actors.datasets.formats.base import (
 from actors.datasets.formats.turns import split_response, turns_of
 from actors.datasets.rows import Row, RowError, Turn
 
-COLUMNS = ("prompt", "images", "videos", "audios", "reward_model", "data_source", "extra_info")
+COLUMNS = ("prompt", *MEDIA_COLUMNS, "reward_model", "data_source", "extra_info")
 
 
 def read(record: Record) -> Draft:
@@ -40,7 +42,7 @@ def read(record: Record) -> Draft:
     if not isinstance(info, Mapping):
         raise RowError("bad_extra_info", f"`extra_info` is a {type(info).__name__}: write a mapping")
     metadata = {
-        **others(record, "prompt", "images", "videos", "audios", "audio", "reward_model", "extra_info"),
+        **others(record, "prompt", *MEDIA_COLUMNS, "reward_model", "extra_info"),
         **plain(info),
     }
     if isinstance(truth, list | tuple):
@@ -51,7 +53,7 @@ def read(record: Record) -> Draft:
         answer=truth,
         sample_id=info.get("id"),
         solution=response,
-        images=pictures or record.get("images"),
+        images=images_of(record, pictures),
         videos=videos_of(record, videos),
         audios=audios_of(record, audios),
         label=record.get("data_source"),

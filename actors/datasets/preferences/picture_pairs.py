@@ -8,11 +8,13 @@ that cannot be used is skipped and named; only a split without any usable row is
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from actors.datasets.formats.base import present
+from actors.datasets.readers.jsonl import read_objects
 from actors.datasets.rows import RowError, Skipped, Split, first_few
 from cluster.errors import DatasetError
 
@@ -38,13 +40,12 @@ def read_picture_pairs(folder: Path, split: str) -> Split:
         raise DatasetError(f"{file} does not exist: set data.path to a folder that holds {split}.jsonl")
     rows: dict[str, PicturePair] = {}
     skipped: list[Skipped] = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
-        if not line.strip():
-            continue
+    for number, fields in read_objects(file):
         name = f"{split}-{number}"
         try:
-            fields = _parsed(line)
-            name = str(fields.get("id", name))
+            if isinstance(fields, RowError):
+                raise fields
+            name = present(fields, "id") or name
             if name in rows:
                 raise RowError("duplicate_id", f"another row before it has the id {name!r}")
             rows[name] = _pair(fields, folder.resolve(), name)
@@ -55,17 +56,7 @@ def read_picture_pairs(folder: Path, split: str) -> Split:
     return Split(split, tuple(rows.values()), tuple(skipped))
 
 
-def _parsed(line: str) -> dict[str, Any]:
-    try:
-        fields = json.loads(line)
-    except ValueError as error:
-        raise RowError("broken_json", f"the line is not JSON ({error}): fix or delete it") from error
-    if not isinstance(fields, dict):
-        raise RowError("broken_json", f"the line is a JSON {type(fields).__name__}: write one object a line")
-    return fields
-
-
-def _pair(fields: dict[str, Any], folder: Path, name: str) -> PicturePair:
+def _pair(fields: Mapping[str, Any], folder: Path, name: str) -> PicturePair:
     prompt = fields.get("prompt")
     if not isinstance(prompt, str) or not prompt.strip():
         raise RowError("missing_prompt", f"`prompt` is {prompt!r}: write what the pictures should show")
@@ -75,7 +66,7 @@ def _pair(fields: dict[str, Any], folder: Path, name: str) -> PicturePair:
     return PicturePair(name, prompt, chosen, rejected)
 
 
-def _file(fields: dict[str, Any], key: str, folder: Path) -> Path:
+def _file(fields: Mapping[str, Any], key: str, folder: Path) -> Path:
     value = fields.get(key)
     if not isinstance(value, str) or not value:
         raise RowError("missing_picture", f"`{key}` is {value!r}: write the path of a picture, or of latents")

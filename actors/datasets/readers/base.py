@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -91,10 +92,24 @@ def files_of(opened: Opened, suffixes: Sequence[str]) -> list[Path]:
 
 
 def without_nulls(value: Any) -> Any:
-    """The value without fields that are null: columnar files have every field in every record."""
-    if isinstance(value, dict):
-        return {key: without_nulls(item) for key, item in value.items() if item is not None}
-    return [without_nulls(item) for item in value] if isinstance(value, list) else value
+    """The value without fields that are missing: columnar files have every field in every record.
+
+    Null, NaN, and what NumPy and pandas write for them are missing. An item of a list becomes None.
+    """
+    if isinstance(value, Mapping):
+        return {key: without_nulls(item) for key, item in value.items() if not is_missing(item)}
+    if isinstance(value, list | tuple):
+        return [None if is_missing(item) else without_nulls(item) for item in value]
+    return value
+
+
+def is_missing(value: Any) -> bool:
+    """Whether a value is null or NaN of any library: None, NaN, NaT or NA."""
+    if value is None or type(value).__name__ in ("NAType", "NaTType"):
+        return True
+    if isinstance(value, Decimal):
+        return value.is_nan()
+    return isinstance(value, float | np.floating | np.datetime64 | np.timedelta64) and bool(value != value)
 
 
 def read_one_by_one(num_records: int) -> np.ndarray:

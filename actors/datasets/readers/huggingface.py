@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from actors.datasets.readers.base import Opened, Record, Table, read_one_by_one, without_nulls
+from actors.datasets.readers.base import Opened, Record, Table, read_one_by_one
 from cluster.errors import DatasetError
 
 STREAMED_RECORDS = 256  # of a stream that are in memory at a time
@@ -102,7 +102,7 @@ class HuggingFaceTable:
     def record(self, place: int) -> Record:
         with self._lock:
             [record] = self._dataset[place].to_pylist()
-        return without_nulls(self._features.decode_example(record))
+        return self._features.decode_example(record)
 
     def name(self, place: int) -> str:
         return f"{self._name}:{place + 1}"

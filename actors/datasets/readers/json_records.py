@@ -1,8 +1,7 @@
-"""JSON objects in files by place: read at their offsets, with numbers that keep their spelling."""
+"""JSON objects in files by place: read at their offsets."""
 
 from __future__ import annotations
 
-import json
 import os
 from array import array
 from collections.abc import Iterable
@@ -13,26 +12,7 @@ import numpy as np
 
 from actors.datasets.readers.base import Record, read_one_by_one
 from actors.datasets.rows import RowError
-
-
-class _Spelled:
-    """A number that is written as it was read: an answer of 7.50 must not become 7.5."""
-
-    spelling: str
-
-    def __new__(cls, spelling: str) -> Any:
-        number = super().__new__(cls, spelling)
-        number.spelling = spelling
-        return number
-
-    def __str__(self) -> str:
-        return self.spelling
-
-
-class SpelledInt(_Spelled, int): ...
-
-
-class SpelledFloat(_Spelled, float): ...
+from cluster.records.json_lines import parse_json
 
 
 def parse_object(text: bytes, what: str) -> Record:
@@ -42,10 +22,8 @@ def parse_object(text: bytes, what: str) -> Record:
         RowError: it is no JSON object, or holds text that cannot be encoded.
     """
     try:
-        record: Any = json.loads(text, parse_int=SpelledInt, parse_float=SpelledFloat)
-        if b"\\u" in text:  # half a surrogate pair is no text, and no tokenizer takes it
-            json.dumps(record, ensure_ascii=False).encode()
-    except (ValueError, RecursionError) as error:
+        record: Any = parse_json(text)
+    except ValueError as error:
         raise RowError("broken_json", f"the {what} is not JSON ({error}): fix or delete it") from error
     if not isinstance(record, dict):
         raise RowError("broken_json", f"the {what} is a JSON {type(record).__name__}: write an object")

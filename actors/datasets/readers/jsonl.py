@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from actors.datasets.readers.base import Opened, Table, files_of
-from actors.datasets.readers.json_records import FileSpans, JsonTable
+from actors.datasets.readers.base import Opened, Record, Table, files_of, without_nulls
+from actors.datasets.readers.json_records import FileSpans, JsonTable, parse_object
+from actors.datasets.rows import RowError
+from cluster.errors import DatasetError
+from cluster.records.json_lines import line_positions, read_lines
 
 
 def open_jsonl(opened: Opened) -> Table:
@@ -19,15 +22,29 @@ def lines_table(root: Path, files: list[Path]) -> JsonTable:
 
 
 def line_spans(file: Path) -> FileSpans:
-    """Byte positions of the lines that are not empty."""
-    return FileSpans(file, _lines(file))
+    """Byte positions of the lines that are not empty.
+
+    Raises:
+        DatasetError: the file is compressed, or in another encoding than UTF-8.
+    """
+    try:
+        return FileSpans(file, line_positions(file))
+    except ValueError as error:
+        raise DatasetError(str(error)) from error
 
 
-def _lines(file: Path) -> Iterator[tuple[int, int, int]]:
-    """Start, length and number, from 1, of every line that holds anything."""
-    with file.open("rb") as lines:
-        start = 0
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                yield start, len(line), number
-            start += len(line)
+def read_objects(file: Path) -> Iterator[tuple[int, Record | RowError]]:
+    """Number, from 1, and object of every line that holds anything, without missing values; a line that is no object
+    is its error.
+
+    Raises:
+        DatasetError: as `line_spans`.
+    """
+    try:
+        for number, line in read_lines(file):
+            try:
+                yield number, without_nulls(parse_object(line, "line"))
+            except RowError as error:
+                yield number, error
+    except ValueError as error:
+        raise DatasetError(str(error)) from error

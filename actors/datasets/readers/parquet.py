@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from actors.datasets.readers.arrow_file import ArrowFile, cached, file_key
-from actors.datasets.readers.base import BlockCache, Opened, Record, Table, files_of, without_nulls
+from actors.datasets.readers.base import BlockCache, Opened, Record, Table, files_of
 from actors.datasets.rows import RowError
 from cluster.errors import DatasetError
 
@@ -69,7 +69,7 @@ class ParquetTable:
                 record = table.slice(row, 1).to_pylist()[0]
         except (pa.ArrowException, OSError, ValueError) as error:
             raise RowError("broken_parquet", f"the record cannot be read ({error}): write the file again") from error
-        return without_nulls(record)
+        return record
 
     def name(self, place: int) -> str:
         block, row = self._find(place)

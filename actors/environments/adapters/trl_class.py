@@ -10,9 +10,13 @@ from typing import Any
 
 from PIL import Image
 
+from actors.datasets.formats.base import plain
+from actors.datasets.readers.json_records import parse_object
+from actors.datasets.rows import RowError
 from actors.environments.adapters.classes import as_png, class_at
 from actors.environments.base import IMAGE_PLACEHOLDER, Action, EnvironmentSpec, Message, Reset, Step, Tool, ToolCall
 from actors.environments.tool_calls import describe_tools
+from cluster.records.json_lines import read_lines
 
 NO_TOOLS = ("reset", "get_reward", "close")
 
@@ -58,7 +62,7 @@ class TRLClass:
             text,
         ]
         message = Message("user", "\n".join(part for part in parts if part), pictures)
-        return Reset((message,), {key: str(row[key]) for key in ("answer", "solution") if key in row})
+        return Reset((message,), {key: str(row[key]) for key in ("answer", "solution") if row.get(key) is not None})
 
     def step(self, action: Action) -> Step:
         self._turn += 1
@@ -87,11 +91,13 @@ class TRLClass:
 
 def _read(path: str) -> list[dict[str, Any]]:
     """Raises: ValueError: the file cannot be read, or has no rows."""
+    rows = []
     try:
-        rows = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
-    except (OSError, ValueError) as error:
+        for number, line in read_lines(Path(path)):
+            rows.append(plain(parse_object(line, f"line {number}")))
+    except (OSError, ValueError, RowError) as error:
         raise ValueError(f"options.rows={path!r} cannot be read ({error}): give a JSONL file") from error
-    if not rows or not all(isinstance(row, dict) for row in rows):
+    if not rows:
         raise ValueError(f"options.rows={path!r} has no rows: write one JSON object a line")
     return rows
 

@@ -15,6 +15,7 @@ from typing import Any
 from uuid import uuid4
 
 from actors.environments.programs.base import Outcome
+from cluster.records.json_lines import BYTE_ORDER_MARK, parse_json, read_lines
 
 URL, KEY = "OPENAI_BASE_URL", "OPENAI_API_KEY"  # as the clients of OpenAI read them
 TAIL = 500  # characters of stderr that an error repeats
@@ -36,14 +37,15 @@ class CommandPrograms:
         if not command:
             raise ValueError("environment.options.command is empty: give the program and its arguments")
         try:
-            lines = [line for line in Path(tasks).read_text(encoding="utf-8").splitlines() if line.strip()]
-        except OSError as error:
+            numbered = [(number, line.removeprefix(BYTE_ORDER_MARK)) for number, line in read_lines(Path(tasks))]
+        except (OSError, ValueError) as error:
             raise ValueError(f"environment.options.tasks={tasks} cannot be read: {error}") from error
-        for number, line in enumerate(lines, start=1):
+        for number, line in numbered:
             try:
-                json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"task {number} of environment.options.tasks={tasks} is no JSON: {error}") from error
+                parse_json(line)
+            except ValueError as error:
+                raise ValueError(f"line {number} of environment.options.tasks={tasks} is no JSON: {error}") from error
+        lines = [line.decode().strip() for _, line in numbered]
         self.num_tasks = len(lines)
         self._command, self._tasks = list(command), lines
         self._running: dict[str, subprocess.Popen[str]] = {}

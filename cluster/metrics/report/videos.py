@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.metrics.files import read_verified
+from cluster.records.json_lines import read_lines
 
 ARTIFACTS_FOLDER = "artifacts"  # of the run folder
 INDEX = "artifacts.jsonl"  # in it: a row for each picture or video
@@ -29,8 +30,7 @@ class Video:
 def read_artifacts(folder: Path) -> list[dict[str, object]]:
     """The rows of artifacts.jsonl; empty if there is none."""
     path = folder / INDEX
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    return [json.loads(line) for line in lines]
+    return [json.loads(line) for _, line in read_lines(path)] if path.exists() else []
 
 
 def read_videos(run_folder: Path) -> list[tuple[int, list[Video]]]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from cluster.records.json_lines import parse_json
 from rewards.offline.sources.records import (
     MAX_NAMED_LINES,
     BrokenRecordError,
@@ -138,6 +139,9 @@ def _read_carefully(lines: list[bytes], num_too_long: int, with_metadata: bool) 
 def _with_metadata(line: bytes) -> Record:
     try:
         values: Any = _decode_any(line)
-    except (msgspec.MsgspecError, RecursionError, UnicodeError) as error:
-        raise BrokenRecordError(f"no JSON ({error})") from error
+    except (msgspec.MsgspecError, RecursionError, UnicodeError):
+        try:
+            values = parse_json(line)  # slow, lenient, and names what is wrong
+        except ValueError as error:
+            raise BrokenRecordError(f"no JSON ({error})") from error
     return with_everything(from_values(values), values)

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from cluster.records.json_lines import parse_json
 from rewards.offline.sources.pictures import PROMPT_KEYS, RESPONSE_KEYS, named_frames, named_pictures
 
 MAX_NAMED_LINES = 20
@@ -80,8 +81,8 @@ def from_line(line: bytes) -> Record:
     except (msgspec.MsgspecError, RecursionError, UnicodeError):
         pass  # read again by the standard library, which is slow, lenient and names what is wrong
     try:
-        values = json.loads(line)
-    except (ValueError, RecursionError) as error:
+        values = parse_json(line)
+    except ValueError as error:
         raise BrokenRecordError(f"no JSON ({error})") from error
     return from_values(values)
 
@@ -94,6 +95,7 @@ def from_values(values: Any) -> Record:
     """
     if not isinstance(values, Mapping):
         raise BrokenRecordError(f"a {type(values).__name__}, not an object")
+    values = {key: value for key, value in values.items() if not _is_missing(value)}
     if values.get("response") is None:
         raise BrokenRecordError("it has no response")
     if not _says_text(values["response"]):
@@ -141,7 +143,7 @@ def _texts(value: Any, name: str) -> list[str] | None:
     if value is None:
         return None
     if isinstance(value, list | tuple):
-        items = [item for item in value if item is not None]
+        items = [item for item in value if not _is_missing(item)]
         unfit = next((item for item in items if not _says_text(item)), None)
         if unfit is not None:
             raise BrokenRecordError(f"{name} has {_kind(unfit)}, not a text")
@@ -149,6 +151,11 @@ def _texts(value: Any, name: str) -> list[str] | None:
     if not _says_text(value):
         raise BrokenRecordError(f"{name} is {_kind(value)}, neither a text nor a list of texts")
     return [str(value)]
+
+
+def _is_missing(value: Any) -> bool:
+    """Whether a value is null, or NaN, which pandas writes for it."""
+    return value is None or (isinstance(value, float) and math.isnan(value))
 
 
 def _says_text(value: Any) -> bool:
@@ -165,7 +172,7 @@ def _kind(value: Any) -> str:
 def _prompt(value: Any) -> str:
     """A text, or chat messages, whose texts follow each other."""
     if value is None or _says_text(value):
-        return str(value or "")
+        return "" if value is None else str(value)
     if isinstance(value, list | tuple) and all(isinstance(message, Mapping) for message in value):
         return "\n".join(text for message in value for text in _said(message.get("content")))
     raise BrokenRecordError(f"prompt is {_kind(value)}, neither a text nor a list of chat messages")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from cluster.errors import PreflightError
+from cluster.records.json_lines import check_encoding
 from rewards.offline.sources.jsonl import Batch, stretches
 
 
@@ -49,7 +50,10 @@ def open_source(path: Path) -> Source:
             raise PreflightError(
                 f"{path} is a pipe or a device, which cannot be read in parts: write it to a file first"
             )
+        check_encoding(path)
         return Source(path, "jsonl", "bytes", stretches(path))
+    except ValueError as error:
+        raise PreflightError(str(error)) from error
     except OSError as error:
         reason = error.strerror or error
         kinds = "a JSONL or Parquet file, or a run folder"

@@ -101,7 +101,7 @@ def test_unfit_options_are_refused(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=said):
             build_environment("program", {**asked, **options})
     (tmp_path / "tasks.jsonl").write_text('{"a": 1}\n{oops')
-    with pytest.raises(ValueError, match="task 2 of .* is no JSON"):
+    with pytest.raises(ValueError, match="line 2 of .* is no JSON"):
         build_environment("program", asked)
     (tmp_path / "tasks.jsonl").write_text('{"letter": "a"}\n' * 4)
     with pytest.raises(EpisodeError, match="/none cannot be started"):

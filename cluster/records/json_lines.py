@@ -1,0 +1,108 @@
+"""JSON Lines as other tools write them: the one reader of their lines and values, for every command."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # of UTF-8; Windows tools write it in front of a file
+UNREADABLE = (
+    (b"\xff\xfe", "UTF-16: convert it to UTF-8"),
+    (b"\xfe\xff", "UTF-16: convert it to UTF-8"),
+    (b"\x1f\x8b", "compressed with gzip: unpack it"),
+    (b"\x28\xb5\x2f\xfd", "compressed with zstd: unpack it"),
+)
+
+
+class _Spelled:
+    """A number that is written as it was read: an answer of 7.50 must not become 7.5."""
+
+    spelling: str
+
+    def __new__(cls, spelling: str) -> Any:
+        number = super().__new__(cls, spelling)
+        number.spelling = spelling
+        return number
+
+    def __str__(self) -> str:
+        return self.spelling
+
+
+class SpelledInt(_Spelled, int): ...
+
+
+class SpelledFloat(_Spelled, float): ...
+
+
+def line_positions(file: Path) -> Iterator[tuple[int, int, int]]:
+    """Start, length and number, from 1, of every line that holds anything.
+
+    A line ends at a line feed alone: U+2028, U+0085 and a carriage return may stand in a text.
+
+    Raises:
+        ValueError: the file is compressed, or in another encoding than UTF-8.
+    """
+    check_encoding(file)
+    with file.open("rb") as lines:
+        start = 0
+        for number, line in enumerate(lines, start=1):
+            if line.removeprefix(BYTE_ORDER_MARK).strip():
+                yield start, len(line), number
+            start += len(line)
+
+
+def read_lines(file: Path) -> Iterator[tuple[int, bytes]]:
+    """Number, from 1, and content of every line that holds anything.
+
+    Raises:
+        ValueError: as `line_positions`.
+    """
+    with file.open("rb") as content:
+        for start, length, number in line_positions(file):
+            content.seek(start)
+            yield number, content.read(length)
+
+
+def parse_json(text: bytes) -> Any:
+    """The JSON value of a line. NaN, which pandas and Python write for a missing value, is None.
+
+    Raises:
+        ValueError: it is no JSON, an object has a key twice, or it holds text that cannot be encoded.
+    """
+    try:
+        value = _DECODER.decode(text.removeprefix(BYTE_ORDER_MARK).decode())
+        if b"\\u" in text:  # half a surrogate pair is no text, and no tokenizer takes it
+            json.dumps(value, ensure_ascii=False).encode()
+    except RecursionError as error:
+        raise ValueError(str(error)) from error
+    return value
+
+
+def check_encoding(file: Path) -> None:
+    """Raises: ValueError: the file is compressed, or in another encoding than UTF-8."""
+    with file.open("rb") as content:
+        head = content.read(4)
+    found = next((what for mark, what in UNREADABLE if head.startswith(mark)), None)
+    if found is None and b"\0" in head:
+        found = "no UTF-8 text: convert it"
+    if found is not None:
+        raise ValueError(f"{file} is {found}")
+
+
+def _without_duplicates(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} stands twice in an object")
+    return found
+
+
+def _constant(name: str) -> float | None:
+    return None if name == "NaN" else float(name)
+
+
+_DECODER = json.JSONDecoder(
+    object_pairs_hook=_without_duplicates, parse_int=SpelledInt, parse_float=SpelledFloat, parse_constant=_constant
+)

@@ -1,0 +1,165 @@
+"""Rows as pandas, Arrow and datasets write them: missing values, one picture or a list, and values of many types."""
+
+from __future__ import annotations
+
+import json
+from datetime import date, datetime
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from data_rows import read_split
+from PIL import Image
+
+from actors.datasets.conversations import read_conversations
+from actors.datasets.formats.base import text_of
+from actors.datasets.readers.base import without_nulls
+from actors.datasets.rows import Row
+
+TURN = {"role": "user", "content": "<image>Which?"}
+WITH_A_PICTURE: dict[str, dict[str, Any]] = {  # without the picture
+    "question": {"question": "<image>Which?", "answer": "7"},
+    "messages": {"messages": [TURN], "answer": "7"},
+    "verl": {"prompt": [TURN], "reward_model": {"ground_truth": "7"}},
+    "lightrft": {"prompt": "<image>Which?", "reference": "7"},
+    "alpaca": {"instruction": "<image>Which?", "output": "7"},
+    "sharegpt": {"conversations": [{"from": "human", "value": "<image>Which?"}, {"from": "gpt", "value": "7"}]},
+}
+MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    Image.new("RGB", (56, 56)).save(tmp_path / "a.png")
+    return tmp_path
+
+
+def read(folder: Path, row_format: str, *records: Any, **changes: Any) -> list[Row]:
+    lines = [record if isinstance(record, str) else json.dumps(record) for record in records]
+    (folder / "train.jsonl").write_text("\n".join(lines))
+    split = read_split(folder, row_format=row_format, **changes)
+    assert split.skipped == ()
+    return list(split.rows)
+
+
+@pytest.mark.parametrize("row_format", WITH_A_PICTURE)
+@pytest.mark.parametrize("column", ["image", "images"])
+@pytest.mark.parametrize(
+    "value", ["a.png", ["a.png"], [["a.png"]], {"path": "a.png", "bytes": None}, [{"path": "a.png"}, None]]
+)
+def test_one_picture_or_a_list_is_read_under_both_names(
+    folder: Path, row_format: str, column: str, value: Any
+) -> None:  # fmt: skip
+    [row] = read(folder, row_format, WITH_A_PICTURE[row_format] | {column: value})
+    assert (row.question, row.images, row.answer) == ("<image>Which?", ((folder / "a.png").resolve(),), "7")
+
+
+@pytest.mark.parametrize("row_format", WITH_A_PICTURE)
+@pytest.mark.parametrize("missing", ["null", "NaN", "[]", "[null]", '""', '{"path": null, "bytes": null}'])
+def test_a_column_of_media_without_a_value_is_absent(folder: Path, row_format: str, missing: str) -> None:
+    text = json.dumps(WITH_A_PICTURE[row_format]).replace("<image>", "")[:-1]
+    nulls = "".join(f', "{column}": {missing}' for column in MEDIA)
+    rows = read(
+        folder, row_format, *[f'{text}{nulls}, "id": null, "solution": NaN, "metadata": null, "system": null}}'] * 3
+    )
+    assert [row.sample_id for row in rows] == ["train-1", "train-2", "train-3"]
+    assert {(row.question, row.images, row.answer, len(row.metadata)) for row in rows} == {("Which?", (), "7", 0)}
+
+
+def test_fields_that_arrow_fills_in_are_absent(folder: Path) -> None:
+    parts = [{"type": "image", "image": "a.png", "text": None}, {"type": "text", "text": "Which?", "image": None}]
+    turns = [{"role": "user", "content": parts, "tool_calls": None}]
+    row = {"messages": turns, "answer": "7", "images": None, "weight": float("nan"), "id": None}
+    pq.write_table(pa.Table.from_pylist([row, {**row, "images": []}]), folder / "train.parquet")
+    split = read_split(folder, "train", "parquet", row_format="messages")
+    assert [(row.question, len(row.images), row.metadata) for row in split.rows] == [("<image>Which?", 1, {})] * 2
+
+
+@pytest.mark.parametrize("row_format", ["question", "verl"])
+def test_a_frame_of_pandas_with_missing_values_is_read(folder: Path, row_format: str) -> None:
+    rows = [
+        WITH_A_PICTURE[row_format] | {"images": ["a.png"], "id": "x"},
+        {**WITH_A_PICTURE[row_format], "image": "a.png"},
+    ]
+    pd.DataFrame(rows).to_parquet(folder / "train.parquet")
+    split = read_split(folder, "train", "parquet", row_format=row_format)
+    assert [len(row.images) for row in split.rows] == [1, 1]
+    assert split.skipped == ()
+
+
+def test_missing_values_of_every_library_are_absent() -> None:
+    missing = [None, float("nan"), np.nan, np.float32("nan"), np.datetime64("NaT"), pd.NA, pd.NaT, Decimal("NaN")]
+    record = {
+        "a": 1,
+        **{f"m{n}": value for n, value in enumerate(missing)},
+        "b": {"c": pd.NA, "d": ""},
+        "e": missing[:2],
+    }
+    assert without_nulls(record) == {"a": 1, "b": {"d": ""}, "e": [None, None]}
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (" 7 \n", " 7 \n"), ("007", "007"), ("1e3", "1e3"), ("nan", "nan"), ("None", "None"), (True, "true"),
+        (np.int64(7), "7"), (np.float64(0.5), "0.5"), (np.bool_(False), "false"), (np.str_("x"), "x"),
+        (Decimal("7.50"), "7.50"), (date(2024, 2, 9), "2024-02-09"), (datetime(2024, 2, 9, 1), "2024-02-09T01:00:00"),
+        ({"a": [1, "é", None, Decimal("1.0")]}, '{"a": [1, "é", null, 1.0]}'), (["x", True], '["x", true]'),
+        (np.array([1, 2]), "[1, 2]"),
+    ],
+)  # fmt: skip
+def test_an_answer_is_kept_to_the_letter(value: Any, text: str) -> None:
+    assert text_of(value, "answer") == text
+
+
+@pytest.mark.parametrize(
+    ("literal", "text"),
+    [('" 7 "', " 7 "), ('"007"', "007"), ("1e3", "1e3"), ("7.50", "7.50"), ("true", "true")],
+)  # fmt: skip
+def test_a_ground_truth_of_a_file_is_kept_to_the_letter(folder: Path, literal: str, text: str) -> None:
+    assert read(folder, "question", f'{{"question": "?", "answer": {literal}}}')[0].answer == text
+    [row] = read(folder, "verl", f'{{"prompt": "?", "reward_model": {{"ground_truth": {literal}}}}}')
+    assert row.answer == text
+
+
+def test_the_message_of_a_skipped_row_has_the_users_own_column(folder: Path) -> None:
+    rows = [
+        {"problem": "2 + 5?", "truth": {"text": "7"}},
+        {"problem": "2 + 6?", "truth": {"text": None}},
+        {"truth": {"text": "1"}},
+    ]
+    (folder / "train.jsonl").write_text("\n".join(json.dumps(row) for row in rows))  # fmt: skip
+    split = read_split(folder, columns={"question": "problem", "answer": "truth.text"})
+    assert [str(skipped) for skipped in split.skipped] == [
+        "train.jsonl:2: the row has no `truth.text`: add it",
+        "train.jsonl:3: the row has no `problem`: add it",
+    ]
+
+
+def test_pictures_under_another_name_are_asked_for_by_the_key(folder: Path) -> None:
+    rows = [{"question": "<image>?", "answer": "7", "photo": "a.png"}, {"question": "?", "answer": "7"}]
+    (folder / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    [skipped] = read_split(folder).skipped
+    assert "data.columns={images: COLUMN}" in skipped.detail
+
+
+@pytest.mark.parametrize("column", ["id", "image", "images", "video", "videos", "audio", "audios", "system"])
+@pytest.mark.parametrize("missing", ["null", "NaN", '""'])
+def test_rows_of_offline_jobs_may_have_nulls(folder: Path, column: str, missing: str) -> None:
+    messages = [{"role": role, "content": "7", "weight": None} for role in ("user", "assistant")]
+    (folder / "train.jsonl").write_text(f'{{"messages": {json.dumps(messages)}, "{column}": {missing}}}\n' * 3)
+    split = read_conversations(folder, "train", "conversation")
+    assert [row.sample_id for row in split.rows] == ["train-1", "train-2", "train-3"]
+    assert all(row.endings[0].turns[0].is_trained for row in split.rows)
+
+
+def test_one_picture_of_an_offline_row_needs_no_list(folder: Path) -> None:
+    row = {"messages": [TURN, {"role": "assistant", "content": "7"}]}
+    rows = [row | {"image": "a.png"}, row | {"images": "a.png"}, row | {"image": ["a.png", None]}]
+    (folder / "train.jsonl").write_text("\ufeff" + "\r\n".join(map(json.dumps, rows)), encoding="utf-8")
+    assert [len(row.images) for row in read_conversations(folder, "train", "conversation").rows] == [1, 1, 1]

@@ -1,4 +1,4 @@
-"""PreflightFinding: a mismatch between model, tokenizer, template, data and rewards, with its key and the next action."""
+"""PreflightFinding: a mismatch between model, tokenizer, template, data and rewards, and the next action."""
 
 from __future__ import annotations
 

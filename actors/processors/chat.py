@@ -18,7 +18,6 @@ from transformers import (
     AutoConfig,
     AutoProcessor,
     AutoTokenizer,
-    GenerationConfig,
     PreTrainedTokenizerBase,
     ProcessorMixin,
 )
@@ -38,6 +37,8 @@ from actors.processors.audio import (
     require_soundfile,
 )
 from actors.processors.image import check_image, decode_image, measure_image, read_image
+from actors.processors.text.chat_template import ChatTemplate, give_template
+from actors.processors.text.special_tokens import decode_response, end_token_ids, pad_token_id, reserved_tokens
 from actors.processors.video import LoadedVideo, VideoLimits, check_video, decode_video, load_video, require_av
 from cluster.errors import MediaError, PromptError
 from cluster.records.media import MediaHandle, MediaKeeper, ProcessedMedia, content_key
@@ -144,8 +145,20 @@ class ChatProcessor:
         self._takes_parts = self.takes_pictures or isinstance(self._family, AudioFamily)
         self._processor = _load(self._family, model, data) if self._takes_parts else _load_tokenizer(model)
         self._tokenizer = self._processor.tokenizer if self._takes_parts else self._processor
-        added = self._tokenizer.added_tokens_decoder
-        self._special = re.compile("|".join(re.escape(token.content) for token in added.values() if token.special))
+        give_template(self._processor, model)
+        self.template = ChatTemplate(
+            self._processor, takes_parts=self._takes_parts, template_kwargs=data.template_kwargs
+        )
+        self.media_token_ids = self._family.media_token_ids(self._tokenizer)
+        self.eos_token_ids = end_token_ids(model, self._tokenizer)
+        written_end = self.first_end(self.template.answer_tail())
+        if written_end is not None:
+            self.eos_token_ids = tuple(dict.fromkeys((written_end[1], *self.eos_token_ids)))
+        self.pad_token_id = pad_token_id(self._tokenizer, self.eos_token_ids)
+        self._hidden = frozenset((*self.eos_token_ids, self.pad_token_id, *self.media_token_ids))
+        media_types = {"image": self.takes_pictures, "video": self.takes_videos, "audio": self.takes_audios}
+        written = self.template.written([kind for kind, is_taken in media_types.items() if is_taken])
+        self._reserved = reserved_tokens(self._tokenizer, self._hidden, written)
         self._refuse_unfit_config()
         self._encode = lru_cache(maxsize=NUM_CACHED_QUESTIONS)(self._render_and_tokenize)
         if isinstance(self._family, PictureFamily):
@@ -156,14 +169,10 @@ class ChatProcessor:
             self._audio_limits = self._limits_of_audios(model, data)
         self.fingerprint = _fingerprint(self._processor, self._tokenizer)
         self._video_fingerprint = f"{self.fingerprint} {data.video.model_dump_json()}"
-        self.media_token_ids = self._family.media_token_ids(self._tokenizer)
-        self.eos_token_ids = _eos_token_ids(model, self._tokenizer.eos_token_id)
         config = self._model_config = AutoConfig.from_pretrained(model)
         self.image_token_id: int | None = (
             self._family.compact_placeholder_id(config) if isinstance(self._family, PictureFamily) else None
         )
-        pad = self._tokenizer.pad_token_id
-        self.pad_token_id: int = self._tokenizer.eos_token_id if pad is None else pad
 
     def prepare(self, row: Row, prompt_id: str) -> Prompt:
         """The row as a prompt, its pictures processed and stored.
@@ -209,30 +218,59 @@ class ChatProcessor:
         return len(row.images) + len(row.videos) + len(row.audios)
 
     def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
-        """The text of a response, special tokens left out."""
-        return self._tokenizer.decode(np.asarray(token_ids).tolist(), skip_special_tokens=True)
+        """The text of a response without the tokens that end it, padding and media."""
+        return decode_response(self._tokenizer, token_ids, self._hidden)
 
     def encode_answer(self, text: str) -> np.ndarray:
-        """int32 [T]: `text` as the policy would write it, ending in EOS; the target of a supervised step.
+        """int32 [T]: `text` as the policy would write it, and the token that ends it; the target of a supervised step.
 
         Raises:
             PromptError: the text imitates special tokens.
         """
         self.refuse_special_tokens(text)
         ids = self._tokenizer(text, add_special_tokens=False).input_ids
-        return np.array([*ids, self._tokenizer.eos_token_id], dtype=np.int32)
+        return np.array([*ids, self.eos_token_ids[0]], dtype=np.int32)
 
     def render(self, turns: Sequence[tuple[str, str]], *, is_open: bool) -> str:
-        """The chat template's text of (role, text) turns; `is_open` adds the head of the answer that comes next."""
-        # Templates of text-only models know no parts.
-        messages = [{"role": r, "content": _content(text) if self._takes_parts else text} for r, text in turns]
-        return self._processor.apply_chat_template(messages, add_generation_prompt=is_open, tokenize=False)
+        """The chat template's text of (role, text) turns; `is_open` adds the head of the answer that comes next.
+
+        Raises:
+            PromptError: the template refuses the turns, or has no place for their media.
+        """
+        as_parts = _content if self._takes_parts else _text_part
+        return self.template.render([(role, as_parts(text)) for role, text in turns], is_open=is_open)
 
     def tokenize(self, text: str) -> np.ndarray:
         """int32 [T]: the ids of rendered text, one placeholder a picture."""
         if self.takes_pictures and isinstance(self._family, PictureFamily):
             text = self._family.spaced(text, self._tokenizer)
         return np.array(self._tokenizer(text, add_special_tokens=False).input_ids, dtype=np.int32)
+
+    @property
+    def num_embeddings(self) -> int:
+        """Ids that the model has embeddings for; more than tokens where these are padded."""
+        return int(self._model_config.get_text_config().vocab_size)
+
+    def tokens_beyond_embeddings(self) -> dict[str, int]:
+        """The tokens that the model has no embedding for, in the order of their ids."""
+        size = self.num_embeddings
+        found = [(i, token) for token, i in self._tokenizer.get_vocab().items() if i >= size]
+        return {token: i for i, token in sorted(found)}
+
+    def special_ids(self) -> dict[str, tuple[int, ...]]:
+        """The ids with a meaning of their own, by the name that checkpoints give them."""
+        placeholder = () if self.image_token_id is None else (self.image_token_id,)
+        return {
+            "eos_token_id": self.eos_token_ids,
+            "pad_token_id": (self.pad_token_id,),
+            "image_token_id": placeholder,
+        }
+
+    def first_end(self, rendered: str) -> tuple[str, int] | None:
+        """Text and id of the first token in `rendered` that ends a response; None if there is none."""
+        ends = [(self._tokenizer.convert_ids_to_tokens(i), i) for i in self.eos_token_ids]
+        written = [(text, i) for text, i in ends if text in rendered]
+        return min(written, key=lambda end: rendered.index(end[0]), default=None)
 
     def end_of_turn(self, rendered: str) -> tuple[str, int] | None:
         """Text and id of the token at the start of `rendered` that ends a response; None if there is none."""
@@ -486,7 +524,7 @@ class ChatProcessor:
 
     def refuse_special_tokens(self, text: str) -> None:
         """Raises: PromptError: the text holds what only the chat template may write."""
-        found = self._special.search(text)
+        found = self._reserved.search(text)
         if found:
             raise PromptError(
                 f"the text {text[:80]!r} contains the special token {found.group()!r}, which only the chat template "
@@ -523,7 +561,7 @@ class ChatProcessor:
 
     def _refuse_unfit_config(self) -> None:
         for key, text in (("prompt_suffix", self._data.prompt_suffix), ("system_prompt", self._data.system_prompt)):
-            if MEDIA_PLACEHOLDERS.search(text) or self._special.search(text):
+            if MEDIA_PLACEHOLDERS.search(text) or self._reserved.search(text):
                 raise ValueError(
                     f"data.{key} is {text!r}: remove {IMAGE_PLACEHOLDER}, {VIDEO_PLACEHOLDER}, {AUDIO_PLACEHOLDER} and "
                     "special tokens from it, media stand in the question and turns are made by the chat template"
@@ -547,6 +585,11 @@ def expand(
     for span, ids in zip(spans, expansions, strict=True):
         expanded[span.start : span.end] = ids
     return expanded, spans
+
+
+def _text_part(text: str) -> list[dict[str, str]]:
+    """The parts of a turn of a text-only model, to which placeholders are text."""
+    return [{"type": "text", "text": text}]
 
 
 def _content(question: str) -> list[dict[str, str]]:
@@ -606,11 +649,6 @@ def _load_tokenizer(model: str) -> PreTrainedTokenizerBase:
         raise ValueError(
             f"policy.model={model} has no tokenizer that loads ({type(error).__name__}: {error}): download it again"
         ) from error
-    if tokenizer.chat_template is None:
-        raise ValueError(
-            f"policy.model={model} has no chat template: choose an instruction-tuned checkpoint, or put a "
-            "chat_template.jinja into the folder"
-        )
     return tokenizer
 
 
@@ -638,16 +676,6 @@ def _fingerprint(processor: ProcessorMixin | PreTrainedTokenizerBase, tokenizer:
         "transformers": transformers.__version__,
     }
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
-
-
-def _eos_token_ids(model: str, tokenizer_eos: int) -> tuple[int, ...]:
-    """The ids that end a response: the tokenizer's own first, then those that the checkpoint generates with."""
-    try:
-        configured = GenerationConfig.from_pretrained(model).eos_token_id
-    except OSError:  # a checkpoint may come without a generation_config.json
-        return (tokenizer_eos,)
-    others = configured if isinstance(configured, list) else [configured]
-    return tuple(dict.fromkeys([tokenizer_eos, *(i for i in others if i is not None)]))
 
 
 def _thumbnail(image: Image.Image) -> bytes:

@@ -67,7 +67,7 @@ class ConversationProcessor:
         reward model reads.
         """
         self.media_token_ids: tuple[int, ...] = ()  # none is banned: nothing is sampled
-        self._chat = chat
+        self.chat = chat
         self._system = (("system", system_prompt),) if system_prompt else ()
         self._max_tokens = max_tokens
         self._has_tail = has_tail
@@ -80,9 +80,9 @@ class ConversationProcessor:
             PromptError: the row is too long, has too many media, or its text imitates special tokens.
         """
         self._check(row)
-        loaded = self._chat.load_media(row)
+        loaded = self.chat.load_media(row)
         context, wholes = self._laid_out(row, loaded.measured)
-        stored = self._chat.store_media(row, loaded)
+        stored = self.chat.store_media(row, loaded)
         num_context = wholes[0].num_context
         prompt = Prompt(
             prompt_id=prompt_id,
@@ -108,24 +108,24 @@ class ConversationProcessor:
             MediaError, PromptError: as `prepare`, except for pictures that are damaged behind their header.
         """
         self._check(row)
-        _, wholes = self._laid_out(row, self._chat.measure_media(row))
+        _, wholes = self._laid_out(row, self.chat.measure_media(row))
         return max(len(whole.ids) for whole in wholes)
 
     def num_media(self, row: Conversation) -> int:
         """How many media the prompt of a row has."""
-        return self._chat.num_media(row)
+        return self.chat.num_media(row)
 
     def _check(self, row: Conversation) -> None:
-        self._chat.check_media(row)
+        self.chat.check_media(row)
         for turn in (*row.context, *(turn for ending in row.endings for turn in ending.turns)):
-            self._chat.refuse_imitations(turn.text)
+            self.chat.refuse_imitations(turn.text)
 
     def _laid_out(self, row: Conversation, measured: MeasuredMedia) -> tuple[_Pieces, list[_Whole]]:
         """The context, and it with each of the endings."""
         has_system = row.context[0].role == "system"
         turns = [*(() if has_system else self._system), *((turn.role, turn.text) for turn in row.context)]
-        text = self._chat.render(turns, is_open=True)
-        ids = self._chat.tokenize(text)
+        text = self.chat.render(turns, is_open=True)
+        ids = self.chat.tokenize(text)
         context = _Pieces(text, ids, np.zeros(len(ids), dtype=bool))
         endings = [self._ending(row.sample_id, turns, text, ending) for ending in row.endings]
         return context, [self._whole(row, context, ending, measured) for ending in endings]
@@ -136,15 +136,15 @@ class ConversationProcessor:
         so_far = list(turns)
         for turn in ending.turns:
             if turn.role == "assistant":
-                before = self._chat.render(so_far, is_open=True)
-                pieces.append((self._chat.tokenize(_rest(before, done, name)), False))
-                after = self._chat.render([*so_far, (turn.role, turn.text)], is_open=False)
+                before = self.chat.render(so_far, is_open=True)
+                pieces.append((self.chat.tokenize(_rest(before, done, name)), False))
+                after = self.chat.render([*so_far, (turn.role, turn.text)], is_open=False)
                 answer, done = self._answer(name, turn, before, after)
                 pieces.append((answer, turn.is_trained))
             so_far.append((turn.role, turn.text))
         if self._has_tail:
-            whole = self._chat.render(so_far, is_open=False)
-            pieces.append((self._chat.tokenize(_rest(whole, done, name)), False))
+            whole = self.chat.render(so_far, is_open=False)
+            pieces.append((self.chat.tokenize(_rest(whole, done, name)), False))
             done = whole
         ids = np.concatenate([piece for piece, _ in pieces])
         return _Pieces(done, ids, np.concatenate([np.full(len(piece), trained) for piece, trained in pieces]))
@@ -153,18 +153,18 @@ class ConversationProcessor:
         """Ids of a turn of the assistant, the token that ends it included, and the rendered text up to there."""
         rest = _rest(after, before, name)
         written = next((text for text in (turn.text, turn.text.strip()) if rest.startswith(text)), None)
-        end = None if written is None else self._chat.end_of_turn(rest[len(written) :])
+        end = None if written is None else self.chat.end_of_turn(rest[len(written) :])
         if written is None or end is None:
             raise PromptError(
                 f"{name}: the chat template of policy.model writes an answer as {rest[:80]!r}, and not as its text and "
                 "a token that ends it: use another template, or another checkpoint"
             )
         text, token = end
-        return np.append(self._chat.tokenize(written), np.int32(token)), before + written + text
+        return np.append(self.chat.tokenize(written), np.int32(token)), before + written + text
 
     def _whole(self, row: Conversation, context: _Pieces, ending: _Pieces, measured: MeasuredMedia) -> _Whole:
         compact = np.concatenate([context.ids, ending.ids])
-        places, expansions, order = self._chat.media_expansions(compact, row, measured)
+        places, expansions, order = self.chat.media_expansions(compact, row, measured)
         ids, spans = expand(compact, places, expansions)
         if len(ids) > self._max_tokens:
             raise TooLongError(

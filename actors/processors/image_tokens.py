@@ -30,6 +30,7 @@ class ImageTokenProcessor:
     def __init__(self, model: str, data: DataConfig, sampler: SamplerConfig) -> None:
         self._processor: Any = AutoProcessor.from_pretrained(model)
         self._suffix = data.prompt_suffix
+        self._template_kwargs = dict(data.template_kwargs)
         needed = num_image_tokens(AutoConfig.from_pretrained(model))
         self._longest = min(data.max_prompt_tokens, sampler.max_model_len - needed)
         if self._longest < 1:
@@ -40,6 +41,10 @@ class ImageTokenProcessor:
         tokenizer = self._processor.tokenizer
         self.pad_token_id: int = tokenizer.pad_token_id
         self.fingerprint = hashlib.sha256(repr((tokenizer.chat_template, len(tokenizer))).encode()).hexdigest()
+
+    @property
+    def template_source(self) -> str:
+        return str(self._processor.chat_template)
 
     def prepare(self, row: Row, prompt_id: str) -> Prompt:
         """The row as a prompt.
@@ -66,7 +71,9 @@ class ImageTokenProcessor:
                 f"text of {len(text.strip())} characters: a picture is drawn of one text, so change or remove the row"
             )
         turn = [{"role": "user", "content": [{"type": "text", "text": text}]}]
-        rendered = self._processor.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)
+        rendered = self._processor.apply_chat_template(
+            turn, add_generation_prompt=True, tokenize=False, **self._template_kwargs
+        )
         tokenizer = self._processor.tokenizer
         ids = tokenizer(rendered + tokenizer.boi_token, add_special_tokens=False)["input_ids"]
         if len(ids) > self._longest:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 from transformers import AutoTokenizer
 
+from actors.processors.text.special_tokens import decode_response
 from actors.rollout.media_batcher import MediaBatcher
 from actors.rollout.server import PromptServer
 from actors.samplers import build_sampler
@@ -34,6 +35,7 @@ class RolloutActor(PromptServer):
         super().__init__()
         self._sampler = build_sampler(sampler, settings)
         self._tokenizer = None if settings.denoising else AutoTokenizer.from_pretrained(settings.model)
+        self._hidden_ids = settings.hidden_ids
         self._media = MediaBatcher(MediaReader(timeout_s=object_timeout_s, max_items=MEDIA_IN_MEMORY))
 
     async def start(self) -> None:
@@ -107,7 +109,7 @@ class RolloutActor(PromptServer):
     def _response(self, sequence: SampledSequence) -> Response:
         is_truncated, text = sequence.finish_reason is FinishReason.LENGTH, ""
         if self._tokenizer is not None and isinstance(sequence.actions, TokenActions) and not sequence.pictures:
-            text = self._tokenizer.decode(sequence.actions.token_ids, skip_special_tokens=True)
+            text = decode_response(self._tokenizer, sequence.actions.token_ids, self._hidden_ids)
         return Response(text, sequence.num_tokens, is_truncated, sequence.pictures)
 
     def _trajectory(self, prompt: Prompt, index: int, sequence: SampledSequence) -> Trajectory:

@@ -50,6 +50,11 @@ class EngineSettings:
     denoising: Denoising | None = None  # of a flow model
     image_guidance: float = 1.0  # of a model that draws token by token
 
+    @property
+    def hidden_ids(self) -> frozenset[int]:
+        """The ids that are no part of a response's text: ends, padding and media."""
+        return frozenset((*self.stop_ids, self.pad_id, *self.banned_ids))
+
     def expected_by(self, manifest: Manifest) -> Manifest:
         """The manifest that a push of `manifest` must have."""
         return self.adapters.manifest if self.adapters_of(manifest) else self.expected

@@ -45,7 +45,7 @@ class HuggingFaceSampler(InProcessSampler):
     ) -> list[SampledSequence]:
         emit_here = partial(asyncio.get_running_loop().call_soon_threadsafe, emit)
         chunk_tokens = self._settings.chunk_tokens
-        stop_strings = StopStrings(self._settings.model, settings.stop_strings)
+        stop_strings = StopStrings(self._settings.model, settings.stop_strings, self._settings.hidden_ids)
         progress = GroupProgress(attempt, settings.num_samples, chunk_tokens, emit_here, stop_strings)
         async with self._serving(settings.min_version):
             await asyncio.to_thread(self._sample, prompt, media, settings, attempt, progress)

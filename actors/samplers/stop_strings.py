@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from transformers import AutoTokenizer
 
+from actors.processors.text.special_tokens import decode_response
 from cluster.records.actions import TokenActions
 from cluster.records.partial_response import SampledSequence
 from cluster.records.trajectory import FinishReason
@@ -19,14 +20,17 @@ from cluster.records.trajectory import FinishReason
 class StopStrings:
     """Ends a response with the token that completes a stop string; token ids stay as the engine sampled them.
 
-    The whole text of a response is searched, without special tokens, so a stop string that began before an
+    The whole text of a response is searched, as reward functions read it, so a stop string that began before an
     attempt was interrupted counts too.
     """
 
-    def __init__(self, model: str, strings: Sequence[str]) -> None:
-        """`model` is the checkpoint whose tokenizer reads the responses; it is not read without `strings`."""
+    def __init__(self, model: str, strings: Sequence[str], hidden: Collection[int] = ()) -> None:
+        """`model` is the checkpoint whose tokenizer reads the responses; it is not read without `strings`. Ids of
+        `hidden` are no part of a response's text.
+        """
         self._model = model
         self._strings = tuple(strings)
+        self._hidden = frozenset(hidden)
 
     @property
     def are_on(self) -> bool:
@@ -44,7 +48,7 @@ class StopStrings:
         return replace(sequence.until(length), finish_reason=FinishReason.STOP_STRING)
 
     def _has_one(self, ids: np.ndarray) -> bool:
-        text = _tokenizer(self._model).decode(ids, skip_special_tokens=True)
+        text = decode_response(_tokenizer(self._model), ids, self._hidden)
         return any(string in text for string in self._strings)
 
 

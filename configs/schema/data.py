@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
@@ -169,6 +169,9 @@ class DataConfig(SourceConfig):
     """Text appended to every question."""
     system_prompt: str
     """System turn of every prompt; empty for none."""
+    template_kwargs: dict[str, Any]
+    """Variables of the chat template, e.g. `{enable_thinking: false}`; the template has to read each of them. They hold
+    wherever a conversation is rendered: RL, supervised rows, offline jobs, evaluation and serving."""
     max_prompt_tokens: PositiveInt
     """A longer prompt (vision tokens included) is skipped and counted, never cut."""
     min_pixels: PositiveInt

@@ -3,36 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING
 
-from cluster.weight_sync.manifest import Manifest
 from configs.schema import RunConfig
 from deploy.preflight.findings import PreflightFinding
-
-if TYPE_CHECKING:
-    from actors.processors.chat import ChatProcessor
-    from actors.processors.conversation import ConversationProcessor
-    from actors.processors.flow import FlowProcessor
-    from actors.processors.image_tokens import ImageTokenProcessor
-    from actors.processors.picture_pairs import PicturePairProcessor
-
-
-@dataclass(frozen=True)
-class LoadedModel:
-    """The parts of `policy.model` that are loaded before a run; checks read these and load nothing twice."""
-
-    folder: Path  # with the files of the trained network
-    checkpoint: Manifest
-    processor: (
-        ChatProcessor | ConversationProcessor | FlowProcessor | PicturePairProcessor | ImageTokenProcessor
-    )  # by the job and the kind of model
-
+from deploy.preflight.loaded import LoadedModel
+from deploy.preflight.templates import (
+    check_answers,
+    check_pictures,
+    check_question,
+    check_system_prompt,
+    check_template_kwargs,
+    check_turns,
+)
+from deploy.preflight.tokens import check_special_ids, check_vocabulary
 
 Check = Callable[[RunConfig, LoadedModel], Iterable[PreflightFinding]]
 
-CHECKS: tuple[Check, ...] = ()
+CHECKS: tuple[Check, ...] = (
+    check_vocabulary,
+    check_special_ids,
+    check_template_kwargs,
+    check_question,
+    check_system_prompt,
+    check_answers,
+    check_turns,
+    check_pictures,
+)
 """In the order in which findings are shown. Each takes a second at most: it reads files and encodes short texts."""
 
 

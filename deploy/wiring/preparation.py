@@ -33,8 +33,9 @@ from configs.schema import EvaluationConfig, PolicyConfig, RunConfig
 from configs.schema.data import WRITTEN
 from configs.schema.rollout import SamplerKind
 from deploy.datasets.written_data import write_data
-from deploy.preflight.checks import LoadedModel, find_mismatches
+from deploy.preflight.checks import find_mismatches
 from deploy.preflight.findings import refuse
+from deploy.preflight.loaded import LoadedModel
 from learner.policies.families import DRAWING_TYPES, family_at, frozen_prefixes, max_positions, model_type_at
 from learner.policies.flow.denoising import Denoising
 from learner.policies.flow.families import INDEX, TRANSFORMER

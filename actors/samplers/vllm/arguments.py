@@ -74,6 +74,7 @@ def sampling_params(engine: EngineSettings, settings: SamplingSettings) -> Sampl
         stop=list(settings.stop_strings),
         include_stop_str_in_output=True,
         detokenize=bool(settings.stop_strings),
+        skip_special_tokens=False,  # a stop string may be a tag that is one
         output_kind=RequestOutputKind.DELTA if is_reported else RequestOutputKind.FINAL_ONLY,
         stream_interval=engine.chunk_tokens,
         skip_clone=True,  # made for this request alone

@@ -121,7 +121,7 @@ class VLLMSampler:
         if self._is_asleep:
             raise RolloutError(f"prompt {prompt.prompt_id} was asked of an engine that sleeps: its weights may be dead")
         chunk_tokens = self._settings.chunk_tokens
-        stop_strings = StopStrings(self._settings.model, settings.stop_strings)
+        stop_strings = StopStrings(self._settings.model, settings.stop_strings, self._settings.hidden_ids)
         progress = GroupProgress(attempt, settings.num_samples, chunk_tokens, emit, stop_strings)
         has_first = settings.first_token_temperature > 0
         if has_first:

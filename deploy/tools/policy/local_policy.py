@@ -18,6 +18,9 @@ from cluster.records.trajectory import Prompt
 from cluster.roles import SamplingSettings
 from cluster.weight_sync.manifest import checkpoint_manifest
 from configs.schema import RunConfig
+from deploy.preflight.checks import find_mismatches
+from deploy.preflight.findings import refuse
+from deploy.preflight.loaded import LoadedModel
 from deploy.wiring.preparation import Prepared, ensure_model, require_model
 from deploy.wiring.rollouts import engine_settings
 
@@ -56,6 +59,7 @@ class LocalPolicy:
             config.policy.model, config.data, config.sampler, media, keep_files=False, device=config.resources.device
         )
         checkpoint = checkpoint_manifest(folder, config.resources.dtype)
+        refuse(find_mismatches(config, LoadedModel(folder, checkpoint, self.chat)))
         prepared = Prepared(config, folder, checkpoint, self.chat, media, {})
         self._sampler = build_sampler(config.sampler.kind.value, engine_settings(prepared, 0))
         self._media = MediaReader(timeout_s=config.timeouts.object_s, max_items=MEDIA_IN_MEMORY)

@@ -54,6 +54,7 @@ def data_config(**changes: object) -> DataConfig:
         audio=load_config(["experiment=digits"]).data.audio,
         prompt_suffix=r" Answer in \boxed{}.",
         system_prompt="",
+        template_kwargs={},
         max_prompt_tokens=512,
         min_pixels=MIN_PIXELS,
         max_pixels=MAX_PIXELS,

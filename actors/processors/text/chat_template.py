@@ -1,0 +1,155 @@
+"""ChatTemplate: renders turns with a checkpoint's chat template, with content in the form that the template takes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from enum import StrEnum
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
+
+from cluster.errors import PromptError
+
+Message = tuple[str, Sequence[Mapping[str, str]]]
+"""(role, parts of the content)"""
+
+PROBE = "probe7c1f"
+_PART_MARKUP = re.compile(r"""['"]type['"]\s*:""")  # a list of parts that was written as if it were text
+_EARLIER = (("user", PROBE[:5]), ("assistant", PROBE[:5]))
+
+
+class ContentForm(StrEnum):
+    """The form of a message's content."""
+
+    PARTS = "parts"  # a list of mappings with a type
+    TEXT = "text"
+
+
+class ChatTemplate:
+    """The template of a processor or tokenizer, tried with short messages of each role when it is built.
+
+    Vision-language models are given parts and text-only models text, unless the template then loses the text or writes
+    the list itself.
+    """
+
+    def __init__(
+        self,
+        renderer: ProcessorMixin | PreTrainedTokenizerBase,
+        *,
+        takes_parts: bool,
+        template_kwargs: Mapping[str, Any],
+    ) -> None:
+        """`template_kwargs` is `data.template_kwargs`."""
+        self._renderer: Any = renderer
+        self._kwargs = dict(template_kwargs)
+        order = tuple(ContentForm)
+        self._order = order if takes_parts else order[::-1]
+        self._forms: dict[str, ContentForm] = {}
+        for role in ("user", "assistant", "system", "tool"):
+            self._forms[role] = next((form for form in self._order if self._is_taken(role, form)), self._order[0])
+
+    @property
+    def source(self) -> str:
+        return str(self._renderer.chat_template)
+
+    def form(self, role: str) -> ContentForm:
+        """The form in which the content of this role is given."""
+        return self._forms.get(role, self._forms["user"])
+
+    def render(self, messages: Sequence[Message], *, is_open: bool) -> str:
+        """The text of the messages; `is_open` adds the head of the answer that comes next.
+
+        Raises:
+            PromptError: the template refuses the messages, or has no place for their media.
+        """
+        given = [{"role": role, "content": self._content(role, parts)} for role, parts in messages]
+        try:
+            return self._rendered(given, is_open)
+        except Exception as error:  # templates refuse with errors of many kinds
+            roles = ", ".join(role for role, _ in messages)
+            raise PromptError(
+                f"the chat template of policy.model refuses turns of {roles} ({type(error).__name__}: {error}): change "
+                "the row, or use another template"
+            ) from error
+
+    def written(self, media: Sequence[str]) -> list[str]:
+        """The texts that the template writes around turns of each role, and around parts of the types in `media`."""
+        text = {"type": "text", "text": PROBE}
+        turns: list[list[Message]] = [
+            [("user", [text]), ("assistant", [text]), ("user", [text])],
+            [("system", [text]), ("user", [text])],
+            [("user", [text]), ("assistant", [text]), ("tool", [text])],
+            *([("user", [{"type": kind}, text])] for kind in media),
+        ]
+        found = []
+        for messages in turns:
+            with suppress(PromptError):  # a role or a medium that the template does not take
+                found.append(self.render(messages, is_open=True).replace(PROBE, ""))
+        return found
+
+    def answer_tail(self) -> str:
+        """The text that the template writes behind an answer; empty if it refuses or drops one."""
+        messages = [("user", [{"type": "text", "text": PROBE[:5]}]), ("assistant", [{"type": "text", "text": PROBE}])]
+        with suppress(PromptError):
+            return self.render(messages, is_open=False).rpartition(PROBE)[2]
+        return ""
+
+    def _content(self, role: str, parts: Sequence[Mapping[str, str]]) -> Any:
+        if self.form(role) is ContentForm.PARTS:
+            return [dict(part) for part in parts]
+        media = [part["type"] for part in parts if part["type"] != "text"]
+        if media:
+            raise PromptError(
+                f"the chat template of policy.model takes the content of a {role} turn as text alone, so it has no "
+                f"place for the {media[0]} in it: remove the row, or use a template that takes parts"
+            )
+        return "".join(part["text"] for part in parts)
+
+    def _is_taken(self, role: str, form: ContentForm) -> bool:
+        """Whether the template writes the text of a turn of `role` whose content has this form."""
+        turns = {
+            "user": [("user", PROBE)],
+            "assistant": [_EARLIER[0], ("assistant", PROBE), _EARLIER[0]],
+            "system": [("system", PROBE), _EARLIER[0]],
+            "tool": [*_EARLIER, ("tool", PROBE)],
+        }[role]
+        given = []
+        for other, text in turns:
+            is_text = (form if text == PROBE else self.form(other)) is ContentForm.TEXT
+            given.append({"role": other, "content": text if is_text else [{"type": "text", "text": text}]})
+        try:
+            rendered = self._rendered(given, True)
+        except Exception:  # the template refuses this form, or this role
+            return False
+        return PROBE in rendered and not _PART_MARKUP.search(rendered)
+
+    def _rendered(self, messages: list[dict[str, Any]], is_open: bool) -> str:
+        return self._renderer.apply_chat_template(
+            messages, add_generation_prompt=is_open, tokenize=False, **self._kwargs
+        )
+
+
+def give_template(processor: ProcessorMixin | PreTrainedTokenizerBase, model: str) -> None:
+    """Makes one chat template of those in the checkpoint's files the processor's own.
+
+    Raises:
+        ValueError: there is none, or several without a default one.
+    """
+    found: Any = processor.chat_template
+    if not found and isinstance(processor, ProcessorMixin):
+        found = processor.tokenizer.chat_template  # type: ignore[attr-defined]
+    if isinstance(found, dict):
+        if "default" not in found:
+            raise ValueError(
+                f"policy.model={model} has the chat templates {', '.join(found)} and no default one: put the one to "
+                "use into the folder as chat_template.jinja"
+            )
+        found = found["default"]
+    if not found:
+        raise ValueError(
+            f"policy.model={model} has no chat template: choose an instruction-tuned checkpoint, or put a "
+            "chat_template.jinja into the folder"
+        )
+    processor.chat_template = found

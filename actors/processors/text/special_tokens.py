@@ -1,0 +1,73 @@
+"""The token ids of a checkpoint with a meaning of their own: ends of a response, padding, and what templates write."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Sequence
+
+import numpy as np
+from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
+
+_TAG = re.compile(r"</?([A-Za-z][\w-]*)>")
+_MARKER = re.compile(r"<.*>|\[.*\]", re.DOTALL)
+
+
+def end_token_ids(model: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """The ids that end a response: the tokenizer's own first, then those that the checkpoint generates with.
+
+    Raises:
+        ValueError: there is none.
+    """
+    found = [tokenizer.eos_token_id, *_listed(_generation_eos(model))]
+    if not any(i is not None for i in found):
+        found = _listed(getattr(AutoConfig.from_pretrained(model).get_text_config(), "eos_token_id", None))
+    ends = tuple(dict.fromkeys(i for i in found if i is not None))
+    if not ends:
+        raise ValueError(
+            f"policy.model={model} names no token that ends a response: set eos_token_id in its generation_config.json"
+        )
+    return ends
+
+
+def pad_token_id(tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]) -> int:
+    """The id that fills rows of a batch; an end where the tokenizer has none."""
+    return ends[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+
+
+def decode_response(
+    tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int] | np.ndarray, hidden: Collection[int]
+) -> str:
+    """The text of a response. `hidden` ids (ends, padding, media) are left out; tags that are special tokens stay."""
+    ids = [i for i in np.asarray(token_ids).tolist() if i not in hidden]
+    return tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def reserved_tokens(tokenizer: PreTrainedTokenizerBase, ids: Iterable[int], written: Iterable[str]) -> re.Pattern[str]:
+    """Matches the tokens that a row may not contain: those of `ids`, the tokenizer's named ones, and special tokens and
+    markers that the chat template writes in the `written` texts. Tags of a pair such as `<answer>` and `</answer>` are
+    text.
+    """
+    added = {token.content: token for token in tokenizer.added_tokens_decoder.values()}
+    markers = [name for name, token in added.items() if token.special or _MARKER.fullmatch(name)]
+    found = {name for text in written for name in markers if name in text}
+    named = (value for value in tokenizer.special_tokens_map.values() if isinstance(value, str))
+    found.update(tokenizer.convert_ids_to_tokens(list(ids)), named)
+    found = {name for name in found if not _is_tag(name, added)}
+    return re.compile("|".join(map(re.escape, sorted(found, key=len, reverse=True))) or r"(?!)")
+
+
+def _is_tag(name: str, added: Collection[str]) -> bool:
+    """Whether the token is one tag of a pair."""
+    match = _TAG.fullmatch(name)
+    return match is not None and {f"<{match[1]}>", f"</{match[1]}>"} <= set(added)
+
+
+def _generation_eos(model: str) -> int | list[int] | None:
+    try:
+        return GenerationConfig.from_pretrained(model).eos_token_id
+    except OSError:  # a checkpoint may come without a generation_config.json
+        return None
+
+
+def _listed(ids: int | list[int] | None) -> list[int | None]:
+    return list(ids) if isinstance(ids, list) else [ids]

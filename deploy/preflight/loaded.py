@@ -1,0 +1,41 @@
+"""LoadedModel: the parts of `policy.model` that checks read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from actors.processors.chat import ChatProcessor
+from actors.processors.conversation import ConversationProcessor
+from actors.processors.image_tokens import ImageTokenProcessor
+from cluster.weight_sync.manifest import Manifest
+
+if TYPE_CHECKING:
+    from actors.processors.flow import FlowProcessor  # which imports diffusers
+    from actors.processors.picture_pairs import PicturePairProcessor
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """The parts of `policy.model` that are loaded before a run; checks read these and load nothing twice."""
+
+    folder: Path  # with the files of the trained network
+    checkpoint: Manifest
+    processor: (
+        ChatProcessor | ConversationProcessor | FlowProcessor | PicturePairProcessor | ImageTokenProcessor
+    )  # by the job and the kind of model
+
+    @property
+    def chat(self) -> ChatProcessor | None:
+        """The processor of text, and of media in it; None for a model that draws pictures."""
+        if isinstance(self.processor, ConversationProcessor):
+            return self.processor.chat
+        return self.processor if isinstance(self.processor, ChatProcessor) else None
+
+    @property
+    def template_source(self) -> str:
+        """The chat template; empty where none is rendered."""
+        if isinstance(self.processor, ImageTokenProcessor):
+            return self.processor.template_source
+        return self.chat.template.source if self.chat else ""

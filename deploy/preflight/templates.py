@@ -1,0 +1,117 @@
+"""Checks that render and encode short conversations with the chat template of `policy.model`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+
+from actors.datasets.rows import IMAGE_PLACEHOLDER
+from actors.environments.bridge import TurnBridge
+from actors.processors.chat import ChatProcessor
+from cluster.errors import PromptError
+from configs.schema import RunConfig
+from deploy.preflight.findings import PreflightFinding, Severity
+from deploy.preflight.loaded import LoadedModel
+
+MODEL, SYSTEM_PROMPT, TEMPLATE_KWARGS = "policy.model", "data.system_prompt", "data.template_kwargs"
+QUESTION, ANSWER, NEXT_QUESTION = "probe-a41", "probe-b52", "probe-c63"
+ANOTHER = "use another chat template, or another checkpoint"
+
+
+def check_template_kwargs(config: RunConfig, loaded: LoadedModel) -> Iterator[PreflightFinding]:
+    """The template reads every variable."""
+    for name in config.data.template_kwargs:
+        if not re.search(rf"\b{re.escape(name)}\b", loaded.template_source):
+            yield PreflightFinding(
+                TEMPLATE_KWARGS,
+                f"{TEMPLATE_KWARGS}.{name} is not read by the chat template of {MODEL}={config.policy.model}",
+                "correct the name, or remove it",
+            )
+
+
+def check_question(config: RunConfig, loaded: LoadedModel) -> Iterator[PreflightFinding]:
+    """A plain question becomes a prompt with its text."""
+    if loaded.chat is None:
+        return
+    problem = _problem(loaded.chat, [("user", QUESTION)])
+    if problem:
+        yield PreflightFinding(MODEL, _of_template(config, f"cannot write a question: it {problem}"), ANOTHER)
+
+
+def check_system_prompt(config: RunConfig, loaded: LoadedModel) -> Iterator[PreflightFinding]:
+    """`data.system_prompt` stands in the prompt."""
+    if loaded.chat is None or not config.data.system_prompt:
+        return
+    problem = _problem(loaded.chat, [("system", QUESTION), ("user", NEXT_QUESTION)])
+    if problem:
+        yield PreflightFinding(
+            SYSTEM_PROMPT,
+            f"{SYSTEM_PROMPT}={config.data.system_prompt[:40]!r} cannot be used: {_of_template(config, problem)}",
+            f"set {SYSTEM_PROMPT}='' and put the text into the rows or data.prompt_suffix, or {ANOTHER}",
+        )
+
+
+def check_answers(config: RunConfig, loaded: LoadedModel) -> Iterator[PreflightFinding]:
+    """Offline jobs find answers in rendered conversations; responses end with a token that ends one."""
+    chat = loaded.chat
+    if chat is None:
+        return
+    problem = _problem(chat, [("user", QUESTION), ("assistant", ANSWER)], is_open=False)
+    if problem:
+        severity = Severity.REFUSE if config.offline.is_on else Severity.WARN
+        yield PreflightFinding(MODEL, _of_template(config, f"cannot write an answer: it {problem}"), ANOTHER, severity)
+        return
+    tail = chat.template.answer_tail()
+    if tail.strip() and chat.first_end(tail) is None:
+        yield PreflightFinding(
+            MODEL,
+            _of_template(config, f"writes {tail[:40]!r} behind an answer, and none of the tokens that end a response"),
+            "add the id of its end to eos_token_id in generation_config.json of the checkpoint",
+            Severity.WARN,
+        )
+
+
+def check_turns(config: RunConfig, loaded: LoadedModel) -> Iterator[PreflightFinding]:
+    """Environments put observations behind answers of the policy."""
+    if loaded.chat is None or not config.environment.is_on:
+        return
+    try:
+        TurnBridge(loaded.chat, config.policy.model)
+    except ValueError as error:
+        problem, _, action = str(error).rpartition("; ")
+        yield PreflightFinding(MODEL, problem, action)
+
+
+def check_pictures(config: RunConfig, loaded: LoadedModel) -> Iterator[PreflightFinding]:
+    """The template of a model that takes pictures places them."""
+    chat = loaded.chat
+    if chat is None or not chat.takes_pictures or config.sampler.max_images_per_prompt == 0:
+        return
+    try:
+        text = chat.render([("user", f"{IMAGE_PLACEHOLDER}{QUESTION}")], is_open=True)
+        num_placed = int((chat.tokenize(text) == chat.image_token_id).sum())
+    except PromptError:
+        num_placed = 0
+    if num_placed != 1:
+        yield PreflightFinding(
+            MODEL,
+            _of_template(config, f"writes {num_placed} placeholders for one picture"),
+            "rows with pictures will be skipped; use a template that takes parts for those",
+            Severity.WARN,
+        )
+
+
+def _problem(chat: ChatProcessor, turns: Sequence[tuple[str, str]], *, is_open: bool = True) -> str:
+    """Why the template cannot be used for these turns; empty if it can."""
+    try:
+        text = chat.render(turns, is_open=is_open)
+    except PromptError as error:
+        return f"refuses the turns {', '.join(role for role, _ in turns)} ({error.__cause__})"
+    lost = [role for role, content in turns if content not in text]
+    if lost:
+        return f"drops the text of the {lost[0]} turn"
+    return "writes the list of parts as text" if re.search(r"""['"]type['"]\s*:""", text) else ""
+
+
+def _of_template(config: RunConfig, problem: str) -> str:
+    return f"the chat template of {MODEL}={config.policy.model} {problem}"

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from actors.datasets.conversations import Conversation, Ending, Turn
+from actors.datasets.conversations import Conversation, Ending
 from actors.processors.chat import ChatProcessor, MeasuredMedia, expand
+from actors.processors.text.answers import AnswerLayout, unused_mark
 from cluster.errors import PromptError
 from cluster.records.actions import TokenActions
 from cluster.records.trajectory import (
@@ -54,23 +56,33 @@ class ConversationProcessor:
     """Makes a group of each row: the context is its prompt, each ending a trajectory whose reward is the label.
 
     A trajectory's actions are all tokens after the context. `action_mask` is True on those that the assistant writes:
-    the text of its turns and the token that ends each of them, without the template's words between turns. The pieces
-    are tokenised one by one, as they would be if a policy had sampled the turns, so no token crosses a border. No
-    policy has sampled them: `behavior_logprobs` are 0.
+    the text of its turns and the token that ends each of them, without the template's words around answers. The pieces
+    are tokenised one by one, as they would be if a policy had sampled the turns, so no token crosses a border. Later
+    turns stand behind all of an earlier answer, also where the template would drop its thought. No policy has sampled
+    them: `behavior_logprobs` are 0.
 
     `media_spans` of the prompt count on through the actions, where later turns have pictures.
     """
 
-    def __init__(self, chat: ChatProcessor, *, system_prompt: str, max_tokens: int, has_tail: bool) -> None:
+    def __init__(
+        self,
+        chat: ChatProcessor,
+        *,
+        system_prompt: str,
+        max_tokens: int,
+        has_tail: bool,
+        trains_template: bool = False,
+    ) -> None:
         """`system_prompt` begins rows that have no system message, unless it is empty. `max_tokens` is
         `offline.max_tokens`. With `has_tail` an ending goes on to the last token that the chat template writes: what a
-        reward model reads.
+        reward model reads. `trains_template` is `offline.train_template_text`.
         """
         self.media_token_ids: tuple[int, ...] = ()  # none is banned: nothing is sampled
         self.chat = chat
         self._system = (("system", system_prompt),) if system_prompt else ()
         self._max_tokens = max_tokens
         self._has_tail = has_tail
+        self._trains_template = trains_template
 
     def prepare(self, row: Conversation, prompt_id: str) -> ScoredGroup:
         """The row as a group, its media processed and stored.
@@ -124,43 +136,43 @@ class ConversationProcessor:
         """The context, and it with each of the endings."""
         has_system = row.context[0].role == "system"
         turns = [*(() if has_system else self._system), *((turn.role, turn.text) for turn in row.context)]
-        text = self.chat.render(turns, is_open=True)
+        later = [(turn.role, turn.text) for ending in row.endings for turn in ending.turns]
+        mark = unused_mark([text for _, text in (*turns, *later)])
+        layout = AnswerLayout(lambda given, is_open: self.chat.render(given, is_open=is_open), mark, len(turns))
+        first = [layout.placed(turns, ending.turns[0].text) for ending in row.endings]
+        text = os.path.commonprefix([placed.opened if self._trains_template else placed.head for placed in first])
         ids = self.chat.tokenize(text)
         context = _Pieces(text, ids, np.zeros(len(ids), dtype=bool))
-        endings = [self._ending(row.sample_id, turns, text, ending) for ending in row.endings]
+        endings = [self._ending(layout, turns, text, ending) for ending in row.endings]
         return context, [self._whole(row, context, ending, measured) for ending in endings]
 
-    def _ending(self, name: str, turns: Sequence[tuple[str, str]], text: str, ending: Ending) -> _Pieces:
-        """The tokens behind `text`, the rendered context of `turns`."""
-        done, pieces = text, list[tuple[np.ndarray, bool]]()
-        so_far = list(turns)
+    def _ending(self, layout: AnswerLayout, turns: Sequence[tuple[str, str]], done: str, ending: Ending) -> _Pieces:
+        """The tokens behind `done`, the rendered text of the context `turns`.
+
+        Each answer is followed by the token that ends it, also where the template writes none.
+        """
+        pieces = list[tuple[np.ndarray, bool]]()
+        so_far, tail = list(turns), ""
         for turn in ending.turns:
             if turn.role == "assistant":
-                before = self.chat.render(so_far, is_open=True)
-                pieces.append((self.chat.tokenize(_rest(before, done, name)), False))
-                after = self.chat.render([*so_far, (turn.role, turn.text)], is_open=False)
-                answer, done = self._answer(name, turn, before, after)
-                pieces.append((answer, turn.is_trained))
+                placed = layout.placed(so_far, turn.text)
+                head, tail = placed.head.removeprefix(done), placed.tail
+                end, end_id = self.chat.first_end(tail) or ("", self.chat.eos_token_ids[0])
+                behind = tail[: tail.index(end)]
+                num_untrained = len(placed.opened.removeprefix(done)) if self._trains_template else len(head)
+                pieces += [
+                    (self.chat.tokenize(head[:num_untrained]), False),
+                    (self.chat.tokenize(head[num_untrained:]), turn.is_trained),
+                    (self.chat.tokenize(placed.text), turn.is_trained),
+                    (self.chat.tokenize(behind), False),
+                    (np.array([end_id], dtype=np.int32), turn.is_trained),
+                ]
+                done = behind + end
             so_far.append((turn.role, turn.text))
         if self._has_tail:
-            whole = self.chat.render(so_far, is_open=False)
-            pieces.append((self.chat.tokenize(_rest(whole, done, name)), False))
-            done = whole
+            pieces.append((self.chat.tokenize(tail.removeprefix(done)), False))
         ids = np.concatenate([piece for piece, _ in pieces])
         return _Pieces(done, ids, np.concatenate([np.full(len(piece), trained) for piece, trained in pieces]))
-
-    def _answer(self, name: str, turn: Turn, before: str, after: str) -> tuple[np.ndarray, str]:
-        """Ids of a turn of the assistant, the token that ends it included, and the rendered text up to there."""
-        rest = _rest(after, before, name)
-        written = next((text for text in (turn.text, turn.text.strip()) if rest.startswith(text)), None)
-        end = None if written is None else self.chat.end_of_turn(rest[len(written) :])
-        if written is None or end is None:
-            raise PromptError(
-                f"{name}: the chat template of policy.model writes an answer as {rest[:80]!r}, and not as its text and "
-                "a token that ends it: use another template, or another checkpoint"
-            )
-        text, token = end
-        return np.append(self.chat.tokenize(written), np.int32(token)), before + written + text
 
     def _whole(self, row: Conversation, context: _Pieces, ending: _Pieces, measured: MeasuredMedia) -> _Whole:
         compact = np.concatenate([context.ids, ending.ids])
@@ -176,20 +188,6 @@ class ConversationProcessor:
         mask, _ = expand(np.concatenate([context.mask, ending.mask]), places, untrained)
         num_more = sum(len(e) - 1 for place, e in zip(places, expansions, strict=True) if place < len(context.ids))
         return _Whole(ids, mask, len(context.ids) + num_more, spans, order)
-
-
-def _rest(text: str, start: str, name: str) -> str:
-    """The part of `text` after `start`.
-
-    Raises:
-        PromptError: it begins otherwise, so the template has changed an earlier turn.
-    """
-    if not text.startswith(start):
-        raise PromptError(
-            f"{name}: the chat template of policy.model changes earlier turns when later ones follow, so these are "
-            "not the tokens that were answered: split the row into one for each answer, or use another template"
-        )
-    return text[len(start) :]
 
 
 def _trajectory(trajectory_id: str, ids: np.ndarray, mask: np.ndarray, text: str) -> Trajectory:

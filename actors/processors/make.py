@@ -48,4 +48,5 @@ def make_processor(
         system_prompt=config.data.system_prompt,
         max_tokens=config.offline.max_tokens,
         has_tail=config.offline.job == "reward_model",
+        trains_template=config.offline.train_template_text,
     )

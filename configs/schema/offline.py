@@ -40,6 +40,9 @@ class OfflineConfig(Section):
     """Rows of one step: conversations, pairs or scored answers."""
     max_tokens: PositiveInt
     """A row with a longer conversation (vision tokens included) is skipped and counted, never cut."""
+    train_template_text: bool
+    """Train also what the chat template writes between the generation prompt and an answer, such as an empty thought;
+    else the loss covers answers and the tokens that end them."""
     reward_model: RewardModelConfig
     """Parameters of `reward_model`."""
     dpo: DPOConfig

@@ -217,7 +217,7 @@ def test_the_loss_covers_the_assistants_tokens_of_several_turns_alone(config: Ru
     made = processor(config)
     group = made.prepare(row, "0/0/x").group
     [trajectory] = group.trajectories
-    tokenizer = made._chat._tokenizer
+    tokenizer = made.chat._tokenizer
     pieces, ids, mask = [], trajectory.actions.token_ids, trajectory.action_mask
     for start, end in spans_of(mask):
         pieces.append(tokenizer.decode(ids[start:end]))
@@ -229,7 +229,7 @@ def test_context_and_ending_are_the_tokens_of_the_models_own_processor(config: R
     [row] = read_conversations(written(pictures, SEVERAL_TURNS), "train", "conversation").rows
     made = processor(config, has_tail=True)
     group = made.prepare(row, "0/0/x").group
-    own = made._chat._processor
+    own = made.chat._processor
     messages = []
     for turn in (*row.context, *row.endings[0].turns):
         texts = turn.text.split("<image>")
@@ -281,7 +281,7 @@ def test_texts_may_not_imitate_special_tokens(config: RunConfig, pictures: Path)
 
 def test_a_template_that_rewrites_history_is_refused_by_row(config: RunConfig, pictures: Path) -> None:
     made = processor(config)
-    made._chat._processor.chat_template = made._chat._processor.chat_template.replace(
+    made.chat._processor.chat_template = made.chat._processor.chat_template.replace(
         "{{- message['content'] -}}", "{{- message['content'] if loop.last else 'gone' -}}"
     ).replace("{{- part['text'] -}}", "{{- part['text'] if loop.length > 9 or message == messages[-1] else 'gone' -}}")
     row = {"messages": [USER, FOUR, USER, FOUR]}
@@ -331,7 +331,7 @@ def test_videos_stand_where_their_placeholders_do_in_every_turn(config: RunConfi
     actions = groups[2].group.trajectories[0]
     whole = np.concatenate([prompts[2].expanded_ids, actions.actions.token_ids])
     assert span.start >= len(prompts[2].expanded_ids), "it is shown after the first answer"
-    video_id = made._chat._processor.video_token_id
+    video_id = made.chat._processor.video_token_id
     assert (whole[span.start : span.end] == video_id).all() and (whole == video_id).sum() == span.end - span.start
     trained = whole[len(prompts[2].expanded_ids) :][actions.action_mask]
     assert video_id not in trained, "what the policy saw is not what it is to write"

@@ -324,7 +324,7 @@ def find_resumable(folder: Path, resume: Resume, identity: Mapping[str, Any]) ->
 
     Raises:
         PreflightError: resume=never and there is a checkpoint, or it is of another run: a key that may not change has
-            changed.
+            changed. Keys that an older version did not save are not compared.
     """
     latest = latest_complete(folder)
     if latest is None:
@@ -335,12 +335,15 @@ def find_resumable(folder: Path, resume: Resume, identity: Mapping[str, Any]) ->
             "set resume=auto to go on, or name=... for a new run"
         )
     saved = json.loads((latest / _STATE).read_text())["identity"]
-    keys = sorted(saved.keys() | identity.keys())
-    changed = [key for key in keys if key not in saved or key not in identity or saved[key] != identity[key]]
+    changed = [key for key in sorted(saved.keys() & identity.keys()) if saved[key] != identity[key]]
     if changed:
-        was = ", ".join(f"{key}={saved[key]!r}" if key in saved else f"{key} was not set" for key in changed)
+        was = ", ".join(f"{key}={_shown(saved[key])} (now {_shown(identity[key])})" for key in changed)
         raise PreflightError(f"{latest} is of a run with {was}: set them back to go on, or name=... for a new run")
     return latest
+
+
+def _shown(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
 
 
 def latest_complete(folder: Path) -> Path | None:

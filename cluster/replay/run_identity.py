@@ -1,50 +1,50 @@
-"""The configuration keys that must not change between the parts of one run."""
+"""The configuration keys that must not change between the parts of one run, and those whose change is named."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from configs.schema.environment import EnvironmentConfig
+from configs.schema.resume import DECLARED, OnResume, on_resume
 from configs.schema.run import RunConfig
-
-# Each of them changes which row has which place in the order.
-ORDER_KEYS = (
-    "row_format",
-    "sources",
-    "temperature",
-    "weight_by_rows",
-    "curriculum",
-    "shuffle_bytes",
-    "max_checked_rows",
-)
 
 
 def run_identity(config: RunConfig) -> dict[str, Any]:
-    """The dotted keys that must not change between the parts of one run, with their values as JSON."""
-    supervised = config.algorithm.supervised
-    environment = config.environment
-    teacher, teachers = config.algorithm.distillation.teacher, config.algorithm.distillation.teachers
+    """The dotted keys that must not change between the parts of one run, with their values as JSON. Keys of parts that
+    are off are left out."""
+    values = config.model_dump(mode="json")
+    off = tuple(_off(config))
+    return {key: _at(values, key) for key in DECLARED[OnResume.REFUSED] if not key.startswith(off)}
+
+
+def changed_settings(before: Mapping[str, Any], config: RunConfig) -> dict[str, tuple[Any, Any]]:
+    """Key -> value before and now, for keys that change how a resumed run learns; `before` is its `config.yaml`."""
+    old, new = dict(_leaves(before)), dict(_leaves(config.model_dump(mode="json")))
     return {
-        "seed": config.seed,
-        "policy.model": config.policy.model,
-        "policy.freeze": list(config.policy.freeze),
-        "data.kind": config.data.kind.value,
-        "data.path": str(config.data.path),
-        **{f"data.{key}": value for key, value in config.data.model_dump(mode="json", include=set(ORDER_KEYS)).items()},
-        **(_episodes(environment) if environment.is_on else {}),
-        "learner.backend": config.learner.backend,
-        "resources.dtype": config.resources.dtype,
-        **({"algorithm.distillation.teacher": teacher} if teacher else {}),
-        **({"algorithm.distillation.teachers": teachers} if teachers else {}),
-        **({"algorithm.supervised": [supervised.path, supervised.max_tokens]} if supervised.is_on else {}),
-        **({"offline.job": config.offline.job} if config.offline.is_on else {}),
+        key: (old[key], value)
+        for key, value in new.items()
+        if key in old and old[key] != value and on_resume(key) is OnResume.NAMED
     }
 
 
-def _episodes(environment: EnvironmentConfig) -> dict[str, Any]:
-    """Which seed and which stage has which place in the order."""
-    return {
-        "environment.name": environment.name,
-        "environment.num_train": environment.num_train,
-        "environment.curriculum.stages": [dict(stage) for stage in environment.curriculum.stages],
-    }
+def _off(config: RunConfig) -> Iterator[str]:
+    if not config.environment.is_on:
+        yield "environment."
+    if not config.algorithm.supervised.is_on:
+        yield "algorithm.supervised.max_tokens"
+    if config.learner.backend != "deepspeed":
+        yield from ("learner.zero_stage", "resources.learner.num_workers")
+
+
+def _at(values: Mapping[str, Any], key: str) -> Any:
+    for part in key.split("."):
+        values = values[part]
+    return values
+
+
+def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value

@@ -12,6 +12,9 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryFile
+from typing import Any
+
+import yaml
 
 from cluster.errors import PreflightError
 from cluster.metrics.files import write_atomically
@@ -92,6 +95,15 @@ def make_run_folder(config: RunConfig) -> None:
 def write_config(config: RunConfig) -> None:
     """Write the configuration into the run folder, in the place of an earlier part's."""
     write_atomically(config.run_folder / CONFIG_FILE, dump_config(config))
+
+
+def written_config(config: RunConfig) -> dict[str, Any]:
+    """The configuration of the run's earlier part, as it was written; empty without one that can be read."""
+    try:
+        found = yaml.safe_load((config.run_folder / CONFIG_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _point_latest_at(config: RunConfig, name: str) -> None:

@@ -34,7 +34,7 @@ from cluster.metrics.step_records import strict
 from cluster.metrics.summary import RunFacts, Status, Summary, summarize, write_summary
 from cluster.recovery.checkpoints import find_resumable
 from cluster.recovery.stop_request import StopRequest
-from cluster.replay.run_identity import run_identity
+from cluster.replay.run_identity import changed_settings
 from cluster.rollout.evaluation import EvaluationResult
 from cluster.rollout.in_flight import InFlightRequests
 from cluster.runtime.concurrency import run_all
@@ -44,7 +44,7 @@ from cluster.runtime.placement_groups import create_placement_groups, plan_when_
 from cluster.runtime.role_log import LOGS_FOLDER
 from cluster.tracing.tracing import Tracing, build_tracing, refuse_missing_exporter
 from configs.schema import RunConfig
-from deploy.host.run_folder import CHECKPOINTS_FOLDER, check_run_folder, held_run_folder, run_folder
+from deploy.host.run_folder import CHECKPOINTS_FOLDER, check_run_folder, held_run_folder, run_folder, written_config
 from deploy.host.run_record import recorded
 from deploy.host.signals import ending_signals, signals_raise
 from deploy.host.terminal import outlive_output, terminal
@@ -63,6 +63,7 @@ from deploy.wiring.build import (
     spawn_inference,
     spawn_training,
 )
+from deploy.wiring.data_files import identity_with_data
 from deploy.wiring.evaluation import build_evaluator, response_log
 from deploy.wiring.observers import build_metrics
 from deploy.wiring.offline import build_offline_controller, spawn_offline
@@ -161,10 +162,15 @@ def _run_training(config: RunConfig, console: Console, sinks: Sequence[Sink], st
     refuse_missing(config.metrics.trackers)
     refuse_missing_exporter(config.tracing)
     logs = config.run_folder / LOGS_FOLDER
+    changes = changed_settings(written_config(config), config)
     with _cluster(config, needed_roles(config), logs) as cluster, run_folder(config), _findable(cluster):
         log_to(config.run_folder, as_json=config.metrics.json_log)
         place = f"process {os.getpid()} on {socket.gethostname()}"
         _logger.info("run %s starts at version %d: %s", config.name, version, place)
+        if changes and version:
+            _logger.warning(
+                "from here on with %s", ", ".join(f"{key}={now} (was {was})" for key, (was, now) in changes.items())
+            )
         _logger.info("this run:\n%s", overview(cluster.prepared, cluster.plan, version))
         with informing(f"the plan of run {config.name}"):
             write_skipped(config.run_folder, cluster.prepared.skipped)
@@ -199,7 +205,7 @@ def start_version(config: RunConfig) -> int:
     Raises:
         PreflightError: the run folder holds a run that this one may not go on with.
     """
-    latest = find_resumable(config.run_folder / CHECKPOINTS_FOLDER, config.resume, run_identity(config))
+    latest = find_resumable(config.run_folder / CHECKPOINTS_FOLDER, config.resume, identity_with_data(config))
     return 0 if latest is None else reached_version(config, int(latest.name.removeprefix("step-")))
 
 

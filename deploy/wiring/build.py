@@ -24,7 +24,6 @@ from cluster.recovery.restartable_learner import RestartableLearner
 from cluster.recovery.stop_request import StopRequest
 from cluster.replay.buffer import ReplayBuffer
 from cluster.replay.live_groups import LiveGroups
-from cluster.replay.run_identity import run_identity
 from cluster.roles import Rollouts
 from cluster.rollout.curriculum import OpeningRule, StageCurriculum
 from cluster.rollout.dispatcher import OVER_AGE, AdmissionFilter, RetryingRollouts, RolloutDispatcher
@@ -43,6 +42,7 @@ from cluster.workers.supervisor import Supervisor, Watched, watched_pool
 from configs.schema import RunConfig
 from deploy.host.run_folder import CHECKPOINTS_FOLDER, write_config
 from deploy.wiring.buffer import replay_buffer
+from deploy.wiring.data_files import identity_with_data
 from deploy.wiring.evaluation import RESPONSES_FOLDER, build_evaluator, record_evaluation, response_log
 from deploy.wiring.parity_gate import parity_gate
 from deploy.wiring.persistence import age_limit, build_records
@@ -262,7 +262,7 @@ def build_controller(
         },
         prepare=partial(_make_version_zero, prepared, training.ranks),
         finish=partial(training.learner.export, config.run_folder / POLICY_FOLDER),
-        identity=run_identity(config),
+        identity=identity_with_data(config),
         resume=config.resume,
         on_accepted=partial(write_config, config),
         schedule=CheckpointSchedule(config.checkpoints.interval_steps, config.num_steps, config.checkpoints.keep),

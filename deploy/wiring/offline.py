@@ -21,7 +21,6 @@ from cluster.metrics.step_records import HELD_OUT, EvaluationRecord
 from cluster.recovery.checkpoints import Checkpoints, CheckpointSchedule
 from cluster.recovery.restartable_learner import RestartableLearner
 from cluster.recovery.stop_request import StopRequest
-from cluster.replay.run_identity import run_identity
 from cluster.rollout.evaluation import EvaluationSchedule
 from cluster.rollout.row_evaluation import RowEvaluator
 from cluster.rollout.row_stream import RowStream, stored
@@ -31,6 +30,7 @@ from cluster.workers.status import Scalable
 from cluster.workers.supervisor import Supervisor, Watched
 from deploy.host.run_folder import CHECKPOINTS_FOLDER, write_config
 from deploy.wiring.build import POLICY_FOLDER, spawn_learner, watched_reference
+from deploy.wiring.data_files import identity_with_data
 from deploy.wiring.pooled_roles import reference_folder, reference_pool
 from deploy.wiring.preparation import TRAIN, Prepared
 from deploy.wiring.spawner import Spawner
@@ -110,7 +110,7 @@ def build_offline_controller(
         parts={"stream": training.rows, "evaluator": evaluator},
         prepare=partial(_freeze_reference, prepared, training.ranks),
         finish=partial(training.learner.export, config.run_folder / POLICY_FOLDER),
-        identity=run_identity(config),
+        identity=identity_with_data(config),
         resume=config.resume,
         on_accepted=partial(write_config, config),
         schedule=CheckpointSchedule(config.checkpoints.interval_steps, config.num_steps, config.checkpoints.keep),

@@ -260,8 +260,8 @@ async def test_resume_never_starts_a_new_run_in_an_empty_folder(tmp_path: Path) 
 
 async def test_a_checkpoint_of_another_run_is_refused_and_the_keys_are_named(tmp_path: Path) -> None:
     await Setup(tmp_path).save(4)
-    changed = {"policy.model": "big", "learner.backend": "fsdp2"}
-    with pytest.raises(PreflightError, match="learner.backend was not set, policy.model='tiny': set them back"):
+    changed = {"policy.model": "big", "key.of.a.newer.version": 1}
+    with pytest.raises(PreflightError, match=r'a run with policy\.model="tiny" \(now "big"\): set them back'):
         await Setup(tmp_path, **changed).checkpoints.resume()
 
 

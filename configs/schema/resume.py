@@ -1,0 +1,132 @@
+"""What a resumed run may set otherwise: every key of the configuration is declared here, by itself or by its section.
+
+The longest declared name that a key lies under counts, so a key of a section may differ from its section.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+
+
+class OnResume(StrEnum):
+    """What a resume with another value does."""
+
+    REFUSED = "refused"  # state of the checkpoint, or the order of rows, depends on it
+    NAMED = "named"  # the run learns otherwise from here on: one line says so
+    FREE = "free"  # place, speed, output
+
+
+DECLARED: Mapping[OnResume, tuple[str, ...]] = {
+    OnResume.REFUSED: (
+        "seed",
+        "policy.model",
+        "policy.tiny",
+        "policy.tiny_tied_embeddings",
+        "policy.freeze",
+        "policy.lora.rank",
+        "policy.lora.alpha",  # it scales what was learned
+        "policy.lora.target_modules",
+        "data.kind",
+        "data.path",
+        "data.subset",
+        "data.splits",
+        "data.row_format",
+        "data.sources",
+        "data.temperature",
+        "data.weight_by_rows",
+        "data.curriculum",
+        "data.streamed_rows",
+        "data.shuffle_bytes",
+        "data.max_checked_rows",
+        "environment.name",
+        "environment.num_train",
+        "environment.curriculum.stages",
+        "learner.backend",
+        "learner.optimizer",
+        "learner.ema_decay",
+        "learner.zero_stage",
+        "resources.dtype",
+        "resources.learner.num_workers",  # of ZeRO alone: others read a checkpoint on any number of ranks
+        "algorithm.critic.place",
+        "algorithm.critic.optimizer",
+        "algorithm.distillation.teacher",
+        "algorithm.distillation.teachers",
+        "algorithm.supervised.path",
+        "algorithm.supervised.max_tokens",
+        "offline.job",
+    ),
+    OnResume.NAMED: (
+        "num_steps",
+        "policy.attention",
+        "data",
+        "environment",
+        "learner.learning_rate",
+        "learner.warmup_steps",
+        "learner.schedule",
+        "learner.weight_decay",
+        "learner.beta1",
+        "learner.beta2",
+        "learner.adam_eps",
+        "learner.muon_momentum",
+        "learner.max_grad_norm",
+        "algorithm",
+        "rewards",
+        "offline.batch_size",
+        "offline.max_tokens",
+        "offline.reward_model",
+        "offline.dpo",
+        "sampler",
+    ),
+    OnResume.FREE: (
+        "name",
+        "folder",
+        "resume",
+        "max_rollout_retries",
+        "data.cache_path",
+        "data.download_timeout_s",
+        "data.media_cache_bytes",
+        "environment.host",
+        "environment.ray_num_cpus",
+        "environment.url",
+        "environment.token_env",
+        "environment.max_concurrent",
+        "environment.start_timeout_s",
+        "environment.reset_timeout_s",
+        "environment.step_timeout_s",
+        "environment.retries",
+        "learner.tokens_per_microbatch",
+        "learner.packing",
+        "learner.picture_token_cost",
+        "learner.logprob_chunk_tokens",
+        "learner.activation_checkpointing",
+        "learner.offload",
+        "algorithm.max_concurrent_groups",
+        "sampler.max_num_seqs",
+        "sampler.max_num_batched_tokens",
+        "sampler.chunk_tokens",
+        "sampler.kv_cache_bytes",
+        "sampler.enforce_eager",
+        "sampler.block_size",
+        "checkpoints",
+        "concurrency",
+        "evaluation",
+        "metrics",
+        "reference",
+        "replay",
+        "resources",
+        "supervision",
+        "timeouts",
+        "tracing",
+        "warm_start",  # version 0 is made
+        "weight_sync",
+    ),
+}
+BY_NAME: Mapping[str, OnResume] = {name: kind for kind, names in DECLARED.items() for name in names}
+
+
+def on_resume(key: str) -> OnResume | None:
+    """What a resume with another value of a dotted key does; None if the key and its sections are not declared."""
+    parts = key.split(".")
+    heads = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
+    return next((BY_NAME[head] for head in heads if head in BY_NAME), None)

@@ -1,0 +1,34 @@
+"""The files of the training rows as part of what a run is: other files give the rows another order."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+from actors.datasets.readers.base import Opened, files_of
+from cluster.errors import DatasetError
+from cluster.replay.run_identity import run_identity
+from configs.schema import RunConfig
+from deploy.wiring.preparation import TRAIN
+
+SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow", ".tar", ".txt")
+KEY = "the names and sizes of the training files in data.path"
+
+
+def identity_with_data(config: RunConfig) -> dict[str, Any]:
+    """The identity of the run, with a fingerprint of the files of its training rows where they are on this machine."""
+    fingerprint = _fingerprint(config)
+    return run_identity(config) | ({KEY: fingerprint} if fingerprint else {})
+
+
+def _fingerprint(config: RunConfig) -> str:
+    data = config.data
+    sources = [(data.path / s.path, s.splits) for s in data.sources.values()] or [(data.path, data.splits)]
+    found = []
+    for path, splits in sources:
+        opened = Opened(path, splits.get(TRAIN, TRAIN), data.cache_path, max_block_bytes=0, subset="", num_streamed=0)
+        try:
+            found += [f"{file.name} {file.stat().st_size}" for file in files_of(opened, SUFFIXES)]
+        except (DatasetError, OSError):  # rows of the hub or of an environment, or files that are written at the start
+            return ""
+    return hashlib.sha256("\n".join(found).encode()).hexdigest()[:16]

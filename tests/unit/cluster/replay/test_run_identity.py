@@ -1,0 +1,55 @@
+"""Settings of the parts of one run: those that must be equal, and those whose change is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cluster.replay.run_identity import changed_settings, run_identity
+from configs.load import load_config
+from configs.schema import RunConfig
+from deploy.wiring.data_files import KEY, identity_with_data
+
+
+def config(*words: str) -> RunConfig:
+    rank = [] if any(word.startswith("policy.lora.rank=") for word in words) else ["policy.lora.rank=4"]
+    return load_config(["experiment=digits", *rank, *words])
+
+
+@pytest.mark.parametrize(
+    "word",
+    ["policy.lora.rank=8", "policy.lora.rank=0", "policy.lora.alpha=640", "learner.optimizer=muon", "data.path=other"],
+)
+def test_what_a_checkpoint_depends_on_is_part_of_the_identity(word: str) -> None:
+    key = word.partition("=")[0]
+    before, now = run_identity(config()), run_identity(config(word))
+    assert [name for name in before if before[name] != now[name]] == [key]
+
+
+def test_the_number_of_ranks_is_part_of_it_with_deepspeed_alone() -> None:
+    words = ["resources.learner.num_workers=1"]
+    assert run_identity(config(*words)) == run_identity(config("resources.learner.num_workers=2"))
+    zero = [run_identity(config("learner=deepspeed", f"resources.learner.num_workers={num}")) for num in (1, 2)]
+    assert zero[0] != zero[1]
+
+
+def test_a_setting_that_changes_how_the_run_learns_is_named_and_one_of_speed_is_not() -> None:
+    before = config().model_dump(mode="json")
+    words = ["learner.learning_rate=0.5", "algorithm.kl.coef=0.25", "sampler.kv_cache_bytes=1000000", "num_steps=7"]
+    found = changed_settings(before, config(*words))
+    assert set(found) == {"learner.learning_rate", "algorithm.kl.coef", "num_steps"}
+    assert found["algorithm.kl.coef"][1] == 0.25
+    assert changed_settings({}, config()) == {}, "the configuration of an older version lacks keys"
+
+
+def test_training_files_of_other_names_or_sizes_are_other_data(tmp_path: Path) -> None:
+    run = load_config(["experiment=sft", f"data.path={tmp_path}", "policy=tiny_qwen2_5"])
+    assert KEY not in identity_with_data(run)
+    (tmp_path / "train.jsonl").write_text("{}\n")
+    (tmp_path / "validation.jsonl").write_text("{}\n")
+    first = identity_with_data(run)[KEY]
+    (tmp_path / "validation.jsonl").write_text("{}\n{}\n")
+    assert identity_with_data(run)[KEY] == first
+    (tmp_path / "train.jsonl").write_text("{}\n{}\n")
+    assert identity_with_data(run)[KEY] != first

@@ -168,9 +168,8 @@ def _run_training(config: RunConfig, console: Console, sinks: Sequence[Sink], st
         place = f"process {os.getpid()} on {socket.gethostname()}"
         _logger.info("run %s starts at version %d: %s", config.name, version, place)
         if changes and version:
-            _logger.warning(
-                "from here on with %s", ", ".join(f"{key}={now} (was {was})" for key, (was, now) in changes.items())
-            )
+            named = ", ".join(f"{key}={now} (was {was})" for key, (was, now) in changes.items())
+            _logger.warning("the run learns otherwise from version %d on: %s", version, named)
         _logger.info("this run:\n%s", overview(cluster.prepared, cluster.plan, version))
         with informing(f"the plan of run {config.name}"):
             write_skipped(config.run_folder, cluster.prepared.skipped)

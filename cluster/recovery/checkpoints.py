@@ -291,8 +291,9 @@ class Checkpoints:
             self._refuse(what, error)
 
     def _refuse(self, what: str, error: Exception) -> NoReturn:
+        reason = str(error) if isinstance(error, OSError) else f"no space left ({str(error).splitlines()[-1]})"
         raise CheckpointError(
-            f"{what} could not be written below {self._folder}: {error}; free the disk or set folder=... to another "
+            f"{what} could not be written below {self._folder}: {reason}; free the disk or set folder=... to another "
             "one, then go on with resume=auto"
         ) from error
 

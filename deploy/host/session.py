@@ -8,11 +8,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-import deploy.host.ray_defaults  # noqa: F401  isort: skip  (sets what ray reads when imported)
 import ray
 from ray._private import services
 
+import deploy.host.ray_defaults
 from cluster.errors import PreflightError
 from cluster.runtime.network import LOOPBACK
 from cluster.runtime.placement import NodeResources
@@ -23,6 +24,7 @@ from deploy.host.machine import as_node, this_machine
 from deploy.host.run_record import RunMark, RunRecord, marking
 
 ADDRESS_VARIABLE = "RAY_ADDRESS"
+QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": "WARNING"}
 TOO_SLOW = "timed out during startup"  # Ray's words, after 30 s; its error has no class of its own
 
 
@@ -51,9 +53,9 @@ def ray_session(config: RunConfig) -> Iterator[ClusterSession]:
             return
         check_access(config)
         if config.resources.address:
-            ray.init(config.resources.address, namespace=config.name, log_to_driver=False, logging_level="WARNING")
+            ray.init(config.resources.address, namespace=config.name, **_worker_start(), **QUIET)
         elif os.environ.get(ADDRESS_VARIABLE):
-            ray.init(namespace=config.name, log_to_driver=False, logging_level="WARNING")
+            ray.init(namespace=config.name, **_worker_start(), **QUIET)
         else:
             start_private(config, include_dashboard=config.resources.dashboard)
         try:
@@ -118,11 +120,17 @@ def start_private(config: RunConfig, *, include_dashboard: bool, temp_dir: Path 
             object_store_memory=config.resources.object_store_bytes,
             include_dashboard=include_dashboard,
             dashboard_host=LOOPBACK,
-            log_to_driver=False,
-            logging_level="WARNING",
+            **_worker_start(),
+            **QUIET,
             _node_ip_address=LOOPBACK,
             _temp_dir=None if temp_dir is None else str(temp_dir),
         )
+
+
+def _worker_start() -> dict[str, Any]:
+    """Ray puts the working folder first on the path of its workers, so where the user's files have names of our packages
+    each worker begins as the driver did."""
+    return {"runtime_env": {"worker_process_setup_hook": "mobula_start.protect"}} if deploy.CLASHING else {}
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from typing import Any
 
 from rewards.contract import BatchRewardFunction, RewardFunction
 from rewards.functions.plugin import Plugin, signature_of_file
-from rewards.hints import did_you_mean
+from rewards.hints import did_you_mean, own_name
 from rewards.tools import Tools
 
 BUILT_IN: Mapping[str, str] = {  # name -> its factory, imported when it is asked for: models pull in torch
@@ -97,7 +97,8 @@ def _import(name: str) -> Callable[..., Any]:
     try:
         function = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"reward function {name!r} cannot be imported ({error}): put it on the PYTHONPATH") from error
+        action = own_name(name) or "put it on the PYTHONPATH"
+        raise ValueError(f"reward function {name!r} cannot be imported ({error}): {action}") from error
     if not callable(function):
         raise ValueError(f"reward function {name!r} is a {type(function).__name__}: name a function")
     return function

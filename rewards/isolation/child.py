@@ -62,6 +62,9 @@ def _from_file(path: str) -> ModuleType:
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, path)
         assert spec is not None and spec.loader is not None, f"{path} ends in .py, so it has a loader"
+        folder = str(Path(path).resolve().parent)
+        if folder not in sys.path:
+            sys.path.append(folder)  # for imports of its siblings; last, so that it hides no installed module
         sys.modules[name] = module = importlib.util.module_from_spec(spec)  # as the import system does: before it runs
         try:
             spec.loader.exec_module(module)

@@ -284,7 +284,9 @@ async def test_a_full_disk_is_named_with_the_next_action(tmp_path: Path) -> None
     [
         OSError(28, "No space left on device"),
         OSError(122, "Disk quota exceeded"),
-        RuntimeError("[enforce fail at inline_container.cc:659] . PytorchStreamWriter failed writing file data/0"),
+        RuntimeError(
+            "rank 0:\nTraceback (most recent call last):\n[enforce fail at inline_container.cc:672] . bad pos"
+        ),
         Exception("Error while serializing: I/O error: No space left on device (os error 28)"),
     ],
 )
@@ -296,8 +298,9 @@ async def test_a_disk_that_is_full_when_the_policy_is_exported_is_named_in_whate
 
     setup = Setup(tmp_path)
     setup.checkpoints._finish = fail
-    with pytest.raises(CheckpointError, match=r"the trained policy could not be written below .*: free|resume=auto"):
+    with pytest.raises(CheckpointError, match="the trained policy could not be written below .*resume=auto") as raised:
         await setup.checkpoints.maybe_save(setup.checkpoints._schedule.total_steps)
+    assert "\n" not in str(raised.value)
 
 
 async def test_other_errors_of_the_export_travel_as_they_are(tmp_path: Path) -> None:

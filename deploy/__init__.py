@@ -1,4 +1,4 @@
-"""The only wiring of a run. Imported first of all: the names of our packages mean ours, in this process and below it."""
+"""The only wiring of a run. Imported first of all: the names of our packages mean ours, here and in child processes."""
 
 import os
 import sys
@@ -23,6 +23,4 @@ CLASHING = tuple(_clashing())
 if CLASHING:
     sys.path.insert(0, str(ROOT))
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    os.environ["PYTHONPATH"] = os.pathsep.join(
-        paths
-    )  # of child processes; Ray's workers run `mobula_start.protect` too
+    os.environ["PYTHONPATH"] = os.pathsep.join(paths)  # for children; Ray's workers run `mobula_start.protect` too

@@ -128,7 +128,7 @@ def start_private(config: RunConfig, *, include_dashboard: bool, temp_dir: Path 
 
 
 def _worker_start() -> dict[str, Any]:
-    """Ray puts the working folder first on the path of its workers, so where the user's files have names of our packages
+    """Ray puts the working folder first on the path of its workers: where the user's files have names of our packages,
     each worker begins as the driver did."""
     return {"runtime_env": {"worker_process_setup_hook": "mobula_start.protect"}} if deploy.CLASHING else {}
 

@@ -284,9 +284,7 @@ async def test_a_full_disk_is_named_with_the_next_action(tmp_path: Path) -> None
     [
         OSError(28, "No space left on device"),
         OSError(122, "Disk quota exceeded"),
-        RuntimeError(
-            "rank 0:\nTraceback (most recent call last):\n[enforce fail at inline_container.cc:672] . bad pos"
-        ),
+        RuntimeError("rank 0:\nTraceback (most recent call):\n[enforce fail at inline_container.cc:672] . bad pos"),
         Exception("Error while serializing: I/O error: No space left on device (os error 28)"),
     ],
 )

@@ -15,6 +15,7 @@ import httpx
 
 from actors.datasets.pictures import NUM_SHOWN_OF_URL, PictureError, WebFile
 from actors.datasets.videos import FrameList, Video
+from cluster.proxies import ProxiedTransport
 
 MAX_AT_A_TIME = 8  # downloads of one prompt
 
@@ -60,6 +61,7 @@ class MediaDownloads:
         """Write the file whole or not at all."""
         limits, deadline = self._limits, time.monotonic() + self._limits.timeout_s
         client = httpx.Client(
+            transport=ProxiedTransport(),
             follow_redirects=True,
             max_redirects=limits.max_redirects,
             timeout=limits.timeout_s,

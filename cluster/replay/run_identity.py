@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from configs.schema.resume import DECLARED, OnResume, on_resume
+from configs.on_resume import DECLARED, OnResume, on_resume
 from configs.schema.run import RunConfig
 
 

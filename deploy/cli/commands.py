@@ -27,7 +27,7 @@ from deploy.cli.errors import FAILED, explained
 from deploy.cli.job_commands import Auth, AuthOption, list_jobs, logs, stop, submit
 from deploy.cli.lmms_eval_command import lmms_eval
 from deploy.host.authentication import set_auth
-from deploy.host.terminal import terminal
+from deploy.host.terminal import outlive_output, terminal
 
 app = typer.Typer(
     help="RL post-training of vision-language models on a Ray actor/learner cluster.",
@@ -85,6 +85,11 @@ def about(
 
 def main() -> None:
     """Entry point of the `mobula` script."""
+    if any(name.lower().endswith("_proxy") for name in os.environ):
+        from cluster.proxies import bypass_loopback
+
+        bypass_loopback(os.environ)  # also for Ray's dashboard, and for whatever the command starts
+    outlive_output("stderr")
     app()
 
 

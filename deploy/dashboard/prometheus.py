@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from cluster.errors import PreflightError
+from cluster.proxies import proxy_of
 from deploy.grafana.panels import RUNS, Panel, Query
 
 EVERY_RUN = ""
@@ -60,7 +61,10 @@ class Prometheus:
                 "use a proxy that adds them"
             )
         self.url = url.rstrip("/")
-        self._client = httpx.AsyncClient(base_url=self.url, timeout=TIMEOUT_S)
+        proxy = proxy_of(httpx.URL(self.url))
+        self._client = httpx.AsyncClient(
+            base_url=self.url, timeout=TIMEOUT_S, trust_env=False, proxy=proxy[1] if proxy else None
+        )
 
     async def runs(self) -> list[str]:
         """Names of the runs of which it has a series."""

@@ -20,11 +20,11 @@ def terminal(*, stderr: bool = False, soft_wrap: bool = False) -> Console:
     return Console(stderr=stderr, soft_wrap=soft_wrap, emoji=False)
 
 
-def outlive_output() -> None:
-    """From now on this process goes on when its stdout or stderr is lost: a closed pipe, a full disk, a terminal that
-    is gone. Call it where both only inform; the result of a command that prints it must not be lost silently.
+def outlive_output(*names: str) -> None:
+    """From now on this process goes on when its stdout or stderr, or the one that is named, is lost: a closed pipe, a
+    full disk, a terminal that is gone. Call it where they only inform: a result on stdout must not be lost silently.
     """
-    for name in ("stdout", "stderr"):
+    for name in names or ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is not None and not isinstance(stream, _Dispensable):
             setattr(sys, name, _Dispensable(stream, name))

@@ -44,6 +44,7 @@ from cluster.runtime.placement_groups import create_placement_groups, plan_when_
 from cluster.runtime.role_log import LOGS_FOLDER
 from cluster.tracing.tracing import Tracing, build_tracing, refuse_missing_exporter
 from configs.schema import RunConfig
+from deploy.datasets.data_files import identity_with_data
 from deploy.host.run_folder import CHECKPOINTS_FOLDER, check_run_folder, held_run_folder, run_folder, written_config
 from deploy.host.run_record import recorded
 from deploy.host.signals import ending_signals, signals_raise
@@ -63,7 +64,6 @@ from deploy.wiring.build import (
     spawn_inference,
     spawn_training,
 )
-from deploy.wiring.data_files import identity_with_data
 from deploy.wiring.evaluation import build_evaluator, response_log
 from deploy.wiring.observers import build_metrics
 from deploy.wiring.offline import build_offline_controller, spawn_offline

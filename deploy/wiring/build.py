@@ -40,9 +40,9 @@ from cluster.workers.restart_policy import RestartBudget
 from cluster.workers.status import Scalable, WorkerState, WorkerStatus
 from cluster.workers.supervisor import Supervisor, Watched, watched_pool
 from configs.schema import RunConfig
+from deploy.datasets.data_files import identity_with_data
 from deploy.host.run_folder import CHECKPOINTS_FOLDER, write_config
 from deploy.wiring.buffer import replay_buffer
-from deploy.wiring.data_files import identity_with_data
 from deploy.wiring.evaluation import RESPONSES_FOLDER, build_evaluator, record_evaluation, response_log
 from deploy.wiring.parity_gate import parity_gate
 from deploy.wiring.persistence import age_limit, build_records

@@ -28,9 +28,9 @@ from cluster.tracing.tracing import NoTracing, Tracing
 from cluster.weight_sync.no_receivers import NoReceivers
 from cluster.workers.status import Scalable
 from cluster.workers.supervisor import Supervisor, Watched
+from deploy.datasets.data_files import identity_with_data
 from deploy.host.run_folder import CHECKPOINTS_FOLDER, write_config
 from deploy.wiring.build import POLICY_FOLDER, spawn_learner, watched_reference
-from deploy.wiring.data_files import identity_with_data
 from deploy.wiring.pooled_roles import reference_folder, reference_pool
 from deploy.wiring.preparation import TRAIN, Prepared
 from deploy.wiring.spawner import Spawner

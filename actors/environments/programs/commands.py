@@ -15,6 +15,7 @@ from typing import Any
 from uuid import uuid4
 
 from actors.environments.programs.base import Outcome
+from cluster.proxies import bypass_loopback
 from cluster.records.json_lines import BYTE_ORDER_MARK, parse_json, read_lines
 
 URL, KEY = "OPENAI_BASE_URL", "OPENAI_API_KEY"  # as the clients of OpenAI read them
@@ -54,13 +55,15 @@ class CommandPrograms:
     def play(self, task: int, base_url: str) -> tuple[str, Future[Outcome]]:
         """Begin a task; the episode's id, and what comes of it."""
         name, outcome = uuid4().hex, Future[Outcome]()
+        environment = {**os.environ, URL: base_url, KEY: "policy"}
+        bypass_loopback(environment)  # the endpoint
         try:
             process = subprocess.Popen(
                 self._command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                env={**os.environ, URL: base_url, KEY: "policy"},
+                env=environment,
                 encoding="utf-8",
                 errors="replace",
                 start_new_session=True,

@@ -48,7 +48,8 @@ class MobulaChat(Harness[HarnessConfig]):
         async with AsyncExitStack() as stack:
             tools, dispatch, connected = await connect_mcp({"mcpServers": servers}, stack)
             messages = self._opening(data, tools)
-            client = await stack.enter_async_context(httpx.AsyncClient(timeout=None))  # the rollout has a deadline
+            # The rollout has a deadline; the endpoint is on this machine, which no proxy reaches.
+            client = await stack.enter_async_context(httpx.AsyncClient(timeout=None, trust_env=False))
             while True:
                 reply = await client.post(
                     f"{endpoint}/chat/completions",

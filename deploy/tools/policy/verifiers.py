@@ -14,6 +14,7 @@ from rich.table import Table
 from actors.environments.programs.base import Outcome
 from actors.environments.programs.verifiers_process import VerifiersProcess
 from cluster.errors import PreflightError
+from cluster.proxies import ProxiedTransport
 from configs.schema import RunConfig
 from configs.schema.environment import EnvironmentConfig
 
@@ -70,7 +71,7 @@ def play(environment: EnvironmentConfig, options: VerifiersOptions) -> list[Play
     given = environment.options
     base_url = options.endpoint.rstrip("/")
     headers = {"Authorization": f"Bearer {options.token}"} if options.token else {}
-    with httpx.Client(headers=headers, timeout=TIMEOUT_S) as client:
+    with httpx.Client(headers=headers, timeout=TIMEOUT_S, transport=ProxiedTransport()) as client:
         [model] = _asked(client, "GET", f"{base_url}/models")["data"]
         try:
             process = VerifiersProcess(

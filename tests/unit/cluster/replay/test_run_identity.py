@@ -9,7 +9,7 @@ import pytest
 from cluster.replay.run_identity import changed_settings, run_identity
 from configs.load import load_config
 from configs.schema import RunConfig
-from deploy.wiring.data_files import KEY, identity_with_data
+from deploy.datasets.data_files import KEY, identity_with_data
 
 
 def config(*words: str) -> RunConfig:

@@ -9,9 +9,9 @@ from actors.datasets.readers.base import Opened, files_of
 from cluster.errors import DatasetError
 from cluster.replay.run_identity import run_identity
 from configs.schema import RunConfig
-from deploy.wiring.preparation import TRAIN
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow", ".tar", ".txt")
+TRAIN = "train"  # the split
 KEY = "the names and sizes of the training files in data.path"
 
 

@@ -1,0 +1,87 @@
+"""HTTP proxies of the environment, chosen by request: HTTP_PROXY, HTTPS_PROXY, ALL_PROXY, and NO_PROXY before them.
+
+Loopback addresses are never asked through a proxy.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from collections.abc import MutableMapping
+from urllib.request import getproxies_environment, proxy_bypass_environment
+
+import httpx
+
+LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
+NO_PROXY = ("NO_PROXY", "no_proxy")  # programs read one or the other
+
+
+def bypass_loopback(environment: MutableMapping[str, str]) -> None:
+    """Add the loopback addresses to NO_PROXY where a proxy is set, for libraries and programs that read it."""
+    if not any(name.lower().endswith("_proxy") and name not in NO_PROXY for name in environment):
+        return
+    named = environment.get(NO_PROXY[0]) or environment.get(NO_PROXY[1]) or ""
+    hosts = [host.strip() for host in named.split(",") if host.strip()]
+    if "*" not in hosts:
+        hosts += [host for host in LOOPBACK_HOSTS if host not in hosts]
+    for name in NO_PROXY:
+        environment[name] = ",".join(hosts)
+
+
+def proxy_of(url: httpx.URL) -> tuple[str, str] | None:
+    """The variable and its proxy for a URL; None if it is asked directly."""
+    proxies = getproxies_environment()
+    host = url.host if ":" not in url.host else f"[{url.host}]"
+    if _is_loopback(url.host) or proxy_bypass_environment(host, proxies):
+        return None
+    name = next((scheme for scheme in (url.scheme, "all") if scheme in proxies), None)
+    if name is None:
+        return None
+    variable = next(found for found in os.environ if found.lower() == f"{name}_proxy")
+    return variable, proxies[name]
+
+
+def proxied_transport(url: httpx.URL) -> httpx.HTTPTransport:
+    """A transport for one URL.
+
+    Raises:
+        httpx.ProxyError: its proxy is of no kind that can be used; the message names the variable.
+    """
+    found = proxy_of(url)
+    if found is None:
+        return httpx.HTTPTransport()
+    variable, proxy = found
+    shown = httpx.URL(proxy).copy_with(username=None, password=None) if "@" in proxy else proxy
+    try:
+        return httpx.HTTPTransport(proxy=proxy)
+    except ImportError as error:
+        raise httpx.ProxyError(
+            f"{variable}={shown} is a SOCKS proxy, for which the package socksio is not installed: "
+            f"pip install 'httpx[socks]', or add {url.host} to NO_PROXY"
+        ) from error
+    except (ValueError, httpx.InvalidURL) as error:
+        raise httpx.ProxyError(f"{variable}={shown} is no proxy ({error}): correct or unset it") from error
+
+
+class ProxiedTransport(httpx.BaseTransport):
+    """Sends each request, redirects too, through the proxy that the environment has for its host."""
+
+    def __init__(self) -> None:
+        self._transports: dict[tuple[str, str] | None, httpx.HTTPTransport] = {}
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        proxy = proxy_of(request.url)
+        if proxy not in self._transports:
+            self._transports[proxy] = proxied_transport(request.url)
+        return self._transports[proxy].handle_request(request)
+
+    def close(self) -> None:
+        for transport in self._transports.values():
+            transport.close()
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")

@@ -72,10 +72,7 @@ DECLARED: Mapping[OnResume, tuple[str, ...]] = {
         "learner.max_grad_norm",
         "algorithm",
         "rewards",
-        "offline.batch_size",
-        "offline.max_tokens",
-        "offline.reward_model",
-        "offline.dpo",
+        "offline",
         "sampler",
     ),
     OnResume.FREE: (

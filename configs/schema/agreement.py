@@ -449,7 +449,7 @@ def _adapters_have_a_place(config: RunConfig) -> str | None:
         return None
     return (
         f"policy.lora.rank={config.policy.lora.rank} but policy.lora.target_modules is empty, so nothing would be "
-        "trained: name layers, e.g. policy.lora.target_modules=[q_proj,v_proj]"
+        "trained: name layers or a part, e.g. policy.lora.target_modules=[language]"
     )
 
 

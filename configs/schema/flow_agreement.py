@@ -23,6 +23,17 @@ def _kl_has_a_reference(config: RunConfig) -> str | None:
     )
 
 
+def _adapters_are_named(config: RunConfig) -> str | None:
+    lora = config.policy.lora
+    if not config.sampler.is_flow or not lora.is_on or "language" not in lora.target_modules:
+        return None
+    return (
+        f"policy.lora.target_modules={list(lora.target_modules)} names the decoder of a token model, and policy.model="
+        f"{config.policy.model} is a flow model: name its layers, e.g. "
+        "policy.lora.target_modules=[to_q,to_k,to_v,to_out.0]"
+    )
+
+
 def _window_lies_in_the_schedule(config: RunConfig) -> str | None:
     flow = config.sampler.flow
     last = flow.num_steps - 1 if flow.kernel == "cps" else flow.num_steps  # the last step of cps adds no noise
@@ -177,6 +188,7 @@ def _nothing_reads_text(config: RunConfig) -> str | None:
 
 FLOW_RULES: tuple[Rule, ...] = (
     _kl_has_a_reference,
+    _adapters_are_named,
     _window_lies_in_the_schedule,
     _window_has_the_last_step,
     _losses_have_what_they_need,

@@ -20,7 +20,8 @@ class LearnerConfig(Section):
     """`adamw_8bit` is AdamW with moments of a byte each, from the extra `quantised`; `muon` is Muon for hidden matrices
     and AdamW for everything else."""
     learning_rate: PositiveFloat
-    """The optimizer's learning rate in RL."""
+    """The optimizer's learning rate in RL. Where nothing sets it: 1e-6 for weights, 1e-5 for adapters (`policy.lora`).
+    """
     warmup_steps: Annotated[int, Field(ge=0)]
     """Steps over which the learning rate rises from 0."""
     schedule: Literal["constant", "cosine", "linear"]

@@ -15,12 +15,14 @@ class LoRAConfig(Section):
 
     rank: Annotated[int, Field(ge=0)]
     """Rank of every adapter: a weight is W + alpha / rank * B @ A, and only A and B are trained. 0 trains the weights
-    themselves."""
+    themselves. Adapters need a higher learning rate: the presets compute `learner.learning_rate` from it, ten times
+    that of the weights."""
     alpha: PositiveFloat
     """Numerator of the adapters' scale."""
     target_modules: tuple[str, ...]
-    """Linear layers that get an adapter, by the last part of their name, e.g. `q_proj`, wherever they stand; what
-    `policy.freeze` names gets none, so `policy.freeze=[visual.]` keeps adapters out of the vision tower."""
+    """Linear layers that get an adapter: by a part of the model's family (`language`, which every token model has,
+    `vision`, `connector`), where all of its linear layers but the output layer get one, or by the last part of their
+    name, e.g. `q_proj`, wherever they stand. What `policy.freeze` names gets none."""
 
     @property
     def is_on(self) -> bool:

@@ -169,11 +169,7 @@ class Measurement:
 
     async def _measure_adapters(self, report: Report) -> None:
         """Of a learner with adapters, whose pushes carry merged weights."""
-        names = [spec.name for spec in self.prepared.checkpoint.tensors]
-        usual = self.config.policy.lora.target_modules
-        targets = [module for module in usual if any(name.endswith(f".{module}.weight") for name in names)]
-        words = (f"policy.lora.rank={RANK}", f"policy.lora.target_modules=[{','.join(targets)}]")
-        config = _config(self.model, *words)
+        config = _config(self.model, f"policy.lora.rank={RANK}")
         self._learn(config)
         generator = torch.Generator().manual_seed(len(report.pushes))
         with torch.no_grad():

@@ -26,8 +26,7 @@ GPU_GB = (24, 48, 80, 141)
 NO_FIT = "-"
 LONG = ("data.max_prompt_tokens=4096", "sampler.max_tokens=8192", "sampler.max_model_len=12288")
 ONE_ROW = "learner.tokens_per_microbatch={}"
-ADAPTED = "policy.lora.target_modules=[q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj]"  # of text models, too
-WAYS = {"weights": (), "adapters": ("policy.lora.rank=16", ADAPTED)}
+WAYS = {"weights": (), "adapters": ("policy.lora.rank=16",)}
 PRESETS: Mapping[str, tuple[int, int, tuple[str, ...]]] = {  # nodes, GPUs of each, words
     "one_gpu_colocated": (1, 1, ()),
     "two_gpu": (1, 2, ()),

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from math import ceil, prod
 
 from cluster.errors import PreflightError
-from cluster.weight_sync.manifest import DTYPE_BYTES, Manifest, TensorSpec
+from cluster.weight_sync.manifest import DTYPE_BYTES, TensorSpec
 from configs.schema import RunConfig, SamplerKind
 from deploy.planning.activations import (
     FLOAT32,
@@ -111,14 +111,14 @@ def trained_parameters(config: RunConfig, shape: ModelShape) -> list[TensorSpec]
         PreflightError: `policy.lora.target_modules` names layers that the model does not have.
     """
     starts = shape.starts(config.policy.freeze)
-    free = [spec for spec in shape.manifest.tensors if not spec.name.startswith(starts)]
+    trained = shape.manifest.tensors
     if config.policy.lora.is_on:
         unfrozen = config.policy.model_copy(update={"freeze": ()})  # its names need a checkpoint that is there
         try:
-            return list(adapter_manifest(Manifest(tuple(free)), unfrozen).tensors)
+            trained = adapter_manifest(shape.manifest, unfrozen, shape).tensors
         except ValueError as error:
             raise PreflightError(str(error)) from error
-    return free
+    return [spec for spec in trained if not spec.name.startswith(starts)]
 
 
 def has_unsharded_gradients(config: RunConfig, batch: Microbatch) -> bool:

@@ -19,7 +19,8 @@ from torch import Tensor
 from cluster.errors import WeightSyncError
 from cluster.weight_sync.manifest import Manifest, TensorSpec
 from configs.schema import PolicyConfig
-from learner.policies.families import frozen_prefixes
+from learner.policies.families import LANGUAGE, PART_NAMES, frozen_prefixes
+from learner.policies.shapes import ModelShape, layer_kind, shape_of
 
 A, B = "lora_A.weight", "lora_B.weight"
 WEIGHT = "weight"
@@ -54,24 +55,37 @@ class AdapterPush:
         return any(spec.name.endswith((f".{A}", f".{B}")) for spec in manifest.tensors)
 
 
-def adapted_modules(manifest: Manifest, policy: PolicyConfig) -> dict[str, tuple[int, int]]:
+def adapted_modules(
+    manifest: Manifest, policy: PolicyConfig, shape: ModelShape | None = None
+) -> dict[str, tuple[int, int]]:
     """Name of every module with an adapter -> shape of its weight, in the manifest's order.
+
+    Args:
+        shape: the model's; None reads it from `policy.model` where `policy.lora.target_modules` names a part.
 
     Raises:
         ValueError: `policy.lora.target_modules` names what the model does not have, or `policy.freeze` leaves none of
             it.
     """
-    matrices = [spec for spec in manifest.tensors if len(spec.shape) == 2 and spec.name.endswith(f".{WEIGHT}")]
-    kinds = {_kind(spec.name) for spec in matrices}
-    unknown = [kind for kind in policy.lora.target_modules if kind not in kinds]
+    matrices = {
+        spec.name.removesuffix(f".{WEIGHT}"): spec.shape
+        for spec in manifest.tensors
+        if len(spec.shape) == 2 and spec.name.endswith(f".{WEIGHT}")
+    }
+    kinds = {layer_kind(module) for module in matrices}
+    named = [target for target in policy.lora.target_modules if target not in kinds]
+    is_part = any(target in PART_NAMES for target in named)
+    parts = _linear_layers(manifest, matrices, shape or shape_of(policy.model)) if is_part else {LANGUAGE: []}
+    unknown = [target for target in named if target not in parts or not is_part]
     if unknown:
         raise ValueError(
             f"policy.lora.target_modules: no matrix of the model is called {', '.join(unknown)}; there are "
-            f"{', '.join(sorted(kinds))}: name some of these"
+            f"{', '.join(sorted(kinds))}: name some of these, or a part of a token model: {', '.join(sorted(parts))}"
         )
-    found = [spec for spec in matrices if _kind(spec.name) in policy.lora.target_modules]
+    wanted = {module for target in named for module in parts[target]}
+    wanted |= {module for module in matrices if layer_kind(module) in policy.lora.target_modules}
     frozen = frozen_prefixes(policy)
-    adapted = {_module(spec.name): spec.shape for spec in found if not spec.name.startswith(frozen)}
+    adapted = {m: size for m, size in matrices.items() if m in wanted and not f"{m}.{WEIGHT}".startswith(frozen)}
     if not adapted:
         raise ValueError(
             f"policy.freeze={list(policy.freeze)} takes away every layer of policy.lora.target_modules="
@@ -80,23 +94,24 @@ def adapted_modules(manifest: Manifest, policy: PolicyConfig) -> dict[str, tuple
     return adapted
 
 
-def _module(weight: str) -> str:
-    return weight.removesuffix(f".{WEIGHT}")
+def _linear_layers(manifest: Manifest, matrices: Iterable[str], shape: ModelShape) -> dict[str, list[str]]:
+    """Part of the model -> its linear layers; `language` is the decoder, also of models without a family file."""
+    names, last = {spec.name for spec in manifest.tensors}, shape.decoder[-1]
+    above = (name.removesuffix(last) for name in names if name.endswith(last))
+    decoder = tuple(start for start in above if all(f"{start}{weight}" in names for weight in shape.decoder))
+    linear = [module for module in matrices if layer_kind(module) in shape.linear_kinds]
+    starts = {**shape.parts, LANGUAGE: decoder}
+    found = {part: [module for module in linear if f"{module}.".startswith(starts[part])] for part in starts}
+    return {part: modules for part, modules in found.items() if modules}
 
 
-def _kind(weight: str) -> str:
-    """The name that layers of all blocks share: `q_proj`, or `to_out.0` where a layer is one of a numbered list."""
-    parts = _module(weight).split(".")
-    return ".".join(parts[-2:]) if parts[-1].isdigit() else parts[-1]
-
-
-def adapter_manifest(manifest: Manifest, policy: PolicyConfig) -> Manifest:
+def adapter_manifest(manifest: Manifest, policy: PolicyConfig, shape: ModelShape | None = None) -> Manifest:
     """Manifest of a push of adapters, where a push of all weights has `manifest`."""
     rank = policy.lora.rank
     return Manifest(
         tuple(
             spec
-            for module, (rows, columns) in adapted_modules(manifest, policy).items()
+            for module, (rows, columns) in adapted_modules(manifest, policy, shape).items()
             for spec in (
                 TensorSpec(f"{module}.{A}", (rank, columns), DTYPE),
                 TensorSpec(f"{module}.{B}", (rows, rank), DTYPE),

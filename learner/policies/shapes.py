@@ -6,11 +6,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
+from os.path import commonprefix
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import (
     AutoConfig,
     PretrainedConfig,
@@ -61,6 +63,8 @@ class ModelShape:
     num_in_blocks: int  # parameters that belong to some block
     pixels_per_patch: int  # 0 without a vision tower
     parts: Mapping[str, tuple[str, ...]]  # parts of the family -> beginnings of checkpoint names
+    linear_kinds: frozenset[str]  # of all linear layers but the output layer, see `layer_kind`
+    decoder: tuple[str, ...]  # names of the decoder's weights below it; checkpoints differ in the names above it
 
     def starts(self, freeze: tuple[str, ...]) -> tuple[str, ...]:
         """`policy.freeze` as beginnings of checkpoint names."""
@@ -136,8 +140,30 @@ def shape_of_config(config: PretrainedConfig) -> ModelShape:
         largest_block=max(blocks),
         num_in_blocks=sum(blocks),
         parts=family.parts,
+        linear_kinds=_linear_kinds(model),
+        decoder=_decoder_weights(model),
         pixels_per_patch=0 if vision is None else _pixels(vision.patch_size),
     )
+
+
+def layer_kind(module: str) -> str:
+    """The name that layers of all blocks share: `q_proj`, or `to_out.0` where a layer is one of a numbered list."""
+    parts = module.split(".")
+    return ".".join(parts[-2:]) if parts[-1].isdigit() else parts[-1]
+
+
+def _linear_kinds(model: PreTrainedModel) -> frozenset[str]:
+    head = model.get_output_embeddings()
+    linear = (name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head)
+    return frozenset(layer_kind(name) for name in linear)
+
+
+def _decoder_weights(model: PreTrainedModel) -> tuple[str, ...]:
+    """Checkpoint names of the decoder's parameters, from the decoder on."""
+    decoder, saved = {id(parameter) for parameter in model.get_decoder().parameters()}, checkpoint_names(model)
+    names = [saved[name] for name, parameter in model.named_parameters() if id(parameter) in decoder and name in saved]
+    start = len(commonprefix(names).rpartition(".")[0])
+    return tuple(name[start:].removeprefix(".") for name in names)
 
 
 def _manifest(model: PreTrainedModel) -> Manifest:

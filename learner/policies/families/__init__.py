@@ -3,6 +3,8 @@
 from learner.policies.families.registry import (
     AUDIO_TYPES,
     DRAWING_TYPES,
+    LANGUAGE,
+    PART_NAMES,
     TEXT_FAMILIES,
     VIDEO_TYPES,
     VISION_FAMILIES,
@@ -18,6 +20,8 @@ from learner.policies.families.registry import (
 __all__ = [
     "AUDIO_TYPES",
     "DRAWING_TYPES",
+    "LANGUAGE",
+    "PART_NAMES",
     "TEXT_FAMILIES",
     "VIDEO_TYPES",
     "VISION_FAMILIES",

@@ -37,6 +37,8 @@ FAMILIES: tuple[Family, ...] = (
     Janus(),
 )
 UNKNOWN = UnknownFamily()
+LANGUAGE = "language"  # the decoder, a part of every family where adapters are placed
+PART_NAMES = frozenset({LANGUAGE, *(part for family in FAMILIES for part in family.parts)})
 BY_MODEL_TYPE = {kind: family for family in FAMILIES for kind in family.model_types}
 INNER = {kind: family for family in FAMILIES for kind in family.inner_types}
 VISION_FAMILIES = tuple(kind for kind, family in BY_MODEL_TYPE.items() if family.takes_pictures)

@@ -139,12 +139,14 @@ def test_an_adapter_without_a_weight_is_refused_by_name(folder: Path, tmp_path: 
 
 def test_the_vision_tower_is_in_or_out_by_policy_freeze(folder: Path) -> None:
     plain = checkpoint_manifest(folder, "float32")
-    everywhere = adapted_modules(plain, tiny_config(folder, *LORA).policy)
-    text = adapted_modules(plain, tiny_config(folder, *LORA, "policy.freeze=[visual.]").policy)
+    both = (*LORA, "policy.lora.target_modules=[language,vision]")
+    everywhere = adapted_modules(plain, tiny_config(folder, *both).policy)
+    text = adapted_modules(plain, tiny_config(folder, *both, "policy.freeze=[visual.]").policy)
     assert {name for name in everywhere if name.startswith("visual.blocks.0")} == {
         f"visual.blocks.0.{name}" for name in ("attn.qkv", "attn.proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
     }
     assert text.keys() == {name for name in everywhere if not name.startswith("visual.")}
+    assert text.keys() == adapted_modules(plain, tiny_config(folder, *LORA).policy).keys()
     learner = trained(folder, "policy.freeze=[visual.]")
     assert not any("visual" in name for name, p in learner._policy.named_parameters() if p.requires_grad)
 

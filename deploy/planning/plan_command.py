@@ -12,9 +12,11 @@ from cluster.runtime.placement import needed_roles, plan_placement, plan_table
 from configs.schema import RunConfig
 from deploy.planning.clusters import PlannedNode, described_nodes, read_cluster
 from deploy.planning.fit import plan_memory
+from deploy.planning.kv_cache import refuse_small_cache
 from deploy.planning.nodes import nodes_at, this_node
 from deploy.planning.plan_view import as_table, demand_table, memory_table, refuse_shortfalls
 from deploy.planning.policy_shape import policy_shape
+from learner.policies.shapes import ModelShape
 
 
 def show_plan(
@@ -32,6 +34,7 @@ def show_plan(
     if shape is None:
         console.print(f"{len(placement.workers)} workers fit {place}. Memory is planned once policy.model is named.")
         return
+    refuse_small_cache(config, shape)
     plan = plan_memory(config, shape, nodes)
     console.print(memory_table(plan, config.resources.device))
     console.print(demand_table(plan.demands))
@@ -41,18 +44,33 @@ def show_plan(
 
 
 def refuse_too_little_memory(config: RunConfig, nodes: Sequence[PlannedNode]) -> None:
-    """Before a run loads anything: whether its memory fits. A model that has no usable config.json yet is left to the
-    checks that follow.
+    """Before a run loads anything: whether its memory fits.
 
     Raises:
         PreflightError: it does not fit; three settings with which it would are in the message.
     """
-    try:
-        shape = policy_shape(config)
-    except PreflightError:
-        return
+    shape = _known_shape(config)
     if shape is not None:
         refuse_shortfalls(config, shape, nodes, plan_memory(config, shape, nodes))
+
+
+def refuse_too_small_cache(config: RunConfig) -> None:
+    """Before a run loads anything: whether the KV cache of an engine holds one sequence.
+
+    Raises:
+        PreflightError: it does not; the bytes with which it would are in the message.
+    """
+    shape = _known_shape(config)
+    if shape is not None:
+        refuse_small_cache(config, shape)
+
+
+def _known_shape(config: RunConfig) -> ModelShape | None:
+    """None for a model that has no usable config.json yet, which the checks that follow refuse."""
+    try:
+        return policy_shape(config)
+    except PreflightError:
+        return None
 
 
 def _nodes(

@@ -241,7 +241,8 @@ def _engine(config: RunConfig, shape: ModelShape) -> WorkerMemory:
 def _kv_cache(config: RunConfig, shape: ModelShape) -> int:
     if config.sampler.kind is SamplerKind.VLLM:
         return config.sampler.kv_cache_bytes
-    token = shape.text.num_layers * shape.text.kv_width * DTYPE_BYTES[config.resources.dtype]
+    layers = shape.cache.num_full + shape.cache.num_windowed
+    token = layers * shape.cache.width * DTYPE_BYTES[config.resources.dtype]
     return config.algorithm.samples_per_prompt * config.sampler.max_model_len * token
 
 

@@ -50,7 +50,7 @@ from deploy.host.run_record import recorded
 from deploy.host.signals import ending_signals, signals_raise
 from deploy.host.terminal import outlive_output, terminal
 from deploy.planning.nodes import joined_nodes, this_node
-from deploy.planning.plan_command import refuse_too_little_memory
+from deploy.planning.plan_command import refuse_too_little_memory, refuse_too_small_cache
 from deploy.run.logs import log_thread_failures, log_to, set_up_logging, write_faults_to
 from deploy.run.node_network import check_network
 from deploy.run.overview import overview
@@ -240,6 +240,8 @@ def _findable(cluster: _Cluster) -> AbstractContextManager[None]:
 def _cluster(config: RunConfig, roles: tuple[str, ...], logs: Path | None) -> Iterator[_Cluster]:
     """Check access to the cluster and everything that can be checked without one; then join or start Ray."""
     check_access(config)
+    if "rollout" in roles:
+        refuse_too_small_cache(config)
     nodes = expected_nodes(config)
     if nodes is not None:
         plan_placement(config.resources, nodes, roles)

@@ -44,10 +44,17 @@ class TowerShape:
         """Values of queries, keys, values and attention output of one token."""
         return 2 * (self.num_heads + self.num_kv_heads) * self.head_dim
 
-    @property
-    def kv_width(self) -> int:
-        """Values that one layer's cache keeps for one token."""
-        return 2 * self.num_kv_heads * self.head_dim
+
+@dataclass(frozen=True)
+class CacheShape:
+    """An engine's cache of one sequence: values of one layer, and how many layers keep what."""
+
+    width: int  # values of one token, in layers that attend
+    num_full: int  # layers that keep every token
+    num_windowed: int  # layers that keep the last `window` tokens
+    window: int
+    num_states: int  # layers that keep a state, whatever the length
+    state_width: int  # values of one state
 
 
 @dataclass(frozen=True)
@@ -57,6 +64,7 @@ class ModelShape:
     model_type: str
     manifest: Manifest
     text: TowerShape
+    cache: CacheShape
     vision: TowerShape | None
     vocab: int
     largest_block: int  # parameters of the largest block
@@ -135,6 +143,7 @@ def shape_of_config(config: PretrainedConfig) -> ModelShape:
         model_type=config.model_type,
         manifest=_manifest(model),
         text=_tower(config.get_text_config()),
+        cache=_cache(config.get_text_config()),
         vision=None if vision is None else _vision_tower(vision),
         vocab=config.get_text_config().vocab_size,
         largest_block=max(blocks),
@@ -182,6 +191,30 @@ def _tower(text: PretrainedConfig) -> TowerShape:
         num_kv_heads=getattr(text, "num_key_value_heads", None) or heads,
         head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
     )
+
+
+def _cache(text: PretrainedConfig) -> CacheShape:
+    """By `layer_types`, where a config.json has them; models with a latent of keys and values (MLA) keep that."""
+    tower, window = _tower(text), getattr(text, "sliding_window", None) or 0
+    latent = getattr(text, "kv_lora_rank", None)
+    usual = "sliding_attention" if window and getattr(text, "use_sliding_window", True) else "full_attention"
+    kinds = getattr(text, "layer_types", None) or [usual] * tower.num_layers
+    windowed, full = kinds.count("sliding_attention"), kinds.count("full_attention")
+    return CacheShape(
+        width=latent + text.qk_rope_head_dim if latent else 2 * tower.num_kv_heads * tower.head_dim,
+        num_full=full,
+        num_windowed=windowed,
+        window=window,
+        num_states=len(kinds) - full - windowed,
+        state_width=_state_width(text) if "linear_attention" in kinds else 0,
+    )
+
+
+def _state_width(text: PretrainedConfig) -> int:
+    """Of a gated delta net: the inputs of its convolution, and a matrix a head."""
+    keys = text.linear_num_key_heads * text.linear_key_head_dim
+    values = text.linear_num_value_heads * text.linear_value_head_dim
+    return (2 * keys + values) * (text.linear_conv_kernel_dim - 1) + values * text.linear_key_head_dim
 
 
 def _vision_tower(vision: PretrainedConfig) -> TowerShape:

@@ -101,6 +101,7 @@ def check_planned_memory(config: RunConfig, machine: Machine) -> Finding:
     try:
         from deploy.planning.clusters import PlannedNode
         from deploy.planning.fit import plan_memory
+        from deploy.planning.kv_cache import refuse_small_cache
         from deploy.planning.plan_view import refuse_shortfalls
         from deploy.planning.policy_shape import policy_shape
 
@@ -108,12 +109,13 @@ def check_planned_memory(config: RunConfig, machine: Machine) -> Finding:
         if shape is None:
             return Finding(name, Verdict.WARNING, "policy.model is not named yet", "give policy.model=CHECKPOINT")
         node = PlannedNode(as_node(machine, config.resources), machine.gpu_memory_bytes, machine.available_memory_bytes)
+        refuse_small_cache(config, shape)
         plan = plan_memory(config, shape, [node])
         refuse_shortfalls(config, shape, [node], plan)
     except PlacementError:
         return Finding(name, Verdict.WARNING, "not planned: the resources do not suffice", "see Resources")
     except PreflightError as error:
-        return Finding(name, Verdict.MISSING, "the estimate exceeds what there is", str(error))
+        return Finding(name, Verdict.MISSING, "the run does not fit", str(error))
     except (ImportError, OSError) as error:
         return Finding(name, Verdict.WARNING, f"not planned: {error}", "see the packages below")
     needed = "; ".join(f"{d.place} {d.num_bytes / GIB:.1f} GiB" for d in plan.demands)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from configs.load import load_config
 from configs.schema import RunConfig
 from deploy.planning.activations import Microbatch, checkpointing, logits_bytes, training_bytes
 from learner.policies.logprobs import Distribution, token_logprobs
-from learner.policies.shapes import ModelShape, shape_of_config
+from learner.policies.shapes import shape_of_config
 from learner.policies.tiny.qwen2_5_vl import build_config, build_processor
 
 TOLERANCE = 0.15
@@ -101,7 +102,7 @@ def test_blocks_of_the_vision_tower_keep_what_is_estimated(dtype: str) -> None:
 def test_log_probs_take_what_is_estimated_at_their_peak() -> None:
     """Bytes allocated by one call, counted operation by operation with the profiler."""
     rows, vocab = 128, 2048
-    shape = ModelShape("x", shape_of_config(text_model().config).manifest, shape_text(), None, vocab, 1, 1, 0, {})
+    shape = replace(shape_of_config(text_model().config), vocab=vocab)
     hidden, head = torch.randn(rows, 64), torch.randn(vocab, 64, requires_grad=True)
     targets = torch.zeros(rows, dtype=torch.long)
 
@@ -117,10 +118,6 @@ def test_log_probs_take_what_is_estimated_at_their_peak() -> None:
             now += event.nbytes()
             peak = max(peak, now)
     assert logits_bytes(config("float32"), shape, rows) == pytest.approx(peak, rel=TOLERANCE)
-
-
-def shape_text() -> object:
-    return shape_of_config(text_model().config).text
 
 
 def test_recomputed_blocks_keep_their_inputs_alone() -> None:

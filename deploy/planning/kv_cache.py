@@ -43,9 +43,10 @@ def refuse_small_cache(config: RunConfig, shape: ModelShape) -> None:
         return
     shorter = range(0, sampler.max_model_len, sampler.block_size)
     length = max(n for n in shorter if n == 0 or sequence_bytes(config, shape, n) <= sampler.kv_cache_bytes)
+    shorten = f", or sampler.max_model_len={length} or less" if length else ""
     raise PreflightError(
         f"sampler.kv_cache_bytes={sampler.kv_cache_bytes} holds no sequence of sampler.max_model_len="
         f"{sampler.max_model_len} tokens of policy.model={config.policy.model} in {config.resources.dtype}, which "
-        f"takes {needed} bytes: set sampler.kv_cache_bytes={needed} or more, several times this for as many sequences at "
-        f"a time{f', or sampler.max_model_len={length} or less' if length else ''}"
+        f"takes {needed} bytes: set sampler.kv_cache_bytes={needed} or more, several times this for as many sequences "
+        f"at a time{shorten}"
     )

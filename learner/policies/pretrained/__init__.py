@@ -10,6 +10,7 @@ from typing import Protocol
 from transformers import PretrainedConfig
 
 from learner.policies.pretrained.smollm2 import smollm2_config, write_smollm2
+from learner.policies.pretrained.smolvlm import smolvlm_config, write_smolvlm
 
 __all__ = ["PRETRAINED", "Pretrained"]
 
@@ -29,5 +30,8 @@ class Pretrained:
     write: Writer
 
 
-PRETRAINED: dict[str, Pretrained] = {"smollm2-135m": Pretrained(smollm2_config, write_smollm2)}
+PRETRAINED: dict[str, Pretrained] = {
+    "smollm2-135m": Pretrained(smollm2_config, write_smollm2),
+    "smolvlm-smollm2": Pretrained(smolvlm_config, write_smolvlm),
+}
 """`policy.tiny`, or the name of `mobula init-model` -> checkpoint."""

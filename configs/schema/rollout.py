@@ -42,7 +42,7 @@ class PolicyConfig(Section):
     tiny: Annotated[str, NOT_EMPTY]
     """If `model` is a folder that does not exist yet, write this model there first: a random-weight one by its name of
     `mobula init-model` without `tiny-`, or released weights out of the packages of the extra `pretrained`:
-    `smollm2-135m`, or `smolvlm-smollm2` with a random vision tower. `none` writes nothing."""
+    `smollm2-135m`, or the same with a random vision tower (`policy=` lists both). `none` writes nothing."""
     tiny_tied_embeddings: bool
     """Whether the random-weight model ties its output to its input embeddings."""
     attention: Literal["sdpa", "eager", "flash_attention_2"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from decimal import Decimal
 from enum import StrEnum
 from numbers import Real
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -42,6 +43,9 @@ class Score:
 
 
 RewardFunction = Callable[[RewardRequest], float | Score]
+
+SCORE, REASON = "score", "reason"  # keys of a mapping that stands for a Score; its other keys are the breakdown
+RETURN = "return a finite number, a mapping with 'score', or a Score"
 
 
 class FailureKind(StrEnum):
@@ -129,14 +133,30 @@ def evaluate_batch(
     return tuple(result if isinstance(result, ScoringFailure) else _outcome(checked, result) for result in results)
 
 
-def checked(result: float | Score) -> Score:
-    """The result of a reward function as a finite score.
+def portable(result: Any) -> Any:
+    """The result of a function with Python numbers in the place of scalars of array libraries (numpy, torch), so that
+    a process without the library reads it.
+
+    Raises:
+        TypeError: it is an array of several numbers.
+    """
+    if isinstance(result, Score):
+        breakdown = portable(result.breakdown)
+        return Score(_python_number(result.value), result.reason, breakdown)
+    if isinstance(result, Mapping):
+        return {name: _python_number(part) for name, part in result.items()}
+    return _python_number(result)
+
+
+def checked(result: Any) -> Score:
+    """The result of a reward function as a finite score. Any number is one: bool, int, float, Fraction, Decimal, a
+    scalar of numpy or torch. A mapping has `score`, may have `reason`, and its other keys are the breakdown.
 
     Raises:
         NotFiniteError: it, or a part of it, is NaN or an infinity.
         RewardError: it is no number.
     """
-    score = result if isinstance(result, Score) else Score(result)
+    score = result if isinstance(result, Score) else _as_score(result)
     is_plain = type(score.value) is float and type(score.reason) is str and score.breakdown == {}
     if is_plain and math.isfinite(score.value):
         return score  # as nearly all are: what follows takes longer than a cheap rule
@@ -148,16 +168,46 @@ def checked(result: float | Score) -> Score:
     return Score(value, score.reason, parts)
 
 
+def _as_score(result: Any) -> Score:
+    if not isinstance(result, Mapping):
+        return Score(result)
+    if SCORE not in result:
+        raise RewardError(f"returned a mapping with {', '.join(map(repr, result)) or 'nothing'}: {RETURN}")
+    parts = {name: part for name, part in result.items() if name not in (SCORE, REASON)}
+    return Score(result[SCORE], result.get(REASON, ""), parts)
+
+
 def _finite(number: Any, where: str) -> float:
-    if not isinstance(number, Real):
-        raise RewardError(f"returned {type(number).__name__}{where}: return a finite number or a Score")
+    try:
+        number = _python_number(number)
+    except TypeError as error:
+        raise RewardError(f"{error}{where}: {RETURN}") from error
+    if number is None:
+        raise RewardError(f"returned None{where}, as a function without `return` does: {RETURN}")
+    if not isinstance(number, Real | Decimal):
+        raise RewardError(f"returned {type(number).__name__}{where}: {RETURN}")
     try:
         value = float(number)
-    except OverflowError as error:
+    except (OverflowError, ValueError) as error:  # ValueError: a signalling NaN of decimal
         raise NotFiniteError(f"returned a number that no float holds{where}: return a finite one") from error
     if not math.isfinite(value):
         raise NotFiniteError(f"returned {value}{where}: return a finite number")
     return value
+
+
+def _python_number(number: Any) -> Any:
+    """A scalar of an array library (`item()` of numpy, torch, jax) as a Python number; anything else as it is.
+
+    Raises:
+        TypeError: an array of several numbers.
+    """
+    if isinstance(number, bool | int | float) or not callable(item := getattr(number, "item", None)):
+        return number
+    try:
+        return item()
+    except (ValueError, RuntimeError, TypeError) as error:
+        shape = tuple(getattr(number, "shape", ()))
+        raise TypeError(f"returned {type(number).__name__} of shape {shape}, not one number") from error
 
 
 def _outcome(score: Callable[..., Score], *given: Any) -> Outcome:

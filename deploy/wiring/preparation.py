@@ -36,6 +36,7 @@ from deploy.datasets.written_data import write_data
 from deploy.preflight.checks import find_mismatches
 from deploy.preflight.findings import refuse
 from deploy.preflight.loaded import LoadedModel
+from deploy.preflight.rewards import check_reward_functions
 from learner.policies.families import DRAWING_TYPES, family_at, frozen_prefixes, max_positions, model_type_at
 from learner.policies.flow.denoising import Denoising
 from learner.policies.flow.families import INDEX, TRANSFORMER
@@ -121,6 +122,7 @@ def prepare(config: RunConfig, put: Callable[[Any], Any]) -> Prepared:
 
 
 def _prepare(config: RunConfig, put: Callable[[Any], Any]) -> Prepared:
+    check_reward_functions(config)
     media = MediaStore(put, config.data.media_cache_bytes)
     loaded = load_checked(config, media)
     refuse(find_mismatches(config, loaded))

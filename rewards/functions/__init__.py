@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from rewards.contract import BatchRewardFunction, RewardFunction
-from rewards.functions.plugin import Plugin, signature_of_file
+from rewards.functions.plugin import CALL, Plugin, users_signature
 from rewards.hints import did_you_mean, own_name
+from rewards.isolation.process import Isolated
 from rewards.tools import Tools
 
 BUILT_IN: Mapping[str, str] = {  # name -> its factory, imported when it is asked for: models pull in torch
@@ -60,7 +61,7 @@ def build_function(name: str, options: Mapping[str, Any], tools: Tools) -> Rewar
         ValueError: there is no such function, or an option is unknown, missing or unfit.
     """
     if ":" in name:
-        _check_options(name, _users_signature(name, tools), options)
+        check_users_function(name, options, tools.isolated)
         return Plugin(tools, name, options)
     if name not in BUILT_IN:
         known = f"one of {', '.join(BUILT_IN)}, module:function or path/to/file.py:function"
@@ -83,13 +84,20 @@ def _not_installed(name: str, error: ModuleNotFoundError) -> ValueError:
     return ValueError(f"{needs}: pip install 'mobula[{EXTRAS[name]}]'" if name in EXTRAS else needs)
 
 
-def _users_signature(name: str, tools: Tools) -> inspect.Signature:
+def check_users_function(name: str, options: Mapping[str, Any], isolated: Isolated) -> None:
+    """Import a user's function in the isolated processes, and compare its parameters with the options.
+
+    Raises:
+        ValueError: there is no such function, it does not take a request, or an option is unknown or missing.
+    """
     path = name.rpartition(":")[0]
-    if not path.endswith(".py"):
-        return inspect.signature(_import(name))
-    if not Path(path).is_file():
+    if path.endswith(".py") and not Path(path).is_file():
         raise ValueError(f"reward function {name!r}: no file {Path(path).absolute()} here: give a path every node has")
-    return signature_of_file(name, tools.isolated)
+    signature = users_signature(name, isolated)
+    try:
+        _check_options(name, signature, options)
+    except ValueError as error:
+        raise ValueError(f"{error}; {CALL}") from error
 
 
 def _import(name: str) -> Callable[..., Any]:
@@ -111,7 +119,8 @@ def _check_options(name: str, signature: inspect.Signature, options: Mapping[str
     named = {n: p for n, p in parameters.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
     for option in options:
         if option not in named and not takes_any:
-            raise ValueError(f"{name} has no option {option!r}{did_you_mean(option, named)}: it has {', '.join(named)}")
+            known = ", ".join(named) or "none"
+            raise ValueError(f"{name} has no option {option!r}{did_you_mean(option, named)}: it has {known}")
     missing = [n for n, p in named.items() if p.default is p.empty and n not in options]
     if missing:
         raise ValueError(f"{name} needs options.{missing[0]}, which is not set")

@@ -7,17 +7,25 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cluster.errors import RewardError
-from rewards.contract import Outcome, RewardRequest
+from cluster.records.trajectory import Response
+from rewards.contract import Outcome, RewardRequest, TimedOutError
 from rewards.isolation.calls import call_each
 from rewards.isolation.child import resolve
 from rewards.isolation.process import Isolated
 from rewards.tools import Tools
 
 _PARAMETERS = "rewards.functions.plugin:parameters"
+CALL = (
+    "a reward function is called as function(request, **options) and reads request.prompt_text, request.response.text, "
+    "request.references and request.metadata"
+)
+EXAMPLE = RewardRequest(Response("", 0, is_truncated=False), (), {}, "")
+OF_OTHER_TRAINERS = ("completions", "prompts", "responses", "data_source", "solution_str", "solution_strs")
 
 
 class Plugin:
-    """Called as `function(request, **options)`; it returns a finite number or a `Score`.
+    """Called as `function(request, **options)`, which may be an `async def`; it returns a finite number, a mapping with
+    `score`, or a `Score`.
 
     It may hang, raise, exit or crash: that costs the response its score and the process its life. What it keeps in its
     module is kept per process, and lost with it.
@@ -45,22 +53,45 @@ def parameters(target: str) -> list[tuple[str, str, bool]]:
     function = resolve(target)
     if not callable(function):
         raise TypeError(f"it is a {type(function).__name__}, not a function")
+    if inspect.isclass(function):
+        raise TypeError("it is a class, not a function: name a function, or an instance that can be called")
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise TypeError("it yields values: return one number")
     found = inspect.signature(function).parameters.values()
     return [(p.name, p.kind.name, p.default is not p.empty) for p in found]
 
 
-def signature_of_file(target: str, isolated: Isolated) -> inspect.Signature:
-    """The signature of a function in a file, which runs in the isolated process: it may hang, and crash.
+def users_signature(target: str, isolated: Isolated) -> inspect.Signature:
+    """The signature of a user's function, which is imported in the isolated processes alone: it may hang, and crash.
 
     Raises:
-        ValueError: the file has no such function, or does not run.
+        ValueError: there is no such function, its module or file does not run, or it does not take a request.
     """
     try:
+        isolated.load(target, EXAMPLE)
         found = isolated.call(_PARAMETERS, target)
+    except TimedOutError as error:
+        raise ValueError(
+            f"reward function {target!r} is not there in time ({error}): raise timeouts.start_s"
+        ) from error
     except RewardError as error:
-        raise ValueError(f"reward function {target!r} cannot be had from its file ({error})") from error
+        is_file = target.rpartition(":")[0].endswith(".py")
+        action = "fix the file" if is_file else "put it on the PYTHONPATH, or name a function"
+        raise ValueError(f"reward function {target!r} cannot be imported ({error}): {action}") from error
+    _check_request(target, found)
     none = inspect.Parameter.empty
     return inspect.Signature(
         inspect.Parameter(name, getattr(inspect.Parameter, kind), default=None if has_default else none)
         for name, kind, has_default in found
     )
+
+
+def _check_request(target: str, parameters: Sequence[tuple[str, str, bool]]) -> None:
+    """Whether the first parameter takes the request."""
+    takes = f"reward function {target!r} takes ({', '.join(name for name, _, _ in parameters)})"
+    if not parameters or parameters[0][1] in ("KEYWORD_ONLY", "VAR_KEYWORD"):
+        raise ValueError(f"{takes} and no request: {CALL}")
+    if any(kind == "POSITIONAL_ONLY" and not has_default for _, kind, has_default in parameters[1:]):
+        raise ValueError(f"{takes}, of which options are given by keyword: {CALL}")
+    if parameters[0][0] in OF_OTHER_TRAINERS:
+        raise ValueError(f"{takes}, as functions of other trainers do: {CALL}")

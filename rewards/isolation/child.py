@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import importlib.util
+import inspect
 import resource
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from functools import cache
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from rewards.contract import portable
 
 MEMORY_LIMIT_BYTES = 4 * 2**30  # a power tower in an answer must not push the run's engines out of memory
 GRACE_S = 2.0  # the parent kills first; the kernel does when the parent is gone
@@ -36,9 +41,24 @@ def serve(connection: Connection) -> None:
 def _run(called: bool, target: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any]:
     try:
         function = resolve(target)
-        return True, function(*args, **kwargs) if called else None
+        return True, _settled(function(*args, **kwargs)) if called else None
     except BaseException as error:  # a sys.exit() inside an answer's check is that answer's failure as well
         return False, f"{type(error).__name__}: {error}"
+
+
+def _settled(result: Any) -> Any:
+    """Waits for the result of an `async def`; returns plain numbers."""
+    return portable(_loop().run_until_complete(_awaited(result)) if inspect.isawaitable(result) else result)
+
+
+@cache
+def _loop() -> asyncio.AbstractEventLoop:
+    """One event loop for all calls: a client that a module keeps belongs to the loop of its first call."""
+    return asyncio.new_event_loop()
+
+
+async def _awaited(result: Awaitable[Any]) -> Any:
+    return await result
 
 
 def _send(connection: Connection, reply: tuple[bool, Any]) -> None:

@@ -7,7 +7,8 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -30,9 +31,21 @@ class Isolated(Protocol):
         """`target(*args, **kwargs)` for each args of `calls`, in order; a call that failed is its `RewardError`."""
         ...
 
+    def load(self, target: str, *examples: Any) -> None:
+        """As `IsolatedProcess.load`, in every process."""
+        ...
+
     def close(self) -> None:
         """End every process; a later call starts new ones."""
         ...
+
+
+@dataclass(frozen=True)
+class _Import:
+    """An import that was begun and not answered yet."""
+
+    target: str
+    until: float  # on `time.monotonic`'s clock
 
 
 @dataclass
@@ -40,6 +53,7 @@ class _Child:
     process: subprocess.Popen[bytes]
     connection: Connection
     loaded: set[str] = field(default_factory=set)
+    importing: _Import | None = None
 
     def kill(self) -> int:
         """End the process now and collect it, so that no zombie stays; returns its exit code."""
@@ -66,19 +80,28 @@ class IsolatedProcess:
         self.deadline = math.inf
 
     def call(self, target: str, *args: Any, **kwargs: Any) -> Any:
-        """The result of `target(*args, **kwargs)`; arguments and result are pickled.
+        """The result of `target(*args, **kwargs)`; arguments and result are pickled, and a coroutine is awaited.
 
-        Importing the target's module has `start_timeout_s`, the call itself `timeout_s`.
+        Importing the target's module has `start_timeout_s`, the call itself `timeout_s`. An import that goes on at the
+        deadline is not broken off: a later call waits for it.
 
         Raises:
-            TimedOutError: no result in time; the process was killed.
+            TimedOutError: no result in time; the process was killed, unless it still imports.
             RewardError: the target raised, or its process died.
         """
-        child = self._child = self._child or _start()
-        if target not in child.loaded:  # the arguments go along: to unpickle them is to import as well
-            self._exchange(child, (False, target, args, kwargs), self._start_timeout_s, f"{target} to be imported")
-            child.loaded.add(target)
-        return self._exchange(child, (True, target, args, kwargs), self._timeout_s, target)
+        self._load(target, args, kwargs)  # the arguments go along: to unpickle them is to import as well
+        return self._call(target, args, kwargs)
+
+    def load(self, target: str, *examples: Any) -> None:
+        """Import the target's module, and those of the examples' classes, within `start_timeout_s`.
+
+        No later call has to wait for these imports.
+
+        Raises:
+            TimedOutError: it took longer; the process was killed.
+            RewardError: the import raised, there is no such target, or the process died.
+        """
+        self._load(target, examples, {})
 
     def call_many(self, target: str, calls: Sequence[tuple[Any, ...]], **kwargs: Any) -> list[Any]:
         """One call after another: a result each, or the `RewardError` that kept it from having one."""
@@ -97,18 +120,55 @@ class IsolatedProcess:
             self._child.kill()
             self._child = None
 
-    def _exchange(self, child: _Child, message: tuple[Any, ...], timeout_s: float, what: str) -> Any:
-        timeout_s = max(0.0, min(timeout_s, self.deadline - time.monotonic()))
-        try:
-            child.connection.send((*message, timeout_s))
+    def _load(self, target: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        child = self._child = self._child or _start()
+        while target not in child.loaded:
+            with self._talking(child, f"{target} to be imported"):
+                if child.importing is None:
+                    child.connection.send((False, target, args, kwargs, self._start_timeout_s))
+                    child.importing = _Import(target, time.monotonic() + self._start_timeout_s)
+                asked = child.importing
+                succeeded, result = self._import_reply(child.connection, asked)
+            child.importing = None
+            if succeeded:
+                child.loaded.add(asked.target)
+            elif asked.target == target:
+                raise RewardError(f"{target} to be imported raised {result}")
+
+    def _import_reply(self, connection: Connection, asked: _Import) -> tuple[bool, Any]:
+        """Waits for an import until its own end, or until the deadline."""
+        waited_s = max(0.0, min(asked.until, self.deadline) - time.monotonic())
+        if connection.poll(waited_s):
+            return connection.recv()
+        if time.monotonic() < asked.until:
+            raise _StillImportingError(f"waited {waited_s:.3g} s for {asked.target}, which is still being imported")
+        raise TimedOutError(f"waited {self._start_timeout_s:.3g} s for {asked.target} to be imported")
+
+    def _call(self, target: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        child = self._child
+        assert child is not None, f"{target} was loaded into a process"
+        timeout_s = max(0.0, min(self._timeout_s, self.deadline - time.monotonic()))
+        with self._talking(child, target):
+            child.connection.send((True, target, args, kwargs, timeout_s))
             if not child.connection.poll(timeout_s):
-                raise TimedOutError(f"waited {timeout_s:.3g} s for {what}")
+                raise TimedOutError(f"waited {timeout_s:.3g} s for {target}")
             succeeded, result = child.connection.recv()
+        if not succeeded:
+            raise RewardError(f"{target} raised {result}")
+        return result
+
+    @contextmanager
+    def _talking(self, child: _Child, what: str) -> Iterator[None]:
+        """End the process after any failure to talk to it: a late reply may not answer the next call."""
+        try:
+            yield
+        except _StillImportingError:
+            raise  # its reply is awaited by the next call
         except (EOFError, OSError) as error:
             self._child = None
             raise RewardError(f"the process of {what} died with exit code {child.kill()}") from error
         except RewardError:
-            self.close()  # a late reply may not answer the next call
+            self.close()
             raise
         except Exception as error:  # pickling runs code of the argument's and the result's own class
             self.close()
@@ -116,9 +176,10 @@ class IsolatedProcess:
         except BaseException:
             self.close()
             raise
-        if not succeeded:
-            raise RewardError(f"{what} raised {result}")
-        return result
+
+
+class _StillImportingError(TimedOutError):
+    """The deadline of a call passed while a module was imported for it."""
 
 
 def _start() -> _Child:

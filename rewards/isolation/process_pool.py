@@ -55,6 +55,13 @@ class IsolatedPool:
         with ThreadPoolExecutor(min(len(self._processes), len(calls))) as threads:
             return list(threads.map(call, calls))
 
+    def load(self, target: str, *examples: Any) -> None:
+        """As `IsolatedProcess.load`, in every process, side by side."""
+        for process in self._processes:
+            process.deadline = self.deadline
+        with ThreadPoolExecutor(len(self._processes)) as threads:
+            list(threads.map(lambda process: process.load(target, *examples), self._processes))
+
     def close(self) -> None:
         """End every process; a later call starts new ones."""
         for process in self._processes:

@@ -447,15 +447,17 @@ def test_exact_match_is_a_search_for_the_alias_between_its_edges(pieces: list[st
         ("no/such/file.py:f", {}, "no file .*no/such/file.py here"),
         ("format", {"pattern": "("}, "no regular expression"),
         ("exact_match", {"ignore_case": 1, "whole_response": True}, "neither true nor false"),
-        ("no_such_module:f", {}, "cannot be imported"),
-        ("math:no_such_function", {}, "cannot be imported"),
-        (":f", {}, "cannot be imported"),
-        ("math:pi", {}, "name a function"),
     ],
 )
 def test_unfit_functions_and_options_are_refused_by_name(name: str, options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build_function(name, options, NO_PROCESS)
+
+
+@pytest.mark.parametrize("name", ["no_such_module:f", "math:no_such_function", ":f", "math:pi"])
+def test_a_users_function_that_is_not_there_is_refused(name: str, tools: Tools) -> None:
+    with pytest.raises(ValueError, match=f"reward function '{name}' cannot be imported .*name a function"):
+        build_function(name, {}, tools)
 
 
 def test_a_result_is_finite_or_refused() -> None:

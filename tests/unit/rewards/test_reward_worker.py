@@ -238,10 +238,12 @@ def test_unfit_functions_are_refused_when_the_worker_is_built() -> None:
 
 
 def test_a_users_options_are_checked_before_the_first_response(plugin: str) -> None:
+    tools = Tools(IsolatedProcess(timeout_s=20, start_timeout_s=60), "cpu", "float32")
     with pytest.raises(ValueError, match="did you mean 'bonus'"):
-        RewardScoring(rewards_of(component("mine", plugin, bonsu=1)), None, unused_tools())
+        RewardScoring(rewards_of(component("mine", plugin, bonsu=1)), None, tools)
     with pytest.raises(ValueError, match="needs options.bonus"):
-        RewardScoring(rewards_of(component("mine", plugin)), None, unused_tools())
+        RewardScoring(rewards_of(component("mine", plugin)), None, tools)
+    tools.isolated.close()
 
 
 def test_the_isolated_process_starts_late_survives_errors_and_leaves_no_zombie(plugin: str) -> None:

@@ -146,8 +146,9 @@ class Controller:
                             version = await self.weights.publish(update.version)
                         await self.replay.release(groups)
                         step.record(groups, update, await self.replay.stats())
-                        async with self.stop.interrupting():
-                            await self.evaluator.maybe_run(version)
+                        with step.timed("evaluation"):
+                            async with self.stop.interrupting():
+                                await self.evaluator.maybe_run(version)
                         with step.timed("checkpoint"):
                             await self.checkpoints.maybe_save(version)
             except RunStopped:

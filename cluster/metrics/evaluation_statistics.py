@@ -25,6 +25,14 @@ def wilson_interval(share: float, num: int) -> tuple[float, float]:
     return max(0.0, (centre - half) / scale), min(1.0, (centre + half) / scale)
 
 
+def interval_of_mean(values: Sequence[float], seed: int) -> tuple[float, float]:
+    """The 95 % interval of the mean of independent `values` [N]: Wilson's where all are within [0, 1], as an accuracy's
+    are, and a bootstrap for rewards of any other range."""
+    if all(0 <= value <= 1 for value in values):
+        return wilson_interval(math.fsum(values) / len(values), len(values))
+    return bootstrap_interval(values, seed)
+
+
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     """The unbiased estimate of the chance that one of `k` responses is correct (Chen et al. 2021, arXiv:2107.03374).
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from cluster.errors import RunStopped
 from cluster.metrics.definitions import CounterName, MetricName
+from cluster.metrics.signal_watch import NoSignalWatch, Signal
 from cluster.metrics.sinks.base import Sink
 from cluster.metrics.sinks.fan_out import FanOut
 from cluster.metrics.step_records import EvaluationRecord, MetricsRecord, SampleRecord, StepRecord
@@ -128,14 +129,16 @@ class Metrics:
         accuracy_component: str,
         samples: Samples,
         watchers: Sequence[Watcher] = (),
+        signal: Signal | None = None,
     ) -> None:
-        """`watchers` get the run's status between steps."""
+        """`watchers` get the run's status between steps; `signal` finds that nothing is learned."""
         self.totals = RunTotals()
         self._watchers = watchers
         self._sinks = FanOut(sinks, on_dropped=lambda name: self.count(CounterName.DROPPED_SINKS, name))
         self._clock = clock
         self._accuracy_component = accuracy_component
         self._samples = samples
+        self._signal = signal or NoSignalWatch()
         self._observed: dict[str, float] = {}
         self._counters: dict[str, Counter[str]] = {}
         self._sources: dict[str, Mapping[str, int]] = {}
@@ -149,6 +152,7 @@ class Metrics:
                 self.totals.add_evaluation(record)
             else:
                 self.totals.add(record)
+                self._signal.look(record, ())
                 self._counters = {name: Counter(reasons) for name, reasons in record.counters.items()}
 
     @contextmanager
@@ -179,6 +183,7 @@ class Metrics:
         self._sinks.emit(record)
         if samples:
             self._sinks.emit_samples(samples)
+        self._warn_of_idle_steps(record, scope.groups)
 
     def progress(self) -> Progress:
         """The current phase of the step, `starting` before the first step, or `ending` after the last."""
@@ -232,6 +237,12 @@ class Metrics:
         """Reason -> count since the run began."""
         return dict(self._counters[name]) if name in self._counters else {}
 
+    @property
+    def warnings(self) -> Sequence[str]:
+        """Findings for the end of the run."""
+        conclusion = self._signal.conclusion()
+        return () if conclusion is None else (conclusion,)
+
     def close(self) -> None:
         """Flush and close every sink."""
         self._sinks.close()
@@ -243,3 +254,12 @@ class Metrics:
             _logger.exception("step %d: a report sample could not be kept", step)
             self.count(CounterName.DROPPED_SAMPLES, "error")
             return ()
+
+    def _warn_of_idle_steps(self, record: StepRecord, groups: Sequence[ScoredGroup]) -> None:
+        try:
+            warning = self._signal.look(record, groups)
+        except Exception:  # a sample for a warning is not worth the run
+            _logger.exception("step %d: the samples of a warning cannot be fetched", record.step)
+            return
+        if warning is not None:
+            _logger.warning("%s", warning)

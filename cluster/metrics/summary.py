@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Literal
 
@@ -68,6 +68,9 @@ class Summary:
     version: int
     skipped: Mapping[str, int]
     canary_max: float | None
+    values_before: Mapping[str, float] = field(default_factory=dict)  # the other metrics of the same evaluation
+    values_after: Mapping[str, float] = field(default_factory=dict)
+    warnings: Sequence[str] = ()  # why the run may have learned nothing, newest last
 
 
 def summarize(metrics: Metrics, facts: RunFacts, *, status: Status, version: int, wall_s: float) -> Summary:
@@ -104,6 +107,9 @@ def summarize(metrics: Metrics, facts: RunFacts, *, status: Status, version: int
         version=version,
         skipped=metrics.counts(CounterName.SKIPPED),
         canary_max=totals.maximum(MetricName.CANARY),
+        values_before=dict(evaluations[0].values) if evaluations else {},
+        values_after=dict(evaluations[-1].values) if len(evaluations) > 1 else {},
+        warnings=tuple(metrics.warnings),
     )
 
 
@@ -121,9 +127,11 @@ def write_summary(path: Path, summary: Summary) -> None:
 def read_summary(path: Path) -> Summary:
     """The inverse of `write_summary`."""
     row = json.loads(path.read_text(encoding="utf-8"))
-    known = {field.name for field in fields(Summary)}
-    if set(row) != known:
+    known = {f.name for f in fields(Summary)}
+    later = {f.name for f in fields(Summary) if f.default is not MISSING or f.default_factory is not MISSING}
+    if not known - later <= set(row) <= known:  # files of earlier versions have no later keys
         raise ValueError(f"{path} holds no summary: these keys are missing or unknown: {sorted(known ^ set(row))}")
+    row["warnings"] = tuple(row.get("warnings", ()))
     row["staleness"] = {int(lag): tokens for lag, tokens in row["staleness"].items()}
     return Summary(**{key: float(value) if value in ("nan", "inf", "-inf") else value for key, value in row.items()})
 

@@ -12,11 +12,11 @@ from typing import Any, Protocol
 from cluster.errors import ExcludedPromptError, RewardError
 from cluster.metrics.evaluation_statistics import (
     bootstrap_interval,
+    interval_of_mean,
     ks,
     paired_gains,
     pass_at_k,
     reflection_ratios,
-    wilson_interval,
 )
 from cluster.metrics.informing import informing
 from cluster.metrics.step_records import HELD_OUT
@@ -32,7 +32,7 @@ REFLECTION = "reflection"  # the reward component that the reflection ratios are
 class EvaluationResult:
     """The accuracy of one weight version on one suite with its 95 % interval [low, high].
 
-    With one response a prompt the interval is Wilson's, with several it is a bootstrap over prompts.
+    With one response a prompt and values within [0, 1] the interval is Wilson's, else it is a bootstrap over prompts.
     """
 
     version: int
@@ -233,7 +233,9 @@ class Evaluator:
         by_prompt = {prompt.prompt.prompt_id: component_means(prompt.scored) for prompt in prompts if prompt.scored}
         by_prompt = by_prompt if suite.settings.num_samples > 1 else {}
         if suite.settings.num_samples == 1:
-            low, high = wilson_interval(accuracy, num)
+            name = self._accuracy_component
+            values = [reward.components[name] for reward in scored if name in reward.components]
+            low, high = interval_of_mean(values, suite.settings.seed)
         else:
             low, high = bootstrap_interval(self._means(prompts), suite.settings.seed)
         return EvaluationResult(

@@ -51,6 +51,7 @@ from deploy.host.signals import ending_signals, signals_raise
 from deploy.host.terminal import outlive_output, terminal
 from deploy.planning.nodes import joined_nodes, this_node
 from deploy.planning.plan_command import refuse_too_little_memory, refuse_too_small_cache
+from deploy.run.headline import headline
 from deploy.run.logs import log_thread_failures, log_to, set_up_logging, write_faults_to
 from deploy.run.node_network import check_network
 from deploy.run.overview import overview
@@ -85,14 +86,11 @@ def train(config: RunConfig) -> int:
     log_thread_failures()
     console = terminal()
     summary = run_training(config, console)
-    before, after = (_percent(value) for value in (summary.accuracy_before, summary.accuracy_after))
-    what = "training" if config.offline.is_on else "RL"
-    start = "after the warm start" if config.warm_start.num_steps else f"before {what}"
     console.print(
-        f"held-out accuracy {before} {start}, {after} after {what}; report: {config.run_folder / REPORT_FILE}",
-        markup=False,
-        soft_wrap=True,
+        f"{headline(config, summary)}; report: {config.run_folder / REPORT_FILE}", markup=False, soft_wrap=True
     )
+    for warning in summary.warnings:
+        console.print(f"warning: {warning}", style="yellow", markup=False, soft_wrap=True)
     if summary.optimizer_steps == 0:
         raise NothingTrainedError(
             f"{summary.num_steps} steps ran and every one of their optimizer steps was skipped, so the weights are as "
@@ -375,10 +373,6 @@ def _leave_behind(prepared: Prepared, metrics: Metrics, status: Status, wall_s: 
     with informing("the report"):
         write_report(prepared.folder)
     return summary
-
-
-def _percent(accuracy: float | None) -> str:
-    return "not measured" if accuracy is None else f"{accuracy:.1%}"
 
 
 def _write_plan(path: Path, plan: PlacementPlan) -> None:

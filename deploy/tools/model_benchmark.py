@@ -20,9 +20,10 @@ from rich.table import Column, Table
 
 from actors.datasets.prompts import fixed_prompts
 from cluster.errors import PreflightError, RewardError
+from cluster.metrics.evaluation_statistics import interval_of_mean
 from cluster.records.trajectory import Generated, Prompt, Reward, Trajectory
 from cluster.roles import SamplingSettings
-from cluster.rollout.evaluation import mean_of_component, wilson_interval
+from cluster.rollout.evaluation import mean_of_component
 from cluster.runtime.object_store import fetch
 from cluster.runtime.usage import UsageSampler
 from cluster.workers.supervisor import background_tasks
@@ -253,8 +254,9 @@ def _quality(config: RunConfig, answers: Sequence[TimedResponse]) -> dict[str, A
     scored = [answer.reward for answer in answers if answer.reward is not None]
     if not scored:
         raise RewardError(f"none of {len(answers)} answers could be scored: check rewards.components")
-    accuracy, num_scored = mean_of_component(config.rewards.accuracy_component, scored)
-    low, high = wilson_interval(accuracy, num_scored)
+    name = config.rewards.accuracy_component
+    accuracy, num_scored = mean_of_component(name, scored)
+    low, high = interval_of_mean([r.components[name] for r in scored if name in r.components], config.seed)
     average = sum(reward.value for reward in scored) / len(scored)
     found = {"accuracy": accuracy, "low": low, "high": high, "average_reward": average}
     return {**{name: round(value, 6) for name, value in found.items()}, "num_scored": num_scored}

@@ -15,6 +15,7 @@ from cluster.metrics.hub import Metrics, Samples
 from cluster.metrics.report.run_folder import METRICS_FILE, SAMPLES_FILE
 from cluster.metrics.report.samples import SampleKeeper
 from cluster.metrics.report.videos import ARTIFACTS_FOLDER
+from cluster.metrics.signal_watch import SignalWatch
 from cluster.metrics.sinks.base import Sink
 from cluster.metrics.sinks.console import ConsoleSink
 from cluster.metrics.sinks.estimate import EstimateSink
@@ -53,6 +54,11 @@ def build_metrics(config: RunConfig, console: Console, version: int, sinks: Sequ
         accuracy_component=config.rewards.accuracy_component,
         samples=watched,
         watchers=[sink for sink in optional if isinstance(sink, RaySink)],
+        signal=SignalWatch(
+            learns_from_rewards=not (config.offline.is_on or config.algorithm.distillation.is_on),
+            fetch=fetch,
+            timeout_s=config.timeouts.object_s,
+        ),
     )
     metrics.resume(journal.kept)
     return metrics

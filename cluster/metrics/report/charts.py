@@ -120,11 +120,11 @@ def _merge(points: Sequence[Point], keeps_peaks: bool) -> Point:
 
 def _value_scale(chart: Chart, series: Sequence[Curve]) -> tuple[Scale, str]:
     """The scale of values, and a note where it leaves something out."""
-    if chart.domain is not None:
-        return Scale(*chart.domain), ""
     if series[0].form == "area":
         return _stack_scale(series)
     finite = [p.value for s in series for p in s.points if p.is_finite]
+    if chart.domain is not None and all(chart.domain[0] <= value <= chart.domain[1] for value in finite):
+        return Scale(*chart.domain), ""
     return (log_scale(finite) if chart.is_log else linear_scale(finite, from_zero=chart.from_zero)), ""
 
 

@@ -19,7 +19,7 @@ async def test_every_step_waits_scores_updates_publishes_evaluates_and_saves_in_
     assert await run.go() == 3
     assert run.weights.published == [0, 1, 2, 3]
     assert run.evaluator.offered == [0, 1, 2, 3]
-    phases = ["wait_for_rollouts", "reference", "update", "evaluation", "weight_sync", "checkpoint"]
+    phases = ["wait_for_rollouts", "reference", "update", "evaluation", "weight_sync", "evaluation", "checkpoint"]
     assert {step: scope.phases for step, scope in run.metrics.steps.items()} == dict.fromkeys((1, 2, 3), phases)
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from cluster.metrics.evaluation_statistics import (
     bootstrap_interval,
+    interval_of_mean,
     ks,
     pass_at_k,
     reflection_ratios,
@@ -30,6 +31,16 @@ def test_the_interval_holds_the_mean_and_stays_within_0_and_1(num: int, share: f
     assert 0 <= low <= share + 1e-12
     assert share - 1e-12 <= high <= 1
     assert high > low
+
+
+def test_the_interval_of_a_mean_is_that_of_a_share_within_0_and_1_and_a_bootstrap_elsewhere() -> None:
+    assert interval_of_mean([1.0, 0.0, 0.5, 0.5], 0) == wilson_interval(0.5, 4)
+    signed = [1.0] * 50 + [-1.0] * 50
+    low, high = interval_of_mean(signed, 0)
+    half = 1.96 / math.sqrt(100)  # the normal approximation: the standard deviation of a sign is 1
+    assert low == pytest.approx(-half, abs=0.04) and high == pytest.approx(half, abs=0.04)
+    assert interval_of_mean([-1.0] * 8, 0) == (-1.0, -1.0)
+    assert interval_of_mean([10.0, 2.5], 3) == bootstrap_interval([10.0, 2.5], 3)
 
 
 @given(data=st.data(), num=st.integers(1, 8))

@@ -56,6 +56,18 @@ async def test_accuracy_is_the_mean_over_all_held_out_prompts() -> None:
     assert len(rollouts.settings) == 10
 
 
+@pytest.mark.parametrize(
+    ("of_prompt", "mean"),
+    [(lambda n: 1.0 if n < 3 else -1.0, -0.4), (lambda n: float(n + 1), 5.5), (lambda n: -1.0, -1.0)],
+)
+async def test_rewards_of_any_range_have_a_mean_and_an_interval(of_prompt: Callable[[int], float], mean: float) -> None:
+    evaluator = make_evaluator(FakeRollouts(), [], lambda prompt_id: (of_prompt(int(prompt_id.split("/")[1])),) * 2)
+    [result] = await evaluator.run(0)
+    assert result.accuracy == pytest.approx(mean)
+    assert result.low <= result.accuracy <= result.high
+    assert (result.high - result.low > 0.1) == (len({of_prompt(n) for n in range(10)}) > 1)
+
+
 async def test_no_more_prompts_are_in_flight_than_allowed() -> None:
     rollouts = FakeRollouts(pauses=lambda prompt_id: 5)
     await make_evaluator(rollouts, []).run(0)

@@ -1,0 +1,39 @@
+"""The last line of a run: what the held-out evaluations measured before and after it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from cluster.metrics.definitions import MetricName
+from cluster.metrics.summary import Summary
+from configs.schema import RunConfig
+
+NAMES = {"sft": "whole answers correct", "dpo": "pairs in order", "reward_model": "pairs or labels in order"}
+
+
+def headline(config: RunConfig, summary: Summary) -> str:
+    """The accuracy before and after, and of sft the share of right tokens as well."""
+    what = "training" if config.offline.is_on else "RL"
+    start = "after the warm start" if config.warm_start.num_steps else f"before {what}"
+
+    def change(name: str, before: float | None, after: float | None, write: Callable[[float | None], str]) -> str:
+        return f"{name} {write(before)} {start}, {write(after)} after {what}"
+
+    before, after = summary.accuracy_before, summary.accuracy_after
+    if all(value is None or 0 <= value <= 1 for value in (before, after)):
+        lines = [change(f"held-out {NAMES.get(config.offline.job, 'accuracy')}", before, after, _percent)]
+    else:
+        lines = [change(f"held-out mean of {config.rewards.accuracy_component}", before, after, _number)]
+    key = MetricName.TOKEN_ACCURACY
+    if key in summary.values_before:
+        shares = (summary.values_before[key], summary.values_after.get(key))
+        lines.append(change("tokens correct", *shares, _percent))
+    return "; ".join(lines)
+
+
+def _percent(share: float | None) -> str:
+    return "not measured" if share is None else f"{share:.1%}"
+
+
+def _number(value: float | None) -> str:
+    return "not measured" if value is None else f"{value:.3g}"

@@ -127,9 +127,11 @@ class ChatProcessor:
         *,
         keep_files: bool,
         device: str = "cpu",
+        suffix: str = "",
     ) -> None:
-        """`device` is `resources.device`, on which the engines run."""
+        """`device` is `resources.device`, on which the engines run; `suffix` is appended to every question."""
         self._data = data
+        self._suffix = suffix
         self._keep_files = keep_files
         self._max_images = sampler.max_images_per_prompt
         self.max_videos = sampler.max_videos_per_prompt
@@ -196,6 +198,14 @@ class ChatProcessor:
             references=row.references,
             metadata=row.metadata,
         )
+
+    def prompt_text(self, row: Row) -> str:
+        """The text of the row's prompt, with one placeholder a medium; media are not read.
+
+        Raises:
+            PromptError: the row imitates special tokens, or the chat template refuses it.
+        """
+        return self._encode(row.history, row.question)[0]
 
     def check(self, row: Row) -> int:
         """The prompt's length in tokens, from the text and the headers of its pictures; nothing is decoded.
@@ -460,7 +470,7 @@ class ChatProcessor:
 
     def _render_and_tokenize(self, history: Sequence[Turn], question: str) -> tuple[str, np.ndarray]:
         """The chat prompt as text and as ids, one placeholder a picture; a row's own system turn is the only one."""
-        turns = [*((turn.role, turn.text) for turn in history), ("user", question + self._data.prompt_suffix)]
+        turns = [*((turn.role, turn.text) for turn in history), ("user", question + self._suffix)]
         for _, turn_text in turns:
             self.refuse_imitations(turn_text)
         if self._data.system_prompt and turns[0][0] != "system":
@@ -560,7 +570,7 @@ class ChatProcessor:
         return AudioLimits.of(data, features.sampling_rate, features.n_samples)
 
     def _refuse_unfit_config(self) -> None:
-        for key, text in (("prompt_suffix", self._data.prompt_suffix), ("system_prompt", self._data.system_prompt)):
+        for key, text in (("prompt_suffix", self._suffix), ("system_prompt", self._data.system_prompt)):
             if MEDIA_PLACEHOLDERS.search(text) or self._reserved.search(text):
                 raise ValueError(
                     f"data.{key} is {text!r}: remove {IMAGE_PLACEHOLDER}, {VIDEO_PLACEHOLDER}, {AUDIO_PLACEHOLDER} and "

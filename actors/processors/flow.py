@@ -40,13 +40,16 @@ class FlowProcessor:
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id = 0
 
-    def __init__(self, checkpoint: FlowCheckpoint, data: DataConfig, flow: FlowConfig, media: MediaKeeper) -> None:
+    def __init__(
+        self, checkpoint: FlowCheckpoint, data: DataConfig, flow: FlowConfig, media: MediaKeeper, suffix: str = ""
+    ) -> None:
+        """`suffix` is appended to every prompt."""
         self._checkpoint = checkpoint
         self._family = checkpoint.family
         self._codec: Any = None  # loaded for the first picture
         self._root = data.path.resolve()
         self._pipeline: Any = checkpoint.encoder()
-        self._suffix = data.prompt_suffix
+        self._suffix = suffix
         self._flow = flow
         self.takes_negatives = checkpoint.takes_negatives(flow.guidance)
         self._media = media
@@ -62,11 +65,15 @@ class FlowProcessor:
             PromptError: the row has pictures or no text.
         """
         self.check(row)
-        text = row.question + self._suffix
+        text = self.prompt_text(row)
         negatives = (self._condition(self._flow.negative_prompt),) if self.takes_negatives else ()
         media = (self._condition(text), *negatives)
         spans, metadata = (WHERE,) * len(media), row.metadata
         return Prompt(prompt_id, row.sample_id, text, NO_IDS, NO_IDS, media, spans, row.references, metadata)
+
+    def prompt_text(self, row: Row) -> str:
+        """The text that is encoded."""
+        return row.question + self._suffix
 
     def check(self, row: Row) -> int:
         """0: a prompt has no tokens.
@@ -79,7 +86,7 @@ class FlowProcessor:
                 f"{row.sample_id} has {len(row.images)} pictures and {len(row.history)} turns before the question: a "
                 "flow model takes one text, so remove the row"
             )
-        if not (row.question + self._suffix).strip():
+        if not self.prompt_text(row).strip():
             raise PromptError(f"{row.sample_id} has no text: write what the picture shows, or remove the row")
         return 0
 

@@ -27,9 +27,10 @@ class ImageTokenProcessor:
     media_token_ids: tuple[int, ...] = ()  # what is sampled are image tokens
     eos_token_ids: tuple[int, ...] = ()
 
-    def __init__(self, model: str, data: DataConfig, sampler: SamplerConfig) -> None:
+    def __init__(self, model: str, data: DataConfig, sampler: SamplerConfig, suffix: str = "") -> None:
+        """`suffix` is appended to every prompt."""
         self._processor: Any = AutoProcessor.from_pretrained(model)
-        self._suffix = data.prompt_suffix
+        self._suffix = suffix
         self._template_kwargs = dict(data.template_kwargs)
         needed = num_image_tokens(AutoConfig.from_pretrained(model))
         self._longest = min(data.max_prompt_tokens, sampler.max_model_len - needed)
@@ -54,6 +55,14 @@ class ImageTokenProcessor:
         """
         text, ids = self._encoded(row)
         return Prompt(prompt_id, row.sample_id, text, ids, ids, (), (), row.references, row.metadata)
+
+    def prompt_text(self, row: Row) -> str:
+        """The text of the row's prompt.
+
+        Raises:
+            PromptError: as `prepare`.
+        """
+        return self._encoded(row)[0]
 
     def check(self, row: Row) -> int:
         """How many tokens its prompt has.

@@ -29,10 +29,10 @@ def make_processor(
         from actors.processors.flow import FlowProcessor  # which imports diffusers
         from actors.processors.picture_pairs import PicturePairProcessor
 
-        flow = FlowProcessor(flow_checkpoint(config), config.data, config.sampler.flow, media)
+        flow = FlowProcessor(flow_checkpoint(config), config.data, config.sampler.flow, media, config.question_suffix)
         return PicturePairProcessor(flow) if config.offline.is_on else flow
     if config.sampler.draws_tokens:
-        return ImageTokenProcessor(config.policy.model, config.data, config.sampler)
+        return ImageTokenProcessor(config.policy.model, config.data, config.sampler, config.question_suffix)
     chat = ChatProcessor(
         config.policy.model,
         config.data,
@@ -40,6 +40,7 @@ def make_processor(
         media,
         keep_files=config.rewards.needs_pictures,
         device=config.resources.device,
+        suffix=config.question_suffix,
     )
     if not config.offline.is_on:
         return chat

@@ -219,7 +219,7 @@ def _episodes_fit(config: RunConfig) -> str | None:
             f"= {longest} is more than sampler.max_model_len={config.sampler.max_model_len}: set "
             f"sampler.max_model_len={longest} or lower one of the two"
         )
-    if config.data.prompt_suffix:
+    if config.question_suffix:
         return (
             f"data.prompt_suffix={config.data.prompt_suffix!r} is put behind questions, and environment.name="
             f"{environment.name} makes whole prompts: set data.prompt_suffix=''"

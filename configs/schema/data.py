@@ -59,6 +59,12 @@ WITHOUT_FILES_OF_ROWS = (DataKind.MIXTURE, DataKind.ENVIRONMENT, *CONVERSATIONS)
 """Data whose rows are not read from `data.path` in a row format."""
 
 
+AUTO_SUFFIX = "auto"
+"""The value of `data.prompt_suffix` with which the reward decides."""
+
+BOXED_SUFFIX = r" Answer in \boxed{}."
+
+
 class SourceConfig(Section):
     """Location of rows, and the names of their columns."""
 
@@ -166,7 +172,8 @@ class DataConfig(SourceConfig):
     download_timeout_s: Annotated[float, Field(gt=0, le=3600)]
     """The longest download of one file."""
     prompt_suffix: str
-    """Text appended to every question."""
+    """Text appended to every question. `auto` appends ` Answer in \\boxed{}.` where the reward reads the answer from a
+    box, and nothing elsewhere."""
     system_prompt: str
     """System turn of every prompt; empty for none."""
     template_kwargs: dict[str, Any]

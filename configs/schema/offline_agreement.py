@@ -28,7 +28,7 @@ def _rows_fit_the_job(config: RunConfig) -> str | None:
 
 
 def _conversations_have_no_suffix(config: RunConfig) -> str | None:
-    if not config.offline.is_on or config.data.prompt_suffix == "":
+    if not config.offline.is_on or config.question_suffix == "":
         return None
     return (
         f"data.prompt_suffix={config.data.prompt_suffix!r} is put behind questions, and rows of offline.job="

@@ -40,6 +40,12 @@ class RewardComponent(Section):
     cache_entries: NonNegativeInt
     """Scores that one worker remembers by content (response, prompt, references, metadata, pictures); 0 for none."""
 
+    @property
+    def reads_box(self) -> bool:
+        """Whether its options look for a box."""
+        found = (self.options.get("require_boxed"), self.options.get("extract"), self.options.get("preset"))
+        return found[0] is True or "boxed" in found[1:]
+
 
 class Gate(Section):
     """A condition between two components of a recipe."""
@@ -118,6 +124,16 @@ class RewardsConfig(Section):
     def needs_pictures(self) -> bool:
         """Whether some component looks at the prompt's pictures."""
         return any(component.needs_pictures for component in self.components)
+
+    @property
+    def reads_box(self) -> bool:
+        """Whether some part of the reward looks for the answer, or for the form, in a box."""
+        return any(
+            self.weight(recipe, component.name) != 0 and component.reads_box
+            for recipe in self.active_recipes.values()
+            for component in self.components
+            if component.name in recipe.components
+        )
 
     def weight(self, recipe: Recipe, component: str) -> float:
         """The weight of a component in a recipe."""

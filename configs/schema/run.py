@@ -11,7 +11,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 from configs.schema.agreement import contradictions
 from configs.schema.algorithm import AlgorithmConfig
 from configs.schema.base import NOT_EMPTY, Section
-from configs.schema.data import DataConfig
+from configs.schema.data import AUTO_SUFFIX, BOXED_SUFFIX, DataConfig
 from configs.schema.environment import EnvironmentConfig
 from configs.schema.learner import LearnerConfig, WarmStartConfig
 from configs.schema.offline import OfflineConfig
@@ -297,6 +297,14 @@ class RunConfig(Section):
     @property
     def run_folder(self) -> Path:
         return self.folder / self.name
+
+    @property
+    def question_suffix(self) -> str:
+        """Text appended to every question: `data.prompt_suffix`, or what `auto` stands for."""
+        if self.data.prompt_suffix != AUTO_SUFFIX:
+            return self.data.prompt_suffix
+        has_questions = not (self.environment.is_on or self.offline.is_on)
+        return BOXED_SUFFIX if has_questions and self.rewards.reads_box else ""
 
     @property
     def of_critic_ranks(self) -> RunConfig:

@@ -8,14 +8,17 @@ from dataclasses import dataclass
 from math import prod
 
 from actors.datasets.rows import count_by_reason
+from actors.processors.conversation import ConversationProcessor
 from cluster.runtime.placement import PlacementPlan
 from cluster.weight_sync.manifest import Manifest
 from configs.schema import AlgorithmConfig, PolicyConfig, RunConfig
-from deploy.wiring.preparation import Prepared
+from configs.schema.data import AUTO_SUFFIX
+from deploy.wiring.preparation import TRAIN, Prepared
 from learner.policies.families import frozen_prefixes
 from learner.policies.lora import adapter_manifest
 
 LABEL_WIDTH = 15
+MAX_PROMPT = 400  # characters of the prompt that is shown
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,7 @@ def _topics(prepared: Prepared, plan: PlacementPlan, version: int) -> Iterator[t
         f"{max(split.longest_prompt_tokens for split in prepared.splits.values()):,}), responses up to "
         f"{sampler.max_tokens:,}, temperature {sampler.temperature:g}",
     )
+    yield from _prompt(prepared)
     every = _every(config.evaluation.interval_steps, "before and after RL")
     yield "evaluation", f"{config.evaluation.num_prompts} prompts of {config.evaluation.split}, {every}"
     yield "checkpoints", f"{_every(config.checkpoints.interval_steps, 'at the end')}, {config.checkpoints.keep} kept"
@@ -129,6 +133,23 @@ def _data(prepared: Prepared) -> str:
     reasons = count_by_reason(prepared.skipped)
     named = ", ".join(f"{reason} {number}" for reason, number in sorted(reasons.items()))
     return f"{prepared.config.data.path}: {rows} rows; {f'skipped: {named}' if reasons else 'none skipped'}"
+
+
+def _prompt(prepared: Prepared) -> Iterator[tuple[str, str]]:
+    """What is put behind each question, and the end of one whole prompt; an environment makes its own."""
+    config, processor, rows = prepared.config, prepared.processor, prepared.splits[TRAIN].rows
+    if (
+        isinstance(processor, ConversationProcessor)
+        or config.environment.is_on
+        or not hasattr(processor, "prompt_text")
+    ):
+        return
+    suffix = config.question_suffix
+    reads = "reads a box" if config.rewards.reads_box else "reads no box"
+    reason = f", the reward {reads}" if config.data.prompt_suffix == AUTO_SUFFIX else ""
+    yield "suffix", f"{suffix!r} is put behind each question (data.prompt_suffix={config.data.prompt_suffix}{reason})"
+    text = processor.prompt_text(rows[0])
+    yield "a prompt", repr(text if len(text) <= MAX_PROMPT else f"...{text[-MAX_PROMPT:]}")
 
 
 def _warm_start(config: RunConfig) -> str:

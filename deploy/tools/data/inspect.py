@@ -185,8 +185,9 @@ def _checker(config: RunConfig) -> tuple[RowChecker, str]:
         return HeaderChecker(VideoLimits.of(config.data), _audio_limits(config.data)), "characters"
     ensure_model(config)
     media = MediaStore(lambda value: value, config.data.media_cache_bytes)
-    device = config.resources.device
-    chat = ChatProcessor(config.policy.model, config.data, config.sampler, media, keep_files=False, device=device)
+    device, suffix = config.resources.device, config.question_suffix
+    data, sampler = config.data, config.sampler
+    chat = ChatProcessor(config.policy.model, data, sampler, media, keep_files=False, device=device, suffix=suffix)
     return chat, "tokens"
 
 

@@ -56,7 +56,13 @@ class LocalPolicy:
         media = MediaStore(lambda processed: processed, config.data.media_cache_bytes)
         self.config = config
         self.chat = ChatProcessor(
-            config.policy.model, config.data, config.sampler, media, keep_files=False, device=config.resources.device
+            config.policy.model,
+            config.data,
+            config.sampler,
+            media,
+            keep_files=False,
+            device=config.resources.device,
+            suffix=config.question_suffix,
         )
         checkpoint = checkpoint_manifest(folder, config.resources.dtype)
         refuse(find_mismatches(config, LoadedModel(folder, checkpoint, self.chat)))

@@ -52,7 +52,7 @@ def data_config(**changes: object) -> DataConfig:
         curriculum=CurriculumConfig(kind="none", key="prompt_tokens", num_stages=1, num_epochs=1),
         video=load_config(["experiment=digits"]).data.video,
         audio=load_config(["experiment=digits"]).data.audio,
-        prompt_suffix=r" Answer in \boxed{}.",
+        prompt_suffix="",
         system_prompt="",
         template_kwargs={},
         max_prompt_tokens=512,
@@ -94,9 +94,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(write_tiny_qwen2_5_vl(tmp_path_factory.mktemp("tiny"), seed=0))
 
 
-def build(model: str, **changes: object) -> tuple[ChatProcessor, MediaStore]:
+def build(
+    model: str, *, prompt_suffix: str = r" Answer in \boxed{}.", **changes: object
+) -> tuple[ChatProcessor, MediaStore]:
     store = MediaStore(put=lambda medium: medium, max_bytes=100_000_000)
-    return ChatProcessor(model, data_config(**changes), SAMPLER, store, keep_files=False), store
+    data = data_config(**changes)
+    return ChatProcessor(model, data, SAMPLER, store, keep_files=False, suffix=prompt_suffix), store
 
 
 @pytest.fixture(scope="module")

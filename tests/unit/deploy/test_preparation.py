@@ -157,6 +157,8 @@ def test_one_screen_shows_what_a_run_will_do(shared: Path, tmp_path: Path) -> No
     assert found["warm start"].startswith("up to 45 supervised steps on 15 rows at 0.001")
     assert "responses up to 8, temperature 1" in found["lengths"]
     assert found["roles"].startswith("learner 2, rollout 2, reference 1, reward 1; resources=laptop")
+    assert found["suffix"] == "'' is put behind each question (data.prompt_suffix=)"
+    assert "Which digit is this? Answer in \\\\boxed{}." in found["a prompt"]
 
 
 @pytest.mark.parametrize("words", [["policy.freeze=[visual.]"], ["policy.lora.rank=4", "policy.freeze=[visual.]"]])

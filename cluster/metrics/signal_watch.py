@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from cluster.metrics.definitions import MetricName
+from cluster.metrics.report.samples import Fetch
 from cluster.metrics.step_records import StepRecord
 
 if TYPE_CHECKING:
@@ -16,12 +17,6 @@ NUM_IDLE = 3  # steps in a row that train nothing, before the warning
 NUM_SAMPLES = 3  # that a warning shows, each of another group
 MAX_CHARACTERS = 300  # of a prompt's end and of a response's end in a warning
 MOST = 0.9  # share of responses from which on a property is a likely cause
-
-
-class Fetch(Protocol):
-    """`cluster.runtime.object_store.fetch`."""
-
-    def __call__(self, references: Sequence[Any], *, timeout_s: float, what: str) -> list[Any]: ...
 
 
 class Signal(Protocol):

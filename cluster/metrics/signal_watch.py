@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 from cluster.metrics.definitions import MetricName
-from cluster.metrics.report.samples import Fetch
 from cluster.metrics.step_records import StepRecord
 
 if TYPE_CHECKING:
@@ -49,8 +48,8 @@ class SignalWatch:
             logger.warning("%s", warning)
     """
 
-    def __init__(self, *, learns_from_rewards: bool, fetch: Fetch, timeout_s: float) -> None:
-        """`learns_from_rewards` is False for offline jobs and distillation."""
+    def __init__(self, *, learns_from_rewards: bool, fetch: Callable[..., list[Any]], timeout_s: float) -> None:
+        """`learns_from_rewards` is False for offline jobs and distillation; `fetch` is that of the object store."""
         self._learns_from_rewards = learns_from_rewards
         self._fetch = fetch
         self._timeout_s = timeout_s

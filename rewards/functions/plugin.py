@@ -9,6 +9,7 @@ from typing import Any
 from cluster.errors import RewardError
 from cluster.records.trajectory import Response
 from rewards.contract import Outcome, RewardRequest, TimedOutError
+from rewards.hints import own_name
 from rewards.isolation.calls import call_each
 from rewards.isolation.child import resolve
 from rewards.isolation.process import Isolated
@@ -76,7 +77,7 @@ def users_signature(target: str, isolated: Isolated) -> inspect.Signature:
         ) from error
     except RewardError as error:
         is_file = target.rpartition(":")[0].endswith(".py")
-        action = "fix the file" if is_file else "put it on the PYTHONPATH, or name a function"
+        action = "fix the file" if is_file else own_name(target) or "put it on the PYTHONPATH, or name a function"
         raise ValueError(f"reward function {target!r} cannot be imported ({error}): {action}") from error
     _check_request(target, found)
     none = inspect.Parameter.empty

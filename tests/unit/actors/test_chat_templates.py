@@ -1,0 +1,182 @@
+"""Prompts, answers and pairs with the structures of released chat templates; the right texts are written out."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chat_templates import CHAT_TEMPLATES, DEEPSEEK_R1, GEMMA_3, QWEN3, TEXT_ALONE, THINKING
+from tiny_text_models import write_text_policy
+
+from actors.datasets.conversations import CHOSEN, REJECTED, Conversation, Ending
+from actors.datasets.conversations import Turn as OfflineTurn
+from actors.datasets.rows import Row, Turn
+from actors.processors.chat import ChatProcessor
+from actors.processors.conversation import ConversationProcessor
+from cluster.errors import PromptError
+from cluster.records.media import MediaStore
+from cluster.records.trajectory import TrajectoryGroup
+from configs.load import load_config
+
+Build = Callable[..., ChatProcessor]
+THOUGHT = "<think>\nhm\n</think>\n\n7"
+
+# Template -> the text before the answer to "Q" as a policy is asked, and as a plain answer is trained.
+PROMPTS = {
+    "qwen3": ("<|im_start|>user\nQ<|im_end|>\n<|im_start|>assistant\n", "<think>\n\n</think>\n\n"),
+    "qwen3.5": ("<|im_start|>user\nQ<|im_end|>\n<|im_start|>assistant\n<think>\n", "\n</think>\n\n"),
+    "smolvlm": ("<|im_start|>User: Q<|im_end|>\nAssistant:", ""),
+    "llama3.1": (
+        "<|im_start|>system\n\nToday is 26 Jul 2024\n\n<|im_end|><|im_start|>user\n\nQ<|im_end|>"
+        "<|im_start|>assistant\n\n",
+        "",
+    ),
+    "gemma3": ("<|im_start|>user\nQ<|im_end|>\n<|im_start|>model\n", ""),
+    "deepseek-r1": ("<|im_start|>User|Q<|im_start|>Assistant|<think>\n", None),
+    "generation": ("<|im_start|>user\nQ<|im_end|>\n<|im_start|>assistant\n", ""),
+    "without an end": ("USER: Q ASSISTANT:", ""),
+    "text alone": ("<|im_start|>user\nQ<|im_end|>\n<|im_start|>assistant\n", ""),
+    "parts alone": ("<|im_start|>user\nQ<|im_end|>\n<|im_start|>assistant\n", ""),
+}
+# A template's rendering of "7" as the answer, up to its end, where it begins otherwise than the generation prompt.
+PLAIN = {"deepseek-r1": "<|im_start|>User|Q<|im_start|>Assistant|"}
+LEADING_SPACE = ("smolvlm", "without an end")  # the policy writes it: one token with the first word
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_text_policy(tmp_path_factory.mktemp("text"), "qwen3")
+
+
+@pytest.fixture
+def build(folder: Path) -> Build:
+    def built(template: str, **kwargs: Any) -> ChatProcessor:
+        (folder / "chat_template.jinja").write_text(template)
+        if "date_string" in template:
+            kwargs = {"date_string": "26 Jul 2024", **kwargs}
+        config = load_config(["experiment=own", f"policy.model={folder}", "data.path=x", "data.prompt_suffix=''"])
+        data = config.data.model_copy(update={"template_kwargs": kwargs})
+        return ChatProcessor(str(folder), data, config.sampler, MediaStore(lambda one: one, 1 << 20), keep_files=False)
+
+    return built
+
+
+def offline(chat: ChatProcessor, **options: Any) -> ConversationProcessor:
+    return ConversationProcessor(chat, **{"system_prompt": "", "max_tokens": 500, "has_tail": False, **options})
+
+
+def conversation(*answers: str, turns: int = 1) -> Conversation:
+    """A row with one ending an answer; with two turns each answer is given twice."""
+    endings = []
+    for number, text in enumerate(answers):
+        answer = OfflineTurn("assistant", text, True)
+        later = (OfflineTurn("user", "More", False), answer) if turns == 2 else ()
+        endings.append(Ending((answer, *later), REJECTED if number else CHOSEN))
+    return Conversation("r", (OfflineTurn("user", "Q", False),), tuple(endings), ())
+
+
+def texts(chat: ChatProcessor, group: TrajectoryGroup) -> list[tuple[str, str]]:
+    """The whole text of each trajectory, and the trained part of it."""
+    decode, found = chat._tokenizer.decode, []
+    for trajectory in group.trajectories:
+        ids, mask = trajectory.actions.token_ids, trajectory.action_mask
+        found.append((group.prompt.text + decode(ids.tolist()), decode(ids[mask].tolist())))
+    return found
+
+
+@pytest.mark.parametrize("name", CHAT_TEMPLATES)
+def test_a_question_becomes_the_prompt_of_the_template(build: Build, name: str) -> None:
+    assert build(CHAT_TEMPLATES[name]).prepare(Row("r", "Q", "7", "7"), "p").text == PROMPTS[name][0]
+
+
+@pytest.mark.parametrize("name", CHAT_TEMPLATES)
+def test_an_answer_is_trained_and_what_the_template_writes_around_it_is_not(build: Build, name: str) -> None:
+    chat = build(CHAT_TEMPLATES[name])
+    prompt, written = PROMPTS[name]
+    before = PLAIN.get(name, prompt + str(written))
+    answer = " 7<|im_end|>" if name in LEADING_SPACE else "7<|im_end|>"
+    group = offline(chat).prepare(conversation("7", "8"), "p").group
+    assert texts(chat, group) == [
+        (before + answer, answer),
+        (before + answer.replace("7", "8"), answer.replace("7", "8")),
+    ]
+    assert group.prompt.text == before, "the endings of a pair share it"
+
+
+@pytest.mark.parametrize("name", CHAT_TEMPLATES)
+def test_both_answers_of_two_turns_are_trained(build: Build, name: str) -> None:
+    chat = build(CHAT_TEMPLATES[name])
+    [(whole, trained)] = texts(chat, offline(chat).prepare(conversation("7", turns=2), "p").group)
+    answer = " 7<|im_end|>" if name in LEADING_SPACE else "7<|im_end|>"
+    assert trained == answer * 2
+    assert whole.count("Q") == whole.count("More") == 1
+
+
+@pytest.mark.parametrize("name", CHAT_TEMPLATES)
+def test_a_thought_in_an_answer_is_trained_as_the_policy_writes_it(build: Build, name: str) -> None:
+    chat = build(CHAT_TEMPLATES[name])
+    prompt = PROMPTS[name][0]
+    written = THOUGHT.removeprefix("<think>\n") if prompt.endswith("<think>\n") else THOUGHT
+    answer = f"{' ' * (name in LEADING_SPACE)}{written}<|im_end|>"
+    [(whole, trained)] = texts(chat, offline(chat).prepare(conversation(THOUGHT), "p").group)
+    assert (whole, trained) == (prompt + answer, answer)
+    [(_, both)] = texts(chat, offline(chat).prepare(conversation(THOUGHT, turns=2), "p").group)
+    assert both == answer * 2, "also the one that the template drops from earlier turns"
+
+
+@pytest.mark.parametrize("written", ["<think>hm</think>7", "<think>\nhm\n</think>\n7"])
+def test_white_space_of_a_thought_is_the_templates(build: Build, written: str) -> None:
+    for template, expected in ((QWEN3, THOUGHT), (THINKING, THOUGHT.removeprefix("<think>\n"))):
+        chat = build(template)
+        [(_, trained)] = texts(chat, offline(chat).prepare(conversation(written), "p").group)
+        assert trained == f"{expected}<|im_end|>"
+
+
+def test_the_templates_text_is_trained_on_request(build: Build) -> None:
+    chat = build(QWEN3)
+    group = offline(chat, trains_template=True).prepare(conversation("7"), "p").group
+    assert texts(chat, group) == [
+        (group.prompt.text + trained, trained) for trained in ["<think>\n\n</think>\n\n7<|im_end|>"]
+    ]
+    assert group.prompt.text == PROMPTS["qwen3"][0]
+
+
+def test_a_reward_model_reads_to_the_end_of_what_the_template_writes(build: Build) -> None:
+    chat = build(QWEN3)
+    [(whole, _)] = texts(chat, offline(chat, has_tail=True).prepare(conversation("7"), "p").group)
+    assert whole == chat.render([("user", "Q"), ("assistant", "7")], is_open=False)
+
+
+def test_template_kwargs_reach_prompts_and_answers(build: Build) -> None:
+    chat = build(QWEN3, enable_thinking=False)
+    closed = PROMPTS["qwen3"][0] + "<think>\n\n</think>\n\n"
+    assert chat.prepare(Row("r", "Q", "7", "7"), "p").text == closed
+    assert texts(chat, offline(chat).prepare(conversation("7"), "p").group) == [(closed + "7<|im_end|>", "7<|im_end|>")]
+
+
+def test_a_row_that_the_template_refuses_is_named_with_its_words(build: Build) -> None:
+    chat = build(GEMMA_3)
+    row = Row("r", "Q", "7", "7", history=(Turn("user", "one"), Turn("user", "two")))
+    with pytest.raises(PromptError, match="refuses turns of user, user, user .*Roles must alternate") as caught:
+        chat.check(row)
+    assert caught.value.reason == "bad_prompt"
+
+
+def test_a_template_without_answers_is_refused_by_row(build: Build) -> None:
+    chat = build(TEXT_ALONE.replace("m.content ~", "(m.content if m.role == 'user' else '') ~"))
+    with pytest.raises(PromptError, match="drops answers of the assistant"):
+        offline(chat).check(conversation("7"))
+
+
+def test_the_end_that_the_template_writes_comes_first(build: Build, folder: Path) -> None:
+    assert build(DEEPSEEK_R1).encode_answer("7")[-1] == build(DEEPSEEK_R1)._tokenizer.convert_tokens_to_ids(
+        "<|im_end|>"
+    )
+    settings = json.loads((folder / "generation_config.json").read_text())
+    other = settings | {"eos_token_id": [settings["eos_token_id"], settings["pad_token_id"]]}
+    (folder / "generation_config.json").write_text(json.dumps(other))
+    chat = build(TEXT_ALONE.replace("<|im_end|>", "<|endoftext|>"))
+    assert chat.eos_token_ids == (settings["pad_token_id"], settings["eos_token_id"])
+    assert chat.encode_answer("7")[-1] == settings["pad_token_id"]
+    (folder / "generation_config.json").write_text(json.dumps(settings))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from enum import StrEnum
@@ -14,6 +15,10 @@ from cluster.errors import RewardError, StuckError
 
 if TYPE_CHECKING:  # the records pull in the object store, which a reward function's own process never needs
     from cluster.records.trajectory import Response
+
+
+# At the start of a line or behind a special token: a question may end in the name of a tag as well.
+_OPENED_BY_PROMPT = re.compile(r"(?:^|(?<=[\n>|\]\uff5c]))(<([A-Za-z][\w-]*)>(?:\s*|\s+</think>\s*))\Z")
 
 
 @dataclass(frozen=True)
@@ -28,6 +33,13 @@ class RewardRequest:
     metadata: Mapping[str, Any]
     prompt_text: str
     prompt_pictures: tuple[bytes, ...] = field(default=(), repr=False)
+
+    def text_with(self, tags: Collection[str]) -> str:
+        """The response, behind the tag that its prompt opens for it if that is one of `tags`: `<think>` of a reasoning
+        model, or the empty thought with which a prompt turns reasoning off.
+        """
+        opened = _OPENED_BY_PROMPT.search(self.prompt_text)
+        return f"{opened[1]}{self.response.text}" if opened and opened[2] in tags else self.response.text
 
 
 @dataclass(frozen=True)

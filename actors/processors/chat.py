@@ -279,13 +279,13 @@ class ChatProcessor:
     def first_end(self, rendered: str) -> tuple[str, int] | None:
         """Text and id of the first token in `rendered` that ends a response; None if there is none."""
         ends = [(self._tokenizer.convert_ids_to_tokens(i), i) for i in self.eos_token_ids]
-        written = [(text, i) for text, i in ends if text in rendered]
+        written = [(text, i) for text, i in ends if text and text in rendered]  # None: the tokenizer has no such id
         return min(written, key=lambda end: rendered.index(end[0]), default=None)
 
     def end_of_turn(self, rendered: str) -> tuple[str, int] | None:
         """Text and id of the token at the start of `rendered` that ends a response; None if there is none."""
         found = ((self._tokenizer.convert_ids_to_tokens(i), i) for i in self.eos_token_ids)
-        return next(((text, i) for text, i in found if rendered.startswith(text)), None)
+        return next(((text, i) for text, i in found if text and rendered.startswith(text)), None)
 
     def check_pictures(self, images: Sequence[Picture], name: str) -> None:
         """Whether the model takes pictures, and so many; `name` is that of the row.

@@ -14,12 +14,17 @@ from rewards.tools import Tools
 
 _FULL_MATCH = "rewards.functions.format:full_match"
 _TAG_NAME = re.compile(r"[A-Za-z][\w-]*")
+_TAG = re.compile(rf"<({_TAG_NAME.pattern})>")
+THINK_ANSWER = ("think", "answer")
 
 Flaw = Callable[[str], str]  # what is wrong with a response's shape, or ""
 
 
 class Format:
     """Holds a response against one shape; exactly one option selects it. Given no shape, it is refused.
+
+    A tag of the shape that the prompt opens for the response, such as `<think>` of a reasoning model, is part of the
+    response.
 
     `preset="boxed"`: exactly one balanced, non-empty `\\boxed{...}` with nothing but white space after it.
     `preset="think_answer"`: `<think>...</think><answer>...</answer>`, each tag once, nothing around them.
@@ -46,20 +51,28 @@ class Format:
             full_match(pattern, "")  # a broken pattern is refused here, not at the first response
         self._isolated = tools.isolated
         self._pattern = pattern
+        self._tags = _tags_of(preset, pattern, tags)
         self._flaw = None if pattern is not None else _shape(preset, tags, json_fields)
 
     def __call__(self, request: RewardRequest) -> Score:
         if self._flaw is not None:
-            flaw = self._flaw(request.response.text)
+            flaw = self._flaw(request.text_with(self._tags))
             return Score(float(not flaw), flaw)
-        return _matched(self._isolated.call(_FULL_MATCH, self._pattern, request.response.text))
+        return _matched(self._isolated.call(_FULL_MATCH, self._pattern, request.text_with(self._tags)))
 
     def score_batch(self, requests: Sequence[RewardRequest]) -> list[Outcome]:
         """Patterns are matched side by side: one that hangs on a response costs that response's timeout alone."""
         if self._flaw is not None:
             return [self(request) for request in requests]
-        calls = [(self._pattern, request.response.text) for request in requests]
+        calls = [(self._pattern, request.text_with(self._tags)) for request in requests]
         return call_each(self._isolated, _FULL_MATCH, calls, _matched)
+
+
+def _tags_of(preset: str | None, pattern: str | None, tags: Sequence[str] | None) -> frozenset[str]:
+    """The names of the tags that a shape asks for."""
+    if preset == "think_answer":
+        return frozenset(THINK_ANSWER)
+    return frozenset(_TAG.findall(pattern) if pattern is not None else tags or ())
 
 
 def full_match(pattern: str, text: str) -> bool:
@@ -141,7 +154,7 @@ def _shape(preset: str | None, tags: Sequence[str] | None, json_fields: Sequence
 
 PRESETS: Mapping[str, Flaw] = {
     "boxed": boxed_flaw,
-    "think_answer": partial(tags_flaw, ("think", "answer")),
+    "think_answer": partial(tags_flaw, THINK_ANSWER),
     "json": partial(json_flaw, None, fenced=False),
     "fenced_json": partial(json_flaw, None, fenced=True),
 }

@@ -22,7 +22,7 @@ from rewards.functions.parsing.bounding_boxes import (
     rescaled,
     to_boxes,
 )
-from rewards.functions.parsing.extraction import extractor
+from rewards.functions.parsing.extraction import RequestExtractor
 from rewards.functions.parsing.references import check_number, given_metadata
 from rewards.tools import Tools
 
@@ -59,7 +59,7 @@ class Iou:
         if not isinstance(boxes, str) or not boxes:
             raise ValueError(f"boxes={boxes!r} is no key: name the metadata that has the wanted boxes")
         check_number("min_iou", min_iou, low=0, high=1)
-        self._extract = extractor(extract)
+        self._extract = RequestExtractor(extract)
         self._boxes = boxes
         self._form: Form = form
         self._response_scale: Scale = response_scale
@@ -70,7 +70,7 @@ class Iou:
         wanted, flaw = to_boxes(given_metadata(request.metadata, self._boxes), self._form, self._scale)
         if flaw:
             raise RewardError(f"metadata.{self._boxes} has {flaw}")
-        text, flaw = self._extract(request.response.text)
+        text, flaw = self._extract(request)
         found, flaw = ([], flaw) if flaw else read_boxes(text, self._form, self._response_scale)
         if flaw:
             return Score(0.0, flaw, {"precision": 0.0, "recall": 0.0})

@@ -51,7 +51,7 @@ def reserved_tokens(tokenizer: PreTrainedTokenizerBase, ids: Iterable[int], writ
     markers = [name for name, token in added.items() if token.special or _MARKER.fullmatch(name)]
     found = {name for text in written for name in markers if name in text}
     named = (value for value in tokenizer.special_tokens_map.values() if isinstance(value, str))
-    found.update(tokenizer.convert_ids_to_tokens(list(ids)), named)
+    found.update(name for name in (*tokenizer.convert_ids_to_tokens(list(ids)), *named) if name)
     found = {name for name in found if not _is_tag(name, added)}
     return re.compile("|".join(map(re.escape, sorted(found, key=len, reverse=True))) or r"(?!)")
 

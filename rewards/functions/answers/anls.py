@@ -7,7 +7,7 @@ from typing import Literal
 from rapidfuzz.distance import Levenshtein
 
 from rewards.contract import RewardRequest, Score
-from rewards.functions.parsing.extraction import extractor
+from rewards.functions.parsing.extraction import RequestExtractor
 from rewards.functions.parsing.references import check_number, given_references
 from rewards.functions.parsing.unicode_latex import plain_forms
 from rewards.tools import Tools
@@ -31,11 +31,11 @@ class Anls:
             raise ValueError(f"lengths={lengths!r} is unknown: use raw or folded")
         self._threshold = threshold
         self._counts_raw = lengths == "raw"
-        self._extract = extractor(extract)
+        self._extract = RequestExtractor(extract)
 
     def __call__(self, request: RewardRequest) -> Score:
         references = given_references(request.references)
-        answer, flaw = self._extract(request.response.text)
+        answer, flaw = self._extract(request)
         if flaw:
             return Score(0.0, flaw)
         value = max(self._similarity(answer, reference) for reference in references)

@@ -7,7 +7,7 @@ import unicodedata
 from functools import lru_cache
 
 from rewards.contract import RewardRequest, Score
-from rewards.functions.parsing.extraction import extractor
+from rewards.functions.parsing.extraction import RequestExtractor
 from rewards.functions.parsing.references import check_true_or_false, given_references
 from rewards.tools import Tools
 
@@ -35,13 +35,13 @@ class ExactMatch:
 
     def __init__(self, tools: Tools, *, ignore_case: bool, whole_response: bool, extract: str | None = None) -> None:
         check_true_or_false(ignore_case=ignore_case, whole_response=whole_response)
-        self._extract = extractor("whole" if extract is None else extract)
+        self._extract = RequestExtractor("whole" if extract is None else extract)
         self._ignore_case = ignore_case
         self._whole_response = whole_response
 
     def __call__(self, request: RewardRequest) -> Score:
         references = given_references(request.references)
-        answer, flaw = self._extract(request.response.text)
+        answer, flaw = self._extract(request)
         if flaw:
             return Score(0.0, flaw)
         answer, aliases = fold(answer, self._ignore_case), _aliases(references, self._ignore_case)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from cluster.errors import RewardError
 from rewards.contract import Outcome, RewardRequest, Score
 from rewards.functions.parsing.answer_words import TALK, why_other_words
-from rewards.functions.parsing.extraction import Extractor, extractor
+from rewards.functions.parsing.extraction import RequestExtractor
 from rewards.functions.parsing.latex_boxes import last_boxed
 from rewards.functions.parsing.plain_answers import decide, normalise, why_no_value
 from rewards.functions.parsing.references import check_true_or_false, given_references
@@ -42,7 +42,7 @@ class MathAnswer:
             check_true_or_false(require_boxed=require_boxed)
             extract = "boxed" if require_boxed else "whole"
         self._isolated = tools.isolated
-        self._extract: Extractor = extractor(extract)
+        self._extract = RequestExtractor(extract)
 
     def __call__(self, request: RewardRequest) -> Score:
         question = self._look(request)
@@ -70,7 +70,7 @@ class MathAnswer:
     def _look(self, request: RewardRequest) -> Score | _Question:
         given = given_references(request.references)
         references = tuple(last_boxed(reference) or reference for reference in given)
-        answer, flaw = self._extract(request.response.text)
+        answer, flaw = self._extract(request)
         if flaw:
             return Score(0.0, flaw)
         boxed = last_boxed(answer) if "\\boxed" in answer else None

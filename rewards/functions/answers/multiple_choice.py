@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from cluster.errors import RewardError
 from rewards.contract import RewardRequest, Score
-from rewards.functions.parsing.extraction import extractor
+from rewards.functions.parsing.extraction import RequestExtractor
 from rewards.functions.parsing.latex_boxes import last_boxed
 from rewards.functions.parsing.references import given_references
 from rewards.functions.parsing.unicode_latex import plain_forms
@@ -45,12 +45,12 @@ class MultipleChoice:
         fits = isinstance(letters, str) and letters.isascii() and letters.isalpha() and letters.isupper()
         if not fits or len(set(letters)) != len(letters) or len(letters) < 2:
             raise ValueError(f"letters={letters!r} is unfit: name two or more different capital letters, such as ABCD")
-        self._extract = extractor(extract)
+        self._extract = RequestExtractor(extract)
         self._choices = _Choices(letters)
 
     def __call__(self, request: RewardRequest) -> Score:
         right = self._choices.of_references(given_references(request.references))
-        answer, flaw = self._extract(request.response.text)
+        answer, flaw = self._extract(request)
         if flaw:
             return Score(0.0, flaw)
         letter, flaw = self._choices.read(answer)

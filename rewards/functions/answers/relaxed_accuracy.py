@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from rewards.contract import RewardRequest, Score
-from rewards.functions.parsing.extraction import extractor
+from rewards.functions.parsing.extraction import RequestExtractor
 from rewards.functions.parsing.references import check_number, given_references
 from rewards.functions.parsing.unicode_latex import plain_forms
 from rewards.tools import Tools
@@ -28,11 +28,11 @@ class RelaxedAccuracy:
     def __init__(self, tools: Tools, *, tolerance: float, extract: str) -> None:
         check_number("tolerance", tolerance, low=0, high=1)
         self._tolerance = tolerance
-        self._extract = extractor(extract)
+        self._extract = RequestExtractor(extract)
 
     def __call__(self, request: RewardRequest) -> Score:
         references = given_references(request.references)
-        answer, flaw = self._extract(request.response.text)
+        answer, flaw = self._extract(request)
         if flaw:
             return Score(0.0, flaw)
         return Score(float(any(self._equals(answer, reference.strip()) for reference in references)))

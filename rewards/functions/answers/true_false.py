@@ -7,7 +7,7 @@ from typing import Literal
 
 from cluster.errors import RewardError
 from rewards.contract import RewardRequest, Score
-from rewards.functions.parsing.extraction import extractor
+from rewards.functions.parsing.extraction import RequestExtractor
 from rewards.functions.parsing.references import given_references
 from rewards.tools import Tools
 
@@ -35,7 +35,7 @@ class TrueFalse:
     def __init__(self, tools: Tools, *, extract: str, compat: Literal["none", "vlm_gym"]) -> None:
         if compat not in ("none", "vlm_gym"):
             raise ValueError(f"compat={compat!r} is unknown: use none or vlm_gym")
-        self._extract = extractor(extract)
+        self._extract = RequestExtractor(extract)
         self._is_compatible = compat == "vlm_gym"
 
     def __call__(self, request: RewardRequest) -> Score:
@@ -45,7 +45,7 @@ class TrueFalse:
         [truth] = truths
         if self._is_compatible:
             return Score(float(vlm_gym_truth(request.response.text) is truth))
-        text, flaw = self._extract(request.response.text)
+        text, flaw = self._extract(request)
         if flaw:
             return Score(0.0, flaw)
         answer = read_truth(text)

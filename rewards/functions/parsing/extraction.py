@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
+from rewards.contract import RewardRequest
 from rewards.functions.parsing.latex_boxes import find_boxes
 from rewards.functions.parsing.strict_json import field_text, read_json
 
@@ -33,6 +35,20 @@ def extractor(extract: str) -> Extractor:
     if way in _NAMED and name:
         return _not_empty(_NAMED[way](name))
     raise ValueError(f"extract={extract!r} is no way to find the answer: use {WAYS}")
+
+
+@dataclass(frozen=True)
+class RequestExtractor:
+    """The way `extract` to the answer of a request. For `tags:NAME` a tag that the prompt opens counts."""
+
+    extract: str
+
+    def __post_init__(self) -> None:
+        extractor(self.extract)  # refuses an unknown way
+
+    def __call__(self, request: RewardRequest) -> tuple[str, str]:
+        tags = [self.extract.removeprefix("tags:")] if self.extract.startswith("tags:") else []
+        return extractor(self.extract)(request.text_with(tags))
 
 
 def _not_empty(find: Extractor) -> Extractor:

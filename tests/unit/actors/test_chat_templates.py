@@ -1,23 +1,30 @@
 """Prompts, answers and pairs with the structures of released chat templates; the right texts are written out."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from chat_templates import CHAT_TEMPLATES, DEEPSEEK_R1, GEMMA_3, QWEN3, TEXT_ALONE, THINKING
 from tiny_text_models import write_text_policy
+from transformers import AutoTokenizer
 
 from actors.datasets.conversations import CHOSEN, REJECTED, Conversation, Ending
 from actors.datasets.conversations import Turn as OfflineTurn
 from actors.datasets.rows import Row, Turn
 from actors.processors.chat import ChatProcessor
 from actors.processors.conversation import ConversationProcessor
+from actors.samplers.stop_strings import StopStrings
 from cluster.errors import PromptError
+from cluster.records.actions import TokenActions
 from cluster.records.media import MediaStore
-from cluster.records.trajectory import TrajectoryGroup
+from cluster.records.partial_response import SampledSequence
+from cluster.records.trajectory import TrajectoryGroup, WeightSpan
 from configs.load import load_config
+from learner.policies.tiny import write_tiny_qwen2_5_vl
 
 Build = Callable[..., ChatProcessor]
 THOUGHT = "<think>\nhm\n</think>\n\n7"
@@ -180,3 +187,66 @@ def test_the_end_that_the_template_writes_comes_first(build: Build, folder: Path
     assert chat.eos_token_ids == (settings["pad_token_id"], settings["eos_token_id"])
     assert chat.encode_answer("7")[-1] == settings["pad_token_id"]
     (folder / "generation_config.json").write_text(json.dumps(settings))
+
+
+def tagged(folder: Path, target: Path) -> str:
+    """A copy of the checkpoint whose tags are special tokens."""
+    shutil.copytree(folder, target, dirs_exist_ok=True)
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    tokenizer.add_tokens(["<answer>", "</answer>"], special_tokens=True)
+    tokenizer.save_pretrained(target)
+    (target / "chat_template.jinja").write_text(QWEN3)
+    return str(target)
+
+
+def test_tags_that_are_special_tokens_are_text_to_rewards_stop_strings_and_rows(folder: Path, tmp_path: Path) -> None:
+    model = tagged(folder, tmp_path)
+    config = load_config(["experiment=own", f"policy.model={model}", "data.path=x"])
+    chat = ChatProcessor(model, config.data, config.sampler, MediaStore(lambda one: one, 1), keep_files=False)
+    ids = chat._tokenizer("<answer>7</answer>8<|im_end|><|endoftext|>", add_special_tokens=False).input_ids
+    assert chat.decode(ids) == "<answer>7</answer>8"
+    hidden = (*chat.eos_token_ids, chat.pad_token_id)
+    sampled = SampledSequence(TokenActions(np.array(ids)), np.zeros(len(ids)), (WeightSpan(0, 0, len(ids)),), None)
+    assert StopStrings(model, ["</answer>"], hidden).cut(sampled).actions.token_ids.tolist() == ids[:3]
+    chat.check(Row("r", "Answer between <answer> and </answer>.", "7", "<answer>7</answer>"))
+    for token in ("<|im_start|>", "<|im_end|>", "<|endoftext|>"):
+        with pytest.raises(PromptError, match="special token"):
+            chat.check(Row("r", f"What is {token}?", "7", "7"))
+
+
+def test_a_template_of_the_tokenizer_is_that_of_the_processor(tmp_path: Path) -> None:
+    model = write_tiny_qwen2_5_vl(tmp_path)
+    config = load_config(["experiment=own", f"policy.model={model}", "data.path=x"])
+
+    def prompt() -> str:
+        store = MediaStore(lambda one: one, 1)
+        return ChatProcessor(str(model), config.data, config.sampler, store, keep_files=False).render(
+            [("user", "<image>Q")], is_open=True
+        )
+
+    expected, template = prompt(), (model / "chat_template.jinja").read_text()
+    settings = json.loads((model / "tokenizer_config.json").read_text())
+    (model / "chat_template.jinja").unlink()
+    with pytest.raises(ValueError, match=r"policy\.model=.* has no chat template: .*chat_template\.jinja"):
+        prompt()
+    forms = (template, [{"name": "default", "template": template}, {"name": "tool_use", "template": "x"}])
+    for form in forms:
+        (model / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": form}))
+        assert prompt() == expected
+    named = [{"name": "tool_use", "template": "x"}, {"name": "rag", "template": "x"}]
+    (model / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": named}))
+    with pytest.raises(ValueError, match="chat templates tool_use, rag and no default one"):
+        prompt()
+    (model / "chat_template.json").write_text(json.dumps({"chat_template": template}))
+    assert prompt() == expected
+
+
+def test_pictures_without_a_place_in_the_template_skip_their_row(tmp_path: Path) -> None:
+    model = write_tiny_qwen2_5_vl(tmp_path)
+    (model / "chat_template.jinja").write_text(TEXT_ALONE)
+    config = load_config(["experiment=own", f"policy.model={model}", "data.path=x", "data.prompt_suffix=''"])
+    store = MediaStore(lambda one: one, 1)
+    chat = ChatProcessor(str(model), config.data, config.sampler, store, keep_files=False)
+    assert chat.render([("user", "Q")], is_open=True) == PROMPTS["text alone"][0]
+    with pytest.raises(PromptError, match="takes the content of a user turn as text alone, so it has no place for the"):
+        chat.render([("user", "<image>Q")], is_open=True)

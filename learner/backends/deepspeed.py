@@ -33,6 +33,7 @@ ENVIRONMENT = {  # what DeepSpeed would otherwise look for by itself, or log
     "DS_IGNORE_CUDA_DETECTION": "1",  # no nvcc: torch's optimizer needs none of DeepSpeed's own kernels
     "LOCAL_RANK": "0",  # a learner rank sees its own GPU only
 }
+SHARED_MEMORY = "deepspeed_shm_comm"
 TAG = "state"  # the folder below a checkpoint's
 RANKS_FILE = "deepspeed.json"
 
@@ -194,6 +195,9 @@ def _imported(device: torch.device) -> Any:
         os.environ.setdefault(key, value)
     import deepspeed
 
+    # Where ninja and a compiler are installed, each rank would compile a collective in shared memory when it starts:
+    # minutes on busy cores, and without an end beside the lock file of a compilation that was killed. Ranks use gloo.
+    deepspeed.ops.__compatible_ops__[SHARED_MEMORY] = False
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     return deepspeed
 

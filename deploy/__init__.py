@@ -2,11 +2,21 @@
 
 import os
 import sys
-from importlib.machinery import PathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 OWN = ("actors", "cluster", "configs", "deploy", "learner", "rewards")
 ROOT = Path(__file__).resolve().parent.parent
+
+
+class OwnFirst:
+    """Finds our packages beside this one, wherever the path leads: Ray puts the working folder first on the path of a
+    worker when its first task comes.
+    """
+
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        return PathFinder.find_spec(name, [str(ROOT)]) if name in OWN else None
 
 
 def _clashing() -> list[str]:
@@ -20,6 +30,7 @@ def _clashing() -> list[str]:
 
 
 CLASHING = tuple(_clashing())
+sys.meta_path.insert(0, OwnFirst)
 if CLASHING:
     sys.path.insert(0, str(ROOT))
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]

@@ -41,9 +41,10 @@ def check_auth() -> None:
         _token_source()
 
 
-def check_admission(address: str) -> None:
+def check_admission(address: str, source: str = "--address") -> None:
     """Whether the cluster at `address`, HOST:PORT or `auto`, admits this process; `ray.init` would try for 20 s, and
-    for minutes where nothing listens. A control store that is too busy to answer is left to it.
+    for minutes where nothing listens. A control store that is too busy to answer is left to it. `source` is the key,
+    variable or option that names the address.
 
     Raises:
         PreflightError: there is none, or it refuses this process; the message says what to set.
@@ -61,8 +62,8 @@ def check_admission(address: str) -> None:
         GcsClient(address=store)
     except (OSError, ValueError) as error:
         raise PreflightError(
-            f"no Ray cluster answers at {address} ({error}): give HOST:PORT of a running cluster's control store, or "
-            "leave it out"
+            f"no Ray cluster answers at {address} ({error}), which {source} names: give HOST:PORT of a running "
+            f"cluster's control store, or leave {source} out"
         ) from error
     except AuthenticationError as error:
         explain_refusal(f"the Ray cluster at {address}", error)

@@ -22,6 +22,7 @@ from configs.schema import RunConfig
 from deploy.host.authentication import check_admission, check_auth
 from deploy.host.machine import as_node, this_machine
 from deploy.host.run_record import RunMark, RunRecord, marking
+from deploy.host.temporary import ray_folder
 
 ADDRESS_VARIABLE = "RAY_ADDRESS"
 QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": "WARNING"}
@@ -72,8 +73,10 @@ def check_access(config: RunConfig) -> None:
     """
     if ray.is_initialized():
         return
-    if address := config.resources.address or os.environ.get(ADDRESS_VARIABLE):
-        check_admission(address)
+    if config.resources.address:
+        check_admission(config.resources.address, "resources.address")
+    elif address := os.environ.get(ADDRESS_VARIABLE):
+        check_admission(address, ADDRESS_VARIABLE)
     else:
         check_auth()
 
@@ -107,10 +110,12 @@ def start_private(config: RunConfig, *, include_dashboard: bool, temp_dir: Path 
     where Ray makes them.
 
     Raises:
-        PreflightError: Ray's processes were too slow for Ray's own deadlines, or RAY_AUTH_MODE=token has no token.
+        PreflightError: Ray's processes were too slow for Ray's own deadlines, RAY_AUTH_MODE=token has no token, or no
+            folder can hold the session.
     """
     check_auth()  # Ray would make a token, in a file that all users of the machine may read
     node = as_node(this_machine(), config.resources)
+    folder = temp_dir or ray_folder(os.environ)
     with _beyond_our_signals(), _named_if_too_slow():
         ray.init(
             address="local",
@@ -123,7 +128,7 @@ def start_private(config: RunConfig, *, include_dashboard: bool, temp_dir: Path 
             **_worker_start(),
             **QUIET,
             _node_ip_address=LOOPBACK,
-            _temp_dir=None if temp_dir is None else str(temp_dir),
+            _temp_dir=None if folder is None else str(folder),
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import sys
@@ -18,6 +19,13 @@ _logger = logging.getLogger(__name__)
 def terminal(*, stderr: bool = False, soft_wrap: bool = False) -> Console:
     """A console on which `:b:` stays `:b:`; with `soft_wrap` lines are as long as they are, to be read again."""
     return Console(stderr=stderr, soft_wrap=soft_wrap, emoji=False)
+
+
+def write_any_text() -> None:
+    """From now on letters that the locale of stdout or stderr lacks, such as those of LC_ALL=C, are escaped."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def outlive_output(*names: str) -> None:

@@ -93,7 +93,7 @@ def test_the_private_cluster_ends_when_the_run_fails(monkeypatch: pytest.MonkeyP
 def test_a_submitted_run_joins_its_cluster_and_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     ray = with_ray(monkeypatch, address="10.0.0.1")
     admitted_by: list[str] = []
-    monkeypatch.setattr(session, "check_admission", admitted_by.append)
+    monkeypatch.setattr(session, "check_admission", lambda address, source: admitted_by.append(address))
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     with ray_session(load_config(["experiment=digits", "name=mine"])) as found:
         assert not found.is_local

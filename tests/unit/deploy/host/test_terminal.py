@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -59,3 +60,11 @@ def test_a_command_whose_result_is_lost_does_not_end_with_0() -> None:
     with open("/dev/full", "w") as full:
         shown = subprocess.run([sys.executable, "-m", "deploy.cli", "show-config"], stdout=full, stderr=subprocess.PIPE)
     assert shown.returncode != 0
+
+
+def test_letters_that_the_locale_lacks_are_escaped() -> None:
+    program = "from deploy.host.terminal import write_any_text as w, terminal; w(); terminal().print('gr\\u00fcn')"
+    words = [sys.executable, "-X", "utf8=0", "-c", program]
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii:strict"}
+    shown = subprocess.run(words, env=environment, capture_output=True, text=True)
+    assert shown.stdout == "gr\\xfcn\n", shown.stderr

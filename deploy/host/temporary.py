@@ -1,0 +1,51 @@
+"""The folder for the session of a private Ray cluster, where TMPDIR names one that Ray cannot use."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from cluster.errors import PreflightError
+
+VARIABLES = ("RAY_TMPDIR", "TMPDIR")  # as Ray reads them
+FALLBACK = Path("/tmp")
+SOCKET_BYTES = 107  # of the path of a Unix socket
+# Below the folder: /ray/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store
+RAY_BYTES = 72
+
+_logger = logging.getLogger(__name__)
+
+
+def ray_folder(environment: Mapping[str, str], fallback: Path = FALLBACK) -> Path | None:
+    """None if Ray's own choice can be used; else a folder below /tmp, with a warning that names the variable.
+
+    Raises:
+        PreflightError: /tmp cannot be written either.
+    """
+    variable = next((name for name in VARIABLES if name in environment), None)
+    if variable is None:
+        return None
+    fault = _fault(environment[variable])
+    if fault is None:
+        return None
+    if _fault(str(fallback)) is not None:
+        raise PreflightError(
+            f"{variable}={environment[variable]} {fault}, and {fallback} cannot be written: set RAY_TMPDIR to a short "
+            "path that can"
+        )
+    _logger.warning("%s=%s %s: Ray's session is in %s/ray", variable, environment[variable], fault, fallback)
+    return fallback / "ray"
+
+
+def _fault(folder: str) -> str | None:
+    """Why Ray cannot use a folder; None if it can."""
+    most = SOCKET_BYTES - RAY_BYTES
+    if not (os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK)):
+        return "is no folder that can be written"
+    if len(os.fsencode(folder)) > most:
+        return f"is longer than the {most} bytes that Ray's sockets leave"
+    if not folder.isascii() or any(letter.isspace() for letter in folder):
+        return "has letters that Ray's processes do not take"
+    return None

@@ -1,0 +1,39 @@
+"""A TMPDIR that Ray cannot use costs a warning, not the run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cluster.errors import PreflightError
+from deploy.host.temporary import ray_folder
+
+
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        ("x" * 40, "is longer than the 35 bytes"),
+        ("a b", "has letters"),
+        ("gr\u00fcn", "has letters"),
+        ("absent", "is no folder"),
+    ],
+)
+def test_a_folder_that_ray_cannot_use_is_named_with_its_variable(
+    name: str, fault: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)  # names that are short enough
+    if name != "absent":
+        Path(name).mkdir()
+    with pytest.raises(PreflightError, match=f"TMPDIR={name} {fault}.*set RAY_TMPDIR"):
+        ray_folder({"TMPDIR": name}, fallback=Path("nowhere"))
+    Path("t").mkdir()
+    assert ray_folder({"TMPDIR": name}, fallback=Path("t")) == Path("t/ray")
+    assert f"TMPDIR={name} {fault}" in caplog.text
+
+
+def test_a_short_folder_is_left_to_ray(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("t").mkdir()
+    assert ray_folder({}) is None and ray_folder({"TMPDIR": "t"}) is None
+    assert ray_folder({"RAY_TMPDIR": "t", "TMPDIR": "x" * 80}) is None, "Ray reads RAY_TMPDIR first"

@@ -72,8 +72,10 @@ def test_without_a_clash_nothing_changes(tmp_path: Path) -> None:
 
 
 def test_a_reward_function_of_such_a_module_is_refused_with_the_way_out() -> None:
+    isolated = IsolatedProcess(timeout_s=20, start_timeout_s=60)
     with pytest.raises(ValueError, match=r"`rewards` is a package of mobula.*path/to/rewards\.py:function"):
-        build_function("rewards:score", {}, Tools(None, "cpu", "float32"))
+        build_function("rewards:score", {}, Tools(isolated, "cpu", "float32"))
+    isolated.close()
 
 
 def test_a_file_that_is_named_by_its_path_imports_its_siblings(tmp_path: Path) -> None:

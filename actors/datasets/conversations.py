@@ -40,6 +40,7 @@ from actors.datasets.rows import (
 )
 from actors.datasets.videos import Video, VideoInputs, each_video
 from cluster.errors import DatasetError, SkippedSample
+from configs.near_paths import near
 
 ROLES = ("system", "user", "assistant")
 PLACEHOLDERS = (IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, AUDIO_PLACEHOLDER)
@@ -106,7 +107,7 @@ def read_conversations(folder: Path, split: str, form: str, *, key: str = "data.
     """
     file = folder / f"{split}.jsonl"
     if not file.is_file():
-        raise DatasetError(f"{file} does not exist: set {key} to a folder that holds {split}.jsonl")
+        raise DatasetError(f"{file} does not exist: set {key} to a folder that holds {split}.jsonl{near(file)}")
     rows: dict[str, Conversation] = {}
     skipped: list[Skipped] = []
     for number, fields in read_objects(file):

@@ -29,6 +29,7 @@ from cluster.errors import PreflightError
 from cluster.metrics.report.run_folder import SKIPPED_FILE
 from cluster.records.media import MediaKeeper, MediaStore
 from cluster.weight_sync.manifest import Manifest, checkpoint_manifest
+from configs.near_paths import HUB_EXAMPLE, may_be_hub_name, near
 from configs.schema import EvaluationConfig, PolicyConfig, RunConfig
 from configs.schema.data import WRITTEN
 from configs.schema.rollout import SamplerKind
@@ -329,12 +330,18 @@ def checkpoint_folder(key: str, name: str) -> Path:
         return folder
     if folder.exists():
         raise PreflightError(f"{key}={folder} is no checkpoint folder (it has no config.json): name one that is")
+    if not may_be_hub_name(name):
+        raise PreflightError(
+            f"{key}={name}: no such folder{near(folder)}, and it is no hub name, which looks like {HUB_EXAMPLE}: "
+            f"{_name_another(key)}"
+        )
     try:
         return Path(snapshot_download(name))
     except (ValueError, OSError) as error:
         reason = " ".join(str(error).split())
         raise PreflightError(
-            f"{key}={name} is no folder, and no hub name that can be had ({reason}): {_name_another(key)}"
+            f"{key}={name}: no such folder{near(folder)}, and no hub name that can be had, as {HUB_EXAMPLE} is one "
+            f"({reason}): {_name_another(key)}"
         ) from error
 
 

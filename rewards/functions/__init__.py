@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from configs.near_paths import near
 from rewards.contract import BatchRewardFunction, RewardFunction
 from rewards.functions.plugin import CALL, Plugin, users_signature
 from rewards.hints import did_you_mean, own_name
@@ -92,7 +93,8 @@ def check_users_function(name: str, options: Mapping[str, Any], isolated: Isolat
     """
     path = name.rpartition(":")[0]
     if path.endswith(".py") and not Path(path).is_file():
-        raise ValueError(f"reward function {name!r}: no file {Path(path).absolute()} here: give a path every node has")
+        missing = f"no file {Path(path).absolute()} here{near(Path(path))}"
+        raise ValueError(f"reward function {name!r}: {missing}: give a path every node has")
     signature = users_signature(name, isolated)
     try:
         _check_options(name, signature, options)

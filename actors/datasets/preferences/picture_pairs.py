@@ -17,6 +17,7 @@ from actors.datasets.formats.base import present
 from actors.datasets.readers.jsonl import read_objects
 from actors.datasets.rows import RowError, Skipped, Split, first_few
 from cluster.errors import DatasetError
+from configs.near_paths import near
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ def read_picture_pairs(folder: Path, split: str) -> Split:
     """
     file = folder / f"{split}.jsonl"
     if not file.is_file():
-        raise DatasetError(f"{file} does not exist: set data.path to a folder that holds {split}.jsonl")
+        raise DatasetError(f"{file} does not exist: set data.path to a folder that holds {split}.jsonl{near(file)}")
     rows: dict[str, PicturePair] = {}
     skipped: list[Skipped] = []
     for number, fields in read_objects(file):

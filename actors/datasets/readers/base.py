@@ -12,6 +12,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 
 from cluster.errors import DatasetError
+from configs.near_paths import near
 
 Record = Mapping[str, Any]
 T = TypeVar("T")
@@ -87,7 +88,7 @@ def files_of(opened: Opened, suffixes: Sequence[str]) -> list[Path]:
     wanted = split if is_pattern else f"{split}{suffixes[0]}"
     raise DatasetError(
         f"{folder / wanted} does not exist: set data.path to a folder that holds {wanted}, or name the files of the "
-        f"split in data.splits"
+        f"split in data.splits{near(folder / wanted)}"
     )
 
 

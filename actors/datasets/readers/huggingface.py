@@ -11,6 +11,7 @@ import numpy as np
 
 from actors.datasets.readers.base import Opened, Record, Table, read_one_by_one
 from cluster.errors import DatasetError
+from configs.near_paths import may_be_hub_name, near
 
 STREAMED_RECORDS = 256  # of a stream that are in memory at a time
 
@@ -23,12 +24,18 @@ def open_huggingface(opened: Opened) -> Table:
         raise DatasetError(
             f"data.kind=huggingface needs the package datasets ({error}): install mobula[data]"
         ) from error
+    if not opened.path.exists() and not may_be_hub_name(str(opened.path)):
+        raise DatasetError(
+            f"data.path={opened.path}: no such folder{near(opened.path)}, and it is no hub name, which looks like "
+            f"openai/gsm8k: set data.path to one of the two"
+        )
     try:
         found = _opened(datasets, opened)
     except Exception as error:  # of any kind, by which of its loaders fails
         reason = " ".join(str(error).split())
         raise DatasetError(
-            f"data.path={opened.path} has no split {opened.split} that datasets can load ({type(error).__name__}: "
+            f"data.path={opened.path}{near(opened.path)} has no split {opened.split} that datasets can load "
+            f"({type(error).__name__}: "
             f"{reason}): name a folder or a hub dataset, and its splits in data.splits"
         ) from error
     root = opened.path if opened.path.is_dir() else Path()

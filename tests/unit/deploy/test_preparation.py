@@ -204,14 +204,20 @@ def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
         ensure_model(config(tmp_path, tmp_path, "policy.tiny=none"))
 
 
-@pytest.mark.parametrize("name", ["/nonexist/model", "no-owner/no-model", "no name"])
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("/nonexist/model", r"no such folder \(/ has no nonexist.*\), and it is no hub name, which looks like HuggingFaceTB/"),
+        ("a/b/c", r"no such folder \(.* has no a.*\), and it is no hub name, which looks like HuggingFaceTB/"),
+        ("no name", r"no such folder \(.* has no no name.*\), and it is no hub name, which looks like HuggingFaceTB/"),
+        ("no-owner/no-model", r"no such folder \(.*\), and no hub name that can be had, as HuggingFaceTB/.* is one \(.*\)"),
+    ],
+)
 def test_a_model_that_cannot_be_had_is_named_with_the_next_action(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, reason: str
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    message = (
-        rf"^policy\.model={name} is no folder, and no hub name that can be had \(.*\): set policy\.model to a folder"
-    )
+    message = rf"^policy\.model={name}: {reason}.*: set policy\.model to a folder"
     with pytest.raises(PreflightError, match=message):
         prepare(config(tmp_path, tmp_path, "policy.tiny=none", f"policy.model='{name}'"), lambda media: media)
 

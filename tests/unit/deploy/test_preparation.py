@@ -207,10 +207,16 @@ def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("/nonexist/model", r"no such folder \(/ has no nonexist.*\), and it is no hub name, which looks like HuggingFaceTB/"),
+        (
+            "/nonexist/model",
+            r"no such folder \(/ has no nonexist.*\), and it is no hub name, which looks like HuggingFaceTB/",
+        ),
         ("a/b/c", r"no such folder \(.* has no a.*\), and it is no hub name, which looks like HuggingFaceTB/"),
         ("no name", r"no such folder \(.* has no no name.*\), and it is no hub name, which looks like HuggingFaceTB/"),
-        ("no-owner/no-model", r"no such folder \(.*\), and no hub name that can be had, as HuggingFaceTB/.* is one \(.*\)"),
+        (
+            "no-owner/no-model",
+            r"no such folder \(.*\), and no hub name that can be had, as HuggingFaceTB/.* is one \(.*\)",
+        ),
     ],
 )
 def test_a_model_that_cannot_be_had_is_named_with_the_next_action(

@@ -59,6 +59,7 @@ DECLARED: Mapping[OnResume, tuple[str, ...]] = {
     OnResume.NAMED: (
         "num_steps",
         "policy.attention",
+        "policy.dropout",
         "data",
         "environment",
         "learner.learning_rate",

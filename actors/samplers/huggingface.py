@@ -23,7 +23,7 @@ from cluster.records.trajectory import FinishReason, Prompt, WeightSpan
 from cluster.roles import SamplingSettings
 from learner.policies.batch import joined
 from learner.policies.families import family_of
-from learner.policies.loading import DTYPES, load_model
+from learner.policies.loading import DTYPES, ignore_sampling_defaults, load_model
 
 
 class HuggingFaceSampler(InProcessSampler):
@@ -32,6 +32,7 @@ class HuggingFaceSampler(InProcessSampler):
     async def start(self) -> None:
         model = await asyncio.to_thread(load_model, self._settings.model, DTYPES[self._settings.dtype], "sdpa")
         self._model = model.to(self._device).eval()
+        ignore_sampling_defaults(self._model)
         self._family = family_of(self._model.config, self._settings.model)
         self._take_parameters()
 

@@ -11,7 +11,7 @@ from PIL import Image
 from transformers import AutoProcessor, AutoTokenizer
 
 from cluster.records.rgb import to_rgb
-from learner.policies.loading import DTYPES, load_model
+from learner.policies.loading import DTYPES, ignore_sampling_defaults, load_model
 
 
 class PlainTransformers:
@@ -22,6 +22,7 @@ class PlainTransformers:
     ) -> None:
         self._device = torch.device(device)
         self._model = load_model(model, DTYPES[dtype], "sdpa").to(self._device).eval()
+        ignore_sampling_defaults(self._model)
         self._takes_pictures = takes_pictures
         if takes_pictures:
             self._processor = AutoProcessor.from_pretrained(model, **processor_options)

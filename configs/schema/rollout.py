@@ -47,6 +47,9 @@ class PolicyConfig(Section):
     """Whether the random-weight model ties its output to its input embeddings."""
     attention: Literal["sdpa", "eager", "flash_attention_2"]
     """Attention implementation of learner and reference."""
+    dropout: bool
+    """Whether the learner keeps the dropout of the checkpoint's config.json. Without it the learner computes the
+    log-probs that were sampled; with it ratios of on-policy tokens differ from 1."""
     freeze: tuple[str, ...]
     """Parameters whose checkpoint name starts with one of these are not trained, e.g. `visual.`; so are those of a part
     of the model's family: `vision` (the tower), `connector`, `language`."""
@@ -131,7 +134,7 @@ class SamplerConfig(Section):
     kind: SamplerKind
     """The engine: `vllm`, or `huggingface` where vLLM cannot be installed; `flow` for pictures of a flow model;
     `image_tokens` for those of a model that draws token by token, with transformers."""
-    temperature: PositiveFloat
+    temperature: Annotated[float, Field(ge=0.001)]
     """Divides the logits, in the engine and in the learner."""
     top_p: Annotated[float, Field(gt=0, le=1)]
     """Sample among the likeliest tokens that have this probability together; 1 cuts nothing. Where `top_p`, `top_k` or

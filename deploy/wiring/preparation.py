@@ -38,7 +38,14 @@ from deploy.preflight.checks import find_mismatches
 from deploy.preflight.findings import refuse
 from deploy.preflight.loaded import LoadedModel
 from deploy.preflight.rewards import check_reward_functions
-from learner.policies.families import DRAWING_TYPES, family_at, frozen_prefixes, max_positions, model_type_at
+from learner.policies.families import (
+    DRAWING_TYPES,
+    family_at,
+    frozen_prefixes,
+    max_positions,
+    model_type_at,
+    unequal_window,
+)
 from learner.policies.flow.denoising import Denoising
 from learner.policies.flow.families import INDEX, TRANSFORMER
 from learner.policies.flow.tiny import TINY_FLOW, write_tiny_flow
@@ -166,6 +173,7 @@ def load_checked(config: RunConfig, media: MediaKeeper) -> LoadedModel:
     else:
         checkpoint = checkpoint.below(family_at(config.policy.model).checkpoint_prefix)
         _check_dtype(config)
+        _check_window(config)
         _check_answers(config)
         _check_trained(checkpoint, config.policy)
         _check_positions(config)
@@ -206,6 +214,18 @@ def _check_dtype(config: RunConfig) -> None:
             f"policy.model={config.policy.model} is of the model type {model_type_at(config.policy.model)}, which vLLM "
             f"on CPU computes in {' and '.join(dtypes)} alone, and resources.dtype is {resources.dtype}: set "
             f"resources.dtype={dtypes[0]} with weight_sync.canary_tolerance=0.2, or sampler=huggingface"
+        )
+
+
+def _check_window(config: RunConfig) -> None:
+    """Whether vLLM and transformers attend in the same window, or no sequence is longer than it."""
+    samples = config.sampler.kind is SamplerKind.VLLM and config.offline.job == "none"
+    window = unequal_window(config.policy.model) if samples else None
+    if window is not None and config.sampler.max_model_len > window:
+        raise PreflightError(
+            f"policy.model={config.policy.model} has sliding_window={window} in its config.json, which vLLM applies to "
+            f"other layers than transformers does, and sampler.max_model_len={config.sampler.max_model_len} is longer: "
+            f"set sampler.max_model_len={window} or less, or sampler=huggingface"
         )
 
 

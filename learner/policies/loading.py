@@ -11,12 +11,14 @@ from pathlib import Path
 import torch
 from huggingface_hub import save_torch_state_dict
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoModelForMultimodalLM,
     AutoProcessor,
+    GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
 )
@@ -30,6 +32,7 @@ from configs.schema import PolicyConfig
 from learner.policies.families import family_of, own_family
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # resources.dtype
+RANDOM_PARTS = "drop|jitter"  # in names of attributes that hold a probability or the scale of noise
 WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth")
 
 
@@ -37,7 +40,26 @@ def load_policy_model(config: PolicyConfig, dtype: torch.dtype) -> PreTrainedMod
     """The model of `policy.model`, on the CPU, frozen parameters marked, ready to train."""
     model = load_model(config.model, dtype, config.attention)
     freeze(model, config.freeze)
+    if not config.dropout:
+        disable_dropout(model)
     return model
+
+
+def disable_dropout(model: nn.Module) -> None:
+    """Set every random part of training mode to 0: dropout of layers and attention, layers that are skipped at random,
+    noise of routers."""
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            if isinstance(value, float) and re.search(RANDOM_PARTS, name):
+                setattr(module, name, 0.0)
+        if isinstance(module, _DropoutNd):
+            module.p = 0.0
+
+
+def ignore_sampling_defaults(model: PreTrainedModel) -> None:
+    """Make `generate()` sample as its arguments say: not with the penalties, cuts and bans of the checkpoint's
+    generation_config.json, under which recorded log-probs are not the policy's."""
+    model.generation_config = GenerationConfig()
 
 
 def recompute_blocks(model: nn.Module, kind: str) -> None:

@@ -13,7 +13,7 @@ from transformers.modeling_layers import GenericForSequenceClassification
 
 from configs.schema import PolicyConfig
 from learner.policies.batch import TokenBatch
-from learner.policies.loading import freeze, load_policy_model
+from learner.policies.loading import disable_dropout, freeze, load_policy_model
 from learner.policies.token import TokenModel
 
 
@@ -39,6 +39,13 @@ def load_score_model(config: PolicyConfig, dtype: torch.dtype, seed: int) -> Pre
     Raises:
         ValueError: a checkpoint of a reward model lacks a weight, or has several labels.
     """
+    model = _score_model(config, dtype, seed)
+    if not config.dropout:
+        disable_dropout(model)
+    return model
+
+
+def _score_model(config: PolicyConfig, dtype: torch.dtype, seed: int) -> PreTrainedModel:
     source = AutoConfig.from_pretrained(config.model)
     classifier = classifier_class(type(source))
     if classifier.__name__ in (source.architectures or ()):

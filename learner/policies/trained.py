@@ -26,7 +26,7 @@ from learner.policies.flow.policy import FlowPolicy, StepRescoring
 from learner.policies.flow.rows import LatentBatch, LatentSequence, collate_latents
 from learner.policies.image_tokens.guidance import canary_tokens
 from learner.policies.image_tokens.policy import ImageTokenPolicy, freeze_the_rest
-from learner.policies.loading import load_policy_model, save_policy
+from learner.policies.loading import disable_dropout, load_policy_model, save_policy
 from learner.policies.logprobs import PLAIN, Distribution
 from learner.policies.score_model import ScoreModel, load_score_model
 from learner.policies.token import TokenPolicy
@@ -55,7 +55,10 @@ def load_trained_model(config: RunConfig) -> nn.Module:
     if config.offline.job == "reward_model":
         return load_score_model(config.policy, torch.float32, config.seed)
     if config.sampler.is_flow:
-        return flow_checkpoint(config).transformer(torch.float32)
+        transformer = flow_checkpoint(config).transformer(torch.float32)
+        if not config.policy.dropout:
+            disable_dropout(transformer)
+        return transformer
     model = load_policy_model(config.policy, torch.float32)
     return freeze_the_rest(model) if config.sampler.draws_tokens else model
 

@@ -79,6 +79,7 @@ def sampling_params(engine: EngineSettings, settings: SamplingSettings) -> Sampl
         stream_interval=engine.chunk_tokens,
         skip_clone=True,  # made for this request alone
     )
-    if settings.temperature > MAX_TEMPERATURE:
-        params.temperature = settings.temperature  # FIRE's are higher than what vLLM accepts from a server's clients
+    if settings.temperature > 0:
+        # vLLM replaces temperatures below 0.01 and refuses those above 2, which FIRE has; its samplers take both.
+        params.temperature = settings.temperature
     return params

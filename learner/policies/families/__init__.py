@@ -15,6 +15,7 @@ from learner.policies.families.registry import (
     model_type_at,
     own_family,
     takes_pictures,
+    unequal_window,
 )
 
 __all__ = [
@@ -32,4 +33,5 @@ __all__ = [
     "model_type_at",
     "own_family",
     "takes_pictures",
+    "unequal_window",
 ]

@@ -39,6 +39,12 @@ FAMILIES: tuple[Family, ...] = (
 UNKNOWN = UnknownFamily()
 LANGUAGE = "language"  # the decoder, a part of every family where adapters are placed
 PART_NAMES = frozenset({LANGUAGE, *(part for family in FAMILIES for part in family.parts)})
+LOGIT_SCALES = (
+    "final_logit_softcapping", "attn_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier"
+)  # fmt: skip
+"""Keys of config.json that change logits or attention scores."""
+WINDOWS_BY_LAYER = ("gemma3", "gemma3_text")  # text types whose `layer_types` vLLM follows layer by layer
+WINDOWS_EVERYWHERE = ("mistral",)  # text types without `layer_types`, in which transformers applies the window too
 BY_MODEL_TYPE = {kind: family for family in FAMILIES for kind in family.model_types}
 INNER = {kind: family for family in FAMILIES for kind in family.inner_types}
 VISION_FAMILIES = tuple(kind for kind, family in BY_MODEL_TYPE.items() if family.takes_pictures)
@@ -57,6 +63,7 @@ def family_of(config: PreTrainedConfig, source: str = "", key: str = "policy.mod
         ValueError: it is of a family that cannot be computed here.
     """
     kind = config.model_type
+    _refuse_scaled_logits(config, source, key)
     if kind in INNER:
         return INNER[kind]
     if kind not in BY_MODEL_TYPE and kind not in REFUSED and UnknownFamily.takes(config):
@@ -65,6 +72,32 @@ def family_of(config: PreTrainedConfig, source: str = "", key: str = "policy.mod
         why = f" ({REFUSED[kind]})" if kind in REFUSED else ""
         raise ValueError(f"{key}={source} is of the model type {kind}, which is not supported{why}: {_known()}")
     return BY_MODEL_TYPE[kind]
+
+
+def _refuse_scaled_logits(config: PreTrainedConfig, source: str, key: str) -> None:
+    """Refuse a model that changes logits behind its output embeddings, or attention scores before their softmax."""
+    text = config.get_text_config()
+    found = {name: getattr(text, name, None) for name in LOGIT_SCALES}
+    found = {name: value for name, value in found.items() if value not in (None, 1, 0)}
+    if found and config.model_type not in REFUSED:
+        name, value = next(iter(found.items()))
+        raise ValueError(
+            f"{key}={source} has {name}={value} in its config.json, and no logits are capped or scaled here: choose a "
+            f"checkpoint without it; {_known()}"
+        )
+
+
+def unequal_window(source: str) -> int | None:
+    """The sliding window in which vLLM computes other layers of a checkpoint than transformers does; None if there is
+    none. vLLM applies a window to all layers of most types, transformers to those that `layer_types` names.
+    """
+    text = AutoConfig.from_pretrained(source).get_text_config()
+    window = getattr(text, "sliding_window", None)
+    if not window or text.model_type in WINDOWS_BY_LAYER:
+        return None
+    default = ["sliding_attention" if text.model_type in WINDOWS_EVERYWHERE else "full_attention"]
+    layers = getattr(text, "layer_types", None) or default
+    return None if set(layers) == {"sliding_attention"} else window
 
 
 def own_family(config: PreTrainedConfig) -> Family | None:

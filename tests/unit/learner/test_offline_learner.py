@@ -132,7 +132,7 @@ def test_packed_rows_have_the_loss_and_the_gradient_of_padded_ones(folder: Path,
 def test_scores_of_a_padded_batch_are_those_of_single_rows_and_have_no_dropout(tmp_path: Path, tokenizer) -> None:
     """LightRFT defect B21: its reward model pooled the padding, and scored in training mode."""
     folder = add_dropout(write_tiny_qwen2_5_vl(tmp_path / "dropout", seed=0))
-    learner = connected(config_of(folder, "reward_model", "policy.attention=eager"))
+    learner = connected(config_of(folder, "reward_model", "policy.attention=eager", "policy.dropout=true"))
     groups = rows(tokenizer, "reward_model")
     assert learner.assess(groups) == learner.assess(groups)
     examples = all_whole(learner._examples(groups), Example)

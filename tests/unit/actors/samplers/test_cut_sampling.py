@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -124,6 +126,24 @@ def test_ratios_at_equal_weights_are_1_over_the_kept_sets(settings, asked, polic
         ends = sequence.actions.kept.counts.cumsum()
         sets = np.split(sequence.actions.kept.ids, ends[:-1])
         assert all(token in kept for token, kept in zip(sequence.actions.token_ids, sets, strict=True))
+
+
+def test_sampling_defaults_of_the_checkpoint_change_nothing(settings, folder, asked, tmp_path) -> None:
+    """Penalties, cuts, bans and temperatures of generation_config.json are not the run's."""
+    other = shutil.copytree(folder, tmp_path / "other")
+    own = json.loads((other / "generation_config.json").read_text())
+    defaults = {
+        "do_sample": True, "repetition_penalty": 1.5, "temperature": 1e-6, "top_k": 2, "top_p": 0.1, "min_p": 0.9,
+        "typical_p": 0.2, "epsilon_cutoff": 0.1, "no_repeat_ngram_size": 1, "bad_words_ids": [[5], [6, 7]],
+        "suppress_tokens": [8, 9], "min_new_tokens": 9, "num_beams": 4, "length_penalty": 3.0,
+    }  # fmt: skip
+    (other / "generation_config.json").write_text(json.dumps(own | defaults))
+    for sampling in (PLAIN_SETTINGS, replace(PLAIN_SETTINGS, temperature=0.0)):
+        expected = sample(settings, asked, sampling)
+        found = sample(replace(settings, model=str(other)), asked, sampling)
+        for one, two in zip(found, expected, strict=True):
+            assert np.array_equal(one.actions.token_ids, two.actions.token_ids)
+            assert np.array_equal(one.logprobs, two.logprobs)
 
 
 def test_rows_with_and_without_kept_sets_share_a_batch(settings, asked, policy) -> None:

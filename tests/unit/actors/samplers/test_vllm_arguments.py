@@ -4,6 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from types import SimpleNamespace
+
+import pytest
+
+from actors.samplers.vllm.arguments import sampling_params
+from cluster.roles import SamplingSettings
 
 IMPORTS = """
 import sys
@@ -15,3 +21,11 @@ print(*sorted(name for name in sys.modules if name.startswith("actors.samplers.v
 def test_asking_for_arguments_brings_nothing_that_changes_vllm() -> None:
     found = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, check=True)
     assert found.stdout.split() == ["actors.samplers.vllm", "actors.samplers.vllm.arguments"]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.001, 0.009, 0.01, 1.0, 2.0, 30.0])
+def test_an_engine_samples_at_the_temperature_that_the_learner_divides_by(temperature: float) -> None:
+    """vLLM itself raises temperatures below 0.01 and refuses those above 2."""
+    engine = SimpleNamespace(chunk_tokens=16, banned_ids=(5,), stop_ids=(1,))
+    params = sampling_params(engine, SamplingSettings(1, temperature, 8, seed=0))
+    assert params.temperature == temperature

@@ -28,6 +28,7 @@
     │   └── CanaryError         after a push the engine does not equal the learner
     ├── CheckpointError         a checkpoint cannot be written or is not complete
     ├── JournalError            the journal cannot be written, or a step that it holds cannot be trained again
+    ├── LogprobGapError         engine and learner compute other log-probs at equal weights
     ├── NothingTrainedError     every optimizer step of a run was skipped
     └── RunOverError            a command found that the run is over, or that its driver is dead
 
@@ -176,6 +177,10 @@ class CanaryError(WeightSyncError):
 
 class CheckpointError(MobulaError):
     """A checkpoint cannot be written, or is not complete."""
+
+
+class LogprobGapError(MobulaError):
+    """Engine and learner compute other log-probs at equal weights."""
 
 
 class NothingTrainedError(MobulaError):

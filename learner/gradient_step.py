@@ -57,11 +57,18 @@ class GradientStep:
         """One step on the sum of `loss` over all micro-batches of all ranks; returns the gradient norm. Collective."""
         return self.on_sum([Term(rows, loss)], learning_rate)
 
-    def on_sum(self, terms: Sequence[Term[Any]], learning_rate: float) -> float:
-        """One step on the sum of several terms, each over rows of its own; returns the gradient norm. Collective."""
+    def on_sum(
+        self, terms: Sequence[Term[Any]], learning_rate: float, before_step: Callable[[], None] | None = None
+    ) -> float:
+        """One step on the sum of several terms, each over rows of its own; returns the gradient norm. Collective.
+
+        `before_step` is called once the gradient is there, while the weights are still those that it is of.
+        """
         work = [(term.loss, share) for term in terms for share in self.shares(term.rows)]
         for n, (loss, share) in enumerate(work):
             self._backend.backward(loss(share), is_last=n == len(work) - 1)
+        if before_step is not None:
+            before_step()
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
         return self._backend.step(self._optimizer, max_grad_norm=self._config.max_grad_norm)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cluster.records.media import MediaReader
-from cluster.records.trajectory import Prompt, ScoredGroup
+from cluster.records.trajectory import Prompt, ScoredGroup, TrajectoryGroup
 from cluster.roles import UpdateReport
 from cluster.tracing.profiler import UpdateProfiler, profiled
 from cluster.weight_sync.manifest import Manifest
@@ -38,6 +38,7 @@ from learner.critic import build_critic
 from learner.critic.rows import Values, with_values
 from learner.examples.entries import StoredExample, TaughtExamples
 from learner.examples.supervised_term import SupervisedTerm
+from learner.fresh_gap import FreshGap
 from learner.gradient_step import GradientStep, Term
 from learner.meter import Meter
 from learner.objective import PolicyObjective, measure_gap
@@ -82,6 +83,7 @@ class Learner:
             timeout_s=config.timeouts.object_s,
             max_items=config.algorithm.prompts_per_step * config.sampler.max_media_per_prompt,
         )
+        self._fresh_gap = FreshGap(self._fresh_logprobs, config.timeouts.object_s)
         self._beside = SupervisedTerm(config, self._shares, self._reader)
         self.profiler = UpdateProfiler(config.tracing.profile_steps, config.run_folder, rank, config.resources.device)
         self.version = 0
@@ -143,9 +145,11 @@ class Learner:
         *,
         supervised: Sequence[ScoredGroup] = (),
         values: Values = (),
+        fresh: Sequence[Any] = (),
     ) -> UpdateReport:
         """As `update`, with `supervised` rows beside the groups, which are shared out as they are, and with `values` of
-        a critic that has ranks of its own.
+        a critic that has ranks of its own. `fresh` may hold a reference to a group of the weights that the step trains
+        from, on which the log-prob gap is measured.
         """
         algorithm = self._config.algorithm
         fetched = self._shares.fetch(StepGroups(groups, version, self._config, self._scoring.row))
@@ -164,10 +168,11 @@ class Learner:
         parts = [] if is_alone else parts
         meter = Meter()
         losses = [Term(part, self._loss(part, meter, is_first=n == 0)) for n, part in enumerate(parts)]
-        grad_norms = [
-            self._optimized([loss, *self._beside.terms(self._policy, examples, n, meter)], rate)
-            for n, loss in enumerate(losses)
-        ]
+        grad_norms = []
+        for n, loss in enumerate(losses):
+            measures = [partial(self._fresh_gap.measure, one, version - 1, meter) for one in fresh if n == 0]
+            terms = [loss, *self._beside.terms(self._policy, examples, n, meter)]
+            grad_norms.append(self._optimized(terms, rate, *measures))
         self._slow.follow(version)
         self.version = version
         metrics = self._metrics(meter, items, grad_norms) if parts else {"loss": 0.0, "policy_loss": 0.0}
@@ -288,12 +293,20 @@ class Learner:
 
         return loss
 
-    def _optimized(self, terms: Sequence[Term[Any]], rate: float) -> float:
+    def _optimized(
+        self, terms: Sequence[Term[Any]], rate: float, before_step: Callable[[], None] | None = None
+    ) -> float:
         """One optimizer step on a minibatch; returns the gradient norm, and nothing moves if that is not finite."""
-        grad_norm = self._step.on_sum(terms, rate)
+        grad_norm = self._step.on_sum(terms, rate, before_step)
         if math.isfinite(grad_norm):
             self._average.update()
         return grad_norm
+
+    def _fresh_logprobs(self, group: TrajectoryGroup) -> Tensor:
+        """float32 [B, T], of the distribution that was sampled."""
+        rows = [self._scoring.row(group.prompt, trajectory.actions) for trajectory in group.trajectories]
+        with self._backend.inference():
+            return self._policy(collate_rows(rows, self._reader, self._device), self._scoring.training).logprobs
 
     def _forward(self, rows: Sequence[LearnerItem]) -> tuple[PolicyOutput, LearnerBatch]:
         batch = collate_items(rows, self._reader, self._device)

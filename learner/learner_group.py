@@ -29,6 +29,14 @@ class StepRows(Protocol):
         ...
 
 
+class FreshGroups(Protocol):
+    """Source of groups of the newest weights (`cluster.weight_sync.fresh_samples.FreshSamples`)."""
+
+    def begin(self, version: int, groups: Sequence[ScoredGroup]) -> Any | None:
+        """A reference to a group of `version`, or None where the groups of the step have tokens of it."""
+        ...
+
+
 class NoRows:
     """A step has its groups alone."""
 
@@ -53,7 +61,12 @@ class LearnerGroup(RankGroup):
         super().__init__(spawn, timeouts, "learner")
         self._beside = beside or NoRows()
         self._put = put
+        self._fresh: FreshGroups | None = None
         self.version = 0
+
+    def measure_with(self, fresh: FreshGroups) -> None:
+        """Measure the log-prob gap on groups of `fresh`, where those of a step are of older weights."""
+        self._fresh = fresh
 
     @property
     def groups(self) -> tuple[RankGroup, ...]:
@@ -87,6 +100,8 @@ class LearnerGroup(RankGroup):
         rows = await self._beside.of(self.version + 1)
         more = {} if values is None else {"values": values}
         more |= {"supervised": self._put(rows)} if rows else {}
+        fresh = None if self._fresh is None else self._fresh.begin(self.version, groups)
+        more |= {} if fresh is None else {"fresh": [fresh]}  # in a list: the ranks begin before it is there
         shared, version = self._put(groups), self.version + 1
         if more:
             calls = [w.update_with.remote(shared, version, **more) for w in self._workers]

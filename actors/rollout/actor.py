@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -78,6 +79,13 @@ class RolloutActor(PromptServer):
         sequences = await self._sampler.sample(prompt, media, settings, attempt, self._report)
         group = TrajectoryGroup(prompt, tuple(self._trajectory(prompt, i, s) for i, s in enumerate(sequences)))
         return group, (group.summary(), group.small_responses())
+
+    async def sample_apart(self, prompt: Prompt, settings: SamplingSettings) -> TrajectoryGroup:
+        """Sample a prompt that is no part of the run's, without an environment; nothing of it is reported."""
+        media = await self._media.read(prompt.media)
+        attempt = Attempt(uuid.uuid4().hex, ())
+        sequences = await self._sampler.sample(prompt, media, settings, attempt, lambda *_: None)
+        return TrajectoryGroup(prompt, tuple(self._trajectory(prompt, i, s) for i, s in enumerate(sequences)))
 
     async def prompt_logprobs(self, prompt: Prompt) -> np.ndarray:
         """float32 [P - 1]: log-probs of the prompt's own tokens, for the weight-sync canary."""

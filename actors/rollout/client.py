@@ -81,6 +81,10 @@ class RolloutClient:
             group, report = await patience.wait_for(answered, what)
         return Generated.of(prompt, group, report)
 
+    def begin_sample(self, prompt: Prompt, settings: SamplingSettings) -> Any:
+        """Samples a prompt that is no part of the run's; returns a reference to the `TrajectoryGroup` to be."""
+        return self._handle.sample_apart.remote(prompt, settings)
+
     async def prompt_logprobs(self, prompt: Prompt) -> np.ndarray:
         return await self._sync(self._handle.prompt_logprobs.remote(prompt), "score the probe prompt")
 

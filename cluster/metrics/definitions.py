@@ -196,7 +196,7 @@ METRICS: Mapping[str, Metric] = {
     MetricName.QUEUE_OLDEST_AGE_S: Metric("s", "Age of the oldest group in the replay buffer"),
     MetricName.QUEUE_WAITING: Metric("", "Finished groups that wait for room in the replay buffer"),
     MetricName.QUEUE_OVERSIZED: Metric("", "Groups larger than replay.max_bytes, since the buffer was started"),
-    MetricName.CANARY: Metric("nat", "Largest log-prob difference of engine and learner on the probe prompt"),
+    MetricName.CANARY: Metric("nat", "Mean log-prob difference of engine and learner on the probe prompt"),
     MetricName.PUSH_SECONDS: Metric("s", "From the begin of the newest push until every engine serves it"),
     MetricName.PUSH_BYTES: Metric("B", "Bytes that the newest push sent to each engine"),
     MetricName.CONCURRENCY_LIMIT: Metric("", "Groups that may run at once, with concurrency.kind=aimd"),

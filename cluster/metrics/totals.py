@@ -46,7 +46,8 @@ class RunTotals:
         self.staleness.update(record.staleness)
         self.last_values.update(values)
         if MetricName.LOGPROB_GAP_MEAN in values:
-            self._gap.add(values[MetricName.LOGPROB_GAP_MEAN], record.staleness.get(0, 0))
+            # A step of older tokens alone has the gap of a few fresh ones: it counts as one token.
+            self._gap.add(values[MetricName.LOGPROB_GAP_MEAN], max(1, record.staleness.get(0, 0)))
         for name, value in values.items():
             known = self._maxima.setdefault(name, value)
             self._maxima[name] = float(np.maximum(known, value))  # NaN stays NaN: a broken number must not look good
@@ -65,7 +66,7 @@ class RunTotals:
 
     @property
     def logprob_gap_mean(self) -> float | None:
-        """Over all trained tokens of version lag 0; None before there are some."""
+        """Over all trained tokens of version lag 0, and fresh ones; None before there are some."""
         return self._gap.value
 
     def maximum(self, name: MetricName) -> float | None:

@@ -17,6 +17,7 @@ from cluster.records.trajectory import Prompt
 from cluster.runtime.concurrency import outcomes
 from cluster.weight_sync.interfaces import Members, Receiver, Sender
 from cluster.weight_sync.manifest import Manifest
+from cluster.weight_sync.tolerance import Gap, Tolerance
 from cluster.workers.supervisor import background_tasks
 
 _logger = logging.getLogger(__name__)
@@ -33,7 +34,7 @@ class Push:
     version: int
     num_bytes: int
     seconds: float
-    canary_gap: float | None  # largest absolute log-prob difference; None where the canary did not run
+    canary_gap: float | None  # mean absolute log-prob difference; None where the canary did not run
     num_lost: int = 0  # receivers that did not survive it
 
 
@@ -87,7 +88,7 @@ class WeightSync:
         wave_size: int,
         max_attempts: int,
         canary_interval: int,
-        canary_tolerance: float,
+        canary_tolerance: Tolerance,
         ranks_of_receiver: int = 1,
         probe: Prompt,
     ) -> None:
@@ -388,27 +389,27 @@ class WeightSync:
         """
         receivers = [receiver for receiver in self._members.receivers() if receiver in push.reached]
         found = await outcomes(*(r.prompt_logprobs(self._probe) for r in receivers))
-        gaps: dict[Receiver, float] = {}
+        gaps: dict[Receiver, np.ndarray] = {}
         for receiver, logprobs in zip(receivers, found, strict=True):
             if isinstance(logprobs, RECEIVER_LOST):
                 self._members.lose(receiver, logprobs)
             elif isinstance(logprobs, Exception):
                 raise logprobs
             else:
-                gaps[receiver] = float(np.abs(logprobs - expected).max())
-        wrong = {r: gap for r, gap in gaps.items() if not gap <= self._canary_tolerance}  # a NaN is wrong too
+                gaps[receiver] = np.abs(logprobs - expected)
+        wrong = {r: Gap.of(found) for r, found in gaps.items() if not self._canary_tolerance.accepts(found)}
         if wrong and len(wrong) == len(gaps):
             raise self._canary_error(wrong)
         for receiver, gap in wrong.items():
             self._members.lose(receiver, self._canary_error({receiver: gap}))
-        right = [gap for receiver, gap in gaps.items() if receiver not in wrong]
+        right = [Gap.of(found).mean for receiver, found in gaps.items() if receiver not in wrong]
         return max(right, default=None)
 
-    def _canary_error(self, wrong: dict[Receiver, float]) -> CanaryError:
-        off = ", ".join(f"{receiver.name} by {gap:.3g}" for receiver, gap in wrong.items())
+    def _canary_error(self, wrong: dict[Receiver, Gap]) -> CanaryError:
+        off = ", ".join(f"{receiver.name} by {gap}" for receiver, gap in wrong.items())
         return CanaryError(
             f"log-probs of the probe prompt differ from the learner's: {off} "
-            f"(weight_sync.canary_tolerance={self._canary_tolerance:g}): the push did not arrive as it was sent"
+            f"({self._canary_tolerance}): the push did not arrive as it was sent"
         )
 
 

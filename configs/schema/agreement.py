@@ -51,6 +51,16 @@ def _minibatches_hold_groups(config: RunConfig) -> str | None:
     )
 
 
+def _dropout_and_the_gap(config: RunConfig) -> str | None:
+    if not config.policy.dropout or config.offline.is_on or config.supervision.on_logprob_gap == "warn":
+        return None
+    return (
+        "policy.dropout=true makes the learner's log-probs other ones than were sampled, and "
+        "supervision.on_logprob_gap=stop ends a run for that: set policy.dropout=false, or "
+        "supervision.on_logprob_gap=warn"
+    )
+
+
 def _stragglers_can_be_overtaken(config: RunConfig) -> str | None:
     algorithm = config.algorithm
     if algorithm.stragglers == "wait" or algorithm.max_staleness > 0:
@@ -611,6 +621,7 @@ def _attention_keeps_rows_apart(config: RunConfig) -> str | None:
 
 RULES: tuple[Rule, ...] = (
     _minibatches_hold_groups,
+    _dropout_and_the_gap,
     _stragglers_can_be_overtaken,
     _limits_of_concurrency_are_in_order,
     _an_address_is_of_one_tracker,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 
@@ -24,3 +24,22 @@ class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=False, allow_inf_nan=False, use_attribute_docstrings=True
     )
+
+
+class ByDtype(Section):
+    """A bound for each value of `resources.dtype`. One number in place of the section is the bound for both."""
+
+    float32: Annotated[float, Field(ge=0)]
+    """Bound of float32."""
+    bfloat16: Annotated[float, Field(ge=0)]
+    """Bound of bfloat16."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _for_both(cls, value: Any) -> Any:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        return dict.fromkeys(cls.model_fields, value) if is_number else value
+
+    def of(self, dtype: str) -> float:
+        """The bound of `dtype`, a value of `resources.dtype`."""
+        return {"float32": self.float32, "bfloat16": self.bfloat16}[dtype]

@@ -29,6 +29,7 @@ from cluster.records.partial_response import Attempt
 from cluster.roles import SamplingSettings
 from cluster.runtime.placement import PlacedWorker
 from cluster.weight_sync.manifest import checkpoint_manifest
+from cluster.weight_sync.tolerance import Gap
 from configs.load import load_config
 from configs.schema import RunConfig
 from configs.schema.rollout import SamplerKind
@@ -74,18 +75,6 @@ OFFLINE = {
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
-
-
-@dataclass(frozen=True)
-class Gap:
-    """Absolute log-prob differences of engine and learner, in nat."""
-
-    mean: float
-    max: float
-
-    @classmethod
-    def of(cls, differences: np.ndarray) -> Gap:
-        return cls(float(differences.mean()), float(differences.max()))
 
 
 @dataclass

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ from actors.datasets.rows import Row, count_by_reason
 from actors.environments.rows import ENVIRONMENT
 from actors.reference.pool import NullReference, ReferencePool
 from cluster.controller import Controller
+from cluster.logprob_guard import GuardedLearner
 from cluster.metrics.definitions import CounterName, MetricName
 from cluster.metrics.hub import Metrics
 from cluster.metrics.summary import rejected_length
@@ -24,6 +25,7 @@ from cluster.recovery.restartable_learner import RestartableLearner
 from cluster.recovery.stop_request import StopRequest
 from cluster.replay.buffer import ReplayBuffer
 from cluster.replay.live_groups import LiveGroups
+from cluster.roles import Learner as LearnerRole
 from cluster.roles import Rollouts
 from cluster.rollout.curriculum import OpeningRule, StageCurriculum
 from cluster.rollout.dispatcher import OVER_AGE, AdmissionFilter, RetryingRollouts, RolloutDispatcher
@@ -34,6 +36,7 @@ from cluster.rollout.staleness import OvertakingOrder, StalenessGate, StepOrder
 from cluster.rollout.supervised_rows import SupervisedRows
 from cluster.runtime.ray_actors import answer, stop
 from cluster.tracing.tracing import Tracing
+from cluster.weight_sync.fresh_samples import FreshSamples
 from cluster.weight_sync.weight_sync import Push, WeightSync
 from cluster.workers.colocation import GpuLease, LeasedLearner, LeasedRollouts, LeasedWeights
 from cluster.workers.restart_policy import RestartBudget
@@ -44,7 +47,7 @@ from deploy.datasets.data_files import identity_with_data
 from deploy.host.run_folder import CHECKPOINTS_FOLDER, write_config
 from deploy.wiring.buffer import replay_buffer
 from deploy.wiring.evaluation import RESPONSES_FOLDER, build_evaluator, record_evaluation, response_log
-from deploy.wiring.parity_gate import parity_gate
+from deploy.wiring.parity_gate import parity_gate, tolerance_of
 from deploy.wiring.persistence import age_limit, build_records
 from deploy.wiring.pooled_roles import reference_folder, reference_pool, restart_policy, reward_pool, reward_role
 from deploy.wiring.preparation import SUPERVISED_PATH, TRAIN, Prepared
@@ -62,6 +65,7 @@ from rewards.pool.reward_pool import RewardPool
 POLICY_FOLDER = "policy"  # of the run folder: the trained policy, in the Hugging Face layout
 MAX_REJECTED_STEPS = 20  # a run that rejects this many steps' worth of groups in a row has nothing to learn from
 PROBE_CANDIDATES = 16
+FRESH_TOKENS = 16  # of a response on which the log-prob gap is measured in steps of older tokens
 ORDERS = {"wait": StepOrder, "overtake": OvertakingOrder}
 
 
@@ -243,7 +247,9 @@ def build_controller(
     responses = InformingLog(response_log(prepared, config.run_folder / RESPONSES_FOLDER))
     on_result = partial(record_evaluation, metrics)
     evaluator = build_evaluator(prepared, rollouts, inference.rewards, on_result, responses)
-    weights = _weights(prepared, inference, training)
+    probe = probe_prompt(prepared)
+    weights = _weights(prepared, inference, training, probe)
+    _measure_fresh(config, probe, inference, training)
     observe = partial(_observe, prepared, inference, metrics)
     weights.on_announced(dispatcher.advance)
     weights.on_published(partial(_after_push, metrics=metrics, observe=observe))
@@ -288,7 +294,7 @@ def build_controller(
         rollouts=dispatcher,
         replay=tracing.replay(training.replay),
         reference=reference,
-        learner=tracing.learner(learner),
+        learner=_guarded(config, tracing.learner(learner)),
         evaluator=evaluator,
         metrics=tracing.metrics(metrics),
         stop=stop_request,
@@ -421,7 +427,27 @@ def _regenerator(
     return regenerator
 
 
-def _weights(prepared: Prepared, inference: Inference, training: Training) -> WeightSync:
+def _guarded(config: RunConfig, learner: LearnerRole) -> LearnerRole:
+    """The learner with a bound on its log-prob gap, where equal weights mean equal log-probs: not with keys and values
+    of older weights, and not for the steps of a flow model, whose sampler has bounds of its own."""
+    if config.sampler.is_flow or config.weight_sync.kv_cache == "keep":
+        return learner
+    found, dtype = config.supervision, config.resources.dtype
+    limit, stops = found.max_logprob_gap.of(dtype), found.on_logprob_gap == "stop"
+    return GuardedLearner(learner, dtype=dtype, limit=limit, stops=stops)
+
+
+def _measure_fresh(config: RunConfig, probe: Prompt, inference: Inference, training: Training) -> None:
+    """Measure the log-prob gap in steps of older tokens too, where engines sample while the learner trains."""
+    if config.algorithm.max_staleness == 0 or config.resources.colocated or config.sampler.is_flow:
+        return
+    sampling = sampling_settings(config)
+    num_tokens = min(FRESH_TOKENS, sampling.max_tokens)
+    settings = replace(sampling, num_samples=1, max_tokens=num_tokens)
+    training.ranks.measure_with(FreshSamples(inference.rollouts.receivers, probe, settings))
+
+
+def _weights(prepared: Prepared, inference: Inference, training: Training, probe: Prompt) -> WeightSync:
     sync = prepared.config.weight_sync
     weights = WeightSync(
         training.learner,
@@ -430,9 +456,9 @@ def _weights(prepared: Prepared, inference: Inference, training: Training) -> We
         wave_size=sync.wave_size,
         max_attempts=sync.max_attempts,
         canary_interval=sync.canary_interval,
-        canary_tolerance=sync.canary_tolerance,
+        canary_tolerance=tolerance_of(prepared.config),
         ranks_of_receiver=prepared.config.resources.rollout.tensor_parallel,
-        probe=probe_prompt(prepared),
+        probe=probe,
     )
     inference.rollouts.admit_with(weights.admit)
     return weights

@@ -11,6 +11,8 @@ import numpy as np
 from cluster.errors import CanaryError
 from cluster.records.trajectory import Prompt
 from cluster.weight_sync.interfaces import Receiver
+from cluster.weight_sync.tolerance import Gap, Tolerance
+from configs.schema import RunConfig
 from deploy.wiring.parity_prompts import cases
 from deploy.wiring.preparation import Prepared
 from learner.policies.families import family_at, model_type_at
@@ -45,10 +47,9 @@ class ParityGate:
         learner: Scorer,
         receivers: Callable[[], Sequence[Receiver]],
         prompts: Mapping[str, Prompt],
-        tolerance: float,
+        tolerance: Tolerance,
     ) -> None:
-        """`prompts` has what each shows -> prompt, and none where nothing is to be compared; `tolerance` is the largest
-        difference in nat."""
+        """`prompts` has what each shows -> prompt, and none where nothing is to be compared."""
         self._model_type = model_type
         self._learner = learner
         self._receivers = receivers
@@ -59,28 +60,35 @@ class ParityGate:
     async def __call__(self, version: int) -> None:
         if self._is_passed:
             return
-        gaps = {name: await self._gap(prompt) for name, prompt in self._prompts.items()}
-        found = ", ".join(f"{name}: {gap:.2g}" for name, gap in gaps.items())
-        if not all(gap <= self._tolerance for gap in gaps.values()):  # a NaN is wrong too
+        gaps = {name: await self._gaps(prompt) for name, prompt in self._prompts.items()}
+        found = ", ".join(f"{name}: {Gap.of(differences)}" for name, differences in gaps.items())
+        if not all(self._tolerance.accepts(differences) for differences in gaps.values()):
             raise CanaryError(
                 f"policy.model is of the model type {self._model_type}, and engine and learner "
-                f"compute other log-probs ({found}; weight_sync.canary_tolerance={self._tolerance:g}): it "
+                f"compute other log-probs ({found}; {self._tolerance}): it "
                 "cannot be trained; choose a supported type, or add a family (docs/extending.md)"
             )
         _logger.info("%s trains because engine and learner agree (%s) with these weights", self._model_type, found)
         self._is_passed = True
 
-    async def _gap(self, prompt: Prompt) -> float:
+    async def _gaps(self, prompt: Prompt) -> np.ndarray:
+        """Absolute differences of the engine that is furthest from the learner."""
         expected = await self._learner.sequence_logprobs(prompt)
-        found = [await receiver.prompt_logprobs(prompt) for receiver in self._receivers()]
-        return float(max((np.abs(logprobs - expected).max() for logprobs in found), default=np.nan))
+        found = [np.abs(await receiver.prompt_logprobs(prompt) - expected) for receiver in self._receivers()]
+        return max(found, key=np.max, default=np.array([np.nan]))
+
+
+def tolerance_of(config: RunConfig) -> Tolerance:
+    """How far engine and learner may differ in the precision of a run."""
+    sync, dtype = config.weight_sync, config.resources.dtype
+    return Tolerance(sync.canary_tolerance.of(dtype), sync.canary_share.of(dtype))
 
 
 def parity_gate(prepared: Prepared, learner: Scorer, receivers: Callable[[], Sequence[Receiver]]) -> ParityGate:
     """The gate of a run; it compares nothing for a model type that docs/models.md has measured."""
     config = prepared.config
     if config.sampler.is_flow:  # the canary of the first push compares them
-        return ParityGate("flow", learner, receivers, {}, config.weight_sync.canary_tolerance)
+        return ParityGate("flow", learner, receivers, {}, tolerance_of(config))
     model_type = model_type_at(config.policy.model)
     prompts = {}
     if family_at(config.policy.model).needs_gate:
@@ -91,4 +99,4 @@ def parity_gate(prepared: Prepared, learner: Scorer, receivers: Callable[[], Seq
         folder.mkdir(parents=True, exist_ok=True)
         found = cases(prepared.processor, folder, min(MAX_PICTURES, config.sampler.max_images_per_prompt))
         prompts = {name: case.prompt for name, case in found.items()}
-    return ParityGate(model_type, learner, receivers, prompts, config.weight_sync.canary_tolerance)
+    return ParityGate(model_type, learner, receivers, prompts, tolerance_of(config))

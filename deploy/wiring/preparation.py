@@ -213,7 +213,7 @@ def _check_dtype(config: RunConfig) -> None:
         raise PreflightError(
             f"policy.model={config.policy.model} is of the model type {model_type_at(config.policy.model)}, which vLLM "
             f"on CPU computes in {' and '.join(dtypes)} alone, and resources.dtype is {resources.dtype}: set "
-            f"resources.dtype={dtypes[0]} with weight_sync.canary_tolerance=0.2, or sampler=huggingface"
+            f"resources.dtype={dtypes[0]}, or sampler=huggingface"
         )
 
 

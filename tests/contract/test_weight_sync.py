@@ -34,6 +34,7 @@ from cluster.errors import CanaryError, ManifestError, WeightSyncError, WorkerDi
 from cluster.records.trajectory import TrajectoryGroup
 from cluster.roles import SamplingSettings
 from cluster.weight_sync.manifest import TensorSpec
+from cluster.weight_sync.tolerance import Tolerance
 from cluster.weight_sync.transport import Rendezvous
 from cluster.weight_sync.weight_sync import Push, WeightSync
 from learner.learner import Learner
@@ -244,7 +245,7 @@ async def test_a_late_joiner_gets_the_weights_through_the_object_store_and_then_
         wave_size=0,
         max_attempts=1,
         canary_interval=1,
-        canary_tolerance=EXACT,
+        canary_tolerance=Tolerance(EXACT, 0.0),
         probe=engine.model.probe,
     )
     perturb(learner, seed=21)

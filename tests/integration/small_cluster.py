@@ -39,6 +39,7 @@ from cluster.rollout.in_flight import InFlightRequests
 from cluster.rollout.rollout_pool import HealthChecks, RolloutPool
 from cluster.rollout.staleness import AgeLimit, StalenessGate
 from cluster.runtime.ray_actors import BESIDE, HEALTH, Seat, _hosted, answer, stop
+from cluster.weight_sync.tolerance import Tolerance
 from cluster.weight_sync.weight_sync import WeightSync
 from cluster.workers.restart_policy import RestartBudget, RestartPolicy
 from cluster.workers.status import WorkerState, WorkerStatus
@@ -308,7 +309,7 @@ class SmallRun:
             wave_size=self.shape.wave_size,
             max_attempts=6,
             canary_interval=1,
-            canary_tolerance=1e-6,
+            canary_tolerance=Tolerance(1e-6, 0.0),
             probe=FakePrompts().next(),
         )
         self.rollout_pool.admit_with(weights.admit)

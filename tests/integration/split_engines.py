@@ -20,6 +20,7 @@ import torch
 from actors.samplers.vllm.weights import JoinInfo, MobulaWeightTransferEngine
 from cluster.weight_sync.manifest import Manifest, TensorSpec
 from cluster.weight_sync.rendezvous import RendezvousStore
+from cluster.weight_sync.tolerance import Tolerance
 from cluster.weight_sync.transport import Rendezvous, TransferGroup, pack
 from cluster.weight_sync.weight_sync import WeightSync
 
@@ -132,7 +133,7 @@ async def main() -> None:
         wave_size=0,
         max_attempts=1,
         canary_interval=0,
-        canary_tolerance=1.0,
+        canary_tolerance=Tolerance(1.0, 0.0),
         ranks_of_receiver=RANKS,
         probe=None,
     )

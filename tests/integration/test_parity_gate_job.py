@@ -19,7 +19,7 @@ WORDS = (
     "experiment=digits", "resources=laptop_overlapped", "learner=single", "num_steps=1",
     "sampler.max_images_per_prompt=2",
 )  # fmt: skip
-BFLOAT16 = ("resources.dtype=bfloat16", "weight_sync.canary_tolerance=0.2")
+BFLOAT16 = ("resources.dtype=bfloat16",)
 SCRIPT = str(Path(__file__).parent / "disturbed_job.py")
 
 

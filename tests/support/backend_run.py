@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -11,7 +12,7 @@ from learner_data import group, picture, prompt, random_groups, tiny_config
 from taught import at_hand
 from transformers import AutoTokenizer
 
-from cluster.records.trajectory import ScoredGroup
+from cluster.records.trajectory import ScoredGroup, TrajectoryGroup, WeightSpan
 from configs.schema import RunConfig
 from learner.learner import Learner
 from learner.policies.adapters import PEFT_PREFIX, is_factor, split_factor
@@ -60,7 +61,8 @@ def follow(learner: Learner, updates: list[list[ScoredGroup]], tokenizer, out: P
     seen |= {"supervised": learner.supervised_step(at_hand(rows)), "accuracy": learner.answer_accuracy(at_hand(rows))}
     learner.save(out / "start")
     seen["start"] = weights(learner)
-    seen["metrics"] = [dict(learner.update(groups, n + 1).metrics) for n, groups in enumerate(updates)]
+    fresh = [(), (of_version(updates[0][-1].group, 1),)]
+    seen["metrics"] = [updated(learner, groups, n + 1, fresh[n]) for n, groups in enumerate(updates)]
     seen |= {"weights": weights(learner), "canary": torch.from_numpy(learner.sequence_logprobs(asked))}
     learner.save(out / "state")
     learner.export(out / "export")
@@ -75,8 +77,21 @@ def follow(learner: Learner, updates: list[list[ScoredGroup]], tokenizer, out: P
     seen["not_finite"] = weights(learner)
     learner.load(out / "start")
     seen["start_again"] = weights(learner)
-    seen["metrics_again"] = [dict(learner.update(groups, n + 1).metrics) for n, groups in enumerate(updates)]
+    seen["metrics_again"] = [updated(learner, groups, n + 1, fresh[n]) for n, groups in enumerate(updates)]
     return seen
+
+
+def updated(
+    learner: Learner, groups: list[ScoredGroup], version: int, fresh: tuple[TrajectoryGroup, ...]
+) -> dict[str, float]:
+    """Metrics of one update, whose log-prob gap is measured on `fresh` where its own groups are older."""
+    return dict(learner.update_with(groups, version, fresh=fresh).metrics)
+
+
+def of_version(sampled: TrajectoryGroup, version: int) -> TrajectoryGroup:
+    """The group as if it had been sampled with these weights."""
+    trajectories = (replace(t, weight_spans=(WeightSpan(version, 0, t.num_steps),)) for t in sampled.trajectories)
+    return replace(sampled, trajectories=tuple(trajectories))
 
 
 def weights(learner: Learner) -> dict[str, torch.Tensor]:

@@ -33,6 +33,7 @@ from cluster.runtime.object_store import fetch
 from cluster.runtime.placement import PlacedWorker
 from cluster.runtime.ray_actors import stop
 from cluster.weight_sync.manifest import Manifest, TensorSpec, checkpoint_manifest
+from cluster.weight_sync.tolerance import Tolerance
 from cluster.weight_sync.transport import Rendezvous
 from cluster.weight_sync.weight_sync import WeightSync
 from configs.schema import RunConfig
@@ -315,7 +316,7 @@ def weight_sync(
         wave_size=0,
         max_attempts=1,
         canary_interval=canary_interval,
-        canary_tolerance=tolerance,
+        canary_tolerance=Tolerance(tolerance, 0.0),
         ranks_of_receiver=ranks_of_receiver,
         probe=engine.model.probe,
     )

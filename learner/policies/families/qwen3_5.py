@@ -21,6 +21,6 @@ class Qwen35(Qwen3VL):
     note = (
         "measured in bfloat16, in which alone vLLM computes it on CPU; the learner's float32 equals transformers' to "
         "1e-5, and its own bfloat16 is 0.019 nat away from that in the mean. Tolerance: 0.05 nat in the mean, and "
-        "`weight_sync.canary_tolerance=0.2` for the largest. Engine and learner are compared before the first step. "
+        "those of `weight_sync.canary_tolerance` in a run. Engine and learner are compared before the first step. "
         "`learner.packing=true` is refused. Never run on a GPU"
     )

@@ -11,6 +11,7 @@ from family_prompts import family_prompts
 
 from cluster.errors import CanaryError
 from cluster.records.trajectory import Prompt
+from cluster.weight_sync.tolerance import Tolerance
 from deploy.wiring.parity_gate import ParityGate
 from learner.policies.families import family_at
 from learner.policies.tiny import write_tiny
@@ -43,18 +44,21 @@ def prompts(tmp_path_factory) -> dict[str, Prompt]:
 
 async def test_agreement_passes_once_with_a_note(prompts: dict[str, Prompt], caplog) -> None:
     learner, engine = Scores(), Scores(1e-6)
-    gate = ParityGate("llava", learner, lambda: [engine], prompts, 1e-4)
+    gate = ParityGate("llava", learner, lambda: [engine], prompts, Tolerance(1e-4, 0.0))
     with caplog.at_level(logging.INFO):
         await gate(0)
         await gate(0)
     assert (learner.num_asked, engine.num_asked) == (3, 3)
-    assert "llava trains because engine and learner agree (text: 0, one picture: 0" in caplog.text
+    assert (
+        "llava trains because engine and learner agree (text: 0 nat in the mean, 0 at most, one picture: 0"
+        in caplog.text
+    )
 
 
 @pytest.mark.parametrize("off", [0.03, np.nan])
 async def test_a_gap_is_refused_with_its_size(prompts: dict[str, Prompt], off: float) -> None:
-    gate = ParityGate("llava", Scores(), lambda: [Scores(off)], prompts, 1e-4)
-    with pytest.raises(CanaryError, match=rf"model type llava.*two pictures: {off:.2g}.*cannot be trained"):
+    gate = ParityGate("llava", Scores(), lambda: [Scores(off)], prompts, Tolerance(1e-4, 0.0))
+    with pytest.raises(CanaryError, match=rf"model type llava.*two pictures: .* {off:.3g} at most.*cannot be trained"):
         await gate(0)
 
 
@@ -62,5 +66,5 @@ async def test_a_measured_family_is_not_compared(tmp_path: Path) -> None:
     folder = write_tiny("qwen3", tmp_path / "model")
     assert not family_at(str(folder)).needs_gate
     learner = Scores()
-    await ParityGate("qwen3", learner, lambda: [Scores(1.0)], {}, 1e-4)(0)
+    await ParityGate("qwen3", learner, lambda: [Scores(1.0)], {}, Tolerance(1e-4, 0.0))(0)
     assert learner.num_asked == 0

@@ -141,7 +141,7 @@ def test_log_probs_of_passes_without_a_gradient_have_no_dropout(tmp_path, tokeni
     """LightRFT defect B21: scoring passes ran in training mode. What is trained has its dropout."""
     folder = add_dropout(write_tiny_qwen2_5_vl(tmp_path / "dropout", seed=0))
     words = ("algorithm.old_logprobs=recomputed", "policy.attention=eager", "learner.tokens_per_microbatch=100000")
-    words += ("policy.dropout=true",)
+    words += ("policy.dropout=true", "supervision.on_logprob_gap=warn")
     learner = connected(tiny_config(folder, *words))
     items = fetch_items(random_groups(tokenizer, 3, 4), 0, 1.0)
     once, again = ([item for row in learner._scored(items) for item in row] for _ in range(2))
@@ -353,3 +353,53 @@ def test_learning_rate_rises_and_falls_as_configured() -> None:
     assert [learning_rate(schedule("linear", 0), step, 4) for step in range(5)] == [1.0, 0.75, 0.5, 0.25, 0.0]
     assert learning_rate(schedule("cosine", 0), 2, 4) == pytest.approx(0.5)
     assert learning_rate(schedule("cosine", 0), 4, 4) == pytest.approx(0.0)
+
+
+def older(scored: ScoredGroup) -> ScoredGroup:
+    """The group as if the version before had sampled it."""
+
+    def of(trajectory: Trajectory) -> Trajectory:
+        spans = tuple(dataclasses.replace(span, version=span.version - 1) for span in trajectory.weight_spans)
+        return dataclasses.replace(trajectory, weight_spans=spans)
+
+    group = dataclasses.replace(scored.group, trajectories=tuple(map(of, scored.group.trajectories)))
+    return dataclasses.replace(scored, group=group, summary=group.summary())
+
+
+@pytest.mark.parametrize("words", [(), ("algorithm.num_minibatches=2", "algorithm.num_epochs=2")])
+def test_a_step_of_older_tokens_is_measured_on_fresh_ones_before_the_weights_move(folder, tokenizer, words) -> None:
+    config = tiny_config(folder, "learner.learning_rate=0.01", *words)
+    current = sampled(config, folder, random_groups(tokenizer, 6, 4))
+    learner = connected(config)
+    fresh = current[0].group
+    plain = learner.update_with([older(group) for group in current], 1)
+    assert "logprob_gap_mean" not in plain.metrics
+    metrics = connected(config).update_with([older(group) for group in current], 1, fresh=[fresh]).metrics
+    assert metrics["logprob_gap_mean"] <= metrics["logprob_gap_max"] < 1e-5
+    assert {name: metrics[name] for name in plain.metrics} == plain.metrics, "the step itself is the same"
+
+
+def test_fresh_tokens_of_other_weights_are_found(folder, tokenizer) -> None:
+    """What an engine with a stale tensor samples, or one with a penalty, differs from what the learner computes."""
+    config = tiny_config(folder)
+    current = sampled(config, folder, random_groups(tokenizer, 6, 4))
+    fresh = current[0].group
+    off = [dataclasses.replace(t, behavior_logprobs=t.behavior_logprobs + 0.25) for t in fresh.trajectories]
+    learner = connected(config)
+    stale = dataclasses.replace(fresh, trajectories=tuple(off))
+    metrics = learner.update_with([older(group) for group in current], 1, fresh=[stale]).metrics
+    assert metrics["logprob_gap_mean"] == pytest.approx(0.25, abs=1e-5)
+
+
+def test_fresh_samples_that_are_lost_leave_a_step_without_a_gap(folder, tokenizer) -> None:
+    config = tiny_config(folder)
+    current = sampled(config, folder, random_groups(tokenizer, 6, 4))
+    learner = connected(config)
+
+    def fail(group: TrajectoryGroup) -> None:
+        raise AssertionError("nothing to score")
+
+    learner._fresh_gap._score = fail
+    learner._fresh_gap._fetched = lambda reference: None
+    report = learner.update_with([older(group) for group in current], 1, fresh=["lost"])
+    assert report.version == 1 and "logprob_gap_mean" not in report.metrics

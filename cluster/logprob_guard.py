@@ -1,0 +1,58 @@
+"""GuardedLearner: bounds the log-prob gap of engine and learner in every step."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from cluster.errors import LogprobGapError
+from cluster.metrics.definitions import MetricName
+from cluster.records.trajectory import ScoredGroup
+from cluster.roles import Learner, UpdateReport
+
+_logger = logging.getLogger(__name__)
+
+CAUSES = (
+    "engine and learner differ in the chat template, processor or position ids of this model",
+    "the checkpoint's configuration changes one of them (penalties of generation_config.json, dropout with "
+    "policy.dropout=true, sliding windows, quantisation)",
+    "a push left a tensor of the engine at an old value (weight_sync.canary_interval=1 tests every push)",
+    "tokens were sampled otherwise than sampler.* says",
+)
+
+
+class GuardedLearner:
+    """A learner whose update fails, or warns, where tokens of the version that it trains from have other log-probs
+    than their engine recorded."""
+
+    def __init__(self, learner: Learner, *, dtype: str, limit: float, stops: bool) -> None:
+        """`limit` is the largest mean gap in nat, that of `resources.dtype=dtype`."""
+        self._learner = learner
+        self._dtype = dtype
+        self._limit = limit
+        self._stops = stops
+
+    async def update(self, groups: Sequence[ScoredGroup]) -> UpdateReport:
+        """One step.
+
+        Raises:
+            LogprobGapError: the gap is over the limit, and the run is to stop there.
+        """
+        report = await self._learner.update(groups)
+        gap = report.metrics.get(MetricName.LOGPROB_GAP_MEAN)
+        if gap is not None and not gap <= self._limit:  # a NaN is over it too
+            message = self._message(gap, report)
+            if self._stops:
+                raise LogprobGapError(message)
+            _logger.warning("%s", message)
+        return report
+
+    def _message(self, gap: float, report: UpdateReport) -> str:
+        largest = report.metrics.get(MetricName.LOGPROB_GAP_MAX, gap)
+        causes = "; ".join(f"({n}) {cause}" for n, cause in enumerate(CAUSES, 1))
+        return (
+            f"step {report.version}: log-probs of the learner differ from those that its engines recorded at equal "
+            f"weights by {gap:.3g} nat in the mean, {largest:.3g} at most "
+            f"(supervision.max_logprob_gap.{self._dtype}={self._limit:g}). Likely causes: {causes}. Find the cause, "
+            "raise the limit if it is rounding, or go on with supervision.on_logprob_gap=warn"
+        )

@@ -1,0 +1,63 @@
+"""A step whose log-prob gap is over the limit ends the run or warns, with the likely causes."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import pytest
+
+from cluster.errors import LogprobGapError
+from cluster.logprob_guard import GuardedLearner
+from cluster.roles import UpdateReport
+from configs.errors import ConfigError
+from configs.load import load_config
+
+
+class FixedLearner:
+    def __init__(self, metrics: dict[str, float]) -> None:
+        self._metrics = metrics
+
+    async def update(self, groups: object) -> UpdateReport:
+        return UpdateReport(3, self._metrics)
+
+
+def guarded(gap: float | None, *, stops: bool = True) -> GuardedLearner:
+    metrics = {} if gap is None else {"logprob_gap_mean": gap, "logprob_gap_max": 4 * gap}
+    return GuardedLearner(FixedLearner(metrics), dtype="float32", limit=1e-3, stops=stops)
+
+
+@pytest.mark.parametrize("gap", [None, 5e-7, 1e-3])
+async def test_a_step_within_the_limit_or_without_a_gap_passes(gap: float | None, caplog) -> None:
+    assert (await guarded(gap).update([])).version == 3
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("gap", [0.01, math.nan])
+async def test_a_step_over_the_limit_stops_with_the_causes(gap: float) -> None:
+    match = (
+        rf"step 3: .* by {gap:.3g} nat in the mean, .*supervision\.max_logprob_gap\.float32=0\.001.*template.*"
+        r"penalties of generation_config\.json.*policy\.dropout.*canary_interval=1.*on_logprob_gap=warn"
+    )
+    with pytest.raises(LogprobGapError, match=match):
+        await guarded(gap).update([])
+
+
+async def test_a_step_over_the_limit_warns_where_a_run_asks_for_that(caplog) -> None:
+    with caplog.at_level(logging.WARNING):
+        report = await guarded(0.26, stops=False).update([])
+    assert report.version == 3
+    assert "by 0.26 nat in the mean, 1.04 at most" in caplog.text
+
+
+def test_the_limit_is_that_of_the_precision_and_one_number_is_the_limit_of_both() -> None:
+    own = load_config(["experiment=digits"]).supervision.max_logprob_gap
+    assert (own.of("float32"), own.of("bfloat16")) == (1e-3, 0.3)
+    both = load_config(["experiment=digits", "supervision.max_logprob_gap=0.02"]).supervision.max_logprob_gap
+    assert (both.of("float32"), both.of("bfloat16")) == (0.02, 0.02)
+
+
+def test_dropout_in_rl_needs_a_guard_that_warns() -> None:
+    with pytest.raises(ConfigError, match=r"policy\.dropout=true .*supervision\.on_logprob_gap=stop"):
+        load_config(["experiment=digits", "policy.dropout=true"])
+    load_config(["experiment=digits", "policy.dropout=true", "supervision.on_logprob_gap=warn"])

@@ -8,7 +8,7 @@ from deploy.conformance.measure import ALL, Gap, Report
 from deploy.conformance.trained import TrainedRun
 from deploy.wiring.parity_prompts import CASES, SOUNDS, VIDEOS
 from learner.policies.families import AUDIO_TYPES, TEXT_FAMILIES, VIDEO_TYPES, VISION_FAMILIES
-from learner.policies.families.refused import REFUSED
+from learner.policies.families.refused import REFUSED, TEMPLATE_STRUCTURES
 from learner.policies.families.registry import BY_MODEL_TYPE
 
 COLUMNS = (*CASES, *VIDEOS, *SOUNDS)
@@ -18,7 +18,23 @@ LIMITS = {"float32": 1e-5, "bfloat16": 0.05}  # nat, the mean of a case
 def page(reports: Sequence[Report], runs: Sequence[TrainedRun] = ()) -> str:
     """The whole page."""
     ordered = sorted(reports, key=lambda report: (report.model_type, report.name, report.is_tied))
-    return "\n".join([*_lines(ordered), *_trained(runs)]) + "\n"
+    return "\n".join([*_lines(ordered), *_templates(), *_trained(runs)]) + "\n"
+
+
+def _templates() -> Iterator[str]:
+    yield "## Chat templates"
+    yield ""
+    yield (
+        "Structures of released chat templates that the tests render, in short templates of our own: prompts of RL, "
+        "answers of SFT, pairs of DPO, two turns, answers with a thought. No released template file was rendered. What "
+        "a template writes around an answer is not trained, unless `offline.train_template_text` is set."
+    )
+    yield ""
+    yield "| family | structure | answers |"
+    yield "|---|---|---|"
+    for family, (structure, answers) in TEMPLATE_STRUCTURES.items():
+        yield f"| {family} | {structure} | {answers} |"
+    yield ""
 
 
 def failures(report: Report) -> list[str]:

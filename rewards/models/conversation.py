@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -77,6 +77,7 @@ class ChatReader:
         self._questions = questions
         self._max_tokens = max_tokens
         self._takes_pictures = takes_pictures
+        self._content = content_form(processor)
         added = self._tokenizer.added_tokens_decoder.values()
         special = {token.content for token in added if token.special} | set(self._tokenizer.all_special_tokens)
         self._special = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or r"(?!)")
@@ -104,14 +105,37 @@ class ChatReader:
         return self._special.sub("", text)
 
     def _encode(self, question: str, answer: str, images: Sequence[Any]) -> dict[str, torch.Tensor]:
-        content: Any = question
+        content = self._content(question)
         if images:
-            content = [*({"type": "image"} for _ in images), {"type": "text", "text": question}]
-        turns = [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
+            content = [*({"type": "image"} for _ in images), *_parts(question)]
+        turns = [{"role": "user", "content": content}, {"role": "assistant", "content": self._content(answer)}]
         text = self._processor.apply_chat_template(turns, tokenize=False)
         if self._takes_pictures:
             return dict(self._processor(text=[text], images=list(images) or None, return_tensors="pt"))
         return dict(self._tokenizer(text, add_special_tokens=False, return_tensors="pt"))
+
+
+def content_form(processor: Any) -> Callable[[str], Any]:
+    """The content of a turn from its text, as the chat template takes it: text, or a list of parts.
+
+    Raises:
+        ValueError: the template takes neither.
+    """
+    problem = ""
+    for form in (str, _parts):
+        turns = [{"role": role, "content": form(f"probe of {role}")} for role in ("user", "assistant")]
+        try:
+            rendered = processor.apply_chat_template(turns, tokenize=False)
+        except Exception as error:  # templates refuse with errors of many kinds
+            problem = f" ({type(error).__name__}: {error})"
+            continue
+        if "probe of user" in rendered and "probe of assistant" in rendered and "'type'" not in rendered:
+            return form
+    raise ValueError(f"its chat template cannot write a question and an answer{problem}: use another one")
+
+
+def _parts(text: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text}]
 
 
 def pad(conversations: Sequence[EncodedConversation], pad_token_id: int) -> dict[str, torch.Tensor]:

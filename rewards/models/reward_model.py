@@ -95,6 +95,8 @@ def _reader(
             raise ValueError(f"options.form='pair' has no place for pictures, which {model!r} takes: use chat")
         return PairReader(load_processor(AutoTokenizer, model), questions, max_tokens)
     processor = load_processor(AutoProcessor if with_pictures else AutoTokenizer, model)
+    if not processor.chat_template and with_pictures:
+        processor.chat_template = processor.tokenizer.chat_template  # of a checkpoint whose tokenizer alone has one
     if not processor.chat_template:
         raise ValueError(f"options.model={model!r} has no chat template: add it to its tokenizer, or use form pair")
     return ChatReader(processor, questions, max_tokens, takes_pictures=with_pictures)

@@ -37,6 +37,11 @@ THINKING = (
     "{%- else -%}" + OTHER_TURNS + "{%- endif -%}{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n<think>\n' -}}{%- endif -%}"
 )  # fmt: skip
+QWEN2_5 = (
+    TEXT + "{%- for m in messages -%}{%- if loop.first and m.role != 'system' -%}"
+    "{{- '<|im_start|>system\nBe helpful.<|im_end|>\n' -}}{%- endif -%}" + OTHER_TURNS + "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}"
+)  # fmt: skip
 SMOLVLM = (
     TEXT + "<|im_start|>{%- for m in messages -%}{{- m.role | capitalize + ':' -}}"
     "{%- if m.content is string or m.content[0].type == 'text' -%}{{- ' ' -}}{%- endif -%}"
@@ -88,6 +93,7 @@ PARTS_ALONE = (
 )
 
 CHAT_TEMPLATES = {
+    "qwen2.5": QWEN2_5,
     "qwen3": QWEN3,
     "qwen3.5": THINKING,
     "smolvlm": SMOLVLM,

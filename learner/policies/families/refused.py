@@ -1,4 +1,4 @@
-"""Families that cannot be trained here, each with the reason."""
+"""Notes on families for docs/models.md: the types that are refused, and the chat templates that are tested."""
 
 from __future__ import annotations
 
@@ -10,3 +10,31 @@ REFUSED = {
     "gemma2": "its logits are capped behind the output embeddings, which is not computed here",
 }
 """`model_type` -> why."""
+
+# Family -> the structure of its released chat template that tests render, and how answers are trained.
+TEMPLATE_STRUCTURES = {
+    "Qwen2.5, Qwen2.5-VL": ("the text of turns; a default system prompt", "the answer and its end are trained"),
+    "Qwen3": (
+        "an empty thought before a last answer without one, earlier thoughts dropped, `enable_thinking`",
+        "the empty thought is not trained; a thought in an answer is",
+    ),
+    "Qwen3.5, Qwen3-VL-Thinking": (
+        "the generation prompt opens `<think>`",
+        "what closes an empty thought is not trained; rewards count the prompt's `<think>`",
+    ),
+    "SmolVLM, Idefics 3": (
+        "parts alone, capitalised roles, a space before an answer",
+        "the space is trained with the answer, of whose first token it is part",
+    ),
+    "Llama 3.1": ("a system turn with a date, trimmed texts, `<|eot_id|>`", "fixed dates: `data.template_kwargs`"),
+    "Gemma 3": (
+        "the system prompt in the first turn of the user, role `model`, alternating roles, trimmed texts",
+        "rows whose roles do not alternate are skipped by name",
+    ),
+    "DeepSeek-R1 distilled": (
+        "thoughts dropped from every answer, the generation prompt opens `<think>`",
+        "thoughts are trained as the policy writes them, plain answers as the template does",
+    ),
+    "LLaVA 1.5": ("no token that ends an answer", "the tokenizer's EOS is trained behind an answer"),
+    "templates with `{% generation %}`, of text alone, of parts alone": ("as named", "content is given in that form"),
+}

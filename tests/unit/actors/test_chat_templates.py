@@ -3,12 +3,14 @@
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from chat_templates import CHAT_TEMPLATES, DEEPSEEK_R1, GEMMA_3, QWEN3, TEXT_ALONE, THINKING
+from PIL import Image
 from tiny_text_models import write_text_policy
 from transformers import AutoTokenizer
 
@@ -31,6 +33,10 @@ THOUGHT = "<think>\nhm\n</think>\n\n7"
 
 # Template -> the text before the answer to "Q" as a policy is asked, and as a plain answer is trained.
 PROMPTS = {
+    "qwen2.5": (
+        "<|im_start|>system\nBe helpful.<|im_end|>\n<|im_start|>user\nQ<|im_end|>\n<|im_start|>assistant\n",
+        "",
+    ),
     "qwen3": ("<|im_start|>user\nQ<|im_end|>\n<|im_start|>assistant\n", "<think>\n\n</think>\n\n"),
     "qwen3.5": ("<|im_start|>user\nQ<|im_end|>\n<|im_start|>assistant\n<think>\n", "\n</think>\n\n"),
     "smolvlm": ("<|im_start|>User: Q<|im_end|>\nAssistant:", ""),
@@ -250,3 +256,28 @@ def test_pictures_without_a_place_in_the_template_skip_their_row(tmp_path: Path)
     assert chat.render([("user", "Q")], is_open=True) == PROMPTS["text alone"][0]
     with pytest.raises(PromptError, match="takes the content of a user turn as text alone, so it has no place for the"):
         chat.render([("user", "<image>Q")], is_open=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "head", "answer"),
+    [
+        (
+            "qwen3.5",
+            "<|im_start|>user\n{picture}Q<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n",
+            "7<|im_end|>",
+        ),
+        ("smolvlm", "<|im_start|>User:{picture}Q<|im_end|>\nAssistant:", " 7<|im_end|>"),
+        ("gemma3", "<|im_start|>user\n{picture}Q<|im_end|>\n<|im_start|>model\n", "7<|im_end|>"),
+    ],
+)
+def test_answers_about_pictures_are_found(tmp_path: Path, name: str, head: str, answer: str) -> None:
+    model = write_tiny_qwen2_5_vl(tmp_path)
+    (model / "chat_template.jinja").write_text(CHAT_TEMPLATES[name])
+    Image.new("RGB", (56, 56)).save(tmp_path / "a.png")
+    config = load_config(["experiment=sft", f"policy.model={model}", "data.path=x"])
+    store = MediaStore(lambda one: one, 1 << 20)
+    chat = ChatProcessor(str(model), config.data, config.sampler, store, keep_files=False)
+    row = replace(conversation("7"), images=(tmp_path / "a.png",), context=(OfflineTurn("user", "<image>Q", False),))
+    group = offline(chat).prepare(row, "p").group
+    assert texts(chat, group) == [(head.format(picture="<|vision_start|><|image_pad|><|vision_end|>") + answer, answer)]
+    assert len(group.prompt.media_spans) == len(group.prompt.media) == 1

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from chat_templates import PARTS_ALONE, TEXT_ALONE
 from learner_data import add_dropout
 from PIL import Image
 from safetensors.torch import load_file, save_file
@@ -19,6 +20,7 @@ from cluster.records.trajectory import Response
 from rewards.contract import Outcome, RewardRequest, Score, ScoringFailure, evaluate_batch
 from rewards.functions import build_function
 from rewards.isolation.process import IsolatedProcess
+from rewards.models.conversation import content_form
 from rewards.tools import Tools
 
 TOOLS = Tools(IsolatedProcess(timeout_s=1, start_timeout_s=1), "cpu", "float32")
@@ -392,3 +394,16 @@ def test_only_the_heads_own_weights_are_taken(wide_clip: Path, clip: Path, tmp_p
         ask("aesthetic", [], model=clip, head=tmp_path / "head.pth", **options)
     with pytest.raises(ValueError, match="no file"):
         ask("aesthetic", [], model=wide_clip, head=tmp_path / "missing.pth", **options)
+
+
+def test_a_template_that_takes_parts_alone_or_text_alone_is_given_that(text_model: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(text_model)
+    for template in (PARTS_ALONE, TEXT_ALONE):
+        tokenizer.chat_template = template
+        form = content_form(tokenizer)
+        turns = [{"role": "user", "content": form("Q")}, {"role": "assistant", "content": form("7")}]
+        rendered = tokenizer.apply_chat_template(turns, tokenize=False)
+        assert rendered == "<|im_start|>user\nQ<|im_end|>\n<|im_start|>assistant\n7<|im_end|>\n"
+    tokenizer.chat_template = "{{ raise_exception('No answers here') }}"
+    with pytest.raises(ValueError, match="cannot write a question and an answer .*No answers here"):
+        content_form(tokenizer)

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from cluster.errors import CheckpointError
+from cluster.runtime.gc_tuning import return_free_memory
 from learner.backends.base import Backend, Optimizer
 
 ALGORITHM_FILE = "algorithm.json"
@@ -80,6 +81,7 @@ class StateWriter:
         """
         if self._writing is not None:
             self._writing.result()
+            return_free_memory()  # of the copy
 
 
 def load_state(

@@ -8,24 +8,26 @@ from itertools import combinations
 from typing import Any
 
 from cluster.errors import PreflightError
-from configs.schema import RunConfig
+from configs.groups import groups, merge, own_values
+from configs.schema import ResourcesConfig, RunConfig
 from deploy.planning.activations import checkpointing
 from deploy.planning.clusters import PlannedNode
 from deploy.planning.fit import plan_memory
+from deploy.planning.kv_cache import sequence_bytes
 from learner.policies.shapes import ModelShape
 
 NUM_SHOWN = 3
 MOST_TOGETHER = 4  # settings in one proposal
-LEAST_KV_CACHE = 2**30
+LEAST_SEQUENCES = 4  # of the longest length, in a KV cache that is proposed
 ADAPTER_RANK = 16
 
-Setting = Mapping[str, Any]  # key -> value
+Setting = Mapping[str, Any]  # key -> value, or group -> option
 
 
 def remedies(config: RunConfig, shape: ModelShape, nodes: Sequence[PlannedNode]) -> list[str]:
     """Up to three proposals, each the words to add to the command, those with fewest words first."""
     found: list[Setting] = []
-    settings = list(_settings(config, shape))
+    settings = list(_settings(config, shape, nodes))
     for number in range(1, MOST_TOGETHER + 1):
         for chosen in combinations(settings, number):
             merged = {key: value for setting in chosen for key, value in setting.items()}
@@ -39,18 +41,22 @@ def remedies(config: RunConfig, shape: ModelShape, nodes: Sequence[PlannedNode])
 
 
 def words(setting: Setting) -> str:
-    """As they are given on the command line."""
+    """As they are given on the command line, where a group's word replaces another of that group."""
     return " ".join(f"{key}={_word(value)}" for key, value in setting.items())
 
 
 def changed(config: RunConfig, setting: Setting) -> RunConfig:
-    """The configuration with other values.
+    """The configuration with other values; those of groups are laid first.
 
     Raises:
         ValidationError: its sections contradict each other then.
     """
     values = config.model_dump(mode="json")
+    for group in groups().keys() & setting.keys():
+        merge(values, own_values(group, setting[group]))
     for key, value in setting.items():
+        if key in groups():
+            continue
         *way, last = key.split(".")
         section = values
         for part in way:
@@ -66,39 +72,69 @@ def _fits(config: RunConfig, shape: ModelShape, nodes: Sequence[PlannedNode], se
         return False
 
 
-def _settings(config: RunConfig, shape: ModelShape) -> Iterator[Setting]:
+def _settings(config: RunConfig, shape: ModelShape, nodes: Sequence[PlannedNode]) -> Iterator[Setting]:
     """Single settings that save memory, those that change least of the training first."""
-    learner, resources, sampler = config.learner, config.resources, config.sampler
+    learner, resources = config.learner, config.resources
     if checkpointing(config) == "none":
         yield CHECKPOINTING
-    longest = config.data.max_prompt_tokens + sampler.max_tokens
+    yield from _of_roles(config, nodes)
+    longest = config.data.max_prompt_tokens + config.sampler.max_tokens
     tokens = learner.tokens_per_microbatch // 2
     while tokens >= longest:
         yield {"learner.tokens_per_microbatch": tokens}
         tokens //= 4
     if tokens < longest < learner.tokens_per_microbatch:
         yield {"learner.tokens_per_microbatch": longest}
-    for share in (2, 4):
-        if sampler.kv_cache_bytes // share >= LEAST_KV_CACHE:
-            yield {"sampler.kv_cache_bytes": sampler.kv_cache_bytes // share}
+    least = LEAST_SEQUENCES * sequence_bytes(config, shape, config.sampler.max_model_len)
+    for share in (2, 4, 8):
+        if config.sampler.kv_cache_bytes // share >= least:
+            yield {"sampler.kv_cache_bytes": config.sampler.kv_cache_bytes // share}
     if learner.backend == "deepspeed" and learner.zero_stage == 2:
         yield {"learner.zero_stage": 3}
-    for number in (resources.learner.num_workers + 1, resources.learner.num_workers * 2):
-        if learner.backend != "single":
-            yield {"resources.learner.num_workers": number}
-    if resources.learner.num_gpus < 1:
-        yield {"resources.learner.num_gpus": 1.0}
     if resources.reference.num_gpus < 1 and config.needs_reference:
         yield {"resources.reference.num_gpus": 1.0}
-    for number in (resources.rollout.num_workers - 1, resources.rollout.num_workers // 2):
-        if number > 0:
-            yield {"resources.rollout.num_workers": number}
     if config.needs_reference and not config.algorithm.distillation.is_on:
         yield {"algorithm.kl.coef": 0.0}
     if shape.vision is not None and not config.policy.freeze:
         yield {"policy.freeze": ("visual.",)}
     if not config.policy.lora.is_on:
         yield {"policy.lora.rank": ADAPTER_RANK}
+
+
+def _of_roles(config: RunConfig, nodes: Sequence[PlannedNode]) -> Iterator[Setting]:
+    """Other numbers of workers, and other presets of the same device."""
+    learner, resources = config.learner, config.resources
+    yield from ({"resources": preset} for preset in _presets(resources))
+    if resources.device == "cpu" and len(nodes) == 1:  # ranks on one node share its memory: one needs least
+        if learner.backend != "single":
+            yield {
+                "learner": "single",
+                **({"resources.learner.num_workers": 1} if resources.learner.num_workers > 1 else {}),
+            }
+            yield {"learner": "single"}
+    elif learner.backend != "single":
+        for number in (resources.learner.num_workers + 1, resources.learner.num_workers * 2):
+            yield {"resources.learner.num_workers": number}
+    if resources.learner.num_gpus < 1 and resources.device == "cuda":
+        yield {"resources.learner.num_gpus": 1.0}
+    for number in (resources.rollout.num_workers - 1, resources.rollout.num_workers // 2):
+        if number > 0:
+            yield {"resources.rollout.num_workers": number}
+
+
+def _presets(resources: ResourcesConfig) -> Iterator[str]:
+    """Presets of the same device that start or use the same cluster, those with two names once."""
+    seen = [_own(resources.preset)] if resources.preset in groups()["resources"] else []
+    for preset in groups()["resources"]:
+        values = _own(preset)
+        if values.get("device", "cpu") == resources.device and "address" not in values and values not in seen:
+            seen.append(values)
+            yield preset
+
+
+def _own(preset: str) -> dict[str, Any]:
+    """The values of a preset below `resources`, without its name."""
+    return {key: value for key, value in own_values("resources", preset)["resources"].items() if key != "preset"}
 
 
 def _word(value: Any) -> str:

@@ -19,6 +19,8 @@ from learner.policies.lora import adapter_manifest
 
 LABEL_WIDTH = 15
 MAX_PROMPT = 400  # characters of the prompt that is shown
+FLOAT32 = 4
+MOMENTS = {"adamw": 8, "adamw_8bit": 2, "muon": 4}  # bytes that an optimizer keeps of a value; Muon's of matrices
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ def _topics(prepared: Prepared, plan: PlacementPlan, version: int) -> Iterator[t
     yield from _prompt(prepared)
     every = _every(config.evaluation.interval_steps, "before and after RL")
     yield "evaluation", f"{config.evaluation.num_prompts} prompts of {config.evaluation.split}, {every}"
-    yield "checkpoints", f"{_every(config.checkpoints.interval_steps, 'at the end')}, {config.checkpoints.keep} kept"
+    yield "checkpoints", _checkpoints(config, parameters)
     yield "rewards", ", ".join(f"{part.name} x {part.weight:g}" for part in config.rewards.components)
     yield "roles", _roles(config, plan)
 
@@ -99,7 +101,7 @@ def _offline_topics(prepared: Prepared, plan: PlacementPlan) -> Iterator[tuple[s
     yield "lengths", f"rows up to {offline.max_tokens:,} tokens (longest here {longest:,})"
     every = _every(config.evaluation.interval_steps, "before and after training")
     yield "evaluation", f"{config.evaluation.num_prompts} rows of {config.evaluation.split}, {every}"
-    yield "checkpoints", f"{_every(config.checkpoints.interval_steps, 'at the end')}, {config.checkpoints.keep} kept"
+    yield "checkpoints", _checkpoints(config, parameters)
     yield "roles", _roles(config, plan)
 
 
@@ -165,6 +167,20 @@ def _warm_start(config: RunConfig) -> str:
 
 def _every(interval: int, otherwise: str) -> str:
     return f"every {interval} steps and {otherwise}" if interval else otherwise
+
+
+def _checkpoints(config: RunConfig, parameters: Parameters) -> str:
+    every, keep = _every(config.checkpoints.interval_steps, "at the end"), config.checkpoints.keep
+    return f"{every}, {keep} kept, each about {checkpoint_bytes(config, parameters) / 1e9:.2g} GB on disk"
+
+
+def checkpoint_bytes(config: RunConfig, parameters: Parameters) -> int:
+    """Bytes of a checkpoint: what is trained in float32 with its optimizer's state, its average and a critic."""
+    moments = MOMENTS[config.learner.optimizer]
+    average = FLOAT32 if config.learner.ema_decay > 0 else 0
+    critic = parameters.total * (FLOAT32 + MOMENTS[config.algorithm.critic.optimizer])
+    has_critic = config.algorithm.critic.place != "none"
+    return parameters.trained * (FLOAT32 + moments + average) + (critic if has_critic else 0)
 
 
 def _roles(config: RunConfig, plan: PlacementPlan) -> str:

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from cluster.errors import PreflightError
 from configs.load import load_config
 from configs.schema import RunConfig
+from configs.words import overridden
 from deploy.cli import app
 from deploy.host.machine import Machine
 from deploy.planning.clusters import described_nodes, read_cluster
@@ -30,10 +31,23 @@ from deploy.planning.workers import (
     worker_memory,
 )
 from deploy.tools.doctor import this_machine as doctor
+from learner.policies.shapes import shape_of_values
 from rewards.functions import BUILT_IN
 
 REPOSITORY = Path(__file__).parents[4]
 NUM_7B = 8_292_166_656  # parameters of Qwen2.5-VL 7B, embeddings not tied
+
+
+SMOLLM2 = {  # 135M
+    "model_type": "llama",
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "tie_word_embeddings": True,
+}
 
 
 @cache
@@ -154,8 +168,24 @@ def test_what_does_not_fit_is_named_with_settings_that_were_tried() -> None:
     ways = remedies(found, shape_7b(), nodes)
     assert len(ways) == 3 and all(f"  {way}" in message for way in ways)
     for way in ways:
-        better = load_config(["experiment=own", "resources=eight_gpu_split", *way.split()], is_complete=False)
+        words = overridden(["experiment=own", "resources=eight_gpu_split"], way.split())
+        better = load_config(words, is_complete=False)
         assert plan_memory(better, shape_7b(), nodes).shortfalls == ()
+
+
+def test_on_one_cpu_node_fewer_processes_are_proposed_and_never_more_ranks() -> None:
+    """SmolLM2-135M: two learner ranks and two engines of `resources=laptop` against one of each."""
+    found, shape = config("policy.model=some"), shape_of_values(SMOLLM2)
+    needed = plan_memory(found, shape, described_nodes("1x0x1GB:2x1TB")).demands[0].num_bytes
+    for size in (0.9, 0.75, 0.6):
+        nodes = described_nodes(f"1x0x1GB:2x{size * needed / 1e9:.2f}GB")
+        ways = remedies(found, shape, nodes)
+        assert ways, "something saves a tenth, a quarter, two fifths"
+        for way in ways:
+            better = load_config(overridden(["experiment=own", "policy.model=some"], way.split()), is_complete=False)
+            assert better.resources.learner.num_workers <= 2 and better.sampler.kv_cache_bytes >= 4 * 143_032_320
+            assert plan_memory(better, shape, nodes).shortfalls == ()
+    assert any("resources=laptop_overlapped learner=single" in way or "learner=single" in way for way in ways)
 
 
 def test_a_model_that_no_setting_helps_is_refused_with_that_message() -> None:

@@ -616,7 +616,7 @@ def _content(question: str) -> list[dict[str, str]]:
 def _load(family: Family, model: str, data: DataConfig) -> ProcessorMixin:
     """The model's processor, with the pixel budget of `data` where the family has one."""
     try:
-        options = family.processor_options(data) if isinstance(family, PictureFamily) else {}
+        options = family.processor_options(model, data) if isinstance(family, PictureFamily) else {}
         processor = AutoProcessor.from_pretrained(model, **options)
     except Exception as error:  # of any kind, by which of its files is damaged
         raise ValueError(

@@ -222,7 +222,7 @@ class Measurement:
         media: dict[str, list[Any]] = {}
         if case.pictures:
             media["image"] = list(case.pictures)
-        options = self.family.processor_options(self.config.data) if case.pictures else {}
+        options = self.family.processor_options(str(self.model), self.config.data) if case.pictures else {}
         if case.videos and isinstance(self.family, VideoFamily):
             options |= self.family.engine_video_options(self.config.data.video)
             media["video"] = [_video(frames) for frames in case.videos]

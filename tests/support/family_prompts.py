@@ -34,7 +34,7 @@ class FamilyPrompts:
         if not family.takes_pictures and not hears:
             tokenizer = AutoTokenizer.from_pretrained(self.folder)
             return dict(tokenizer(case.prompt.text, add_special_tokens=False, return_tensors="pt"))
-        options = family.processor_options(self.config.data) if family.takes_pictures else {}
+        options = family.processor_options(str(self.folder), self.config.data) if family.takes_pictures else {}
         processor = AutoProcessor.from_pretrained(self.folder, **options)
         media = {"images": list(case.pictures)} if case.pictures else {}
         if case.videos:

@@ -173,7 +173,11 @@ async def _measure_theirs(
         dtype=config.resources.dtype,
         device=config.resources.device,
         takes_pictures=chat.takes_pictures,
-        processor_options=family_at(config.policy.model).processor_options(config.data) if chat.takes_pictures else {},
+        processor_options=(
+            family_at(config.policy.model).processor_options(config.policy.model, config.data)
+            if chat.takes_pictures
+            else {}
+        ),
     )
     load_s = time.perf_counter() - started
     pictures = [_contents(row) for row in rows]

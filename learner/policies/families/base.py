@@ -6,6 +6,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -109,8 +110,8 @@ class PictureFamily(Family):
         """Rendered text as it is tokenised, with what the processor writes around the placeholders of pictures."""
         return text
 
-    def processor_options(self, data: DataConfig) -> dict[str, int]:
-        """Settings of `data` that the checkpoint's processor is loaded with."""
+    def processor_options(self, model: str, data: DataConfig) -> dict[str, Any]:
+        """Settings of `data` that the processor of the checkpoint `model` is loaded with."""
         return {}
 
     def refuse_unfit(self, processor: ProcessorMixin, config: PreTrainedConfig) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import isqrt
+from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
-from transformers import PreTrainedConfig, ProcessorMixin
+from transformers import AutoImageProcessor, PreTrainedConfig, ProcessorMixin
 
+from configs.schema import DataConfig
 from learner.policies.families.base import Size
 from learner.policies.families.vision import VisionFamily
 
@@ -29,6 +32,14 @@ class Idefics(VisionFamily):
         "language": ("model.text_model.", "lm_head."),
     }
     picture_inputs = ("pixel_values", "pixel_attention_mask")
+
+    def processor_options(self, model: str, data: DataConfig) -> dict[str, Any]:
+        """The longest edge that pictures are scaled to, small ones too: whole tiles, which together have at most
+        `data.max_pixels`, or one tile. The picture as a whole is one tile more."""
+        images = AutoImageProcessor.from_pretrained(model)
+        tile, longest = images.max_image_size["longest_edge"], images.size["longest_edge"]
+        bounded = tile * max(1, isqrt(data.max_pixels) // tile)
+        return {"size": {"longest_edge": bounded}} if bounded < longest else {}
 
     def expansion(self, processor: ProcessorMixin, size: Size) -> np.ndarray:
         width, height = size

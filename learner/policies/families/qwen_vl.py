@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from itertools import groupby
 from math import ceil
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,7 +33,7 @@ class GridFamily(VisionFamily):
     has_pixel_budget = True
     picture_inputs = ("pixel_values", "image_grid_thw")  # float32 [num_patches, patch_dim], int64 [1, 3]
 
-    def processor_options(self, data: DataConfig) -> dict[str, int]:
+    def processor_options(self, model: str, data: DataConfig) -> dict[str, Any]:
         return {"min_pixels": data.min_pixels, "max_pixels": data.max_pixels}
 
     def expansion(self, processor: ProcessorMixin, size: Size) -> np.ndarray:

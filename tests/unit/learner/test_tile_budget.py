@@ -1,0 +1,56 @@
+"""`data.max_pixels` bounds the tokens of pictures that are cut into tiles, in the prompt and in the tensors alike."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from transformers import AutoConfig, AutoProcessor
+
+from configs.load import load_config
+from learner.policies.families import family_at
+from learner.policies.families.base import PictureFamily
+from learner.policies.tiny import write_tiny
+
+RELEASED = {"size": {"longest_edge": 2048}, "max_image_size": {"longest_edge": 512}}  # SmolVLM-256M
+TOKENS_PER_TILE = 64
+
+
+def released_sizes(name: str, folder: Path) -> Path:
+    """The tiny model with the picture sizes of SmolVLM-256M."""
+    write_tiny(name, folder)
+    file = folder / "processor_config.json"
+    settings = json.loads(file.read_text())
+    settings["image_processor"] |= RELEASED
+    settings["image_seq_len"] = TOKENS_PER_TILE
+    file.write_text(json.dumps(settings))
+    return folder
+
+
+@pytest.mark.parametrize("name", ["smolvlm", "idefics3"])
+@pytest.mark.parametrize(
+    ("max_pixels", "size", "num_tiles"),
+    [
+        (602112, (64, 64), 1),  # those of `experiment=own`: 775 x 775 pixels hold one tile of 512 x 512
+        (200704, (3000, 2000), 1),  # less than a tile: one is the least
+        (1048576, (64, 64), 2 * 2 + 1),  # small pictures are scaled up, and the picture as a whole is a tile more
+        (1048576, (1000, 300), 2 * 1 + 1),
+        (9999999, (64, 64), 4 * 4 + 1),  # never more than the checkpoint's own 2,048
+    ],
+)
+def test_a_picture_takes_the_tokens_of_its_bounded_tiles(
+    name: str, max_pixels: int, size: tuple[int, int], num_tiles: int, tmp_path: Path
+) -> None:
+    folder = released_sizes(name, tmp_path / "model")
+    data = load_config(["experiment=digits", f"data.max_pixels={max_pixels}"]).data
+    family = family_at(str(folder))
+    assert isinstance(family, PictureFamily)
+    processor = AutoProcessor.from_pretrained(folder, **family.processor_options(str(folder), data))
+    placeholder = family.placeholder_id(AutoConfig.from_pretrained(folder))
+    ids = family.expansion(processor, size)
+    assert int((ids == placeholder).sum()) == num_tiles * TOKENS_PER_TILE
+    pixels = family.process(processor, Image.new("RGB", size))["pixel_values"]
+    assert pixels.shape == (num_tiles, 3, 512, 512) and pixels.dtype == np.float32

@@ -23,7 +23,7 @@ from configs.schema import RunConfig
 from configs.words import overridden
 from deploy.host.run_folder import check_run_folder, held_run_folder, make_run_folder, run_folder
 from deploy.run.logs import log_to, set_up_logging
-from deploy.run.overview import LABEL_WIDTH, Parameters, overview
+from deploy.run.overview import LABEL_WIDTH, Parameters, checkpoint_bytes, overview
 from deploy.run.runtime import evaluate
 from deploy.wiring.preparation import TRAIN, VALIDATION, ensure_data, ensure_model, prepare, require_model
 from learner.learner import Learner
@@ -156,9 +156,23 @@ def test_one_screen_shows_what_a_run_will_do(shared: Path, tmp_path: Path) -> No
     assert found["learning rate"].startswith("0.0005, linear, 10 warm-up steps")
     assert found["warm start"].startswith("up to 45 supervised steps on 15 rows at 0.001")
     assert "responses up to 8, temperature 1" in found["lengths"]
+    assert found["checkpoints"].endswith(f"2 kept, each about {12 * total / 1e9:.2g} GB on disk")
     assert found["roles"].startswith("learner 2, rollout 2, reference 1, reward 1; resources=laptop")
     assert found["suffix"] == "'' is put behind each question (data.prompt_suffix=)"
     assert "Which digit is this? Answer in \\\\boxed{}." in found["a prompt"]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], 12 * 134_515_008),  # SmolLM2-135M with AdamW: weights and two moments in float32
+        (["learner.optimizer=adamw_8bit"], 6 * 134_515_008),
+        (["learner.ema_decay=0.99"], 16 * 134_515_008),
+    ],
+)
+def test_the_size_of_a_checkpoint(words: list[str], expected: int) -> None:
+    run = load_config(["experiment=own", "policy.model=some", "data.path=none", *words])
+    assert checkpoint_bytes(run, Parameters(134_515_008, 134_515_008, 0)) == expected
 
 
 @pytest.mark.parametrize("words", [["policy.freeze=[visual.]"], ["policy.lora.rank=4", "policy.freeze=[visual.]"]])

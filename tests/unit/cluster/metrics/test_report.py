@@ -23,7 +23,7 @@ from cluster.metrics.report.chart_scales import (
 )
 from cluster.metrics.report.charts import MAX_POINTS, Chart, Drawing, curve, draw
 from cluster.metrics.report.report import write_report
-from cluster.metrics.step_records import StepRecord, to_line
+from cluster.metrics.step_records import EvaluationRecord, StepRecord, to_line
 
 VOID = {"meta", "link", "img", "br", "path", "input", "hr"}
 HOSTILE = '<script>alert("owned")</script><img src=x onerror=alert(1)> </pre></article> & \'"'
@@ -249,3 +249,28 @@ def test_numbers_are_short(value: float, text: str) -> None:
 def test_sizes_and_times_read_well() -> None:
     assert [write_bytes(512), write_bytes(3 * 2**20)] == ["512 B", "3 MiB"]
     assert [write_duration(4.25), write_duration(185), write_duration(7800)] == ["4.25 s", "3 min 05 s", "2 h 10 min"]
+
+
+def test_warnings_and_the_share_of_right_tokens_stand_at_the_top(tmp_path: Path) -> None:
+    write_run(tmp_path / "idle", num_steps=4)
+    summary = json.loads((tmp_path / "idle" / "summary.json").read_text())
+    summary["warnings"] = ["nothing was learned in the last 4 of 4 steps: every <b> has the reward 0"]
+    (tmp_path / "idle" / "summary.json").write_text(json.dumps(summary))
+    metrics = tmp_path / "idle" / "metrics.jsonl"
+    kept = [line for line in metrics.read_text().splitlines() if '"kind": "evaluation"' not in line]
+    shares = ((0, 0.47), (4, 0.78))
+    records = [EvaluationRecord(version, 0.0, 0.0, 0.1, 32, values={"token_accuracy": t}) for version, t in shares]
+    metrics.write_text("\n".join([*kept, *map(to_line, records)]) + "\n")
+    text = report(tmp_path / "idle")
+    assert "every &lt;b&gt; has the reward 0" in text
+    assert "of whole answers; tokens correct: 47.0 % → 78.0 %" in text
+
+
+def test_rewards_of_another_range_are_drawn_on_a_scale_of_their_own() -> None:
+    within, beyond = (
+        draw(Chart("a", "A", "", [curve("a", 1, list(enumerate(values)))], domain=(0.0, 1.0)))
+        for values in ([0.2, 0.4], [-1.0, 7.5])
+    )
+    assert within is not None and beyond is not None
+    assert {0.0, 1.0} <= {float(text) for _, text in within.y_ticks}
+    assert all(0 <= place <= 100 for place, _ in beyond.y_ticks) and max(float(t) for _, t in beyond.y_ticks) >= 5

@@ -271,11 +271,9 @@ def test_with_max_staleness_1_no_trained_token_is_older_than_one_step(resumed: J
 
 
 def test_two_pictures_a_prompt_agree_in_engine_and_learner(resumed: Job) -> None:
-    """Tokens of the version before are off-policy and do not count; those of the current one are not."""
-    compared = [s for s in read_run_folder(resumed.run_folder).steps if "logprob_gap_max" in s.values]
-    assert compared
-    assert all(0 in step.staleness for step in compared)
-    assert max(step.values["logprob_gap_max"] for step in compared) <= 1e-3
+    """Every step is compared: on its tokens of the current version, or on fresh ones where it has none."""
+    steps = read_run_folder(resumed.run_folder).steps
+    assert max(step.values["logprob_gap_max"] for step in steps) <= 1e-3
 
 
 def test_bad_samples_are_skipped_counted_and_named_in_the_report(resumed: Job) -> None:

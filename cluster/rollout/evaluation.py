@@ -227,7 +227,7 @@ class Evaluator:
         if not scored:
             raise RewardError(
                 f"evaluation of version {version} on {suite.name}: none of {len(rewards)} responses could be scored; "
-                "see the reward failures in the metrics, and check rewards.components and evaluation.num_prompts"
+                "the lines `has no reward` above and in run.log name component and reason; check rewards.components"
             )
         accuracy, num = mean_of_component(self._accuracy_component, scored)
         by_prompt = {prompt.prompt.prompt_id: component_means(prompt.scored) for prompt in prompts if prompt.scored}

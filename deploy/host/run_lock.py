@@ -29,6 +29,7 @@ LOCK_FILE = "run.lock"
 BEAT_S = 5.0
 WATCH_S = 60.0  # without a beat in which a holder of another machine is dead
 SETTLE_S = 0.5  # in which another process that takes over the same lock replaces it
+SLURM, RAY = "Slurm job", "job"  # of which a run may be the program
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 PID_NAMESPACE = Path("/proc/self/ns/pid")
 
@@ -105,6 +106,7 @@ def _acquire(path: Path, ours: Holder, watch_s: float) -> None:
 def _create(path: Path, ours: Holder) -> bool:
     try:
         with path.open("x", encoding="utf-8") as file:
+            os.fchmod(file.fileno(), 0o644)  # other users of the folder can read who holds it
             file.write(json.dumps(asdict(ours)))
     except FileExistsError:
         return False
@@ -124,6 +126,8 @@ def _replace(path: Path, ours: Holder) -> None:
 
 
 def _is_held(path: Path, found: Holder | None, watch_s: float) -> bool:
+    if path.exists() and not os.access(path, os.R_OK):
+        return True  # another user's
     is_alive = None if found is None else found.is_alive
     if is_alive is not None:
         return is_alive
@@ -186,11 +190,17 @@ def _refuse(folder: Path, found: Holder | None) -> NoReturn:
     how = "stop it with Ctrl-C or SIGTERM"
     if found is not None:
         process = ProcessId.parse(found.process)
-        how = f"stop it with `kill {process.pid}` on {process.host}" + (f" or end {found.job}" if found.job else "")
+        how = f"stop it with `{_stop_of(found.job) or f'kill {process.pid}'}` on {process.host}"
     raise PreflightError(
         f"the folder {folder} is in use by {found or 'another process'}: {how}, or give another one "
         "(name=... for a run)"
     )
+
+
+def _stop_of(job: str) -> str:
+    """The command that stops a scheduler's job; empty without one."""
+    kind, _, number = job.rpartition(" ")
+    return {"": "", SLURM: f"scancel {number}", RAY: f"mobula stop {number} --address http://HEAD:8265"}[kind]
 
 
 def _machine() -> str:
@@ -203,9 +213,9 @@ def _machine() -> str:
 
 def _job(environment: Mapping[str, str]) -> str:
     if number := environment.get("SLURM_JOB_ID"):
-        return f"Slurm job {number}"
+        return f"{SLURM} {number}"
     with suppress(ValueError, KeyError, TypeError):  # Ray sets it for the entrypoint of a job
-        return f"job {json.loads(environment['RAY_JOB_CONFIG_JSON_ENV_VAR'])['metadata']['job_submission_id']}"
+        return f"{RAY} {json.loads(environment['RAY_JOB_CONFIG_JSON_ENV_VAR'])['metadata']['job_submission_id']}"
     return ""
 
 

@@ -44,7 +44,10 @@ def test_a_second_start_is_refused_with_the_holder_and_writes_nothing(
     folder = tmp_path / "runs" / "one"
     with run_lock(folder):
         before = (folder.stat().st_mtime_ns, (folder / LOCK_FILE).read_bytes())
-        with pytest.raises(PreflightError, match=rf"process {os.getpid()} on .* \(Slurm job 42\) since .*: stop it"):
+        with pytest.raises(
+            PreflightError,
+            match=rf"process {os.getpid()} on .* \(Slurm job 42\) since .*: stop it with `scancel 42` on",
+        ):
             with run_lock(folder):
                 raise AssertionError("two hold it")
         assert (folder.stat().st_mtime_ns, (folder / LOCK_FILE).read_bytes()) == before

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
-from cluster.errors import CheckpointError, PreflightError
+from cluster.errors import CheckpointError, MobulaError, PreflightError
 from cluster.workers.supervisor import background_tasks
 from configs.schema.run import Resume
 
@@ -149,6 +149,7 @@ class Checkpoints:
         Raises:
             PreflightError: resume=never and there is a checkpoint, or it is of another run: a key that may not change
                 has changed.
+            CheckpointError: the learner cannot load it.
             JournalError: the journal holds a step that cannot be taken again.
         """
         latest = await asyncio.to_thread(find_resumable, self._folder, self._resume, self._identity)
@@ -161,7 +162,7 @@ class Checkpoints:
             await self.save(0)
             return 0
         state = json.loads((latest / _STATE).read_text())
-        version = await self._learner.load(latest / _LEARNER)
+        version = await self._load(latest)
         assert version == state["version"], f"the learner loaded version {version} from {latest}"
         self._newest = version
         for name, part in self._parts.items():
@@ -265,6 +266,18 @@ class Checkpoints:
         await self._recovery.saved(version)
         _logger.info("checkpoint of step %d: %s", version, path)
         return path
+
+    async def _load(self, path: Path) -> int:
+        try:
+            return await self._learner.load(path / _LEARNER)
+        except MobulaError:
+            raise
+        except Exception as error:
+            reason = f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[-1]}"
+            raise CheckpointError(
+                f"{path} cannot be loaded with this configuration ({reason}): set policy and learner as in config.yaml "
+                "of the run folder, or name=... for a new run"
+            ) from error
 
     def _accept(self) -> None:
         with self._disk_explained("the configuration"):

@@ -322,7 +322,9 @@ async def test_the_configuration_is_accepted_once_the_checkpoint_is_loaded(tmp_p
     await setup.checkpoints.resume()
     again = Setup(tmp_path)
     again.checkpoints._learner, again.checkpoints._on_accepted = Other(), lambda: accepted.append("other")
-    with pytest.raises(ValueError, match="of another policy"):
+    with pytest.raises(
+        CheckpointError, match=r"step-000000 cannot be loaded .*tensors of another policy\): set policy"
+    ):
         await again.checkpoints.resume()
     assert accepted == ["new"]
     again.checkpoints._learner = again.learner

@@ -50,9 +50,9 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def job_in(folder: Path, source: Path, *words: str, small: tuple[str, ...] = SMALL) -> Job:
+def job_in(folder: Path, source: Path, data: Path, *words: str, small: tuple[str, ...] = SMALL) -> Job:
     (folder / "model").symlink_to(source / "model")
-    return Job(folder, (f"data.path={source / 'sums'}", *PRESET, *words), small=small)
+    return Job(folder, (f"data.path={data}", *PRESET, *words), small=small)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def job_in(folder: Path, source: Path, *words: str, small: tuple[str, ...] = SMA
 def test_engine_and_learner_agree_in_every_step(
     tmp_path: Path, source: Path, words: tuple[str, ...], mean_bound: float
 ) -> None:
-    job = job_in(tmp_path, source, "experiment=sums", "num_steps=4", *words)
+    job = job_in(tmp_path, source, source / "sums", "experiment=sums", "num_steps=4", *words)
     try:
         job.finish(job.start())
     finally:
@@ -84,7 +84,7 @@ def test_engine_and_learner_agree_in_every_step(
 
 def test_a_killed_run_goes_on_where_it_was(tmp_path: Path, source: Path) -> None:
     words = ("experiment=sums", "num_steps=5", "checkpoints.interval_steps=2", "resume=auto")
-    job = job_in(tmp_path, source, *words)
+    job = job_in(tmp_path, source, source / "sums", *words)
     try:
         killed = job.start()
         wait_until(lambda: len(job.steps) >= 3 or killed.poll() is not None, RUN_DEADLINE_S, lambda: job.output)
@@ -105,8 +105,8 @@ def tuned(tmp_path_factory: pytest.TempPathFactory, source: Path) -> Iterator[Jo
     """Four steps of sft on the right sums."""
     folder = tmp_path_factory.mktemp("tuned")
     write_pairs(source / "sums", folder / "pairs")
-    words = (f"data.path={folder / 'pairs'}", "num_steps=4", "offline.batch_size=16", "learner.learning_rate=1e-4")
-    job = job_in(folder, source, *words, small=("evaluation.num_prompts=16",))
+    words = ("num_steps=4", "offline.batch_size=16", "learner.learning_rate=1e-4", "learner.warmup_steps=0")
+    job = job_in(folder, source, folder / "pairs", *words, small=("evaluation.num_prompts=16",))
     try:
         job.finish(job.start("-m", "deploy.cli", "sft"))
         yield job

@@ -147,7 +147,7 @@ def test_sft_lowers_the_loss_and_its_export_loads_in_transformers(tuned: Job) ->
 
 def test_dpo_raises_the_margin(tmp_path: Path, source: Path, tuned: Job) -> None:
     words = ("num_steps=3", "offline.batch_size=8", "learner.learning_rate=1e-5", "learner.warmup_steps=0")
-    job = job_in(tmp_path, source, f"data.path={tuned.folder / 'pairs'}", *words, small=("evaluation.num_prompts=16",))
+    job = job_in(tmp_path, source, tuned.folder / "pairs", *words, small=("evaluation.num_prompts=16",))
     try:
         job.finish(job.start("-m", "deploy.cli", "dpo"))
     finally:

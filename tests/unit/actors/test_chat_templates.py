@@ -17,6 +17,8 @@ from transformers import AutoTokenizer
 from actors.datasets.conversations import CHOSEN, REJECTED, Conversation, Ending
 from actors.datasets.conversations import Turn as OfflineTurn
 from actors.datasets.rows import Row, Turn
+from actors.environments.base import Message
+from actors.environments.bridge import TurnBridge
 from actors.processors.chat import ChatProcessor
 from actors.processors.conversation import ConversationProcessor
 from actors.samplers.stop_strings import StopStrings
@@ -281,3 +283,14 @@ def test_answers_about_pictures_are_found(tmp_path: Path, name: str, head: str, 
     group = offline(chat).prepare(row, "p").group
     assert texts(chat, group) == [(head.format(picture="<|vision_start|><|image_pad|><|vision_end|>") + answer, answer)]
     assert len(group.prompt.media_spans) == len(group.prompt.media) == 1
+
+
+@pytest.mark.parametrize("name", [name for name in CHAT_TEMPLATES if name != "without an end"])
+def test_an_observation_is_written_behind_an_answer_of_the_policy(build: Build, name: str) -> None:
+    chat = build(CHAT_TEMPLATES[name])
+    bridge = TurnBridge(chat, "x")
+    end, opened = bridge.end_id, PROMPTS[name][0].rpartition("Q")[2]
+    assert chat._tokenizer.decode([end]) == "<|im_end|>"
+    delta = chat._tokenizer.decode(bridge.delta((Message("user", "More"),)).ids.tolist())
+    assert delta.endswith(f"More{opened}")
+    assert "<think>" not in delta.removesuffix(opened)

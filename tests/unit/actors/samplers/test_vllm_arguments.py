@@ -29,3 +29,9 @@ def test_an_engine_samples_at_the_temperature_that_the_learner_divides_by(temper
     engine = SimpleNamespace(chunk_tokens=16, banned_ids=(5,), stop_ids=(1,))
     params = sampling_params(engine, SamplingSettings(1, temperature, 8, seed=0))
     assert params.temperature == temperature
+
+
+def test_stop_strings_may_be_special_tokens() -> None:
+    engine = SimpleNamespace(chunk_tokens=16, banned_ids=(), stop_ids=(1,))
+    params = sampling_params(engine, SamplingSettings(1, 1.0, 8, seed=0, stop_strings=("</answer>",)))
+    assert (params.detokenize, params.skip_special_tokens) == (True, False)

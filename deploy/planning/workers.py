@@ -43,6 +43,8 @@ PROCESS = {  # host memory of a process with its libraries, measured with a mode
     "torch": 970 * MIB,  # transformers on it: scorers, processor workers, samplers that are no vLLM, reward models
     "plain": 135 * MIB,  # reward functions that compute with neither
 }
+KEPT_FREE = 576 * MIB  # freed memory that a worker on CPU keeps for its next step: the spawner's settings of malloc
+PACKED_COPIES = 2  # of an engine's weights on CPU: packed ones beside those that a push brings (fitted, not counted)
 TORCH_REWARDS = ("aesthetic", "clip_score", "pick_score", "reward_model")
 ENGINE_REWARDS = ("vllm_judge",)
 
@@ -84,10 +86,21 @@ def worker_memory(config: RunConfig, shape: ModelShape, role: str) -> WorkerMemo
             found = _always(_reference(config, shape))
         case _:
             found = WorkerMemory(_phases({}))
+    kept = _kept(config, shape, kind) if config.resources.device == "cpu" else {}
     processes = config.resources.rollout.tensor_parallel if kind == "rollout" else 1
     return WorkerMemory(
-        _with_context(config, found.device), {"process": processes * _process(config, role), **found.host}
+        _with_context(config, found.device), {"process": processes * _process(config, role), **kept, **found.host}
     )
+
+
+def _kept(config: RunConfig, shape: ModelShape, kind: str) -> dict[str, int]:
+    """Host memory of a worker on CPU beside what it uses. It fits the largest processes of runs with 72 M and 135 M
+    parameters (docs/measured.md)."""
+    if kind not in ("learner", "critic", "rollout"):
+        return {}
+    is_engine = kind == "rollout" and config.sampler.kind is SamplerKind.VLLM
+    weights = DTYPE_BYTES[config.resources.dtype if kind == "rollout" else "float32"] * shape.num_parameters
+    return {"kept": min(KEPT_FREE, weights), **({"packed": PACKED_COPIES * weights} if is_engine else {})}
 
 
 def _process(config: RunConfig, role: str) -> int:

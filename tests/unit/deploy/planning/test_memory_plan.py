@@ -100,6 +100,16 @@ def test_engine_has_weights_cache_and_a_bucket_while_weights_come() -> None:
     assert engine.device[SYNC]["sync"] == 2 * shape_7b().largest_tensor  # larger than weight_sync.bucket_bytes
 
 
+def test_workers_on_cpu_hold_what_was_measured_with_a_released_model() -> None:
+    """SmolLM2-135M: freed memory and packed copies, fitted in docs/measured.md."""
+    shape = shape_of_values(SMOLLM2)
+    found = worker_memory(config("policy.model=some"), shape, "rollout")
+    weights = 4 * 134_515_008
+    assert found.host["packed"] == 2 * weights and found.host["kept"] == weights < 576 * 2**20
+    assert "packed" not in worker_memory(config("policy.model=some"), shape, "learner").host
+    assert worker_memory(config("resources=two_gpu"), shape, "rollout").host.keys() == {"process"}
+
+
 def test_the_copy_of_a_checkpoint_is_gone_before_a_synchronous_run_trains_on_cpu() -> None:
     shape = qwen(hidden=1024, layers=8)
     words = ("resources=laptop", "learner=single", "resources.learner.num_workers=1")
@@ -185,7 +195,7 @@ def test_on_one_cpu_node_fewer_processes_are_proposed_and_never_more_ranks() -> 
             better = load_config(overridden(["experiment=own", "policy.model=some"], way.split()), is_complete=False)
             assert better.resources.learner.num_workers <= 2 and better.sampler.kv_cache_bytes >= 4 * 143_032_320
             assert plan_memory(better, shape, nodes).shortfalls == ()
-    assert any("resources=laptop_overlapped learner=single" in way or "learner=single" in way for way in ways)
+    assert any("resources=laptop_overlapped" in way for way in ways)
 
 
 def test_a_model_that_no_setting_helps_is_refused_with_that_message() -> None:

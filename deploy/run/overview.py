@@ -57,7 +57,7 @@ def _topics(prepared: Prepared, plan: PlacementPlan, version: int) -> Iterator[t
     yield "trained", _trained(config, parameters)
     yield "data", _data(prepared)
     if config.offline.is_on:
-        yield from _offline_topics(prepared, plan)
+        yield from _offline_topics(prepared, plan, parameters)
         return
     yield (
         "algorithm",
@@ -84,15 +84,15 @@ def _topics(prepared: Prepared, plan: PlacementPlan, version: int) -> Iterator[t
     yield "roles", _roles(config, plan)
 
 
-def _offline_topics(prepared: Prepared, plan: PlacementPlan) -> Iterator[tuple[str, str]]:
+def _offline_topics(prepared: Prepared, plan: PlacementPlan, parameters: Parameters) -> Iterator[tuple[str, str]]:
     config = prepared.config
     offline, learner = config.offline, config.learner
-    parameters = {
+    objectives = {
         "sft": "cross-entropy of the assistant's tokens",
         "reward_model": offline.reward_model.loss,
         "dpo": f"{offline.dpo.loss}, beta {offline.dpo.beta:g}, label smoothing {offline.dpo.label_smoothing:g}",
     }
-    yield "job", f"{offline.job} ({parameters[offline.job]}), {offline.batch_size} rows a step"
+    yield "job", f"{offline.job} ({objectives[offline.job]}), {offline.batch_size} rows a step"
     yield (
         "learning rate",
         f"{learner.learning_rate:g}, {learner.schedule}, {learner.warmup_steps} warm-up steps",

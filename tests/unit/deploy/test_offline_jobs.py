@@ -23,8 +23,10 @@ from cluster.metrics.step_records import StepRecord
 from cluster.records.trajectory import ScoredGroup
 from cluster.recovery.checkpoints import newest_learner_state
 from cluster.roles import UpdateReport
+from cluster.runtime.placement import NodeResources, needed_roles, plan_placement
 from deploy.host.run_folder import CHECKPOINTS_FOLDER
 from deploy.run import runtime
+from deploy.run.overview import overview
 from deploy.wiring.preparation import prepare
 from learner.examples.examples import collate_examples, end_row, fetch_examples
 from learner.policies.tiny import write_tiny_qwen2_5_vl
@@ -53,6 +55,16 @@ def words(base: Path, rows: str, folder: Path, *more: str) -> tuple[str, ...]:
 
 def steps_of(folder: Path) -> list[StepRecord]:
     return [record for record in read_records(folder / "metrics.jsonl") if isinstance(record, StepRecord)]
+
+
+@pytest.mark.parametrize("job", ["sft", "dpo"])
+def test_the_screen_before_the_first_step_names_the_objective_and_the_size_of_a_checkpoint(
+    base: Path, tmp_path: Path, job: str
+) -> None:
+    config = offline_config(job, *words(base, {"sft": "sft", "dpo": "pairs"}[job], tmp_path))
+    plan = plan_placement(config.resources, [NodeResources("laptop", 2, 0)], needed_roles(config))
+    text = overview(prepare(config, lambda media: media), plan, 0)
+    assert f"{job} (" in text and "GB on disk" in text
 
 
 async def test_sft_lowers_the_loss_of_the_assistants_tokens(base: Path, tmp_path: Path) -> None:

@@ -41,6 +41,7 @@ from actors.processors.text.chat_template import ChatTemplate, give_template
 from actors.processors.text.special_tokens import decode_response, end_token_ids, pad_token_id, reserved_tokens
 from actors.processors.video import LoadedVideo, VideoLimits, check_video, decode_video, load_video, require_av
 from cluster.errors import MediaError, PromptError
+from cluster.records.image_sizes import IMAGE_SIZES, SHOWN_SIZES
 from cluster.records.media import MediaHandle, MediaKeeper, ProcessedMedia, content_key
 from cluster.records.trajectory import MediaSpan, Prompt
 from configs.schema.data import DataConfig
@@ -165,6 +166,7 @@ class ChatProcessor:
         self._encode = lru_cache(maxsize=NUM_CACHED_QUESTIONS)(self._render_and_tokenize)
         if isinstance(self._family, PictureFamily):
             self._expansion = lru_cache(maxsize=NUM_CACHED_SIZES)(partial(self._family.expansion, self._processor))
+            self._shown_size = lru_cache(maxsize=NUM_CACHED_SIZES)(partial(self._family.shown_size, self._processor))
         if self.max_videos:
             self._refuse_videos(model)
         if self._max_audios:
@@ -196,7 +198,7 @@ class ChatProcessor:
             media=tuple(stored[number] for number in layout.order),
             media_spans=layout.spans,
             references=row.references,
-            metadata=row.metadata,
+            metadata={**row.metadata, **self._sizes(loaded.sizes)},
         )
 
     def prompt_text(self, row: Row) -> str:
@@ -206,6 +208,14 @@ class ChatProcessor:
             PromptError: the row imitates special tokens, or the chat template refuses it.
         """
         return self._encode(row.history, row.question)[0]
+
+    def _sizes(self, sizes: Sequence[tuple[int, int]]) -> dict[str, list[list[int]]]:
+        """What reward functions are given of the sizes of a prompt's pictures."""
+        if not sizes or not isinstance(self._family, PictureFamily):
+            return {}
+        shown = [self._shown_size(size) for size in sizes]
+        found = {IMAGE_SIZES: [list(size) for size in sizes]}
+        return found | ({SHOWN_SIZES: [list(size) for size in shown if size]} if all(shown) else {})
 
     def check(self, row: Row) -> int:
         """The prompt's length in tokens, from the text and the headers of its pictures; nothing is decoded.

@@ -5,12 +5,14 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Sequence
-from typing import get_args
+from typing import Any, get_args
 
 from PIL import Image, UnidentifiedImageError
 from scipy.optimize import linear_sum_assignment
 
 from cluster.errors import RewardError
+from cluster.records.image_sizes import IMAGE_SIZES, SHOWN_SIZES
+from cluster.records.rgb import upright_size
 from rewards.contract import RewardRequest, Score
 from rewards.functions.parsing.bounding_boxes import (
     LIMITS,
@@ -37,8 +39,10 @@ class Iou:
     `extract` selects where in the response the boxes stand (`rewards.functions.parsing.extraction`), as strict JSON:
     four numbers, an array of such, or objects that have them as `bbox_2d`, `bbox` or `box`. `boxes` is the key of the
     metadata with the wanted ones. `form` is xyxy (two corners) or xywh (a corner, width, height). `response_scale` and
-    `scale`, that of the wanted boxes, are relative (0 to 1), thousandths (0 to 1000) or pixels. Where only one is in
-    pixels, the picture's size is `width` and `height` of the metadata, else that of the prompt's first picture.
+    `scale`, that of the wanted boxes, are relative (0 to 1), thousandths (0 to 1000), pixels (of the file, upright) or
+    shown_pixels (of the picture as the model's processor scaled it). Where they differ, the file's size is `width` and
+    `height` of the metadata, else that of the prompt's first picture, and the scaled one is the first of the metadata's
+    `shown_image_sizes`, which a run gives.
 
     A malformed box of the response (not four finite numbers, out of range, without area) is worth 0, and so are all.
 
@@ -85,7 +89,8 @@ class Iou:
 
 def _shares(boxes: Sequence[BoundingBox], scale: Scale, request: RewardRequest) -> list[BoundingBox]:
     """The boxes as shares of the picture."""
-    width, height = _picture_size(request) if scale == "pixels" else (LIMITS[scale], LIMITS[scale])
+    sizes = {"pixels": _file_size, "shown_pixels": _shown_size}
+    width, height = sizes[scale](request) if scale in sizes else (LIMITS[scale], LIMITS[scale])
     return [rescaled(box, 1 / width, 1 / height) for box in boxes]
 
 
@@ -98,16 +103,38 @@ def _matched(found: Sequence[BoundingBox], wanted: Sequence[BoundingBox]) -> lis
     return [table[row][column] for row, column in zip(rows, columns, strict=True)]
 
 
-def _picture_size(request: RewardRequest) -> tuple[float, float]:
+def _file_size(request: RewardRequest) -> tuple[float, float]:
     size = request.metadata.get("width"), request.metadata.get("height")
+    if size == (None, None):
+        size = _first_size(request, IMAGE_SIZES)
     if size == (None, None) and request.prompt_pictures:
         try:
             with Image.open(io.BytesIO(request.prompt_pictures[0])) as picture:
-                return picture.size
+                return upright_size(picture)
         except UnidentifiedImageError as error:
             raise RewardError("the prompt's first picture cannot be opened: it is of no known kind") from error
         except (OSError, Image.DecompressionBombError) as error:
             raise RewardError(f"the prompt's first picture cannot be opened: {error}") from error
-    if not all(isinstance(side, int | float) and 1 <= side <= LIMITS["pixels"] for side in size):
+    if not _is_size(size):
         raise RewardError(f"the picture's size is not known: metadata has width={size[0]!r} and height={size[1]!r}")
     return size
+
+
+def _shown_size(request: RewardRequest) -> tuple[float, float]:
+    size = _first_size(request, SHOWN_SIZES)
+    if not _is_size(size):
+        raise RewardError(
+            f"the size of the picture that the model saw is not known: metadata has no {SHOWN_SIZES}, which runs of "
+            "models that scale pictures to a budget of pixels give; for others use relative or thousandths"
+        )
+    return size
+
+
+def _first_size(request: RewardRequest, key: str) -> tuple[Any, Any]:
+    sizes = request.metadata.get(key)
+    is_pair = isinstance(sizes, list | tuple) and sizes and isinstance(sizes[0], list | tuple) and len(sizes[0]) == 2
+    return (sizes[0][0], sizes[0][1]) if is_pair else (None, None)
+
+
+def _is_size(size: tuple[Any, Any]) -> bool:
+    return all(isinstance(side, int | float) and 1 <= side <= LIMITS["pixels"] for side in size)

@@ -129,6 +129,11 @@ class PictureFamily(Family):
             ValueError: pictures of this size cannot be used.
         """
 
+    def shown_size(self, processor: ProcessorMixin, size: Size) -> Size | None:
+        """(width, height) that a picture of this size is scaled to, where the model names places in those pixels; None
+        where it sees tiles, or one size for all."""
+        return None
+
     @abstractmethod
     def process(self, processor: ProcessorMixin, image: Image.Image) -> dict[str, np.ndarray]:
         """The tensors of one picture by the names that the model's forward() gives them; pictures join along axis 0."""

@@ -7,6 +7,8 @@ from copy import copy
 
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
+from transformers.image_processing_utils import BaseImageProcessor
+from transformers.models.glm4v.image_processing_glm4v import smart_resize as scaled_picture
 from transformers.models.glm4v.video_processing_glm4v import smart_resize
 from transformers.utils import ModelOutput
 
@@ -33,6 +35,11 @@ class Glm4v(LongVideos):
     engine_max_videos = 1
     video_options = {}
     smart_resize = staticmethod(smart_resize)
+
+    def scaled_size(self, images: BaseImageProcessor, height: int, width: int) -> tuple[int, int]:
+        factor, frames = images.patch_size * images.merge_size, images.temporal_patch_size
+        bounds = images.size["shortest_edge"], images.size["longest_edge"]
+        return scaled_picture(frames, height, width, frames, factor, *bounds)
 
     def video_placeholder_id(self, config: PreTrainedConfig) -> int:
         return self.placeholder_id(config)

@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel, ProcessorMixin
+from transformers.image_processing_utils import BaseImageProcessor
+from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize as scaled_picture
 from transformers.models.qwen2_vl.video_processing_qwen2_vl import smart_resize
 from transformers.utils import ModelOutput
 from transformers.video_processing_utils import BaseVideoProcessor
@@ -41,6 +43,16 @@ class GridFamily(VisionFamily):
         images = processor.image_processor
         num_patches = images.get_number_of_image_patches(height, width)
         return np.full(num_patches // images.merge_size**2, processor.image_token_id, dtype=np.int32)
+
+    def shown_size(self, processor: ProcessorMixin, size: Size) -> Size:
+        width, height = size
+        rows, columns = self.scaled_size(processor.image_processor, height, width)
+        return columns, rows
+
+    def scaled_size(self, images: BaseImageProcessor, height: int, width: int) -> tuple[int, int]:
+        """(height, width) that the image processor scales pictures to."""
+        factor = images.patch_size * images.merge_size
+        return scaled_picture(height, width, factor, images.size["shortest_edge"], images.size["longest_edge"])
 
     def generate_inputs(self, model: PreTrainedModel, token_types: Tensor) -> dict[str, Tensor]:
         return {"mm_token_type_ids": token_types}

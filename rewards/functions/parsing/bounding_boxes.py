@@ -10,9 +10,10 @@ from typing import Any, Literal, NamedTuple
 from rewards.functions.parsing.strict_json import read_json
 
 Form = Literal["xyxy", "xywh"]
-Scale = Literal["relative", "thousandths", "pixels"]
+Scale = Literal["relative", "thousandths", "pixels", "shown_pixels"]
 
-LIMITS: dict[str, float] = {"relative": 1.0, "thousandths": 1000.0, "pixels": 1e6}  # the largest coordinate
+# The largest coordinate.
+LIMITS: dict[str, float] = {"relative": 1.0, "thousandths": 1000.0, "pixels": 1e6, "shown_pixels": 1e6}
 MAX_BOXES = 200  # matching takes the cube of it
 _KEYS = ("bbox_2d", "bbox", "box")  # under which objects name their box, the first one that is there
 _NUMBER = re.compile(r"-?[0-9]{1,20}(?:\.[0-9]{0,20})?(?:[eE][+-]?[0-9]{1,2})?")

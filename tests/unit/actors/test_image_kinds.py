@@ -140,3 +140,19 @@ def reference_rgb(image: Image.Image) -> Image.Image:
         shares = layers[..., 3:] / 255
         return Image.fromarray(np.uint8(np.rint(layers[..., :3] * shares + 255 * (1 - shares))))
     return image.convert("RGB")
+
+
+@pytest.mark.parametrize("kind", ["JPEG 1", "JPEG 6", "PNG 6", "TIFF 6", "long, turned", "1 x 40", "grey"])
+def test_rewards_know_the_size_of_the_upright_file_and_of_what_the_model_sees(chat: ChatProcessor, kind: str) -> None:
+    content = KINDS[kind]()
+    with Image.open(BytesIO(content)) as opened:
+        upright = reference_rgb(opened)
+    prompt = chat.prepare(Row("r", "<image>Which?", "7", "7", images=(EncodedFile(content, "file"),)), "p")
+    assert prompt.metadata["image_sizes"] == [list(upright.size)]
+    inputs = prompt.media[0].reference.inputs
+    if "image_grid_thw" not in inputs:  # it sees tiles, or one size for all
+        assert "shown_image_sizes" not in prompt.metadata
+        return
+    _, rows, columns = inputs["image_grid_thw"][0].tolist()
+    patch = chat._processor.image_processor.patch_size
+    assert prompt.metadata["shown_image_sizes"] == [[columns * patch, rows * patch]]

@@ -160,7 +160,8 @@ def test_files_travel_only_where_some_reward_looks_at_them_and_metadata_always(m
         store = MediaStore(put=lambda medium: medium, max_bytes=100_000_000)
         prompt = ChatProcessor(model, data_config(), SAMPLER, store, keep_files=keep_files).prepare(row, "0/0/r")
         assert prompt.media[0].reference.files == expected
-        assert prompt.metadata == {"label": "digits"}
+        sizes = [[56, 56]]  # of the file, and as the model sees it
+        assert prompt.metadata == {"label": "digits", "image_sizes": sizes, "shown_image_sizes": sizes}
 
 
 @pytest.mark.parametrize("sizes", [(), (SMALL,), (SMALL, WIDE), (SMALL, SMALL), (TINY,), (BIG,), (BIG, TINY, WIDE)])

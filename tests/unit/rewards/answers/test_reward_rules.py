@@ -8,6 +8,7 @@ import math
 import sys
 import timeit
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -419,6 +420,31 @@ def test_boxes_come_in_forms_and_scales() -> None:
         score("iou", IOU, request("[0, 0, 1, 1]", wanted=[3, 3, 3, 3]))
     with pytest.raises(RewardError, match="no 'wanted'"):
         score("iou", IOU, request("[0, 0, 1, 1]"))
+
+
+def test_boxes_in_pixels_of_the_scaled_picture_are_compared_with_those_of_the_file() -> None:
+    """A photo of 1920 x 1080, seen as 644 x 364: the box in those pixels is worth 1, that of the file is not."""
+    shown = {**IOU, "response_scale": "shown_pixels"}
+    wanted, sizes = [1000, 600, 1400, 1000], {"image_sizes": [[1920, 1080]], "shown_image_sizes": [[644, 364]]}
+    box = [1000 * 644 / 1920, 600 * 364 / 1080, 1400 * 644 / 1920, 1000 * 364 / 1080]
+    assert score("iou", shown, request(str(box), wanted=wanted, **sizes)).value == pytest.approx(1)
+    assert score("iou", shown, request(str(wanted), wanted=wanted, **sizes)).value < 0.1
+    thousandths = {**shown, "scale": "thousandths"}
+    in_thousandths = [1000 / 1.92, 600 / 1.08, 1400 / 1.92, 1000 / 1.08]
+    assert score("iou", thousandths, request(str(box), wanted=in_thousandths, **sizes)).value == pytest.approx(1)
+    both = {**shown, "scale": "shown_pixels"}
+    assert score("iou", both, request(str(box), wanted=box)).value == 1
+    with pytest.raises(RewardError, match="metadata has no shown_image_sizes, which runs of models that scale"):
+        score("iou", shown, request(str(box), wanted=wanted, width=1920, height=1080))
+
+
+def test_the_size_of_a_file_is_that_of_the_upright_picture() -> None:
+    image, file = Image.new("RGB", (200, 100)), io.BytesIO()
+    exif = image.getexif()
+    exif[0x0112] = 6  # shown as 100 x 200
+    image.save(file, "JPEG", exif=exif)
+    asked = replace(request("[0.1, 0.1, 0.3, 0.3]", wanted=[10, 20, 30, 60]), prompt_pictures=(file.getvalue(),))
+    assert score("iou", {**IOU, "response_scale": "relative"}, asked).value == pytest.approx(1)
 
 
 def test_a_pictures_size_is_that_of_the_prompts_first_picture() -> None:

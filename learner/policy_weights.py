@@ -74,12 +74,12 @@ class PolicyWeights:
         return Manifest(tuple(TensorSpec(name, tuple(tensor.shape), dtype) for name, tensor in stored))
 
 
-def export_state(config: RunConfig, state: Path, folder: Path, *, merge: bool, average: bool) -> None:
+def export_state(config: RunConfig, state: Path, folder: Path, *, merge: bool, average: bool, dtype: str = "") -> None:
     """Write the policy of a learner's saved `state` to `folder`, in one process, however many ranks saved it.
 
     It is a checkpoint in the Hugging Face layout, adapters merged. Without `merge` a policy with adapters is written as
     these alone, in the layout of PEFT or, of a flow model, of diffusers. With `average` the average of the weights is
-    in the place of the weights.
+    in the place of the weights. Tensors have the dtypes of `policy.model`, or `dtype`; adapters are float32.
 
     Raises:
         CheckpointError: there is no complete state in `state`, or no average in it.
@@ -95,7 +95,7 @@ def export_state(config: RunConfig, state: Path, folder: Path, *, merge: bool, a
     if config.policy.lora.is_on and not merge:
         save_trained_adapters(model, config, folder)
     else:
-        save_trained(model, config, folder, dict(weights.plain_state(backend)))
+        save_trained(model, config, folder, dict(weights.plain_state(backend)), dtype)
 
 
 def _module(weight: str) -> str:

@@ -88,7 +88,13 @@ def _build(settings: EngineSettings) -> Callable[[GenerateJob], Generated]:
     from actors.samplers.vllm.arguments import engine_args, sampling_params
 
     args = engine_args(settings)
-    args = replace(args, mm_processor_cache_gb=PROCESSOR_CACHE_GB, worker_extension_cls="", weight_transfer_config=None)
+    args = replace(
+        args,
+        mm_processor_cache_gb=PROCESSOR_CACHE_GB,
+        worker_extension_cls="",
+        load_format="auto",
+        weight_transfer_config=None,
+    )
     llm = LLM(**{field.name: getattr(args, field.name) for field in fields(EngineArgs)})
 
     def generate(job: GenerateJob) -> Generated:

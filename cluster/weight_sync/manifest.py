@@ -6,6 +6,7 @@ compares the sender's manifest with what its own checkpoint promises; a differen
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -17,6 +18,13 @@ from cluster.errors import ManifestError, PreflightError
 
 ALIGNMENT_BYTES = 16
 ALONE_BYTES = 4 << 20
+# The first that is there is loaded; of both layouts transformers prefers the single file, diffusers the index.
+WEIGHT_FILES = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "diffusion_pytorch_model.safetensors.index.json",
+    "diffusion_pytorch_model.safetensors",
+)
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -112,27 +120,66 @@ class Manifest:
         return cls(tuple(TensorSpec(str(w["name"]), tuple(w["shape"]), str(w["dtype"])) for w in wire))  # type: ignore[arg-type]
 
 
+@dataclass(frozen=True)
+class StoredTensor:
+    """Shape and dtype of a tensor in a file; `dtype` as safetensors writes it, such as F32."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
 def checkpoint_manifest(folder: Path, dtype: str) -> Manifest:
     """Manifest of a checkpoint folder, read from its safetensors headers alone, as tensors of `dtype`.
 
     Raises:
-        PreflightError: the folder holds no safetensors file, or one that is cut off or damaged.
+        PreflightError: as `checkpoint_files` and `stored_tensors`.
     """
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise PreflightError(
-            f"{folder} holds no safetensors file, which weight sync reads the checkpoint's tensor names from: "
-            "download or write the checkpoint again in that format"
-        )
-    specs = [TensorSpec(name, shape, dtype) for file in files for name, shape in _shapes(file).items()]
+    specs = [TensorSpec(name, tensor.shape, dtype) for name, tensor in stored_tensors(folder).items()]
     return Manifest(tuple(sorted(specs, key=lambda spec: spec.name)))
 
 
-def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
-    """The shapes of a safetensors file's tensors; opening it compares its header with its length."""
+def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """The tensors of a checkpoint folder by their names.
+
+    Raises:
+        PreflightError: a file is cut off or damaged, or `checkpoint_files` finds none.
+    """
+    return {name: tensor for file in checkpoint_files(folder) for name, tensor in _header(file).items()}
+
+
+def checkpoint_files(folder: Path) -> list[Path]:
+    """The files of weights that transformers or diffusers loads: others in the folder (those of another format or of
+    an earlier save, adapters) are not part of the model.
+
+    Raises:
+        PreflightError: there is none, or the index names a file that is not there.
+    """
+    first = next((folder / name for name in WEIGHT_FILES if (folder / name).is_file()), None)
+    if first is None:
+        raise PreflightError(
+            f"{folder} holds no safetensors file of weights ({WEIGHT_FILES[0]}, or {WEIGHT_FILES[1]} with its shards): "
+            "download or write the checkpoint again in that format"
+        )
+    if first.suffix != ".json":
+        return [first]
+    try:
+        shards = sorted(set(json.loads(first.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise PreflightError(f"{first} is no index of weights ({error!r}): download or write it again") from error
+    missing = [shard for shard in shards if not (folder / shard).is_file()]
+    if missing:
+        raise PreflightError(
+            f"{first} names {missing[0]} and {len(missing) - 1} more files that the folder does not have: download them"
+        )
+    return [folder / shard for shard in shards]
+
+
+def _header(file: Path) -> dict[str, StoredTensor]:
+    """The tensors of a safetensors file; opening it compares its header with its length."""
     try:
         with safe_open(file, framework="numpy") as tensors:
-            return {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}
+            slices = {name: tensors.get_slice(name) for name in tensors.keys()}
+            return {n: StoredTensor(tuple(found.get_shape()), found.get_dtype()) for n, found in slices.items()}
     except (OSError, SafetensorError) as error:
         raise PreflightError(f"{file} is no whole safetensors file ({error}): download or write it again") from error
 

@@ -56,6 +56,12 @@ Deadline = Annotated[float, typer.Option("--timeout", min=10, help="Seconds to w
 DEADLINE_S = 60.0
 
 
+class ExportDtype(StrEnum):
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+
 class Compatible(StrEnum):
     """Whose published results `score` reproduces."""
 
@@ -288,13 +294,16 @@ def export(
     step: Annotated[int | None, typer.Option(min=0, help="The checkpoint; the newest one if it is left out.")] = None,
     merge: Annotated[bool, typer.Option("--merge", help="Merge adapters into the weights.")] = False,
     ema: Annotated[bool, typer.Option("--ema", help="The average of the weights (learner.ema_decay).")] = False,
+    dtype: Annotated[
+        ExportDtype | None, typer.Option(help="The dtype of all tensors; that of policy.model if it is left out.")
+    ] = None,
     output: Annotated[Path | None, typer.Option(help="The folder to write; else export/ in the run folder.")] = None,
 ) -> None:
     """Write the policy of a run's checkpoint for transformers, PEFT and others; the run may go on."""
     with explained():
         from deploy.tools import export as exporting
 
-        raise typer.Exit(exporting.export(run, step, merge=merge, ema=ema, output=output))
+        raise typer.Exit(exporting.export(run, step, merge=merge, ema=ema, dtype=dtype, output=output))
 
 
 @app.command()

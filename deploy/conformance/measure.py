@@ -28,7 +28,6 @@ from cluster.records.media import MediaReader, MediaStore, ProcessedMedia
 from cluster.records.partial_response import Attempt
 from cluster.roles import SamplingSettings
 from cluster.runtime.placement import PlacedWorker
-from cluster.weight_sync.manifest import checkpoint_manifest
 from cluster.weight_sync.tolerance import Gap
 from configs.load import load_config
 from configs.schema import RunConfig
@@ -49,9 +48,11 @@ from deploy.wiring.spawner import engine_environment
 from learner.backends.single import SingleBackend
 from learner.policies.adapters import is_factor, save_adapters, with_saved_adapters
 from learner.policies.batch import TokenSequence, collate
+from learner.policies.checkpoint.saving import save_policy
+from learner.policies.checkpoint.stored import stored_model
 from learner.policies.families import family_at
 from learner.policies.families.base import AudioFamily, Family, VideoFamily
-from learner.policies.loading import DTYPES, load_model, load_policy_model, save_policy
+from learner.policies.loading import DTYPES, load_model, load_policy_model
 from learner.policies.logprobs import PLAIN, Distribution
 from learner.policies.tiny import write_tiny
 from learner.policies.token import TokenPolicy
@@ -106,8 +107,7 @@ class Measurement:
         store = MediaStore(lambda media: media, self.config.data.media_cache_bytes)
         self.processor = ChatProcessor(str(self.model), self.config.data, self.config.sampler, store, keep_files=False)
         self.cases = cases(self.processor, folder)
-        checkpoint = checkpoint_manifest(self.model, self.config.resources.dtype)
-        checkpoint = checkpoint.below(self.family.checkpoint_prefix)
+        checkpoint = stored_model(self.model).in_dtype(self.config.resources.dtype)
         self.prepared = Prepared(self.config, self.model, checkpoint, self.processor, store, splits={})
         self._cpu = torch.device("cpu")
         self._dtype = DTYPES[self.config.resources.dtype]

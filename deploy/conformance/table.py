@@ -12,6 +12,26 @@ from learner.policies.families.refused import REFUSED, TEMPLATE_STRUCTURES
 from learner.policies.families.registry import BY_MODEL_TYPE
 
 COLUMNS = (*CASES, *VIDEOS, *SOUNDS)
+FILES = (
+    "A run, and `mobula doctor WORDS`, compares the files of `policy.model` with the model of its config.json before a "
+    "role starts. Learner and engines load the same tensors: those of `model.safetensors`, else of the shards that "
+    "`model.safetensors.index.json` names, as transformers reads them.",
+    "",
+    "- Passed over: other files of the folder (`consolidated*.safetensors`, shards of an earlier save, `*.bin`, "
+    "`adapter_model.safetensors`, folders), the copy of a tied tensor, buffers that are computed (`inv_freq`, "
+    "`position_ids`), and what transformers leaves out by its own lists (`mtp.*`).",
+    "- Named in a warning, and neither trained nor written again: other tensors that the model does not have.",
+    "- Read under the names of transformers: a base model saved without its prefix, names of other versions of "
+    "transformers, and the one side of a tie that a file holds.",
+    "- Refused by name: tensors that are missing or have another shape than config.json gives them, a tie "
+    "(`tie_word_embeddings`) whose two sides differ, an adapter (`adapter_config.json`) beside the weights or without "
+    "its model, and quantised checkpoints (`quantization_config` of any method, ModelOpt, MLX, integer or 8-bit "
+    "matrices, GGUF). Teachers are checked for the last two as well.",
+    "",
+    "`policy/` and `mobula export` write each tensor in the dtype that it has in `policy.model`, with the other files "
+    "of that folder; config.json names the dtype of most values. `mobula export --dtype bfloat16` (or `float32`, "
+    "`float16`) writes all tensors in one. Optimizer, checkpoints and exported adapters stay float32.",
+)
 LIMITS = {"float32": 1e-5, "bfloat16": 0.05}  # nat, the mean of a case
 
 
@@ -95,6 +115,7 @@ def _lines(reports: Sequence[Report]) -> Iterator[str]:
         f"Videos are taken by {_names(VIDEO_TYPES)} alone, sounds by {_names(AUDIO_TYPES)}; a run that asks for "
         "them of another model is refused."
     )
+    yield from ("", "## Files of a checkpoint", "", *FILES)
     yield from ("", "## Refused at start", "", "| `model_type` | reason |", "|---|---|")
     yield from (f"| `{kind}` | {reason} |" for kind, reason in REFUSED.items())
 

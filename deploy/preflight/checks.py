@@ -16,10 +16,12 @@ from deploy.preflight.templates import (
     check_turns,
 )
 from deploy.preflight.tokens import check_special_ids, check_vocabulary
+from deploy.preflight.weights import check_weights
 
 Check = Callable[[RunConfig, LoadedModel], Iterable[PreflightFinding]]
 
 CHECKS: tuple[Check, ...] = (
+    check_weights,
     check_vocabulary,
     check_special_ids,
     check_template_kwargs,

@@ -10,6 +10,7 @@ from actors.processors.chat import ChatProcessor
 from actors.processors.conversation import ConversationProcessor
 from actors.processors.image_tokens import ImageTokenProcessor
 from cluster.weight_sync.manifest import Manifest
+from learner.policies.checkpoint.stored import StoredModel
 
 if TYPE_CHECKING:
     from actors.processors.flow import FlowProcessor  # which imports diffusers
@@ -25,6 +26,7 @@ class LoadedModel:
     processor: (
         ChatProcessor | ConversationProcessor | FlowProcessor | PicturePairProcessor | ImageTokenProcessor
     )  # by the job and the kind of model
+    stored: StoredModel | None  # the tensors in its files; None of a flow model
 
     @property
     def chat(self) -> ChatProcessor | None:

@@ -20,10 +20,10 @@ from learner.policy_weights import export_state
 EXPORT_FOLDER = "export"  # of the run folder
 
 
-def export(run: str, step: int | None, *, merge: bool, ema: bool, output: Path | None) -> int:
+def export(run: str, step: int | None, *, merge: bool, ema: bool, dtype: str | None, output: Path | None) -> int:
     """Write the policy of a checkpoint, the newest one if `step` is None; returns the exit code. The run may go on.
 
-    With `ema` its weights are their average (`learner.ema_decay`).
+    With `ema` its weights are their average (`learner.ema_decay`). They have the dtypes of `policy.model`, or `dtype`.
 
     Raises:
         PreflightError: there is no such run or checkpoint, the output exists or cannot be written, or there is nothing
@@ -31,7 +31,7 @@ def export(run: str, step: int | None, *, merge: bool, ema: bool, output: Path |
     """
     folder = named_folder(run, CONFIG_FILE)
     config = load_resolved(folder / CONFIG_FILE)
-    _check(config, folder, merge=merge, ema=ema)
+    _check(config, folder, merge=merge, ema=ema, dtype=dtype)
     version, state = _state(folder / CHECKPOINTS_FOLDER, step)
     is_adapter = config.policy.lora.is_on and not merge
     target = (
@@ -40,7 +40,7 @@ def export(run: str, step: int | None, *, merge: bool, ema: bool, output: Path |
     )
     if target.exists():
         raise PreflightError(f"{target} exists: give another folder with --output, or remove it first")
-    _write(config, state, target, merge=merge, ema=ema)
+    _write(config, state, target, merge=merge, ema=ema, dtype=dtype or "")
     what = "a checkpoint in the Hugging Face layout"
     if is_adapter:
         kind = "LoRA for diffusers" if config.sampler.is_flow else "PEFT adapter"
@@ -49,7 +49,12 @@ def export(run: str, step: int | None, *, merge: bool, ema: bool, output: Path |
     return 0
 
 
-def _check(config: RunConfig, folder: Path, *, merge: bool, ema: bool) -> None:
+def _check(config: RunConfig, folder: Path, *, merge: bool, ema: bool, dtype: str | None) -> None:
+    if dtype and config.policy.lora.is_on and not merge:
+        raise PreflightError(
+            f"{folder} has adapters, which are written in float32: leave out --dtype={dtype}, or add --merge to write "
+            "the whole policy"
+        )
     if merge and not config.policy.lora.is_on:
         raise PreflightError(f"{folder} has no adapters to merge (policy.lora.rank=0): leave out --merge")
     if ema and config.learner.ema_decay == 0:
@@ -70,12 +75,12 @@ def _state(checkpoints: Path, step: int | None) -> tuple[int, Path]:
     return newest
 
 
-def _write(config: RunConfig, state: Path, target: Path, *, merge: bool, ema: bool) -> None:
+def _write(config: RunConfig, state: Path, target: Path, *, merge: bool, ema: bool, dtype: str) -> None:
     """The folder appears whole or not at all."""
     draft = target.with_name(f".{target.name}-{secrets.token_hex(4)}")
     try:
         draft.mkdir(parents=True)
-        export_state(config, state, draft, merge=merge, average=ema)
+        export_state(config, state, draft, merge=merge, average=ema, dtype=dtype)
         os.rename(draft, target)
     except OSError as error:
         raise PreflightError(

@@ -38,6 +38,8 @@ from deploy.preflight.checks import find_mismatches
 from deploy.preflight.findings import refuse
 from deploy.preflight.loaded import LoadedModel
 from deploy.preflight.rewards import check_reward_functions
+from deploy.preflight.weights import find_unusable
+from learner.policies.checkpoint.stored import stored_model
 from learner.policies.families import (
     DRAWING_TYPES,
     family_at,
@@ -53,6 +55,7 @@ from learner.policies.image_tokens.tiny import TINY_JANUS, write_tiny_janus
 from learner.policies.loading import refuse_unknown_prefixes
 from learner.policies.lora import adapted_modules
 from learner.policies.pretrained import PRETRAINED
+from learner.policies.score_model import score_class
 from learner.policies.tiny import TINY, write_tiny
 from learner.policies.trained import flow_checkpoint
 
@@ -167,17 +170,19 @@ def load_checked(config: RunConfig, media: MediaKeeper) -> LoadedModel:
         ValueError: model or configuration do not fit.
     """
     model_folder = ensure_model(config)
-    checkpoint = checkpoint_manifest(model_folder, config.resources.dtype)
+    stored, dtype = None, config.resources.dtype
     if config.sampler.is_flow:
+        checkpoint = checkpoint_manifest(model_folder, dtype)
         _check_flow(checkpoint, config)
     else:
-        checkpoint = checkpoint.below(family_at(config.policy.model).checkpoint_prefix)
+        stored = stored_model(model_folder, score_class(model_folder) if config.offline.job == "reward_model" else None)
+        checkpoint = stored.in_dtype(dtype)
         _check_dtype(config)
         _check_window(config)
         _check_answers(config)
         _check_trained(checkpoint, config.policy)
         _check_positions(config)
-    return LoadedModel(model_folder, checkpoint, make_processor(config, media))
+    return LoadedModel(model_folder, checkpoint, make_processor(config, media), stored)
 
 
 def workers_download(config: RunConfig) -> bool:
@@ -342,11 +347,15 @@ def checkpoint_folder(key: str, name: str) -> Path:
     """The folder of the checkpoint `name`, the value of `key`: a local folder, or a hub name, which is downloaded.
 
     Raises:
-        PreflightError: the folder is there and holds no checkpoint, or the name is none that the hub gives.
+        PreflightError: the folder is there and holds no checkpoint, or one that cannot be trained, or the name is none
+            that the hub gives.
     """
     folder = Path(name)
     if (folder / "config.json").is_file():
         _refuse_broken_config(key, folder)
+    if folder.exists():
+        refuse(find_unusable(key, folder))
+    if (folder / "config.json").is_file():
         return folder
     if folder.exists():
         raise PreflightError(f"{key}={folder} is no checkpoint folder (it has no config.json): name one that is")
@@ -356,13 +365,15 @@ def checkpoint_folder(key: str, name: str) -> Path:
             f"{_name_another(key)}"
         )
     try:
-        return Path(snapshot_download(name))
+        folder = Path(snapshot_download(name))
     except (ValueError, OSError) as error:
         reason = " ".join(str(error).split())
         raise PreflightError(
             f"{key}={name}: no such folder{near(folder)}, and no hub name that can be had, as {HUB_EXAMPLE} is one "
             f"({reason}): {_name_another(key)}"
         ) from error
+    refuse(find_unusable(key, folder))
+    return folder
 
 
 def _name_another(key: str) -> str:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
-from pathlib import Path
+from typing import Any
 
 import torch
-from huggingface_hub import save_torch_state_dict
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from transformers import (
@@ -17,7 +16,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoModelForMultimodalLM,
-    AutoProcessor,
     GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
@@ -27,13 +25,13 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     MODEL_FOR_MULTIMODAL_LM_MAPPING,
 )
+from transformers.utils import logging
 
 from configs.schema import PolicyConfig
 from learner.policies.families import family_of, own_family
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # resources.dtype
 RANDOM_PARTS = "drop|jitter"  # in names of attributes that hold a probability or the scale of noise
-WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth")
 
 
 def load_policy_model(config: PolicyConfig, dtype: torch.dtype) -> PreTrainedModel:
@@ -73,13 +71,43 @@ def recompute_blocks(model: nn.Module, kind: str) -> None:
 
 def load_model(source: str, dtype: torch.dtype, attention: str) -> PreTrainedModel:
     """The model of a checkpoint folder or hub name, or the part of it that is the policy, on the CPU."""
-    config = AutoConfig.from_pretrained(source)
-    family = own_family(config)
-    own = config if family is None else family.policy_config(config)
+    own = _policy_config(source)
     model = auto_class(own).from_pretrained(source, config=own, dtype=dtype, attn_implementation=attention)
     model.config.name_or_path = source
     _keep_transposed(model)
     return model
+
+
+def described_model(
+    source: str, state: dict[str, Tensor], model_class: type[PreTrainedModel] | None
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """The model that `load_model` (or `model_class`) makes of these tensors, which have no values, with transformers'
+    account of keys that are missing, unexpected or of another shape."""
+    own = _policy_config(source)
+    chosen: Any = model_class or auto_class(own)._model_mapping[type(own)]  # the automatic class asks for a folder
+    with _silent_reports():
+        options = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+        model, info = chosen.from_pretrained(None, config=own, state_dict=state, device_map="meta", **options)
+    model.config.name_or_path = source
+    _keep_transposed(model)
+    return model, info
+
+
+def _policy_config(source: str) -> PretrainedConfig:
+    config = AutoConfig.from_pretrained(source)
+    family = own_family(config)
+    return config if family is None else family.policy_config(config)
+
+
+@contextmanager
+def _silent_reports() -> Iterator[None]:
+    """transformers logs a table of the keys that it did not find, which is reported in our words."""
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
 
 
 def auto_class(config: PretrainedConfig) -> type[AutoModelForCausalLM]:
@@ -171,7 +199,7 @@ def checkpoint_names(model: nn.Module) -> dict[str, str]:
     for name, tensor in model.state_dict().items():
         if name in tied:
             continue
-        saved = list(revert_weight_conversion(model, {name: torch.empty(tensor.shape, device="meta")}))
+        saved = saved_names(model, name, tensor)
         if len(saved) != 1:
             raise ValueError(
                 f"policy.model: the checkpoint holds {name} as {len(saved)} tensors ({', '.join(saved)}); "
@@ -186,30 +214,9 @@ def checkpoint_names(model: nn.Module) -> dict[str, str]:
     return names
 
 
-def save_policy(model: PreTrainedModel, source: str, folder: Path, full_state: Mapping[str, Tensor]) -> None:
-    """Write a checkpoint that transformers and vLLM load like the one at `source`, processor files included.
-
-    Args:
-        source: `policy.model`, where the processor's files come from.
-        full_state: state-dict name -> whole tensor on the CPU.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    if Path(source).is_dir():
-        for file in Path(source).iterdir():
-            if file.is_file() and not file.name.endswith(WEIGHT_SUFFIXES):
-                shutil.copy2(file, folder / file.name)
-    else:
-        AutoProcessor.from_pretrained(source).save_pretrained(folder)
-    tied = set(model.all_tied_weights_keys)  # loading finds them again in what they are tied to
-    state = {
-        name: as_stored(model, name, tensor).contiguous() for name, tensor in full_state.items() if name not in tied
-    }
-    family = own_family(model.config)
-    prefix = "" if family is None else family.checkpoint_prefix
-    if not prefix:
-        model.save_pretrained(folder, state_dict=state)
-    else:  # the configuration of the whole is copied already
-        save_torch_state_dict({f"{prefix}{name}": tensor for name, tensor in state.items()}, folder)
+def saved_names(model: PreTrainedModel, name: str, tensor: Tensor) -> list[str]:
+    """The names of what a checkpoint holds of a tensor of the model."""
+    return list(revert_weight_conversion(model, {name: torch.empty(tensor.shape, device="meta")}))
 
 
 def _no_match(prefix: str, parts: Mapping[str, tuple[str, ...]], names: Sequence[str]) -> str:

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from cluster.errors import WeightSyncError
 from cluster.weight_sync.manifest import Manifest, TensorSpec
 from configs.schema import PolicyConfig
+from learner.policies.checkpoint.stored import pushed_tensors
 from learner.policies.families import LANGUAGE, PART_NAMES, frozen_prefixes
 from learner.policies.shapes import ModelShape, layer_kind, shape_of
 
@@ -137,18 +137,15 @@ def changed_weights(received: Iterable[tuple[str, Tensor]], base: AdapterBase) -
     factors = {name: tensor.clone() for name, tensor in received}  # small; `received` may use its memory again
     modules = {name.removesuffix(f".{A}") for name in factors if name.endswith(f".{A}")}
     parents = {module.rpartition(".")[0] for module in modules}
-    for file in sorted(Path(base.folder).glob("*.safetensors")):
-        with safe_open(file, framework="pt") as checkpoint:
-            for name in checkpoint.keys():
-                module = name.rpartition(".")[0]
-                if module.rpartition(".")[0] not in parents:
-                    continue
-                tensor = checkpoint.get_tensor(name)
-                if name == f"{module}.{WEIGHT}" and module in modules:
-                    modules.remove(module)
-                    a, b = factors[f"{module}.{A}"], factors[f"{module}.{B}"]
-                    tensor = merged(tensor.to(a.device), a, b, base.scale)
-                yield name, tensor.to(getattr(torch, base.dtype))
+    for name, tensor in pushed_tensors(Path(base.folder)):
+        module = name.rpartition(".")[0]
+        if module.rpartition(".")[0] not in parents:
+            continue
+        if name == f"{module}.{WEIGHT}" and module in modules:
+            modules.remove(module)
+            a, b = factors[f"{module}.{A}"], factors[f"{module}.{B}"]
+            tensor = merged(tensor.to(a.device), a, b, base.scale)
+        yield name, tensor.to(getattr(torch, base.dtype))
     if modules:
         raise WeightSyncError(
             f"{base.folder} has no weight for the adapters of {', '.join(sorted(modules))}: "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from copy import deepcopy
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -46,9 +47,8 @@ def load_score_model(config: PolicyConfig, dtype: torch.dtype, seed: int) -> Pre
 
 
 def _score_model(config: PolicyConfig, dtype: torch.dtype, seed: int) -> PreTrainedModel:
-    source = AutoConfig.from_pretrained(config.model)
-    classifier = classifier_class(type(source))
-    if classifier.__name__ in (source.architectures or ()):
+    classifier = score_class(config.model)
+    if classifier is not None:
         model, info = classifier.from_pretrained(
             config.model, dtype=dtype, attn_implementation=config.attention, output_loading_info=True
         )
@@ -59,7 +59,15 @@ def _score_model(config: PolicyConfig, dtype: torch.dtype, seed: int) -> PreTrai
             )
         freeze(model, config.freeze)
         return model
-    return _with_new_head(load_policy_model(config, dtype), classifier, seed)
+    model = load_policy_model(config, dtype)
+    return _with_new_head(model, classifier_class(type(model.config)), seed)
+
+
+def score_class(source: str | Path) -> Any:
+    """The class of the reward model at `source`; None if it holds a language model."""
+    config = AutoConfig.from_pretrained(source)
+    classifier = classifier_class(type(config))
+    return classifier if classifier.__name__ in (config.architectures or ()) else None
 
 
 def _with_new_head(language_model: PreTrainedModel, classifier: Any, seed: int) -> PreTrainedModel:

@@ -20,13 +20,14 @@ from configs.schema import RunConfig
 from learner.policies.adapters import save_adapters, save_pipeline_adapters
 from learner.policies.base import Policy, PolicyRow, RowOutline
 from learner.policies.batch import TokenBatch, TokenSequence, collate
+from learner.policies.checkpoint.saving import save_policy
 from learner.policies.flow.denoising import Denoising
 from learner.policies.flow.noising import CleanSequence, NoisedBatch, Noising, collate_noised
 from learner.policies.flow.policy import FlowPolicy, StepRescoring
 from learner.policies.flow.rows import LatentBatch, LatentSequence, collate_latents
 from learner.policies.image_tokens.guidance import canary_tokens
 from learner.policies.image_tokens.policy import ImageTokenPolicy, freeze_the_rest
-from learner.policies.loading import disable_dropout, load_policy_model, save_policy
+from learner.policies.loading import disable_dropout, load_policy_model
 from learner.policies.logprobs import PLAIN, Distribution
 from learner.policies.score_model import ScoreModel, load_score_model
 from learner.policies.token import TokenPolicy
@@ -113,12 +114,14 @@ def _tables(checkpoint: FlowCheckpoint, denoising: Denoising) -> tuple[np.ndarra
     return found.sigmas.numpy(), found.timesteps.numpy()
 
 
-def save_trained(model: nn.Module, config: RunConfig, folder: Path, full_state: Mapping[str, Tensor]) -> None:
-    """Write a checkpoint like that of `policy.model`; `full_state` is as in `save_policy`."""
+def save_trained(
+    model: nn.Module, config: RunConfig, folder: Path, full_state: Mapping[str, Tensor], dtype: str = ""
+) -> None:
+    """Write a checkpoint like that of `policy.model`; `full_state` and `dtype` are as in `save_policy`."""
     if config.sampler.is_flow:
-        flow_checkpoint(config).save(folder, full_state)
+        flow_checkpoint(config).save(folder, full_state, dtype)
     else:
-        save_policy(model, config.policy.model, folder, full_state)
+        save_policy(model, config.policy.model, folder, full_state, dtype)
 
 
 def save_trained_adapters(model: nn.Module, config: RunConfig, folder: Path) -> None:

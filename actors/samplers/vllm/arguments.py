@@ -15,6 +15,7 @@ from cluster.roles import SamplingSettings
 from learner.policies.logprobs import BAN_BIAS
 
 WEIGHT_TRANSFER = "mobula"  # our transport's name in vLLM's registry
+LOAD_FORMAT = "mobula"  # our loader's name in vLLM's registry
 MAX_TEMPERATURE = 2.0  # that SamplingParams is made with; its samplers take any
 SPARE_LOGPROBS = 16  # beyond top_k: tokens whose logits equal the k-th are kept too
 
@@ -23,6 +24,8 @@ def engine_args(settings: EngineSettings) -> AsyncEngineArgs:
     """How an engine of ours is made."""
     return AsyncEngineArgs(
         model=settings.model,
+        load_format=LOAD_FORMAT,
+        config_format="hf",  # the learner reads config.json, whatever other formats the folder holds
         dtype=settings.dtype,
         seed=settings.seed,
         tensor_parallel_size=settings.tensor_parallel,

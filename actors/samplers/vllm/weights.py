@@ -3,7 +3,7 @@
 None of vLLM's own transports works on CPU, and a bare `load_weights` is stale there because linear layers pack their
 weights after loading. So a push goes through vLLM's layer-wise reload: every layer is rebuilt from checkpoint-format
 tensors and processed again. Naming this module's `WorkerExtension` as `worker_extension_cls` makes vLLM import it in
-every worker, which registers the engine there and has tokens seeded by their position (`patches.seeds`).
+every worker, which registers the engine and the loader there and has tokens seeded by their position (`patches.seeds`).
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
     initialize_layerwise_reload,
 )
 
+import actors.samplers.vllm.loader  # noqa: F401  (registers it)
 from actors.samplers.vllm.arguments import WEIGHT_TRANSFER
 from actors.samplers.vllm.patches.seeds import seed_by_position
 from cluster.errors import WeightSyncError

@@ -16,13 +16,13 @@ from cluster.records.media import MediaReader, MediaStore
 from cluster.records.partial_response import Attempt, SampledSequence
 from cluster.records.trajectory import Prompt
 from cluster.roles import SamplingSettings
-from cluster.weight_sync.manifest import checkpoint_manifest
 from configs.schema import RunConfig
 from deploy.preflight.checks import find_mismatches
 from deploy.preflight.findings import refuse
 from deploy.preflight.loaded import LoadedModel
 from deploy.wiring.preparation import Prepared, ensure_model, require_model
 from deploy.wiring.rollouts import engine_settings
+from learner.policies.checkpoint.stored import stored_model
 
 MEDIA_IN_MEMORY = 64
 
@@ -64,8 +64,9 @@ class LocalPolicy:
             device=config.resources.device,
             suffix=config.question_suffix,
         )
-        checkpoint = checkpoint_manifest(folder, config.resources.dtype)
-        refuse(find_mismatches(config, LoadedModel(folder, checkpoint, self.chat)))
+        stored = stored_model(folder)
+        checkpoint = stored.in_dtype(config.resources.dtype)
+        refuse(find_mismatches(config, LoadedModel(folder, checkpoint, self.chat, stored)))
         prepared = Prepared(config, folder, checkpoint, self.chat, media, {})
         self._sampler = build_sampler(config.sampler.kind.value, engine_settings(prepared, 0))
         self._media = MediaReader(timeout_s=config.timeouts.object_s, max_items=MEDIA_IN_MEMORY)

@@ -17,6 +17,7 @@ from huggingface_hub.errors import GatedRepoError, HFValidationError, LocalEntry
 from torch import Tensor, nn
 
 from cluster.records.trajectory import Prompt
+from learner.policies.checkpoint.stored import SavedDtypes
 from learner.policies.flow.denoising import Denoising, canary_actions
 from learner.policies.flow.families import TRANSFORMER, Schedule, flow_family_at, pipeline_index
 from learner.policies.flow.rows import LatentSequence
@@ -113,12 +114,16 @@ class FlowCheckpoint:
         names = [f"{file.relative_to(self.folder)} {file.stat().st_size}" for file in files]
         return hashlib.sha256("\n".join(names).encode()).hexdigest()
 
-    def save(self, folder: Path, state: Mapping[str, Tensor]) -> None:
-        """Write a pipeline like this one with other weights of the transformer: state-dict name -> whole tensor."""
+    def save(self, folder: Path, state: Mapping[str, Tensor], dtype: str = "") -> None:
+        """Write a pipeline like this one with other weights of the transformer: state-dict name -> whole tensor. They
+        have the dtypes of its files, or `dtype`."""
         ignored = shutil.ignore_patterns(TRANSFORMER)
         shutil.copytree(self.folder, folder, ignore=ignored, dirs_exist_ok=True)
         whole = self.transformer(torch.float32)
         whole.load_state_dict(dict(state))
+        dtypes = SavedDtypes.of_files(self.folder / TRANSFORMER, dtype)
+        for name, tensor in whole.state_dict(keep_vars=True).items():
+            tensor.data = dtypes.cast(name, tensor.data)
         whole.save_pretrained(folder / TRANSFORMER)
 
     def _slots(self) -> list[str]:

@@ -13,7 +13,8 @@ from cluster.weight_sync.manifest import checkpoint_manifest
 from configs.load import load_config
 from configs.schema import RunConfig
 from learner.backends.single import SingleBackend
-from learner.policies.loading import load_model, load_policy_model, save_policy
+from learner.policies.checkpoint.saving import save_policy
+from learner.policies.loading import load_model, load_policy_model
 from learner.policies.tiny import qwen3_vl_moe, write_tiny
 from learner.policies.token import TokenPolicy
 from learner.policy_weights import PolicyWeights

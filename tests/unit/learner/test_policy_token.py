@@ -14,7 +14,8 @@ from cluster.records.media import MediaHandle, MediaReader, MediaSpan
 from configs.load import load_config
 from configs.schema import LearnerConfig, PolicyConfig
 from learner.policies.batch import TokenSequence, collate
-from learner.policies.loading import checkpoint_names, freeze, load_policy_model, save_policy
+from learner.policies.checkpoint.saving import save_policy
+from learner.policies.loading import checkpoint_names, freeze, load_policy_model
 from learner.policies.logprobs import PLAIN, Distribution, token_logprobs
 from learner.policies.packing import split_microbatches
 from learner.policies.tiny import write_tiny_qwen2_5_vl

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from cluster.errors import ManifestError, PreflightError
-from cluster.weight_sync.manifest import ALIGNMENT_BYTES, Manifest, TensorSpec, checkpoint_manifest
+from cluster.weight_sync.manifest import ALIGNMENT_BYTES, Manifest, TensorSpec, checkpoint_files, checkpoint_manifest
 
 A = TensorSpec("a", (2, 3), "float32")
 B = TensorSpec("b", (4,), "bfloat16")
@@ -80,15 +80,43 @@ def test_a_manifest_survives_a_serializer_of_json_alone(tensors: list[TensorSpec
     assert Manifest.from_wire(json.loads(json.dumps(manifest.to_wire()))) == manifest
 
 
+def write_index(folder: Path, **files: str) -> None:
+    index = {"metadata": {}, "weight_map": files}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
 def test_a_checkpoint_promises_what_its_files_hold_in_the_dtype_of_the_run(tmp_path: Path) -> None:
     save_file(
         {"z": torch.zeros(2, 3), "a": torch.zeros(4)}, tmp_path / "model-1.safetensors", metadata={"format": "pt"}
     )
     save_file({"m": torch.zeros(1, dtype=torch.bfloat16)}, tmp_path / "model-2.safetensors")
+    write_index(tmp_path, z="model-1.safetensors", a="model-1.safetensors", m="model-2.safetensors")
     found = checkpoint_manifest(tmp_path, "bfloat16")
     assert found == Manifest(
         (TensorSpec("a", (4,), "bfloat16"), TensorSpec("m", (1,), "bfloat16"), TensorSpec("z", (2, 3), "bfloat16"))
     )
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "diffusion_pytorch_model.safetensors"])
+def test_files_beside_the_model_are_no_part_of_it(tmp_path: Path, name: str) -> None:
+    save_file({"a": torch.zeros(4)}, tmp_path / name)
+    for other in ("consolidated", "adapter_model", "model-00001-of-00002", "diffusion_pytorch_model.fp16"):
+        save_file({"b": torch.zeros(4)}, tmp_path / f"{other}.safetensors")
+    assert checkpoint_files(tmp_path) == [tmp_path / name]
+    assert [spec.name for spec in checkpoint_manifest(tmp_path, "float32").tensors] == ["a"]
+
+
+def test_shards_are_those_of_the_index_and_all_are_there(tmp_path: Path) -> None:
+    write_index(tmp_path, a="model-1.safetensors", b="model-2.safetensors")
+    for shard in (1, 3):  # the third is of an earlier save
+        save_file({"a": torch.zeros(4)}, tmp_path / f"model-{shard}.safetensors")
+    with pytest.raises(PreflightError, match=r"index\.json names model-2\.safetensors and 0 more files .*: download"):
+        checkpoint_files(tmp_path)
+    save_file({"b": torch.zeros(4)}, tmp_path / "model-2.safetensors")
+    assert [file.name for file in checkpoint_files(tmp_path)] == ["model-1.safetensors", "model-2.safetensors"]
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(PreflightError, match="is no index of weights"):
+        checkpoint_files(tmp_path)
 
 
 def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
@@ -112,6 +140,7 @@ def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
 def test_a_damaged_file_is_refused_by_name(tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
     save_file({"a": torch.zeros(4)}, tmp_path / "model-1.safetensors")
     file = tmp_path / "model-2.safetensors"
+    write_index(tmp_path, a="model-1.safetensors", b="model-2.safetensors")
     save_file({"b": torch.zeros(4)}, file)
     file.write_bytes(damage(file.read_bytes()))
     with pytest.raises(PreflightError, match=r"model-2\.safetensors is no whole safetensors file .*: download"):

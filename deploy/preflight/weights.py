@@ -1,0 +1,126 @@
+"""Checks of a checkpoint's weights: whether they can be trained, and whether the files fit config.json."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from cluster.weight_sync.manifest import StoredTensor, stored_tensors
+from configs.schema import RunConfig
+from deploy.preflight.findings import PreflightFinding, Severity
+from deploy.preflight.loaded import LoadedModel
+from learner.policies.checkpoint.stored import broken_ties
+
+NUM_SHOWN = 3
+FLOATING = ("F64", "F32", "F16", "BF16")
+QUANTISED_KEYS = ("quantization_config", "compression_config", "quantization")  # the last one is that of MLX
+QUANTISED_FILE = "hf_quant_config.json"  # of ModelOpt
+UNQUANTISED = "name the checkpoint that it was made from, in bfloat16 or float32"
+
+
+def find_unusable(key: str, folder: Path) -> Iterator[PreflightFinding]:
+    """What stands against the checkpoint in `folder`, the value of `key`, before it is loaded."""
+    if not (folder / "config.json").is_file():
+        yield from _find_other_formats(key, folder)
+        return
+    settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    if method := _quantisation(settings, folder):
+        yield PreflightFinding(key, f"{key}={folder} is quantised ({method}): it cannot be trained here", UNQUANTISED)
+    elif not any(folder.glob("*.safetensors")):
+        yield from _find_other_formats(key, folder)
+    else:
+        yield from _find_quantised_tensors(key, folder)
+    if (folder / "adapter_config.json").is_file():
+        yield PreflightFinding(
+            key,
+            f"{key}={folder} has an adapter (adapter_config.json) beside its weights, which transformers adds to them "
+            "and engines do not",
+            "merge it into the weights (merge_and_unload of PEFT), or move adapter_config.json away if they are merged "
+            "already",
+        )
+
+
+def check_weights(config: RunConfig, loaded: LoadedModel) -> Iterator[PreflightFinding]:
+    """Whether the files have what config.json describes, and nothing else that would count."""
+    stored, key = loaded.stored, "policy.model"
+    if stored is None:
+        return
+    model = f"{key}={config.policy.model}"
+    has_new_head = config.offline.job == "reward_model"  # the output embeddings of a language model go
+    if missing := [name for name in stored.missing if not (has_new_head and name.endswith("lm_head.weight"))]:
+        yield PreflightFinding(
+            key,
+            f"{model} lacks {_shown(missing)}, which would start from random values",
+            "download it again, or save the whole model, its output embeddings included",
+        )
+    if stored.misshapen:
+        yield PreflightFinding(
+            key,
+            f"{model} has tensors of other shapes than its config.json gives: {_shown(stored.misshapen)}",
+            "use the config.json that was saved with these weights",
+        )
+    for copy, source in broken_ties(loaded.folder, stored):
+        yield PreflightFinding(
+            key,
+            f"{model} ties its embeddings (tie_word_embeddings in config.json), and its {copy} differs from {source}: "
+            "transformers would train two tensors, engines have one",
+            f"set tie_word_embeddings to false in its config.json, or remove {copy} from its files",
+        )
+    if stored.left_out:
+        yield PreflightFinding(
+            key,
+            f"{model} has tensors that its model does not have: {_shown(stored.left_out)}",
+            "they are neither trained nor written to policy/; if they belong to the model, correct its config.json",
+            Severity.WARN,
+        )
+
+
+def _quantisation(settings: dict[str, Any], folder: Path) -> str:
+    """The method by which a checkpoint is quantised; empty if it is not."""
+    parts = [settings, *(part for part in settings.values() if isinstance(part, dict))]
+    for part in parts:
+        for name in QUANTISED_KEYS:
+            if isinstance(found := part.get(name), dict) and found:
+                return f"{name} in config.json: {found.get('quant_method') or found.get('quant_algo') or name}"
+    return QUANTISED_FILE if (folder / QUANTISED_FILE).is_file() else ""
+
+
+def _find_quantised_tensors(key: str, folder: Path) -> Iterator[PreflightFinding]:
+    tensors = stored_tensors(folder)
+    packed = sorted(name for name, tensor in tensors.items() if _is_packed(name, tensor))
+    if packed:
+        yield PreflightFinding(
+            key,
+            f"{key}={folder} is quantised: its {packed[0]} (and {len(packed) - 1} more) is stored as "
+            f"{tensors[packed[0]].dtype}, which cannot be trained here",
+            UNQUANTISED,
+        )
+
+
+def _is_packed(name: str, tensor: StoredTensor) -> bool:
+    """Whether a weight does not consist of floating-point numbers that can be trained; buffers are no weights."""
+    return tensor.dtype not in FLOATING and "weight" in name.rpartition(".")[2]
+
+
+def _find_other_formats(key: str, folder: Path) -> Iterator[PreflightFinding]:
+    files = [folder] if folder.suffix == ".gguf" else sorted(folder.glob("*.gguf")) if folder.is_dir() else []
+    if files:
+        yield PreflightFinding(
+            key,
+            f"{key}={folder} is a GGUF file ({files[0].name}), which cannot be trained here",
+            "name the safetensors checkpoint that it was made from, or load it with transformers (gguf_file=...) and "
+            "save the model",
+        )
+    elif folder.is_dir() and (folder / "adapter_config.json").is_file():
+        yield PreflightFinding(
+            key,
+            f"{key}={folder} is an adapter without its model",
+            "merge it into its base model (merge_and_unload of PEFT) and name the result",
+        )
+
+
+def _shown(names: Sequence[str]) -> str:
+    more = len(names) - NUM_SHOWN
+    return ", ".join(names[:NUM_SHOWN]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,180 @@
+"""The tensors in a checkpoint's files, and what transformers makes of them; no weight is read for it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Container, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from cluster.weight_sync.manifest import Manifest, StoredTensor, TensorSpec, checkpoint_files, stored_tensors
+from learner.policies.families import own_family
+from learner.policies.loading import as_stored, checkpoint_names, described_model, saved_names
+
+FLOATING = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class StoredModel:
+    """Names of a checkpoint: those in its files, and those of a push, which the learner has from its model."""
+
+    manifest: Manifest  # of a push, in float32
+    names: Mapping[str, str]  # name in the files -> name in a push
+    tensors: Mapping[str, StoredTensor]  # name in the files -> shape and dtype there
+    left_out: tuple[str, ...]  # names in the files that belong to no part of the model and are not known to be spare
+    missing: tuple[str, ...]  # tensors of the model that the files do not have
+    misshapen: tuple[str, ...]  # those that have another shape than config.json gives them
+    ties: Mapping[str, str]  # name in the files -> that of the tensor it is tied to, where the files have both
+
+    def in_dtype(self, dtype: str) -> Manifest:
+        """The manifest of a push in `dtype`."""
+        return Manifest(tuple(TensorSpec(spec.name, spec.shape, dtype) for spec in self.manifest.tensors))
+
+
+@dataclass(frozen=True)
+class SavedDtypes:
+    """The dtypes in which trained tensors are written: those of the checkpoint that they came from."""
+
+    by_name: Mapping[str, torch.dtype]  # name in a push -> dtype
+    main: torch.dtype  # that of most values, which tensors without another one get
+
+    @classmethod
+    def of_model(cls, folder: Path, dtype: str = "") -> SavedDtypes:
+        """As in `folder`, or `dtype` for all."""
+        stored = stored_model(folder)
+        return cls._of({stored.names[name]: t for name, t in stored.tensors.items() if name in stored.names}, dtype)
+
+    @classmethod
+    def of_files(cls, folder: Path, dtype: str = "") -> SavedDtypes:
+        """As `of_model`, of a model whose files have the names of its state dict."""
+        return cls._of(stored_tensors(folder), dtype)
+
+    @classmethod
+    def _of(cls, tensors: Mapping[str, StoredTensor], dtype: str) -> SavedDtypes:
+        if dtype:
+            return cls({}, getattr(torch, dtype))
+        found = {name: FLOATING[tensor.dtype] for name, tensor in tensors.items() if tensor.dtype in FLOATING}
+        counts: Counter[torch.dtype] = Counter()
+        for name, one in found.items():
+            counts[one] += prod(tensors[name].shape)
+        return cls(found, max(counts, key=counts.__getitem__, default=torch.float32))
+
+    def cast(self, name: str, tensor: Tensor) -> Tensor:
+        """The tensor as it is written.
+
+        Raises:
+            ValueError: the dtype does not hold its values.
+        """
+        dtype = self.by_name.get(name, self.main)
+        if not tensor.is_floating_point() or tensor.dtype == dtype:
+            return tensor
+        if dtype == torch.float16 and tensor.numel() and tensor.abs().max() > torch.finfo(dtype).max:
+            raise ValueError(f"{name} has values that float16 does not hold: write it with --dtype bfloat16 or float32")
+        return tensor.to(dtype)
+
+
+def stored_model(folder: Path, model_class: type[PreTrainedModel] | None = None) -> StoredModel:
+    """Compares the files of `folder` with the model of its config.json, by loading tensors without values.
+
+    `model_class` is the class that loads them, if it is not that of a policy.
+
+    Raises:
+        PreflightError: the folder lacks files of weights, or has a damaged one.
+        ValueError: the model cannot be pushed by name.
+    """
+    tensors = stored_tensors(folder)
+    state = {name: torch.empty(tensor.shape, device="meta") for name, tensor in tensors.items()}
+    model, info = described_model(str(folder), state, model_class)
+    pushed = checkpoint_names(model)  # state-dict name -> name in a push
+    copies = _copies(model, pushed)
+    names = _names(model, pushed, copies, tensors)
+    family = own_family(model.config)
+    prefix = "" if family is None else family.checkpoint_prefix
+    spare = {*names, *(name for name in tensors if not name.startswith(prefix))}
+    shapes = {pushed[n]: as_stored(model, n, tensor).shape for n, tensor in model.state_dict().items() if n in pushed}
+    return StoredModel(
+        manifest=Manifest(tuple(sorted((TensorSpec(n, tuple(s), "float32") for n, s in shapes.items()), key=_name))),
+        names=names,
+        tensors=tensors,
+        left_out=tuple(sorted(set(info["unexpected_keys"]) - spare)),
+        missing=tuple(sorted(pushed.get(name, name) for name in info["missing_keys"])),
+        misshapen=tuple(f"{n} is {list(a)}, {list(b)} by config.json" for n, a, b in sorted(info["mismatched_keys"])),
+        ties=_ties(copies, names, tensors),
+    )
+
+
+def pushed_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """(name in a push, tensor) of every tensor of the model in `folder`, in the dtype of its file."""
+    names = stored_names(folder)
+    yield from ((names[name], tensor) for name, tensor in _read(folder, names))
+
+
+def stored_names(folder: Path) -> Mapping[str, str]:
+    """Name in the files of `folder` -> name in a push."""
+    if any(file.name.startswith("diffusion_") for file in checkpoint_files(folder)):  # saved as a state dict is
+        return {name: name for name in stored_tensors(folder)}
+    return stored_model(folder).names
+
+
+def _copies(model: PreTrainedModel, pushed: Mapping[str, str]) -> dict[str, str]:
+    """The name that files give a tied tensor's copy -> the tensor's name in a push."""
+    state = model.state_dict()
+    ties = model.all_tied_weights_keys.items()
+    return {saved_names(model, copy, state[copy])[0]: pushed[source] for copy, source in ties if source in pushed}
+
+
+def _names(
+    model: PreTrainedModel,
+    pushed: Mapping[str, str],
+    copies: Mapping[str, str],
+    tensors: Mapping[str, StoredTensor],
+) -> dict[str, str]:
+    """Files name a tensor as a push does, but for the prefix of a base model and for the side of a tie that they keep.
+
+    Files may hold both sides of a tie: the model has one tensor, and the other is no part of a push.
+    """
+    wanted = {name: name for name in pushed.values()}
+    prefix = f"{model.base_model_prefix}."
+    for name in pushed.values():
+        for other in (name.removeprefix(prefix), prefix + name):
+            wanted.setdefault(other, name)
+    for copy, name in copies.items():
+        wanted.setdefault(copy, name)
+    found: dict[str, str] = {}
+    for name in sorted(tensors, key=lambda name: wanted.get(name) != name):  # exact names first
+        if name in wanted and wanted[name] not in found.values():
+            found[name] = wanted[name]
+    return found
+
+
+def _ties(copies: Mapping[str, str], names: Mapping[str, str], tensors: Mapping[str, StoredTensor]) -> dict[str, str]:
+    """The copies of tied tensors that the files have beside the tensors themselves."""
+    own = {name: file_name for file_name, name in names.items()}
+    return {copy: own[name] for copy, name in copies.items() if copy in tensors and own.get(name, copy) != copy}
+
+
+def broken_ties(folder: Path, stored: StoredModel) -> list[tuple[str, str]]:
+    """The ties whose tensors differ. transformers takes these as two tensors, engines go by config.json."""
+    if not stored.ties:
+        return []
+    wanted = {*stored.ties, *stored.ties.values()}
+    found = dict(_read(folder, wanted))
+    return [(copy, source) for copy, source in stored.ties.items() if not torch.equal(found[copy], found[source])]
+
+
+def _read(folder: Path, wanted: Container[str]) -> Iterator[tuple[str, Tensor]]:
+    for file in checkpoint_files(folder):
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():
+                if name in wanted:
+                    yield name, tensors.get_tensor(name)
+
+
+def _name(spec: TensorSpec) -> str:
+    return spec.name

@@ -151,7 +151,7 @@ def test_dataset_reader(model: Path, tmp_path: Path) -> None:
     prepared = prepare(load_config(words), lambda value: value)
     assert [row.answer for row in prepared.splits["train"].rows] == ["7", "2"]
     first = str(prepared.skipped[0])
-    assert first.endswith("train.csv:2: the text has 1 <image> and the row 0 pictures: write one <image> a picture")
+    assert "train.csv:2: the text has 1 <image> and the row 0 pictures: write one <image> a picture" in first
 
 
 async def test_sampler(model: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -21,12 +21,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from actors.datasets.audios import Audio, AudioInputs, each_sound
 from actors.datasets.formats.base import first_of, present
+from actors.datasets.markup import PART, PLACEHOLDERS, literal, placed, plain, text_part
 from actors.datasets.pictures import Picture, PictureError, PictureInputs, flat
 from actors.datasets.readers.jsonl import read_objects
 from actors.datasets.rows import (
@@ -43,7 +45,6 @@ from cluster.errors import DatasetError, SkippedSample
 from configs.near_paths import near
 
 ROLES = ("system", "user", "assistant")
-PLACEHOLDERS = (IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, AUDIO_PLACEHOLDER)
 CHOSEN, REJECTED = 1.0, 0.0
 """Labels of the answers of a pair; that of a conversation to imitate is CHOSEN."""
 
@@ -99,8 +100,16 @@ class NoDownloads:
         )
 
 
-def read_conversations(folder: Path, split: str, form: str, *, key: str = "data.path") -> Split:
-    """Read `<folder>/<split>.jsonl`, whose rows are of the `form` conversation, pair or scored; `key` names the folder.
+def read_conversations(
+    folder: Path,
+    split: str,
+    form: str,
+    *,
+    key: str = "data.path",
+    placeholders: Mapping[str, str] = MappingProxyType(PLACEHOLDERS),
+) -> Split:
+    """Read `<folder>/<split>.jsonl`, whose rows are of the `form` conversation, pair or scored; `key` names the folder,
+    and `placeholders` is `data.placeholders`.
 
     Raises:
         DatasetError: there is no such file, or no line of it is usable.
@@ -116,7 +125,7 @@ def read_conversations(folder: Path, split: str, form: str, *, key: str = "data.
             if isinstance(fields, RowError):
                 raise fields
             name = present(fields, "id") or name
-            row = _read_row(fields, folder.resolve(), name, FORMS[form])
+            row = _read_row(fields, folder.resolve(), name, FORMS[form], placeholders)
             if name in rows:
                 raise RowError("duplicate_id", f"another row before it has the id {name!r}")
             rows[name] = row
@@ -132,7 +141,11 @@ Parts = tuple[Turns, tuple[Ending, ...]]
 
 
 def _read_row(
-    fields: Mapping[str, Any], folder: Path, name: str, form: Callable[[Mapping[str, Any], Turns], Parts]
+    fields: Mapping[str, Any],
+    folder: Path,
+    name: str,
+    form: Callable[[Mapping[str, Any], Turns], Parts],
+    placeholders: Mapping[str, str],
 ) -> Conversation:
     messages = fields.get("messages")
     if not isinstance(messages, list) or not messages:
@@ -144,14 +157,34 @@ def _read_row(
         raise RowError("no_question", "no user's message comes before the first answer: add one")
     for ending in endings:
         for turn in ending.turns:
-            if turn.role == "assistant" and any(placeholder in turn.text for placeholder in PLACEHOLDERS):
+            if turn.role == "assistant" and PART in turn.text:
                 raise RowError(
                     "picture_in_answer", "an assistant's message holds a picture, a video or a sound: write texts alone"
                 )
+    num_media = {
+        "image": len(named.pictures) + len(list(flat(first_of(fields, "images", "image")))),
+        "video": len(named.videos) + len(each_video(first_of(fields, "videos", "video"))),
+        "audio": len(named.audios) + len(list(each_sound(first_of(fields, "audios", "audio")))),
+    }
+    turns = _with_placeholders((*context, *(t for ending in endings for t in ending.turns)), placeholders, num_media)
+    context, rest = turns[: len(context)], turns[len(context) :]
+    endings = tuple(replace(ending, turns=tuple(rest.pop(0) for _ in ending.turns)) for ending in endings)
     shown = [*context, *endings[0].turns]
     pictures = _images(fields, folder, shown, named.pictures, name)
     videos = _videos(fields, folder, shown, named.videos, name)
     return Conversation(name, context, endings, pictures, videos, _audios(fields, folder, shown, named.audios, name))
+
+
+def _with_placeholders(turns: Turns, placeholders: Mapping[str, str], num_media: Mapping[str, int]) -> list[Turn]:
+    """The turns with placeholders where media stand, and nowhere else: an answer of the assistant has none."""
+    asked = [turn.role != "assistant" for turn in turns]
+    texts = [turn.text if is_asked else "" for turn, is_asked in zip(turns, asked, strict=True)]
+    for kind, own in placeholders.items():
+        texts = placed(texts, kind, own, num_media[kind])
+    return [
+        replace(turn, text=text if is_asked else literal(plain(turn.text)))
+        for turn, text, is_asked in zip(turns, texts, asked, strict=True)
+    ]
 
 
 def _conversation(fields: Mapping[str, Any], turns: Turns) -> Parts:
@@ -220,25 +253,22 @@ def _turn(message: Any, named: Named) -> Turn:
 
 
 def _part(part: Any, named: Named) -> str:
-    """The text of one part of a message; a medium is a placeholder."""
+    """The text of one part of a message; a medium is a placeholder, also where it stands beside the messages."""
     kind = part.get("type") if isinstance(part, dict) else None
     if kind == "text" and isinstance(part.get("text"), str):
-        return part["text"]
-    if kind in ("image_url", "image"):
-        given = part.get(kind, part.get("url"))
-        if isinstance(given, str | dict):
-            named.pictures.append(given)
-            return IMAGE_PLACEHOLDER
+        return text_part(part["text"])
+    given = part.get(kind, part.get("url")) if isinstance(part, dict) and isinstance(kind, str) else None
+    if kind in ("image_url", "image") and isinstance(given, str | dict | None):
+        named.pictures += [] if given is None else [given]
+        return PLACEHOLDERS["image"] + PART
     if kind in ("video_url", "video"):
-        given = part.get(kind, part.get("url"))
         held = given.get("url", given) if isinstance(given, dict) else given
-        named.videos.append({"video": held, "fps": part.get("fps")} if isinstance(held, list) else held)
-        return VIDEO_PLACEHOLDER
+        held = {"video": held, "fps": part.get("fps")} if isinstance(held, list) else held
+        named.videos += [] if held is None else [held]
+        return PLACEHOLDERS["video"] + PART
     if kind in ("audio", "audio_url", "input_audio"):
-        given = part.get(kind, part.get("url"))
-        if given is not None:
-            named.audios.append(given.get("url", given) if isinstance(given, dict) else given)
-            return AUDIO_PLACEHOLDER
+        named.audios += [] if given is None else [given.get("url", given) if isinstance(given, dict) else given]
+        return PLACEHOLDERS["audio"] + PART
     detail = f"a part of a message is {part!r:.200}: write a `text`, `image_url`, `video` or `audio` part"
     raise RowError("bad_message", detail)
 
@@ -302,5 +332,6 @@ def _refuse_mismatch(
         raise RowError(
             "placeholder_mismatch",
             f"the messages have {num_placeholders - num_named} {placeholder} and {num_named} {medium} parts, "
-            f"`{column}` names {num_listed} {medium}s: write parts alone, or one {placeholder} for each of `{column}`",
+            f"`{column}` names {num_listed} {medium}s: write parts alone, or one {placeholder} for each of `{column}`; "
+            f"where {placeholder} is text, write media as parts, or set data.placeholders.{column[:-1]}=''",
         )

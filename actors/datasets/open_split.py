@@ -95,6 +95,7 @@ def _open_source(
         VideoInputs(root, videos, takes_absolute=takes_absolute),
         AudioInputs(root, sounds, takes_absolute=takes_absolute),
         columns=source.columns,
+        placeholders=data.placeholders.model_dump(),
         label_key=label_key,
         label=source.label,
         window_bytes=data.shuffle_bytes,

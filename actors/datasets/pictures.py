@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from io import BytesIO
@@ -22,6 +23,7 @@ from cluster.errors import MediaError, SkippedSample
 
 # The keys under which a mapping holds a picture, in the order in which they are looked at.
 KEYS = ("bytes", "path", "url", "image_url", "image", "source")
+SNAPSHOTS, BLOBS = "snapshots", "blobs"  # folders of a repository in the hub's cache
 WEB = ("http://", "https://")
 WITHOUT_PNG = ("CMYK", "YCbCr", "HSV", "RGBX", "RGBa")  # modes of Pillow that PNG does not have
 NUM_SHOWN = 80  # characters of a value in an error message
@@ -152,14 +154,13 @@ class PictureInputs:
     def _path(self, text: str) -> Path:
         """The absolute path of a file below the root."""
         try:
-            path = (self._root / text).resolve()
-            is_inside = path.is_relative_to(self._root)
-            is_file = is_inside and self._is_fit(path)
+            path = path_below(self._root, text)
+            is_file = path is not None and self._is_fit(path)
         except (OSError, RuntimeError, ValueError) as error:  # too long a name, a loop of links, a NUL character
             raise PictureError(
                 "missing_file", f"the path {text[:NUM_SHOWN]!r} is unusable ({error}): fix `image`"
             ) from error
-        if not is_inside:
+        if path is None:
             raise PictureError(
                 "outside_folder",
                 f"{text!r} leads out of the data folder {self._root}: use a path below it, or set data.media_path",
@@ -167,6 +168,24 @@ class PictureInputs:
         if not is_file:
             raise PictureError("missing_file", f"there is no file {path}: add it, or fix `image`")
         return path
+
+
+def path_below(root: Path, text: str) -> Path | None:
+    """The file that a row names below `root`, which is resolved, with links followed; None if it leads out of it.
+
+    The hub's cache keeps the files of a snapshot as links to the folder `blobs` of the same repository: one that is
+    named below the snapshot does not lead out.
+
+    Raises:
+        OSError, RuntimeError, ValueError: no file can have this name.
+    """
+    path = (root / text).resolve()
+    if path.is_relative_to(root):
+        return path
+    named = Path(os.path.normpath(root / text))
+    snapshots = next((folder for folder in (root, *root.parents) if folder.parent.name == SNAPSHOTS), None)
+    is_blob = snapshots is not None and path.parent == snapshots.parent.parent / BLOBS
+    return named if named.is_relative_to(root) and is_blob else None
 
 
 def flat(value: Any) -> Iterator[Any]:

@@ -35,19 +35,21 @@ class TableRows(LazyRows):
         audios: AudioInputs,
         *,
         columns: Mapping[str, str],
+        placeholders: Mapping[str, str],
         label_key: str,
         label: str,
         window_bytes: int,
         curriculum: Curriculum | None,
     ) -> None:
-        """`columns` says what a column of the format is called in the data; `label`, if not empty, is the label of all
-        rows."""
+        """`columns` says what a column of the format is called in the data, `placeholders` what stands for a medium in
+        its texts; `label`, if not empty, is the label of all rows."""
         self._table = table
         self._format = row_format
         self._pictures = pictures
         self._videos = videos
         self._audios = audios
         self._columns = dict(columns)
+        self._placeholders = dict(placeholders)
         self._label_key = label_key
         self._label = label
         self._window_bytes = window_bytes
@@ -91,6 +93,7 @@ class TableRows(LazyRows):
                 self._pictures,
                 self._videos,
                 self._audios,
+                placeholders=self._placeholders,
                 default_id=default_id,
                 name=name,
                 label_key=self._label_key,

@@ -13,9 +13,11 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from PIL import Image
 
+from actors.datasets.markup import PLACEHOLDERS, literal, verbatim
 from cluster.errors import MobulaError
 
-IMAGE_PLACEHOLDER = "<image>"
+IMAGE_PLACEHOLDER = PLACEHOLDERS["image"]
+IMAGE_MARK = "\ufdd2"  # stands for a picture where `<image>` is text
 ROLES_OF_RESET = ("system", "user")
 ROLES_OF_STEP = ("user", "tool")
 SEEDS_A_SPLIT = 1_000_000  # the seeds of the train, validation and test split begin at 0, 1 and 2 of these
@@ -34,7 +36,10 @@ class EpisodeError(MobulaError):
 
 @dataclass(frozen=True)
 class Message:
-    """One chat message of an environment; `text` holds one `<image>` for each of `pictures` (encoded files)."""
+    """One chat message of an environment; `text` holds one `<image>` for each of `pictures` (encoded files).
+
+    A text without pictures may hold any markup. Where `<image>` is text beside a picture, it stands at IMAGE_MARK.
+    """
 
     role: str
     text: str
@@ -139,6 +144,25 @@ class Demonstrator(Environment, Protocol):
         ...
 
 
+def marked_message(role: str, text: str, pictures: Sequence[bytes]) -> Message:
+    """A message whose `text` holds IMAGE_MARK for each picture, so that all else in it is text."""
+    is_plain = IMAGE_PLACEHOLDER not in text
+    return Message(role, text.replace(IMAGE_MARK, IMAGE_PLACEHOLDER) if is_plain else text, tuple(pictures))
+
+
+def place_of(message: Message) -> str:
+    """The text that stands for each picture of a message that has pictures."""
+    return IMAGE_MARK if IMAGE_MARK in message.text else IMAGE_PLACEHOLDER
+
+
+def row_text(message: Message) -> str:
+    """The text of a message as a row holds it (`actors.datasets.markup`): no part of it becomes a medium or a special
+    token but the placeholders of its pictures.
+    """
+    pieces = message.text.split(place_of(message)) if message.pictures else [message.text.replace(IMAGE_MARK, "")]
+    return verbatim(IMAGE_PLACEHOLDER.join(map(literal, pieces)))
+
+
 def split_of(seed: int) -> tuple[int, int]:
     """The number of the split that a seed is of (0 train, 1 validation, 2 test), and its place there."""
     return divmod(seed, SEEDS_A_SPLIT)
@@ -175,11 +199,12 @@ def checked_observation(
             raise EpisodeError("bad_observation", f"an observation holds {type(message).__name__}: return Messages")
         if message.role not in roles:
             raise EpisodeError("unknown_role", f"the role {message.role!r} is none of {', '.join(roles)}: use one")
-        num_places = message.text.count(IMAGE_PLACEHOLDER)
-        if num_places != len(message.pictures):
+        num_places = message.text.count(place_of(message))
+        if message.pictures and num_places != len(message.pictures):
             raise EpisodeError(
                 "bad_observation",
-                f"a message has {len(message.pictures)} pictures and {num_places} {IMAGE_PLACEHOLDER}: write one each",
+                f"a message has {len(message.pictures)} pictures and {num_places} {IMAGE_PLACEHOLDER}: write one each, "
+                f"or IMAGE_MARK of actors.environments.base where {IMAGE_PLACEHOLDER} is text",
             )
         if message.pictures and not takes_pictures:
             raise EpisodeError(

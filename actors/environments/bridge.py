@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from actors.datasets.pictures import EncodedFile
-from actors.environments.base import IMAGE_PLACEHOLDER, ROLES_OF_STEP, EpisodeError, Message
+from actors.environments.base import IMAGE_PLACEHOLDER, ROLES_OF_STEP, EpisodeError, Message, row_text
 from actors.processors.chat import ChatProcessor, expand
 from cluster.errors import SkippedSample
 from cluster.records.media import MediaHandle, MediaSpan
@@ -59,10 +59,10 @@ class TurnBridge:
         return self._roles[role]
 
     def delta(self, observation: Sequence[Message]) -> Delta:
-        """The tokens of an observation; its pictures are measured, not yet processed.
+        """The tokens of an observation, whose text stays text; its pictures are measured, not yet processed.
 
         Raises:
-            EpisodeError: a text imitates special tokens, or a picture cannot be used.
+            EpisodeError: a picture cannot be used.
         """
         try:
             return self._delta(observation)
@@ -81,9 +81,7 @@ class TurnBridge:
             raise EpisodeError(error.reason, str(error)) from error
 
     def _delta(self, observation: Sequence[Message]) -> Delta:
-        for message in observation:
-            for part in message.text.split(IMAGE_PLACEHOLDER):
-                self._chat.refuse_special_tokens(part)
+        observation = [replace(m, text=self._chat.checked_text(row_text(m))) for m in observation]
         pictures = tuple(EncodedFile(p, "a picture of an observation") for m in observation for p in m.pictures)
         text = self._rendered(self._merged(observation), MARK)
         end = self._chat.end_of_turn(text)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from uuid import uuid4
 
-from actors.environments.base import IMAGE_PLACEHOLDER, Message
+from actors.environments.base import IMAGE_MARK, Message, marked_message
 
 DATA_URL = "data:"
 
@@ -26,7 +26,7 @@ def message_of(role: str, content: Any) -> Message:
     if not isinstance(content, Sequence):
         raise ValueError(f"a message's content is {type(content).__name__}: send text, or a list of parts")
     parts = [_part(part) for part in content]
-    return Message(role, "".join(text for text, _ in parts), tuple(p for _, own in parts for p in own))
+    return marked_message(role, "".join(text for text, _ in parts), [p for _, own in parts for p in own])
 
 
 def answer_of(model: str, text: str, *, is_cut: bool) -> dict[str, Any]:
@@ -74,6 +74,6 @@ def _part(part: Any) -> tuple[str, Sequence[bytes]]:
     if not comma or not head.startswith(DATA_URL) or not head.endswith(";base64"):
         raise ValueError(f"a picture is at {url[:60]!r}: send data:image/png;base64,..., nothing is fetched")
     try:
-        return IMAGE_PLACEHOLDER, (base64.b64decode(content, validate=True),)
+        return IMAGE_MARK, (base64.b64decode(content, validate=True),)
     except binascii.Error as error:
         raise ValueError(f"a picture is no base64 ({error})") from error

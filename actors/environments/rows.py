@@ -10,7 +10,15 @@ from typing import Any
 
 from actors.datasets.pictures import EncodedFile
 from actors.datasets.rows import Row, Split, Turn
-from actors.environments.base import SEEDS_A_SPLIT, EpisodeError, Message, Observation, Reset, observation_hash
+from actors.environments.base import (
+    SEEDS_A_SPLIT,
+    EpisodeError,
+    Message,
+    Observation,
+    Reset,
+    observation_hash,
+    row_text,
+)
 from actors.environments.hosts.pool import EnvironmentPool
 from cluster.errors import DatasetError
 from configs.schema.environment import EnvironmentConfig
@@ -75,12 +83,12 @@ def _row(name: str, task: Mapping[str, Any], start: Reset) -> Row:
     pictures = [picture for message in start.observation for picture in message.pictures]
     return Row(
         sample_id=f"{name}-{seed}",
-        question=question.text,
+        question=row_text(question),
         answer=answer,
         solution=solution,
         images=tuple(EncodedFile(content, f"{name}-{seed}, picture {n}") for n, content in enumerate(pictures, 1)),
         metadata={ENVIRONMENT: task},
-        history=tuple(Turn(message.role, message.text) for message in history),
+        history=tuple(Turn(message.role, row_text(message)) for message in history),
     )
 
 

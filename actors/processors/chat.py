@@ -24,6 +24,7 @@ from transformers import (
 
 from actors.datasets.audios import Audio
 from actors.datasets.downloads import fetch_together, web_files
+from actors.datasets.markup import BREAK, cut_at_breaks, is_verbatim, literal, plain, without_special
 from actors.datasets.pictures import Picture
 from actors.datasets.rows import AUDIO_PLACEHOLDER, IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, Row, Turn
 from actors.datasets.videos import Video
@@ -162,6 +163,8 @@ class ChatProcessor:
         media_types = {"image": self.takes_pictures, "video": self.takes_videos, "audio": self.takes_audios}
         written = self.template.written([kind for kind, is_taken in media_types.items() if is_taken])
         self._reserved = reserved_tokens(self._tokenizer, self._hidden, written)
+        added = [token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special]
+        self._special = re.compile("|".join([self._reserved.pattern, *map(re.escape, added)]))
         self._refuse_unfit_config()
         self._encode = lru_cache(maxsize=NUM_CACHED_QUESTIONS)(self._render_and_tokenize)
         if isinstance(self._family, PictureFamily):
@@ -247,9 +250,9 @@ class ChatProcessor:
         Raises:
             PromptError: the text imitates special tokens.
         """
+        text = literal(text)  # an answer holds no media
         self.refuse_special_tokens(text)
-        ids = self._tokenizer(text, add_special_tokens=False).input_ids
-        return np.array([*ids, self.eos_token_ids[0]], dtype=np.int32)
+        return np.array([*self._ids(text), self.eos_token_ids[0]], dtype=np.int32)
 
     def render(self, turns: Sequence[tuple[str, str]], *, is_open: bool) -> str:
         """The chat template's text of (role, text) turns; `is_open` adds the head of the answer that comes next.
@@ -264,7 +267,11 @@ class ChatProcessor:
         """int32 [T]: the ids of rendered text, one placeholder a picture."""
         if self.takes_pictures and isinstance(self._family, PictureFamily):
             text = self._family.spaced(text, self._tokenizer)
-        return np.array(self._tokenizer(text, add_special_tokens=False).input_ids, dtype=np.int32)
+        return np.array(self._ids(text), dtype=np.int32)
+
+    def _ids(self, text: str) -> list[int]:
+        pieces = cut_at_breaks(text, self._special) if BREAK in text else [text]
+        return [i for piece in pieces for i in self._tokenizer(piece, add_special_tokens=False).input_ids]
 
     @property
     def num_embeddings(self) -> int:
@@ -460,7 +467,7 @@ class ChatProcessor:
 
     def _check_row(self, row: Row) -> None:
         self.check_media(row)
-        self.refuse_special_tokens(row.solution)  # supervised steps encode it
+        self.refuse_special_tokens(literal(row.solution))  # supervised steps encode it
 
     def _lay_out(self, row: Row, measured: MeasuredMedia) -> _Layout:
         """The row's tokens."""
@@ -480,15 +487,14 @@ class ChatProcessor:
 
     def _render_and_tokenize(self, history: Sequence[Turn], question: str) -> tuple[str, np.ndarray]:
         """The chat prompt as text and as ids, one placeholder a picture; a row's own system turn is the only one."""
-        turns = [*((turn.role, turn.text) for turn in history), ("user", question + self._suffix)]
-        for _, turn_text in turns:
-            self.refuse_imitations(turn_text)
+        given = [*((turn.role, turn.text) for turn in history), ("user", question + self._suffix)]
+        turns = [(role, self.checked_text(turn_text)) for role, turn_text in given]
         if self._data.system_prompt and turns[0][0] != "system":
             turns.insert(0, ("system", self._data.system_prompt))
         text = self.render(turns, is_open=True)
         ids = self.tokenize(text)
         ids.flags.writeable = False  # shared by all prompts of this question
-        return text, ids
+        return plain(text), ids
 
     def _expanded(self, size: tuple[int, int], source: Picture) -> np.ndarray:
         """The ids that a picture of (width, height) becomes."""
@@ -550,6 +556,17 @@ class ChatProcessor:
                 f"the text {text[:80]!r} contains the special token {found.group()!r}, which only the chat template "
                 "may write: remove it from the row"
             )
+
+    def checked_text(self, text: str) -> str:
+        """The text of a turn; special tokens in a verbatim one are text.
+
+        Raises:
+            PromptError: another text holds special tokens.
+        """
+        if is_verbatim(text):
+            text = without_special(text.removeprefix(BREAK), self._special)
+        self.refuse_imitations(text)
+        return text
 
     def refuse_imitations(self, text: str) -> None:
         """`refuse_special_tokens`, but for placeholders of media, which are special tokens of some families."""

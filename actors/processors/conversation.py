@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from actors.datasets.conversations import Conversation, Ending
+from actors.datasets.markup import plain
 from actors.processors.chat import ChatProcessor, MeasuredMedia, expand
 from actors.processors.text.answers import AnswerLayout, unused_mark
 from cluster.errors import PromptError
@@ -99,7 +100,7 @@ class ConversationProcessor:
         prompt = Prompt(
             prompt_id=prompt_id,
             sample_id=row.sample_id,
-            text=context.text,
+            text=plain(context.text),
             compact_ids=context.ids,
             expanded_ids=wholes[0].ids[:num_context],
             media=tuple(stored[number] for number in wholes[0].order),
@@ -206,5 +207,5 @@ def _trajectory(trajectory_id: str, ids: np.ndarray, mask: np.ndarray, text: str
 def _text(ending: Ending) -> str:
     """The text of an ending, for reports."""
     if len(ending.turns) == 1:
-        return ending.turns[0].text
-    return "\n".join(f"{turn.role}: {turn.text}" for turn in ending.turns)
+        return plain(ending.turns[0].text)
+    return plain("\n".join(f"{turn.role}: {turn.text}" for turn in ending.turns))

@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from PIL import Image
 
+from actors.datasets.markup import plain
+from actors.datasets.pictures import path_below
 from actors.datasets.rows import Row
 from cluster.errors import PromptError
 from cluster.records.media import MediaHandle, MediaKeeper, ProcessedMedia, content_key
@@ -106,9 +108,10 @@ class FlowProcessor:
                 f"{prompt.sample_id} names no pictures to learn from: write {TARGETS}, a list of files below "
                 "data.path, into its metadata, or set warm_start=none"
             )
-        path = (self._root / str(names[choice % len(names)])).resolve()
-        if not path.is_relative_to(self._root):
-            raise PromptError(f"{prompt.sample_id}: {path} of {TARGETS} is not below data.path={self._root}")
+        name = str(names[choice % len(names)])
+        path = path_below(self._root, name)
+        if path is None:
+            raise PromptError(f"{prompt.sample_id}: {name} of {TARGETS} is not below data.path={self._root}")
         return self.latents(path)
 
     def latents(self, path: Path) -> np.ndarray:

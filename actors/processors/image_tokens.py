@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from transformers import AutoConfig, AutoProcessor
 
+from actors.datasets.markup import plain
 from actors.datasets.rows import Row
 from cluster.errors import PromptError
 from cluster.records.trajectory import Prompt
@@ -73,7 +74,7 @@ class ImageTokenProcessor:
         return len(self._encoded(row)[1])
 
     def _encoded(self, row: Row) -> tuple[str, np.ndarray]:
-        text = row.question + self._suffix
+        text = plain(row.question) + self._suffix
         if row.images or row.history or not text.strip():
             raise PromptError(
                 f"{row.sample_id} has {len(row.images)} pictures, {len(row.history)} turns before the question and a "

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from actors.environments.base import Action, Observation, Step, checked_rewards
+from actors.environments.base import IMAGE_MARK, IMAGE_PLACEHOLDER, Action, Observation, Step, checked_rewards
 from actors.environments.bridge import TurnBridge
 from actors.processors.chat import ChatProcessor
 from cluster.records.actions import KeptSets, TokenActions
@@ -68,7 +68,7 @@ class Episode:
 
     def note_step(self, begin: int, action: Action, step: Step) -> None:
         """Record what the turn that began at `begin` led to."""
-        observation = "\n".join(f"{message.role}: {message.text}" for message in step.observation)
+        observation = "\n".join(f"{m.role}: {m.text.replace(IMAGE_MARK, IMAGE_PLACEHOLDER)}" for m in step.observation)
         rewards = checked_rewards(step.reward)
         self.turns.append(EpisodeTurn(begin, self.num_steps, action.text, observation, rewards, action.status))
 

@@ -90,6 +90,20 @@ class SourceConfig(Section):
     """Label of all rows, for recipes; empty to leave each row its own."""
 
 
+class PlaceholdersConfig(Section):
+    """The text that stands for a medium in the texts of rows; empty for none, so that what looks like one is text.
+
+    Where a part of a message names a medium, parts alone do, and all text is text.
+    """
+
+    image: str
+    """The text that stands for a picture."""
+    video: str
+    """The text that stands for a video."""
+    audio: str
+    """The text that stands for a sound."""
+
+
 class MixtureSource(SourceConfig):
     """One source of a mixture."""
 
@@ -171,6 +185,8 @@ class DataConfig(SourceConfig):
     """Redirects that a download follows."""
     download_timeout_s: Annotated[float, Field(gt=0, le=3600)]
     """The longest download of one file."""
+    placeholders: PlaceholdersConfig
+    """The text that stands for a medium in the texts of rows."""
     prompt_suffix: str
     """Text appended to every question. `auto` appends ` Answer in \\boxed{}.` where the reward reads the answer from a
     box, and nothing elsewhere."""

@@ -146,7 +146,8 @@ def _prepare(config: RunConfig, put: Callable[[Any], Any]) -> Prepared:
     if config.offline.is_on and config.sampler.is_flow:
         reader = partial(read_picture_pairs, config.data.path)
     elif config.offline.is_on:
-        reader = partial(read_conversations, config.data.path, form=config.offline.rows)
+        placeholders = config.data.placeholders.model_dump()
+        reader = partial(read_conversations, config.data.path, form=config.offline.rows, placeholders=placeholders)
     names = (TRAIN, config.evaluation.split) if config.offline.is_on else _splits(config.evaluation)
     splits = {name: _checked(config, reader, processor, name) for name in names}
     return Prepared(
@@ -201,7 +202,14 @@ def _supervised(config: RunConfig, media: MediaStore) -> SupervisedSource:
     processor = ConversationProcessor(
         chat, system_prompt=config.data.system_prompt, max_tokens=supervised.max_tokens, has_tail=False
     )
-    reader = partial(read_conversations, Path(supervised.path), form="conversation", key=SUPERVISED_PATH)
+    placeholders = config.data.placeholders.model_dump()
+    reader = partial(
+        read_conversations,
+        Path(supervised.path),
+        form="conversation",
+        key=SUPERVISED_PATH,
+        placeholders=placeholders,
+    )
     return SupervisedSource(_checked(config, reader, processor, TRAIN), processor)
 
 

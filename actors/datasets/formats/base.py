@@ -14,11 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from actors.datasets.audios import AudioInputs, each_sound
+from actors.datasets.audios import AudioInputs
+from actors.datasets.markup import PLACEHOLDERS, literal, placed
 from actors.datasets.pictures import PictureError, PictureInputs, flat, is_absent
 from actors.datasets.readers.base import is_missing
-from actors.datasets.rows import AUDIO_PLACEHOLDER, IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, Row, RowError, Turn
-from actors.datasets.videos import VideoInputs, each_video
+from actors.datasets.rows import Row, RowError, Turn
+from actors.datasets.videos import VideoInputs
 from cluster.errors import SkippedSample
 from cluster.records.json_lines import parse_json
 
@@ -26,6 +27,7 @@ Record = Mapping[str, Any]
 ROLES = ("system", "user", "assistant", "tool")
 VALUES = (str, bool, Real, Decimal, Mapping, list, tuple, np.ndarray)  # types that `text_of` writes
 COLUMN = re.compile(r"`(\w+)`")  # of the format, in an error message
+NAMES = {"image": "picture", "video": "video", "audio": "sound"}  # in error messages
 MEDIA_COLUMNS = ("images", "image", "videos", "video", "audios", "audio")
 
 
@@ -44,6 +46,7 @@ class Draft:
     chosen: str | None = None
     rejected: str | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
+    has_media_in_front: bool = False  # media of which no turn has a placeholder stand in front of the question
 
 
 @dataclass(frozen=True)
@@ -77,23 +80,24 @@ def finish(
     videos: VideoInputs,
     audios: AudioInputs,
     *,
+    placeholders: Mapping[str, str],
     default_id: str,
     name: str,
     label_key: str,
 ) -> Row:
-    """The draft as a row.
+    """The draft as a row. `placeholders` is `data.placeholders`.
 
     Raises:
         RowError: a text is missing, or media and placeholders do not match.
         MediaError: a web URL is not allowed or cannot be fetched.
     """
-    *history, last = draft.turns
     answer = text_of(draft.answer, "answer")
     images, shown = pictures.resolve(draft.images, name), videos.resolve_videos(draft.videos, name)
     played = audios.resolve_audios(draft.audios, name)
-    _check_placeholders(draft.turns, IMAGE_PLACEHOLDER, len(images), "picture", "images")
-    _check_placeholders(draft.turns, VIDEO_PLACEHOLDER, len(shown), "video", "videos")
-    _check_placeholders(draft.turns, AUDIO_PLACEHOLDER, len(played), "sound", "audios")
+    turns = list(draft.turns)
+    for kind, media in (("audio", played), ("video", shown), ("image", images)):
+        turns = _placed(turns, kind, placeholders[kind], len(media), draft.has_media_in_front)
+    *history, last = turns
     label = {} if draft.label is None else {label_key: str(draft.label)}
     return Row(
         sample_id=default_id if draft.sample_id is None else text_of(draft.sample_id, "id"),
@@ -110,26 +114,28 @@ def finish(
     )
 
 
-def _check_placeholders(turns: Sequence[Turn], placeholder: str, num_media: int, what: str, column: str) -> None:
-    num = sum(turn.text.count(placeholder) for turn in turns)
+def _placed(turns: Sequence[Turn], kind: str, own: str, num_media: int, in_front: bool) -> list[Turn]:
+    """The turns with a placeholder for each of `num_media` media of a kind; `own` is what the data call it.
+
+    What looks like a placeholder in an answer of the assistant is text, unless there are media for it. With `in_front`,
+    media without any placeholder stand in front of the question.
+
+    Raises:
+        RowError: there are more or fewer placeholders than media.
+    """
+    placeholder = PLACEHOLDERS[kind]
+    texts = placed([turn.text for turn in turns], kind, own, num_media)
+    if sum(text.count(placeholder) for text in texts) != num_media:
+        texts = [literal(x, (kind,)) if t.role == "assistant" else x for x, t in zip(texts, turns, strict=True)]
+    num = sum(text.count(placeholder) for text in texts)
+    if in_front and not num:
+        texts[-1], num = placeholder * num_media + texts[-1], num_media
     if num != num_media:
-        detail = f"the text has {num} {placeholder} and the row {num_media} {what}s: write one {placeholder} a {what}"
-        others = "" if num_media else f", or name the column of the {what}s in data.columns={{{column}: COLUMN}}"
-        raise RowError("placeholder_mismatch", f"{detail}{others}")
-
-
-def in_front(draft: Draft) -> Draft:
-    """The draft with its media in front of the question, where no turn has a placeholder of theirs."""
-    held = (
-        (AUDIO_PLACEHOLDER, list(each_sound(draft.audios))),
-        (VIDEO_PLACEHOLDER, each_video(draft.videos)),
-        (IMAGE_PLACEHOLDER, list(flat(draft.images))),
-    )
-    for placeholder, media in held:
-        if media and not any(placeholder in turn.text for turn in draft.turns):
-            last = draft.turns[-1]
-            draft.turns = [*draft.turns[:-1], replace(last, text=placeholder * len(media) + last.text)]
-    return draft
+        what, shown = NAMES[kind], own or placeholder
+        detail = f"the text has {num} {shown} and the row {num_media} {what}s: write one {shown} a {what}"
+        hint = f", name their column in data.columns={{{kind}s: COLUMN}}, or set data.placeholders.{kind}='' for text"
+        raise RowError("placeholder_mismatch", detail if num_media else detail + hint)
+    return [replace(turn, text=text) for turn, text in zip(turns, texts, strict=True)]
 
 
 def named(error: SkippedSample, sample: str, columns: Mapping[str, str]) -> RowError:

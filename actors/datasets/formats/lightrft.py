@@ -23,7 +23,6 @@ from actors.datasets.formats.base import (
     audios_of,
     first_of,
     images_of,
-    in_front,
     only_one,
     others,
     plain,
@@ -64,7 +63,7 @@ def read(record: Record) -> Draft:
     asked, _ = split_response(turns, "prompt")
     info = record.get("extra_info")
     info = info if isinstance(info, Mapping) else {}
-    draft = Draft(
+    return Draft(
         turns=asked,
         answer=only_one(first_of(record, *REFERENCES)),
         sample_id=present(record, "id"),
@@ -73,8 +72,8 @@ def read(record: Record) -> Draft:
         audios=audios_of(record, audios),
         label=first_of(record, "label", "extra_info.label"),
         metadata={**others(record, *COLUMNS), **plain(info)},
+        has_media_in_front=True,
     )
-    return in_front(draft)
 
 
 def write(row: Row, media: StoredMedia) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from actors.datasets.formats.base import (
     videos_of,
 )
 from actors.datasets.formats.turns import response_of, split_response, turns_of
+from actors.datasets.markup import BREAK, parts_of
 from actors.datasets.rows import Row
 
 COLUMNS = (
@@ -62,10 +63,10 @@ def read(record: Record) -> Draft:
 
 
 def write(row: Row, media: StoredMedia) -> dict[str, Any]:
-    turns = [{"role": turn.role, "content": turn.text} for turn in row.history]
+    turns = [{"role": turn.role, "content": _content(turn.text)} for turn in row.history]
     record: dict[str, Any] = {
         "id": row.sample_id,
-        "messages": [*turns, {"role": "user", "content": row.question}],
+        "messages": [*turns, {"role": "user", "content": _content(row.question)}],
         "answer": row.answer,
         "solution": row.solution,
     }
@@ -73,6 +74,11 @@ def write(row: Row, media: StoredMedia) -> dict[str, Any]:
         if value is not None:
             record[column] = value
     return {**record, **media.columns(), **({"metadata": row.metadata} if row.metadata else {})}
+
+
+def _content(text: str) -> str | list[dict[str, str]]:
+    """Parts where a text holds what looks like a placeholder."""
+    return parts_of(text) if BREAK in text else text
 
 
 FORMAT = RowFormat(COLUMNS, read, write)

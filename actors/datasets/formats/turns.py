@@ -7,7 +7,8 @@ from numbers import Real
 from typing import Any
 
 from actors.datasets.formats.base import ROLES, text_of
-from actors.datasets.rows import AUDIO_PLACEHOLDER, IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, RowError, Turn
+from actors.datasets.markup import PART, PLACEHOLDERS, plain, text_part
+from actors.datasets.rows import RowError, Turn
 
 TEXT_PARTS = ("text", "input_text", "output_text")
 IMAGE_PARTS = ("image", "image_url", "input_image")
@@ -34,19 +35,19 @@ def turns_of(messages: Any, column: str) -> tuple[list[Turn], list[Any], list[An
     if not isinstance(messages, list | tuple) or not messages:
         raise RowError(f"bad_{column}", f"`{column}` is {_shown(messages)}: write a list of turns")
     turns: list[Turn] = []
-    held: dict[str, list[Any]] = {IMAGE_PLACEHOLDER: [], VIDEO_PLACEHOLDER: [], AUDIO_PLACEHOLDER: []}
+    held: dict[str, list[Any]] = {kind: [] for kind in PLACEHOLDERS}
     for message in messages:
         if message is None:  # a list of fixed length is filled with null
             continue
         role, content = _role_and_content(message, column)
         texts = []
         for part in content if isinstance(content, list | tuple) else [content]:
-            text, medium = ("", None) if part is None else _part(part, column)
+            kind, text, medium = ("text", "", None) if part is None else _part(part, column)
             texts.append(text)
             if medium is not None:
-                held[text].append(medium)
+                held[kind].append(medium)
         turns.append(Turn(role, "".join(texts)))
-    return turns, held[IMAGE_PLACEHOLDER], held[VIDEO_PLACEHOLDER], held[AUDIO_PLACEHOLDER]
+    return turns, held["image"], held["video"], held["audio"]
 
 
 def response_of(value: Any, column: str) -> str | None:
@@ -58,13 +59,13 @@ def response_of(value: Any, column: str) -> str | None:
     turns, *media = turns_of(value if isinstance(value, list | tuple) else [value], column)
     if len(turns) != 1 or any(media):
         raise RowError(f"bad_{column}", f"`{column}` has {len(turns)} turns: write one response of text")
-    return turns[0].text or None
+    return plain(turns[0].text) or None
 
 
 def split_response(turns: Sequence[Turn], column: str) -> tuple[list[Turn], str | None]:
     """The prompt, which ends in a user's turn, and the assistant's answer to it if there is one."""
     asked = list(turns)
-    response = asked.pop().text if asked and asked[-1].role == "assistant" else None
+    response = plain(asked.pop().text) if asked and asked[-1].role == "assistant" else None
     if not asked or asked[-1].role != "user":
         raise RowError(f"bad_{column}", f"`{column}` has no user turn to answer: end it in one, or in an answer to one")
     return asked, response
@@ -83,24 +84,26 @@ def _role_and_content(message: Any, column: str) -> tuple[str, Any]:
     return role, content
 
 
-def _part(part: Any, column: str) -> tuple[str, Any]:
-    """The text of a part, which for a medium is its placeholder, and the medium if it stands there."""
+def _part(part: Any, column: str) -> tuple[str, str, Any]:
+    """The kind of a part, its text, which for a medium is its placeholder, and the medium if it stands there."""
     if isinstance(part, str | Real):
-        return str(part), None
+        return "text", str(part), None
     if not isinstance(part, Mapping):
         raise RowError(f"bad_{column}", f"`{column}` has {_shown(part)} as content: write a text or a list of parts")
     kind = part.get("type")
     if kind in TEXT_PARTS and isinstance(part.get("text"), str):
-        return part["text"], None
+        return "text", text_part(part["text"]), None
     if kind in IMAGE_PARTS:
         held = next((part[key] for key in ("image", "image_url", "url", "path", "bytes") if part.get(key)), None)
-        return IMAGE_PLACEHOLDER, held
+        return "image", PLACEHOLDERS["image"] + PART, held
     if kind in VIDEO_PARTS:
         held = next((part[key] for key in ("video", "video_url", "url", "path", "bytes") if part.get(key)), None)
-        return VIDEO_PLACEHOLDER, {"video": held, "fps": part.get("fps")} if isinstance(held, list | tuple) else held
+        video = {"video": held, "fps": part.get("fps")} if isinstance(held, list | tuple) else held
+        return "video", PLACEHOLDERS["video"] + PART, video
     if kind in AUDIO_PARTS:
         keys = ("audio", "audio_url", "input_audio", "url", "path", "bytes")
-        return AUDIO_PLACEHOLDER, next((part[key] for key in keys if part.get(key)), None)
+        sound = next((part[key] for key in keys if part.get(key)), None)
+        return "audio", PLACEHOLDERS["audio"] + PART, sound
     raise RowError(f"bad_{column}", f"`{column}` has a part of type {kind!r}: use text, image_url, video or audio")
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from actors.datasets.formats.base import present
+from actors.datasets.pictures import path_below
 from actors.datasets.readers.jsonl import read_objects
 from actors.datasets.rows import RowError, Skipped, Split, first_few
 from cluster.errors import DatasetError
@@ -71,8 +72,8 @@ def _file(fields: Mapping[str, Any], key: str, folder: Path) -> Path:
     value = fields.get(key)
     if not isinstance(value, str) or not value:
         raise RowError("missing_picture", f"`{key}` is {value!r}: write the path of a picture, or of latents")
-    path = (folder / value).resolve()
-    if not path.is_relative_to(folder):
+    path = path_below(folder, value)
+    if path is None:
         raise RowError(
             "outside_folder", f"`{key}` is {value!r}, which leads out of the data folder: use a path below it"
         )

@@ -11,7 +11,16 @@ from urllib.parse import urlsplit, urlunsplit
 import aiohttp
 
 from actors.environments.adapters.classes import OwnLoop
-from actors.environments.base import IMAGE_PLACEHOLDER, Action, EnvironmentSpec, EpisodeError, Message, Reset, Step
+from actors.environments.base import (
+    IMAGE_MARK,
+    Action,
+    EnvironmentSpec,
+    EpisodeError,
+    Message,
+    Reset,
+    Step,
+    marked_message,
+)
 
 
 class OpenEnv:
@@ -89,7 +98,7 @@ class OpenEnv:
         else:
             shown = {k: v for k, v in observation.items() if k not in (*self._picture_fields, "metadata")}
             text = json.dumps(shown, ensure_ascii=False)
-        return Message("user", IMAGE_PLACEHOLDER * len(pictures) + text, pictures)
+        return marked_message("user", IMAGE_MARK * len(pictures) + text, pictures)
 
     async def _exchange(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Send a message; the data of the observation that answers it."""

@@ -14,7 +14,16 @@ from actors.datasets.formats.base import plain
 from actors.datasets.readers.json_records import parse_object
 from actors.datasets.rows import RowError
 from actors.environments.adapters.classes import as_png, class_at
-from actors.environments.base import IMAGE_PLACEHOLDER, Action, EnvironmentSpec, Message, Reset, Step, Tool, ToolCall
+from actors.environments.base import (
+    IMAGE_MARK,
+    Action,
+    EnvironmentSpec,
+    Reset,
+    Step,
+    Tool,
+    ToolCall,
+    marked_message,
+)
 from actors.environments.tool_calls import describe_tools
 from cluster.records.json_lines import read_lines
 
@@ -61,7 +70,7 @@ class TRLClass:
             _prompt_of(row, self._instruction),
             text,
         ]
-        message = Message("user", "\n".join(part for part in parts if part), pictures)
+        message = marked_message("user", "\n".join(part for part in parts if part), pictures)
         return Reset((message,), {key: str(row[key]) for key in ("answer", "solution") if row.get(key) is not None})
 
     def step(self, action: Action) -> Step:
@@ -69,7 +78,7 @@ class TRLClass:
         is_last = self._turn >= self.spec.max_turns
         if not action.tool_calls:
             return Step((), self._reward(), True, False, {})
-        messages = [Message("tool", *self._called(call)) for call in action.tool_calls]
+        messages = [marked_message("tool", *self._called(call)) for call in action.tool_calls]
         return Step(tuple(messages), self._reward() if is_last else 0.0, False, is_last, {})
 
     def close(self) -> None:
@@ -128,7 +137,7 @@ def _content(given: Any) -> tuple[str, tuple[bytes, ...]]:
     if given is None:
         return "", ()
     if isinstance(given, Image.Image):
-        return IMAGE_PLACEHOLDER, (as_png(given),)
+        return IMAGE_MARK, (as_png(given),)
     if isinstance(given, Sequence) and not isinstance(given, str):
         parts = [_content(part) for part in given]
         return "".join(text for text, _ in parts), tuple(p for _, pictures in parts for p in pictures)

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from actors.datasets.formats import FORMATS
 from actors.datasets.formats.base import StoredMedia
+from actors.datasets.markup import BREAK
 from actors.datasets.open_split import open_split
 from actors.datasets.rows import Row, RowError, Skipped
 from actors.datasets.writers import WRITERS
@@ -93,6 +94,8 @@ def _write(config: RunConfig, split: str, writer: Writer, row_format: str) -> tu
 
 def _record(row: Row, limits: VideoLimits, audio: AudioConfig, writer: Writer, row_format: str) -> dict[str, Any]:
     """The row as a record of the format; its media are stored once all of them are whole."""
+    if row_format != "messages" and any(BREAK in text for text in (row.question, *(t.text for t in row.history))):
+        raise ValueError(f"{row.sample_id} holds a placeholder of media as text: write the format messages")
     files = []
     for picture in row.images:
         content = read_image(picture, limits.frame)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from io import BytesIO
 from math import ceil
@@ -17,6 +17,7 @@ from PIL import Image
 from rich.console import Console
 
 from actors.datasets.audios import Audio
+from actors.datasets.markup import plain
 from actors.datasets.open_split import open_split
 from actors.datasets.pictures import Picture
 from actors.datasets.prompts import RowChecker, checked_rows
@@ -200,6 +201,8 @@ def _samples(rows: Sequence[Row], config: RunConfig, num: int, num_usable: int) 
         pictures = [_thumbnail(partial(_picture, picture, limits.frame)) for picture in row.images]
         pictures += [_thumbnail(partial(_strip, video, limits)) for video in row.videos]
         pictures += [_thumbnail(partial(_drawn, sound, audio)) for sound in row.audios]
+        turns = tuple(replace(turn, text=plain(turn.text)) for turn in row.history)
+        row = replace(row, question=plain(row.question), history=turns)
         found.append(ShownRow(row, config.rewards.label_of(row.metadata), pictures))
     return found
 

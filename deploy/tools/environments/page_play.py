@@ -15,7 +15,7 @@ from fastapi.responses import HTMLResponse, JSONResponse, Response
 from jinja2 import Environment as Templates
 from jinja2 import FileSystemLoader
 
-from actors.environments.base import IMAGE_PLACEHOLDER
+from actors.environments.base import place_of
 from deploy.tools.environments.game import Game, PlayedEpisode
 
 TEMPLATE = "play.html.j2"
@@ -76,7 +76,7 @@ def as_json(game: Game, episode: PlayedEpisode) -> dict[str, Any]:
         "messages": [
             {
                 "role": message.role,
-                "text": message.text.replace(IMAGE_PLACEHOLDER, "").strip(),
+                "text": (message.text.replace(place_of(message), "") if message.pictures else message.text).strip(),
                 "pictures": [base64.b64encode(picture).decode("ascii") for picture in message.pictures],
             }
             for message in episode.messages

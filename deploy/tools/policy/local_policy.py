@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from actors.datasets.pictures import EncodedFile
 from actors.datasets.rows import Row, Turn
-from actors.environments.base import Message
+from actors.environments.base import Message, row_text
 from actors.processors.chat import ChatProcessor
 from actors.samplers import build_sampler
 from cluster.errors import PreflightError
@@ -89,11 +89,11 @@ class LocalPolicy:
         pictures = [picture for message in messages for picture in message.pictures]
         row = Row(
             sample_id=name,
-            question=question.text,
+            question=row_text(question),
             answer="",
             solution="",
             images=tuple(EncodedFile(content, f"{name}, picture {n}") for n, content in enumerate(pictures, 1)),
-            history=tuple(Turn(message.role, message.text) for message in history),
+            history=tuple(Turn(message.role, row_text(message)) for message in history),
         )
         return self.chat.prepare(row, name)
 

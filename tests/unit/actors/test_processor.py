@@ -21,7 +21,7 @@ from cluster.errors import MediaError, PromptError
 from cluster.records.media import MediaStore, ProcessedMedia
 from cluster.records.trajectory import Prompt
 from configs.load import load_config
-from configs.schema.data import CurriculumConfig, DataConfig, DataKind
+from configs.schema.data import CurriculumConfig, DataConfig, DataKind, PlaceholdersConfig
 from configs.schema.rollout import SamplerConfig, SamplerKind
 from learner.policies.tiny import SPECIAL_TOKENS, write_tiny_qwen2_5_vl
 
@@ -52,6 +52,7 @@ def data_config(**changes: object) -> DataConfig:
         curriculum=CurriculumConfig(kind="none", key="prompt_tokens", num_stages=1, num_epochs=1),
         video=load_config(["experiment=digits"]).data.video,
         audio=load_config(["experiment=digits"]).data.audio,
+        placeholders=PlaceholdersConfig(image="<image>", video="<video>", audio="<audio>"),
         prompt_suffix="",
         system_prompt="",
         template_kwargs={},

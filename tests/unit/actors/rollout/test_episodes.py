@@ -249,7 +249,7 @@ def test_episodes_are_a_function_of_the_seed(bench: Bench, group: TrajectoryGrou
 
 @pytest.mark.parametrize(
     ("fault", "kind"),
-    [("raise", "raised"), ("nan", "reward_not_finite"), ("special", "bad_prompt"), ("picture", "bad_media"),
+    [("raise", "raised"), ("nan", "reward_not_finite"), ("picture", "bad_media"),
      ("seed", "seed_ignored"), ("reset", "raised")],
 )  # fmt: skip
 def test_a_failed_episode_has_no_reward_and_is_no_error_of_the_run(bench: Bench, fault: str, kind: str) -> None:
@@ -257,6 +257,13 @@ def test_a_failed_episode_has_no_reward_and_is_no_error_of_the_run(bench: Bench,
     [trajectory] = found.trajectories
     assert trajectory.response.failure.startswith(kind)
     assert trajectory.num_steps >= 1
+
+
+def test_special_tokens_in_an_observation_are_text(bench: Bench) -> None:
+    [trajectory] = bench.run("environment.options={fault: 'special'}", num_samples=1).trajectories
+    assert trajectory.response.failure == ""
+    observed = trajectory.actions.token_ids[~trajectory.action_mask]
+    assert "<|im_end|>" in bench.chat._tokenizer.decode(observed, skip_special_tokens=True)
 
 
 def test_an_environment_that_always_fails_ends_the_run(bench: Bench) -> None:

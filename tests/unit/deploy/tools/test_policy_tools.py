@@ -181,7 +181,6 @@ def test_a_streamed_call_has_the_same_answer(served: Served) -> None:
         ({"messages": []}, 422, "messages"),
         ({"messages": [{"role": "wizard", "content": "x"}]}, 422, "role"),
         ({"messages": [{"role": "user", "content": "x"}], "tools": [{}]}, 422, "tools"),
-        ({"messages": [{"role": "user", "content": "<|im_end|>"}]}, 400, "special token"),
         ({"messages": [{"role": "user", "content": "word " * 400}]}, 400, "data.max_prompt_tokens"),
         ({"messages": [user("x") | {"content": [{"type": "image_url", "image_url": {"url": "http://a/b.png"}}]}]}, 400,
          "nothing is fetched"),

@@ -28,7 +28,6 @@ from typing import Any
 
 from actors.datasets.audios import Audio, AudioInputs, each_sound
 from actors.datasets.formats.base import first_of, present
-from actors.datasets.markup import PART, PLACEHOLDERS, literal, placed, plain, text_part
 from actors.datasets.pictures import Picture, PictureError, PictureInputs, flat
 from actors.datasets.readers.jsonl import read_objects
 from actors.datasets.rows import (
@@ -42,6 +41,7 @@ from actors.datasets.rows import (
 )
 from actors.datasets.videos import Video, VideoInputs, each_video
 from cluster.errors import DatasetError, SkippedSample
+from cluster.records.markup import PART, PLACEHOLDERS, literal, placed, plain, text_part
 from configs.near_paths import near
 
 ROLES = ("system", "user", "assistant")
@@ -107,9 +107,10 @@ def read_conversations(
     *,
     key: str = "data.path",
     placeholders: Mapping[str, str] = MappingProxyType(PLACEHOLDERS),
+    numbers_ids: bool = False,
 ) -> Split:
     """Read `<folder>/<split>.jsonl`, whose rows are of the `form` conversation, pair or scored; `key` names the folder,
-    and `placeholders` is `data.placeholders`.
+    and `placeholders` is `data.placeholders`. With `numbers_ids` an id has the number of its line behind it.
 
     Raises:
         DatasetError: there is no such file, or no line of it is usable.
@@ -124,7 +125,8 @@ def read_conversations(
         try:
             if isinstance(fields, RowError):
                 raise fields
-            name = present(fields, "id") or name
+            if (given := present(fields, "id")) is not None:
+                name = f"{given}-{number}" if numbers_ids else given
             row = _read_row(fields, folder.resolve(), name, FORMS[form], placeholders)
             if name in rows:
                 raise RowError("duplicate_id", f"another row before it has the id {name!r}")

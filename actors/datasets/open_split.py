@@ -96,6 +96,7 @@ def _open_source(
         AudioInputs(root, sounds, takes_absolute=takes_absolute),
         columns=source.columns,
         placeholders=data.placeholders.model_dump(),
+        numbers_ids=data.repeated_ids == "number",
         label_key=label_key,
         label=source.label,
         window_bytes=data.shuffle_bytes,

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from actors.datasets.audios import Audio
-from actors.datasets.markup import PLACEHOLDERS
 from actors.datasets.pictures import Picture
 from actors.datasets.videos import Video
 from cluster.errors import SkippedSample
+from cluster.records.markup import PLACEHOLDERS
 
 IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, AUDIO_PLACEHOLDER = PLACEHOLDERS.values()
 NUM_NAMED = 3  # skipped samples that an error message names
@@ -20,7 +20,7 @@ NUM_NAMED = 3  # skipped samples that an error message names
 @dataclass(frozen=True)
 class Turn:
     """One turn of a conversation; `text` holds one `<image>` for each picture, `<video>` for each video and
-    `<audio>` for each sound of it, and is otherwise marked up as `actors.datasets.markup` says."""
+    `<audio>` for each sound of it, and is otherwise marked up as `cluster.records.markup` says."""
 
     role: str  # system, user, assistant or tool
     text: str
@@ -31,7 +31,7 @@ class Row:
     """One question with its answer.
 
     `history` and `question`, in this order, hold one `<image>` for each of `images`, one `<video>` for each of `videos`
-    and one `<audio>` for each of `audios`, and are otherwise marked up as `actors.datasets.markup` says. `chosen` and
+    and one `<audio>` for each of `audios`, and are otherwise marked up as `cluster.records.markup` says. `chosen` and
     `rejected` are the two responses of a preference pair.
     """
 

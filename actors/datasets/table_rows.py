@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import PurePath
 from typing import Any
@@ -36,13 +37,14 @@ class TableRows(LazyRows):
         *,
         columns: Mapping[str, str],
         placeholders: Mapping[str, str],
+        numbers_ids: bool,
         label_key: str,
         label: str,
         window_bytes: int,
         curriculum: Curriculum | None,
     ) -> None:
         """`columns` says what a column of the format is called in the data, `placeholders` what stands for a medium in
-        its texts; `label`, if not empty, is the label of all rows."""
+        its texts; with `numbers_ids` an id has its place behind it; `label`, if not empty, is the label of all rows."""
         self._table = table
         self._format = row_format
         self._pictures = pictures
@@ -50,6 +52,7 @@ class TableRows(LazyRows):
         self._audios = audios
         self._columns = dict(columns)
         self._placeholders = dict(placeholders)
+        self._numbers_ids = numbers_ids
         self._label_key = label_key
         self._label = label
         self._window_bytes = window_bytes
@@ -88,7 +91,7 @@ class TableRows(LazyRows):
                 draft.label = self._label
             file, _, number = name.rpartition(":")
             default_id = f"{PurePath(file).stem}-{number}"
-            return finish(
+            row = finish(
                 draft,
                 self._pictures,
                 self._videos,
@@ -98,6 +101,8 @@ class TableRows(LazyRows):
                 name=name,
                 label_key=self._label_key,
             )
+            has_own_id = row.sample_id != default_id
+            return replace(row, sample_id=f"{row.sample_id}-{place + 1}") if self._numbers_ids and has_own_id else row
         except SkippedSample as error:
             sample = f"{name} ({record['id']})" if "id" in record else name
             raise named(error, sample, self._columns) from error

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from PIL import Image
 
-from actors.datasets.markup import PLACEHOLDERS, literal, verbatim
 from cluster.errors import MobulaError
+from cluster.records.markup import PLACEHOLDERS, literal, verbatim
 
 IMAGE_PLACEHOLDER = PLACEHOLDERS["image"]
 IMAGE_MARK = "\ufdd2"  # stands for a picture where `<image>` is text
@@ -156,7 +156,7 @@ def place_of(message: Message) -> str:
 
 
 def row_text(message: Message) -> str:
-    """The text of a message as a row holds it (`actors.datasets.markup`): no part of it becomes a medium or a special
+    """The text of a message as a row holds it (`cluster.records.markup`): no part of it becomes a medium or a special
     token but the placeholders of its pictures.
     """
     pieces = message.text.split(place_of(message)) if message.pictures else [message.text.replace(IMAGE_MARK, "")]

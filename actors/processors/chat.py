@@ -24,7 +24,6 @@ from transformers import (
 
 from actors.datasets.audios import Audio
 from actors.datasets.downloads import fetch_together, web_files
-from actors.datasets.markup import BREAK, cut_at_breaks, is_verbatim, literal, plain, without_special
 from actors.datasets.pictures import Picture
 from actors.datasets.rows import AUDIO_PLACEHOLDER, IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, Row, Turn
 from actors.datasets.videos import Video
@@ -43,6 +42,7 @@ from actors.processors.text.special_tokens import decode_response, end_token_ids
 from actors.processors.video import LoadedVideo, VideoLimits, check_video, decode_video, load_video, require_av
 from cluster.errors import MediaError, PromptError
 from cluster.records.image_sizes import IMAGE_SIZES, SHOWN_SIZES
+from cluster.records.markup import BREAK, cut_at_breaks, is_verbatim, literal, plain, without_special
 from cluster.records.media import MediaHandle, MediaKeeper, ProcessedMedia, content_key
 from cluster.records.trajectory import MediaSpan, Prompt
 from configs.schema.data import DataConfig

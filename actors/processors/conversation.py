@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from actors.datasets.conversations import Conversation, Ending
-from actors.datasets.markup import plain
 from actors.processors.chat import ChatProcessor, MeasuredMedia, expand
 from actors.processors.text.answers import AnswerLayout, unused_mark
 from cluster.errors import PromptError
 from cluster.records.actions import TokenActions
+from cluster.records.markup import plain
 from cluster.records.trajectory import (
     FinishReason,
     MediaSpan,

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from PIL import Image
 
-from actors.datasets.markup import plain
 from actors.datasets.pictures import path_below
 from actors.datasets.rows import Row
 from cluster.errors import PromptError
+from cluster.records.markup import plain
 from cluster.records.media import MediaHandle, MediaKeeper, ProcessedMedia, content_key
 from cluster.records.rgb import to_rgb
 from cluster.records.trajectory import NO_IDS, Prompt
@@ -75,7 +75,7 @@ class FlowProcessor:
 
     def prompt_text(self, row: Row) -> str:
         """The text that is encoded."""
-        return row.question + self._suffix
+        return plain(row.question) + self._suffix
 
     def check(self, row: Row) -> int:
         """0: a prompt has no tokens.

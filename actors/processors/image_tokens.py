@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from transformers import AutoConfig, AutoProcessor
 
-from actors.datasets.markup import plain
 from actors.datasets.rows import Row
 from cluster.errors import PromptError
+from cluster.records.markup import plain
 from cluster.records.trajectory import Prompt
 from configs.schema import DataConfig
 from configs.schema.rollout import SamplerConfig

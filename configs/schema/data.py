@@ -185,6 +185,9 @@ class DataConfig(SourceConfig):
     """Redirects that a download follows."""
     download_timeout_s: Annotated[float, Field(gt=0, le=3600)]
     """The longest download of one file."""
+    repeated_ids: Literal["skip", "number"]
+    """Rows whose id another row before them has: `skip` leaves them out by name, `number` appends to every id of the
+    data its place in the split, so that all rows stay."""
     placeholders: PlaceholdersConfig
     """The text that stands for a medium in the texts of rows."""
     prompt_suffix: str

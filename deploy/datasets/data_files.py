@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any
 
 from actors.datasets.readers.base import Opened, files_of
+from actors.datasets.readers.fingerprint import fingerprint_of
 from cluster.errors import DatasetError
 from cluster.replay.run_identity import run_identity
 from configs.schema import RunConfig
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow", ".tar", ".txt")
 TRAIN = "train"  # the split
-KEY = "the names and sizes of the training files in data.path"
+KEY = "the training files in data.path"
 
 
 def identity_with_data(config: RunConfig) -> dict[str, Any]:
@@ -24,11 +24,11 @@ def identity_with_data(config: RunConfig) -> dict[str, Any]:
 def _fingerprint(config: RunConfig) -> str:
     data = config.data
     sources = [(data.path / s.path, s.splits) for s in data.sources.values()] or [(data.path, data.splits)]
-    found = []
-    for path, splits in sources:
-        opened = Opened(path, splits.get(TRAIN, TRAIN), data.cache_path, max_block_bytes=0, subset="", num_streamed=0)
-        try:
-            found += [f"{file.name} {file.stat().st_size}" for file in files_of(opened, SUFFIXES)]
-        except (DatasetError, OSError):  # rows of the hub or of an environment, or files that are written at the start
-            return ""
-    return hashlib.sha256("\n".join(found).encode()).hexdigest()[:16]
+    try:
+        return fingerprint_of(
+            file
+            for path, splits in sources
+            for file in files_of(Opened(path, splits.get(TRAIN, TRAIN), data.cache_path, 0, "", 0), SUFFIXES)
+        )
+    except (DatasetError, OSError):  # rows of the hub or of an environment, or files that are written at the start
+        return ""

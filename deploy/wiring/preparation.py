@@ -146,8 +146,7 @@ def _prepare(config: RunConfig, put: Callable[[Any], Any]) -> Prepared:
     if config.offline.is_on and config.sampler.is_flow:
         reader = partial(read_picture_pairs, config.data.path)
     elif config.offline.is_on:
-        placeholders = config.data.placeholders.model_dump()
-        reader = partial(read_conversations, config.data.path, form=config.offline.rows, placeholders=placeholders)
+        reader = partial(read_conversations, config.data.path, form=config.offline.rows, **_texts_of_rows(config))
     names = (TRAIN, config.evaluation.split) if config.offline.is_on else _splits(config.evaluation)
     splits = {name: _checked(config, reader, processor, name) for name in names}
     return Prepared(
@@ -202,15 +201,13 @@ def _supervised(config: RunConfig, media: MediaStore) -> SupervisedSource:
     processor = ConversationProcessor(
         chat, system_prompt=config.data.system_prompt, max_tokens=supervised.max_tokens, has_tail=False
     )
-    placeholders = config.data.placeholders.model_dump()
-    reader = partial(
-        read_conversations,
-        Path(supervised.path),
-        form="conversation",
-        key=SUPERVISED_PATH,
-        placeholders=placeholders,
-    )
+    texts = _texts_of_rows(config)
+    reader = partial(read_conversations, Path(supervised.path), form="conversation", key=SUPERVISED_PATH, **texts)
     return SupervisedSource(_checked(config, reader, processor, TRAIN), processor)
+
+
+def _texts_of_rows(config: RunConfig) -> dict[str, Any]:
+    return {"placeholders": config.data.placeholders.model_dump(), "numbers_ids": config.data.repeated_ids == "number"}
 
 
 def _splits(evaluation: EvaluationConfig) -> list[str]:

@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 
 from actors.datasets.audios import AudioInputs
-from actors.datasets.markup import PLACEHOLDERS, literal, placed
 from actors.datasets.pictures import PictureError, PictureInputs, flat, is_absent
 from actors.datasets.readers.base import is_missing
 from actors.datasets.rows import Row, RowError, Turn
 from actors.datasets.videos import VideoInputs
 from cluster.errors import SkippedSample
 from cluster.records.json_lines import parse_json
+from cluster.records.markup import PLACEHOLDERS, literal, placed
 
 Record = Mapping[str, Any]
 ROLES = ("system", "user", "assistant", "tool")

@@ -27,8 +27,8 @@ from actors.datasets.formats.base import (
     videos_of,
 )
 from actors.datasets.formats.turns import response_of, split_response, turns_of
-from actors.datasets.markup import BREAK, parts_of
 from actors.datasets.rows import Row
+from cluster.records.markup import BREAK, parts_of
 
 COLUMNS = (
     "id",

@@ -7,8 +7,8 @@ from numbers import Real
 from typing import Any
 
 from actors.datasets.formats.base import ROLES, text_of
-from actors.datasets.markup import PART, PLACEHOLDERS, plain, text_part
 from actors.datasets.rows import RowError, Turn
+from cluster.records.markup import PART, PLACEHOLDERS, plain, text_part
 
 TEXT_PARTS = ("text", "input_text", "output_text")
 IMAGE_PARTS = ("image", "image_url", "input_image")

@@ -13,7 +13,6 @@ from rich.console import Console
 
 from actors.datasets.formats import FORMATS
 from actors.datasets.formats.base import StoredMedia
-from actors.datasets.markup import BREAK
 from actors.datasets.open_split import open_split
 from actors.datasets.rows import Row, RowError, Skipped
 from actors.datasets.writers import WRITERS
@@ -23,6 +22,7 @@ from actors.processors.image import decode_image, read_image
 from actors.processors.video import VideoLimits
 from actors.processors.video_file import whole_video
 from cluster.errors import PreflightError, SkippedSample
+from cluster.records.markup import BREAK
 from configs.groups import groups, own_values
 from configs.schema import RunConfig
 from configs.schema.data import AudioConfig

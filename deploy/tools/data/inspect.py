@@ -17,7 +17,6 @@ from PIL import Image
 from rich.console import Console
 
 from actors.datasets.audios import Audio
-from actors.datasets.markup import plain
 from actors.datasets.open_split import open_split
 from actors.datasets.pictures import Picture
 from actors.datasets.prompts import RowChecker, checked_rows
@@ -30,6 +29,7 @@ from actors.processors.video import VideoLimits, check_video, decode_video, load
 from cluster.errors import MediaError, PreflightError
 from cluster.metrics.report.chart_scales import write_number
 from cluster.metrics.report.page import STYLE, environment
+from cluster.records.markup import plain
 from cluster.records.media import MediaStore
 from configs.schema import DataConfig, RunConfig
 from deploy.wiring.preparation import ensure_data, ensure_model

@@ -15,13 +15,13 @@ from PIL import Image
 from actors.datasets.conversations import read_conversations
 from actors.datasets.formats import FORMATS
 from actors.datasets.formats.base import StoredMedia
-from actors.datasets.markup import PLACEHOLDERS, plain
 from actors.datasets.rows import Row
 from actors.environments.base import IMAGE_MARK, EpisodeError, Message, checked_observation, row_text
 from actors.environments.bridge import TurnBridge
 from actors.environments.chat_api import message_of
 from actors.processors.chat import ChatProcessor
 from actors.processors.conversation import ConversationProcessor
+from cluster.records.markup import PLACEHOLDERS, plain
 from cluster.records.media import MediaStore
 from configs.load import load_config
 from learner.policies.tiny import TINY

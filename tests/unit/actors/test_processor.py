@@ -52,6 +52,7 @@ def data_config(**changes: object) -> DataConfig:
         curriculum=CurriculumConfig(kind="none", key="prompt_tokens", num_stages=1, num_epochs=1),
         video=load_config(["experiment=digits"]).data.video,
         audio=load_config(["experiment=digits"]).data.audio,
+        repeated_ids="skip",
         placeholders=PlaceholdersConfig(image="<image>", video="<video>", audio="<audio>"),
         prompt_suffix="",
         system_prompt="",

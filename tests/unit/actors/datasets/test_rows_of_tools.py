@@ -19,6 +19,7 @@ from PIL import Image
 from actors.datasets.conversations import read_conversations
 from actors.datasets.formats.base import text_of
 from actors.datasets.readers.base import without_nulls
+from actors.datasets.readers.fingerprint import fingerprint_of
 from actors.datasets.rows import Row
 
 TURN = {"role": "user", "content": "<image>Which?"}
@@ -163,3 +164,45 @@ def test_one_picture_of_an_offline_row_needs_no_list(folder: Path) -> None:
     rows = [row | {"image": "a.png"}, row | {"images": "a.png"}, row | {"image": ["a.png", None]}]
     (folder / "train.jsonl").write_text("\ufeff" + "\r\n".join(map(json.dumps, rows)), encoding="utf-8")
     assert [len(row.images) for row in read_conversations(folder, "train", "conversation").rows] == [1, 1, 1]
+
+
+def test_rows_with_equal_ids_are_skipped_or_numbered(folder: Path) -> None:
+    rows = [{"id": "a", "question": "?", "answer": "7"}, {"id": "a", "question": "?", "answer": "8"}]
+    rows.append({"question": "?", "answer": "9"})
+    (folder / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert [row.sample_id for row in read_split(folder).rows] == ["a", "train-3"]
+    numbered = read_split(folder, repeated_ids="number")
+    assert [row.sample_id for row in numbered.rows] == ["a-1", "a-2", "train-3"] and numbered.skipped == ()
+
+
+def test_a_fingerprint_changes_with_any_content_that_is_read(folder: Path) -> None:
+    file = folder / "train.jsonl"
+    file.write_text("a" * 1000)
+    first = fingerprint_of([file])
+    assert first == fingerprint_of([file]) != fingerprint_of([file, file])
+    file.write_text("b" * 1000)
+    assert fingerprint_of([file]) != first
+    file.write_bytes(bytes(4 << 20))
+    large = fingerprint_of([file])
+    file.write_bytes(bytes((4 << 20) - 1) + b"x")
+    assert fingerprint_of([file]) != large
+
+
+def test_links_of_the_hubs_cache_are_read_and_other_links_are_not(tmp_path: Path) -> None:
+    snapshot, blobs = tmp_path / "datasets--lab--x" / "snapshots" / "0a1b", tmp_path / "datasets--lab--x" / "blobs"
+    (snapshot / "images").mkdir(parents=True)
+    blobs.mkdir()
+    Image.new("RGB", (56, 56)).save(blobs / "hash", format="PNG")
+    Image.new("RGB", (56, 56)).save(tmp_path / "secret.png")
+    (snapshot / "images" / "0.png").symlink_to("../../../blobs/hash")
+    (snapshot / "secret.png").symlink_to("../../../secret.png")
+    (snapshot / "refs.png").symlink_to("../../blobs/../../secret.png")
+    names = ["images/0.png", "secret.png", "refs.png", "../../blobs/hash", str(blobs / "hash")]
+    rows = [{"question": "<image>?", "answer": "7", "image": name} for name in names]
+    (snapshot / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    split = read_split(snapshot)
+    assert [row.images for row in split.rows] == [(snapshot.resolve() / "images" / "0.png",)]
+    assert [skipped.reason for skipped in split.skipped] == ["outside_folder"] * 4
+    messages = {"messages": [TURN, {"role": "assistant", "content": "7"}], "image": "images/0.png"}
+    (snapshot / "train.jsonl").write_text(json.dumps(messages))
+    assert len(read_conversations(snapshot, "train", "conversation").rows) == 1

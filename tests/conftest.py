@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import fcntl
 import logging
+import os
 import shutil
 import tempfile
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+
+# Before torch loads MKL: on some processors its products of float32 otherwise depend on the alignment of their memory,
+# and tests of equal bits compare two passes over equal numbers.
+os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
 import pytest
 import torch

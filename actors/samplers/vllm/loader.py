@@ -16,7 +16,7 @@ from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from actors.samplers.vllm.arguments import LOAD_FORMAT
-from learner.policies.checkpoint.stored import pushed_tensors
+from learner.policies.checkpoint.stored import loaded_tensors, pushed_tensors
 
 
 @register_model_loader(LOAD_FORMAT)
@@ -27,7 +27,9 @@ class CheckpointLoader(DefaultModelLoader):
         _folder(model_config.model)
 
     def get_all_weights(self, model_config: Any, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from pushed_tensors(_folder(model_config.model))
+        # With an output embedding in the files vLLM makes a tied one a layer apart, and ties equal ones again.
+        is_apart = model_config.word_embeddings_untied_by_checkpoint
+        yield from (loaded_tensors if is_apart else pushed_tensors)(_folder(model_config.model))
 
 
 def _folder(model: str) -> Path:

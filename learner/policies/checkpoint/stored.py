@@ -31,6 +31,7 @@ class StoredModel:
     missing: tuple[str, ...]  # tensors of the model that the files do not have
     misshapen: tuple[str, ...]  # those that have another shape than config.json gives them
     ties: Mapping[str, str]  # name in the files -> that of the tensor it is tied to, where the files have both
+    copies: Mapping[str, str]  # name that files give the copy of a tied tensor -> the tensor's name in a push
 
     def in_dtype(self, dtype: str) -> Manifest:
         """The manifest of a push in `dtype`."""
@@ -106,6 +107,7 @@ def stored_model(folder: Path, model_class: type[PreTrainedModel] | None = None)
         missing=tuple(sorted(pushed.get(name, name) for name in info["missing_keys"])),
         misshapen=tuple(f"{n} is {list(a)}, {list(b)} by config.json" for n, a, b in sorted(info["mismatched_keys"])),
         ties=_ties(copies, names, tensors),
+        copies=copies,
     )
 
 
@@ -113,6 +115,14 @@ def pushed_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
     """(name in a push, tensor) of every tensor of the model in `folder`, in the dtype of its file."""
     names = stored_names(folder)
     yield from ((names[name], tensor) for name, tensor in _read(folder, names))
+
+
+def loaded_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """As `pushed_tensors`; tied tensors come under the names of their copies as well."""
+    copies = stored_model(folder).copies
+    for name, tensor in pushed_tensors(folder):
+        yield name, tensor
+        yield from ((copy, tensor) for copy, source in copies.items() if source == name)
 
 
 def stored_names(folder: Path) -> Mapping[str, str]:

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from learner.policies.checkpoint.stored import StoredModel, broken_ties, pushed_tensors, stored_model
+from learner.policies.checkpoint.stored import StoredModel, broken_ties, loaded_tensors, pushed_tensors, stored_model
 from learner.policies.loading import checkpoint_names, load_model
 from learner.policies.tiny import TINY, write_tiny
 
@@ -44,6 +44,20 @@ def test_a_saved_model_has_the_names_and_tensors_of_a_push(tmp_path: Path, name:
     stored = check_equal(*changed(tmp_path, name, lambda state: state, tied=tied))
     assert not stored.left_out
     assert set(stored.names) == set(stored.tensors)
+
+
+@pytest.mark.parametrize("kept", [EMBEDDING, HEAD])
+def test_an_engine_gets_both_sides_of_a_tie_whichever_the_files_have(tmp_path: Path, kept: str) -> None:
+    folder, expected = changed(
+        tmp_path,
+        "llama",
+        lambda state: {kept if name == EMBEDDING else name: t for name, t in state.items()},
+        tied=True,
+    )
+    found = dict(loaded_tensors(folder))
+    assert found.keys() == {*expected, HEAD}
+    assert torch.equal(found[HEAD], expected[EMBEDDING])
+    assert torch.equal(found[EMBEDDING], expected[EMBEDDING])
 
 
 SPARE: dict[str, tuple[str, bool, Callable[[State], State]]] = {

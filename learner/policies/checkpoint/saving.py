@@ -67,7 +67,13 @@ def save_policy(
 
 @contextmanager
 def _valid_generation_config(model: PreTrainedModel) -> Iterator[None]:
-    """transformers refuses to save some files that it loads; the original is copied anyway."""
+    """transformers refuses to save some files that it loads; the original is copied anyway.
+
+    A model with a head for scores has none.
+    """
+    if not model.can_generate():
+        yield
+        return
     before = model.generation_config
     model.generation_config = GenerationConfig.from_model_config(model.config)
     try:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from hosts import AT_ONCE, FakeHosts, settle
+from ray import TaskID
 from ray.exceptions import ActorDiedError
 from reward_data import component, component_of, pool_over, rewards_of
 
@@ -30,13 +31,16 @@ from rewards.pool.worker import GroupOutcomes, Question
 
 
 class FakeCall:
-    """What `handle.method.remote(...)` returns: something with a future."""
+    """What `handle.method.remote(...)` returns: something with a future and the id of its call."""
 
     def __init__(self, future: Future[Any]) -> None:
         self._future = future
 
     def future(self) -> Future[Any]:
         return self._future
+
+    def task_id(self) -> TaskID:
+        return TaskID.nil()
 
 
 class FakePing:

@@ -157,6 +157,7 @@ class Rollout(RolloutActor):
         PromptServer.__init__(self)
         self._sampler = sampler
         self._tokenizer = Words()
+        self._hidden_ids = frozenset()
         self._media = MediaBatcher(MediaReader(timeout_s=1, max_items=1))
 
 

@@ -103,7 +103,7 @@ async def test_a_step_holds_its_phases(tmp_path: Path) -> None:
     await traced_run(tmp_path, traced(kept), total_steps=2).go()
     assert [(whole.trace, whole.attributes["step"]) for whole in kept.steps] == [("step 1", 1), ("step 2", 2)]
     phases = [span for span in kept.spans if span.trace == "step 1"]
-    names = ["wait_for_rollouts", "reference", "update", "evaluation", "weight_sync", "checkpoint"]
+    names = ["wait_for_rollouts", "reference", "update", "evaluation", "weight_sync", "evaluation", "checkpoint"]
     assert [span.name for span in phases] == names
     assert all(kept.steps[0].start_ns < span.start_ns < span.end_ns < kept.steps[0].end_ns for span in phases)
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-import unicodedata
 from functools import lru_cache
 
 from rewards.contract import RewardRequest, Score
 from rewards.functions.parsing.extraction import RequestExtractor
 from rewards.functions.parsing.references import check_true_or_false, given_references
+from rewards.functions.parsing.unicode_latex import composed
 from rewards.tools import Tools
 
 # A digit at an alias's edge must be the number's edge as well: 7 is not in -7, 3.7, 7.5, 7/8, 1,007, 7:30 or 7%.
@@ -18,9 +18,6 @@ _NUMBER_ENDS = re.compile(r"(?![-+.,:/^*\N{EN DASH}][0-9])(?!\s?%)(?!\w)")
 _WORD_BEGINS = re.compile(r"(?<!\w)(?<!\w-)")
 _WORD_ENDS = re.compile(r"(?!-\w)(?!\w)")
 
-MAX_MARKS = 30  # accents in a row
-GRAPHEME_JOINER = "\N{COMBINING GRAPHEME JOINER}"
-_RUN = re.compile(rf"[^\w\s\x00-\x7f]{{{MAX_MARKS + 1},}}")  # no accent is a word character
 _FEW_PLACES = 32
 
 
@@ -52,25 +49,8 @@ class ExactMatch:
 
 def fold(text: str, ignore_case: bool) -> str:
     """White space as single spaces, and none around; one way to write an accent (NFC); with `ignore_case`, one case."""
-    if not text.isascii():
-        text = unicodedata.normalize("NFC", _RUN.sub(_parted, text))
-    text = " ".join(text.split())
+    text = " ".join(composed(text).split())
     return text.casefold() if ignore_case else text
-
-
-def _parted(run: re.Match[str]) -> str:
-    """A run without more than `MAX_MARKS` accents in a row, in the stream-safe way of Unicode (UAX 15, section 13).
-
-    No script has so many; what has them is put into order in a time that grows with their number squared.
-    """
-    parted, num_marks = [], 0
-    for character in run[0]:
-        num_marks = num_marks + 1 if unicodedata.combining(character) else 0
-        if num_marks > MAX_MARKS:
-            parted.append(GRAPHEME_JOINER)
-            num_marks = 1
-        parted.append(character)
-    return "".join(parted)
 
 
 @lru_cache(maxsize=4096)  # a group's responses share their references

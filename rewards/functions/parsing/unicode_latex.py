@@ -40,6 +40,10 @@ _FULL_WIDTH = re.compile("[\uff01-\uff5e\u3000￠-￦]")
 _GREEK_LETTER = re.compile("[\u0391-\u03c9]")
 _GREEK_WORD = re.compile("[\u0370-\u03ff\u1f00-\u1fff]{3,}")
 
+MAX_MARKS = 30  # accents in a row
+GRAPHEME_JOINER = "\N{COMBINING GRAPHEME JOINER}"
+_RUN = re.compile(rf"[^\w\s\x00-\x7f]{{{MAX_MARKS + 1},}}")  # no accent is a word character
+
 _ACCENTS = {"'": "\u0301", "`": "\u0300", "^": "\u0302", '"': "\u0308", "~": "\u0303", "c": "\u0327", "H": "\u030b"}
 _ACCENT = re.compile(r"""\\(?:(['`^"~])\s*(?:\{\s*([A-Za-z])\s*\}|([A-Za-z]))|([cH])\s*\{\s*([A-Za-z])\s*\})""")
 
@@ -64,8 +68,28 @@ def plain_forms(text: str) -> str:
     """The text with accents as one character (NFC), and full-width forms and minus signs as ASCII."""
     if text.isascii():
         return text
-    text = _FULL_WIDTH.sub(lambda form: unicodedata.normalize("NFKC", form[0]), unicodedata.normalize("NFC", text))
+    text = _FULL_WIDTH.sub(lambda form: unicodedata.normalize("NFKC", form[0]), composed(text))
     return text.replace("\N{IDEOGRAPHIC FULL STOP}", ".").replace("\N{MINUS SIGN}", "-")
+
+
+def composed(text: str) -> str:
+    """The text with accents as one character (NFC), in a time that grows with its length."""
+    return text if text.isascii() else unicodedata.normalize("NFC", _RUN.sub(_parted, text))
+
+
+def _parted(run: re.Match[str]) -> str:
+    """A run without more than `MAX_MARKS` accents in a row, in the stream-safe way of Unicode (UAX 15, section 13).
+
+    No script has so many; what has them is put into order in a time that grows with their number squared.
+    """
+    parted, num_marks = [], 0
+    for character in run[0]:
+        num_marks = num_marks + 1 if unicodedata.combining(character) else 0
+        if num_marks > MAX_MARKS:
+            parted.append(GRAPHEME_JOINER)
+            num_marks = 1
+        parted.append(character)
+    return "".join(parted)
 
 
 def _accented(accent: re.Match[str]) -> str:

@@ -192,7 +192,7 @@ def test_rows_that_cannot_be_used_are_counted_and_named(base: Path, tmp_path: Pa
 
 def test_a_run_whose_every_step_was_skipped_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     summary = SimpleNamespace(
-        accuracy_before=None, accuracy_after=None, values_before={}, values_after={}, optimizer_steps=0, num_steps=3
+        accuracy_before=None, accuracy_after=None, values_before={}, optimizer_steps=0, num_steps=3, warnings=()
     )
     monkeypatch.setattr(runtime, "run_training", lambda config, console: summary)
     with pytest.raises(NothingTrainedError, match="3 steps ran and every one of their optimizer steps was skipped"):

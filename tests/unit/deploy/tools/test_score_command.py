@@ -346,8 +346,9 @@ def test_scoring_jsonl_loads_nothing_heavy(six: Path) -> None:
 
 
 def test_the_page_shows_hostile_responses_as_text(tmp_path: Path) -> None:
-    hostile = "</pre><script>alert(1)</script>{{ 7 * 7 }}\ud800"
-    rows = [record(hostile, hostile, hostile, [hostile], ["x"]), record(None, answer("a"), "a")]
+    hostile = "</pre><script>alert(1)</script>{{ 7 * 7 }}"
+    texts = (hostile, f"{hostile}\ud800")  # the second is no text, and a broken line
+    rows = [*(record(text, text, text, [text], ["x"]) for text in texts), record(None, answer("a"), "a")]
     path = write_jsonl(tmp_path / "rows.jsonl", rows)
     with path.open("a") as file:
         file.write('{"response": <script>}\n')
@@ -355,6 +356,7 @@ def test_the_page_shows_hostile_responses_as_text(tmp_path: Path) -> None:
     page = (tmp_path / "page.html").read_text()
     assert "<script" not in page
     assert "&lt;script&gt;alert(1)&lt;/script&gt;{{ 7 * 7 }}" in page
+    assert "<dt>broken lines</dt><dd>2</dd>" in page
     assert "http://" not in page.replace("http://www.w3.org", "")
 
 

@@ -228,6 +228,19 @@ def test_relaxed_accuracy_has_the_published_values(answer: str, reference: str, 
     assert score("relaxed_accuracy", options, request(answer, reference)).value == value
 
 
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("anls", {"threshold": 0.5, "lengths": "raw"}),
+        ("relaxed_accuracy", {"tolerance": 0.05}),
+        ("multiple_choice", {"letters": "AB"}),
+    ],
+)
+def test_a_million_accents_in_a_row_are_scored_in_time(name: str, options: dict[str, Any]) -> None:
+    many = request("A" + "\u0301\u0323" * 500_000, "A")
+    assert score(name, {**options, "extract": "whole"}, many).value == 0.0
+
+
 @pytest.mark.parametrize("name", ["anls", "relaxed_accuracy", "multiple_choice", "exact_match"])
 def test_empty_never_equals_empty(name: str) -> None:
     options = {

@@ -98,7 +98,8 @@ class MobulaWeightTransferEngine(WeightTransferEngine[JoinInfo, PushInfo]):
         ):
             initialize_layerwise_reload(self.model)
             self.model.load_weights(tensors)
-            _refuse_stale_layers(self.model)
+            if update_info.adapters is None:  # adapters change some layers alone
+                _refuse_stale_layers(self.model)
             finalize_layerwise_reload(self.model, self.model_config)
 
     def receive(self, manifest: Manifest, bucket_bytes: int) -> Iterator[tuple[str, torch.Tensor]]:

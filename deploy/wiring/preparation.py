@@ -175,6 +175,7 @@ def load_checked(config: RunConfig, media: MediaKeeper) -> LoadedModel:
         checkpoint = checkpoint_manifest(model_folder, dtype)
         _check_flow(checkpoint, config)
     else:
+        family_at(config.policy.model)  # refuses by name a type that transformers does not build
         stored = stored_model(model_folder, score_class(model_folder) if config.offline.job == "reward_model" else None)
         checkpoint = stored.in_dtype(dtype)
         _check_dtype(config)

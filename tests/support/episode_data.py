@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar
@@ -112,7 +113,7 @@ class Scripted:
                 case "picture":
                     observation = (Message("user", "<image>", (b"no picture",)),)
                 case "placeholder":
-                    observation = (Message("user", "<image>"),)
+                    observation = (replace(self._message(), text="<image><image>"),)
         return Step(tuple(observation), reward, self._turn >= self._num_turns, False, {})
 
     def close(self) -> None:

@@ -34,7 +34,8 @@ def config(model: Path, data: Path, *words: str) -> RunConfig:
 
 def processor(run: RunConfig) -> ChatProcessor:
     store = MediaStore(lambda media: media, run.data.media_cache_bytes)
-    return ChatProcessor(run.policy.model, run.data, run.sampler, store, keep_files=False)
+    suffix = run.question_suffix
+    return ChatProcessor(run.policy.model, run.data, run.sampler, store, keep_files=False, suffix=suffix)
 
 
 @pytest.mark.parametrize("family", TextFamily.model_types)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from io import BytesIO
 from typing import Any
 
@@ -12,6 +13,7 @@ from PIL import Image
 from actors.environments.base import Action, ToolCall, observation_hash
 from actors.environments.registry import build_environment
 from actors.environments.tasks.calculator import evaluate
+from actors.environments.tasks.miniwob.browser import NAMES
 from actors.environments.tool_calls import parse_tool_calls
 from configs.groups import groups
 from configs.load import load_config
@@ -28,9 +30,15 @@ def pixels(content: bytes) -> np.ndarray:
 
 # Those that need a server, a class of the user's or a Python of their own have tests of their own.
 OTHERS = ("none", "openenv", "program", "trl", "vagen", "verifiers")
+NEEDS_CHROMIUM = pytest.mark.skipif(not any(map(shutil.which, NAMES)), reason="there is no chromium on this machine")
+OPTIONS = [
+    pytest.param(name, marks=NEEDS_CHROMIUM) if name == "miniwob" else name
+    for name in groups()["environment"]
+    if name not in OTHERS
+]
 
 
-@pytest.mark.parametrize("option", [name for name in groups()["environment"] if name not in OTHERS])
+@pytest.mark.parametrize("option", OPTIONS)
 def test_every_option_is_deterministic_by_seed(option: str) -> None:
     words = [f"environment={option}", "data=environment", "rewards=environment", "policy=tiny_qwen2_5_vl"]
     config = load_config(words).environment

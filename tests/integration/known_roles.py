@@ -33,6 +33,7 @@ class KnownRollout(RolloutActor):
         self._token_s = token_s
         self._sampler = KnownSampler(lengths, chunk_tokens, self._before_step)
         self._tokenizer = Digits()
+        self._hidden_ids = frozenset()
         self._media = MediaBatcher(MediaReader(timeout_s=10, max_items=1))
 
     async def ping(self) -> int:

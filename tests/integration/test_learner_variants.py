@@ -30,7 +30,8 @@ components:
      retries: 0, cache_entries: 0}
 accuracy_component: length
 """
-ADAPTED = ("qkv.weight", "proj.weight")  # how the names of weights with adapters end
+# How the names of weights with adapters end: all linear layers of decoder and vision tower.
+ADAPTED = ("qkv.weight", "proj.weight", "merger.mlp.0.weight", "merger.mlp.2.weight")
 
 
 @pytest.fixture(scope="module")

@@ -49,7 +49,7 @@ def main(
 
 
 def _measured(words: Sequence[str], seed: int, folder: Path) -> Measured:
-    """Train with one seed in a process of its own.
+    """Trains with one seed in a separate process.
 
     Raises:
         subprocess.CalledProcessError: the run failed; its output is on the console.

@@ -255,7 +255,7 @@ def _turn(message: Any, named: Named) -> Turn:
 
 
 def _part(part: Any, named: Named) -> str:
-    """The text of one part of a message; a medium is a placeholder, also where it stands beside the messages."""
+    """The text of one part of a message; a medium is a placeholder, also if a column of the row holds it."""
     kind = part.get("type") if isinstance(part, dict) else None
     if kind == "text" and isinstance(part.get("text"), str):
         return text_part(part["text"])

@@ -38,7 +38,7 @@ class EpisodeError(MobulaError):
 class Message:
     """One chat message of an environment; `text` holds one `<image>` for each of `pictures` (encoded files).
 
-    A text without pictures may hold any markup. Where `<image>` is text beside a picture, it stands at IMAGE_MARK.
+    A text without pictures may hold any markup. In a text with images, a literal `<image>` is written as IMAGE_MARK.
     """
 
     role: str

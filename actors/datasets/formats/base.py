@@ -244,7 +244,7 @@ def images_of(record: Record, in_turns: Sequence[Any]) -> Any:
     Raises:
         RowError: they stand in both.
     """
-    return _in_turns_or_beside(record, in_turns, "image")
+    return _in_turns_or_column(record, in_turns, "image")
 
 
 def videos_of(record: Record, in_turns: Sequence[Any]) -> Any:
@@ -253,7 +253,7 @@ def videos_of(record: Record, in_turns: Sequence[Any]) -> Any:
     Raises:
         RowError: they stand in both.
     """
-    return _in_turns_or_beside(record, in_turns, "video")
+    return _in_turns_or_column(record, in_turns, "video")
 
 
 def audios_of(record: Record, in_turns: Sequence[Any]) -> Any:
@@ -262,11 +262,11 @@ def audios_of(record: Record, in_turns: Sequence[Any]) -> Any:
     Raises:
         RowError: they stand in both.
     """
-    return _in_turns_or_beside(record, in_turns, "audio")
+    return _in_turns_or_column(record, in_turns, "audio")
 
 
-def _in_turns_or_beside(record: Record, in_turns: Sequence[Any], kind: str) -> Any:
-    beside = first_of(record, f"{kind}s", kind)
-    if in_turns and beside is not None and any(not is_absent(item) for item in flat(beside)):
+def _in_turns_or_column(record: Record, in_turns: Sequence[Any], kind: str) -> Any:
+    column = first_of(record, f"{kind}s", kind)
+    if in_turns and column is not None and any(not is_absent(item) for item in flat(column)):
         raise RowError(f"bad_{kind}", f"the row has {kind}s in its turns and in `{kind}s`: keep one of them")
-    return in_turns or beside
+    return in_turns or column

@@ -11,7 +11,7 @@ NUM_BLOCKS, BLOCK_BYTES = 16, 1 << 16  # of a larger one, at equal distances, th
 
 
 def fingerprint_of(files: Iterable[Path]) -> str:
-    """A hash of names, sizes and content; at most 1 MiB of each file is read. Media beside the rows do not count.
+    """A hash of names, sizes and content; at most 1 MiB of each file is read. Media files do not count.
 
     Raises:
         OSError: a file cannot be read.

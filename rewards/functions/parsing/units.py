@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from rewards.functions.parsing.unit_names import singular, unit_symbol
 
 _NESTED = r"\{(?:[^{}]|\{[^{}]*\})*\}"
-_WRAPPED = rf"\\(?:text|textrm|textbf|textit|mathrm|mathbf|mbox|operatorname)\s*{_NESTED}"
+_WRAPPING = r"\\(?:text|textrm|textbf|textit|mathrm|mathbf|mbox|operatorname)\s*"
+_WRAPPED = _WRAPPING + _NESTED
 _NAME = (
     rf"(?>{_WRAPPED}|\\frac\s*{_NESTED}\s*{_NESTED}|\^\s*(?:\{{\s*\\circ\s*\}}|\\circ(?![A-Za-z]))|"
     r"\\(?:Omega|mu|degree|pounds|euro|text(?:euro|sterling|yen))(?![A-Za-z])|\\\$|"
@@ -33,7 +34,7 @@ _SYMBOL_COMMANDS = {
     **{"\\Omega": "Ω", "\\mu": "μ", "\\degree": "°", "\\cdot": "·", "\\times": "·", "*": "·", "\\$": "$"},
     **{"\\pounds": "£", "\\textsterling": "£", "\\euro": "€", "\\texteuro": "€", "\\textyen": "¥"},
 }
-_WRAPPER = re.compile(_WRAPPED.replace(_NESTED, r"\{((?:[^{}]|\{[^{}]*\})*)\}"))
+_WRAPPER = re.compile(rf"{_WRAPPING}({_NESTED})")
 _SYMBOL_COMMAND = re.compile(r"\\(?:Omega|mu|degree|pounds|euro|text(?:euro|sterling|yen)|cdot|times)\s*|\\\$|\*")
 _DIMENSIONS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
 _FRACTION = re.compile(rf"\\frac\s*({_NESTED})\s*({_NESTED})")
@@ -110,7 +111,7 @@ def _flat(tail: str) -> str:
     text = re.sub(r"\^\s*\{?\s*\\circ\s*\}?\s*", "°", tail)
     text = _FRACTION.sub(lambda f: f"{f[1][1:-1]}/({f[2][1:-1]})", text)
     text = _SYMBOL_COMMAND.sub(lambda c: _SYMBOL_COMMANDS[c[0].strip()], text)
-    text = _WRAPPER.sub(r"\1", text)
+    text = _WRAPPER.sub(lambda wrapper: wrapper[1][1:-1], text)
     text = re.sub(r"\\[,;:! ]|~|(?<=[A-Za-z])\.(?=\s)", " ", text)
     return re.sub(r"°\s*([CF])(?![A-Za-z])", r"°\1", re.sub(r"(?<=[kmMG])\s+(?=Ω)", "", text))
 

@@ -27,8 +27,8 @@ train: environment
 	    $(call unless,name,$(NAME)) $(ARGS)
 
 # One engine and one learner: two of each, as `laptop` has, do not fit into 16 GiB.
-train-pretrained: PRESET ?= $(call preset,laptop_overlapped)
-train-pretrained: BACKEND = $(if $(filter laptop_overlapped gpu_1 two_gpu,$(PRESET)),$(call unless,learner,single))
+train-pretrained: PRESET ?= $(call preset,laptop_in_turns)
+train-pretrained: BACKEND = $(if $(filter laptop_in_turns gpu_1 two_gpu,$(PRESET)),$(call unless,learner,single))
 train-pretrained: NAME ?= sums-$(NOW)
 train-pretrained: environment
 	.venv/bin/mobula train $(call unless,experiment,sums) $(call unless,resources,$(PRESET)) $(BACKEND) \

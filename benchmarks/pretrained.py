@@ -2,7 +2,7 @@
 
     python -m benchmarks.pretrained [--seeds 3] [--folder runs/pretrained] [KEY=VALUE]...
 
-The words go to `mobula train experiment=sums resources=laptop_overlapped learner=single`; `experiment=smolvlm_digits`
+The words go to `mobula train experiment=sums resources=laptop_in_turns learner=single`; `experiment=smolvlm_digits`
 takes the place of the sums. The table goes to the console and to `table.md` in the folder.
 """
 
@@ -23,7 +23,7 @@ from cluster.runtime.role_log import LOGS_FOLDER
 from configs.load import load_config
 from configs.words import overridden
 
-WORDS = ("experiment=sums", "resources=laptop_overlapped", "learner=single", "metrics.progress=false")
+WORDS = ("experiment=sums", "resources=laptop_in_turns", "learner=single", "metrics.progress=false")
 GIB = 2**30
 
 

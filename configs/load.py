@@ -31,9 +31,10 @@ from configs.schema.run import RunConfig
 from configs.words import Word, lay_on, read_words, refuse_overruled, unknown
 
 NAMED_BY_USER = (("policy", "model"), ("data", "path"))
-COMPUTED_FROM = ("resources.num_nodes", "policy.lora.rank")  # keys that files compute others from
+COMPUTED_FROM = {"resources.num_nodes": int, "resources.device": str, "policy.lora.rank": int}  # by files, and types
 OmegaConf.register_new_resolver("times", lambda a, b: a * b, replace=True)
 OmegaConf.register_new_resolver("if_positive", lambda number, yes, no: yes if number > 0 else no, replace=True)
+OmegaConf.register_new_resolver("if_gpu", lambda device, yes, no: yes if device != "cpu" else no, replace=True)
 NAME_BOTH = (
     "`experiment=own policy.model=CHECKPOINT data.path=FOLDER` trains a checkpoint on your own data; "
     "`experiment=digits` trains a small model on pictures that it writes itself"
@@ -60,8 +61,8 @@ def load_config(overrides: Sequence[str], *, is_complete: bool = True) -> RunCon
 def _composed(words: Sequence[Word]) -> dict[str, Any]:
     """The groups, the experiment on top of them, and on top of that what the chosen options say themselves.
 
-    Numbers that a file computes from another key (`${times:...}`, `${if_positive:...}`) are computed from what a word
-    says of that key.
+    Numbers that a file computes from another key (`${times:...}`, `${if_positive:...}`, `${if_gpu:...}`) are computed
+    from what a word says of that key.
     """
     choices = [word for word in words if word.is_group]
     with initialize_config_dir(str(FOLDER), version_base="1.3"):
@@ -71,7 +72,7 @@ def _composed(words: Sequence[Word]) -> dict[str, Any]:
     for group in layers():
         if group in chosen:
             merge(values, own_values(group, chosen[group]))
-    lay_on(values, [word for word in words if word.name in COMPUTED_FROM and isinstance(word.value, int)])
+    lay_on(values, [word for word in words if isinstance(word.value, COMPUTED_FROM.get(word.name, ()))])
     return OmegaConf.to_container(OmegaConf.create(values), resolve=True)  # type: ignore[return-value]
 
 

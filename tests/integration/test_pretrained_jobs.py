@@ -30,7 +30,7 @@ pytestmark = [
         reason="the extra `pretrained` is not installed",
     ),
 ]
-PRESET = ("resources=laptop_overlapped", "learner=single", "metrics.progress=false")
+PRESET = ("resources=laptop_in_turns", "learner=single", "metrics.progress=false")
 SMALL = (
     "evaluation.num_prompts=8",
     "algorithm.prompts_per_step=2",

@@ -446,7 +446,18 @@ def test_a_preset_on_the_command_line_wins_over_the_experiment_with_all_that_it_
     named = ["experiment=own", "policy.model=m", "data.path=d"]
     own, gpu_2, gpu_1 = (load_config([*named, *more]) for more in ([], ["resources=gpu_2"], ["resources=gpu_1"]))
     assert own.sampler.kv_cache_bytes < gpu_2.sampler.kv_cache_bytes == gpu_1.sampler.kv_cache_bytes
-    assert gpu_1.sampler.max_tokens == own.sampler.max_tokens
+    assert (gpu_1.name, gpu_1.learner.warmup_steps) == ("own", own.learner.warmup_steps)
+
+
+def test_own_has_lengths_and_passes_that_fit_the_device() -> None:
+    named = ["experiment=own", "policy.model=m", "data.path=d"]
+    cpu, gpu = load_config(named), load_config([*named, "resources=gpu_1"])
+    assert (cpu.sampler.max_tokens, cpu.sampler.max_model_len, cpu.learner.tokens_per_microbatch) == (256, 1280, 2048)
+    assert (gpu.sampler.max_tokens, gpu.sampler.max_model_len, gpu.learner.tokens_per_microbatch) == (1024, 3072, 8192)
+    without = [f"resources.{role}.num_gpus=0" for role in ("rollout", "learner", "reference")]
+    on_cpu = load_config([*named, "resources=gpu_1", "resources.device=cpu", *without])
+    assert on_cpu.sampler.max_tokens == 256, "the word is computed with"
+    assert load_config([*named, "sampler.max_tokens=200"]).sampler.max_tokens == 200
 
 
 KL = ["algorithm.kl={coef: 0.1}", "algorithm.kl.coef=0.2"]

@@ -43,7 +43,7 @@ def kept_bytes(forward: Callable[[], object], parameters: Iterable[torch.Tensor]
 
 def config(dtype: str, *words: str) -> RunConfig:
     words = words or ("learner.activation_checkpointing=none",)
-    return load_config(["experiment=own", *words, f"resources.dtype={dtype}"], is_complete=False)
+    return load_config(["experiment=own", "resources=gpu_1", *words, f"resources.dtype={dtype}"], is_complete=False)
 
 
 def vision_model() -> Qwen2_5_VLForConditionalGeneration:

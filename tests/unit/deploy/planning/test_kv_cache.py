@@ -67,11 +67,12 @@ def test_every_family_has_a_cache(name: str) -> None:
 
 def test_a_cache_that_holds_no_sequence_is_refused_by_the_keys_that_matter() -> None:
     shape: ModelShape = shape_of_values(SMOLLM2)
-    refuse_small_cache(config("sampler.kv_cache_bytes=143032320"), shape)
+    long = ("sampler.max_model_len=3072", "sampler.max_tokens=1024")
+    refuse_small_cache(config("sampler.kv_cache_bytes=143032320", *long), shape)
     with pytest.raises(PreflightError) as refused:
-        refuse_small_cache(config(f"sampler.kv_cache_bytes={128 * MIB}"), shape)
+        refuse_small_cache(config(f"sampler.kv_cache_bytes={128 * MIB}", *long), shape)
     assert "set sampler.kv_cache_bytes=143032320 or more" in str(refused.value)
     assert "or sampler.max_model_len=2880 or less" in str(refused.value)
-    shorter = ("sampler.max_model_len=2880", "data.max_prompt_tokens=1024")
+    shorter = ("sampler.max_model_len=2880", "sampler.max_tokens=1024")
     refuse_small_cache(config(f"sampler.kv_cache_bytes={128 * MIB}", *shorter), shape)
     refuse_small_cache(config("sampler.kv_cache_bytes=1", "sampler=huggingface"), shape)

@@ -21,6 +21,7 @@ from learner.policies.shapes import tiny_shape
 PRESETS: dict[str, tuple[str, dict[str, int], list[str] | None]] = {
     "laptop": ("1x0x0GB:2x16GB", {"learner": 2, "rollout": 2, "reference": 1}, None),
     "laptop_colocated": ("1x0x0GB:2x16GB", {"learner": 2, "rollout": 2, "reference": 1}, None),
+    "laptop_in_turns": ("1x0x0GB:2x16GB", {"learner": 1, "rollout": 1, "reference": 1}, None),
     "laptop_overlapped": ("1x0x0GB:2x16GB", {"learner": 1, "rollout": 1, "reference": 1}, None),
     "gpu_1": ("1x1x80GB", {"learner": 1, "rollout": 1, "reference": 1}, None),
     "one_gpu_colocated": ("1x1x141GB", {"learner": 1, "rollout": 1, "reference": 1}, ["policy.lora.rank=16"]),

@@ -94,10 +94,12 @@ def worker_memory(config: RunConfig, shape: ModelShape, role: str) -> WorkerMemo
 
 
 def _kept(config: RunConfig, shape: ModelShape, kind: str) -> dict[str, int]:
-    """Host memory of a worker on CPU beside what it uses. It fits the largest processes of runs with 72 M and 135 M
+    """Host memory of a worker on CPU beyond what it uses. It fits the largest processes of runs with 72 M and 135 M
     parameters (docs/measured.md)."""
-    if kind not in ("learner", "critic", "rollout"):
+    if kind not in ("learner", "critic", "rollout", "reference"):
         return {}
+    if kind == "reference":
+        return {"kept": min(KEPT_FREE, _frozen_weights(config, shape) // 2)}
     is_engine = kind == "rollout" and config.sampler.kind is SamplerKind.VLLM
     weights = DTYPE_BYTES[config.resources.dtype if kind == "rollout" else "float32"] * shape.num_parameters
     return {"kept": min(KEPT_FREE, weights), **({"packed": PACKED_COPIES * weights} if is_engine else {})}

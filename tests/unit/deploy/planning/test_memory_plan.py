@@ -107,6 +107,7 @@ def test_workers_on_cpu_hold_what_was_measured_with_a_released_model() -> None:
     weights = 4 * 134_515_008
     assert found.host["packed"] == 2 * weights and found.host["kept"] == weights < 576 * 2**20
     assert "packed" not in worker_memory(config("policy.model=some"), shape, "learner").host
+    assert worker_memory(config("policy.model=some"), shape, "reference").host["kept"] == weights // 2
     assert worker_memory(config("resources=two_gpu"), shape, "rollout").host.keys() == {"process"}
 
 

@@ -44,7 +44,7 @@ from cluster.errors import DatasetError, SkippedSample
 from cluster.records.markup import PART, PLACEHOLDERS, literal, placed, plain, text_part
 from configs.near_paths import near
 
-ROLES = ("system", "user", "assistant")
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}  # as messages call them
 CHOSEN, REJECTED = 1.0, 0.0
 """Labels of the answers of a pair; that of a conversation to imitate is CHOSEN."""
 
@@ -244,7 +244,7 @@ def _turn(message: Any, named: Named) -> Turn:
     if not isinstance(message, dict) or message.get("role") not in ROLES:
         role = message.get("role") if isinstance(message, dict) else message
         raise RowError("bad_message", f"a message has the role {role!r}: write one of {', '.join(ROLES)}")
-    role, content = message["role"], message.get("content")
+    role, content = ROLES[message["role"]], message.get("content")
     if isinstance(content, list):
         content = "".join(_part(part, named) for part in content if part is not None)
     if not isinstance(content, str) or not content:

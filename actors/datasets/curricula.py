@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -51,7 +52,10 @@ class Curriculum:
     def difficulty(self, row: Row, num_tokens: int) -> float:
         """Raises: RowError: the row's metadata have no number under the key."""
         value: Any = num_tokens if self.key == PROMPT_TOKENS else row.metadata.get(self.key)
-        if isinstance(value, bool) or not isinstance(value, int | float):
+        try:
+            if isinstance(value, bool) or not math.isfinite(number := float(value)):
+                raise ValueError
+        except (TypeError, ValueError) as error:
             detail = f"data.curriculum.key={self.key} is {value!r:.40} in its metadata: give every row a number there"
-            raise RowError("bad_difficulty", detail, row.sample_id)
-        return float(value)
+            raise RowError("bad_difficulty", detail, row.sample_id) from error
+        return number

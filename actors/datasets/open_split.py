@@ -77,7 +77,8 @@ def _open_source(
     if len(table) == 0:
         raise DatasetError(f"{table.source} has no usable row: fill it, or set data.path to another folder")
     root = data.path / source.media_path if source.media_path else table.root
-    takes_absolute = source.media_path != ""
+    # paths that datasets found in a folder are absolute; they are confined to the folder as all others
+    takes_absolute = source.media_path != "" or source.kind is DataKind.HUGGINGFACE
 
     def downloads(max_bytes: int, key: str) -> Downloads:
         limits = DownloadLimits(max_bytes, key, data.max_redirects, data.download_timeout_s)

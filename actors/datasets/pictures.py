@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import binascii
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from io import BytesIO
@@ -25,6 +26,8 @@ from cluster.errors import MediaError, SkippedSample
 KEYS = ("bytes", "path", "url", "image_url", "image", "source")
 SNAPSHOTS, BLOBS = "snapshots", "blobs"  # folders of a repository in the hub's cache
 WEB = ("http://", "https://")
+# The file itself, without the head of a data URL: base64 of what PNG, JPEG, WebP and GIF files begin with, and no dot.
+BASE64 = re.compile(r"(?:iVBORw0KGgo|/9j/|UklGR|R0lGOD)[A-Za-z0-9+/\s]{80,}+={0,2}\s*")
 WITHOUT_PNG = ("CMYK", "YCbCr", "HSV", "RGBX", "RGBa")  # modes of Pillow that PNG does not have
 NUM_SHOWN = 80  # characters of a value in an error message
 NUM_SHOWN_OF_URL = 200
@@ -125,6 +128,8 @@ class PictureInputs:
             return EncodedFile(_from_data_url(text), name)
         if text.startswith(WEB):
             return self._downloads.fetch(text)
+        if BASE64.fullmatch(text):
+            return EncodedFile(_from_base64(text), name)
         if text.startswith("file://"):
             return self._path(unquote(urlsplit(text).path))
         if text.startswith("/") and not self._takes_absolute:
@@ -139,7 +144,7 @@ class PictureInputs:
         return path.is_file()
 
     def _from_mapping(self, value: Mapping[str, Any], name: str) -> Picture:
-        held = next((value[key] for key in KEYS if value.get(key) is not None), None)
+        held = next((value[key] for key in KEYS if not _is_empty(value.get(key))), None)
         encoded = value.get("data") if held is None else value.get("bytes")
         if isinstance(encoded, str):  # JSON has no bytes
             return EncodedFile(_from_base64(encoded), name)
@@ -202,6 +207,11 @@ def is_absent(value: Any) -> bool:
     return value is None or is_nan or (isinstance(value, str | Mapping) and not value)
 
 
+def _is_empty(value: Any) -> bool:
+    """Whether a field of a mapping holds nothing: null, or empty bytes beside a path."""
+    return value is None or (isinstance(value, str | bytes) and not value)
+
+
 def _no_picture(value: Any) -> PictureError:
     shown = f"{type(value).__name__} {value!r}"[:NUM_SHOWN]
     return PictureError(
@@ -220,7 +230,7 @@ def _from_data_url(url: str) -> bytes:
 
 def _from_base64(text: str) -> bytes:
     try:
-        return base64.b64decode(text, validate=True)
+        return base64.b64decode("".join(text.split()), validate=True)  # MIME breaks lines at 76 letters
     except (binascii.Error, ValueError) as error:
         raise PictureError(
             "bad_image", f"{text[:NUM_SHOWN]!r} is no base64 ({error}): encode the file again"

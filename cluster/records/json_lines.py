@@ -13,7 +13,12 @@ UNREADABLE = (
     (b"\xfe\xff", "UTF-16: convert it to UTF-8"),
     (b"\x1f\x8b", "compressed with gzip: unpack it"),
     (b"\x28\xb5\x2f\xfd", "compressed with zstd: unpack it"),
+    (b"BZh", "compressed with bzip2: unpack it"),
+    (b"\xfd7zXZ", "compressed with xz: unpack it"),
+    (b"PK\x03\x04", "a ZIP archive: unpack it"),
+    (b"PAR1", "a Parquet file: give it the suffix .parquet, and set data.kind=parquet"),
 )
+HEAD_BYTES = 6
 
 
 class _Spelled:
@@ -77,18 +82,40 @@ def parse_json(text: bytes) -> Any:
             json.dumps(value, ensure_ascii=False).encode()
     except RecursionError as error:
         raise ValueError(str(error)) from error
+    except UnicodeDecodeError as error:
+        byte = text.removeprefix(BYTE_ORDER_MARK)[error.start]
+        raise ValueError(f"byte 0x{byte:02x} at position {error.start} is no UTF-8: convert the file") from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{error}{_fault_of_lines(text, error)}") from error
     return value
 
 
 def check_encoding(file: Path) -> None:
     """Raises: ValueError: the file is compressed, or in another encoding than UTF-8."""
-    with file.open("rb") as content:
-        head = content.read(4)
-    found = next((what for mark, what in UNREADABLE if head.startswith(mark)), None)
-    if found is None and b"\0" in head:
-        found = "no UTF-8 text: convert it"
+    refuse_compressed(file)
+    if b"\0" in _head(file):
+        raise ValueError(f"{file} is no UTF-8 text: convert it")
+
+
+def refuse_compressed(file: Path) -> None:
+    """Raises: ValueError: the file begins as one that is compressed, or in another encoding than UTF-8."""
+    found = next((what for mark, what in UNREADABLE if _head(file).startswith(mark)), None)
     if found is not None:
         raise ValueError(f"{file} is {found}")
+
+
+def _head(file: Path) -> bytes:
+    with file.open("rb") as content:
+        return content.read(HEAD_BYTES)
+
+
+def _fault_of_lines(text: bytes, error: json.JSONDecodeError) -> str:
+    """Why a line is not one value, where that can be seen."""
+    if b"\r" in text.strip():
+        return ": lines end in carriage returns alone, write line feeds"
+    if error.msg == "Extra data":
+        return ": there is more than one value"
+    return ": the value does not end" if error.pos >= len(error.doc.rstrip()) else ""
 
 
 def _without_duplicates(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
@@ -100,7 +127,7 @@ def _without_duplicates(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _constant(name: str) -> float | None:
-    return None if name == "NaN" else float(name)
+    return None if name == "NaN" else SpelledFloat(name)
 
 
 _DECODER = json.JSONDecoder(

@@ -17,6 +17,7 @@ from actors.datasets.formats.base import (
     Record,
     RowFormat,
     StoredMedia,
+    asked_text,
     audios_of,
     first_given,
     first_of,
@@ -46,14 +47,14 @@ COLUMNS = (
 def read(record: Record) -> Draft:
     system = first_of(record, "system")
     asked = (first_of(record, "instruction"), first_of(record, "input"))
-    question = "\n".join(text_of(text, "instruction") for text in asked if text is not None)
+    question = "\n".join(asked_text(text, "instruction") for text in asked if text is not None)
     chosen, rejected = (response_of(record.get(column), column) for column in ("chosen", "rejected"))
     solution = first_given(first_of(record, "output"), chosen)
     if solution is None:
         raise RowError("missing_output", "the row has neither `output` nor `chosen`: add one of them")
     return Draft(
         turns=[
-            *([Turn("system", text_of(system, "system"))] if system else []),
+            *([Turn("system", asked_text(system, "system"))] if system else []),
             *_history(record.get("history")),
             Turn("user", text_of(question, "instruction")),
         ],
@@ -74,7 +75,7 @@ def _history(pairs: Any) -> list[Turn]:
     for pair in pairs or []:
         if not isinstance(pair, list | tuple) or len(pair) != 2:
             raise RowError("bad_history", f"`history` has {pair!r:.40}: write [question, answer] pairs")
-        turns += [Turn("user", text_of(pair[0], "history")), Turn("assistant", text_of(pair[1], "history"))]
+        turns += [Turn("user", asked_text(pair[0], "history")), Turn("assistant", text_of(pair[1], "history"))]
     return turns
 
 

@@ -11,6 +11,7 @@ from datetime import date, time
 from decimal import Decimal
 from numbers import Real
 from typing import Any
+from uuid import UUID
 
 import numpy as np
 
@@ -133,8 +134,12 @@ def _placed(turns: Sequence[Turn], kind: str, own: str, num_media: int, in_front
     if num != num_media:
         what, shown = NAMES[kind], own or placeholder
         detail = f"the text has {num} {shown} and the row {num_media} {what}s: write one {shown} a {what}"
-        hint = f", name their column in data.columns={{{kind}s: COLUMN}}, or set data.placeholders.{kind}='' for text"
-        raise RowError("placeholder_mismatch", detail if num_media else detail + hint)
+        if not num_media:
+            detail += f", name their column in data.columns={{{kind}s: COLUMN}}"
+            detail += f", or set data.placeholders.{kind}='' for text"
+        elif not num:
+            detail += f", or set data.row_format=lightrft, which puts {what}s in front of the question"
+        raise RowError("placeholder_mismatch", detail)
     return [replace(turn, text=text) for turn, text in zip(turns, texts, strict=True)]
 
 
@@ -145,16 +150,30 @@ def named(error: SkippedSample, sample: str, columns: Mapping[str, str]) -> RowE
 
 
 def text_of(value: Any, column: str) -> str:
-    """A text to the letter, a number as it is written, another value as JSON has it, a date in ISO 8601."""
+    """A text to the letter, a number as it is written, another value as JSON has it, a date in ISO 8601, a UUID."""
     if is_missing(value) or (isinstance(value, str | Mapping | list | tuple) and len(value) == 0):
         raise RowError(f"missing_{column}", f"the row has no `{column}`: add it")
     if isinstance(value, np.generic):
-        value = value.item()
+        value = spelled(value)
     if isinstance(value, date | time):
         return value.isoformat()
+    if isinstance(value, UUID):
+        return str(value)
     if isinstance(value, bytes | bytearray | memoryview) or not isinstance(value, VALUES):
         raise RowError(f"bad_{column}", f"`{column}` is a {type(value).__name__}: write a text or a number")
     return value if type(value) is str else as_json(value)
+
+
+def asked_text(value: Any, column: str) -> str:
+    """The text of a question, as `text_of`.
+
+    Raises:
+        RowError: it is missing, or a list or an object, such as chat turns or a column that holds all rows.
+    """
+    if isinstance(value, Mapping | list | tuple) and value:
+        detail = f"`{column}` is a {type(value).__name__}: write a text, or chat turns with data.row_format=messages"
+        raise RowError(f"bad_{column}", f"{detail} and data.columns={{messages: COLUMN}}")
+    return text_of(value, column)
 
 
 def present(record: Record, column: str) -> Any:
@@ -168,14 +187,19 @@ def as_json(value: Any) -> str:
     if isinstance(value, Mapping):
         return f"{{{', '.join(f'{json.dumps(str(key))}: {as_json(item)}' for key, item in value.items())}}}"
     if isinstance(value, np.ndarray):
-        value = value.tolist()
+        value = list(value) if value.ndim else value[()]
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(as_json, value))}]"
     if isinstance(value, np.generic):
-        value = value.item()
+        value = spelled(value)
     if value is None or isinstance(value, bool):
         return json.dumps(value)
     return str(value) if isinstance(value, Real | Decimal) else json.dumps(str(value), ensure_ascii=False)
+
+
+def spelled(value: np.generic) -> Any:
+    """The value of a NumPy scalar; of a float the fewest digits that are read as the same one: float32 0.1 is 0.1."""
+    return float(str(value)) if isinstance(value, np.floating) else value.item()
 
 
 def first_of(record: Record, *columns: str) -> Any:
@@ -224,7 +248,9 @@ def others(record: Record, *known: str) -> dict[str, Any]:
 def plain(value: Any) -> Any:
     """The same value as JSON can hold it: numbers that keep their spelling become plain numbers, dates and decimals
     text, arrays lists, and whole files are left out."""
-    if isinstance(value, np.generic | np.ndarray):
+    if isinstance(value, np.generic):
+        value = spelled(value)
+    if isinstance(value, np.ndarray):
         value = value.tolist()
     if isinstance(value, bool) or value is None:
         return value

@@ -19,12 +19,12 @@ from actors.datasets.formats.base import (
     Record,
     RowFormat,
     StoredMedia,
+    asked_text,
     audios_of,
     images_of,
     others,
     plain,
     present,
-    text_of,
     videos_of,
 )
 from actors.datasets.rows import Row, RowError, Turn
@@ -39,7 +39,7 @@ def read(record: Record) -> Draft:
     if not isinstance(nested, Mapping):
         raise RowError("bad_metadata", f"`metadata` is a {type(nested).__name__}: write an object")
     return Draft(
-        turns=[Turn("user", text_of(record.get("question"), "question"))],
+        turns=[Turn("user", asked_text(record.get("question"), "question"))],
         answer=record.get("answer"),
         sample_id=present(record, "id"),
         solution=present(record, "solution"),

@@ -19,13 +19,13 @@ from actors.datasets.formats.base import (
     Record,
     RowFormat,
     StoredMedia,
+    asked_text,
     audios_of,
     first_given,
     first_of,
     images_of,
     others,
     present,
-    text_of,
     videos_of,
 )
 from actors.datasets.formats.turns import response_of, split_response, turns_of
@@ -51,7 +51,7 @@ def read(record: Record) -> Draft:
     chosen, rejected = (response_of(record.get(column), column) for column in ("chosen", "rejected"))
     solution = first_given(response, chosen)
     return Draft(
-        turns=[*([Turn("system", text_of(system, "system"))] if system else []), *asked],
+        turns=[*([Turn("system", asked_text(system, "system"))] if system else []), *asked],
         answer=first_given(first_of(record, "answer"), solution),
         sample_id=present(record, "id"),
         solution=solution,

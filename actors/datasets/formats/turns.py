@@ -19,6 +19,7 @@ FROM_ROLES = {
     "gpt": "assistant",
     "observation": "tool",
     "model": "assistant",
+    "developer": "system",  # OpenAI's name for it since 2024
     **{role: role for role in ROLES},
 }
 

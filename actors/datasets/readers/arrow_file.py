@@ -11,6 +11,8 @@ from tempfile import NamedTemporaryFile
 import numpy as np
 import pyarrow as pa
 
+from actors.datasets.readers.arrow_records import records_of
+
 BATCH_RECORDS = 256  # of the file's batches: what one read decodes at most
 
 
@@ -28,7 +30,7 @@ class ArrowFile:
     def record(self, place: int) -> dict:
         batch = int(np.searchsorted(self._ends, place, side="right"))
         start = int(self._ends[batch - 1]) if batch else 0
-        return self._reader.get_batch(batch).slice(place - start, 1).to_pylist()[0]
+        return records_of(self._reader.get_batch(batch).slice(place - start, 1))[0]
 
 
 def cached(folder: Path, key: str, schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> ArrowFile:

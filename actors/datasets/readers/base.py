@@ -16,6 +16,8 @@ from configs.near_paths import near
 
 Record = Mapping[str, Any]
 T = TypeVar("T")
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip")
+TABLES = (".csv", ".tsv")
 
 
 class Table(Protocol):
@@ -86,10 +88,20 @@ def files_of(opened: Opened, suffixes: Sequence[str]) -> list[Path]:
                 if found:
                     return found
     wanted = split if is_pattern else f"{split}{suffixes[0]}"
+    _refuse_unread(folder, split)
     raise DatasetError(
         f"{folder / wanted} does not exist: set data.path to a folder that holds {wanted}, or name the files of the "
         f"split in data.splits{near(folder / wanted)}"
     )
+
+
+def _refuse_unread(folder: Path, split: str) -> None:
+    """Raises: DatasetError: the split is there in a form that is not read."""
+    for path in sorted((*folder.glob(f"{split}*"), *(folder / "data").glob(f"{split}*"))):
+        if path.suffix in COMPRESSED:
+            raise DatasetError(f"{path} is compressed: unpack it")
+        if path.suffix in TABLES:
+            raise DatasetError(f"{path} has no types: set data.kind=huggingface, or convert it to Parquet")
 
 
 def without_nulls(value: Any) -> Any:

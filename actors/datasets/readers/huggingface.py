@@ -54,7 +54,9 @@ def _opened(datasets: Any, opened: Opened) -> Any:
         return found[opened.split] if isinstance(found, datasets.DatasetDict) else found
     source, subset = str(opened.path), opened.subset or None
     if opened.num_streamed == 0:
-        return datasets.load_dataset(source, subset, split=opened.split)
+        found = datasets.load_dataset(source, subset, split=opened.split)
+        as_texts = _texts_of_csv(datasets, found.info)
+        return datasets.load_dataset(source, subset, split=opened.split, features=as_texts) if as_texts else found
     name = "-".join(part.replace("/", "_") for part in (source, opened.subset, opened.split) if part)
     kept = opened.cache / f"stream-{name}-{opened.num_streamed}"
     if not kept.is_dir():
@@ -69,6 +71,13 @@ def _opened(datasets: Any, opened: Opened) -> Any:
         written.save_to_disk(str(draft))
         draft.rename(kept)
     return datasets.load_from_disk(str(kept))
+
+
+def _texts_of_csv(datasets: Any, info: Any) -> Any:
+    """Features that are all texts for CSV files, which have no types: an answer of 007 must not become 7; else None."""
+    if info.builder_name != "csv":
+        return None
+    return datasets.Features({name: datasets.Value("string") for name in info.features})
 
 
 def as_files(datasets: Any, feature: Any) -> Any:

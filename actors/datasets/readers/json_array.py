@@ -15,6 +15,7 @@ from cluster.errors import DatasetError
 # A text, or a character that gives JSON its structure. Possessive: no backtracking in texts of any length.
 TOKEN = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|[\[\]{},]', re.DOTALL)
 OPENING, CLOSING = (b"[", b"{"), (b"]", b"}")
+ANYTHING = re.compile(rb"\S")
 
 
 def open_json(opened: Opened) -> Table:
@@ -33,7 +34,7 @@ def _elements(file: Path) -> Iterator[tuple[int, int, int]]:
     """Start, length and number, from 1, of every element of the array, found without reading it into memory.
 
     Raises:
-        DatasetError: the array does not end.
+        DatasetError: the array does not end, or something follows it.
     """
     with file.open("rb") as content, mmap.mmap(content.fileno(), 0, access=mmap.ACCESS_READ) as text:
         depth, start, number = 0, 0, 0
@@ -52,5 +53,7 @@ def _elements(file: Path) -> Iterator[tuple[int, int, int]]:
             elif found in CLOSING:
                 depth -= 1
             if depth == 0:
+                if ANYTHING.search(text, token.end()):
+                    raise DatasetError(f"{file} goes on behind its array: write one array, or one object a line")
                 return
     raise DatasetError(f"{file} is an array that does not end: write it again, or one object a line")

@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from actors.datasets.readers.arrow_file import ArrowFile, cached, file_key
+from actors.datasets.readers.arrow_records import records_of, refuse_repeated
 from actors.datasets.readers.base import BlockCache, Opened, Record, Table, files_of
 from actors.datasets.rows import RowError
 from cluster.errors import DatasetError
@@ -18,7 +19,7 @@ COPIED_RECORDS = 1024  # of a large row group that are decoded at a time
 
 
 def open_parquet(opened: Opened) -> Table:
-    """Raises: DatasetError: a file is no Parquet file."""
+    """Raises: DatasetError: a file is no Parquet file, or has two columns of one name."""
     try:
         return ParquetTable(opened, files_of(opened, (".parquet",)))
     except (pa.ArrowException, OSError) as error:
@@ -32,6 +33,8 @@ class ParquetTable:
         self.root = opened.path
         self.source = str(files[0])
         self._files = [pq.ParquetFile(file, memory_map=True) for file in files]
+        for path, file in zip(files, self._files, strict=True):
+            refuse_repeated(file.schema_arrow, str(path))
         self._names = [file.name for file in files]
         self._copies: dict[int, ArrowFile] = {}
         groups: list[tuple[int, int, int, int]] = []  # file, row group, first record in the file, records
@@ -66,7 +69,7 @@ class ParquetTable:
             else:
                 with self._lock:
                     table = self._loaded.get(block)
-                record = table.slice(row, 1).to_pylist()[0]
+                record = records_of(table.slice(row, 1))[0]
         except (pa.ArrowException, OSError, ValueError) as error:
             raise RowError("broken_parquet", f"the record cannot be read ({error}): write the file again") from error
         return record

@@ -3,7 +3,7 @@
 `000012.json` holds the record, `000012.png` (or `000012.0.jpg`, `000012.1.jpg`) its pictures in order, `000012.mp4` (or
 `000012.0.mp4`, ...) its videos, `000012.wav` (or `000012.0.flac`, ...) its sounds; a GIF is a video if `video` is in
 its name, `000012.video.gif`. A text member such as `000012.question.txt` or `000012.answer` is the column
-`question.txt` or `answer`.
+`question.txt` or `answer`, without the byte order mark and the end of its last line.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from actors.datasets.readers.base import Opened, Record, Table, files_of, read_o
 from actors.datasets.readers.json_records import parse_object
 from actors.datasets.rows import RowError
 from cluster.errors import DatasetError
+from cluster.records.json_lines import refuse_compressed
 
 PICTURES = ("png", "jpg", "jpeg", "webp", "gif", "bmp", "tif", "tiff")
 VIDEOS = ("mp4", "mkv", "avi", "mov", "webm", "mpeg", "mpg", "ogv", "flv")
@@ -27,7 +28,7 @@ SOUNDS = ("wav", "flac", "mp3", "ogg", "aiff", "aif", "m4a", "mka", "aac")
 
 
 def open_webdataset(opened: Opened) -> Table:
-    """Raises: DatasetError: a shard is no tar file, or is compressed."""
+    """Raises: DatasetError: a shard is no tar file, is compressed, or ends in its middle."""
     return ShardTable(opened.path, files_of(opened, (".tar",)))
 
 
@@ -47,7 +48,10 @@ class ShardTable:
         numbers: dict[str, int] = {}
         for shard, file in enumerate(files):
             try:
+                refuse_compressed(file)
                 self._index(shard, file, numbers)
+            except ValueError as error:
+                raise DatasetError(str(error)) from error
             except tarfile.TarError as error:
                 raise DatasetError(
                     f"{file} is no uncompressed tar file ({error}): write it again, without compression"
@@ -111,11 +115,16 @@ class ShardTable:
                 self._starts.append(member.offset_data)
                 self._sizes.append(member.size)
                 self._kinds.append(numbers.setdefault(extension, len(numbers)))
+            end = members.offset
+        with file.open("rb") as content:
+            content.seek(end)
+            if content.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+                raise tarfile.ReadError("unexpected end of data")
 
 
 def _text(content: bytes, extension: str) -> str:
     try:
-        return content.decode()
+        return content.decode("utf-8-sig").removesuffix("\n").removesuffix("\r")
     except UnicodeDecodeError as error:
         raise RowError(
             "bad_text", f"the member .{extension} is no text ({error}): remove it, or name it .json"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from io import BufferedReader
 from pathlib import Path
@@ -18,6 +19,7 @@ from rewards.offline.sources.records import (
     Record,
     from_line,
     from_values,
+    may_repeat_a_key,
     with_everything,
 )
 
@@ -107,7 +109,7 @@ def _line_start(file: BufferedReader, start: int, end: int) -> int:
 
 
 def _read(lines: list[bytes], num_too_long: int, with_metadata: bool) -> Batch:
-    if not with_metadata and not num_too_long:
+    if not with_metadata and not num_too_long and not any(map(may_repeat_a_key, lines)):
         try:
             records = [_decode_all(line) for line in lines]
         except (msgspec.MsgspecError, RecursionError, UnicodeError):
@@ -137,9 +139,11 @@ def _read_carefully(lines: list[bytes], num_too_long: int, with_metadata: bool) 
 
 
 def _with_metadata(line: bytes) -> Record:
-    try:
-        values: Any = _decode_any(line)
-    except (msgspec.MsgspecError, RecursionError, UnicodeError):
+    values: Any = None
+    if not may_repeat_a_key(line):
+        with suppress(msgspec.MsgspecError, RecursionError, UnicodeError):
+            values = _decode_any(line)
+    if values is None:
         try:
             values = parse_json(line)  # slow, lenient, and names what is wrong
         except ValueError as error:

@@ -74,17 +74,23 @@ def from_line(line: bytes) -> Record:
     Raises:
         BrokenRecordError: it is no JSON object, or lacks a response.
     """
-    try:
-        record = _decode(line)
-        if record.everything is None:
-            return record
-    except (msgspec.MsgspecError, RecursionError, UnicodeError):
-        pass  # read again by the standard library, which is slow, lenient and names what is wrong
+    if not may_repeat_a_key(line):
+        try:
+            record = _decode(line)
+            if record.everything is None:
+                return record
+        except (msgspec.MsgspecError, RecursionError, UnicodeError):
+            pass  # read again by the standard library, which is slow, lenient and names what is wrong
     try:
         values = parse_json(line)
     except ValueError as error:
         raise BrokenRecordError(f"no JSON ({error})") from error
     return from_values(values)
+
+
+def may_repeat_a_key(line: bytes) -> bool:
+    """Whether `response` or `reference` may stand twice in a line, of which msgspec would take the last one."""
+    return line.count(b'"response"') > 1 or line.count(b'"reference"') > 1
 
 
 def from_values(values: Any) -> Record:

@@ -78,6 +78,10 @@ def forms(root: Path) -> dict[str, Any]:
         "mapping with path": {"bytes": None, "path": "sub/a b.png"},
         "OpenAI": {"url": "sub/a b.png", "detail": "low"},
         "JSON bytes": {"bytes": base64.b64encode(content).decode()},
+        "base64 of MIME": f"data:image/png;base64,{base64.encodebytes(content).decode()}",
+        "bare base64": base64.b64encode(content).decode(),
+        "bare base64 of MIME": base64.encodebytes(content).decode(),
+        "mapping with empty bytes": {"bytes": b"", "path": "sub/a b.png"},
         "base64 source": {"type": "base64", "data": base64.b64encode(content).decode()},
         "float array": PIXELS / 255,
         "float tensor": torch.tensor(PIXELS).permute(2, 0, 1) / 255,
@@ -89,7 +93,8 @@ def forms(root: Path) -> dict[str, Any]:
 
 FORMS = (
     "path|path object|file URL|bytes|bytearray|data URL|PIL|array|tensor|mapping with bytes|mapping with path|OpenAI|"
-    "JSON bytes|base64 source|float array|float tensor|tensor with gradients|list|nested list"
+    "JSON bytes|base64 of MIME|bare base64|bare base64 of MIME|mapping with empty bytes|base64 source|"
+    "float array|float tensor|tensor with gradients|list|nested list"
 ).split("|")
 
 

@@ -197,8 +197,45 @@ def test_a_sample_of_a_shard_has_the_videos_beside_it(tmp_path: Path) -> None:
 def test_a_compressed_shard_is_refused_by_name(tmp_path: Path) -> None:
     with tarfile.open(tmp_path / "train.tar", "w:gz") as tar:
         add(tar, "s1.json", b"{}")
-    with pytest.raises(DatasetError, match=r"train\.tar is no uncompressed tar file"):
+    with pytest.raises(DatasetError, match=r"train\.tar is compressed with gzip: unpack it"):
         read_split(tmp_path, "train", "webdataset")
+
+
+@pytest.mark.parametrize("num_bytes", [512, 700, 1024, 1100, 1536])
+def test_a_shard_that_was_cut_is_refused_by_name(tmp_path: Path, num_bytes: int) -> None:
+    with tarfile.open(tmp_path / "train.tar", "w") as tar:
+        add(tar, "s1.json", b'{"question": "q", "answer": 7}')
+        add(tar, "s2.json", b'{"question": "q", "answer": 8}')
+    assert len(read_split(tmp_path, "train", "webdataset").rows) == 2
+    (tmp_path / "train.tar").write_bytes((tmp_path / "train.tar").read_bytes()[:num_bytes])
+    with pytest.raises(DatasetError, match=r"train\.tar is no uncompressed tar file \(unexpected end of data\)"):
+        read_split(tmp_path, "train", "webdataset")
+
+
+def test_a_text_member_of_a_shard_has_no_mark_and_no_end_of_line(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "train.tar", "w") as tar:
+        add(tar, "s1.question", b"\xef\xbb\xbfSay\r\n3.\r\n")
+        add(tar, "s1.answer", b"3\n")
+    [row] = read_split(tmp_path, "train", "webdataset").rows
+    assert (row.question, row.answer) == ("Say\r\n3.", "3")
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "what"),
+    [
+        ("train.jsonl.gz", "jsonl", "is compressed"),
+        ("train.json.zst", "json", "is compressed"),
+        ("train-0000.tar.gz", "webdataset", "is compressed"),
+        ("data/train.jsonl.bz2", "jsonl", "is compressed"),
+        ("train.csv", "jsonl", "data.kind=huggingface"),
+        ("train.tsv", "parquet", "data.kind=huggingface"),
+    ],
+)
+def test_files_that_are_there_in_another_form_are_named(tmp_path: Path, name: str, option: str, what: str) -> None:
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_bytes(b"x")
+    with pytest.raises(DatasetError, match=f"{name}.*{what}"):
+        read_split(tmp_path, "train", option)
 
 
 @pytest.mark.parametrize(
@@ -222,6 +259,44 @@ def test_an_array_that_does_not_end_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "train.json").write_text(json.dumps(ROWS)[:-1])
     with pytest.raises(DatasetError, match="an array that does not end"):
         read_split(tmp_path, "train", "json")
+
+
+@pytest.mark.parametrize("behind", ["[]", '[{"question": "q", "answer": 1}]', "x", ","])
+def test_what_follows_an_array_is_an_error(tmp_path: Path, behind: str) -> None:
+    (tmp_path / "train.json").write_text(f"{json.dumps(ROWS)}\n{behind}\n")
+    with pytest.raises(DatasetError, match=r"train\.json goes on behind its array"):
+        read_split(tmp_path, "train", "json")
+
+
+def test_an_array_in_a_file_of_lines_is_named(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text(json.dumps(ROWS))
+    with pytest.raises(DatasetError, match="the line is a JSON list: .* data.kind=json"):
+        read_split(tmp_path, "train", "jsonl")
+
+
+@pytest.mark.parametrize("max_block_bytes", [1 << 20, 1])
+def test_parquet_of_spark_has_maps_and_short_floats(tmp_path: Path, max_block_bytes: int) -> None:
+    as_map = pa.map_(pa.string(), pa.string())
+    columns = {
+        "prompt": pa.array([[{"role": "user", "content": "q"}]] * 2),
+        "reward_model": pa.array([[("ground_truth", "3")], [("ground_truth", "3"), ("ground_truth", "4")]], as_map),
+        "extra_info": pa.array([[("index", "0")]] * 2, as_map),
+        "level": pa.array([0.1, 0.1], pa.float32()),
+        "scores": pa.array([{"half": 0.1}] * 2, pa.struct({"half": pa.float16()})),
+    }
+    pq.write_table(pa.table(columns), tmp_path / "train.parquet")
+    split = read_split(tmp_path, "train", "parquet", row_format="verl", shuffle_bytes=max_block_bytes)
+    [row] = split.rows
+    assert (row.question, row.answer) == ("q", "3")
+    assert row.metadata == {"level": 0.1, "scores": {"half": 0.1}, "index": "0"}
+    assert count_by_reason(split.skipped) == {"repeated_key": 1}
+
+
+def test_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    table = pa.Table.from_arrays([pa.array(["q"]), pa.array(["7"]), pa.array(["8"])], ["question", "answer", "answer"])
+    pq.write_table(table, tmp_path / "train.parquet")
+    with pytest.raises(DatasetError, match="train.parquet has two columns answer"):
+        read_split(tmp_path, "train", "parquet")
 
 
 def test_a_damaged_parquet_file_is_an_error(tmp_path: Path) -> None:
@@ -350,3 +425,22 @@ def test_a_dataset_that_is_not_there_is_named(tmp_path: Path) -> None:
     write_huggingface(tmp_path / "d")
     with pytest.raises(DatasetError, match=r"has no split nowhere that datasets can load"):
         read_split(tmp_path / "d", "nowhere", "huggingface")
+
+
+def test_values_of_csv_files_are_texts(tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "train.csv").write_text("question,answer,level\n2 + 5?,007,2\n2 + 6?,,3\n")
+    split = read_split(tmp_path / "d", "train", "huggingface")
+    assert [(row.question, row.answer, row.metadata) for row in split.rows] == [("2 + 5?", "007", {"level": "2"})]
+    assert count_by_reason(split.skipped) == {"missing_answer": 1}
+
+
+def test_pictures_of_an_image_folder_are_read(tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    folder = tmp_path / "d" / "train"
+    folder.mkdir(parents=True)
+    Image.new("RGB", (56, 56)).save(folder / "x.png")
+    (folder / "metadata.jsonl").write_text('{"file_name": "x.png", "question": "<image>?", "answer": "7"}\n')
+    [row] = read_split(tmp_path / "d", "train", "huggingface").rows
+    assert row.images == ((folder / "x.png").resolve(),)

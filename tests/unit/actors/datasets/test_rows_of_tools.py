@@ -7,6 +7,7 @@ from datetime import date, datetime
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import numpy as np
 import pandas as pd
@@ -111,7 +112,8 @@ def test_missing_values_of_every_library_are_absent() -> None:
         (np.int64(7), "7"), (np.float64(0.5), "0.5"), (np.bool_(False), "false"), (np.str_("x"), "x"),
         (Decimal("7.50"), "7.50"), (date(2024, 2, 9), "2024-02-09"), (datetime(2024, 2, 9, 1), "2024-02-09T01:00:00"),
         ({"a": [1, "é", None, Decimal("1.0")]}, '{"a": [1, "é", null, 1.0]}'), (["x", True], '["x", true]'),
-        (np.array([1, 2]), "[1, 2]"),
+        (np.array([1, 2]), "[1, 2]"), (np.float32(0.1), "0.1"), (np.array([0.1], np.float16), "[0.1]"),
+        (UUID(int=7), "00000000-0000-0000-0000-000000000007"),
     ],
 )  # fmt: skip
 def test_an_answer_is_kept_to_the_letter(value: Any, text: str) -> None:
@@ -126,6 +128,32 @@ def test_a_ground_truth_of_a_file_is_kept_to_the_letter(folder: Path, literal: s
     assert read(folder, "question", f'{{"question": "?", "answer": {literal}}}')[0].answer == text
     [row] = read(folder, "verl", f'{{"prompt": "?", "reward_model": {{"ground_truth": {literal}}}}}')
     assert row.answer == text
+
+
+@pytest.mark.parametrize(
+    ("row_format", "record"),
+    [
+        ("question", {"question": [{"role": "user", "content": "?"}], "answer": "7"}),
+        ("question", {"question": {"0": "?"}, "answer": {"0": "7"}}),
+        ("alpaca", {"instruction": ["?"], "output": "7"}),
+        ("alpaca", {"instruction": "?", "system": {"text": "Be brief."}, "output": "7"}),
+    ],
+)
+def test_turns_and_columns_of_all_rows_are_no_question(folder: Path, row_format: str, record: Any) -> None:
+    usable = WITH_A_PICTURE[row_format] | {"image": "a.png"}
+    (folder / "train.jsonl").write_text(json.dumps(record) + "\n" + json.dumps(usable))
+    skipped = read_split(folder, row_format=row_format).skipped
+    assert "write a text, or chat turns with data.row_format=messages" in skipped[0].detail
+
+
+def test_messages_of_a_developer_are_of_the_system(folder: Path) -> None:
+    turns = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "?"}]
+    [row] = read(folder, "messages", {"messages": turns, "answer": "7"})
+    assert [(turn.role, turn.text) for turn in row.history] == [("system", "Be brief.")]
+    answered = [*turns, {"role": "assistant", "content": "7"}]
+    (folder / "train.jsonl").write_text(json.dumps({"messages": answered}))
+    [conversation] = read_conversations(folder, "train", "conversation").rows
+    assert [turn.role for turn in conversation.context] == ["system", "user"]
 
 
 def test_the_message_of_a_skipped_row_has_the_users_own_column(folder: Path) -> None:

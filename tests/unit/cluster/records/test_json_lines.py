@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import json
+import lzma
 import math
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,10 @@ def test_a_file_without_text_has_no_line(tmp_path: Path, content: bytes) -> None
         ('{"a": 1}'.encode("utf-32"), "UTF-16"),
         (gzip.compress(b'{"a": 1}'), "gzip"),
         (b"\x28\xb5\x2f\xfd\x04", "zstd"),
+        (bz2.compress(b'{"a": 1}'), "bzip2"),
+        (lzma.compress(b'{"a": 1}'), "xz"),
+        (b"PK\x03\x04rows.jsonl", "ZIP"),
+        (b"PAR1 and more", "Parquet"),
     ],
 )
 def test_another_encoding_is_refused_by_name(tmp_path: Path, content: bytes, what: str) -> None:
@@ -55,7 +61,9 @@ def test_nan_is_null(text: str, value: Any) -> None:
     assert parse_json(text.encode()) == value
 
 
-@pytest.mark.parametrize("number", ["7.50", "1e3", "-0", "0.10", "12345678901234567890123"])
+@pytest.mark.parametrize(
+    "number", ["7.50", "1e3", "-0", "0.10", "12345678901234567890123", "1e400", "Infinity", "-Infinity"]
+)
 def test_numbers_keep_their_spelling(number: str) -> None:
     assert str(parse_json(number.encode())) == number
 
@@ -66,4 +74,21 @@ def test_numbers_keep_their_spelling(number: str) -> None:
 )  # fmt: skip
 def test_what_is_no_json_is_a_value_error(text: bytes) -> None:
     with pytest.raises(ValueError):
+        parse_json(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ('{"a": "é"}'.encode("latin-1"), "byte 0xe9 at position 7 is no UTF-8: convert the file"),
+        (b'\xef\xbb\xbf{"a": "\x92"}', "byte 0x92 at position 7"),
+        (b'{"a": 1}\r{"a": 2}\r\n', "lines end in carriage returns alone"),
+        (b'{"a": 1} {"a": 2}', "there is more than one value"),
+        (b'{"a": 1},', "there is more than one value"),
+        (b'{"a": [1,', "the value does not end"),
+        (b"{", "the value does not end"),
+    ],
+)
+def test_the_fault_of_a_line_is_named(text: bytes, fault: str) -> None:
+    with pytest.raises(ValueError, match=fault):
         parse_json(text)

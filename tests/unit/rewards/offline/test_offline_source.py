@@ -69,6 +69,8 @@ def test_every_line_is_read_once_however_the_file_is_cut(tmp_path: Path, num_byt
         ('{"response": {"answer": "x"}, "reference": "x"}', "response is an object, not a text"),
         ('{"response": true, "reference": "True"}', "response is true, not a text"),
         ("[" * 100_000, "no JSON"),
+        ('{"response": "x", "response": "y"}', "the key 'response' stands twice"),
+        ('{"response": "x", "reference": "x", "reference": "y"}', "the key 'reference' stands twice"),
         ("\\xff", "no JSON"),
     ],
 )

@@ -526,11 +526,11 @@ def _nccl_members_have_their_own_gpu(config: RunConfig) -> str | None:
 
 
 def _attention_fits_device(config: RunConfig) -> str | None:
-    resources = config.resources
-    if config.policy.attention != "flash_attention_2" or (resources.device, resources.dtype) == ("cuda", "bfloat16"):
+    resources, attention = config.resources, config.policy.attention
+    if not attention.startswith("flash") or (resources.device, resources.dtype) == ("cuda", "bfloat16"):
         return None
     return (
-        f"policy.attention=flash_attention_2 needs resources.device=cuda and resources.dtype=bfloat16, got "
+        f"policy.attention={attention} needs resources.device=cuda and resources.dtype=bfloat16, got "
         f"{resources.device} and {resources.dtype}: set policy.attention=sdpa"
     )
 
@@ -614,7 +614,7 @@ def _attention_keeps_rows_apart(config: RunConfig) -> str | None:
     if not config.learner.packing or config.policy.attention != "eager":
         return None
     return (
-        "learner.packing=true keeps rows apart in sdpa and flash_attention_2 but policy.attention=eager: set "
+        "learner.packing=true keeps rows apart in every attention but policy.attention=eager: set "
         "policy.attention=sdpa or learner.packing=false"
     )
 

@@ -44,8 +44,8 @@ class LearnerConfig(Section):
     tokens_per_microbatch: PositiveInt
     """Tokens in one forward and backward pass of one rank; without `packing`, padding counts."""
     packing: bool
-    """Compute rows of different lengths without padding; each attends to itself alone. Needs `policy.attention` of
-    `sdpa` or `flash_attention_2`."""
+    """Compute rows of different lengths without padding; each attends to itself alone. `policy.attention=eager` does
+    not take it."""
     picture_token_cost: NonNegativeFloat
     """Cost of encoding one token of a picture, in tokens of the decoder; ranks get equal sums of both. About 4 times
     the vision tower's parameters over the decoder's."""

@@ -45,8 +45,10 @@ class PolicyConfig(Section):
     `smollm2-135m`, or the same with a random vision tower (`policy=` lists both). `none` writes nothing."""
     tiny_tied_embeddings: bool
     """Whether the random-weight model ties its output to its input embeddings."""
-    attention: Literal["sdpa", "eager", "flash_attention_2"]
-    """Attention implementation of learner and reference."""
+    attention: Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3"]
+    """Attention implementation of learner and reference. With `sdpa` packed rows and the windows of vision towers are
+    computed by torch's own kernel on a GPU. `flash_attention_2` and `flash_attention_3` need the packages `flash_attn`
+    and `flash_attn_interface`, which no extra installs."""
     dropout: bool
     """Whether the learner keeps the dropout of the checkpoint's config.json. Without it the learner computes the
     log-probs that were sampled; with it ratios of on-policy tokens differ from 1."""

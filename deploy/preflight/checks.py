@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 
 from configs.schema import RunConfig
+from deploy.preflight.attention import check_attention
 from deploy.preflight.findings import PreflightFinding
 from deploy.preflight.loaded import LoadedModel
 from deploy.preflight.templates import (
@@ -21,6 +22,7 @@ from deploy.preflight.weights import check_weights
 Check = Callable[[RunConfig, LoadedModel], Iterable[PreflightFinding]]
 
 CHECKS: tuple[Check, ...] = (
+    check_attention,
     check_weights,
     check_vocabulary,
     check_special_ids,

@@ -28,6 +28,7 @@ from transformers.models.auto.modeling_auto import (
 from transformers.utils import logging
 
 from configs.schema import PolicyConfig
+from learner.policies.attention.packed import pack_windows, refuse_without_package
 from learner.policies.families import family_of, own_family
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # resources.dtype
@@ -70,10 +71,16 @@ def recompute_blocks(model: nn.Module, kind: str) -> None:
 
 
 def load_model(source: str, dtype: torch.dtype, attention: str) -> PreTrainedModel:
-    """The model of a checkpoint folder or hub name, or the part of it that is the policy, on the CPU."""
+    """The model of a checkpoint folder or hub name, or the part of it that is the policy, on the CPU.
+
+    Raises:
+        ValueError: `attention` needs a package that is not installed.
+    """
+    refuse_without_package(attention)
     own = _policy_config(source)
     model = auto_class(own).from_pretrained(source, config=own, dtype=dtype, attn_implementation=attention)
     model.config.name_or_path = source
+    pack_windows(model)
     _keep_transposed(model)
     return model
 

@@ -13,6 +13,7 @@ from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, MODEL_MAPPIN
 from transformers.modeling_layers import GenericForSequenceClassification
 
 from configs.schema import PolicyConfig
+from learner.policies.attention.packed import pack_windows, refuse_without_package
 from learner.policies.batch import TokenBatch
 from learner.policies.loading import disable_dropout, freeze, load_policy_model
 from learner.policies.token import TokenModel
@@ -49,6 +50,7 @@ def load_score_model(config: PolicyConfig, dtype: torch.dtype, seed: int) -> Pre
 def _score_model(config: PolicyConfig, dtype: torch.dtype, seed: int) -> PreTrainedModel:
     classifier = score_class(config.model)
     if classifier is not None:
+        refuse_without_package(config.attention)
         model, info = classifier.from_pretrained(
             config.model, dtype=dtype, attn_implementation=config.attention, output_loading_info=True
         )
@@ -57,6 +59,7 @@ def _score_model(config: PolicyConfig, dtype: torch.dtype, seed: int) -> PreTrai
                 f"policy.model={config.model} is a {classifier.__name__} with {model.num_labels} labels that lacks "
                 f"{sorted(info['missing_keys'])[:5]}: name a reward model with one label, or a language model"
             )
+        pack_windows(model)
         freeze(model, config.freeze)
         return model
     model = load_policy_model(config, dtype)
@@ -74,6 +77,7 @@ def _with_new_head(language_model: PreTrainedModel, classifier: Any, seed: int) 
     """A classifier around the backbone of `language_model`."""
     settings = deepcopy(language_model.config)
     settings.num_labels, settings.architectures = 1, [classifier.__name__]
+    settings._attn_implementation = language_model.config._attn_implementation  # of all parts: see `pack_windows`
     with torch.device("meta"):
         model = classifier(settings)
     model.model = language_model.model

@@ -11,12 +11,12 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from configs.schema import LearnerConfig
+from learner.policies.attention.row_packing import RowPacking
 from learner.policies.base import Policy, PolicyOutput
 from learner.policies.batch import TokenBatch
 from learner.policies.families import family_of
 from learner.policies.head import ScoringHead
 from learner.policies.logprobs import Distribution, Steps
-from learner.policies.varlen import RowPacking
 
 
 class TokenModel(Policy):

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import varlen_reference
 from family_prompts import family_prompts
 from learner_data import picture, prompt, random_groups, tiny_config, with_logprobs
 from tiny_text_models import write_text_policy
@@ -22,13 +23,14 @@ from configs.errors import ConfigError
 from configs.load import load_config
 from configs.schema import LearnerConfig
 from learner.learner import Learner
+from learner.policies.attention import packed as attention
+from learner.policies.attention.row_packing import RowPacking
 from learner.policies.batch import TokenSequence, collate
 from learner.policies.loading import load_model
 from learner.policies.logprobs import Distribution
 from learner.policies.packing import split_microbatches
 from learner.policies.tiny import TINY, write_tiny, write_tiny_qwen2_5_vl
 from learner.policies.token import TokenPolicy
-from learner.policies.varlen import RowPacking
 
 CPU = torch.device("cpu")
 HOT = Distribution(0.7, (5, 9))
@@ -53,7 +55,7 @@ def sequences(folder: Path) -> list[TokenSequence]:
     """Rows of very different lengths; of a vision model some have one picture, two, or one that a sibling has too."""
     tokenizer, rng = AutoTokenizer.from_pretrained(folder), np.random.default_rng(0)
     shown = [[], [picture(1)], [picture(2, 2, 4), picture(3, 6, 4)], [picture(1)], []]
-    if "vl" not in json.loads((folder / "config.json").read_text())["model_type"]:
+    if "vl" not in folder_type(folder):
         shown = [[]] * len(shown)
     prompts = [prompt(tokenizer, f"p{n}", some) for n, some in enumerate(shown)]
     sizes = (3, 1, 40, 12, 2)
@@ -77,13 +79,13 @@ def scored(folder: Path, packs: bool, batches: list[list[TokenSequence]], *overr
     return found, {name: p.grad for name, p in policy.named_parameters() if p.grad is not None}
 
 
-def assert_equal(one, other) -> None:
+def assert_equal(one, other, atol: float = 1e-6) -> None:
     for (logprobs, entropy), (other_logprobs, other_entropy) in zip(one[0], other[0], strict=True):
-        torch.testing.assert_close(logprobs, other_logprobs, atol=1e-6, rtol=1e-6)
-        torch.testing.assert_close(entropy, other_entropy, atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(logprobs, other_logprobs, atol=atol, rtol=1e-6)
+        torch.testing.assert_close(entropy, other_entropy, atol=atol, rtol=1e-6)
     assert one[1].keys() == other[1].keys()
     for name, gradient in one[1].items():
-        torch.testing.assert_close(gradient, other[1][name], atol=1e-6, rtol=0)
+        torch.testing.assert_close(gradient, other[1][name], atol=atol, rtol=0)
 
 
 def test_packed_rows_are_padded_rows_are_single_rows(folder: Path) -> None:
@@ -93,6 +95,23 @@ def test_packed_rows_are_padded_rows_are_single_rows(folder: Path) -> None:
     assert_equal(packed, scored(folder, False, [[row] for row in rows]))
     assert_equal(packed, scored(folder, True, [rows[:2], rows[2:]]))
     assert max(gradient.abs().max() for gradient in packed[1].values()) > 0.01
+
+
+def test_the_kernel_for_rows_gives_what_padded_rows_give(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decoder and vision tower; plain arithmetic stands in for the kernel, and float32 for the types that it takes."""
+    rows = sequences(folder)
+    padded = scored(folder, False, [rows])
+    monkeypatch.setattr(attention, "varlen_attn", varlen_reference.varlen_attn)
+    monkeypatch.setattr(attention, "_has_kernel", lambda device: True)
+    monkeypatch.setattr(attention, "HALF", (torch.float32,))
+    varlen_reference.calls.clear()
+    assert_equal(scored(folder, True, [rows]), padded, atol=1e-5)
+    windows = {"qwen2_5_vl": {(-1, 0), (-1, -1)}, "gemma3_text": {(15, 0)}, "mistral": {(4095, 0)}}
+    assert set(varlen_reference.calls) == windows.get(folder_type(folder), {(-1, 0)})
+
+
+def folder_type(folder: Path) -> str:
+    return json.loads((folder / "config.json").read_text())["model_type"]
 
 
 @pytest.mark.exhaustive

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-SDPA = "sdpa_varlen"  # the name under which transformers finds `sdpa_varlen`
+from learner.policies.attention.packed import PACKAGES, PACKED, RowBounds
+
 PER_TOKEN = ("inputs_embeds", "visual_pos_masks")  # arguments of decoders with axes [B, S, ...]
 POSITIONS = "position_ids"  # [B, S], or [3, B, S] with M-RoPE
 
@@ -21,8 +21,8 @@ class RowPacking:
     """Takes the padding out of what enters a decoder and puts it back into what leaves it.
 
     Rows lie behind one another in one row of all their tokens, with the positions that they have alone. Attention is
-    computed row by row (`sdpa`), or by the kernel that takes their bounds (`flash_attention_2`); everything else of the
-    decoder is computed for tokens and not for padding.
+    computed by a kernel that takes their bounds: torch's own (`sdpa`, by `packed_attention`) or that of a package
+    (`flash_attention_2`); everything else of the decoder is computed for tokens and not for padding.
 
     Example:
         packing = RowPacking(model)
@@ -38,15 +38,15 @@ class RowPacking:
         """
         decoder = model.get_decoder()
         self._attention = decoder.config._attn_implementation
-        if self._attention not in ("sdpa", "flash_attention_2"):
+        if self._attention not in ("sdpa", *PACKAGES):
             raise ValueError(
-                f"learner.packing=true keeps rows apart in sdpa and flash_attention_2, and policy.attention="
+                f"learner.packing=true keeps rows apart in sdpa and {', '.join(PACKAGES)}, and policy.attention="
                 f"{self._attention}: set policy.attention=sdpa or learner.packing=false"
             )
         if self._attention == "sdpa":
-            decoder.config._attn_implementation = SDPA
+            decoder.config._attn_implementation = PACKED
         self._lengths: tuple[int, ...] | None = None
-        self._bounds: _Bounds | None = None
+        self._bounds: RowBounds | None = None
         self._kept: Tensor | None = None
         decoder.register_forward_pre_hook(self._pack, with_kwargs=True)
         decoder.register_forward_hook(self._unpack)
@@ -84,11 +84,11 @@ class RowPacking:
     def _bounds_of(self, lengths: Tensor) -> dict[str, Any]:
         """Row bounds for the attention; they are passed with each call, so that a block that is recomputed in the
         backward pass has them too."""
-        if self._attention == "sdpa":
-            self._bounds = _Bounds(self._lengths)
-            return {"row_bounds": self._bounds}
         ends = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
         longest = max(self._lengths)
+        if self._attention == "sdpa":
+            self._bounds = RowBounds(ends, longest, self._lengths)
+            return {"row_bounds": self._bounds}
         return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
 
     def _unpack(self, decoder: nn.Module, args: tuple[Any, ...], output: ModelOutput) -> ModelOutput:
@@ -104,55 +104,3 @@ class RowPacking:
         padded = packed.new_zeros(num_rows * width, packed.shape[-1]).index_copy(0, self._kept, packed)
         output.last_hidden_state = padded.view(num_rows, width, -1)
         return output
-
-
-class _Bounds:
-    """The lengths of packed rows, and whether an attention has asked for them."""
-
-    def __init__(self, lengths: tuple[int, ...]) -> None:
-        self._lengths = lengths
-        self.is_used = False
-
-    def split(self, tensor: Tensor) -> tuple[Tensor, ...]:
-        """[1, heads, num_tokens, D] -> one [1, heads, length, D] a row."""
-        self.is_used = True
-        return tensor.split(self._lengths, dim=2)
-
-
-def sdpa_varlen(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    row_bounds: _Bounds | None = None,
-    sliding_window: int | None = None,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """Causal attention of transformers' `sdpa` within each packed row; of rows that are not packed, within each row.
-
-    Shapes are those of transformers' attention functions: [1, heads, num_tokens, D] -> [1, num_tokens, heads, D].
-    """
-    assert attention_mask is None, "rows are causal and padded on the right"
-    parts = [(query, key, value)]
-    if row_bounds is not None:
-        parts = list(zip(*(row_bounds.split(tensor) for tensor in (query, key, value)), strict=True))
-    rows = [
-        sdpa_attention_forward(module, q, k, v, _window(q, sliding_window), is_causal=True, **kwargs)[0]
-        for q, k, v in parts
-    ]
-    return torch.cat(rows, dim=1), None
-
-
-def _window(query: Tensor, sliding_window: int | None) -> Tensor | None:
-    """bool [1, 1, S, S]: a token sees itself and those before it in the window; None where that is every one."""
-    num_tokens = query.shape[2]
-    if sliding_window is None or num_tokens <= sliding_window:
-        return None
-    places = torch.arange(num_tokens, device=query.device)
-    distance = places[:, None] - places
-    return ((distance >= 0) & (distance < sliding_window))[None, None]
-
-
-AttentionInterface.register(SDPA, sdpa_varlen)

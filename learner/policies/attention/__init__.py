@@ -1,0 +1,1 @@
+"""Attention of learner and reference, and rows without padding."""

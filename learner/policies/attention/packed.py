@@ -1,0 +1,193 @@
+"""Attention over packed rows: torch's kernel for rows of different lengths, or scaled dot products row by row."""
+
+from __future__ import annotations
+
+import inspect
+from functools import cached_property, lru_cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+# The name under which transformers finds `packed_attention`. Its vision towers pass the bounds of their windows to
+# implementations with "flash" in their name, and split queries, keys and values themselves for all others.
+PACKED = "packed_flash"
+PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
+"""Values of `policy.attention` -> the package that has the kernel."""
+
+MAX_HEAD_DIM = 256  # of the kernel
+HALF = (torch.float16, torch.bfloat16)
+OLDEST = (8, 0)  # compute capability (Ampere)
+# torch 2.11 computes grouped heads without an argument for it.
+GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+
+
+class RowBounds:
+    """Where packed rows end, for an attention that keeps them apart."""
+
+    def __init__(self, ends: Tensor, longest: int, lengths: tuple[int, ...] | None = None) -> None:
+        """Args:
+        ends: int32 [R + 1]: 0 and the cumulative lengths, on the device of the rows.
+        longest: the largest length.
+        lengths: the R lengths, where the host has them; otherwise they are read from `ends` when they are needed.
+        """
+        self.ends = ends
+        self.longest = longest
+        self.is_used = False
+        self._known = lengths
+
+    @cached_property
+    def lengths(self) -> tuple[int, ...]:
+        return self._known if self._known is not None else tuple(self.ends.diff().tolist())
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    row_bounds: RowBounds | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention within each packed row; without bounds, within each row of the batch.
+
+    Shapes are those of transformers' attention functions: [1, heads, num_tokens, D] -> [1, num_tokens, heads, D].
+    Bounds come from `RowPacking` (`row_bounds`) or from a vision tower (`cu_seq_lens_q`, `max_length_q`). The kernel
+    is used where `kernel_takes` holds; otherwise transformers' `sdpa` computes row by row.
+
+    Raises:
+        ValueError: the model needs a cap on its scores or attention sinks, which neither of the two computes.
+    """
+    assert attention_mask is None, "packed rows have no mask: they are causal or see all of themselves"
+    if softcap is not None or s_aux is not None:
+        raise ValueError(
+            f"policy.model: {type(module).__name__} caps its attention scores or has attention sinks, which are not "
+            "computed for packed rows: set policy.attention=eager and learner.packing=false"
+        )
+    is_causal = module.is_causal if is_causal is None else is_causal
+    bounds = row_bounds
+    if bounds is None and cu_seq_lens_q is not None:
+        bounds = RowBounds(cu_seq_lens_q.int(), int(max_length_q))
+    if bounds is not None:
+        bounds.is_used = True
+        parts = _autocast(query, key, value)
+        if dropout == 0 and kernel_takes(*parts):
+            return _kernel(*parts, bounds, is_causal, sliding_window, scaling), None
+    rows = [
+        sdpa_attention_forward(
+            module, q, k, v, _window(q, sliding_window), dropout, scaling, is_causal=is_causal, **kwargs
+        )[0]
+        for q, k, v in _split(bounds, query, key, value)
+    ]
+    return torch.cat(rows, dim=1), None
+
+
+def kernel_takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether torch's kernel for rows of different lengths computes these heads [1, heads, num_tokens, D].
+
+    It needs a GPU of compute capability 8.0 or more, float16 or bfloat16, and heads of one width for queries, keys and
+    values that is a multiple of 8 and at most 256. It has no mask, dropout, cap on scores or attention sinks.
+    """
+    width = query.shape[-1]
+    return (
+        _has_kernel(query.device)
+        and query.dtype in HALF
+        and query.dtype == key.dtype == value.dtype
+        and width % 8 == 0
+        and width <= MAX_HEAD_DIM
+        and width == key.shape[-1] == value.shape[-1]
+    )
+
+
+@lru_cache(maxsize=8)
+def _has_kernel(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= OLDEST
+
+
+def _autocast(*parts: Tensor) -> tuple[Tensor, ...]:
+    """The parts in the type of autocast, which does not know the kernel: position embeddings leave float32 behind."""
+    device = parts[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return parts
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(part.to(dtype) for part in parts)
+
+
+def _kernel(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bounds: RowBounds,
+    is_causal: bool,
+    sliding_window: int | None,
+    scaling: float | None,
+) -> Tensor:
+    """[1, num_tokens, heads, D]; the kernel counts the tokens before one, and `sliding_window` counts itself too."""
+    before = -1 if sliding_window is None else sliding_window - 1
+    window = (before, 0) if is_causal else (-1, -1)
+    rows = (part[0].transpose(0, 1) for part in (query, key, value))  # [num_tokens, heads, D] each
+    ends, longest = bounds.ends, bounds.longest
+    found = varlen_attn(*rows, ends, ends, longest, longest, scale=scaling, window_size=window, **GROUPED)
+    return found.unsqueeze(0)
+
+
+def _split(bounds: RowBounds | None, *parts: Tensor) -> list[tuple[Tensor, ...]]:
+    """Queries, keys and values of each row."""
+    if bounds is None:
+        return [parts]
+    return list(zip(*(part.split(bounds.lengths, dim=2) for part in parts), strict=True))
+
+
+def _window(query: Tensor, sliding_window: int | None) -> Tensor | None:
+    """bool [1, 1, S, S]: a token sees itself and those before it in the window; None where that is every one."""
+    num_tokens = query.shape[2]
+    if sliding_window is None or num_tokens <= sliding_window:
+        return None
+    places = torch.arange(num_tokens, device=query.device)
+    distance = places[:, None] - places
+    return ((distance >= 0) & (distance < sliding_window))[None, None]
+
+
+def pack_windows(model: PreTrainedModel) -> None:
+    """Computes the windows of vision and audio towers by `packed_attention`, where the model is one of `sdpa`.
+
+    These towers hold all media of a batch as one row and know the bounds of their windows (`cu_seqlens`).
+    """
+    for module in model.modules():
+        own = getattr(module, "config", None)
+        if own is None or isinstance(module, PreTrainedModel) or own._attn_implementation != "sdpa":
+            continue
+        if "cu_seqlens" in inspect.signature(module.forward).parameters:
+            own._attn_implementation = PACKED
+
+
+def missing_package(attention: str) -> str | None:
+    """The package that has the kernel of this `policy.attention`, if it is not installed here."""
+    package = PACKAGES.get(attention)
+    return package if package is not None and find_spec(package) is None else None
+
+
+def refuse_without_package(attention: str) -> None:
+    """Raises: ValueError: `policy.attention` needs a package that is not installed here."""
+    if package := missing_package(attention):
+        raise ValueError(
+            f"policy.attention={attention} needs the package {package}, which is not installed: install it, or set "
+            "policy.attention=sdpa, which computes packed rows with torch's own kernel"
+        )
+
+
+AttentionInterface.register(PACKED, packed_attention)

@@ -1,0 +1,93 @@
+"""Packed rows on a GPU: torch's kernel computes what scaled dot products compute row by row, gradients included."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from learner_data import picture, prompt
+from torch import Tensor, nn
+from transformers import AutoTokenizer
+
+from cluster.records.media import MediaReader
+from configs.load import load_config
+from learner.policies.attention import packed as attention
+from learner.policies.attention.packed import RowBounds, packed_attention
+from learner.policies.batch import TokenSequence, collate
+from learner.policies.loading import load_model
+from learner.policies.logprobs import Distribution
+from learner.policies.tiny import write_tiny
+from learner.policies.token import TokenPolicy
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU that torch can use"),
+]
+
+GPU = torch.device("cuda")
+LENGTHS = (3, 70, 1, 129, 64)
+CLOSE = 2e-2  # bfloat16, of outputs and gradients of order 1
+
+
+class Attention(nn.Module):
+    num_key_value_groups = 4
+    is_causal = True
+
+
+def computed(parts: list[Tensor], grad: Tensor, **options) -> list[Tensor]:
+    """Output and the gradients of queries, keys and values."""
+    leaves = [part.detach().clone().requires_grad_() for part in parts]
+    bounds = RowBounds(torch.tensor([0, *LENGTHS], device=GPU).cumsum(0).int(), max(LENGTHS), LENGTHS)
+    found, _ = packed_attention(Attention(), *leaves, None, row_bounds=bounds, **options)
+    found.backward(grad)
+    return [found, *(leaf.grad for leaf in leaves)]
+
+
+@pytest.mark.parametrize("width", [8, 64, 72, 128, 192, 224, 256])
+@pytest.mark.parametrize(
+    "options", [{}, {"sliding_window": 16}, {"is_causal": False}], ids=["causal", "window", "both"]
+)
+def test_the_kernel_is_row_by_row(width: int, options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator, num = torch.Generator(GPU).manual_seed(0), sum(LENGTHS)
+    shapes = [(1, count, num, width) for count in (8, 2, 2)] + [(1, num, 8, width)]
+    made = [torch.randn(shape, generator=generator, device=GPU).bfloat16() for shape in shapes]
+    assert attention.kernel_takes(*made[:3])
+    by_kernel = computed(made[:3], made[3], **options)
+    monkeypatch.setattr(attention, "kernel_takes", lambda *parts: False)
+    for found, expected in zip(by_kernel, computed(made[:3], made[3], **options), strict=True):
+        torch.testing.assert_close(found, expected, atol=CLOSE, rtol=CLOSE)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_packed_rows_with_pictures_are_padded_rows(
+    tmp_path: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decoder and vision tower, by the kernel in bfloat16 and row by row in float32."""
+    folder = write_tiny("qwen2.5-vl", tmp_path / "model", seed=0)
+    tokenizer, rng = AutoTokenizer.from_pretrained(folder), np.random.default_rng(0)
+    shown = [[], [picture(1)], [picture(2, 2, 4), picture(3, 6, 4)]]
+    rows = [
+        TokenSequence.of_response(prompt(tokenizer, f"p{n}", some), rng.integers(0, 250, size))
+        for n, (some, size) in enumerate(zip(shown, (3, 40, 12), strict=True))
+    ]
+    calls, kernel = [], attention._kernel
+    monkeypatch.setattr(attention, "_kernel", lambda *args: (calls.append(1), kernel(*args))[1])
+    found = {}
+    for packs in (True, False):
+        config = load_config(["experiment=digits", f"learner.packing={str(packs).lower()}"]).learner
+        policy = TokenPolicy(load_model(str(folder), torch.float32, "sdpa").train(), config).to(GPU)
+        with torch.autocast("cuda", dtype, enabled=dtype is not torch.float32):
+            batch = collate(rows, MediaReader(timeout_s=1, max_items=8), GPU)
+            logprobs = policy(batch, Distribution(0.7, (5, 9))).logprobs
+        logprobs.sum().backward()
+        found[packs] = logprobs, {name: p.grad for name, p in policy.named_parameters() if p.grad is not None}
+    model = policy.model
+    blocks = len(model.model.visual.blocks)
+    num = 2 * blocks + len(model.get_decoder().layers)  # of both passes the tower, of one the decoder
+    assert len(calls) == (0 if dtype is torch.float32 else num)
+    close = {"atol": 1e-5, "rtol": 1e-5} if dtype is torch.float32 else {"atol": 5e-2, "rtol": 5e-2}
+    torch.testing.assert_close(found[True][0], found[False][0], **close)
+    for name, gradient in found[True][1].items():
+        torch.testing.assert_close(gradient, found[False][1][name], **close)

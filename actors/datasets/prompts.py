@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from array import array
 from collections import deque
@@ -280,6 +281,7 @@ class PreflightReport:
     rows: Sequence[Row]  # those that are fit to be prompts, and those that were not checked
     skipped: tuple[Skipped, ...]  # records that could not be read and rows that cannot be prompts
     longest_prompt_tokens: int
+    fingerprint: str = ""  # of `rows`: equal ones have the same order for the same seed
 
     @property
     def num_skipped(self) -> dict[str, int]:
@@ -295,6 +297,7 @@ class CheckedRows:
     num_usable: int  # of those that were checked
     skipped: tuple[Skipped, ...]
     longest_prompt_tokens: int
+    fingerprint: str
 
 
 def preflight(
@@ -313,7 +316,7 @@ def preflight(
     """
     found = checked_rows(split, processor, max_checked_rows, curriculum)
     _refuse_if_too_many_skipped(split, found.num_usable, found.skipped, max_skipped_fraction)
-    return PreflightReport(found.rows, found.skipped, found.longest_prompt_tokens)
+    return PreflightReport(found.rows, found.skipped, found.longest_prompt_tokens, found.fingerprint)
 
 
 def checked_rows(
@@ -335,6 +338,7 @@ def checked_rows(
             f"{len(rows) - num_checked:,} of the split {split.name} unchecked: set data.max_checked_rows=0"
         )
     usable, difficulty, seen, longest = array("q"), array("d"), set[int](), 0
+    digest = hashlib.sha256()
     for place in range(num_checked):
         sample = ""
         try:
@@ -346,11 +350,14 @@ def checked_rows(
                 difficulty.append(curriculum.difficulty(row, num_tokens))
             longest = max(longest, num_tokens)
             usable.append(place)
+            digest.update(f"{place} {sample}\0".encode())
         except SkippedSample as error:
             skipped.append(_skipped(sample, error))
     num_usable = len(usable)
     usable.extend(range(num_checked, len(rows)))
-    return CheckedRows(_chosen(rows, usable, difficulty), num_usable, tuple(skipped), longest)
+    digest.update(difficulty.tobytes())
+    fingerprint = f"{len(usable)} of {len(rows)}, {digest.hexdigest()[:8]}"
+    return CheckedRows(_chosen(rows, usable, difficulty), num_usable, tuple(skipped), longest, fingerprint)
 
 
 def _skipped(sample: str, error: SkippedSample) -> Skipped:

@@ -337,8 +337,7 @@ def find_resumable(folder: Path, resume: Resume, identity: Mapping[str, Any]) ->
     """The checkpoint that a run with this configuration goes on from; None for a new run. Needs no role: call it early.
 
     Raises:
-        PreflightError: resume=never and there is a checkpoint, or it is of another run: a key that may not change has
-            changed. Keys that an older version did not save are not compared.
+        PreflightError: resume=never and there is a checkpoint, or it is of another run (`refuse_other_run`).
     """
     latest = latest_complete(folder)
     if latest is None:
@@ -348,12 +347,21 @@ def find_resumable(folder: Path, resume: Resume, identity: Mapping[str, Any]) ->
             f"{folder.parent} already holds step {_version(latest)}: "
             "set resume=auto to go on, or name=... for a new run"
         )
-    saved = json.loads((latest / _STATE).read_text())["identity"]
+    refuse_other_run(latest, identity)
+    return latest
+
+
+def refuse_other_run(checkpoint: Path, identity: Mapping[str, Any]) -> None:
+    """Compare what a checkpoint was saved with. Keys that an older version did not save are not compared.
+
+    Raises:
+        PreflightError: a key that may not change has changed.
+    """
+    saved = json.loads((checkpoint / _STATE).read_text())["identity"]
     changed = [key for key in sorted(saved.keys() & identity.keys()) if saved[key] != identity[key]]
     if changed:
         was = ", ".join(f"{key}={_shown(saved[key])} (now {_shown(identity[key])})" for key in changed)
-        raise PreflightError(f"{latest} is of a run with {was}: set them back to go on, or name=... for a new run")
-    return latest
+        raise PreflightError(f"{checkpoint} is of a run with {was}: set them back to go on, or name=... for a new run")
 
 
 def _shown(value: Any) -> str:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 Rule = Callable[["RunConfig"], str | None]
 
+LATEST = "latest"  # in the folder of the runs
 COMPUTING_ROLES = ("rollout", "learner", "reference")
 TRANSPORT_ROLES = ("rollout", "learner")
 MOST_PICTURES = {  # a prompt; of other tasks, 1
@@ -49,6 +50,12 @@ def _minibatches_hold_groups(config: RunConfig) -> str | None:
         f"algorithm.prompts_per_step={algorithm.prompts_per_step}: a minibatch holds at least one group, "
         "so lower algorithm.num_minibatches or raise algorithm.prompts_per_step"
     )
+
+
+def _the_link_has_another_name(config: RunConfig) -> str | None:
+    if config.name != LATEST:
+        return None
+    return f"name={LATEST} is the link to the newest run in {config.folder}: give another name"
 
 
 def _dropout_and_the_gap(config: RunConfig) -> str | None:
@@ -620,6 +627,7 @@ def _attention_keeps_rows_apart(config: RunConfig) -> str | None:
 
 
 RULES: tuple[Rule, ...] = (
+    _the_link_has_another_name,
     _minibatches_hold_groups,
     _dropout_and_the_gap,
     _stragglers_can_be_overtaken,

@@ -27,7 +27,7 @@ from deploy.cli.errors import FAILED, explained
 from deploy.cli.job_commands import Auth, AuthOption, list_jobs, logs, stop, submit
 from deploy.cli.lmms_eval_command import lmms_eval
 from deploy.host.authentication import set_auth
-from deploy.host.terminal import outlive_output, terminal, write_any_text
+from deploy.host.terminal import open_missing_streams, outlive_output, terminal, write_any_text
 
 app = typer.Typer(
     help="RL post-training of vision-language models on a Ray actor/learner cluster.",
@@ -95,6 +95,7 @@ def main() -> None:
         from cluster.proxies import bypass_loopback
 
         bypass_loopback(os.environ)  # also for Ray's dashboard, and for whatever the command starts
+    open_missing_streams()
     write_any_text()
     outlive_output("stderr")
     app()

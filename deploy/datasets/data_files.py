@@ -13,12 +13,16 @@ from configs.schema import RunConfig
 SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow", ".tar", ".txt")
 TRAIN = "train"  # the split
 KEY = "the training files in data.path"
+USABLE_ROWS = "the usable rows of these files, which depend on lengths, columns and media"
 
 
-def identity_with_data(config: RunConfig) -> dict[str, Any]:
-    """The identity of the run, with a fingerprint of the files of its training rows where they are on this machine."""
-    fingerprint = _fingerprint(config)
-    return run_identity(config) | ({KEY: fingerprint} if fingerprint else {})
+def identity_with_data(config: RunConfig, usable_rows: str = "") -> dict[str, Any]:
+    """The identity of the run, with a fingerprint of the files of its training rows where they are on this machine.
+
+    `usable_rows` is that of the rows that can be prompts, once they are checked.
+    """
+    found = {KEY: _fingerprint(config), USABLE_ROWS: usable_rows}
+    return run_identity(config) | {key: fingerprint for key, fingerprint in found.items() if fingerprint}
 
 
 def _fingerprint(config: RunConfig) -> str:

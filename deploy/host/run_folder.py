@@ -21,6 +21,7 @@ from cluster.metrics.files import write_atomically
 from cluster.metrics.report.run_folder import CONFIG_FILE
 from configs.load import dump_config
 from configs.schema import RunConfig
+from configs.schema.agreement import LATEST
 from deploy.host.run_lock import LOCK_FILE, run_lock
 
 CHECKPOINTS_FOLDER = "checkpoints"  # of the run folder
@@ -63,7 +64,7 @@ def run_folder(config: RunConfig) -> Iterator[None]:
     Raises:
         PreflightError: it cannot be written.
     """
-    latest = config.folder / "latest"
+    latest = config.folder / LATEST
     before = os.readlink(latest) if latest.is_symlink() else None
     is_new = _content(config.run_folder) == []
     try:
@@ -110,7 +111,7 @@ def _point_latest_at(config: RunConfig, name: str) -> None:
     link = config.folder / f".latest-{os.getpid()}"
     link.symlink_to(name, target_is_directory=True)
     try:
-        link.replace(config.folder / "latest")
+        link.replace(config.folder / LATEST)
     except OSError:
         link.unlink()
         raise
@@ -126,7 +127,7 @@ def _undo(config: RunConfig, latest: str | None) -> None:
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink()
-    link = config.folder / "latest"
+    link = config.folder / LATEST
     if latest is not None:
         _point_latest_at(config, latest)
     elif link.is_symlink():

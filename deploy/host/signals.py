@@ -17,16 +17,26 @@ def ending_signals() -> tuple[signal.Signals, ...]:
 
 @contextmanager
 def signals_raise() -> Iterator[None]:
-    """In the body they raise KeyboardInterrupt, as SIGINT does, so that what was begun is undone or closed."""
+    """In the body they raise KeyboardInterrupt, as SIGINT does, so that what was begun is undone or closed.
+
+    Handlers that the body sets are replaced by those from before it, that of SIGINT too.
+    """
     if threading.current_thread() is not threading.main_thread():  # Python handles signals in the main thread alone
         yield
         return
     before = {number: signal.signal(number, _interrupt) for number in ending_signals()}
+    before[signal.SIGINT] = signal.getsignal(signal.SIGINT)
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def ignore_signals() -> None:
+    """From now on none ends this process: it closes what it began, which is bounded. Call it in `signals_raise`."""
+    for number in (signal.SIGINT, *ending_signals()):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

@@ -21,6 +21,23 @@ def terminal(*, stderr: bool = False, soft_wrap: bool = False) -> Console:
     return Console(stderr=stderr, soft_wrap=soft_wrap, emoji=False)
 
 
+def open_missing_streams() -> None:
+    """Connect stdin, stdout and stderr to /dev/null where they are closed, as after `>&-`.
+
+    Another file would get the number, and with it what libraries and child processes print.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            null = os.open(os.devnull, os.O_RDWR)  # the lowest free number
+            if null != number:
+                os.dup2(null, number)
+                os.close(null)
+            os.set_inheritable(number, True)
+            setattr(sys, name, open(number, "w" if number else "r", closefd=False))
+
+
 def write_any_text() -> None:
     """From now on letters that the locale of stdout or stderr lacks, such as those of LC_ALL=C, are escaped."""
     for stream in (sys.stdout, sys.stderr):

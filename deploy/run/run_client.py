@@ -15,6 +15,7 @@ from uuid import uuid4
 
 from cluster.errors import DeadlineError, PreflightError, RunOverError, WorkerDiedError
 from cluster.workers.status import RoleOutcome, RunStatus, ScaleRequest
+from configs.schema.agreement import LATEST
 from deploy.host.authentication import check_admission
 from deploy.host.run_record import RECORD_FILE, RunRecord
 from deploy.host.side_process import in_side_process
@@ -22,7 +23,6 @@ from deploy.host.side_process import in_side_process
 T = TypeVar("T")
 
 RUNS = Path("runs")
-LATEST = "latest"
 SUMMARY = "summary.json"
 KNOCK_TIMEOUT_S = 5.0
 POLL_INTERVAL_S = 0.2

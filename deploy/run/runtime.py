@@ -32,7 +32,7 @@ from cluster.metrics.sinks.base import Sink
 from cluster.metrics.sinks.trackers import refuse_missing
 from cluster.metrics.step_records import strict
 from cluster.metrics.summary import RunFacts, Status, Summary, summarize, write_summary
-from cluster.recovery.checkpoints import find_resumable
+from cluster.recovery.checkpoints import find_resumable, refuse_other_run
 from cluster.recovery.stop_request import StopRequest
 from cluster.replay.run_identity import changed_settings
 from cluster.rollout.evaluation import EvaluationResult
@@ -47,7 +47,7 @@ from configs.schema import RunConfig
 from deploy.datasets.data_files import identity_with_data
 from deploy.host.run_folder import CHECKPOINTS_FOLDER, check_run_folder, held_run_folder, run_folder, written_config
 from deploy.host.run_record import recorded
-from deploy.host.signals import ending_signals, signals_raise
+from deploy.host.signals import ending_signals, ignore_signals, signals_raise
 from deploy.host.terminal import outlive_output, terminal
 from deploy.planning.nodes import joined_nodes, this_node
 from deploy.planning.plan_command import refuse_too_little_memory, refuse_too_small_cache
@@ -133,7 +133,7 @@ def with_engines(config: RunConfig, work: Callable[[Prepared, Inference], Awaita
         PreflightError, ValueError: it cannot start; no role was started.
         MobulaError: it failed on the way.
     """
-    with _cluster(config, inference_roles(config), logs=None) as cluster:
+    with signals_raise(), _cluster(config, inference_roles(config), logs=None) as cluster:
         return asyncio.run(_until_signal(_serving(cluster, work)))
 
 
@@ -156,12 +156,14 @@ def run_training(config: RunConfig, console: Console, sinks: Sequence[Sink] = ()
 
 
 def _run_training(config: RunConfig, console: Console, sinks: Sequence[Sink], started: float) -> Summary:
-    version = start_version(config)
+    checkpoint = _resumed_from(config)
+    version = 0 if checkpoint is None else reached_version(config, int(checkpoint.name.removeprefix("step-")))
     refuse_missing(config.metrics.trackers)
     refuse_missing_exporter(config.tracing)
     logs = config.run_folder / LOGS_FOLDER
     changes = changed_settings(written_config(config), config)
-    with _cluster(config, needed_roles(config), logs) as cluster, run_folder(config), _findable(cluster):
+    roles = needed_roles(config)
+    with _cluster(config, roles, logs, checkpoint) as cluster, run_folder(config), _findable(cluster):
         log_to(config.run_folder, as_json=config.metrics.json_log)
         place = f"process {os.getpid()} on {socket.gethostname()}"
         _logger.info("run %s starts at version %d: %s", config.name, version, place)
@@ -196,14 +198,13 @@ def _run_training(config: RunConfig, console: Console, sinks: Sequence[Sink], st
     return summary
 
 
-def start_version(config: RunConfig) -> int:
-    """The version that this run goes on from, by its newest checkpoint and its journal; 0 for a new run.
+def _resumed_from(config: RunConfig) -> Path | None:
+    """The checkpoint that this run goes on from; None for a new run.
 
     Raises:
         PreflightError: the run folder holds a run that this one may not go on with.
     """
-    latest = find_resumable(config.run_folder / CHECKPOINTS_FOLDER, config.resume, identity_with_data(config))
-    return 0 if latest is None else reached_version(config, int(latest.name.removeprefix("step-")))
+    return find_resumable(config.run_folder / CHECKPOINTS_FOLDER, config.resume, identity_with_data(config))
 
 
 @dataclass(frozen=True)
@@ -235,8 +236,13 @@ def _findable(cluster: _Cluster) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def _cluster(config: RunConfig, roles: tuple[str, ...], logs: Path | None) -> Iterator[_Cluster]:
-    """Check access to the cluster and everything that can be checked without one; then join or start Ray."""
+def _cluster(
+    config: RunConfig, roles: tuple[str, ...], logs: Path | None, checkpoint: Path | None = None
+) -> Iterator[_Cluster]:
+    """Check access to the cluster and everything that can be checked without one; then join or start Ray.
+
+    `checkpoint` is what the run goes on from.
+    """
     check_access(config)
     if "rollout" in roles:
         refuse_too_small_cache(config)
@@ -246,6 +252,8 @@ def _cluster(config: RunConfig, roles: tuple[str, ...], logs: Path | None) -> It
         if "learner" in roles:
             refuse_too_little_memory(config, (this_node(config.resources),))
     prepared = prepare(config, ray.put)
+    if checkpoint is not None:
+        refuse_other_run(checkpoint, prepared.identity)
     with ray_session(config) as session:
         plan = plan_when_free(config.resources, roles, patience_s=config.timeouts.stop_s)
         if nodes is None:
@@ -335,7 +343,7 @@ async def _serving(cluster: _Cluster, work: Callable[[Prepared, Inference], Awai
 
 async def _until_signal(work: Coroutine[Any, Any, Any], is_heeded: Callable[[], bool] = lambda: False) -> Any:
     """Run `work`; SIGINT, SIGTERM and SIGHUP cancel it, so that it can leave in good order, unless `is_heeded()`: then
-    it ends by itself.
+    it ends by itself. Once it has ended they are ignored, while summary and report are written and Ray ends.
 
     `ray job stop` sends SIGTERM and kills 3 s later unless RAY_JOB_STOP_WAIT_TIME_S says otherwise.
     """
@@ -349,9 +357,15 @@ async def _until_signal(work: Coroutine[Any, Any, Any], is_heeded: Callable[[], 
             task.cancel()
 
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, *ending_signals()):
+    numbers = (signal.SIGINT, *ending_signals())
+    for number in numbers:
         loop.add_signal_handler(number, stop, number)
-    return await task
+    try:
+        return await task
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)
+        ignore_signals()  # the loop's end would restore defaults, and a late signal cost summary and cluster
 
 
 def _leave_behind(prepared: Prepared, metrics: Metrics, status: Status, wall_s: float) -> Summary:

@@ -43,7 +43,6 @@ from cluster.workers.restart_policy import RestartBudget
 from cluster.workers.status import Scalable, WorkerState, WorkerStatus
 from cluster.workers.supervisor import Supervisor, Watched, watched_pool
 from configs.schema import RunConfig
-from deploy.datasets.data_files import identity_with_data
 from deploy.host.run_folder import CHECKPOINTS_FOLDER, write_config
 from deploy.wiring.buffer import replay_buffer
 from deploy.wiring.evaluation import RESPONSES_FOLDER, build_evaluator, record_evaluation, response_log
@@ -268,7 +267,7 @@ def build_controller(
         },
         prepare=partial(_make_version_zero, prepared, training.ranks),
         finish=partial(training.learner.export, config.run_folder / POLICY_FOLDER),
-        identity=identity_with_data(config),
+        identity=prepared.identity,
         resume=config.resume,
         on_accepted=partial(write_config, config),
         schedule=CheckpointSchedule(config.checkpoints.interval_steps, config.num_steps, config.checkpoints.keep),

@@ -28,7 +28,6 @@ from cluster.tracing.tracing import NoTracing, Tracing
 from cluster.weight_sync.no_receivers import NoReceivers
 from cluster.workers.status import Scalable
 from cluster.workers.supervisor import Supervisor, Watched
-from deploy.datasets.data_files import identity_with_data
 from deploy.host.run_folder import CHECKPOINTS_FOLDER, write_config
 from deploy.wiring.build import POLICY_FOLDER, spawn_learner, watched_reference
 from deploy.wiring.pooled_roles import reference_folder, reference_pool
@@ -110,7 +109,7 @@ def build_offline_controller(
         parts={"stream": training.rows, "evaluator": evaluator},
         prepare=partial(_freeze_reference, prepared, training.ranks),
         finish=partial(training.learner.export, config.run_folder / POLICY_FOLDER),
-        identity=identity_with_data(config),
+        identity=prepared.identity,
         resume=config.resume,
         on_accepted=partial(write_config, config),
         schedule=CheckpointSchedule(config.checkpoints.interval_steps, config.num_steps, config.checkpoints.keep),

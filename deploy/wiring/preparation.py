@@ -33,6 +33,7 @@ from configs.near_paths import HUB_EXAMPLE, may_be_hub_name, near
 from configs.schema import EvaluationConfig, PolicyConfig, RunConfig
 from configs.schema.data import WRITTEN
 from configs.schema.rollout import SamplerKind
+from deploy.datasets.data_files import identity_with_data
 from deploy.datasets.written_data import write_data
 from deploy.preflight.checks import find_mismatches
 from deploy.preflight.findings import refuse
@@ -110,6 +111,11 @@ class Prepared:
         reports = [*self.splits.values(), *([self.supervised.report] if self.supervised else [])]
         early = [skipped for report in reports for skipped in report.skipped]
         return [*early, *self.late_skips.values()]
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What may not change between the parts of the run."""
+        return identity_with_data(self.config, self.splits[TRAIN].fingerprint)
 
     def note_skipped(self, skipped: Skipped) -> None:
         """Keep a sample that the checks let pass; several sources may meet it."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -58,7 +59,8 @@ class _Child:
     def kill(self) -> int:
         """End the process now and collect it, so that no zombie stays; returns its exit code."""
         self.connection.close()
-        self.process.kill()
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)  # with what the function has started
         return self.process.wait()
 
 
@@ -190,6 +192,7 @@ def _start() -> _Child:
             [sys.executable, "-P", "-m", "rewards.isolation.child", str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
+            process_group=0,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
         )
     return _Child(process, ours)

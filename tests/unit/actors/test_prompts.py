@@ -1,6 +1,7 @@
 """The order of prompts, what happens to unusable rows, resuming, and the check before training."""
 
 from collections.abc import Collection
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -50,6 +51,19 @@ def test_every_epoch_is_a_permutation_of_its_own() -> None:
     epochs = [[stream.next().sample_id for _ in range(20)] for _ in range(3)]
     assert all(sorted(epoch) == sorted(row.sample_id for row in rows(20)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 3
+
+
+def test_the_fingerprint_is_of_the_rows_that_are_used() -> None:
+    def fingerprint(split: tuple[Row, ...], *unusable: str) -> str:
+        checked = Split("train", split, ())
+        processor = FakeProcessor(bad_text=unusable)
+        return preflight(checked, processor, max_skipped_fraction=1.0, max_checked_rows=0).fingerprint
+
+    assert fingerprint(rows(5)) == fingerprint(rows(5))
+    numbered = tuple(replace(row, sample_id=f"{row.sample_id}-1") for row in rows(5))
+    found = [fingerprint(rows(5)), fingerprint(rows(4)), fingerprint(rows(5), "r1"), fingerprint(rows(5), "r2")]
+    assert len({*found, fingerprint(numbered)}) == 5
+    assert found[2].startswith("4 of 5, ")
 
 
 def test_prompt_ids_are_of_epoch_position_and_sample() -> None:

@@ -79,6 +79,7 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["seed=${nothing}"], ['seed got "${nothing}"', "a whole number"]),
     (["resources.object_store_bytes=1"], ["resources.object_store_bytes got 1", "at least 78643200"]),
     # sections that contradict each other
+    (["name=latest"], ["name=latest is the link to the newest run", "give another name"]),
     (["supervision.backoff_s=9", "supervision.max_backoff_s=8"], ["supervision.backoff_s=9", "max_backoff_s=8"]),
     (["sampler.top_p=0.9"], ["sampler.top_p=0.9", "set sampler.top_k=64 beside it", "sampler=huggingface"]),
     (["sampler.min_p=0.1"], ["sampler.min_p=0.1", "set sampler.top_k=64 beside it", "sampler=huggingface"]),

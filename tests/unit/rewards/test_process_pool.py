@@ -9,14 +9,24 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from waiting import wait_until
 
 from cluster.errors import RewardError
 from cluster.records.trajectory import Response
+from deploy.host.processes import ProcessId
 from rewards.contract import FailureKind, RewardRequest, Score, ScoringFailure, TimedOutError, evaluate, evaluate_batch
 from rewards.functions import build_function
 from rewards.isolation.process_pool import IsolatedPool
 from rewards.tools import Tools
 
+STARTS = """
+import subprocess, time
+
+def start(file):
+    with open(file, "w") as pid:
+        pid.write(str(subprocess.Popen(["sleep", "1000"]).pid))
+    time.sleep(1000)
+"""
 FILE = '''
 """A reward function in a file of its own."""
 import os, time
@@ -82,6 +92,14 @@ def test_calls_run_side_by_side(pool: IsolatedPool, tmp_path: Path) -> None:
 def test_a_call_that_hangs_costs_its_own_timeout(pool: IsolatedPool) -> None:
     results = pool.call_many("time:sleep", [(1000,), (1000,), (0,), (1000,), (0,), (0,)])
     assert [isinstance(r, TimedOutError) for r in results] == [True, True, False, True, False, False]
+
+
+def test_what_a_function_has_started_ends_with_its_process(pool: IsolatedPool, tmp_path: Path) -> None:
+    (tmp_path / "starts.py").write_text(STARTS)
+    [result] = pool.call_many(f"{tmp_path}/starts.py:start", [(str(tmp_path / "pid"),)])
+    assert isinstance(result, TimedOutError)
+    started = int((tmp_path / "pid").read_text())
+    wait_until(lambda: ProcessId.of(started) is None, 10.0, lambda: f"process {started} goes on")
 
 
 def test_the_deadline_ends_every_call(pool: IsolatedPool) -> None:

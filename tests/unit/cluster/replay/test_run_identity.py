@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
+from cluster.errors import PreflightError
+from cluster.recovery.checkpoints import refuse_other_run
 from cluster.replay.run_identity import changed_settings, run_identity
 from configs.load import load_config
 from configs.schema import RunConfig
@@ -53,3 +56,12 @@ def test_training_files_of_other_names_or_sizes_are_other_data(tmp_path: Path) -
     assert identity_with_data(run)[KEY] == first
     (tmp_path / "train.jsonl").write_text("{}\n{}\n")
     assert identity_with_data(run)[KEY] != first
+
+
+def test_a_checkpoint_of_other_usable_rows_is_refused_once_they_are_known(tmp_path: Path) -> None:
+    run = config("name=rows", f"folder={tmp_path}")
+    (tmp_path / "state.json").write_text(json.dumps({"identity": identity_with_data(run, "7 of 8, 0a")}))
+    refuse_other_run(tmp_path, identity_with_data(run))  # they are not checked yet
+    refuse_other_run(tmp_path, identity_with_data(run, "7 of 8, 0a"))
+    with pytest.raises(PreflightError, match=r'usable rows .*="7 of 8, 0a" \(now "8 of 8, 0b"\): set them back'):
+        refuse_other_run(tmp_path, identity_with_data(run, "8 of 8, 0b"))

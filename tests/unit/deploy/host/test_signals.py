@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 
 import pytest
 
 from deploy.host.signals import ending_signals, signals_raise
+from deploy.run.runtime import _until_signal
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
@@ -26,3 +28,19 @@ def test_under_nohup_a_hangup_is_ignored() -> None:
             os.kill(os.getpid(), signal.SIGHUP)
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+async def interrupted() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+    await asyncio.sleep(60)
+
+
+def test_signals_that_come_while_a_run_closes_end_nothing() -> None:
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [signal.getsignal(number) for number in numbers]
+    with signals_raise():
+        with pytest.raises(asyncio.CancelledError):
+            asyncio.run(_until_signal(interrupted()))
+        for number in numbers:  # the summary is being written
+            os.kill(os.getpid(), number)
+    assert [signal.getsignal(number) for number in numbers] == before

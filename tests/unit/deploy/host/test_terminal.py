@@ -56,6 +56,26 @@ def test_a_process_whose_output_is_lost_goes_on_and_ends_with_0(tmp_path: Path, 
         assert errors.count("stdout is lost") == 1 and "Traceback" not in errors
 
 
+WITHOUT_STREAMS = """
+import subprocess, sys
+from deploy.host.terminal import open_missing_streams
+open_missing_streams()
+with open(sys.argv[1], "w") as file:
+    print("stdout")
+    sys.stderr.write("stderr")
+    assert sys.stdin.read() == ""
+    subprocess.run(["sh", "-c", "echo child; echo child >&2"], check=True)
+    file.write("done")
+"""
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_file_is_not_written_by_what_prints_to_a_closed_stream(tmp_path: Path, closed: str) -> None:
+    words = ["sh", "-c", f'exec "$0" -c "$1" "$2" {closed}', sys.executable, WITHOUT_STREAMS, str(tmp_path / "out")]
+    assert subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, timeout=60).returncode == 0
+    assert (tmp_path / "out").read_text() == "done"
+
+
 def test_a_command_whose_result_is_lost_does_not_end_with_0() -> None:
     with open("/dev/full", "w") as full:
         shown = subprocess.run([sys.executable, "-m", "deploy.cli", "show-config"], stdout=full, stderr=subprocess.PIPE)

@@ -6,6 +6,7 @@ import asyncio
 import importlib
 import importlib.util
 import inspect
+import os
 import resource
 import signal
 import sys
@@ -27,6 +28,7 @@ def serve(connection: Connection) -> None:
 
     A target that is not called is imported only.
     """
+    owner = os.getpid()
     while True:
         try:
             called, target, args, kwargs, timeout_s = connection.recv()
@@ -34,6 +36,8 @@ def serve(connection: Connection) -> None:
             return
         signal.setitimer(signal.ITIMER_REAL, timeout_s + GRACE_S)  # unhandled SIGALRM ends even a hang inside C code
         reply = _run(called, target, args, kwargs)
+        if os.getpid() != owner:
+            os._exit(0)  # a fork that returned from the function: its reply would be taken for the next call's
         signal.setitimer(signal.ITIMER_REAL, 0)
         _send(connection, reply)
 

@@ -19,6 +19,15 @@ from rewards.functions import build_function
 from rewards.isolation.process_pool import IsolatedPool
 from rewards.tools import Tools
 
+FORKS = """
+import os, time
+
+def score(number):
+    if os.fork():
+        time.sleep(0.05)
+        return number
+    return -1
+"""
 STARTS = """
 import subprocess, time
 
@@ -92,6 +101,13 @@ def test_calls_run_side_by_side(pool: IsolatedPool, tmp_path: Path) -> None:
 def test_a_call_that_hangs_costs_its_own_timeout(pool: IsolatedPool) -> None:
     results = pool.call_many("time:sleep", [(1000,), (1000,), (0,), (1000,), (0,), (0,)])
     assert [isinstance(r, TimedOutError) for r in results] == [True, True, False, True, False, False]
+
+
+def test_a_fork_that_returns_from_a_function_gives_no_answer(pool: IsolatedPool, tmp_path: Path) -> None:
+    (tmp_path / "forks.py").write_text(FORKS)
+    target = f"{tmp_path}/forks.py:score"
+    assert pool.call_many(target, [(n,) for n in range(12)]) == list(range(12))
+    assert pool.call_many("math:factorial", [(n,) for n in range(6)]) == [1, 1, 2, 6, 24, 120]
 
 
 def test_what_a_function_has_started_ends_with_its_process(pool: IsolatedPool, tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import ipaddress
 import os
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
+from contextlib import suppress
 from urllib.request import getproxies_environment, proxy_bypass_environment
 
 import httpx
@@ -20,8 +21,8 @@ def bypass_loopback(environment: MutableMapping[str, str]) -> None:
     """Add the loopback addresses to NO_PROXY where a proxy is set, for libraries and programs that read it."""
     if not any(name.lower().endswith("_proxy") and name not in NO_PROXY for name in environment):
         return
-    named = environment.get(NO_PROXY[0]) or environment.get(NO_PROXY[1]) or ""
-    hosts = [host.strip() for host in named.split(",") if host.strip()]
+    named = ",".join(environment.get(name, "") for name in NO_PROXY)
+    hosts = list(dict.fromkeys(host.strip() for host in named.split(",") if host.strip()))
     if "*" not in hosts:
         hosts += [host for host in LOOPBACK_HOSTS if host not in hosts]
     for name in NO_PROXY:
@@ -32,13 +33,14 @@ def proxy_of(url: httpx.URL) -> tuple[str, str] | None:
     """The variable and its proxy for a URL; None if it is asked directly."""
     proxies = getproxies_environment()
     host = url.host if ":" not in url.host else f"[{url.host}]"
-    if _is_loopback(url.host) or proxy_bypass_environment(host, proxies):
+    if _is_loopback(url.host) or proxy_bypass_environment(host, proxies) or _is_in_network(url.host, proxies):
         return None
     name = next((scheme for scheme in (url.scheme, "all") if scheme in proxies), None)
     if name is None:
         return None
     variable = next(found for found in os.environ if found.lower() == f"{name}_proxy")
-    return variable, proxies[name]
+    proxy = proxies[name].strip()
+    return variable, proxy if "://" in proxy else f"http://{proxy}"  # as curl reads it
 
 
 def proxied_transport(url: httpx.URL) -> httpx.HTTPTransport:
@@ -78,6 +80,15 @@ class ProxiedTransport(httpx.BaseTransport):
     def close(self) -> None:
         for transport in self._transports.values():
             transport.close()
+
+
+def _is_in_network(host: str, proxies: Mapping[str, str]) -> bool:
+    """Whether NO_PROXY has a network of the address, such as 10.0.0.0/8, which urllib does not read."""
+    for name in proxies.get("no", "").split(","):
+        with suppress(ValueError):  # it is no network, or `host` is a name
+            if "/" in name and ipaddress.ip_address(host) in ipaddress.ip_network(name.strip(), strict=False):
+                return True
+    return False
 
 
 def _is_loopback(host: str) -> bool:

@@ -30,6 +30,11 @@ def no_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"ALL_PROXY": "socks5://p:1", "NO_PROXY": "far"}, "https://far/a.png", None),
         ({"ALL_PROXY": "socks5://p:1", "NO_PROXY": ".far.org"}, "https://a.far.org/a.png", None),
         ({"ALL_PROXY": "socks5://p:1", "no_proxy": "*"}, "https://far/a.png", None),
+        ({"HTTP_PROXY": "p:1"}, "http://far/a.png", ("HTTP_PROXY", "http://p:1")),
+        ({"http_proxy": " u:secret@p:1\n"}, "http://far/a.png", ("http_proxy", "http://u:secret@p:1")),
+        ({"HTTP_PROXY": "p:1", "NO_PROXY": "far, 10.0.0.0/8"}, "http://10.1.2.3/a.png", None),
+        ({"HTTP_PROXY": "p:1", "NO_PROXY": "10.0.0.0/8"}, "http://11.1.2.3/a.png", ("HTTP_PROXY", "http://p:1")),
+        ({"HTTP_PROXY": "p:1", "NO_PROXY": "fd00::/8"}, "http://[fd00::1]/a.png", None),
         ({"ALL_PROXY": "socks5://p:1"}, "http://127.0.0.1:8000/v1", None),
         ({"ALL_PROXY": "socks5://p:1"}, "http://localhost:8000/v1", None),
         ({"ALL_PROXY": "socks5://p:1"}, "http://[::1]:8000/v1", None),
@@ -62,6 +67,8 @@ def test_loopback_addresses_are_added_where_a_proxy_is_set() -> None:
     both = bypassed({"http_proxy": "http://p:1", "no_proxy": "far, localhost"})
     assert both["NO_PROXY"] == both["no_proxy"] == "far,localhost,127.0.0.1,::1"
     assert bypassed({"ALL_PROXY": "http://p:1", "NO_PROXY": "*"})["NO_PROXY"] == "*"
+    unequal = bypassed({"HTTP_PROXY": "http://p:1", "NO_PROXY": "far,a", "no_proxy": "a,near"})
+    assert unequal["NO_PROXY"] == unequal["no_proxy"] == "far,a,near,localhost,127.0.0.1,::1"
 
 
 def bypassed(environment: dict[str, str]) -> dict[str, str]:

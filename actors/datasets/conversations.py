@@ -29,6 +29,7 @@ from typing import Any
 from actors.datasets.audios import Audio, AudioInputs, each_sound
 from actors.datasets.formats.base import first_of, present
 from actors.datasets.pictures import Picture, PictureError, PictureInputs, flat
+from actors.datasets.readers.base import refuse_unread
 from actors.datasets.readers.jsonl import read_objects
 from actors.datasets.rows import (
     AUDIO_PLACEHOLDER,
@@ -117,6 +118,7 @@ def read_conversations(
     """
     file = folder / f"{split}.jsonl"
     if not file.is_file():
+        refuse_unread(folder, split)
         raise DatasetError(f"{file} does not exist: set {key} to a folder that holds {split}.jsonl{near(file)}")
     rows: dict[str, Conversation] = {}
     skipped: list[Skipped] = []

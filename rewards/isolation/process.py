@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -59,7 +59,7 @@ class _Child:
     def kill(self) -> int:
         """End the process now and collect it, so that no zombie stays; returns its exit code."""
         self.connection.close()
-        with suppress(ProcessLookupError):
+        if self.process.returncode is None:  # not collected, so the number of its group is its own
             os.killpg(self.process.pid, signal.SIGKILL)  # with what the function has started
         return self.process.wait()
 

@@ -89,6 +89,11 @@ class Scripted:
             match self._fault:
                 case "raise":
                     raise RuntimeError("no step today")
+                case "fork":
+                    if os.fork():
+                        time.sleep(0.05)
+                    else:
+                        reward = -1.0
                 case "hang":
                     time.sleep(HANG_S)
                 case "die":

@@ -15,6 +15,7 @@ from typing import Any
 
 from actors.datasets.formats.base import present
 from actors.datasets.pictures import path_below
+from actors.datasets.readers.base import refuse_unread
 from actors.datasets.readers.jsonl import read_objects
 from actors.datasets.rows import RowError, Skipped, Split, first_few
 from cluster.errors import DatasetError
@@ -39,6 +40,7 @@ def read_picture_pairs(folder: Path, split: str) -> Split:
     """
     file = folder / f"{split}.jsonl"
     if not file.is_file():
+        refuse_unread(folder, split)
         raise DatasetError(f"{file} does not exist: set data.path to a folder that holds {split}.jsonl{near(file)}")
     rows: dict[str, PicturePair] = {}
     skipped: list[Skipped] = []

@@ -88,14 +88,14 @@ def files_of(opened: Opened, suffixes: Sequence[str]) -> list[Path]:
                 if found:
                     return found
     wanted = split if is_pattern else f"{split}{suffixes[0]}"
-    _refuse_unread(folder, split)
+    refuse_unread(folder, split)
     raise DatasetError(
         f"{folder / wanted} does not exist: set data.path to a folder that holds {wanted}, or name the files of the "
         f"split in data.splits{near(folder / wanted)}"
     )
 
 
-def _refuse_unread(folder: Path, split: str) -> None:
+def refuse_unread(folder: Path, split: str) -> None:
     """Raises: DatasetError: the split is there in a form that is not read."""
     for path in sorted((*folder.glob(f"{split}*"), *(folder / "data").glob(f"{split}*"))):
         if path.suffix in COMPRESSED:

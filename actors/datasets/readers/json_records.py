@@ -27,7 +27,9 @@ def parse_object(text: bytes, what: str) -> Record:
         raise RowError("broken_json", f"the {what} is not JSON ({error}): fix or delete it") from error
     if not isinstance(record, dict):
         as_array = what == "line" and isinstance(record, list)
-        hint = ", or name the file .json and set data.kind=json" if as_array else ""
+        hint = (
+            ", or name the file .json for data.kind=json (`mobula data convert` for offline jobs)" if as_array else ""
+        )
         raise RowError("broken_json", f"the {what} is a JSON {type(record).__name__}: write an object{hint}")
     return record
 

@@ -21,6 +21,7 @@ def serve(connection: Connection) -> None:
     The first message is `("make", {"name": ..., "options": ...}, timeout_s)`, answered with the spec.
     """
     environment: Environment | None = None
+    owner = os.getpid()
     while True:
         try:
             method, arguments, timeout_s = connection.recv()
@@ -38,6 +39,8 @@ def serve(connection: Connection) -> None:
             reply = (False, (error.kind, str(error)))
         except BaseException as error:  # a sys.exit() of an environment is a failure of its episode as well
             reply = (False, ("raised", f"{type(error).__name__}: {error}"))
+        if os.getpid() != owner:
+            os._exit(0)  # a fork that returned from the environment: its reply would be taken for the next call's
         signal.setitimer(signal.ITIMER_REAL, 0)
         _send(connection, reply)
 

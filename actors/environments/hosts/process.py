@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -31,6 +32,7 @@ class ProcessEnvironment:
                 [sys.executable, "-P", "-m", "actors.environments.hosts.child", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
+                process_group=0,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
             )
         self.is_usable = True
@@ -46,11 +48,12 @@ class ProcessEnvironment:
         return self._exchange("demonstrate", {})
 
     def close(self) -> None:
-        """End the process, whatever state it is in, and collect it."""
+        """End the process with what it has started, whatever state it is in, and collect it."""
         self.is_usable = False
         self._connection.close()
-        self._process.kill()
-        self._process.wait()
+        if self._process.returncode is None:  # not collected, so the number of its group is its own
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
 
     def _exchange(self, method: str, arguments: dict[str, Any]) -> Any:
         timeout_s = self._timeouts[method]

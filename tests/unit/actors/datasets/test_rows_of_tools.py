@@ -22,6 +22,7 @@ from actors.datasets.formats.base import text_of
 from actors.datasets.readers.base import without_nulls
 from actors.datasets.readers.fingerprint import fingerprint_of
 from actors.datasets.rows import Row
+from cluster.errors import DatasetError
 
 TURN = {"role": "user", "content": "<image>Which?"}
 WITH_A_PICTURE: dict[str, dict[str, Any]] = {  # without the picture
@@ -185,6 +186,12 @@ def test_rows_of_offline_jobs_may_have_nulls(folder: Path, column: str, missing:
     split = read_conversations(folder, "train", "conversation")
     assert [row.sample_id for row in split.rows] == ["train-1", "train-2", "train-3"]
     assert all(row.endings[0].turns[0].is_trained for row in split.rows)
+
+
+def test_compressed_rows_of_offline_jobs_are_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl.gz").write_bytes(b"x")
+    with pytest.raises(DatasetError, match="train.jsonl.gz is compressed: unpack it"):
+        read_conversations(tmp_path, "train", "conversation")
 
 
 def test_one_picture_of_an_offline_row_needs_no_list(folder: Path) -> None:

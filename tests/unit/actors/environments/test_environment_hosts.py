@@ -98,6 +98,14 @@ async def test_a_process_that_hangs_or_dies_is_replaced() -> None:
     assert (await failure("die", "process")).kind == "process_died"
 
 
+async def test_a_fork_that_returns_from_a_step_gives_no_answer() -> None:
+    pool = EnvironmentPool(config("fork", host="process"), takes_pictures=True)
+    async with pool.session() as session:
+        await session.reset(1)
+        assert [(await session.step(Action("go"))).reward for _ in range(3)] == [1, 2, 3]
+    pool.close()
+
+
 async def test_a_process_gives_the_same_episode_as_the_thread() -> None:
     found = []
     for host in ("inline", "process"):

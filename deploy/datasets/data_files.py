@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from actors.datasets.readers.base import Opened, files_of
+from actors.datasets.readers.base import SUFFIXES, Opened, files_of
 from actors.datasets.readers.fingerprint import fingerprint_of
 from cluster.errors import DatasetError
 from cluster.replay.run_identity import run_identity
 from configs.schema import RunConfig
+from configs.schema.data import WRITTEN, DataKind, SourceConfig
 
-SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow", ".tar", ".txt")
+OF_DATASETS = (".jsonl", ".json", ".parquet", ".arrow", ".csv", ".tsv")  # that the package datasets reads
 TRAIN = "train"  # the split
 KEY = "the training files in data.path"
 USABLE_ROWS = "the usable rows of these files, which depend on lengths, columns and media"
@@ -27,12 +29,23 @@ def identity_with_data(config: RunConfig, usable_rows: str = "") -> dict[str, An
 
 def _fingerprint(config: RunConfig) -> str:
     data = config.data
-    sources = [(data.path / s.path, s.splits) for s in data.sources.values()] or [(data.path, data.splits)]
+    sources = [(data.path / s.path, s) for s in data.sources.values()] or [(data.path, data)]
     try:
         return fingerprint_of(
             file
-            for path, splits in sources
-            for file in files_of(Opened(path, splits.get(TRAIN, TRAIN), data.cache_path, 0, "", 0), SUFFIXES)
+            for path, source in sources
+            for file in files_of(Opened(path, _split(source), data.cache_path, 0, "", 0), _suffixes(config, source))
         )
     except (DatasetError, OSError):  # rows of the hub or of an environment, or files that are written at the start
         return ""
+
+
+def _split(source: SourceConfig) -> str:
+    """The name of the training split, without a slice of datasets, `train[:90%]`."""
+    name = source.splits.get(TRAIN, TRAIN)
+    return name.partition("[")[0] if source.kind is DataKind.HUGGINGFACE else name
+
+
+def _suffixes(config: RunConfig, source: SourceConfig) -> Sequence[str]:
+    kind = DataKind.JSONL if config.offline.is_on or source.kind in WRITTEN else source.kind
+    return SUFFIXES.get(kind.value, OF_DATASETS)

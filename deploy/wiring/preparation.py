@@ -115,7 +115,8 @@ class Prepared:
     @property
     def identity(self) -> dict[str, Any]:
         """What may not change between the parts of the run."""
-        return identity_with_data(self.config, self.splits[TRAIN].fingerprint)
+        reports = [self.splits[TRAIN], *([self.supervised.report] if self.supervised else [])]
+        return identity_with_data(self.config, "; ".join(report.fingerprint for report in reports))
 
     def note_skipped(self, skipped: Skipped) -> None:
         """Keep a sample that the checks let pass; several sources may meet it."""

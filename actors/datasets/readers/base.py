@@ -16,6 +16,13 @@ from configs.near_paths import near
 
 Record = Mapping[str, Any]
 T = TypeVar("T")
+SUFFIXES = {  # of the files of a kind of data, looked for in this order
+    "jsonl": (".jsonl",),
+    "prompts": (".jsonl", ".txt"),
+    "json": (".json", ".jsonl"),
+    "parquet": (".parquet",),
+    "webdataset": (".tar",),
+}
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip")
 TABLES = (".csv", ".tsv")
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from actors.datasets.readers.base import Opened, Table, files_of
+from actors.datasets.readers.base import SUFFIXES, Opened, Table, files_of
 from actors.datasets.readers.json_records import FileSpans, JsonTable
 from actors.datasets.readers.jsonl import lines_table
 from cluster.errors import DatasetError
@@ -19,7 +19,7 @@ ANYTHING = re.compile(rb"\S")
 
 
 def open_json(opened: Opened) -> Table:
-    files = files_of(opened, (".json", ".jsonl"))
+    files = files_of(opened, SUFFIXES["json"])
     if not all(_is_array(file) for file in files):
         return lines_table(opened.path, files)
     return JsonTable(opened.path, [FileSpans(file, _elements(file)) for file in files], "element")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from actors.datasets.readers.base import Opened, Record, Table, files_of, without_nulls
+from actors.datasets.readers.base import SUFFIXES, Opened, Record, Table, files_of, without_nulls
 from actors.datasets.readers.json_records import FileSpans, JsonTable, parse_object
 from actors.datasets.rows import RowError
 from cluster.errors import DatasetError
@@ -13,7 +13,7 @@ from cluster.records.json_lines import line_positions, read_lines
 
 
 def open_jsonl(opened: Opened) -> Table:
-    return lines_table(opened.path, files_of(opened, (".jsonl",)))
+    return lines_table(opened.path, files_of(opened, SUFFIXES["jsonl"]))
 
 
 def lines_table(root: Path, files: list[Path]) -> JsonTable:

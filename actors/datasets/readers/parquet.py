@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 
 from actors.datasets.readers.arrow_file import ArrowFile, cached, file_key
 from actors.datasets.readers.arrow_records import records_of, refuse_repeated
-from actors.datasets.readers.base import BlockCache, Opened, Record, Table, files_of
+from actors.datasets.readers.base import SUFFIXES, BlockCache, Opened, Record, Table, files_of
 from actors.datasets.rows import RowError
 from cluster.errors import DatasetError
 
@@ -21,7 +21,7 @@ COPIED_RECORDS = 1024  # of a large row group that are decoded at a time
 def open_parquet(opened: Opened) -> Table:
     """Raises: DatasetError: a file is no Parquet file, or has two columns of one name."""
     try:
-        return ParquetTable(opened, files_of(opened, (".parquet",)))
+        return ParquetTable(opened, files_of(opened, SUFFIXES["parquet"]))
     except (pa.ArrowException, OSError) as error:
         raise DatasetError(f"the Parquet files of {opened.path} cannot be read ({error}): write them again") from error
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from actors.datasets.readers.base import Opened, Record, Table, files_of
+from actors.datasets.readers.base import SUFFIXES, Opened, Record, Table, files_of
 from actors.datasets.readers.json_records import JsonTable
 from actors.datasets.readers.jsonl import line_spans, lines_table
 from actors.datasets.rows import RowError
@@ -12,7 +12,7 @@ TEXT = ".txt"
 
 def open_prompts(opened: Opened) -> Table:
     """The JSONL files of a split or, where there are none, its text files."""
-    files = files_of(opened, (".jsonl", TEXT))
+    files = files_of(opened, SUFFIXES["prompts"])
     if files[0].suffix != TEXT:
         return lines_table(opened.path, files)
     return TextTable(opened.path, [line_spans(file) for file in files], "line")

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from actors.datasets.pictures import EncodedFile
-from actors.datasets.readers.base import Opened, Record, Table, files_of, read_one_by_one
+from actors.datasets.readers.base import SUFFIXES, Opened, Record, Table, files_of, read_one_by_one
 from actors.datasets.readers.json_records import parse_object
 from actors.datasets.rows import RowError
 from cluster.errors import DatasetError
@@ -29,7 +29,7 @@ SOUNDS = ("wav", "flac", "mp3", "ogg", "aiff", "aif", "m4a", "mka", "aac")
 
 def open_webdataset(opened: Opened) -> Table:
     """Raises: DatasetError: a shard is no tar file, is compressed, or ends in its middle."""
-    return ShardTable(opened.path, files_of(opened, (".tar",)))
+    return ShardTable(opened.path, files_of(opened, SUFFIXES["webdataset"]))
 
 
 class ShardTable:

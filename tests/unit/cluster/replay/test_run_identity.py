@@ -58,6 +58,31 @@ def test_training_files_of_other_names_or_sizes_are_other_data(tmp_path: Path) -
     assert identity_with_data(run)[KEY] != first
 
 
+@pytest.mark.parametrize(
+    ("option", "name", "others"),
+    [
+        ("jsonl", "train.jsonl", "train.parquet"),
+        ("parquet", "train.parquet", "train.jsonl"),
+        ("parquet", "data/train-00000-of-00001.parquet", "train.json"),
+        ("json", "train.json", "train.jsonl"),
+        ("webdataset", "train-0000.tar", "train.jsonl"),
+        ("prompts", "train.txt", "train.json"),
+        ("huggingface", "train.csv", "train.tar"),
+        ("huggingface", "train/data-00000-of-00001.arrow", "train.txt"),
+    ],
+)
+def test_the_files_that_the_reader_takes_are_the_data(tmp_path: Path, option: str, name: str, others: str) -> None:
+    split = ["data.splits={train: 'train[:50%]'}"] if option == "huggingface" else []
+    run = load_config(["experiment=own", f"data={option}", f"data.path={tmp_path}", *split], is_complete=False)
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text("a")
+    first = identity_with_data(run)[KEY]
+    (tmp_path / others).write_text("b")
+    assert identity_with_data(run)[KEY] == first
+    (tmp_path / name).write_text("c")
+    assert identity_with_data(run)[KEY] != first
+
+
 def test_a_checkpoint_of_other_usable_rows_is_refused_once_they_are_known(tmp_path: Path) -> None:
     run = config("name=rows", f"folder={tmp_path}")
     (tmp_path / "state.json").write_text(json.dumps({"identity": identity_with_data(run, "7 of 8, 0a")}))

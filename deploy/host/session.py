@@ -22,6 +22,7 @@ from configs.schema import RunConfig
 from deploy.host.authentication import check_admission, check_auth
 from deploy.host.machine import as_node, this_machine
 from deploy.host.run_record import RunMark, RunRecord, marking
+from deploy.host.signals import sigterm_stays_ours
 from deploy.host.temporary import ray_folder
 
 ADDRESS_VARIABLE = "RAY_ADDRESS"
@@ -53,16 +54,22 @@ def ray_session(config: RunConfig) -> Iterator[ClusterSession]:
             yield ClusterSession(cluster_nodes(), _is_loopback(), mark)
             return
         check_access(config)
-        if config.resources.address:
-            ray.init(config.resources.address, namespace=config.name, **_worker_start(), **QUIET)
-        elif os.environ.get(ADDRESS_VARIABLE):
-            ray.init(namespace=config.name, **_worker_start(), **QUIET)
-        else:
-            start_private(config, include_dashboard=config.resources.dashboard)
+        with sigterm_stays_ours():
+            _join_or_start(config)
         try:
             yield ClusterSession(cluster_nodes(), _is_loopback(), mark)
         finally:
-            ray.shutdown()
+            with sigterm_stays_ours():
+                ray.shutdown()
+
+
+def _join_or_start(config: RunConfig) -> None:
+    if config.resources.address:
+        ray.init(config.resources.address, namespace=config.name, **_worker_start(), **QUIET)
+    elif os.environ.get(ADDRESS_VARIABLE):
+        ray.init(namespace=config.name, **_worker_start(), **QUIET)
+    else:
+        start_private(config, include_dashboard=config.resources.dashboard)
 
 
 def check_access(config: RunConfig) -> None:

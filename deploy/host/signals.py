@@ -39,5 +39,20 @@ def ignore_signals() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
+@contextmanager
+def sigterm_stays_ours() -> Iterator[None]:
+    """In the body a library may set a handler of SIGTERM; one that this module has set comes back afterwards.
+
+    Ray takes the signal when it starts, and gives it the default action when it ends.
+    """
+    before = signal.getsignal(signal.SIGTERM)
+    is_ours = before in (signal.SIG_IGN, _interrupt) and threading.current_thread() is threading.main_thread()
+    try:
+        yield
+    finally:
+        if is_ours:
+            signal.signal(signal.SIGTERM, before)
+
+
 def _interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt

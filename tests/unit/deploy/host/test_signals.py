@@ -8,7 +8,7 @@ import signal
 
 import pytest
 
-from deploy.host.signals import ending_signals, signals_raise
+from deploy.host.signals import ending_signals, ignore_signals, signals_raise, sigterm_stays_ours
 from deploy.run.runtime import _until_signal
 
 
@@ -44,3 +44,27 @@ def test_signals_that_come_while_a_run_closes_end_nothing() -> None:
         for number in numbers:  # the summary is being written
             os.kill(os.getpid(), number)
     assert [signal.getsignal(number) for number in numbers] == before
+
+
+def test_a_library_does_not_keep_sigterm() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with signals_raise():
+        with sigterm_stays_ours():
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGTERM)
+        ignore_signals()
+        with sigterm_stays_ours():
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_handler_of_a_library_stays_where_there_was_none_of_ours() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with sigterm_stays_ours():
+            signal.signal(signal.SIGTERM, signal.default_int_handler)
+        assert signal.getsignal(signal.SIGTERM) == signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGTERM, before)

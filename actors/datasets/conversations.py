@@ -28,6 +28,7 @@ from typing import Any
 
 from actors.datasets.audios import Audio, AudioInputs, each_sound
 from actors.datasets.formats.base import first_of, present
+from actors.datasets.formats.turns import AUDIO_PARTS, IMAGE_PARTS, TEXT_PARTS, VIDEO_PARTS, medium_of
 from actors.datasets.pictures import Picture, PictureError, PictureInputs, flat
 from actors.datasets.readers.base import refuse_unread
 from actors.datasets.readers.jsonl import read_objects
@@ -259,18 +260,19 @@ def _turn(message: Any, named: Named) -> Turn:
 def _part(part: Any, named: Named) -> str:
     """The text of one part of a message; a medium is a placeholder, also if a column of the row holds it."""
     kind = part.get("type") if isinstance(part, dict) else None
-    if kind == "text" and isinstance(part.get("text"), str):
+    if kind in TEXT_PARTS and isinstance(part.get("text"), str):
         return text_part(part["text"])
-    given = part.get(kind, part.get("url")) if isinstance(part, dict) and isinstance(kind, str) else None
-    if kind in ("image_url", "image") and isinstance(given, str | dict | None):
+    names = next((names for names in (IMAGE_PARTS, VIDEO_PARTS, AUDIO_PARTS) if kind in names), ())
+    given = medium_of(part, names) if names else None
+    if kind in IMAGE_PARTS and isinstance(given, str | dict | None):
         named.pictures += [] if given is None else [given]
         return PLACEHOLDERS["image"] + PART
-    if kind in ("video_url", "video"):
+    if kind in VIDEO_PARTS:
         held = given.get("url", given) if isinstance(given, dict) else given
         held = {"video": held, "fps": part.get("fps")} if isinstance(held, list) else held
         named.videos += [] if held is None else [held]
         return PLACEHOLDERS["video"] + PART
-    if kind in ("audio", "audio_url", "input_audio"):
+    if kind in AUDIO_PARTS:
         named.audios += [] if given is None else [given.get("url", given) if isinstance(given, dict) else given]
         return PLACEHOLDERS["audio"] + PART
     detail = f"a part of a message is {part!r:.200}: write a `text`, `image_url`, `video` or `audio` part"

@@ -26,6 +26,7 @@ from cluster.errors import MediaError, SkippedSample
 KEYS = ("bytes", "path", "url", "image_url", "image", "source")
 SNAPSHOTS, BLOBS = "snapshots", "blobs"  # folders of a repository in the hub's cache
 WEB = ("http://", "https://")
+SCHEME = re.compile(r"(data(?=:)|[a-z][a-z0-9+.-]*(?=://))", re.ASCII | re.IGNORECASE)  # of a URL
 # The file itself, without the head of a data URL: base64 of what PNG, JPEG, WebP and GIF files begin with, and no dot.
 BASE64 = re.compile(r"(?:iVBORw0KGgo|/9j/|UklGR|R0lGOD)[A-Za-z0-9+/\s]{80,}+={0,2}\s*")
 WITHOUT_PNG = ("CMYK", "YCbCr", "HSV", "RGBX", "RGBa")  # modes of Pillow that PNG does not have
@@ -124,20 +125,29 @@ class PictureInputs:
         raise _no_picture(value)
 
     def _named(self, text: str, name: str) -> Picture:
-        if text.startswith("data:"):
-            return EncodedFile(_from_data_url(text), name)
-        if text.startswith(WEB):
-            return self._downloads.fetch(text)
+        scheme = SCHEME.match(text)
+        if scheme is not None:
+            return self._of_url(scheme[1].lower() + text[scheme.end(1) :], name)
         if BASE64.fullmatch(text):
             return EncodedFile(_from_base64(text), name)
-        if text.startswith("file://"):
-            return self._path(unquote(urlsplit(text).path))
         if text.startswith("/") and not self._takes_absolute:
             raise PictureError(
                 "outside_folder",
                 f"{text!r} is an absolute path: write it relative to {self._root}, or set data.media_path",
             )
         return self._path(text)
+
+    def _of_url(self, url: str, name: str) -> Picture:
+        """`url` has its scheme in small letters."""
+        if url.startswith("data:"):
+            return EncodedFile(_from_data_url(url), name)
+        if url.startswith(WEB):
+            return self._downloads.fetch(url)
+        if url.startswith("file://"):
+            return self._path(unquote(urlsplit(url).path))
+        raise PictureError(
+            "bad_image", f"{url[:NUM_SHOWN]!r} is a URL that is not read: write a path, or a URL of http, file or data"
+        )
 
     def _is_fit(self, path: Path) -> bool:
         """Whether a path below the root is what can be read."""

@@ -14,6 +14,7 @@ TEXT_PARTS = ("text", "input_text", "output_text")
 IMAGE_PARTS = ("image", "image_url", "input_image")
 VIDEO_PARTS = ("video", "video_url", "input_video")
 AUDIO_PARTS = ("audio", "audio_url", "input_audio")
+HELD = ("url", "path", "bytes", "base64", "source")  # keys of a part of any kind
 FROM_ROLES = {
     "human": "user",
     "gpt": "assistant",
@@ -49,6 +50,13 @@ def turns_of(messages: Any, column: str) -> tuple[list[Turn], list[Any], list[An
                 held[kind].append(medium)
         turns.append(Turn(role, "".join(texts)))
     return turns, held["image"], held["video"], held["audio"]
+
+
+def medium_of(part: Mapping[str, Any], names: Sequence[str]) -> Any:
+    """The medium that a part holds under one of `names`, or under a key of transformers' templates or Anthropic's API;
+    None if the part only says where one stands."""
+    held = next((part[key] for key in (*names, *HELD) if part.get(key)), None)
+    return {"bytes": held} if held is not None and held is part.get("base64") else held
 
 
 def response_of(value: Any, column: str) -> str | None:
@@ -95,16 +103,13 @@ def _part(part: Any, column: str) -> tuple[str, str, Any]:
     if kind in TEXT_PARTS and isinstance(part.get("text"), str):
         return "text", text_part(part["text"]), None
     if kind in IMAGE_PARTS:
-        held = next((part[key] for key in ("image", "image_url", "url", "path", "bytes") if part.get(key)), None)
-        return "image", PLACEHOLDERS["image"] + PART, held
+        return "image", PLACEHOLDERS["image"] + PART, medium_of(part, IMAGE_PARTS)
     if kind in VIDEO_PARTS:
-        held = next((part[key] for key in ("video", "video_url", "url", "path", "bytes") if part.get(key)), None)
+        held = medium_of(part, VIDEO_PARTS)
         video = {"video": held, "fps": part.get("fps")} if isinstance(held, list | tuple) else held
         return "video", PLACEHOLDERS["video"] + PART, video
     if kind in AUDIO_PARTS:
-        keys = ("audio", "audio_url", "input_audio", "url", "path", "bytes")
-        sound = next((part[key] for key in keys if part.get(key)), None)
-        return "audio", PLACEHOLDERS["audio"] + PART, sound
+        return "audio", PLACEHOLDERS["audio"] + PART, medium_of(part, AUDIO_PARTS)
     raise RowError(f"bad_{column}", f"`{column}` has a part of type {kind!r}: use text, image_url, video or audio")
 
 

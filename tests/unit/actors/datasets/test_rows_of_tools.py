@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from datetime import date, datetime
 from decimal import Decimal
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -33,6 +35,9 @@ WITH_A_PICTURE: dict[str, dict[str, Any]] = {  # without the picture
     "alpaca": {"instruction": "<image>Which?", "output": "7"},
     "sharegpt": {"conversations": [{"from": "human", "value": "<image>Which?"}, {"from": "gpt", "value": "7"}]},
 }
+with BytesIO() as encoded:
+    Image.new("RGB", (56, 56)).save(encoded, format="PNG")
+    BASE64 = base64.b64encode(encoded.getvalue()).decode()
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 
 
@@ -145,6 +150,35 @@ def test_turns_and_columns_of_all_rows_are_no_question(folder: Path, row_format:
     (folder / "train.jsonl").write_text(json.dumps(record) + "\n" + json.dumps(usable))
     skipped = read_split(folder, row_format=row_format).skipped
     assert "write a text, or chat turns with data.row_format=messages" in skipped[0].detail
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "image", "path": "a.png"},
+        {"type": "image", "url": "a.png", "text": None},
+        {"type": "image", "base64": BASE64},
+        {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": BASE64}},
+        {"type": "image_url", "image_url": {"url": f"DATA:image/png;base64,{BASE64}", "detail": "low"}},
+        {"type": "input_image", "image_url": f"data:image/png;base64,{BASE64}"},
+    ],
+)
+def test_the_parts_of_every_api_hold_a_picture(folder: Path, part: dict[str, Any]) -> None:
+    turn = {"role": "user", "content": [part, {"type": "text", "text": "?"}]}
+    [row] = read(folder, "messages", {"messages": [turn], "answer": "7"})
+    assert (row.question, len(row.images)) == ("<image>?", 1)
+    (folder / "train.jsonl").write_text(json.dumps({"messages": [turn, {"role": "assistant", "content": "7"}]}))
+    [conversation] = read_conversations(folder, "train", "conversation").rows
+    assert len(conversation.images) == 1
+
+
+@pytest.mark.parametrize("url", ["s3://lab/a.png", "gs://lab/a.png", "hf://datasets/a.png", "ftp://lab/a.png"])
+def test_urls_that_are_not_read_are_named(folder: Path, url: str) -> None:
+    rows = [{"question": "<image>?", "answer": "7", "image": name} for name in (url, f"FILE://{folder}/a.png")]
+    (folder / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    split = read_split(folder)
+    assert len(split.rows) == 1
+    assert f"'{url}' is a URL that is not read" in split.skipped[0].detail
 
 
 def test_messages_of_a_developer_are_of_the_system(folder: Path) -> None:

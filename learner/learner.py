@@ -203,7 +203,7 @@ class Learner:
 
         Of a flow model they are those of arbitrary denoising steps after the prompt, [T].
         """
-        with self._slow.in_place(), self._backend.inference():
+        with self._residence.policy_here(), self._slow.in_place(), self._backend.inference():
             batch = collate_rows([self._scoring.canary_row(prompt)], self._reader, self._device)
             return self._policy(batch, self._scoring.canary).logprobs[0].cpu().numpy()
 

@@ -4,12 +4,13 @@
 
 | phase | engines | learner |
 |---|---|---|
-| HANDOVER | awake, on weights that a push is about to replace | policy on the device, optimizer on the host |
+| HANDOVER, until the push has arrived | weights awake, which the push replaces; no KV cache | policy on the device |
+| HANDOVER, from then on | awake | on the host |
 | GENERATING | awake | on the host |
 | TRAINING | asleep | on the device |
 
-Nothing is sampled outside GENERATING: there the engines' weights are those of the last push, everywhere else they may
-be dead.
+So the KV cache takes no memory beside the policy or the optimizer. Nothing is sampled outside GENERATING: there the
+engines' weights are those of the last push, everywhere else they may be dead.
 """
 
 from __future__ import annotations
@@ -137,19 +138,23 @@ class GpuLease:
             await self._learner.onload()
 
     async def hand_over(self) -> None:
-        """Both hold their weights, so that a push can go from one to the other."""
+        """Both hold their weights, so that a push can go from one to the other; the KV cache stays asleep."""
         if self.phase is Phase.HANDOVER:
             return  # the first push of a run: no role has left yet
         async with self._change(Phase.HANDOVER):
             await self._learner.offload("optimizer")
             await self._each(lambda engine: engine.wake_up("weights"))
-            await self._each(lambda engine: engine.wake_up("kv_cache"))
+
+    async def arrived(self, version: int) -> None:
+        """Called when the push of `version` has arrived: the learner makes room for the KV caches."""
+        await self._learner.offload("optimizer")  # at the first push of a run it is still there
+        await self._learner.offload("policy")
+        await self._each(lambda engine: engine.wake_up("kv_cache"))
 
     async def generate(self) -> None:
-        """The engines' turn; their weights are those of the push that came before."""
+        """The engines' turn; their weights are those of the push that has arrived."""
         async with self._change(Phase.GENERATING):
-            await self._learner.offload("optimizer")
-            await self._learner.offload("policy")
+            pass  # `arrived` has moved everything
 
     @asynccontextmanager
     async def _change(self, phase: Phase) -> AsyncIterator[None]:

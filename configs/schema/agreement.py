@@ -461,6 +461,17 @@ def _adapters_can_travel(config: RunConfig) -> str | None:
     )
 
 
+def _slept_weights_come_back(config: RunConfig) -> str | None:
+    resources = config.resources
+    if not resources.colocated or resources.sleep_level == 1 or config.weight_sync.payload == "weights":
+        return None
+    return (
+        f"resources.sleep_level={resources.sleep_level} discards the weights of a sleeping engine, and a push with "
+        "weight_sync.payload=adapters brings only the layers with adapters: set resources.sleep_level=1 or "
+        "weight_sync.payload=weights"
+    )
+
+
 def _adapters_have_a_place(config: RunConfig) -> str | None:
     if not config.policy.lora.is_on or config.policy.lora.target_modules:
         return None
@@ -663,6 +674,7 @@ RULES: tuple[Rule, ...] = (
     _reference_can_be_quantised,
     _single_learner_is_one,
     _adapters_can_travel,
+    _slept_weights_come_back,
     _adapters_have_a_place,
     _nodes_are_counted,
     _gpus_are_whole_or_shares,

@@ -36,6 +36,7 @@ BLOCK_8BIT = 256  # values of an 8-bit moment that share a scale
 CUDA_GRAPHS = 1024 * MIB  # of an engine with enforce_eager=false
 GATHERED_BLOCKS = 2  # FSDP2 holds the block that computes and the next one
 GATHER_BYTES = 2 * 64 * MIB  # a bucket of whole tensors, flat and in pieces, while weights leave the learner
+MAX_WHOLE_GRADIENT_BYTES = 1 << 30  # as in learner/backends/fsdp2.py
 ZERO_BUCKET = 2 * 500_000_000 * FLOAT32  # DeepSpeed's reduce bucket and its copy, at most all gradients
 PROCESS = {  # host memory of a process with its libraries, measured with a model of half a million parameters on CPU
     "learner": 1030 * MIB,
@@ -136,9 +137,11 @@ def trained_parameters(config: RunConfig, shape: ModelShape) -> list[TensorSpec]
     return [spec for spec in trained if not spec.name.startswith(starts)]
 
 
-def has_unsharded_gradients(config: RunConfig, batch: Microbatch) -> bool:
-    """Whether a rank keeps whole gradients between micro-batches: FSDP2 exchanges them with the last one only."""
-    return config.learner.backend == "fsdp2" and step_rows(config) > batch.rows
+def has_unsharded_gradients(config: RunConfig, batch: Microbatch, trained: list[TensorSpec]) -> bool:
+    """Whether a rank keeps whole gradients between micro-batches: FSDP2 exchanges small ones with the last one only."""
+    num_trained = sum(prod(spec.shape) for spec in trained)
+    is_small = FLOAT32 * num_trained <= MAX_WHOLE_GRADIENT_BYTES
+    return config.learner.backend == "fsdp2" and is_small and step_rows(config) > batch.rows
 
 
 def _learner(config: RunConfig, shape: ModelShape) -> WorkerMemory:
@@ -213,7 +216,7 @@ def _state(
             gathered = (root + GATHERED_BLOCKS * shape.largest_block) * compute if num_ranks > 1 else 0
             kept = (
                 num_trained
-                if has_unsharded_gradients(config, batch)
+                if has_unsharded_gradients(config, batch, trained)
                 else min(num_trained, root + GATHERED_BLOCKS * shape.largest_block)
             )
             gradients = FLOAT32 * (num_trained / num_ranks + (kept if num_ranks > 1 else 0))

@@ -87,6 +87,10 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["sampler.stop_strings=['']"], ["sampler.stop_strings", "leave it out"]),
     (["sampler.max_tokens=1000"], ["1064", "set sampler.max_model_len=1064"]),
     (["sampler.max_num_batched_tokens=64"], ["sampler.max_num_batched_tokens=64", "128 or more"]),
+    (
+        ["resources=one_gpu_colocated", "policy.lora.rank=8", "weight_sync.payload=adapters"],
+        ["resources.sleep_level=2 discards", "set resources.sleep_level=1 or weight_sync.payload=weights"],
+    ),
     (["data=digit_sum", "sampler.max_images_per_prompt=1"], ["sampler.max_images_per_prompt=1", "set it to 2"]),
     (["data=digit_list", "sampler.max_images_per_prompt=8"], ["max_images_per_prompt=8", "set it to 12"]),
     (["data=digit_clips"], ["data.kind=digit_clips", "sampler.max_videos_per_prompt=0: set it to 1"]),

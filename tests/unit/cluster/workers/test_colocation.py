@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any
 
@@ -58,6 +59,7 @@ class Device:
         self.name = "rollout/0"
         self.dies = False
         self.arriving = 0
+        self.arrived: Callable[[int], Awaitable[None]]
 
     def receivers(self) -> list[Any]:
         return [] if self.lost else [self]
@@ -71,7 +73,7 @@ class Device:
         self.here -= {"weights", "kv_cache"}
 
     async def wake_up(self, tag: str) -> None:
-        assert "optimizer" not in self.here
+        assert not self.here & ({"optimizer"} if tag == "weights" else {"optimizer", "policy"})
         self.here.add(tag)
 
     async def offload(self, part: str) -> None:
@@ -88,7 +90,7 @@ class Device:
         return "group", "summary"
 
     async def publish(self, version: int) -> int:
-        assert self.here == {"weights", "kv_cache", "policy"} or version == 0
+        assert self.here == {"weights", "policy"} or version == 0, "the KV cache takes no memory beside the policy"
         self.arriving = 3
         return version
 
@@ -99,6 +101,14 @@ class Device:
         while self.arriving:
             await asyncio.sleep(0)
             self.arriving -= 1
+        await self.arrived(0)
+        assert self.here == {"weights", "kv_cache"}, "the engines score the probe"
+
+
+def lease_of(device: Device) -> GpuLease:
+    lease = GpuLease(device, device)
+    device.arrived = lease.arrived
+    return lease
 
 
 async def nothing() -> None: ...
@@ -106,7 +116,7 @@ async def nothing() -> None: ...
 
 async def test_a_step_goes_round_and_requests_wait_for_the_engines_turn() -> None:
     device = Device()
-    lease = GpuLease(device, device)
+    lease = lease_of(device)
     rollouts, weights = LeasedRollouts(device, lease), LeasedWeights(device, lease)
     learner = LeasedLearner(FakeLearner(), lease, before=nothing)
     early = asyncio.ensure_future(rollouts.generate(make_prompt("0/0/s"), SETTINGS))
@@ -128,7 +138,7 @@ async def test_a_step_goes_round_and_requests_wait_for_the_engines_turn() -> Non
 
 async def test_what_samples_besides_ends_before_the_engines_sleep() -> None:
     device = Device()
-    lease = GpuLease(device, device)
+    lease = lease_of(device)
     rollouts = LeasedRollouts(device, lease)
     await LeasedWeights(device, lease).publish(0)
 
@@ -143,7 +153,7 @@ async def test_what_samples_besides_ends_before_the_engines_sleep() -> None:
 
 async def test_an_engine_that_dies_on_the_way_to_sleep_is_lost_and_holds_nothing_up() -> None:
     device = Device()
-    lease = GpuLease(device, device)
+    lease = lease_of(device)
     await LeasedWeights(device, lease).publish(0)
     device.dies = True
     await LeasedLearner(FakeLearner(), lease, before=nothing).update([make_scored("0/0/s")])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -133,9 +133,10 @@ class Sampler(Protocol):
         ...
 
     async def load_weights(
-        self, manifest: Manifest, bucket_bytes: int, buckets: Sequence[np.ndarray], version: int
+        self, manifest: Manifest, bucket_bytes: int, buckets: Iterable[np.ndarray], version: int
     ) -> None:
-        """The same from packed buckets in hand: for a late joiner, which is in no transfer group yet."""
+        """The same from packed buckets: for a late joiner, which is in no transfer group yet. Each is taken once, on
+        another thread than the caller's: it may have to be fetched."""
         ...
 
     async def weight_version(self) -> int: ...

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import uuid
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from typing import Any
@@ -192,9 +192,9 @@ class VLLMSampler:
             return await self._replace_weights(update, version)
 
     async def load_weights(
-        self, manifest: Manifest, bucket_bytes: int, buckets: Sequence[np.ndarray], version: int
+        self, manifest: Manifest, bucket_bytes: int, buckets: Iterable[np.ndarray], version: int
     ) -> None:
-        packed = [bucket.tobytes() for bucket in buckets]
+        packed = await asyncio.to_thread(lambda: [bucket.tobytes() for bucket in buckets])
         update = self._update(manifest, bucket_bytes) | {"buckets": packed}
         with self._named(f"load version {version}"):
             await self._replace_weights(update, version)

@@ -1,7 +1,4 @@
-"""Moves the memory of a learner rank between its device and host memory, while others use the device.
-
-Copies do not block the host: torch has those to host memory in pinned pages, so both ways are fast.
-"""
+"""Moves the memory of a learner rank between its device and host memory, while others use the device."""
 
 from __future__ import annotations
 
@@ -52,7 +49,6 @@ class Residence:
         else:
             self._move_optimizer(HOST)
         if self._device.type == "cuda":
-            torch.cuda.synchronize()  # from here on the copies may be read, and others may take the memory
             torch.cuda.empty_cache()
 
     def onload(self) -> None:
@@ -73,7 +69,7 @@ class Residence:
                 self.offload("policy")
 
     def _move_policy(self, device: torch.device) -> None:
-        self._policy.to(device, non_blocking=True)
+        self._policy.to(device)
         for copy in self._of_policy:
             copy.to(device)
         self.is_policy_here = device == self._device
@@ -84,4 +80,4 @@ class Residence:
         for state in self._optimizer.state.values():
             for name, value in state.items():
                 if isinstance(value, torch.Tensor) and value.dim() > 0:  # a step count stays where Adam keeps it
-                    state[name] = value.to(device, non_blocking=True)
+                    state[name] = value.to(device)

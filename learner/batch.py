@@ -18,6 +18,7 @@ from configs.schema import AlgorithmConfig
 from learner.algorithms.aggregation import Totals
 from learner.policies.base import PolicyRow
 from learner.policies.batch import pad_rows
+from learner.policies.device_copies import on_device
 from learner.policies.trained import PolicyBatch, collate_rows, row_of
 
 RowOf = Callable[[Prompt, Any], PolicyRow]
@@ -231,4 +232,4 @@ def collate_items(items: Sequence[LearnerItem], reader: MediaReader, device: tor
 
 
 def _column(rows: Sequence[np.ndarray], dtype: type, device: torch.device) -> Tensor:
-    return torch.from_numpy(pad_rows(rows, 0, dtype)).to(device)
+    return on_device(pad_rows(rows, 0, dtype), device)

@@ -203,7 +203,7 @@ class Learner:
 
         Of a flow model they are those of arbitrary denoising steps after the prompt, [T].
         """
-        with self._slow.in_place(), self._backend.inference():
+        with self._residence.policy_here(), self._slow.in_place(), self._backend.inference():
             batch = collate_rows([self._scoring.canary_row(prompt)], self._reader, self._device)
             return self._policy(batch, self._scoring.canary).logprobs[0].cpu().numpy()
 
@@ -229,9 +229,14 @@ class Learner:
             self.weights.send(bucket_bytes, epoch)
 
     def export_weights(self, bucket_bytes: int) -> tuple[int, list[np.ndarray]]:
-        """The version and, on rank 0, its packed buckets; for engines that are in no transfer group yet."""
+        """The version and rank 0's packed buckets, empty on other ranks; for engines that are in no transfer group."""
         with self._residence.policy_here(), self._slow.in_place():
             return self.version, self.weights.export(bucket_bytes)
+
+    def export_buckets(self, bucket_bytes: int) -> tuple[int | np.ndarray, ...]:
+        """As `export_weights`, each bucket a result of its own."""
+        version, buckets = self.export_weights(bucket_bytes)
+        return version, *buckets
 
     def offload(self, part: str) -> None:
         """Move `policy` or `optimizer` to host memory, so that an engine can use the device."""

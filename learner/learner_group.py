@@ -158,11 +158,16 @@ class LearnerGroup(RankGroup):
         calls = [w.send_weights.remote(bucket_bytes, epoch) for w in self._workers]
         await self._all(calls, self._timeouts.update_s, "to send its weights")
 
-    async def export_weights(self, bucket_bytes: int) -> tuple[int, Any]:
-        """The version, and a reference to its packed buckets; they stay in the object store, owned by the caller."""
-        calls = [w.export_weights.options(num_returns=2).remote(bucket_bytes) for w in self._workers]
-        version = await self._all([version for version, _ in calls], self._timeouts.update_s, "to gather its weights")
-        return version, calls[0][1]
+    async def export_weights(self, bucket_bytes: int) -> tuple[int, Sequence[Any]]:
+        """The version, and a reference to each of its packed buckets.
+
+        They stay in the object store, owned by the caller. Each is an object by itself: what does not fit into the
+        store is spilled to disk.
+        """
+        num_buckets = sum(1 for _ in (await self.manifest()).buckets(bucket_bytes))
+        calls = [w.export_buckets.options(num_returns=1 + num_buckets).remote(bucket_bytes) for w in self._workers]
+        version = await self._all([version for version, *_ in calls], self._timeouts.update_s, "to gather its weights")
+        return version, calls[0][1:]
 
     async def load(self, folder: Path) -> int:
         """Go on from a saved state; returns its version."""

@@ -22,6 +22,7 @@ from learner.examples.examples import ExampleOutline, all_whole
 from learner.gradient_step import GradientStep
 from learner.meter import Meter
 from learner.policies.batch import TokenBatch, TokenSequence, collate, pad_rows
+from learner.policies.device_copies import on_device
 from learner.policies.logprobs import PLAIN, Distribution
 from learner.policies.token import TokenPolicy
 
@@ -117,4 +118,4 @@ class SupervisedTrainer:
 
     def _mask(self, rows: Sequence[SharedSupervised]) -> Tensor:
         masks = [row.answer_mask for row in all_whole(rows, SupervisedExample)]
-        return torch.from_numpy(pad_rows(masks, 0, np.bool_)).to(self._device)
+        return on_device(pad_rows(masks, 0, np.bool_), self._device)

@@ -13,6 +13,7 @@ from cluster.weight_sync.manifest import Bucket, Manifest
 from cluster.weight_sync.rendezvous import RendezvousStore
 from cluster.weight_sync.transport import Rendezvous, TransferGroup, lone_bytes, pack
 
+NO_BYTES = np.empty(0, dtype=np.uint8)
 NamedWeights = Callable[[], Iterator[tuple[str, torch.Tensor]]]
 
 
@@ -87,9 +88,9 @@ class WeightPublisher:
         return None
 
     def export(self, bucket_bytes: int) -> list[np.ndarray]:
-        """The packed buckets as uint8 arrays on rank 0 (every rank gathers; the others return nothing)."""
+        """The packed buckets as uint8 arrays; every rank gathers, and those of the others than rank 0 are empty."""
         packed = self._packed_buckets(bucket_bytes)
-        return [buffer.cpu().clone().numpy() for _, buffer in packed if self._rank == 0]
+        return [buffer.cpu().clone().numpy() if self._rank == 0 else NO_BYTES for _, buffer in packed]
 
     def close(self) -> None:
         for epoch in tuple(self._groups):

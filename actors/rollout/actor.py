@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from transformers import AutoTokenizer
@@ -19,6 +20,7 @@ from cluster.records.media import MediaReader
 from cluster.records.partial_response import Attempt, SampledSequence, TokenChunk
 from cluster.records.trajectory import FinishReason, GroupReport, Prompt, Response, Trajectory, TrajectoryGroup
 from cluster.roles import SamplingSettings
+from cluster.runtime.object_store import fetch
 from cluster.runtime.vitals import EngineLoad
 from cluster.weight_sync.manifest import Manifest
 from cluster.weight_sync.transport import Rendezvous
@@ -37,6 +39,7 @@ class RolloutActor(PromptServer):
         self._sampler = build_sampler(sampler, settings)
         self._tokenizer = None if settings.denoising else AutoTokenizer.from_pretrained(settings.model)
         self._hidden_ids = settings.hidden_ids
+        self._object_timeout_s = object_timeout_s
         self._media = MediaBatcher(MediaReader(timeout_s=object_timeout_s, max_items=MEDIA_IN_MEMORY))
 
     async def start(self) -> None:
@@ -101,10 +104,14 @@ class RolloutActor(PromptServer):
         """Returns the version that the engine then names."""
         return await self._sampler.receive_weights(manifest, bucket_bytes, version)
 
-    async def load_weights(
-        self, manifest: Manifest, bucket_bytes: int, buckets: Sequence[np.ndarray], version: int
-    ) -> None:
-        await self._sampler.load_weights(manifest, bucket_bytes, buckets, version)
+    async def load_weights(self, manifest: Manifest, bucket_bytes: int, buckets: Sequence[Any], version: int) -> None:
+        """`buckets` are arrays or references to them, which are fetched one after the other."""
+
+        def fetched() -> Iterator[np.ndarray]:
+            for n, bucket in enumerate(buckets):
+                yield from fetch([bucket], timeout_s=self._object_timeout_s, what=f"bucket {n} of version {version}")
+
+        await self._sampler.load_weights(manifest, bucket_bytes, fetched(), version)
 
     async def close(self) -> None:
         await self._sampler.close()

@@ -102,7 +102,7 @@ class RolloutClient:
             self._end_holds()
         return self._version
 
-    async def load_weights(self, manifest: Manifest, bucket_bytes: int, buckets: Any, version: int) -> None:
+    async def load_weights(self, manifest: Manifest, bucket_bytes: int, buckets: Sequence[Any], version: int) -> None:
         call = self._handle.load_weights.remote(manifest, bucket_bytes, buckets, version)
         await self._sync(call, f"load version {version}")
         self._version = version

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 
 import numpy as np
@@ -84,7 +84,7 @@ class InProcessSampler(ABC):
         return self._served.number
 
     async def load_weights(
-        self, manifest: Manifest, bucket_bytes: int, buckets: Sequence[np.ndarray], version: int
+        self, manifest: Manifest, bucket_bytes: int, buckets: Iterable[np.ndarray], version: int
     ) -> None:
         packed = zip(manifest.buckets(bucket_bytes), buckets, strict=True)
         tensors = (pair for bucket, data in packed for pair in unpack(bucket, torch.from_numpy(data.copy())))

@@ -162,7 +162,7 @@ class RestartableLearner:
     async def send_weights(self, bucket_bytes: int, epoch: int) -> None:
         await self._restartable.outliving(lambda: self._ranks.send_weights(bucket_bytes, epoch))
 
-    async def export_weights(self, bucket_bytes: int) -> tuple[int, Any]:
+    async def export_weights(self, bucket_bytes: int) -> tuple[int, Sequence[Any]]:
         return await self._restartable.outliving(lambda: self._ranks.export_weights(bucket_bytes))
 
     def recall_with(self, recall: Recall) -> None:

@@ -37,3 +37,18 @@ def join_store(host: str, port: int, prefix: str, timeout_s: float) -> dist.Stor
     """A member's view of the store at `host:port`; keys of other prefixes are out of its sight."""
     store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
     return dist.PrefixStore(prefix, store)
+
+
+def wait_for_members(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> None:
+    """Wait until every rank has called this with the same store.
+
+    Raises:
+        DistStoreError: some did not within `timeout_s`; the message names them.
+    """
+    keys = [f"member-{number}" for number in range(world_size)]
+    store.set(keys[rank], "here")
+    try:
+        store.wait(keys, timedelta(seconds=timeout_s))
+    except dist.DistStoreError as error:
+        missing = [number for number, key in enumerate(keys) if not store.check([key])]
+        raise dist.DistStoreError(f"ranks {missing} did not come within {timeout_s:g} s") from error

@@ -3,16 +3,19 @@
 Rank 0 is the learner's rank 0; receivers have the ranks from 1 on: one each, or as many as an engine is split over.
 Groups are numbered by epoch: members of another epoch can never meet, because the epoch is part of every key of the
 rendezvous store. A collective runs on a helper thread and is waited for with a deadline on the calling one, since no
-backend can be trusted to give up by itself.
+backend can be trusted to give up by itself. A group whose collective failed is aborted by every member that noticed.
 """
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from threading import Thread
 from types import MappingProxyType
 from typing import Any
 
@@ -20,8 +23,14 @@ import torch
 import torch.distributed as dist
 
 from cluster.errors import WeightSyncError
+from cluster.runtime.concurrency import DaemonThread
 from cluster.weight_sync.manifest import Bucket, Manifest
-from cluster.weight_sync.rendezvous import join_store
+from cluster.weight_sync.rendezvous import join_store, wait_for_members
+
+ABORT_S = 10.0  # that a member waits for its own abort
+# torch's watchdog ends the process on an error or a timeout of NCCL. A group whose waits block has no watchdog, and
+# reports both as errors of the wait. torch reads the variable when it makes a group.
+WITHOUT_WATCHDOG = {"TORCH_NCCL_BLOCKING_WAIT": "1"}
 
 
 @dataclass(frozen=True)
@@ -47,6 +56,8 @@ class TransferGroup:
     def __init__(self, rendezvous: Rendezvous, rank: int, device: torch.device) -> None:
         """Meet the others; waits for them at most `rendezvous.timeout_s`.
 
+        It ends with a broadcast of one byte, because NCCL makes its communicator at the first collective.
+
         Raises:
             WeightSyncError: the others did not come, or the transport is unknown.
         """
@@ -54,22 +65,22 @@ class TransferGroup:
         self.device = device
         self._timeout_s = rendezvous.timeout_s
         self._epoch = rendezvous.epoch
+        deadline = time.monotonic() + rendezvous.timeout_s
         self._group = _open_group(rendezvous, rank)
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix=f"transfer-epoch-{rendezvous.epoch}")
+        self._thread = DaemonThread(f"transfer-epoch-{rendezvous.epoch}")
+        first = torch.zeros(1, dtype=torch.uint8, device=device)
+        self._broadcast_within(deadline - time.monotonic(), first, "the first byte")
 
     def broadcast(self, buffer: torch.Tensor, what: str) -> None:
         """Send `buffer` (rank 0) or fill it (others), in place; returns when the bytes have arrived.
 
+        It is ordered on the caller's stream: it begins after work that the caller has queued, and what the caller
+        queues later sees the bytes.
+
         Raises:
-            WeightSyncError: some member died or did not take part in time; the group is unusable from then on.
+            WeightSyncError: some member died or did not take part in time, or the group is closed; it is closed then.
         """
-        future = self._executor.submit(self._broadcast, buffer)
-        try:
-            future.result(self._timeout_s)
-        except FutureTimeoutError as error:
-            raise WeightSyncError(f"waited {self._timeout_s:g} s for {what} in transfer epoch {self._epoch}") from error
-        except RuntimeError as error:
-            raise WeightSyncError(f"{what} failed in transfer epoch {self._epoch}: {error}") from error
+        self._broadcast_within(self._timeout_s, buffer, what)
 
     def receive(
         self,
@@ -83,8 +94,17 @@ class TransferGroup:
 
         With `keeps` each tensor stays what it is; without, it holds until the next one is asked for, and the memory of
         one bucket serves for all. A tensor that travels alone arrives in `into`'s of the same name, if that has its
-        shape, its dtype and no gaps, and is then not given.
+        shape, its dtype and no gaps, and is then not given. A receiver that stops before the end leaves the group.
         """
+        try:
+            yield from self._buckets(manifest, bucket_bytes, keeps=keeps, into=into)
+        except BaseException:  # also of a consumer that fails
+            self.close()
+            raise
+
+    def _buckets(
+        self, manifest: Manifest, bucket_bytes: int, *, keeps: bool, into: Mapping[str, torch.Tensor]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         buffer = torch.empty(0, dtype=torch.uint8, device=self.device)
         for index, bucket in enumerate(manifest.buckets(bucket_bytes)):
             target = lone_bytes(bucket, into)
@@ -97,18 +117,41 @@ class TransferGroup:
             self.broadcast(filled, f"weight bucket {index} ({bucket.num_bytes} bytes)")
             yield from unpack(bucket, filled)
 
-    def _broadcast(self, buffer: torch.Tensor) -> None:
+    def _broadcast_within(self, timeout_s: float, buffer: torch.Tensor, what: str) -> None:
+        if self._group is None:
+            raise WeightSyncError(f"{what}: this member has left transfer epoch {self._epoch}")
+        streams = torch.get_device_module(buffer.device)  # of the CPU: a null object
+        stream = streams.current_stream()  # of this thread; the helper thread has another
         options = dist.BroadcastOptions()
         options.rootRank = self.SENDER
-        options.timeout = timedelta(seconds=self._timeout_s)
-        self._group.broadcast([buffer], options).wait()
-        if buffer.is_cuda:
-            torch.cuda.current_stream(buffer.device).synchronize()
+        options.timeout = timeout = timedelta(seconds=timeout_s)
+        group = self._group
+
+        def broadcast() -> None:
+            with streams.stream(stream):
+                group.broadcast([buffer], options).wait(timeout)
+
+        try:
+            self._thread.submit(broadcast).result(timeout_s)
+        except FutureTimeoutError as error:
+            self.close()
+            raise WeightSyncError(f"waited {self._timeout_s:g} s for {what} in transfer epoch {self._epoch}") from error
+        except RuntimeError as error:
+            self.close()
+            raise WeightSyncError(f"{what} failed in transfer epoch {self._epoch}: {error}") from error
 
     def close(self) -> None:
-        """Leave the group, once or again; pending collectives of other members end at their own deadline."""
-        self._executor.shutdown(wait=False, cancel_futures=True)
-        self._group = None
+        """Leave the group, once or again. Over gloo the others fail at once, over NCCL at their own deadline.
+
+        A collective of NCCL that hangs cannot be cancelled, but aborted: its kernels end, and the memory is free.
+        """
+        group, self._group = self._group, None
+        if group is None:
+            return
+        self._thread.shutdown()
+        aborting = Thread(target=group.abort, name=f"abort-epoch-{self._epoch}", daemon=True)
+        aborting.start()
+        aborting.join(ABORT_S)
 
 
 def _open_group(rendezvous: Rendezvous, rank: int) -> Any:
@@ -116,18 +159,37 @@ def _open_group(rendezvous: Rendezvous, rank: int) -> Any:
     try:
         prefix = f"transfer-epoch-{rendezvous.epoch}"
         store = join_store(rendezvous.host, rendezvous.port, prefix, rendezvous.timeout_s)
+        if rendezvous.transport in ("gloo", "nccl"):
+            # NCCL's init has no deadline and cannot be aborted, so it begins when all are there.
+            wait_for_members(store, rank, rendezvous.world_size, rendezvous.timeout_s)
         if rendezvous.transport == "gloo":
             return dist.ProcessGroupGloo(store, rank, rendezvous.world_size, timeout)
         if rendezvous.transport == "nccl":
             options = dist.ProcessGroupNCCL.Options()
-            options._timeout = timeout
-            return dist.ProcessGroupNCCL(store, rank, rendezvous.world_size, options)
+            options._timeout = 2 * timeout  # ours ends first
+            with _environment(WITHOUT_WATCHDOG):
+                return dist.ProcessGroupNCCL(store, rank, rendezvous.world_size, options)
     except RuntimeError as error:
         raise WeightSyncError(
             f"rank {rank} of {rendezvous.world_size} could not join transfer epoch {rendezvous.epoch} at "
             f"{rendezvous.host}:{rendezvous.port} over {rendezvous.transport}: {error}"
         ) from error
     raise WeightSyncError(f"resources.transport={rendezvous.transport} is unknown: use gloo or nccl")
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Have these environment variables while the body runs."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def lone_bytes(bucket: Bucket, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor | None:

@@ -105,12 +105,6 @@ def _an_engine_has_a_gpu_for_each_of_its_ranks(config: RunConfig) -> str | None:
             f"resources.rollout.tensor_parallel={found.tensor_parallel} splits an engine over as many GPUs, and "
             f"resources.rollout.num_gpus={found.num_gpus:g}: set resources.rollout.num_gpus={found.tensor_parallel}"
         )
-    if config.resources.colocated:
-        return (
-            f"resources.rollout.tensor_parallel={found.tensor_parallel} books whole GPUs, of which resources.colocated="
-            "true has none left for the learner: set resources.colocated=false, or resources.rollout.tensor_parallel=1 "
-            "and a share as resources.rollout.num_gpus"
-        )
     return None
 
 
@@ -304,19 +298,6 @@ def _engine_reports_what_it_keeps(config: RunConfig) -> str | None:
     )
 
 
-def _engine_sizes_follow_from_a_gpu(config: RunConfig) -> str | None:
-    sampler = config.sampler
-    if config.resources.device == "cuda" or sampler.kind is not SamplerKind.VLLM:
-        return None
-    for key, value in (("kv_cache_bytes", 268435456), ("max_num_seqs", 64)):
-        if getattr(sampler, key) == 0:
-            return (
-                f"sampler.{key}=0 follows from the memory of a GPU, and resources.device={config.resources.device}: "
-                f"set sampler.{key}={value} or another number"
-            )
-    return None
-
-
 def _stop_strings_have_a_text(config: RunConfig) -> str | None:
     if "" not in config.sampler.stop_strings:
         return None
@@ -477,6 +458,17 @@ def _adapters_can_travel(config: RunConfig) -> str | None:
     return (
         f"weight_sync.payload=adapters but policy.lora.rank={config.policy.lora.rank}, so there are none: "
         "set policy.lora.rank to 8 or more, or weight_sync.payload=weights"
+    )
+
+
+def _slept_weights_come_back(config: RunConfig) -> str | None:
+    resources = config.resources
+    if not resources.colocated or resources.sleep_level == 1 or config.weight_sync.payload == "weights":
+        return None
+    return (
+        f"resources.sleep_level={resources.sleep_level} discards the weights of a sleeping engine, and a push with "
+        "weight_sync.payload=adapters brings only the layers with adapters: set resources.sleep_level=1 or "
+        "weight_sync.payload=weights"
     )
 
 
@@ -668,7 +660,6 @@ RULES: tuple[Rule, ...] = (
     _lengths_fit,
     _batch_holds_sequences,
     _engine_reports_what_it_keeps,
-    _engine_sizes_follow_from_a_gpu,
     _stop_strings_have_a_text,
     _pictures_of_the_task_fit,
     _videos_of_the_task_fit,
@@ -683,6 +674,7 @@ RULES: tuple[Rule, ...] = (
     _reference_can_be_quantised,
     _single_learner_is_one,
     _adapters_can_travel,
+    _slept_weights_come_back,
     _adapters_have_a_place,
     _nodes_are_counted,
     _gpus_are_whole_or_shares,

@@ -60,8 +60,8 @@ class ResourcesConfig(Section):
     """Engines and learner take turns on the same devices: engines sleep while the learner trains, and the learner is in
     host memory while they sample. On CPU the turns are taken and nothing moves."""
     sleep_level: Annotated[int, Field(ge=1, le=2)]
-    """State of a sleeping engine in host memory: 1 keeps its weights, 2 keeps nothing, since the next push brings new
-    ones."""
+    """What a sleeping vLLM engine keeps in host memory: 1 its weights, 2 only its buffers, since the next push brings
+    all weights. A push of adapters needs 1."""
     rollout: RolloutResources
     """The rollout actors, one engine each."""
     learner: WorkerResources

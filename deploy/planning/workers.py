@@ -1,9 +1,9 @@
 """Bytes of one worker of each role, on its device and in host memory, by part and by phase of a step.
 
-Every number follows from the configuration and the checkpoint's config.json, but for reward models and judges on GPUs,
-which are planned with the share of a GPU that they book and keep to it. What an estimate does not hold: memory that a
-library takes for itself beyond the constants below. Some 400 MiB of a process with torch are pages of libraries, which
-the processes of a node share and which are counted for each. Nothing here has been compared with a GPU yet.
+Every number follows from the configuration and the checkpoint's config.json. What an estimate does not hold: reward
+models (their components name checkpoints of their own), and memory that a library takes for itself beyond the
+constants below. Some 400 MiB of a process with torch are pages of libraries, which the processes of a node share and
+which are counted for each. Nothing here has been compared with a GPU yet.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from math import ceil, prod
 from cluster.errors import PreflightError
 from cluster.weight_sync.manifest import DTYPE_BYTES, TensorSpec
 from configs.schema import RunConfig, SamplerKind
-from configs.schema.rewards import RewardComponent
 from deploy.planning.activations import (
     FLOAT32,
     Microbatch,
@@ -31,13 +30,13 @@ from learner.policies.shapes import ModelShape
 MIB = 2**20
 TRAINING, SYNC, SAMPLING = "training", "sync", "sampling"
 PHASES = (TRAINING, SYNC, SAMPLING)
-KV_CACHE, CONTEXT = "kv_cache", "context"  # parts
 
 CUDA_CONTEXT = 600 * MIB  # of one process on one GPU: context, cuBLAS workspaces, NCCL buffers
 BLOCK_8BIT = 256  # values of an 8-bit moment that share a scale
 CUDA_GRAPHS = 1024 * MIB  # of an engine with enforce_eager=false
 GATHERED_BLOCKS = 2  # FSDP2 holds the block that computes and the next one
 GATHER_BYTES = 2 * 64 * MIB  # a bucket of whole tensors, flat and in pieces, while weights leave the learner
+MAX_WHOLE_GRADIENT_BYTES = 1 << 30  # as in learner/backends/fsdp2.py
 ZERO_BUCKET = 2 * 500_000_000 * FLOAT32  # DeepSpeed's reduce bucket and its copy, at most all gradients
 PROCESS = {  # host memory of a process with its libraries, measured with a model of half a million parameters on CPU
     "learner": 1030 * MIB,
@@ -49,7 +48,6 @@ KEPT_FREE = 576 * MIB  # freed memory that a worker on CPU keeps for its next st
 PACKED_COPIES = 2  # of an engine's weights on CPU: packed ones beside those that a push brings (fitted, not counted)
 TORCH_REWARDS = ("aesthetic", "clip_score", "pick_score", "reward_model")
 ENGINE_REWARDS = ("vllm_judge",)
-USABLE = 0.95  # of a memory: the rest is fragmentation, the driver, other processes
 
 Parts = Mapping[str, int]
 
@@ -57,27 +55,16 @@ Parts = Mapping[str, int]
 @dataclass(frozen=True)
 class WorkerMemory:
     """One worker of a role, in bytes: `device[phase][part]` on each of its GPUs (on CPU: in host memory), and
-    `host[part]` in host memory. A reward worker takes `gpu_share` of each of its GPUs instead.
+    `host[part]` in host memory.
     """
 
     device: Mapping[str, Parts]
     host: Parts = field(default_factory=dict)
-    gpu_share: float = 0.0
 
     @property
     def peak(self) -> int:
         """The most that it has on its device."""
         return max(sum(parts.values()) for parts in self.device.values())
-
-    @property
-    def context(self) -> int:
-        """The part of its peak that its process takes before it computes anything."""
-        return max(parts.get(CONTEXT, 0) for parts in self.device.values())
-
-    def in_phase(self, phase: str, gpu_bytes: int | None) -> int:
-        """Bytes on a device of `gpu_bytes`; in a phase that it lacks it counts with its peak."""
-        share = int(self.gpu_share * (gpu_bytes or 0))
-        return share + (sum(self.device[phase].values()) if phase in self.device else self.peak)
 
     @property
     def largest(self) -> Parts:
@@ -98,16 +85,12 @@ def worker_memory(config: RunConfig, shape: ModelShape, role: str) -> WorkerMemo
             found = _engine(config, shape)
         case "reference":
             found = _always(_reference(config, shape))
-        case "reward":
-            found = WorkerMemory(_phases({}), gpu_share=reward_share(config, role))
         case _:
             found = WorkerMemory(_phases({}))
     kept = _kept(config, shape, kind) if config.resources.device == "cpu" else {}
     processes = config.resources.rollout.tensor_parallel if kind == "rollout" else 1
     return WorkerMemory(
-        _with_context(config, found.device),
-        {"process": processes * _process(config, role), **kept, **found.host},
-        found.gpu_share,
+        _with_context(config, found.device), {"process": processes * _process(config, role), **kept, **found.host}
     )
 
 
@@ -129,28 +112,12 @@ def _process(config: RunConfig, role: str) -> int:
     if kind == "rollout":
         return PROCESS["vllm" if config.sampler.kind is SamplerKind.VLLM else "torch"]
     if kind == "reward":
-        functions = {component.function for component in _components(config, role)}
+        service = role.partition(".")[2] or role
+        functions = {c.function for c in config.rewards.components if c.service == service}
         if functions.intersection(ENGINE_REWARDS):
             return PROCESS["vllm"]
         return PROCESS["torch" if functions.intersection(TORCH_REWARDS) else "plain"]
     return PROCESS["learner" if kind in ("learner", "critic") else "torch"]
-
-
-def _components(config: RunConfig, role: str) -> list[RewardComponent]:
-    """The components that workers of a reward role run."""
-    service = role.partition(".")[2] or role
-    return [component for component in config.rewards.components if component.service == service]
-
-
-def reward_share(config: RunConfig, role: str) -> float:
-    """Share of each of its GPUs that a reward worker takes: what it books, or more where a judge's engine asks for it.
-    A whole GPU has no other worker, so all but the reserve of the plan."""
-    booked = config.resources.roles[role].num_gpus
-    if booked == 0:
-        return 0.0
-    engines = [c.options.get("engine", {}) for c in _components(config, role) if c.function in ENGINE_REWARDS]
-    asked = [engine["gpu_memory_utilization"] for engine in engines if "gpu_memory_utilization" in engine]
-    return min(USABLE, max([booked, *asked]))
 
 
 def trained_parameters(config: RunConfig, shape: ModelShape) -> list[TensorSpec]:
@@ -170,9 +137,11 @@ def trained_parameters(config: RunConfig, shape: ModelShape) -> list[TensorSpec]
     return [spec for spec in trained if not spec.name.startswith(starts)]
 
 
-def has_unsharded_gradients(config: RunConfig, batch: Microbatch) -> bool:
-    """Whether a rank keeps whole gradients between micro-batches: FSDP2 exchanges them with the last one only."""
-    return config.learner.backend == "fsdp2" and step_rows(config) > batch.rows
+def has_unsharded_gradients(config: RunConfig, batch: Microbatch, trained: list[TensorSpec]) -> bool:
+    """Whether a rank keeps whole gradients between micro-batches: FSDP2 exchanges small ones with the last one only."""
+    num_trained = sum(prod(spec.shape) for spec in trained)
+    is_small = FLOAT32 * num_trained <= MAX_WHOLE_GRADIENT_BYTES
+    return config.learner.backend == "fsdp2" and is_small and step_rows(config) > batch.rows
 
 
 def _learner(config: RunConfig, shape: ModelShape) -> WorkerMemory:
@@ -247,7 +216,7 @@ def _state(
             gathered = (root + GATHERED_BLOCKS * shape.largest_block) * compute if num_ranks > 1 else 0
             kept = (
                 num_trained
-                if has_unsharded_gradients(config, batch)
+                if has_unsharded_gradients(config, batch, trained)
                 else min(num_trained, root + GATHERED_BLOCKS * shape.largest_block)
             )
             gradients = FLOAT32 * (num_trained / num_ranks + (kept if num_ranks > 1 else 0))
@@ -271,20 +240,20 @@ def _moments(config: RunConfig, trained: list[TensorSpec]) -> int:
 
 
 def _engine(config: RunConfig, shape: ModelShape) -> WorkerMemory:
-    """On each of its GPUs: a part of the weights, and a KV cache of `sampler.kv_cache_bytes`. In turns with the learner
-    the cache is there during a push too, since the canary samples."""
+    """On each of its GPUs: a part of the weights, and a KV cache of `sampler.kv_cache_bytes`."""
     num_ranks = config.resources.rollout.tensor_parallel
     whole = DTYPE_BYTES[config.resources.dtype] * shape.num_parameters
     weights = ceil(whole / num_ranks)
-    awake = {"weights": weights, KV_CACHE: _kv_cache(config, shape), "activations": engine_bytes(config, shape)}
+    awake = {"weights": weights, "kv_cache": _kv_cache(config, shape), "activations": engine_bytes(config, shape)}
     if config.resources.device == "cuda" and not config.sampler.enforce_eager:
         awake["graphs"] = CUDA_GRAPHS
     sync = {**awake, "sync": _staging(config, shape)}
     if not (config.resources.colocated and config.resources.device == "cuda"):
         return WorkerMemory({TRAINING: awake, SYNC: sync, SAMPLING: awake})
     kept = {"graphs": awake["graphs"]} if "graphs" in awake else {}
+    waking = {"weights": weights, "sync": _staging(config, shape), **kept}
     host = {"moved": whole} if config.resources.sleep_level == 1 else {}
-    return WorkerMemory({TRAINING: kept, SYNC: sync, SAMPLING: awake}, host)
+    return WorkerMemory({TRAINING: kept, SYNC: waking, SAMPLING: awake}, host)
 
 
 def _kv_cache(config: RunConfig, shape: ModelShape) -> int:
@@ -334,4 +303,4 @@ def _with_context(config: RunConfig, device: Mapping[str, Parts]) -> dict[str, P
     """On a GPU every process that computes there has a context of its own, in every phase."""
     if config.resources.device != "cuda" or not any(device.values()):
         return dict(device)
-    return {phase: {**parts, CONTEXT: CUDA_CONTEXT} for phase, parts in device.items()}
+    return {phase: {**parts, "context": CUDA_CONTEXT} for phase, parts in device.items()}

@@ -51,7 +51,7 @@ from deploy.wiring.persistence import age_limit, build_records
 from deploy.wiring.pooled_roles import reference_folder, reference_pool, restart_policy, reward_pool, reward_role
 from deploy.wiring.preparation import SUPERVISED_PATH, TRAIN, Prepared
 from deploy.wiring.rollouts import adaptive_concurrency, rollout_pool, sampling_settings
-from deploy.wiring.spawner import Spawner
+from deploy.wiring.spawner import Spawner, learner_environment
 from deploy.wiring.warm_start import warm_start
 from learner.critic_ranks.critic_group import CriticGroup, LearnerWithCritic
 from learner.critic_ranks.critic_rank import CriticRank
@@ -234,8 +234,6 @@ def build_controller(
         is_open=partial(_is_open, curriculum) if curriculum else None,
     )
     gpu_lease = GpuLease(inference.rollouts, training.learner) if config.resources.colocated else None
-    if gpu_lease:
-        inference.rollouts.start_within(gpu_lease.starting)
     rollouts = RetryingRollouts(
         LeasedRollouts(inference.rollouts, gpu_lease) if gpu_lease else inference.rollouts,
         inference.in_flight_requests,
@@ -255,6 +253,8 @@ def build_controller(
     weights.on_announced(dispatcher.advance)
     weights.on_published(partial(_after_push, metrics=metrics, observe=observe))
     weights.on_arrived(parity_gate(prepared, training.learner, inference.rollouts.receivers))
+    if gpu_lease:
+        weights.on_arrived(gpu_lease.arrived)  # after the gate, for which the learner scores
     regenerator = _regenerator(config, source, dispatcher, training, metrics)
     reference = RegeneratingReference(training.reference, regenerator)
     records = build_records(config, training.learner, source, dispatcher, training.replay, metrics)
@@ -274,7 +274,6 @@ def build_controller(
         on_accepted=partial(write_config, config),
         schedule=CheckpointSchedule(config.checkpoints.interval_steps, config.num_steps, config.checkpoints.keep),
         recovery=records.recovery,
-        before_resume=gpu_lease.begin if gpu_lease else None,
     )
     # On shared devices no group can be sampled again during the learner's turn: a lost group ends the run there.
     learner = (
@@ -323,13 +322,15 @@ def start_learner(prepared: Prepared, spawner: Spawner) -> list[Any]:
     config, banned = prepared.config, prepared.processor.media_token_ids
     role = OfflineLearner if config.offline.is_on else Learner
     ranks = spawner.book_together("learner")
-    return [spawner.start(role, config, w.index, len(ranks), banned, worker=w) for w in ranks]
+    env = learner_environment(config)
+    return [spawner.start(role, config, w.index, len(ranks), banned, worker=w, env=env) for w in ranks]
 
 
 def _start_critic(prepared: Prepared, spawner: Spawner) -> list[Any]:
     """The handles of all ranks of a critic with ranks of its own, as `start_learner` has those of the learner."""
     ranks = spawner.book_together("critic")
-    return [spawner.start(CriticRank, prepared.config, w.index, len(ranks), worker=w) for w in ranks]
+    env = learner_environment(prepared.config)
+    return [spawner.start(CriticRank, prepared.config, w.index, len(ranks), worker=w, env=env) for w in ranks]
 
 
 def _watched_rank(ranks: RankGroup, index: int, learner: RestartableLearner, config: RunConfig) -> Watched:

@@ -20,7 +20,6 @@ from cluster.rollout.staleness import StalenessGate
 from cluster.runtime.placement import PlacedWorker
 from cluster.runtime.vitals import EngineLoad
 from configs.schema import RunConfig
-from deploy.planning.engine_sizes import EngineSizes
 from deploy.wiring.pooled_roles import restart_policy
 from deploy.wiring.preparation import Prepared
 from deploy.wiring.scaling import RoleHosts
@@ -138,7 +137,6 @@ def adaptive_concurrency(
 def engine_settings(prepared: Prepared, index: int) -> EngineSettings:
     config, sampler, processor = prepared.config, prepared.config.sampler, prepared.processor
     folder, dtype = prepared.model_folder, config.resources.dtype
-    sizes = prepared.engine or EngineSizes.of(config)
     return EngineSettings(
         model=config.policy.model,
         dtype=dtype,
@@ -146,15 +144,13 @@ def engine_settings(prepared: Prepared, index: int) -> EngineSettings:
         seed=config.seed + ENGINE_SEED_STRIDE * (index + 1),
         tensor_parallel=config.resources.rollout.tensor_parallel,
         max_model_len=sampler.max_model_len,
-        max_num_seqs=sizes.num_seqs,
+        max_num_seqs=sampler.max_num_seqs,
         max_num_batched_tokens=sampler.max_num_batched_tokens,
         chunk_tokens=sampler.chunk_tokens,
         max_images_per_prompt=sampler.max_images_per_prompt,
         max_videos_per_prompt=sampler.max_videos_per_prompt,
         max_audios_per_prompt=sampler.max_audios_per_prompt,
-        kv_cache_bytes=sizes.kv_cache_bytes,
-        memory_bytes=sizes.memory_bytes,
-        memory_fraction=sampler.gpu_memory_fraction,
+        kv_cache_bytes=sampler.kv_cache_bytes,
         sleep_level=config.resources.sleep_level if config.resources.colocated else 0,
         reports_load=config.concurrency.kind == "aimd" or (config.metrics.ray and config.resources.device == "cuda"),
         keeps_kv_cache=config.weight_sync.kv_cache == "keep",

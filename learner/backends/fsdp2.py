@@ -21,6 +21,7 @@ from learner.backends.sharded import ShardedWriter, load_sharded
 from learner.optim import build_optimizer
 from learner.policies.base import Policy
 
+MAX_WHOLE_GRADIENT_BYTES = 1 << 30  # a rank keeps whole gradients up to this between the micro-batches of a step
 MIN_UNIT_NUMEL = 1 << 20  # exchanging fewer parameters costs its latency: smaller blocks are exchanged with the root
 
 
@@ -29,6 +30,10 @@ class FSDP2Backend:
 
     Each text and vision block is a unit of its own; what is left (embeddings, norms, head, small blocks) is the root.
     The root is the policy itself, so all of it is gathered while the policy's forward runs.
+
+    Gradients are float32. Where the whole ones of a rank are small, the ranks exchange them once a step. Otherwise each
+    micro-batch has a reduce-scatter beside its backward pass, and a rank keeps its shard alone: a step of n
+    micro-batches sends n times as much.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype, config: LearnerConfig) -> None:
@@ -48,6 +53,8 @@ class FSDP2Backend:
                 fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offload)
         fully_shard(policy, mesh=mesh, mp_policy=precision, offload_policy=offload)
         self._policy = policy
+        num_trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
+        self._keeps_whole_gradients = num_trained * torch.float32.itemsize <= MAX_WHOLE_GRADIENT_BYTES
         self._trained = trained_parameters(policy)  # the shards: between forward and backward others are in their place
         return policy
 
@@ -55,7 +62,7 @@ class FSDP2Backend:
         return build_optimizer(self._policy.named_parameters(), self._config)
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
-        self._policy.set_requires_gradient_sync(is_last)
+        self._policy.set_requires_gradient_sync(is_last or not self._keeps_whole_gradients)
         (loss * self._num_ranks).backward()  # FSDP2 averages over ranks; the parts of a loss add up
 
     def step(self, optimizer: torch.optim.Optimizer, *, max_grad_norm: float) -> float:

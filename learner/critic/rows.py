@@ -13,6 +13,7 @@ from cluster.records.media import MediaReader
 from learner.batch import LearnerItem
 from learner.policies.base import RowOutline
 from learner.policies.batch import TokenBatch, TokenSequence, collate, pad_rows
+from learner.policies.device_copies import on_device
 
 Values = Sequence[Sequence[np.ndarray]]
 """float32 [T + 1] of each trajectory of each group: before each token, and after the last one."""
@@ -75,7 +76,7 @@ def collate_rows(rows: Sequence[ValueRow], reader: MediaReader, device: torch.de
     width = tokens.targets.shape[1]
 
     def column(arrays: Sequence[np.ndarray], dtype: type) -> Tensor:
-        return torch.from_numpy(pad_rows([*arrays, np.zeros(width)], 0, dtype)[:-1]).to(device)
+        return on_device(pad_rows([*arrays, np.zeros(width)], 0, dtype)[:-1], device)
 
     return ValueBatch(
         tokens=tokens,

@@ -17,6 +17,7 @@ from cluster.runtime.object_store import fetch_or_miss
 from cluster.runtime.seeds import derived_seed
 from learner.policies.base import PolicyRow, RowOutline
 from learner.policies.batch import PADDING_ID, TokenSequence, pad_rows
+from learner.policies.device_copies import on_device
 from learner.policies.flow.noising import CleanSequence, Noising
 from learner.policies.trained import PolicyBatch, collate_rows
 
@@ -208,4 +209,4 @@ def collate_examples(examples: Sequence[SharedExample], reader: MediaReader, dev
 
 
 def _column(rows: Sequence[np.ndarray], dtype: type, device: torch.device) -> Tensor:
-    return torch.from_numpy(pad_rows(rows, 0, dtype)).to(device)
+    return on_device(pad_rows(rows, 0, dtype), device)

@@ -59,7 +59,7 @@ class WeightAverage:
 
     def to(self, device: torch.device) -> None:
         """Move it; it must be where the weights are when it takes them."""
-        self.tensors = {name: tensor.to(device) for name, tensor in self.tensors.items()}
+        self.tensors = {name: tensor.to(device, non_blocking=True) for name, tensor in self.tensors.items()}
 
     def save(self, folder: Path, version: int) -> Callable[[], None]:
         """Copy it; what is returned writes the copy to `folder`, beside training."""

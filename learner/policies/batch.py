@@ -13,6 +13,7 @@ from torch import Tensor
 from cluster.records.actions import KeptSets, TokenActions
 from cluster.records.media import MediaHandle, MediaReader, ProcessedMedia
 from cluster.records.trajectory import MediaSpan, Prompt
+from learner.policies.device_copies import on_device
 
 PADDING_ID = 0  # any id will do: attention is causal and padding is on the right, so nothing ever looks at it
 # what M-RoPE positions depend on beside the places of pictures and videos
@@ -230,4 +231,4 @@ def _own(array: np.ndarray) -> np.ndarray:
 
 
 def _tensor(array: np.ndarray, device: torch.device) -> Tensor:
-    return torch.from_numpy(array).to(device)
+    return on_device(array, device)

@@ -32,8 +32,7 @@ CANARY = 0.2  # nat, largest; what the GPU presets accept
 def engine_on(preset: str, folder: Path, *more: str) -> Engine:
     write_tiny_qwen2_5_vl(folder / "model", seed=0)
     words = ("sampler.kv_cache_bytes=1073741824", "sampler.enforce_eager=true", "weight_sync.bucket_bytes=1048576")
-    share = "sampler.gpu_memory_fraction=0.3"  # no plan books it, and the learner is on the same GPU
-    engine = start_actor(open_model(folder / "model", f"resources={preset}", *words, share, *more), "vllm", index=0)
+    engine = start_actor(open_model(folder / "model", f"resources={preset}", *words, *more), "vllm", index=0)
     asyncio.run(engine.client.start())
     return engine
 

@@ -24,7 +24,7 @@ from actors.rollout.server import PromptServer
 from cluster.records.partial_response import Attempt
 from cluster.records.trajectory import GroupReport, Prompt, Response, ScoredGroup, TrajectoryGroup
 from cluster.roles import SamplingSettings, UpdateReport
-from cluster.runtime.object_store import fetch_or_miss
+from cluster.runtime.object_store import fetch, fetch_or_miss
 from cluster.weight_sync.manifest import Bucket, Manifest, TensorSpec
 from cluster.weight_sync.transport import Rendezvous, TransferGroup, unpack
 from learner.ranks.process_group import RankRendezvous
@@ -98,10 +98,9 @@ class SmallRollout(PromptServer):
         self._version = version
         return version
 
-    async def load_weights(
-        self, manifest: Manifest, bucket_bytes: int, buckets: Sequence[np.ndarray], version: int
-    ) -> None:
-        for bucket, data in zip(manifest.buckets(bucket_bytes), buckets, strict=True):
+    async def load_weights(self, manifest: Manifest, bucket_bytes: int, buckets: Sequence[Any], version: int) -> None:
+        for bucket, reference in zip(manifest.buckets(bucket_bytes), buckets, strict=True):
+            [data] = await asyncio.to_thread(fetch, [reference], timeout_s=60, what="a bucket")
             self._take(bucket, torch.from_numpy(data.copy()))
         self._version = version
 
@@ -181,8 +180,8 @@ class SmallLearner:
             self._saboteur.moment("sending")
         self._publisher.send(bucket_bytes, epoch)
 
-    def export_weights(self, bucket_bytes: int) -> tuple[int, list[np.ndarray]]:
-        return self._state["version"], self._publisher.export(bucket_bytes)
+    def export_buckets(self, bucket_bytes: int) -> tuple[int | np.ndarray, ...]:
+        return self._state["version"], *self._publisher.export(bucket_bytes)
 
     def save(self, folder: Path) -> None:
         if self._rank == 0:

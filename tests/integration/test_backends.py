@@ -34,12 +34,15 @@ class Variant:
     model: str
     overrides: tuple[str, ...]
     min_unit_numel: int = 0  # of FSDP2: every block a unit, or the tiny model in one unit
+    max_whole_gradient_bytes: int = 0  # of FSDP2: gradients are exchanged after every micro-batch, or once a step
 
 
 VARIANTS = {
     "fsdp2": {
         "untied": Variant("untied", ("learner=fsdp2", AVERAGE, BLOCKS)),
-        "tied": Variant("tied", ("learner=fsdp2", AVERAGE, PACKED), min_unit_numel=1 << 20),
+        "tied": Variant(
+            "tied", ("learner=fsdp2", AVERAGE, PACKED), min_unit_numel=1 << 20, max_whole_gradient_bytes=1 << 30
+        ),
         "adapters": Variant("adapters", ("learner=fsdp2", AVERAGE)),
     },
     "deepspeed": {
@@ -54,6 +57,7 @@ def _rank(rank: int, variants: dict[str, Variant], models: Path, out: Path) -> N
     torch.set_num_threads(1)
     for name, variant in variants.items():
         fsdp2.MIN_UNIT_NUMEL = variant.min_unit_numel
+        fsdp2.MAX_WHOLE_GRADIENT_BYTES = variant.max_whole_gradient_bytes
         chunked = "learner.logprob_chunk_tokens=3"  # one process computes the logits of a micro-batch at once
         words = ("resources.learner.num_workers=2", chunked, *variant.overrides, *MODELS[variant.model])
         train(config_of(models / variant.model, *words), rank, 2, out / name)

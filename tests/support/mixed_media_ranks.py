@@ -40,6 +40,7 @@ def update(rank: int, backend: str, name: str, models: Path, out: Path) -> None:
     """Train `models`/`name` for a step; rank 0 writes weights and metrics to `out`/NAME.pt."""
     torch.set_num_threads(1)
     fsdp2.MIN_UNIT_NUMEL = 0  # every block is a unit
+    fsdp2.MAX_WHOLE_GRADIENT_BYTES = 0  # exchanged after every micro-batch, of which some have no medium
     world_size, words = BACKENDS[backend]
     config = config_of(models / name, "policy.tiny=none", *MEDIA, *words)
     data = out / f"{name}-{rank}"

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import uuid
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from typing import Any
@@ -24,7 +24,6 @@ from vllm.inputs.engine import mm_input, tokens_input
 from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
 from vllm.multimodal.processing import ProcessorInputs, TimingContext
-from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
@@ -77,12 +76,6 @@ class VLLMSampler:
         self._failure: Failure | None = None  # of the core, once it is dead and was asked for
 
     async def start(self) -> None:
-        if current_platform.device_type != self._settings.device:
-            raise ValueError(
-                f"vLLM computes on {current_platform.device_type or 'no device'} here, and resources.device="
-                f"{self._settings.device}: install vLLM for that device (the cpu or the gpu extra), or use a preset "
-                "for the device that is there"
-            )
         if self._settings.device == "cpu":
             keep_sampled_logprobs_alone()
         warnings.filterwarnings(
@@ -199,9 +192,9 @@ class VLLMSampler:
             return await self._replace_weights(update, version)
 
     async def load_weights(
-        self, manifest: Manifest, bucket_bytes: int, buckets: Sequence[np.ndarray], version: int
+        self, manifest: Manifest, bucket_bytes: int, buckets: Iterable[np.ndarray], version: int
     ) -> None:
-        packed = [bucket.tobytes() for bucket in buckets]
+        packed = await asyncio.to_thread(lambda: [bucket.tobytes() for bucket in buckets])
         update = self._update(manifest, bucket_bytes) | {"buckets": packed}
         with self._named(f"load version {version}"):
             await self._replace_weights(update, version)

@@ -79,7 +79,11 @@ class MobulaWeightTransferEngine(WeightTransferEngine[JoinInfo, PushInfo]):
     def update_weights(self, update_info: dict[str, Any]) -> None:
         # The base class ends in torch.accelerator.synchronize(), which a machine without accelerator refuses;
         # a broadcast of ours has arrived when it returns.
-        self.receive_weights(self.parse_update_info(update_info))
+        try:
+            self.receive_weights(self.parse_update_info(update_info))
+        except BaseException:
+            self.shutdown()  # the others must not wait for a member that receives no more
+            raise
 
     def receive_weights(self, update_info: PushInfo) -> None:
         manifest = Manifest.from_wire(update_info.manifest)

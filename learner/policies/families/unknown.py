@@ -22,6 +22,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 from transformers.utils import ModelOutput
 
 from learner.policies.batch import TokenBatch
+from learner.policies.device_copies import on_device
 from learner.policies.families.vision import VisionFamily
 
 BLANK_SIDE = 56  # pixels of the picture that a batch without pictures shows the tower
@@ -96,4 +97,4 @@ class UnknownFamily(VisionFamily):
     def blank_picture(self, config: PreTrainedConfig, device: torch.device) -> dict[str, Tensor]:
         processor = AutoProcessor.from_pretrained(config.name_or_path)
         made = self.process(processor, Image.new("RGB", (BLANK_SIDE, BLANK_SIDE)))
-        return {name: torch.from_numpy(array).to(device) for name, array in made.items()}
+        return {name: on_device(array, device) for name, array in made.items()}

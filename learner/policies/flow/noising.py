@@ -14,6 +14,7 @@ from torch import Tensor
 from cluster.records.actions import LatentActions
 from cluster.records.media import MediaHandle
 from cluster.records.trajectory import Prompt
+from learner.policies.device_copies import on_device
 from learner.policies.flow.rows import Reader, condition_of
 
 LevelDraw = Literal["uniform", "logit_normal"]
@@ -120,16 +121,15 @@ def collate_noised(sequences: Sequence[CleanSequence], reader: Reader, device: t
     old = [s.old for s in sequences if s.old is not None]
 
     def column(arrays: Sequence[np.ndarray]) -> Tensor:
-        return torch.from_numpy(np.concatenate(arrays).astype(np.float32)).to(device)
+        return on_device(np.concatenate(arrays).astype(np.float32), device)
 
     return NoisedBatch(
         clean=column([np.broadcast_to(s.clean, (num_draws, *s.clean.shape)) for s in sequences]),
-        noise=torch.cat(noise).to(device),
+        noise=on_device(torch.cat(noise).numpy(), device),
         sigmas=column([s.noising.sigmas[level] for s, level in zip(sequences, levels, strict=True)]),
         timesteps=column([s.noising.timesteps[level] for s, level in zip(sequences, levels, strict=True)]),
         conditions={
-            name: torch.from_numpy(np.concatenate([m.inputs[name] for m in media])).to(device)
-            for name in media[0].inputs
+            name: on_device(np.concatenate([m.inputs[name] for m in media]), device) for name in media[0].inputs
         },
         condition_rows=torch.tensor([places[s.media[0].key] for s in sequences], device=device).repeat_interleave(
             num_draws

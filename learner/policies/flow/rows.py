@@ -13,6 +13,7 @@ from torch import Tensor
 from cluster.records.actions import LatentActions
 from cluster.records.media import MediaHandle, ProcessedMedia
 from cluster.records.trajectory import MediaSpan, Prompt
+from learner.policies.device_copies import on_device
 
 CONDITION = "condition"  # modality of a medium that holds an encoded prompt
 WHERE = MediaSpan(0, 0)  # of a condition: it stands at no token
@@ -112,7 +113,7 @@ def collate_latents(sequences: Sequence[LatentSequence], reader: Reader, device:
     old = [s.old for s in sequences if s.old is not None]
 
     def column(arrays: list[np.ndarray]) -> Tensor:
-        return torch.from_numpy(np.concatenate(arrays).astype(np.float32)).to(device)
+        return on_device(np.concatenate(arrays).astype(np.float32), device)
 
     return LatentBatch(
         latents=column([a[:-1] for a in latents]),
@@ -121,12 +122,11 @@ def collate_latents(sequences: Sequence[LatentSequence], reader: Reader, device:
         sigmas=column([a.sigmas[a.step_index] for a in actions]),
         next_sigmas=column([a.sigmas[a.step_index + 1] for a in actions]),
         max_sigmas=column([np.full(a.num_steps, a.sigmas[1]) for a in actions]),
-        target_mask=torch.from_numpy(np.arange(max(1, num_steps.max())) < num_steps[:, None]).to(device),
+        target_mask=on_device(np.arange(max(1, num_steps.max())) < num_steps[:, None], device),
         conditions={
-            name: torch.from_numpy(np.concatenate([m.inputs[name] for m in media])).to(device)
-            for name in media[0].inputs
+            name: on_device(np.concatenate([m.inputs[name] for m in media]), device) for name in media[0].inputs
         },
-        condition_rows=torch.from_numpy(of_step).to(device),
-        negative_rows=None if negatives is None else torch.from_numpy(negatives).to(device),
+        condition_rows=on_device(of_step, device),
+        negative_rows=None if negatives is None else on_device(negatives, device),
         old_means=column(old) if len(old) == len(sequences) else None,
     )

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from cluster.errors import PlacementError
 from cluster.runtime.placement import NodeResources, PlacedWorker, PlacementPlan, plan_placement
@@ -19,7 +20,7 @@ from deploy.host.processes import ProcessId
 from deploy.host.run_record import RunMark
 from deploy.host.session import ClusterSession
 from deploy.wiring import spawner
-from deploy.wiring.spawner import Spawner, engine_environment
+from deploy.wiring.spawner import Spawner, engine_environment, learner_environment
 
 NODES = (NodeResources("here", num_cpus=2, num_gpus=0),)
 MARK = RunMark("digits/1", ProcessId("here", 1, 2))
@@ -270,3 +271,13 @@ def test_a_worker_on_cpu_keeps_the_memory_that_a_step_frees(monkeypatch: pytest.
 def test_a_worker_on_a_gpu_has_the_usual_malloc() -> None:
     env = spawner._environment(load_config(["experiment=digits", "resources=gpu_2"]), ClusterSession(NODES, True, MARK))
     assert not [name for name in env if name.startswith("MALLOC_")]
+
+
+def test_ranks_that_train_on_gpus_have_segments_that_grow_and_engines_do_not() -> None:
+    """vLLM's sleep mode keeps memory in pools of its own, which torch cannot have with such segments."""
+    config = load_config(["experiment=digits", "resources=one_gpu_colocated"])
+    settings = learner_environment(config)["PYTORCH_ALLOC_CONF"]
+    assert "expandable_segments:True" in settings.split(",")
+    torch._C._accelerator_setAllocatorSettings(settings)  # torch refuses names that it does not have
+    assert engine_environment(config, worker(0)) == {}
+    assert learner_environment(load_config(["experiment=digits"])) == {}

@@ -10,6 +10,7 @@ from torch.distributed import DistBackendError, DistStoreError
 
 from cluster.errors import DeadlineError, LostObjectError, WorkerDiedError
 from cluster.roles import UpdateReport
+from cluster.weight_sync.manifest import Manifest, TensorSpec
 from configs.load import load_config
 from learner.learner_group import LearnerGroup
 
@@ -122,3 +123,23 @@ async def test_ranks_that_miss_another_one_report_it_lost_before_ray_does(error:
     group = LearnerGroup(lambda: [FakeHandle(lambda v: Answer(error)), silent], TIMEOUTS, by_value)
     with pytest.raises(WorkerDiedError if is_lost else type(error)):
         await group.update([])
+
+
+async def test_exported_weights_are_one_object_a_bucket() -> None:
+    """An object store may be smaller than the weights, but not than one object."""
+    manifest = Manifest(tuple(TensorSpec(f"t{n}", (4,), "float32") for n in range(5)))
+
+    class Rank:
+        def __init__(self, rank: int) -> None:
+            self.rank = rank
+            self.manifest = SimpleNamespace(remote=lambda: Answer(manifest))
+            self.export_buckets = SimpleNamespace(options=self._options)
+
+        def _options(self, *, num_returns: int) -> SimpleNamespace:
+            answers = [Answer(7), *(Answer(f"{self.rank}: bucket {n}") for n in range(num_returns - 1))]
+            return SimpleNamespace(remote=lambda bucket_bytes: answers)
+
+    group = LearnerGroup(lambda: [Rank(0), Rank(1)], TIMEOUTS, by_value)
+    version, references = await group.export_weights(32)
+    assert version == 7
+    assert [r.future().result() for r in references] == ["0: bucket 0", "0: bucket 1", "0: bucket 2"]

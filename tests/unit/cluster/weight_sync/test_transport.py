@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 import pytest
@@ -14,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.errors import DeadlineError, WeightSyncError
+from cluster.weight_sync import transport
 from cluster.weight_sync.manifest import Manifest, TensorSpec
 from cluster.weight_sync.rendezvous import RendezvousStore
 from cluster.weight_sync.transport import Rendezvous, TransferGroup, pack, unpack
@@ -78,12 +81,68 @@ def test_a_member_that_stays_away_ends_the_wait_of_the_others_in_time(store: Ren
 
 
 def test_a_sender_that_sends_nothing_ends_the_wait_of_its_receivers_in_time(store: RendezvousStore) -> None:
-    sender, receiver = meet(rendezvous(store, world_size=2, timeout_s=1))
+    sender, receiver = meet(rendezvous(store, world_size=2, timeout_s=4))
     started = time.monotonic()
     with pytest.raises((DeadlineError, WeightSyncError), match=r"weight bucket 3 .*transfer epoch 1"):
         receiver.broadcast(torch.zeros(8, dtype=torch.uint8), "weight bucket 3 (8 bytes)")
     assert time.monotonic() - started < 15
     assert sender.rank == TransferGroup.SENDER
+
+
+def test_a_receiver_that_fails_in_the_middle_of_a_push_leaves_and_its_sender_does_not_wait(
+    store: RendezvousStore,
+) -> None:
+    manifest = Manifest(tuple(TensorSpec(f"t{n}", (4,), "float32") for n in range(3)))
+    sender, receiver = meet(rendezvous(store, world_size=2))
+    bucket = torch.zeros(16, dtype=torch.uint8)
+
+    def load() -> None:
+        for name, _ in receiver.receive(manifest, 16, keeps=True):
+            raise ValueError(f"no such tensor: {name}")
+
+    with pytest.raises(ValueError, match="no such tensor: t0"):
+        together(load, lambda: sender.broadcast(bucket, "weight bucket 0"))
+    started = time.monotonic()
+    with pytest.raises(WeightSyncError, match=r"weight bucket 1 failed in transfer epoch 1"):
+        while True:  # bytes for a closed socket may leave before the system reports it
+            sender.broadcast(bucket, "weight bucket 1")
+    assert time.monotonic() - started < 10, "well before the deadline of 20 s"
+    for member, name in ((sender, "weight bucket 2"), (receiver, "weight bucket 2")):
+        with pytest.raises(WeightSyncError, match=rf"{name}: this member has left transfer epoch 1"):
+            member.broadcast(bucket, name)
+
+
+def test_a_broadcast_is_ordered_on_the_stream_of_its_caller(
+    store: RendezvousStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of devices with streams: collectives wait for the current stream of the thread that starts them."""
+    sender, receiver = meet(rendezvous(store, world_size=2))
+    entered: list[tuple[str, str]] = []
+
+    class Streams:
+        def current_stream(self) -> str:
+            return f"stream of {threading.current_thread().name}"
+
+        @contextmanager
+        def stream(self, stream: str) -> Iterator[None]:
+            entered.append((threading.current_thread().name, stream))
+            yield
+
+    monkeypatch.setattr(torch, "get_device_module", lambda device: Streams())
+    broadcast([sender, receiver], [torch.ones(4, dtype=torch.uint8), torch.zeros(4, dtype=torch.uint8)])
+    assert {helper for helper, _ in entered} == {"transfer-epoch-1"}
+    assert len({stream for _, stream in entered}) == 2 and "stream of transfer-epoch-1" not in dict(entered).values()
+
+
+def test_the_environment_of_other_groups_stays_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", "0")
+    with transport._environment(transport.WITHOUT_WATCHDOG):
+        assert os.environ["TORCH_NCCL_BLOCKING_WAIT"] == "1"
+    assert os.environ["TORCH_NCCL_BLOCKING_WAIT"] == "0"
+    monkeypatch.delenv("TORCH_NCCL_BLOCKING_WAIT")
+    with transport._environment(transport.WITHOUT_WATCHDOG):
+        pass
+    assert "TORCH_NCCL_BLOCKING_WAIT" not in os.environ
 
 
 def test_a_store_without_a_server_is_named(store: RendezvousStore) -> None:

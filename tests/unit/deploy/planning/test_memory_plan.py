@@ -18,10 +18,11 @@ from deploy.cli import app
 from deploy.host.machine import Machine
 from deploy.planning.clusters import described_nodes, read_cluster
 from deploy.planning.fit import GIB, plan_memory
-from deploy.planning.plan_command import planned_engine
+from deploy.planning.plan_command import refuse_too_little_memory
 from deploy.planning.plan_view import refuse_shortfalls
 from deploy.planning.remedies import changed, remedies
 from deploy.planning.workers import (
+    MAX_WHOLE_GRADIENT_BYTES,
     PROCESS,
     SAMPLING,
     SYNC,
@@ -31,6 +32,7 @@ from deploy.planning.workers import (
     worker_memory,
 )
 from deploy.tools.doctor import this_machine as doctor
+from learner.backends import fsdp2
 from learner.policies.shapes import shape_of_values
 from rewards.functions import BUILT_IN
 
@@ -63,7 +65,8 @@ def test_state_of_the_learner_is_what_its_backend_keeps() -> None:
     assert single["weights"] == (4 + 2) * NUM_7B  # float32, and the copies that autocast makes
     four = worker_memory(config("resources=eight_gpu_split"), shape, "learner").device[TRAINING]
     assert four["optimizer"] == 2 * NUM_7B
-    assert four["gradients"] == 5 * NUM_7B  # whole between micro-batches, and the shard
+    computing = shape.num_parameters - shape.num_in_blocks + 2 * shape.largest_block  # the root, and two blocks
+    assert four["gradients"] == NUM_7B + 4 * computing < 2 * NUM_7B  # the shard, and those that are exchanged
     assert NUM_7B < four["weights"] < 1.5 * NUM_7B
     zero = worker_memory(config("resources=eight_gpu_split", "learner=deepspeed"), shape, "learner").device[TRAINING]
     sharded = worker_memory(
@@ -72,9 +75,14 @@ def test_state_of_the_learner_is_what_its_backend_keeps() -> None:
     assert zero["weights"] - sharded["weights"] == 3 * NUM_7B
 
 
-def test_a_single_microbatch_leaves_no_whole_gradients() -> None:
-    found = config("resources=eight_gpu_split", "learner.tokens_per_microbatch=200000")
-    assert worker_memory(found, shape_7b(), "learner").device[TRAINING]["gradients"] < 2 * NUM_7B
+def test_small_gradients_are_whole_between_micro_batches() -> None:
+    assert MAX_WHOLE_GRADIENT_BYTES == fsdp2.MAX_WHOLE_GRADIENT_BYTES
+    words, shape = ("resources=eight_gpu_split", "policy.lora.rank=16"), shape_7b()
+    num = sum(spec.num_bytes // 4 for spec in trained_parameters(config(*words), shape))
+    assert 4 * num < MAX_WHOLE_GRADIENT_BYTES
+    assert worker_memory(config(*words), shape, "learner").device[TRAINING]["gradients"] == 5 * num
+    one = config(*words, "learner.tokens_per_microbatch=200000")
+    assert worker_memory(one, shape, "learner").device[TRAINING]["gradients"] <= 5 * num
 
 
 def test_only_what_is_trained_has_gradients_and_moments() -> None:
@@ -157,20 +165,21 @@ def test_an_engine_over_two_gpus_has_half_the_weights_on_each() -> None:
 
 def test_turns_on_one_gpu_take_the_most_of_a_phase_and_not_the_sum() -> None:
     shape, nodes = qwen(hidden=1024, layers=8), described_nodes("1x1x80GB")
-    cache = "sampler.kv_cache_bytes=17179869184"
-    shared = plan_memory(config("resources=gpu_1", cache), shape, nodes)
-    in_turns = plan_memory(config("resources=one_gpu_colocated", cache), shape, nodes)
+    shared = plan_memory(config("resources=gpu_1", "sampler.kv_cache_bytes=17179869184"), shape, nodes)
+    in_turns = plan_memory(config("resources=one_gpu_colocated"), shape, nodes)
     assert [d.place for d in in_turns.demands] == ["GPU 0", "host memory"]
     assert shared.demands[0].num_bytes > in_turns.demands[0].num_bytes
     found = config("resources=one_gpu_colocated")
     engine, learner = (worker_memory(found, shape, role) for role in ("rollout", "learner"))
-    assert "kv_cache" not in engine.device[TRAINING]
-    assert engine.host["moved"] == engine.device[SAMPLING]["weights"]
+    assert "kv_cache" not in {**engine.device[TRAINING], **engine.device[SYNC]}
+    assert "moved" not in engine.host, "the weights of an engine that sleeps are discarded"
+    keeping = worker_memory(config("resources=one_gpu_colocated", "resources.sleep_level=1"), shape, "rollout")
+    assert keeping.host["moved"] == engine.device[SAMPLING]["weights"]
     assert learner.host["moved"] > 0 and "weights" not in learner.device[SAMPLING]
 
 
 def test_what_does_not_fit_is_named_with_settings_that_were_tried() -> None:
-    found, nodes = config("resources=eight_gpu_split"), described_nodes("1x8x76GB")
+    found, nodes = config("resources=eight_gpu_split"), described_nodes("1x8x50GB")
     plan = plan_memory(found, shape_7b(), nodes)
     with pytest.raises(PreflightError) as caught:
         refuse_shortfalls(found, shape_7b(), nodes, plan)
@@ -277,9 +286,8 @@ def test_a_run_that_does_not_fit_ends_before_anything_loads(tmp_path: Path) -> N
     """The folder holds no weights: whatever would load them fails in another way."""
     found = config(f"policy.model={checkpoint(tmp_path / 'model')}", "resources=two_gpu")
     with pytest.raises(PreflightError, match="does not fit into memory"):
-        planned_engine(found, described_nodes("1x2x80GB"), ("learner", "rollout"))
-    unknown = config("policy.model=/no/such/model", "resources=two_gpu")
-    assert planned_engine(unknown, described_nodes("1x2x80GB"), ("learner", "rollout")) is None
+        refuse_too_little_memory(found, described_nodes("1x2x80GB"))
+    refuse_too_little_memory(config("policy.model=/no/such/model", "resources=two_gpu"), described_nodes("1x2x80GB"))
 
 
 def test_adapters_of_layers_that_the_model_lacks_are_refused_with_those_that_it_has() -> None:

@@ -1,0 +1,109 @@
+"""Transfer groups of GPUs: order of streams, and members over NCCL that die or hang."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from transfer_faults import (
+    NUM_BYTES,
+    Transfers,
+    names_who_is_missing,
+    survives_a_death_before_the_first_byte,
+    survives_a_hang,
+    survives_a_kill,
+)
+from transfer_members import members
+
+from cluster.weight_sync.transport import TransferGroup
+
+NUM_GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
+TIMEOUT_S = 20.0  # the first communicator of a process takes seconds
+KERNEL_CYCLES = 50_000_000  # some 30 ms: far longer than a bucket takes
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(NUM_GPUS == 0, reason="needs an NVIDIA GPU that torch can use"),
+]
+two_gpus = pytest.mark.skipif(NUM_GPUS < 2, reason="needs two GPUs: NCCL refuses two members on one")
+three_gpus = pytest.mark.skipif(NUM_GPUS < 3, reason="needs three GPUs: one for the member that outlives another")
+
+
+@pytest.fixture(autouse=True)
+def loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+
+
+@pytest.mark.parametrize(
+    ("transport", "receiver"), [("gloo", "cuda:0"), pytest.param("nccl", "cuda:1", marks=two_gpus)]
+)
+def test_a_bucket_is_sent_after_it_was_packed_and_filled_again_after_it_was_read(transport: str, receiver: str) -> None:
+    """Both sides queue slow kernels on streams of their own, and use one buffer for all buckets."""
+    at = Transfers(transport, "cuda:0", TIMEOUT_S).open(1)
+    values = list(range(1, 9))
+
+    def on_a_stream(rank: int, device: str, step: Callable[[torch.Tensor, int], None]) -> torch.Tensor:
+        stream = torch.cuda.Stream(device)
+        with torch.cuda.stream(stream):
+            group = TransferGroup(at, rank, torch.device(device))
+            buffer = torch.zeros(NUM_BYTES, dtype=torch.uint8, device=device)
+            for value in values:
+                if rank == TransferGroup.SENDER:
+                    step(buffer, value)
+                group.broadcast(buffer, f"bucket {value}")
+                if rank != TransferGroup.SENDER:
+                    step(buffer, value)
+            stream.synchronize()
+            group.close()
+            return buffer
+
+    kept: list[torch.Tensor] = []
+
+    def pack(buffer: torch.Tensor, value: int) -> None:
+        torch.cuda._sleep(KERNEL_CYCLES)
+        buffer.fill_(value)
+
+    def read(buffer: torch.Tensor, value: int) -> None:
+        torch.cuda._sleep(KERNEL_CYCLES)
+        kept.append(buffer.clone())
+
+    with ThreadPoolExecutor(2) as threads:
+        both = [threads.submit(on_a_stream, 0, "cuda:0", pack), threads.submit(on_a_stream, 1, receiver, read)]
+        for side in both:
+            side.result(TIMEOUT_S * 3)
+    assert [tensor.unique().tolist() for tensor in kept] == [[value] for value in values]
+
+
+@two_gpus
+def test_members_that_do_not_come_are_named() -> None:
+    names_who_is_missing(Transfers("nccl", "cuda:0", TIMEOUT_S))
+
+
+@two_gpus
+def test_a_kill_of_the_only_receiver() -> None:
+    with members("cuda:1", "cuda:1") as (killed, fresh):
+        survives_a_kill(Transfers("nccl", "cuda:0", TIMEOUT_S), killed, [], [fresh])
+
+
+@three_gpus
+def test_a_kill_of_one_receiver_of_two() -> None:
+    with members("cuda:1", "cuda:2", "cuda:1") as (killed, other, fresh):
+        survives_a_kill(Transfers("nccl", "cuda:0", TIMEOUT_S), killed, [other], [fresh])
+
+
+@two_gpus
+def test_a_death_before_the_first_byte() -> None:
+    with members("cuda:1", "cuda:1") as (dying, fresh):
+        transfers = Transfers("nccl", "cuda:0", TIMEOUT_S)
+        survives_a_death_before_the_first_byte(transfers, dying, [])
+        transfers.delivers([fresh])
+
+
+@two_gpus
+def test_a_member_that_hangs() -> None:
+    with members("cuda:1") as (hanging,):
+        survives_a_hang(Transfers("nccl", "cuda:0", TIMEOUT_S), hanging)

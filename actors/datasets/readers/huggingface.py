@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from itertools import islice
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ STREAMED_RECORDS = 256  # of a stream that are in memory at a time
 
 
 def open_huggingface(opened: Opened) -> Table:
-    """Raises: DatasetError: the package is missing, or the dataset or its split cannot be had."""
+    """Raises: DatasetError: the package is missing or cannot write, or the dataset or its split cannot be had."""
     try:
         import datasets
     except ImportError as error:
@@ -32,6 +33,7 @@ def open_huggingface(opened: Opened) -> Table:
     try:
         found = _opened(datasets, opened)
     except Exception as error:  # of any kind, by which of its loaders fails
+        _refuse_unwritable(Path(datasets.config.HF_DATASETS_CACHE))
         reason = " ".join(str(error).split())
         raise DatasetError(
             f"data.path={opened.path}{near(opened.path)} has no split {opened.split} that datasets can load "
@@ -41,6 +43,18 @@ def open_huggingface(opened: Opened) -> Table:
     root = opened.path if opened.path.is_dir() else Path()
     features = as_files(datasets, found.features)
     return HuggingFaceTable(found.with_format("arrow"), features, root, f"{opened.path}/{opened.split}")
+
+
+def _refuse_unwritable(cache: Path) -> None:
+    """Raises: DatasetError: the package has no place for its files."""
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=cache):
+            pass
+    except OSError as error:
+        raise DatasetError(
+            f"the cache of datasets, {cache}, cannot be written ({error.strerror}): set HF_HOME to a folder that can"
+        ) from error
 
 
 def _opened(datasets: Any, opened: Opened) -> Any:

@@ -444,3 +444,12 @@ def test_pictures_of_an_image_folder_are_read(tmp_path: Path) -> None:
     (folder / "metadata.jsonl").write_text('{"file_name": "x.png", "question": "<image>?", "answer": "7"}\n')
     [row] = read_split(tmp_path / "d", "train", "huggingface").rows
     assert row.images == ((folder / "x.png").resolve(),)
+
+
+def test_a_cache_of_datasets_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", Path("/proc/nowhere"))
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "train.jsonl").write_text("")
+    with pytest.raises(DatasetError, match="/proc/nowhere, cannot be written .* set HF_HOME"):
+        read_split(tmp_path / "d", "train", "huggingface")

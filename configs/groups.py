@@ -7,7 +7,7 @@ what stands in `_base` says nothing about the choice.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,12 @@ FOLDER = Path(__file__).parent
 MISSING = "???"  # a value that is left to the user
 EXPERIMENT = "experiment"
 GLOBAL_PACKAGE = "# @package _global_"
+COMPUTED_FROM = {"resources.num_nodes": int, "resources.device": str, "policy.lora.rank": int}  # by files, and types
+COMPUTATIONS: Mapping[str, Callable[..., Any]] = {  # `${NAME:${KEY},...}` in files
+    "times": lambda a, b: a * b,
+    "if_positive": lambda number, yes, no: yes if number > 0 else no,
+    "if_gpu": lambda device, yes, no: yes if device != "cpu" else no,
+}
 
 
 @cache

@@ -25,16 +25,23 @@ from pydantic_core import ErrorDetails
 
 from configs import keys
 from configs.errors import ConfigError
-from configs.groups import EXPERIMENT, FOLDER, layers, merge, own_values, without_missing
+from configs.groups import (
+    COMPUTATIONS,
+    COMPUTED_FROM,
+    EXPERIMENT,
+    FOLDER,
+    layers,
+    merge,
+    own_values,
+    without_missing,
+)
 from configs.schema.rewards import RewardsConfig, reward_contradictions
 from configs.schema.run import RunConfig
 from configs.words import Word, lay_on, read_words, refuse_overruled, unknown
 
 NAMED_BY_USER = (("policy", "model"), ("data", "path"))
-COMPUTED_FROM = {"resources.num_nodes": int, "resources.device": str, "policy.lora.rank": int}  # by files, and types
-OmegaConf.register_new_resolver("times", lambda a, b: a * b, replace=True)
-OmegaConf.register_new_resolver("if_positive", lambda number, yes, no: yes if number > 0 else no, replace=True)
-OmegaConf.register_new_resolver("if_gpu", lambda device, yes, no: yes if device != "cpu" else no, replace=True)
+for _name, _computation in COMPUTATIONS.items():
+    OmegaConf.register_new_resolver(_name, _computation, replace=True)
 NAME_BOTH = (
     "`experiment=own policy.model=CHECKPOINT data.path=FOLDER` trains a checkpoint on your own data; "
     "`experiment=digits` trains a small model on pictures that it writes itself"

@@ -12,7 +12,6 @@ from typing import IO, Any, Protocol
 
 import numpy as np
 from PIL import Image
-from scipy.signal import resample_poly
 
 from actors.datasets.audios import Audio
 from actors.datasets.writers.base import AudioFile
@@ -136,6 +135,8 @@ def decode_audio(audio: LoadedAudio, limits: AudioLimits) -> np.ndarray:
         raise MediaError(f"{audio.source} has samples that are no numbers: replace the file or remove its row")
     mono = samples.mean(axis=1)
     if rate != limits.rate:
+        from scipy.signal import resample_poly  # which only sounds of another rate need
+
         mono = resample_poly(mono, limits.rate, rate).astype(np.float32)
     assert len(mono) == audio.num_samples, "resampling gives as many samples as `_num_samples` says"
     return mono

@@ -5,9 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
-
-import psutil
-import ray
+import sys
 
 _logger = logging.getLogger(__name__)
 
@@ -18,7 +16,8 @@ ADDRESS_VARIABLE = "VLLM_HOST_IP"
 
 def node_address() -> str:
     """The address under which other nodes reach this one; the loopback address outside a cluster."""
-    return ray.util.get_node_ip_address() if ray.is_initialized() else LOOPBACK
+    ray = sys.modules.get("ray")  # a process that has not imported it is in no cluster
+    return ray.util.get_node_ip_address() if ray is not None and ray.is_initialized() else LOOPBACK
 
 
 def use_node_interface() -> None:
@@ -44,6 +43,8 @@ def use_node_interface() -> None:
 
 def interface_of(address: str) -> str | None:
     """The network interface that has this IP address; None if none has."""
+    import psutil  # which learner and samplers do without
+
     for name, addresses in psutil.net_if_addrs().items():
         if any(found.address == address for found in addresses):
             return name

@@ -1,22 +1,23 @@
 """References to values that may live in Ray's object store, and how any process resolves them.
 
 Roles never import ray: they call `fetch`, which takes object refs and plain values alike, so the same role runs inside
-and outside a cluster. Every fetch has a deadline and names what it waited for.
+and outside a cluster, also where ray is not installed: it is imported once there is a reference to resolve. Every fetch
+has a deadline and names what it waited for.
 """
 
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any
-
-import ray
-from ray.exceptions import GetTimeoutError, ObjectLostError, RayError
+from typing import TYPE_CHECKING, Any
 
 from cluster.errors import DeadlineError, LostObjectError
-from cluster.runtime.ray_deaths import PROCESS_GONE
 from cluster.runtime.vitals import ObjectStoreUse
+
+if TYPE_CHECKING:
+    import ray
 
 STORE = "object_store_memory"  # Ray's name of the resource
 
@@ -28,9 +29,14 @@ def fetch(references: Sequence[Any], *, timeout_s: float, what: str) -> list[Any
         DeadlineError: some value did not arrive within `timeout_s`.
         LostObjectError: the node that held a value is gone.
     """
-    pending = [r for r in references if isinstance(r, ray.ObjectRef)]
+    pending = [r for r in references if _is_reference(r)]
     if not pending:
         return list(references)
+    import ray
+    from ray.exceptions import GetTimeoutError, ObjectLostError
+
+    from cluster.runtime.ray_deaths import PROCESS_GONE
+
     try:
         values = iter(ray.get(pending, timeout=timeout_s))
     except GetTimeoutError as error:
@@ -39,7 +45,7 @@ def fetch(references: Sequence[Any], *, timeout_s: float, what: str) -> list[Any
         raise LostObjectError(
             f"{what} cannot be had: the node that held it is gone ({type(error).__name__})"
         ) from error
-    return [next(values) if isinstance(r, ray.ObjectRef) else r for r in references]
+    return [next(values) if _is_reference(r) else r for r in references]
 
 
 def fetch_or_miss(references: Sequence[Any], *, timeout_s: float, what: str) -> list[Any]:
@@ -63,19 +69,36 @@ def fetch_at_hand(wanted: Sequence[Sequence[Any]], *, patience_s: float) -> list
 
     If a value turns out to be lost, whatever needed a fetch is None: a fetch of it alone gives the error.
     """
-    pending = list({r for references in wanted for r in references if isinstance(r, ray.ObjectRef)})
+    pending = list({r for references in wanted for r in references if _is_reference(r)})
     values: dict[ray.ObjectRef, Any] = {}
     if pending:
+        import ray
+        from ray.exceptions import RayError
+
         there, _ = ray.wait(pending, num_returns=len(pending), timeout=patience_s)
         with suppress(RayError):
             values = dict(zip(there, ray.get(there, timeout=patience_s), strict=True))
     return [_resolved(references, values) for references in wanted]
 
 
+def object_store_use() -> ObjectStoreUse:
+    """How full the object stores are, as the nodes reported last; it asks the cluster's control store and blocks."""
+    import ray
+
+    total, free = (found.get(STORE, 0.0) for found in (ray.cluster_resources(), ray.available_resources()))
+    return ObjectStoreUse(max(0, int(total - free)), int(total))
+
+
 def _resolved(references: Sequence[Any], values: Mapping[ray.ObjectRef, Any]) -> list[Any] | None:
-    if any(isinstance(r, ray.ObjectRef) and r not in values for r in references):
+    if any(_is_reference(r) and r not in values for r in references):
         return None
-    return [values[r] if isinstance(r, ray.ObjectRef) else r for r in references]
+    return [values[r] if _is_reference(r) else r for r in references]
+
+
+def _is_reference(value: Any) -> bool:
+    """Whether `value` is an object ref; a process that has not imported ray has none."""
+    ray = sys.modules.get("ray")
+    return ray is not None and isinstance(value, ray.ObjectRef)
 
 
 async def bring_here(references: Sequence[Any], *, timeout_s: float, what: str) -> None:
@@ -84,17 +107,15 @@ async def bring_here(references: Sequence[Any], *, timeout_s: float, what: str) 
     Raises:
         DeadlineError: some value did not arrive within `timeout_s`.
     """
-    pending = [r for r in references if isinstance(r, ray.ObjectRef)]
-    if not pending or len(ray.wait(pending, num_returns=len(pending), timeout=0)[0]) == len(pending):
+    pending = [r for r in references if _is_reference(r)]
+    if not pending:
+        return
+    import ray
+
+    if len(ray.wait(pending, num_returns=len(pending), timeout=0)[0]) == len(pending):
         return
     _, missing = await asyncio.to_thread(ray.wait, pending, num_returns=len(pending), timeout=timeout_s)
     if missing:
         raise DeadlineError(
             f"waited {timeout_s:g} s for {what} ({len(missing)} objects) to arrive on the driver's node"
         )
-
-
-def object_store_use() -> ObjectStoreUse:
-    """How full the object stores are, as the nodes reported last; it asks the cluster's control store and blocks."""
-    total, free = (found.get(STORE, 0.0) for found in (ray.cluster_resources(), ray.available_resources()))
-    return ObjectStoreUse(max(0, int(total - free)), int(total))

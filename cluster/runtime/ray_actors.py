@@ -30,7 +30,8 @@ from cluster.runtime.placement import PlacedWorker
 from cluster.runtime.placement_groups import Booking
 from cluster.runtime.ray_deaths import PROCESS_GONE, actor_death
 from cluster.runtime.role_log import write_to
-from cluster.runtime.vitals import HasEngine, Vitals, VitalsMeter
+from cluster.runtime.usage import VitalsMeter
+from cluster.runtime.vitals import HasEngine, Vitals
 
 _logger = logging.getLogger(__name__)
 

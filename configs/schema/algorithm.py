@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt
-
-from configs.schema.base import Section
+from configs.schema.base import Field, PositiveFloat, PositiveInt, Section
 
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 ClipLow = Annotated[float, Field(ge=0, le=1)]

@@ -1,11 +1,50 @@
-"""The base of every configuration section: frozen, typed, unknown keys refused."""
+"""The base of every configuration section: frozen, typed, unknown keys refused; and the types of bounded fields.
+
+They are pydantic's, or where it is not installed those of `configs.unvalidated`.
+"""
 
 from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
-from pydantic_core import PydanticCustomError
+try:
+    from pydantic import (
+        BaseModel,
+        BeforeValidator,
+        ConfigDict,
+        Field,
+        NonNegativeFloat,
+        NonNegativeInt,
+        PositiveFloat,
+        PositiveInt,
+        model_validator,
+    )
+    from pydantic_core import PydanticCustomError
+except ModuleNotFoundError:  # a GPU machine without this project's environment, where `deploy.tools.gpu_check` runs
+    from configs.unvalidated import (  # type: ignore[assignment]
+        BaseModel,
+        BeforeValidator,
+        ConfigDict,
+        Field,
+        NonNegativeFloat,
+        NonNegativeInt,
+        PositiveFloat,
+        PositiveInt,
+        PydanticCustomError,
+        model_validator,
+    )
+
+__all__ = [
+    "NOT_EMPTY",
+    "ByDtype",
+    "Field",
+    "NonNegativeFloat",
+    "NonNegativeInt",
+    "PositiveFloat",
+    "PositiveInt",
+    "Section",
+    "model_validator",
+]
 
 
 def _refuse_empty(value: Any) -> Any:
@@ -38,7 +77,7 @@ class ByDtype(Section):
     @classmethod
     def _for_both(cls, value: Any) -> Any:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        return dict.fromkeys(cls.model_fields, value) if is_number else value
+        return dict.fromkeys(("float32", "bfloat16"), value) if is_number else value
 
     def of(self, dtype: str) -> float:
         """The bound of `dtype`, a value of `resources.dtype`."""

@@ -7,9 +7,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt
-
-from configs.schema.base import NOT_EMPTY, Section
+from configs.schema.base import NOT_EMPTY, Field, PositiveFloat, PositiveInt, Section
 
 
 class DataKind(StrEnum):

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
-
-from configs.schema.base import Section
+from configs.schema.base import Field, NonNegativeFloat, PositiveFloat, PositiveInt, Section
 
 
 class RewardModelConfig(Section):

@@ -7,9 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from graphlib import CycleError, TopologicalSorter
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import Field, NonNegativeInt, PositiveInt
-
-from configs.schema.base import Section
+from configs.schema.base import Field, NonNegativeInt, PositiveInt, Section
 
 T = TypeVar("T")
 

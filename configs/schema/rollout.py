@@ -5,9 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt
-
-from configs.schema.base import NOT_EMPTY, Section
+from configs.schema.base import NOT_EMPTY, Field, PositiveFloat, PositiveInt, Section
 
 
 class LoRAConfig(Section):

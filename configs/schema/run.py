@@ -6,11 +6,9 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveInt, model_validator
-
 from configs.schema.agreement import contradictions
 from configs.schema.algorithm import AlgorithmConfig
-from configs.schema.base import NOT_EMPTY, ByDtype, Section
+from configs.schema.base import NOT_EMPTY, ByDtype, Field, PositiveInt, Section, model_validator
 from configs.schema.data import AUTO_SUFFIX, BOXED_SUFFIX, DataConfig
 from configs.schema.environment import EnvironmentConfig
 from configs.schema.learner import LearnerConfig, WarmStartConfig

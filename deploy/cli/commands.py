@@ -24,6 +24,7 @@ from deploy.cli.dashboard_command import dashboard
 from deploy.cli.data_commands import data
 from deploy.cli.environment_commands import play, rollout, serve_environment, serve_policy, verifiers
 from deploy.cli.errors import FAILED, explained
+from deploy.cli.gpu_check_command import gpu_check
 from deploy.cli.job_commands import Auth, AuthOption, list_jobs, logs, stop, submit
 from deploy.cli.lmms_eval_command import lmms_eval
 from deploy.host.authentication import set_auth
@@ -520,6 +521,7 @@ def doctor(
 
 app.add_typer(data, name="data")
 app.command()(dashboard)
+app.command()(gpu_check)
 app.command()(lmms_eval)
 app.command()(play)
 app.command()(rollout)

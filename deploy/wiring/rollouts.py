@@ -10,6 +10,7 @@ from actors.rollout.actor import RolloutActor
 from actors.rollout.client import RolloutClient
 from actors.rollout.episode_actor import EpisodeActor, EpisodeSettings
 from actors.samplers.base import EngineSettings
+from actors.samplers.settings import engine_settings as settings_of_engine
 from cluster.metrics.definitions import MetricName
 from cluster.metrics.hub import Metrics
 from cluster.roles import SamplingSettings
@@ -24,10 +25,7 @@ from deploy.wiring.pooled_roles import restart_policy
 from deploy.wiring.preparation import Prepared
 from deploy.wiring.scaling import RoleHosts
 from deploy.wiring.spawner import Spawner, engine_environment
-from learner.policies.flow.denoising import Denoising
-from learner.policies.lora import AdapterPush
 
-ENGINE_SEED_STRIDE = 7919  # engines of one run never share a seed; requests carry seeds of their own besides
 SYNC_GRACE_S = 15.0  # a member of a transfer group gives up by itself before the driver stops waiting for it
 CALLS_AT_A_TIME = 16  # that a rollout actor answers; groups come over its stream and take none
 
@@ -135,32 +133,5 @@ def adaptive_concurrency(
 
 
 def engine_settings(prepared: Prepared, index: int) -> EngineSettings:
-    config, sampler, processor = prepared.config, prepared.config.sampler, prepared.processor
-    folder, dtype = prepared.model_folder, config.resources.dtype
-    return EngineSettings(
-        model=config.policy.model,
-        dtype=dtype,
-        device=config.resources.device,
-        seed=config.seed + ENGINE_SEED_STRIDE * (index + 1),
-        tensor_parallel=config.resources.rollout.tensor_parallel,
-        max_model_len=sampler.max_model_len,
-        max_num_seqs=sampler.max_num_seqs,
-        max_num_batched_tokens=sampler.max_num_batched_tokens,
-        chunk_tokens=sampler.chunk_tokens,
-        max_images_per_prompt=sampler.max_images_per_prompt,
-        max_videos_per_prompt=sampler.max_videos_per_prompt,
-        max_audios_per_prompt=sampler.max_audios_per_prompt,
-        kv_cache_bytes=sampler.kv_cache_bytes,
-        sleep_level=config.resources.sleep_level if config.resources.colocated else 0,
-        reports_load=config.concurrency.kind == "aimd" or (config.metrics.ray and config.resources.device == "cuda"),
-        keeps_kv_cache=config.weight_sync.kv_cache == "keep",
-        block_size=sampler.block_size,
-        enforce_eager=sampler.enforce_eager,
-        banned_ids=processor.media_token_ids,
-        stop_ids=processor.eos_token_ids,
-        pad_id=processor.pad_token_id,
-        expected=prepared.checkpoint,
-        adapters=AdapterPush.of(folder, prepared.checkpoint, config.policy, dtype),
-        denoising=Denoising.of(sampler.flow) if sampler.is_flow else None,
-        image_guidance=sampler.image_tokens.guidance,
-    )
+    """Settings of the run's engine `index`."""
+    return settings_of_engine(prepared.config, prepared.model_folder, prepared.checkpoint, prepared.processor, index)

@@ -14,6 +14,7 @@ from learner.policies.tiny import write_tiny
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.slow,
+    pytest.mark.alone,
     pytest.mark.timeout(1200),
     pytest.mark.skipif(
         not torch.cuda.is_available(),
@@ -27,7 +28,7 @@ CLOSE = 2e-3  # nat, mean; without the mask 7e-3 were measured
 async def test_engine_and_learner_agree_on_text_one_and_two_pictures(local_ray: str, tmp_path: Path) -> None:
     write_tiny("gemma3", tmp_path / "model", seed=0)
     words = ("resources=gpu_1", "learner.packing=false", "resources.dtype=float32", "sampler.kv_cache_bytes=1073741824")
-    model = open_model(tmp_path / "model", *words, "sampler.enforce_eager=true", "weight_sync.bucket_bytes=1048576")
+    model = open_model(tmp_path / "model", *words, "weight_sync.bucket_bytes=1048576")
     assert model.prepared.processor.takes_pictures
     engine = await asyncio.to_thread(start_actor, model, "vllm", 0)
     learner = new_learner(model)

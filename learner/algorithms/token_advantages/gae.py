@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-from scipy.signal import lfilter
 
 from learner.algorithms.token_advantages.inputs import TokenCredit, TokenValues
 
@@ -28,6 +27,8 @@ def gae(response: TokenValues, gamma: float, gae_lambda: float) -> TokenCredit:
 
 def estimated(rewards: np.ndarray, values: np.ndarray, end_value: float, gamma: float, gae_lambda: float) -> np.ndarray:
     """The advantages of n decisions: their rewards and the values before them are [n], `end_value` is that behind."""
+    from scipy.signal import lfilter  # which only runs with a critic need
+
     differences = rewards + gamma * np.append(values[1:], end_value) - values
     # a recursive filter from the end: y_k = d_k + gamma gae_lambda y_{k+1}
     return lfilter([1.0], [1.0, -gamma * gae_lambda], differences[::-1])[::-1]

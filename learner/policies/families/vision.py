@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from functools import cache
+from inspect import signature
 
 import numpy as np
 import torch
+import transformers
 from PIL import Image
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel, ProcessorMixin
@@ -17,6 +20,12 @@ from learner.policies.batch import MediaBatch, TokenBatch
 from learner.policies.families.base import Clip, PictureFamily, Size
 
 MODALITIES = ("image", "video")  # the n-th of them is n in token types
+
+
+@cache
+def takes_encoded_pictures(core: type[nn.Module]) -> bool:
+    """Whether forward() of this class has `mm_encoder_outputs`; older ones ignore it, as any unknown argument."""
+    return "mm_encoder_outputs" in signature(core.forward).parameters
 
 
 class VisionFamily(PictureFamily):
@@ -41,6 +50,11 @@ class VisionFamily(PictureFamily):
 
     def hidden_states(self, model: PreTrainedModel, batch: TokenBatch) -> Tensor:
         core, ids = self.core(model), batch.input_ids
+        if not takes_encoded_pictures(type(core)):
+            raise ValueError(
+                f"{type(core).__name__} of transformers {transformers.__version__} would leave out the pictures, which "
+                "are encoded before its forward(): install transformers 5.18 or newer"
+            )
         types = torch.zeros_like(ids)  # [B, S]
         for number, placeholder in enumerate(self.placeholder_ids(model.config), start=1):
             is_placeholder = (ids == placeholder) & batch.in_media

@@ -9,6 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+from transformers import Qwen2_5_VLModel
+
+from learner.policies.families.vision import takes_encoded_pictures
 from learner.policies.tiny.audio.qwen2_5_omni import write_tiny_qwen2_5_omni
 from learner.policies.tiny.audio.qwen2_audio import write_tiny_qwen2_audio
 from learner.policies.tiny.gemma3 import write_tiny_gemma3
@@ -27,7 +30,7 @@ from learner.policies.tiny.text import ARCHITECTURES as TEXT
 from learner.policies.tiny.text import write_tiny_text
 from learner.policies.tiny.tokenizer import MAX_POSITIONS, SPECIAL_TOKENS, WORDS
 
-__all__ = ["MAX_POSITIONS", "SPECIAL_TOKENS", "TINY", "WORDS", "write_tiny", "write_tiny_qwen2_5_vl"]
+__all__ = ["MAX_POSITIONS", "SPECIAL_TOKENS", "TINY", "WORDS", "write_checked", "write_tiny", "write_tiny_qwen2_5_vl"]
 
 
 class Writer(Protocol):
@@ -53,6 +56,11 @@ TINY: dict[str, Writer] = {
     **{name: partial(write_tiny_text, name) for name in TEXT},
 }
 """`policy.tiny` -> what writes it."""
+
+
+def write_checked(folder: Path) -> Path:
+    """Write the model of a machine check: with pictures, or of text where transformers cannot train with pictures."""
+    return write_tiny("qwen2.5-vl" if takes_encoded_pictures(Qwen2_5_VLModel) else "qwen2.5", folder)
 
 
 def write_tiny(name: str, folder: Path, *, seed: int = 0, tie_word_embeddings: bool = False) -> Path:

@@ -11,13 +11,13 @@ from cluster.runtime.network import LOOPBACK, node_address, use_node_interface
 
 
 def test_outside_a_cluster_a_node_is_met_on_the_loopback_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cluster.runtime.network.ray.is_initialized", lambda: False)
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
     assert node_address() == LOOPBACK
 
 
 def test_inside_a_cluster_a_node_is_met_at_its_own_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cluster.runtime.network.ray.is_initialized", lambda: True)
-    monkeypatch.setattr("cluster.runtime.network.ray.util.get_node_ip_address", lambda: "10.1.2.3")
+    monkeypatch.setattr("ray.is_initialized", lambda: True)
+    monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "10.1.2.3")
     assert node_address() == "10.1.2.3"
 
 
@@ -27,8 +27,7 @@ def variables(monkeypatch: pytest.MonkeyPatch, address: str, **found: str) -> di
     monkeypatch.setattr(network.os, "environ", environment)
     monkeypatch.setattr(network, "node_address", lambda: address)
     monkeypatch.setattr(
-        network.psutil,
-        "net_if_addrs",
+        "psutil.net_if_addrs",
         lambda: {
             "lo": [SimpleNamespace(address="127.0.0.1")],
             "eth0": [SimpleNamespace(address="fe80::1"), SimpleNamespace(address="192.168.0.2")],

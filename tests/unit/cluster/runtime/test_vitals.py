@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from cluster.runtime.usage import GpuReading
-from cluster.runtime.vitals import EngineLoad, VitalsMeter
+from cluster.runtime.usage import GpuReading, VitalsMeter
+from cluster.runtime.vitals import EngineLoad
 
 
 class Gpus:

@@ -1,0 +1,61 @@
+"""The settings of a run's engines, from its configuration, its checkpoint and its processor."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+from actors.samplers.base import EngineSettings
+from cluster.weight_sync.manifest import Manifest
+from configs.schema import RunConfig
+from learner.policies.flow.denoising import Denoising
+from learner.policies.lora import AdapterPush
+
+ENGINE_SEED_STRIDE = 7919  # engines of one run never share a seed; requests carry seeds of their own besides
+
+
+class TokenIds(Protocol):
+    """The ids of a processor that an engine must know."""
+
+    @property
+    def media_token_ids(self) -> tuple[int, ...]: ...
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]: ...
+
+    @property
+    def pad_token_id(self) -> int: ...
+
+
+def engine_settings(
+    config: RunConfig, model_folder: Path, checkpoint: Manifest, processor: TokenIds, index: int
+) -> EngineSettings:
+    """Settings of engine `index`; `checkpoint` lists the tensors of `model_folder` in the dtype of engines."""
+    sampler, dtype = config.sampler, config.resources.dtype
+    return EngineSettings(
+        model=config.policy.model,
+        dtype=dtype,
+        device=config.resources.device,
+        seed=config.seed + ENGINE_SEED_STRIDE * (index + 1),
+        tensor_parallel=config.resources.rollout.tensor_parallel,
+        max_model_len=sampler.max_model_len,
+        max_num_seqs=sampler.max_num_seqs,
+        max_num_batched_tokens=sampler.max_num_batched_tokens,
+        chunk_tokens=sampler.chunk_tokens,
+        max_images_per_prompt=sampler.max_images_per_prompt,
+        max_videos_per_prompt=sampler.max_videos_per_prompt,
+        max_audios_per_prompt=sampler.max_audios_per_prompt,
+        kv_cache_bytes=sampler.kv_cache_bytes,
+        sleep_level=config.resources.sleep_level if config.resources.colocated else 0,
+        reports_load=config.concurrency.kind == "aimd" or (config.metrics.ray and config.resources.device == "cuda"),
+        keeps_kv_cache=config.weight_sync.kv_cache == "keep",
+        block_size=sampler.block_size,
+        enforce_eager=sampler.enforce_eager,
+        banned_ids=processor.media_token_ids,
+        stop_ids=processor.eos_token_ids,
+        pad_id=processor.pad_token_id,
+        expected=checkpoint,
+        adapters=AdapterPush.of(model_folder, checkpoint, config.policy, dtype),
+        denoising=Denoising.of(sampler.flow) if sampler.is_flow else None,
+        image_guidance=sampler.image_tokens.guidance,
+    )

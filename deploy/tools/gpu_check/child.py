@@ -1,0 +1,34 @@
+"""Runs one stage in this process: `python -m deploy.tools.gpu_check.child STAGE DEVICE FOLDER RESULT`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from dataclasses import asdict
+from importlib import import_module
+from pathlib import Path
+
+from deploy.tools.gpu_check.results import Outcome, StageResult
+
+
+def main(name: str, device: str, folder: str, result: str) -> None:
+    from deploy.tools.gpu_check.context import Context, NotHereError
+
+    stage = import_module(f"deploy.tools.gpu_check.stages.{name}")
+    try:
+        found = StageResult(Outcome.PASSED, figures=dict(stage.run(Context(device, Path(folder)))))
+    except NotHereError as error:
+        found = StageResult(Outcome.NOT_HERE, str(error))
+    except Exception as error:  # a failed row, whatever it is; the traceback goes to the log of the stage
+        traceback.print_exc()
+        found = StageResult(Outcome.FAILED, f"{type(error).__name__}: {' '.join(str(error).split())}")
+    Path(result).write_text(json.dumps(asdict(found)), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # an interpreter that ends in order is aborted by threads of an engine's libraries

@@ -1,0 +1,69 @@
+"""What a stage is given and what it returns, and the configuration of its small runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+from configs.schema import RunConfig
+
+Figures = Mapping[str, float | int | str]
+"""Measured numbers by name, for the table and the JSON file."""
+ONE_PROCESS = ("learner=single", "resources.learner.num_workers=1", "algorithm.kl.coef=0", "warm_start=none")
+MIB = 1 << 20
+
+
+class NotHereError(Exception):
+    """This machine lacks what the stage needs; the message names it."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """The device that is checked, and a folder for the files of one stage."""
+
+    device: str  # cpu | cuda
+    folder: Path
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.device == "cuda"
+
+    @property
+    def num_gpus(self) -> int:
+        return torch.cuda.device_count() if self.is_cuda else 0
+
+    def words(self, *own: str) -> tuple[str, ...]:
+        """Overrides of a run in one process on the device; of two words for one key the later one holds."""
+        preset = ("resources=gpu_1",) if self.is_cuda else ("resources=laptop",)
+        named = {word.partition("=")[0]: word for word in (*preset, *ONE_PROCESS, *own)}
+        return tuple(named.values())
+
+    def synchronize(self) -> None:
+        """Wait for the kernels that run on the GPU."""
+        if self.is_cuda:
+            torch.cuda.synchronize()
+
+    def restart_peak(self) -> None:
+        """Begin a new measurement of peak memory."""
+        self.synchronize()
+        if self.is_cuda:
+            torch.cuda.reset_peak_memory_stats()
+
+    def peak_figures(self) -> Figures:
+        """Peak memory of torch on the GPU since `restart_peak`; nothing on a CPU."""
+        return {"peak_mib": torch.cuda.max_memory_allocated() // MIB} if self.is_cuda else {}
+
+
+def run_config(words: tuple[str, ...]) -> RunConfig:
+    """The configuration of `words`; where Hydra or pydantic is missing it is composed without them."""
+    if find_spec("hydra") is not None and find_spec("pydantic") is not None:
+        from configs.load import load_config
+
+        return load_config(words)
+    from configs.bare import load_bare
+
+    return load_bare(words)

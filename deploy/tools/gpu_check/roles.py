@@ -1,0 +1,204 @@
+"""A learner and a rollout actor in one process, and the weight sync between them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from actors.processors.chat import ChatProcessor
+from actors.processors.make import make_processor
+from actors.rollout.actor import RolloutActor
+from actors.samplers.settings import engine_settings
+from cluster.records.media import MediaStore
+from cluster.records.trajectory import Prompt, Reward, ScoredGroup, TrajectoryGroup
+from cluster.roles import SamplingSettings
+from cluster.weight_sync.manifest import Manifest
+from cluster.weight_sync.tolerance import Tolerance
+from cluster.weight_sync.transport import Rendezvous
+from cluster.weight_sync.weight_sync import WeightSync
+from configs.schema import RunConfig
+from deploy.tools.gpu_check.context import Context, run_config
+from deploy.wiring.parity_prompts import cases
+from learner.learner import Learner
+from learner.policies.checkpoint.stored import stored_model
+from learner.policies.tiny import write_checked
+
+if TYPE_CHECKING:
+    from actors.processors.flow import FlowProcessor
+
+NUM_SAMPLES = 4
+MAX_TOKENS = 8
+WORDS = (
+    "experiment=digits",
+    "policy.tiny=none",
+    "data.path=unused",
+    "sampler.kv_cache_bytes=268435456",
+    "sampler.max_num_seqs=16",
+    "sampler.max_model_len=512",
+    "sampler.max_images_per_prompt=3",
+    "data.max_prompt_tokens=256",
+    "weight_sync.bucket_bytes=1048576",
+    "weight_sync.timeout_s=60",
+    "learner.warmup_steps=0",
+)
+
+
+class LocalActor(RolloutActor):
+    """A rollout actor in this process, as weight sync sees it."""
+
+    name = "rollout/0"
+
+    async def weight_version(self) -> int:
+        return await self.ping()
+
+
+class LocalSender:
+    """A learner in this process as weight sync sees it, on a thread, so that receivers can answer meanwhile."""
+
+    def __init__(self, learner: Learner) -> None:
+        self.learner = learner
+        self.num_opened = 0
+        self.num_sent = 0
+
+    async def manifest(self) -> Manifest:
+        return self.learner.manifest()
+
+    async def open_transfer(self, epoch: int, num_receivers: int) -> Rendezvous:
+        self.num_opened += 1
+        return self.learner.open_transfer(epoch, num_receivers)
+
+    async def join_transfer(self, rendezvous: Rendezvous) -> None:
+        await asyncio.to_thread(self.learner.join_transfer, rendezvous)
+
+    async def leave_transfer(self, epoch: int) -> None:
+        self.learner.leave_transfer(epoch)
+
+    async def send_weights(self, bucket_bytes: int, epoch: int) -> None:
+        self.num_sent += 1
+        await asyncio.to_thread(self.learner.send_weights, bucket_bytes, epoch)
+
+    async def export_weights(self, bucket_bytes: int) -> tuple[int, list[np.ndarray]]:
+        return await asyncio.to_thread(self.learner.export_weights, bucket_bytes)
+
+    async def sequence_logprobs(self, prompt: Prompt) -> np.ndarray:
+        return await asyncio.to_thread(self.learner.sequence_logprobs, prompt)
+
+
+class OneMember:
+    """The only receiver of pushes; a push that it does not survive fails."""
+
+    def __init__(self, actor: LocalActor) -> None:
+        self._actor = actor
+
+    def receivers(self) -> Sequence[LocalActor]:
+        return (self._actor,)
+
+    def announced(self, version: int) -> None:
+        pass
+
+    def synced(self, receiver: LocalActor, version: int) -> None:
+        pass
+
+    def published(self, version: int) -> None:
+        pass
+
+    def lose(self, receiver: LocalActor, error: Exception) -> None:
+        raise error
+
+
+@dataclass(frozen=True)
+class Model:
+    """A checkpoint, its configuration, and prompts without and, if its family takes them, with pictures."""
+
+    config: RunConfig
+    folder: Path
+    manifest: Manifest
+    processor: ChatProcessor | FlowProcessor
+    prompts: tuple[Prompt, ...]
+
+    @property
+    def bucket_bytes(self) -> int:
+        return self.config.weight_sync.bucket_bytes
+
+    def learner(self) -> Learner:
+        """A learner of one process that holds the checkpoint's weights."""
+        learner = Learner(self.config, 0, 1, self.processor.media_token_ids)
+        learner.connect("")
+        return learner
+
+    async def actor(self) -> LocalActor:
+        """A rollout actor with a loaded engine of `sampler.kind`."""
+        settings = engine_settings(self.config, self.folder, self.manifest, self.processor, 0)
+        actor = LocalActor(self.config.sampler.kind.value, settings, object_timeout_s=self.config.timeouts.object_s)
+        await actor.start()
+        return actor
+
+    def weight_sync(self, learner: Learner, actor: LocalActor) -> WeightSync:
+        """Pushes from `learner` to `actor`, each followed by the canary."""
+        settings, dtype = self.config.weight_sync, self.config.resources.dtype
+        return WeightSync(
+            LocalSender(learner),
+            OneMember(actor),
+            bucket_bytes=settings.bucket_bytes,
+            wave_size=0,
+            max_attempts=1,
+            canary_interval=1,
+            canary_tolerance=Tolerance(settings.canary_tolerance.of(dtype), settings.canary_share.of(dtype)),
+            ranks_of_receiver=self.config.resources.rollout.tensor_parallel,
+            probe=self.prompts[-1],
+        )
+
+    def sampling(self, seed: int) -> SamplingSettings:
+        return SamplingSettings(NUM_SAMPLES, self.config.sampler.temperature, MAX_TOKENS, seed)
+
+
+def open_model(context: Context, *own: str) -> Model:
+    """A tiny model, which takes pictures if the installed transformers can train it with them."""
+    return open_checkpoint(context, write_checked(context.folder / "tiny"), *own)
+
+
+def open_checkpoint(context: Context, folder: Path, *own: str) -> Model:
+    """The model of a folder in the Hugging Face layout."""
+    config = run_config(context.words(*WORDS, f"policy.model={folder}", *own))
+    store = MediaStore(lambda media: media, config.data.media_cache_bytes)
+    processor = make_processor(config, store)
+    prompts = tuple(case.prompt for case in cases(processor, context.folder, 2).values())
+    manifest = stored_model(folder).in_dtype(config.resources.dtype)
+    return Model(config, folder, manifest, processor, prompts)
+
+
+async def sample(model: Model, actor: LocalActor, seed: int) -> list[TrajectoryGroup]:
+    """One group of every prompt."""
+    return list(await asyncio.gather(*(actor.sample_apart(prompt, model.sampling(seed)) for prompt in model.prompts)))
+
+
+def sampled_groups(model: Model, *, num: int = 1) -> list[list[ScoredGroup]]:
+    """`num` steps' groups of an engine that has the checkpoint's weights by a push of version 0."""
+
+    async def of_engine() -> list[list[ScoredGroup]]:
+        learner, actor = model.learner(), await model.actor()
+        try:
+            await model.weight_sync(learner, actor).publish(0)
+            return [scored(await sample(model, actor, seed)) for seed in range(num)]
+        finally:
+            learner.close()
+            await actor.close()
+
+    return asyncio.run(of_engine())
+
+
+def scored(groups: Sequence[TrajectoryGroup]) -> list[ScoredGroup]:
+    """The groups with rewards of 0 and 1 in turn, so that every group trains."""
+    rewards = tuple(Reward(float(n % 2)) for n in range(NUM_SAMPLES))
+    return [ScoredGroup(group.summary(), group, rewards[: len(group.trajectories)]) for group in groups]
+
+
+async def gap(model: Model, learner: Learner, actor: LocalActor) -> np.ndarray:
+    """Absolute differences of the log-probs of learner and engine at the tokens of all prompts."""
+    pairs = [(learner.sequence_logprobs(p), await actor.prompt_logprobs(p)) for p in model.prompts]
+    return np.concatenate([np.abs(ours - theirs) for ours, theirs in pairs])

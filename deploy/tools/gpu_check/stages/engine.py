@@ -1,0 +1,17 @@
+"""A vLLM engine and a learner on one device: parity, pushes and their canary, with text, one and two pictures."""
+
+from __future__ import annotations
+
+import asyncio
+
+from deploy.tools.gpu_check.context import Context, Figures
+from deploy.tools.gpu_check.engine_process import set_environment
+from deploy.tools.gpu_check.roles import open_model
+from deploy.tools.gpu_check.training import train
+
+
+def run(context: Context) -> Figures:
+    """With the engine settings of the preset: on a GPU under CUDA graphs."""
+    model = open_model(context, "sampler=vllm")
+    set_environment(model.config)
+    return asyncio.run(train(context, model))

@@ -1,0 +1,13 @@
+"""The main job on the device: engine and learner at the same time, and in turns."""
+
+from __future__ import annotations
+
+from deploy.tools.gpu_check.context import Context, Figures
+from deploy.tools.gpu_check.jobs import run_job
+
+PRESETS = {"cpu": ("laptop",), "cuda": ("gpu_1", "one_gpu_colocated")}
+
+
+def run(context: Context) -> Figures:
+    found = [run_job(context, preset) for preset in PRESETS[context.device]]
+    return {name: value for figures in found for name, value in figures.items()}

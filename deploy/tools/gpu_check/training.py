@@ -1,0 +1,56 @@
+"""Two steps of training with pushes between them, as the stages with an engine run them."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from deploy.tools.gpu_check.context import Context, Figures
+from deploy.tools.gpu_check.roles import LocalActor, Model, gap, sample, scored
+from learner.learner import Learner
+
+NUM_STEPS = 2
+CLOSE = {"float32": 1e-3, "bfloat16": 0.1}  # nat, mean over tokens: engine and learner of the same weights
+MOVED = 1e-3  # nat: least change of a log-prob by a step
+
+
+async def train(context: Context, model: Model) -> Figures:
+    """Sample, train and push; engine and learner agree before and after, and each push changes what is sampled.
+
+    Raises:
+        AssertionError, MobulaError: they do not.
+    """
+    context.restart_peak()
+    learner = model.learner()
+    actor = await model.actor()
+    try:
+        return await _train(context, model, learner, actor)
+    finally:
+        learner.close()
+        await actor.close()
+
+
+async def _train(context: Context, model: Model, learner: Learner, actor: LocalActor) -> Figures:
+    close = CLOSE[model.config.resources.dtype]
+    sync = model.weight_sync(learner, actor)
+    await sync.publish(0)
+    gaps, step_s, push_s = [], [], []
+    for version in range(1, NUM_STEPS + 1):
+        groups = await sample(model, actor, seed=version)
+        started, before = time.perf_counter(), learner.sequence_logprobs(model.prompts[0])
+        report = learner.update(scored(groups), version)
+        step_s.append(time.perf_counter() - started)
+        gaps.append(report.metrics["logprob_gap_mean"])
+        assert gaps[-1] <= close, f"sampled tokens: engine and learner differ by {gaps[-1]:.3g} nat, {close:g} is close"
+        assert report.metrics["skipped"] == 0, "the gradient is not finite"
+        moved = float(np.abs(learner.sequence_logprobs(model.prompts[0]) - before).max())
+        assert moved > MOVED, f"step {version} moved no log-prob by more than {moved:.3g} nat"
+        started = time.perf_counter()
+        assert await sync.publish(version) == version, "the push made another version"
+        push_s.append(time.perf_counter() - started)
+        found = float((await gap(model, learner, actor)).mean())
+        assert found <= close, f"after push {version}: engine and learner differ by {found:.3g} nat, {close:g} is close"
+    figures = {"gap_nat": max(gaps), "gap_after_push_nat": found, "step_s": min(step_s), "push_s": min(push_s)}
+    shown = "text and pictures" if any(prompt.media for prompt in model.prompts) else "text"
+    return {"dtype": model.config.resources.dtype, "prompts": shown, **figures, **context.peak_figures()}

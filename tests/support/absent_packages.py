@@ -1,0 +1,28 @@
+"""Programs that run as on a GPU machine without this project's environment: listed packages cannot be imported."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+# Of the project's packages, what a machine with torch, transformers, peft and pyarrow alone does not have.
+ABSENT = (
+    "aiohttp deepspeed diffusers fastapi fastapi_offline hydra math_verify mistral_common msgspec omegaconf "
+    "prometheus_client psutil pydantic pydantic_core pynvml ray rapidfuzz rich scipy sklearn tensorboard "
+    "torchao typer uvicorn vllm"
+).split()
+
+
+def run_without_packages(
+    words: Sequence[str], *, timeout_s: float, cwd: Path = ROOT
+) -> subprocess.CompletedProcess[str]:
+    """`python *words` in a process, and in its children, for which the packages of `ABSENT` are not installed."""
+    path = [str(ROOT / "tests" / "support" / "absent"), str(ROOT)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "ABSENT_PACKAGES": ",".join(ABSENT)}
+    return subprocess.run(
+        [sys.executable, *words], cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout_s
+    )

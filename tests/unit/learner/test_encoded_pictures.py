@@ -1,0 +1,46 @@
+"""A transformers whose models ignore encoded pictures is refused, since a learner would train without them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from learner_data import picture, prompt
+from transformers import AutoTokenizer
+
+from cluster.records.media import MediaReader
+from learner.policies.batch import TokenSequence, collate
+from learner.policies.families import vision
+from learner.policies.families.registry import family_at
+from learner.policies.loading import load_model
+from learner.policies.tiny import write_checked
+
+
+class Old(torch.nn.Module):
+    def forward(self, input_ids, **kwargs):
+        return input_ids
+
+
+class New(torch.nn.Module):
+    def forward(self, input_ids, mm_encoder_outputs=None, **kwargs):
+        return input_ids
+
+
+def test_the_argument_is_looked_for_by_name() -> None:
+    assert not vision.takes_encoded_pictures(Old)
+    assert vision.takes_encoded_pictures(New)
+
+
+def test_pictures_are_refused_where_the_model_would_leave_them_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_checked(tmp_path / "tiny")
+    asked = prompt(AutoTokenizer.from_pretrained(folder), "0/0/a", [picture(1)])
+    row = TokenSequence.of_prompt(asked)
+    batch = collate([row], MediaReader(timeout_s=1, max_items=2), torch.device("cpu"))
+    model, family = load_model(str(folder), torch.float32, "sdpa"), family_at(str(folder))
+    assert family.hidden_states(model, batch).isfinite().all()
+    monkeypatch.setattr(vision, "takes_encoded_pictures", lambda core: False)
+    with pytest.raises(ValueError, match="would leave out the pictures.*install transformers 5.18"):
+        family.hidden_states(model, batch)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from deploy.host.session import ClusterSession
 _logger = logging.getLogger(__name__)
 
 MIB = 1 << 20
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 BOOKING_S = 30.0  # for one worker that joins a run; there was room a moment before
 
 
@@ -178,8 +180,9 @@ def learner_environment(config: RunConfig) -> dict[str, str]:
     Micro-batches have other shapes each time. Segments that grow leave fewer gaps between blocks, and give the memory
     of their free pages back when a rank moves to host memory. Pinned blocks of 1 MiB or more are as large as asked for:
     by default they are rounded up to powers of two, and a rank that moves to host memory would pin up to twice as much.
+    Settings in the driver's environment stay as they are.
     """
-    if config.resources.device != "cuda":
+    if config.resources.device != "cuda" or any(name in os.environ for name in ALLOCATOR_VARIABLES):
         return {}
     return {"PYTORCH_ALLOC_CONF": "expandable_segments:True,pinned_max_round_threshold_mb:1"}
 

@@ -273,11 +273,15 @@ def test_a_worker_on_a_gpu_has_the_usual_malloc() -> None:
     assert not [name for name in env if name.startswith("MALLOC_")]
 
 
-def test_ranks_that_train_on_gpus_have_segments_that_grow_and_engines_do_not() -> None:
+def test_ranks_that_train_on_gpus_have_segments_that_grow_and_engines_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's sleep mode keeps memory in pools of its own, which torch cannot have with such segments."""
     config = load_config(["experiment=digits", "resources=one_gpu_colocated"])
+    for name in spawner.ALLOCATOR_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
     settings = learner_environment(config)["PYTORCH_ALLOC_CONF"]
     assert "expandable_segments:True" in settings.split(",")
     torch._C._accelerator_setAllocatorSettings(settings)  # torch refuses names that it does not have
     assert engine_environment(config, worker(0)) == {}
     assert learner_environment(load_config(["experiment=digits"])) == {}
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:512")
+    assert learner_environment(config) == {}, "the user's settings stay"

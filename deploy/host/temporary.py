@@ -1,9 +1,10 @@
-"""The folder for the session of a private Ray cluster, where TMPDIR names one that Ray cannot use."""
+"""The folder for the session of a private Ray cluster, where the one that Ray would take is unfit."""
 
 from __future__ import annotations
 
 import logging
 import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -14,6 +15,7 @@ FALLBACK = Path("/tmp")
 SOCKET_BYTES = 107  # of the path of a Unix socket
 # Below the folder: /ray/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store
 RAY_BYTES = 72
+MIN_FREE_BYTES = 32 << 20  # Ray's processes write their logs there; without space they do not start, and do not say so
 
 _logger = logging.getLogger(__name__)
 
@@ -22,18 +24,17 @@ def ray_folder(environment: Mapping[str, str], fallback: Path = FALLBACK) -> Pat
     """None if Ray's own choice can be used; else a folder below /tmp, with a warning that names the variable.
 
     Raises:
-        PreflightError: /tmp cannot be written either.
+        PreflightError: /tmp cannot be used either.
     """
     variable = next((name for name in VARIABLES if name in environment), None)
-    if variable is None:
-        return None
-    fault = _fault(environment[variable])
+    unfit = _fault(str(fallback))
+    fault = unfit if variable is None else _fault(environment[variable])
     if fault is None:
         return None
-    if _fault(str(fallback)) is not None:
+    if unfit is not None:
+        named = "" if variable is None else f"{variable}={environment[variable]} {fault}, and "
         raise PreflightError(
-            f"{variable}={environment[variable]} {fault}, and {fallback} cannot be written: set RAY_TMPDIR to a short "
-            "path that can"
+            f"{named}{fallback} {unfit}: free the disk, or set RAY_TMPDIR to a short path that can be written"
         )
     _logger.warning("%s=%s %s: Ray's session is in %s/ray", variable, environment[variable], fault, fallback)
     return fallback / "ray"
@@ -46,6 +47,9 @@ def _fault(folder: str) -> str | None:
         return "is no folder that can be written"
     if len(os.fsencode(folder)) > most:
         return f"is longer than the {most} bytes that Ray's sockets leave"
+    free = shutil.disk_usage(folder).free
+    if free < MIN_FREE_BYTES:
+        return f"is on a disk with {free >> 20} MiB free, less than the {MIN_FREE_BYTES >> 20} MiB of Ray's logs"
     if not folder.isascii() or any(letter.isspace() for letter in folder):
         return "has letters that Ray's processes do not take"
     return None

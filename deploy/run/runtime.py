@@ -343,7 +343,7 @@ async def _serving(cluster: _Cluster, work: Callable[[Prepared, Inference], Awai
 
 async def _until_signal(work: Coroutine[Any, Any, Any], is_heeded: Callable[[], bool] = lambda: False) -> Any:
     """Run `work`; SIGINT, SIGTERM and SIGHUP cancel it, so that it can leave in good order, unless `is_heeded()`: then
-    it ends by itself. Once it has ended they are ignored, while summary and report are written and Ray ends.
+    it ends by itself. Once it has ended they are ignored, while summary and report are written.
 
     `ray job stop` sends SIGTERM and kills 3 s later unless RAY_JOB_STOP_WAIT_TIME_S says otherwise.
     """

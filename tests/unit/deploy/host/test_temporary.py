@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -37,3 +39,18 @@ def test_a_short_folder_is_left_to_ray(monkeypatch: pytest.MonkeyPatch, tmp_path
     Path("t").mkdir()
     assert ray_folder({}) is None and ray_folder({"TMPDIR": "t"}) is None
     assert ray_folder({"RAY_TMPDIR": "t", "TMPDIR": "x" * 80}) is None, "Ray reads RAY_TMPDIR first"
+
+
+def test_a_full_disk_is_named_before_ray_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("full").mkdir()
+    Path("t").mkdir()
+    free = {"full": 1 << 20, "t": 1 << 30}
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=free[folder]))
+    assert ray_folder({"TMPDIR": "full"}, fallback=Path("t")) == Path("t/ray")
+    assert ray_folder({"TMPDIR": "t"}, fallback=Path("full")) is None
+    for environment in ({}, {"TMPDIR": "full"}):
+        with pytest.raises(
+            PreflightError, match="full is on a disk with 1 MiB free, .*free the disk, or set RAY_TMPDIR"
+        ):
+            ray_folder(environment, fallback=Path("full"))

@@ -22,4 +22,4 @@ class ValueModel(TokenModel):
     def forward(self, batch: TokenBatch) -> Tensor:
         """float32 [B, T]: the value of the state before each target; 0 behind a row's last target."""
         values = self.head(self.states(batch))  # [N]
-        return values.new_zeros(batch.target_mask.shape).masked_scatter(batch.target_mask, values)
+        return batch.padded(values)

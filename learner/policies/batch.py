@@ -18,6 +18,8 @@ from learner.policies.device_copies import on_device
 PADDING_ID = 0  # any id will do: attention is causal and padding is on the right, so nothing ever looks at it
 # what M-RoPE positions depend on beside the places of pictures and videos
 POSITION_INPUTS = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
+"""They stay on the host: shapes follow from them, for which the host would wait for the device."""
+HOST = torch.device("cpu")
 IMAGE, VIDEO, AUDIO = "image", "video", "audio"  # modalities of a token policy
 
 
@@ -72,14 +74,15 @@ class TokenSequence:
 class MediaBatch:
     """The unique pictures, videos or sounds of a batch, and the order in which it holds them, row by row."""
 
-    inputs: dict[str, Tensor]  # forward() argument -> all unique ones along axis 0; empty without any
+    inputs: dict[str, Tensor]  # forward() argument -> all unique ones along axis 0; empty without any. On the device,
+    # but for `POSITION_INPUTS`
     num_parts: tuple[int, ...]  # of each unique one (patches or tiles): its share of axis 0 of its pixels
     order: tuple[int, ...]  # the unique one of each recorded span, by row and place
 
 
 @dataclass(frozen=True)
 class PositionLayout:
-    """The inputs of M-RoPE positions. Rows whose media have equal sizes and places share one layout."""
+    """The inputs of M-RoPE positions, on the host. Rows whose media have equal sizes and places share one layout."""
 
     rows: Tensor  # int64 [L]: one row of each layout
     pictures: Tensor  # int64 [K]: the unique pictures of these rows, in order
@@ -88,23 +91,44 @@ class PositionLayout:
 
 
 @dataclass(frozen=True)
+class RowPlaces:
+    """The places of B padded rows when they lie behind one another without padding."""
+
+    lengths: tuple[int, ...]  # B
+    index: Tensor  # int64 [num_tokens]: of their tokens among the B * S of the padded rows
+    ends: Tensor  # int32 [B + 1]: 0 and the cumulative lengths
+
+
+@dataclass(frozen=True)
 class TokenBatch:
     """B rows of at most S tokens, of which at most T a row are scored. Padding is on the right."""
 
     input_ids: Tensor  # int64 [B, S]
     row_lengths: tuple[int, ...]  # B: tokens of the rows without padding
-    in_media: Tensor  # bool [B, S]: within a recorded span
-    in_video: Tensor  # bool [B, S]: within that of a video
+    host_ids: np.ndarray  # int64 [B, S]: `input_ids` on the host
+    in_media: np.ndarray  # bool [B, S], on the host: within a recorded span
+    in_video: np.ndarray  # bool [B, S], on the host: within that of a video
     targets: Tensor  # int64 [B, T]
     target_mask: Tensor  # bool [B, T]: False behind a row's last target
+    places: RowPlaces
     hidden_rows: Tensor  # int64 [N]: where the N targets are predicted, in the order of `target_mask`
     hidden_columns: Tensor  # int64 [N]
+    target_columns: Tensor  # int64 [N]: where they are in their rows of [B, T]
     kept_ids: Tensor  # int64 [M]: the kept sets of the N targets, one after the other
-    kept_ends: Tensor  # int64 [N]: where each of them ends; an empty one stands for all tokens
+    kept_rows: Tensor  # int64 [M]: the target of each of them
+    kept_ends: np.ndarray  # int64 [N]: where each set ends; an empty one stands for all tokens
     media: MediaBatch  # pictures
     videos: MediaBatch
     audios: MediaBatch
     layout: PositionLayout
+
+    def padded(self, values: Tensor) -> Tensor:
+        """[N] of the targets -> [B, T], 0 or False behind a row's last target.
+
+        By index: with a mask both passes would wait for the device to count its elements.
+        """
+        places = (self.hidden_rows, self.target_columns)
+        return values.new_zeros(self.target_mask.shape).index_put(places, values)
 
 
 def collate(sequences: Sequence[TokenSequence], reader: MediaReader, device: torch.device) -> TokenBatch:
@@ -118,6 +142,8 @@ def collate(sequences: Sequence[TokenSequence], reader: MediaReader, device: tor
     counts = pad_rows([s.kept.counts if s.kept is not None else () for s in sequences], 0, np.int64)
     counts = np.pad(counts, [(0, 0), (0, targets.shape[1] - counts.shape[1])])[target_mask]
     kept_ids = [s.kept.ids for s in sequences if s.kept is not None]
+    lengths = np.array([s.num_tokens for s in sequences])
+    in_rows = np.arange(input_ids.shape[1]) < lengths[:, None]
     in_media, in_video = np.zeros((2, *input_ids.shape), dtype=bool)
     for row, sequence in enumerate(sequences):
         for handle, span in _placed(sequence):
@@ -127,19 +153,27 @@ def collate(sequences: Sequence[TokenSequence], reader: MediaReader, device: tor
     media = {h.key: m for h, m in zip(unique, reader.read(unique), strict=True)} if unique else {}
     return TokenBatch(
         input_ids=_tensor(input_ids, device),
-        row_lengths=tuple(s.num_tokens for s in sequences),
-        in_media=_tensor(in_media, device),
-        in_video=_tensor(in_video, device),
+        row_lengths=tuple(lengths.tolist()),
+        host_ids=input_ids,
+        in_media=in_media,
+        in_video=in_video,
         targets=_tensor(targets, device),
         target_mask=_tensor(target_mask, device),
+        places=RowPlaces(
+            lengths=tuple(lengths.tolist()),
+            index=_tensor(np.flatnonzero(in_rows), device),
+            ends=_tensor(np.append(0, lengths.cumsum()).astype(np.int32), device),
+        ),
         hidden_rows=_tensor(rows, device),
         hidden_columns=_tensor(columns, device),
+        target_columns=_tensor(steps, device),
         kept_ids=_tensor(np.concatenate(kept_ids or [np.empty(0)]).astype(np.int64), device),
-        kept_ends=_tensor(counts.cumsum(), device),
+        kept_rows=_tensor(np.repeat(np.arange(len(counts)), counts), device),
+        kept_ends=counts.cumsum(),
         media=_media_batch(sequences, media, device, IMAGE),
         videos=_media_batch(sequences, media, device, VIDEO),
         audios=_media_batch(sequences, media, device, AUDIO),
-        layout=_layout(sequences, media, device),
+        layout=_layout(sequences, media),
     )
 
 
@@ -175,15 +209,16 @@ def _media_batch(
     indices = {key: index for index, key in enumerate(own)}
     names = next(iter(own.values())).inputs.keys() if own else ()
     return MediaBatch(
-        inputs={n: _tensor(_own(joined([m.inputs[n] for m in own.values()])), device) for n in names},
+        inputs={
+            n: _tensor(_own(joined([m.inputs[n] for m in own.values()])), HOST if n in POSITION_INPUTS else device)
+            for n in names
+        },
         num_parts=tuple(next(iter(m.inputs.values())).shape[0] for m in own.values()),
         order=tuple(indices[handle.key] for s in sequences for handle, _ in _placed(s) if handle.key in own),
     )
 
 
-def _layout(
-    sequences: Sequence[TokenSequence], media: dict[str, ProcessedMedia], device: torch.device
-) -> PositionLayout:
+def _layout(sequences: Sequence[TokenSequence], media: dict[str, ProcessedMedia]) -> PositionLayout:
     indices: dict[str, int] = {}  # among those of its kind
     numbers = {IMAGE: count(), VIDEO: count(), AUDIO: count()}
     for key, medium in media.items():
@@ -209,7 +244,7 @@ def _layout(
                 shown[media[handle.key].modality].append(indices[handle.key])
         row_layouts.append(layouts[key])
     columns = (rows, shown[IMAGE], shown[VIDEO], row_layouts)
-    return PositionLayout(*(_tensor(np.array(column, dtype=np.int64), device) for column in columns))
+    return PositionLayout(*(torch.from_numpy(np.array(column, dtype=np.int64)) for column in columns))
 
 
 def _sizes(medium: ProcessedMedia) -> list[bytes]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,16 +34,16 @@ class Steps(NamedTuple):
 
     is_first: Tensor  # bool [N]: the first target of its row
     kept_ids: Tensor  # int64 [M]: of target n, those from kept_ends[n - 1] to kept_ends[n]; none: all tokens
-    kept_ends: Tensor  # int64 [N]
+    kept_rows: Tensor  # int64 [M]: the target of each
+    kept_ends: np.ndarray  # int64 [N], on the host: slices of tensors do not wait for the device then
 
     def part(self, chunk: slice) -> Steps:
         """The same for some of the targets, which follow each other."""
         ends = self.kept_ends[chunk]
-        if not len(self.kept_ids):
-            return Steps(self.is_first[chunk], self.kept_ids, ends)
         begin = int(self.kept_ends[chunk.start - 1]) if chunk.start > 0 else 0
         end = int(ends[-1]) if len(ends) else begin
-        return Steps(self.is_first[chunk], self.kept_ids[begin:end], ends - begin)
+        kept_rows = self.kept_rows[begin:end] - chunk.start
+        return Steps(self.is_first[chunk], self.kept_ids[begin:end], kept_rows, ends - begin)
 
 
 class TokenLogprobs(NamedTuple):
@@ -83,7 +84,8 @@ def _all_logprobs(logits: Tensor, distribution: Distribution, steps: Steps | Non
     logits = logits.float()
     if distribution.banned_ids:
         bias = logits.new_zeros(logits.shape[-1])
-        bias[list(distribution.banned_ids)] = BAN_BIAS
+        for banned in distribution.banned_ids:  # a list of them would be copied to the device each time
+            bias[banned] = BAN_BIAS
         logits = logits + bias
     first = distribution.first_token_temperature
     if steps is not None and first > 0:
@@ -97,10 +99,9 @@ def _all_logprobs(logits: Tensor, distribution: Distribution, steps: Steps | Non
 
 def _is_cut(steps: Steps, num_ids: int) -> Tensor:
     """bool [N, V]: the tokens that the engine left out."""
-    counts = torch.diff(steps.kept_ends, prepend=steps.kept_ends.new_zeros(1))
-    is_cut = (counts > 0)[:, None].repeat(1, num_ids)
-    rows = torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts)
-    is_cut[rows, steps.kept_ids] = False
+    has_set = torch.zeros_like(steps.is_first).index_fill(0, steps.kept_rows, True)
+    is_cut = has_set[:, None].repeat(1, num_ids)
+    is_cut[steps.kept_rows, steps.kept_ids] = False
     return is_cut
 
 

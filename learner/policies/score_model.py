@@ -29,7 +29,7 @@ class ScoreModel(TokenModel):
     def forward(self, batch: TokenBatch) -> Tensor:
         """float32 [B, T]: the score at the state before each target; 0 behind a row's last target."""
         scores = self.model.score(self.states(batch)).float()[:, 0]  # [N]
-        return scores.new_zeros(batch.target_mask.shape).masked_scatter(batch.target_mask, scores)
+        return batch.padded(scores)
 
 
 def load_score_model(config: PolicyConfig, dtype: torch.dtype, seed: int) -> PreTrainedModel:

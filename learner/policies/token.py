@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import nullcontext
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -44,7 +43,7 @@ class TokenModel(Policy):
 
     def states(self, batch: TokenBatch) -> Tensor:
         """[N, H]: the decoder's last state before each of the N targets, in the order of `batch.target_mask`."""
-        with self._packing.rows(batch.row_lengths) if self._packing is not None else nullcontext():
+        with self._packing.rows(batch.places) if self._packing is not None else nullcontext():
             hidden = self.family.hidden_states(self.model, batch)  # [B, S, H]
         return hidden[batch.hidden_rows, batch.hidden_columns]
 
@@ -61,9 +60,8 @@ class TokenPolicy(TokenModel):
         self, batch: TokenBatch, distribution: Distribution, *, entropy_has_gradient: bool = False
     ) -> PolicyOutput:
         """Log-probs of the batch's targets under `distribution`; there are logits for a chunk of these at a time."""
-        mask = batch.target_mask
         head = self.model.get_output_embeddings()
-        is_first = (torch.arange(mask.shape[1], device=mask.device) == 0).expand_as(mask)[mask]
-        steps = Steps(is_first, batch.kept_ids, batch.kept_ends)
-        flat = head(self.states(batch), batch.targets[mask], distribution, entropy_has_gradient, steps)
-        return PolicyOutput(*(part.new_zeros(mask.shape).masked_scatter(mask, part) for part in flat))
+        targets = batch.targets[batch.hidden_rows, batch.target_columns]  # [N]
+        steps = Steps(batch.target_columns == 0, batch.kept_ids, batch.kept_rows, batch.kept_ends)
+        flat = head(self.states(batch), targets, distribution, entropy_has_gradient, steps)
+        return PolicyOutput(*map(batch.padded, flat))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from learner.policies.attention.packed import PACKAGES, PACKED, RowBounds
+from learner.policies.batch import RowPlaces
 
 PER_TOKEN = ("inputs_embeds", "visual_pos_masks")  # arguments of decoders with axes [B, S, ...]
 POSITIONS = "position_ids"  # [B, S], or [3, B, S] with M-RoPE
@@ -26,7 +27,7 @@ class RowPacking:
 
     Example:
         packing = RowPacking(model)
-        with packing.rows((17, 4)):  # lengths of the two rows of the batch
+        with packing.rows(batch.places):  # of two rows, 17 and 4 tokens long
             hidden = decoder(inputs_embeds=embeds, position_ids=positions).last_hidden_state  # [2, 17, H]
     """
 
@@ -45,54 +46,45 @@ class RowPacking:
             )
         if self._attention == "sdpa":
             decoder.config._attn_implementation = PACKED
-        self._lengths: tuple[int, ...] | None = None
+        self._places: RowPlaces | None = None
         self._bounds: RowBounds | None = None
-        self._kept: Tensor | None = None
         decoder.register_forward_pre_hook(self._pack, with_kwargs=True)
         decoder.register_forward_hook(self._unpack)
 
     @contextmanager
-    def rows(self, lengths: Sequence[int]) -> Iterator[None]:
+    def rows(self, places: RowPlaces) -> Iterator[None]:
         """Within the body the decoder is called with rows of these lengths, padded on the right."""
-        self._lengths = tuple(lengths)
+        self._places = places
         try:
             yield
         finally:
-            self._lengths = None
+            self._places = None
 
     def _pack(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        if self._lengths is None:
+        places = self._places
+        if places is None:
             return args, kwargs
         embeds = kwargs["inputs_embeds"]  # [B, S, H]
-        (num_rows, width), device = embeds.shape[:2], embeds.device
-        assert len(self._lengths) == num_rows and max(self._lengths) <= width, "a length for each row of the batch"
-        columns = torch.arange(width, device=device)
-        lengths = torch.tensor(self._lengths, device=device)
-        self._shape = (num_rows, width)
-        self._kept = (columns < lengths[:, None]).flatten().nonzero()[:, 0]  # int64 [num_tokens]
-        packed = {name: self._taken(kwargs[name], axis=0) for name in PER_TOKEN if kwargs.get(name) is not None}
+        num_rows, width = self._shape = embeds.shape[:2]
+        assert len(places.lengths) == num_rows and max(places.lengths) == width, "a length for each row of the batch"
+        packed = {name: _taken(kwargs[name], places, axis=0) for name in PER_TOKEN if kwargs.get(name) is not None}
         positions = kwargs.get(POSITIONS)
         if positions is None:
-            positions = columns.expand(num_rows, width)
-        packed[POSITIONS] = self._taken(positions, axis=positions.ndim - 2)
-        return args, {**kwargs, **packed, **self._bounds_of(lengths)}
+            positions = torch.arange(width, device=embeds.device).expand(num_rows, width)
+        packed[POSITIONS] = _taken(positions, places, axis=positions.ndim - 2)
+        return args, {**kwargs, **packed, **self._bounds_of(places)}
 
-    def _taken(self, tensor: Tensor, axis: int) -> Tensor:
-        """The tokens of all rows as one row: axes [B, S] at `axis` become [1, num_tokens]."""
-        return tensor.flatten(axis, axis + 1).index_select(axis, self._kept).unsqueeze(axis)
-
-    def _bounds_of(self, lengths: Tensor) -> dict[str, Any]:
+    def _bounds_of(self, places: RowPlaces) -> dict[str, Any]:
         """Row bounds for the attention; they are passed with each call, so that a block that is recomputed in the
         backward pass has them too."""
-        ends = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
-        longest = max(self._lengths)
+        ends, longest = places.ends, max(places.lengths)
         if self._attention == "sdpa":
-            self._bounds = RowBounds(ends, longest, self._lengths)
+            self._bounds = RowBounds(ends, longest, places.lengths)
             return {"row_bounds": self._bounds}
         return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
 
     def _unpack(self, decoder: nn.Module, args: tuple[Any, ...], output: ModelOutput) -> ModelOutput:
-        if self._lengths is None:
+        if self._places is None:
             return output
         if self._bounds is not None and not self._bounds.is_used:
             raise ValueError(
@@ -101,6 +93,11 @@ class RowPacking:
             )
         packed = output.last_hidden_state[0]  # [num_tokens, H]
         num_rows, width = self._shape
-        padded = packed.new_zeros(num_rows * width, packed.shape[-1]).index_copy(0, self._kept, packed)
+        padded = packed.new_zeros(num_rows * width, packed.shape[-1]).index_copy(0, self._places.index, packed)
         output.last_hidden_state = padded.view(num_rows, width, -1)
         return output
+
+
+def _taken(tensor: Tensor, places: RowPlaces, axis: int) -> Tensor:
+    """The tokens of all rows as one row: axes [B, S] at `axis` become [1, num_tokens]."""
+    return tensor.flatten(axis, axis + 1).index_select(axis, places.index).unsqueeze(axis)

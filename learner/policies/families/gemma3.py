@@ -83,7 +83,7 @@ class Gemma3(VisionFamily):
                 "set policy.attention=sdpa and learner.packing=false"
             )
         # Rows of text alone are causal, which every attention computes without a mask.
-        return {"token_type_ids": token_types} if batch.media.inputs else {}
+        return {"token_type_ids": token_types.to(batch.input_ids.device)} if batch.media.inputs else {}
 
     def blank_picture(self, config: PreTrainedConfig, device: torch.device) -> dict[str, Tensor]:
         vision = config.vision_config

@@ -12,7 +12,7 @@ from transformers.models.glm4v.image_processing_glm4v import smart_resize as sca
 from transformers.models.glm4v.video_processing_glm4v import smart_resize
 from transformers.utils import ModelOutput
 
-from learner.policies.families.qwen_vl import LongVideos
+from learner.policies.families.qwen_vl import LongVideos, tower_inputs
 from learner.policies.families.vision import interleaved
 
 
@@ -49,7 +49,10 @@ class Glm4v(LongVideos):
 
     def encode(self, core: nn.Module, inputs: Mapping[str, Tensor]) -> ModelOutput:
         """Pictures are videos of one pair of frames: the tower sees each pair alone."""
-        return core.get_video_features(inputs["pixel_values"], inputs["image_grid_thw"], return_dict=True)
+        pixels, grids = inputs["pixel_values"], inputs["image_grid_thw"]
+        worked_out = tower_inputs(core.visual, grids, pixels.device)
+        # Its position embeddings are sampled at the sizes of the grids, on the device.
+        return core.get_video_features(pixels, grids.to(pixels.device), **worked_out, return_dict=True)
 
     def as_taken(self, encoded: dict[str, ModelOutput], token_types: Tensor) -> dict[str, ModelOutput]:
         """As pictures: the model's forward() looks for the token of pictures, and would put videos over them."""

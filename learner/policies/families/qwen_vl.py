@@ -19,10 +19,17 @@ from transformers.models.qwen2_vl.video_processing_qwen2_vl import smart_resize
 from transformers.utils import ModelOutput
 from transformers.video_processing_utils import BaseVideoProcessor
 from transformers.video_utils import VideoMetadata
+from transformers.vision_utils import (
+    get_vision_cu_seqlens,
+    get_vision_interpolation_indices_and_weights,
+    get_vision_position_ids,
+    get_vision_window_index,
+)
 
 from configs.schema import DataConfig
 from configs.schema.data import VideoConfig
 from learner.policies.batch import TokenBatch
+from learner.policies.device_copies import on_device
 from learner.policies.families.base import Clip, Size, VideoFamily
 from learner.policies.families.vision import VisionFamily, place
 
@@ -68,7 +75,13 @@ class GridFamily(VisionFamily):
         grids = batch.media.inputs["image_grid_thw"][layout.pictures] if batch.media.inputs else None
         videos = batch.videos.inputs["video_grid_thw"][layout.videos] if batch.videos.inputs else None
         positions, _ = core.get_rope_index(types, mm_token_type_ids=types, image_grid_thw=grids, video_grid_thw=videos)
-        return {"position_ids": positions[:, layout.row_layouts]}
+        return {"position_ids": on_device(positions[:, layout.row_layouts].numpy(), batch.input_ids.device)}
+
+    def encode(self, core: nn.Module, inputs: Mapping[str, Tensor]) -> ModelOutput:
+        """With what the tower would work out of the grids on the device, and the host would wait for."""
+        made = self.forward_inputs(inputs)
+        worked_out = tower_inputs(core.visual, made["image_grid_thw"], made["pixel_values"].device)
+        return core.get_image_features(**made, **worked_out, return_dict=True)
 
     def blank_picture(self, config: PreTrainedConfig, device: torch.device) -> dict[str, Tensor]:
         vision = config.vision_config
@@ -76,7 +89,7 @@ class GridFamily(VisionFamily):
         channels = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
         return {
             "pixel_values": torch.zeros(side * side, channels, device=device),
-            "image_grid_thw": torch.tensor([[1, side, side]], device=device),
+            "image_grid_thw": torch.tensor([[1, side, side]]),
         }
 
 
@@ -214,8 +227,35 @@ def released_positions(batch: TokenBatch, token_types: Tensor, merge_size: int, 
         2: iter([(grid, step * a_second) for grid, step in zip(grids, steps, strict=True)]),
     }
     rows = [_positions(row, media, merge_size) for row in token_types[layout.rows].tolist()]
-    positions = torch.from_numpy(np.stack(rows, axis=1)).to(token_types.device)  # [3, L, S]
-    return positions[:, layout.row_layouts]
+    positions = np.stack(rows, axis=1)  # [3, L, S]
+    return on_device(positions[:, layout.row_layouts.numpy()], batch.input_ids.device)
+
+
+def tower_inputs(tower: nn.Module, grids: Tensor, device: torch.device) -> dict[str, Any]:
+    """What a vision tower works out of the grids [K, 3], which are on the host, by the names of its forward()."""
+    vision = tower.config
+    merge = vision.spatial_merge_size
+    cu_seqlens = get_vision_cu_seqlens(grids)
+    found: dict[str, Any] = {
+        "position_ids": get_vision_position_ids(grids, merge),
+        "cu_seqlens": cu_seqlens,
+        "max_seqlen": int(cu_seqlens.diff().max()),
+    }
+    if getattr(vision, "window_size", None):
+        index, bounds = get_vision_window_index(grids, merge, vision.window_size, vision.patch_size)
+        found |= {"window_index": index, "cu_window_seqlens": bounds, "max_window_seqlen": int(bounds.diff().max())}
+    if hasattr(tower, "num_grid_per_side"):
+        indices, weights = get_vision_interpolation_indices_and_weights(
+            grids,
+            num_grid_per_side=tower.num_grid_per_side,
+            mode=tower.interpolation_mode,
+            align_corners=tower.interpolation_align_corners,
+            spatial_merge_size=merge,
+        )
+        found |= {"interp_indices": indices, "interp_weights": weights}
+    return {
+        name: on_device(value.numpy(), device) if isinstance(value, Tensor) else value for name, value in found.items()
+    }
 
 
 def num_grids(videos: BaseVideoProcessor, clip: Clip) -> int:

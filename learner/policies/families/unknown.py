@@ -72,7 +72,8 @@ class UnknownFamily(VisionFamily):
 
     def encode(self, core: nn.Module, inputs: Mapping[str, Tensor]) -> ModelOutput:
         taken = inspect.signature(inspect.unwrap(core.get_image_features)).parameters
-        return super().encode(core, {name: tensor for name, tensor in inputs.items() if name in taken})
+        device = inputs["pixel_values"].device  # grids are on the host
+        return super().encode(core, {name: tensor.to(device) for name, tensor in inputs.items() if name in taken})
 
     def decoder_inputs(self, core: nn.Module, batch: TokenBatch, token_types: Tensor) -> dict[str, Any]:
         taken = inspect.signature(type(core).forward).parameters
@@ -83,11 +84,12 @@ class UnknownFamily(VisionFamily):
             )
         if "rope_deltas" in vars(core):  # of the batch before
             core.rope_deltas = None
-        found = {name: token_types for name in TOKEN_TYPES if name in taken}
+        device = batch.input_ids.device
+        found = {name: token_types.to(device) for name in TOKEN_TYPES if name in taken}
         order = list(batch.media.order)
         for name in GRIDS:
             if name in taken and name in batch.media.inputs:
-                found[name] = batch.media.inputs[name][order]
+                found[name] = batch.media.inputs[name][order].to(device)
         return found
 
     def generate_inputs(self, model: PreTrainedModel, token_types: Tensor) -> dict[str, Tensor]:

@@ -17,6 +17,7 @@ from transformers.utils import ModelOutput
 
 from configs.schema.data import VideoConfig
 from learner.policies.batch import MediaBatch, TokenBatch
+from learner.policies.device_copies import on_device
 from learner.policies.families.base import Clip, PictureFamily, Size
 
 MODALITIES = ("image", "video")  # the n-th of them is n in token types
@@ -49,23 +50,24 @@ class VisionFamily(PictureFamily):
     """The arguments of `get_image_features`."""
 
     def hidden_states(self, model: PreTrainedModel, batch: TokenBatch) -> Tensor:
-        core, ids = self.core(model), batch.input_ids
+        core, ids = self.core(model), batch.host_ids.copy()
         if not takes_encoded_pictures(type(core)):
             raise ValueError(
                 f"{type(core).__name__} of transformers {transformers.__version__} would leave out the pictures, which "
                 "are encoded before its forward(): install transformers 5.18 or newer"
             )
-        types = torch.zeros_like(ids)  # [B, S]
+        types = np.zeros_like(ids)  # [B, S]; on the host, which would wait for the device at every check
         for number, placeholder in enumerate(self.placeholder_ids(model.config), start=1):
             is_placeholder = (ids == placeholder) & batch.in_media
             _refuse_stray(ids, is_placeholder, placeholder, batch)
             # The last token of a row is never looked at: it may be any but a placeholder outside of media.
-            ids = ids.masked_fill((ids == placeholder) & ~is_placeholder, 0)
-            types = types.masked_fill(is_placeholder, number)
-        types = types.masked_fill((types == 1) & batch.in_video, 2)  # if videos have the placeholder of pictures
+            ids[(ids == placeholder) & ~is_placeholder] = 0
+            types[is_placeholder] = number
+        types[(types == 1) & batch.in_video] = 2  # if videos have the placeholder of pictures
         encoded = self.encode_all(core, model.config, batch)
         for number, modality in enumerate(MODALITIES, start=1):
             check_count(encoded.get(modality), int((types == number).sum()))
+        ids, types = on_device(ids, batch.input_ids.device), torch.from_numpy(types)
         taken = self.as_taken(encoded, types)
         extra = self.decoder_inputs(core, batch, types)
         return core(input_ids=ids, mm_encoder_outputs=taken, **extra, use_cache=False).last_hidden_state
@@ -105,8 +107,8 @@ class VisionFamily(PictureFamily):
         return core.get_image_features(**self.forward_inputs(inputs), return_dict=True)
 
     def decoder_inputs(self, core: nn.Module, batch: TokenBatch, token_types: Tensor) -> dict[str, Tensor]:
-        """Positions and masks that the model would work out otherwise; `token_types` [B, S] is 1 at placeholders of
-        pictures and 2 at those of videos."""
+        """Positions and masks that the model would work out otherwise; `token_types` [B, S], on the host, is 1 at
+        placeholders of pictures and 2 at those of videos."""
         return {}
 
     @abstractmethod
@@ -123,12 +125,13 @@ def place(encoded: ModelOutput, media: MediaBatch) -> None:
 
 def interleaved(encoded: Mapping[str, ModelOutput], token_types: Tensor) -> Tensor:
     """[N, H]: features of pictures and videos in the order of their places, for a model with one token for both."""
-    kinds = token_types[token_types > 0]  # [N], row by row
+    kinds = token_types[token_types > 0]  # [N], row by row, on the host
     found = {MODALITIES.index(modality) + 1: _flat(output.pooler_output) for modality, output in encoded.items()}
     [some, *_] = found.values()
     features = some.new_zeros(len(kinds), some.shape[-1])
     for number, own in found.items():
-        features = features.masked_scatter((kinds == number)[:, None], own)
+        places = on_device((kinds == number).nonzero()[:, 0].numpy(), features.device)
+        features = features.index_copy(0, places, own)
     return features
 
 
@@ -177,11 +180,10 @@ def refuse_long(clip: Clip, num_tokens: int, limits: VideoConfig) -> None:
         )
 
 
-def _refuse_stray(ids: Tensor, is_placeholder: Tensor, placeholder: int, batch: TokenBatch) -> None:
+def _refuse_stray(ids: np.ndarray, is_placeholder: np.ndarray, placeholder: int, batch: TokenBatch) -> None:
     """The model would put a picture at a placeholder that no picture was recorded for."""
     is_stray = (ids == placeholder) & ~is_placeholder
-    lengths = torch.tensor(batch.row_lengths, device=ids.device)
-    is_seen = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None] - 1
+    is_seen = np.arange(ids.shape[1]) < np.array(batch.row_lengths)[:, None] - 1
     if (is_stray & is_seen).any():
         raise ValueError(
             f"a row holds the placeholder {placeholder} outside of its recorded pictures and videos: it is banned from "

@@ -61,7 +61,7 @@ class FlowPolicy(Policy):
         entropy = (torch.log(moved.std) + 0.5 * math.log(2 * math.pi * math.e)).flatten()
         parts = (moved.logprobs(batch.next_latents), entropy.detach(), torch.zeros_like(entropy, dtype=torch.bool))
         output = PolicyOutput(
-            *(_by_row(part, batch.target_mask) for part in parts),
+            *map(batch.padded, parts),
             predicted=moved.mean.detach(),
             moves=_moves(moved, batch),
         )
@@ -71,7 +71,7 @@ class FlowPolicy(Policy):
             reference = self._transition(batch, replay.denoising)
         scale = moved.std if replay.divergence == "exact" else moved.rate
         kl = gaussian_kl(moved.mean, reference.mean, scale)
-        return output._replace(divergence=_by_row(kl, batch.target_mask))
+        return output._replace(divergence=batch.padded(kl))
 
     def _at_levels(self, batch: NoisedBatch, replay: StepRescoring) -> PolicyOutput:
         """`divergence` is the mean over levels and numbers of (v - reference v)^2."""
@@ -128,20 +128,14 @@ class FlowPolicy(Policy):
 
 
 def _moves(moved: Transition, batch: LatentBatch) -> Moves:
-    mask, length = batch.target_mask, batch.sigmas - batch.next_sigmas
     drift = None if batch.old_means is None else gaussian_kl(moved.mean, batch.old_means, moved.std)
     return Moves(
-        _by_row(moved.std.flatten().detach(), mask),
-        _by_row(length, mask),
-        None if drift is None else _by_row(drift, mask),
+        batch.padded(moved.std.flatten().detach()),
+        batch.padded(batch.sigmas - batch.next_sigmas),
+        None if drift is None else batch.padded(drift),
     )
 
 
 def _by_picture(values: Tensor, batch: NoisedBatch) -> Tensor:
     """[N, ...] -> [B, K, ...]"""
     return values.unflatten(0, (-1, batch.num_draws))
-
-
-def _by_row(values: Tensor, mask: Tensor) -> Tensor:
-    """[N] in the places of `mask` [B, T]; 0 elsewhere."""
-    return values.new_zeros(mask.shape).masked_scatter(mask, values)

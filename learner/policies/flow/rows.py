@@ -93,10 +93,16 @@ class LatentBatch:
     next_sigmas: Tensor  # float32 [N]: and after it
     max_sigmas: Tensor  # float32 [N]: the second level of the schedule, see `learner.policies.sde`
     target_mask: Tensor  # bool [B, T]: False behind a row's last step
+    target_rows: Tensor  # int64 [N]: where they are in [B, T]
+    target_columns: Tensor  # int64 [N]
     conditions: dict[str, Tensor]  # forward() argument -> all unique conditions along axis 0
     condition_rows: Tensor  # int64 [N]: the condition of each step
     negative_rows: Tensor | None  # int64 [N]: its negative prompt; None without guidance
     old_means: Tensor | None = None  # float32 [N, ...]
+
+    def padded(self, values: Tensor) -> Tensor:
+        """[N] of the steps -> [B, T], 0 or False behind a row's last step; by index, as in `TokenBatch.padded`."""
+        return values.new_zeros(self.target_mask.shape).index_put((self.target_rows, self.target_columns), values)
 
 
 def collate_latents(sequences: Sequence[LatentSequence], reader: Reader, device: torch.device) -> LatentBatch:
@@ -108,6 +114,8 @@ def collate_latents(sequences: Sequence[LatentSequence], reader: Reader, device:
     of_step = np.repeat([places[s.media[0].key] for s in sequences], num_steps)
     has_negatives = len(sequences[0].media) == 2
     negatives = np.repeat([places[s.media[-1].key] for s in sequences], num_steps) if has_negatives else None
+    target_mask = np.arange(max(1, num_steps.max())) < num_steps[:, None]
+    rows, columns = np.nonzero(target_mask)
     actions = [s.actions for s in sequences]
     latents = [a.values for a in actions]
     old = [s.old for s in sequences if s.old is not None]
@@ -122,7 +130,9 @@ def collate_latents(sequences: Sequence[LatentSequence], reader: Reader, device:
         sigmas=column([a.sigmas[a.step_index] for a in actions]),
         next_sigmas=column([a.sigmas[a.step_index + 1] for a in actions]),
         max_sigmas=column([np.full(a.num_steps, a.sigmas[1]) for a in actions]),
-        target_mask=on_device(np.arange(max(1, num_steps.max())) < num_steps[:, None], device),
+        target_mask=on_device(target_mask, device),
+        target_rows=on_device(rows, device),
+        target_columns=on_device(columns, device),
         conditions={
             name: on_device(np.concatenate([m.inputs[name] for m in media]), device) for name in media[0].inputs
         },

@@ -33,7 +33,7 @@ class ImageTokenPolicy(Policy):
         self, batch: TokenBatch, distribution: Distribution, *, entropy_has_gradient: bool = False
     ) -> PolicyOutput:
         """Log-probs of the batch's targets; logits are kept for no chunk of them, but computed again."""
-        states, targets = self._states(batch), batch.targets[batch.target_mask]
+        states, targets = self._states(batch), batch.targets[batch.hidden_rows, batch.target_columns]
 
         def scored(states: Tensor, targets: Tensor) -> TokenLogprobs:
             logits = image_logits(self.model, states)
@@ -42,8 +42,7 @@ class ImageTokenPolicy(Policy):
         parts = zip(states.split(self._chunk_tokens), targets.split(self._chunk_tokens), strict=True)
         found = [checkpoint(scored, *part, use_reentrant=False) for part in parts]
         columns = (torch.cat(column) for column in zip(*found, strict=True))
-        mask = batch.target_mask
-        return PolicyOutput(*(column.new_zeros(mask.shape).masked_scatter(mask, column) for column in columns))
+        return PolicyOutput(*map(batch.padded, columns))
 
     def _states(self, batch: TokenBatch) -> Tensor:
         """float32 [N, P]: before each of the N targets."""

@@ -138,7 +138,7 @@ def test_positions_of_pictures_are_those_of_the_papers(policy: TokenPolicy) -> N
         TokenSequence(np.arange(10, 21, dtype=np.int32), 2, (), ()),
     ]
     shown = batch(rows)
-    types = ((shown.input_ids == placeholder) & shown.in_media).long()
+    types = torch.from_numpy((shown.host_ids == placeholder) & shown.in_media).long()
     found = policy.family.decoder_inputs(policy.family.core(policy.model), shown, types)["position_ids"]
     expected = [
         [0, 1, 2, 3, 3, 3, 3, 3, 3, 6, 7],

@@ -192,7 +192,7 @@ def test_pairs_of_frames_with_times_between_have_the_positions_of_pictures(folde
     other[[8, 9, 10, 11, 12]] = [20, place, place, 21, 22]  # a span of equal length: other times of equal frames
     rows = [TokenSequence(row, 13, tuple(videos), spans) for row in (ids, other)]
     batch = collate(rows, MediaReader(timeout_s=1, max_items=2), CPU)
-    types = ((batch.input_ids == place) & batch.in_video).long() * 2
+    types = torch.from_numpy((batch.host_ids == place) & batch.in_video).long() * 2
     found = policy.family.decoder_inputs(policy.family.core(policy.model), batch, types)["position_ids"]
     assert found[:, 0].tolist() == [
         [0, 1, 1, 3, 4, 5, 6, 6, 8, 9, 10, 11, 11, 13],

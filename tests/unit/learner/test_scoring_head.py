@@ -82,7 +82,8 @@ def test_kept_sets_and_hot_first_tokens_are_those_of_the_definition(chunk_tokens
     is_kept[3] = True  # a step that was not cut: it has no set
     counts = torch.where(is_kept.all(dim=1), 0, is_kept.sum(dim=1))
     is_first = rows % 6 == 0
-    steps = Steps(is_first, is_kept.nonzero()[is_kept.nonzero()[:, 0] != 3, 1], counts.cumsum(0))
+    kept = is_kept.nonzero()[is_kept.nonzero()[:, 0] != 3]
+    steps = Steps(is_first, kept[:, 1], kept[:, 0], counts.cumsum(0).numpy())
     fire = Distribution(0.7, (), first_token_temperature=5.0)
 
     ours = hidden.clone().requires_grad_()

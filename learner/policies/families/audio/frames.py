@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import ProcessorMixin
 
 from learner.policies.batch import MediaBatch, TokenBatch
+from learner.policies.device_copies import on_device
 
 
 def num_frames(processor: ProcessorMixin, num_samples: int) -> int:
@@ -49,8 +50,8 @@ def extracted(processor: ProcessorMixin, samples: np.ndarray) -> tuple[np.ndarra
     return made["input_features"].astype(np.float32), made["attention_mask"].astype(np.int64)
 
 
-def put(embeds: Tensor, is_placeholder: Tensor, sounds: Sequence[Tensor], media: MediaBatch) -> Tensor:
-    """[B, S, H]: `embeds` with the embeddings of sounds at their placeholders, bool [B, S].
+def put(embeds: Tensor, is_placeholder: np.ndarray, sounds: Sequence[Tensor], media: MediaBatch) -> Tensor:
+    """[B, S, H]: `embeds` with the embeddings of sounds at their placeholders, bool [B, S] on the host.
 
     `sounds` has [n, H] for each unique sound of `media`, or for a silent one if there is none, of which nothing is put
     anywhere.
@@ -64,9 +65,15 @@ def put(embeds: Tensor, is_placeholder: Tensor, sounds: Sequence[Tensor], media:
             f"the recorded media spans hold {int(is_placeholder.sum())} placeholders of sounds but the audio tower "
             f"made {len(chosen)} embeddings: prompts were processed with another model's processor"
         )
-    return embeds.masked_scatter(is_placeholder[..., None], chosen.to(embeds.dtype))
+    return put_at(embeds, is_placeholder, chosen)
 
 
-def places(batch: TokenBatch, placeholder: int) -> Tensor:
+def put_at(embeds: Tensor, is_placeholder: np.ndarray, features: Tensor) -> Tensor:
+    """[B, S, H]: `embeds` with `features` [N, H] at the N places, bool [B, S] on the host, row by row."""
+    places = tuple(on_device(axis, embeds.device) for axis in np.nonzero(is_placeholder))
+    return embeds.index_put(places, features.to(embeds.dtype))
+
+
+def places(batch: TokenBatch, placeholder: int) -> np.ndarray:
     """bool [B, S]: where embeddings of sounds stand."""
-    return (batch.input_ids == placeholder) & batch.in_media
+    return (batch.host_ids == placeholder) & batch.in_media

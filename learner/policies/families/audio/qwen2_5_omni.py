@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, ProcessorMixin
 
 from configs.schema.data import VideoConfig
 from learner.policies.batch import TokenBatch, joined
-from learner.policies.families.audio.frames import expansion, extracted, num_embeddings, num_frames, places, put
+from learner.policies.families.audio.frames import expansion, extracted, num_embeddings, num_frames, places, put, put_at
 from learner.policies.families.base import AudioFamily, Clip, Size
 from learner.policies.families.qwen_vl import QwenVL, num_grids, released_positions
 from learner.policies.families.vision import MODALITIES, check_count
@@ -101,21 +101,20 @@ class Qwen25Omni(QwenVL, AudioFamily):
         """By hand: the model's own forward() ends in logits of every token."""
         config, ids = model.config, batch.input_ids
         embeds = model.get_input_embeddings()(ids)
-        types = torch.zeros_like(ids)  # [B, S]
+        types = np.zeros_like(batch.host_ids)  # [B, S]
         encoded = self.encode_all(model, config, batch)
         for number, (placeholder, modality) in enumerate(
             zip(self.placeholder_ids(config), MODALITIES, strict=True), start=1
         ):
-            is_placeholder = (ids == placeholder) & batch.in_media
-            types = types.masked_fill(is_placeholder, number)
+            is_placeholder = places(batch, placeholder)
+            types[is_placeholder] = number
             check_count(encoded.get(modality), int(is_placeholder.sum()))
             if modality in encoded:
-                features = torch.cat(list(encoded[modality].pooler_output)).to(embeds.dtype)
-                embeds = embeds.masked_scatter(is_placeholder[..., None], features)
+                embeds = put_at(embeds, is_placeholder, torch.cat(list(encoded[modality].pooler_output)))
         is_sound = places(batch, self.audio_placeholder_id(config))
         embeds = put(embeds, is_sound, self._sounds(model, batch), batch.audios)
         merge_size = config.vision_config.spatial_merge_size
-        positions = released_positions(batch, types, merge_size, config.position_id_per_seconds)
+        positions = released_positions(batch, torch.from_numpy(types), merge_size, config.position_id_per_seconds)
         return model.model(inputs_embeds=embeds, position_ids=positions, use_cache=False).last_hidden_state
 
     def _sounds(self, model: PreTrainedModel, batch: TokenBatch) -> Sequence[Tensor]:

@@ -1,0 +1,79 @@
+"""On a GPU no micro-batch makes the host wait for the device, from its collation to its gradients."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from learner_data import group, picture, prompt
+from tiny_text_models import write_text_policy
+from transformers import AutoTokenizer
+
+from cluster.records.media import MediaReader
+from configs.load import load_config
+from learner.batch import LearnerItem, collate_items, fetch_items, tokens_by_age, totals
+from learner.meter import Meter
+from learner.objective import PolicyObjective, measure_gap
+from learner.policies.loading import load_model
+from learner.policies.logprobs import Distribution
+from learner.policies.tiny import write_tiny
+from learner.policies.token import TokenPolicy
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU that torch can use"),
+]
+
+GPU = torch.device("cuda")
+WORDS = ("experiment=digits", "algorithm.kl.coef=0", "resources.reference.num_workers=0", "learner.packing=true")
+MOST_WAITS = 4  # with pictures: transformers counts placeholders, and its masked_scatter does so in the backward pass
+
+
+@contextmanager
+def sync_mode(mode: str) -> Iterator[None]:
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode(mode)
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def microbatch(policy: TokenPolicy, items: list[LearnerItem], meter: Meter) -> None:
+    batch = collate_items(items, MediaReader(timeout_s=1, max_items=8), GPU)
+    output = policy(batch.inputs, Distribution(0.7, (5, 9), first_token_temperature=2.0))
+    measure_gap(output, batch, tokens_by_age(items), meter)
+    objective = PolicyObjective(load_config(list(WORDS)).algorithm)
+    objective(output, batch, totals(items), meter, 0.0).backward()
+
+
+def policy_and_items(folder: Path, shown: list) -> tuple[TokenPolicy, list[LearnerItem]]:
+    model = load_model(str(folder), torch.float32, "sdpa")
+    policy = TokenPolicy(model, load_config(list(WORDS)).learner).train().to(GPU, torch.bfloat16)
+    asked = prompt(AutoTokenizer.from_pretrained(folder), "0/0/a", shown)
+    rng = np.random.default_rng(0)
+    responses = [rng.integers(0, 250, size).tolist() for size in (5, 2, 9)]
+    [items] = fetch_items([group(asked, responses, [1.0, 0.0, 1.0])], 1, 1.0)
+    return policy, items
+
+
+def test_a_microbatch_of_text_waits_for_nothing(tmp_path: Path) -> None:
+    policy, items = policy_and_items(write_text_policy(tmp_path / "model", "qwen3"), [])
+    microbatch(policy, items, Meter())  # what is made once, such as workspaces of libraries
+    with sync_mode("error"):
+        microbatch(policy, items, Meter())
+
+
+def test_a_microbatch_of_pictures_waits_for_little(tmp_path: Path) -> None:
+    folder = write_tiny("qwen2.5-vl", tmp_path / "model", seed=0)
+    policy, items = policy_and_items(folder, [picture(1), picture(2, 6, 4)])
+    microbatch(policy, items, Meter())
+    with sync_mode("warn"), warnings.catch_warnings(record=True) as waits:
+        warnings.simplefilter("always")
+        microbatch(policy, items, Meter())
+    assert len(waits) <= MOST_WAITS, [str(wait.message) for wait in waits]

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from copy import copy
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, ProcessorMixin
+from transformers import AutoImageProcessor, PreTrainedConfig, ProcessorMixin
 from transformers.utils import ModelOutput
 
+from configs.schema import DataConfig
 from configs.schema.data import VideoConfig
 from learner.policies.batch import TokenBatch
 from learner.policies.families.base import Clip, Size, VideoFamily
-from learner.policies.families.vision import VisionFamily, interleaved, place, refuse_long
+from learner.policies.families.vision import VisionFamily, interleaved, picture_settings, place, refuse_long
 
 
 class InternVL(VisionFamily, VideoFamily):
@@ -34,9 +36,18 @@ class InternVL(VisionFamily, VideoFamily):
         "language": ("language_model.",),
     }
 
+    def processor_options(self, model: str, data: DataConfig) -> dict[str, Any]:
+        """The number of tiles that have at most `data.max_pixels` together, or one. The picture as a whole is one tile
+        more."""
+        images = AutoImageProcessor.from_pretrained(model)
+        bounded = max(1, data.max_pixels // (images.size["height"] * images.size["width"]))
+        if bounded >= images.max_patches:
+            return {}
+        return {"max_patches": bounded, "min_patches": min(images.min_patches, bounded)}
+
     def expansion(self, processor: ProcessorMixin, size: Size) -> np.ndarray:
         width, height = size
-        num_tiles = processor.image_processor.get_number_of_image_patches(height, width, {})
+        num_tiles = processor.image_processor.get_number_of_image_patches(height, width, picture_settings(processor))
         places = np.full(processor.image_seq_length * num_tiles, processor.image_token_id)
         frame = (processor.start_image_token_id, processor.end_image_token_id)
         return np.array([frame[0], *places, frame[1]], dtype=np.int32)

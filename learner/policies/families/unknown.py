@@ -23,7 +23,7 @@ from transformers.utils import ModelOutput
 
 from learner.policies.batch import TokenBatch
 from learner.policies.device_copies import on_device
-from learner.policies.families.vision import VisionFamily
+from learner.policies.families.vision import VisionFamily, picture_settings
 
 BLANK_SIDE = 56  # pixels of the picture that a batch without pictures shows the tower
 TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")
@@ -66,7 +66,7 @@ class UnknownFamily(VisionFamily):
             )
 
     def process(self, processor: ProcessorMixin, image: Image.Image) -> dict[str, np.ndarray]:
-        made = processor.image_processor(images=[image], return_tensors="pt")
+        made = processor.image_processor(images=[image], return_tensors="pt", **picture_settings(processor))
         tensors = {name: value.numpy() for name, value in made.items() if isinstance(value, Tensor) and value.dim()}
         return {"pixel_values": tensors.pop("pixel_values"), **tensors}
 

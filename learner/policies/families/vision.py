@@ -6,6 +6,7 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cache
 from inspect import signature
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,12 +39,13 @@ class VisionFamily(PictureFamily):
 
     def expansion(self, processor: ProcessorMixin, size: Size) -> np.ndarray:
         """By the processor itself: what it makes of a black picture of this size."""
-        pictures = processor.image_processor(images=[Image.new("RGB", size)], return_tensors="pt")
+        blank = Image.new("RGB", size)
+        pictures = processor.image_processor(images=[blank], return_tensors="pt", **picture_settings(processor))
         text = processor.replace_image_token(pictures, 0)
         return np.array(processor.tokenizer(text, add_special_tokens=False).input_ids, dtype=np.int32)
 
     def process(self, processor: ProcessorMixin, image: Image.Image) -> dict[str, np.ndarray]:
-        made = processor.image_processor(images=[image], return_tensors="pt")
+        made = processor.image_processor(images=[image], return_tensors="pt", **picture_settings(processor))
         return {name: made[name].numpy() for name in self.picture_inputs}
 
     picture_inputs: tuple[str, ...] = ("pixel_values",)
@@ -114,6 +116,12 @@ class VisionFamily(PictureFamily):
     @abstractmethod
     def blank_picture(self, config: PreTrainedConfig, device: torch.device) -> dict[str, Tensor]:
         """The smallest picture that the vision tower takes, by the names of `process`."""
+
+
+def picture_settings(processor: ProcessorMixin) -> dict[str, Any]:
+    """The settings that a processor calls its image processor with, where these differ from the checkpoint's: several
+    released checkpoints leave it to their processor to cut pictures into tiles."""
+    return dict(processor.valid_processor_kwargs._defaults.get("images_kwargs", {}))
 
 
 def place(encoded: ModelOutput, media: MediaBatch) -> None:

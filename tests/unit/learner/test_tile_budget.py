@@ -54,3 +54,35 @@ def test_a_picture_takes_the_tokens_of_its_bounded_tiles(
     assert int((ids == placeholder).sum()) == num_tiles * TOKENS_PER_TILE
     pixels = family.process(processor, Image.new("RGB", size))["pixel_values"]
     assert pixels.shape == (num_tiles, 3, 512, 512) and pixels.dtype == np.float32
+
+
+@pytest.mark.parametrize("cuts", [False, True])
+@pytest.mark.parametrize(
+    ("max_tiles", "size", "num_tiles"),
+    [
+        (1, (300, 300), 1),
+        (2, (300, 150), 2 + 1),  # the picture as a whole is a tile more
+        (3, (300, 150), 2 + 1),
+        (3, (56, 168), 3 + 1),
+        (99, (300, 300), 4 + 1),  # never more than the checkpoint's own 4
+        (0.5, (300, 300), 1),  # less than a tile: one is the least
+    ],
+)
+def test_internvl_cuts_pictures_as_its_processor_does_within_the_budget(
+    cuts: bool, max_tiles: float, size: tuple[int, int], num_tiles: int, tmp_path: Path
+) -> None:
+    folder = write_tiny("internvl3", tmp_path / "model")
+    file = folder / "processor_config.json"
+    settings = json.loads(file.read_text())
+    settings["image_processor"]["crop_to_patches"] = cuts  # false in released checkpoints, whose processor says true
+    file.write_text(json.dumps(settings))
+    data = load_config(["experiment=digits", f"data.max_pixels={int(max_tiles * 56 * 56)}", "data.min_pixels=1"]).data
+    family = family_at(str(folder))
+    assert isinstance(family, PictureFamily)
+    processor = AutoProcessor.from_pretrained(folder, **family.processor_options(str(folder), data))
+    image = Image.effect_noise(size, 64).convert("RGB")
+    made = processor(text=["<IMG_CONTEXT>"], images=[image], return_tensors="np")
+    assert made["input_ids"][0].tolist() == family.expansion(processor, size).tolist()
+    pixels = family.process(processor, image)["pixel_values"]
+    assert pixels.shape == (num_tiles, 3, 56, 56)
+    np.testing.assert_array_equal(pixels, made["pixel_values"])

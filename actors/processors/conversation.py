@@ -150,13 +150,16 @@ class ConversationProcessor:
     def _ending(self, layout: AnswerLayout, turns: Sequence[tuple[str, str]], done: str, ending: Ending) -> _Pieces:
         """The tokens behind `done`, the rendered text of the context `turns`.
 
-        Each answer is followed by the token that ends it, also where the template writes none.
+        Each answer is followed by the token that ends it, also where the template writes none. In some templates that
+        token is the head of the next turn.
         """
         pieces = list[tuple[np.ndarray, bool]]()
         so_far, tail = list(turns), ""
         for turn in ending.turns:
             if turn.role == "assistant":
                 placed = layout.placed(so_far, turn.text)
+                if pieces and not done and (next_head := self.chat.end_of_turn(placed.head)):
+                    done, pieces[-1] = next_head[0], (np.array([next_head[1]], dtype=np.int32), pieces[-1][1])
                 head, tail = placed.head.removeprefix(done), placed.tail
                 end, end_id = self.chat.first_end(tail) or ("", self.chat.eos_token_ids[0])
                 behind = tail[: tail.index(end)]

@@ -82,6 +82,24 @@ WITHOUT_AN_END = (
     TEXT + "{%- for m in messages -%}{{- m.role.upper() + ': ' + text(m) + ' ' -}}{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{- 'ASSISTANT:' -}}{%- endif -%}"
 )
+MISTRAL = (  # its system prompt is dropped once an answer follows
+    TEXT + "{%- set system = '' -%}{%- if messages[0].role == 'system' -%}"
+    "{%- set system = text(messages[0]) + '\n\n' -%}{%- set messages = messages[1:] -%}{%- endif -%}"
+    "{{- '<|endoftext|>' -}}{%- for m in messages -%}"
+    "{%- if (m.role == 'user') != (loop.index0 % 2 == 0) -%}"
+    "{{- raise_exception('Roles must alternate') -}}{%- endif -%}"
+    "{%- if m.role == 'user' -%}{{- '[INST] ' + (system if loop.last else '') + text(m) + '[/INST]' -}}"
+    "{%- else -%}{{- ' ' + text(m) | trim + '<|im_end|>' -}}{%- endif -%}{%- endfor -%}"
+)
+GLM_4 = (  # the token that ends an answer is the head of the next turn
+    TEXT + "{{- '<|endoftext|>' -}}{%- for m in messages -%}{%- if m.role == 'assistant' -%}"
+    "{%- set content = text(m) -%}{%- set thought = '' -%}{%- if '</think>' in content -%}"
+    "{%- set thought = content.split('</think>')[0].split('<think>')[-1].strip() -%}"
+    "{%- set content = content.split('</think>')[-1] -%}{%- endif -%}"
+    "{{- '<|im_start|>assistant\n<think>' + thought + '</think>\n' + content.strip() -}}"
+    "{%- else -%}{{- '<|im_end|>' + m.role + '\n' + text(m) -}}{%- endif -%}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}"
+)
 TEXT_ALONE = (
     "{%- for m in messages -%}{{- '<|im_start|>' ~ m.role ~ '\n' ~ m.content ~ '<|im_end|>\n' -}}{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}"
@@ -102,6 +120,8 @@ CHAT_TEMPLATES = {
     "deepseek-r1": DEEPSEEK_R1,
     "generation": GENERATION,
     "without an end": WITHOUT_AN_END,
+    "mistral": MISTRAL,
+    "glm4": GLM_4,
     "text alone": TEXT_ALONE,
     "parts alone": PARTS_ALONE,
 }

@@ -43,6 +43,7 @@ class ChatTemplate:
     ) -> None:
         """`template_kwargs` is `data.template_kwargs`."""
         self._renderer: Any = renderer
+        self._bos = _added_bos(renderer.tokenizer) if isinstance(renderer, ProcessorMixin) else ""  # type: ignore[attr-defined]
         self._kwargs = dict(template_kwargs)
         order = tuple(ContentForm)
         self._order = order if takes_parts else order[::-1]
@@ -126,9 +127,20 @@ class ChatTemplate:
         return PROBE in rendered and not _PART_MARKUP.search(rendered)
 
     def _rendered(self, messages: list[dict[str, Any]], is_open: bool) -> str:
-        return self._renderer.apply_chat_template(
+        text = self._renderer.apply_chat_template(
             messages, add_generation_prompt=is_open, tokenize=False, **self._kwargs
         )
+        return text if text.startswith(self._bos) else self._bos + text
+
+
+def _added_bos(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The token that a tokenizer adds at the start of a text; empty if it adds none.
+
+    Processors add it to rendered text that does not begin with it. The tokenizer of a text-only model leaves it to the
+    template.
+    """
+    added = tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id]
+    return str(tokenizer.bos_token) if added and tokenizer.bos_token else ""
 
 
 def give_template(processor: ProcessorMixin | PreTrainedTokenizerBase, model: str) -> None:

@@ -13,7 +13,10 @@ REFUSED = {
 
 # Family -> the structure of its released chat template that tests render, and how answers are trained.
 TEMPLATE_STRUCTURES = {
-    "Qwen2.5, Qwen2.5-VL": ("the text of turns; a default system prompt", "the answer and its end are trained"),
+    "Qwen2-VL, Qwen2.5, Qwen2.5-VL, Qwen2.5-Omni, Qwen2-Audio, Qwen3-VL-Instruct, InternVL 3, LLaVA-OneVision": (
+        "the text of turns; with or without a default system prompt",
+        "the answer and its end are trained",
+    ),
     "Qwen3": (
         "an empty thought before a last answer without one, earlier thoughts dropped, `enable_thinking`",
         "the empty thought is not trained; a thought in an answer is",
@@ -26,8 +29,11 @@ TEMPLATE_STRUCTURES = {
         "parts alone, capitalised roles, a space before an answer",
         "the space is trained with the answer, of whose first token it is part",
     ),
-    "Llama 3.1": ("a system turn with a date, trimmed texts, `<|eot_id|>`", "fixed dates: `data.template_kwargs`"),
-    "Gemma 3": (
+    "Llama 3.1, Llama 3.2": (
+        "a system turn with a date, trimmed texts, `<|eot_id|>`",
+        "fixed dates: `data.template_kwargs`",
+    ),
+    "Gemma, Gemma 3": (
         "the system prompt in the first turn of the user, role `model`, alternating roles, trimmed texts",
         "rows whose roles do not alternate are skipped by name",
     ),
@@ -35,6 +41,17 @@ TEMPLATE_STRUCTURES = {
         "thoughts dropped from every answer, the generation prompt opens `<think>`",
         "thoughts are trained as the policy writes them, plain answers as the template does",
     ),
-    "LLaVA 1.5": ("no token that ends an answer", "the tokenizer's EOS is trained behind an answer"),
+    "LLaVA 1.5": (
+        "no token that ends an answer; BOS by the processor alone",
+        "the tokenizer's EOS is trained behind an answer",
+    ),
+    "Mistral 7B": (
+        "BOS, the system prompt in the last turn of the user, alternating roles, no text before an answer but a space",
+        "the space is trained; rows with a system prompt are skipped by name in offline jobs",
+    ),
+    "GLM-4, GLM-4.1V": (
+        "the token that ends an answer is the head of the next turn, an empty thought before a plain answer",
+        "that token is trained once; the tokenizer's EOS behind the last answer",
+    ),
     "templates with `{% generation %}`, of text alone, of parts alone": ("as named", "content is given in that form"),
 }

@@ -12,6 +12,7 @@ import pytest
 from chat_templates import CHAT_TEMPLATES, DEEPSEEK_R1, GEMMA_3, QWEN3, TEXT_ALONE, THINKING
 from PIL import Image
 from tiny_text_models import write_text_policy
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from actors.datasets.conversations import CHOSEN, REJECTED, Conversation, Ending
@@ -28,7 +29,7 @@ from cluster.records.media import MediaStore
 from cluster.records.partial_response import SampledSequence
 from cluster.records.trajectory import TrajectoryGroup, WeightSpan
 from configs.load import load_config
-from learner.policies.tiny import write_tiny_qwen2_5_vl
+from learner.policies.tiny import write_tiny, write_tiny_qwen2_5_vl
 
 Build = Callable[..., ChatProcessor]
 THOUGHT = "<think>\nhm\n</think>\n\n7"
@@ -51,12 +52,16 @@ PROMPTS = {
     "deepseek-r1": ("<|im_start|>User|Q<|im_start|>Assistant|<think>\n", None),
     "generation": ("<|im_start|>user\nQ<|im_end|>\n<|im_start|>assistant\n", ""),
     "without an end": ("USER: Q ASSISTANT:", ""),
+    "mistral": ("<|endoftext|>[INST] Q[/INST]", ""),
+    "glm4": ("<|endoftext|><|im_end|>user\nQ<|im_start|>assistant\n", "<think></think>\n"),
     "text alone": ("<|im_start|>user\nQ<|im_end|>\n<|im_start|>assistant\n", ""),
     "parts alone": ("<|im_start|>user\nQ<|im_end|>\n<|im_start|>assistant\n", ""),
 }
 # A template's rendering of "7" as the answer, up to its end, where it begins otherwise than the generation prompt.
 PLAIN = {"deepseek-r1": "<|im_start|>User|Q<|im_start|>Assistant|"}
-LEADING_SPACE = ("smolvlm", "without an end")  # the policy writes it: one token with the first word
+# A template's own spelling of a thought.
+THOUGHTS = {"glm4": "<think>hm</think>\n7"}
+LEADING_SPACE = ("smolvlm", "mistral", "without an end")  # the policy writes it: one token with the first word
 
 
 @pytest.fixture(scope="module")
@@ -126,13 +131,15 @@ def test_both_answers_of_two_turns_are_trained(build: Build, name: str) -> None:
     answer = " 7<|im_end|>" if name in LEADING_SPACE else "7<|im_end|>"
     assert trained == answer * 2
     assert whole.count("Q") == whole.count("More") == 1
+    assert "<|im_end|><|im_end|>" not in whole
 
 
 @pytest.mark.parametrize("name", CHAT_TEMPLATES)
 def test_a_thought_in_an_answer_is_trained_as_the_policy_writes_it(build: Build, name: str) -> None:
     chat = build(CHAT_TEMPLATES[name])
     prompt = PROMPTS[name][0]
-    written = THOUGHT.removeprefix("<think>\n") if prompt.endswith("<think>\n") else THOUGHT
+    thought = THOUGHTS.get(name, THOUGHT)
+    written = thought.removeprefix("<think>\n") if prompt.endswith("<think>\n") else thought
     answer = f"{' ' * (name in LEADING_SPACE)}{written}<|im_end|>"
     [(whole, trained)] = texts(chat, offline(chat).prepare(conversation(THOUGHT), "p").group)
     assert (whole, trained) == (prompt + answer, answer)
@@ -182,6 +189,15 @@ def test_a_template_without_answers_is_refused_by_row(build: Build) -> None:
     chat = build(TEXT_ALONE.replace("m.content ~", "(m.content if m.role == 'user' else '') ~"))
     with pytest.raises(PromptError, match="drops answers of the assistant"):
         offline(chat).check(conversation("7"))
+
+
+def test_a_system_prompt_that_goes_when_an_answer_follows_is_refused_by_row(build: Build) -> None:
+    chat = build(CHAT_TEMPLATES["mistral"])
+    asked = Row("r", "Q", "7", "7", history=(Turn("system", "S"),))
+    assert chat.prepare(asked, "p").text == "<|endoftext|>[INST] S\n\nQ[/INST]"
+    row = replace(conversation("7"), context=(OfflineTurn("system", "S", False), OfflineTurn("user", "Q", False)))
+    with pytest.raises(PromptError, match="changes earlier turns when later ones follow"):
+        offline(chat).check(row)
 
 
 def test_the_end_that_the_template_writes_comes_first(build: Build, folder: Path) -> None:
@@ -283,6 +299,29 @@ def test_answers_about_pictures_are_found(tmp_path: Path, name: str, head: str, 
     group = offline(chat).prepare(row, "p").group
     assert texts(chat, group) == [(head.format(picture="<|vision_start|><|image_pad|><|vision_end|>") + answer, answer)]
     assert len(group.prompt.media_spans) == len(group.prompt.media) == 1
+
+
+@pytest.mark.parametrize("bos_in_template", [False, True])
+def test_a_prompt_begins_with_one_bos_where_the_processor_adds_it(tmp_path: Path, bos_in_template: bool) -> None:
+    model = write_tiny("llava", tmp_path)  # as LLaVA 1.5, whose template has no BOS
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.bos_token = "<|endoftext|>"
+    added = TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", tokenizer.bos_token_id)])
+    tokenizer.backend_tokenizer.post_processor = added
+    tokenizer.save_pretrained(model)
+    template = CHAT_TEMPLATES["without an end"]
+    (model / "chat_template.jinja").write_text("{{- bos_token -}}" * bos_in_template + template)
+    config = load_config(["experiment=own", f"policy.model={model}", "data.path=x", "data.prompt_suffix=''"])
+    store = MediaStore(lambda one: one, 1)
+    chat = ChatProcessor(str(model), config.data, config.sampler, store, keep_files=False, device="cuda")
+    prompt = chat.prepare(Row("r", "Q", "7", "7"), "p")
+    assert prompt.text == "<|endoftext|>USER: Q ASSISTANT:"
+    messages = [{"role": "user", "content": "Q"}]
+    own = chat._processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)
+    assert prompt.expanded_ids.tolist() == own["input_ids"][0]
+    [(whole, trained)] = texts(chat, offline(chat).prepare(conversation("7", turns=2), "p").group)
+    assert whole.startswith(prompt.text) and whole.count("<|endoftext|>") == 1
+    assert trained == " 7<|im_end|>" * 2
 
 
 @pytest.mark.parametrize("name", [name for name in CHAT_TEMPLATES if name != "without an end"])

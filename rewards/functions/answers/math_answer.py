@@ -10,6 +10,7 @@ from rewards.contract import Outcome, RewardRequest, Score
 from rewards.functions.parsing.answer_words import TALK, why_other_words
 from rewards.functions.parsing.extraction import RequestExtractor
 from rewards.functions.parsing.latex_boxes import last_boxed
+from rewards.functions.parsing.named_forms import other_primes, without_option
 from rewards.functions.parsing.plain_answers import decide, normalise, why_no_value
 from rewards.functions.parsing.references import check_true_or_false, given_references
 from rewards.functions.parsing.units import same_unit, spelled, split_unit
@@ -107,9 +108,12 @@ def _compare(answer: str, references: tuple[str, ...]) -> Score | _Question:
 
 def _equal(answer: str, reference: str) -> bool | str | tuple[str, str]:
     """True, or the two values that computer algebra has to compare; False or the reason where they are not equal."""
+    answer, reference = without_option(answer, reference)
     verdict = decide(answer, reference)
     if verdict is not None:
         return verdict
+    if other_primes(answer, reference):
+        return "another number of primes"
     ours, theirs = split_unit(answer, TALK), split_unit(reference, TALK)
     if ours.unit and theirs.unit and not same_unit(ours.unit, theirs.unit):
         return f"{spelled(ours.unit)} instead of {spelled(theirs.unit)}"

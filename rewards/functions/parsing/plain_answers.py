@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
+from rewards.functions.parsing.named_forms import same_form
+from rewards.functions.parsing.typesetting import plain_typesetting
 from rewards.functions.parsing.unicode_latex import to_latex
 
 _MATH_DELIMITERS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"))
@@ -20,7 +22,10 @@ _TEXT_IN_BRACES = re.compile(r"(?<=[0-9\s])\{(\\(?:text|mathrm)\s*\{[^{}]*\})\}"
 _DELIMITERS = {"\\lbrace": "\\{", "\\rbrace": "\\}", "\\langle": "(", "\\rangle": ")", "\\varnothing": "\\emptyset"}
 _DELIMITER = re.compile("|".join(map(re.escape, _DELIMITERS)))
 _ONE_CHARACTER_INDEX = re.compile(r"_\s*([0-9A-Za-z])")
-_PLAIN_FRACTION = re.compile(r"\\frac\s*\{\s*([0-9]+)\s*\}\s*\{\s*([0-9]+)\s*\}")
+# A number alone: behind a power or before a letter, 1/2 is something else.
+_PLAIN_FRACTION = re.compile(
+    r"\s*([+-]?\s*(?:[0-9]+)?)\s*\\frac\s*\{\s*([0-9]+)\s*\}\s*\{\s*([0-9]+)\s*\}\s*(%?)\s*\.?\s*"
+)
 _THOUSANDS = re.compile(r"(?<=[0-9])(?:\\[,!]|\{,\})(?=[0-9]{3})")
 
 _LITERAL = re.compile(r"[+-]?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+)")
@@ -28,7 +33,11 @@ _SCIENTIFIC = re.compile(
     r"([+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+))\s*"
     r"(?:[eE]([+-]?[0-9]{1,3})|(?:\\times(?![A-Za-z])|\\cdot(?![A-Za-z])|\*)\s*10\s*\^\s*(?:\{\s*([+-]?[0-9]{1,3})\s*\}|([0-9])))"
 )
-_REPEATING = re.compile(r"([+-]?)([0-9]*)\.([0-9]*)\\overline\s*\{([0-9]+)\}")
+_REPEATING = re.compile(
+    r"([+-]?)([0-9]*)\.([0-9]*)"
+    r"(?:\\(?:overline|bar)\s*\{([0-9]+)\}|\\(?:overline|bar|dot)\s*([0-9])|\(([0-9]+)\)"
+    r"|\\dot\s*\{([0-9])\}(?:([0-9]*)\\dot\s*\{([0-9])\})?)"
+)
 _RATIO = re.compile(r"([+-]?)\s*(?:([0-9]+)\s+)?([0-9]+)\s*/\s*([0-9]+)")
 _WORDS = re.compile(r"[^\W\d_]+(?:[\s'-]+[^\W\d_]+)*")
 
@@ -37,8 +46,10 @@ _SPACING = re.compile(r"\\(?:[,;:! ]|q?quad|space)|~")
 _ARGUMENTS = re.compile(r"(?:\\[a-zA-Z]+(?:\[[^\[\]{}]*\])?|[\^_])((?:\s*\{[^{}]*\})+)")  # innermost: no braces within
 _SIDE_BY_SIDE = re.compile(r"[0-9][\s{}()]+[0-9]")
 # "3 + 4" names the question, not the answer; scientific notation (2 \times 10^3) is a value.
-_COMPUTATION = re.compile(r"[0-9)}\]]\s*(?:[-+*×÷_]|\\(?:times|cdot|div|pm)(?![a-z]))(?!\s*10\s*(?:\^|\\v))")
+_COMPUTATION = re.compile(r"(?:[0-9)}\]]|\\v)\s*(?:[-+*×÷_]|\\(?:times|cdot|div|pm)(?![a-z]))(?!\s*10\s*(?:\^|\\v))")
 
+
+_NAME_LAST = re.compile(r"([^=]+?)\s*=\s*([A-Za-z](?:_\{\w\})?)")  # 5 = x
 
 _MAX_CHARS = 4000  # Python reads no integer of more than 4,300 digits
 
@@ -65,7 +76,7 @@ def decide(answer: str, reference: str) -> bool | None:
         return None if may_be_rounded else False
     if is_words(reference) and (len(reference) > 2 or is_words(answer)):
         return answer.casefold() == reference.casefold()
-    return None
+    return same_form(answer, reference)
 
 
 def _squeezed(text: str) -> str:
@@ -79,16 +90,19 @@ def normalise(text: str) -> str:
     for opening, closing in _MATH_DELIMITERS:
         if text.startswith(opening) and text.endswith(closing) and len(text) >= len(opening + closing):
             text = text[len(opening) : len(text) - len(closing)]
-    text = text.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
+    text = plain_typesetting(text.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac"))
     text = text.replace("\\left", "").replace("\\right", "") if "\\left" in text else text
     text = _DELIMITER.sub(lambda name: _DELIMITERS[name[0]], text)
     text = _TEXT_IN_BRACES.sub(r"\1", _ROMAN_GROUP.sub(r"\\mathrm{\1}", text))
     text = _PERCENT.sub("%", _PERCENT_IN_TEXT.sub(r"\1%", text)).replace("\\%", "%")
-    text = _PLAIN_FRACTION.sub(r" \1/\2", text)
+    if fraction := _PLAIN_FRACTION.fullmatch(text):
+        text = f"{fraction[1]} {fraction[2]}/{fraction[3]}{fraction[4]}"
     text = _ONE_CHARACTER_INDEX.sub(r"_{\1}", text)
     wrapped = _TEXT_WRAPPER.fullmatch(text.strip())
     text = _THOUSANDS.sub(",", wrapped[1] if wrapped else text)
-    return " ".join(text.split()).removesuffix(".").rstrip()
+    text = " ".join(text.split()).removesuffix(".").rstrip()
+    named = _NAME_LAST.fullmatch(text)
+    return f"{named[2]} = {named[1]}" if named and read_number(named[1]) is not None else text
 
 
 def read_number(text: str) -> Fraction | None:
@@ -102,7 +116,8 @@ def read_number(text: str) -> Fraction | None:
         exponent = int(scientific[2] or scientific[3] or scientific[4])
         return Fraction(scientific[1]) * Fraction(10) ** exponent
     if repeating := _REPEATING.fullmatch(text):
-        return _repeating(*repeating.groups())
+        sign, whole, fixed, *period = repeating.groups()
+        return _repeating(sign, whole, fixed, "".join(filter(None, period)))
     ratio = _RATIO.fullmatch(text)
     if ratio is None or not int(ratio[4]):
         return None

@@ -13,7 +13,7 @@ _SYMBOLS = {
     **{"°": r"^\circ ", "º": r"^\circ ", "˚": r"^\circ ", "℃": r"^\circ C", "℉": r"^\circ F"},
     **{"ℝ": r"\mathbb{R}", "ℤ": r"\mathbb{Z}", "ℕ": r"\mathbb{N}", "ℚ": r"\mathbb{Q}", "ℂ": r"\mathbb{C}"},
     **{"≈": r"\approx ", "≡": r"\equiv ", "→": r"\to ", "⊂": r"\subset ", "⊆": r"\subseteq ", "∉": r"\notin "},
-    **{"△": r"\triangle ", "∑": r"\sum ", "∫": r"\int ", "⊥": r"\perp ", "∥": r"\parallel "},
+    **{"△": r"\triangle ", "∑": r"\sum ", "∫": r"\int ", "⊥": r"\perp ", "∥": r"\parallel ", "∶": ":"},
     **{"′": "'", "″": "''", "\N{OHM SIGN}": r"\Omega ", "\N{MICRO SIGN}": r"\mu "},
 }
 _GREEK = (
@@ -36,7 +36,8 @@ _SUBSCRIPT = re.compile("[₀₁₂₃₄₅₆₇₈₉₊₋]+")
 _VULGAR_FRACTION = re.compile("[¼-¾⅐-⅞]")
 _ROOT = re.compile(r"([√∛∜])\s*(?:\(([^()]*)\)|\{([^{}]*)\}|([0-9]+(?:\.[0-9]+)?|[A-Za-z]|\\[A-Za-z]+))")
 _ROOTS = {"√": r"\sqrt", "∛": r"\sqrt[3]", "∜": r"\sqrt[4]"}
-_FULL_WIDTH = re.compile("[\uff01-\uff5e\u3000￠-￦]")
+# Full-width and small forms, letters and digits of mathematical alphabets, units in one square.
+_FULL_WIDTH = re.compile("[\uff01-\uff5e\u3000￠-￦\ufe50-\ufe6b\u3371-\u33df\U0001d400-\U0001d7ff]")
 _GREEK_LETTER = re.compile("[\u0391-\u03c9]")
 _GREEK_WORD = re.compile("[\u0370-\u03ff\u1f00-\u1fff]{3,}")
 

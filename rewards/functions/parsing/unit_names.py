@@ -68,7 +68,9 @@ atm: atm
 dB: dB
 $: $ dollar usd
 €: € euro eur
-¥: ¥ yen jpy yuan cny rmb 元 円
+¥: ¥
+元: yuan cny rmb 元
+円: yen jpy 円
 ₹: ₹ rupee rs inr
 ¢: ¢ cent
 mL: ml 毫升

@@ -42,6 +42,8 @@ _TOKEN = re.compile(r"[A-Za-zμΩ°]+|[\u4e00-\u9fff]+|[$€£¥₹¢]|\^\s*\{?\
 _PLAIN_WORD = re.compile(r"[^\W\d_]+(?:[\s'-]+[^\W\d_]+)*")
 
 Unit = frozenset[tuple[str, int]]  # base unit -> power: m/s is {("m", 1), ("s", -1)}
+_YEN_SIGN: Unit = frozenset({("¥", 1)})
+_YEN_AND_YUAN: tuple[Unit, ...] = (frozenset({("円", 1)}), frozenset({("元", 1)}))  # which have one sign
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ def split_unit(text: str, excluded: frozenset[str] = frozenset()) -> Measured:
 
 def same_unit(one: Unit, other: Unit) -> bool:
     """Whether two units are the same; of counted nouns, one may have more words: "apples" and "red apples"."""
-    if one == other:
+    if one == other or (_YEN_SIGN in (one, other) and (one in _YEN_AND_YUAN or other in _YEN_AND_YUAN)):
         return True
     nouns = [next(iter(unit))[0] for unit in (one, other) if len(unit) == 1]
     if len(nouns) < 2 or not any(" " in noun for noun in nouns):

@@ -25,8 +25,9 @@ FILES = (
     "transformers, and the one side of a tie that a file holds.",
     "- Refused by name: tensors that are missing or have another shape than config.json gives them, a tie "
     "(`tie_word_embeddings`) whose two sides differ, an adapter (`adapter_config.json`) beside the weights or without "
-    "its model, and quantised checkpoints (`quantization_config` of any method, ModelOpt, MLX, integer or 8-bit "
-    "matrices, GGUF). Teachers are checked for the last two as well.",
+    "its model, pickled weights (`*.bin`, `*.pth`) alone, and quantised checkpoints (`quantization_config` of any "
+    "method, ModelOpt, MLX, integer or 8-bit matrices, GGUF). Teachers are checked for the last three as well, reward "
+    "models for `quantization_config`.",
     "",
     "`policy/` and `mobula export` write each tensor in the dtype that it has in `policy.model`, with the other files "
     "of that folder; config.json names the dtype of most values. `mobula export --dtype bfloat16` (or `float32`, "

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from cluster.errors import PreflightError
 from cluster.weight_sync.manifest import StoredTensor, stored_tensors
 from configs.schema import RunConfig
 from deploy.preflight.findings import PreflightFinding, Severity
@@ -17,7 +18,10 @@ NUM_SHOWN = 3
 FLOATING = ("F64", "F32", "F16", "BF16")
 QUANTISED_KEYS = ("quantization_config", "compression_config", "quantization")  # the last one is that of MLX
 QUANTISED_FILE = "hf_quant_config.json"  # of ModelOpt
-UNQUANTISED = "name the checkpoint that it was made from, in bfloat16 or float32"
+UNQUANTISED = (
+    "name the checkpoint that it was made from, in bfloat16 or float32, or remove that entry if its weights are such"
+)
+PICKLED = ("*.bin", "*.pt", "*.pth")  # of torch.save
 
 
 def find_unusable(key: str, folder: Path) -> Iterator[PreflightFinding]:
@@ -30,6 +34,7 @@ def find_unusable(key: str, folder: Path) -> Iterator[PreflightFinding]:
         yield PreflightFinding(key, f"{key}={folder} is quantised ({method}): it cannot be trained here", UNQUANTISED)
     elif not any(folder.glob("*.safetensors")):
         yield from _find_other_formats(key, folder)
+        yield from _find_pickled(key, folder)
     else:
         yield from _find_quantised_tensors(key, folder)
     if (folder / "adapter_config.json").is_file():
@@ -82,26 +87,41 @@ def _quantisation(settings: dict[str, Any], folder: Path) -> str:
     parts = [settings, *(part for part in settings.values() if isinstance(part, dict))]
     for part in parts:
         for name in QUANTISED_KEYS:
-            if isinstance(found := part.get(name), dict) and found:
-                return f"{name} in config.json: {found.get('quant_method') or found.get('quant_algo') or name}"
+            if isinstance(found := part.get(name), dict):
+                return f"{name} in config.json: {found.get('quant_method') or found.get('quant_algo') or found}"
     return QUANTISED_FILE if (folder / QUANTISED_FILE).is_file() else ""
 
 
 def _find_quantised_tensors(key: str, folder: Path) -> Iterator[PreflightFinding]:
-    tensors = stored_tensors(folder)
+    try:
+        tensors = stored_tensors(folder)
+    except PreflightError as error:
+        problem, _, action = str(error).rpartition(": ")
+        yield PreflightFinding(key, f"{key}: {problem}", action)
+        return
     packed = sorted(name for name, tensor in tensors.items() if _is_packed(name, tensor))
     if packed:
         yield PreflightFinding(
             key,
             f"{key}={folder} is quantised: its {packed[0]} (and {len(packed) - 1} more) is stored as "
             f"{tensors[packed[0]].dtype}, which cannot be trained here",
-            UNQUANTISED,
+            "name the checkpoint that it was made from, in bfloat16 or float32",
         )
 
 
 def _is_packed(name: str, tensor: StoredTensor) -> bool:
     """Whether a weight does not consist of floating-point numbers that can be trained; buffers are no weights."""
     return tensor.dtype not in FLOATING and "weight" in name.rpartition(".")[2]
+
+
+def _find_pickled(key: str, folder: Path) -> Iterator[PreflightFinding]:
+    files = sorted(file.name for pattern in PICKLED for file in folder.glob(pattern))
+    if files:
+        yield PreflightFinding(
+            key,
+            f"{key}={folder} has its weights as pickles ({files[0]}), and safetensors alone are read",
+            "load it with transformers and save it again (save_pretrained)",
+        )
 
 
 def _find_other_formats(key: str, folder: Path) -> Iterator[PreflightFinding]:

@@ -36,8 +36,9 @@ class Iou:
     max(their numbers); a pair below `min_iou` counts 0. The breakdown has precision and recall: the share of the
     response's boxes, and of the wanted ones, whose pair counts.
 
-    `extract` selects where in the response the boxes stand (`rewards.functions.parsing.extraction`), as strict JSON:
-    four numbers, an array of such, or objects that have them as `bbox_2d`, `bbox` or `box`. `boxes` is the key of the
+    `extract` selects where in the response the boxes stand (`rewards.functions.parsing.extraction`), as strict JSON,
+    by itself or in one fenced code block: four numbers, an array of such, or objects that have them as `bbox_2d`,
+    `bbox` or `box`. `boxes` is the key of the
     metadata with the wanted ones. `form` is xyxy (two corners) or xywh (a corner, width, height). `response_scale` and
     `scale`, that of the wanted boxes, are relative (0 to 1), thousandths (0 to 1000), pixels (of the file, upright) or
     shown_pixels (of the picture as the model's processor scaled it). Where they differ, the file's size is `width` and

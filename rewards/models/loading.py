@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from rewards.tools import Tools
 
@@ -28,6 +28,7 @@ def load_strictly(model_class: Any, name: str, tools: Tools) -> PreTrainedModel:
 
 
 def _load(model_class: Any, name: str, tools: Tools) -> PreTrainedModel:
+    _refuse_quantised(name)
     try:
         model, info = model_class.from_pretrained(
             name, dtype=torch_dtype(tools), output_loading_info=True, ignore_mismatched_sizes=True
@@ -45,6 +46,20 @@ def _load(model_class: Any, name: str, tools: Tools) -> PreTrainedModel:
                 f"{type(model).__name__}, so name one that is"
             )
     return model.eval().requires_grad_(False).to(tools.device)
+
+
+def _refuse_quantised(name: str) -> None:
+    """Quantised models need kernels of their own, and were never compared with those that they were made from."""
+    try:
+        settings, _ = PretrainedConfig.get_config_dict(name)
+    except OSError as error:
+        raise ValueError(f"options.model={name!r} cannot be loaded ({_first_line(error)}): use a checkpoint") from error
+    for part in (settings, *(part for part in settings.values() if isinstance(part, dict))):
+        if isinstance(found := part.get("quantization_config"), dict):
+            raise ValueError(
+                f"options.model={name!r} is quantised ({found.get('quant_method') or found}), which is not computed "
+                "here: name the checkpoint that it was made from"
+            )
 
 
 def load_processor(processor_class: Any, name: str) -> Any:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
 
 import numpy as np
 from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
+from transformers.utils import GENERATION_CONFIG_NAME
 
 _TAG = re.compile(r"</?([A-Za-z][\w-]*)>")
 _MARKER = re.compile(r"<.*>|\[.*\]", re.DOTALL)
@@ -16,7 +18,7 @@ def end_token_ids(model: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, 
     """The ids that end a response: the tokenizer's own first, then those that the checkpoint generates with.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is none, or generation_config.json is damaged.
     """
     found = [tokenizer.eos_token_id, *_listed(_generation_eos(model))]
     if not any(i is not None for i in found):
@@ -65,8 +67,12 @@ def _is_tag(name: str, added: Collection[str]) -> bool:
 def _generation_eos(model: str) -> int | list[int] | None:
     try:
         return GenerationConfig.from_pretrained(model).eos_token_id
-    except OSError:  # a checkpoint may come without a generation_config.json
-        return None
+    except OSError as error:
+        if not (Path(model) / GENERATION_CONFIG_NAME).is_file():  # a checkpoint may come without it
+            return None
+        raise ValueError(
+            f"policy.model={model} has a {GENERATION_CONFIG_NAME} that cannot be read: download it again, or remove it"
+        ) from error
 
 
 def _listed(ids: int | list[int] | None) -> list[int | None]:

@@ -32,8 +32,9 @@ def read_boxes(text: str, form: Form, scale: Scale) -> tuple[list[BoundingBox], 
     """The boxes of a JSON text and "", or none and what is malformed.
 
     One box is four numbers, or an object that has them as `bbox_2d`, `bbox` or `box`; several are an array of those.
+    A fenced code block is opened: several released models write boxes in one.
     """
-    value, flaw = read_json(text, fenced=False)
+    value, flaw = read_json(text, fenced=True)
     return ([], flaw) if flaw else to_boxes(value, form, scale)
 
 

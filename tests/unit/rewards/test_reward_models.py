@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from io import BytesIO
 from pathlib import Path
@@ -105,6 +106,14 @@ def test_a_padded_batch_equals_its_members_without_dropout(tmp_path: Path) -> No
     alone = [values(evaluate_batch(function, [one]))[0] for one in requests]
     assert values(evaluate_batch(function, requests)) == pytest.approx(alone, abs=1e-5)
     assert alone == pytest.approx([by_hand(text_model, answer, "q") for answer in ANSWERS], abs=1e-5)
+
+
+def test_a_quantised_model_is_refused_by_its_method(tmp_path: Path) -> None:
+    file = write_text_model(tmp_path) / "config.json"
+    settings = json.loads(file.read_text())
+    file.write_text(json.dumps(settings | {"quantization_config": {"quant_method": "gptq", "bits": 4}}))
+    with pytest.raises(ValueError, match=r"is quantised \(gptq\), which is not computed here: name the checkpoint"):
+        ask("reward_model", [], model=tmp_path, **CHAT)
 
 
 def test_without_a_padding_token_rows_are_scored_alone(tmp_path: Path) -> None:

@@ -109,3 +109,12 @@ def test_an_end_without_an_embedding_is_refused(text_model: Path, tmp_path: Path
     [(key, message)] = found(tmp_path, QWEN3)
     assert key == "policy.model"
     assert "names 99999 as eos_token_id" in message
+
+
+def test_a_damaged_generation_config_is_refused(text_model: Path, tmp_path: Path) -> None:
+    shutil.copytree(text_model, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [3,')
+    with pytest.raises(ValueError, match=r"policy\.model=.* has a generation_config\.json that cannot be read"):
+        found(tmp_path, QWEN3)
+    (tmp_path / "generation_config.json").unlink()
+    assert found(tmp_path, QWEN3) == []

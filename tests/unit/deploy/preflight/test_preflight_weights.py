@@ -56,6 +56,19 @@ UNUSABLE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: set_config(folder, text_config={"quantization_config": {"quant_method": "awq"}}),
         "is quantised .*awq",
     ),
+    "no method": (lambda folder: set_config(folder, quantization_config={}), r"is quantised .*or remove that entry"),
+    "switched off": (
+        lambda folder: set_config(folder, quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": False}),
+        r"is quantised .*bitsandbytes.*or remove that entry",
+    ),
+    "pickles": (
+        lambda folder: (folder / WEIGHTS).rename(folder / "pytorch_model-00001-of-00002.bin"),
+        r"policy\.model=.* has its weights as pickles \(pytorch_model-00001-of-00002\.bin\).*save_pretrained",
+    ),
+    "an index of other files": (
+        lambda folder: (folder / WEIGHTS).rename(folder / "model-00001-of-00002.safetensors"),
+        r"policy\.model: .* holds no safetensors file of weights .*: download or write",
+    ),
     "ModelOpt": (lambda folder: (folder / "hf_quant_config.json").write_text("{}"), "hf_quant_config.json"),
     "MLX": (lambda folder: set_config(folder, quantization={"bits": 4, "group_size": 64}), "quantization in config"),
     "no word in config.json": (

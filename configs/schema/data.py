@@ -202,7 +202,8 @@ class DataConfig(SourceConfig):
     """Smaller pictures are scaled up to this many pixels by the model's image processor."""
     max_pixels: PositiveInt
     """Larger pictures are scaled down to this many pixels by the model's image processor. Families that
-    scale every picture to whole tiles take as many tiles as have at most this many pixels together, or one."""
+    scale every picture to whole tiles take as many tiles as have at most this many pixels together, or one;
+    where config.json names the resolutions (`image_grid_pinpoints`), these alone decide."""
     max_image_bytes: PositiveInt
     """A larger picture file is refused before it is read, and a larger download of one is stopped."""
     max_decoded_pixels: PositiveInt

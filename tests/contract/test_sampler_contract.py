@@ -96,6 +96,17 @@ async def test_a_stop_string_ends_a_response_and_its_token_ids_are_those_without
             assert ended == (stop in after.response.text) == (stop in before.response.text)
 
 
+async def test_a_stop_string_may_be_a_special_token(engine: Engine, learner: Learner) -> None:
+    tag = "<|im_start|>"
+    [token_id] = engine.model.processor.tokenize(tag).tolist()
+    rig(learner, engine, token_id)
+    await engine.serve(learner, version=1)
+    settings = SamplingSettings(4, TEMPERATURE, 12, seed=7, stop_strings=(tag,))
+    for trajectory in (await engine.generate(engine.model.probe, settings)).trajectories:
+        assert trajectory.actions.token_ids.tolist() == [token_id]
+        assert (trajectory.finish_reason, trajectory.response.text) == (FinishReason.STOP_STRING, tag)
+
+
 async def test_one_request_gives_as_many_siblings_as_asked_for(engine: Engine) -> None:
     for group in await sample_all(engine, num_samples=6):
         assert len(group.trajectories) == 6

@@ -34,6 +34,10 @@ class LlavaOneVision(VisionFamily, VideoFamily):
         "connector": ("multi_modal_projector.", "image_newline"),
         "language": ("language_model.",),
     }
+    note = (
+        "`data.max_pixels` has no effect: the model finds tiles by `image_grid_pinpoints` of its config.json, so a "
+        "smaller budget needs pictures that are smaller files"
+    )
     picture_inputs = ("pixel_values", "image_sizes")
 
     def expansion(self, processor: ProcessorMixin, size: Size) -> np.ndarray:

@@ -56,6 +56,7 @@ class Score:
 
 RewardFunction = Callable[[RewardRequest], float | Score]
 
+MAX_VALUE = 1e18  # float32 holds the squares, of which the statistics of groups are made
 SCORE, REASON = "score", "reason"  # keys of a mapping that stands for a Score; its other keys are the breakdown
 RETURN = "return a finite number, a mapping with 'score', or a Score"
 
@@ -96,7 +97,7 @@ class TimedOutError(RewardError):
 
 
 class NotFiniteError(RewardError):
-    """A reward function returned NaN or an infinity."""
+    """A reward function returned NaN, an infinity, or a number above `MAX_VALUE`."""
 
 
 def failure_kind(error: RewardError) -> FailureKind:
@@ -165,12 +166,12 @@ def checked(result: Any) -> Score:
     scalar of numpy or torch. A mapping has `score`, may have `reason`, and its other keys are the breakdown.
 
     Raises:
-        NotFiniteError: it, or a part of it, is NaN or an infinity.
+        NotFiniteError: it, or a part of it, is NaN, an infinity, or too large.
         RewardError: it is no number.
     """
     score = result if isinstance(result, Score) else _as_score(result)
     is_plain = type(score.value) is float and type(score.reason) is str and score.breakdown == {}
-    if is_plain and math.isfinite(score.value):
+    if is_plain and abs(score.value) <= MAX_VALUE:
         return score  # as nearly all are: what follows takes longer than a cheap rule
     named = isinstance(score.breakdown, Mapping) and all(isinstance(name, str) for name in score.breakdown)
     if not named or not isinstance(score.reason, str):
@@ -204,6 +205,8 @@ def _finite(number: Any, where: str) -> float:
         raise NotFiniteError(f"returned a number that no float holds{where}: return a finite one") from error
     if not math.isfinite(value):
         raise NotFiniteError(f"returned {value}{where}: return a finite number")
+    if abs(value) > MAX_VALUE:
+        raise NotFiniteError(f"returned {value:g}{where}: return a number of at most {MAX_VALUE:g}, or its logarithm")
     return value
 
 

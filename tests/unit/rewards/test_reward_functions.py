@@ -476,6 +476,8 @@ def test_a_result_is_finite_or_refused() -> None:
 @pytest.mark.parametrize(
     ("result", "kind", "reason"),
     [
+        (1e19, FailureKind.NOT_FINITE, r"returned 1e\+19: return a number of at most 1e\+18"),
+        (-1e308, FailureKind.NOT_FINITE, "at most"),
         (10**400, FailureKind.NOT_FINITE, "no float holds"),
         (Fraction(10**400), FailureKind.NOT_FINITE, "no float holds"),
         (Score(1.0, "", {"part": 10**400}), FailureKind.NOT_FINITE, "no float holds as 'part'"),

@@ -32,8 +32,9 @@ def end_token_ids(model: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, 
 
 
 def pad_token_id(tokenizer: PreTrainedTokenizerBase, ends: Sequence[int]) -> int:
-    """The id that fills rows of a batch; an end where the tokenizer has none."""
-    return ends[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    """The id that fills rows of a batch; an end where the tokenizer has none, or names a token that texts have."""
+    is_marker = tokenizer.pad_token is not None and _MARKER.fullmatch(tokenizer.pad_token)
+    return tokenizer.pad_token_id if is_marker else ends[0]
 
 
 def decode_response(
@@ -45,15 +46,16 @@ def decode_response(
 
 
 def reserved_tokens(tokenizer: PreTrainedTokenizerBase, ids: Iterable[int], written: Iterable[str]) -> re.Pattern[str]:
-    """Matches the tokens that a row may not contain: those of `ids`, the tokenizer's named ones, and special tokens and
-    markers that the chat template writes in the `written` texts. Tags of a pair such as `<answer>` and `</answer>` are
-    text.
+    """Matches the tokens that a row may not contain: those of `ids`, the markers that the tokenizer names, and special
+    tokens and markers that the chat template writes in the `written` texts. Tags of a pair such as `<answer>` and
+    `</answer>` are text.
     """
     added = {token.content: token for token in tokenizer.added_tokens_decoder.values()}
     markers = [name for name, token in added.items() if token.special or _MARKER.fullmatch(name)]
     found = {name for text in written for name in markers if name in text}
     named = (value for value in tokenizer.special_tokens_map.values() if isinstance(value, str))
-    found.update(name for name in (*tokenizer.convert_ids_to_tokens(list(ids)), *named) if name)
+    found.update(name for name in tokenizer.convert_ids_to_tokens(list(ids)) if name)
+    found.update(name for name in named if _MARKER.fullmatch(name))
     found = {name for name in found if not _is_tag(name, added)}
     return re.compile("|".join(map(re.escape, sorted(found, key=len, reverse=True))) or r"(?!)")
 

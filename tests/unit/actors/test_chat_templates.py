@@ -301,6 +301,19 @@ def test_answers_about_pictures_are_found(tmp_path: Path, name: str, head: str, 
     assert len(group.prompt.media_spans) == len(group.prompt.media) == 1
 
 
+@pytest.mark.parametrize(("pad", "is_end"), [("!", True), (None, True), ("<|endoftext|>", False)])
+def test_padding_that_is_a_word_of_texts_stays_in_them(folder: Path, tmp_path: Path, pad: str, is_end: bool) -> None:
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    tokenizer.pad_token = pad
+    tokenizer.save_pretrained(tmp_path)
+    config = load_config(["experiment=own", f"policy.model={tmp_path}", "data.path=x", "data.prompt_suffix=''"])
+    chat = ChatProcessor(str(tmp_path), config.data, config.sampler, MediaStore(lambda one: one, 1), keep_files=False)
+    assert (chat.pad_token_id in chat.eos_token_ids) == is_end
+    assert chat.check(Row("r", "Say it!", "7!", "7!")) > 0
+    assert chat.decode(chat.encode_answer("7!")) == "7!"
+
+
 @pytest.mark.parametrize("bos_in_template", [False, True])
 def test_a_prompt_begins_with_one_bos_where_the_processor_adds_it(tmp_path: Path, bos_in_template: bool) -> None:
     model = write_tiny("llava", tmp_path)  # as LLaVA 1.5, whose template has no BOS

@@ -27,4 +27,4 @@ def test_every_stage_of_a_bare_machine_passes_and_the_others_say_what_is_missing
     assert {name for name, stage in found.items() if stage.outcome is Outcome.PASSED} == set(ON_A_BARE_CPU)
     for name in set(named) - set(ON_A_BARE_CPU):
         assert found[name].outcome is Outcome.NOT_HERE and found[name].cause
-    assert "text and pictures" in str(found["learner"].figures["prompts"])
+    assert found["learner"].figures["media"] == "image"

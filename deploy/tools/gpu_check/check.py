@@ -92,6 +92,8 @@ def _is_finished(stage: CheckStage, results: CheckResults, options: CheckOptions
 def _run(stage: CheckStage, machine: CheckedMachine, folder: Path, timeout_s: float) -> StageResult | None:
     """The result; None if there is not enough time, or `timeout_s` was less than the stage's own and it ran out."""
     missing = stage.unmet(machine.num_gpus)
+    if machine.device == "cuda" and machine.num_gpus == 0 and stage is not STAGES[0]:  # which says why
+        missing = "no GPU that torch can use: see the first stage, or check --device cpu"
     if missing:
         return StageResult(Outcome.NOT_HERE, missing)
     if timeout_s < min(LEAST_S, stage.timeout_s):

@@ -52,5 +52,10 @@ async def _train(context: Context, model: Model, learner: Learner, actor: LocalA
         found = float((await gap(model, learner, actor)).mean())
         assert found <= close, f"after push {version}: engine and learner differ by {found:.3g} nat, {close:g} is close"
     figures = {"gap_nat": max(gaps), "gap_after_push_nat": found, "step_s": min(step_s), "push_s": min(push_s)}
-    shown = "text and pictures" if any(prompt.media for prompt in model.prompts) else "text"
-    return {"dtype": model.config.resources.dtype, "prompts": shown, **figures, **context.peak_figures()}
+    media = sorted({handle.modality for prompt in model.prompts for handle in prompt.media})
+    return {
+        "dtype": model.config.resources.dtype,
+        "media": " ".join(media) or "none",
+        **figures,
+        **context.peak_figures(),
+    }

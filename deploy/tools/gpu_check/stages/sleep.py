@@ -9,8 +9,9 @@ import torch
 
 from cluster.records.trajectory import Prompt
 from deploy.tools.gpu_check.context import MIB, Context, Figures
-from deploy.tools.gpu_check.roles import LocalActor, open_model, sample, scored
+from deploy.tools.gpu_check.roles import LocalActor, open_checkpoint, open_model, sample, scored
 from learner.learner import Learner
+from learner.policies.tiny.text import write_small_text
 
 KEPT = 0.1  # most of the memory in use that may stay on the GPU: buffers of kernels
 PARTS = ("policy", "optimizer")
@@ -21,7 +22,9 @@ def run(context: Context) -> Figures:
 
 
 async def _run(context: Context) -> Figures:
-    model = open_model(context, "sampler=huggingface")
+    own = "sampler=huggingface"  # on a GPU with a model that is large beside the buffers of kernels
+    large = open_checkpoint(context, write_small_text(context.folder / "model"), own) if context.is_cuda else None
+    model = large or open_model(context, own)
     actor, learner = await model.actor(), model.learner()
     prompt = model.prompts[-1]
     try:

@@ -31,7 +31,7 @@ def run(context: Context) -> Figures:
         f"sampler.max_tokens={num_tokens}",
         f"sampler.max_model_len={num_tokens + 256}",
         "learner.packing=true",
-        "learner.tokens_per_microbatch=16384",
+        "learner.tokens_per_microbatch=8192",
     )
     folder = context.folder / "measured"
     written = write_small_text(folder) if context.is_cuda else write_checked(folder)

@@ -12,8 +12,11 @@ import pytest
 from deploy.tools.gpu_check import check as runner
 from deploy.tools.gpu_check import registry
 from deploy.tools.gpu_check.check import RESULTS_FILE, CheckOptions, check
+from deploy.tools.gpu_check.context import Context, run_config
 from deploy.tools.gpu_check.registry import STAGES, CheckStage
 from deploy.tools.gpu_check.results import CheckedMachine, CheckResults, Outcome, StageResult, read_results
+from deploy.tools.gpu_check.roles import WORDS
+from deploy.tools.gpu_check.stages import flow_sampler, packing, pretrained, sharding, tensor_parallel
 from deploy.tools.gpu_check.status import BEGIN, END, TARGET, text
 from deploy.tools.gpu_check.table import status_rows, table
 
@@ -102,6 +105,39 @@ def test_results_of_another_machine_are_refused(machine: Path, monkeypatch: pyte
     check(options, lambda line: None)
     with pytest.raises(ValueError, match="another device: give another --folder"):
         check(replace(options, device="cuda"), lambda line: None)
+
+
+def test_without_a_gpu_only_the_first_stage_runs_and_says_why(machine: Path) -> None:
+    results = check(CheckOptions("cuda", machine / "out"), lambda line: None)
+    assert started(machine) == ["good"]
+    assert {found.outcome for name, found in results.stages.items() if name != "good"} == {Outcome.NOT_HERE}
+    assert "no GPU that torch can use" in results.stages["bad"].cause
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        ("sampler=huggingface",),
+        ("sampler=vllm",),
+        (*packing.WORDS, "resources.dtype=float32", "learner.packing=true"),
+        (*sharding.WORDS, "learner=fsdp2", "resources.learner.num_workers=1"),
+        (*sharding.WORDS, "learner=fsdp2", "resources.learner.num_workers=8"),
+        ("sampler=vllm", *tensor_parallel.SPLIT),
+        pretrained.WORDS,
+        flow_sampler.WORDS,
+    ],
+    ids=" ".join,
+)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_configurations_of_the_stages_are_valid_on_each_device(
+    own: tuple[str, ...], device: str, tmp_path: Path
+) -> None:
+    context = Context(device, tmp_path)
+    words = own if "experiment=glyphs_grpo" in own else (*WORDS, *own)
+    if device == "cpu" and own == ("sampler=vllm", *tensor_parallel.SPLIT):
+        pytest.skip("vLLM on CPU has no tensor parallelism")
+    config = run_config(context.words(*words, "policy.model=unused"))
+    assert config.resources.device == device
 
 
 def test_an_unknown_stage_and_a_broken_file_are_named(tmp_path: Path) -> None:

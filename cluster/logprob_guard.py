@@ -9,6 +9,7 @@ from cluster.errors import LogprobGapError
 from cluster.metrics.definitions import MetricName
 from cluster.records.trajectory import ScoredGroup
 from cluster.roles import Learner, UpdateReport
+from cluster.weight_sync.tolerance import Rounding
 
 _logger = logging.getLogger(__name__)
 
@@ -25,11 +26,12 @@ class GuardedLearner:
     """A learner whose update fails, or warns, where tokens of the version that it trains from have other log-probs
     than their engine recorded."""
 
-    def __init__(self, learner: Learner, *, dtype: str, limit: float, stops: bool) -> None:
-        """`limit` is the largest mean gap in nat, that of `resources.dtype=dtype`."""
+    def __init__(self, learner: Learner, *, dtype: str, limit: float, rounding: Rounding, stops: bool) -> None:
+        """`limit` is the largest mean gap in nat, that of `resources.dtype=dtype`; `rounding` may widen it."""
         self._learner = learner
         self._dtype = dtype
         self._limit = limit
+        self._rounding = rounding
         self._stops = stops
 
     async def update(self, groups: Sequence[ScoredGroup]) -> UpdateReport:
@@ -40,7 +42,7 @@ class GuardedLearner:
         """
         report = await self._learner.update(groups)
         gap = report.metrics.get(MetricName.LOGPROB_GAP_MEAN)
-        if gap is not None and not gap <= self._limit:  # a NaN is over it too
+        if gap is not None and not gap <= self._rounding.widened(self._limit):  # a NaN is over it too
             message = self._message(gap, report)
             if self._stops:
                 raise LogprobGapError(message)
@@ -49,10 +51,12 @@ class GuardedLearner:
 
     def _message(self, gap: float, report: UpdateReport) -> str:
         largest = report.metrics.get(MetricName.LOGPROB_GAP_MAX, gap)
+        limit = self._rounding.widened(self._limit)
+        widened = "" if limit == self._limit else f", widened to {limit:.3g} by the rounding of the model"
         causes = "; ".join(f"({n}) {cause}" for n, cause in enumerate(CAUSES, 1))
         return (
             f"step {report.version}: log-probs of the learner differ from those that its engines recorded at equal "
             f"weights by {gap:.3g} nat in the mean, {largest:.3g} at most "
-            f"(supervision.max_logprob_gap.{self._dtype}={self._limit:g}). Likely causes: {causes}. Find the cause, "
-            "raise the limit if it is rounding, or go on with supervision.on_logprob_gap=warn"
+            f"(supervision.max_logprob_gap.{self._dtype}={self._limit:g}{widened}). Likely causes: {causes}. "
+            "Find the cause, raise the limit if it is rounding, or go on with supervision.on_logprob_gap=warn"
         )

@@ -198,13 +198,15 @@ class Learner:
         velocities that is predicted."""
         return self._supervised.answer_accuracy(self._taught(examples), self._scoring.training)
 
-    def sequence_logprobs(self, prompt: Prompt) -> np.ndarray:
-        """float32 [P - 1]: log-probs of a prompt's tokens after the first, at temperature 1 and without bans.
+    def sequence_logprobs(self, prompt: Prompt, num_copies: int = 1) -> np.ndarray:
+        """float32 [P - 1]: log-probs of a prompt's tokens after the first, at temperature 1 and without bans, as they
+        come out of a batch of so many copies.
 
         Of a flow model they are those of arbitrary denoising steps after the prompt, [T].
         """
         with self._residence.policy_here(), self._slow.in_place(), self._backend.inference():
-            batch = collate_rows([self._scoring.canary_row(prompt)], self._reader, self._device)
+            rows = [self._scoring.canary_row(prompt)] * num_copies
+            batch = collate_rows(rows, self._reader, self._device)
             return self._policy(batch, self._scoring.canary).logprobs[0].cpu().numpy()
 
     def manifest(self) -> Manifest:

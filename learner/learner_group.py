@@ -133,9 +133,9 @@ class LearnerGroup(RankGroup):
         calls = [w.answer_accuracy.remote(shared) for w in self._workers]
         return await self._all(calls, self._timeouts.update_s, "to check answers")
 
-    async def sequence_logprobs(self, prompt: Prompt) -> np.ndarray:
+    async def sequence_logprobs(self, prompt: Prompt, num_copies: int = 1) -> np.ndarray:
         """float32 [P - 1], at temperature 1 and without bans."""
-        calls = [w.sequence_logprobs.remote(prompt) for w in self._workers]
+        calls = [w.sequence_logprobs.remote(prompt, num_copies) for w in self._workers]
         return await self._all(calls, self._timeouts.update_s, "to score the probe prompt")
 
     async def manifest(self) -> Manifest:

@@ -9,9 +9,10 @@ import numpy as np
 import torch
 
 from cluster.errors import WeightSyncError
+from cluster.weight_sync.digests import digest
 from cluster.weight_sync.manifest import Bucket, Manifest
 from cluster.weight_sync.rendezvous import RendezvousStore
-from cluster.weight_sync.transport import Rendezvous, TransferGroup, lone_bytes, pack
+from cluster.weight_sync.transport import DIGESTS, Rendezvous, TransferGroup, lone_bytes, pack, with_digest
 
 NO_BYTES = np.empty(0, dtype=np.uint8)
 NamedWeights = Callable[[], Iterator[tuple[str, torch.Tensor]]]
@@ -64,16 +65,21 @@ class WeightPublisher:
         self._stores.pop(epoch, None)
 
     def send(self, bucket_bytes: int, epoch: int) -> None:
-        """Broadcast to transfer group `epoch`. Every rank calls this; returns when this rank's part is done.
+        """Broadcast to transfer group `epoch`: the buckets, then their digests, int64 [number of buckets]. Every rank
+        calls this; returns when this rank's part is done.
 
         Raises:
             WeightSyncError: on rank 0: a member failed or the group is not there; its members fail as well.
         """
         failure: WeightSyncError | None = None
+        digests: list[torch.Tensor] = []
         for index, (bucket, packed) in enumerate(self._packed_buckets(bucket_bytes)):
             # To the last bucket whatever happens: each is a collective in which the other ranks wait for this one.
             if self._rank == 0 and failure is None:
+                digests.append(digest(packed))
                 failure = self._broadcast(epoch, packed, f"weight bucket {index} ({bucket.num_bytes} bytes)")
+        if digests and failure is None:
+            failure = self._broadcast(epoch, torch.stack(digests), DIGESTS)
         if failure is not None:
             raise failure
 
@@ -88,9 +94,10 @@ class WeightPublisher:
         return None
 
     def export(self, bucket_bytes: int) -> list[np.ndarray]:
-        """The packed buckets as uint8 arrays; every rank gathers, and those of the others than rank 0 are empty."""
+        """The packed buckets as uint8 arrays, each with its digest behind it; every rank gathers, and those of
+        others than rank 0 are empty."""
         packed = self._packed_buckets(bucket_bytes)
-        return [buffer.cpu().clone().numpy() if self._rank == 0 else NO_BYTES for _, buffer in packed]
+        return [with_digest(buffer) if self._rank == 0 else NO_BYTES for _, buffer in packed]
 
     def close(self) -> None:
         for epoch in tuple(self._groups):

@@ -17,7 +17,7 @@ from cluster.records.media import ProcessedMedia
 from cluster.records.trajectory import Prompt
 from cluster.runtime.vitals import EngineLoad
 from cluster.weight_sync.manifest import Manifest
-from cluster.weight_sync.transport import Rendezvous, TransferGroup, unpack
+from cluster.weight_sync.transport import Rendezvous, TransferGroup, unpack_all
 from learner.policies.loading import as_stored, checkpoint_names
 from learner.policies.lora import changed_weights
 
@@ -86,8 +86,7 @@ class InProcessSampler(ABC):
     async def load_weights(
         self, manifest: Manifest, bucket_bytes: int, buckets: Iterable[np.ndarray], version: int
     ) -> None:
-        packed = zip(manifest.buckets(bucket_bytes), buckets, strict=True)
-        tensors = (pair for bucket, data in packed for pair in unpack(bucket, torch.from_numpy(data.copy())))
+        tensors = unpack_all(manifest, bucket_bytes, buckets)
         async with self._turn:
             await asyncio.to_thread(self._copy_weights, self._weights(manifest, tensors))
             self._served.set(version)

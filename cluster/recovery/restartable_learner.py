@@ -127,8 +127,8 @@ class RestartableLearner:
     async def export(self, folder: Path) -> None:
         await self._restartable.outliving(lambda: self._ranks.export(folder))
 
-    async def sequence_logprobs(self, prompt: Prompt) -> np.ndarray:
-        return await self._restartable.outliving(lambda: self._ranks.sequence_logprobs(prompt))
+    async def sequence_logprobs(self, prompt: Prompt, num_copies: int = 1) -> np.ndarray:
+        return await self._restartable.outliving(lambda: self._ranks.sequence_logprobs(prompt, num_copies))
 
     async def manifest(self) -> Manifest:
         return await self._restartable.outliving(self._ranks.manifest)

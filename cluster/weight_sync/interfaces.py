@@ -36,10 +36,12 @@ class Sender(Protocol):
         ...
 
     async def export_weights(self, bucket_bytes: int) -> tuple[int, Sequence[Any]]:
-        """The learner's version, and a reference to each of its packed buckets, which the caller owns."""
+        """The learner's version, and a reference to each of its packed buckets with its digest, owned by the caller."""
         ...
 
-    async def sequence_logprobs(self, prompt: Prompt) -> np.ndarray: ...
+    async def sequence_logprobs(self, prompt: Prompt, num_copies: int = 1) -> np.ndarray:
+        """float32 [P - 1], as it comes out of a batch of so many copies of the prompt."""
+        ...
 
 
 class Receiver(Protocol):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -19,11 +19,13 @@ from threading import Thread
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from cluster.errors import WeightSyncError
 from cluster.runtime.concurrency import DaemonThread
+from cluster.weight_sync.digests import digest
 from cluster.weight_sync.manifest import Bucket, Manifest
 from cluster.weight_sync.rendezvous import join_store, wait_for_members
 
@@ -31,6 +33,9 @@ ABORT_S = 10.0  # that a member waits for its own abort
 # torch's watchdog ends the process on an error or a timeout of NCCL. A group whose waits block has no watchdog, and
 # reports both as errors of the wait. torch reads the variable when it makes a group.
 WITHOUT_WATCHDOG = {"TORCH_NCCL_BLOCKING_WAIT": "1"}
+
+DIGESTS = "the digests of the weight buckets"
+DIGEST_BYTES = 8
 
 
 @dataclass(frozen=True)
@@ -95,6 +100,9 @@ class TransferGroup:
         With `keeps` each tensor stays what it is; without, it holds until the next one is asked for, and the memory of
         one bucket serves for all. A tensor that travels alone arrives in `into`'s of the same name, if that has its
         shape, its dtype and no gaps, and is then not given. A receiver that stops before the end leaves the group.
+
+        Raises:
+            WeightSyncError: a broadcast failed; or, once all tensors were taken, bytes differ from those of the sender.
         """
         try:
             yield from self._buckets(manifest, bucket_bytes, keeps=keeps, into=into)
@@ -106,16 +114,22 @@ class TransferGroup:
         self, manifest: Manifest, bucket_bytes: int, *, keeps: bool, into: Mapping[str, torch.Tensor]
     ) -> Iterator[tuple[str, torch.Tensor]]:
         buffer = torch.empty(0, dtype=torch.uint8, device=self.device)
-        for index, bucket in enumerate(manifest.buckets(bucket_bytes)):
-            target = lone_bytes(bucket, into)
-            if target is not None:
-                self.broadcast(target, f"weight bucket {index} ({bucket.num_bytes} bytes)")
-                continue
-            if keeps or buffer.numel() < bucket.num_bytes:
-                buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=self.device)
-            filled = buffer[: bucket.num_bytes]
-            self.broadcast(filled, f"weight bucket {index} ({bucket.num_bytes} bytes)")
-            yield from unpack(bucket, filled)
+        buckets, digests = list(manifest.buckets(bucket_bytes)), []
+        for index, bucket in enumerate(buckets):
+            filled = lone_bytes(bucket, into)
+            if filled is not None:
+                self.broadcast(filled, f"weight bucket {index} ({bucket.num_bytes} bytes)")
+            else:
+                if keeps or buffer.numel() < bucket.num_bytes:
+                    buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=self.device)
+                filled = buffer[: bucket.num_bytes]
+                self.broadcast(filled, f"weight bucket {index} ({bucket.num_bytes} bytes)")
+                yield from unpack(bucket, filled)
+            digests.append(digest(filled))  # once its tensors were taken: memory that was reused too early differs
+        if digests:
+            sent = torch.empty(len(digests), dtype=torch.int64, device=self.device)
+            self.broadcast(sent, DIGESTS)
+            check_arrival(buckets, sent, digests)
 
     def _broadcast_within(self, timeout_s: float, buffer: torch.Tensor, what: str) -> None:
         if self._group is None:
@@ -222,3 +236,47 @@ def unpack(bucket: Bucket, buffer: torch.Tensor) -> list[tuple[str, torch.Tensor
         )
         for slot in bucket.slots
     ]
+
+
+def with_digest(packed: torch.Tensor) -> np.ndarray:
+    """A packed bucket as uint8 in host memory, and its digest in `DIGEST_BYTES` behind it."""
+    return torch.cat([packed.cpu(), digest(packed).cpu().reshape(1).view(torch.uint8)]).numpy()
+
+
+def unpack_all(
+    manifest: Manifest, bucket_bytes: int, packed: Iterable[np.ndarray]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and tensor of everything in an exported push, whose buckets have their digests behind them.
+
+    Raises:
+        WeightSyncError: once all tensors were taken: the bytes of a bucket have another digest.
+    """
+    buckets, sent, arrived = list(manifest.buckets(bucket_bytes)), [], []
+    for bucket, data in zip(buckets, packed, strict=True):
+        filled = torch.from_numpy(data[: bucket.num_bytes].copy())
+        yield from unpack(bucket, filled)
+        sent.append(torch.from_numpy(data[-DIGEST_BYTES:].copy()).view(torch.int64)[0])
+        arrived.append(digest(filled))
+    if buckets:
+        check_arrival(buckets, torch.stack(sent), arrived)
+
+
+def check_arrival(buckets: Sequence[Bucket], sent: torch.Tensor, arrived: Sequence[torch.Tensor]) -> None:
+    """Compare the digests of the sender, int64 [number of buckets], with those of the bytes that arrived.
+
+    Raises:
+        WeightSyncError: names the buckets that differ.
+    """
+    is_other = (sent != torch.stack(list(arrived))).tolist()
+    wrong = [bucket for bucket, differs in zip(buckets, is_other, strict=True) if differs]
+    if wrong:
+        named = ", ".join(_named(bucket) for bucket in wrong[:3]) + (", ..." if len(wrong) > 3 else "")
+        raise WeightSyncError(
+            f"{len(wrong)} of {len(buckets)} weight buckets did not arrive as they were sent ({named})"
+        )
+
+
+def _named(bucket: Bucket) -> str:
+    """The bucket by its tensors."""
+    first, others = bucket.slots[0].spec.name, len(bucket.slots) - 1
+    return f"{first} and {others} more tensors" if others else first

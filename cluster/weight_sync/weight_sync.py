@@ -158,7 +158,7 @@ class WeightSync:
         Raises:
             ManifestError: a receiver's checkpoint has other tensors; nothing was sent to it.
             WeightSyncError: the receivers of a wave live, and yet no attempt got the weights through.
-            CanaryError: the weights arrived but no engine computes what the learner computes.
+            CanaryError: the weights arrived, and no engine computes what the learner computes.
             WorkerDiedError, DeadlineError: the sender is gone.
         """
         async with self._one_push:
@@ -173,6 +173,7 @@ class WeightSync:
                 await self._arrive(push, sent)
                 sent = await self._send(push, wave)
             await self._announce(version)  # where there was no receiver
+            await self._canary_tolerance.rounding.measure(self._sender, self._probe)
             expected = await self._expected() if self._is_canary_due() else None
             self.num_pushes += 1
             settle = self._settle(push, sent, expected)
@@ -409,7 +410,8 @@ class WeightSync:
         off = ", ".join(f"{receiver.name} by {gap}" for receiver, gap in wrong.items())
         return CanaryError(
             f"log-probs of the probe prompt differ from the learner's: {off} "
-            f"({self._canary_tolerance}): the push did not arrive as it was sent"
+            f"({self._canary_tolerance}): the weights arrived as they were sent, so engine and learner compute "
+            "otherwise, or a part of the engine kept old weights"
         )
 
 

@@ -152,7 +152,8 @@ class WeightSyncConfig(Section):
     canary_interval: NonNegativeInt
     """After every so many pushes the engines' log-probs of a probe prompt are compared with the learner's; 0 is off."""
     canary_tolerance: ByDtype
-    """Largest mean of absolute log-prob differences, in nat, that the canary accepts, by `resources.dtype`."""
+    """Largest mean of absolute log-prob differences, in nat, that the canary accepts, by `resources.dtype`. In bfloat16
+    it is ten times the rounding of the model, measured at the start, where that is more."""
     canary_share: ByDtype
     """Largest share of the probe's tokens that may differ by more than `canary_tolerance`."""
 
@@ -208,8 +209,9 @@ class SupervisionConfig(Section):
     """How long a prompt waits while no rollout actor serves; longer than starting one takes."""
     max_logprob_gap: ByDtype
     """Largest mean log-prob difference, in nat, of engine and learner on a step's tokens of the weights that it trains
-    from, by `resources.dtype`. In float32 it is about 1e-6; in bfloat16 kernels of one trained model differ by 0.05 to
-    0.1. Flow models and `weight_sync.kv_cache=keep` have no limit."""
+    from, by `resources.dtype`. In float32 it is about 1e-6; in bfloat16 kernels of one trained model differ by 0.03 to
+    0.1, and ten times the measured rounding is the limit where that is more. Flow models and
+    `weight_sync.kv_cache=keep` have no limit."""
     on_logprob_gap: Literal["stop", "warn"]
     """Whether a step over that limit ends the run or writes a warning; both name the likely causes."""
 

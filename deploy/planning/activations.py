@@ -98,9 +98,8 @@ def scoring_bytes(config: RunConfig, shape: ModelShape, batch: Microbatch) -> in
 
 
 def logits_bytes(config: RunConfig, shape: ModelShape, targets: int) -> int:
-    """Bytes of the logits of `targets` and of what is computed from them in float32 [targets, vocabulary]."""
-    rows = logprob_rows(config, targets)
-    return rows * shape.vocab * (DTYPE_BYTES[config.resources.dtype] + HEAD_COPIES * FLOAT32)
+    """Bytes of the logits of `targets` and of what is computed from them, all float32 [targets, vocabulary]."""
+    return logprob_rows(config, targets) * shape.vocab * (1 + HEAD_COPIES) * FLOAT32
 
 
 def engine_bytes(config: RunConfig, shape: ModelShape) -> int:

@@ -37,6 +37,7 @@ from cluster.rollout.supervised_rows import SupervisedRows
 from cluster.runtime.ray_actors import answer, stop
 from cluster.tracing.tracing import Tracing
 from cluster.weight_sync.fresh_samples import FreshSamples
+from cluster.weight_sync.tolerance import Rounding, Tolerance
 from cluster.weight_sync.weight_sync import Push, WeightSync
 from cluster.workers.colocation import GpuLease, LeasedLearner, LeasedRollouts, LeasedWeights
 from cluster.workers.restart_policy import RestartBudget
@@ -247,12 +248,13 @@ def build_controller(
     on_result = partial(record_evaluation, metrics)
     evaluator = build_evaluator(prepared, rollouts, inference.rewards, on_result, responses)
     probe = probe_prompt(prepared)
-    weights = _weights(prepared, inference, training, probe)
+    tolerance = tolerance_of(config)
+    weights = _weights(prepared, inference, training, probe, tolerance)
     _measure_fresh(config, probe, inference, training)
     observe = partial(_observe, prepared, inference, metrics)
     weights.on_announced(dispatcher.advance)
     weights.on_published(partial(_after_push, metrics=metrics, observe=observe))
-    weights.on_arrived(parity_gate(prepared, training.learner, inference.rollouts.receivers))
+    weights.on_arrived(parity_gate(prepared, training.learner, inference.rollouts.receivers, tolerance))
     if gpu_lease:
         weights.on_arrived(gpu_lease.arrived)  # after the gate, for which the learner scores
     regenerator = _regenerator(config, source, dispatcher, training, metrics)
@@ -295,7 +297,7 @@ def build_controller(
         rollouts=dispatcher,
         replay=tracing.replay(training.replay),
         reference=reference,
-        learner=_guarded(config, tracing.learner(learner)),
+        learner=_guarded(config, tracing.learner(learner), tolerance.rounding),
         evaluator=evaluator,
         metrics=tracing.metrics(metrics),
         stop=stop_request,
@@ -430,14 +432,14 @@ def _regenerator(
     return regenerator
 
 
-def _guarded(config: RunConfig, learner: LearnerRole) -> LearnerRole:
+def _guarded(config: RunConfig, learner: LearnerRole, rounding: Rounding) -> LearnerRole:
     """The learner with a bound on its log-prob gap, where equal weights mean equal log-probs: not with keys and values
     of older weights, and not for the steps of a flow model, whose sampler has bounds of its own."""
     if config.sampler.is_flow or config.weight_sync.kv_cache == "keep":
         return learner
     found, dtype = config.supervision, config.resources.dtype
     limit, stops = found.max_logprob_gap.of(dtype), found.on_logprob_gap == "stop"
-    return GuardedLearner(learner, dtype=dtype, limit=limit, stops=stops)
+    return GuardedLearner(learner, dtype=dtype, limit=limit, rounding=rounding, stops=stops)
 
 
 def _measure_fresh(config: RunConfig, probe: Prompt, inference: Inference, training: Training) -> None:
@@ -450,7 +452,9 @@ def _measure_fresh(config: RunConfig, probe: Prompt, inference: Inference, train
     training.ranks.measure_with(FreshSamples(inference.rollouts.receivers, probe, settings))
 
 
-def _weights(prepared: Prepared, inference: Inference, training: Training, probe: Prompt) -> WeightSync:
+def _weights(
+    prepared: Prepared, inference: Inference, training: Training, probe: Prompt, tolerance: Tolerance
+) -> WeightSync:
     sync = prepared.config.weight_sync
     weights = WeightSync(
         training.learner,
@@ -459,7 +463,7 @@ def _weights(prepared: Prepared, inference: Inference, training: Training, probe
         wave_size=sync.wave_size,
         max_attempts=sync.max_attempts,
         canary_interval=sync.canary_interval,
-        canary_tolerance=tolerance_of(prepared.config),
+        canary_tolerance=tolerance,
         ranks_of_receiver=prepared.config.resources.rollout.tensor_parallel,
         probe=probe,
     )

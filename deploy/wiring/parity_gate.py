@@ -11,7 +11,7 @@ import numpy as np
 from cluster.errors import CanaryError
 from cluster.records.trajectory import Prompt
 from cluster.weight_sync.interfaces import Receiver
-from cluster.weight_sync.tolerance import Gap, Tolerance
+from cluster.weight_sync.tolerance import Gap, MeasuredRounding, Rounding, Tolerance
 from configs.schema import RunConfig
 from deploy.wiring.parity_prompts import cases
 from deploy.wiring.preparation import Prepared
@@ -81,14 +81,17 @@ class ParityGate:
 def tolerance_of(config: RunConfig) -> Tolerance:
     """How far engine and learner may differ in the precision of a run."""
     sync, dtype = config.weight_sync, config.resources.dtype
-    return Tolerance(sync.canary_tolerance.of(dtype), sync.canary_share.of(dtype))
+    rounding = Rounding() if dtype == "float32" else MeasuredRounding()
+    return Tolerance(sync.canary_tolerance.of(dtype), sync.canary_share.of(dtype), rounding)
 
 
-def parity_gate(prepared: Prepared, learner: Scorer, receivers: Callable[[], Sequence[Receiver]]) -> ParityGate:
+def parity_gate(
+    prepared: Prepared, learner: Scorer, receivers: Callable[[], Sequence[Receiver]], tolerance: Tolerance
+) -> ParityGate:
     """The gate of a run; it compares nothing for a model type that docs/models.md has measured."""
     config = prepared.config
     if config.sampler.is_flow:  # the canary of the first push compares them
-        return ParityGate("flow", learner, receivers, {}, tolerance_of(config))
+        return ParityGate("flow", learner, receivers, {}, tolerance)
     model_type = model_type_at(config.policy.model)
     prompts = {}
     if family_at(config.policy.model).needs_gate:
@@ -99,4 +102,4 @@ def parity_gate(prepared: Prepared, learner: Scorer, receivers: Callable[[], Seq
         folder.mkdir(parents=True, exist_ok=True)
         found = cases(prepared.processor, folder, min(MAX_PICTURES, config.sampler.max_images_per_prompt))
         prompts = {name: case.prompt for name, case in found.items()}
-    return ParityGate(model_type, learner, receivers, prompts, tolerance_of(config))
+    return ParityGate(model_type, learner, receivers, prompts, tolerance)

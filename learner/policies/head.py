@@ -108,7 +108,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False):
             used = weight.to(score.dtype)
             parts = [
-                score(linear(hidden[chunk].to(score.dtype), used), targets, chunk)
+                score(_logits(hidden[chunk].to(score.dtype), used), targets, chunk)
                 for chunk in score.chunks(hidden.shape[0])
             ]
         logprobs, entropy, is_argmax = (torch.cat(column) for column in zip(*parts, strict=True))
@@ -130,16 +130,29 @@ class _ChunkedLogprobs(torch.autograd.Function):
             used = weight.to(score.dtype)
             for chunk in score.chunks(hidden.shape[0]):
                 states = hidden[chunk].to(score.dtype)
-                logits = linear(states, used).requires_grad_()
+                logits = _logits(states, used).requires_grad_()
                 with torch.enable_grad():
                     outputs = score.trained(logits, targets, chunk)
                 grads = [logprobs_grad[chunk], entropy_grad[chunk]][: len(outputs)]
                 [logits_grad] = torch.autograd.grad(outputs, logits, grads)  # [n, V]
+                logits_grad = logits_grad.to(score.dtype)
                 if hidden_grad is not None:
                     hidden_grad[chunk] = (logits_grad @ used).to(hidden.dtype)
                 if weight_grad is not None:
                     _add_product(weight_grad, logits_grad, states)
         return hidden_grad, None if weight_grad is None else weight_grad.to(weight.dtype), None, None
+
+
+def _logits(states: Tensor, weight: Tensor) -> Tensor:
+    """[n, V] of factors in the run's dtype: on a GPU float32, as engines have them (`head_dtype` in
+    actors/samplers/vllm/arguments.py).
+
+    Rounded to bfloat16, logits of 40 have steps of 0.25, which is half of what two kernels differ by. On CPU float32
+    takes five times as long, and both sides round.
+    """
+    if weight.dtype is not torch.float32 and weight.is_cuda:
+        return torch.mm(states, weight.T, out_dtype=torch.float32)
+    return linear(states, weight)
 
 
 def _add_product(total: Tensor, logits_grad: Tensor, states: Tensor) -> None:

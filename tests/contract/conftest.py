@@ -7,24 +7,34 @@ from collections.abc import Iterator
 
 import pytest
 from engines import Engine, Model, new_learner, open_model, start_actor
+from skipping_engine import SkippingActor
 
 from learner.learner import Learner
 from learner.policies.tiny import write_tiny_qwen2_5_vl
 
-ENGINES = {"vllm-untied": ("vllm", "untied"), "vllm-tied": ("vllm", "tied"), "huggingface": ("huggingface", "untied")}
+ENGINES = {
+    "vllm-untied": ("vllm", "untied"),
+    "vllm-tied": ("vllm", "tied"),
+    "vllm-bfloat16": ("vllm", "bfloat16"),
+    "huggingface": ("huggingface", "untied"),
+}
 
 
 @pytest.fixture(scope="package")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Model]:
-    """One model with an output layer of its own, and one that shares it with the input embedding and whose engine keeps
-    the KV of running requests over a push and reports its load."""
+    """One model with an output layer of its own, one that shares it with the input embedding and whose engine keeps the
+    KV of running requests over a push and reports its load, and one that is computed in bfloat16."""
     found = {}
-    for name in ("untied", "tied"):
+    for name in ("untied", "tied", "bfloat16"):
         folder = tmp_path_factory.mktemp(name)
-        write_tiny_qwen2_5_vl(folder / "model", seed=0, tie_word_embeddings=name == "tied")
+        write_tiny_qwen2_5_vl(folder / "model", seed=0, tie_word_embeddings=name != "untied")
         kv_cache, concurrency = ("keep", "aimd") if name == "tied" else ("recompute", "fixed")
+        dtype = "bfloat16" if name == "bfloat16" else "float32"
         found[name] = open_model(
-            folder / "model", f"weight_sync.kv_cache={kv_cache}", f"concurrency.kind={concurrency}"
+            folder / "model",
+            f"weight_sync.kv_cache={kv_cache}",
+            f"concurrency.kind={concurrency}",
+            f"resources.dtype={dtype}",
         )
     return found
 
@@ -33,7 +43,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Model]:
 def engines(local_ray: str, models: dict[str, Model]) -> Iterator[dict[str, Engine]]:
     """Every engine, loaded side by side."""
     started = {
-        name: start_actor(models[model], kind, index) for index, (name, (kind, model)) in enumerate(ENGINES.items())
+        name: start_actor(models[model], kind, index, SkippingActor)
+        for index, (name, (kind, model)) in enumerate(ENGINES.items())
     }
 
     async def load() -> None:

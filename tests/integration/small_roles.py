@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,8 @@ from cluster.records.partial_response import Attempt
 from cluster.records.trajectory import GroupReport, Prompt, Response, ScoredGroup, TrajectoryGroup
 from cluster.roles import SamplingSettings, UpdateReport
 from cluster.runtime.object_store import fetch, fetch_or_miss
-from cluster.weight_sync.manifest import Bucket, Manifest, TensorSpec
-from cluster.weight_sync.transport import Rendezvous, TransferGroup, unpack
+from cluster.weight_sync.manifest import Manifest, TensorSpec
+from cluster.weight_sync.transport import Rendezvous, TransferGroup, unpack_all
 from learner.ranks.process_group import RankRendezvous
 from learner.weight_publisher import WeightPublisher
 
@@ -99,22 +99,18 @@ class SmallRollout(PromptServer):
         return version
 
     async def load_weights(self, manifest: Manifest, bucket_bytes: int, buckets: Sequence[Any], version: int) -> None:
-        for bucket, reference in zip(manifest.buckets(bucket_bytes), buckets, strict=True):
-            [data] = await asyncio.to_thread(fetch, [reference], timeout_s=60, what="a bucket")
-            self._take(bucket, torch.from_numpy(data.copy()))
+        packed = await asyncio.to_thread(fetch, buckets, timeout_s=60, what="the buckets")
+        self._take(unpack_all(manifest, bucket_bytes, packed))
         self._version = version
 
     async def close(self) -> None: ...
 
     def _receive(self, manifest: Manifest, bucket_bytes: int) -> None:
         self._saboteur.moment("in_broadcast")
-        for bucket in manifest.buckets(bucket_bytes):
-            buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8)
-            self._group.broadcast(buffer, "the weight")
-            self._take(bucket, buffer)
+        self._take(self._group.receive(manifest, bucket_bytes, keeps=True))
 
-    def _take(self, bucket: Bucket, buffer: torch.Tensor) -> None:
-        [(_, tensor)] = unpack(bucket, buffer)
+    def _take(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+        [(_, tensor)] = tensors
         self._weight = float(tensor[0])
 
 
@@ -160,7 +156,7 @@ class SmallLearner:
         self._state["version"] = version
         return UpdateReport(version, {"loss": 0.0})
 
-    def sequence_logprobs(self, prompt: Prompt) -> np.ndarray:
+    def sequence_logprobs(self, prompt: Prompt, num_copies: int = 1) -> np.ndarray:
         return np.full(3, -float(self._state["weight"]))
 
     def manifest(self) -> Manifest:

@@ -19,10 +19,10 @@ import torch
 
 from actors.samplers.vllm.weights import JoinInfo, MobulaWeightTransferEngine
 from cluster.weight_sync.manifest import Manifest, TensorSpec
-from cluster.weight_sync.rendezvous import RendezvousStore
 from cluster.weight_sync.tolerance import Tolerance
-from cluster.weight_sync.transport import Rendezvous, TransferGroup, pack
+from cluster.weight_sync.transport import Rendezvous
 from cluster.weight_sync.weight_sync import WeightSync
+from learner.weight_publisher import WeightPublisher
 
 RANKS, ENGINES, TIMEOUT_S, BUCKET_BYTES = 2, 2, 60.0, 4096
 MANIFEST = Manifest(
@@ -90,21 +90,27 @@ class Sender:
 
     version = 0
 
+    def __init__(self) -> None:
+        self._publisher = WeightPublisher(
+            MANIFEST,
+            lambda: iter(weights(self.version).items()),
+            rank=0,
+            device=torch.device("cpu"),
+            transport="gloo",
+            timeout_s=TIMEOUT_S,
+        )
+
     async def manifest(self) -> Manifest:
         return MANIFEST
 
     async def open_transfer(self, epoch: int, num_receivers: int) -> Rendezvous:
-        self._store = RendezvousStore(TIMEOUT_S)
-        return Rendezvous(self._store.host, self._store.port, epoch, 1 + num_receivers, "gloo", TIMEOUT_S)
+        return self._publisher.open_transfer(epoch, num_receivers)
 
     async def join_transfer(self, rendezvous: Rendezvous) -> None:
-        self._group = await asyncio.to_thread(TransferGroup, rendezvous, 0, torch.device("cpu"))
+        await asyncio.to_thread(self._publisher.join_transfer, rendezvous)
 
     async def send_weights(self, bucket_bytes: int, epoch: int) -> None:
-        tensors = weights(self.version)
-        for bucket in MANIFEST.buckets(bucket_bytes):
-            packed = pack(bucket, tensors, torch.empty(bucket.num_bytes, dtype=torch.uint8))
-            await asyncio.to_thread(self._group.broadcast, packed, "a bucket")
+        await asyncio.to_thread(self._publisher.send, bucket_bytes, epoch)
 
 
 class Members:

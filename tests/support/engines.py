@@ -51,6 +51,7 @@ TEMPERATURE = 0.8
 LORA = ("policy.lora.rank=4", "policy.lora.alpha=6.0")
 SIZES = ((), ((56, 56),), ((56, 56), (112, 84)))  # of the pictures of each prompt, (width, height)
 CALLS_IN_FLIGHT = 64
+EXACT = Tolerance(1e-5, 0.0)  # float32
 CHUNK_TOKENS = 8  # responses of more tokens are reported while they grow
 ENGINE_TIMEOUTS_S = {
     "start_s": 600.0,
@@ -172,8 +173,8 @@ class LocalSender:
     async def export_weights(self, bucket_bytes: int) -> tuple[int, list[np.ndarray]]:
         return await asyncio.to_thread(self.learner.export_weights, bucket_bytes)
 
-    async def sequence_logprobs(self, prompt: Prompt) -> np.ndarray:
-        return await asyncio.to_thread(self.learner.sequence_logprobs, prompt)
+    async def sequence_logprobs(self, prompt: Prompt, num_copies: int = 1) -> np.ndarray:
+        return await asyncio.to_thread(self.learner.sequence_logprobs, prompt, num_copies)
 
 
 class AlteredManifest(LocalSender):
@@ -304,7 +305,7 @@ def weight_sync(
     sender: Any,
     *,
     canary_interval: int = 1,
-    tolerance: float = 1e-5,
+    tolerance: Tolerance = EXACT,
     members: FixedMembers | None = None,
     ranks_of_receiver: int = 1,
 ) -> WeightSync:
@@ -316,7 +317,7 @@ def weight_sync(
         wave_size=0,
         max_attempts=1,
         canary_interval=canary_interval,
-        canary_tolerance=Tolerance(tolerance, 0.0),
+        canary_tolerance=tolerance,
         ranks_of_receiver=ranks_of_receiver,
         probe=engine.model.probe,
     )

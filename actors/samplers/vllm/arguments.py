@@ -15,6 +15,7 @@ from cluster.roles import SamplingSettings
 from learner.policies.logprobs import BAN_BIAS
 
 WEIGHT_TRANSFER = "mobula"  # our transport's name in vLLM's registry
+LOGITS = {"cuda": {"head_dtype": "float32"}}  # as the learner computes them; on CPU in the dtype of the model
 LOAD_FORMAT = "mobula"  # our loader's name in vLLM's registry
 MAX_TEMPERATURE = 2.0  # that SamplingParams is made with; its samplers take any
 SPARE_LOGPROBS = 16  # beyond top_k: tokens whose logits equal the k-th are kept too
@@ -27,6 +28,7 @@ def engine_args(settings: EngineSettings) -> AsyncEngineArgs:
         load_format=LOAD_FORMAT,
         config_format="hf",  # the learner reads config.json, whatever other formats the folder holds
         dtype=settings.dtype,
+        hf_overrides=LOGITS.get(settings.device, {}),
         seed=settings.seed,
         tensor_parallel_size=settings.tensor_parallel,
         # Processes of our own: inside of a placement group vLLM would else ask Ray for actors beside this one.

@@ -34,7 +34,7 @@ from actors.samplers.vllm.arguments import WEIGHT_TRANSFER
 from actors.samplers.vllm.patches.seeds import seed_by_position
 from cluster.errors import WeightSyncError
 from cluster.weight_sync.manifest import Manifest
-from cluster.weight_sync.transport import Rendezvous, TransferGroup, unpack
+from cluster.weight_sync.transport import Rendezvous, TransferGroup, unpack_all
 from learner.policies.lora import AdapterBase, changed_weights
 
 
@@ -48,8 +48,8 @@ class JoinInfo(WeightTransferInitInfo):
 
 @dataclass
 class PushInfo(WeightTransferUpdateInfo):
-    """The content of one push. `buckets` holds the packed bytes when they do not come over the transfer group,
-    `tensors` those that came over it already; `adapters` describes how adapters are merged."""
+    """The content of one push. `buckets` holds the packed bytes and their digests when they do not come over the
+    transfer group, `tensors` those that came over it already; `adapters` describes how adapters are merged."""
 
     manifest: list[dict[str, Any]]
     bucket_bytes: int
@@ -90,7 +90,8 @@ class MobulaWeightTransferEngine(WeightTransferEngine[JoinInfo, PushInfo]):
         if update_info.tensors is not None:
             tensors = update_info.tensors
         elif update_info.buckets is not None:
-            tensors = _from_bytes(manifest, update_info.bucket_bytes, update_info.buckets)
+            packed = [np.frombuffer(data, dtype=np.uint8) for data in update_info.buckets]
+            tensors = unpack_all(manifest, update_info.bucket_bytes, packed)
         else:
             tensors = self.receive(manifest, update_info.bucket_bytes)
         if update_info.adapters is not None:
@@ -101,10 +102,14 @@ class MobulaWeightTransferEngine(WeightTransferEngine[JoinInfo, PushInfo]):
             _unsent_layers_apart(self.model),
         ):
             initialize_layerwise_reload(self.model)
-            self.model.load_weights(tensors)
-            if update_info.adapters is None:  # adapters change some layers alone
-                _refuse_stale_layers(self.model)
-            finalize_layerwise_reload(self.model, self.model_config)
+            try:
+                self.model.load_weights(tensors)
+                _refuse_stale_layers(self.model, takes_all=update_info.adapters is None)
+            except BaseException:
+                _forget_incomplete_layers(self.model)
+                raise
+            finally:
+                finalize_layerwise_reload(self.model, self.model_config)
 
     def receive(self, manifest: Manifest, bucket_bytes: int) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors of a push over the group, each in memory of its own, because layers need several at a time."""
@@ -123,11 +128,6 @@ class MobulaWeightTransferEngine(WeightTransferEngine[JoinInfo, PushInfo]):
 
 class WorkerExtension:
     """Mixed into vLLM's worker; importing it registers the engine."""
-
-
-def _from_bytes(manifest: Manifest, bucket_bytes: int, packed: list[bytes]) -> Iterator[tuple[str, torch.Tensor]]:
-    for bucket, data in zip(manifest.buckets(bucket_bytes), packed, strict=True):
-        yield from unpack(bucket, torch.from_numpy(np.frombuffer(data, dtype=np.uint8).copy())[: bucket.num_bytes])
 
 
 @contextmanager
@@ -181,25 +181,58 @@ def _unsent_layers(model: torch.nn.Module) -> list[tuple[torch.nn.Module, str, t
     return [(parent, name, layer) for parent, name, layer in children if is_unsent(layer)]
 
 
-def _refuse_stale_layers(model: torch.nn.Module) -> None:
-    """Refuse a push that has loaded nothing into a layer with parameters.
+def _refuse_stale_layers(model: torch.nn.Module, *, takes_all: bool) -> None:
+    """Refuse a push that has left out a parameter of a layer, or a part of one. On each rank of a split engine, of the
+    rank's own part. A layer that got everything is processed by then, and vLLM has no count of it any more.
+
+    Args:
+        takes_all: the push has tensors of every layer; else layers may be left out as a whole.
 
     Raises:
-        WeightSyncError: such layers would keep the weights of an older version.
+        WeightSyncError: such layers would keep values of an older version.
     """
     stale = [
         name
         for name, layer in model.named_modules()
         if any(True for _ in layer.parameters(recurse=False))
-        and get_layerwise_info(layer).can_load()
-        and get_layerwise_info(layer).load_numel == 0
         and not is_deferred_attention_layer(layer)
+        and _is_incomplete(layer, takes_all)
     ]
     if stale:
         raise WeightSyncError(
-            f"the push has no tensor for {len(stale)} layers of the engine ({', '.join(stale[:5])}): they would keep "
-            "old weights, so vLLM names tensors of this model otherwise than its checkpoint; use sampler=huggingface"
+            f"the push has not all tensors for {len(stale)} layers of the engine ({', '.join(stale[:5])}): they would "
+            "keep old weights, so vLLM names tensors of this model otherwise than its checkpoint; use "
+            "sampler=huggingface"
         )
+
+
+def _is_incomplete(layer: torch.nn.Module, takes_all: bool) -> bool:
+    info = get_layerwise_info(layer)
+    if not info.can_load():
+        return False
+    if info.load_numel == 0:
+        return takes_all
+    parameters = dict(layer.named_parameters(recurse=False))
+    buffers = sum(buffer.numel() for buffer in layer.buffers(recurse=False))
+    num_missing = info.load_numel_total - info.load_numel - buffers - _num_padding(layer)
+    return num_missing > 0 or not parameters.keys() <= {name for name, _ in info.loaded_weights}
+
+
+def _num_padding(layer: torch.nn.Module) -> int:
+    """Elements of an embedding or LM head that no checkpoint has: vLLM rounds the number of rows up."""
+    if not isinstance(layer, VocabParallelEmbedding):
+        return 0
+    num_rows = layer.num_embeddings_per_partition - layer.shard_indices.num_org_elements
+    return sum(num_rows * p.numel() // p.shape[0] for p in layer.parameters(recurse=False))
+
+
+def _forget_incomplete_layers(model: torch.nn.Module) -> None:
+    """Layers that a failed push has not completed keep their old weights: a later push must not count on its tensors,
+    because vLLM would take the layer for complete too early and drop the last ones."""
+    for layer in model.modules():
+        info = get_layerwise_info(layer)
+        info.loaded_weights.clear()
+        info.load_numel = 0
 
 
 WeightTransferEngineFactory.register_engine(WEIGHT_TRANSFER, MobulaWeightTransferEngine)

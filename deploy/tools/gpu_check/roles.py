@@ -85,8 +85,8 @@ class LocalSender:
     async def export_weights(self, bucket_bytes: int) -> tuple[int, list[np.ndarray]]:
         return await asyncio.to_thread(self.learner.export_weights, bucket_bytes)
 
-    async def sequence_logprobs(self, prompt: Prompt) -> np.ndarray:
-        return await asyncio.to_thread(self.learner.sequence_logprobs, prompt)
+    async def sequence_logprobs(self, prompt: Prompt, num_copies: int = 1) -> np.ndarray:
+        return await asyncio.to_thread(self.learner.sequence_logprobs, prompt, num_copies)
 
 
 class OneMember:

@@ -10,6 +10,7 @@ import pytest
 from cluster.errors import LogprobGapError
 from cluster.logprob_guard import GuardedLearner
 from cluster.roles import UpdateReport
+from cluster.weight_sync.tolerance import MeasuredRounding, Rounding
 from configs.errors import ConfigError
 from configs.load import load_config
 
@@ -22,9 +23,11 @@ class FixedLearner:
         return UpdateReport(3, self._metrics)
 
 
-def guarded(gap: float | None, *, stops: bool = True) -> GuardedLearner:
+def guarded(gap: float | None, *, stops: bool = True, rounding: Rounding | None = None) -> GuardedLearner:
     metrics = {} if gap is None else {"logprob_gap_mean": gap, "logprob_gap_max": 4 * gap}
-    return GuardedLearner(FixedLearner(metrics), dtype="float32", limit=1e-3, stops=stops)
+    return GuardedLearner(
+        FixedLearner(metrics), dtype="float32", limit=1e-3, rounding=rounding or Rounding(), stops=stops
+    )
 
 
 @pytest.mark.parametrize("gap", [None, 5e-7, 1e-3])
@@ -41,6 +44,14 @@ async def test_a_step_over_the_limit_stops_with_the_causes(gap: float) -> None:
     )
     with pytest.raises(LogprobGapError, match=match):
         await guarded(gap).update([])
+
+
+async def test_the_limit_grows_with_the_rounding_of_the_model_and_the_message_has_both() -> None:
+    rounding = MeasuredRounding()
+    rounding.nat = 0.0006
+    assert (await guarded(0.0059, rounding=rounding).update([])).version == 3
+    with pytest.raises(LogprobGapError, match=r"max_logprob_gap\.float32=0\.001, widened to 0\.006 by the rounding"):
+        await guarded(0.0061, rounding=rounding).update([])
 
 
 async def test_a_step_over_the_limit_warns_where_a_run_asks_for_that(caplog) -> None:

@@ -126,7 +126,7 @@ def test_without_tokens_the_gradient_is_zero_and_not_missing() -> None:
     assert logprobs.shape == (0,) and layer.weight.grad.abs().max() == 0
 
 
-def test_under_autocast_logits_are_rounded_and_the_weights_gradient_is_not() -> None:
+def test_under_autocast_on_cpu_logits_are_rounded_and_the_weights_gradient_is_not() -> None:
     layer, (hidden, targets, of_logprobs, _) = linear(), drawn()
     grads = {}
     for chunk_tokens in (3, 1000):

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from cluster.errors import WeightSyncError
+from cluster.weight_sync.digests import digest
 from cluster.weight_sync.manifest import Manifest, TensorSpec
 from learner.weight_publisher import WeightPublisher
 
@@ -34,6 +35,10 @@ class Recorder:
         self._events.append("closed")
 
 
+def digest_of(bucket: bytes) -> bytes:
+    return digest(torch.frombuffer(bytearray(bucket), dtype=torch.uint8)).numpy().tobytes()
+
+
 def publisher(events: list[str], rank: int = 0) -> WeightPublisher:
     def gathered() -> Iterator[tuple[str, torch.Tensor]]:
         for n, spec in enumerate(MANIFEST.tensors):
@@ -49,8 +54,10 @@ def test_a_bucket_is_sent_before_the_next_one_is_gathered() -> None:
     sender, group = publisher(events), Recorder(events)
     sender._groups[1] = group  # type: ignore[assignment]
     sender.send(BUCKET_BYTES, 1)
-    assert events == ["t0", "t1", "sent", "t2", "t3", "sent", "t4", "sent"]
-    assert b"".join(group.sent) == np.repeat(np.arange(5, dtype=np.float32), 4).tobytes()
+    assert events == ["t0", "t1", "sent", "t2", "t3", "sent", "t4", "sent", "sent"]
+    *buckets, digests = group.sent
+    assert b"".join(buckets) == np.repeat(np.arange(5, dtype=np.float32), 4).tobytes()
+    assert digests == b"".join(digest_of(bucket) for bucket in buckets)
 
 
 def test_a_sender_whose_group_fails_gathers_to_the_end_and_leaves() -> None:
@@ -65,8 +72,10 @@ def test_a_sender_whose_group_fails_gathers_to_the_end_and_leaves() -> None:
 
 def test_every_rank_exports_as_many_buckets_and_rank_0_alone_their_bytes() -> None:
     exported = publisher([]).export(BUCKET_BYTES)
-    assert np.concatenate(exported).tobytes() == np.repeat(np.arange(5, dtype=np.float32), 4).tobytes()
-    assert [bucket.nbytes for bucket in exported] == [32, 32, 16]
+    buckets = [bucket[:-8].tobytes() for bucket in exported]
+    assert b"".join(buckets) == np.repeat(np.arange(5, dtype=np.float32), 4).tobytes()
+    assert [len(bucket) for bucket in buckets] == [32, 32, 16]
+    assert [bucket[-8:].tobytes() for bucket in exported] == [digest_of(bucket) for bucket in buckets]
     events: list[str] = []
     assert [bucket.nbytes for bucket in publisher(events, rank=1).export(BUCKET_BYTES)] == [0, 0, 0]
     assert events == ["t0", "t1", "t2", "t3", "t4"], "it takes part in the gathering"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from cluster.weight_sync.transport import unpack
+from cluster.weight_sync.transport import unpack_all
 from deploy.tools.gpu_check.context import Context, Figures
 from deploy.tools.gpu_check.roles import Model, open_model, sampled_groups
 from learner.learner import Learner
@@ -46,5 +46,4 @@ def _difference(padded: Model, packed: Model, close: float) -> float:
 def weights(model: Model, learner: Learner) -> dict[str, torch.Tensor]:
     """The learner's weights as a push carries them, by name."""
     _, buckets = learner.export_weights(model.bucket_bytes)
-    packed = zip(learner.manifest().buckets(model.bucket_bytes), buckets, strict=True)
-    return {name: t.clone() for bucket, data in packed for name, t in unpack(bucket, torch.from_numpy(data.copy()))}
+    return {name: t.clone() for name, t in unpack_all(learner.manifest(), model.bucket_bytes, buckets)}

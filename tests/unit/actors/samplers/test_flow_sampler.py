@@ -19,13 +19,13 @@ from cluster.records.media import MediaReader
 from cluster.records.partial_response import SampledSequence
 from cluster.records.trajectory import Prompt
 from cluster.weight_sync.manifest import Manifest, checkpoint_manifest
-from cluster.weight_sync.transport import pack
 from learner.policies.flow.checkpoint import FlowCheckpoint
 from learner.policies.flow.denoising import Denoising
 from learner.policies.flow.families import TRANSFORMER, flow_family_at
 from learner.policies.flow.policy import FlowPolicy, StepRescoring
 from learner.policies.flow.tiny import write_tiny_flow
 from learner.policies.trained import collate_rows, row_of
+from learner.weight_publisher import WeightPublisher
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -145,9 +145,10 @@ async def test_new_weights_are_taken_as_a_whole_and_stamped(
     with pytest.raises(ManifestError, match="missing"):
         await sampler.check_manifest(Manifest(manifest.tensors[1:]))
     state = load_file(newer / TRANSFORMER / "diffusion_pytorch_model.safetensors")
-    plan = list(manifest.buckets(1 << 20))
-    buckets = [pack(b, state, torch.zeros(b.num_bytes, dtype=torch.uint8)).numpy() for b in plan]
-    await sampler.load_weights(manifest, 1 << 20, buckets, 7)
+    named = [(spec.name, state[spec.name]) for spec in manifest.tensors]
+    learner = {"rank": 0, "device": torch.device("cpu"), "transport": "gloo", "timeout_s": 1.0}
+    publisher = WeightPublisher(manifest, lambda: iter(named), **learner)
+    await sampler.load_weights(manifest, 1 << 20, publisher.export(1 << 20), 7)
     found = await sample(sampler, prompts[0])
     assert {span.version for sequence in found for span in sequence.weight_spans} == {7}
     np.testing.assert_array_equal(replayed(policy(newer), prompts[0], found), [s.logprobs for s in found])

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from actors.samplers.vllm.arguments import sampling_params
+from actors.samplers.vllm.arguments import engine_args, sampling_params
 from cluster.roles import SamplingSettings
 
 IMPORTS = """
@@ -35,3 +35,14 @@ def test_stop_strings_may_be_special_tokens() -> None:
     engine = SimpleNamespace(chunk_tokens=16, banned_ids=(), stop_ids=(1,))
     params = sampling_params(engine, SamplingSettings(1, 1.0, 8, seed=0, stop_strings=("</answer>",)))
     assert (params.detokenize, params.skip_special_tokens) == (True, False)
+
+
+@pytest.mark.parametrize(("device", "overrides"), [("cuda", {"head_dtype": "float32"}), ("cpu", {})])
+def test_logits_of_an_engine_have_the_dtype_of_the_learners(device: str, overrides: dict[str, str]) -> None:
+    lengths = {"max_model_len": 64, "max_num_seqs": 2, "max_num_batched_tokens": 64, "block_size": 16}
+    media = {f"max_{kind}_per_prompt": 0 for kind in ("images", "videos", "audios")}
+    settings = SimpleNamespace(
+        model="model", dtype="bfloat16", device=device, seed=0, tensor_parallel=1, kv_cache_bytes=1 << 20,
+        enforce_eager=True, sleep_level=0, **lengths, **media,
+    )  # fmt: skip
+    assert engine_args(settings).hf_overrides == overrides

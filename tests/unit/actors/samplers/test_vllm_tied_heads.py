@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -81,12 +83,49 @@ def test_a_reload_that_fails_leaves_the_layers_in_place() -> None:
     assert model.layers == before
 
 
+def reloading(numel: int, missing: int, *loaded: str) -> nn.Module:
+    """A layer of 4 weights and 2 biases in the middle of a reload; `loaded` names what its loaders were called for."""
+    layer = nn.Linear(2, 2)
+    info = get_layerwise_info(layer)
+    info.load_numel, info.load_numel_total = numel, numel + missing
+    info.loaded_weights = [(name, inspect.signature(len).bind(())) for name in loaded]
+    return layer
+
+
+def vocabulary_of_three(missing: int) -> nn.Module:
+    """An embedding of 3 tokens in 4 rows of 2, which a push lacks `missing` elements of."""
+    layer = vocabulary(VocabParallelEmbedding, nn.Parameter(torch.zeros(4, 2), requires_grad=False))
+    layer.num_embeddings_per_partition, layer.shard_indices = 4, SimpleNamespace(num_org_elements=3)
+    info = get_layerwise_info(layer)
+    info.load_numel, info.load_numel_total = 8 - missing, 8
+    info.loaded_weights = [("weight", inspect.signature(len).bind(()))]
+    return layer
+
+
 def test_a_layer_that_a_push_has_nothing_for_is_named() -> None:
-    model = nn.ModuleDict({"loaded": nn.Linear(2, 2), "left_out": nn.Linear(2, 2), "constant": Rotary()})
-    for layer in model.modules():
-        get_layerwise_info(layer).load_numel_total = 6
-    get_layerwise_info(model["loaded"]).load_numel = 6
-    with pytest.raises(WeightSyncError, match=r"no tensor for 1 layers of the engine \(left_out\)"):
-        _refuse_stale_layers(model)
-    get_layerwise_info(model["left_out"]).load_numel = 6
-    _refuse_stale_layers(model)
+    model = nn.ModuleDict({"left_out": reloading(0, 6), "complete": nn.Linear(2, 2), "constant": Rotary()})
+    with pytest.raises(WeightSyncError, match=r"not all tensors for 1 layers of the engine \(left_out\)"):
+        _refuse_stale_layers(model, takes_all=True)
+    _refuse_stale_layers(model, takes_all=False)
+
+
+@pytest.mark.parametrize("takes_all", [True, False])
+@pytest.mark.parametrize(
+    "layer",
+    [
+        pytest.param(lambda: reloading(4, 2, "weight"), id="no bias"),
+        pytest.param(lambda: reloading(5, 1, "weight", "bias"), id="a part of one"),
+        pytest.param(lambda: vocabulary_of_three(missing=4), id="a row of an embedding"),
+    ],
+)
+def test_a_layer_that_a_push_has_not_everything_for_is_named(layer: Callable[[], nn.Module], takes_all: bool) -> None:
+    model = nn.ModuleDict({"complete": nn.Linear(2, 2), "partial": layer()})
+    with pytest.raises(WeightSyncError, match=r"not all tensors for 1 layers of the engine \(partial\)"):
+        _refuse_stale_layers(model, takes_all=takes_all)
+
+
+def test_padding_and_buffers_come_with_no_push() -> None:
+    with_buffer = reloading(6, 2, "weight", "bias")
+    with_buffer.register_buffer("scale", torch.ones(2))
+    model = nn.ModuleDict({"buffer": with_buffer, "padded": vocabulary_of_three(missing=2)})
+    _refuse_stale_layers(model, takes_all=True)

@@ -14,12 +14,13 @@ from members import FixedMembers
 from cluster.errors import CanaryError, DeadlineError, ManifestError, RolloutError, WeightSyncError, WorkerDiedError
 from cluster.records.trajectory import Prompt
 from cluster.weight_sync.manifest import Manifest, TensorSpec
-from cluster.weight_sync.tolerance import Tolerance
+from cluster.weight_sync.tolerance import MeasuredRounding, Tolerance, num_copies
 from cluster.weight_sync.transport import Rendezvous
 from cluster.weight_sync.weight_sync import Push, WeightSync
 
 MANIFEST = Manifest((TensorSpec("w", (2,), "float32"),))
 PROBE = make_prompt("0/0/probe")
+EXACT = Tolerance(1e-3, 0.0)
 
 
 class FakeSender:
@@ -101,6 +102,7 @@ def weight_sync(
     wave_size: int = 0,
     members: FixedMembers | None = None,
     ranks_of_receiver: int = 1,
+    tolerance: Tolerance = EXACT,
 ) -> WeightSync:
     return WeightSync(
         sender,
@@ -109,7 +111,7 @@ def weight_sync(
         wave_size=wave_size,
         max_attempts=3,
         canary_interval=canary_interval,
-        canary_tolerance=Tolerance(1e-3, 0.0),
+        canary_tolerance=tolerance,
         ranks_of_receiver=ranks_of_receiver,
         probe=PROBE,
     )
@@ -222,7 +224,7 @@ async def test_an_engine_that_computes_something_else_is_lost_and_named(error: f
 async def test_if_every_engine_computes_something_else_the_push_is_at_fault() -> None:
     sender = FakeSender()
     wrong = [FakeReceiver(f"rollout/{n}", sender, error=0.5) for n in range(2)]
-    off = r"rollout/0 by 0.5 nat in the mean, 0.5 at most, rollout/1 by 0.5 .*did not arrive as it was sent"
+    off = r"rollout/0 by 0.5 nat in the mean, 0.5 at most, rollout/1 by 0.5 .*engine and learner compute otherwise"
     with pytest.raises(CanaryError, match=off):
         await weight_sync(sender, *wrong).publish(1)
 
@@ -269,6 +271,33 @@ async def test_a_tensor_that_stays_old_is_found_at_the_first_push_of_changed_wei
     sender.weight = 1.5
     with pytest.raises(CanaryError, match=r"rollout/0 by 0.5"):
         await sync.publish(2)
+
+
+class RoundingSender(FakeSender):
+    """A learner whose log-probs a batch of several rows changes by 0.06 nat."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batches: list[int] = []
+
+    async def sequence_logprobs(self, prompt: Prompt, num_copies: int = 1) -> np.ndarray:
+        self.batches.append(num_copies)
+        return await super().sequence_logprobs(prompt) + (0.06 if num_copies > 1 else 0.0)
+
+
+@pytest.mark.parametrize("canary_interval", [0, 1])
+async def test_rounding_is_measured_once_at_the_first_push_and_engines_may_differ_by_it(canary_interval: int) -> None:
+    sender = RoundingSender()
+    engine, rounding = FakeReceiver("rollout/0", sender, error=0.59), MeasuredRounding()
+    sync = weight_sync(sender, engine, canary_interval=canary_interval, tolerance=Tolerance(0.3, 0.4, rounding))
+    for version in (1, 2):
+        await sync.publish(version)
+    assert rounding.widened(0.3) == pytest.approx(0.6)
+    assert sender.batches[:2] == [1, num_copies(PROBE)] and set(sender.batches[2:]) <= {1}
+    if canary_interval:
+        sender.weight, engine._error = 2.0, 0.61
+        with pytest.raises(CanaryError, match=r"canary_tolerance=0\.3, widened to 0\.6 by the rounding of the model"):
+            await sync.publish(3)
 
 
 async def test_interval_0_switches_the_canary_off() -> None:

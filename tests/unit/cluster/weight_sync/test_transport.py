@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,8 @@ from cluster.errors import DeadlineError, WeightSyncError
 from cluster.weight_sync import transport
 from cluster.weight_sync.manifest import Manifest, TensorSpec
 from cluster.weight_sync.rendezvous import RendezvousStore
-from cluster.weight_sync.transport import Rendezvous, TransferGroup, pack, unpack
+from cluster.weight_sync.transport import Rendezvous, TransferGroup, pack, unpack, unpack_all
+from learner.weight_publisher import WeightPublisher
 
 CPU = torch.device("cpu")
 Meet = Callable[..., list[TransferGroup]]
@@ -149,6 +151,94 @@ def test_a_store_without_a_server_is_named(store: RendezvousStore) -> None:
     nowhere = replace(rendezvous(store, timeout_s=1), port=1)
     with pytest.raises(WeightSyncError, match=r"could not join transfer epoch 1 at .*:1 over gloo"):
         TransferGroup(nowhere, 1, CPU)
+
+
+PUSHED = Manifest(
+    (
+        TensorSpec("norm", (64,), "bfloat16"),
+        TensorSpec("bias", (64,), "float32"),
+        TensorSpec("embed", (1024, 1024), "float32"),  # travels alone
+        TensorSpec("head", (64, 64), "bfloat16"),
+    )
+)
+
+
+def pushed_weights(seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {s.name: torch.randn(s.shape, generator=generator).to(getattr(torch, s.dtype)) for s in PUSHED.tensors}
+
+
+class Push:
+    """One sender and one receiver of `PUSHED`."""
+
+    def __init__(self, weights: dict[str, torch.Tensor]) -> None:
+        self.publisher = WeightPublisher(
+            PUSHED, lambda: iter(weights.items()), rank=0, device=CPU, transport="gloo", timeout_s=20.0
+        )
+        at = self.publisher.open_transfer(1, 1)
+        _, self.receiver = together(lambda: self.publisher.join_transfer(at), lambda: TransferGroup(at, 1, CPU))
+
+    def send(self, take: Callable[[str, torch.Tensor], None] = lambda *_: None, **how: Any) -> None:
+        def receive() -> None:
+            for name, tensor in self.receiver.receive(PUSHED, 1 << 14, **how):
+                take(name, tensor)
+
+        together(lambda: self.publisher.send(1 << 14, 1), receive)
+
+
+@pytest.mark.parametrize(("name", "place"), [("norm", 3), ("bias", 0), ("embed", 1023), ("head", 63)])
+@pytest.mark.parametrize("holds", [True, False])
+def test_a_row_that_arrives_as_it_was_before_is_named(
+    name: str, place: int, holds: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On its way one row (or one number of a vector) becomes that of the push before. With `holds` tensors that travel
+    alone arrive in the receiver's own."""
+    new, old = pushed_weights(1), pushed_weights(0)
+    buckets = list(PUSHED.buckets(1 << 14))
+    [index] = [n for n, b in enumerate(buckets) if any(slot.spec.name == name for slot in b.slots)]
+    new[name][place] = new[name][place] + 1
+    stale = new | {name: new[name].clone()}
+    stale[name][place] = old[name][place]
+    carry = TransferGroup.broadcast
+
+    def stale_on_the_way(self: TransferGroup, buffer: torch.Tensor, what: str) -> None:
+        if self.rank == TransferGroup.SENDER and what.startswith(f"weight bucket {index} "):
+            buffer = pack(buckets[index], stale, torch.empty_like(buffer))
+        carry(self, buffer, what)
+
+    push = Push(new)
+    push.send(keeps=True)
+    monkeypatch.setattr(TransferGroup, "broadcast", stale_on_the_way)
+    into = {key: torch.empty_like(tensor) for key, tensor in new.items()} if holds else {}
+    first = buckets[index].slots[0].spec.name
+    with pytest.raises(WeightSyncError, match=rf"1 of 3 weight buckets did not arrive as they were sent \({first}"):
+        push.send(keeps=False, into=into)
+
+
+def test_memory_that_is_overwritten_before_its_tensor_was_copied_is_named() -> None:
+    def overwrite(name: str, tensor: torch.Tensor) -> None:
+        if name == "head":
+            tensor[5].zero_()
+
+    with pytest.raises(WeightSyncError, match=r"1 of 3 weight buckets did not arrive as they were sent \(head\)"):
+        Push(pushed_weights(0)).send(overwrite, keeps=True)
+
+
+def test_an_exported_push_is_compared_as_well() -> None:
+    weights = pushed_weights(0)
+    packed = Push(weights).publisher.export(1 << 14)
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in unpack_all(PUSHED, 1 << 14, packed))
+    packed[0][9] ^= 1
+    with pytest.raises(WeightSyncError, match=r"1 of 3 weight buckets .*\(norm and 1 more tensors\)"):
+        list(unpack_all(PUSHED, 1 << 14, packed))
+
+
+def test_a_push_of_nothing_arrives() -> None:
+    publisher = WeightPublisher(Manifest(()), lambda: iter(()), rank=0, device=CPU, transport="gloo", timeout_s=5.0)
+    at = publisher.open_transfer(1, 1)
+    _, receiver = together(lambda: publisher.join_transfer(at), lambda: TransferGroup(at, 1, CPU))
+    _, found = together(lambda: publisher.send(64, 1), lambda: list(receiver.receive(Manifest(()), 64, keeps=True)))
+    assert found == []
 
 
 def test_an_unknown_transport_is_refused(store: RendezvousStore) -> None:

@@ -1,0 +1,89 @@
+"""Pushes into an engine on a GPU: stale bytes are found, and its parameters are those of the pushed weights."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from engines import Engine, LocalSender, copied, new_learner, open_model, perturb, probe_gap, start_actor, weight_sync
+from skipping_engine import SkippingActor
+from stale_push import Stale, StaleOnTheWay
+
+from deploy.wiring.parity_gate import tolerance_of
+from learner.learner import Learner
+from learner.policies.tiny import write_tiny_qwen2_5_vl
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.slow,
+    pytest.mark.alone,
+    pytest.mark.timeout(1200),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU that torch can use"),
+]
+WORDS = (
+    "resources=gpu_1",
+    "sampler.kv_cache_bytes=1073741824",
+    "sampler.enforce_eager=true",
+    "weight_sync.bucket_bytes=1048576",
+)
+MATRIX, BIAS = "model.layers.0.mlp.up_proj.weight", "model.layers.1.self_attn.k_proj.bias"
+CLOSE = 0.2  # nat, largest, bfloat16
+
+
+async def started(folder: Path, index: int) -> Engine:
+    engine = await asyncio.to_thread(start_actor, open_model(folder, *WORDS), "vllm", index, SkippingActor)
+    await engine.client.start()
+    return engine
+
+
+@pytest.fixture(scope="module")
+def engine(local_ray: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    folder = tmp_path_factory.mktemp("gpu_1") / "model"
+    write_tiny_qwen2_5_vl(folder, seed=0)
+    found = asyncio.run(started(folder, 0))
+    yield found
+    asyncio.run(found.close())
+
+
+@pytest.fixture
+def learner(engine: Engine) -> Iterator[Learner]:
+    learner = new_learner(engine.model)
+    yield learner
+    learner.close()
+
+
+async def test_logits_of_an_engine_are_float32_as_those_of_the_learner(engine: Engine) -> None:
+    assert await engine.handle.head_dtype.remote() == "torch.float32"
+
+
+@pytest.mark.parametrize("name", [MATRIX, BIAS])
+async def test_a_row_that_arrives_stale_is_found_and_sent_again(
+    engine: Engine, learner: Learner, name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    await engine.serve(learner, version=0)
+    before = copied(learner)
+    perturb(learner, seed=31, scale=0.01)  # bfloat16 has to show it
+    sender = StaleOnTheWay(learner, Stale(name, 1, before[name]), monkeypatch)
+    await weight_sync(engine, sender, tolerance=tolerance_of(engine.model.config)).publish(1)
+    assert "weight buckets did not arrive as they were sent" in caplog.text
+    assert await probe_gap(engine, learner) <= CLOSE
+
+
+async def test_parameters_after_a_push_are_those_of_an_engine_that_loads_the_export(
+    engine: Engine, learner: Learner, tmp_path: Path
+) -> None:
+    """By vLLM's own checksums: on a GPU layers keep their weights as they were loaded."""
+    await engine.serve(learner, version=0)
+    before = await engine.handle.checksums.remote()
+    perturb(learner, seed=33)
+    await weight_sync(engine, LocalSender(learner), tolerance=tolerance_of(engine.model.config)).publish(1)
+    pushed = await engine.handle.checksums.remote()
+    learner.export(tmp_path / "model")
+    loaded = await started(tmp_path / "model", 1)
+    try:
+        assert await loaded.handle.checksums.remote() == pushed != before
+    finally:
+        await loaded.close()

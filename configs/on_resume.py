@@ -104,6 +104,7 @@ DECLARED: Mapping[OnResume, tuple[str, ...]] = {
         "sampler.max_num_batched_tokens",
         "sampler.chunk_tokens",
         "sampler.kv_cache_bytes",
+        "sampler.gpu_memory_fraction",
         "sampler.enforce_eager",
         "sampler.block_size",
         "checkpoints",

@@ -12,7 +12,8 @@ from rewards.isolation.process import Isolated
 
 @dataclass(frozen=True)
 class Tools:
-    """`isolated` runs what may hang, in one process or in a pool; models compute on `device` in `dtype`.
+    """`isolated` runs what may hang, in one process or in a pool; models compute on `device` in `dtype`. Of each of its
+    GPUs the process takes `gpu_share` of the memory.
 
     How many answers are worked on side by side is how many processes `isolated` has (`IsolatedPool.num_processes`).
     What cannot leave the process, a model or an engine, computes through `in_time`.
@@ -22,6 +23,7 @@ class Tools:
     device: str
     dtype: str
     in_time: InTime = field(default_factory=InTime)
+    gpu_share: float = 1.0
     _shared: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     def shared(self, key: Hashable, make: Callable[[], Any]) -> Any:

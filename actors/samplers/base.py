@@ -30,13 +30,13 @@ class EngineSettings:
     seed: int
     tensor_parallel: int  # GPUs that the model is split over
     max_model_len: int
-    max_num_seqs: int
+    max_num_seqs: int  # 0: vLLM's own default
     max_num_batched_tokens: int
     chunk_tokens: int  # after so many new tokens of a response the sampler reports them
     max_images_per_prompt: int
     max_videos_per_prompt: int
     max_audios_per_prompt: int
-    kv_cache_bytes: int
+    kv_cache_bytes: int  # 0: what vLLM measures to be left of its memory
     keeps_kv_cache: bool  # of running requests, over a push
     sleep_level: int  # of an engine that shares its device with the learner; 0: it never sleeps
     reports_load: bool  # keep account of queue, KV cache and preemptions, at a little cost a step
@@ -47,6 +47,8 @@ class EngineSettings:
     pad_id: int
     expected: Manifest  # the tensors every push of weights must carry
     adapters: AdapterPush | None  # how a push of adapters is taken; None where the run has none
+    memory_bytes: int = 0  # of each of its GPUs, beyond the context of its process; 0: the engine's own default
+    memory_fraction: float = 0.0  # of each of its GPUs, instead of `memory_bytes`; 0: those
     denoising: Denoising | None = None  # of a flow model
     image_guidance: float = 1.0  # of a model that draws token by token
 

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from actors.samplers.base import EngineSettings
 from cluster.weight_sync.manifest import Manifest
-from configs.schema import RunConfig
+from configs.schema import RunConfig, SamplerKind
 from learner.policies.flow.denoising import Denoising
 from learner.policies.lora import AdapterPush
 
@@ -39,13 +39,14 @@ def engine_settings(
         seed=config.seed + ENGINE_SEED_STRIDE * (index + 1),
         tensor_parallel=config.resources.rollout.tensor_parallel,
         max_model_len=sampler.max_model_len,
-        max_num_seqs=sampler.max_num_seqs,
+        max_num_seqs=sampler.max_num_seqs or _siblings(config),
         max_num_batched_tokens=sampler.max_num_batched_tokens,
         chunk_tokens=sampler.chunk_tokens,
         max_images_per_prompt=sampler.max_images_per_prompt,
         max_videos_per_prompt=sampler.max_videos_per_prompt,
         max_audios_per_prompt=sampler.max_audios_per_prompt,
         kv_cache_bytes=sampler.kv_cache_bytes,
+        memory_fraction=sampler.gpu_memory_fraction,
         sleep_level=config.resources.sleep_level if config.resources.colocated else 0,
         reports_load=config.concurrency.kind == "aimd" or (config.metrics.ray and config.resources.device == "cuda"),
         keeps_kv_cache=config.weight_sync.kv_cache == "keep",
@@ -59,3 +60,8 @@ def engine_settings(
         denoising=Denoising.of(sampler.flow) if sampler.is_flow else None,
         image_guidance=sampler.image_tokens.guidance,
     )
+
+
+def _siblings(config: RunConfig) -> int:
+    """Sequences at a time where the configuration names none: those of a prompt; vLLM has a default of its own."""
+    return 0 if config.sampler.kind is SamplerKind.VLLM else config.algorithm.samples_per_prompt

@@ -121,11 +121,13 @@ class Checkpoints:
         resume: Resume,
         schedule: CheckpointSchedule,
         recovery: Recovery | None = None,
+        before_resume: Callable[[], Awaitable[None]] | None = None,
         on_accepted: Callable[[], None] = lambda: None,
     ) -> None:
         """`prepare` makes version 0 of a new run (the warm start), `finish` follows the last version's checkpoint (the
         export of the trained policy); `identity` is `run_identity(config)`. Without a `recovery` a run goes on from its
-        checkpoint alone. `on_accepted` is called for a new run, and once a checkpoint is loaded.
+        checkpoint alone. `before_resume` is awaited before the learner loads a checkpoint or makes version 0.
+        `on_accepted` is called for a new run, and once a checkpoint is loaded.
         """
         self._folder = folder
         self._learner = learner
@@ -136,6 +138,7 @@ class Checkpoints:
         self._resume = resume
         self._schedule = schedule
         self._recovery = recovery or CheckpointAlone()
+        self._before_resume = before_resume
         self._on_accepted = on_accepted
         self._tasks: asyncio.TaskGroup | None = None
         self._running: asyncio.Task[Path | None] | None = None
@@ -154,6 +157,8 @@ class Checkpoints:
         """
         latest = await asyncio.to_thread(find_resumable, self._folder, self._resume, self._identity)
         await asyncio.to_thread(_remove_leftovers, self._folder)
+        if self._before_resume is not None:
+            await self._before_resume()
         if latest is None:
             self._accept()
             await self._recovery.begin()

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -125,6 +125,7 @@ class RolloutPool:
         self._health = health
         self._on_lost = on_lost
         self._admit: Callable[[Receiver], Awaitable[int]] | None = None
+        self._starting: Callable[[], AbstractAsyncContextManager[None]] = nullcontext
         self._has_started = False
         self._is_tended = False
         self._changed = asyncio.Event()  # set, and replaced, whenever an engine changes
@@ -136,6 +137,10 @@ class RolloutPool:
     def admit_with(self, admit: Callable[[Receiver], Awaitable[int]]) -> None:
         """Set how a late joiner gets weights: `WeightSync.admit`."""
         self._admit = admit
+
+    def start_within(self, starting: Callable[[], AbstractAsyncContextManager[None]]) -> None:
+        """Set the context in which later engines start and join: `GpuLease.starting`."""
+        self._starting = starting
 
     async def start(self) -> None:
         """Start the first engines side by side. They serve the weights that they were started with.
@@ -294,13 +299,14 @@ class RolloutPool:
 
     async def _join(self, name: str, member: _Member) -> None:
         """Load the model and bring the engine to the learner's version."""
-        await member.engine.start()
-        if self._has_started:
-            assert self._admit is not None, "admit_with() sets how a joiner gets weights"
-            while (version := await self._admit(member.engine)) < max(self._version, self._announced):
-                pass  # a push without this engine began meanwhile
-        else:
-            version = await member.engine.weight_version()
+        async with self._starting():
+            await member.engine.start()
+            if self._has_started:
+                assert self._admit is not None, "admit_with() sets how a joiner gets weights"
+                while (version := await self._admit(member.engine)) < max(self._version, self._announced):
+                    pass  # a push without this engine began meanwhile
+            else:
+                version = await member.engine.weight_version()
         member.version = version
         member.last_sign_s = time.monotonic()
         _logger.info("%s joins with version %d of the weights", name, version)

@@ -229,7 +229,9 @@ class _Space:
 
     def describe(self) -> str:
         custom = "".join(f", {free:g} {name}" for name, free in self.free_custom.items())
-        return f"{self.node.shown} has {self.free_cpus:g} CPUs and {sum(self.free_gpus):g} GPUs{custom} free"
+        whole = sum(free + EPSILON >= 1 for free in self.free_gpus)
+        shares = f" ({whole} of them whole)" if whole + EPSILON < sum(self.free_gpus) else ""
+        return f"{self.node.shown} has {self.free_cpus:g} CPUs and {sum(self.free_gpus):g} GPUs{shares}{custom} free"
 
     def _gpus_for(self, num_gpus: float) -> list[int] | None:
         """GPUs to take: the fullest one that holds a share, or as many empty ones; None if there are too few."""
@@ -288,11 +290,20 @@ def _refusal(role: str, index: int, workers: WorkerResources, spaces: Sequence[_
         labelled = [space.node.shown for space in spaces if space.is_labelled(workers)]
         free += f". With the labels {_shown(workers.node_labels)} there is {', '.join(labelled) or 'no node'}"
     custom = f", {_shown(workers.custom_resources)}" if workers.custom_resources else ""
+    whole = _of_whole_gpus(role, workers)
     return (
         f"resources.{role} asks for {workers.num_workers} workers with {workers.num_cpus:g} CPUs and "
         f"{workers.num_gpus:g} GPUs{custom} each, and worker {index} fits nowhere: {free}. Use a preset smaller than "
-        f"resources={preset}, or lower resources.{role}.num_workers, num_cpus or num_gpus"
+        f"resources={preset}, or lower resources.{role}.num_workers, num_cpus or num_gpus{whole}"
     )
+
+
+def _of_whole_gpus(role: str, workers: WorkerResources) -> str:
+    """What else to change for a worker of several GPUs, which lie on one node and hold no share of another role."""
+    if workers.num_gpus <= 1:
+        return ""
+    split = "resources.rollout.tensor_parallel with it; " if role == "rollout" else ""
+    return f" ({split}its GPUs are whole ones of one node: shares of other roles take GPUs away from it)"
 
 
 def _shown(pairs: Mapping[str, Any]) -> str:

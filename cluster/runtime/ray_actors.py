@@ -38,6 +38,7 @@ _logger = logging.getLogger(__name__)
 HEALTH = "health"  # a lane of its own in every actor: a role that is busy still answers there
 BESIDE = "beside"  # another one, for what waits for a thread of the role while the role goes on
 BOUND_THREADS = "VLLM_CPU_OMP_THREADS_BIND"  # the numbers of the cores that an engine on CPU binds its threads to
+VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 
 
 def spawn(
@@ -58,6 +59,7 @@ def spawn(
     """
     threads = str(worker.num_threads)
     env_vars = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false", **env}
+    env_vars |= gpu_environment(worker.num_gpus)
     actor = ray.remote(concurrency_groups={HEALTH: 1, BESIDE: 1})(_hosted(role, worker.name)).options(
         num_cpus=worker.num_cpus,
         num_gpus=worker.num_gpus,
@@ -76,9 +78,18 @@ def spawn_named(role: type, *, name: str, env: Mapping[str, str]) -> ray.actor.A
         ValueError: an actor of this name is alive.
     """
     actor = ray.remote(concurrency_groups={HEALTH: 1})(_hosted(role, name)).options(
-        name=name, num_cpus=0, max_restarts=0, runtime_env={"env_vars": dict(env)}
+        name=name, num_cpus=0, max_restarts=0, runtime_env={"env_vars": {**env, **gpu_environment(0)}}
     )
     return actor.remote(Seat((), 1, None))
+
+
+def gpu_environment(num_gpus: float) -> dict[str, str]:
+    """Environment variables with which a process sees the GPUs that it books and no others.
+
+    Ray sets CUDA_VISIBLE_DEVICES where an actor books a GPU, unless the node was started with
+    RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES. Since 2.60 it leaves an actor that books none all GPUs of its node.
+    """
+    return {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "0"} if num_gpus else {VISIBLE_GPUS: ""}
 
 
 async def answer(reference: ray.ObjectRef, *, timeout_s: float, what: str) -> Any:

@@ -117,6 +117,18 @@ class NvidiaGpus:
         return GpuReading(index, name, memory.total / MIB, memory.used / MIB, utilization, power_w)
 
 
+def driver_version() -> str:
+    """Of the NVIDIA driver; empty where there is none."""
+    try:
+        pynvml.nvmlInit()
+    except (pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_DriverNotLoaded):
+        return ""
+    try:
+        return str(pynvml.nvmlSystemGetDriverVersion())
+    finally:
+        pynvml.nvmlShutdown()
+
+
 def visible(listed: str | None, uuids: Sequence[str]) -> list[int]:
     """Which of the GPUs with these UUIDs a value of CUDA_VISIBLE_DEVICES shows, in its order; without one, all.
 

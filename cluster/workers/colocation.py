@@ -10,7 +10,8 @@
 | TRAINING | asleep | on the device |
 
 So the KV cache takes no memory beside the policy or the optimizer. Nothing is sampled outside GENERATING: there the
-engines' weights are those of the last push, everywhere else they may be dead.
+engines' weights are those of the last push, everywhere else they may be dead. No engine starts in TRAINING: it takes
+its whole memory at once, and the learner has it.
 """
 
 from __future__ import annotations
@@ -46,11 +47,22 @@ class Turns:
     def __init__(self) -> None:
         self.phase = Phase.HANDOVER
         self.num_sampling = 0
+        self.num_starting = 0  # engines
         self.is_changing = False
 
     @property
     def may_sample(self) -> bool:
         return self.phase is Phase.GENERATING and not self.is_changing
+
+    @property
+    def may_start(self) -> bool:
+        """Whether an engine may start: the learner does not train, and is not about to."""
+        return self.phase is not Phase.TRAINING and not (self.is_changing and self.phase is Phase.GENERATING)
+
+    @property
+    def may_change(self) -> bool:
+        """Whether the change that has begun may be made. A push leaves room for an engine that starts, a step none."""
+        return self.num_sampling == 0 and not (self.phase is Phase.GENERATING and self.num_starting)
 
     def sample(self) -> None:
         """One more request is under way."""
@@ -60,14 +72,23 @@ class Turns:
     def sampled(self) -> None:
         self.num_sampling -= 1
 
+    def start(self) -> None:
+        """One more engine starts."""
+        assert self.may_start, f"an engine that starts in phase {self.phase}: the learner has its memory"
+        self.num_starting += 1
+
+    def started(self) -> None:
+        self.num_starting -= 1
+
     def begin(self, phase: Phase) -> None:
-        """No sampling may begin until `end`; the change itself waits for sampling to end."""
+        """No sampling may begin until `end`; the change itself waits until it may be made."""
         assert not self.is_changing, f"{phase} begins while another change from {self.phase} is under way"
         assert NEXT[self.phase] is phase, f"{phase} does not follow {self.phase}"
         self.is_changing = True
 
     def end(self, phase: Phase) -> None:
         assert self.num_sampling == 0, f"{self.num_sampling} requests are under way as {phase} begins"
+        assert self.may_change, f"{self.num_starting} engines start as {phase} begins"
         self.phase, self.is_changing = phase, False
 
 
@@ -131,8 +152,29 @@ class GpuLease:
                 self._turns.sampled()
                 self._changed.notify_all()
 
+    @asynccontextmanager
+    async def starting(self) -> AsyncIterator[None]:
+        """Hold the devices while one engine starts and joins; waits while the learner trains."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._turns.may_start)
+            self._turns.start()
+        try:
+            yield
+        finally:
+            async with self._changed:
+                self._turns.started()
+                self._changed.notify_all()
+
+    async def begin(self) -> None:
+        """The learner's turn before the first push, in which it loads a checkpoint, takes steps again or is warmed up:
+        its memory is on the devices, and the engines have started."""
+        assert self.phase is Phase.HANDOVER, f"a run that begins in phase {self.phase}"
+        async with self._changed:
+            await self._each(lambda engine: engine.sleep())
+            self._turns.phase = Phase.TRAINING
+
     async def train(self) -> None:
-        """The learner's turn, once no request is under way."""
+        """The learner's turn, once no request is under way and no engine starts."""
         async with self._change(Phase.TRAINING):
             await self._each(lambda engine: engine.sleep())
             await self._learner.onload()
@@ -140,7 +182,7 @@ class GpuLease:
     async def hand_over(self) -> None:
         """Both hold their weights, so that a push can go from one to the other; the KV cache stays asleep."""
         if self.phase is Phase.HANDOVER:
-            return  # the first push of a run: no role has left yet
+            return  # an earlier push ended with an error
         async with self._change(Phase.HANDOVER):
             await self._learner.offload("optimizer")
             await self._each(lambda engine: engine.wake_up("weights"))
@@ -160,7 +202,7 @@ class GpuLease:
     async def _change(self, phase: Phase) -> AsyncIterator[None]:
         async with self._changed:
             self._turns.begin(phase)
-            await self._changed.wait_for(lambda: self._turns.num_sampling == 0)
+            await self._changed.wait_for(lambda: self._turns.may_change)
             yield
             self._turns.end(phase)
             self._changed.notify_all()

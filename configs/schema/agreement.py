@@ -105,6 +105,12 @@ def _an_engine_has_a_gpu_for_each_of_its_ranks(config: RunConfig) -> str | None:
             f"resources.rollout.tensor_parallel={found.tensor_parallel} splits an engine over as many GPUs, and "
             f"resources.rollout.num_gpus={found.num_gpus:g}: set resources.rollout.num_gpus={found.tensor_parallel}"
         )
+    if config.resources.colocated:
+        return (
+            f"resources.rollout.tensor_parallel={found.tensor_parallel} books whole GPUs, of which resources.colocated="
+            "true has none left for the learner: set resources.colocated=false, or resources.rollout.tensor_parallel=1 "
+            "and a share as resources.rollout.num_gpus"
+        )
     return None
 
 
@@ -296,6 +302,19 @@ def _engine_reports_what_it_keeps(config: RunConfig) -> str | None:
         f"{key} cuts the distribution, and sampler.kind=vllm reports the tokens that it keeps only where their number "
         "has a bound: set sampler.top_k=64 beside it, or use sampler=huggingface"
     )
+
+
+def _engine_sizes_follow_from_a_gpu(config: RunConfig) -> str | None:
+    sampler = config.sampler
+    if config.resources.device == "cuda" or sampler.kind is not SamplerKind.VLLM:
+        return None
+    for key, value in (("kv_cache_bytes", 268435456), ("max_num_seqs", 64)):
+        if getattr(sampler, key) == 0:
+            return (
+                f"sampler.{key}=0 follows from the memory of a GPU, and resources.device={config.resources.device}: "
+                f"set sampler.{key}={value} or another number"
+            )
+    return None
 
 
 def _stop_strings_have_a_text(config: RunConfig) -> str | None:
@@ -660,6 +679,7 @@ RULES: tuple[Rule, ...] = (
     _lengths_fit,
     _batch_holds_sequences,
     _engine_reports_what_it_keeps,
+    _engine_sizes_follow_from_a_gpu,
     _stop_strings_have_a_text,
     _pictures_of_the_task_fit,
     _videos_of_the_task_fit,

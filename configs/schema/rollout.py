@@ -159,15 +159,20 @@ class SamplerConfig(Section):
     """Most videos in one prompt; 0 refuses rows with videos, and engines reserve no memory for them."""
     max_audios_per_prompt: Annotated[int, Field(ge=0)]
     """Most audio clips in one prompt; 0 refuses rows with audio, and engines reserve no memory for it."""
-    max_num_seqs: PositiveInt
-    """Sequences that one engine decodes at a time."""
+    max_num_seqs: Annotated[int, Field(ge=0)]
+    """Sequences that one engine decodes at a time. 0, with vLLM on GPUs: as many of the longest length as its KV cache
+    holds, at most the responses that the run asks of it at a time; with other samplers: the siblings of a prompt."""
     max_num_batched_tokens: PositiveInt
     """Tokens that one engine step processes at most."""
     chunk_tokens: PositiveInt
     """A rollout actor reports a response each time it has grown by this many tokens; if the actor dies, fewer are lost.
     """
-    kv_cache_bytes: PositiveInt
-    """KV cache of one engine."""
+    kv_cache_bytes: Annotated[int, Field(ge=0)]
+    """KV cache of one engine, on each of its GPUs. 0, on GPUs: what the plan of the run leaves free there, as `mobula
+    plan` shows it."""
+    gpu_memory_fraction: Annotated[float, Field(ge=0, le=1)]
+    """Share of a GPU's memory that a vLLM engine takes, and that must be free when it starts. 0: what the plan books
+    for the engine, as a share of the GPU."""
     enforce_eager: bool
     """Skip graph capture and compilation."""
     block_size: PositiveInt

@@ -14,7 +14,6 @@ from configs.schema import ResourcesConfig
 MEMORY_FILE = Path("/proc/meminfo")
 CPU_FILE = Path("/proc/cpuinfo")
 SHARED_MEMORY = Path("/dev/shm")
-GPU_FOLDER = Path("/proc/driver/nvidia/gpus")
 
 
 @dataclass(frozen=True)
@@ -31,15 +30,15 @@ class Machine:
 
 
 def this_machine() -> Machine:
-    meminfo = MEMORY_FILE.read_text()
+    meminfo, gpus = MEMORY_FILE.read_text(), _gpu_bytes()
     return Machine(
         num_cores=len(os.sched_getaffinity(0)),
-        num_gpus=_num_gpus(),
+        num_gpus=len(gpus),
         available_memory_bytes=_memory_bytes(meminfo, "MemAvailable"),
         shared_memory_bytes=shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else 0,
         cpu_flags=_cpu_flags(CPU_FILE.read_text()),
         total_memory_bytes=_memory_bytes(meminfo, "MemTotal"),
-        gpu_memory_bytes=_gpu_memory_bytes(),
+        gpu_memory_bytes=min(gpus, default=None),
     )
 
 
@@ -49,24 +48,16 @@ def as_node(machine: Machine, resources: ResourcesConfig) -> NodeResources:
     return NodeResources("this machine", num_cpus=num_cpus, num_gpus=machine.num_gpus)
 
 
-def _num_gpus() -> int:
-    """NVIDIA GPUs that the driver shows, or as many of them as CUDA_VISIBLE_DEVICES lists."""
-    present = len(list(GPU_FOLDER.iterdir())) if GPU_FOLDER.is_dir() else 0
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return present
-    return min(present, len([device for device in visible.split(",") if device.strip() not in ("", "-1")]))
-
-
 def _memory_bytes(meminfo: str, name: str) -> int:
     fields = dict(line.split(":", 1) for line in meminfo.splitlines() if ":" in line)
     return int(fields[name].split()[0]) * 1024
 
 
-def _gpu_memory_bytes() -> int | None:
+def _gpu_bytes() -> list[int]:
+    """Bytes of each NVIDIA GPU that CUDA_VISIBLE_DEVICES shows, by NVML: /proc has none of them in WSL2 and gVisor."""
     gpus = NvidiaGpus(os.environ)
     try:
-        return min((int(reading.memory_total_mib * MIB) for reading in gpus.read()), default=None)
+        return [int(reading.memory_total_mib * MIB) for reading in gpus.read()]
     finally:
         gpus.close()
 

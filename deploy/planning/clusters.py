@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 
 from cluster.errors import PreflightError
 from cluster.runtime.placement import NodeResources
+from deploy.host.cuda import CudaSoftware
 
 UNITS = {"MB": 10**6, "GB": 10**9, "TB": 10**12, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 SIZE = re.compile(rf"^\s*(\d+(?:\.\d+)?)\s*({'|'.join(UNITS)})\s*$")
@@ -42,6 +43,7 @@ class PlannedNode:
     resources: NodeResources
     gpu_bytes: int | None  # of one GPU
     host_bytes: int | None
+    cuda: CudaSoftware | None = None  # of a node with GPUs that was asked
 
     @property
     def node_id(self) -> str:

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from cluster.runtime.placement import PlacementPlan, needed_roles, plan_placement
 from configs.schema import RunConfig
 from deploy.planning.clusters import PlannedNode
-from deploy.planning.workers import WorkerMemory, worker_memory
+from deploy.planning.engine_sizes import EngineSizes, engine_sizes, with_engine_sizes
+from deploy.planning.workers import USABLE, WorkerMemory, worker_memory
 from learner.policies.shapes import ModelShape
 
-USABLE = 0.95  # of a memory: the rest is fragmentation, the driver, other processes
 GIB = 2**30
 DRIVER_PROCESS = 1050 * 2**20  # host memory of the driver with its libraries
 
@@ -40,23 +40,29 @@ class MemoryPlan:
     placement: PlacementPlan
     by_role: Mapping[str, WorkerMemory]
     demands: tuple[Demand, ...]
+    engine: EngineSizes | None  # None for a run without vLLM on GPUs
 
     @property
     def shortfalls(self) -> tuple[Demand, ...]:
         return tuple(demand for demand in self.demands if demand.shortfall)
 
 
-def plan_memory(config: RunConfig, shape: ModelShape, nodes: Sequence[PlannedNode]) -> MemoryPlan:
-    """Place the run on `nodes` and add up what each memory has to hold.
+def plan_memory(
+    config: RunConfig, shape: ModelShape, nodes: Sequence[PlannedNode], roles: Sequence[str] | None = None
+) -> MemoryPlan:
+    """Place `roles` (None: all that the run needs) on `nodes` and add up what each memory has to hold.
 
     Raises:
         PlacementError: CPUs or GPUs do not suffice.
+        PreflightError: an engine's KV cache follows from a GPU whose memory is not known.
     """
-    roles = needed_roles(config)
+    roles = needed_roles(config) if roles is None else roles
     placement = plan_placement(config.resources, [node.resources for node in nodes], roles)
-    by_role = {role: worker_memory(config, shape, role) for role in roles}
-    demands = [*_on_gpus(placement, by_role, nodes), *_in_hosts(config, placement, by_role, nodes)]
-    return MemoryPlan(placement, by_role, tuple(demands))
+    sized = with_engine_sizes(config, shape, placement, nodes)
+    by_role = {role: worker_memory(sized, shape, role) for role in roles}
+    demands = [*_on_gpus(placement, by_role, nodes), *_in_hosts(sized, placement, by_role, nodes)]
+    engine = engine_sizes(config, sized, by_role["rollout"], placement) if "rollout" in by_role else None
+    return MemoryPlan(placement, by_role, tuple(demands), engine)
 
 
 def _on_gpus(
@@ -67,22 +73,16 @@ def _on_gpus(
         for gpu in range(int(node.resources.num_gpus)):
             here = [w for w in placement.workers if w.node_id == node.node_id and gpu in w.gpus]
             if here:
-                peak = _peak([by_role[worker.role] for worker in here])
+                peak = _peak([by_role[worker.role] for worker in here], node.gpu_bytes)
                 names = tuple(worker.name for worker in here)
                 found.append(Demand(node.node_id, f"GPU {gpu}", peak, node.gpu_bytes, names))
     return found
 
 
-def _peak(workers: Sequence[WorkerMemory]) -> int:
-    """The most bytes that these workers hold at the same time.
-
-    Workers go through phases together. In a phase that a worker lacks it counts with its own peak."""
+def _peak(workers: Sequence[WorkerMemory], gpu_bytes: int | None) -> int:
+    """The most bytes that these workers hold at the same time: they go through phases together."""
     phases = dict.fromkeys(phase for worker in workers for phase in worker.device)
-    return max(sum(_in_phase(worker, phase) for worker in workers) for phase in phases)
-
-
-def _in_phase(worker: WorkerMemory, phase: str) -> int:
-    return sum(worker.device[phase].values()) if phase in worker.device else worker.peak
+    return max(sum(worker.in_phase(phase, gpu_bytes) for worker in workers) for phase in phases)
 
 
 def _in_hosts(

@@ -36,8 +36,8 @@ def refuse_small_cache(config: RunConfig, shape: ModelShape) -> None:
         PreflightError: it does not.
     """
     sampler = config.sampler
-    if sampler.kind is not SamplerKind.VLLM or config.offline.is_on:
-        return
+    if sampler.kind is not SamplerKind.VLLM or config.offline.is_on or sampler.kv_cache_bytes == 0:
+        return  # a cache that follows from the plan holds one
     needed = sequence_bytes(config, shape, sampler.max_model_len)
     if sampler.kv_cache_bytes >= needed:
         return

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from configs.schema import ResourcesConfig
 from deploy.host.authentication import check_admission
+from deploy.host.cuda import CudaSoftware, examine
 from deploy.host.machine import as_node, this_machine
 from deploy.planning.clusters import GPU_MEMORY, PlannedNode
+
+ANSWER_S = 180.0  # of one node: its process has to start and to import torch
+
+_logger = logging.getLogger(__name__)
 
 
 def this_node(resources: ResourcesConfig) -> PlannedNode:
@@ -45,17 +51,41 @@ def connected_to(address: str) -> Iterator[None]:
 
 
 def joined_nodes() -> tuple[PlannedNode, ...]:
-    """The nodes of the connected cluster. A GPU's memory follows from the kind that Ray names, where that is enough."""
+    """The nodes of the connected cluster. Those with GPUs are asked for their CUDA software. Where a driver shows no
+    GPU, their memory follows from the kind that Ray names, if that exists in one size alone."""
     import ray
 
     from cluster.runtime.placement_groups import cluster_nodes
 
     rows = {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
+    software = cuda_of([node_id for node_id, has in rows.items() if has.get("GPU", 0.0)])
     found = []
     for node in cluster_nodes():
         has = rows[node.node_id]
         kinds = [name.removeprefix("accelerator_type:") for name in has if name.startswith("accelerator_type:")]
-        gpu = min((GPU_MEMORY[kind] for kind in kinds if kind in GPU_MEMORY), default=None)
+        named = min((GPU_MEMORY[kind] for kind in kinds if kind in GPU_MEMORY), default=None)
         host = has.get("memory", 0.0) + has.get("object_store_memory", 0.0)
-        found.append(PlannedNode(node, gpu, int(host) or None))
+        cuda = software.get(node.node_id)
+        gpu = named if cuda is None or cuda.gpu_bytes is None else cuda.gpu_bytes
+        found.append(PlannedNode(node, gpu, int(host) or None, cuda))
     return tuple(found)
+
+
+def cuda_of(node_ids: Sequence[str]) -> dict[str, CudaSoftware]:
+    """Node -> its CUDA software, found by a task there; nodes that do not answer within `ANSWER_S` are left out."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    look = ray.remote(num_cpus=0, max_retries=0)(examine)
+    strategies = {node_id: NodeAffinitySchedulingStrategy(node_id, soft=False) for node_id in node_ids}
+    calls = {look.options(scheduling_strategy=there).remote(): node_id for node_id, there in strategies.items()}
+    done, late = ray.wait(list(calls), num_returns=len(calls), timeout=ANSWER_S) if calls else ([], [])
+    for call in late:
+        _logger.warning("node %s did not examine its GPUs within %g s", calls[call], ANSWER_S)
+    found = {}
+    for call in done:
+        try:
+            found[calls[call]] = ray.get(call)
+        except ray.exceptions.RayError as error:
+            _logger.warning("node %s cannot examine its GPUs: %s", calls[call], error)
+    return found

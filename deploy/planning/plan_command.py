@@ -11,6 +11,7 @@ from cluster.errors import PreflightError
 from cluster.runtime.placement import needed_roles, plan_placement, plan_table
 from configs.schema import RunConfig
 from deploy.planning.clusters import PlannedNode, described_nodes, read_cluster
+from deploy.planning.engine_sizes import EngineSizes
 from deploy.planning.fit import plan_memory
 from deploy.planning.kv_cache import refuse_small_cache
 from deploy.planning.nodes import nodes_at, this_node
@@ -43,15 +44,20 @@ def show_plan(
     console.print(f"{len(placement.workers)} workers fit {place}{unknown}. Figures are estimates; no GPU has run yet.")
 
 
-def refuse_too_little_memory(config: RunConfig, nodes: Sequence[PlannedNode]) -> None:
-    """Before a run loads anything: whether its memory fits.
+def planned_engine(config: RunConfig, nodes: Sequence[PlannedNode], roles: Sequence[str]) -> EngineSizes | None:
+    """Before a run loads anything: whether the memory of its roles fits, and the sizes of its engines; None without
+    vLLM on GPUs, or where the model is not planned.
 
     Raises:
-        PreflightError: it does not fit; three settings with which it would are in the message.
+        PreflightError: training does not fit; three settings with which it would are in the message.
     """
     shape = _known_shape(config)
-    if shape is not None:
-        refuse_shortfalls(config, shape, nodes, plan_memory(config, shape, nodes))
+    if shape is None:
+        return None
+    plan = plan_memory(config, shape, nodes, roles)
+    if "learner" in roles:
+        refuse_shortfalls(config, shape, nodes, plan)
+    return plan.engine
 
 
 def refuse_too_small_cache(config: RunConfig) -> None:

@@ -10,8 +10,9 @@ from cluster.errors import PreflightError
 from cluster.runtime.placement import PlanRow
 from configs.schema import RunConfig
 from deploy.planning.clusters import PlannedNode
-from deploy.planning.fit import GIB, USABLE, Demand, MemoryPlan
+from deploy.planning.fit import GIB, Demand, MemoryPlan
 from deploy.planning.remedies import remedies
+from deploy.planning.workers import USABLE
 from learner.policies.shapes import ModelShape
 
 PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "kv_cache", "sync")

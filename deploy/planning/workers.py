@@ -1,9 +1,9 @@
 """Bytes of one worker of each role, on its device and in host memory, by part and by phase of a step.
 
-Every number follows from the configuration and the checkpoint's config.json. What an estimate does not hold: reward
-models (their components name checkpoints of their own), and memory that a library takes for itself beyond the
-constants below. Some 400 MiB of a process with torch are pages of libraries, which the processes of a node share and
-which are counted for each. Nothing here has been compared with a GPU yet.
+Every number follows from the configuration and the checkpoint's config.json, but for reward models and judges on GPUs,
+which are planned with the share of a GPU that they book and keep to it. What an estimate does not hold: memory that a
+library takes for itself beyond the constants below. Some 400 MiB of a process with torch are pages of libraries, which
+the processes of a node share and which are counted for each. Nothing here has been compared with a GPU yet.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from math import ceil, prod
 from cluster.errors import PreflightError
 from cluster.weight_sync.manifest import DTYPE_BYTES, TensorSpec
 from configs.schema import RunConfig, SamplerKind
+from configs.schema.rewards import RewardComponent
 from deploy.planning.activations import (
     FLOAT32,
     Microbatch,
@@ -30,6 +31,7 @@ from learner.policies.shapes import ModelShape
 MIB = 2**20
 TRAINING, SYNC, SAMPLING = "training", "sync", "sampling"
 PHASES = (TRAINING, SYNC, SAMPLING)
+KV_CACHE, CONTEXT = "kv_cache", "context"  # parts
 
 CUDA_CONTEXT = 600 * MIB  # of one process on one GPU: context, cuBLAS workspaces, NCCL buffers
 BLOCK_8BIT = 256  # values of an 8-bit moment that share a scale
@@ -48,6 +50,7 @@ KEPT_FREE = 576 * MIB  # freed memory that a worker on CPU keeps for its next st
 PACKED_COPIES = 2  # of an engine's weights on CPU: packed ones beside those that a push brings (fitted, not counted)
 TORCH_REWARDS = ("aesthetic", "clip_score", "pick_score", "reward_model")
 ENGINE_REWARDS = ("vllm_judge",)
+USABLE = 0.95  # of a memory: the rest is fragmentation, the driver, other processes
 
 Parts = Mapping[str, int]
 
@@ -55,16 +58,27 @@ Parts = Mapping[str, int]
 @dataclass(frozen=True)
 class WorkerMemory:
     """One worker of a role, in bytes: `device[phase][part]` on each of its GPUs (on CPU: in host memory), and
-    `host[part]` in host memory.
+    `host[part]` in host memory. A reward worker takes `gpu_share` of each of its GPUs instead.
     """
 
     device: Mapping[str, Parts]
     host: Parts = field(default_factory=dict)
+    gpu_share: float = 0.0
 
     @property
     def peak(self) -> int:
         """The most that it has on its device."""
         return max(sum(parts.values()) for parts in self.device.values())
+
+    @property
+    def context(self) -> int:
+        """The part of its peak that its process takes before it computes anything."""
+        return max(parts.get(CONTEXT, 0) for parts in self.device.values())
+
+    def in_phase(self, phase: str, gpu_bytes: int | None) -> int:
+        """Bytes on a device of `gpu_bytes`; in a phase that it lacks it counts with its peak."""
+        share = int(self.gpu_share * (gpu_bytes or 0))
+        return share + (sum(self.device[phase].values()) if phase in self.device else self.peak)
 
     @property
     def largest(self) -> Parts:
@@ -85,12 +99,16 @@ def worker_memory(config: RunConfig, shape: ModelShape, role: str) -> WorkerMemo
             found = _engine(config, shape)
         case "reference":
             found = _always(_reference(config, shape))
+        case "reward":
+            found = WorkerMemory(_phases({}), gpu_share=reward_share(config, role))
         case _:
             found = WorkerMemory(_phases({}))
     kept = _kept(config, shape, kind) if config.resources.device == "cpu" else {}
     processes = config.resources.rollout.tensor_parallel if kind == "rollout" else 1
     return WorkerMemory(
-        _with_context(config, found.device), {"process": processes * _process(config, role), **kept, **found.host}
+        _with_context(config, found.device),
+        {"process": processes * _process(config, role), **kept, **found.host},
+        found.gpu_share,
     )
 
 
@@ -112,12 +130,28 @@ def _process(config: RunConfig, role: str) -> int:
     if kind == "rollout":
         return PROCESS["vllm" if config.sampler.kind is SamplerKind.VLLM else "torch"]
     if kind == "reward":
-        service = role.partition(".")[2] or role
-        functions = {c.function for c in config.rewards.components if c.service == service}
+        functions = {component.function for component in _components(config, role)}
         if functions.intersection(ENGINE_REWARDS):
             return PROCESS["vllm"]
         return PROCESS["torch" if functions.intersection(TORCH_REWARDS) else "plain"]
     return PROCESS["learner" if kind in ("learner", "critic") else "torch"]
+
+
+def _components(config: RunConfig, role: str) -> list[RewardComponent]:
+    """The components that workers of a reward role run."""
+    service = role.partition(".")[2] or role
+    return [component for component in config.rewards.components if component.service == service]
+
+
+def reward_share(config: RunConfig, role: str) -> float:
+    """Share of each of its GPUs that a reward worker takes: what it books, or more where a judge's engine asks for it.
+    A whole GPU has no other worker, so all but the reserve of the plan."""
+    booked = config.resources.roles[role].num_gpus
+    if booked == 0:
+        return 0.0
+    engines = [c.options.get("engine", {}) for c in _components(config, role) if c.function in ENGINE_REWARDS]
+    asked = [engine["gpu_memory_utilization"] for engine in engines if "gpu_memory_utilization" in engine]
+    return min(USABLE, max([booked, *asked]))
 
 
 def trained_parameters(config: RunConfig, shape: ModelShape) -> list[TensorSpec]:
@@ -183,7 +217,9 @@ def _learner(config: RunConfig, shape: ModelShape) -> WorkerMemory:
     sync.pop("optimizer")  # it is moved before engines wake up
     away = {} if config.resources.device == "cuda" else {"weights": weights, "optimizer": moments, "critic": critic}
     away |= {"checkpoint": checkpoint} if writes_alone else {}
-    return WorkerMemory({TRAINING: training, SYNC: sync, SAMPLING: away, "loading": loading}, host)
+    # An engine that joins late is awake as a whole while the policy comes back for it.
+    joining = {"joining": sync} if config.resources.device == "cuda" else {}
+    return WorkerMemory({TRAINING: training, SYNC: sync, SAMPLING: away, "loading": loading, **joining}, host)
 
 
 def _critic(config: RunConfig, shape: ModelShape) -> WorkerMemory:
@@ -244,7 +280,7 @@ def _engine(config: RunConfig, shape: ModelShape) -> WorkerMemory:
     num_ranks = config.resources.rollout.tensor_parallel
     whole = DTYPE_BYTES[config.resources.dtype] * shape.num_parameters
     weights = ceil(whole / num_ranks)
-    awake = {"weights": weights, "kv_cache": _kv_cache(config, shape), "activations": engine_bytes(config, shape)}
+    awake = {"weights": weights, KV_CACHE: _kv_cache(config, shape), "activations": engine_bytes(config, shape)}
     if config.resources.device == "cuda" and not config.sampler.enforce_eager:
         awake["graphs"] = CUDA_GRAPHS
     sync = {**awake, "sync": _staging(config, shape)}
@@ -303,4 +339,4 @@ def _with_context(config: RunConfig, device: Mapping[str, Parts]) -> dict[str, P
     """On a GPU every process that computes there has a context of its own, in every phase."""
     if config.resources.device != "cuda" or not any(device.values()):
         return dict(device)
-    return {phase: {**parts, "context": CUDA_CONTEXT} for phase, parts in device.items()}
+    return {phase: {**parts, CONTEXT: CUDA_CONTEXT} for phase, parts in device.items()}

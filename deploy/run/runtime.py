@@ -11,7 +11,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -45,12 +45,14 @@ from cluster.runtime.role_log import LOGS_FOLDER
 from cluster.tracing.tracing import Tracing, build_tracing, refuse_missing_exporter
 from configs.schema import RunConfig
 from deploy.datasets.data_files import identity_with_data
+from deploy.host.cuda import examine_apart, refuse_flaws
 from deploy.host.run_folder import CHECKPOINTS_FOLDER, check_run_folder, held_run_folder, run_folder, written_config
 from deploy.host.run_record import recorded
 from deploy.host.signals import ending_signals, ignore_signals, signals_raise
 from deploy.host.terminal import outlive_output, terminal
 from deploy.planning.nodes import joined_nodes, this_node
-from deploy.planning.plan_command import refuse_too_little_memory, refuse_too_small_cache
+from deploy.planning.plan_command import planned_engine, refuse_too_small_cache
+from deploy.preflight.engine_build import check_engine_build
 from deploy.run.headline import headline
 from deploy.run.logs import log_thread_failures, log_to, set_up_logging, write_faults_to
 from deploy.run.node_network import check_network
@@ -246,11 +248,13 @@ def _cluster(
     check_access(config)
     if "rollout" in roles:
         refuse_too_small_cache(config)
-    nodes = expected_nodes(config)
+    nodes, engine = expected_nodes(config), None
     if nodes is not None:
         plan_placement(config.resources, nodes, roles)
-        if "learner" in roles:
-            refuse_too_little_memory(config, (this_node(config.resources),))
+        if config.resources.device == "cuda":
+            refuse_flaws({"this machine": examine_apart()})
+        check_engine_build(config, roles)
+        engine = planned_engine(config, (this_node(config.resources),), roles)
     prepared = prepare(config, ray.put)
     if checkpoint is not None:
         refuse_other_run(checkpoint, prepared.identity)
@@ -259,9 +263,11 @@ def _cluster(
         if nodes is None:
             check_on_all_nodes(config)
             check_network(plan)
-            if "learner" in roles:
-                refuse_too_little_memory(config, joined_nodes())
-        yield _Cluster(prepared, session, plan, logs)
+            joined = joined_nodes()
+            used = {worker.node_id: worker.node_name for worker in plan.workers if worker.num_gpus}
+            refuse_flaws({used[n.node_id]: n.cuda for n in joined if n.cuda and n.node_id in used})
+            engine = planned_engine(config, joined, roles)
+        yield _Cluster(replace(prepared, engine=engine), session, plan, logs)
 
 
 async def _train(cluster: _Cluster, metrics: Metrics, tracing: Tracing, stop_request: StopRequest) -> None:

@@ -235,6 +235,8 @@ def build_controller(
         is_open=partial(_is_open, curriculum) if curriculum else None,
     )
     gpu_lease = GpuLease(inference.rollouts, training.learner) if config.resources.colocated else None
+    if gpu_lease:
+        inference.rollouts.start_within(gpu_lease.starting)
     rollouts = RetryingRollouts(
         LeasedRollouts(inference.rollouts, gpu_lease) if gpu_lease else inference.rollouts,
         inference.in_flight_requests,
@@ -276,6 +278,7 @@ def build_controller(
         on_accepted=partial(write_config, config),
         schedule=CheckpointSchedule(config.checkpoints.interval_steps, config.num_steps, config.checkpoints.keep),
         recovery=records.recovery,
+        before_resume=gpu_lease.begin if gpu_lease else None,
     )
     # On shared devices no group can be sampled again during the learner's turn: a lost group ends the run there.
     learner = (

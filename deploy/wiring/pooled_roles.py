@@ -177,8 +177,9 @@ def _start_reward(config: RunConfig, spawner: Spawner, service: str, worker: Pla
         start_timeout_s=timeouts.start_s,
         function_timeout_s=timeouts.reward_s / 4,
         group_timeout_s=timeouts.reward_s,
-        device=config.resources.device,
+        device="cuda" if worker.num_gpus else "cpu",  # a worker that books no GPU sees none
         dtype=config.resources.dtype,
+        gpu_share=min(1.0, worker.num_gpus or 1.0),
         worker=worker,
     )
 

@@ -35,6 +35,7 @@ from configs.schema.data import WRITTEN
 from configs.schema.rollout import SamplerKind
 from deploy.datasets.data_files import identity_with_data
 from deploy.datasets.written_data import write_data
+from deploy.planning.engine_sizes import EngineSizes
 from deploy.preflight.checks import find_mismatches
 from deploy.preflight.findings import refuse
 from deploy.preflight.loaded import LoadedModel
@@ -96,6 +97,7 @@ class Prepared:
     workers: Preparation | None = None  # that have a `processor` each; None: prompts are prepared in the driver
     teachers: Mapping[str, Path] = field(default_factory=dict)  # label -> those of its own teacher
     supervised: SupervisedSource | None = None
+    engine: EngineSizes | None = None  # None: engines are not planned
 
     @property
     def folder(self) -> Path:

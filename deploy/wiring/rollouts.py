@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from actors.datasets.rows import Skipped
@@ -133,5 +134,14 @@ def adaptive_concurrency(
 
 
 def engine_settings(prepared: Prepared, index: int) -> EngineSettings:
-    """Settings of the run's engine `index`."""
-    return settings_of_engine(prepared.config, prepared.model_folder, prepared.checkpoint, prepared.processor, index)
+    """Settings of the run's engine `index`, with the sizes that the plan of the run gives it."""
+    config, sizes = prepared.config, prepared.engine
+    found = settings_of_engine(config, prepared.model_folder, prepared.checkpoint, prepared.processor, index)
+    if sizes is None:
+        return found
+    return replace(
+        found,
+        kv_cache_bytes=sizes.kv_cache_bytes,
+        max_num_seqs=sizes.num_seqs,
+        memory_bytes=sizes.memory_bytes,
+    )

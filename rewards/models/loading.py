@@ -45,6 +45,8 @@ def _load(model_class: Any, name: str, tools: Tools) -> PreTrainedModel:
                 f"options.model={name!r} {flaw} weights {', '.join(shown[:NUM_SHOWN])}{more}: it is no checkpoint of a "
                 f"{type(model).__name__}, so name one that is"
             )
+    if tools.device == "cuda" and tools.gpu_share < 1:  # beyond it the other roles of the GPU would be out of memory
+        torch.cuda.set_per_process_memory_fraction(tools.gpu_share)
     return model.eval().requires_grad_(False).to(tools.device)
 
 

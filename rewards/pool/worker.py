@@ -88,13 +88,14 @@ class RewardWorker:
         group_timeout_s: float,
         device: str,
         dtype: str,
+        gpu_share: float = 1.0,
     ) -> None:
         self._isolated = IsolatedPool(
             num_processes=rewards.processes, timeout_s=function_timeout_s, start_timeout_s=start_timeout_s
         )
         self._in_time = InTime(timeout_s=function_timeout_s)
         self._service = service
-        self._scoring = RewardScoring(rewards, service, Tools(self._isolated, device, dtype, self._in_time))
+        self._scoring = RewardScoring(rewards, service, Tools(self._isolated, device, dtype, self._in_time, gpu_share))
         own = [component for component in rewards.components if component.service == service]
         self._needs_pictures = any(component.needs_pictures for component in own)
         self._media = MediaReader(timeout_s=object_timeout_s, max_items=MAX_PICTURES)

@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from jobs import REPOSITORY
-from ray_apart import ENVIRONMENT, end_all, free_port, start_command
+from ray_apart import end_all, free_port, num_nodes, python, raylet
 from waiting import wait_until
 
 START_S = 240.0
-COUNT = """
-import sys, ray
-ray.init(sys.argv[1], log_to_driver=False)
-print("nodes", sum(node["Alive"] for node in ray.nodes()))
-"""
 PLACE = """
 import json, os, sys
 import deploy.host.ray_defaults
@@ -62,27 +53,6 @@ def address() -> Iterator[str]:
     finally:
         end_all(processes)
         shutil.rmtree(sessions, ignore_errors=True)
-
-
-def raylet(devices: str, label: str, *words: str) -> subprocess.Popen[bytes]:
-    ray = str(Path(sys.executable).with_name("ray"))
-    common = ["--block", "--disable-usage-stats", "--object-store-memory=100000000", "--node-ip-address=127.0.0.1"]
-    ports = [f"--dashboard-agent-listen-port={free_port()}", f"--metrics-export-port={free_port()}"]
-    command = [ray, "start", *common, *ports, f"--labels=devices={label}", *words]
-    return start_command(command, CUDA_VISIBLE_DEVICES=devices)
-
-
-def python(script: str, *words: str) -> str:
-    env = {**os.environ, **ENVIRONMENT}
-    done = subprocess.run(
-        [sys.executable, "-c", script, *words], cwd=REPOSITORY, env=env, capture_output=True, text=True, timeout=300
-    )
-    return done.stdout + done.stderr
-
-
-def num_nodes(address: str) -> int:
-    printed = python(COUNT, address)
-    return int(printed.rpartition("nodes ")[2].split()[0]) if "nodes " in printed else 0
 
 
 def test_a_role_gets_the_devices_of_the_raylet_whose_label_it_asks_for(address: str) -> None:

@@ -11,8 +11,14 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+REPOSITORY = Path(__file__).parents[2]
 ENVIRONMENT = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
 END_S = 30
+COUNT = """
+import sys, ray
+ray.init(sys.argv[1], log_to_driver=False)
+print("nodes", sum(node["Alive"] for node in ray.nodes()))
+"""
 
 
 def free_port() -> int:
@@ -36,6 +42,29 @@ def start_command(command: list[str], **env: str) -> subprocess.Popen[bytes]:
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
+
+
+def raylet(devices: str, label: str, *words: str) -> subprocess.Popen[bytes]:
+    """A node on this machine with the GPUs `devices`, of which none has to be there: Ray counts `--num-gpus`."""
+    ray = str(Path(sys.executable).with_name("ray"))
+    common = ["--block", "--disable-usage-stats", "--object-store-memory=100000000", "--node-ip-address=127.0.0.1"]
+    ports = [f"--dashboard-agent-listen-port={free_port()}", f"--metrics-export-port={free_port()}"]
+    command = [ray, "start", *common, *ports, f"--labels=devices={label}", *words]
+    return start_command(command, CUDA_VISIBLE_DEVICES=devices)
+
+
+def python(script: str, *words: str) -> str:
+    """The output of a driver of these nodes."""
+    env = {**os.environ, **ENVIRONMENT}
+    done = subprocess.run(
+        [sys.executable, "-c", script, *words], cwd=REPOSITORY, env=env, capture_output=True, text=True, timeout=300
+    )
+    return done.stdout + done.stderr
+
+
+def num_nodes(address: str) -> int:
+    printed = python(COUNT, address)
+    return int(printed.rpartition("nodes ")[2].split()[0]) if "nodes " in printed else 0
 
 
 def end_all(processes: Sequence[subprocess.Popen[bytes]]) -> None:

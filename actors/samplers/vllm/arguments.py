@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from vllm import AsyncEngineArgs, SamplingParams
 from vllm.config import WeightTransferConfig
+from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 
 from actors.samplers.base import EngineSettings
@@ -34,14 +35,15 @@ def engine_args(settings: EngineSettings) -> AsyncEngineArgs:
         # Processes of our own: inside of a placement group vLLM would else ask Ray for actors beside this one.
         distributed_executor_backend="mp" if settings.tensor_parallel > 1 else None,
         max_model_len=settings.max_model_len,
-        max_num_seqs=settings.max_num_seqs,
+        max_num_seqs=settings.max_num_seqs or None,
         max_num_batched_tokens=settings.max_num_batched_tokens,
         limit_mm_per_prompt={
             "image": settings.max_images_per_prompt,
             "video": settings.max_videos_per_prompt,
             "audio": settings.max_audios_per_prompt,
         },
-        kv_cache_memory_bytes=settings.kv_cache_bytes,
+        kv_cache_memory_bytes=settings.kv_cache_bytes or None,
+        **_memory_share(settings),
         block_size=settings.block_size,
         enforce_eager=settings.enforce_eager,
         logprobs_mode="processed_logprobs",
@@ -56,6 +58,15 @@ def engine_args(settings: EngineSettings) -> AsyncEngineArgs:
         enable_log_requests=False,
         disable_log_stats=True,
     )
+
+
+def _memory_share(settings: EngineSettings) -> dict[str, float]:
+    """The share of a GPU that must be free when the engine starts, whatever the size of its KV cache
+    (`vllm.v1.worker.utils.request_memory`). vLLM's default, 0.92, is more than a learner on the same GPU leaves."""
+    if settings.device == "cpu" or not (settings.memory_fraction or settings.memory_bytes):
+        return {}
+    share = settings.memory_fraction or settings.memory_bytes / current_platform.get_device_total_memory()
+    return {"gpu_memory_utilization": min(1.0, share)}
 
 
 def sampling_params(engine: EngineSettings, settings: SamplingSettings) -> SamplingParams:

@@ -24,6 +24,7 @@ from vllm.inputs.engine import mm_input, tokens_input
 from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
 from vllm.multimodal.processing import ProcessorInputs, TimingContext
+from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
@@ -76,6 +77,12 @@ class VLLMSampler:
         self._failure: Failure | None = None  # of the core, once it is dead and was asked for
 
     async def start(self) -> None:
+        if current_platform.device_type != self._settings.device:
+            raise ValueError(
+                f"vLLM computes on {current_platform.device_type or 'no device'} here, and resources.device="
+                f"{self._settings.device}: install vLLM for that device (the cpu or the gpu extra), or use a preset "
+                "for the device that is there"
+            )
         if self._settings.device == "cpu":
             keep_sampled_logprobs_alone()
         warnings.filterwarnings(

@@ -11,12 +11,13 @@ from typing import Any
 from cluster.errors import PlacementError
 from cluster.runtime.placement import NodeResources, needed_roles, plan_placement
 from configs.schema import RunConfig
+from deploy.host.cuda import flaws
 from deploy.planning.nodes import connected_to
 from deploy.run.shared_paths import relative_paths
 from deploy.tools.doctor.node_report import NodeReport, clock, report
 from deploy.tools.doctor.this_machine import GIB, Finding, Verdict
 
-ANSWER_S = 120.0  # that a node has to start a worker and look
+ANSWER_S = 180.0  # that a node has to start a worker, to import torch and to look
 NUM_CLOCK_READINGS = 5
 MAX_CLOCK_OFFSET_S = 1.0
 MIN_FREE_DISK = 20 * GIB
@@ -120,6 +121,9 @@ def _gpus(config: RunConfig, node: Examined, found: NodeReport) -> Finding:
     if len(found.gpus) < node.num_gpus:
         action = "look at nvidia-smi there, and start the node with --num-gpus of what it has"
         return Finding(title, Verdict.MISSING, f"Ray counts {node.num_gpus}, the driver shows {detail}", action)
+    if config.resources.device == "cuda" and found.cuda is not None and (wrong := flaws(found.cuda)):
+        shown = "; ".join(f"{flaw.title}: {flaw.detail}" for flaw in wrong)
+        return Finding(title, Verdict.MISSING, shown, "; ".join(flaw.action for flaw in wrong))
     if len(set(found.gpus)) > 1:
         return Finding(title, Verdict.WARNING, detail, "GPUs of one kind are planned as one; the slowest decides")
     if config.resources.device == "cuda" and not found.gpus:

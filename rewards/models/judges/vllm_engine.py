@@ -168,10 +168,19 @@ def _arguments(model: str, options: Mapping[str, Any], tools: Tools) -> dict[str
             f"options.engine.tensor_parallel_size={num_ranks} needs as many GPUs, the worker has "
             f"{torch.cuda.device_count()}: set resources.reward_services.NAME.num_gpus={num_ranks}"
         )
+    share: dict[str, float] = {}
+    if tools.device == "cuda" and tools.gpu_share < 1:
+        if "kv_cache_memory_bytes" not in options:
+            raise ValueError(
+                f"options.engine has no kv_cache_memory_bytes, and the service books {tools.gpu_share:g} of a GPU, "
+                "where vLLM cannot measure what is left: set it to the bytes of its KV cache, or give the service a "
+                "whole GPU with resources.reward_services.NAME.num_gpus=1"
+            )
+        share = {"gpu_memory_utilization": tools.gpu_share}
     # Inside of a placement group vLLM would else ask Ray for actors beside this one.
     backend = "mp" if num_ranks > 1 else None
     own_values = {"model": model, "dtype": tools.dtype, "runner": "generate", "distributed_executor_backend": backend}
-    return {**options, **own_values}
+    return {**share, **options, **own_values}
 
 
 def _load(model: str, arguments: Mapping[str, Any], device: str) -> LLM:

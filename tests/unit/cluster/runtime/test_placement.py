@@ -266,3 +266,25 @@ def test_an_engine_over_several_gpus_lies_on_one_node_and_takes_whole_gpus() -> 
     assert {engine.node_id for engine in engines} == {"a", "b"}, "the third GPU of a node is no half of an engine"
     with pytest.raises(PlacementError, match=r"resources\.rollout.*2 GPUs each, and worker 0 fits nowhere"):
         plan_placement(config, [NodeResources("a", 96, 1), NodeResources("b", 96, 1)], ("rollout",))
+
+
+def test_an_engine_over_two_gpus_beside_shares_is_refused_on_a_node_of_two_and_placed_on_one_of_three() -> None:
+    """Ray would leave it pending: 1.1 GPUs of two are free, and only one of them is whole."""
+    words = (
+        "resources=two_gpu",
+        "resources.rollout.tensor_parallel=2",
+        "resources.rollout.num_gpus=2",
+        "resources.learner.num_gpus=0.6",
+        "resources.reference.num_gpus=0.3",
+    )
+    asked = resources(*words)
+    with pytest.raises(PlacementError) as caught:
+        plan_placement(asked, [NodeResources("two", num_cpus=8, num_gpus=2)], ALL_ROLES)
+    message = str(caught.value)
+    assert "resources.rollout asks for 1 workers with 1 CPUs and 2 GPUs each" in message
+    assert "1.4 GPUs (1 of them whole) free" in message
+    assert "lower resources.rollout.num_workers, num_cpus or num_gpus (resources.rollout.tensor_parallel" in message
+    plan = plan_placement(asked, [NodeResources("three", num_cpus=8, num_gpus=3)], ALL_ROLES)
+    gpus = {worker.name: worker.gpus for worker in plan.workers}
+    assert set(gpus["rollout/0"]).isdisjoint({*gpus["learner/0"], *gpus["reference/0"]})
+    assert gpus["learner/0"] == gpus["reference/0"] and len(gpus["rollout/0"]) == 2

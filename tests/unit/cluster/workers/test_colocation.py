@@ -16,20 +16,27 @@ from cluster.errors import WorkerDiedError
 from cluster.workers.colocation import NEXT, GpuLease, LeasedLearner, LeasedRollouts, LeasedWeights, Phase, Turns
 
 
-@given(st.lists(st.sampled_from(["sample", "sampled", "begin", "end"]), max_size=60))
-def test_whatever_is_asked_nothing_samples_outside_the_engines_turn(moves: list[str]) -> None:
+@given(st.lists(st.sampled_from(["sample", "sampled", "start", "started", "begin", "end"]), max_size=60))
+def test_whatever_is_asked_nothing_samples_outside_the_engines_turn_nor_starts_in_the_learners(
+    moves: list[str],
+) -> None:
     turns, target = Turns(), Phase.HANDOVER
     for move in moves:
         if move == "sample" and turns.may_sample:
             turns.sample()
         elif move == "sampled" and turns.num_sampling:
             turns.sampled()
+        elif move == "start" and turns.may_start:
+            turns.start()
+        elif move == "started" and turns.num_starting:
+            turns.started()
         elif move == "begin" and not turns.is_changing:
             target = NEXT[turns.phase]
             turns.begin(target)
-        elif move == "end" and turns.is_changing and not turns.num_sampling:
+        elif move == "end" and turns.is_changing and turns.may_change:
             turns.end(target)
         assert turns.num_sampling == 0 or turns.phase is Phase.GENERATING
+        assert turns.num_starting == 0 or turns.phase is not Phase.TRAINING
 
 
 def test_sampling_out_of_turn_and_turns_out_of_order_are_refused() -> None:
@@ -158,3 +165,40 @@ async def test_an_engine_that_dies_on_the_way_to_sleep_is_lost_and_holds_nothing
     device.dies = True
     await LeasedLearner(FakeLearner(), lease, before=nothing).update([make_scored("0/0/s")])
     assert [type(error) for error in device.lost] == [WorkerDiedError] and lease.phase is Phase.TRAINING
+
+
+async def test_an_engine_starts_while_the_learner_is_away_and_a_step_waits_for_it() -> None:
+    device = Device()
+    lease = lease_of(device)
+    weights = LeasedWeights(device, lease)
+    learner = LeasedLearner(FakeLearner(), lease, before=nothing)
+    await weights.publish(0)
+    is_up = asyncio.Event()
+
+    async def start() -> Phase:
+        async with lease.starting():
+            phase = lease.phase
+            await is_up.wait()
+        return phase
+
+    first = asyncio.ensure_future(start())
+    await asyncio.sleep(0.01)
+    step = asyncio.ensure_future(learner.update([make_scored("0/0/s")]))
+    second = asyncio.ensure_future(start())
+    await asyncio.sleep(0.01)
+    assert not step.done() and lease.phase is Phase.GENERATING, "the step needs the memory of the engine that starts"
+    is_up.set()
+    assert await first is Phase.GENERATING
+    await step
+    assert not second.done() and lease.phase is Phase.TRAINING, "the learner has the memory of an engine that starts"
+    await weights.publish(1)
+    assert await second is not Phase.TRAINING
+
+
+async def test_engines_sleep_while_the_learner_loads_a_checkpoint() -> None:
+    device = Device()
+    lease = lease_of(device)
+    await lease.begin()
+    assert device.here == {"policy", "optimizer"} and lease.phase is Phase.TRAINING
+    assert await LeasedWeights(device, lease).publish(7) == 7
+    assert device.here == {"weights", "kv_cache"} and lease.phase is Phase.GENERATING

@@ -18,7 +18,7 @@ from deploy.cli import app
 from deploy.host.machine import Machine
 from deploy.planning.clusters import described_nodes, read_cluster
 from deploy.planning.fit import GIB, plan_memory
-from deploy.planning.plan_command import refuse_too_little_memory
+from deploy.planning.plan_command import planned_engine
 from deploy.planning.plan_view import refuse_shortfalls
 from deploy.planning.remedies import changed, remedies
 from deploy.planning.workers import (
@@ -165,8 +165,9 @@ def test_an_engine_over_two_gpus_has_half_the_weights_on_each() -> None:
 
 def test_turns_on_one_gpu_take_the_most_of_a_phase_and_not_the_sum() -> None:
     shape, nodes = qwen(hidden=1024, layers=8), described_nodes("1x1x80GB")
-    shared = plan_memory(config("resources=gpu_1", "sampler.kv_cache_bytes=17179869184"), shape, nodes)
-    in_turns = plan_memory(config("resources=one_gpu_colocated"), shape, nodes)
+    cache = "sampler.kv_cache_bytes=17179869184"
+    shared = plan_memory(config("resources=gpu_1", cache), shape, nodes)
+    in_turns = plan_memory(config("resources=one_gpu_colocated", cache), shape, nodes)
     assert [d.place for d in in_turns.demands] == ["GPU 0", "host memory"]
     assert shared.demands[0].num_bytes > in_turns.demands[0].num_bytes
     found = config("resources=one_gpu_colocated")
@@ -286,8 +287,9 @@ def test_a_run_that_does_not_fit_ends_before_anything_loads(tmp_path: Path) -> N
     """The folder holds no weights: whatever would load them fails in another way."""
     found = config(f"policy.model={checkpoint(tmp_path / 'model')}", "resources=two_gpu")
     with pytest.raises(PreflightError, match="does not fit into memory"):
-        refuse_too_little_memory(found, described_nodes("1x2x80GB"))
-    refuse_too_little_memory(config("policy.model=/no/such/model", "resources=two_gpu"), described_nodes("1x2x80GB"))
+        planned_engine(found, described_nodes("1x2x80GB"), ("learner", "rollout"))
+    unknown = config("policy.model=/no/such/model", "resources=two_gpu")
+    assert planned_engine(unknown, described_nodes("1x2x80GB"), ("learner", "rollout")) is None
 
 
 def test_adapters_of_layers_that_the_model_lacks_are_refused_with_those_that_it_has() -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from cluster.runtime.placement import NodeResources
 from configs.load import load_config
+from deploy.host.cuda import CudaSoftware
 from deploy.tools.doctor.cluster import Clock, Examined, check_cluster_placement, check_node, check_paths
 from deploy.tools.doctor.node_report import NodeReport, report
 from deploy.tools.doctor.this_machine import GIB, Verdict
@@ -17,7 +18,17 @@ from deploy.tools.doctor.this_machine import GIB, Verdict
 CONFIG = load_config(["experiment=digits"])
 VERSIONS = {"ray": "2.60.0", "torch": "2.13.0", "vllm": "0.32.0"}
 FIT = NodeReport(
-    "one", "10.0.0.1", "3.11.7", VERSIONS, (), "", ("H100",) * 8, "eth0", {"/shared": 900 * GIB, "/tmp": 90 * GIB}, GIB
+    "one",
+    "10.0.0.1",
+    "3.11.7",
+    VERSIONS,
+    (),
+    "",
+    ("H100",) * 8,
+    None,
+    "eth0",
+    {"/shared": 900 * GIB, "/tmp": 90 * GIB},
+    GIB,
 )
 FIRST = Examined("one (10.0.0.1)", 8, FIT, Clock(0.0, 0.001))
 
@@ -59,6 +70,16 @@ def test_what_differs_is_named_with_an_action(
     every = found(**changes)
     assert every[title][0] is verdict and message in every[title][1] and every[title][2]
     assert all(verdict is Verdict.OK for name, (verdict, _, _) in every.items() if name != title)
+
+
+def test_the_cuda_software_of_a_node_is_examined() -> None:
+    good = CudaSoftware(("H100",) * 8, 80 * GIB, "580.65", "2.13.0", "13.0", 8, "/usr/bin/gcc", "/usr/include", GIB)
+    node = replace(FIRST, report=replace(FIT, cuda=replace(good, compiler="")))
+    config = load_config(["experiment=digits", "resources=two_gpu"])
+    gpus = next(f for f in check_node(config, node, FIRST) if f.name.endswith("GPUs"))
+    assert gpus.verdict is Verdict.MISSING and "C compiler" in gpus.detail and "apt-get install gcc" in gpus.action
+    fit = replace(FIRST, report=replace(FIT, cuda=good))
+    assert next(f for f in check_node(config, fit, FIRST) if f.name.endswith("GPUs")).verdict is Verdict.OK
 
 
 def test_a_clock_that_may_be_right_is_not_blamed() -> None:

@@ -1,0 +1,185 @@
+"""The CUDA software of a machine: its driver, torch's build, the compiler that Triton calls; and what is wrong with it.
+
+    python -m deploy.host.cuda
+
+prints what it finds as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from cluster.errors import PreflightError
+from cluster.runtime.usage import MIB, NvidiaGpus, driver_version
+from deploy.host.machine import SHARED_MEMORY
+
+LEAST_DRIVER = {12: 525, 13: 580}  # by the major version of torch's CUDA; later minor versions run on it too
+LEAST_SHARED_MEMORY = 2**30  # NCCL and the processes of an engine exchange through it; Docker gives 64 MiB
+ANSWER_S = 180.0  # torch is imported
+
+
+@dataclass(frozen=True)
+class CudaSoftware:
+    """What one machine has for computing on its GPUs."""
+
+    gpus: tuple[str, ...]  # names of those that CUDA_VISIBLE_DEVICES shows, by NVML
+    gpu_bytes: int | None  # of the smallest; None without one
+    driver: str  # its version; empty without one
+    torch: str  # version of torch
+    torch_cuda: str  # version of CUDA that torch is built for; empty for a build without CUDA
+    torch_gpus: int  # that torch can use
+    compiler: str  # path of the C compiler; empty without one
+    headers: str  # folder of Python.h; empty without it
+    shared_memory_bytes: int  # size of /dev/shm
+
+
+@dataclass(frozen=True)
+class Flaw:
+    """Something that a run on GPUs would fail at, and the next action."""
+
+    title: str
+    detail: str
+    action: str
+
+
+def examine() -> CudaSoftware:
+    """What this machine has. Imports torch."""
+    import torch
+
+    gpus = NvidiaGpus(os.environ)
+    try:
+        readings = gpus.read()
+    finally:
+        gpus.close()
+    return CudaSoftware(
+        gpus=tuple(reading.name for reading in readings),
+        gpu_bytes=min((int(reading.memory_total_mib * MIB) for reading in readings), default=None),
+        driver=driver_version(),
+        torch=torch.__version__,
+        torch_cuda=torch.version.cuda or "",
+        torch_gpus=torch.cuda.device_count() if torch.cuda.is_available() else 0,
+        compiler=c_compiler(os.environ),
+        headers=python_headers(),
+        shared_memory_bytes=shutil.disk_usage(SHARED_MEMORY).total if SHARED_MEMORY.is_dir() else 0,
+    )
+
+
+def examine_apart() -> CudaSoftware:
+    """What this machine has, found by a process of its own: a driver that crashes or hangs does so there.
+
+    Raises:
+        PreflightError: the process ended without an answer.
+    """
+    command = [sys.executable, "-m", "deploy.host.cuda"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_S, check=True)
+    except subprocess.TimeoutExpired as error:
+        raise PreflightError(
+            f"torch did not find out within {ANSWER_S:g} s which GPUs it can use: see whether nvidia-smi answers"
+        ) from error
+    except subprocess.CalledProcessError as error:
+        last = (error.stderr.strip().splitlines() or [f"exit code {error.returncode}"])[-1]
+        raise PreflightError(f"the GPUs of this machine cannot be examined ({last}): look at nvidia-smi") from error
+    found = json.loads(done.stdout.splitlines()[-1])
+    return CudaSoftware(**{**found, "gpus": tuple(found["gpus"])})
+
+
+def c_compiler(environment: Mapping[str, str]) -> str:
+    """The compiler that Triton takes: the one that CC names, gcc or clang."""
+    named = environment.get("CC")
+    names = [named.split()[0]] if named and named.strip() else ["gcc", "clang"]
+    return next((path for name in names if (path := shutil.which(name, path=environment.get("PATH")))), "")
+
+
+def python_headers() -> str:
+    """The folder of Python.h, where Triton looks for it."""
+    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
+    folder = Path(sysconfig.get_paths(scheme=scheme)["include"])
+    return str(folder) if (folder / "Python.h").is_file() else ""
+
+
+def flaws(found: CudaSoftware) -> list[Flaw]:
+    """Everything that a run on this machine's GPUs would fail at."""
+    checks = (_driver, _torch, _compiler, _headers, _shared_memory)
+    return [flaw for check in checks if (flaw := check(found)) is not None]
+
+
+def refuse_flaws(machines: Mapping[str, CudaSoftware]) -> None:
+    """Raises:
+    PreflightError: a run on the GPUs of one of these machines would fail; the message has every reason.
+    """
+    lines = [
+        f"{name}: {flaw.title}: {flaw.detail}: {flaw.action}"
+        for name, found in machines.items()
+        for flaw in flaws(found)
+    ]
+    if lines:
+        raise PreflightError("a run on GPUs would fail here:\n" + "\n".join(f"  {line}" for line in lines))
+
+
+def _driver(found: CudaSoftware) -> Flaw | None:
+    if found.driver and found.gpus:
+        return None
+    if not found.driver:
+        action = "install the NVIDIA driver, or start the container with its GPUs (docker run --gpus all)"
+        return Flaw("NVIDIA driver", "none answers", action)
+    return Flaw("NVIDIA driver", f"{found.driver} shows no GPU", "look at CUDA_VISIBLE_DEVICES and nvidia-smi")
+
+
+def _torch(found: CudaSoftware) -> Flaw | None:
+    if found.torch_gpus >= len(found.gpus) or not found.driver:
+        return None
+    if not found.torch_cuda:
+        action = "install the gpu extra: remove .venv and run `make environment` on a machine whose nvidia-smi answers"
+        return Flaw("torch", f"{found.torch} is built without CUDA", action)
+    detail = f"{found.torch} for CUDA {found.torch_cuda} can use {found.torch_gpus} of {len(found.gpus)} GPUs"
+    least = LEAST_DRIVER.get(int(found.torch_cuda.partition(".")[0]), 0)
+    if major_of(found.driver) < least:
+        action = f"install a driver of version {least} or later, or NVIDIA's package cuda-compat"
+        return Flaw("torch", f"{detail} with driver {found.driver}", action)
+    return Flaw("torch", detail, "run `python -c 'import torch; torch.zeros(1).cuda()'` to see why")
+
+
+def _compiler(found: CudaSoftware) -> Flaw | None:
+    if found.compiler:
+        return None
+    action = "install one (apt-get install gcc), or name it in CC"
+    return Flaw("C compiler", "none, and Triton compiles for every kernel at run time", action)
+
+
+def _headers(found: CudaSoftware) -> Flaw | None:
+    if found.headers:
+        return None
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    action = f"install them (apt-get install python{version}-dev), or make the environment with uv's Python"
+    return Flaw("Python.h", "missing, and what Triton compiles includes it", action)
+
+
+def _shared_memory(found: CudaSoftware) -> Flaw | None:
+    if found.shared_memory_bytes >= LEAST_SHARED_MEMORY:
+        return None
+    detail = f"{found.shared_memory_bytes / MIB:.0f} MiB, through which NCCL and the processes of an engine exchange"
+    return Flaw(str(SHARED_MEMORY), detail, "enlarge it (docker run --shm-size=16g, an emptyDir of medium Memory)")
+
+
+def major_of(driver: str) -> int:
+    """580 of 580.65.06."""
+    found = re.match(r"\d+", driver)
+    return int(found[0]) if found else 0
+
+
+def main() -> None:
+    sys.stdout.write(json.dumps(asdict(examine())) + "\n")
+
+
+if __name__ == "__main__":
+    main()

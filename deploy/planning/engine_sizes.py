@@ -1,0 +1,120 @@
+"""KV cache, sequences and memory of an engine, from what the plan of a run leaves free on its GPUs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil
+
+from cluster.errors import PreflightError
+from cluster.runtime.placement import PlacementPlan
+from configs.schema import RunConfig, SamplerKind
+from deploy.planning.activations import FLOAT32, HEAD_COPIES
+from deploy.planning.clusters import PlannedNode
+from deploy.planning.kv_cache import sequence_bytes
+from deploy.planning.workers import CONTEXT, KV_CACHE, USABLE, WorkerMemory, worker_memory
+from learner.policies.shapes import ModelShape
+
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class EngineSizes:
+    """Sizes of a vLLM engine on each of its GPUs."""
+
+    kv_cache_bytes: int  # 0: the rest of `memory_bytes`, once vLLM has measured what a step takes
+    num_seqs: int
+    memory_bytes: int  # that the engine takes beyond the context of its process
+
+
+def engine_sizes(
+    config: RunConfig, sized: RunConfig, engine: WorkerMemory, placement: PlacementPlan
+) -> EngineSizes | None:
+    """Sizes of engines whose memory is planned from `sized`, which `with_engine_sizes` made of `config`; None on CPU
+    and for other samplers than vLLM, which take those of the configuration.
+
+    vLLM can measure its step only where no other process changes the memory of the GPU meanwhile. Engines that share
+    their GPUs get the planned KV cache.
+    """
+    if sized.resources.device == "cpu" or sized.sampler.kind is not SamplerKind.VLLM:
+        return None
+    memory = max(sum(parts.values()) - parts[CONTEXT] for parts in engine.device.values())
+    measures = config.sampler.kv_cache_bytes == 0 and not _shares_a_gpu(placement)
+    return EngineSizes(0 if measures else sized.sampler.kv_cache_bytes, sized.sampler.max_num_seqs, memory)
+
+
+def _shares_a_gpu(placement: PlacementPlan) -> bool:
+    """Whether an engine has another worker on one of its GPUs."""
+    workers = Counter((worker.node_id, gpu) for worker in placement.workers for gpu in worker.gpus)
+    return any(workers[engine.node_id, gpu] > 1 for engine in placement.of_role("rollout") for gpu in engine.gpus)
+
+
+def with_engine_sizes(
+    config: RunConfig, shape: ModelShape, placement: PlacementPlan, nodes: Sequence[PlannedNode]
+) -> RunConfig:
+    """The configuration with numbers for `sampler.kv_cache_bytes` and `sampler.max_num_seqs` where they are 0.
+
+    The KV cache takes what every engine's GPUs have left in all phases in which it is there, less the logits of its
+    sequences. It holds at least the siblings of one prompt at the longest length, even where they do not fit: the plan
+    then names the shortfall.
+
+    Raises:
+        PreflightError: the memory of a GPU is not known.
+    """
+    sampler = config.sampler
+    is_sized = sampler.kv_cache_bytes > 0 and sampler.max_num_seqs > 0
+    if is_sized or sampler.kind is not SamplerKind.VLLM or not placement.of_role("rollout"):
+        return config
+    sequence = sequence_bytes(config, shape, sampler.max_model_len)
+    logits = shape.vocab * HEAD_COPIES * FLOAT32
+    if sampler.kv_cache_bytes:
+        return _with(config, sampler.kv_cache_bytes, _bounded(config, sampler.kv_cache_bytes // sequence))
+    room = _room(_with(config, 0, 0), shape, placement, nodes)
+    num_seqs = sampler.max_num_seqs or _bounded(config, room // (sequence + logits))
+    least = config.algorithm.samples_per_prompt * sequence
+    return _with(config, max(least, (room - num_seqs * logits) // MIB * MIB), num_seqs)
+
+
+def _bounded(config: RunConfig, num_seqs: int) -> int:
+    """At least the siblings of a prompt, at most the responses of one engine's share of the groups under way, and no
+    more than one step processes tokens."""
+    algorithm, siblings = config.algorithm, config.algorithm.samples_per_prompt
+    groups = ceil(algorithm.max_concurrent_groups / config.resources.rollout.num_workers)
+    most = min(groups * siblings, config.sampler.max_num_batched_tokens)
+    return max(1, min(most, max(siblings, num_seqs)))
+
+
+def _room(bare: RunConfig, shape: ModelShape, placement: PlacementPlan, nodes: Sequence[PlannedNode]) -> int:
+    """Bytes that are left for a KV cache on every GPU of every engine; `bare` has none."""
+    roles = dict.fromkeys(worker.role for worker in placement.workers)
+    memory = {role: worker_memory(bare, shape, role) for role in roles}
+    gpu_bytes = {node.node_id: node.gpu_bytes for node in nodes}
+    rooms = []
+    for node_id, gpu in {(w.node_id, gpu) for w in placement.of_role("rollout") for gpu in w.gpus}:
+        size = gpu_bytes[node_id]
+        if size is None:
+            raise PreflightError(
+                f"sampler.kv_cache_bytes={bare.sampler.kv_cache_bytes} follows from the memory of the GPUs of node "
+                f"{node_id}, which is not known: set sampler.kv_cache_bytes and sampler.max_num_seqs"
+            )
+        here = [memory[w.role] for w in placement.workers if w.node_id == node_id and gpu in w.gpus]
+        usable = int(USABLE * size)
+        if bare.sampler.gpu_memory_fraction:
+            own = memory["rollout"]
+            rooms.append(int(bare.sampler.gpu_memory_fraction * size) - own.peak + own.context)
+        rooms.append(usable - _peak_with_cache(here, memory["rollout"], size))
+    return min(rooms)
+
+
+def _peak_with_cache(workers: Sequence[WorkerMemory], engine: WorkerMemory, gpu_bytes: int) -> int:
+    """The most bytes that workers of one GPU hold together while the engine's KV cache is there. In a phase that a
+    worker lacks, as other roles lack the learner's loading, it counts with its peak."""
+    phases = dict.fromkeys(phase for worker in workers for phase in worker.device)
+    with_cache = [phase for phase in phases if KV_CACHE in engine.device.get(phase, {KV_CACHE: 0})]
+    return max(sum(worker.in_phase(phase, gpu_bytes) for worker in workers) for phase in with_cache)
+
+
+def _with(config: RunConfig, kv_cache_bytes: int, num_seqs: int) -> RunConfig:
+    sizes: Mapping[str, int] = {"kv_cache_bytes": kv_cache_bytes, "max_num_seqs": num_seqs}
+    return config.model_copy(update={"sampler": config.sampler.model_copy(update=sizes)})

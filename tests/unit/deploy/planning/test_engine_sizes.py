@@ -1,0 +1,198 @@
+"""An engine asks vLLM for the memory that the plan books for it, and starts beside the other roles of its GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from types import SimpleNamespace
+
+import pytest
+from vllm import AsyncEngineArgs
+from vllm.utils.mem_utils import MemorySnapshot
+from vllm.v1.worker.utils import request_memory
+
+from actors.samplers.vllm import arguments
+from cluster.errors import PreflightError
+from configs.errors import ConfigError
+from configs.load import load_config
+from configs.schema import RunConfig
+from deploy.planning.clusters import PlannedNode, described_nodes
+from deploy.planning.engine_sizes import EngineSizes
+from deploy.planning.fit import GIB, MemoryPlan, plan_memory
+from deploy.planning.kv_cache import sequence_bytes
+from deploy.planning.scaling_guide import GPU_GB, LONG, PRESETS, shapes
+from deploy.planning.workers import CONTEXT, KV_CACHE, SAMPLING, SYNC, TRAINING, USABLE, worker_memory
+from learner.policies.shapes import ModelShape
+
+MODELS = shapes()
+CASES = [(preset, model) for preset in (*PRESETS, "gpu_1") for model in MODELS]
+VLLM_DEFAULT = AsyncEngineArgs.gpu_memory_utilization
+
+
+@cache
+def config(*words: str) -> RunConfig:
+    base = ["experiment=own", *words]
+    plain = load_config(base, is_complete=False)
+    longest = plain.data.max_prompt_tokens + plain.sampler.max_tokens
+    return load_config([*base, f"learner.tokens_per_microbatch={longest}"], is_complete=False)
+
+
+def planned(preset: str, shape: ModelShape, *words: str) -> tuple[int, RunConfig, MemoryPlan] | None:
+    """With the smallest GPU that holds it: its bytes, the configuration and the plan."""
+    num_nodes, num_gpus, more = PRESETS.get(preset, (1, 1, ()))
+    found = config(f"resources={preset}", *more, *words)
+    for size in GPU_GB:
+        plan = plan_memory(found, shape, described_nodes(f"{num_nodes}x{num_gpus}x{size}GB"))
+        if not plan.shortfalls:
+            return size * 10**9, found, plan
+    return None
+
+
+def started(total: int, free: int, share: float) -> int:
+    """What vLLM asks for when an engine starts on a GPU with these bytes; it refuses with a ValueError."""
+    snapshot = MemorySnapshot(total_memory=total, free_memory=free, device="cpu", auto_measure=False)
+    return request_memory(snapshot, SimpleNamespace(gpu_memory_utilization=share))  # type: ignore[arg-type]
+
+
+def share_of(monkeypatch: pytest.MonkeyPatch, total: int, sizes: EngineSizes, fraction: float = 0.0) -> float:
+    """The share that an engine of these sizes asks of a GPU with so many bytes."""
+    monkeypatch.setattr(arguments, "current_platform", SimpleNamespace(get_device_total_memory=lambda: total))
+    settings = SimpleNamespace(device="cuda", memory_bytes=sizes.memory_bytes, memory_fraction=fraction)
+    return arguments._memory_share(settings)["gpu_memory_utilization"]  # type: ignore[arg-type]
+
+
+def others(plan: MemoryPlan, total: int) -> int:
+    """The most that other roles of an engine's GPUs hold while an engine may start: in every phase but, in turns, the
+    learner's."""
+    engine = plan.by_role["rollout"]
+    most = 0
+    for worker in plan.placement.of_role("rollout"):
+        for gpu in worker.gpus:
+            here = [
+                plan.by_role[w.role]
+                for w in plan.placement.workers
+                if w.role != "rollout" and w.node_id == worker.node_id and gpu in w.gpus
+            ]
+            phases = {phase for memory in here for phase in memory.device}
+            startable = [phase for phase in phases if KV_CACHE in engine.device.get(phase, {KV_CACHE: 0})]
+            most = max(most, max((sum(m.in_phase(phase, total) for m in here) for phase in startable), default=0))
+    return most
+
+
+@pytest.mark.parametrize(("preset", "model"), CASES)
+def test_an_engine_starts_and_restarts_with_its_share_beside_the_other_roles(
+    preset: str, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = planned(preset, MODELS[model])
+    if found is None:
+        pytest.skip("no GPU of docs/scaling.md holds it")
+    total, _, plan = found
+    assert plan.engine is not None and plan.engine.memory_bytes > 0
+    free = total - others(plan, total) - plan.by_role["rollout"].context
+    asked = started(total, free, share_of(monkeypatch, total, plan.engine))
+    assert asked == pytest.approx(plan.engine.memory_bytes, abs=2)
+    if others(plan, total) > 0.08 * total:
+        with pytest.raises(ValueError, match="Free memory on device"):
+            started(total, free, VLLM_DEFAULT)
+
+
+def test_the_default_of_vllm_is_refused_beside_a_learner() -> None:
+    """Row B of the audit: 0.92 of a card that a learner has a part of."""
+    with pytest.raises(ValueError, match="Free memory on device"):
+        started(80 * GIB, 70 * GIB, 0.92)
+
+
+def test_the_cache_takes_what_the_plan_leaves() -> None:
+    shape = MODELS["Qwen2.5-VL 3B"]
+    words = ("resources=gpu_1", "policy.lora.rank=16")
+    small, large = (plan_memory(config(*words), shape, described_nodes(f"1x1x{size}GB")) for size in (48, 80))
+    assert large.engine is not None and small.engine is not None
+    assert large.engine.kv_cache_bytes > small.engine.kv_cache_bytes > 0
+    gpu = next(demand for demand in large.demands if demand.place == "GPU 0")
+    assert 0.94 * 80e9 < gpu.num_bytes <= USABLE * 80e9, "nothing is left over, and no more is taken"
+    fixed = config(*words, "sampler.kv_cache_bytes=4294967296", "sampler.max_num_seqs=7")
+    engine = plan_memory(fixed, shape, described_nodes("1x1x80GB")).engine
+    assert engine is not None and (engine.kv_cache_bytes, engine.num_seqs) == (4 * GIB, 7)
+
+
+def test_sequences_are_those_that_the_cache_holds_and_the_run_asks_for() -> None:
+    shape = MODELS["Qwen3 0.6B"]
+    words = ("resources=gpu_1", *LONG, "learner=single")
+    engine = plan_memory(config(*words), shape, described_nodes("1x1x48GB")).engine
+    assert engine is not None
+    sequence = sequence_bytes(config(*words), shape, 12288)
+    assert engine.num_seqs == engine.kv_cache_bytes // sequence
+    many = plan_memory(
+        config("resources=gpu_1", "algorithm.max_concurrent_groups=2"), shape, described_nodes("1x1x80GB")
+    )
+    assert many.engine is not None and many.engine.num_seqs == 2 * 8, "no more responses are under way"
+
+
+def test_an_engine_with_gpus_to_itself_lets_vllm_measure_its_step() -> None:
+    shape, nodes = MODELS["Qwen2.5-VL 3B"], described_nodes("1x2x141GB")
+    alone = plan_memory(config("resources=two_gpu"), shape, nodes).engine
+    assert alone is not None and (alone.kv_cache_bytes, alone.memory_bytes > 100e9) == (0, True)
+    fixed = plan_memory(config("resources=two_gpu", "sampler.kv_cache_bytes=4294967296"), shape, nodes).engine
+    assert fixed is not None and fixed.kv_cache_bytes == 4 * GIB
+
+
+def test_a_fraction_of_the_users_bounds_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = MODELS["Qwen2.5-VL 3B"]
+    words = ("resources=gpu_1", "policy.lora.rank=16", "sampler.gpu_memory_fraction=0.3")
+    engine = plan_memory(config(*words), shape, described_nodes("1x1x80GB")).engine
+    assert engine is not None and engine.memory_bytes <= 0.3 * 80e9
+    assert share_of(monkeypatch, 80 * 10**9, engine, fraction=0.3) == 0.3
+
+
+def test_a_cache_that_does_not_fit_is_a_shortfall_of_the_plan() -> None:
+    shape = MODELS["Qwen2.5-VL 3B"]
+    plan = plan_memory(config("resources=gpu_1"), shape, described_nodes("1x1x24GB"))
+    assert [demand.place for demand in plan.shortfalls] == ["GPU 0"]
+    least = 8 * sequence_bytes(config("resources=gpu_1"), shape, 3072)
+    assert plan.by_role["rollout"].largest[KV_CACHE] == least, "the siblings of one prompt"
+
+
+def test_engines_in_turns_hold_their_cache_beside_the_policy_only_where_one_joins_late() -> None:
+    found = config("resources=one_gpu_colocated", "sampler.kv_cache_bytes=4294967296")
+    engine = worker_memory(found, MODELS["Qwen3 0.6B"], "rollout")
+    assert [engine.device[phase].get(KV_CACHE, 0) for phase in (TRAINING, SYNC, SAMPLING)] == [0, 0, 4 * GIB]
+    assert "joining" not in engine.device and worker_memory(found, MODELS["Qwen3 0.6B"], "learner").device["joining"]
+    assert engine.context == engine.device[TRAINING][CONTEXT]
+
+
+def test_memory_that_is_not_known_is_asked_for() -> None:
+    nodes = [replace(node, gpu_bytes=None) for node in described_nodes("1x2x80GB")]
+    with pytest.raises(PreflightError, match="set sampler.kv_cache_bytes and sampler.max_num_seqs"):
+        plan_memory(config("resources=two_gpu"), MODELS["Qwen3 0.6B"], nodes)
+    given = config("resources=two_gpu", "sampler.kv_cache_bytes=4294967296", "sampler.max_num_seqs=8")
+    assert plan_memory(given, MODELS["Qwen3 0.6B"], nodes).shortfalls == ()
+
+
+@pytest.mark.parametrize("key", ["kv_cache_bytes", "max_num_seqs"])
+def test_a_cpu_has_no_sizes_to_follow_from(key: str) -> None:
+    with pytest.raises(ConfigError, match=f"sampler.{key}=0 follows from the memory of a GPU"):
+        load_config(["experiment=digits", f"sampler.{key}=0"])
+
+
+SERVICE = (
+    "resources.reward_services.judge={num_workers: 1, num_cpus: 1, num_gpus: 0.3, num_threads: 1, bind_cores: false, "
+    "first_core: 0, custom_resources: {}, node_labels: {}, strategy: auto}"
+)
+
+
+def judge(engine: str) -> str:
+    return (
+        "rewards.components=[{name: accuracy, function: vllm_judge, options: {engine: " + engine + "}, weight: 1.0, "
+        "service: judge, needs_pictures: false, retries: 0, cache_entries: 0}]"
+    )
+
+
+@pytest.mark.parametrize(("engine", "share"), [("{}", 0.3), ("{gpu_memory_utilization: 0.5}", 0.5)])
+def test_a_judge_is_planned_with_its_share_of_the_gpu(engine: str, share: float) -> None:
+    found = config("resources=two_gpu", "resources.learner.num_gpus=0.7", SERVICE, judge(engine))
+    nodes: tuple[PlannedNode, ...] = described_nodes("1x2x80GB")
+    plan = plan_memory(found, MODELS["Qwen3 0.6B"], nodes)
+    worker = plan.placement.of_role("reward.judge")[0]
+    learner = plan.by_role["learner"]
+    demand = next(d for d in plan.demands if d.place == f"GPU {worker.gpus[0]}")
+    assert demand.num_bytes == pytest.approx(learner.peak + share * 80e9)

@@ -24,6 +24,9 @@ from cluster.roles import SamplingSettings
 from learner.policies.batch import joined
 from learner.policies.families import family_of
 from learner.policies.loading import DTYPES, ignore_sampling_defaults, load_model
+from learner.policies.logprobs import PLAIN, target_logprobs
+
+CHUNK_TOKENS = 512  # of a prompt, whose log-probs are computed together
 
 
 class HuggingFaceSampler(InProcessSampler):
@@ -126,8 +129,11 @@ class HuggingFaceSampler(InProcessSampler):
     @torch.no_grad()
     def _prompt_logprobs(self, prompt: Prompt, media: Sequence[ProcessedMedia]) -> np.ndarray:
         inputs = self._model_inputs(prompt, media, 1)
-        logprobs = self._model(**inputs).logits[0].float().log_softmax(-1)  # [P, V]
-        return logprobs[:-1].gather(-1, inputs["input_ids"][0, 1:, None]).squeeze(-1).cpu().numpy()
+        logits, targets = self._model(**inputs).logits[0, :-1], inputs["input_ids"][0, 1:]  # [P - 1, V], [P - 1]
+        parts = zip(logits.split(CHUNK_TOKENS), targets.split(CHUNK_TOKENS), strict=True)
+        # In parts: of a long prompt float32 log-probs of all tokens would take more memory than the model.
+        found = [target_logprobs(some, ids, PLAIN) for some, ids in parts]
+        return torch.cat(found).cpu().numpy()
 
     def _model_inputs(
         self, prompt: Prompt, media: Sequence[ProcessedMedia], num_copies: int

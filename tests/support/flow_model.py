@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from diffusers import DiffusionPipeline, SD3Transformer2DModel
+from diffusers import SD3Transformer2DModel
 
 from actors.samplers.base import EngineSettings
 from actors.samplers.flow import FlowSampler
@@ -18,6 +18,7 @@ from cluster.records.partial_response import Attempt, SampledSequence
 from cluster.records.trajectory import MediaSpan, Prompt
 from cluster.roles import SamplingSettings
 from cluster.weight_sync.manifest import checkpoint_manifest
+from learner.policies.flow.checkpoint import FlowCheckpoint
 from learner.policies.flow.denoising import Denoising
 from learner.policies.flow.families import TRANSFORMER, flow_family_at
 from learner.policies.flow.rows import CONDITION
@@ -47,7 +48,7 @@ def made_loud(folder: Path, seed: int = 0) -> Path:
 
 def encoded_prompts(folder: Path, texts: Sequence[str], *, with_negative: bool = True) -> list[Prompt]:
     """Prompts with encoded texts as media, and the empty text as the negative prompt."""
-    family, pipeline = flow_family_at(folder), DiffusionPipeline.from_pretrained(folder)
+    family, pipeline = flow_family_at(folder), FlowCheckpoint(str(folder)).encoder()
 
     def medium(text: str) -> MediaHandle:
         encoded = family.encode(pipeline, text, 32)

@@ -46,7 +46,6 @@ PICTURES = [name for name in TINY if name not in ("qwen3", "qwen2.5", "llama")]
 WAITS = {
     "qwen3-vl": "qwen3_vl",  # DeepStack adds features by a mask
     "qwen3-vl-moe": "qwen3_vl_moe",
-    "qwen3.5": "qwen3_5",
     "llava-onevision": "llava_onevision",  # the sizes of pictures, of which it cuts padding off
     "idefics3": "idefics3",  # the sizes of tiles
     "smolvlm": "smolvlm",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from deploy.tools.gpu_check.registry import STAGES
-from deploy.tools.gpu_check.results import CheckResults, Outcome, StageResult
+from deploy.tools.gpu_check.results import CheckedMachine, CheckResults, Outcome, StageResult
 
 WIDTH = 38  # of a title
 
@@ -39,14 +39,16 @@ def status_rows(all_results: list[CheckResults]) -> str:
             (results.machine, results.stages[stage.name]) for results in all_results if stage.name in results.stages
         ]
         cells = [
-            "; ".join(
-                f"{machine.name}{f' x {machine.num_gpus}' if machine.num_gpus > 1 else ''} "
-                f"({result.finished_at[:10]}{f', {result.commit}' if result.commit else ''})"
-                for machine, result in found
-                if result.outcome is outcome
-            )
+            "; ".join(_cell(machine, result) for machine, result in found if result.outcome is outcome)
             for outcome in (Outcome.PASSED, Outcome.FAILED)
         ]
         missing = stage.missing or "nowhere yet"
         lines.append(f"| {stage.title} | {cells[0] or missing} | {cells[1] or '-'} |")
     return "\n".join(lines)
+
+
+def _cell(machine: CheckedMachine, found: StageResult) -> str:
+    """Machine, torch, day and commit."""
+    gpus = f" x {machine.num_gpus}" if machine.num_gpus > 1 else ""
+    when = ", ".join(filter(None, (found.finished_at[:10], found.commit)))
+    return f"{machine.name}{gpus}, torch {machine.packages['torch']} ({when})"

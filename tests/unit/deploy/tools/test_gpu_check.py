@@ -158,7 +158,10 @@ def test_the_tables_name_machine_figures_and_causes() -> None:
     assert "step_s 0.123" in table(one) and "torch 2.11.0" in table(one)
     assert "2 x NVIDIA H100" in table(two) and "AssertionError: no" in table(two)
     row = next(line for line in status_rows([one, two]).splitlines() if "transformers sampler" in line)
-    assert row.split(" | ")[1:] == ["x86_64 with 2 cores (2026-11-26)", "NVIDIA H100 x 2 (2026-11-27, abc) |"]
+    assert row.split(" | ")[1:] == [
+        "x86_64 with 2 cores, torch 2.11.0 (2026-11-26)",
+        "NVIDIA H100 x 2, torch 2.11.0 (2026-11-27, abc) |",
+    ]
 
 
 def test_the_readme_has_the_status_of_the_kept_results() -> None:

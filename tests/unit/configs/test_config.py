@@ -541,6 +541,23 @@ def test_a_value_is_text_where_text_or_a_path_is_expected(tmp_path: Path, value:
     assert (again.policy.model, again.data.prompt_suffix) == (expected, " Sag's, \\boxed{}!")
 
 
+@pytest.mark.parametrize(
+    ("preset", "expected"),
+    [
+        ("laptop", ("engine", "none")),
+        ("two_gpu", ("recomputed", "tis_token")),
+        ("eight_gpu_colocated", ("recomputed", "tis_token")),
+    ],
+)
+def test_a_clip_that_rounding_of_bfloat16_exceeds_is_around_the_learners_own_policy(
+    preset: str, expected: tuple[str, str]
+) -> None:
+    algorithm = load_config(["experiment=gspo", f"resources={preset}"]).algorithm
+    assert (algorithm.old_logprobs, algorithm.correction) == expected
+    plain = load_config(["experiment=grpo", f"resources={preset}"]).algorithm
+    assert (plain.old_logprobs, plain.correction) == ("engine", "none")
+
+
 def test_gpu_presets_bring_their_engine_settings_with_them() -> None:
     laptop, gpus = load_config(["experiment=digits"]), load_config(["experiment=digits", "resources=node_8gpu"])
     assert (gpus.resources.transport, gpus.resources.dtype) == ("nccl", "bfloat16")

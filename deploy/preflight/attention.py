@@ -1,4 +1,4 @@
-"""Check of the package that `policy.attention` needs."""
+"""Checks of `policy.attention` and `learner.packing`: is the kernel there, and can the model take packed rows."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from configs.schema import RunConfig
 from deploy.preflight.findings import PreflightFinding
 from deploy.preflight.loaded import LoadedModel
 from learner.policies.attention.packed import missing_package
+from learner.policies.families import family_at, model_type_at
 
 
 def check_attention(config: RunConfig, loaded: LoadedModel) -> Iterator[PreflightFinding]:
@@ -18,4 +19,15 @@ def check_attention(config: RunConfig, loaded: LoadedModel) -> Iterator[Prefligh
             "policy.attention",
             f"policy.attention={attention} needs the package {package}, which is not installed",
             "install it, or set policy.attention=sdpa, which computes packed rows with torch's own kernel",
+        )
+
+
+def check_packing(config: RunConfig, loaded: LoadedModel) -> Iterator[PreflightFinding]:
+    """Whether the model keeps packed rows apart; the GPU presets pack."""
+    if config.learner.packing and loaded.chat and not family_at(str(loaded.folder)).keeps_packed_rows_apart:
+        yield PreflightFinding(
+            "learner.packing",
+            f"learner.packing=true, and layers of a {model_type_at(str(loaded.folder))} (policy.model="
+            f"{config.policy.model}) carry a state from one row into the next",
+            "set learner.packing=false",
         )

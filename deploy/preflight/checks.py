@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 
 from configs.schema import RunConfig
-from deploy.preflight.attention import check_attention
+from deploy.preflight.attention import check_attention, check_packing
 from deploy.preflight.findings import PreflightFinding
 from deploy.preflight.loaded import LoadedModel
 from deploy.preflight.templates import (
@@ -23,6 +23,7 @@ Check = Callable[[RunConfig, LoadedModel], Iterable[PreflightFinding]]
 
 CHECKS: tuple[Check, ...] = (
     check_attention,
+    check_packing,
     check_weights,
     check_vocabulary,
     check_special_ids,

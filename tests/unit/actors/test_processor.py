@@ -22,7 +22,7 @@ from cluster.records.media import MediaStore, ProcessedMedia
 from cluster.records.trajectory import Prompt
 from configs.load import load_config
 from configs.schema.data import CurriculumConfig, DataConfig, DataKind, PlaceholdersConfig
-from configs.schema.rollout import SamplerConfig, SamplerKind
+from configs.schema.rollout import SamplerKind
 from learner.policies.tiny import SPECIAL_TOKENS, write_tiny_qwen2_5_vl
 
 MIN_PIXELS, MAX_PIXELS = 4 * 28 * 28, 24 * 28 * 28
@@ -67,27 +67,8 @@ def data_config(**changes: object) -> DataConfig:
     ).model_copy(update=changes)
 
 
-SAMPLER = SamplerConfig(
-    kind=SamplerKind.HUGGINGFACE,
-    temperature=1.0,
-    top_p=1.0,
-    top_k=0,
-    min_p=0.0,
-    first_token_temperature=0.0,
-    stop_strings=(),
-    max_tokens=8,
-    max_model_len=512,
-    max_images_per_prompt=3,
-    max_videos_per_prompt=0,
-    max_audios_per_prompt=0,
-    flow=load_config(["experiment=digits"]).sampler.flow,
-    image_tokens=load_config(["experiment=digits"]).sampler.image_tokens,
-    max_num_seqs=8,
-    max_num_batched_tokens=512,
-    chunk_tokens=64,
-    kv_cache_bytes=1,
-    enforce_eager=True,
-    block_size=16,
+SAMPLER = load_config(["experiment=digits"]).sampler.model_copy(
+    update={"kind": SamplerKind.HUGGINGFACE, "max_tokens": 8, "max_model_len": 512, "max_images_per_prompt": 3}
 )
 
 

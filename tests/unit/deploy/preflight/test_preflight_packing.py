@@ -12,7 +12,9 @@ from deploy.preflight.loaded import LoadedModel
 from learner.policies.tiny import write_tiny
 
 
-@pytest.mark.parametrize(("name", "packing", "found"), [("qwen3.5", True, 1), ("qwen3.5", False, 0), ("qwen3", True, 0)])
+@pytest.mark.parametrize(
+    ("name", "packing", "found"), [("qwen3.5", True, 1), ("qwen3.5", False, 0), ("qwen3", True, 0)]
+)
 def test_a_model_with_a_state_takes_no_packed_rows(tmp_path: Path, name: str, packing: bool, found: int) -> None:
     folder = write_tiny(name, tmp_path / "model", seed=0)
     words = ["experiment=own", f"policy.model={folder}", "data.path=none", f"learner.packing={str(packing).lower()}"]

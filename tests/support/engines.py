@@ -34,10 +34,10 @@ from cluster.runtime.placement import PlacedWorker
 from cluster.runtime.ray_actors import stop
 from cluster.weight_sync.manifest import Manifest, TensorSpec, checkpoint_manifest
 from cluster.weight_sync.tolerance import Tolerance
-from cluster.weight_sync.transport import Rendezvous
 from cluster.weight_sync.weight_sync import WeightSync
 from configs.schema import RunConfig
 from configs.words import overridden
+from deploy.tools.gpu_check.roles import LocalSender
 from deploy.wiring.preparation import Prepared
 from deploy.wiring.rollouts import engine_settings as run_engine_settings
 from deploy.wiring.spawner import engine_environment
@@ -143,38 +143,6 @@ async def until_grown(in_flight: InFlightRequest, running: asyncio.Future[Trajec
     known = in_flight.num_tokens
     while in_flight.num_tokens == known and not running.done():
         await asyncio.sleep(0.001)
-
-
-class LocalSender:
-    """A learner in this process as weight sync sees it, on a thread, so that receivers can answer meanwhile."""
-
-    def __init__(self, learner: Learner) -> None:
-        self.learner = learner
-        self.num_opened = 0
-        self.num_sent = 0
-
-    async def manifest(self) -> Manifest:
-        return self.learner.manifest()
-
-    async def open_transfer(self, epoch: int, num_receivers: int) -> Rendezvous:
-        self.num_opened += 1
-        return self.learner.open_transfer(epoch, num_receivers)
-
-    async def join_transfer(self, rendezvous: Rendezvous) -> None:
-        await asyncio.to_thread(self.learner.join_transfer, rendezvous)
-
-    async def leave_transfer(self, epoch: int) -> None:
-        self.learner.leave_transfer(epoch)
-
-    async def send_weights(self, bucket_bytes: int, epoch: int) -> None:
-        self.num_sent += 1
-        await asyncio.to_thread(self.learner.send_weights, bucket_bytes, epoch)
-
-    async def export_weights(self, bucket_bytes: int) -> tuple[int, list[np.ndarray]]:
-        return await asyncio.to_thread(self.learner.export_weights, bucket_bytes)
-
-    async def sequence_logprobs(self, prompt: Prompt, num_copies: int = 1) -> np.ndarray:
-        return await asyncio.to_thread(self.learner.sequence_logprobs, prompt, num_copies)
 
 
 class AlteredManifest(LocalSender):

@@ -13,7 +13,7 @@ from cluster.weight_sync.rendezvous import RendezvousStore, join_store
 
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> RendezvousStore:
-    monkeypatch.setattr("cluster.runtime.network.ray.is_initialized", lambda: False)
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
     return RendezvousStore(timeout_s=10)
 
 

@@ -14,10 +14,13 @@ from deploy.run.runtime import _until_signal
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_before_the_loop_is_an_interrupt(number: signal.Signals) -> None:
-    before = signal.getsignal(number)
-    with pytest.raises(KeyboardInterrupt), signals_raise():
-        os.kill(os.getpid(), number)
-    assert signal.getsignal(number) == before
+    before = signal.signal(number, signal.SIG_DFL)  # the tests may run under nohup
+    try:
+        with pytest.raises(KeyboardInterrupt), signals_raise():
+            os.kill(os.getpid(), number)
+        assert signal.getsignal(number) == signal.SIG_DFL
+    finally:
+        signal.signal(number, before)
 
 
 def test_under_nohup_a_hangup_is_ignored() -> None:

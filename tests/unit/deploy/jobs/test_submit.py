@@ -126,7 +126,8 @@ def test_the_working_folder_is_sent_without_runs_and_data(tmp_path: Path) -> Non
     assert env["env_vars"]["RAY_AUTH_MODE"] == "token"
 
 
-def test_a_token_must_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_token_must_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))  # Ray keeps a token there
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
         monkeypatch.delenv(name, raising=False)

@@ -41,9 +41,10 @@ WORDS = (
     "checkpoints.interval_steps=0",
     "replay.trajectory_log=true",
     "metrics.progress=false",
-    "timeouts.rollout_s=12",
-    "weight_sync.timeout_s=12",
-    "supervision.probe_timeout_s=12",
+    # In the order of the defaults: an engine that waits for a hung one in a push is free again before it counts as hung.
+    "weight_sync.timeout_s=5",
+    "supervision.probe_timeout_s=30",
+    "timeouts.rollout_s=40",
     "supervision.max_restarts=100",
 )
 

@@ -41,7 +41,7 @@ WORDS = (
     "checkpoints.interval_steps=0",
     "replay.trajectory_log=true",
     "metrics.progress=false",
-    # In the order of the defaults: an engine that waits in a push for a hung one is free before it counts as hung itself.
+    # As in the defaults: an engine that waits in a push for a hung one is free before it counts as hung itself.
     "weight_sync.timeout_s=5",
     "supervision.probe_timeout_s=30",
     "timeouts.rollout_s=40",

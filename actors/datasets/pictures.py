@@ -218,7 +218,7 @@ def is_absent(value: Any) -> bool:
 
 
 def _is_empty(value: Any) -> bool:
-    """Whether a field of a mapping holds nothing: null, or empty bytes beside a path."""
+    """Whether a field of a mapping is empty: null, or empty bytes where there is also a path."""
     return value is None or (isinstance(value, str | bytes) and not value)
 
 

@@ -63,5 +63,5 @@ def engine_settings(
 
 
 def _siblings(config: RunConfig) -> int:
-    """Sequences at a time where the configuration names none: those of a prompt; vLLM has a default of its own."""
+    """Sequences sampled at once where the configuration sets none: those of one prompt; 0 leaves it to vLLM."""
     return 0 if config.sampler.kind is SamplerKind.VLLM else config.algorithm.samples_per_prompt

@@ -8,11 +8,9 @@ backend can be trusted to give up by itself. A group whose collective failed is 
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from threading import Thread
@@ -23,6 +21,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from cluster.environment_variables import environment_variables
 from cluster.errors import WeightSyncError
 from cluster.runtime.concurrency import DaemonThread
 from cluster.weight_sync.digests import digest
@@ -181,7 +180,7 @@ def _open_group(rendezvous: Rendezvous, rank: int) -> Any:
         if rendezvous.transport == "nccl":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = 2 * timeout  # ours ends first
-            with _environment(WITHOUT_WATCHDOG):
+            with environment_variables(WITHOUT_WATCHDOG):
                 return dist.ProcessGroupNCCL(store, rank, rendezvous.world_size, options)
     except RuntimeError as error:
         raise WeightSyncError(
@@ -189,21 +188,6 @@ def _open_group(rendezvous: Rendezvous, rank: int) -> Any:
             f"{rendezvous.host}:{rendezvous.port} over {rendezvous.transport}: {error}"
         ) from error
     raise WeightSyncError(f"resources.transport={rendezvous.transport} is unknown: use gloo or nccl")
-
-
-@contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Have these environment variables while the body runs."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def lone_bytes(bucket: Bucket, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor | None:

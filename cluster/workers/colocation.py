@@ -9,9 +9,9 @@
 | GENERATING | awake | on the host |
 | TRAINING | asleep | on the device |
 
-So the KV cache takes no memory beside the policy or the optimizer. Nothing is sampled outside GENERATING: there the
-engines' weights are those of the last push, everywhere else they may be dead. No engine starts in TRAINING: it takes
-its whole memory at once, and the learner has it.
+So the device never holds the KV cache together with the policy or the optimizer. Nothing is sampled outside
+GENERATING: there the engines' weights are those of the last push, everywhere else they may be dead. No engine starts in
+TRAINING: it takes its whole memory at once, and the learner has it.
 """
 
 from __future__ import annotations

@@ -27,11 +27,11 @@ from actors.processors.chat import ChatProcessor
 from cluster.records.media import MediaReader, MediaStore, ProcessedMedia
 from cluster.records.partial_response import Attempt
 from cluster.roles import SamplingSettings
-from cluster.runtime.placement import PlacedWorker
 from cluster.weight_sync.tolerance import Gap
 from configs.load import load_config
 from configs.schema import RunConfig
 from configs.schema.rollout import SamplerKind
+from deploy.conformance.lone_engine import set_engine_environment
 from deploy.wiring.parity_prompts import (
     FRAME_RATE,
     MOST_VIDEOS,
@@ -44,7 +44,6 @@ from deploy.wiring.parity_prompts import (
 )
 from deploy.wiring.preparation import Prepared
 from deploy.wiring.rollouts import engine_settings
-from deploy.wiring.spawner import engine_environment
 from learner.backends.single import SingleBackend
 from learner.policies.adapters import is_factor, save_adapters, with_saved_adapters
 from learner.policies.batch import TokenSequence, collate
@@ -67,15 +66,6 @@ NOISE = 0.05  # that is added to weights before a push
 RANK = 4  # of adapters
 TIED = "+tied"
 KV_CACHE_BYTES = 1 << 27
-OFFLINE = {
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-    "GLOO_SOCKET_IFNAME": "lo",
-    "VLLM_HOST_IP": "127.0.0.1",
-    "OMP_NUM_THREADS": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-}
 
 
 @dataclass
@@ -250,8 +240,8 @@ def measure(words: str, folder: Path) -> Report:
     """
     name, is_tied = words.removesuffix(TIED), words.endswith(TIED)
     measurement = Measurement(name, folder, is_tied=is_tied)
-    worker = PlacedWorker("rollout", 0, "here", 0, 0, 1, ())
-    os.environ.update(OFFLINE | engine_environment(measurement.config, worker))
+    set_engine_environment(measurement.config)
+    os.environ["OMP_NUM_THREADS"] = "1"
     model_type = json.loads((measurement.model / "config.json").read_text())["model_type"]
     value = DTYPES[measurement.config.resources.dtype].itemsize
     num_parameters = sum(spec.num_bytes // value for spec in measurement.prepared.checkpoint.tensors)

@@ -1,8 +1,8 @@
-"""The CUDA software of a machine: its driver, torch's build, the compiler that Triton calls; and what is wrong with it.
+"""Examines the CUDA software of a machine: driver, torch's build, and the compiler that Triton calls.
 
     python -m deploy.host.cuda
 
-prints what it finds as JSON.
+prints the result as JSON.
 """
 
 from __future__ import annotations

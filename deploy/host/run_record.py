@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from uuid import uuid4
 
+from cluster.environment_variables import environment_variables
 from deploy.host.processes import ProcessId
 
 RUN_VARIABLE = "MOBULA_RUN"
@@ -50,16 +51,8 @@ def marking(run: str) -> Iterator[RunMark]:
     driver = ProcessId.of(os.getpid())
     assert driver is not None, "this process has an entry in /proc"
     mark = RunMark(f"{run}/{uuid4().hex}", driver)
-    before = {name: os.environ.get(name) for name in mark.environment}
-    os.environ.update(mark.environment)
-    try:
+    with environment_variables(mark.environment):
         yield mark
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 @dataclass(frozen=True)

@@ -150,7 +150,7 @@ def named(error: SkippedSample, sample: str, columns: Mapping[str, str]) -> RowE
 
 
 def text_of(value: Any, column: str) -> str:
-    """A text to the letter, a number as it is written, another value as JSON has it, a date in ISO 8601, a UUID."""
+    """The text of a value: a string unchanged, a number as spelled, a date in ISO 8601, anything else as JSON."""
     if is_missing(value) or (isinstance(value, str | Mapping | list | tuple) and len(value) == 0):
         raise RowError(f"missing_{column}", f"the row has no `{column}`: add it")
     if isinstance(value, np.generic):

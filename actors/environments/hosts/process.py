@@ -48,7 +48,7 @@ class ProcessEnvironment:
         return self._exchange("demonstrate", {})
 
     def close(self) -> None:
-        """End the process with what it has started, whatever state it is in, and collect it."""
+        """Kill the process and its children, and reap it."""
         self.is_usable = False
         self._connection.close()
         if self._process.returncode is None:  # not collected, so the number of its group is its own

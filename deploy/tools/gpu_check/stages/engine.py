@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+from deploy.conformance.lone_engine import set_engine_environment
 from deploy.tools.gpu_check.context import Context, Figures
-from deploy.tools.gpu_check.engine_process import set_environment
 from deploy.tools.gpu_check.roles import open_model
 from deploy.tools.gpu_check.training import train
 
@@ -13,5 +13,5 @@ from deploy.tools.gpu_check.training import train
 def run(context: Context) -> Figures:
     """With the engine settings of the preset: on a GPU under CUDA graphs."""
     model = open_model(context, "sampler=vllm")
-    set_environment(model.config)
+    set_engine_environment(model.config)
     return asyncio.run(train(context, model))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+from deploy.conformance.lone_engine import set_engine_environment
 from deploy.tools.gpu_check.context import Context, Figures
-from deploy.tools.gpu_check.engine_process import set_environment
 from deploy.tools.gpu_check.roles import open_model
 from deploy.tools.gpu_check.training import train
 
@@ -15,5 +15,5 @@ SPLIT = ("resources.rollout.tensor_parallel=2", "resources.rollout.num_gpus=2")
 def run(context: Context) -> Figures:
     """Without Ray, which would not place the engine beside a learner's share of a GPU on a node of two."""
     model = open_model(context, "sampler=vllm", *SPLIT)
-    set_environment(model.config)
+    set_engine_environment(model.config)
     return asyncio.run(train(context, model))

@@ -16,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cluster.environment_variables import environment_variables
 from cluster.errors import DeadlineError, WeightSyncError
 from cluster.weight_sync import transport
 from cluster.weight_sync.manifest import Manifest, TensorSpec
@@ -138,11 +139,11 @@ def test_a_broadcast_is_ordered_on_the_stream_of_its_caller(
 
 def test_the_environment_of_other_groups_stays_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", "0")
-    with transport._environment(transport.WITHOUT_WATCHDOG):
+    with environment_variables(transport.WITHOUT_WATCHDOG):
         assert os.environ["TORCH_NCCL_BLOCKING_WAIT"] == "1"
     assert os.environ["TORCH_NCCL_BLOCKING_WAIT"] == "0"
     monkeypatch.delenv("TORCH_NCCL_BLOCKING_WAIT")
-    with transport._environment(transport.WITHOUT_WATCHDOG):
+    with environment_variables(transport.WITHOUT_WATCHDOG):
         pass
     assert "TORCH_NCCL_BLOCKING_WAIT" not in os.environ
 

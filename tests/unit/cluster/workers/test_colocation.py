@@ -97,7 +97,7 @@ class Device:
         return "group", "summary"
 
     async def publish(self, version: int) -> int:
-        assert self.here == {"weights", "policy"} or version == 0, "the KV cache takes no memory beside the policy"
+        assert self.here == {"weights", "policy"} or version == 0, "the KV cache and the policy share no device"
         self.arriving = 3
         return version
 

@@ -18,7 +18,7 @@ OFFLINE = {
 }
 
 
-def set_environment(config: RunConfig) -> None:
+def set_engine_environment(config: RunConfig) -> None:
     """Set what vLLM reads when it is imported; call it before."""
     worker = PlacedWorker("rollout", 0, "here", 0, config.resources.rollout.num_gpus, 1, ())
     os.environ.update(OFFLINE | engine_environment(config, worker))

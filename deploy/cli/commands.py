@@ -20,7 +20,6 @@ import typer
 from cluster.errors import PreflightError
 from cluster.workers.status import MAX_WORKERS
 from configs.errors import ConfigError
-from deploy.cli.dashboard_command import dashboard
 from deploy.cli.data_commands import data
 from deploy.cli.environment_commands import play, rollout, serve_environment, serve_policy, verifiers
 from deploy.cli.errors import FAILED, explained
@@ -520,7 +519,6 @@ def doctor(
 
 
 app.add_typer(data, name="data")
-app.command()(dashboard)
 app.command()(gpu_check)
 app.command()(lmms_eval)
 app.command()(play)

@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from browser import ANSWER_S, CHROMIUM, Browser
-from fake_prometheus import FakePrometheus
 from fakes import make_prompt
 from http_servers import reward_app, serving
 from metrics_data import fetch_value, make_group, write_run
@@ -24,9 +23,6 @@ from cluster.metrics.report.report import write_report
 from cluster.records.trajectory import Answers, Generated, Response, Reward
 from cluster.rollout.contact_sheets import ContactSheets
 from cluster.rollout.evaluation import ScoredPrompt
-from deploy.dashboard.prometheus import Prometheus
-from deploy.dashboard.server import make_app
-from deploy.grafana.panels import DASHBOARDS
 from rewards.contract import Score
 from rewards.offline.page import render_page
 
@@ -282,33 +278,3 @@ def test_the_reward_server_s_page_describes_every_path_without_the_network(brows
         assert set(browser.evaluate(shown)) == {"/score", "/lightrft", "/health", "/metrics"}
         assert browser.complaints() == []
         assert all(url.startswith(running.url) for url in browser.requests()), browser.requests()
-
-
-@pytest.mark.parametrize("is_dark", [False, True])
-def test_the_dashboard_draws_its_panels_and_reads_values_off_them(browser: Browser, is_dark: bool) -> None:
-    known = FakePrometheus(["digits", "<b>sums"])
-    with serving(known.app) as source, serving(make_app(Prometheus(source.url))) as page:
-        browser.open(f"{page.url}/", is_dark=is_dark)
-        num_charts = "document.querySelectorAll('.chart path.line').length"
-        num_lines = 2 * sum(len(panel.queries) for panel in DASHBOARDS["overview"])
-        wait_until(lambda: browser.evaluate(num_charts) == num_lines, ANSWER_S, lambda: browser.complaints())
-        assert (np.median(browser.screenshot()) < 60) == is_dark
-        labels = "[...document.querySelectorAll('#panel-0 .legend li')].map(l => l.textContent)"
-        assert browser.evaluate(labels) == ["digits", "<b>sums"]
-        x, y = browser.evaluate(
-            "(({x, y, width}) => [x + width / 2, y + 9])"
-            "(document.querySelector('#panel-0 .plot').getBoundingClientRect())"
-        )
-        browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
-        assert browser.evaluate("document.querySelector('#panel-0 .tip').textContent").count("digits") == 1
-        browser.evaluate("document.querySelector('button[value=faults]').click()")
-        titles = "[...document.querySelectorAll('.chart h3')].map(h => h.textContent)"
-        wanted = [panel.title for panel in DASHBOARDS["faults"]]
-        wait_until(lambda: browser.evaluate(titles) == wanted, ANSWER_S, lambda: browser.evaluate(titles))
-        known.error = "query timed out"
-        browser.evaluate("document.querySelector('button[value=learner]').click()")
-        trouble = "document.getElementById('trouble').textContent"
-        wait_until(lambda: "query timed out" in browser.evaluate(trouble), ANSWER_S)
-        assert all(url.startswith(page.url) for url in browser.requests())
-        assert browser.evaluate("document.documentElement.scrollWidth") <= 1280
-        browser.call("Page.navigate", url="about:blank")  # a page that stays open asks again every 10 s

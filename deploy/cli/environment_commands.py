@@ -25,25 +25,14 @@ def play(
     overrides: Overrides = None,
     policy: Annotated[str | None, typer.Option(metavar="FOLDER", help="A checkpoint that may act as well.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="The first episode.")] = 0,
-    page: Annotated[bool, typer.Option("--page", help="A page in the browser, on loopback.")] = False,
-    port: Port = 0,
     watch: Annotated[bool, typer.Option("--watch", help="Let the policy play the episode to its end.")] = False,
 ) -> None:
-    """Play an environment in the terminal or the browser; see its pictures and rewards as the policy does."""
+    """Play an environment in the terminal; see its pictures and rewards as the policy does."""
     with explained("the game is over"):
         from deploy.tools.environments import play as playing
 
         config = playing.play_config(environment, overrides or [], policy)
-        raise typer.Exit(
-            playing.start(
-                config,
-                seed=seed,
-                port=port if page else None,
-                plays_itself=watch,
-                has_policy=policy is not None,
-                console=terminal(),
-            )
-        )
+        playing.start(config, seed=seed, plays_itself=watch, has_policy=policy is not None, console=terminal())
 
 
 def rollout(

@@ -1,9 +1,9 @@
-"""`mobula play`: one game by its rules, shown in the terminal and on a page that other sites cannot use."""
+"""`mobula play`: one game by its rules, shown in the terminal."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 from episode_data import episode_config
-from fastapi.testclient import TestClient
 from rich.console import Console
 
 from actors.environments.base import Message, encoded
@@ -19,7 +18,6 @@ from cluster.errors import PreflightError
 from configs.errors import ConfigError
 from deploy.tools.environments import terminal_play
 from deploy.tools.environments.game import Game
-from deploy.tools.environments.page_play import make_page
 from deploy.tools.environments.play import play_config, start
 
 CALCULATOR = ["environment.options={pictures: false, max_operand: 9, max_turns: 3, tool_bonus: 0.0}"]
@@ -99,39 +97,10 @@ def test_a_picture_becomes_half_blocks_of_its_colours() -> None:
     assert sum(s.text != "\n" for s in wide.segments) == terminal_play.MAX_COLUMNS
 
 
-@pytest.fixture
-def page() -> Iterator[tuple[TestClient, dict[str, str]]]:
-    game = Game(play_config("pixel_maze", ["environment.options.size=2"], None).environment)
-    with TestClient(make_page(game, "<pixel_maze>", 5)) as client:
-        html = client.get("/").text
-        assert "&lt;pixel_maze&gt;" in html and "<pixel_maze>" not in html
-        yield client, {"X-Mobula-Play": re.search(r'const word = "([^"]+)"', html)[1]}
-
-
-def test_the_page_plays_and_shows_pictures_and_rewards(page: tuple[TestClient, dict[str, str]]) -> None:
-    client, headers = page
-    found = client.post("/begin", json={}, headers=headers).json()
-    assert found["seed"] == 5 and len(found["messages"][0]["pictures"]) == 1 and "<image>" not in str(found["messages"])
-    found = client.post("/act", json={"text": "sideways"}, headers=headers).json()
-    assert [message["role"] for message in found["messages"]] == ["user", "assistant", "user"]
-    assert found["rewards"] == [{"reward": 0.0}] and found["max_turns"] == 6 and not found["has_policy"]
-    assert client.post("/policy", headers=headers).status_code == 409
-    assert client.post("/begin", json={"seed": "x"}, headers=headers).status_code == 422
-    assert client.post("/act", json={"text": 7}, headers=headers).status_code == 422
-
-
-def test_another_site_cannot_play(page: tuple[TestClient, dict[str, str]]) -> None:
-    client, _ = page
-    assert client.post("/begin", json={}).status_code == 403
-    assert client.post("/act", json={"text": "x"}, headers={"X-Mobula-Play": "guess"}).status_code == 403
-    policy = client.get("/").headers["Content-Security-Policy"]
-    assert "default-src 'none'" in policy and "unsafe-inline'; script" in policy
-
-
 def test_unfit_words_are_refused_with_what_to_do() -> None:
     with pytest.raises(ConfigError):
         play_config("calculator", ["environment.no_such_key=1"], None)
-    options = {"seed": 0, "port": None, "console": Console(file=StringIO())}
+    options = {"seed": 0, "console": Console(file=StringIO())}
     with pytest.raises(ConfigError, match="name an environment"):
         play_config("none", [], None)
     with pytest.raises(PreflightError, match="--policy"):

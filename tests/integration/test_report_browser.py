@@ -48,11 +48,13 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_every_curve_is_drawn_without_errors_and_without_the_network(browser: Browser, page: str) -> None:
     browser.open(page)
     sizes = browser.evaluate(
-        "[...document.querySelectorAll('.chart')].map(c => [c.id, Math.max(...[...c.querySelectorAll('path')]"
-        ".map(p => p.getBoundingClientRect().width))])"
+        "[...document.querySelectorAll('.chart')].map(c => { const p = c.querySelector('canvas');"
+        " const pixels = p.getContext('2d').getImageData(0, 0, p.width, p.height).data;"
+        " let painted = 0; for (let i = 3; i < pixels.length; i += 4) painted += pixels[i] > 200;"
+        " return [c.id, p.getBoundingClientRect().width, painted]; })"
     )
     assert len(sizes) >= 10
-    assert all(width > 250 for _, width in sizes), sizes
+    assert all(width > 250 and painted > 500 for _, width, painted in sizes), sizes
     assert browser.evaluate("document.images.length") >= 24
     assert browser.evaluate("[...document.images].every(i => i.naturalWidth === 56)")
     assert browser.complaints() == []
@@ -178,22 +180,39 @@ def test_text_has_the_contrast_that_reading_needs(browser: Browser, page: str) -
 
 def test_the_pointer_and_the_arrow_keys_read_values_off_a_curve(browser: Browser, page: str) -> None:
     browser.open(page)
-    box = browser.evaluate(
+    x, y, width, height = browser.evaluate(
         "(({x, y, width, height}) => [x, y, width, height])"
-        "(document.querySelector('#chart-accuracy .plot').getBoundingClientRect())"
+        "(document.querySelector('#chart-accuracy .u-over').getBoundingClientRect())"
     )
-    x, y, width, height = box
-    tip = "document.querySelector('#chart-accuracy .tip')"
-    assert browser.evaluate(f"{tip}.hidden")
-    browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=x + width * 20.5 / 41, y=y + height / 2)
-    assert browser.evaluate(f"{tip}.querySelector('b').textContent") == "step 20"
-    assert browser.evaluate(f"{tip}.textContent").count("held out") == 1
+    read = "[...document.querySelectorAll('#chart-accuracy .u-series:not(.edge) .u-value')].map(v => v.textContent)"
+    browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=x + width / 2, y=y + height / 2)
+    wait_until(lambda: browser.evaluate(read)[0] == "20")
+    assert browser.evaluate(read)[2].count(" to ") == 1, "the interval of the held-out accuracy"
     browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=2, y=2)
-    assert browser.evaluate(f"{tip}.hidden")
+    wait_until(lambda: browser.evaluate(read)[1] == "–")
     browser.evaluate("document.querySelector('#chart-accuracy .plot').focus()")
     for key in ("Home", "ArrowRight"):
         browser.call("Input.dispatchKeyEvent", type="keyDown", key=key)
-    assert browser.evaluate(f"{tip}.querySelector('b').textContent") == "step 1"
+        browser.evaluate("new Promise(requestAnimationFrame)")
+    wait_until(lambda: browser.evaluate(read)[0] == "1")
+
+
+def test_dragging_zooms_and_a_double_click_shows_all_steps_again(browser: Browser, page: str) -> None:
+    browser.open(page)
+    x, y, width = browser.evaluate(
+        "(({x, y, width}) => [x, y, width])(document.querySelector('#chart-kl .u-over').getBoundingClientRect())"
+    )
+    ticks = "document.querySelector('#chart-kl canvas').toDataURL()"
+    whole = browser.evaluate(ticks)
+    for kind, at in (("mousePressed", 0.5), ("mouseMoved", 0.75), ("mouseReleased", 0.75)):
+        browser.call(
+            "Input.dispatchMouseEvent", type=kind, x=x + width * at, y=y + 9, button="left", buttons=1, clickCount=1
+        )
+    wait_until(lambda: browser.evaluate(ticks) != whole)
+    for kind in ("mousePressed", "mouseReleased"):
+        browser.call("Input.dispatchMouseEvent", type=kind, x=x + 9, y=y + 9, button="left", buttons=1, clickCount=2)
+    wait_until(lambda: browser.evaluate(ticks) == whole)
+    assert browser.complaints() == []
 
 
 def shown(browser: Browser) -> list[list[str]]:

@@ -16,11 +16,11 @@ import yaml
 
 from cluster.metrics.definitions import METRICS, MetricName
 from cluster.metrics.evaluation_statistics import bootstrap_interval
-from cluster.metrics.report.chart_scales import write_duration
-from cluster.metrics.report.charts import Chart, Curve, Drawing, Point, draw
+from cluster.metrics.report.charts import Chart, Curve, Point
 from cluster.metrics.report.page import render
 from cluster.metrics.report.run_folder import RunFolder
 from cluster.metrics.report.units import counted_in, unit_of
+from cluster.metrics.report.written_numbers import write_duration
 from cluster.metrics.step_records import HELD_OUT, EvaluationRecord, StepRecord
 
 MAX_LINES = 6  # colours of the style sheet
@@ -99,7 +99,7 @@ def render_comparison(lines: Sequence[ComparedRuns], *, by_epoch: bool) -> str:
         rows=rows,
         value_names=list(dict.fromkeys(name for row in rows for name in row.values)),
         courses=[_course(line) for line in lines],
-        drawings=[*charts.accuracy(), *charts.curves()],
+        charts=[chart for chart in (*charts.accuracy(), *charts.curves()) if chart.has_values],
     )
 
 
@@ -162,28 +162,28 @@ def _course(line: ComparedRuns) -> Course:
 
 
 class _Charts:
-    """Draws what the lines have, over steps or over epochs."""
+    """Charts of the lines, over steps or over epochs."""
 
     def __init__(self, lines: Sequence[ComparedRuns], by_epoch: bool) -> None:
         self._lines = lines
         self._by_epoch = by_epoch
 
-    def accuracy(self) -> Iterator[Drawing]:
+    def accuracy(self) -> Iterator[Chart]:
         """Training accuracy (over epochs: cumulative within each), then each suite."""
         text = "Sampled responses that were trained on" + (", cumulative within an epoch." if self._by_epoch else ".")
-        yield from self._draw("accuracy", "Training accuracy", text, self._training_accuracy, domain=(0.0, 1.0))
+        yield self._chart("accuracy", "Training accuracy", text, self._training_accuracy, domain=(0.0, 1.0))
         for suite in dict.fromkeys(suite for line in self._lines for run in line.runs for suite in _evaluations(run)):
             title, text = f"Accuracy on {suite.replace('_', ' ')}", "Each point is one weight version."
-            yield from self._draw(f"suite_{suite}", title, text, partial(_suite_accuracy, suite), domain=(0.0, 1.0))
+            yield self._chart(f"suite_{suite}", title, text, partial(_suite_accuracy, suite), domain=(0.0, 1.0))
 
-    def curves(self) -> Iterator[Drawing]:
+    def curves(self) -> Iterator[Chart]:
         """Metrics of the steps, those that any run has."""
         for name, title in _CURVES:
             metric = METRICS[name]
             title, text, unit = (counted_in(_unit(self._lines), words) for words in (title, metric.help, metric.unit))
-            yield from self._draw(str(name), title, text, partial(_step_values, name), unit=unit)
+            yield self._chart(str(name), title, text, partial(_step_values, name), unit=unit)
 
-    def _draw(
+    def _chart(
         self,
         key: str,
         title: str,
@@ -192,13 +192,10 @@ class _Charts:
         *,
         domain: tuple[float, float] | None = None,
         unit: str = "",
-    ) -> Iterator[Drawing]:
-        """One chart; none where no run has a value."""
+    ) -> Chart:
         axis = "epoch" if self._by_epoch else "step"
         series = [Curve(line.label, n, self._points(line, values)) for n, line in enumerate(self._lines, start=1)]
-        drawing = draw(Chart(key, title, text, series, unit, domain=domain, axis=axis))
-        if drawing is not None:
-            yield drawing
+        return Chart(key, title, text, series, unit, domain=domain, axis=axis)
 
     def _points(self, line: ComparedRuns, values: Callable[[RunFolder], _Values]) -> list[Point]:
         """The mean over the runs that have a value there, with one standard deviation on each side."""

@@ -10,7 +10,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from cluster.metrics.report.chart_scales import write_bytes, write_duration, write_number
+from cluster.metrics.report.written_numbers import write_bytes, write_duration, write_number
 
 ASSETS = Path(__file__).parent
 STYLE = ASSETS / "report.css"
@@ -30,16 +30,11 @@ def environment(folder: Path) -> Environment:
 
 
 def render(template: str, **values: Any) -> str:
-    """A page of this folder with `report.css` and `report.js`. The browser may run no other script."""
-    script = (ASSETS / "report.js").read_text(encoding="utf-8")
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    return (
-        environment(ASSETS)
-        .get_template(template)
-        .render(
-            **values,
-            style=Markup(STYLE.read_text(encoding="utf-8")),
-            script=Markup(script),
-            script_hash=f"sha256-{digest}",
-        )
+    """A page of this folder with its style and script. The browser may run no other script."""
+    style, script = (
+        "\n".join((ASSETS / name).read_text(encoding="utf-8") for name in names)
+        for names in (("uplot.min.css", "report.css"), ("uplot.min.js", "report.js"))
     )
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    template_values = {"style": Markup(style), "script": Markup(script), "script_hash": f"sha256-{digest}"}
+    return environment(ASSETS).get_template(template).render(**values, **template_values)

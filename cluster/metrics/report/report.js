@@ -1,58 +1,77 @@
 "use strict";
 
-// Read-outs: the step nearest to the pointer (or chosen with the arrow keys) is named beside a guide line.
-function readOut(figure) {
-  const { axis, rows } = JSON.parse(figure.querySelector("script").textContent);
+function write(value) {
+  const size = Math.abs(value);
+  if (value == null) return "–";
+  if (size !== 0 && (size < 1e-3 || size >= 1e7)) return value.toExponential(1);
+  return value.toLocaleString("en", size >= 100 ? { maximumFractionDigits: 0 } : { maximumSignificantDigits: 3 });
+}
+
+// Draws the curves that a figure holds as JSON. Dragging zooms, and a double click shows all steps again. The pointer
+// and the arrow keys read values into the legend.
+function drawChart(figure) {
+  const { axis, unit, domain, isLog, isStacked, curves } = JSON.parse(figure.querySelector("script").textContent);
   const plot = figure.querySelector(".plot");
-  const guide = plot.querySelector(".guide");
-  const tip = plot.querySelector(".tip");
-  let current = rows.length - 1;
+  const colour = (name) => () => getComputedStyle(figure).getPropertyValue(name).trim();
+  if (isStacked) curves.reverse(); // the sum of all is painted first, smaller sums over it
+  const data = uPlot.join(curves.map(({ steps, values, low, high }) => [steps, values, low, high].filter(Boolean)));
+  if (isStacked) for (let n = data.length - 2; n > 0; n--) data[n] = data[n].map((v, i) => v + data[n + 1][i]);
 
-  function show(index) {
-    current = Math.max(0, Math.min(rows.length - 1, index));
-    const row = rows[current];
-    const title = document.createElement("b");
-    title.textContent = axis + " " + row.step;
-    const lines = row.lines.map(([colour, label, text]) => {
-      const line = document.createElement("span");
-      const key = document.createElement("i");
-      key.className = "key c" + colour;
-      line.append(key, label + "  " + text);
-      return line;
-    });
-    tip.replaceChildren(title, ...lines);
-    tip.hidden = guide.hidden = false;
-    guide.style.left = row.at + "%";
-    const half = row.at > 50;
-    tip.style.left = half ? "auto" : "calc(" + row.at + "% + 10px)";
-    tip.style.right = half ? "calc(" + (100 - row.at) + "% + 10px)" : "auto";
-  }
-  function hide() {
-    tip.hidden = guide.hidden = true;
-  }
-  function nearest(percent) {
-    let best = 0;
-    rows.forEach((row, i) => {
-      if (Math.abs(row.at - percent) < Math.abs(rows[best].at - percent)) best = i;
-    });
-    return best;
-  }
-
-  plot.addEventListener("pointermove", (event) => {
-    const box = plot.getBoundingClientRect();
-    show(nearest((100 * (event.clientX - box.left)) / box.width));
-  });
-  plot.addEventListener("pointerleave", hide);
-  plot.addEventListener("focus", () => show(current));
-  plot.addEventListener("blur", hide);
-  plot.addEventListener("keydown", (event) => {
-    const moves = { ArrowLeft: current - 1, ArrowRight: current + 1, Home: 0, End: rows.length - 1 };
-    if (event.key in moves) {
-      event.preventDefault();
-      show(moves[event.key]);
-    } else if (event.key === "Escape") {
-      hide();
+  const series = [{ label: axis, value: (u, x) => (x == null ? "–" : x.toLocaleString("en", { maximumFractionDigits: 2 })) }];
+  const bands = [];
+  for (const { label, colour: number, low } of curves) {
+    const stroke = colour("--c" + number);
+    const first = series.length;
+    const value = (u, v, n, i) => {
+      if (v == null) return "–";
+      const range = low && data[n + 1][i] < data[n + 2][i] ? ` (${write(data[n + 1][i])} to ${write(data[n + 2][i])})` : "";
+      return `${write(isStacked && data[n + 1] ? v - data[n + 1][i] : v)} ${unit}`.trim() + range;
+    };
+    const bars = { width: 0, fill: stroke, paths: uPlot.paths.bars({ size: [1, Infinity] }), points: { show: false } };
+    series.push({ label, stroke, value, ...(isStacked ? bars : { width: 2, points: { fill: stroke } }) });
+    if (low) {
+      const edge = { class: "edge", points: { show: false } };
+      series.push({ ...edge }, { ...edge });
+      bands.push({ series: [first + 2, first + 1], fill: () => stroke() + "24" });
     }
+  }
+
+  function valueRange(u, min, max) {
+    if (min == null) return [0, 1];
+    if (domain && min >= domain[0] && max <= domain[1]) return domain;
+    if (isLog) return uPlot.rangeLog(min, max, 10, true);
+    const sums = isStacked ? data[1].slice().sort((a, b) => a - b) : [];
+    const usual = sums[Math.floor(0.9 * (sums.length - 1))]; // one slow step may not flatten all others
+    return uPlot.rangeNum(Math.min(0, min), usual > 0 && max > 3 * usual ? 1.5 * usual : max, 0.1, true);
+  }
+  const ruled = { stroke: colour("--quiet"), grid: { stroke: colour("--rule"), width: 1 }, ticks: { show: false } };
+  const whole = Array.from({ length: 24 }, (_, n) => [1, 2, 5][n % 3] * 10 ** Math.floor(n / 3));
+  const height = figure.classList.contains("tall") ? 320 : 225;
+  const size = () => ({ width: plot.clientWidth, height });
+  const u = new uPlot(
+    {
+      ...size(),
+      series,
+      bands,
+      scales: {
+        x: { time: false, range: (u, min, max) => (isStacked ? [min - 0.5, max + 0.5] : [min, max]) },
+        y: { distr: isLog ? 3 : 1, range: valueRange },
+      },
+      axes: [{ ...ruled, size: 32, ...(axis === "step" ? { incrs: whole } : {}) }, { ...ruled, size: 60, values: (u, ticks) => ticks.map(write) }],
+      cursor: { y: false },
+    },
+    data,
+    plot,
+  );
+  new ResizeObserver(() => u.setSize(size())).observe(plot);
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => u.redraw());
+  plot.addEventListener("keydown", (event) => {
+    const last = data[0].length - 1;
+    const now = u.cursor.idx ?? last;
+    const index = { ArrowLeft: now - 1, ArrowRight: now + 1, Home: 0, End: last }[event.key];
+    if (index === undefined) return;
+    event.preventDefault();
+    u.setCursor({ left: u.valToPos(data[0][Math.max(0, Math.min(last, index))], "x"), top: 0 });
   });
 }
 
@@ -86,6 +105,6 @@ function filterSamples(groups) {
   apply();
 }
 
-document.querySelectorAll(".chart").forEach(readOut);
+document.querySelectorAll(".chart").forEach(drawChart);
 const groups = [...document.querySelectorAll("[data-filter]")];
 if (groups.length) filterSamples(groups);

@@ -13,7 +13,6 @@ from pathlib import Path
 
 from cluster.metrics.definitions import MetricName
 from cluster.metrics.files import write_atomically
-from cluster.metrics.report import chart_scales
 from cluster.metrics.report.page import render
 from cluster.metrics.report.report_charts import accuracy_chart, curves, phase_colours, phase_label, phases_chart
 from cluster.metrics.report.run_folder import REPORT_FILE, RunFolder, read_run_folder
@@ -22,6 +21,7 @@ from cluster.metrics.report.sheets import Sheet, read_sheets
 from cluster.metrics.report.tables import write_tables
 from cluster.metrics.report.units import unit_of
 from cluster.metrics.report.videos import Video, read_videos
+from cluster.metrics.report.written_numbers import write_bytes, write_duration, write_number
 from cluster.metrics.summary import Summary
 from cluster.workers.faults import Fault
 
@@ -128,7 +128,7 @@ def _facts(run: RunFolder) -> list[Fact]:
     s, unit = run.summary, unit_of([run])
     return [
         Fact("steps", f"{s.num_steps:,}", f"version {s.version}"),
-        Fact("wall time", chart_scales.write_duration(s.wall_s), _wall_time_of(s)),
+        Fact("wall time", write_duration(s.wall_s), _wall_time_of(s)),
         Fact("samples/s", _optional(s.samples_per_s), "of the whole loop"),
         Fact(f"{unit}s/s", _optional(s.tokens_per_s), "of the whole loop"),
         Fact("weight syncs", f"{s.weight_syncs:,}", "pushed to all engines"),
@@ -232,8 +232,8 @@ def _data_uri(content: bytes, kind: str = "image/png") -> str:
 
 
 def _optional(value: float | None) -> str:
-    return "–" if value is None else chart_scales.write_number(value)
+    return "–" if value is None else write_number(value)
 
 
 def _size(value: int | None) -> str:
-    return "–" if value is None else chart_scales.write_bytes(value)
+    return "–" if value is None else write_bytes(value)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from cluster.metrics.definitions import METRICS, MetricName
-from cluster.metrics.report.charts import Chart, Curve, Drawing, Point, curve, draw
+from cluster.metrics.report.charts import Chart, Curve, Point, curve
 from cluster.metrics.report.units import TOKEN, counted_in
 from cluster.metrics.step_records import EvaluationRecord, StepRecord
 
@@ -20,24 +20,15 @@ _PHASE_LABELS = {
 _OTHER_COLOUR = 6
 
 
-def accuracy_chart(steps: Sequence[StepRecord], evaluations: Sequence[EvaluationRecord]) -> Drawing | None:
-    """Training accuracy as a line, held-out accuracy as points with their 95 % intervals."""
-    held_out = [Point(e.version, e.accuracy, e.low, e.high) for e in evaluations]
-    return draw(
-        Chart(
-            "accuracy",
-            "Accuracy",
-            "Line: sampled responses that were trained on. Points: held-out prompts with 95 % intervals.",
-            [
-                curve("training", 1, _values(steps, MetricName.ACCURACY)),
-                Curve("held out", 2, held_out, form="dots"),
-            ],
-            domain=(0.0, 1.0),
-        )
-    )
+def accuracy_chart(steps: Sequence[StepRecord], evaluations: Sequence[EvaluationRecord]) -> Chart:
+    """Training accuracy, and held-out accuracy with its 95 % intervals."""
+    held_out = Curve("held out", 2, [Point(e.version, e.accuracy, e.low, e.high) for e in evaluations])
+    text = "Training: sampled responses that were trained on. Held out: held-out prompts with 95 % intervals."
+    training = curve("training", 1, _values(steps, MetricName.ACCURACY))
+    return Chart("accuracy", "Accuracy", text, [training, held_out], domain=(0.0, 1.0))
 
 
-def curves(steps: Sequence[StepRecord], unit: str = TOKEN) -> list[Drawing]:
+def curves(steps: Sequence[StepRecord], unit: str = TOKEN) -> list[Chart]:
     """The other curves, in reading order; one without a value is left out. `unit` is what a response is counted in."""
     charts = [
         _reward(steps),
@@ -55,7 +46,7 @@ def curves(steps: Sequence[StepRecord], unit: str = TOKEN) -> list[Drawing]:
         _single(steps, MetricName.VALUE_LOSS, "Value loss", 5),
         _single(steps, MetricName.EXPLAINED_VARIANCE, "Explained variance", 4),
     ]
-    return [drawing for chart in charts if (drawing := draw(_counted_in(unit, chart))) is not None]
+    return [_counted_in(unit, chart) for chart in charts if chart.has_values]
 
 
 def _counted_in(unit: str, chart: Chart) -> Chart:
@@ -64,11 +55,11 @@ def _counted_in(unit: str, chart: Chart) -> Chart:
     return replace(chart, title=title, help=text, unit=of, series=series)
 
 
-def phases_chart(steps: Sequence[StepRecord]) -> Drawing | None:
+def phases_chart(steps: Sequence[StepRecord]) -> Chart:
     """Seconds of each phase, stacked."""
-    series = [curve(phase_label(name), colour, values, form="area") for name, colour, values in _phase_seconds(steps)]
-    text = "Wall time of each step, split by what it was spent on."
-    return draw(Chart("seconds", "Seconds per phase", text, series, "s"))
+    series = [curve(phase_label(name), colour, values) for name, colour, values in _phase_seconds(steps)]
+    text = "Wall time of each step, split by what it was spent on. Steps that take far longer than most are cut off."
+    return Chart("seconds", "Seconds per phase", text, series, "s", is_stacked=True)
 
 
 def phase_label(name: str) -> str:

@@ -27,8 +27,8 @@ from actors.processors.chat import ChatProcessor
 from actors.processors.image import ImageLimits, check_image, decode_image, read_image
 from actors.processors.video import VideoLimits, check_video, decode_video, load_video
 from cluster.errors import MediaError, PreflightError
-from cluster.metrics.report.chart_scales import write_number
 from cluster.metrics.report.page import STYLE, environment
+from cluster.metrics.report.written_numbers import write_number
 from cluster.records.markup import plain
 from cluster.records.media import MediaStore
 from configs.schema import DataConfig, RunConfig

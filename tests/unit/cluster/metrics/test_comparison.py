@@ -50,13 +50,13 @@ def test_the_page_has_every_line_and_runs_no_other_script(runs: list[RunFolder])
     assert "a&lt;b&gt;" in page and "a<b>" not in page
     for title in ("Training accuracy", "Accuracy on high", "Reward", "Response length"):
         assert title in page
-    assert page.count("<script>") == 1 and "http" not in page.split("</style>")[1]
+    assert page.count("<script>") == 1 and "src=" not in page.split("</style>")[1]
 
 
 def test_over_epochs_the_training_accuracy_is_cumulative_within_each(runs: list[RunFolder]) -> None:
     """64 training prompts, 16 a step: an epoch is four steps."""
     page = render_comparison([ComparedRuns("grpo", runs[:1])], by_epoch=True)
-    assert '<span class="axis">epoch</span>' in page
+    assert '"axis": "epoch"' in page
     with pytest.raises(ValueError, match="compare it over steps, not epochs"):
         render_comparison([ComparedRuns("x", [replace(runs[0], config="")])], by_epoch=True)
 

@@ -1,0 +1,41 @@
+"""Numbers, sizes and durations as short texts."""
+
+from __future__ import annotations
+
+import math
+
+
+def write_number(value: float) -> str:
+    """A number with about three significant digits: 0.0312, 1.25, 12.5, 1,250, 3.1e-7."""
+    if not math.isfinite(value):
+        return str(value)
+    size = abs(value)
+    if size == 0:
+        return "0"
+    if size < 1e-3 or size >= 1e7:
+        digits, exponent = f"{value:.1e}".split("e")
+        return f"{digits.removesuffix('.0')}e{int(exponent)}"
+    if size >= 100:
+        return f"{value:,.0f}"
+    digits = 1 if size >= 10 else 2 if size >= 1 else 3 if size >= 0.1 else 4
+    text = f"{value:.{digits}f}"
+    return text.rstrip("0").rstrip(".")
+
+
+def write_bytes(value: float) -> str:
+    """A size in binary units: 3.2 MiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(value) < 1024:
+            return f"{write_number(value)} {unit}"
+        value /= 1024
+    return f"{write_number(value)} TiB"
+
+
+def write_duration(seconds: float) -> str:
+    """4.2 s, 3 min 05 s, 2 h 10 min."""
+    if not math.isfinite(seconds) or seconds < 60:
+        return f"{write_number(seconds)} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"

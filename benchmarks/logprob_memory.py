@@ -123,8 +123,8 @@ def measure(effort: Effort, overrides: Sequence[str]) -> Findings:
     num_rows = QUICK_ROWS if effort == QUICK else NUM_ROWS
     env = {"OMP_NUM_THREADS": "1"}
     with (
-        apart(Passes, True, device, name="chunked", env=env) as chunked,
-        apart(Passes, False, device, name="plain", env=env) as plain,
+        apart(Passes, True, device, env=env) as chunked,
+        apart(Passes, False, device, env=env) as plain,
     ):
         sides = {"chunked": _Measured(chunked, num_rows), "plain": _Measured(plain, num_rows)}
         found = asyncio.run(interleave(sides, effort))

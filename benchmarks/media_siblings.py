@@ -101,8 +101,8 @@ def measure(effort: Effort, overrides: Sequence[str]) -> Findings:
         model = write_tiny(MODEL, Path(folder) / "model")
         job = Groups(tuple(_write(Path(folder), number) for number in range(num_groups)))
         with (
-            apart(Preparation, "shared", model, name="shared", env=env) as shared,
-            apart(Preparation, "apart", model, name="apart", env=env) as each,
+            apart(Preparation, "shared", model, env=env) as shared,
+            apart(Preparation, "apart", model, env=env) as each,
         ):
             sums: dict[str, float] = {}
             sides = {"shared": _side("shared", shared, job, sums), "apart": _side("apart", each, job, sums)}

@@ -125,7 +125,7 @@ def measure(effort: Effort, overrides: Sequence[str]) -> Findings:
     env = {"OMP_NUM_THREADS": "1"}
     with ExitStack() as stack:
         peers = {
-            name: stack.enter_context(apart(Passes, name, config.resources.device, config.learner, name=name, env=env))
+            name: stack.enter_context(apart(Passes, name, config.resources.device, config.learner, env=env))
             for name in SIDES
         }
         gradients: dict[str, float] = {}

@@ -195,8 +195,8 @@ async def _between_processes(effort: Effort, config: RunConfig) -> dict[str, tup
     env = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     found: dict[str, tuple[float, ...]] = {}
     with (
-        apart(Member, meeting, SENDER, name="sender", cores=(0,), env=env) as sender,
-        apart(Member, meeting, RECEIVER, name="receiver", cores=(1,), env=env) as receiver,
+        apart(Member, meeting, SENDER, cores=(0,), env=env) as sender,
+        apart(Member, meeting, RECEIVER, cores=(1,), env=env) as receiver,
     ):
         for epoch, (size, num_times) in enumerate(SIZES.items()):
             _connect((sender, receiver), transformer_manifest(size * MIB), epoch)

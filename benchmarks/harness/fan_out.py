@@ -187,9 +187,7 @@ async def fan_out(effort: Effort, config: RunConfig, manifest: Manifest) -> dict
     env = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     with ExitStack() as stack:
         members = [
-            stack.enter_context(
-                apart(Member, address, config, manifest, rank, name=f"member {rank}", cores=(rank % 2,), env=env)
-            )
+            stack.enter_context(apart(Member, address, config, manifest, rank, cores=(rank % 2,), env=env))
             for rank in range(1 + max(NUM_RECEIVERS))
         ]
         moves = _moves(members)

@@ -89,7 +89,7 @@ def _rows(pairs: Sequence[tuple[Prompt, np.ndarray]], reader: MediaReader) -> Ro
 
 def raw_trainer(config: RunConfig) -> AbstractContextManager[Peer[StepJob, float]]:
     """A process with all cores; a job's answer is the seconds of one step."""
-    return apart(_build, config, name="raw trainer", env={})
+    return apart(_build, config, env={})
 
 
 def _build(config: RunConfig) -> Callable[[StepJob], float]:

@@ -76,7 +76,7 @@ def raw_engine(prepared: Prepared, worker: PlacedWorker) -> AbstractContextManag
         **engine_environment(prepared.config, worker),
     }
     settings = engine_settings(prepared, worker.index)
-    return apart(_build, settings, name=f"raw engine {worker.index}", cores=worker.cores, env=env)
+    return apart(_build, settings, cores=worker.cores, env=env)
 
 
 def _build(settings: EngineSettings) -> Callable[[GenerateJob], Generated]:

@@ -6,13 +6,11 @@ in the side process. Its caller keeps its terminal, and never imports ray.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
 from typing import ParamSpec, TypeVar
 
 from cluster.errors import DeadlineError, MobulaError, WorkerDiedError
+from cluster.runtime.child.process import ChildProcess, RaisedError
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -25,33 +23,14 @@ def in_side_process(work: Callable[P, T], timeout_s: float, what: str, *args: P.
         DeadlineError: no result within `timeout_s`; the message names `what`.
         WorkerDiedError: the process ended without a result, or `work` raised something unexpected.
     """
-    context = get_context("spawn")  # a fork would share our threads and open files
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_run, args=(theirs, work, args, kwargs), daemon=True)
-    process.start()
-    theirs.close()
-    try:
-        if not ours.poll(timeout_s):
-            raise DeadlineError(f"waited {timeout_s:g} s for {what}")
-        result, error = ours.recv()
-    except EOFError as error:
-        raise WorkerDiedError(f"what waited for {what} ended without a word: its cluster is gone") from error
-    finally:
-        process.kill()
-        process.join()
-        ours.close()
-    if error is not None:
-        raise error
-    return result
-
-
-def _run(pipe: Connection, work: Callable[..., object], args: tuple, kwargs: dict) -> None:
-    silence = os.open(os.devnull, os.O_WRONLY)
-    for stream in (1, 2):  # Ray writes to both from its own threads
-        os.dup2(silence, stream)
-    try:
-        pipe.send((work(*args, **kwargs), None))
-    except MobulaError as error:
-        pipe.send((None, error))
-    except Exception as error:  # it travels as its text: its class may not be known on the other side
-        pipe.send((None, WorkerDiedError(f"{type(error).__name__}: {error}")))
+    with ChildProcess(is_silent=True) as child:  # Ray writes to both streams from its own threads
+        try:
+            return child.call(timeout_s, work, *args, **kwargs)
+        except RaisedError as error:
+            raise WorkerDiedError(str(error)) from error
+        except MobulaError as error:
+            if child.is_running:  # raised by the work
+                raise
+            if isinstance(error, DeadlineError):
+                raise DeadlineError(f"waited {timeout_s:g} s for {what}") from error
+            raise WorkerDiedError(f"what waited for {what}: {error}; its cluster is gone") from error

@@ -1,4 +1,4 @@
-"""The far end of `IsolatedProcess`: receives calls on a pipe and answers them until the pipe closes."""
+"""The functions that an isolated process runs for `IsolatedProcess`: import a target, or call it."""
 
 from __future__ import annotations
 
@@ -6,52 +6,37 @@ import asyncio
 import importlib
 import importlib.util
 import inspect
-import os
-import resource
-import signal
 import sys
 from collections.abc import Awaitable, Callable
 from functools import cache
-from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from rewards.contract import portable
 
-MEMORY_LIMIT_BYTES = 4 * 2**30  # a power tower in an answer must not push the run's engines out of memory
-GRACE_S = 2.0  # the parent kills first; the kernel does when the parent is gone
+Reply = tuple[bool, Any]
+"""Whether it succeeded, and the result or the text of the error."""
 
 
-def serve(connection: Connection) -> None:
-    """Answer `(called, target, args, kwargs, timeout_s)` with `(succeeded, result or error text)`.
-
-    A target that is not called is imported only.
-    """
-    owner = os.getpid()
-    while True:
-        try:
-            called, target, args, kwargs, timeout_s = connection.recv()
-        except EOFError:  # the parent closed its end or died
-            return
-        signal.setitimer(signal.ITIMER_REAL, timeout_s + GRACE_S)  # unhandled SIGALRM ends even a hang inside C code
-        reply = _run(called, target, args, kwargs)
-        if os.getpid() != owner:
-            os._exit(0)  # a fork that returned from the function: its reply would be taken for the next call's
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        _send(connection, reply)
+def load(target: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Reply:
+    """Import the target's module; the modules of the arguments' classes were imported to unpickle them."""
+    return _settled(lambda: resolve(target) and None)
 
 
-def _run(called: bool, target: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any]:
+def call(target: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Reply:
+    """Call the target, wait for the result of an `async def`, and return plain numbers."""
+    return _settled(lambda: _result(resolve(target)(*args, **kwargs)))
+
+
+def _settled(work: Callable[[], Any]) -> Reply:
     try:
-        function = resolve(target)
-        return True, _settled(function(*args, **kwargs)) if called else None
+        return True, work()
     except BaseException as error:  # a sys.exit() inside an answer's check is that answer's failure as well
         return False, f"{type(error).__name__}: {error}"
 
 
-def _settled(result: Any) -> Any:
-    """Waits for the result of an `async def`; returns plain numbers."""
+def _result(result: Any) -> Any:
     return portable(_loop().run_until_complete(_awaited(result)) if inspect.isawaitable(result) else result)
 
 
@@ -63,15 +48,6 @@ def _loop() -> asyncio.AbstractEventLoop:
 
 async def _awaited(result: Awaitable[Any]) -> Any:
     return await result
-
-
-def _send(connection: Connection, reply: tuple[bool, Any]) -> None:
-    try:
-        connection.send(reply)
-    except (BrokenPipeError, ConnectionResetError):
-        raise SystemExit(0) from None  # it is not awaited any more
-    except Exception as error:  # pickling runs code of the result's own class
-        connection.send((False, f"a result that cannot be pickled, {type(error).__name__}: {error}"))
 
 
 def resolve(target: str) -> Callable[..., Any]:
@@ -96,9 +72,3 @@ def _from_file(path: str) -> ModuleType:
             del sys.modules[name]  # half a module is none
             raise
     return sys.modules[name]
-
-
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_LIMIT_BYTES, MEMORY_LIMIT_BYTES))
-    serve(Connection(int(sys.argv[1])))

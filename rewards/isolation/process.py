@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import math
-import os
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-from cluster.errors import RewardError
+from cluster.errors import DeadlineError, RewardError, WorkerDiedError
+from cluster.runtime.child.process import ChildProcess
 from rewards.contract import TimedOutError
+from rewards.isolation import child
+
+MEMORY_LIMIT_BYTES = 4 * 2**30  # a power tower in an answer must not push the run's engines out of memory
 
 
 class Isolated(Protocol):
@@ -49,21 +47,6 @@ class _Import:
     until: float  # on `time.monotonic`'s clock
 
 
-@dataclass
-class _Child:
-    process: subprocess.Popen[bytes]
-    connection: Connection
-    loaded: set[str] = field(default_factory=set)
-    importing: _Import | None = None
-
-    def kill(self) -> int:
-        """End the process now and collect it, so that no zombie stays; returns its exit code."""
-        self.connection.close()
-        if self.process.returncode is None:  # not collected, so the number of its group is its own
-            os.killpg(self.process.pid, signal.SIGKILL)  # with what the function has started
-        return self.process.wait()
-
-
 class IsolatedProcess:
     """Runs `module:function` outside this process, one call at a time.
 
@@ -78,8 +61,15 @@ class IsolatedProcess:
     def __init__(self, *, timeout_s: float, start_timeout_s: float) -> None:
         self._timeout_s = timeout_s
         self._start_timeout_s = start_timeout_s
-        self._child: _Child | None = None
+        self._child = ChildProcess(memory_limit_bytes=MEMORY_LIMIT_BYTES)
+        self._loaded: set[str] = set()
+        self._importing: _Import | None = None
         self.deadline = math.inf
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the process was started, and not closed since."""
+        return self._child.is_running
 
     def call(self, target: str, *args: Any, **kwargs: Any) -> Any:
         """The result of `target(*args, **kwargs)`; arguments and result are pickled, and a coroutine is awaited.
@@ -92,7 +82,15 @@ class IsolatedProcess:
             RewardError: the target raised, or its process died.
         """
         self._load(target, args, kwargs)  # the arguments go along: to unpickle them is to import as well
-        return self._call(target, args, kwargs)
+        timeout_s = max(0.0, min(self._timeout_s, self.deadline - time.monotonic()))
+        with self._failures(target):
+            try:
+                succeeded, result = self._child.call(timeout_s, child.call, target, args, kwargs)
+            except DeadlineError as error:
+                raise TimedOutError(f"waited {timeout_s:.3g} s for {target}") from error
+        if not succeeded:
+            raise RewardError(f"{target} raised {result}")
+        return result
 
     def load(self, target: str, *examples: Any) -> None:
         """Import the target's module, and those of the examples' classes, within `start_timeout_s`.
@@ -118,81 +116,53 @@ class IsolatedProcess:
 
     def close(self) -> None:
         """End the process; a later call starts a new one."""
-        if self._child is not None:
-            self._child.kill()
-            self._child = None
+        self._child.close()
+        self._loaded.clear()
+        self._importing = None
 
     def _load(self, target: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        child = self._child = self._child or _start()
-        while target not in child.loaded:
-            with self._talking(child, f"{target} to be imported"):
-                if child.importing is None:
-                    child.connection.send((False, target, args, kwargs, self._start_timeout_s))
-                    child.importing = _Import(target, time.monotonic() + self._start_timeout_s)
-                asked = child.importing
-                succeeded, result = self._import_reply(child.connection, asked)
-            child.importing = None
+        while target not in self._loaded:
+            what = f"{target} to be imported"
+            with self._failures(what):
+                if self._importing is None:
+                    self._child.send(self._start_timeout_s, child.load, target, args, kwargs)
+                    self._importing = _Import(target, time.monotonic() + self._start_timeout_s)
+                asked = self._importing
+                succeeded, result = self._import_reply(asked)
+            self._importing = None
             if succeeded:
-                child.loaded.add(asked.target)
+                self._loaded.add(asked.target)
             elif asked.target == target:
-                raise RewardError(f"{target} to be imported raised {result}")
+                raise RewardError(f"{what} raised {result}")
 
-    def _import_reply(self, connection: Connection, asked: _Import) -> tuple[bool, Any]:
+    def _import_reply(self, asked: _Import) -> tuple[bool, Any]:
         """Waits for an import until its own end, or until the deadline."""
         waited_s = max(0.0, min(asked.until, self.deadline) - time.monotonic())
-        if connection.poll(waited_s):
-            return connection.recv()
-        if time.monotonic() < asked.until:
-            raise _StillImportingError(f"waited {waited_s:.3g} s for {asked.target}, which is still being imported")
-        raise TimedOutError(f"waited {self._start_timeout_s:.3g} s for {asked.target} to be imported")
-
-    def _call(self, target: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        child = self._child
-        assert child is not None, f"{target} was loaded into a process"
-        timeout_s = max(0.0, min(self._timeout_s, self.deadline - time.monotonic()))
-        with self._talking(child, target):
-            child.connection.send((True, target, args, kwargs, timeout_s))
-            if not child.connection.poll(timeout_s):
-                raise TimedOutError(f"waited {timeout_s:.3g} s for {target}")
-            succeeded, result = child.connection.recv()
-        if not succeeded:
-            raise RewardError(f"{target} raised {result}")
-        return result
+        try:
+            reply: tuple[bool, Any] = self._child.receive(waited_s)
+        except DeadlineError as error:
+            if time.monotonic() < asked.until:
+                late = f"waited {waited_s:.3g} s for {asked.target}, which is still being imported"
+                raise _StillImportingError(late) from error
+            raise TimedOutError(f"waited {self._start_timeout_s:.3g} s for {asked.target} to be imported") from error
+        return reply
 
     @contextmanager
-    def _talking(self, child: _Child, what: str) -> Iterator[None]:
+    def _failures(self, what: str) -> Iterator[None]:
         """End the process after any failure to talk to it: a late reply may not answer the next call."""
         try:
             yield
         except _StillImportingError:
             raise  # its reply is awaited by the next call
-        except (EOFError, OSError) as error:
-            self._child = None
-            raise RewardError(f"the process of {what} died with exit code {child.kill()}") from error
-        except RewardError:
+        except BaseException as error:
             self.close()
-            raise
-        except Exception as error:  # pickling runs code of the argument's and the result's own class
-            self.close()
+            if isinstance(error, WorkerDiedError):
+                raise RewardError(f"{what}: {error}") from error
+            if isinstance(error, RewardError) or not isinstance(error, Exception):
+                raise
+            # pickling runs code of the argument's and the result's own class
             raise RewardError(f"{what}: cannot be sent or read, {type(error).__name__}: {error}") from error
-        except BaseException:
-            self.close()
-            raise
 
 
 class _StillImportingError(TimedOutError):
     """The deadline of a call passed while a module was imported for it."""
-
-
-def _start() -> _Child:
-    """A fresh interpreter, not a fork: the parent may hold threads, an event loop or a GPU."""
-    ours, theirs = Pipe()
-    with theirs:
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "rewards.isolation.child", str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            process_group=0,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
-        )
-    return _Child(process, ours)

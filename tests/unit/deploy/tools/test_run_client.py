@@ -156,7 +156,7 @@ def test_an_error_of_ours_travels_as_itself_and_another_as_its_text() -> None:
 
 
 def test_a_side_process_that_dies_or_hangs_is_an_error() -> None:
-    with pytest.raises(WorkerDiedError, match="what waited for a word ended without a word"):
+    with pytest.raises(WorkerDiedError, match="what waited for a word: its process died with exit code 3"):
         in_side_process(die, 60, "a word")
     with pytest.raises(DeadlineError, match="waited 0.2 s for a sleeper"):
         in_side_process(time.sleep, 0.2, "a sleeper", 1000)

@@ -1,0 +1,1 @@
+"""A child process that runs functions for its parent, each call with a deadline."""

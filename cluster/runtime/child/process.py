@@ -1,0 +1,140 @@
+"""ChildProcess: runs functions in a process of its own, which is killed when a call overruns its deadline."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, ParamSpec, Self, TypeVar
+
+from cluster.errors import DeadlineError, MobulaError, WorkerDiedError
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class RaisedError(MobulaError):
+    """A function raised something other than a `MobulaError` in the child; the message is its type and text."""
+
+
+class ChildProcess:
+    """Runs importable functions in another process, one at a time, in the order in which they are sent.
+
+    The process is a fresh interpreter, not a fork: the parent may hold threads, an event loop or a GPU. It starts at
+    the first call, and again after `close`. It leads a process group, and everything in that group ends with it. Its
+    standard output goes to standard error (with `is_silent` both are discarded), so that no print gets into the
+    protocol or the parent's output. It exits when the parent closes the pipe or dies; a call that hangs then is ended
+    shortly after its own deadline.
+
+    Example:
+        with ChildProcess() as child:
+            child.call(5.0, math.factorial, 5)  # 120
+    """
+
+    def __init__(
+        self, *, env: Mapping[str, str] | None = None, memory_limit_bytes: int = -1, is_silent: bool = False
+    ) -> None:
+        """`env` is added to the environment; `memory_limit_bytes` limits the data segment (-1: no limit)."""
+        self._env = env or {}
+        self._memory_limit_bytes = memory_limit_bytes
+        self._is_silent = is_silent
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: Connection | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a process was started and not closed since; it may have died."""
+        return self._process is not None
+
+    def call(self, timeout_s: float, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """The result of `function(*args, **kwargs)`; function, arguments and result are pickled.
+
+        Raises:
+            DeadlineError: no result within `timeout_s`; the process was killed.
+            WorkerDiedError: the process died; the message has its exit code.
+            RaisedError: the function raised; a `MobulaError` is raised as it is. The process goes on.
+            Exception: an argument or the result cannot be pickled or unpickled.
+        """
+        self.send(timeout_s, function, *args, **kwargs)
+        try:
+            succeeded, result = self._reply(timeout_s)
+        except BaseException:
+            self.close()  # a late reply may not answer the next call
+            raise
+        return self._opened(succeeded, result)
+
+    def send(self, timeout_s: float, function: Callable[P, Any], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Start a call without waiting for its reply. Raises what `call` does of sending."""
+        payload = ForkingPickler.dumps((function, args, kwargs))
+        connection = self._connection or self._start()
+        try:
+            connection.send((timeout_s, bytes(payload)))
+        except OSError as error:
+            raise self._died() from error
+
+    def receive(self, timeout_s: float) -> Any:
+        """The result of the oldest call without a reply; as `call`, but a call that is late goes on."""
+        return self._opened(*self._reply(timeout_s))
+
+    def close(self) -> int:
+        """Kill the process and its group, and collect it; returns its exit code (0: there was none)."""
+        process, self._process = self._process, None
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+        if process is None:
+            return 0
+        if process.returncode is None:  # not collected, so the number of its group is its own
+            os.killpg(process.pid, signal.SIGKILL)
+        return process.wait()
+
+    def _start(self) -> Connection:
+        self._connection, theirs = Pipe()
+        with theirs:
+            words = [str(theirs.fileno()), str(self._memory_limit_bytes)]
+            output = subprocess.DEVNULL if self._is_silent else None
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "cluster.runtime.child.main", *words],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                process_group=0,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path), **self._env},
+            )
+        return self._connection
+
+    def _reply(self, timeout_s: float) -> tuple[bool, Any]:
+        assert self._connection is not None, "a reply follows a call"
+        try:
+            if self._connection.poll(None if timeout_s == math.inf else max(0.0, timeout_s)):
+                reply: tuple[bool, Any] = self._connection.recv()
+                return reply
+        except (EOFError, OSError) as error:
+            raise self._died() from error
+        raise DeadlineError(f"waited {timeout_s:.3g} s for a child process")
+
+    def _opened(self, succeeded: bool, result: Any) -> Any:
+        if succeeded:
+            return result
+        if isinstance(result, MobulaError):
+            raise result
+        text, trace = result
+        error = RaisedError(text)
+        error.add_note(f"In the child process:\n{trace}")
+        raise error
+
+    def _died(self) -> WorkerDiedError:
+        return WorkerDiedError(f"its process died with exit code {self.close()}")

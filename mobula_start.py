@@ -24,6 +24,6 @@ def protect() -> None:
 def main() -> None:
     """Entry point of the `mobula` script."""
     protect()
-    from deploy.cli import main as command
+    from mobula.deploy.cli import main as command
 
     command()

@@ -14,9 +14,9 @@ from rich.console import Console
 
 from benchmarks.harness.measure import FULL, QUICK
 from benchmarks.harness.report import BASELINES, Report, describe, problems, read, tables, write
-from configs.errors import ConfigError
-from configs.load import load_config
-from configs.words import overridden
+from mobula.configs.errors import ConfigError
+from mobula.configs.load import load_config
+from mobula.configs.words import overridden
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 

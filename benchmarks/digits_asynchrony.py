@@ -15,9 +15,9 @@ from statistics import mean
 from benchmarks.harness.measure import Claim, Effort, Findings, Measurements, rates
 from benchmarks.harness.stage import private_ray, scratch_config
 from benchmarks.whole_step import STEPS_A_BLOCK, measured_steps, step_rates
-from cluster.metrics.definitions import MetricName
-from cluster.metrics.step_records import StepRecord
-from configs.schema import RunConfig
+from mobula.cluster.metrics.definitions import MetricName
+from mobula.cluster.metrics.step_records import StepRecord
+from mobula.configs.schema import RunConfig
 
 PROMPTS = 32  # of a step, as in the job
 SETTINGS = (

@@ -17,30 +17,30 @@ from typing import Any
 from benchmarks.harness.stage import private_ray, scratch_config  # isort: skip  (sets what ray reads when imported)
 import ray
 
-from actors.rollout.client import RolloutClient
-from actors.rollout.server import PromptServer
 from benchmarks.harness.measure import Claim, Effort, Findings, Measurements, Side, interleave
 from benchmarks.replay import Load, make_group
 from benchmarks.simulation.simulated_engines import summary
 from benchmarks.simulation.simulated_run import KEEP_ALL, DelayedRewards, NumberedPrompts
-from cluster.errors import WorkerDiedError
-from cluster.records.partial_response import Attempt
-from cluster.records.trajectory import Generated, GroupReport, GroupSummary, Prompt, TrajectoryGroup
-from cluster.replay.buffer import ReplayBuffer
-from cluster.roles import Replay, Rewards, Rollouts, SamplingSettings
-from cluster.rollout.dispatcher import RolloutDispatcher
-from cluster.rollout.in_flight import InFlightRequests
-from cluster.rollout.rollout_pool import HealthChecks, RolloutPool
-from cluster.rollout.staleness import StalenessGate
-from cluster.runtime.gc_tuning import tune_gc
-from cluster.workers.restart_policy import RestartPolicy
-from configs.schema import Recipe, RunConfig
-from configs.schema.rewards import SHARED_SERVICE
-from deploy.wiring.buffer import replay_buffer
-from rewards.contract import Score
-from rewards.pool.reward_pool import LossCounter, RewardPool
-from rewards.pool.service import RewardService, ServiceSettings
-from rewards.pool.worker import GroupOutcomes, Question
+from mobula.actors.rollout.client import RolloutClient
+from mobula.actors.rollout.server import PromptServer
+from mobula.cluster.errors import WorkerDiedError
+from mobula.cluster.records.partial_response import Attempt
+from mobula.cluster.records.trajectory import Generated, GroupReport, GroupSummary, Prompt, TrajectoryGroup
+from mobula.cluster.replay.buffer import ReplayBuffer
+from mobula.cluster.roles import Replay, Rewards, Rollouts, SamplingSettings
+from mobula.cluster.rollout.dispatcher import RolloutDispatcher
+from mobula.cluster.rollout.in_flight import InFlightRequests
+from mobula.cluster.rollout.rollout_pool import HealthChecks, RolloutPool
+from mobula.cluster.rollout.staleness import StalenessGate
+from mobula.cluster.runtime.gc_tuning import tune_gc
+from mobula.cluster.workers.restart_policy import RestartPolicy
+from mobula.configs.schema import Recipe, RunConfig
+from mobula.configs.schema.rewards import SHARED_SERVICE
+from mobula.deploy.wiring.buffer import replay_buffer
+from mobula.rewards.contract import Score
+from mobula.rewards.pool.reward_pool import LossCounter, RewardPool
+from mobula.rewards.pool.service import RewardService, ServiceSettings
+from mobula.rewards.pool.worker import GroupOutcomes, Question
 
 SETTINGS = ("resources.object_store_bytes=1073741824", "replay.journal=false")
 IN_FLIGHT = (8, 64, 256, 1024)  # groups

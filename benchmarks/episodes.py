@@ -15,18 +15,18 @@ from typing import Any
 
 import numpy as np
 
-from actors.environments.rows import ENVIRONMENT
-from actors.rollout.episode import Episode, ObservationBudget
 from benchmarks.harness.measure import Claim, Effort, Findings, Measurements, interleave, share
 from benchmarks.harness.stage import Stage, engines, private_ray, scratch_config
 from benchmarks.simulation.slow_environment import SlowPictures
-from cluster.records.actions import TokenActions
-from cluster.records.partial_response import SampledSequence
-from cluster.records.trajectory import FinishReason, Prompt, WeightSpan
-from cluster.rollout.rollout_pool import RolloutPool
-from cluster.runtime.object_store import fetch
-from configs.schema import RunConfig
-from deploy.wiring.rollouts import sampling_settings
+from mobula.actors.environments.rows import ENVIRONMENT
+from mobula.actors.rollout.episode import Episode, ObservationBudget
+from mobula.cluster.records.actions import TokenActions
+from mobula.cluster.records.partial_response import SampledSequence
+from mobula.cluster.records.trajectory import FinishReason, Prompt, WeightSpan
+from mobula.cluster.rollout.rollout_pool import RolloutPool
+from mobula.cluster.runtime.object_store import fetch
+from mobula.configs.schema import RunConfig
+from mobula.deploy.wiring.rollouts import sampling_settings
 
 NUM_CONCURRENT = 64
 NUM_PROMPTS = 24  # of one round, 8 episodes each: three times as many as run at a time

@@ -19,18 +19,18 @@ import numpy as np
 import torch
 from diffusers import DiffusionPipeline
 
-from actors.rollout.actor import RolloutActor
 from benchmarks.harness.measure import QUICK, Claim, Effort, Findings, Measurements, interleave, share
-from cluster.records.media import MediaReader
-from cluster.records.partial_response import Attempt
-from cluster.records.trajectory import Prompt, Reward, ScoredGroup, TrajectoryGroup
-from cluster.roles import SamplingSettings
-from configs.load import load_config
-from configs.schema import RunConfig
-from configs.words import overridden
-from deploy.wiring.preparation import prepare
-from deploy.wiring.rollouts import engine_settings
-from learner.learner import Learner
+from mobula.actors.rollout.actor import RolloutActor
+from mobula.cluster.records.media import MediaReader
+from mobula.cluster.records.partial_response import Attempt
+from mobula.cluster.records.trajectory import Prompt, Reward, ScoredGroup, TrajectoryGroup
+from mobula.cluster.roles import SamplingSettings
+from mobula.configs.load import load_config
+from mobula.configs.schema import RunConfig
+from mobula.configs.words import overridden
+from mobula.deploy.wiring.preparation import prepare
+from mobula.deploy.wiring.rollouts import engine_settings
+from mobula.learner.learner import Learner
 
 NUM_PICTURES, QUICK_PICTURES = 16, 8  # of a group
 NUM_CALLS = 3  # of one round

@@ -23,13 +23,13 @@ from typing import TypeVar
 from benchmarks.harness.measure import QUICK, Claim, Effort, Findings, Measurements, interleave, rates
 from benchmarks.raw.raw_rewards import local_scoring, post_all
 from benchmarks.reward_pool import numbered_group
-from cluster.records.trajectory import Reward
-from rewards.contract import Outcome, RewardRequest, Score
-from rewards.functions import build_function
-from rewards.http.wire import encode_sample, join_samples
-from rewards.isolation.process import IsolatedProcess
-from rewards.pool.worker import group_requests
-from rewards.tools import Tools
+from mobula.cluster.records.trajectory import Reward
+from mobula.rewards.contract import Outcome, RewardRequest, Score
+from mobula.rewards.functions import build_function
+from mobula.rewards.http.wire import encode_sample, join_samples
+from mobula.rewards.isolation.process import IsolatedProcess
+from mobula.rewards.pool.worker import group_requests
+from mobula.rewards.tools import Tools
 
 T = TypeVar("T")
 NUM_GROUPS, QUICK_GROUPS = 1024, 128  # of eight samples
@@ -72,7 +72,7 @@ def measure(effort: Effort, overrides: Sequence[str]) -> Findings:
     with tempfile.TemporaryDirectory(prefix="mobula-") as folder, ExitStack() as servers:
         path = Path(folder) / "rewards.yaml"
         path.write_text(REWARDS)
-        ours = servers.enter_context(_served("deploy.cli", "serve-rewards", str(path), "--token-env", TOKEN))
+        ours = servers.enter_context(_served("mobula.deploy.cli", "serve-rewards", str(path), "--token-env", TOKEN))
         raw = servers.enter_context(_served("benchmarks.raw.raw_rewards", str(path)))
         bench = _Bench(requests, path, ours, raw)
         gc.collect()

@@ -19,13 +19,13 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from benchmarks.harness.apart import Peer, apart
 from benchmarks.harness.measure import QUICK, Claim, Effort, Findings, Measurements, interleave
 from benchmarks.harness.peak_memory import peak_bytes, restart_peak
-from cluster.records.media import MediaReader
-from configs.load import load_config
-from configs.schema import LearnerConfig
-from configs.words import overridden
-from learner.policies.batch import TokenSequence, collate
-from learner.policies.logprobs import PLAIN, token_logprobs
-from learner.policies.token import TokenPolicy
+from mobula.cluster.records.media import MediaReader
+from mobula.configs.load import load_config
+from mobula.configs.schema import LearnerConfig
+from mobula.configs.words import overridden
+from mobula.learner.policies.batch import TokenSequence, collate
+from mobula.learner.policies.logprobs import PLAIN, token_logprobs
+from mobula.learner.policies.token import TokenPolicy
 
 ROW_TOKENS, NUM_ROWS, QUICK_ROWS = 1024, 2, 1
 CHUNK_TOKENS = 256

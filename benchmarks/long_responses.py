@@ -20,7 +20,6 @@ from unittest.mock import patch
 import numpy as np
 import ray
 
-from actors.rollout.actor import RolloutActor
 from benchmarks.digits_asynchrony import means, over_synchronous, steps_at
 from benchmarks.harness.measure import Claim, Effort, Findings, Measurements, interleave, share
 from benchmarks.harness.push_pause import Generation, Pushes, pause, served_weights
@@ -29,15 +28,16 @@ from benchmarks.raw.raw_step import ONE_CORE_ENGINE, ONE_CORE_TRAINER, WHAT, Raw
 from benchmarks.raw.raw_vllm import raw_engine, settings_of
 from benchmarks.rollout import Sides
 from benchmarks.whole_step import OVERLAPPED, STEPS_A_BLOCK, UNIT, Blocks, in_blocks, mean_phases, raw_parts
-from cluster.metrics.definitions import MetricName
-from cluster.metrics.step_records import StepRecord
-from cluster.runtime.ray_actors import answer
-from configs.errors import ConfigError
-from configs.schema import RunConfig
-from deploy.wiring import rollouts
-from deploy.wiring.build import Inference, start_learner
-from deploy.wiring.warm_start import warm_start
-from learner.learner_group import LearnerGroup
+from mobula.actors.rollout.actor import RolloutActor
+from mobula.cluster.metrics.definitions import MetricName
+from mobula.cluster.metrics.step_records import StepRecord
+from mobula.cluster.runtime.ray_actors import answer
+from mobula.configs.errors import ConfigError
+from mobula.configs.schema import RunConfig
+from mobula.deploy.wiring import rollouts
+from mobula.deploy.wiring.build import Inference, start_learner
+from mobula.deploy.wiring.warm_start import warm_start
+from mobula.learner.learner_group import LearnerGroup
 
 EXPERIMENT = "digit_list"
 WARM_START = (  # enough for the form of the answers; what they say does not matter here

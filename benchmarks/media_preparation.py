@@ -23,17 +23,17 @@ import ray
 from PIL import Image
 from ray._private.internal_api import get_memory_info_reply, get_state_from_address
 
-from actors.datasets.prompts import InDriver, Preparation, PromptSource
-from actors.processors.make import make_processor
-from actors.processors.pool import ProcessorPool
-from actors.processors.video import require_av
-from actors.processors.worker import ProcessorWorker
 from benchmarks.harness.measure import Claim, Effort, Findings, Measurements, interleave, share
 from benchmarks.replay import Load, make_group
-from cluster.records.media import MediaHandle, MediaStore, ProcessedMedia
-from cluster.records.trajectory import TrajectoryGroup
-from cluster.workers.restart_policy import RestartPolicy
-from deploy.wiring.preparation import TRAIN, Prepared
+from mobula.actors.datasets.prompts import InDriver, Preparation, PromptSource
+from mobula.actors.processors.make import make_processor
+from mobula.actors.processors.pool import ProcessorPool
+from mobula.actors.processors.video import require_av
+from mobula.actors.processors.worker import ProcessorWorker
+from mobula.cluster.records.media import MediaHandle, MediaStore, ProcessedMedia
+from mobula.cluster.records.trajectory import TrajectoryGroup
+from mobula.cluster.workers.restart_policy import RestartPolicy
+from mobula.deploy.wiring.preparation import TRAIN, Prepared
 
 NUM_WORKERS = 2
 NUM_GROUPS, NUM_SIBLINGS = 8, 8

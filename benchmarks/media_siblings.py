@@ -17,13 +17,13 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from actors.datasets.rows import Row
-from actors.processors.chat import ChatProcessor
 from benchmarks.harness.apart import Peer, apart
 from benchmarks.harness.measure import QUICK, Claim, Effort, Findings, Measurements, Side, interleave, rates
-from cluster.records.media import MediaHandle, MediaReader, MediaStore, ProcessedMedia
-from configs.load import load_config
-from learner.policies.tiny import write_tiny
+from mobula.actors.datasets.rows import Row
+from mobula.actors.processors.chat import ChatProcessor
+from mobula.cluster.records.media import MediaHandle, MediaReader, MediaStore, ProcessedMedia
+from mobula.configs.load import load_config
+from mobula.learner.policies.tiny import write_tiny
 
 MODEL = "qwen2.5-vl"  # its processor is that of the released checkpoints
 NUM_SIBLINGS, NUM_GROUPS, QUICK_GROUPS = 8, 8, 2

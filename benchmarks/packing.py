@@ -20,14 +20,14 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from benchmarks.harness.apart import Peer, apart
 from benchmarks.harness.measure import Claim, Effort, Findings, Measurements, Side, interleave, rates
-from cluster.records.media import MediaReader
-from configs.load import load_config
-from configs.schema import LearnerConfig
-from configs.words import overridden
-from learner.policies.batch import TokenSequence, collate
-from learner.policies.logprobs import PLAIN, token_logprobs
-from learner.policies.packing import split_microbatches
-from learner.policies.token import TokenPolicy
+from mobula.cluster.records.media import MediaReader
+from mobula.configs.load import load_config
+from mobula.configs.schema import LearnerConfig
+from mobula.configs.words import overridden
+from mobula.learner.policies.batch import TokenSequence, collate
+from mobula.learner.policies.logprobs import PLAIN, token_logprobs
+from mobula.learner.policies.packing import split_microbatches
+from mobula.learner.policies.token import TokenPolicy
 
 NUM_ROWS, LONGEST, MEAN = 16, 512, 64
 VOCABULARY, WIDTH, NUM_BLOCKS = 2048, 256, 6

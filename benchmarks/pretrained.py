@@ -18,10 +18,10 @@ from typing import Annotated
 import typer
 
 from benchmarks.planner import estimates, watched
-from cluster.metrics.report.run_folder import RunFolder, read_run_folder
-from cluster.runtime.role_log import LOGS_FOLDER
-from configs.load import load_config
-from configs.words import overridden
+from mobula.cluster.metrics.report.run_folder import RunFolder, read_run_folder
+from mobula.cluster.runtime.role_log import LOGS_FOLDER
+from mobula.configs.load import load_config
+from mobula.configs.words import overridden
 
 WORDS = ("experiment=sums", "resources=laptop_in_turns", "learner=single", "metrics.progress=false")
 GIB = 2**30
@@ -57,7 +57,7 @@ def _measured(words: Sequence[str], seed: int, folder: Path) -> Measured:
     words = overridden(words, [f"seed={seed}", f"name=seed-{seed}", f"folder={folder}"])
     config = load_config(words)
     with watched(config.run_folder / LOGS_FOLDER) as peaks:
-        subprocess.run([sys.executable, "-m", "deploy.cli", "train", *words], check=True)
+        subprocess.run([sys.executable, "-m", "mobula.deploy.cli", "train", *words], check=True)
     most = {
         role: (max(n for worker, n in peaks.items() if worker.startswith(f"{role}/")), estimated)
         for role, estimated in estimates(config).items()

@@ -25,8 +25,8 @@ from typing import Annotated, Any
 
 import typer
 
-from cluster.metrics.report.comparison import MAX_LINES, ComparedRuns, render_comparison
-from cluster.metrics.report.run_folder import RunFolder, read_run_folder
+from mobula.cluster.metrics.report.comparison import MAX_LINES, ComparedRuns, render_comparison
+from mobula.cluster.metrics.report.run_folder import RunFolder, read_run_folder
 
 EXPERIMENTS = ("grpo", "rloo", "reinforce_pp", "cpgd", "dapo", "gspo", "gmpo", "cispo", "dr_grpo", "ppo_gae", "distill")
 TARGETS = {"ppo_gae": 0.80}  # held-out accuracy after RL; of the others TARGET
@@ -101,7 +101,7 @@ def _run(folder: Path, name: str, words: Sequence[str]) -> RunFolder:
     """
     if not _is_done(folder / name):
         where = [f"folder={folder}", f"name={name}", "resume=auto", "metrics.progress=false"]
-        subprocess.run([sys.executable, "-m", "deploy.cli", "train", *words, *where], check=True)
+        subprocess.run([sys.executable, "-m", "mobula.deploy.cli", "train", *words, *where], check=True)
     return read_run_folder(folder / name)
 
 

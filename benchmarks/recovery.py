@@ -20,13 +20,13 @@ from rich.console import Console
 from benchmarks.harness.measure import Claim, Effort, Findings, Measurements
 from benchmarks.harness.role_time import idle_shares, snapshot
 from benchmarks.harness.stage import private_ray, scratch_config
-from cluster.metrics.definitions import CounterName
-from cluster.metrics.report.run_folder import METRICS_FILE, read_run_folder
-from cluster.metrics.step_records import StepRecord
-from cluster.rollout.in_flight import PROMPTS, TOKENS_KEPT, TOKENS_LOST
-from configs.schema import RunConfig
-from deploy.run.logs import LOG_FILE
-from deploy.run.runtime import run_training
+from mobula.cluster.metrics.definitions import CounterName
+from mobula.cluster.metrics.report.run_folder import METRICS_FILE, read_run_folder
+from mobula.cluster.metrics.step_records import StepRecord
+from mobula.cluster.rollout.in_flight import PROMPTS, TOKENS_KEPT, TOKENS_LOST
+from mobula.configs.schema import RunConfig
+from mobula.deploy.run.logs import LOG_FILE
+from mobula.deploy.run.runtime import run_training
 
 SETTINGS = (  # a random model hardly ever stops before its tokens are full, and hardly learns to at this rate
     "algorithm.max_staleness=1",

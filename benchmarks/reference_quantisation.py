@@ -15,16 +15,16 @@ import numpy as np
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from actors.reference.quantised import Quantisation, num_weight_bytes, quantise
 from benchmarks.harness.measure import QUICK, Claim, Effort, Findings, Measurements, interleave
-from cluster.records.media import MediaReader
-from configs.load import load_config
-from configs.schema import LearnerConfig, ResourcesConfig
-from configs.words import overridden
-from learner.policies.batch import TokenSequence, collate
-from learner.policies.loading import DTYPES
-from learner.policies.logprobs import PLAIN
-from learner.policies.token import TokenPolicy
+from mobula.actors.reference.quantised import Quantisation, num_weight_bytes, quantise
+from mobula.cluster.records.media import MediaReader
+from mobula.configs.load import load_config
+from mobula.configs.schema import LearnerConfig, ResourcesConfig
+from mobula.configs.words import overridden
+from mobula.learner.policies.batch import TokenSequence, collate
+from mobula.learner.policies.loading import DTYPES
+from mobula.learner.policies.logprobs import PLAIN
+from mobula.learner.policies.token import TokenPolicy
 
 ROW_TOKENS, NUM_ROWS, QUICK_ROWS = 256, 8, 2
 VOCABULARY, WIDTH, NUM_BLOCKS = 4096, 512, 8

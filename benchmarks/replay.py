@@ -14,8 +14,8 @@ from benchmarks.harness.stage import private_ray, scratch_config  # isort: skip 
 import ray
 
 from benchmarks.harness.measure import Claim, Effort, Findings, Measurements, interleave, rates
-from cluster.records.actions import TokenActions
-from cluster.records.trajectory import (
+from mobula.cluster.records.actions import TokenActions
+from mobula.cluster.records.trajectory import (
     FinishReason,
     GroupSummary,
     Prompt,
@@ -27,12 +27,12 @@ from cluster.records.trajectory import (
     WeightSpan,
     group_num_bytes,
 )
-from cluster.replay.buffer import ReplayBuffer
-from cluster.runtime.gc_tuning import tune_gc
-from cluster.runtime.object_store import fetch
-from cluster.runtime.ray_actors import answer
-from configs.schema import RunConfig
-from deploy.wiring.buffer import replay_buffer
+from mobula.cluster.replay.buffer import ReplayBuffer
+from mobula.cluster.runtime.gc_tuning import tune_gc
+from mobula.cluster.runtime.object_store import fetch
+from mobula.cluster.runtime.ray_actors import answer
+from mobula.configs.schema import RunConfig
+from mobula.deploy.wiring.buffer import replay_buffer
 
 SETTINGS = ("resources.object_store_bytes=1073741824", "replay.max_bytes=1073741824", "replay.journal=false")
 TIMEOUT_S = 120.0

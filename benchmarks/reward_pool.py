@@ -15,14 +15,14 @@ import ray
 
 from benchmarks.harness.measure import Claim, Effort, Findings, Measurements, interleave
 from benchmarks.replay import NUM_SIBLINGS, Load, make_group
-from cluster.records.trajectory import Generated, Response, TrajectoryGroup
-from configs.schema import RunConfig
-from deploy.wiring.pooled_roles import reward_pool
-from rewards.isolation.process import IsolatedProcess
-from rewards.pool.reward_pool import RewardPool
-from rewards.pool.worker import group_requests
-from rewards.scoring import RewardScoring
-from rewards.tools import Tools
+from mobula.cluster.records.trajectory import Generated, Response, TrajectoryGroup
+from mobula.configs.schema import RunConfig
+from mobula.deploy.wiring.pooled_roles import reward_pool
+from mobula.rewards.isolation.process import IsolatedProcess
+from mobula.rewards.pool.reward_pool import RewardPool
+from mobula.rewards.pool.worker import group_requests
+from mobula.rewards.scoring import RewardScoring
+from mobula.rewards.tools import Tools
 
 ROLES = ("reward",)
 SETTINGS = (

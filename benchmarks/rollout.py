@@ -16,11 +16,11 @@ from benchmarks.harness.apart import Peer
 from benchmarks.harness.measure import Claim, Effort, Findings, Measurements, Side, interleave, share
 from benchmarks.harness.stage import engines, private_ray, scratch_config
 from benchmarks.raw.raw_vllm import Generated, GenerateJob, RawPrompt, raw_engine, settings_of
-from cluster.records.trajectory import Prompt
-from cluster.roles import SamplingSettings
-from cluster.rollout.rollout_pool import RolloutPool
-from configs.schema import RunConfig
-from deploy.wiring.preparation import Prepared
+from mobula.cluster.records.trajectory import Prompt
+from mobula.cluster.roles import SamplingSettings
+from mobula.cluster.rollout.rollout_pool import RolloutPool
+from mobula.configs.schema import RunConfig
+from mobula.deploy.wiring.preparation import Prepared
 
 SETTINGS = ("resources.rollout.num_workers=1",)
 NUM_PROMPTS = 64  # of one round

@@ -22,7 +22,7 @@ from typing import Any
 import psutil
 
 from benchmarks.harness.measure import QUICK, Claim, Effort, Findings, Measurements, Side, interleave, rates
-from rewards.offline.corruption import corrupt
+from mobula.rewards.offline.corruption import corrupt
 
 SMALL, LARGE, QUICK_LARGE = 29_299, 1_000_000, 100_000
 LARGE_REPEATS = 3
@@ -73,7 +73,17 @@ class _Bench:
         weights = [word for name, weight in SETTINGS["weights"].items() for word in ("--weight", f"{name}={weight}")]
         keys = ("regex_pattern", "target_tokens", "latency_budget_ms", "pass_threshold", "top_k", "max_ids")
         chosen = [word for key in keys for word in (f"--{key.replace('_', '-')}", str(SETTINGS[key]))]
-        words = [sys.executable, "-m", "deploy.cli", "score", str(path), "--quiet", "--require-json", *weights, *chosen]
+        words = [
+            sys.executable,
+            "-m",
+            "mobula.deploy.cli",
+            "score",
+            str(path),
+            "--quiet",
+            "--require-json",
+            *weights,
+            *chosen,
+        ]
         words += ["--processes", str(NUM_PROCESSES), "--output", str(self._folder / "ours.json")]
 
         async def side(round_number: int) -> float:

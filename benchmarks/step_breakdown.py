@@ -9,10 +9,10 @@ from rich.console import Console
 
 from benchmarks.harness.measure import Claim, Effort, Findings, Measurements
 from benchmarks.harness.stage import private_ray, scratch_config
-from cluster.metrics.report.run_folder import read_run_folder
-from cluster.metrics.step_records import StepRecord
-from configs.schema import RunConfig
-from deploy.run.runtime import run_training
+from mobula.cluster.metrics.report.run_folder import read_run_folder
+from mobula.cluster.metrics.step_records import StepRecord
+from mobula.configs.schema import RunConfig
+from mobula.deploy.run.runtime import run_training
 
 PHASES = {
     "wait_for_rollouts": "waiting for the step's groups",

@@ -18,10 +18,10 @@ from benchmarks.harness.fan_out import NUM_RECEIVERS, adapters_of, fan_out
 from benchmarks.harness.measure import Claim, Effort, Findings, Measurements, interleave, rates
 from benchmarks.harness.push_pause import into_engine
 from benchmarks.harness.stage import private_ray, scratch_config
-from cluster.weight_sync.manifest import Manifest, TensorSpec
-from cluster.weight_sync.transport import Rendezvous, TransferGroup
-from configs.schema import RunConfig
-from learner.weight_publisher import WeightPublisher
+from mobula.cluster.weight_sync.manifest import Manifest, TensorSpec
+from mobula.cluster.weight_sync.transport import Rendezvous, TransferGroup
+from mobula.configs.schema import RunConfig
+from mobula.learner.weight_publisher import WeightPublisher
 
 SETTINGS = ("resources.rollout.num_workers=1", "policy.lora.rank=8", "sampler.max_model_len=768")
 MIB = 2**20

@@ -19,12 +19,12 @@ from benchmarks.harness.idle import wait_until_idle
 from benchmarks.harness.measure import Claim, Effort, Findings, Measurements, serial_rate, share
 from benchmarks.harness.stage import private_ray, scratch_config, staged
 from benchmarks.raw.raw_step import GENERATE, ONE_CORE_ENGINE, ONE_CORE_TRAINER, TRAIN, WHAT, RawStep, raw_step
-from cluster.errors import MobulaError
-from cluster.metrics.definitions import MetricName
-from cluster.metrics.report.run_folder import read_run_folder
-from cluster.metrics.step_records import EvaluationRecord, StepRecord
-from configs.schema import RunConfig
-from deploy.run.runtime import run_training
+from mobula.cluster.errors import MobulaError
+from mobula.cluster.metrics.definitions import MetricName
+from mobula.cluster.metrics.report.run_folder import read_run_folder
+from mobula.cluster.metrics.step_records import EvaluationRecord, StepRecord
+from mobula.configs.schema import RunConfig
+from mobula.deploy.run.runtime import run_training
 
 PROMPTS, SAMPLES = 8, 8
 SETTINGS = (  # a random model hardly ever stops before its 8 tokens are full, and hardly learns to at this rate

@@ -7,9 +7,9 @@ from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
-from cluster.errors import RunStopped
-from cluster.records.trajectory import ScoredGroup
-from cluster.roles import Learner, Reference, ReplayStats, UpdateReport, Weights
+from mobula.cluster.errors import RunStopped
+from mobula.cluster.records.trajectory import ScoredGroup
+from mobula.cluster.roles import Learner, Reference, ReplayStats, UpdateReport, Weights
 
 
 class RunCheckpoints(Protocol):
@@ -29,7 +29,7 @@ class RunCheckpoints(Protocol):
 
 
 class StopSignal(Protocol):
-    """Asks the loop to stop (`cluster.recovery.stop_request`)."""
+    """Asks the loop to stop (`mobula.cluster.recovery.stop_request`)."""
 
     def heeded(self) -> AbstractAsyncContextManager[None]:
         """Within the body a request waits for a checkpoint, up to a deadline."""

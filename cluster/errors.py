@@ -32,7 +32,7 @@
     ├── NothingTrainedError     every optimizer step of a run was skipped
     └── RunOverError            a command found that the run is over, or that its driver is dead
 
-User mistakes in a configuration are `ValueError`s (`configs.load.ConfigError`); these here belong to the run.
+User mistakes in a configuration are `ValueError`s (`mobula.configs.load.ConfigError`); these here belong to the run.
 `RunStopped` is no error: it ends the loop of a run that was asked to stop.
 """
 
@@ -40,7 +40,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cluster.failures import Failure
+from mobula.cluster.failures import Failure
 
 
 class MobulaError(Exception):

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from cluster.errors import LogprobGapError
-from cluster.metrics.definitions import MetricName
-from cluster.records.trajectory import ScoredGroup
-from cluster.roles import Learner, UpdateReport
-from cluster.weight_sync.tolerance import Rounding
+from mobula.cluster.errors import LogprobGapError
+from mobula.cluster.metrics.definitions import MetricName
+from mobula.cluster.records.trajectory import ScoredGroup
+from mobula.cluster.roles import Learner, UpdateReport
+from mobula.cluster.weight_sync.tolerance import Rounding
 
 _logger = logging.getLogger(__name__)
 

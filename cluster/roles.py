@@ -11,8 +11,8 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from cluster.records.trajectory import Generated, Prompt, Reward, ScoredGroup
-from cluster.runtime.seeds import derived_seed
+from mobula.cluster.records.trajectory import Generated, Prompt, Reward, ScoredGroup
+from mobula.cluster.runtime.seeds import derived_seed
 
 
 @dataclass(frozen=True)

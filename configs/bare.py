@@ -2,7 +2,7 @@
 
     config = load_bare(["experiment=digits", "sampler=huggingface", "learner.learning_rate=0.001"])
 
-The values equal those of `configs.load.load_config`; words are not checked.
+The values equal those of `mobula.configs.load.load_config`; words are not checked.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from configs.groups import (
+from mobula.configs.groups import (
     COMPUTATIONS,
     EXPERIMENT,
     FOLDER,
@@ -24,7 +24,7 @@ from configs.groups import (
     own_values,
     without_missing,
 )
-from configs.schema.run import RunConfig
+from mobula.configs.schema.run import RunConfig
 
 OVERRIDE = "override /"  # opens an entry of an experiment's defaults that chooses an option
 COMPUTED = re.compile(r"\$\{(\w+):\$\{([\w.]+)\},([^}]*)\}")

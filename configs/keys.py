@@ -12,8 +12,8 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from configs.schema.base import NOT_EMPTY, Section
-from configs.schema.run import RunConfig
+from mobula.configs.schema.base import NOT_EMPTY, Section
+from mobula.configs.schema.run import RunConfig
 
 ITEM = "INDEX"
 """Stands for a position in a list, e.g. `rewards.components.INDEX.weight`."""

@@ -23,9 +23,9 @@ from omegaconf import OmegaConf
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from configs import keys
-from configs.errors import ConfigError
-from configs.groups import (
+from mobula.configs import keys
+from mobula.configs.errors import ConfigError
+from mobula.configs.groups import (
     COMPUTATIONS,
     COMPUTED_FROM,
     EXPERIMENT,
@@ -35,9 +35,9 @@ from configs.groups import (
     own_values,
     without_missing,
 )
-from configs.schema.rewards import RewardsConfig, reward_contradictions
-from configs.schema.run import RunConfig
-from configs.words import Word, lay_on, read_words, refuse_overruled, unknown
+from mobula.configs.schema.rewards import RewardsConfig, reward_contradictions
+from mobula.configs.schema.run import RunConfig
+from mobula.configs.words import Word, lay_on, read_words, refuse_overruled, unknown
 
 NAMED_BY_USER = (("policy", "model"), ("data", "path"))
 for _name, _computation in COMPUTATIONS.items():

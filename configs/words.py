@@ -15,9 +15,9 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
-from configs import keys
-from configs.errors import ConfigError
-from configs.groups import EXPERIMENT, groups, leaves, merge, own_values
+from mobula.configs import keys
+from mobula.configs.errors import ConfigError
+from mobula.configs.groups import EXPERIMENT, groups, leaves, merge, own_values
 
 
 @dataclass(frozen=True)

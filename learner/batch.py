@@ -11,15 +11,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cluster.records.media import MediaReader
-from cluster.records.trajectory import Prompt, Reward, ScoredGroup, TrajectoryGroup
-from cluster.runtime.object_store import fetch_or_miss
-from configs.schema import AlgorithmConfig
-from learner.algorithms.aggregation import Totals
-from learner.policies.base import PolicyRow
-from learner.policies.batch import pad_rows
-from learner.policies.device_copies import on_device
-from learner.policies.trained import PolicyBatch, collate_rows, row_of
+from mobula.cluster.records.media import MediaReader
+from mobula.cluster.records.trajectory import Prompt, Reward, ScoredGroup, TrajectoryGroup
+from mobula.cluster.runtime.object_store import fetch_or_miss
+from mobula.configs.schema import AlgorithmConfig
+from mobula.learner.algorithms.aggregation import Totals
+from mobula.learner.policies.base import PolicyRow
+from mobula.learner.policies.batch import pad_rows
+from mobula.learner.policies.device_copies import on_device
+from mobula.learner.policies.trained import PolicyBatch, collate_rows, row_of
 
 RowOf = Callable[[Prompt, Any], PolicyRow]
 """A prompt and what the policy did after it -> a row to score."""

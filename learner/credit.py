@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from configs.schema import AlgorithmConfig, KLConfig, RunConfig
-from configs.schema.algorithm import TURNWISE
-from configs.schema.algorithm_agreement import ENVIRONMENT
-from configs.schema.rewards import for_label
-from learner.algorithms.advantages import (
+from mobula.configs.schema import AlgorithmConfig, KLConfig, RunConfig
+from mobula.configs.schema.algorithm import TURNWISE
+from mobula.configs.schema.algorithm_agreement import ENVIRONMENT
+from mobula.configs.schema.rewards import for_label
+from mobula.learner.algorithms.advantages import (
     ADVANTAGES,
     AdvantageFunction,
     AdvantageOptions,
@@ -23,17 +23,17 @@ from learner.algorithms.advantages import (
     StepRewards,
     whitened,
 )
-from learner.algorithms.distillation import teacher_advantage
-from learner.algorithms.kl import KL_ESTIMATORS, AdaptiveCoefficient, FixedCoefficient, KLCoefficient
-from learner.algorithms.kl.base import capped
-from learner.algorithms.moments import RunningMoments
-from learner.algorithms.prompt_history import PromptHistory
-from learner.algorithms.shaping import credit_by_token, length_rewards, repeated_share, token_rewards
-from learner.algorithms.token_advantages import TOKEN_ADVANTAGES, TokenAdvantage, TokenValues
-from learner.algorithms.turn_advantages import TURN_ADVANTAGES, StepTurns, TurnAdvantage
-from learner.algorithms.turns import turns_of
-from learner.algorithms.value_loss import explained_variance
-from learner.batch import LearnerItem
+from mobula.learner.algorithms.distillation import teacher_advantage
+from mobula.learner.algorithms.kl import KL_ESTIMATORS, AdaptiveCoefficient, FixedCoefficient, KLCoefficient
+from mobula.learner.algorithms.kl.base import capped
+from mobula.learner.algorithms.moments import RunningMoments
+from mobula.learner.algorithms.prompt_history import PromptHistory
+from mobula.learner.algorithms.shaping import credit_by_token, length_rewards, repeated_share, token_rewards
+from mobula.learner.algorithms.token_advantages import TOKEN_ADVANTAGES, TokenAdvantage, TokenValues
+from mobula.learner.algorithms.turn_advantages import TURN_ADVANTAGES, StepTurns, TurnAdvantage
+from mobula.learner.algorithms.turns import turns_of
+from mobula.learner.algorithms.value_loss import explained_variance
+from mobula.learner.batch import LearnerItem
 
 NUM_MEASURED_TURNS = 16  # of an episode, whose rewards are metrics
 

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cluster.records.trajectory import TrajectoryGroup
-from cluster.runtime.object_store import fetch_or_miss
-from learner.meter import Meter
-from learner.policies.batch import pad_rows
-from learner.shares import all_ranks
+from mobula.cluster.records.trajectory import TrajectoryGroup
+from mobula.cluster.runtime.object_store import fetch_or_miss
+from mobula.learner.meter import Meter
+from mobula.learner.policies.batch import pad_rows
+from mobula.learner.shares import all_ranks
 
 Score = Callable[[TrajectoryGroup], Tensor]
 """Log-probs of a group's tokens by the weights that the step trains from, float32 [B, T]."""

@@ -8,10 +8,10 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 
 from torch import Tensor
 
-from configs.schema import LearnerConfig
-from learner.backends.base import Backend, Optimizer
-from learner.policies.base import PolicyRow
-from learner.policies.packing import split_microbatches
+from mobula.configs.schema import LearnerConfig
+from mobula.learner.backends.base import Backend, Optimizer
+from mobula.learner.policies.base import PolicyRow
+from mobula.learner.policies.packing import split_microbatches
 
 
 class TrainableRow(Protocol):

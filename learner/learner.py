@@ -13,17 +13,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cluster.records.media import MediaReader
-from cluster.records.trajectory import Prompt, ScoredGroup, TrajectoryGroup
-from cluster.roles import UpdateReport
-from cluster.tracing.profiler import UpdateProfiler, profiled
-from cluster.weight_sync.manifest import Manifest
-from cluster.weight_sync.transport import Rendezvous
-from configs.schema import RunConfig
-from learner.backends import build_backend
-from learner.backends.base import Optimizer
-from learner.backends.sharded import ShardedWriter
-from learner.batch import (
+from mobula.cluster.records.media import MediaReader
+from mobula.cluster.records.trajectory import Prompt, ScoredGroup, TrajectoryGroup
+from mobula.cluster.roles import UpdateReport
+from mobula.cluster.tracing.profiler import UpdateProfiler, profiled
+from mobula.cluster.weight_sync.manifest import Manifest
+from mobula.cluster.weight_sync.transport import Rendezvous
+from mobula.configs.schema import RunConfig
+from mobula.learner.backends import build_backend
+from mobula.learner.backends.base import Optimizer
+from mobula.learner.backends.sharded import ShardedWriter
+from mobula.learner.batch import (
     LearnerBatch,
     LearnerItem,
     collate_items,
@@ -33,31 +33,31 @@ from learner.batch import (
     totals,
     without_overlong,
 )
-from learner.credit import Credit
-from learner.critic import build_critic
-from learner.critic.rows import Values, with_values
-from learner.examples.entries import StoredExample, TaughtExamples
-from learner.examples.supervised_term import SupervisedTerm
-from learner.fresh_gap import FreshGap
-from learner.gradient_step import GradientStep, Term
-from learner.meter import Meter
-from learner.objective import PolicyObjective, measure_gap
-from learner.optim import learning_rate
-from learner.optim.average import NullAverage, WeightAverage
-from learner.optim.slow import NullSlow, SlowWeights
-from learner.pictures.teaching import PictureTrainer
-from learner.policies.base import PolicyOutput
-from learner.policies.flow.policy import StepRescoring
-from learner.policies.loading import DTYPES, recompute_blocks
-from learner.policies.trained import as_policy, collate_rows, load_trained_model, save_trained, scoring_of
-from learner.policy_weights import PolicyWeights
-from learner.ranks.process_group import RankRendezvous
-from learner.residence import Residence
-from learner.scoring_pass import ReferencePass, ScoringPass, unscored
-from learner.shares import ShareFetcher, StepGroups, all_ranks
-from learner.state import StateWriter, load_state
-from learner.supervised import SupervisedTrainer, taught_rate
-from learner.weight_publisher import WeightPublisher
+from mobula.learner.credit import Credit
+from mobula.learner.critic import build_critic
+from mobula.learner.critic.rows import Values, with_values
+from mobula.learner.examples.entries import StoredExample, TaughtExamples
+from mobula.learner.examples.supervised_term import SupervisedTerm
+from mobula.learner.fresh_gap import FreshGap
+from mobula.learner.gradient_step import GradientStep, Term
+from mobula.learner.meter import Meter
+from mobula.learner.objective import PolicyObjective, measure_gap
+from mobula.learner.optim import learning_rate
+from mobula.learner.optim.average import NullAverage, WeightAverage
+from mobula.learner.optim.slow import NullSlow, SlowWeights
+from mobula.learner.pictures.teaching import PictureTrainer
+from mobula.learner.policies.base import PolicyOutput
+from mobula.learner.policies.flow.policy import StepRescoring
+from mobula.learner.policies.loading import DTYPES, recompute_blocks
+from mobula.learner.policies.trained import as_policy, collate_rows, load_trained_model, save_trained, scoring_of
+from mobula.learner.policy_weights import PolicyWeights
+from mobula.learner.ranks.process_group import RankRendezvous
+from mobula.learner.residence import Residence
+from mobula.learner.scoring_pass import ReferencePass, ScoringPass, unscored
+from mobula.learner.shares import ShareFetcher, StepGroups, all_ranks
+from mobula.learner.state import StateWriter, load_state
+from mobula.learner.supervised import SupervisedTrainer, taught_rate
+from mobula.learner.weight_publisher import WeightPublisher
 
 
 class Learner:

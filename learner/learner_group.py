@@ -8,21 +8,21 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from cluster.errors import LostObjectError, WorkerDiedError
-from cluster.records.trajectory import Prompt, ScoredGroup
-from cluster.roles import UpdateReport
-from cluster.runtime.concurrency import outcomes
-from cluster.runtime.ray_actors import answer
-from cluster.weight_sync.manifest import Manifest
-from cluster.weight_sync.transport import Rendezvous
-from configs.schema import TimeoutsConfig
-from learner.examples.entries import stored_examples
-from learner.examples.examples import Outlined
-from learner.ranks.rank_group import RankGroup
+from mobula.cluster.errors import LostObjectError, WorkerDiedError
+from mobula.cluster.records.trajectory import Prompt, ScoredGroup
+from mobula.cluster.roles import UpdateReport
+from mobula.cluster.runtime.concurrency import outcomes
+from mobula.cluster.runtime.ray_actors import answer
+from mobula.cluster.weight_sync.manifest import Manifest
+from mobula.cluster.weight_sync.transport import Rendezvous
+from mobula.configs.schema import TimeoutsConfig
+from mobula.learner.examples.entries import stored_examples
+from mobula.learner.examples.examples import Outlined
+from mobula.learner.ranks.rank_group import RankGroup
 
 
 class StepRows(Protocol):
-    """Source of the supervised rows of a step (`cluster.rollout.supervised_rows.SupervisedRows`)."""
+    """Source of the supervised rows of a step (`mobula.cluster.rollout.supervised_rows.SupervisedRows`)."""
 
     async def of(self, version: int) -> Sequence[ScoredGroup]:
         """Those of the step that makes `version`."""
@@ -30,7 +30,7 @@ class StepRows(Protocol):
 
 
 class FreshGroups(Protocol):
-    """Source of groups of the newest weights (`cluster.weight_sync.fresh_samples.FreshSamples`)."""
+    """Source of groups of the newest weights (`mobula.cluster.weight_sync.fresh_samples.FreshSamples`)."""
 
     def begin(self, version: int, groups: Sequence[ScoredGroup]) -> Any | None:
         """A reference to a group of `version`, or None where the groups of the step have tokens of it."""

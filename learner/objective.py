@@ -8,19 +8,19 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from configs.schema import AlgorithmConfig
-from learner.algorithms.aggregation import AGGREGATIONS, Totals, token_mean
-from learner.algorithms.corrections import CORRECTIONS, OLD_LOGPROBS
-from learner.algorithms.distillation import reverse_kl
-from learner.algorithms.flow_losses import FLOW_LOSSES, Reads
-from learner.algorithms.kl import KL_ESTIMATORS
-from learner.algorithms.kl.base import capped
-from learner.algorithms.over_age import by_age, truncated_importance
-from learner.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss, PolicyLossFunction
-from learner.batch import LearnerBatch, TokensByAge
-from learner.credit import missing_reference
-from learner.meter import Meter
-from learner.policies.base import PolicyOutput
+from mobula.configs.schema import AlgorithmConfig
+from mobula.learner.algorithms.aggregation import AGGREGATIONS, Totals, token_mean
+from mobula.learner.algorithms.corrections import CORRECTIONS, OLD_LOGPROBS
+from mobula.learner.algorithms.distillation import reverse_kl
+from mobula.learner.algorithms.flow_losses import FLOW_LOSSES, Reads
+from mobula.learner.algorithms.kl import KL_ESTIMATORS
+from mobula.learner.algorithms.kl.base import capped
+from mobula.learner.algorithms.over_age import by_age, truncated_importance
+from mobula.learner.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss, PolicyLossFunction
+from mobula.learner.batch import LearnerBatch, TokensByAge
+from mobula.learner.credit import missing_reference
+from mobula.learner.meter import Meter
+from mobula.learner.policies.base import PolicyOutput
 
 
 class PolicyObjective:

@@ -8,16 +8,16 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from cluster.weight_sync.manifest import Manifest, TensorSpec
-from configs.schema import RunConfig
-from learner.backends import load_weights
-from learner.backends.base import Backend, trained_parameters
-from learner.backends.single import SingleBackend
-from learner.optim.average import read_average
-from learner.policies.adapters import add_adapters, as_merged, is_factor, split_factor
-from learner.policies.loading import as_stored, checkpoint_names
-from learner.policies.lora import WEIGHT, adapted_modules, adapter_manifest
-from learner.policies.trained import as_policy, load_trained_model, save_trained, save_trained_adapters
+from mobula.cluster.weight_sync.manifest import Manifest, TensorSpec
+from mobula.configs.schema import RunConfig
+from mobula.learner.backends import load_weights
+from mobula.learner.backends.base import Backend, trained_parameters
+from mobula.learner.backends.single import SingleBackend
+from mobula.learner.optim.average import read_average
+from mobula.learner.policies.adapters import add_adapters, as_merged, is_factor, split_factor
+from mobula.learner.policies.loading import as_stored, checkpoint_names
+from mobula.learner.policies.lora import WEIGHT, adapted_modules, adapter_manifest
+from mobula.learner.policies.trained import as_policy, load_trained_model, save_trained, save_trained_adapters
 
 Named = Iterator[tuple[str, Tensor]]
 

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from learner.policies.base import Policy
+from mobula.learner.policies.base import Policy
 
 HOST = torch.device("cpu")
 

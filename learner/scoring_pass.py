@@ -10,11 +10,11 @@ import numpy as np
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from learner.backends.base import Backend
-from learner.batch import LearnerItem
-from learner.gradient_step import GradientStep
-from learner.policies.adapters import without_adapters
-from learner.policies.base import PolicyOutput
+from mobula.learner.backends.base import Backend
+from mobula.learner.batch import LearnerItem
+from mobula.learner.gradient_step import GradientStep
+from mobula.learner.policies.adapters import without_adapters
+from mobula.learner.policies.base import PolicyOutput
 
 S = TypeVar("S")
 Scores = dict[int, tuple[np.ndarray, np.ndarray, np.ndarray | None]]

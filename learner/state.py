@@ -11,9 +11,9 @@ from typing import Any, Protocol
 
 import torch
 
-from cluster.errors import CheckpointError
-from cluster.runtime.gc_tuning import return_free_memory
-from learner.backends.base import Backend, Optimizer
+from mobula.cluster.errors import CheckpointError
+from mobula.cluster.runtime.gc_tuning import return_free_memory
+from mobula.learner.backends.base import Backend, Optimizer
 
 ALGORITHM_FILE = "algorithm.json"
 

@@ -12,19 +12,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cluster.records.actions import TokenActions
-from cluster.records.media import MediaHandle, MediaReader, MediaSpan
-from cluster.records.trajectory import Prompt
-from configs.schema import WarmStartConfig
-from learner.algorithms.aggregation import Totals, token_mean
-from learner.backends.base import Backend
-from learner.examples.examples import ExampleOutline, all_whole
-from learner.gradient_step import GradientStep
-from learner.meter import Meter
-from learner.policies.batch import TokenBatch, TokenSequence, collate, pad_rows
-from learner.policies.device_copies import on_device
-from learner.policies.logprobs import PLAIN, Distribution
-from learner.policies.token import TokenPolicy
+from mobula.cluster.records.actions import TokenActions
+from mobula.cluster.records.media import MediaHandle, MediaReader, MediaSpan
+from mobula.cluster.records.trajectory import Prompt
+from mobula.configs.schema import WarmStartConfig
+from mobula.learner.algorithms.aggregation import Totals, token_mean
+from mobula.learner.backends.base import Backend
+from mobula.learner.examples.examples import ExampleOutline, all_whole
+from mobula.learner.gradient_step import GradientStep
+from mobula.learner.meter import Meter
+from mobula.learner.policies.batch import TokenBatch, TokenSequence, collate, pad_rows
+from mobula.learner.policies.device_copies import on_device
+from mobula.learner.policies.logprobs import PLAIN, Distribution
+from mobula.learner.policies.token import TokenPolicy
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,11 @@ from itertools import islice
 import numpy as np
 import torch
 
-from cluster.errors import WeightSyncError
-from cluster.weight_sync.digests import digest
-from cluster.weight_sync.manifest import Bucket, Manifest
-from cluster.weight_sync.rendezvous import RendezvousStore
-from cluster.weight_sync.transport import DIGESTS, Rendezvous, TransferGroup, lone_bytes, pack, with_digest
+from mobula.cluster.errors import WeightSyncError
+from mobula.cluster.weight_sync.digests import digest
+from mobula.cluster.weight_sync.manifest import Bucket, Manifest
+from mobula.cluster.weight_sync.rendezvous import RendezvousStore
+from mobula.cluster.weight_sync.transport import DIGESTS, Rendezvous, TransferGroup, lone_bytes, pack, with_digest
 
 NO_BYTES = np.empty(0, dtype=np.uint8)
 NamedWeights = Callable[[], Iterator[tuple[str, torch.Tensor]]]

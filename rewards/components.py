@@ -7,8 +7,8 @@ import json
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from configs.schema.rewards import RewardComponent, RewardsConfig
-from rewards.contract import (
+from mobula.configs.schema.rewards import RewardComponent, RewardsConfig
+from mobula.rewards.contract import (
     BatchRewardFunction,
     Outcome,
     RewardFunction,
@@ -17,8 +17,8 @@ from rewards.contract import (
     ScoringFailure,
     evaluate_batch,
 )
-from rewards.functions import build_function
-from rewards.tools import Tools
+from mobula.rewards.functions import build_function
+from mobula.rewards.tools import Tools
 
 
 class Component:

@@ -11,10 +11,10 @@ from enum import StrEnum
 from numbers import Real
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from cluster.errors import RewardError, StuckError
+from mobula.cluster.errors import RewardError, StuckError
 
 if TYPE_CHECKING:  # the records pull in the object store, which a reward function's own process never needs
-    from cluster.records.trajectory import Response
+    from mobula.cluster.records.trajectory import Response
 
 
 # At the start of a line or behind a special token: a question may end in the name of a tag as well.

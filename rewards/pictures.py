@@ -7,8 +7,8 @@ from io import BytesIO
 
 from PIL import Image
 
-from cluster.errors import RewardError
-from cluster.records.rgb import FORMATS, to_rgb
+from mobula.cluster.errors import RewardError
+from mobula.cluster.records.rgb import FORMATS, to_rgb
 
 MAX_PIXELS = 100_000_000  # 300 MB once decoded; a file that claims more is refused before a pixel is read
 _ORIENTATION = 0x0112  # the EXIF tag; 1 is upright

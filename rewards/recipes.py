@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.errors import RewardError
-from cluster.records.trajectory import Reward
-from configs.schema.rewards import DEFAULT_RECIPE, RewardsConfig, for_label
-from configs.schema.rewards import Recipe as RecipeConfig
-from rewards.contract import FailureKind, Outcome, Score, ScoringFailure
+from mobula.cluster.errors import RewardError
+from mobula.cluster.records.trajectory import Reward
+from mobula.configs.schema.rewards import DEFAULT_RECIPE, RewardsConfig, for_label
+from mobula.configs.schema.rewards import Recipe as RecipeConfig
+from mobula.rewards.contract import FailureKind, Outcome, Score, ScoringFailure
 
 RECIPE = "recipe"  # stands for a component where a response has no recipe, or its sum is not finite
 

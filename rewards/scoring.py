@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import ChainMap
 from collections.abc import Mapping, Sequence
 
-from cluster.records.trajectory import Reward
-from configs.schema.rewards import RewardsConfig
-from rewards.components import Component, build_components
-from rewards.contract import Outcome, RewardRequest
-from rewards.recipes import ComponentError, RecipeBook
-from rewards.tools import Tools
+from mobula.cluster.records.trajectory import Reward
+from mobula.configs.schema.rewards import RewardsConfig
+from mobula.rewards.components import Component, build_components
+from mobula.rewards.contract import Outcome, RewardRequest
+from mobula.rewards.recipes import ComponentError, RecipeBook
+from mobula.rewards.tools import Tools
 
 
 class RewardScoring:

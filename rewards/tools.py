@@ -6,8 +6,8 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
-from rewards.isolation.deadline import InTime
-from rewards.isolation.process import Isolated
+from mobula.rewards.isolation.deadline import InTime
+from mobula.rewards.isolation.process import Isolated
 
 
 @dataclass(frozen=True)

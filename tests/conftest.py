@@ -21,7 +21,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from deploy.preflight.engine_build import engine_build
+from mobula.deploy.preflight.engine_build import engine_build
 
 OTHER_BUILD = re.compile(
     r"vLLM\s+of\s+this\s+environment\s+is\s+built\s+for\s+cuda|vLLM\s+computes\s+on\s+[\w ]+\s+here"
@@ -88,7 +88,7 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture
 def restored_logging() -> Iterator[None]:
     """A run takes over the loggers of its process."""
-    from deploy.run.logs import OURS
+    from mobula.deploy.run.logs import OURS
 
     loggers = [logging.getLogger(name) for name in OURS]
     before = [(logger.handlers, logger.propagate, logger.level) for logger in loggers]
@@ -104,7 +104,7 @@ def local_ray() -> Iterator[str]:
 
     Its folder is made directly below /tmp: a Unix socket's path may have 107 characters at most.
     """
-    import deploy.host.ray_defaults  # noqa: F401  isort: skip  (sets what ray reads when imported)
+    import mobula.deploy.host.ray_defaults  # noqa: F401  isort: skip  (sets what ray reads when imported)
     import ray  # only the tests that ask for a cluster pay for the import
 
     folder = tempfile.mkdtemp(prefix="mobula-", dir="/tmp")

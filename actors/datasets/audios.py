@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from actors.datasets.pictures import EncodedFile, Picture, PictureError, PictureInputs, array_of, is_absent
+from mobula.actors.datasets.pictures import EncodedFile, Picture, PictureError, PictureInputs, array_of, is_absent
 
 Audio = Picture
 """A path below the data root, or the encoded bytes of a file."""

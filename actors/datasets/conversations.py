@@ -26,13 +26,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from actors.datasets.audios import Audio, AudioInputs, each_sound
-from actors.datasets.formats.base import first_of, present
-from actors.datasets.formats.turns import AUDIO_PARTS, IMAGE_PARTS, TEXT_PARTS, VIDEO_PARTS, medium_of
-from actors.datasets.pictures import Picture, PictureError, PictureInputs, flat
-from actors.datasets.readers.base import refuse_unread
-from actors.datasets.readers.jsonl import read_objects
-from actors.datasets.rows import (
+from mobula.actors.datasets.audios import Audio, AudioInputs, each_sound
+from mobula.actors.datasets.formats.base import first_of, present
+from mobula.actors.datasets.formats.turns import AUDIO_PARTS, IMAGE_PARTS, TEXT_PARTS, VIDEO_PARTS, medium_of
+from mobula.actors.datasets.pictures import Picture, PictureError, PictureInputs, flat
+from mobula.actors.datasets.readers.base import refuse_unread
+from mobula.actors.datasets.readers.jsonl import read_objects
+from mobula.actors.datasets.rows import (
     AUDIO_PLACEHOLDER,
     IMAGE_PLACEHOLDER,
     VIDEO_PLACEHOLDER,
@@ -41,10 +41,10 @@ from actors.datasets.rows import (
     Split,
     first_few,
 )
-from actors.datasets.videos import Video, VideoInputs, each_video
-from cluster.errors import DatasetError, SkippedSample
-from cluster.records.markup import PART, PLACEHOLDERS, literal, placed, plain, text_part
-from configs.near_paths import near
+from mobula.actors.datasets.videos import Video, VideoInputs, each_video
+from mobula.cluster.errors import DatasetError, SkippedSample
+from mobula.cluster.records.markup import PART, PLACEHOLDERS, literal, placed, plain, text_part
+from mobula.configs.near_paths import near
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}  # as messages call them
 CHOSEN, REJECTED = 1.0, 0.0
@@ -90,7 +90,7 @@ class Named:
 
 
 class NoDownloads:
-    """Implements `actors.datasets.pictures.Downloads`: nothing is fetched for offline jobs."""
+    """Implements `mobula.actors.datasets.pictures.Downloads`: nothing is fetched for offline jobs."""
 
     def __init__(self, kind: str) -> None:
         self._kind = kind

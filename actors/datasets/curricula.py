@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from actors.datasets.rows import Row, RowError
+from mobula.actors.datasets.rows import Row, RowError
 
 Stages = Callable[[np.ndarray, int], list[np.ndarray]]
 """(difficulty [N], number of stages) -> positions of each stage, sorted; stages are asked one after the other."""

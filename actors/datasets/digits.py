@@ -19,9 +19,9 @@ from PIL import Image
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
-from actors.datasets.written.digit_clips import write_clip
-from actors.datasets.written.digit_pairs import PairRow, pair_row
-from actors.datasets.written.folder import install_dataset
+from mobula.actors.datasets.written.digit_clips import write_clip
+from mobula.actors.datasets.written.digit_pairs import PairRow, pair_row
+from mobula.actors.datasets.written.folder import install_dataset
 
 DigitsTask = Literal["digits", "digit_sum", "digit_list", "digit_clips", "digit_pairs", "digit_sum_pairs"]
 

@@ -13,9 +13,9 @@ from tempfile import NamedTemporaryFile
 
 import httpx
 
-from actors.datasets.pictures import NUM_SHOWN_OF_URL, PictureError, WebFile
-from actors.datasets.videos import FrameList, Video
-from cluster.proxies import ProxiedTransport
+from mobula.actors.datasets.pictures import NUM_SHOWN_OF_URL, PictureError, WebFile
+from mobula.actors.datasets.videos import FrameList, Video
+from mobula.cluster.proxies import ProxiedTransport
 
 MAX_AT_A_TIME = 8  # downloads of one prompt
 

@@ -8,8 +8,8 @@ from typing import overload
 
 import numpy as np
 
-from actors.datasets.order import EndlessRows
-from actors.datasets.rows import Row
+from mobula.actors.datasets.order import EndlessRows
+from mobula.actors.datasets.rows import Row
 
 
 class LazyRows(Sequence[Row]):

@@ -9,10 +9,10 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
-from actors.datasets.lazy_rows import LazyRows
-from actors.datasets.order import EndlessRows
-from actors.datasets.rows import Row, RowError
-from cluster.errors import DatasetError
+from mobula.actors.datasets.lazy_rows import LazyRows
+from mobula.actors.datasets.order import EndlessRows
+from mobula.actors.datasets.rows import Row, RowError
+from mobula.cluster.errors import DatasetError
 
 PERIOD = 4096  # prompts in which every source has its exact share
 

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from actors.datasets.audios import AudioInputs
-from actors.datasets.curricula import CURRICULA, Curriculum
-from actors.datasets.downloads import DownloadLimits, LateDownloads, MediaDownloads
-from actors.datasets.formats import FORMATS
-from actors.datasets.lazy_rows import LazyRows
-from actors.datasets.mixture import MixedRows
-from actors.datasets.pictures import Downloads, PictureInputs
-from actors.datasets.readers import READERS
-from actors.datasets.readers.base import Opened
-from actors.datasets.rows import Split
-from actors.datasets.table_rows import TableRows
-from actors.datasets.videos import VideoInputs
-from cluster.errors import DatasetError
-from configs.schema.data import WRITTEN, DataConfig, DataKind, SourceConfig
+from mobula.actors.datasets.audios import AudioInputs
+from mobula.actors.datasets.curricula import CURRICULA, Curriculum
+from mobula.actors.datasets.downloads import DownloadLimits, LateDownloads, MediaDownloads
+from mobula.actors.datasets.formats import FORMATS
+from mobula.actors.datasets.lazy_rows import LazyRows
+from mobula.actors.datasets.mixture import MixedRows
+from mobula.actors.datasets.pictures import Downloads, PictureInputs
+from mobula.actors.datasets.readers import READERS
+from mobula.actors.datasets.readers.base import Opened
+from mobula.actors.datasets.rows import Split
+from mobula.actors.datasets.table_rows import TableRows
+from mobula.actors.datasets.videos import VideoInputs
+from mobula.cluster.errors import DatasetError
+from mobula.configs.schema.data import WRITTEN, DataConfig, DataKind, SourceConfig
 
 
 def open_split(data: DataConfig, split: str, label_key: str, *, fetches_late: bool = False) -> Split:

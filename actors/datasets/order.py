@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from actors.datasets.rows import Row
+from mobula.actors.datasets.rows import Row
 
 EpochOrder = Callable[[int, int], np.ndarray]
 """(seed, epoch) -> int64 [num_rows]: a permutation of the rows' places."""

@@ -20,7 +20,7 @@ from urllib.parse import unquote, unquote_to_bytes, urlsplit
 import numpy as np
 from PIL import Image
 
-from cluster.errors import MediaError, SkippedSample
+from mobula.cluster.errors import MediaError, SkippedSample
 
 # The keys under which a mapping holds a picture, in the order in which they are looked at.
 KEYS = ("bytes", "path", "url", "image_url", "image", "source")
@@ -77,7 +77,7 @@ class PictureError(SkippedSample):
 
 
 class Downloads(Protocol):
-    """Resolves web URLs: `MediaDownloads` or `LateDownloads` of `actors.datasets.downloads`."""
+    """Resolves web URLs: `MediaDownloads` or `LateDownloads` of `mobula.actors.datasets.downloads`."""
 
     def fetch(self, url: str) -> Path | WebFile:
         """Raises: PictureError: the host is not allowed, or the picture cannot be had."""

@@ -13,25 +13,25 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from actors.datasets.curricula import Curriculum
-from actors.datasets.lazy_rows import LazyRows
-from actors.datasets.order import endless
-from actors.datasets.rows import Row, RowError, Skipped, Split, count_by_reason, first_few
-from cluster.errors import DatasetError, SkippedSample
-from cluster.records.trajectory import Prompt
+from mobula.actors.datasets.curricula import Curriculum
+from mobula.actors.datasets.lazy_rows import LazyRows
+from mobula.actors.datasets.order import endless
+from mobula.actors.datasets.rows import Row, RowError, Skipped, Split, count_by_reason, first_few
+from mobula.cluster.errors import DatasetError, SkippedSample
+from mobula.cluster.records.trajectory import Prompt
 
 logger = logging.getLogger(__name__)
 
 
 class PromptMaker(Protocol):
-    """Turns rows into prompts (`actors.processors.chat.ChatProcessor`)."""
+    """Turns rows into prompts (`mobula.actors.processors.chat.ChatProcessor`)."""
 
     def prepare(self, row: Row, prompt_id: str) -> Prompt: ...
 
 
 @runtime_checkable
 class Preparation(Protocol):
-    """Turns rows into prompts: in this process (`InDriver`), or on workers (`actors.processors.pool`)."""
+    """Turns rows into prompts: in this process (`InDriver`), or on workers (`mobula.actors.processors.pool`)."""
 
     @property
     def num_ahead(self) -> int:

@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from actors.datasets.audios import Audio
-from actors.datasets.pictures import Picture
-from actors.datasets.videos import Video
-from cluster.errors import SkippedSample
-from cluster.records.markup import PLACEHOLDERS
+from mobula.actors.datasets.audios import Audio
+from mobula.actors.datasets.pictures import Picture
+from mobula.actors.datasets.videos import Video
+from mobula.cluster.errors import SkippedSample
+from mobula.cluster.records.markup import PLACEHOLDERS
 
 IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, AUDIO_PLACEHOLDER = PLACEHOLDERS.values()
 NUM_NAMED = 3  # skipped samples that an error message names
@@ -20,7 +20,7 @@ NUM_NAMED = 3  # skipped samples that an error message names
 @dataclass(frozen=True)
 class Turn:
     """One turn of a conversation; `text` holds one `<image>` for each picture, `<video>` for each video and
-    `<audio>` for each sound of it, and is otherwise marked up as `cluster.records.markup` says."""
+    `<audio>` for each sound of it, and is otherwise marked up as `mobula.cluster.records.markup` says."""
 
     role: str  # system, user, assistant or tool
     text: str

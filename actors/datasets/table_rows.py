@@ -10,16 +10,16 @@ from typing import Any
 
 import numpy as np
 
-from actors.datasets.audios import AudioInputs
-from actors.datasets.curricula import Curriculum
-from actors.datasets.formats.base import Record, RowFormat, finish, first_of, named
-from actors.datasets.lazy_rows import LazyRows
-from actors.datasets.order import Shuffled, windowed_order
-from actors.datasets.pictures import PictureInputs
-from actors.datasets.readers.base import Table, without_nulls
-from actors.datasets.rows import Row
-from actors.datasets.videos import VideoInputs
-from cluster.errors import SkippedSample
+from mobula.actors.datasets.audios import AudioInputs
+from mobula.actors.datasets.curricula import Curriculum
+from mobula.actors.datasets.formats.base import Record, RowFormat, finish, first_of, named
+from mobula.actors.datasets.lazy_rows import LazyRows
+from mobula.actors.datasets.order import Shuffled, windowed_order
+from mobula.actors.datasets.pictures import PictureInputs
+from mobula.actors.datasets.readers.base import Table, without_nulls
+from mobula.actors.datasets.rows import Row
+from mobula.actors.datasets.videos import VideoInputs
+from mobula.cluster.errors import SkippedSample
 
 NUM_KEPT = 8  # rows that are asked again at once, for their id and for their prompt
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from actors.datasets.pictures import (
+from mobula.actors.datasets.pictures import (
     KEYS,
     EncodedFile,
     Picture,

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from PIL import Image
 
-from cluster.errors import MobulaError
-from cluster.records.markup import PLACEHOLDERS, literal, verbatim
+from mobula.cluster.errors import MobulaError
+from mobula.cluster.records.markup import PLACEHOLDERS, literal, verbatim
 
 IMAGE_PLACEHOLDER = PLACEHOLDERS["image"]
 IMAGE_MARK = "\ufdd2"  # stands for a picture where `<image>` is text

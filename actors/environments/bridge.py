@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from actors.datasets.pictures import EncodedFile
-from actors.environments.base import IMAGE_PLACEHOLDER, ROLES_OF_STEP, EpisodeError, Message, row_text
-from actors.processors.chat import ChatProcessor, expand
-from cluster.errors import SkippedSample
-from cluster.records.media import MediaHandle, MediaSpan
+from mobula.actors.datasets.pictures import EncodedFile
+from mobula.actors.environments.base import IMAGE_PLACEHOLDER, ROLES_OF_STEP, EpisodeError, Message, row_text
+from mobula.actors.processors.chat import ChatProcessor, expand
+from mobula.cluster.errors import SkippedSample
+from mobula.cluster.records.media import MediaHandle, MediaSpan
 
 MARK = "mark0"  # where an earlier turn of the policy ends in rendered text
 EARLIER = (MARK, f"some other text, {MARK}", f"<think>\nidea\n</think>\n\n{MARK}")

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from uuid import uuid4
 
-from actors.environments.base import IMAGE_MARK, Message, marked_message
+from mobula.actors.environments.base import IMAGE_MARK, Message, marked_message
 
 DATA_URL = "data:"
 

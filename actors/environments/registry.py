@@ -7,20 +7,20 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from actors.environments.base import Environment
+from mobula.actors.environments.base import Environment
 
 ENVIRONMENTS: Mapping[str, str] = {  # name -> its class, imported when it is asked for
-    "calculator": "actors.environments.tasks.calculator:Calculator",
-    "gymnasium": "actors.environments.adapters.gymnasium_adapter:GymnasiumEnvironment",
-    "miniwob": "actors.environments.tasks.miniwob.task:MiniWoB",
-    "openenv": "actors.environments.adapters.openenv:OpenEnv",
-    "pixel_maze": "actors.environments.tasks.pixel_maze:PixelMaze",
-    "program": "actors.environments.adapters.program:Program",
-    "reasoning_gym": "actors.environments.adapters.reasoning_gym_adapter:ReasoningGym",
-    "textarena": "actors.environments.adapters.textarena_adapter:TextArena",
-    "trl": "actors.environments.adapters.trl_class:TRLClass",
-    "verifiers": "actors.environments.adapters.verifiers_environment:Verifiers",
-    "vagen": "actors.environments.adapters.vagen_class:VAGENClass",
+    "calculator": "mobula.actors.environments.tasks.calculator:Calculator",
+    "gymnasium": "mobula.actors.environments.adapters.gymnasium_adapter:GymnasiumEnvironment",
+    "miniwob": "mobula.actors.environments.tasks.miniwob.task:MiniWoB",
+    "openenv": "mobula.actors.environments.adapters.openenv:OpenEnv",
+    "pixel_maze": "mobula.actors.environments.tasks.pixel_maze:PixelMaze",
+    "program": "mobula.actors.environments.adapters.program:Program",
+    "reasoning_gym": "mobula.actors.environments.adapters.reasoning_gym_adapter:ReasoningGym",
+    "textarena": "mobula.actors.environments.adapters.textarena_adapter:TextArena",
+    "trl": "mobula.actors.environments.adapters.trl_class:TRLClass",
+    "verifiers": "mobula.actors.environments.adapters.verifiers_environment:Verifiers",
+    "vagen": "mobula.actors.environments.adapters.vagen_class:VAGENClass",
 }
 EXTRAS: Mapping[str, str] = {  # name -> the extra that installs what it needs
     "gymnasium": "environments",

@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from types import MappingProxyType
 from typing import Any
 
-from actors.datasets.pictures import EncodedFile
-from actors.datasets.rows import Row, Split, Turn
-from actors.environments.base import (
+from mobula.actors.datasets.pictures import EncodedFile
+from mobula.actors.datasets.rows import Row, Split, Turn
+from mobula.actors.environments.base import (
     SEEDS_A_SPLIT,
     EpisodeError,
     Message,
@@ -19,9 +19,9 @@ from actors.environments.base import (
     observation_hash,
     row_text,
 )
-from actors.environments.hosts.pool import EnvironmentPool
-from cluster.errors import DatasetError
-from configs.schema.environment import EnvironmentConfig
+from mobula.actors.environments.hosts.pool import EnvironmentPool
+from mobula.cluster.errors import DatasetError
+from mobula.configs.schema.environment import EnvironmentConfig
 
 ENVIRONMENT = "environment"  # the key of a row's metadata
 SPLITS = ("train", "validation", "test")

@@ -23,10 +23,10 @@ from typing import Annotated, Any
 from fastapi import Body, FastAPI
 from fastapi.responses import JSONResponse, Response
 
-from actors.environments.base import EpisodeError, checked_rewards
-from actors.environments.hosts.pool import EnvironmentPool, EnvironmentSession
-from actors.environments.wire import Json, action_from_json, reset_to_json, spec_to_json, step_to_json
-from configs.schema.environment import EnvironmentConfig
+from mobula.actors.environments.base import EpisodeError, checked_rewards
+from mobula.actors.environments.hosts.pool import EnvironmentPool, EnvironmentSession
+from mobula.actors.environments.wire import Json, action_from_json, reset_to_json, spec_to_json, step_to_json
+from mobula.configs.schema.environment import EnvironmentConfig
 
 METHODS = ("reset", "step", "demonstrate")
 RETRY_AFTER_S = 1

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from actors.environments.base import Tool, ToolCall
-from actors.environments.programs.call_text import CLOSE, MAX_CALLS, OPEN, CallText, read_calls
+from mobula.actors.environments.base import Tool, ToolCall
+from mobula.actors.environments.programs.call_text import CLOSE, MAX_CALLS, OPEN, CallText, read_calls
 
 __all__ = ["CLOSE", "MAX_CALLS", "OPEN", "describe_tools", "parse_tool_calls"]
 

@@ -6,7 +6,7 @@ import base64
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from actors.environments.base import Action, EnvironmentSpec, Message, Observation, Reset, Step, Tool, ToolCall
+from mobula.actors.environments.base import Action, EnvironmentSpec, Message, Observation, Reset, Step, Tool, ToolCall
 
 Json = dict[str, Any]
 

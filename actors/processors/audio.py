@@ -13,12 +13,12 @@ from typing import IO, Any, Protocol
 import numpy as np
 from PIL import Image
 
-from actors.datasets.audios import Audio
-from actors.datasets.writers.base import AudioFile
-from actors.processors.audio_track import CONTAINERS, MP3, Track, has_count
-from actors.processors.image import open_bounded
-from cluster.errors import MediaError
-from configs.schema.data import AudioConfig, DataConfig
+from mobula.actors.datasets.audios import Audio
+from mobula.actors.datasets.writers.base import AudioFile
+from mobula.actors.processors.audio_track import CONTAINERS, MP3, Track, has_count
+from mobula.actors.processors.image import open_bounded
+from mobula.cluster.errors import MediaError
+from mobula.configs.schema.data import AudioConfig, DataConfig
 
 EXTENSIONS = {"WAV": "wav", "WAVEX": "wav", "FLAC": "flac", "MP3": "mp3", "OGG": "ogg", "AIFF": "aiff"}
 FORMATS = tuple(EXTENSIONS)  # of libsndfile's, those that hold sound in any use today

@@ -7,8 +7,8 @@ from typing import IO, Any
 
 import numpy as np
 
-from actors.datasets.audios import Audio
-from cluster.errors import MediaError
+from mobula.actors.datasets.audios import Audio
+from mobula.cluster.errors import MediaError
 
 # Formats that hold their sound themselves, and the end of a file's name: a playlist would have FFmpeg open other files.
 EXTENSIONS = {"mov,mp4,m4a,3gp,3g2,mj2": "m4a", "matroska,webm": "mka", "aac": "aac"}

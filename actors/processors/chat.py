@@ -22,12 +22,12 @@ from transformers import (
     ProcessorMixin,
 )
 
-from actors.datasets.audios import Audio
-from actors.datasets.downloads import fetch_together, web_files
-from actors.datasets.pictures import Picture
-from actors.datasets.rows import AUDIO_PLACEHOLDER, IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, Row, Turn
-from actors.datasets.videos import Video
-from actors.processors.audio import (
+from mobula.actors.datasets.audios import Audio
+from mobula.actors.datasets.downloads import fetch_together, web_files
+from mobula.actors.datasets.pictures import Picture
+from mobula.actors.datasets.rows import AUDIO_PLACEHOLDER, IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, Row, Turn
+from mobula.actors.datasets.videos import Video
+from mobula.actors.processors.audio import (
     AudioLimits,
     LoadedAudio,
     check_audio,
@@ -36,19 +36,19 @@ from actors.processors.audio import (
     load_audio,
     require_soundfile,
 )
-from actors.processors.image import check_image, decode_image, measure_image, read_image
-from actors.processors.text.chat_template import ChatTemplate, give_template
-from actors.processors.text.special_tokens import decode_response, end_token_ids, pad_token_id, reserved_tokens
-from actors.processors.video import LoadedVideo, VideoLimits, check_video, decode_video, load_video, require_av
-from cluster.errors import MediaError, PromptError
-from cluster.records.image_sizes import IMAGE_SIZES, SHOWN_SIZES
-from cluster.records.markup import BREAK, cut_at_breaks, is_verbatim, literal, plain, without_special
-from cluster.records.media import MediaHandle, MediaKeeper, ProcessedMedia, content_key
-from cluster.records.trajectory import MediaSpan, Prompt
-from configs.schema.data import DataConfig
-from configs.schema.rollout import SamplerConfig
-from learner.policies.families import AUDIO_TYPES, VIDEO_TYPES, family_at, model_type_at
-from learner.policies.families.base import AudioFamily, Clip, Family, PictureFamily, VideoFamily
+from mobula.actors.processors.image import check_image, decode_image, measure_image, read_image
+from mobula.actors.processors.text.chat_template import ChatTemplate, give_template
+from mobula.actors.processors.text.special_tokens import decode_response, end_token_ids, pad_token_id, reserved_tokens
+from mobula.actors.processors.video import LoadedVideo, VideoLimits, check_video, decode_video, load_video, require_av
+from mobula.cluster.errors import MediaError, PromptError
+from mobula.cluster.records.image_sizes import IMAGE_SIZES, SHOWN_SIZES
+from mobula.cluster.records.markup import BREAK, cut_at_breaks, is_verbatim, literal, plain, without_special
+from mobula.cluster.records.media import MediaHandle, MediaKeeper, ProcessedMedia, content_key
+from mobula.cluster.records.trajectory import MediaSpan, Prompt
+from mobula.configs.schema.data import DataConfig
+from mobula.configs.schema.rollout import SamplerConfig
+from mobula.learner.policies.families import AUDIO_TYPES, VIDEO_TYPES, family_at, model_type_at
+from mobula.learner.policies.families.base import AudioFamily, Clip, Family, PictureFamily, VideoFamily
 
 THUMBNAIL_SIZE = (128, 128)
 NUM_CACHED_QUESTIONS = 4096

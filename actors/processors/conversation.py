@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from actors.datasets.conversations import Conversation, Ending
-from actors.processors.chat import ChatProcessor, MeasuredMedia, expand
-from actors.processors.text.answers import AnswerLayout, unused_mark
-from cluster.errors import PromptError
-from cluster.records.actions import TokenActions
-from cluster.records.markup import plain
-from cluster.records.trajectory import (
+from mobula.actors.datasets.conversations import Conversation, Ending
+from mobula.actors.processors.chat import ChatProcessor, MeasuredMedia, expand
+from mobula.actors.processors.text.answers import AnswerLayout, unused_mark
+from mobula.cluster.errors import PromptError
+from mobula.cluster.records.actions import TokenActions
+from mobula.cluster.records.markup import plain
+from mobula.cluster.records.trajectory import (
     FinishReason,
     MediaSpan,
     Prompt,

@@ -12,18 +12,18 @@ import numpy as np
 import torch
 from PIL import Image
 
-from actors.datasets.pictures import path_below
-from actors.datasets.rows import Row
-from cluster.errors import PromptError
-from cluster.records.markup import plain
-from cluster.records.media import MediaHandle, MediaKeeper, ProcessedMedia, content_key
-from cluster.records.rgb import to_rgb
-from cluster.records.trajectory import NO_IDS, Prompt
-from configs.schema import DataConfig
-from configs.schema.rollout import FlowConfig
-from learner.policies.flow.checkpoint import FlowCheckpoint
-from learner.policies.flow.denoising import Denoising
-from learner.policies.flow.rows import CONDITION, WHERE
+from mobula.actors.datasets.pictures import path_below
+from mobula.actors.datasets.rows import Row
+from mobula.cluster.errors import PromptError
+from mobula.cluster.records.markup import plain
+from mobula.cluster.records.media import MediaHandle, MediaKeeper, ProcessedMedia, content_key
+from mobula.cluster.records.rgb import to_rgb
+from mobula.cluster.records.trajectory import NO_IDS, Prompt
+from mobula.configs.schema import DataConfig
+from mobula.configs.schema.rollout import FlowConfig
+from mobula.learner.policies.flow.checkpoint import FlowCheckpoint
+from mobula.learner.policies.flow.denoising import Denoising
+from mobula.learner.policies.flow.rows import CONDITION, WHERE
 
 TARGETS = "target_images"  # of a row's metadata: files with pictures that the prompt should give
 MAX_PICTURES = 4096  # whose latents are kept

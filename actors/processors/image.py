@@ -11,9 +11,9 @@ from typing import IO
 
 from PIL import Image
 
-from actors.datasets.pictures import EncodedFile, Picture, WebFile
-from cluster.errors import MediaError
-from cluster.records.rgb import FORMATS, to_rgb, upright_size
+from mobula.actors.datasets.pictures import EncodedFile, Picture, WebFile
+from mobula.cluster.errors import MediaError
+from mobula.cluster.records.rgb import FORMATS, to_rgb, upright_size
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 from transformers import AutoConfig, AutoProcessor
 
-from actors.datasets.rows import Row
-from cluster.errors import PromptError
-from cluster.records.markup import plain
-from cluster.records.trajectory import Prompt
-from configs.schema import DataConfig
-from configs.schema.rollout import SamplerConfig
-from learner.policies.image_tokens.guidance import num_image_tokens
+from mobula.actors.datasets.rows import Row
+from mobula.cluster.errors import PromptError
+from mobula.cluster.records.markup import plain
+from mobula.cluster.records.trajectory import Prompt
+from mobula.configs.schema import DataConfig
+from mobula.configs.schema.rollout import SamplerConfig
+from mobula.learner.policies.image_tokens.guidance import num_image_tokens
 
 
 class ImageTokenProcessor:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from actors.processors.chat import ChatProcessor
-from actors.processors.conversation import ConversationProcessor
-from actors.processors.image_tokens import ImageTokenProcessor
-from cluster.records.media import MediaKeeper
-from configs.schema import RunConfig
-from learner.policies.trained import flow_checkpoint
+from mobula.actors.processors.chat import ChatProcessor
+from mobula.actors.processors.conversation import ConversationProcessor
+from mobula.actors.processors.image_tokens import ImageTokenProcessor
+from mobula.cluster.records.media import MediaKeeper
+from mobula.configs.schema import RunConfig
+from mobula.learner.policies.trained import flow_checkpoint
 
 if TYPE_CHECKING:
-    from actors.processors.flow import FlowProcessor
-    from actors.processors.picture_pairs import PicturePairProcessor
+    from mobula.actors.processors.flow import FlowProcessor
+    from mobula.actors.processors.picture_pairs import PicturePairProcessor
 
 
 def make_processor(
@@ -26,8 +26,8 @@ def make_processor(
         ValueError: the model, its processor or a text of the configuration is unfit.
     """
     if config.sampler.is_flow:
-        from actors.processors.flow import FlowProcessor  # which imports diffusers
-        from actors.processors.picture_pairs import PicturePairProcessor
+        from mobula.actors.processors.flow import FlowProcessor  # which imports diffusers
+        from mobula.actors.processors.picture_pairs import PicturePairProcessor
 
         flow = FlowProcessor(flow_checkpoint(config), config.data, config.sampler.flow, media, config.question_suffix)
         return PicturePairProcessor(flow) if config.offline.is_on else flow

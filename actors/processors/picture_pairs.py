@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from actors.datasets.conversations import CHOSEN, REJECTED
-from actors.datasets.preferences.picture_pairs import PicturePair
-from actors.datasets.rows import Row
-from actors.processors.flow import FlowProcessor
-from cluster.records.actions import LatentActions
-from cluster.records.trajectory import (
+from mobula.actors.datasets.conversations import CHOSEN, REJECTED
+from mobula.actors.datasets.preferences.picture_pairs import PicturePair
+from mobula.actors.datasets.rows import Row
+from mobula.actors.processors.flow import FlowProcessor
+from mobula.cluster.records.actions import LatentActions
+from mobula.cluster.records.trajectory import (
     FinishReason,
     Response,
     Reward,

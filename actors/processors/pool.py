@@ -9,15 +9,15 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
-from actors.datasets.rows import RowError
-from actors.processors.worker import Made, prompt_of
-from cluster.errors import DeadlineError, WorkerDiedError
-from cluster.records.media import MediaHandle, MediaStore
-from cluster.records.trajectory import Prompt, ScoredGroup
-from cluster.runtime.object_store import bring_here
-from cluster.runtime.ray_actors import answer
-from cluster.workers.restart_policy import RestartPolicy
-from cluster.workers.work_queue import Hosts, WorkerSlot, WorkQueue
+from mobula.actors.datasets.rows import RowError
+from mobula.actors.processors.worker import Made, prompt_of
+from mobula.cluster.errors import DeadlineError, WorkerDiedError
+from mobula.cluster.records.media import MediaHandle, MediaStore
+from mobula.cluster.records.trajectory import Prompt, ScoredGroup
+from mobula.cluster.runtime.object_store import bring_here
+from mobula.cluster.runtime.ray_actors import answer
+from mobula.cluster.workers.restart_policy import RestartPolicy
+from mobula.cluster.workers.work_queue import Hosts, WorkerSlot, WorkQueue
 
 DIED, HUNG = "processor_died", "processor_hung"
 MAX_LOAD = 2  # calls at one worker: it need not wait for the driver between two rows
@@ -28,7 +28,7 @@ MAX_SHARED = 64  # media that several rows have
 
 
 class ProcessorPool:
-    """Implements `actors.datasets.prompts.Preparation`: prompts are prepared by `ProcessorWorker` actors.
+    """Implements `mobula.actors.datasets.prompts.Preparation`: prompts are prepared by `ProcessorWorker` actors.
 
     The first result of a call, the prompt, comes here; the others are references to processed media, which this process
     owns and `media` keeps. A worker does not process what the row had before: the call names those media by key. A row

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer
 
-from cluster.errors import PreflightError
-from configs.schema import RunConfig
-from learner.policies.families import family_at, max_positions, model_type_at, takes_pictures
+from mobula.cluster.errors import PreflightError
+from mobula.configs.schema import RunConfig
+from mobula.learner.policies.families import family_at, max_positions, model_type_at, takes_pictures
 
 TEACHER = "algorithm.distillation.teacher"
 # What pictures become on their way into a model; size limits are not among it, since the policy's alone are applied.

@@ -10,11 +10,11 @@ from typing import IO, Any
 
 import numpy as np
 
-from actors.datasets.videos import FrameList, Video
-from actors.processors.image import ImageLimits, check_image, decode_image, open_bounded, read_image
-from cluster.errors import MediaError
-from configs.schema.data import DataConfig, VideoConfig
-from learner.policies.families.base import Clip
+from mobula.actors.datasets.videos import FrameList, Video
+from mobula.actors.processors.image import ImageLimits, check_image, decode_image, open_bounded, read_image
+from mobula.cluster.errors import MediaError
+from mobula.configs.schema.data import DataConfig, VideoConfig
+from mobula.learner.policies.families.base import Clip
 
 # Formats that hold their frames themselves: a playlist would have FFmpeg open other files and web addresses.
 CONTAINERS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,gif,mpeg,mpegts,ogg,flv,asf"

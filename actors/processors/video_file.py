@@ -6,11 +6,11 @@ from fractions import Fraction
 from io import BytesIO
 from pathlib import Path
 
-from actors.datasets.videos import FrameList, Video
-from actors.datasets.writers.base import VideoFile
-from actors.processors.image import decode_image, open_bounded, read_image
-from actors.processors.video import VideoLimits, check_video, decode_video, load_video, require_av
-from cluster.errors import MediaError
+from mobula.actors.datasets.videos import FrameList, Video
+from mobula.actors.datasets.writers.base import VideoFile
+from mobula.actors.processors.image import decode_image, open_bounded, read_image
+from mobula.actors.processors.video import VideoLimits, check_video, decode_video, load_video, require_av
+from mobula.cluster.errors import MediaError
 
 EXTENSIONS = (".mp4", ".mkv", ".avi", ".mov", ".webm", ".mpeg", ".mpg", ".ogv", ".flv", ".gif")
 MAX_DENOMINATOR = 1000  # of a frame rate

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from actors.processors.make import make_processor
-from cluster.errors import SkippedSample
-from cluster.records.media import MediaHandle, ProcessedMedia
-from cluster.records.trajectory import Prompt, ScoredGroup
-from configs.schema import RunConfig
+from mobula.actors.processors.make import make_processor
+from mobula.cluster.errors import SkippedSample
+from mobula.cluster.records.media import MediaHandle, ProcessedMedia
+from mobula.cluster.records.trajectory import Prompt, ScoredGroup
+from mobula.configs.schema import RunConfig
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cluster.errors import DeadlineError, WorkerDiedError
-from cluster.records.trajectory import ScoredGroup
-from cluster.runtime.concurrency import run_all
-from cluster.runtime.ray_actors import answer
-from cluster.workers.restart_policy import RestartPolicy
-from cluster.workers.work_queue import Hosts, WorkerSlot, WorkQueue
+from mobula.cluster.errors import DeadlineError, WorkerDiedError
+from mobula.cluster.records.trajectory import ScoredGroup
+from mobula.cluster.runtime.concurrency import run_all
+from mobula.cluster.runtime.ray_actors import answer
+from mobula.cluster.workers.restart_policy import RestartPolicy
+from mobula.cluster.workers.work_queue import Hosts, WorkerSlot, WorkQueue
 
 DIED, HUNG = "reference_died", "reference_hung"
 
@@ -21,7 +21,7 @@ DIED, HUNG = "reference_died", "reference_hung"
 class ReferencePool:
     """Divides the groups of one step among the scorers; log-probs stay in the object store, owned by the caller.
 
-    Implements `cluster.roles.Reference`; `pool` holds the scorers. A scorer that died or hangs is counted in
+    Implements `mobula.cluster.roles.Reference`; `pool` holds the scorers. A scorer that died or hangs is counted in
     `losses` and replaced. A share that was not answered within `timeout_s` goes to the next free scorer,
     up to `max_attempts` times in all.
     """

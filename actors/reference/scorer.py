@@ -10,18 +10,18 @@ import numpy as np
 import torch
 from torch import nn
 
-from actors.reference.quantised import quantise
-from cluster.errors import DeadlineError, ScoringError
-from cluster.records.media import MediaReader
-from cluster.records.trajectory import ScoredGroup, TrajectoryGroup
-from cluster.runtime.object_store import fetch_or_miss
-from configs.schema import RunConfig
-from learner.policies.base import PolicyRow
-from learner.policies.loading import DTYPES, load_policy_model
-from learner.policies.logprobs import Distribution
-from learner.policies.packing import split_microbatches
-from learner.policies.token import TokenPolicy
-from learner.policies.trained import collate_rows, row_of
+from mobula.actors.reference.quantised import quantise
+from mobula.cluster.errors import DeadlineError, ScoringError
+from mobula.cluster.records.media import MediaReader
+from mobula.cluster.records.trajectory import ScoredGroup, TrajectoryGroup
+from mobula.cluster.runtime.object_store import fetch_or_miss
+from mobula.configs.schema import RunConfig
+from mobula.learner.policies.base import PolicyRow
+from mobula.learner.policies.loading import DTYPES, load_policy_model
+from mobula.learner.policies.logprobs import Distribution
+from mobula.learner.policies.packing import split_microbatches
+from mobula.learner.policies.token import TokenPolicy
+from mobula.learner.policies.trained import collate_rows, row_of
 
 NO_TEACHERS: Mapping[str, Path] = {}
 OTHERS = ""  # of labels without a policy of their own; no label is empty

@@ -10,20 +10,20 @@ from typing import Any
 import numpy as np
 from transformers import AutoTokenizer
 
-from actors.processors.text.special_tokens import decode_response
-from actors.rollout.media_batcher import MediaBatcher
-from actors.rollout.server import PromptServer
-from actors.samplers import build_sampler
-from actors.samplers.base import EngineSettings
-from cluster.records.actions import TokenActions
-from cluster.records.media import MediaReader
-from cluster.records.partial_response import Attempt, SampledSequence, TokenChunk
-from cluster.records.trajectory import FinishReason, GroupReport, Prompt, Response, Trajectory, TrajectoryGroup
-from cluster.roles import SamplingSettings
-from cluster.runtime.object_store import fetch
-from cluster.runtime.vitals import EngineLoad
-from cluster.weight_sync.manifest import Manifest
-from cluster.weight_sync.transport import Rendezvous
+from mobula.actors.processors.text.special_tokens import decode_response
+from mobula.actors.rollout.media_batcher import MediaBatcher
+from mobula.actors.rollout.server import PromptServer
+from mobula.actors.samplers import build_sampler
+from mobula.actors.samplers.base import EngineSettings
+from mobula.cluster.records.actions import TokenActions
+from mobula.cluster.records.media import MediaReader
+from mobula.cluster.records.partial_response import Attempt, SampledSequence, TokenChunk
+from mobula.cluster.records.trajectory import FinishReason, GroupReport, Prompt, Response, Trajectory, TrajectoryGroup
+from mobula.cluster.roles import SamplingSettings
+from mobula.cluster.runtime.object_store import fetch
+from mobula.cluster.runtime.vitals import EngineLoad
+from mobula.cluster.weight_sync.manifest import Manifest
+from mobula.cluster.weight_sync.transport import Rendezvous
 
 MEDIA_IN_MEMORY = 512  # processed pictures that one actor keeps at hand; each is also in the object store
 

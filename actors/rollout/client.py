@@ -11,17 +11,17 @@ from typing import Any
 
 import numpy as np
 
-from actors.rollout.server import Ended, GroupRequest, MessageBatch
-from cluster.errors import MobulaError, WorkerDiedError, as_raised_by_role
-from cluster.records.partial_response import TokenChunk
-from cluster.records.trajectory import Generated, GroupReport, Prompt
-from cluster.roles import SamplingSettings
-from cluster.rollout.in_flight import InFlightRequests
-from cluster.runtime.concurrency import Patience
-from cluster.runtime.ray_actors import answer, on_failure, stop, with_attachments
-from cluster.runtime.vitals import EngineLoad, Vitals
-from cluster.weight_sync.manifest import Manifest
-from cluster.weight_sync.transport import Rendezvous
+from mobula.actors.rollout.server import Ended, GroupRequest, MessageBatch
+from mobula.cluster.errors import MobulaError, WorkerDiedError, as_raised_by_role
+from mobula.cluster.records.partial_response import TokenChunk
+from mobula.cluster.records.trajectory import Generated, GroupReport, Prompt
+from mobula.cluster.roles import SamplingSettings
+from mobula.cluster.rollout.in_flight import InFlightRequests
+from mobula.cluster.runtime.concurrency import Patience
+from mobula.cluster.runtime.ray_actors import answer, on_failure, stop, with_attachments
+from mobula.cluster.runtime.vitals import EngineLoad, Vitals
+from mobula.cluster.weight_sync.manifest import Manifest
+from mobula.cluster.weight_sync.transport import Rendezvous
 
 Take = Callable[[TokenChunk], None]
 

@@ -8,18 +8,18 @@ from typing import Any
 
 import numpy as np
 
-from actors.environments.base import Action, EpisodeError
-from actors.environments.hosts.pool import EnvironmentPool, EnvironmentSession
-from actors.environments.rows import ENVIRONMENT
-from actors.environments.tool_calls import parse_tool_calls
-from actors.processors.chat import ChatProcessor
-from actors.rollout.episode import Episode, ObservationBudget
-from cluster.errors import DatasetError
-from cluster.records.actions import TokenActions
-from cluster.records.partial_response import SampledSequence
-from cluster.records.trajectory import FinishReason, Prompt, WeightSpan
-from configs.schema.environment import EnvironmentConfig
-from configs.schema.rollout import SamplerConfig
+from mobula.actors.environments.base import Action, EpisodeError
+from mobula.actors.environments.hosts.pool import EnvironmentPool, EnvironmentSession
+from mobula.actors.environments.rows import ENVIRONMENT
+from mobula.actors.environments.tool_calls import parse_tool_calls
+from mobula.actors.processors.chat import ChatProcessor
+from mobula.actors.rollout.episode import Episode, ObservationBudget
+from mobula.cluster.errors import DatasetError
+from mobula.cluster.records.actions import TokenActions
+from mobula.cluster.records.partial_response import SampledSequence
+from mobula.cluster.records.trajectory import FinishReason, Prompt, WeightSpan
+from mobula.configs.schema.environment import EnvironmentConfig
+from mobula.configs.schema.rollout import SamplerConfig
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,14 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from actors.environments.base import IMAGE_MARK, IMAGE_PLACEHOLDER, Action, Observation, Step, checked_rewards
-from actors.environments.bridge import TurnBridge
-from actors.processors.chat import ChatProcessor
-from cluster.records.actions import KeptSets, TokenActions
-from cluster.records.media import MediaHandle, MediaSpan
-from cluster.records.partial_response import SampledSequence, shifted
-from cluster.records.trajectory import EpisodeTurn, FinishReason, Prompt, WeightSpan
-from configs.schema.environment import EnvironmentConfig
+from mobula.actors.environments.base import IMAGE_MARK, IMAGE_PLACEHOLDER, Action, Observation, Step, checked_rewards
+from mobula.actors.environments.bridge import TurnBridge
+from mobula.actors.processors.chat import ChatProcessor
+from mobula.cluster.records.actions import KeptSets, TokenActions
+from mobula.cluster.records.media import MediaHandle, MediaSpan
+from mobula.cluster.records.partial_response import SampledSequence, shifted
+from mobula.cluster.records.trajectory import EpisodeTurn, FinishReason, Prompt, WeightSpan
+from mobula.configs.schema.environment import EnvironmentConfig
 
 
 @dataclass

@@ -6,17 +6,17 @@ import asyncio
 from collections import Counter
 from dataclasses import dataclass, replace
 
-from actors.processors.chat import ChatProcessor
-from actors.rollout.actor import RolloutActor
-from actors.rollout.episodes import EpisodeRunner
-from actors.samplers.base import EngineSettings
-from cluster.records.media import MediaStore
-from cluster.records.partial_response import Attempt
-from cluster.records.trajectory import GroupReport, Prompt, TrajectoryGroup
-from cluster.roles import SamplingSettings
-from configs.schema.data import DataConfig
-from configs.schema.environment import EnvironmentConfig
-from configs.schema.rollout import SamplerConfig
+from mobula.actors.processors.chat import ChatProcessor
+from mobula.actors.rollout.actor import RolloutActor
+from mobula.actors.rollout.episodes import EpisodeRunner
+from mobula.actors.samplers.base import EngineSettings
+from mobula.cluster.records.media import MediaStore
+from mobula.cluster.records.partial_response import Attempt
+from mobula.cluster.records.trajectory import GroupReport, Prompt, TrajectoryGroup
+from mobula.cluster.roles import SamplingSettings
+from mobula.configs.schema.data import DataConfig
+from mobula.configs.schema.environment import EnvironmentConfig
+from mobula.configs.schema.rollout import SamplerConfig
 
 
 @dataclass(frozen=True)

@@ -10,21 +10,21 @@ from functools import partial
 
 import numpy as np
 
-from actors.environments.base import Action, EpisodeError, observation_hash
-from actors.environments.hosts.pool import EnvironmentPool, EnvironmentSession
-from actors.environments.rows import ENVIRONMENT
-from actors.environments.tool_calls import parse_tool_calls
-from actors.processors.chat import ChatProcessor
-from actors.rollout.episode import Episode, ObservationBudget
-from actors.rollout.media_batcher import MediaBatcher
-from actors.samplers.base import Sampler
-from cluster.errors import EnvironmentFailedError, RolloutError
-from cluster.records.partial_response import NOTHING, Attempt, PlayedTurn, SampledSequence, TokenChunk
-from cluster.records.trajectory import FinishReason, Prompt, Response, Trajectory, TrajectoryGroup
-from cluster.roles import SamplingSettings
-from cluster.runtime.concurrency import run_all
-from cluster.runtime.seeds import derived_seed
-from configs.schema.environment import EnvironmentConfig
+from mobula.actors.environments.base import Action, EpisodeError, observation_hash
+from mobula.actors.environments.hosts.pool import EnvironmentPool, EnvironmentSession
+from mobula.actors.environments.rows import ENVIRONMENT
+from mobula.actors.environments.tool_calls import parse_tool_calls
+from mobula.actors.processors.chat import ChatProcessor
+from mobula.actors.rollout.episode import Episode, ObservationBudget
+from mobula.actors.rollout.media_batcher import MediaBatcher
+from mobula.actors.samplers.base import Sampler
+from mobula.cluster.errors import EnvironmentFailedError, RolloutError
+from mobula.cluster.records.partial_response import NOTHING, Attempt, PlayedTurn, SampledSequence, TokenChunk
+from mobula.cluster.records.trajectory import FinishReason, Prompt, Response, Trajectory, TrajectoryGroup
+from mobula.cluster.roles import SamplingSettings
+from mobula.cluster.runtime.concurrency import run_all
+from mobula.cluster.runtime.seeds import derived_seed
+from mobula.configs.schema.environment import EnvironmentConfig
 
 _logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from cluster.records.media import MediaHandle, MediaReader, ProcessedMedia
+from mobula.cluster.records.media import MediaHandle, MediaReader, ProcessedMedia
 
 
 class MediaBatcher:

@@ -13,10 +13,10 @@ import traceback
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
-from cluster.errors import RolloutError
-from cluster.records.partial_response import Attempt, TokenChunk
-from cluster.records.trajectory import GroupReport, Prompt, TrajectoryGroup
-from cluster.roles import SamplingSettings
+from mobula.cluster.errors import RolloutError
+from mobula.cluster.records.partial_response import Attempt, TokenChunk
+from mobula.cluster.records.trajectory import GroupReport, Prompt, TrajectoryGroup
+from mobula.cluster.roles import SamplingSettings
 
 
 @dataclass(frozen=True)

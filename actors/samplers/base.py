@@ -9,15 +9,15 @@ from typing import Protocol
 
 import numpy as np
 
-from cluster.records.media import ProcessedMedia
-from cluster.records.partial_response import Attempt, Emit, SampledSequence
-from cluster.records.trajectory import Prompt
-from cluster.roles import SamplingSettings
-from cluster.runtime.vitals import EngineLoad
-from cluster.weight_sync.manifest import Manifest
-from cluster.weight_sync.transport import Rendezvous
-from learner.policies.flow.denoising import Denoising
-from learner.policies.lora import AdapterPush
+from mobula.cluster.records.media import ProcessedMedia
+from mobula.cluster.records.partial_response import Attempt, Emit, SampledSequence
+from mobula.cluster.records.trajectory import Prompt
+from mobula.cluster.roles import SamplingSettings
+from mobula.cluster.runtime.vitals import EngineLoad
+from mobula.cluster.weight_sync.manifest import Manifest
+from mobula.cluster.weight_sync.transport import Rendezvous
+from mobula.learner.policies.flow.denoising import Denoising
+from mobula.learner.policies.lora import AdapterPush
 
 
 @dataclass(frozen=True)

@@ -9,21 +9,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from actors.samplers.base import EngineSettings
-from actors.samplers.pictures import PictureSampler, png
-from cluster.errors import RolloutError
-from cluster.records.actions import LatentActions, to_bfloat16
-from cluster.records.media import MediaHandle, ProcessedMedia
-from cluster.records.partial_response import SampledSequence
-from cluster.records.trajectory import FinishReason, Prompt, WeightSpan
-from cluster.roles import SamplingSettings
-from cluster.runtime.seeds import derived_seed
-from learner.policies.flow.checkpoint import FlowCheckpoint
-from learner.policies.flow.denoising import Denoising, velocities
-from learner.policies.flow.policy import FlowPolicy, StepRescoring
-from learner.policies.flow.rows import collate_latents
-from learner.policies.loading import DTYPES
-from learner.policies.sde import KERNELS, FlowStep
+from mobula.actors.samplers.base import EngineSettings
+from mobula.actors.samplers.pictures import PictureSampler, png
+from mobula.cluster.errors import RolloutError
+from mobula.cluster.records.actions import LatentActions, to_bfloat16
+from mobula.cluster.records.media import MediaHandle, ProcessedMedia
+from mobula.cluster.records.partial_response import SampledSequence
+from mobula.cluster.records.trajectory import FinishReason, Prompt, WeightSpan
+from mobula.cluster.roles import SamplingSettings
+from mobula.cluster.runtime.seeds import derived_seed
+from mobula.learner.policies.flow.checkpoint import FlowCheckpoint
+from mobula.learner.policies.flow.denoising import Denoising, velocities
+from mobula.learner.policies.flow.policy import FlowPolicy, StepRescoring
+from mobula.learner.policies.flow.rows import collate_latents
+from mobula.learner.policies.loading import DTYPES
+from mobula.learner.policies.sde import KERNELS, FlowStep
 
 ROUNDED = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 

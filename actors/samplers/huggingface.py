@@ -12,19 +12,19 @@ import torch
 from transformers import StoppingCriteria, StoppingCriteriaList, SuppressTokensLogitsProcessor
 from transformers.generation import LogitsProcessorList
 
-from actors.samplers.base import EngineSettings
-from actors.samplers.in_process import InProcessSampler
-from actors.samplers.progress import GroupProgress, continued, first_token_settings, opened, settings_to_continue
-from actors.samplers.stop_strings import StopStrings
-from cluster.records.actions import KeptSets, TokenActions
-from cluster.records.media import ProcessedMedia
-from cluster.records.partial_response import Attempt, Emit, SampledSequence
-from cluster.records.trajectory import FinishReason, Prompt, WeightSpan
-from cluster.roles import SamplingSettings
-from learner.policies.batch import joined
-from learner.policies.families import family_of
-from learner.policies.loading import DTYPES, ignore_sampling_defaults, load_model
-from learner.policies.logprobs import PLAIN, target_logprobs
+from mobula.actors.samplers.base import EngineSettings
+from mobula.actors.samplers.in_process import InProcessSampler
+from mobula.actors.samplers.progress import GroupProgress, continued, first_token_settings, opened, settings_to_continue
+from mobula.actors.samplers.stop_strings import StopStrings
+from mobula.cluster.records.actions import KeptSets, TokenActions
+from mobula.cluster.records.media import ProcessedMedia
+from mobula.cluster.records.partial_response import Attempt, Emit, SampledSequence
+from mobula.cluster.records.trajectory import FinishReason, Prompt, WeightSpan
+from mobula.cluster.roles import SamplingSettings
+from mobula.learner.policies.batch import joined
+from mobula.learner.policies.families import family_of
+from mobula.learner.policies.loading import DTYPES, ignore_sampling_defaults, load_model
+from mobula.learner.policies.logprobs import PLAIN, target_logprobs
 
 CHUNK_TOKENS = 512  # of a prompt, whose log-probs are computed together
 

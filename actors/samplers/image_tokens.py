@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from actors.samplers.base import EngineSettings
-from actors.samplers.pictures import PictureSampler, png
-from cluster.records.actions import TokenActions
-from cluster.records.media import ProcessedMedia
-from cluster.records.partial_response import SampledSequence
-from cluster.records.trajectory import FinishReason, Prompt, WeightSpan
-from cluster.roles import SamplingSettings
-from cluster.runtime.seeds import derived_seed
-from learner.policies.image_tokens.guidance import (
+from mobula.actors.samplers.base import EngineSettings
+from mobula.actors.samplers.pictures import PictureSampler, png
+from mobula.cluster.records.actions import TokenActions
+from mobula.cluster.records.media import ProcessedMedia
+from mobula.cluster.records.partial_response import SampledSequence
+from mobula.cluster.records.trajectory import FinishReason, Prompt, WeightSpan
+from mobula.cluster.roles import SamplingSettings
+from mobula.cluster.runtime.seeds import derived_seed
+from mobula.learner.policies.image_tokens.guidance import (
     canary_tokens,
     embedded,
     head_states,
@@ -26,7 +26,7 @@ from learner.policies.image_tokens.guidance import (
     num_image_tokens,
     without_text,
 )
-from learner.policies.loading import DTYPES, load_model
+from mobula.learner.policies.loading import DTYPES, load_model
 
 
 class ImageTokenSampler(PictureSampler):

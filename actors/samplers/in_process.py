@@ -10,16 +10,16 @@ from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 import numpy as np
 import torch
 
-from actors.samplers.base import EngineSettings
-from actors.samplers.served_version import ServedVersion
-from cluster.errors import WeightSyncError
-from cluster.records.media import ProcessedMedia
-from cluster.records.trajectory import Prompt
-from cluster.runtime.vitals import EngineLoad
-from cluster.weight_sync.manifest import Manifest
-from cluster.weight_sync.transport import Rendezvous, TransferGroup, unpack_all
-from learner.policies.loading import as_stored, checkpoint_names
-from learner.policies.lora import changed_weights
+from mobula.actors.samplers.base import EngineSettings
+from mobula.actors.samplers.served_version import ServedVersion
+from mobula.cluster.errors import WeightSyncError
+from mobula.cluster.records.media import ProcessedMedia
+from mobula.cluster.records.trajectory import Prompt
+from mobula.cluster.runtime.vitals import EngineLoad
+from mobula.cluster.weight_sync.manifest import Manifest
+from mobula.cluster.weight_sync.transport import Rendezvous, TransferGroup, unpack_all
+from mobula.learner.policies.loading import as_stored, checkpoint_names
+from mobula.learner.policies.lora import changed_weights
 
 
 class InProcessSampler(ABC):

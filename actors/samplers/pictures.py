@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from PIL import Image
 
-from actors.samplers.in_process import InProcessSampler
-from cluster.records.media import ProcessedMedia
-from cluster.records.partial_response import Attempt, Emit, SampledSequence
-from cluster.records.trajectory import Prompt
-from cluster.roles import SamplingSettings
+from mobula.actors.samplers.in_process import InProcessSampler
+from mobula.cluster.records.media import ProcessedMedia
+from mobula.cluster.records.partial_response import Attempt, Emit, SampledSequence
+from mobula.cluster.records.trajectory import Prompt
+from mobula.cluster.roles import SamplingSettings
 
 
 class PictureSampler(InProcessSampler):

@@ -10,8 +10,8 @@ import torch
 from PIL import Image
 from transformers import AutoProcessor, AutoTokenizer
 
-from cluster.records.rgb import to_rgb
-from learner.policies.loading import DTYPES, ignore_sampling_defaults, load_model
+from mobula.cluster.records.rgb import to_rgb
+from mobula.learner.policies.loading import DTYPES, ignore_sampling_defaults, load_model
 
 
 class PlainTransformers:

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from actors.samplers.stop_strings import StopStrings
-from cluster.errors import RolloutError
-from cluster.records.partial_response import NOTHING, Attempt, Emit, SampledSequence, TokenChunk
-from cluster.records.trajectory import FinishReason, Prompt
-from cluster.roles import SamplingSettings
-from cluster.runtime.seeds import derived_seed
+from mobula.actors.samplers.stop_strings import StopStrings
+from mobula.cluster.errors import RolloutError
+from mobula.cluster.records.partial_response import NOTHING, Attempt, Emit, SampledSequence, TokenChunk
+from mobula.cluster.records.trajectory import FinishReason, Prompt
+from mobula.cluster.roles import SamplingSettings
+from mobula.cluster.runtime.seeds import derived_seed
 
 
 class GroupProgress:

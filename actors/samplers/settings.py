@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Protocol
 
-from actors.samplers.base import EngineSettings
-from cluster.weight_sync.manifest import Manifest
-from configs.schema import RunConfig, SamplerKind
-from learner.policies.flow.denoising import Denoising
-from learner.policies.lora import AdapterPush
+from mobula.actors.samplers.base import EngineSettings
+from mobula.cluster.weight_sync.manifest import Manifest
+from mobula.configs.schema import RunConfig, SamplerKind
+from mobula.learner.policies.flow.denoising import Denoising
+from mobula.learner.policies.lora import AdapterPush
 
 ENGINE_SEED_STRIDE = 7919  # engines of one run never share a seed; requests carry seeds of their own besides
 

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 from transformers import AutoTokenizer
 
-from actors.processors.text.special_tokens import decode_response
-from cluster.records.actions import TokenActions
-from cluster.records.partial_response import SampledSequence
-from cluster.records.trajectory import FinishReason
+from mobula.actors.processors.text.special_tokens import decode_response
+from mobula.cluster.records.actions import TokenActions
+from mobula.cluster.records.partial_response import SampledSequence
+from mobula.cluster.records.trajectory import FinishReason
 
 
 class StopStrings:

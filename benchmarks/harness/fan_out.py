@@ -16,11 +16,11 @@ import torch.distributed as dist
 
 from benchmarks.harness.apart import Peer, apart
 from benchmarks.harness.measure import Effort, Measurements, interleave
-from cluster.weight_sync.manifest import Manifest, TensorSpec
-from cluster.weight_sync.transport import Rendezvous, TransferGroup
-from configs.schema import RunConfig
-from learner.policies.lora import A, B, merged
-from learner.weight_publisher import WeightPublisher
+from mobula.cluster.weight_sync.manifest import Manifest, TensorSpec
+from mobula.cluster.weight_sync.transport import Rendezvous, TransferGroup
+from mobula.configs.schema import RunConfig
+from mobula.learner.policies.lora import A, B, merged
+from mobula.learner.weight_publisher import WeightPublisher
 
 SENDER = 0
 NUM_RECEIVERS = (1, 2, 4)

@@ -6,7 +6,7 @@ import time
 
 import psutil
 
-from cluster.errors import MobulaError
+from mobula.cluster.errors import MobulaError
 
 LOOK_S = 0.5
 IDLE_CORES = 0.3  # Ray's own processes take about a tenth of a core

@@ -11,15 +11,15 @@ from itertools import count
 import torch
 from safetensors.torch import load_file
 
-from actors.rollout.client import RolloutClient
 from benchmarks.harness.measure import Effort, Measurements
 from benchmarks.harness.stage import Stage, engines
-from cluster.records.trajectory import Prompt
-from cluster.roles import SamplingSettings
-from cluster.weight_sync.manifest import Manifest, checkpoint_manifest
-from configs.schema import RunConfig
-from learner.policies.lora import adapter_manifest
-from learner.weight_publisher import WeightPublisher
+from mobula.actors.rollout.client import RolloutClient
+from mobula.cluster.records.trajectory import Prompt
+from mobula.cluster.roles import SamplingSettings
+from mobula.cluster.weight_sync.manifest import Manifest, checkpoint_manifest
+from mobula.configs.schema import RunConfig
+from mobula.learner.policies.lora import adapter_manifest
+from mobula.learner.weight_publisher import WeightPublisher
 
 RECEIVER = 1
 SAMPLING = SamplingSettings(num_samples=16, temperature=1.0, max_tokens=512, seed=7)

@@ -15,7 +15,7 @@ from typing import Any
 from rich.table import Table
 
 from benchmarks.harness.measure import Claim, Findings, Measurements
-from deploy.host.machine import CPU_FILE
+from mobula.deploy.host.machine import CPU_FILE
 
 BASELINES = Path(__file__).parents[1] / "baselines"
 TOLERANCE = 0.15  # share of the committed ratio that a later one may lose

@@ -9,19 +9,19 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from deploy.host.session import ray_session, start_private  # isort: skip  (sets what ray reads when imported)
+from mobula.deploy.host.session import ray_session, start_private  # isort: skip  (sets what ray reads when imported)
 import ray
 
-from actors.datasets.prompts import PromptSource
-from cluster.records.trajectory import Prompt
-from cluster.runtime.gc_tuning import tune_gc
-from cluster.runtime.placement_groups import create_placement_groups, plan_when_free, remove_placement_groups
-from configs.load import load_config
-from configs.schema import RunConfig
-from configs.words import overridden
-from deploy.wiring.build import Inference, spawn_inference
-from deploy.wiring.preparation import TRAIN, Prepared, prepare
-from deploy.wiring.spawner import Spawner
+from mobula.actors.datasets.prompts import PromptSource
+from mobula.cluster.records.trajectory import Prompt
+from mobula.cluster.runtime.gc_tuning import tune_gc
+from mobula.cluster.runtime.placement_groups import create_placement_groups, plan_when_free, remove_placement_groups
+from mobula.configs.load import load_config
+from mobula.configs.schema import RunConfig
+from mobula.configs.words import overridden
+from mobula.deploy.wiring.build import Inference, spawn_inference
+from mobula.deploy.wiring.preparation import TRAIN, Prepared, prepare
+from mobula.deploy.wiring.spawner import Spawner
 
 
 @contextmanager

@@ -15,12 +15,12 @@ from pathlib import Path
 import aiohttp
 from aiohttp import web
 
-from cluster.records.trajectory import Response, Reward
-from configs.load import load_rewards
-from rewards.contract import RewardRequest
-from rewards.isolation.process import IsolatedProcess
-from rewards.scoring import RewardScoring
-from rewards.tools import Tools
+from mobula.cluster.records.trajectory import Response, Reward
+from mobula.configs.load import load_rewards
+from mobula.rewards.contract import RewardRequest
+from mobula.rewards.isolation.process import IsolatedProcess
+from mobula.rewards.scoring import RewardScoring
+from mobula.rewards.tools import Tools
 
 TIMEOUT_S = 60.0
 

@@ -12,10 +12,10 @@ from benchmarks.harness.apart import Peer
 from benchmarks.harness.stage import Stage
 from benchmarks.raw.raw_trainer import StepJob, microbatches_of, raw_trainer
 from benchmarks.raw.raw_vllm import Generated, GenerateJob, RawPrompt, raw_engine, settings_of
-from cluster.records.media import MediaReader
-from cluster.records.trajectory import Prompt
-from cluster.runtime.placement import PlacedWorker
-from configs.schema import RunConfig
+from mobula.cluster.records.media import MediaReader
+from mobula.cluster.records.trajectory import Prompt
+from mobula.cluster.runtime.placement import PlacedWorker
+from mobula.configs.schema import RunConfig
 
 CALLS = 2  # generate calls, each of a whole step's prompts, in one measurement
 TRAIN_STEPS = 2  # optimizer steps in one measurement

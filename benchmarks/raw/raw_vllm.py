@@ -10,16 +10,16 @@ from typing import Any
 
 import numpy as np
 
-from actors.samplers.base import EngineSettings
 from benchmarks.harness.apart import Peer, apart
-from cluster.records.trajectory import Prompt
-from cluster.roles import SamplingSettings
-from cluster.runtime.network import LOOPBACK
-from cluster.runtime.placement import PlacedWorker
-from configs.schema import RunConfig
-from deploy.wiring.preparation import Prepared
-from deploy.wiring.rollouts import engine_settings, sampling_settings  # a copy of these would drift
-from deploy.wiring.spawner import engine_environment
+from mobula.actors.samplers.base import EngineSettings
+from mobula.cluster.records.trajectory import Prompt
+from mobula.cluster.roles import SamplingSettings
+from mobula.cluster.runtime.network import LOOPBACK
+from mobula.cluster.runtime.placement import PlacedWorker
+from mobula.configs.schema import RunConfig
+from mobula.deploy.wiring.preparation import Prepared
+from mobula.deploy.wiring.rollouts import engine_settings, sampling_settings  # a copy of these would drift
+from mobula.deploy.wiring.spawner import engine_environment
 
 PROCESSOR_CACHE_GB = 4.0  # vLLM's own default
 
@@ -81,11 +81,11 @@ def raw_engine(prepared: Prepared, worker: PlacedWorker) -> AbstractContextManag
 
 def _build(settings: EngineSettings) -> Callable[[GenerateJob], Generated]:
     """The engine, asked as ours is, with its arguments and vLLM's default cache of processed pictures, as it comes:
-    without what `actors.samplers` adds to a worker.
+    without what `mobula.actors.samplers` adds to a worker.
     """
     from vllm import LLM, EngineArgs, SamplingParams
 
-    from actors.samplers.vllm.arguments import engine_args, sampling_params
+    from mobula.actors.samplers.vllm.arguments import engine_args, sampling_params
 
     args = engine_args(settings)
     args = replace(

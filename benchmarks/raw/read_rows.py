@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 
-from actors.datasets.open_split import open_split
 from benchmarks.harness.peak_memory import peak_bytes
-from configs.load import load_config
+from mobula.actors.datasets.open_split import open_split
+from mobula.configs.load import load_config
 
 RAW_BATCH = 1000
 

@@ -13,9 +13,9 @@ from itertools import pairwise
 
 import numpy as np
 
-from cluster.records.trajectory import Generated, GroupSummary, Prompt
-from cluster.roles import SamplingSettings
-from cluster.runtime.vitals import EngineLoad
+from mobula.cluster.records.trajectory import Generated, GroupSummary, Prompt
+from mobula.cluster.roles import SamplingSettings
+from mobula.cluster.runtime.vitals import EngineLoad
 
 _EPSILON_S = 1e-6  # what sums of seconds may be off by
 

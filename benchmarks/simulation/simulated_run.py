@@ -14,14 +14,14 @@ import numpy as np
 
 from benchmarks.simulation.simulated_engines import LeastLoaded, Lengths, SimulatedEngine
 from benchmarks.simulation.virtual_time import run_virtually
-from cluster.controller import Controller
-from cluster.records.trajectory import GroupSummary, Prompt, Reward, ScoredGroup
-from cluster.replay.buffer import ReplayBuffer
-from cluster.roles import ReplayStats, SamplingSettings, UpdateReport
-from cluster.rollout.adaptive_concurrency import AdaptiveConcurrency, AimdLimit, AimdPolicy
-from cluster.rollout.dispatcher import AdmissionFilter, RolloutDispatcher
-from cluster.rollout.staleness import StalenessGate, StepOrder
-from cluster.runtime.vitals import EngineLoad
+from mobula.cluster.controller import Controller
+from mobula.cluster.records.trajectory import GroupSummary, Prompt, Reward, ScoredGroup
+from mobula.cluster.replay.buffer import ReplayBuffer
+from mobula.cluster.roles import ReplayStats, SamplingSettings, UpdateReport
+from mobula.cluster.rollout.adaptive_concurrency import AdaptiveConcurrency, AimdLimit, AimdPolicy
+from mobula.cluster.rollout.dispatcher import AdmissionFilter, RolloutDispatcher
+from mobula.cluster.rollout.staleness import StalenessGate, StepOrder
+from mobula.cluster.runtime.vitals import EngineLoad
 
 KEEP_ALL = AdmissionFilter(min_scored=1, drop_uniform=False, max_rejected_in_a_row=1)
 

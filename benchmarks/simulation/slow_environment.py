@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from actors.environments.base import Action, EnvironmentSpec, Message, Reset, Step, encoded
+from mobula.actors.environments.base import Action, EnvironmentSpec, Message, Reset, Step, encoded
 
 
 class SlowPictures:

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 
 from PIL import Image
 
-from cluster.metrics.files import write_atomically
-from cluster.metrics.report.samples import Fetch
-from cluster.metrics.report.videos import INDEX, read_artifacts
+from mobula.cluster.metrics.files import write_atomically
+from mobula.cluster.metrics.report.samples import Fetch
+from mobula.cluster.metrics.report.videos import INDEX, read_artifacts
 
 if TYPE_CHECKING:
-    from cluster.metrics.hub import Samples
-    from cluster.records.trajectory import Response, Reward, ScoredGroup, TrajectoryGroup
+    from mobula.cluster.metrics.hub import Samples
+    from mobula.cluster.records.trajectory import Response, Reward, ScoredGroup, TrajectoryGroup
 
 POSTER_SIDE = 512  # pixels at most
 

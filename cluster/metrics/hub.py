@@ -16,19 +16,19 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
-from cluster.errors import RunStopped
-from cluster.metrics.definitions import CounterName, MetricName
-from cluster.metrics.signal_watch import NoSignalWatch, Signal
-from cluster.metrics.sinks.base import Sink
-from cluster.metrics.sinks.fan_out import FanOut
-from cluster.metrics.step_records import EvaluationRecord, MetricsRecord, SampleRecord, StepRecord
-from cluster.metrics.step_values import component_means, staleness_of, step_values
-from cluster.metrics.totals import RunTotals
-from cluster.workers.status import Progress, RunStatus
+from mobula.cluster.errors import RunStopped
+from mobula.cluster.metrics.definitions import CounterName, MetricName
+from mobula.cluster.metrics.signal_watch import NoSignalWatch, Signal
+from mobula.cluster.metrics.sinks.base import Sink
+from mobula.cluster.metrics.sinks.fan_out import FanOut
+from mobula.cluster.metrics.step_records import EvaluationRecord, MetricsRecord, SampleRecord, StepRecord
+from mobula.cluster.metrics.step_values import component_means, staleness_of, step_values
+from mobula.cluster.metrics.totals import RunTotals
+from mobula.cluster.workers.status import Progress, RunStatus
 
 if TYPE_CHECKING:
-    from cluster.records.trajectory import ScoredGroup
-    from cluster.roles import ReplayStats, UpdateReport
+    from mobula.cluster.records.trajectory import ScoredGroup
+    from mobula.cluster.roles import ReplayStats, UpdateReport
 
 _logger = logging.getLogger(__name__)
 

@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from cluster.metrics.definitions import MetricName
-from cluster.metrics.step_records import StepRecord
+from mobula.cluster.metrics.definitions import MetricName
+from mobula.cluster.metrics.step_records import StepRecord
 
 if TYPE_CHECKING:
-    from cluster.records.trajectory import Reward, ScoredGroup
+    from mobula.cluster.records.trajectory import Reward, ScoredGroup
 
 NUM_IDLE = 3  # steps in a row that train nothing, before the warning
 NUM_SAMPLES = 3  # that a warning shows, each of another group

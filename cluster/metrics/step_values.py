@@ -7,12 +7,12 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from cluster.metrics.definitions import MetricName
-from cluster.metrics.reducers import standard_deviation
+from mobula.cluster.metrics.definitions import MetricName
+from mobula.cluster.metrics.reducers import standard_deviation
 
 if TYPE_CHECKING:
-    from cluster.records.trajectory import ScoredGroup
-    from cluster.roles import ReplayStats
+    from mobula.cluster.records.trajectory import ScoredGroup
+    from mobula.cluster.roles import ReplayStats
 
 
 def step_values(

@@ -8,10 +8,10 @@ from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Literal
 
-from cluster.metrics.definitions import CounterName, MetricName
-from cluster.metrics.files import write_atomically
-from cluster.metrics.hub import Metrics
-from cluster.metrics.step_records import strict
+from mobula.cluster.metrics.definitions import CounterName, MetricName
+from mobula.cluster.metrics.files import write_atomically
+from mobula.cluster.metrics.hub import Metrics
+from mobula.cluster.metrics.step_records import strict
 
 Status = Literal["done", "stopped", "failed", "killed"]  # a driver that was killed has left no summary.json
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from cluster.metrics.definitions import MetricName
-from cluster.metrics.reducers import WeightedMean
-from cluster.metrics.step_records import HELD_OUT, EvaluationRecord, StepRecord
+from mobula.cluster.metrics.definitions import MetricName
+from mobula.cluster.metrics.reducers import WeightedMean
+from mobula.cluster.metrics.step_records import HELD_OUT, EvaluationRecord, StepRecord
 
 
 class RunTotals:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
 
-from cluster.records.media import MediaHandle, MediaSpan
+from mobula.cluster.records.media import MediaHandle, MediaSpan
 
 Column = np.ndarray | list[np.ndarray]
 """The arrays of one kind of all siblings, for transport: concatenated, or one for each."""

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from cluster.records.actions import Actions, KeptSets, LatentActions, TokenActions
-from cluster.records.media import MediaHandle, MediaSpan, ProcessedMedia
-from cluster.records.trajectory import (
+from mobula.cluster.records.actions import Actions, KeptSets, LatentActions, TokenActions
+from mobula.cluster.records.media import MediaHandle, MediaSpan, ProcessedMedia
+from mobula.cluster.records.trajectory import (
     EpisodeTurn,
     FinishReason,
     Prompt,

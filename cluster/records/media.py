@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from cluster.runtime.object_store import fetch, fetch_at_hand
+from mobula.cluster.runtime.object_store import fetch, fetch_at_hand
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cluster.records.actions import Actions, TokenActions
-from cluster.records.trajectory import FinishReason, Response, WeightSpan
+from mobula.cluster.records.actions import Actions, TokenActions
+from mobula.cluster.records.trajectory import FinishReason, Response, WeightSpan
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from cluster.records.actions import Actions, Column, packed, unpacked
-from cluster.records.media import MediaHandle, MediaSpan
+from mobula.cluster.records.actions import Actions, Column, packed, unpacked
+from mobula.cluster.records.media import MediaHandle, MediaSpan
 
 MAX_CHARACTERS_BY_VALUE = 16_384  # of a group's responses; more are fetched by their readers
 NO_IDS = np.empty(0, dtype=np.int32)

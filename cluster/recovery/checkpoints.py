@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
-from cluster.errors import CheckpointError, MobulaError, PreflightError
-from cluster.workers.supervisor import background_tasks
-from configs.schema.run import Resume
+from mobula.cluster.errors import CheckpointError, MobulaError, PreflightError
+from mobula.cluster.workers.supervisor import background_tasks
+from mobula.configs.schema.run import Resume
 
 _logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class Resumable(Protocol):
 
 
 class Recovery(Protocol):
-    """Continues from a checkpoint to the point where the run was (`cluster.recovery.resume`)."""
+    """Continues from a checkpoint to the point where the run was (`mobula.cluster.recovery.resume`)."""
 
     async def begin(self) -> None:
         """A new run begins."""

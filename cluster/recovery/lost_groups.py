@@ -13,14 +13,14 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from cluster.errors import LostObjectError
-from cluster.records.arrow import RecordedGroup
-from cluster.records.trajectory import ScoredGroup
-from cluster.replay.live_groups import LiveGroups
-from cluster.roles import Learner, Reference, UpdateReport
-from cluster.rollout.dispatcher import MAX_NODES_LOST
-from cluster.runtime.concurrency import run_all
-from cluster.runtime.object_store import fetch_or_miss
+from mobula.cluster.errors import LostObjectError
+from mobula.cluster.records.arrow import RecordedGroup
+from mobula.cluster.records.trajectory import ScoredGroup
+from mobula.cluster.replay.live_groups import LiveGroups
+from mobula.cluster.roles import Learner, Reference, UpdateReport
+from mobula.cluster.rollout.dispatcher import MAX_NODES_LOST
+from mobula.cluster.runtime.concurrency import run_all
+from mobula.cluster.runtime.object_store import fetch_or_miss
 
 _logger = logging.getLogger(__name__)
 

@@ -12,12 +12,12 @@ from typing import Protocol
 
 import pyarrow as pa
 
-from cluster.errors import JournalError, LostObjectError, MobulaError
-from cluster.records.trajectory import ScoredGroup
-from cluster.recovery.checkpoints import Durable
-from cluster.replay.trajectory_log import TrajectoryLog
-from cluster.roles import Learner, UpdateReport
-from cluster.runtime.concurrency import run_all
+from mobula.cluster.errors import JournalError, LostObjectError, MobulaError
+from mobula.cluster.records.trajectory import ScoredGroup
+from mobula.cluster.recovery.checkpoints import Durable
+from mobula.cluster.replay.trajectory_log import TrajectoryLog
+from mobula.cluster.roles import Learner, UpdateReport
+from mobula.cluster.runtime.concurrency import run_all
 
 _logger = logging.getLogger(__name__)
 

@@ -15,16 +15,16 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from cluster.errors import CheckpointError, DeadlineError, LostObjectError, WeightSyncError
-from cluster.records.trajectory import Prompt, ScoredGroup
-from cluster.recovery.checkpoints import Durable
-from cluster.roles import Learner, UpdateReport
-from cluster.weight_sync.interfaces import Sender
-from cluster.weight_sync.manifest import Manifest
-from cluster.weight_sync.transport import Rendezvous
-from cluster.workers.colocation import MovableLearner
-from cluster.workers.restart_policy import RestartBudget
-from cluster.workers.restartable_role import NotRestartableError, RestartableRole
+from mobula.cluster.errors import CheckpointError, DeadlineError, LostObjectError, WeightSyncError
+from mobula.cluster.records.trajectory import Prompt, ScoredGroup
+from mobula.cluster.recovery.checkpoints import Durable
+from mobula.cluster.roles import Learner, UpdateReport
+from mobula.cluster.weight_sync.interfaces import Sender
+from mobula.cluster.weight_sync.manifest import Manifest
+from mobula.cluster.weight_sync.transport import Rendezvous
+from mobula.cluster.workers.colocation import MovableLearner
+from mobula.cluster.workers.restart_policy import RestartBudget
+from mobula.cluster.workers.restartable_role import NotRestartableError, RestartableRole
 
 _logger = logging.getLogger(__name__)
 

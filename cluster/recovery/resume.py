@@ -15,15 +15,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from cluster.controller import RunMetrics
-from cluster.errors import JournalError, SkippedSample
-from cluster.records.trajectory import ScoredGroup
-from cluster.recovery.recording_learner import StepJournal
-from cluster.replay.journal import Journal, Recovered, TrainedStep
-from cluster.replay.live_groups import LiveGroups
-from cluster.roles import ReplayStats, UpdateReport
-from cluster.rollout.dispatcher import OVER_AGE
-from cluster.rollout.staleness import AgeLimit
+from mobula.cluster.controller import RunMetrics
+from mobula.cluster.errors import JournalError, SkippedSample
+from mobula.cluster.records.trajectory import ScoredGroup
+from mobula.cluster.recovery.recording_learner import StepJournal
+from mobula.cluster.replay.journal import Journal, Recovered, TrainedStep
+from mobula.cluster.replay.live_groups import LiveGroups
+from mobula.cluster.roles import ReplayStats, UpdateReport
+from mobula.cluster.rollout.dispatcher import OVER_AGE
+from mobula.cluster.rollout.staleness import AgeLimit
 
 _logger = logging.getLogger(__name__)
 

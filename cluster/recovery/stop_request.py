@@ -7,8 +7,8 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from cluster.errors import RunStopped
-from cluster.workers.status import Progress
+from mobula.cluster.errors import RunStopped
+from mobula.cluster.workers.status import Progress
 
 _logger = logging.getLogger(__name__)
 
@@ -16,7 +16,7 @@ _PHASES = {"reference": "reference log-probs", "weight_sync": "weight sync", "ot
 
 
 class StopRequest:
-    """Implements `cluster.controller.StopSignal`.
+    """Implements `mobula.cluster.controller.StopSignal`.
 
     The first request gives up a wait for rollouts, or lets the step that is under way end; the loop then writes a
     checkpoint. A second request, and the deadline, end the run without one.

@@ -14,11 +14,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from cluster.errors import DeadlineError, JournalError, LostObjectError
-from cluster.records.arrow import RecordedGroup
-from cluster.records.trajectory import ScoredGroup
-from cluster.replay.journal_writer import GroupJournal, NoJournal
-from cluster.roles import ReplayStats
+from mobula.cluster.errors import DeadlineError, JournalError, LostObjectError
+from mobula.cluster.records.arrow import RecordedGroup
+from mobula.cluster.records.trajectory import ScoredGroup
+from mobula.cluster.replay.journal_writer import GroupJournal, NoJournal
+from mobula.cluster.roles import ReplayStats
 
 _logger = logging.getLogger(__name__)
 
@@ -33,8 +33,8 @@ class _Entry:
 
 
 class ReplayBuffer:
-    """Implements `cluster.roles.Replay`, `cluster.recovery.resume.JournalledReplay` and
-    `cluster.recovery.lost_groups.Keeper`.
+    """Implements `mobula.cluster.roles.Replay`, `mobula.cluster.recovery.resume.JournalledReplay` and
+    `mobula.cluster.recovery.lost_groups.Keeper`.
 
     Delivery is at least once, training at most once: a group id that was ever put is never ready a second time.
 

@@ -1,6 +1,6 @@
 """Journal: what a run must not forget between two checkpoints, append-only on disk.
 
-    journal/000000.arrows, 000001.arrows, ...     segments, see `cluster.replay.journal_segments`
+    journal/000000.arrows, 000001.arrows, ...     segments, see `mobula.cluster.replay.journal_segments`
 
 It says which groups are finished, which of them were trained in which step, which were rejected, and from which version
 the run went on after a kill. A step is replayed from it: the groups are there, pictures excepted, which are made again
@@ -21,10 +21,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from cluster.errors import JournalError
-from cluster.records.arrow import RecordedGroup, arrays, from_batch, record_batch, to_batch
-from cluster.records.trajectory import Reward, TrajectoryGroup
-from cluster.replay.journal_segments import (
+from mobula.cluster.errors import JournalError
+from mobula.cluster.records.arrow import RecordedGroup, arrays, from_batch, record_batch, to_batch
+from mobula.cluster.records.trajectory import Reward, TrajectoryGroup
+from mobula.cluster.replay.journal_segments import (
     JournalRecord,
     RecordKind,
     Segment,
@@ -33,8 +33,8 @@ from cluster.replay.journal_segments import (
     segment_numbers,
     segment_path,
 )
-from cluster.replay.run_identity import run_identity
-from configs.schema import RunConfig
+from mobula.cluster.replay.run_identity import run_identity
+from mobula.configs.schema import RunConfig
 
 _logger = logging.getLogger(__name__)
 

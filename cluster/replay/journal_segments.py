@@ -19,7 +19,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from cluster.records.arrow import SCHEMA
+from mobula.cluster.records.arrow import SCHEMA
 
 _IDENTITY = b"identity"  # in the schema's metadata: what the run was, as JSON
 _SUFFIX = ".arrows"

@@ -8,14 +8,14 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from cluster.errors import JournalError
-from cluster.records.arrow import RecordedGroup
-from cluster.records.trajectory import ScoredGroup
-from cluster.replay import journal as records
-from cluster.replay.journal import Journal
-from cluster.replay.journal_segments import JournalRecord
-from cluster.runtime.concurrency import DaemonThread
-from cluster.runtime.object_store import fetch_at_hand, fetch_or_miss
+from mobula.cluster.errors import JournalError
+from mobula.cluster.records.arrow import RecordedGroup
+from mobula.cluster.records.trajectory import ScoredGroup
+from mobula.cluster.replay import journal as records
+from mobula.cluster.replay.journal import Journal
+from mobula.cluster.replay.journal_segments import JournalRecord
+from mobula.cluster.runtime.concurrency import DaemonThread
+from mobula.cluster.runtime.object_store import fetch_at_hand, fetch_or_miss
 
 T = TypeVar("T")
 PATIENCE_S = 0.05  # with what is not there yet: all that is written together waits for it

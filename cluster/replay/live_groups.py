@@ -7,9 +7,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from cluster.errors import ChangedDataError
-from cluster.records.arrow import RecordedGroup
-from cluster.records.trajectory import Prompt, ScoredGroup, TrajectoryGroup
+from mobula.cluster.errors import ChangedDataError
+from mobula.cluster.records.arrow import RecordedGroup
+from mobula.cluster.records.trajectory import Prompt, ScoredGroup, TrajectoryGroup
 
 
 class KnownPrompts(Protocol):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from configs.on_resume import DECLARED, OnResume, on_resume
-from configs.schema.run import RunConfig
+from mobula.configs.on_resume import DECLARED, OnResume, on_resume
+from mobula.configs.schema.run import RunConfig
 
 
 def run_identity(config: RunConfig) -> dict[str, Any]:

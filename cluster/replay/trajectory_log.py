@@ -12,10 +12,10 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from cluster.errors import PreflightError
-from cluster.records.arrow import SCHEMA, RecordedGroup, from_batch, to_rows
-from cluster.records.trajectory import ScoredGroup
-from cluster.runtime.object_store import fetch
+from mobula.cluster.errors import PreflightError
+from mobula.cluster.records.arrow import SCHEMA, RecordedGroup, from_batch, to_rows
+from mobula.cluster.records.trajectory import ScoredGroup
+from mobula.cluster.runtime.object_store import fetch
 
 
 class TrajectoryLog:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from cluster.errors import PreflightError
-from cluster.replay.live_groups import LiveGroups
-from cluster.replay.trajectory_log import TrajectoryLog
-from cluster.roles import Learner, UpdateReport
+from mobula.cluster.errors import PreflightError
+from mobula.cluster.replay.live_groups import LiveGroups
+from mobula.cluster.replay.trajectory_log import TrajectoryLog
+from mobula.cluster.roles import Learner, UpdateReport
 
 
 def recorded_steps(log: TrajectoryLog) -> range:
@@ -34,7 +34,7 @@ async def train_again(
 ) -> int:
     """Take every recorded step, beginning with a learner that holds version 0; returns the version that they make.
 
-    With the run's own configuration the weights come out as they were (see `cluster.recovery.resume`).
+    With the run's own configuration the weights come out as they were (see `mobula.cluster.recovery.resume`).
 
     Raises:
         PreflightError: the log has a gap.

@@ -9,10 +9,10 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
-from cluster.rollout.staleness import StalenessGate
-from cluster.runtime.concurrency import outcomes
-from cluster.runtime.vitals import EngineLoad
-from cluster.workers.supervisor import background_tasks
+from mobula.cluster.rollout.staleness import StalenessGate
+from mobula.cluster.runtime.concurrency import outcomes
+from mobula.cluster.runtime.vitals import EngineLoad
+from mobula.cluster.workers.supervisor import background_tasks
 
 _logger = logging.getLogger(__name__)
 

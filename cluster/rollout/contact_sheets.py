@@ -11,11 +11,11 @@ from pathlib import Path
 
 from PIL import Image
 
-from cluster.metrics.files import write_atomically
-from cluster.metrics.report.sheets import SHEETS_FILE
-from cluster.records.trajectory import Answers, TrajectoryGroup
-from cluster.rollout.evaluation import ScoredPrompt
-from cluster.runtime.object_store import fetch
+from mobula.cluster.metrics.files import write_atomically
+from mobula.cluster.metrics.report.sheets import SHEETS_FILE
+from mobula.cluster.records.trajectory import Answers, TrajectoryGroup
+from mobula.cluster.rollout.evaluation import ScoredPrompt
+from mobula.cluster.runtime.object_store import fetch
 
 MAX_PROMPTS, MAX_SAMPLES = 48, 8  # on one sheet
 PROMPTS_A_ROW = 6

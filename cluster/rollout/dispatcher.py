@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from cluster.errors import (
+from mobula.cluster.errors import (
     DeadlineError,
     DependencyError,
     EngineDiedError,
@@ -25,14 +25,14 @@ from cluster.errors import (
     UnscoredGroupError,
     WorkerDiedError,
 )
-from cluster.records.trajectory import Generated, GroupSummary, Prompt, Reward, ScoredGroup
-from cluster.roles import Replay, Rewards, Rollouts, SamplingSettings
-from cluster.rollout.in_flight import InFlightRequests
-from cluster.rollout.prefetch import PromptPrefetcher, Prompts
-from cluster.rollout.repeated_events import RepeatedEvents
-from cluster.rollout.staleness import Admission, AgeLimit, StalenessGate, StepOrder
-from cluster.runtime.error_text import in_one_line
-from cluster.workers.supervisor import background_tasks
+from mobula.cluster.records.trajectory import Generated, GroupSummary, Prompt, Reward, ScoredGroup
+from mobula.cluster.roles import Replay, Rewards, Rollouts, SamplingSettings
+from mobula.cluster.rollout.in_flight import InFlightRequests
+from mobula.cluster.rollout.prefetch import PromptPrefetcher, Prompts
+from mobula.cluster.rollout.repeated_events import RepeatedEvents
+from mobula.cluster.rollout.staleness import Admission, AgeLimit, StalenessGate, StepOrder
+from mobula.cluster.runtime.error_text import in_one_line
+from mobula.cluster.workers.supervisor import background_tasks
 
 _logger = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
-from cluster.errors import ExcludedPromptError, RewardError
-from cluster.metrics.evaluation_statistics import (
+from mobula.cluster.errors import ExcludedPromptError, RewardError
+from mobula.cluster.metrics.evaluation_statistics import (
     bootstrap_interval,
     interval_of_mean,
     ks,
@@ -18,12 +18,12 @@ from cluster.metrics.evaluation_statistics import (
     pass_at_k,
     reflection_ratios,
 )
-from cluster.metrics.informing import informing
-from cluster.metrics.step_records import HELD_OUT
-from cluster.records.trajectory import Generated, Prompt, Reward
-from cluster.roles import Rewards, Rollouts, SamplingSettings
-from cluster.rollout.dispatcher import sample_and_score
-from cluster.workers.supervisor import background_tasks
+from mobula.cluster.metrics.informing import informing
+from mobula.cluster.metrics.step_records import HELD_OUT
+from mobula.cluster.records.trajectory import Generated, Prompt, Reward
+from mobula.cluster.roles import Rewards, Rollouts, SamplingSettings
+from mobula.cluster.rollout.dispatcher import sample_and_score
+from mobula.cluster.workers.supervisor import background_tasks
 
 REFLECTION = "reflection"  # the reward component that the reflection ratios are made of
 

@@ -19,11 +19,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from cluster.errors import RolloutError
-from cluster.records.partial_response import NOTHING, Attempt, SampledSequence, TokenChunk
-from cluster.records.trajectory import EndedResponse, Prompt
-from cluster.roles import SamplingSettings
-from cluster.workers.status import InFlightSummary
+from mobula.cluster.errors import RolloutError
+from mobula.cluster.records.partial_response import NOTHING, Attempt, SampledSequence, TokenChunk
+from mobula.cluster.records.trajectory import EndedResponse, Prompt
+from mobula.cluster.roles import SamplingSettings
+from mobula.cluster.workers.status import InFlightSummary
 
 PROMPTS, TOKENS_KEPT, TOKENS_LOST = "prompts", "tokens_kept", "tokens_lost_at_most"
 

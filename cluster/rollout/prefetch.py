@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Protocol
 
-from cluster.records.trajectory import Prompt
+from mobula.cluster.records.trajectory import Prompt
 
 
 class Prompts(Protocol):

@@ -7,10 +7,10 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from cluster.metrics.files import write_atomically
-from cluster.records.trajectory import Answers, TrajectoryGroup
-from cluster.rollout.evaluation import ScoredPrompt
-from cluster.runtime.object_store import fetch
+from mobula.cluster.metrics.files import write_atomically
+from mobula.cluster.records.trajectory import Answers, TrajectoryGroup
+from mobula.cluster.rollout.evaluation import ScoredPrompt
+from mobula.cluster.runtime.object_store import fetch
 
 
 class ResponseFiles:

@@ -10,7 +10,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcon
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from cluster.errors import (
+from mobula.cluster.errors import (
     DeadlineError,
     EngineDiedError,
     ExcludedPromptError,
@@ -19,15 +19,15 @@ from cluster.errors import (
     WorkerDiedError,
     loss_kind,
 )
-from cluster.records.trajectory import Generated, Prompt
-from cluster.roles import SamplingSettings
-from cluster.runtime.vitals import Vitals
-from cluster.weight_sync.interfaces import Receiver
-from cluster.workers.restart_policy import RestartPolicy
-from cluster.workers.status import WorkerState, WorkerStatus
-from cluster.workers.supervisor import background_tasks
-from cluster.workers.suspects import Suspects
-from cluster.workers.worker_pool import Hooks, Worker, WorkerPool
+from mobula.cluster.records.trajectory import Generated, Prompt
+from mobula.cluster.roles import SamplingSettings
+from mobula.cluster.runtime.vitals import Vitals
+from mobula.cluster.weight_sync.interfaces import Receiver
+from mobula.cluster.workers.restart_policy import RestartPolicy
+from mobula.cluster.workers.status import WorkerState, WorkerStatus
+from mobula.cluster.workers.supervisor import background_tasks
+from mobula.cluster.workers.suspects import Suspects
+from mobula.cluster.workers.worker_pool import Hooks, Worker, WorkerPool
 
 _logger = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ class HealthChecks:
 
 
 class RolloutPool:
-    """Implements `cluster.roles.Rollouts`, `weight_sync.Members` and `cluster.workers.status.Scalable`.
+    """Implements `mobula.cluster.roles.Rollouts`, `weight_sync.Members` and `mobula.cluster.workers.status.Scalable`.
 
     Example:
         pool = RolloutPool(spawn, 2, release=release, policy=policy, health=health, on_lost=count)

@@ -6,9 +6,9 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
-from cluster.records.trajectory import ScoredGroup
-from cluster.roles import Reference
-from cluster.rollout.evaluation import EvaluationSchedule
+from mobula.cluster.records.trajectory import ScoredGroup
+from mobula.cluster.roles import Reference
+from mobula.cluster.rollout.evaluation import EvaluationSchedule
 
 
 class Assessor(Protocol):

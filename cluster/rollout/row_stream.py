@@ -8,14 +8,14 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any, Protocol
 
-from cluster.records.trajectory import ScoredGroup, WeightSpan
-from cluster.roles import ReplayStats
+from mobula.cluster.records.trajectory import ScoredGroup, WeightSpan
+from mobula.cluster.roles import ReplayStats
 
 NO_QUEUE = ReplayStats(num_ready=0, num_taken=0, num_bytes=0, oldest_age_s=0.0)
 
 
 class RowSource(Protocol):
-    """An endless stream of rows as groups, by value (`actors.datasets.prompts.PromptSource`)."""
+    """An endless stream of rows as groups, by value (`mobula.actors.datasets.prompts.PromptSource`)."""
 
     @property
     def cursor(self) -> int: ...
@@ -33,7 +33,7 @@ class RowStream:
     """
 
     def __init__(self, source: RowSource, put: Callable[[Any], Any], *, total_steps: int) -> None:
-        """`put` stores a group and returns what `cluster.runtime.object_store.fetch` resolves."""
+        """`put` stores a group and returns what `mobula.cluster.runtime.object_store.fetch` resolves."""
         self._source = source
         self._put = put
         self._total_steps = total_steps

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from cluster.records.trajectory import ScoredGroup
-from cluster.rollout.row_stream import RowSource, stored
+from mobula.cluster.records.trajectory import ScoredGroup
+from mobula.cluster.rollout.row_stream import RowSource, stored
 
 
 class SupervisedRows:
@@ -22,7 +22,7 @@ class SupervisedRows:
     """
 
     def __init__(self, source: RowSource, put: Callable[[Any], Any], *, rows_per_step: int, total_steps: int) -> None:
-        """`put` stores a group and returns what `cluster.runtime.object_store.fetch` resolves."""
+        """`put` stores a group and returns what `mobula.cluster.runtime.object_store.fetch` resolves."""
         self._source = source
         self._put = put
         self._rows_per_step = rows_per_step

@@ -9,7 +9,7 @@ from concurrent.futures import Executor, Future
 from queue import SimpleQueue
 from typing import Any
 
-from cluster.errors import DeadlineError
+from mobula.cluster.errors import DeadlineError
 
 
 async def run_all(*calls: Coroutine[Any, Any, Any]) -> list[Any]:

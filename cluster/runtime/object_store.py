@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from cluster.errors import DeadlineError, LostObjectError
-from cluster.runtime.vitals import ObjectStoreUse
+from mobula.cluster.errors import DeadlineError, LostObjectError
+from mobula.cluster.runtime.vitals import ObjectStoreUse
 
 if TYPE_CHECKING:
     import ray
@@ -35,7 +35,7 @@ def fetch(references: Sequence[Any], *, timeout_s: float, what: str) -> list[Any
     import ray
     from ray.exceptions import GetTimeoutError, ObjectLostError
 
-    from cluster.runtime.ray_deaths import PROCESS_GONE
+    from mobula.cluster.runtime.ray_deaths import PROCESS_GONE
 
     try:
         values = iter(ray.get(pending, timeout=timeout_s))

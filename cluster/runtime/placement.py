@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cluster.errors import PlacementError
-from configs.schema import ResourcesConfig, RunConfig, WorkerResources
-from configs.schema.rewards import SHARED_SERVICE
+from mobula.cluster.errors import PlacementError
+from mobula.configs.schema import ResourcesConfig, RunConfig, WorkerResources
+from mobula.configs.schema.rewards import SHARED_SERVICE
 
 TOGETHER = ("learner", "critic")
 """Roles whose workers are one process group, and share one booking."""

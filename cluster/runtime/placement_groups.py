@@ -25,9 +25,9 @@ from ray.util.placement_group import (
     remove_placement_group,
 )
 
-from cluster.errors import PlacementError
-from cluster.runtime.placement import TOGETHER, NodeResources, PlacedWorker, PlacementPlan, plan_placement
-from configs.schema import ResourcesConfig, WorkerResources
+from mobula.cluster.errors import PlacementError
+from mobula.cluster.runtime.placement import TOGETHER, NodeResources, PlacedWorker, PlacementPlan, plan_placement
+from mobula.configs.schema import ResourcesConfig, WorkerResources
 
 PLAN_INTERVAL_S = 0.5
 NODE_LABEL = "ray.io/node-id"
@@ -35,7 +35,7 @@ NODE_LABEL = "ray.io/node-id"
 
 @dataclass(frozen=True)
 class Booking:
-    """Reservation of one worker's resources: pass both to `cluster.runtime.ray_actors.spawn`."""
+    """Reservation of one worker's resources: pass both to `mobula.cluster.runtime.ray_actors.spawn`."""
 
     group: PlacementGroup
     bundle_index: int

@@ -22,16 +22,16 @@ import ray
 from ray.exceptions import ObjectLostError, RayError, RayTaskError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from cluster.errors import DeadlineError, WorkerDiedError, as_raised_by_role
-from cluster.runtime.error_text import COLOUR
-from cluster.runtime.gc_tuning import tune_gc
-from cluster.runtime.network import node_address, use_node_interface
-from cluster.runtime.placement import PlacedWorker
-from cluster.runtime.placement_groups import Booking
-from cluster.runtime.ray_deaths import PROCESS_GONE, actor_death
-from cluster.runtime.role_log import write_to
-from cluster.runtime.usage import VitalsMeter
-from cluster.runtime.vitals import HasEngine, Vitals
+from mobula.cluster.errors import DeadlineError, WorkerDiedError, as_raised_by_role
+from mobula.cluster.runtime.error_text import COLOUR
+from mobula.cluster.runtime.gc_tuning import tune_gc
+from mobula.cluster.runtime.network import node_address, use_node_interface
+from mobula.cluster.runtime.placement import PlacedWorker
+from mobula.cluster.runtime.placement_groups import Booking
+from mobula.cluster.runtime.ray_deaths import PROCESS_GONE, actor_death
+from mobula.cluster.runtime.role_log import write_to
+from mobula.cluster.runtime.usage import VitalsMeter
+from mobula.cluster.runtime.vitals import HasEngine, Vitals
 
 _logger = logging.getLogger(__name__)
 
@@ -125,7 +125,7 @@ def on_failure(reference: ray.ObjectRef, tell: Callable[[Exception], None], *, w
 
 
 def _as_seen_here(error: Exception, what: str, reference: ray.ObjectRef) -> Exception:
-    """Ray's errors of a call or a stream, as those of `cluster.errors`; `reference` is one of its results."""
+    """Ray's errors of a call or a stream, as those of `mobula.cluster.errors`; `reference` is one of its results."""
     match error:
         case RayTaskError() if isinstance(error.cause, Exception):
             seen = as_raised_by_role(error.cause)

@@ -15,10 +15,10 @@ from ray.exceptions import (
     WorkerCrashedError,
 )
 
-from cluster.errors import WorkerDiedError
-from cluster.failures import Failure, frames_in
-from cluster.runtime.error_text import COLOUR
-from cluster.runtime.role_log import POINTER, part_of
+from mobula.cluster.errors import WorkerDiedError
+from mobula.cluster.failures import Failure, frames_in
+from mobula.cluster.runtime.error_text import COLOUR
+from mobula.cluster.runtime.role_log import POINTER, part_of
 
 # Each says that the process of an actor is gone. Ray's memory monitor ends a process without a RayActorError.
 PROCESS_GONE = (RayActorError, OutOfMemoryError, NodeDiedError, WorkerCrashedError, LocalRayletDiedError)

@@ -12,7 +12,7 @@ from typing import Any, Protocol, Self
 import psutil
 import pynvml
 
-from cluster.runtime.vitals import EngineLoad, Vitals
+from mobula.cluster.runtime.vitals import EngineLoad, Vitals
 
 MIB = 1 << 20
 

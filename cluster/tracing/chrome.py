@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cluster.metrics.files import write_atomically
-from cluster.tracing.spans import Span
+from mobula.cluster.metrics.files import write_atomically
+from mobula.cluster.tracing.spans import Span
 
 LOOP, PROMPTS = 1, 2  # processes of the picture
 

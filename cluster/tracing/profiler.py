@@ -11,7 +11,7 @@ from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from torch.profiler import ProfilerActivity, profile
 
-from cluster.roles import UpdateReport
+from mobula.cluster.roles import UpdateReport
 
 _logger = logging.getLogger(__name__)
 

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from cluster.controller import RunMetrics, StepScope
-from cluster.records.trajectory import Generated, Prompt, Reward, ScoredGroup
-from cluster.roles import Learner, Replay, ReplayStats, Rewards, Rollouts, SamplingSettings, UpdateReport
-from cluster.tracing.spans import RunTracer, Stage
+from mobula.cluster.controller import RunMetrics, StepScope
+from mobula.cluster.records.trajectory import Generated, Prompt, Reward, ScoredGroup
+from mobula.cluster.roles import Learner, Replay, ReplayStats, Rewards, Rollouts, SamplingSettings, UpdateReport
+from mobula.cluster.tracing.spans import RunTracer, Stage
 
 OUTCOME = "outcome"
 

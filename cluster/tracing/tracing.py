@@ -7,13 +7,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol
 
-from cluster.controller import RunMetrics
-from cluster.errors import PreflightError
-from cluster.roles import Learner, Replay, Rewards, Rollouts
-from cluster.rollout.in_flight import InFlightRequests
-from cluster.tracing.chrome import ChromeTraceSink
-from cluster.tracing.spans import RunTracer, SpanSink
-from cluster.tracing.traced_roles import (
+from mobula.cluster.controller import RunMetrics
+from mobula.cluster.errors import PreflightError
+from mobula.cluster.roles import Learner, Replay, Rewards, Rollouts
+from mobula.cluster.rollout.in_flight import InFlightRequests
+from mobula.cluster.tracing.chrome import ChromeTraceSink
+from mobula.cluster.tracing.spans import RunTracer, SpanSink
+from mobula.cluster.tracing.traced_roles import (
     TracedLearner,
     TracedMetrics,
     TracedReplay,
@@ -21,7 +21,7 @@ from cluster.tracing.traced_roles import (
     TracedRollouts,
     on_attempt,
 )
-from configs.schema import TracingConfig
+from mobula.configs.schema import TracingConfig
 
 FOLDER = "traces"  # of the run folder
 SPANS_FILE = "spans.jsonl"
@@ -99,7 +99,7 @@ def build_tracing(config: TracingConfig, run: str, folder: Path) -> Tracing:
     if config.chrome_steps:
         sinks.append(ChromeTraceSink(folder / FOLDER, config.chrome_steps))
     if config.exporter != "none":
-        from cluster.tracing.telemetry import TelemetrySink, file_exporter, otlp_exporter
+        from mobula.cluster.tracing.telemetry import TelemetrySink, file_exporter, otlp_exporter
 
         is_file = config.exporter == "file"
         exporter = file_exporter(folder / FOLDER / SPANS_FILE) if is_file else otlp_exporter(config.address)

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from cluster.records.trajectory import Prompt, ScoredGroup
-from cluster.roles import SamplingSettings
+from mobula.cluster.records.trajectory import Prompt, ScoredGroup
+from mobula.cluster.roles import SamplingSettings
 
 FIRST = -1  # priority of these requests: the learner waits for them
 

@@ -7,9 +7,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from cluster.records.trajectory import Prompt
-from cluster.weight_sync.manifest import Manifest
-from cluster.weight_sync.transport import Rendezvous
+from mobula.cluster.records.trajectory import Prompt
+from mobula.cluster.weight_sync.manifest import Manifest
+from mobula.cluster.weight_sync.transport import Rendezvous
 
 
 class Sender(Protocol):

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from cluster.errors import ManifestError, PreflightError
+from mobula.cluster.errors import ManifestError, PreflightError
 
 ALIGNMENT_BYTES = 16
 ALONE_BYTES = 4 << 20

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 
 class NoReceivers:
-    """Implements `cluster.roles.Weights` where there is no rollout actor."""
+    """Implements `mobula.cluster.roles.Weights` where there is no rollout actor."""
 
     @asynccontextmanager
     async def settling(self) -> AsyncIterator[None]:

@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from cluster.runtime.network import node_address
+from mobula.cluster.runtime.network import node_address
 
 PENDING_CONNECTIONS = 128
 

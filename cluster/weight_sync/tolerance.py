@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cluster.records.trajectory import Prompt
-from cluster.weight_sync.interfaces import Sender
+from mobula.cluster.records.trajectory import Prompt
+from mobula.cluster.weight_sync.interfaces import Sender
 
 _logger = logging.getLogger(__name__)
 

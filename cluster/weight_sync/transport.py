@@ -21,12 +21,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from cluster.environment_variables import environment_variables
-from cluster.errors import WeightSyncError
-from cluster.runtime.concurrency import DaemonThread
-from cluster.weight_sync.digests import digest
-from cluster.weight_sync.manifest import Bucket, Manifest
-from cluster.weight_sync.rendezvous import join_store, wait_for_members
+from mobula.cluster.environment_variables import environment_variables
+from mobula.cluster.errors import WeightSyncError
+from mobula.cluster.runtime.concurrency import DaemonThread
+from mobula.cluster.weight_sync.digests import digest
+from mobula.cluster.weight_sync.manifest import Bucket, Manifest
+from mobula.cluster.weight_sync.rendezvous import join_store, wait_for_members
 
 ABORT_S = 10.0  # that a member waits for its own abort
 # torch's watchdog ends the process on an error or a timeout of NCCL. A group whose waits block has no watchdog, and

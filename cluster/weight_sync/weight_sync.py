@@ -12,13 +12,20 @@ from typing import Any
 
 import numpy as np
 
-from cluster.errors import CanaryError, DeadlineError, ManifestError, RolloutError, WeightSyncError, WorkerDiedError
-from cluster.records.trajectory import Prompt
-from cluster.runtime.concurrency import outcomes
-from cluster.weight_sync.interfaces import Members, Receiver, Sender
-from cluster.weight_sync.manifest import Manifest
-from cluster.weight_sync.tolerance import Gap, Tolerance
-from cluster.workers.supervisor import background_tasks
+from mobula.cluster.errors import (
+    CanaryError,
+    DeadlineError,
+    ManifestError,
+    RolloutError,
+    WeightSyncError,
+    WorkerDiedError,
+)
+from mobula.cluster.records.trajectory import Prompt
+from mobula.cluster.runtime.concurrency import outcomes
+from mobula.cluster.weight_sync.interfaces import Members, Receiver, Sender
+from mobula.cluster.weight_sync.manifest import Manifest
+from mobula.cluster.weight_sync.tolerance import Gap, Tolerance
+from mobula.cluster.workers.supervisor import background_tasks
 
 _logger = logging.getLogger(__name__)
 

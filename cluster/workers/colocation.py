@@ -23,9 +23,9 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from enum import StrEnum
 from typing import Any, Protocol
 
-from cluster.records.trajectory import Generated, Prompt, ScoredGroup
-from cluster.roles import Learner, Rollouts, SamplingSettings, UpdateReport, Weights
-from cluster.runtime.concurrency import outcomes
+from mobula.cluster.records.trajectory import Generated, Prompt, ScoredGroup
+from mobula.cluster.roles import Learner, Rollouts, SamplingSettings, UpdateReport, Weights
+from mobula.cluster.runtime.concurrency import outcomes
 
 _logger = logging.getLogger(__name__)
 

@@ -17,11 +17,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import asynccontextmanager
 from typing import Any
 
-from cluster.errors import MobulaError
-from cluster.roles import ReplayStats
-from cluster.runtime.ray_actors import answer
-from cluster.runtime.vitals import ObjectStoreUse
-from cluster.workers.status import (
+from mobula.cluster.errors import MobulaError
+from mobula.cluster.roles import ReplayStats
+from mobula.cluster.runtime.ray_actors import answer
+from mobula.cluster.runtime.vitals import ObjectStoreUse
+from mobula.cluster.workers.status import (
     MAX_WORKERS,
     InFlightSummary,
     Progress,
@@ -31,7 +31,7 @@ from cluster.workers.status import (
     ScaleRequest,
     WorkerStatus,
 )
-from cluster.workers.supervisor import background_tasks
+from mobula.cluster.workers.supervisor import background_tasks
 
 _logger = logging.getLogger(__name__)
 

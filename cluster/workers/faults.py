@@ -15,10 +15,10 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from cluster.errors import DeadlineError, EngineDiedError, EngineLostError, WorkerDiedError, loss_kind
-from cluster.failures import at_frames, frames_in
-from cluster.runtime.error_text import COLOUR, in_one_line
-from cluster.workers.status import Progress
+from mobula.cluster.errors import DeadlineError, EngineDiedError, EngineLostError, WorkerDiedError, loss_kind
+from mobula.cluster.failures import at_frames, frames_in
+from mobula.cluster.runtime.error_text import COLOUR, in_one_line
+from mobula.cluster.workers.status import Progress
 
 _logger = logging.getLogger(__name__)
 

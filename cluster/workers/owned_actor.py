@@ -9,8 +9,8 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayTaskError
 
-from cluster.errors import DeadlineError, PreflightError, as_raised_by_role
-from cluster.runtime.ray_deaths import PROCESS_GONE, actor_death
+from mobula.cluster.errors import DeadlineError, PreflightError, as_raised_by_role
+from mobula.cluster.runtime.ray_deaths import PROCESS_GONE, actor_death
 
 
 class OwnedActor:

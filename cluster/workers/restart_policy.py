@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
-from cluster.errors import DeadlineError, PlacementError, WorkerDiedError
-from cluster.workers.status import WorkerStatus
+from mobula.cluster.errors import DeadlineError, PlacementError, WorkerDiedError
+from mobula.cluster.workers.status import WorkerStatus
 
 MAX_EQUAL = 3  # failures in a row with one cause, at one position, before no further restart is tried
 

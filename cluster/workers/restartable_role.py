@@ -7,9 +7,9 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Hashable
 from typing import Any, TypeVar
 
-from cluster.errors import DeadlineError, RestartLoopError, WorkerDiedError
-from cluster.workers.faults import report_loss
-from cluster.workers.restart_policy import MAX_EQUAL, RepeatedCause, RestartBudget
+from mobula.cluster.errors import DeadlineError, RestartLoopError, WorkerDiedError
+from mobula.cluster.workers.faults import report_loss
+from mobula.cluster.workers.restart_policy import MAX_EQUAL, RepeatedCause, RestartBudget
 
 T = TypeVar("T")
 ROLE_LOST = (WorkerDiedError, DeadlineError)

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol
 
-from cluster.runtime.vitals import ObjectStoreUse, Vitals
+from mobula.cluster.runtime.vitals import ObjectStoreUse, Vitals
 
 if TYPE_CHECKING:
-    from cluster.roles import ReplayStats
+    from mobula.cluster.roles import ReplayStats
 
 
 MAX_WORKERS = 10_000  # of one role: beyond it a number is a slip of the hand
@@ -24,7 +24,7 @@ class WorkerState(StrEnum):
     SERVING = "serving"
     DRAINING = "draining"  # it was scaled away: it finishes its work in flight and takes no new work
     WAITING = "waiting"  # it was lost, and is restarted after its backoff
-    QUARANTINED = "quarantined"  # no restart is left: see `cluster.workers.restart_policy`
+    QUARANTINED = "quarantined"  # no restart is left: see `mobula.cluster.workers.restart_policy`
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from dataclasses import dataclass
 from typing import Protocol
 
-from cluster.errors import DeadlineError, WorkerDiedError
+from mobula.cluster.errors import DeadlineError, WorkerDiedError
 
 _logger = logging.getLogger(__name__)
 

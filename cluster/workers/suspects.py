@@ -8,11 +8,11 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from cluster.errors import EngineDiedError, ExcludedPromptError, RestartLoopError, WorkerDiedError
-from cluster.failures import Failure
-from cluster.records.trajectory import Prompt
-from cluster.workers.fault_patterns import MAX_PUSHES, AfterPushes, Death, FaultPatterns, OnePrompt
-from cluster.workers.faults import cause_of
+from mobula.cluster.errors import EngineDiedError, ExcludedPromptError, RestartLoopError, WorkerDiedError
+from mobula.cluster.failures import Failure
+from mobula.cluster.records.trajectory import Prompt
+from mobula.cluster.workers.fault_patterns import MAX_PUSHES, AfterPushes, Death, FaultPatterns, OnePrompt
+from mobula.cluster.workers.faults import cause_of
 
 _logger = logging.getLogger(__name__)
 

@@ -9,12 +9,12 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from cluster.errors import DeadlineError, LostReplyError, PreflightError, StuckError, WorkerDiedError
-from cluster.runtime.ray_actors import answer
-from cluster.runtime.vitals import Vitals
-from cluster.workers.restart_policy import RestartPolicy
-from cluster.workers.status import WorkerState
-from cluster.workers.worker_pool import Hooks, Worker, WorkerPool
+from mobula.cluster.errors import DeadlineError, LostReplyError, PreflightError, StuckError, WorkerDiedError
+from mobula.cluster.runtime.ray_actors import answer
+from mobula.cluster.runtime.vitals import Vitals
+from mobula.cluster.workers.restart_policy import RestartPolicy
+from mobula.cluster.workers.status import WorkerState
+from mobula.cluster.workers.worker_pool import Hooks, Worker, WorkerPool
 
 Lost = WorkerDiedError | DeadlineError | StuckError
 

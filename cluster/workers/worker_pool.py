@@ -4,7 +4,7 @@
                            SERVING -> (scaled away) DRAINING -> removed
 
 A lost worker is restarted after a pause, within its restart budget. Which worker gets which work is decided by the
-user of the pool: `cluster.workers.work_queue.WorkQueue` and `cluster.rollout.rollout_pool.RolloutPool`.
+user of the pool: `mobula.cluster.workers.work_queue.WorkQueue` and `mobula.cluster.rollout.rollout_pool.RolloutPool`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from cluster.errors import WorkerDiedError
-from cluster.runtime.concurrency import run_all
-from cluster.runtime.vitals import Vitals
-from cluster.workers.faults import report_loss
-from cluster.workers.restart_policy import MAX_EQUAL, RepeatedCause, RestartBudget, RestartPolicy
-from cluster.workers.status import WorkerState, WorkerStatus
+from mobula.cluster.errors import WorkerDiedError
+from mobula.cluster.runtime.concurrency import run_all
+from mobula.cluster.runtime.vitals import Vitals
+from mobula.cluster.workers.faults import report_loss
+from mobula.cluster.workers.restart_policy import MAX_EQUAL, RepeatedCause, RestartBudget, RestartPolicy
+from mobula.cluster.workers.status import WorkerState, WorkerStatus
 
 _logger = logging.getLogger(__name__)
 

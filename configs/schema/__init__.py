@@ -1,20 +1,20 @@
 """The schema of a run's configuration."""
 
-from configs.schema.algorithm import AlgorithmConfig, CriticConfig, KLConfig, OverAgeConfig
-from configs.schema.data import DataConfig, DataKind
-from configs.schema.environment import EnvironmentConfig
-from configs.schema.learner import LearnerConfig, WarmStartConfig
-from configs.schema.offline import DPOConfig, OfflineConfig, RewardModelConfig
-from configs.schema.resources import ResourcesConfig, WorkerResources
-from configs.schema.rewards import Gate, Recipe, RewardComponent, RewardPoolConfig, RewardsConfig
-from configs.schema.rollout import (
+from mobula.configs.schema.algorithm import AlgorithmConfig, CriticConfig, KLConfig, OverAgeConfig
+from mobula.configs.schema.data import DataConfig, DataKind
+from mobula.configs.schema.environment import EnvironmentConfig
+from mobula.configs.schema.learner import LearnerConfig, WarmStartConfig
+from mobula.configs.schema.offline import DPOConfig, OfflineConfig, RewardModelConfig
+from mobula.configs.schema.resources import ResourcesConfig, WorkerResources
+from mobula.configs.schema.rewards import Gate, Recipe, RewardComponent, RewardPoolConfig, RewardsConfig
+from mobula.configs.schema.rollout import (
     LoRAConfig,
     PolicyConfig,
     ReferenceConfig,
     SamplerConfig,
     SamplerKind,
 )
-from configs.schema.run import (
+from mobula.configs.schema.run import (
     CheckpointConfig,
     ConcurrencyConfig,
     EvaluationConfig,

@@ -10,16 +10,16 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from configs.schema.algorithm_agreement import ALGORITHM_RULES
-from configs.schema.data import DataKind, data_contradictions
-from configs.schema.flow_agreement import FLOW_RULES, IMAGE_TOKEN_RULES
-from configs.schema.offline_agreement import OFFLINE_RULES
-from configs.schema.resources import REWARD_SERVICE
-from configs.schema.rewards import SHARED_SERVICE, reward_contradictions
-from configs.schema.rollout import SamplerKind
+from mobula.configs.schema.algorithm_agreement import ALGORITHM_RULES
+from mobula.configs.schema.data import DataKind, data_contradictions
+from mobula.configs.schema.flow_agreement import FLOW_RULES, IMAGE_TOKEN_RULES
+from mobula.configs.schema.offline_agreement import OFFLINE_RULES
+from mobula.configs.schema.resources import REWARD_SERVICE
+from mobula.configs.schema.rewards import SHARED_SERVICE, reward_contradictions
+from mobula.configs.schema.rollout import SamplerKind
 
 if TYPE_CHECKING:
-    from configs.schema.run import RunConfig
+    from mobula.configs.schema.run import RunConfig
 
 Rule = Callable[["RunConfig"], str | None]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from configs.schema.base import Field, PositiveFloat, PositiveInt, Section
+from mobula.configs.schema.base import Field, PositiveFloat, PositiveInt, Section
 
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 ClipLow = Annotated[float, Field(ge=0, le=1)]

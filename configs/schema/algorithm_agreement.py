@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from configs.schema.algorithm import TURNWISE, VALUED, WHITENED
+from mobula.configs.schema.algorithm import TURNWISE, VALUED, WHITENED
 
 if TYPE_CHECKING:
-    from configs.schema.run import RunConfig
+    from mobula.configs.schema.run import RunConfig
 
 ENVIRONMENT = "environment"  # the reward function that reads what an environment paid
 

@@ -1,6 +1,6 @@
 """The base of every configuration section: frozen, typed, unknown keys refused; and the types of bounded fields.
 
-They are pydantic's, or where it is not installed those of `configs.unvalidated`.
+They are pydantic's, or where it is not installed those of `mobula.configs.unvalidated`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ try:
     )
     from pydantic_core import PydanticCustomError
 except ModuleNotFoundError:  # a GPU machine without this project's environment, where `deploy.tools.gpu_check` runs
-    from configs.unvalidated import (  # type: ignore[assignment]
+    from mobula.configs.unvalidated import (  # type: ignore[assignment]
         BaseModel,
         BeforeValidator,
         ConfigDict,

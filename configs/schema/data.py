@@ -7,7 +7,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from configs.schema.base import NOT_EMPTY, Field, PositiveFloat, PositiveInt, Section
+from mobula.configs.schema.base import NOT_EMPTY, Field, PositiveFloat, PositiveInt, Section
 
 
 class DataKind(StrEnum):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from configs.schema.base import NOT_EMPTY, Field, NonNegativeFloat, NonNegativeInt, PositiveInt, Section
+from mobula.configs.schema.base import NOT_EMPTY, Field, NonNegativeFloat, NonNegativeInt, PositiveInt, Section
 
 Seconds = Annotated[float, Field(gt=0, le=3600)]
 

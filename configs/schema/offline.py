@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from configs.schema.base import Field, NonNegativeFloat, PositiveFloat, PositiveInt, Section
+from mobula.configs.schema.base import Field, NonNegativeFloat, PositiveFloat, PositiveInt, Section
 
 
 class RewardModelConfig(Section):

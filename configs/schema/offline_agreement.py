@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from configs.schema.data import CONVERSATIONS
+from mobula.configs.schema.data import CONVERSATIONS
 
 if TYPE_CHECKING:
-    from configs.schema.run import RunConfig
+    from mobula.configs.schema.run import RunConfig
 
 
 def _rows_fit_the_job(config: RunConfig) -> str | None:

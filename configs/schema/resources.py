@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from configs.schema.base import Field, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from mobula.configs.schema.base import Field, NonNegativeInt, PositiveFloat, PositiveInt, Section
 
 REWARD_SERVICE = "reward."
 """Opens the name of the role that a service of `reward_services` is."""

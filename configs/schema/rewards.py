@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from graphlib import CycleError, TopologicalSorter
 from typing import Annotated, Any, Literal, TypeVar
 
-from configs.schema.base import Field, NonNegativeInt, PositiveInt, Section
+from mobula.configs.schema.base import Field, NonNegativeInt, PositiveInt, Section
 
 T = TypeVar("T")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Literal
 
-from configs.schema.base import NOT_EMPTY, Field, PositiveFloat, PositiveInt, Section
+from mobula.configs.schema.base import NOT_EMPTY, Field, PositiveFloat, PositiveInt, Section
 
 
 class LoRAConfig(Section):

@@ -6,16 +6,16 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Literal
 
-from configs.schema.agreement import contradictions
-from configs.schema.algorithm import AlgorithmConfig
-from configs.schema.base import NOT_EMPTY, ByDtype, Field, PositiveInt, Section, model_validator
-from configs.schema.data import AUTO_SUFFIX, BOXED_SUFFIX, DataConfig
-from configs.schema.environment import EnvironmentConfig
-from configs.schema.learner import LearnerConfig, WarmStartConfig
-from configs.schema.offline import OfflineConfig
-from configs.schema.resources import ResourcesConfig
-from configs.schema.rewards import RewardsConfig
-from configs.schema.rollout import PolicyConfig, ReferenceConfig, SamplerConfig
+from mobula.configs.schema.agreement import contradictions
+from mobula.configs.schema.algorithm import AlgorithmConfig
+from mobula.configs.schema.base import NOT_EMPTY, ByDtype, Field, PositiveInt, Section, model_validator
+from mobula.configs.schema.data import AUTO_SUFFIX, BOXED_SUFFIX, DataConfig
+from mobula.configs.schema.environment import EnvironmentConfig
+from mobula.configs.schema.learner import LearnerConfig, WarmStartConfig
+from mobula.configs.schema.offline import OfflineConfig
+from mobula.configs.schema.resources import ResourcesConfig
+from mobula.configs.schema.rewards import RewardsConfig
+from mobula.configs.schema.rollout import PolicyConfig, ReferenceConfig, SamplerConfig
 
 MAX_SECONDS = 30 * 24 * 3600  # what waits longer than a month hangs; timers deep inside overflow somewhere beyond it
 

@@ -1,6 +1,6 @@
-"""`python -m deploy.cli`: the `mobula` command."""
+"""`python -m mobula.deploy.cli`: the `mobula` command."""
 
-from deploy.cli import main
+from mobula.deploy.cli import main
 
 if __name__ == "__main__":
     main()

@@ -17,17 +17,17 @@ from typing import Annotated
 
 import typer
 
-from cluster.errors import PreflightError
-from cluster.workers.status import MAX_WORKERS
-from configs.errors import ConfigError
-from deploy.cli.data_commands import data
-from deploy.cli.environment_commands import play, rollout, serve_environment, serve_policy, verifiers
-from deploy.cli.errors import FAILED, explained
-from deploy.cli.gpu_check_command import gpu_check
-from deploy.cli.job_commands import Auth, AuthOption, list_jobs, logs, stop, submit
-from deploy.cli.lmms_eval_command import lmms_eval
-from deploy.host.authentication import set_auth
-from deploy.host.terminal import open_missing_streams, outlive_output, terminal, write_any_text
+from mobula.cluster.errors import PreflightError
+from mobula.cluster.workers.status import MAX_WORKERS
+from mobula.configs.errors import ConfigError
+from mobula.deploy.cli.data_commands import data
+from mobula.deploy.cli.environment_commands import play, rollout, serve_environment, serve_policy, verifiers
+from mobula.deploy.cli.errors import FAILED, explained
+from mobula.deploy.cli.gpu_check_command import gpu_check
+from mobula.deploy.cli.job_commands import Auth, AuthOption, list_jobs, logs, stop, submit
+from mobula.deploy.cli.lmms_eval_command import lmms_eval
+from mobula.deploy.host.authentication import set_auth
+from mobula.deploy.host.terminal import open_missing_streams, outlive_output, terminal, write_any_text
 
 app = typer.Typer(
     help="RL post-training of vision-language models on a Ray actor/learner cluster.",
@@ -92,7 +92,7 @@ def about(
 def main() -> None:
     """Entry point of the `mobula` script."""
     if any(name.lower().endswith("_proxy") for name in os.environ):
-        from cluster.proxies import bypass_loopback
+        from mobula.cluster.proxies import bypass_loopback
 
         bypass_loopback(os.environ)  # also for Ray's dashboard, and for whatever the command starts
     open_missing_streams()
@@ -104,11 +104,11 @@ def main() -> None:
 @app.command()
 def train(overrides: Overrides = None) -> None:
     """Train: warm start, evaluation, RL or an offline job, evaluation, report."""
-    from configs.load import load_config
+    from mobula.configs.load import load_config
 
     with explained():
         config = load_config(overrides or [])
-        from deploy.run import runtime
+        from mobula.deploy.run import runtime
 
         raise typer.Exit(runtime.train(config))
 
@@ -144,16 +144,16 @@ def evaluate(
     batch_size: Annotated[int, typer.Option(min=1, help="With --compare: prompts at a time.")] = 1,
 ) -> None:
     """Score a policy on the held-out split, and on the suites of an evaluation scheme."""
-    from configs.load import load_config
+    from mobula.configs.load import load_config
 
     with explained():
         config = load_config([*([f"evaluation={scheme}"] if scheme else []), *(overrides or [])])
         if compare_with is not None:
-            from deploy.tools.policy import compare_samplers
+            from mobula.deploy.tools.policy import compare_samplers
 
             options = compare_samplers.ComparisonOptions(prompts, batch_size, runs)
             raise typer.Exit(compare_samplers.compare(config, options, output or Path(), terminal(soft_wrap=True)))
-        from deploy.run import runtime
+        from mobula.deploy.run import runtime
 
         raise typer.Exit(runtime.evaluate(config, output))
 
@@ -170,7 +170,7 @@ def compare(
 ) -> None:
     """Compare runs on one page: curves, intervals and a table."""
     with explained():
-        from deploy.tools.compare import compare as write
+        from mobula.deploy.tools.compare import compare as write
 
         write(runs, output, json, by_epoch, terminal())
 
@@ -183,7 +183,7 @@ def benchmark_model(
 ) -> None:
     """Let models answer the held-out split: quality, samples/s, latencies, and use of GPUs or CPUs."""
     with explained():
-        from deploy.tools.model_benchmark import benchmark
+        from mobula.deploy.tools.model_benchmark import benchmark
 
         raise typer.Exit(benchmark(models, override or [], folder, terminal()))
 
@@ -199,11 +199,11 @@ def status(
 ) -> None:
     """Show what a run that goes on does: phase, queue, workers."""
     with explained():
-        from deploy.run.run_client import find_run, read_status
+        from mobula.deploy.run.run_client import find_run, read_status
 
         set_auth(auth.value)
         found = read_status(find_run(name, run, address), timeout)
-    from deploy.tools.status_view import as_json, as_table
+    from mobula.deploy.tools.status_view import as_json, as_table
 
     if json:
         terminal(soft_wrap=True).print(as_json(found), markup=False, highlight=False)
@@ -222,8 +222,8 @@ def top(
 ) -> None:
     """Watch a run that goes on: phase, speed, time left, queue, workers and their versions."""
     with explained("the run goes on"):
-        from deploy.run.run_client import find_run
-        from deploy.tools.top import show_top
+        from mobula.deploy.run.run_client import find_run
+        from mobula.deploy.tools.top import show_top
 
         set_auth(auth.value)
         console = terminal()
@@ -244,7 +244,7 @@ def scale(
 ) -> None:
     """Give roles of a run that goes on more or fewer workers; workers that leave finish their work first."""
     with explained():
-        from deploy.run import run_client
+        from mobula.deploy.run import run_client
 
         set_auth(auth.value)
         wanted, name = _parse_scale(words)
@@ -267,12 +267,12 @@ def replay(
     ] = False,
 ) -> None:
     """Train a learner on a run's recorded steps, without rollouts; single keys may be set otherwise."""
-    from cluster.metrics.report.run_folder import CONFIG_FILE
-    from configs.load import load_resolved
+    from mobula.cluster.metrics.report.run_folder import CONFIG_FILE
+    from mobula.configs.load import load_resolved
 
     with explained():
         config = load_resolved(run_folder / CONFIG_FILE, overrides or [])
-        from deploy.tools import replay as replaying
+        from mobula.deploy.tools import replay as replaying
 
         raise typer.Exit((replaying.score if score else replaying.replay)(run_folder, config))
 
@@ -283,7 +283,7 @@ def report(
 ) -> None:
     """Write report.html of a run that is over again, also of one whose driver was killed and left none."""
     with explained():
-        from deploy.run.run_report import report_again
+        from mobula.deploy.run.run_report import report_again
 
         path = report_again(run)
     terminal(soft_wrap=True).print(f"report: {path}", markup=False, highlight=False)
@@ -302,7 +302,7 @@ def export(
 ) -> None:
     """Write the policy of a run's checkpoint for transformers, PEFT and others; the run may go on."""
     with explained():
-        from deploy.tools import export as exporting
+        from mobula.deploy.tools import export as exporting
 
         raise typer.Exit(exporting.export(run, step, merge=merge, ema=ema, dtype=dtype, output=output))
 
@@ -332,8 +332,8 @@ def score(
 ) -> None:
     """Score recorded responses without a run: component averages, false passes, best and worst."""
     with explained():
-        from deploy.tools import score as scoring
-        from rewards.offline.options import ScoreOptions, parse_weights
+        from mobula.deploy.tools import score as scoring
+        from mobula.rewards.offline.options import ScoreOptions, parse_weights
 
         try:
             weights = parse_weights(weight or [])
@@ -355,7 +355,7 @@ def corrupt(
 ) -> None:
     """Make responses of five known kinds, good and flawed, to see what a scoring catches."""
     with explained():
-        from deploy.tools import score as scoring
+        from mobula.deploy.tools import score as scoring
 
         raise typer.Exit(scoring.corrupt(source, target, terminal()))
 
@@ -375,13 +375,13 @@ def plan(
     auth: AuthOption = Auth.DISABLED,
 ) -> None:
     """Show which worker would run where, what memory each one takes, and whether it fits."""
-    from configs.load import load_config
+    from mobula.configs.load import load_config
 
     with explained():
         config = load_config(overrides or [], is_complete=False)
         if address is not None:
             set_auth(auth.value)
-        from deploy.planning.plan_command import show_plan
+        from mobula.deploy.planning.plan_command import show_plan
 
         show_plan(config, terminal(soft_wrap=False), address=address, short=nodes, file=cluster)
 
@@ -389,7 +389,7 @@ def plan(
 @app.command()
 def show_config(overrides: Overrides = None) -> None:
     """Print the whole configuration as YAML, every group and override resolved."""
-    from configs.load import dump_config, load_config
+    from mobula.configs.load import dump_config, load_config
 
     with explained():
         config = load_config(overrides or [], is_complete=False)
@@ -409,10 +409,10 @@ def init_model(
     with explained():
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise ConfigError(f"{folder} is there and not an empty folder: give another folder, or remove it first")
-        from learner.policies.flow.tiny import TINY_FLOW, write_tiny_flow
-        from learner.policies.image_tokens.tiny import TINY_JANUS, write_tiny_janus
-        from learner.policies.pretrained import PRETRAINED
-        from learner.policies.tiny import TINY, write_tiny
+        from mobula.learner.policies.flow.tiny import TINY_FLOW, write_tiny_flow
+        from mobula.learner.policies.image_tokens.tiny import TINY_JANUS, write_tiny_janus
+        from mobula.learner.policies.pretrained import PRETRAINED
+        from mobula.learner.policies.tiny import TINY, write_tiny
 
         name, drawing = model.removeprefix("tiny-"), (*TINY_FLOW, TINY_JANUS)
         if model not in PRETRAINED and (name == model or name not in (*TINY, *drawing)):
@@ -456,7 +456,7 @@ def serve_rewards(
     """Serve reward functions over HTTP until stopped."""
     console = terminal(soft_wrap=True)
     with explained():
-        from deploy.tools import serve_rewards as serving
+        from mobula.deploy.tools import serve_rewards as serving
 
         token = serving.read_token(token_env, token_file)
         options = serving.ServeRewardsOptions(
@@ -491,16 +491,16 @@ def doctor(
             set_auth(auth.value)
     if leftovers or free:
         with explained():
-            from deploy.tools.leftovers_view import show_leftovers
+            from mobula.deploy.tools.leftovers_view import show_leftovers
 
             num_left = show_leftovers([*(free or []), *(overrides or [])], address, terminal(soft_wrap=True))
         if num_left:
             raise typer.Exit(FAILED)
         return
-    from configs.load import load_config
-    from deploy.tools.doctor.checkpoint import check_checkpoint
-    from deploy.tools.doctor.cluster import examine_cluster
-    from deploy.tools.doctor.this_machine import Verdict, examine
+    from mobula.configs.load import load_config
+    from mobula.deploy.tools.doctor.checkpoint import check_checkpoint
+    from mobula.deploy.tools.doctor.cluster import examine_cluster
+    from mobula.deploy.tools.doctor.this_machine import Verdict, examine
 
     colours = {Verdict.OK: "green", Verdict.WARNING: "yellow", Verdict.MISSING: "red"}
     console = terminal(soft_wrap=True)
@@ -534,8 +534,8 @@ app.command("list")(list_jobs)
 
 def _train_offline(job: str, overrides: Sequence[str]) -> None:
     """Train with the experiment of a job, or another experiment of the same job that `overrides` name."""
-    from configs.load import load_config
-    from configs.words import overridden
+    from mobula.configs.load import load_config
+    from mobula.configs.words import overridden
 
     with explained():
         words = overridden([f"experiment={job}"], overrides)

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from deploy.cli.errors import explained
-from deploy.host.terminal import terminal
+from mobula.deploy.cli.errors import explained
+from mobula.deploy.host.terminal import terminal
 
 data = typer.Typer(help="Look at a data set, or write it in another form.", no_args_is_help=True)
 
@@ -26,11 +26,11 @@ def inspect(
     samples: Annotated[int, typer.Option(min=0, help="Samples that are shown.")] = 24,
 ) -> None:
     """Write a page of samples, lengths, labels, and what is skipped and why; with policy.model=, lengths are tokens."""
-    from configs.load import load_config
+    from mobula.configs.load import load_config
 
     with explained():
         config = load_config(overrides or [], is_complete=False)
-        from deploy.tools.data import inspect as inspecting
+        from mobula.deploy.tools.data import inspect as inspecting
 
         raise typer.Exit(inspecting.inspect(config, split, output, samples, terminal()))
 
@@ -43,11 +43,11 @@ def convert(
     split: Annotated[list[str] | None, typer.Option(help="A split to write, again for more; else all three.")] = None,
 ) -> None:
     """Write the rows of a data set for another reader; pictures come along."""
-    from configs.load import load_config
+    from mobula.configs.load import load_config
 
     with explained():
         config = load_config(overrides or [], is_complete=False)
-        from deploy.tools.data import convert as converting
+        from mobula.deploy.tools.data import convert as converting
 
         splits = split or ["train", "validation", "test"]
         raise typer.Exit(converting.convert(config, output, to, splits, terminal()))

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from deploy.cli.errors import explained
-from deploy.host.terminal import terminal
+from mobula.deploy.cli.errors import explained
+from mobula.deploy.host.terminal import terminal
 
 Overrides = Annotated[
     list[str] | None,
@@ -29,7 +29,7 @@ def play(
 ) -> None:
     """Play an environment in the terminal; see its pictures and rewards as the policy does."""
     with explained("the game is over"):
-        from deploy.tools.environments import play as playing
+        from mobula.deploy.tools.environments import play as playing
 
         config = playing.play_config(environment, overrides or [], policy)
         playing.start(config, seed=seed, plays_itself=watch, has_policy=policy is not None, console=terminal())
@@ -51,7 +51,7 @@ def rollout(
     ),
 ) -> None:
     """Let policy.model play or answer held-out episodes, and write down turns, pictures and rewards."""
-    from configs.load import load_config
+    from mobula.configs.load import load_config
 
     short = {
         "sampler.temperature": temperature,
@@ -61,7 +61,7 @@ def rollout(
     with explained("nothing is written"):
         words = [f"{key}={value}" for key, value in short.items() if value is not None]
         config = load_config([*(overrides or []), *words])
-        from deploy.tools.policy import rollout as rolling
+        from mobula.deploy.tools.policy import rollout as rolling
 
         options = rolling.RolloutOptions(episodes, batch_size, top_p, top_k)
         raise typer.Exit(rolling.rollout(config, options, output, terminal(soft_wrap=True)))
@@ -76,12 +76,12 @@ def serve_environment(
     idle: Annotated[float, typer.Option(min=1, help="Seconds after which a session without calls ends.")] = 600.0,
 ) -> None:
     """Serve the configured environment over HTTP until stopped, for runs with environment.host=remote."""
-    from configs.load import load_config
+    from mobula.configs.load import load_config
 
     with explained("the server has stopped"):
         config = load_config(["data=environment", "rewards=environment", *(overrides or [])], is_complete=False)
-        from deploy.tools.environments import serve_environment as serving
-        from deploy.tools.serve_rewards import read_token
+        from mobula.deploy.tools.environments import serve_environment as serving
+        from mobula.deploy.tools.serve_rewards import read_token
 
         options = serving.ServeEnvironmentOptions(host, port, read_token(token_env, token_file), idle)
         console = terminal(soft_wrap=True)
@@ -100,12 +100,12 @@ def serve_policy(
     siblings: Annotated[int, typer.Option(min=1, help="Sessions of one task that make a group.")] = 8,
 ) -> None:
     """Serve policy.model to agent programs: OpenAI's chat completions with exact token ids and log-probs."""
-    from configs.load import load_config
+    from mobula.configs.load import load_config
 
     with explained("the server has stopped"):
         config = load_config(["sampler=huggingface", *(overrides or [])], is_complete=False)
-        from deploy.tools.policy import serve_policy as serving
-        from deploy.tools.serve_rewards import read_token
+        from mobula.deploy.tools.policy import serve_policy as serving
+        from mobula.deploy.tools.serve_rewards import read_token
 
         options = serving.ServePolicyOptions(host, port, read_token(token_env, token_file), capture, siblings)
         console = terminal(soft_wrap=True)
@@ -122,13 +122,13 @@ def verifiers(
     token_file: TokenFile = None,
 ) -> None:
     """Play a verifiers environment against `mobula serve-policy`, which keeps its calls as trajectories."""
-    from configs.load import load_config
+    from mobula.configs.load import load_config
 
     with explained("sessions that have ended are kept"):
         words = ["environment=verifiers", "data=environment", "rewards=environment", *(overrides or [])]
         config = load_config(words, is_complete=False)
-        from deploy.tools.policy import verifiers as rolling
-        from deploy.tools.serve_rewards import read_token
+        from mobula.deploy.tools.policy import verifiers as rolling
+        from mobula.deploy.tools.serve_rewards import read_token
 
         options = rolling.VerifiersOptions(endpoint, read_token(token_env, token_file), tasks, siblings, concurrency)
         raise typer.Exit(rolling.roll(config, options, terminal(soft_wrap=True)))

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import typer
 
-from cluster.errors import MobulaError, PreflightError
-from configs.errors import ConfigError
-from deploy.host.terminal import terminal
-from deploy.run.logs import log_failure
+from mobula.cluster.errors import MobulaError, PreflightError
+from mobula.configs.errors import ConfigError
+from mobula.deploy.host.terminal import terminal
+from mobula.deploy.run.logs import log_failure
 
 FAILED = 1
 USER_ERROR = 2

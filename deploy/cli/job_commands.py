@@ -12,9 +12,9 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from cluster.errors import PreflightError
-from deploy.cli.errors import explained
-from deploy.host.terminal import terminal
+from mobula.cluster.errors import PreflightError
+from mobula.deploy.cli.errors import explained
+from mobula.deploy.host.terminal import terminal
 
 JOB_GOES_ON = "the job goes on; `mobula logs ID` follows it and `mobula stop ID` ends it"
 CLOSE_S = 60  # that a stopped run has besides to close its roles and to write its report
@@ -58,8 +58,8 @@ def submit(
     follow: Annotated[bool, typer.Option("--follow/--no-follow", help="Show its log, and end as it ends.")] = True,
 ) -> None:
     """Train as a job of a Ray cluster; sent again under the same name it resumes. Ends with the job's exit code."""
-    from configs.load import load_config
-    from deploy.jobs.client import Jobs, check_address
+    from mobula.configs.load import load_config
+    from mobula.deploy.jobs.client import Jobs, check_address
 
     with explained(JOB_GOES_ON):
         config = load_config(overrides or [])
@@ -68,8 +68,8 @@ def submit(
         if bad := [name for name, equals, _ in pairs if not (name and equals)]:
             raise PreflightError(f"--env {bad[0]}: write NAME=VALUE")
         jobs = Jobs(address, auth.value)
-        from deploy.jobs.submit import Submission
-        from deploy.jobs.submit import submit as send
+        from mobula.deploy.jobs.submit import Submission
+        from mobula.deploy.jobs.submit import submit as send
 
         variables = {name: value for name, _, value in pairs}
         wait_s = stop_wait or math.ceil(config.timeouts.stop_checkpoint_s) + CLOSE_S
@@ -88,7 +88,7 @@ def stop(
     timeout: Annotated[float, typer.Option(min=1, help="Seconds to wait for its end.")] = 180.0,
 ) -> None:
     """Stop a job in good order: it writes a checkpoint, which a resubmission goes on from, summary and report."""
-    from deploy.jobs.client import Jobs, check_address
+    from mobula.deploy.jobs.client import Jobs, check_address
 
     with explained(JOB_GOES_ON):
         check_address(address)
@@ -104,7 +104,7 @@ def logs(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Until the job ends, and end as it ends.")] = False,
 ) -> None:
     """Show what a job printed."""
-    from deploy.jobs.client import Jobs, check_address
+    from mobula.deploy.jobs.client import Jobs, check_address
 
     with explained(JOB_GOES_ON):
         check_address(address)
@@ -116,7 +116,7 @@ def logs(
 
 def list_jobs(address: Address, auth: AuthOption = Auth.DISABLED) -> None:
     """List the jobs of a Ray cluster, the newest first."""
-    from deploy.jobs.client import Jobs, check_address
+    from mobula.deploy.jobs.client import Jobs, check_address
 
     with explained(JOB_GOES_ON):
         check_address(address)

@@ -11,8 +11,8 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from deploy.cli.errors import explained
-from deploy.host.terminal import terminal
+from mobula.deploy.cli.errors import explained
+from mobula.deploy.host.terminal import terminal
 
 CACHE = Path("data/lmms-eval")
 OUTPUT = Path("runs/lmms-eval")
@@ -60,8 +60,8 @@ def lmms_eval(
     """Evaluate a model with the public harness lmms-eval, in its own environment (`make harness`)."""
     console = terminal(soft_wrap=True)
     with explained("what was scored until now is in the run's log alone; run it again"):
-        from deploy.host.machine import this_machine
-        from deploy.tools import lmms_eval as harness
+        from mobula.deploy.host.machine import this_machine
+        from mobula.deploy.tools import lmms_eval as harness
 
         asked = harness.LmmsEval(
             model=model,

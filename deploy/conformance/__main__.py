@@ -1,4 +1,4 @@
-"""Measure families and write docs/models.md: `python -m deploy.conformance [NAME ...]`.
+"""Measure families and write docs/models.md: `python -m mobula.deploy.conformance [NAME ...]`.
 
 Without names all tiny models are measured; `NAME+tied` ties the embeddings. `--trained RUN_FOLDER` records a finished
 run. Reports and records are kept in data/conformance, and the page has all that lie there.
@@ -14,10 +14,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from deploy.conformance.measure import REPORT, TIED, Report, read_report
-from deploy.conformance.table import failures, page
-from deploy.conformance.trained import record_run, recorded_runs
-from learner.policies.tiny import TINY
+from mobula.deploy.conformance.measure import REPORT, TIED, Report, read_report
+from mobula.deploy.conformance.table import failures, page
+from mobula.deploy.conformance.trained import record_run, recorded_runs
+from mobula.learner.policies.tiny import TINY
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 TIMEOUT_S = 600  # of one model
@@ -36,7 +36,7 @@ def measure_apart(names: Sequence[str], folder: Path) -> dict[str, Report]:
         shutil.rmtree(folder / name, ignore_errors=True)
     with (folder / "log").open("w", encoding="utf-8") as output:
         subprocess.run(
-            [sys.executable, "-m", "deploy.conformance.measure", str(folder), *names],
+            [sys.executable, "-m", "mobula.deploy.conformance.measure", str(folder), *names],
             stdout=output, stderr=subprocess.STDOUT, timeout=TIMEOUT_S * len(names), check=True,
         )  # fmt: skip
     return {name: read_report(folder / name / REPORT) for name in names}

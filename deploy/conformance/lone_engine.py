@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 
-from cluster.runtime.placement import PlacedWorker
-from configs.schema import RunConfig
-from deploy.wiring.spawner import engine_environment
+from mobula.cluster.runtime.placement import PlacedWorker
+from mobula.configs.schema import RunConfig
+from mobula.deploy.wiring.spawner import engine_environment
 
 OFFLINE = {
     "HF_HUB_OFFLINE": "1",

@@ -1,4 +1,4 @@
-"""Measure families: `python -m deploy.conformance.measure FOLDER NAME ...` writes FOLDER/NAME/report.json for each.
+"""Measure families: `python -m mobula.deploy.conformance.measure FOLDER NAME ...` writes FOLDER/NAME/report.json for each.
 
 One engine and one learner in this process, with a tiny checkpoint of the family; `NAME+tied` has tied embeddings.
 The engine samples every prompt and scores it; after each push of perturbed weights both must have moved, and together.
@@ -23,16 +23,16 @@ import torch
 from PIL import Image
 from safetensors import safe_open
 
-from actors.processors.chat import ChatProcessor
-from cluster.records.media import MediaReader, MediaStore, ProcessedMedia
-from cluster.records.partial_response import Attempt
-from cluster.roles import SamplingSettings
-from cluster.weight_sync.tolerance import Gap
-from configs.load import load_config
-from configs.schema import RunConfig
-from configs.schema.rollout import SamplerKind
-from deploy.conformance.lone_engine import set_engine_environment
-from deploy.wiring.parity_prompts import (
+from mobula.actors.processors.chat import ChatProcessor
+from mobula.cluster.records.media import MediaReader, MediaStore, ProcessedMedia
+from mobula.cluster.records.partial_response import Attempt
+from mobula.cluster.roles import SamplingSettings
+from mobula.cluster.weight_sync.tolerance import Gap
+from mobula.configs.load import load_config
+from mobula.configs.schema import RunConfig
+from mobula.configs.schema.rollout import SamplerKind
+from mobula.deploy.conformance.lone_engine import set_engine_environment
+from mobula.deploy.wiring.parity_prompts import (
     FRAME_RATE,
     MOST_VIDEOS,
     NUM_FRAMES,
@@ -42,21 +42,21 @@ from deploy.wiring.parity_prompts import (
     Case,
     cases,
 )
-from deploy.wiring.preparation import Prepared
-from deploy.wiring.rollouts import engine_settings
-from learner.backends.single import SingleBackend
-from learner.policies.adapters import is_factor, save_adapters, with_saved_adapters
-from learner.policies.batch import TokenSequence, collate
-from learner.policies.checkpoint.saving import save_policy
-from learner.policies.checkpoint.stored import stored_model
-from learner.policies.families import family_at
-from learner.policies.families.base import AudioFamily, Family, VideoFamily
-from learner.policies.loading import DTYPES, load_model, load_policy_model
-from learner.policies.logprobs import PLAIN, Distribution
-from learner.policies.tiny import write_tiny
-from learner.policies.token import TokenPolicy
-from learner.policy_weights import PolicyWeights
-from learner.weight_publisher import WeightPublisher
+from mobula.deploy.wiring.preparation import Prepared
+from mobula.deploy.wiring.rollouts import engine_settings
+from mobula.learner.backends.single import SingleBackend
+from mobula.learner.policies.adapters import is_factor, save_adapters, with_saved_adapters
+from mobula.learner.policies.batch import TokenSequence, collate
+from mobula.learner.policies.checkpoint.saving import save_policy
+from mobula.learner.policies.checkpoint.stored import stored_model
+from mobula.learner.policies.families import family_at
+from mobula.learner.policies.families.base import AudioFamily, Family, VideoFamily
+from mobula.learner.policies.loading import DTYPES, load_model, load_policy_model
+from mobula.learner.policies.logprobs import PLAIN, Distribution
+from mobula.learner.policies.tiny import write_tiny
+from mobula.learner.policies.token import TokenPolicy
+from mobula.learner.policy_weights import PolicyWeights
+from mobula.learner.weight_publisher import WeightPublisher
 
 ALL = "all weights"
 REPORT = "report.json"
@@ -123,7 +123,7 @@ class Measurement:
         )
 
     async def run(self, report: Report) -> None:
-        from actors.samplers.vllm.sampler import VLLMSampler  # reads the environment when it is imported
+        from mobula.actors.samplers.vllm.sampler import VLLMSampler  # reads the environment when it is imported
 
         self.sampler = VLLMSampler(engine_settings(self.prepared, 0))
         await self.sampler.start()

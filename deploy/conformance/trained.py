@@ -6,9 +6,9 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from cluster.metrics.report.run_folder import CONFIG_FILE, SUMMARY_FILE
-from cluster.metrics.summary import read_summary
-from configs.load import load_resolved
+from mobula.cluster.metrics.report.run_folder import CONFIG_FILE, SUMMARY_FILE
+from mobula.cluster.metrics.summary import read_summary
+from mobula.configs.load import load_resolved
 
 TRAINED = "trained"  # folder of the records
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from actors.datasets.readers.base import SUFFIXES, Opened, files_of
-from actors.datasets.readers.fingerprint import fingerprint_of
-from cluster.errors import DatasetError
-from cluster.replay.run_identity import run_identity
-from configs.schema import RunConfig
-from configs.schema.data import WRITTEN, DataKind, SourceConfig
+from mobula.actors.datasets.readers.base import SUFFIXES, Opened, files_of
+from mobula.actors.datasets.readers.fingerprint import fingerprint_of
+from mobula.cluster.errors import DatasetError
+from mobula.cluster.replay.run_identity import run_identity
+from mobula.configs.schema import RunConfig
+from mobula.configs.schema.data import WRITTEN, DataKind, SourceConfig
 
 OF_DATASETS = (".jsonl", ".json", ".parquet", ".arrow", ".csv", ".tsv")  # that the package datasets reads
 TRAIN = "train"  # the split

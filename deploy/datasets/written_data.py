@@ -6,20 +6,20 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
-from actors.datasets.digits import write_digits
-from actors.datasets.written.captioning import write_captioning
-from actors.datasets.written.geospot import write_geospot
-from actors.datasets.written.glyphs import write_glyphs
-from actors.datasets.written.nlvr2 import write_nlvr2
-from actors.datasets.written.sums import write_sums
-from actors.datasets.written.tones import write_tones
-from configs.schema.data import DataKind
-from rewards.functions.geography.gazetteer import installed_places
-from rewards.functions.geography.stages import STAGES
+from mobula.actors.datasets.digits import write_digits
+from mobula.actors.datasets.written.captioning import write_captioning
+from mobula.actors.datasets.written.geospot import write_geospot
+from mobula.actors.datasets.written.glyphs import write_glyphs
+from mobula.actors.datasets.written.nlvr2 import write_nlvr2
+from mobula.actors.datasets.written.sums import write_sums
+from mobula.actors.datasets.written.tones import write_tones
+from mobula.configs.schema.data import DataKind
+from mobula.rewards.functions.geography.gazetteer import installed_places
+from mobula.rewards.functions.geography.stages import STAGES
 
 
 def write_data(kind: DataKind, folder: Path) -> None:
-    """Write the data of `kind`, one of `configs.schema.data.WRITTEN`, unless the folder holds them.
+    """Write the data of `kind`, one of `mobula.configs.schema.data.WRITTEN`, unless the folder holds them.
 
     Raises:
         ValueError: the folder holds something else, or a package is missing.

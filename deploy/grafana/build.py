@@ -1,4 +1,4 @@
-"""Write the dashboards as JSON for Grafana: `python -m deploy.grafana.build`, with the extra `grafana`."""
+"""Write the dashboards as JSON for Grafana: `python -m mobula.deploy.grafana.build`, with the extra `grafana`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from grafana_foundation_sdk.builders import dashboard, prometheus, timeseries
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models.dashboard import DataSourceRef
 
-from deploy.grafana.panels import DASHBOARDS, Panel
+from mobula.deploy.grafana.panels import DASHBOARDS, Panel
 
 FOLDER = Path(__file__).parent / "dashboards"
 SOURCE = DataSourceRef(type_val="prometheus", uid="${datasource}")

@@ -7,7 +7,7 @@ import socket
 from pathlib import Path
 from typing import Literal, NoReturn
 
-from cluster.errors import PreflightError
+from mobula.cluster.errors import PreflightError
 
 AuthMode = Literal["disabled", "token"]
 MODE = "RAY_AUTH_MODE"
@@ -50,7 +50,7 @@ def check_admission(address: str, source: str = "--address") -> None:
         PreflightError: there is none, or it refuses this process; the message says what to set.
     """
     check_auth()
-    import deploy.host.ray_defaults  # noqa: F401  isort: skip  (sets what ray reads when imported)
+    import mobula.deploy.host.ray_defaults  # noqa: F401  isort: skip  (sets what ray reads when imported)
     from ray._private import services
     from ray._raylet import GcsClient
     from ray.exceptions import AuthenticationError, RpcError

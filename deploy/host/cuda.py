@@ -1,6 +1,6 @@
 """Examines the CUDA software of a machine: driver, torch's build, and the compiler that Triton calls.
 
-    python -m deploy.host.cuda
+    python -m mobula.deploy.host.cuda
 
 prints the result as JSON.
 """
@@ -18,9 +18,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from cluster.errors import PreflightError
-from cluster.runtime.usage import MIB, NvidiaGpus, driver_version
-from deploy.host.machine import SHARED_MEMORY
+from mobula.cluster.errors import PreflightError
+from mobula.cluster.runtime.usage import MIB, NvidiaGpus, driver_version
+from mobula.deploy.host.machine import SHARED_MEMORY
 
 LEAST_DRIVER = {12: 525, 13: 580}  # by the major version of torch's CUDA; later minor versions run on it too
 LEAST_SHARED_MEMORY = 2**30  # NCCL and the processes of an engine exchange through it; Docker gives 64 MiB
@@ -79,7 +79,7 @@ def examine_apart() -> CudaSoftware:
     Raises:
         PreflightError: the process ended without an answer.
     """
-    command = [sys.executable, "-m", "deploy.host.cuda"]
+    command = [sys.executable, "-m", "mobula.deploy.host.cuda"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_S, check=True)
     except subprocess.TimeoutExpired as error:

@@ -7,9 +7,9 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster.runtime.placement import NodeResources
-from cluster.runtime.usage import MIB, NvidiaGpus
-from configs.schema import ResourcesConfig
+from mobula.cluster.runtime.placement import NodeResources
+from mobula.cluster.runtime.usage import MIB, NvidiaGpus
+from mobula.configs.schema import ResourcesConfig
 
 MEMORY_FILE = Path("/proc/meminfo")
 CPU_FILE = Path("/proc/cpuinfo")

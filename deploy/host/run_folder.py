@@ -16,13 +16,13 @@ from typing import Any
 
 import yaml
 
-from cluster.errors import PreflightError
-from cluster.metrics.files import write_atomically
-from cluster.metrics.report.run_folder import CONFIG_FILE
-from configs.load import dump_config
-from configs.schema import RunConfig
-from configs.schema.agreement import LATEST
-from deploy.host.run_lock import LOCK_FILE, run_lock
+from mobula.cluster.errors import PreflightError
+from mobula.cluster.metrics.files import write_atomically
+from mobula.cluster.metrics.report.run_folder import CONFIG_FILE
+from mobula.configs.load import dump_config
+from mobula.configs.schema import RunConfig
+from mobula.configs.schema.agreement import LATEST
+from mobula.deploy.host.run_lock import LOCK_FILE, run_lock
 
 CHECKPOINTS_FOLDER = "checkpoints"  # of the run folder
 

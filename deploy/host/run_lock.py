@@ -22,8 +22,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from cluster.errors import PreflightError
-from deploy.host.processes import ProcessId
+from mobula.cluster.errors import PreflightError
+from mobula.deploy.host.processes import ProcessId
 
 LOCK_FILE = "run.lock"
 BEAT_S = 5.0

@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from uuid import uuid4
 
-from cluster.environment_variables import environment_variables
-from deploy.host.processes import ProcessId
+from mobula.cluster.environment_variables import environment_variables
+from mobula.deploy.host.processes import ProcessId
 
 RUN_VARIABLE = "MOBULA_RUN"
 DRIVER_VARIABLE = "MOBULA_DRIVER"

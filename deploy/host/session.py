@@ -13,17 +13,16 @@ from typing import Any
 import ray
 from ray._private import services
 
-import deploy.host.ray_defaults
-from cluster.errors import PreflightError
-from cluster.runtime.network import LOOPBACK
-from cluster.runtime.placement import NodeResources
-from cluster.runtime.placement_groups import cluster_nodes
-from configs.schema import RunConfig
-from deploy.host.authentication import check_admission, check_auth
-from deploy.host.machine import as_node, this_machine
-from deploy.host.run_record import RunMark, RunRecord, marking
-from deploy.host.signals import sigterm_stays_ours
-from deploy.host.temporary import ray_folder
+from mobula.cluster.errors import PreflightError
+from mobula.cluster.runtime.network import LOOPBACK
+from mobula.cluster.runtime.placement import NodeResources
+from mobula.cluster.runtime.placement_groups import cluster_nodes
+from mobula.configs.schema import RunConfig
+from mobula.deploy.host.authentication import check_admission, check_auth
+from mobula.deploy.host.machine import as_node, this_machine
+from mobula.deploy.host.run_record import RunMark, RunRecord, marking
+from mobula.deploy.host.signals import sigterm_stays_ours
+from mobula.deploy.host.temporary import ray_folder
 
 ADDRESS_VARIABLE = "RAY_ADDRESS"
 QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": "WARNING"}

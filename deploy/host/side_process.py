@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
-from cluster.errors import DeadlineError, MobulaError, WorkerDiedError
-from cluster.runtime.child.process import ChildProcess, RaisedError
+from mobula.cluster.errors import DeadlineError, MobulaError, WorkerDiedError
+from mobula.cluster.runtime.child.process import ChildProcess, RaisedError
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from cluster.errors import PreflightError
+from mobula.cluster.errors import PreflightError
 
 VARIABLES = ("RAY_TMPDIR", "TMPDIR")  # as Ray reads them
 FALLBACK = Path("/tmp")

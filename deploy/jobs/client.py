@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from cluster.errors import DeadlineError, PreflightError
-from deploy.host.authentication import AuthMode, explain_refusal, set_auth
-from deploy.run.run_client import knock_http
+from mobula.cluster.errors import DeadlineError, PreflightError
+from mobula.deploy.host.authentication import AuthMode, explain_refusal, set_auth
+from mobula.deploy.run.run_client import knock_http
 
 POLL_S = 0.5
 STOPPED = 130

@@ -8,7 +8,7 @@ from pathlib import Path
 from ray._private.ray_constants import get_runtime_env_default_excludes
 from ray._private.runtime_env.packaging import _dir_travel, _get_excludes  # the walk that Ray packs by
 
-from cluster.errors import PreflightError
+from mobula.cluster.errors import PreflightError
 
 LIMIT_BYTES = 100 * 2**20  # Ray refuses a larger package over its jobs API
 NUM_SHOWN = 5

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cluster.errors import PreflightError
-from configs.schema import RunConfig
-from deploy.host.authentication import AuthMode
-from deploy.jobs.client import Jobs
-from deploy.jobs.package import EXCLUDES, check_package
-from deploy.run.shared_paths import refuse_relative
+from mobula.cluster.errors import PreflightError
+from mobula.configs.schema import RunConfig
+from mobula.deploy.host.authentication import AuthMode
+from mobula.deploy.jobs.client import Jobs
+from mobula.deploy.jobs.package import EXCLUDES, check_package
+from mobula.deploy.run.shared_paths import refuse_relative
 
 ACTIVE = ("PENDING", "RUNNING")
 
@@ -51,7 +51,7 @@ def submit(config: RunConfig, words: Sequence[str], asked: Submission, jobs: Job
 def entrypoint(words: Sequence[str], python: str = sys.executable) -> str:
     """The command line of the job. It resumes unless the words say otherwise, so that it can be sent again."""
     resume = [] if any(word.startswith("resume=") for word in words) else ["resume=auto"]
-    return shlex.join([python, "-m", "deploy.cli", "train", *words, *resume])
+    return shlex.join([python, "-m", "mobula.deploy.cli", "train", *words, *resume])
 
 
 def runtime_env(asked: Submission) -> dict[str, Any]:

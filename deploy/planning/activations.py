@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
-from cluster.weight_sync.manifest import DTYPE_BYTES
-from configs.schema import RunConfig
-from learner.policies.shapes import ModelShape, TowerShape
+from mobula.cluster.weight_sync.manifest import DTYPE_BYTES
+from mobula.configs.schema import RunConfig
+from mobula.learner.policies.shapes import ModelShape, TowerShape
 
 FLOAT32 = 4
 MLP_TENSORS = 4  # gate, its activation, up, their product

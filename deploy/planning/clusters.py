@@ -10,9 +10,9 @@ from typing import Annotated
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 
-from cluster.errors import PreflightError
-from cluster.runtime.placement import NodeResources
-from deploy.host.cuda import CudaSoftware
+from mobula.cluster.errors import PreflightError
+from mobula.cluster.runtime.placement import NodeResources
+from mobula.deploy.host.cuda import CudaSoftware
 
 UNITS = {"MB": 10**6, "GB": 10**9, "TB": 10**12, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 SIZE = re.compile(rf"^\s*(\d+(?:\.\d+)?)\s*({'|'.join(UNITS)})\s*$")

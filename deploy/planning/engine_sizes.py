@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 
-from cluster.errors import PreflightError
-from cluster.runtime.placement import PlacementPlan
-from configs.schema import RunConfig, SamplerKind
-from deploy.planning.activations import FLOAT32, HEAD_COPIES
-from deploy.planning.clusters import PlannedNode
-from deploy.planning.kv_cache import sequence_bytes
-from deploy.planning.workers import CONTEXT, KV_CACHE, USABLE, WorkerMemory, worker_memory
-from learner.policies.shapes import ModelShape
+from mobula.cluster.errors import PreflightError
+from mobula.cluster.runtime.placement import PlacementPlan
+from mobula.configs.schema import RunConfig, SamplerKind
+from mobula.deploy.planning.activations import FLOAT32, HEAD_COPIES
+from mobula.deploy.planning.clusters import PlannedNode
+from mobula.deploy.planning.kv_cache import sequence_bytes
+from mobula.deploy.planning.workers import CONTEXT, KV_CACHE, USABLE, WorkerMemory, worker_memory
+from mobula.learner.policies.shapes import ModelShape
 
 MIB = 2**20
 

@@ -6,12 +6,12 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from cluster.runtime.placement import PlacementPlan, needed_roles, plan_placement
-from configs.schema import RunConfig
-from deploy.planning.clusters import PlannedNode
-from deploy.planning.engine_sizes import EngineSizes, engine_sizes, with_engine_sizes
-from deploy.planning.workers import USABLE, WorkerMemory, worker_memory
-from learner.policies.shapes import ModelShape
+from mobula.cluster.runtime.placement import PlacementPlan, needed_roles, plan_placement
+from mobula.configs.schema import RunConfig
+from mobula.deploy.planning.clusters import PlannedNode
+from mobula.deploy.planning.engine_sizes import EngineSizes, engine_sizes, with_engine_sizes
+from mobula.deploy.planning.workers import USABLE, WorkerMemory, worker_memory
+from mobula.learner.policies.shapes import ModelShape
 
 GIB = 2**30
 DRIVER_PROCESS = 1050 * 2**20  # host memory of the driver with its libraries

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from math import ceil
 
-from cluster.errors import PreflightError
-from cluster.weight_sync.manifest import DTYPE_BYTES
-from configs.schema import RunConfig, SamplerKind
-from learner.policies.shapes import ModelShape
+from mobula.cluster.errors import PreflightError
+from mobula.cluster.weight_sync.manifest import DTYPE_BYTES
+from mobula.configs.schema import RunConfig, SamplerKind
+from mobula.learner.policies.shapes import ModelShape
 
 
 def sequence_bytes(config: RunConfig, shape: ModelShape, length: int) -> int:

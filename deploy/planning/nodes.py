@@ -6,11 +6,11 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from configs.schema import ResourcesConfig
-from deploy.host.authentication import check_admission
-from deploy.host.cuda import CudaSoftware, examine
-from deploy.host.machine import as_node, this_machine
-from deploy.planning.clusters import GPU_MEMORY, PlannedNode
+from mobula.configs.schema import ResourcesConfig
+from mobula.deploy.host.authentication import check_admission
+from mobula.deploy.host.cuda import CudaSoftware, examine
+from mobula.deploy.host.machine import as_node, this_machine
+from mobula.deploy.planning.clusters import GPU_MEMORY, PlannedNode
 
 ANSWER_S = 180.0  # of one node: its process has to start and to import torch
 
@@ -55,7 +55,7 @@ def joined_nodes() -> tuple[PlannedNode, ...]:
     GPU, their memory follows from the kind that Ray names, if that exists in one size alone."""
     import ray
 
-    from cluster.runtime.placement_groups import cluster_nodes
+    from mobula.cluster.runtime.placement_groups import cluster_nodes
 
     rows = {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
     software = cuda_of([node_id for node_id, has in rows.items() if has.get("GPU", 0.0)])

@@ -7,17 +7,17 @@ from pathlib import Path
 
 from rich.console import Console
 
-from cluster.errors import PreflightError
-from cluster.runtime.placement import needed_roles, plan_placement, plan_table
-from configs.schema import RunConfig
-from deploy.planning.clusters import PlannedNode, described_nodes, read_cluster
-from deploy.planning.engine_sizes import EngineSizes
-from deploy.planning.fit import plan_memory
-from deploy.planning.kv_cache import refuse_small_cache
-from deploy.planning.nodes import nodes_at, this_node
-from deploy.planning.plan_view import as_table, demand_table, memory_table, refuse_shortfalls
-from deploy.planning.policy_shape import policy_shape
-from learner.policies.shapes import ModelShape
+from mobula.cluster.errors import PreflightError
+from mobula.cluster.runtime.placement import needed_roles, plan_placement, plan_table
+from mobula.configs.schema import RunConfig
+from mobula.deploy.planning.clusters import PlannedNode, described_nodes, read_cluster
+from mobula.deploy.planning.engine_sizes import EngineSizes
+from mobula.deploy.planning.fit import plan_memory
+from mobula.deploy.planning.kv_cache import refuse_small_cache
+from mobula.deploy.planning.nodes import nodes_at, this_node
+from mobula.deploy.planning.plan_view import as_table, demand_table, memory_table, refuse_shortfalls
+from mobula.deploy.planning.policy_shape import policy_shape
+from mobula.learner.policies.shapes import ModelShape
 
 
 def show_plan(

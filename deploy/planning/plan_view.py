@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
-from cluster.errors import PreflightError
-from cluster.runtime.placement import PlanRow
-from configs.schema import RunConfig
-from deploy.planning.clusters import PlannedNode
-from deploy.planning.fit import GIB, Demand, MemoryPlan
-from deploy.planning.remedies import remedies
-from deploy.planning.workers import USABLE
-from learner.policies.shapes import ModelShape
+from mobula.cluster.errors import PreflightError
+from mobula.cluster.runtime.placement import PlanRow
+from mobula.configs.schema import RunConfig
+from mobula.deploy.planning.clusters import PlannedNode
+from mobula.deploy.planning.fit import GIB, Demand, MemoryPlan
+from mobula.deploy.planning.remedies import remedies
+from mobula.deploy.planning.workers import USABLE
+from mobula.learner.policies.shapes import ModelShape
 
 PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "kv_cache", "sync")
 MOST_LINES = 8

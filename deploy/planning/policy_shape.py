@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from cluster.errors import PreflightError
-from configs.groups import MISSING
-from configs.schema import RunConfig
-from learner.policies.pretrained import PRETRAINED
-from learner.policies.shapes import ModelShape, has_config, shape_of, tiny_shape
-from learner.policies.tiny import TINY
+from mobula.cluster.errors import PreflightError
+from mobula.configs.groups import MISSING
+from mobula.configs.schema import RunConfig
+from mobula.learner.policies.pretrained import PRETRAINED
+from mobula.learner.policies.shapes import ModelShape, has_config, shape_of, tiny_shape
+from mobula.learner.policies.tiny import TINY
 
 
 def policy_shape(config: RunConfig) -> ModelShape | None:

@@ -7,14 +7,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
-from cluster.errors import PreflightError
-from configs.groups import groups, merge, own_values
-from configs.schema import ResourcesConfig, RunConfig
-from deploy.planning.activations import checkpointing
-from deploy.planning.clusters import PlannedNode
-from deploy.planning.fit import plan_memory
-from deploy.planning.kv_cache import sequence_bytes
-from learner.policies.shapes import ModelShape
+from mobula.cluster.errors import PreflightError
+from mobula.configs.groups import groups, merge, own_values
+from mobula.configs.schema import ResourcesConfig, RunConfig
+from mobula.deploy.planning.activations import checkpointing
+from mobula.deploy.planning.clusters import PlannedNode
+from mobula.deploy.planning.fit import plan_memory
+from mobula.deploy.planning.kv_cache import sequence_bytes
+from mobula.learner.policies.shapes import ModelShape
 
 NUM_SHOWN = 3
 MOST_TOGETHER = 4  # settings in one proposal

@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import ceil, prod
 
-from cluster.errors import PreflightError
-from cluster.weight_sync.manifest import DTYPE_BYTES, TensorSpec
-from configs.schema import RunConfig, SamplerKind
-from configs.schema.rewards import RewardComponent
-from deploy.planning.activations import (
+from mobula.cluster.errors import PreflightError
+from mobula.cluster.weight_sync.manifest import DTYPE_BYTES, TensorSpec
+from mobula.configs.schema import RunConfig, SamplerKind
+from mobula.configs.schema.rewards import RewardComponent
+from mobula.deploy.planning.activations import (
     FLOAT32,
     Microbatch,
     engine_bytes,
@@ -25,8 +25,8 @@ from deploy.planning.activations import (
     step_rows,
     training_bytes,
 )
-from learner.policies.lora import adapter_manifest
-from learner.policies.shapes import ModelShape
+from mobula.learner.policies.lora import adapter_manifest
+from mobula.learner.policies.shapes import ModelShape
 
 MIB = 2**20
 TRAINING, SYNC, SAMPLING = "training", "sync", "sampling"

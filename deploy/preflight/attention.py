@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from configs.schema import RunConfig
-from deploy.preflight.findings import PreflightFinding
-from deploy.preflight.loaded import LoadedModel
-from learner.policies.attention.packed import missing_package
-from learner.policies.families import family_at, model_type_at
+from mobula.configs.schema import RunConfig
+from mobula.deploy.preflight.findings import PreflightFinding
+from mobula.deploy.preflight.loaded import LoadedModel
+from mobula.learner.policies.attention.packed import missing_package
+from mobula.learner.policies.families import family_at, model_type_at
 
 
 def check_attention(config: RunConfig, loaded: LoadedModel) -> Iterator[PreflightFinding]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
-from configs.schema import RunConfig
-from deploy.preflight.attention import check_attention, check_packing
-from deploy.preflight.findings import PreflightFinding
-from deploy.preflight.loaded import LoadedModel
-from deploy.preflight.templates import (
+from mobula.configs.schema import RunConfig
+from mobula.deploy.preflight.attention import check_attention, check_packing
+from mobula.deploy.preflight.findings import PreflightFinding
+from mobula.deploy.preflight.loaded import LoadedModel
+from mobula.deploy.preflight.templates import (
     check_answers,
     check_pictures,
     check_question,
@@ -16,8 +16,8 @@ from deploy.preflight.templates import (
     check_template_kwargs,
     check_turns,
 )
-from deploy.preflight.tokens import check_special_ids, check_vocabulary
-from deploy.preflight.weights import check_weights
+from mobula.deploy.preflight.tokens import check_special_ids, check_vocabulary
+from mobula.deploy.preflight.weights import check_weights
 
 Check = Callable[[RunConfig, LoadedModel], Iterable[PreflightFinding]]
 

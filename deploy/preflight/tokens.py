@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from configs.schema import RunConfig
-from deploy.preflight.findings import PreflightFinding
-from deploy.preflight.loaded import LoadedModel
+from mobula.configs.schema import RunConfig
+from mobula.deploy.preflight.findings import PreflightFinding
+from mobula.deploy.preflight.loaded import LoadedModel
 
 KEY = "policy.model"
 NUM_SHOWN = 4

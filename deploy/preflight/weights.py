@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from cluster.errors import PreflightError
-from cluster.weight_sync.manifest import StoredTensor, stored_tensors
-from configs.schema import RunConfig
-from deploy.preflight.findings import PreflightFinding, Severity
-from deploy.preflight.loaded import LoadedModel
-from learner.policies.checkpoint.stored import broken_ties
+from mobula.cluster.errors import PreflightError
+from mobula.cluster.weight_sync.manifest import StoredTensor, stored_tensors
+from mobula.configs.schema import RunConfig
+from mobula.deploy.preflight.findings import PreflightFinding, Severity
+from mobula.deploy.preflight.loaded import LoadedModel
+from mobula.learner.policies.checkpoint.stored import broken_ties
 
 NUM_SHOWN = 3
 FLOATING = ("F64", "F32", "F16", "BF16")

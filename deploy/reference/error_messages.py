@@ -1,4 +1,4 @@
-"""Write docs/errors.md, messages of errors raised on purpose: `python -m deploy.reference.error_messages`."""
+"""Write docs/errors.md, messages of errors raised on purpose: `python -m mobula.deploy.reference.error_messages`."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster import errors
-from configs.document import write_page
-from configs.errors import ConfigError
+from mobula.cluster import errors
+from mobula.configs.document import write_page
+from mobula.configs.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("configs", "cluster", "actors", "learner", "rewards", "deploy")
@@ -27,7 +27,7 @@ HEAD = f"""\
 Every message of an error that is raised on purpose, by its kind; `{GAP}` is a value. Search for the words of yours.
 What each kind means, what to do and which command shows more is in [troubleshooting](troubleshooting.md#by-error).
 
-Written by `python -m deploy.reference.error_messages`; do not edit.
+Written by `python -m mobula.deploy.reference.error_messages`; do not edit.
 """
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from cluster.metrics.definitions import MetricName
-from cluster.metrics.summary import Summary
-from configs.schema import RunConfig
+from mobula.cluster.metrics.definitions import MetricName
+from mobula.cluster.metrics.summary import Summary
+from mobula.configs.schema import RunConfig
 
 NAMES = {"sft": "whole answers correct", "dpo": "pairs in order", "reward_model": "pairs or labels in order"}
 

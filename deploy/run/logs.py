@@ -19,8 +19,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from cluster.workers import faults
-from cluster.workers.status import Progress
+from mobula.cluster.workers import faults
+from mobula.cluster.workers.status import Progress
 
 LOG_FILE = "run.log"
 JSON_LOG_FILE = "run.log.jsonl"

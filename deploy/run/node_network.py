@@ -13,9 +13,9 @@ import psutil
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from cluster.errors import PreflightError
-from cluster.runtime.network import INTERFACE_VARIABLES, interface_of, node_address
-from cluster.runtime.placement import PlacementPlan
+from mobula.cluster.errors import PreflightError
+from mobula.cluster.runtime.network import INTERFACE_VARIABLES, interface_of, node_address
+from mobula.cluster.runtime.placement import PlacementPlan
 
 CONNECT_S = 10.0
 ANSWER_S = 120.0  # of one node: its process has to start first

@@ -7,15 +7,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
-from actors.datasets.rows import count_by_reason
-from actors.processors.conversation import ConversationProcessor
-from cluster.runtime.placement import PlacementPlan
-from cluster.weight_sync.manifest import Manifest
-from configs.schema import AlgorithmConfig, PolicyConfig, RunConfig
-from configs.schema.data import AUTO_SUFFIX
-from deploy.wiring.preparation import TRAIN, Prepared
-from learner.policies.families import frozen_prefixes
-from learner.policies.lora import adapter_manifest
+from mobula.actors.datasets.rows import count_by_reason
+from mobula.actors.processors.conversation import ConversationProcessor
+from mobula.cluster.runtime.placement import PlacementPlan
+from mobula.cluster.weight_sync.manifest import Manifest
+from mobula.configs.schema import AlgorithmConfig, PolicyConfig, RunConfig
+from mobula.configs.schema.data import AUTO_SUFFIX
+from mobula.deploy.wiring.preparation import TRAIN, Prepared
+from mobula.learner.policies.families import frozen_prefixes
+from mobula.learner.policies.lora import adapter_manifest
 
 LABEL_WIDTH = 15
 MAX_PROMPT = 400  # characters of the prompt that is shown

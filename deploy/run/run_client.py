@@ -13,12 +13,12 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 from uuid import uuid4
 
-from cluster.errors import DeadlineError, PreflightError, RunOverError, WorkerDiedError
-from cluster.workers.status import RoleOutcome, RunStatus, ScaleRequest
-from configs.schema.agreement import LATEST
-from deploy.host.authentication import check_admission
-from deploy.host.run_record import RECORD_FILE, RunRecord
-from deploy.host.side_process import in_side_process
+from mobula.cluster.errors import DeadlineError, PreflightError, RunOverError, WorkerDiedError
+from mobula.cluster.workers.status import RoleOutcome, RunStatus, ScaleRequest
+from mobula.configs.schema.agreement import LATEST
+from mobula.deploy.host.authentication import check_admission
+from mobula.deploy.host.run_record import RECORD_FILE, RunRecord
+from mobula.deploy.host.side_process import in_side_process
 
 T = TypeVar("T")
 
@@ -154,7 +154,7 @@ def connected(address: str, namespace: str | None = None) -> Iterator[Any]:
         PreflightError: the cluster does not admit this process.
     """
     check_admission(address)
-    import deploy.host.ray_defaults  # noqa: F401  isort: skip  (sets what ray reads when imported)
+    import mobula.deploy.host.ray_defaults  # noqa: F401  isort: skip  (sets what ray reads when imported)
     import ray
 
     ray.init(address=address, namespace=namespace, log_to_driver=False, logging_level="ERROR")
@@ -218,8 +218,8 @@ class _Panel:
 
     def ask(self, call: Callable[[Any], Any]) -> Any:
         """The answer of the panel that lives; waits a moment for a new one where it died."""
-        from cluster.runtime.ray_deaths import PROCESS_GONE
-        from cluster.workers.control import CONTROL
+        from mobula.cluster.runtime.ray_deaths import PROCESS_GONE
+        from mobula.cluster.workers.control import CONTROL
 
         gone_at = min(self._deadline, time.monotonic() + PANEL_GONE_S)
         while True:

@@ -13,15 +13,15 @@ from pathlib import Path
 
 import yaml
 
-from cluster.errors import PreflightError
-from cluster.metrics.definitions import CounterName
-from cluster.metrics.hub import Metrics, NoSamples
-from cluster.metrics.report.report import write_report
-from cluster.metrics.report.run_folder import CONFIG_FILE, METRICS_FILE, SUMMARY_FILE, RunFolder, read_run_folder
-from cluster.metrics.sinks.jsonl import read_records
-from cluster.metrics.summary import RunFacts, Summary, summarize
-from deploy.host.run_record import RECORD_FILE, RunRecord
-from deploy.run.run_client import named_folder
+from mobula.cluster.errors import PreflightError
+from mobula.cluster.metrics.definitions import CounterName
+from mobula.cluster.metrics.hub import Metrics, NoSamples
+from mobula.cluster.metrics.report.report import write_report
+from mobula.cluster.metrics.report.run_folder import CONFIG_FILE, METRICS_FILE, SUMMARY_FILE, RunFolder, read_run_folder
+from mobula.cluster.metrics.sinks.jsonl import read_records
+from mobula.cluster.metrics.summary import RunFacts, Summary, summarize
+from mobula.deploy.host.run_record import RECORD_FILE, RunRecord
+from mobula.deploy.run.run_client import named_folder
 
 
 def report_again(name: str) -> Path:

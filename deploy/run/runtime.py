@@ -16,50 +16,56 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from deploy.host.session import ClusterSession, check_access, expected_nodes, ray_session, run_record  # isort: skip  (first: sets what ray reads)
+from mobula.deploy.host.session import ClusterSession, check_access, expected_nodes, ray_session, run_record  # isort: skip  (first: sets what ray reads)
 import ray
 from rich.console import Console
 
-from actors.datasets.rows import count_by_reason
-from cluster.errors import NothingTrainedError, PreflightError, RunStopped
-from cluster.metrics.definitions import CounterName
-from cluster.metrics.files import write_atomically
-from cluster.metrics.hub import Metrics
-from cluster.metrics.informing import informing
-from cluster.metrics.report.report import write_report
-from cluster.metrics.report.run_folder import PLAN_FILE, REPORT_FILE, SUMMARY_FILE
-from cluster.metrics.sinks.base import Sink
-from cluster.metrics.sinks.trackers import refuse_missing
-from cluster.metrics.step_records import strict
-from cluster.metrics.summary import RunFacts, Status, Summary, summarize, write_summary
-from cluster.recovery.checkpoints import find_resumable, refuse_other_run
-from cluster.recovery.stop_request import StopRequest
-from cluster.replay.run_identity import changed_settings
-from cluster.rollout.evaluation import EvaluationResult
-from cluster.rollout.in_flight import InFlightRequests
-from cluster.runtime.concurrency import run_all
-from cluster.runtime.gc_tuning import tune_gc
-from cluster.runtime.placement import PlacementPlan, inference_roles, needed_roles, plan_placement
-from cluster.runtime.placement_groups import create_placement_groups, plan_when_free
-from cluster.runtime.role_log import LOGS_FOLDER
-from cluster.tracing.tracing import Tracing, build_tracing, refuse_missing_exporter
-from configs.schema import RunConfig
-from deploy.datasets.data_files import identity_with_data
-from deploy.host.cuda import examine_apart, refuse_flaws
-from deploy.host.run_folder import CHECKPOINTS_FOLDER, check_run_folder, held_run_folder, run_folder, written_config
-from deploy.host.run_record import recorded
-from deploy.host.signals import ending_signals, ignore_signals, signals_raise
-from deploy.host.terminal import outlive_output, terminal
-from deploy.planning.nodes import joined_nodes, this_node
-from deploy.planning.plan_command import planned_engine, refuse_too_small_cache
-from deploy.preflight.engine_build import check_engine_build
-from deploy.run.headline import headline
-from deploy.run.logs import log_thread_failures, log_to, set_up_logging, write_faults_to
-from deploy.run.node_network import check_network
-from deploy.run.overview import overview
-from deploy.run.run_report import earlier_wall_s
-from deploy.run.shared_paths import check_on_all_nodes
-from deploy.wiring.build import (
+from mobula.actors.datasets.rows import count_by_reason
+from mobula.cluster.errors import NothingTrainedError, PreflightError, RunStopped
+from mobula.cluster.metrics.definitions import CounterName
+from mobula.cluster.metrics.files import write_atomically
+from mobula.cluster.metrics.hub import Metrics
+from mobula.cluster.metrics.informing import informing
+from mobula.cluster.metrics.report.report import write_report
+from mobula.cluster.metrics.report.run_folder import PLAN_FILE, REPORT_FILE, SUMMARY_FILE
+from mobula.cluster.metrics.sinks.base import Sink
+from mobula.cluster.metrics.sinks.trackers import refuse_missing
+from mobula.cluster.metrics.step_records import strict
+from mobula.cluster.metrics.summary import RunFacts, Status, Summary, summarize, write_summary
+from mobula.cluster.recovery.checkpoints import find_resumable, refuse_other_run
+from mobula.cluster.recovery.stop_request import StopRequest
+from mobula.cluster.replay.run_identity import changed_settings
+from mobula.cluster.rollout.evaluation import EvaluationResult
+from mobula.cluster.rollout.in_flight import InFlightRequests
+from mobula.cluster.runtime.concurrency import run_all
+from mobula.cluster.runtime.gc_tuning import tune_gc
+from mobula.cluster.runtime.placement import PlacementPlan, inference_roles, needed_roles, plan_placement
+from mobula.cluster.runtime.placement_groups import create_placement_groups, plan_when_free
+from mobula.cluster.runtime.role_log import LOGS_FOLDER
+from mobula.cluster.tracing.tracing import Tracing, build_tracing, refuse_missing_exporter
+from mobula.configs.schema import RunConfig
+from mobula.deploy.datasets.data_files import identity_with_data
+from mobula.deploy.host.cuda import examine_apart, refuse_flaws
+from mobula.deploy.host.run_folder import (
+    CHECKPOINTS_FOLDER,
+    check_run_folder,
+    held_run_folder,
+    run_folder,
+    written_config,
+)
+from mobula.deploy.host.run_record import recorded
+from mobula.deploy.host.signals import ending_signals, ignore_signals, signals_raise
+from mobula.deploy.host.terminal import outlive_output, terminal
+from mobula.deploy.planning.nodes import joined_nodes, this_node
+from mobula.deploy.planning.plan_command import planned_engine, refuse_too_small_cache
+from mobula.deploy.preflight.engine_build import check_engine_build
+from mobula.deploy.run.headline import headline
+from mobula.deploy.run.logs import log_thread_failures, log_to, set_up_logging, write_faults_to
+from mobula.deploy.run.node_network import check_network
+from mobula.deploy.run.overview import overview
+from mobula.deploy.run.run_report import earlier_wall_s
+from mobula.deploy.run.shared_paths import check_on_all_nodes
+from mobula.deploy.wiring.build import (
     Inference,
     build_controller,
     rank_statuses,
@@ -67,14 +73,14 @@ from deploy.wiring.build import (
     spawn_inference,
     spawn_training,
 )
-from deploy.wiring.evaluation import build_evaluator, response_log
-from deploy.wiring.observers import build_metrics
-from deploy.wiring.offline import build_offline_controller, spawn_offline
-from deploy.wiring.persistence import reached_version
-from deploy.wiring.pooled_roles import spawn_processors
-from deploy.wiring.preparation import TRAIN, Prepared, prepare, require_model, write_skipped
-from deploy.wiring.scaling import control_loop
-from deploy.wiring.spawner import Spawner
+from mobula.deploy.wiring.evaluation import build_evaluator, response_log
+from mobula.deploy.wiring.observers import build_metrics
+from mobula.deploy.wiring.offline import build_offline_controller, spawn_offline
+from mobula.deploy.wiring.persistence import reached_version
+from mobula.deploy.wiring.pooled_roles import spawn_processors
+from mobula.deploy.wiring.preparation import TRAIN, Prepared, prepare, require_model, write_skipped
+from mobula.deploy.wiring.scaling import control_loop
+from mobula.deploy.wiring.spawner import Spawner
 
 T = TypeVar("T")
 EVALUATION_FILE = "evaluation.json"

@@ -10,9 +10,9 @@ from uuid import uuid4
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from cluster.errors import PreflightError
-from cluster.runtime.placement_groups import node_name
-from configs.schema import RunConfig
+from mobula.cluster.errors import PreflightError
+from mobula.cluster.runtime.placement_groups import node_name
+from mobula.configs.schema import RunConfig
 
 ANSWER_S = 60.0
 

@@ -10,12 +10,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from cluster.errors import PreflightError
-from cluster.metrics.files import write_atomically
-from cluster.metrics.report.comparison import ComparedRuns, SuiteAccuracy, render_comparison, table
-from cluster.metrics.report.run_folder import METRICS_FILE, RunFolder, read_run_folder
-from cluster.metrics.step_records import strict
-from deploy.run.run_client import RUNS, named_folder
+from mobula.cluster.errors import PreflightError
+from mobula.cluster.metrics.files import write_atomically
+from mobula.cluster.metrics.report.comparison import ComparedRuns, SuiteAccuracy, render_comparison, table
+from mobula.cluster.metrics.report.run_folder import METRICS_FILE, RunFolder, read_run_folder
+from mobula.cluster.metrics.step_records import strict
+from mobula.deploy.run.run_client import RUNS, named_folder
 
 
 def compare(words: Sequence[str], output: Path, json_output: Path | None, by_epoch: bool, console: Console) -> None:

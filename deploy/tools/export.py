@@ -7,15 +7,15 @@ import secrets
 import shutil
 from pathlib import Path
 
-from cluster.errors import PreflightError
-from cluster.metrics.report.run_folder import CONFIG_FILE
-from cluster.recovery.checkpoints import learner_state_of, newest_learner_state
-from configs.load import load_resolved
-from configs.schema import RunConfig
-from deploy.host.run_folder import CHECKPOINTS_FOLDER
-from deploy.host.terminal import terminal
-from deploy.run.run_client import named_folder
-from learner.policy_weights import export_state
+from mobula.cluster.errors import PreflightError
+from mobula.cluster.metrics.report.run_folder import CONFIG_FILE
+from mobula.cluster.recovery.checkpoints import learner_state_of, newest_learner_state
+from mobula.configs.load import load_resolved
+from mobula.configs.schema import RunConfig
+from mobula.deploy.host.run_folder import CHECKPOINTS_FOLDER
+from mobula.deploy.host.terminal import terminal
+from mobula.deploy.run.run_client import named_folder
+from mobula.learner.policy_weights import export_state
 
 EXPORT_FOLDER = "export"  # of the run folder
 

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from cluster.errors import MobulaError, PreflightError
-from deploy.host.processes import MarkedProcess, ProcessId, end, holders, marked_processes
-from deploy.host.run_record import RECORD_FILE, RUN_VARIABLE, SESSION_FILE, RunMark, RunRecord
-from deploy.host.side_process import in_side_process
-from deploy.run.run_client import RUNS, connected, knock
+from mobula.cluster.errors import MobulaError, PreflightError
+from mobula.deploy.host.processes import MarkedProcess, ProcessId, end, holders, marked_processes
+from mobula.deploy.host.run_record import RECORD_FILE, RUN_VARIABLE, SESSION_FILE, RunMark, RunRecord
+from mobula.deploy.host.side_process import in_side_process
+from mobula.deploy.run.run_client import RUNS, connected, knock
 
 SESSION_FOLDER = re.compile(r"session_\d{4}-\d\d-\d\d_[\d_-]+")
 GROUP_NAME = re.compile(r"(?P<run>[^/]+)/(?P<worker>[a-z]+/\d+)/[0-9a-f]{8}")  # see cluster/runtime/placement_groups.py
@@ -156,14 +156,14 @@ def _remove_group(address: str, group_id: str, timeout_s: float) -> None:
 def _dead_groups(address: str) -> list[tuple[str, str]]:
     """Id and name of each placement group whose driver is dead."""
     with connected(address):
-        from cluster.runtime.placement_groups import groups_of_dead_drivers
+        from mobula.cluster.runtime.placement_groups import groups_of_dead_drivers
 
         return groups_of_dead_drivers()
 
 
 def _remove_group_there(address: str, group_id: str) -> None:
     with connected(address):
-        from cluster.runtime.placement_groups import remove_group
+        from mobula.cluster.runtime.placement_groups import remove_group
 
         remove_group(group_id)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from deploy.tools import leftovers
+from mobula.deploy.tools import leftovers
 
 FREE_WITHIN_S = 10.0  # a leftover that does not heed SIGTERM is killed then
 

@@ -17,12 +17,12 @@ from typing import Any
 import psutil
 import pynvml
 
-from cluster.errors import DeadlineError, PreflightError
-from cluster.metrics.files import write_atomically
-from cluster.runtime.usage import NvidiaGpus, UsageSampler
-from configs.errors import ConfigError
-from deploy.host.process_group import last_lines, run_logged
-from deploy.tools.lmms_eval_results import HarnessError, Results, TaskScore, read_results
+from mobula.cluster.errors import DeadlineError, PreflightError
+from mobula.cluster.metrics.files import write_atomically
+from mobula.cluster.runtime.usage import NvidiaGpus, UsageSampler
+from mobula.configs.errors import ConfigError
+from mobula.deploy.host.process_group import last_lines, run_logged
+from mobula.deploy.tools.lmms_eval_results import HarnessError, Results, TaskScore, read_results
 
 log = logging.getLogger(__name__)
 

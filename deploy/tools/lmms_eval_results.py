@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cluster.errors import MobulaError
+from mobula.cluster.errors import MobulaError
 
 PRIMARY = ("anls", "relaxed_overall", "acc", "exact_match")  # the first of these that a task has is its headline
 UNFILTERED = "none"

@@ -13,31 +13,31 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from deploy.run import runtime  # isort: skip  (first: sets what ray reads)
+from mobula.deploy.run import runtime  # isort: skip  (first: sets what ray reads)
 import numpy as np
 from rich.console import Console
 from rich.table import Column, Table
 
-from actors.datasets.prompts import fixed_prompts
-from cluster.errors import PreflightError, RewardError
-from cluster.metrics.evaluation_statistics import interval_of_mean
-from cluster.records.trajectory import Generated, Prompt, Reward, Trajectory
-from cluster.roles import SamplingSettings
-from cluster.rollout.evaluation import mean_of_component
-from cluster.runtime.object_store import fetch
-from cluster.runtime.usage import UsageSampler
-from cluster.workers.supervisor import background_tasks
-from configs.load import load_config
-from configs.schema import RunConfig
-from deploy.wiring.build import Inference
-from deploy.wiring.preparation import Prepared, require_model
-from rewards.offline.evaluation import evaluate
-from rewards.offline.options import DEFAULT_WEIGHTS, ScoreOptions
-from rewards.offline.report import build_report
-from rewards.offline.rules.answers import read_answer
-from rewards.offline.rules.schemes import built_in_schemes
-from rewards.offline.scoring import SchemeScorer
-from rewards.offline.sources.source import open_source
+from mobula.actors.datasets.prompts import fixed_prompts
+from mobula.cluster.errors import PreflightError, RewardError
+from mobula.cluster.metrics.evaluation_statistics import interval_of_mean
+from mobula.cluster.records.trajectory import Generated, Prompt, Reward, Trajectory
+from mobula.cluster.roles import SamplingSettings
+from mobula.cluster.rollout.evaluation import mean_of_component
+from mobula.cluster.runtime.object_store import fetch
+from mobula.cluster.runtime.usage import UsageSampler
+from mobula.cluster.workers.supervisor import background_tasks
+from mobula.configs.load import load_config
+from mobula.configs.schema import RunConfig
+from mobula.deploy.wiring.build import Inference
+from mobula.deploy.wiring.preparation import Prepared, require_model
+from mobula.rewards.offline.evaluation import evaluate
+from mobula.rewards.offline.options import DEFAULT_WEIGHTS, ScoreOptions
+from mobula.rewards.offline.report import build_report
+from mobula.rewards.offline.rules.answers import read_answer
+from mobula.rewards.offline.rules.schemes import built_in_schemes
+from mobula.rewards.offline.scoring import SchemeScorer
+from mobula.rewards.offline.sources.source import open_source
 
 RULES = ScoreOptions(
     weights=DEFAULT_WEIGHTS,

@@ -8,32 +8,32 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from deploy.host.session import ray_session  # isort: skip  (sets what ray reads when imported)
+from mobula.deploy.host.session import ray_session  # isort: skip  (sets what ray reads when imported)
 import ray
 from rich.console import Console
 from rich.table import Table
 from safetensors.torch import load_file
 from torch import Tensor
 
-from actors.datasets.prompts import PromptSource
-from cluster.errors import PreflightError
-from cluster.replay.live_groups import LiveGroups
-from cluster.replay.trajectory_log import TrajectoryLog
-from cluster.replay.trajectory_replay import recorded_steps, train_again
-from cluster.roles import UpdateReport
-from cluster.runtime.placement import plan_placement, training_roles
-from cluster.runtime.placement_groups import create_placement_groups, remove_placement_groups
-from configs.schema import RunConfig
-from deploy.host.run_lock import run_lock
-from deploy.host.terminal import outlive_output, terminal
-from deploy.wiring.build import POLICY_FOLDER, learner_group, supervised_rows
-from deploy.wiring.persistence import trajectory_log
-from deploy.wiring.preparation import TRAIN, Prepared, prepare
-from deploy.wiring.spawner import Spawner
-from rewards.isolation.process_pool import IsolatedPool
-from rewards.pool.replay_evaluator import Rescoring, rescore
-from rewards.scoring import RewardScoring
-from rewards.tools import Tools
+from mobula.actors.datasets.prompts import PromptSource
+from mobula.cluster.errors import PreflightError
+from mobula.cluster.replay.live_groups import LiveGroups
+from mobula.cluster.replay.trajectory_log import TrajectoryLog
+from mobula.cluster.replay.trajectory_replay import recorded_steps, train_again
+from mobula.cluster.roles import UpdateReport
+from mobula.cluster.runtime.placement import plan_placement, training_roles
+from mobula.cluster.runtime.placement_groups import create_placement_groups, remove_placement_groups
+from mobula.configs.schema import RunConfig
+from mobula.deploy.host.run_lock import run_lock
+from mobula.deploy.host.terminal import outlive_output, terminal
+from mobula.deploy.wiring.build import POLICY_FOLDER, learner_group, supervised_rows
+from mobula.deploy.wiring.persistence import trajectory_log
+from mobula.deploy.wiring.preparation import TRAIN, Prepared, prepare
+from mobula.deploy.wiring.spawner import Spawner
+from mobula.rewards.isolation.process_pool import IsolatedPool
+from mobula.rewards.pool.replay_evaluator import Rescoring, rescore
+from mobula.rewards.scoring import RewardScoring
+from mobula.rewards.tools import Tools
 
 OUTPUT_FOLDER = "replay"  # of the run folder
 UPDATES_FILE = "updates.jsonl"

@@ -13,13 +13,13 @@ from typing import IO, Any
 
 from rich.console import Console
 
-from cluster.errors import PreflightError
-from rewards.offline.evaluation import BrokenSourceError, evaluate
-from rewards.offline.options import ScoreOptions
-from rewards.offline.report import build_report
-from rewards.offline.rules.schemes import Scheme, built_in_schemes
-from rewards.offline.scoring import SchemeScorer
-from rewards.offline.sources.source import Source, open_source
+from mobula.cluster.errors import PreflightError
+from mobula.rewards.offline.evaluation import BrokenSourceError, evaluate
+from mobula.rewards.offline.options import ScoreOptions
+from mobula.rewards.offline.report import build_report
+from mobula.rewards.offline.rules.schemes import Scheme, built_in_schemes
+from mobula.rewards.offline.scoring import SchemeScorer
+from mobula.rewards.offline.sources.source import Source, open_source
 
 PROGRESS_PER_S = 5.0
 AERORL, MOBULA, RECIPE = range(3)  # places among the schemes
@@ -73,7 +73,7 @@ def score(command: ScoreCommand, console: Console) -> int:
     if command.output:
         _write(command.output, text + "\n")
     if command.html:
-        from rewards.offline.page import render_page  # Jinja, which nothing else here needs
+        from mobula.rewards.offline.page import render_page  # Jinja, which nothing else here needs
 
         _write(command.html, render_page(report))
     _say(console, report, text, command)
@@ -86,7 +86,7 @@ def corrupt(source: Path, target: Path, console: Console) -> int:
     Raises:
         PreflightError: a line has no reference or is no object, or a file cannot be read or written.
     """
-    from rewards.offline.corruption import corrupt_lines
+    from mobula.rewards.offline.corruption import corrupt_lines
 
     try:
         with source.open("rb") as lines, _replacing(target) as file:
@@ -104,7 +104,7 @@ def _scorer(command: ScoreCommand) -> SchemeScorer:
     schemes: tuple[Scheme, ...] = built_in_schemes(command.options)
     compared = (MOBULA, AERORL)
     if command.recipe:
-        from rewards.offline.rules.recipe_scheme import recipe_scheme
+        from mobula.rewards.offline.rules.recipe_scheme import recipe_scheme
 
         folder = command.source if command.source.is_dir() else command.source.parent
         by_recipe = recipe_scheme(command.recipe, command.options, folder=folder, timeout_s=command.timeout_s)

@@ -13,18 +13,18 @@ from pathlib import Path
 
 import uvicorn
 
-from cluster.errors import PreflightError, StuckError
-from cluster.records.trajectory import Reward
-from configs.load import ConfigError, load_rewards
-from configs.schema.rewards import RewardsConfig
-from rewards.contract import FailureKind, Outcome, RewardRequest, Score, ScoringFailure
-from rewards.http.lanes import Lanes
-from rewards.http.server import RewardServer, ServerLimits, make_app
-from rewards.isolation.deadline import InTime
-from rewards.isolation.process_pool import IsolatedPool
-from rewards.recipes import ComponentError
-from rewards.scoring import RewardScoring
-from rewards.tools import Tools
+from mobula.cluster.errors import PreflightError, StuckError
+from mobula.cluster.records.trajectory import Reward
+from mobula.configs.load import ConfigError, load_rewards
+from mobula.configs.schema.rewards import RewardsConfig
+from mobula.rewards.contract import FailureKind, Outcome, RewardRequest, Score, ScoringFailure
+from mobula.rewards.http.lanes import Lanes
+from mobula.rewards.http.server import RewardServer, ServerLimits, make_app
+from mobula.rewards.isolation.deadline import InTime
+from mobula.rewards.isolation.process_pool import IsolatedPool
+from mobula.rewards.recipes import ComponentError
+from mobula.rewards.scoring import RewardScoring
+from mobula.rewards.tools import Tools
 
 PENDING_CONNECTIONS = 512
 FUNCTION_SHARE = 4  # one answer that hangs may take this part of a request's time, as in a run

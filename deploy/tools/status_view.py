@@ -11,10 +11,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from cluster.workers.status import InFlightSummary, RunStatus, WorkerState, WorkerStatus
+from mobula.cluster.workers.status import InFlightSummary, RunStatus, WorkerState, WorkerStatus
 
 if TYPE_CHECKING:
-    from cluster.roles import ReplayStats
+    from mobula.cluster.roles import ReplayStats
 
 LATE_S = 15.0  # a driver that has not said anything for so long is busy or hangs
 STATE_COLORS = {WorkerState.SERVING: "green", WorkerState.WAITING: "yellow", WorkerState.QUARANTINED: "red"}

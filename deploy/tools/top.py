@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 from rich.console import Console
 from rich.live import Live
 
-from cluster.errors import PreflightError, RunOverError
-from cluster.workers.status import RunStatus
-from deploy.run.run_client import RunAddress, statuses
-from deploy.tools.status_view import as_table
+from mobula.cluster.errors import PreflightError, RunOverError
+from mobula.cluster.workers.status import RunStatus
+from mobula.deploy.run.run_client import RunAddress, statuses
+from mobula.deploy.tools.status_view import as_table
 
 
 def show_top(run: RunAddress, console: Console, *, interval_s: float, timeout_s: float) -> str:

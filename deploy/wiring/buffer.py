@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from cluster.replay.buffer import ReplayBuffer
-from configs.schema import RunConfig
-from deploy.wiring.persistence import build_journal_writer
+from mobula.cluster.replay.buffer import ReplayBuffer
+from mobula.configs.schema import RunConfig
+from mobula.deploy.wiring.persistence import build_journal_writer
 
 
 def replay_buffer(config: RunConfig) -> ReplayBuffer:

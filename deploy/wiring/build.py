@@ -9,58 +9,58 @@ from typing import Any
 
 import ray
 
-from actors.datasets.prompts import InDriver, PromptSource, fixed_prompts
-from actors.datasets.rows import Row, count_by_reason
-from actors.environments.rows import ENVIRONMENT
-from actors.reference.pool import NullReference, ReferencePool
-from cluster.controller import Controller
-from cluster.logprob_guard import GuardedLearner
-from cluster.metrics.definitions import CounterName, MetricName
-from cluster.metrics.hub import Metrics
-from cluster.metrics.summary import rejected_length
-from cluster.records.trajectory import GroupSummary, Prompt, ScoredGroup
-from cluster.recovery.checkpoints import Checkpoints, CheckpointSchedule, newest_learner_state
-from cluster.recovery.lost_groups import GroupRegenerator, RegeneratingLearner, RegeneratingReference
-from cluster.recovery.restartable_learner import RestartableLearner
-from cluster.recovery.stop_request import StopRequest
-from cluster.replay.buffer import ReplayBuffer
-from cluster.replay.live_groups import LiveGroups
-from cluster.roles import Learner as LearnerRole
-from cluster.roles import Rollouts
-from cluster.rollout.curriculum import OpeningRule, StageCurriculum
-from cluster.rollout.dispatcher import OVER_AGE, AdmissionFilter, RetryingRollouts, RolloutDispatcher
-from cluster.rollout.evaluation import InformingLog
-from cluster.rollout.in_flight import InFlightRequests
-from cluster.rollout.rollout_pool import RolloutPool
-from cluster.rollout.staleness import OvertakingOrder, StalenessGate, StepOrder
-from cluster.rollout.supervised_rows import SupervisedRows
-from cluster.runtime.ray_actors import answer, stop
-from cluster.tracing.tracing import Tracing
-from cluster.weight_sync.fresh_samples import FreshSamples
-from cluster.weight_sync.tolerance import Rounding, Tolerance
-from cluster.weight_sync.weight_sync import Push, WeightSync
-from cluster.workers.colocation import GpuLease, LeasedLearner, LeasedRollouts, LeasedWeights
-from cluster.workers.restart_policy import RestartBudget
-from cluster.workers.status import Scalable, WorkerState, WorkerStatus
-from cluster.workers.supervisor import Supervisor, Watched, watched_pool
-from configs.schema import RunConfig
-from deploy.host.run_folder import CHECKPOINTS_FOLDER, write_config
-from deploy.wiring.buffer import replay_buffer
-from deploy.wiring.evaluation import RESPONSES_FOLDER, build_evaluator, record_evaluation, response_log
-from deploy.wiring.parity_gate import parity_gate, tolerance_of
-from deploy.wiring.persistence import age_limit, build_records
-from deploy.wiring.pooled_roles import reference_folder, reference_pool, restart_policy, reward_pool, reward_role
-from deploy.wiring.preparation import SUPERVISED_PATH, TRAIN, Prepared
-from deploy.wiring.rollouts import adaptive_concurrency, rollout_pool, sampling_settings
-from deploy.wiring.spawner import Spawner, learner_environment
-from deploy.wiring.warm_start import warm_start
-from learner.critic_ranks.critic_group import CriticGroup, LearnerWithCritic
-from learner.critic_ranks.critic_rank import CriticRank
-from learner.learner import Learner
-from learner.learner_group import LearnerGroup
-from learner.offline.learner import OfflineLearner
-from learner.ranks.rank_group import RankGroup
-from rewards.pool.reward_pool import RewardPool
+from mobula.actors.datasets.prompts import InDriver, PromptSource, fixed_prompts
+from mobula.actors.datasets.rows import Row, count_by_reason
+from mobula.actors.environments.rows import ENVIRONMENT
+from mobula.actors.reference.pool import NullReference, ReferencePool
+from mobula.cluster.controller import Controller
+from mobula.cluster.logprob_guard import GuardedLearner
+from mobula.cluster.metrics.definitions import CounterName, MetricName
+from mobula.cluster.metrics.hub import Metrics
+from mobula.cluster.metrics.summary import rejected_length
+from mobula.cluster.records.trajectory import GroupSummary, Prompt, ScoredGroup
+from mobula.cluster.recovery.checkpoints import Checkpoints, CheckpointSchedule, newest_learner_state
+from mobula.cluster.recovery.lost_groups import GroupRegenerator, RegeneratingLearner, RegeneratingReference
+from mobula.cluster.recovery.restartable_learner import RestartableLearner
+from mobula.cluster.recovery.stop_request import StopRequest
+from mobula.cluster.replay.buffer import ReplayBuffer
+from mobula.cluster.replay.live_groups import LiveGroups
+from mobula.cluster.roles import Learner as LearnerRole
+from mobula.cluster.roles import Rollouts
+from mobula.cluster.rollout.curriculum import OpeningRule, StageCurriculum
+from mobula.cluster.rollout.dispatcher import OVER_AGE, AdmissionFilter, RetryingRollouts, RolloutDispatcher
+from mobula.cluster.rollout.evaluation import InformingLog
+from mobula.cluster.rollout.in_flight import InFlightRequests
+from mobula.cluster.rollout.rollout_pool import RolloutPool
+from mobula.cluster.rollout.staleness import OvertakingOrder, StalenessGate, StepOrder
+from mobula.cluster.rollout.supervised_rows import SupervisedRows
+from mobula.cluster.runtime.ray_actors import answer, stop
+from mobula.cluster.tracing.tracing import Tracing
+from mobula.cluster.weight_sync.fresh_samples import FreshSamples
+from mobula.cluster.weight_sync.tolerance import Rounding, Tolerance
+from mobula.cluster.weight_sync.weight_sync import Push, WeightSync
+from mobula.cluster.workers.colocation import GpuLease, LeasedLearner, LeasedRollouts, LeasedWeights
+from mobula.cluster.workers.restart_policy import RestartBudget
+from mobula.cluster.workers.status import Scalable, WorkerState, WorkerStatus
+from mobula.cluster.workers.supervisor import Supervisor, Watched, watched_pool
+from mobula.configs.schema import RunConfig
+from mobula.deploy.host.run_folder import CHECKPOINTS_FOLDER, write_config
+from mobula.deploy.wiring.buffer import replay_buffer
+from mobula.deploy.wiring.evaluation import RESPONSES_FOLDER, build_evaluator, record_evaluation, response_log
+from mobula.deploy.wiring.parity_gate import parity_gate, tolerance_of
+from mobula.deploy.wiring.persistence import age_limit, build_records
+from mobula.deploy.wiring.pooled_roles import reference_folder, reference_pool, restart_policy, reward_pool, reward_role
+from mobula.deploy.wiring.preparation import SUPERVISED_PATH, TRAIN, Prepared
+from mobula.deploy.wiring.rollouts import adaptive_concurrency, rollout_pool, sampling_settings
+from mobula.deploy.wiring.spawner import Spawner, learner_environment
+from mobula.deploy.wiring.warm_start import warm_start
+from mobula.learner.critic_ranks.critic_group import CriticGroup, LearnerWithCritic
+from mobula.learner.critic_ranks.critic_rank import CriticRank
+from mobula.learner.learner import Learner
+from mobula.learner.learner_group import LearnerGroup
+from mobula.learner.offline.learner import OfflineLearner
+from mobula.learner.ranks.rank_group import RankGroup
+from mobula.rewards.pool.reward_pool import RewardPool
 
 POLICY_FOLDER = "policy"  # of the run folder: the trained policy, in the Hugging Face layout
 MAX_REJECTED_STEPS = 20  # a run that rejects this many steps' worth of groups in a row has nothing to learn from

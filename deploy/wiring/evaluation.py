@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from actors.datasets.prompts import fixed_prompts
-from cluster.metrics.hub import Metrics
-from cluster.metrics.step_records import HELD_OUT, EvaluationRecord
-from cluster.records.trajectory import Prompt
-from cluster.roles import Rewards, Rollouts, SamplingSettings
-from cluster.rollout.contact_sheets import ContactSheets
-from cluster.rollout.evaluation import (
+from mobula.actors.datasets.prompts import fixed_prompts
+from mobula.cluster.metrics.hub import Metrics
+from mobula.cluster.metrics.step_records import HELD_OUT, EvaluationRecord
+from mobula.cluster.records.trajectory import Prompt
+from mobula.cluster.roles import Rewards, Rollouts, SamplingSettings
+from mobula.cluster.rollout.contact_sheets import ContactSheets
+from mobula.cluster.rollout.evaluation import (
     EvaluationResult,
     EvaluationSchedule,
     Evaluator,
@@ -20,8 +20,8 @@ from cluster.rollout.evaluation import (
     ResponseLog,
     Suite,
 )
-from cluster.rollout.response_files import ResponseFiles
-from deploy.wiring.preparation import Prepared
+from mobula.cluster.rollout.response_files import ResponseFiles
+from mobula.deploy.wiring.preparation import Prepared
 
 RESPONSES_FOLDER = "evaluations"  # of the run folder
 AFTER_TRAINING = 1  # priority of held-out prompts

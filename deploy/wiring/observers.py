@@ -9,22 +9,22 @@ from functools import partial
 
 from rich.console import Console
 
-from cluster.errors import PreflightError
-from cluster.metrics.artifacts import ArtifactWriter, Offered, refuse_without_encoder
-from cluster.metrics.hub import Metrics, Samples
-from cluster.metrics.report.run_folder import METRICS_FILE, SAMPLES_FILE
-from cluster.metrics.report.samples import SampleKeeper
-from cluster.metrics.report.videos import ARTIFACTS_FOLDER
-from cluster.metrics.signal_watch import SignalWatch
-from cluster.metrics.sinks.base import Sink
-from cluster.metrics.sinks.console import ConsoleSink
-from cluster.metrics.sinks.estimate import EstimateSink
-from cluster.metrics.sinks.jsonl import JsonlSink
-from cluster.metrics.sinks.ray_gauges import RaySink
-from cluster.metrics.sinks.tensorboard import TensorBoardSink
-from cluster.metrics.sinks.trackers import TrackedRun, tracker
-from cluster.runtime.object_store import fetch
-from configs.schema import RunConfig
+from mobula.cluster.errors import PreflightError
+from mobula.cluster.metrics.artifacts import ArtifactWriter, Offered, refuse_without_encoder
+from mobula.cluster.metrics.hub import Metrics, Samples
+from mobula.cluster.metrics.report.run_folder import METRICS_FILE, SAMPLES_FILE
+from mobula.cluster.metrics.report.samples import SampleKeeper
+from mobula.cluster.metrics.report.videos import ARTIFACTS_FOLDER
+from mobula.cluster.metrics.signal_watch import SignalWatch
+from mobula.cluster.metrics.sinks.base import Sink
+from mobula.cluster.metrics.sinks.console import ConsoleSink
+from mobula.cluster.metrics.sinks.estimate import EstimateSink
+from mobula.cluster.metrics.sinks.jsonl import JsonlSink
+from mobula.cluster.metrics.sinks.ray_gauges import RaySink
+from mobula.cluster.metrics.sinks.tensorboard import TensorBoardSink
+from mobula.cluster.metrics.sinks.trackers import TrackedRun, tracker
+from mobula.cluster.runtime.object_store import fetch
+from mobula.configs.schema import RunConfig
 
 CONSOLE_INTERVAL_S = 10.0
 

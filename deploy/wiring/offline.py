@@ -10,30 +10,30 @@ from typing import Any
 
 import ray
 
-from actors.datasets.prompts import PromptSource, fixed_prompts
-from actors.datasets.rows import count_by_reason
-from actors.reference.pool import NullReference, ReferencePool
-from cluster.controller import Controller
-from cluster.metrics.definitions import CounterName, MetricName
-from cluster.metrics.hub import Metrics
-from cluster.metrics.reducers import wilson
-from cluster.metrics.step_records import HELD_OUT, EvaluationRecord
-from cluster.recovery.checkpoints import Checkpoints, CheckpointSchedule
-from cluster.recovery.restartable_learner import RestartableLearner
-from cluster.recovery.stop_request import StopRequest
-from cluster.rollout.evaluation import EvaluationSchedule
-from cluster.rollout.row_evaluation import RowEvaluator
-from cluster.rollout.row_stream import RowStream, stored
-from cluster.tracing.tracing import NoTracing, Tracing
-from cluster.weight_sync.no_receivers import NoReceivers
-from cluster.workers.status import Scalable
-from cluster.workers.supervisor import Supervisor, Watched
-from deploy.host.run_folder import CHECKPOINTS_FOLDER, write_config
-from deploy.wiring.build import POLICY_FOLDER, spawn_learner, watched_reference
-from deploy.wiring.pooled_roles import reference_folder, reference_pool
-from deploy.wiring.preparation import TRAIN, Prepared
-from deploy.wiring.spawner import Spawner
-from learner.learner_group import LearnerGroup
+from mobula.actors.datasets.prompts import PromptSource, fixed_prompts
+from mobula.actors.datasets.rows import count_by_reason
+from mobula.actors.reference.pool import NullReference, ReferencePool
+from mobula.cluster.controller import Controller
+from mobula.cluster.metrics.definitions import CounterName, MetricName
+from mobula.cluster.metrics.hub import Metrics
+from mobula.cluster.metrics.reducers import wilson
+from mobula.cluster.metrics.step_records import HELD_OUT, EvaluationRecord
+from mobula.cluster.recovery.checkpoints import Checkpoints, CheckpointSchedule
+from mobula.cluster.recovery.restartable_learner import RestartableLearner
+from mobula.cluster.recovery.stop_request import StopRequest
+from mobula.cluster.rollout.evaluation import EvaluationSchedule
+from mobula.cluster.rollout.row_evaluation import RowEvaluator
+from mobula.cluster.rollout.row_stream import RowStream, stored
+from mobula.cluster.tracing.tracing import NoTracing, Tracing
+from mobula.cluster.weight_sync.no_receivers import NoReceivers
+from mobula.cluster.workers.status import Scalable
+from mobula.cluster.workers.supervisor import Supervisor, Watched
+from mobula.deploy.host.run_folder import CHECKPOINTS_FOLDER, write_config
+from mobula.deploy.wiring.build import POLICY_FOLDER, spawn_learner, watched_reference
+from mobula.deploy.wiring.pooled_roles import reference_folder, reference_pool
+from mobula.deploy.wiring.preparation import TRAIN, Prepared
+from mobula.deploy.wiring.spawner import Spawner
+from mobula.learner.learner_group import LearnerGroup
 
 _logger = logging.getLogger(__name__)
 NO_TRACING = NoTracing()

@@ -8,14 +8,14 @@ from typing import Protocol
 
 import numpy as np
 
-from cluster.errors import CanaryError
-from cluster.records.trajectory import Prompt
-from cluster.weight_sync.interfaces import Receiver
-from cluster.weight_sync.tolerance import Gap, MeasuredRounding, Rounding, Tolerance
-from configs.schema import RunConfig
-from deploy.wiring.parity_prompts import cases
-from deploy.wiring.preparation import Prepared
-from learner.policies.families import family_at, model_type_at
+from mobula.cluster.errors import CanaryError
+from mobula.cluster.records.trajectory import Prompt
+from mobula.cluster.weight_sync.interfaces import Receiver
+from mobula.cluster.weight_sync.tolerance import Gap, MeasuredRounding, Rounding, Tolerance
+from mobula.configs.schema import RunConfig
+from mobula.deploy.wiring.parity_prompts import cases
+from mobula.deploy.wiring.preparation import Prepared
+from mobula.learner.policies.families import family_at, model_type_at
 
 _logger = logging.getLogger(__name__)
 

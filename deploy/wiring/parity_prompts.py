@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from actors.datasets.audios import encode_wav
-from actors.datasets.pictures import EncodedFile
-from actors.datasets.rows import Row
-from actors.datasets.videos import FrameList
-from actors.processors.chat import ChatProcessor
-from cluster.records.trajectory import Prompt
+from mobula.actors.datasets.audios import encode_wav
+from mobula.actors.datasets.pictures import EncodedFile
+from mobula.actors.datasets.rows import Row
+from mobula.actors.datasets.videos import FrameList
+from mobula.actors.processors.chat import ChatProcessor
+from mobula.cluster.records.trajectory import Prompt
 
 SIZES = ((70, 50), (101, 133), (56, 56))  # (width, height), so that no two pictures expand alike
 CASES: dict[str, tuple[str, tuple[int, ...]]] = {  # question, and which of the pictures it shows

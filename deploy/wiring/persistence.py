@@ -9,19 +9,19 @@ from pathlib import Path
 
 import ray
 
-from actors.datasets.prompts import PromptSource
-from cluster.metrics.definitions import CounterName
-from cluster.metrics.hub import Metrics
-from cluster.recovery.checkpoints import Recovery
-from cluster.recovery.recording_learner import DurableLearner, RecordingLearner
-from cluster.recovery.resume import JournalledReplay, JournalRecovery, NoRecovery
-from cluster.replay.journal import Journal, journal_identity
-from cluster.replay.journal_writer import GroupJournal, JournalWriter, NoJournal
-from cluster.replay.live_groups import LiveGroups
-from cluster.replay.trajectory_log import TrajectoryLog
-from cluster.rollout.dispatcher import RolloutDispatcher
-from cluster.rollout.staleness import AgeLimit
-from configs.schema import RunConfig
+from mobula.actors.datasets.prompts import PromptSource
+from mobula.cluster.metrics.definitions import CounterName
+from mobula.cluster.metrics.hub import Metrics
+from mobula.cluster.recovery.checkpoints import Recovery
+from mobula.cluster.recovery.recording_learner import DurableLearner, RecordingLearner
+from mobula.cluster.recovery.resume import JournalledReplay, JournalRecovery, NoRecovery
+from mobula.cluster.replay.journal import Journal, journal_identity
+from mobula.cluster.replay.journal_writer import GroupJournal, JournalWriter, NoJournal
+from mobula.cluster.replay.live_groups import LiveGroups
+from mobula.cluster.replay.trajectory_log import TrajectoryLog
+from mobula.cluster.rollout.dispatcher import RolloutDispatcher
+from mobula.cluster.rollout.staleness import AgeLimit
+from mobula.configs.schema import RunConfig
 
 JOURNAL_FOLDER = "journal"  # of the run folder
 TRAJECTORIES_FOLDER = "trajectories"  # of the run folder

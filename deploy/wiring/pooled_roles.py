@@ -8,23 +8,23 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from actors.processors.pool import ProcessorPool
-from actors.processors.worker import ProcessorWorker
-from actors.reference.pool import NullReference, ReferencePool
-from actors.reference.scorer import ReferenceScorer
-from cluster.runtime.placement import PlacedWorker
-from cluster.workers.restart_policy import RestartPolicy
-from cluster.workers.status import Scalable
-from cluster.workers.supervisor import Watched, watched_pool
-from configs.schema import RunConfig
-from configs.schema.resources import REWARD_SERVICE
-from configs.schema.rewards import SHARED_SERVICE
-from deploy.wiring.preparation import Prepared
-from deploy.wiring.scaling import RoleHosts
-from deploy.wiring.spawner import Spawner
-from rewards.pool.reward_pool import LossCounter, RewardPool
-from rewards.pool.service import RewardService, ServiceSettings
-from rewards.pool.worker import RewardWorker
+from mobula.actors.processors.pool import ProcessorPool
+from mobula.actors.processors.worker import ProcessorWorker
+from mobula.actors.reference.pool import NullReference, ReferencePool
+from mobula.actors.reference.scorer import ReferenceScorer
+from mobula.cluster.runtime.placement import PlacedWorker
+from mobula.cluster.workers.restart_policy import RestartPolicy
+from mobula.cluster.workers.status import Scalable
+from mobula.cluster.workers.supervisor import Watched, watched_pool
+from mobula.configs.schema import RunConfig
+from mobula.configs.schema.resources import REWARD_SERVICE
+from mobula.configs.schema.rewards import SHARED_SERVICE
+from mobula.deploy.wiring.preparation import Prepared
+from mobula.deploy.wiring.scaling import RoleHosts
+from mobula.deploy.wiring.spawner import Spawner
+from mobula.rewards.pool.reward_pool import LossCounter, RewardPool
+from mobula.rewards.pool.service import RewardService, ServiceSettings
+from mobula.rewards.pool.worker import RewardWorker
 
 PROCESSOR = "processor"  # the role
 REFERENCE_FOLDER = "reference"  # of the run folder: the frozen policy, in the Hugging Face layout

@@ -13,36 +13,36 @@ from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import snapshot_download
 
-from actors.datasets.conversations import read_conversations
-from actors.datasets.curricula import PROMPT_TOKENS
-from actors.datasets.open_split import curriculum_of, open_split
-from actors.datasets.preferences.picture_pairs import read_picture_pairs
-from actors.datasets.prompts import InDriver, PreflightReport, Preparation, RowChecker, preflight
-from actors.datasets.rows import Skipped, Split
-from actors.environments.rows import environment_split
-from actors.processors.chat import ChatProcessor
-from actors.processors.conversation import ConversationProcessor
-from actors.processors.image_tokens import ImageTokenProcessor
-from actors.processors.make import make_processor
-from actors.processors.teacher import TEACHER, check_teacher
-from cluster.errors import PreflightError
-from cluster.metrics.report.run_folder import SKIPPED_FILE
-from cluster.records.media import MediaKeeper, MediaStore
-from cluster.weight_sync.manifest import Manifest, checkpoint_manifest
-from configs.near_paths import HUB_EXAMPLE, may_be_hub_name, near
-from configs.schema import EvaluationConfig, PolicyConfig, RunConfig
-from configs.schema.data import WRITTEN
-from configs.schema.rollout import SamplerKind
-from deploy.datasets.data_files import identity_with_data
-from deploy.datasets.written_data import write_data
-from deploy.planning.engine_sizes import EngineSizes
-from deploy.preflight.checks import find_mismatches
-from deploy.preflight.findings import refuse
-from deploy.preflight.loaded import LoadedModel
-from deploy.preflight.rewards import check_reward_functions
-from deploy.preflight.weights import find_unusable
-from learner.policies.checkpoint.stored import stored_model
-from learner.policies.families import (
+from mobula.actors.datasets.conversations import read_conversations
+from mobula.actors.datasets.curricula import PROMPT_TOKENS
+from mobula.actors.datasets.open_split import curriculum_of, open_split
+from mobula.actors.datasets.preferences.picture_pairs import read_picture_pairs
+from mobula.actors.datasets.prompts import InDriver, PreflightReport, Preparation, RowChecker, preflight
+from mobula.actors.datasets.rows import Skipped, Split
+from mobula.actors.environments.rows import environment_split
+from mobula.actors.processors.chat import ChatProcessor
+from mobula.actors.processors.conversation import ConversationProcessor
+from mobula.actors.processors.image_tokens import ImageTokenProcessor
+from mobula.actors.processors.make import make_processor
+from mobula.actors.processors.teacher import TEACHER, check_teacher
+from mobula.cluster.errors import PreflightError
+from mobula.cluster.metrics.report.run_folder import SKIPPED_FILE
+from mobula.cluster.records.media import MediaKeeper, MediaStore
+from mobula.cluster.weight_sync.manifest import Manifest, checkpoint_manifest
+from mobula.configs.near_paths import HUB_EXAMPLE, may_be_hub_name, near
+from mobula.configs.schema import EvaluationConfig, PolicyConfig, RunConfig
+from mobula.configs.schema.data import WRITTEN
+from mobula.configs.schema.rollout import SamplerKind
+from mobula.deploy.datasets.data_files import identity_with_data
+from mobula.deploy.datasets.written_data import write_data
+from mobula.deploy.planning.engine_sizes import EngineSizes
+from mobula.deploy.preflight.checks import find_mismatches
+from mobula.deploy.preflight.findings import refuse
+from mobula.deploy.preflight.loaded import LoadedModel
+from mobula.deploy.preflight.rewards import check_reward_functions
+from mobula.deploy.preflight.weights import find_unusable
+from mobula.learner.policies.checkpoint.stored import stored_model
+from mobula.learner.policies.families import (
     DRAWING_TYPES,
     family_at,
     frozen_prefixes,
@@ -50,20 +50,20 @@ from learner.policies.families import (
     model_type_at,
     unequal_window,
 )
-from learner.policies.flow.denoising import Denoising
-from learner.policies.flow.families import INDEX, TRANSFORMER
-from learner.policies.flow.tiny import TINY_FLOW, write_tiny_flow
-from learner.policies.image_tokens.tiny import TINY_JANUS, write_tiny_janus
-from learner.policies.loading import refuse_unknown_prefixes
-from learner.policies.lora import adapted_modules
-from learner.policies.pretrained import PRETRAINED
-from learner.policies.score_model import score_class
-from learner.policies.tiny import TINY, write_tiny
-from learner.policies.trained import flow_checkpoint
+from mobula.learner.policies.flow.denoising import Denoising
+from mobula.learner.policies.flow.families import INDEX, TRANSFORMER
+from mobula.learner.policies.flow.tiny import TINY_FLOW, write_tiny_flow
+from mobula.learner.policies.image_tokens.tiny import TINY_JANUS, write_tiny_janus
+from mobula.learner.policies.loading import refuse_unknown_prefixes
+from mobula.learner.policies.lora import adapted_modules
+from mobula.learner.policies.pretrained import PRETRAINED
+from mobula.learner.policies.score_model import score_class
+from mobula.learner.policies.tiny import TINY, write_tiny
+from mobula.learner.policies.trained import flow_checkpoint
 
 if TYPE_CHECKING:
-    from actors.processors.flow import FlowProcessor
-    from actors.processors.picture_pairs import PicturePairProcessor
+    from mobula.actors.processors.flow import FlowProcessor
+    from mobula.actors.processors.picture_pairs import PicturePairProcessor
 
 _logger = logging.getLogger(__name__)
 

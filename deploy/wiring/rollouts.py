@@ -6,26 +6,26 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from actors.datasets.rows import Skipped
-from actors.rollout.actor import RolloutActor
-from actors.rollout.client import RolloutClient
-from actors.rollout.episode_actor import EpisodeActor, EpisodeSettings
-from actors.samplers.base import EngineSettings
-from actors.samplers.settings import engine_settings as settings_of_engine
-from cluster.metrics.definitions import MetricName
-from cluster.metrics.hub import Metrics
-from cluster.roles import SamplingSettings
-from cluster.rollout.adaptive_concurrency import AdaptiveConcurrency, AimdLimit, AimdPolicy
-from cluster.rollout.in_flight import InFlightRequests
-from cluster.rollout.rollout_pool import HealthChecks, RolloutPool
-from cluster.rollout.staleness import StalenessGate
-from cluster.runtime.placement import PlacedWorker
-from cluster.runtime.vitals import EngineLoad
-from configs.schema import RunConfig
-from deploy.wiring.pooled_roles import restart_policy
-from deploy.wiring.preparation import Prepared
-from deploy.wiring.scaling import RoleHosts
-from deploy.wiring.spawner import Spawner, engine_environment
+from mobula.actors.datasets.rows import Skipped
+from mobula.actors.rollout.actor import RolloutActor
+from mobula.actors.rollout.client import RolloutClient
+from mobula.actors.rollout.episode_actor import EpisodeActor, EpisodeSettings
+from mobula.actors.samplers.base import EngineSettings
+from mobula.actors.samplers.settings import engine_settings as settings_of_engine
+from mobula.cluster.metrics.definitions import MetricName
+from mobula.cluster.metrics.hub import Metrics
+from mobula.cluster.roles import SamplingSettings
+from mobula.cluster.rollout.adaptive_concurrency import AdaptiveConcurrency, AimdLimit, AimdPolicy
+from mobula.cluster.rollout.in_flight import InFlightRequests
+from mobula.cluster.rollout.rollout_pool import HealthChecks, RolloutPool
+from mobula.cluster.rollout.staleness import StalenessGate
+from mobula.cluster.runtime.placement import PlacedWorker
+from mobula.cluster.runtime.vitals import EngineLoad
+from mobula.configs.schema import RunConfig
+from mobula.deploy.wiring.pooled_roles import restart_policy
+from mobula.deploy.wiring.preparation import Prepared
+from mobula.deploy.wiring.scaling import RoleHosts
+from mobula.deploy.wiring.spawner import Spawner, engine_environment
 
 SYNC_GRACE_S = 15.0  # a member of a transfer group gives up by itself before the driver stops waiting for it
 CALLS_AT_A_TIME = 16  # that a rollout actor answers; groups come over its stream and take none

@@ -10,18 +10,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cluster.metrics.definitions import CounterName
-from cluster.metrics.files import write_atomically
-from cluster.metrics.hub import STARTING, Metrics
-from cluster.roles import Replay
-from cluster.rollout.in_flight import InFlightRequests
-from cluster.runtime.object_store import object_store_use
-from cluster.runtime.placement import PlacedWorker
-from cluster.runtime.ray_actors import stop
-from cluster.workers.control import CONTROL, ControlLoop, ControlPanel
-from cluster.workers.status import Scalable, WorkerState, WorkerStatus
-from configs.schema import ResourcesConfig, RunConfig
-from deploy.wiring.spawner import BOOKING_S, Spawner
+from mobula.cluster.metrics.definitions import CounterName
+from mobula.cluster.metrics.files import write_atomically
+from mobula.cluster.metrics.hub import STARTING, Metrics
+from mobula.cluster.roles import Replay
+from mobula.cluster.rollout.in_flight import InFlightRequests
+from mobula.cluster.runtime.object_store import object_store_use
+from mobula.cluster.runtime.placement import PlacedWorker
+from mobula.cluster.runtime.ray_actors import stop
+from mobula.cluster.workers.control import CONTROL, ControlLoop, ControlPanel
+from mobula.cluster.workers.status import Scalable, WorkerState, WorkerStatus
+from mobula.configs.schema import ResourcesConfig, RunConfig
+from mobula.deploy.wiring.spawner import BOOKING_S, Spawner
 
 SCALE_FILE = "scale.json"  # of the run folder
 VISIT_INTERVAL_S = 1.0
@@ -29,7 +29,7 @@ VISIT_DEADLINE_S = 20.0  # of one call to the panel
 
 
 class RoleHosts:
-    """Implements `cluster.workers.work_queue.Hosts`: one role's workers, each on a place of its own."""
+    """Implements `mobula.cluster.workers.work_queue.Hosts`: one role's workers, each on a place of its own."""
 
     def __init__(self, spawner: Spawner, role: str, start: Callable[[PlacedWorker], Any], *, stop_s: float) -> None:
         """`start` makes the worker of a place and returns its handle."""

@@ -9,15 +9,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cluster.errors import PlacementError
-from cluster.runtime.autoscaling import Autoscaler
-from cluster.runtime.network import LOOPBACK
-from cluster.runtime.placement import PlacedWorker, PlacementPlan, check_room, place_at
-from cluster.runtime.placement_groups import Booking, book_more, bundle_of, cluster_nodes, remove_placement_groups
-from cluster.runtime.ray_actors import BOUND_THREADS, spawn, spawn_named
-from cluster.runtime.role_log import role_log
-from configs.schema import RunConfig
-from deploy.host.session import ClusterSession
+from mobula.cluster.errors import PlacementError
+from mobula.cluster.runtime.autoscaling import Autoscaler
+from mobula.cluster.runtime.network import LOOPBACK
+from mobula.cluster.runtime.placement import PlacedWorker, PlacementPlan, check_room, place_at
+from mobula.cluster.runtime.placement_groups import (
+    Booking,
+    book_more,
+    bundle_of,
+    cluster_nodes,
+    remove_placement_groups,
+)
+from mobula.cluster.runtime.ray_actors import BOUND_THREADS, spawn, spawn_named
+from mobula.cluster.runtime.role_log import role_log
+from mobula.configs.schema import RunConfig
+from mobula.deploy.host.session import ClusterSession
 
 _logger = logging.getLogger(__name__)
 

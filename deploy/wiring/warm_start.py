@@ -12,24 +12,24 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 
-from actors.datasets.order import epoch_order
-from actors.datasets.prompts import PromptSource, fixed_prompts
-from actors.datasets.rows import Row, RowError
-from actors.processors.chat import ChatProcessor
-from actors.rollout.demonstrations import Demonstrations
-from cluster.records.trajectory import Prompt
-from cluster.runtime.seeds import SEED_BITS, derived_seed
-from configs.schema import RunConfig
-from deploy.wiring.preparation import TRAIN, VALIDATION, Prepared
-from learner.learner_group import LearnerGroup
-from learner.pictures.teaching import PictureExample
-from learner.policies.flow.noising import CleanSequence, Noising
-from learner.policies.flow.rows import condition_of
-from learner.policies.trained import teaching_noising
-from learner.supervised import SupervisedExample
+from mobula.actors.datasets.order import epoch_order
+from mobula.actors.datasets.prompts import PromptSource, fixed_prompts
+from mobula.actors.datasets.rows import Row, RowError
+from mobula.actors.processors.chat import ChatProcessor
+from mobula.actors.rollout.demonstrations import Demonstrations
+from mobula.cluster.records.trajectory import Prompt
+from mobula.cluster.runtime.seeds import SEED_BITS, derived_seed
+from mobula.configs.schema import RunConfig
+from mobula.deploy.wiring.preparation import TRAIN, VALIDATION, Prepared
+from mobula.learner.learner_group import LearnerGroup
+from mobula.learner.pictures.teaching import PictureExample
+from mobula.learner.policies.flow.noising import CleanSequence, Noising
+from mobula.learner.policies.flow.rows import condition_of
+from mobula.learner.policies.trained import teaching_noising
+from mobula.learner.supervised import SupervisedExample
 
 if TYPE_CHECKING:
-    from actors.processors.flow import FlowProcessor  # which imports diffusers
+    from mobula.actors.processors.flow import FlowProcessor  # which imports diffusers
 
 _logger = logging.getLogger(__name__)
 

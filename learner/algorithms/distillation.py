@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from learner.algorithms.kl.base import capped
-from learner.algorithms.ratios import log_ratio
+from mobula.learner.algorithms.kl.base import capped
+from mobula.learner.algorithms.ratios import log_ratio
 
 
 def teacher_advantage(behavior_logprobs: Tensor, teacher_logprobs: Tensor, cap: float) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from learner.algorithms.ratios import log_ratio
+from mobula.learner.algorithms.ratios import log_ratio
 
 
 def truncated_importance(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, weight_cap: float) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from learner.algorithms.advantages.inputs import EarlierRewards
+from mobula.learner.algorithms.advantages.inputs import EarlierRewards
 
 
 class PromptHistory:

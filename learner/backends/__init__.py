@@ -6,25 +6,25 @@ from pathlib import Path
 
 import torch
 
-from configs.schema import LearnerConfig
-from learner.backends.base import Backend
-from learner.backends.sharded import load_sharded_weights
-from learner.policies.base import Policy
+from mobula.configs.schema import LearnerConfig
+from mobula.learner.backends.base import Backend
+from mobula.learner.backends.sharded import load_sharded_weights
+from mobula.learner.policies.base import Policy
 
 
 def build_backend(config: LearnerConfig, device: torch.device, dtype: torch.dtype) -> Backend:
     """The backend that `learner.backend` names; only what it needs is imported."""
     match config.backend:
         case "fsdp2":
-            from learner.backends.fsdp2 import FSDP2Backend
+            from mobula.learner.backends.fsdp2 import FSDP2Backend
 
             return FSDP2Backend(device, dtype, config)
         case "deepspeed":
-            from learner.backends.deepspeed import DeepSpeedBackend
+            from mobula.learner.backends.deepspeed import DeepSpeedBackend
 
             return DeepSpeedBackend(device, dtype, config)
         case "single":
-            from learner.backends.single import SingleBackend
+            from mobula.learner.backends.single import SingleBackend
 
             return SingleBackend(device, dtype, config)
 
@@ -36,7 +36,7 @@ def load_weights(config: LearnerConfig, folder: Path, policy: Policy) -> None:
         CheckpointError: there is no complete state in `folder`.
     """
     if config.backend == "deepspeed":
-        from learner.backends.deepspeed import load_zero_weights
+        from mobula.learner.backends.deepspeed import load_zero_weights
 
         load_zero_weights(folder, policy)
     else:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from learner.policies.base import Policy
+from mobula.learner.policies.base import Policy
 
 Wanted = Callable[[str], bool]
 

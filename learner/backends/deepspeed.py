@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from cluster.errors import CheckpointError
-from configs.schema import LearnerConfig
-from learner.backends.base import Wanted, evaluating, everything, trained_parameters
-from learner.backends.gather import BUCKET_BYTES
-from learner.optim import build_optimizer
-from learner.policies.base import Policy
+from mobula.cluster.errors import CheckpointError
+from mobula.configs.schema import LearnerConfig
+from mobula.learner.backends.base import Wanted, evaluating, everything, trained_parameters
+from mobula.learner.backends.gather import BUCKET_BYTES
+from mobula.learner.optim import build_optimizer
+from mobula.learner.policies.base import Policy
 
 ENVIRONMENT = {  # what DeepSpeed would otherwise look for by itself, or log
     "DS_IGNORE_CUDA_DETECTION": "1",  # no nvcc: torch's optimizer needs none of DeepSpeed's own kernels

@@ -14,12 +14,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from configs.schema import LearnerConfig
-from learner.backends.base import Wanted, evaluating, everything, trained_parameters
-from learner.backends.gather import gather_whole
-from learner.backends.sharded import ShardedWriter, load_sharded
-from learner.optim import build_optimizer
-from learner.policies.base import Policy
+from mobula.configs.schema import LearnerConfig
+from mobula.learner.backends.base import Wanted, evaluating, everything, trained_parameters
+from mobula.learner.backends.gather import gather_whole
+from mobula.learner.backends.sharded import ShardedWriter, load_sharded
+from mobula.learner.optim import build_optimizer
+from mobula.learner.policies.base import Policy
 
 MAX_WHOLE_GRADIENT_BYTES = 1 << 30  # a rank keeps whole gradients up to this between the micro-batches of a step
 MIN_UNIT_NUMEL = 1 << 20  # exchanging fewer parameters costs its latency: smaller blocks are exchanged with the root

@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
-from cluster.errors import CheckpointError
-from learner.policies.base import Policy
+from mobula.cluster.errors import CheckpointError
+from mobula.learner.policies.base import Policy
 
 PARTIAL = StateDictOptions(strict=False)  # the state of the model may lack what is frozen
 

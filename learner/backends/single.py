@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from configs.schema import LearnerConfig
-from learner.backends.base import Wanted, evaluating, everything, trained_parameters
-from learner.backends.sharded import ShardedWriter, load_sharded
-from learner.optim import build_optimizer
-from learner.policies.base import Policy
+from mobula.configs.schema import LearnerConfig
+from mobula.learner.backends.base import Wanted, evaluating, everything, trained_parameters
+from mobula.learner.backends.sharded import ShardedWriter, load_sharded
+from mobula.learner.optim import build_optimizer
+from mobula.learner.policies.base import Policy
 
 
 class SingleBackend:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from cluster.records.media import MediaReader
-from configs.schema import RunConfig
-from learner.critic.critic import Critic, NullCritic
+from mobula.cluster.records.media import MediaReader
+from mobula.configs.schema import RunConfig
+from mobula.learner.critic.critic import Critic, NullCritic
 
 
 def build_critic(

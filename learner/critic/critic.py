@@ -12,22 +12,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cluster.errors import CheckpointError
-from cluster.records.media import MediaReader
-from configs.schema import LearnerConfig, RunConfig
-from learner.algorithms.aggregation import Totals, token_mean
-from learner.algorithms.value_loss import value_loss
-from learner.backends import build_backend
-from learner.batch import LearnerItem, totals
-from learner.critic.rows import ValueRow, collate_rows
-from learner.critic.value_model import ValueModel
-from learner.gradient_step import GradientStep
-from learner.meter import Meter
-from learner.optim import learning_rate
-from learner.policies.loading import DTYPES, load_policy_model, recompute_blocks
-from learner.policy_weights import PolicyWeights
-from learner.residence import Residence
-from learner.scoring_pass import gathered
+from mobula.cluster.errors import CheckpointError
+from mobula.cluster.records.media import MediaReader
+from mobula.configs.schema import LearnerConfig, RunConfig
+from mobula.learner.algorithms.aggregation import Totals, token_mean
+from mobula.learner.algorithms.value_loss import value_loss
+from mobula.learner.backends import build_backend
+from mobula.learner.batch import LearnerItem, totals
+from mobula.learner.critic.rows import ValueRow, collate_rows
+from mobula.learner.critic.value_model import ValueModel
+from mobula.learner.gradient_step import GradientStep
+from mobula.learner.meter import Meter
+from mobula.learner.optim import learning_rate
+from mobula.learner.policies.loading import DTYPES, load_policy_model, recompute_blocks
+from mobula.learner.policy_weights import PolicyWeights
+from mobula.learner.residence import Residence
+from mobula.learner.scoring_pass import gathered
 
 FOLDER = "critic"  # of a learner's state
 Groups = list[list[LearnerItem]]

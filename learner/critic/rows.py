@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cluster.records.media import MediaReader
-from learner.batch import LearnerItem
-from learner.policies.base import RowOutline
-from learner.policies.batch import TokenBatch, TokenSequence, collate, pad_rows
-from learner.policies.device_copies import on_device
+from mobula.cluster.records.media import MediaReader
+from mobula.learner.batch import LearnerItem
+from mobula.learner.policies.base import RowOutline
+from mobula.learner.policies.batch import TokenBatch, TokenSequence, collate, pad_rows
+from mobula.learner.policies.device_copies import on_device
 
 Values = Sequence[Sequence[np.ndarray]]
 """float32 [T + 1] of each trajectory of each group: before each token, and after the last one."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from learner.critic.head import ScalarHead
-from learner.policies.batch import TokenBatch
-from learner.policies.token import TokenModel
+from mobula.learner.critic.head import ScalarHead
+from mobula.learner.policies.batch import TokenBatch
+from mobula.learner.policies.token import TokenModel
 
 
 class ValueModel(TokenModel):

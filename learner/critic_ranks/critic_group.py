@@ -7,17 +7,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cluster.errors import CheckpointError, LostObjectError, WorkerDiedError
-from cluster.records.trajectory import ScoredGroup
-from cluster.roles import UpdateReport
-from cluster.runtime.concurrency import outcomes, run_all
-from configs.schema import TimeoutsConfig
-from learner.learner_group import LearnerGroup, StepRows
-from learner.ranks.rank_group import RankGroup
+from mobula.cluster.errors import CheckpointError, LostObjectError, WorkerDiedError
+from mobula.cluster.records.trajectory import ScoredGroup
+from mobula.cluster.roles import UpdateReport
+from mobula.cluster.runtime.concurrency import outcomes, run_all
+from mobula.configs.schema import TimeoutsConfig
+from mobula.learner.learner_group import LearnerGroup, StepRows
+from mobula.learner.ranks.rank_group import RankGroup
 
 
 class CriticGroup(RankGroup):
-    """The handles of `learner.critic_ranks.critic_rank.CriticRank` workers, one a rank."""
+    """The handles of `mobula.learner.critic_ranks.critic_rank.CriticRank` workers, one a rank."""
 
     def __init__(self, spawn: Callable[[], Sequence[Any]], timeouts: TimeoutsConfig, put: Callable[[Any], Any]) -> None:
         """`put` is as in `LearnerGroup`."""

@@ -8,17 +8,17 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from cluster.records.media import MediaReader
-from cluster.records.trajectory import ScoredGroup
-from configs.schema import RunConfig
-from learner.batch import LearnerItem, minibatches_of, without_overlong
-from learner.credit import Credit
-from learner.critic.critic import FOLDER, Critic
-from learner.critic.rows import Values
-from learner.policies.loading import load_policy_model
-from learner.ranks.process_group import RankRendezvous
-from learner.shares import ShareFetcher, StepGroups, all_ranks
-from learner.state import StateWriter, load_algorithm, load_random_state
+from mobula.cluster.records.media import MediaReader
+from mobula.cluster.records.trajectory import ScoredGroup
+from mobula.configs.schema import RunConfig
+from mobula.learner.batch import LearnerItem, minibatches_of, without_overlong
+from mobula.learner.credit import Credit
+from mobula.learner.critic.critic import FOLDER, Critic
+from mobula.learner.critic.rows import Values
+from mobula.learner.policies.loading import load_policy_model
+from mobula.learner.ranks.process_group import RankRendezvous
+from mobula.learner.shares import ShareFetcher, StepGroups, all_ranks
+from mobula.learner.state import StateWriter, load_algorithm, load_random_state
 
 
 class CriticRank:

@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from cluster.records.media import MediaHandle
-from cluster.records.trajectory import ScoredGroup
-from cluster.runtime.object_store import fetch_or_miss
-from configs.schema import LearnerConfig
-from learner.examples.examples import Example, ExampleOutline, Outlined, Row, fetch_examples
-from learner.gradient_step import shares_of_ranks
-from learner.policies.base import RowOutline
+from mobula.cluster.records.media import MediaHandle
+from mobula.cluster.records.trajectory import ScoredGroup
+from mobula.cluster.runtime.object_store import fetch_or_miss
+from mobula.configs.schema import LearnerConfig
+from mobula.learner.examples.examples import Example, ExampleOutline, Outlined, Row, fetch_examples
+from mobula.learner.gradient_step import shares_of_ranks
+from mobula.learner.policies.base import RowOutline
 
 UNKNOWN = ""  # what a summary has no room for
 Parts = Sequence[Sequence[ScoredGroup]]
@@ -51,7 +51,7 @@ class _Examples(Generic[X]):
 
 
 class DataRows(_Examples[Example]):
-    """Implements `learner.shares.share_fetcher.Entries` over rows of a data set.
+    """Implements `mobula.learner.shares.share_fetcher.Entries` over rows of a data set.
 
     Example:
         rows = DataRows([first, second], config.learner, answer_row, timeout_s=60)

@@ -10,16 +10,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cluster.records.actions import LatentActions, TokenActions
-from cluster.records.media import MediaReader
-from cluster.records.trajectory import Prompt, ScoredGroup, TrajectoryGroup
-from cluster.runtime.object_store import fetch_or_miss
-from cluster.runtime.seeds import derived_seed
-from learner.policies.base import PolicyRow, RowOutline
-from learner.policies.batch import PADDING_ID, TokenSequence, pad_rows
-from learner.policies.device_copies import on_device
-from learner.policies.flow.noising import CleanSequence, Noising
-from learner.policies.trained import PolicyBatch, collate_rows
+from mobula.cluster.records.actions import LatentActions, TokenActions
+from mobula.cluster.records.media import MediaReader
+from mobula.cluster.records.trajectory import Prompt, ScoredGroup, TrajectoryGroup
+from mobula.cluster.runtime.object_store import fetch_or_miss
+from mobula.cluster.runtime.seeds import derived_seed
+from mobula.learner.policies.base import PolicyRow, RowOutline
+from mobula.learner.policies.batch import PADDING_ID, TokenSequence, pad_rows
+from mobula.learner.policies.device_copies import on_device
+from mobula.learner.policies.flow.noising import CleanSequence, Noising
+from mobula.learner.policies.trained import PolicyBatch, collate_rows
 
 T = TypeVar("T")
 Row = Callable[[Prompt, Any], PolicyRow]

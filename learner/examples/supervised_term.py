@@ -8,16 +8,16 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from cluster.records.media import MediaReader
-from cluster.records.trajectory import ScoredGroup
-from configs.schema import RunConfig
-from learner.algorithms.aggregation import Totals, token_mean
-from learner.examples.entries import DataRows
-from learner.examples.examples import SharedExample, answer_row, collate_examples, totals_of
-from learner.gradient_step import Term
-from learner.meter import Meter
-from learner.policies.logprobs import PLAIN
-from learner.shares import ShareFetcher
+from mobula.cluster.records.media import MediaReader
+from mobula.cluster.records.trajectory import ScoredGroup
+from mobula.configs.schema import RunConfig
+from mobula.learner.algorithms.aggregation import Totals, token_mean
+from mobula.learner.examples.entries import DataRows
+from mobula.learner.examples.examples import SharedExample, answer_row, collate_examples, totals_of
+from mobula.learner.gradient_step import Term
+from mobula.learner.meter import Meter
+from mobula.learner.policies.logprobs import PLAIN
+from mobula.learner.shares import ShareFetcher
 
 
 class SupervisedTerm:

@@ -9,13 +9,13 @@ from functools import partial
 import numpy as np
 from torch import Tensor
 
-from cluster.records.trajectory import ScoredGroup
-from cluster.roles import UpdateReport
-from cluster.tracing.profiler import profiled
-from configs.schema import RunConfig
-from learner.backends.sharded import ShardedWriter
-from learner.examples.entries import DataRows
-from learner.examples.examples import (
+from mobula.cluster.records.trajectory import ScoredGroup
+from mobula.cluster.roles import UpdateReport
+from mobula.cluster.tracing.profiler import profiled
+from mobula.configs.schema import RunConfig
+from mobula.learner.backends.sharded import ShardedWriter
+from mobula.learner.examples.entries import DataRows
+from mobula.learner.examples.examples import (
     Example,
     ExampleBatch,
     ExampleTotals,
@@ -24,14 +24,14 @@ from learner.examples.examples import (
     collate_examples,
     totals_of,
 )
-from learner.gradient_step import Term
-from learner.learner import Learner
-from learner.meter import Meter
-from learner.offline.objectives import build_objective
-from learner.optim import learning_rate
-from learner.optim.slow import NullSlow, SlowWeights
-from learner.policies.adapters import without_adapters
-from learner.policies.logprobs import PLAIN
+from mobula.learner.gradient_step import Term
+from mobula.learner.learner import Learner
+from mobula.learner.meter import Meter
+from mobula.learner.offline.objectives import build_objective
+from mobula.learner.optim import learning_rate
+from mobula.learner.optim.slow import NullSlow, SlowWeights
+from mobula.learner.policies.adapters import without_adapters
+from mobula.learner.policies.logprobs import PLAIN
 
 
 class OfflineLearner(Learner):

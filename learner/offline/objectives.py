@@ -9,20 +9,20 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from configs.schema import OfflineConfig, RunConfig
-from learner.algorithms.aggregation import Totals, token_mean
-from learner.algorithms.offline_losses import PREFERENCE_LOSSES, SCORE_LOSSES
-from learner.examples.examples import ExampleBatch, ExampleTotals, Row, answer_row, end_row, picture_row
-from learner.meter import Meter
-from learner.pictures.teaching import errors
-from learner.policies.flow.noising import Noising
-from learner.policies.flow.policy import StepRescoring
-from learner.policies.logprobs import PLAIN
-from learner.policies.trained import teaching_noising
+from mobula.configs.schema import OfflineConfig, RunConfig
+from mobula.learner.algorithms.aggregation import Totals, token_mean
+from mobula.learner.algorithms.offline_losses import PREFERENCE_LOSSES, SCORE_LOSSES
+from mobula.learner.examples.examples import ExampleBatch, ExampleTotals, Row, answer_row, end_row, picture_row
+from mobula.learner.meter import Meter
+from mobula.learner.pictures.teaching import errors
+from mobula.learner.policies.flow.noising import Noising
+from mobula.learner.policies.flow.policy import StepRescoring
+from mobula.learner.policies.logprobs import PLAIN
+from mobula.learner.policies.trained import teaching_noising
 
 PAIR_LEVELS = 1  # noise levels of a pair in one step
 Model = Callable[..., Any]
-"""The forward of `learner.policies.token.TokenPolicy` or `learner.policies.score_model.ScoreModel`."""
+"""The forward of `mobula.learner.policies.token.TokenPolicy` or `mobula.learner.policies.score_model.ScoreModel`."""
 
 
 class Objective(Protocol):

@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from cluster.errors import CheckpointError
+from mobula.cluster.errors import CheckpointError
 
 FOLDER = "average"  # of a learner's state
 OFF = {FOLDER: "learner.ema_decay=0", "slow": "algorithm.losses.nft.max_decay=0"}  # what keeps none, by its folder

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from configs.schema import LearnerConfig
-from learner.optim.muon import MuonWithAdamW
+from mobula.configs.schema import LearnerConfig
+from mobula.learner.optim.muon import MuonWithAdamW
 
 Named = list[tuple[str, nn.Parameter]]
 
@@ -29,7 +29,7 @@ def _adamw(trained: Named, config: LearnerConfig) -> torch.optim.Optimizer:
 def _adamw_8bit(trained: Named, config: LearnerConfig) -> torch.optim.Optimizer:
     """AdamW with moments of a byte each. Raises ValueError where torchao is not installed."""
     try:
-        from learner.optim.adamw_8bit import AdamWOfBytes
+        from mobula.learner.optim.adamw_8bit import AdamWOfBytes
     except ModuleNotFoundError as error:
         raise ValueError(
             f"learner.optimizer=adamw_8bit needs {error.name!r}, which is not installed: "

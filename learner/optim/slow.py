@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import Tensor
 
-from learner.optim.average import Copy, NullAverage, WeightAverage, local
+from mobula.learner.optim.average import Copy, NullAverage, WeightAverage, local
 
 FOLDER = "slow"  # of a learner's state
 

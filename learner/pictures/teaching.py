@@ -10,14 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from cluster.records.media import MediaReader
-from learner.backends.base import Backend
-from learner.examples.examples import ExampleOutline, all_whole
-from learner.gradient_step import GradientStep
-from learner.meter import Meter
-from learner.policies.base import Velocities
-from learner.policies.flow.noising import CleanSequence, collate_noised
-from learner.policies.flow.policy import StepRescoring
+from mobula.cluster.records.media import MediaReader
+from mobula.learner.backends.base import Backend
+from mobula.learner.examples.examples import ExampleOutline, all_whole
+from mobula.learner.gradient_step import GradientStep
+from mobula.learner.meter import Meter
+from mobula.learner.policies.base import Velocities
+from mobula.learner.policies.flow.noising import CleanSequence, collate_noised
+from mobula.learner.policies.flow.policy import StepRescoring
 
 
 @dataclass(frozen=True)

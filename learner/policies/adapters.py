@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from configs.schema import LoRAConfig
-from learner.policies.lora import WEIGHT, A, B, merged
+from mobula.configs.schema import LoRAConfig
+from mobula.learner.policies.lora import WEIGHT, A, B, merged
 
 NAME = "default"  # PEFT's, of the only adapter
 BASE = ".base_layer."  # PEFT's, between a module and its own weight

@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from torch import Tensor, nn
 
-from cluster.records.media import MediaHandle
+from mobula.cluster.records.media import MediaHandle
 
 
 class PolicyRow(Protocol):

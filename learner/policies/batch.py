@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cluster.records.actions import KeptSets, TokenActions
-from cluster.records.media import MediaHandle, MediaReader, ProcessedMedia
-from cluster.records.trajectory import MediaSpan, Prompt
-from learner.policies.device_copies import on_device
+from mobula.cluster.records.actions import KeptSets, TokenActions
+from mobula.cluster.records.media import MediaHandle, MediaReader, ProcessedMedia
+from mobula.cluster.records.trajectory import MediaSpan, Prompt
+from mobula.learner.policies.device_copies import on_device
 
 PADDING_ID = 0  # any id will do: attention is causal and padding is on the right, so nothing ever looks at it
 # what M-RoPE positions depend on beside the places of pictures and videos

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
-from learner.policies.logprobs import Distribution, Steps, TokenLogprobs, target_logprobs, token_logprobs
+from mobula.learner.policies.logprobs import Distribution, Steps, TokenLogprobs, target_logprobs, token_logprobs
 
 
 class ScoringHead(nn.Module):

@@ -27,9 +27,9 @@ from transformers.models.auto.modeling_auto import (
 )
 from transformers.utils import logging
 
-from configs.schema import PolicyConfig
-from learner.policies.attention.packed import pack_windows, refuse_without_package
-from learner.policies.families import family_of, own_family
+from mobula.configs.schema import PolicyConfig
+from mobula.learner.policies.attention.packed import pack_windows, refuse_without_package
+from mobula.learner.policies.families import family_of, own_family
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # resources.dtype
 RANDOM_PARTS = "drop|jitter"  # in names of attributes that hold a probability or the scale of noise

@@ -15,12 +15,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from cluster.errors import WeightSyncError
-from cluster.weight_sync.manifest import Manifest, TensorSpec
-from configs.schema import PolicyConfig
-from learner.policies.checkpoint.stored import pushed_tensors
-from learner.policies.families import LANGUAGE, PART_NAMES, frozen_prefixes
-from learner.policies.shapes import ModelShape, layer_kind, shape_of
+from mobula.cluster.errors import WeightSyncError
+from mobula.cluster.weight_sync.manifest import Manifest, TensorSpec
+from mobula.configs.schema import PolicyConfig
+from mobula.learner.policies.checkpoint.stored import pushed_tensors
+from mobula.learner.policies.families import LANGUAGE, PART_NAMES, frozen_prefixes
+from mobula.learner.policies.shapes import ModelShape, layer_kind, shape_of
 
 A, B = "lora_A.weight", "lora_B.weight"
 WEIGHT = "weight"

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from configs.schema import LearnerConfig
-from learner.policies.base import PolicyRow
+from mobula.configs.schema import LearnerConfig
+from mobula.learner.policies.base import PolicyRow
 
 Microbatch = tuple[int, ...]  # indices of the rows; empty where a rank only keeps step with the others
 

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, MODEL_MAPPING, AutoConfig, PreTrainedModel
 from transformers.modeling_layers import GenericForSequenceClassification
 
-from configs.schema import PolicyConfig
-from learner.policies.attention.packed import pack_windows, refuse_without_package
-from learner.policies.batch import TokenBatch
-from learner.policies.loading import disable_dropout, freeze, load_policy_model
-from learner.policies.token import TokenModel
+from mobula.configs.schema import PolicyConfig
+from mobula.learner.policies.attention.packed import pack_windows, refuse_without_package
+from mobula.learner.policies.batch import TokenBatch
+from mobula.learner.policies.loading import disable_dropout, freeze, load_policy_model
+from mobula.learner.policies.token import TokenModel
 
 
 class ScoreModel(TokenModel):

@@ -21,11 +21,11 @@ from transformers import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as progress
 
-from cluster.weight_sync.manifest import Manifest, TensorSpec
-from learner.policies.families import family_of
-from learner.policies.loading import as_stored, auto_class, checkpoint_names
-from learner.policies.pretrained import PRETRAINED
-from learner.policies.tiny import write_tiny
+from mobula.cluster.weight_sync.manifest import Manifest, TensorSpec
+from mobula.learner.policies.families import family_of
+from mobula.learner.policies.loading import as_stored, auto_class, checkpoint_names
+from mobula.learner.policies.pretrained import PRETRAINED
+from mobula.learner.policies.tiny import write_tiny
 
 
 @dataclass(frozen=True)

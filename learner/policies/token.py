@@ -9,13 +9,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from configs.schema import LearnerConfig
-from learner.policies.attention.row_packing import RowPacking
-from learner.policies.base import Policy, PolicyOutput
-from learner.policies.batch import TokenBatch
-from learner.policies.families import family_of
-from learner.policies.head import ScoringHead
-from learner.policies.logprobs import Distribution, Steps
+from mobula.configs.schema import LearnerConfig
+from mobula.learner.policies.attention.row_packing import RowPacking
+from mobula.learner.policies.base import Policy, PolicyOutput
+from mobula.learner.policies.batch import TokenBatch
+from mobula.learner.policies.families import family_of
+from mobula.learner.policies.head import ScoringHead
+from mobula.learner.policies.logprobs import Distribution, Steps
 
 
 class TokenModel(Policy):

@@ -13,27 +13,27 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from cluster.records.actions import Actions, LatentActions, TokenActions
-from cluster.records.media import MediaReader
-from cluster.records.trajectory import Prompt
-from configs.schema import RunConfig
-from learner.policies.adapters import save_adapters, save_pipeline_adapters
-from learner.policies.base import Policy, PolicyRow, RowOutline
-from learner.policies.batch import TokenBatch, TokenSequence, collate
-from learner.policies.checkpoint.saving import save_policy
-from learner.policies.flow.denoising import Denoising
-from learner.policies.flow.noising import CleanSequence, NoisedBatch, Noising, collate_noised
-from learner.policies.flow.policy import FlowPolicy, StepRescoring
-from learner.policies.flow.rows import LatentBatch, LatentSequence, collate_latents
-from learner.policies.image_tokens.guidance import canary_tokens
-from learner.policies.image_tokens.policy import ImageTokenPolicy, freeze_the_rest
-from learner.policies.loading import disable_dropout, load_policy_model
-from learner.policies.logprobs import PLAIN, Distribution
-from learner.policies.score_model import ScoreModel, load_score_model
-from learner.policies.token import TokenPolicy
+from mobula.cluster.records.actions import Actions, LatentActions, TokenActions
+from mobula.cluster.records.media import MediaReader
+from mobula.cluster.records.trajectory import Prompt
+from mobula.configs.schema import RunConfig
+from mobula.learner.policies.adapters import save_adapters, save_pipeline_adapters
+from mobula.learner.policies.base import Policy, PolicyRow, RowOutline
+from mobula.learner.policies.batch import TokenBatch, TokenSequence, collate
+from mobula.learner.policies.checkpoint.saving import save_policy
+from mobula.learner.policies.flow.denoising import Denoising
+from mobula.learner.policies.flow.noising import CleanSequence, NoisedBatch, Noising, collate_noised
+from mobula.learner.policies.flow.policy import FlowPolicy, StepRescoring
+from mobula.learner.policies.flow.rows import LatentBatch, LatentSequence, collate_latents
+from mobula.learner.policies.image_tokens.guidance import canary_tokens
+from mobula.learner.policies.image_tokens.policy import ImageTokenPolicy, freeze_the_rest
+from mobula.learner.policies.loading import disable_dropout, load_policy_model
+from mobula.learner.policies.logprobs import PLAIN, Distribution
+from mobula.learner.policies.score_model import ScoreModel, load_score_model
+from mobula.learner.policies.token import TokenPolicy
 
 if TYPE_CHECKING:
-    from learner.policies.flow.checkpoint import FlowCheckpoint
+    from mobula.learner.policies.flow.checkpoint import FlowCheckpoint
 
 NUM_LEVELS = 1000  # noise levels of a schedule that is as good as continuous
 
@@ -134,7 +134,7 @@ def save_trained_adapters(model: nn.Module, config: RunConfig, folder: Path) -> 
 
 def flow_checkpoint(config: RunConfig) -> FlowCheckpoint:
     """`policy.model` as a checkpoint of diffusers, which is imported for it alone."""
-    from learner.policies.flow.checkpoint import FlowCheckpoint
+    from mobula.learner.policies.flow.checkpoint import FlowCheckpoint
 
     return FlowCheckpoint(config.policy.model)
 

@@ -6,8 +6,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from cluster.weight_sync.rendezvous import RendezvousStore, join_store
-from configs.schema import RunConfig
+from mobula.cluster.weight_sync.rendezvous import RendezvousStore, join_store
+from mobula.configs.schema import RunConfig
 
 COLLECTIVES = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 """The collectives of a process group, by `resources.device`."""

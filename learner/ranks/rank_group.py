@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from cluster.errors import DeadlineError, PlacementError, WorkerDiedError
-from cluster.runtime.concurrency import outcomes
-from cluster.runtime.ray_actors import answer, beside, kill, stop
-from cluster.runtime.vitals import Vitals
-from configs.schema import TimeoutsConfig
-from learner.ranks.process_group import is_peer_lost
+from mobula.cluster.errors import DeadlineError, PlacementError, WorkerDiedError
+from mobula.cluster.runtime.concurrency import outcomes
+from mobula.cluster.runtime.ray_actors import answer, beside, kill, stop
+from mobula.cluster.runtime.vitals import Vitals
+from mobula.configs.schema import TimeoutsConfig
+from mobula.learner.ranks.process_group import is_peer_lost
 
 CAUSE_S = 2.0  # that a rank which the others miss has to say what happened to it
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from learner.shares.share_fetcher import Exchange, ShareFetcher, all_ranks
-from learner.shares.step_groups import StepGroups
+from mobula.learner.shares.share_fetcher import Exchange, ShareFetcher, all_ranks
+from mobula.learner.shares.step_groups import StepGroups
 
 __all__ = ["Exchange", "ShareFetcher", "StepGroups", "all_ranks"]

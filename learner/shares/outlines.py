@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from cluster.records.media import MediaHandle
-from cluster.records.trajectory import ScoredGroup
-from configs.schema import RunConfig
-from learner.batch import LearnerItem
-from learner.policies.base import NO_TOKENS, RowOutline
+from mobula.cluster.records.media import MediaHandle
+from mobula.cluster.records.trajectory import ScoredGroup
+from mobula.configs.schema import RunConfig
+from mobula.learner.batch import LearnerItem
+from mobula.learner.policies.base import NO_TOKENS, RowOutline
 
 NOTHING = np.empty(0, dtype=np.float32)
 NO_MASK = np.empty(0, dtype=np.bool_)

@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
 
-from cluster.errors import LostObjectError
+from mobula.cluster.errors import LostObjectError
 
 Exchange = Callable[[Any], Sequence[Any]]
 """Gives a value to every rank and returns those of all, by rank. Collective."""

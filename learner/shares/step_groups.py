@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cluster.records.trajectory import ScoredGroup
-from configs.schema import RunConfig
-from learner.batch import LearnerItem, RowOf, fetch_items
-from learner.policies.trained import row_of
-from learner.shares.outlines import ItemOutline, planned_items
-from learner.shares.wanted import Role, wanted_by_rank
+from mobula.cluster.records.trajectory import ScoredGroup
+from mobula.configs.schema import RunConfig
+from mobula.learner.batch import LearnerItem, RowOf, fetch_items
+from mobula.learner.policies.trained import row_of
+from mobula.learner.shares.outlines import ItemOutline, planned_items
+from mobula.learner.shares.wanted import Role, wanted_by_rank
 
 Group = list[LearnerItem]
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from itertools import chain
 from typing import Literal
 
-from configs.schema import RunConfig
-from learner.batch import LearnerItem, minibatches_of, without_overlong
-from learner.critic.rows import ValueRow
-from learner.gradient_step import shares_of_ranks
+from mobula.configs.schema import RunConfig
+from mobula.learner.batch import LearnerItem, minibatches_of, without_overlong
+from mobula.learner.critic.rows import ValueRow
+from mobula.learner.gradient_step import shares_of_ranks
 
 Role = Literal["learner", "critic"]
 

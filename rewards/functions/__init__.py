@@ -8,42 +8,42 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from configs.near_paths import near
-from rewards.contract import BatchRewardFunction, RewardFunction
-from rewards.functions.plugin import CALL, Plugin, users_signature
-from rewards.hints import did_you_mean, own_name
-from rewards.isolation.process import Isolated
-from rewards.tools import Tools
+from mobula.configs.near_paths import near
+from mobula.rewards.contract import BatchRewardFunction, RewardFunction
+from mobula.rewards.functions.plugin import CALL, Plugin, users_signature
+from mobula.rewards.hints import did_you_mean, own_name
+from mobula.rewards.isolation.process import Isolated
+from mobula.rewards.tools import Tools
 
 BUILT_IN: Mapping[str, str] = {  # name -> its factory, imported when it is asked for: models pull in torch
-    "aesthetic": "rewards.models.aesthetic:Aesthetic",
-    "anls": "rewards.functions.answers.anls:Anls",
-    "clip_score": "rewards.models.clip:ClipScore",
-    "cost": "rewards.functions.cost:Cost",
-    "digit_list": "rewards.functions.answers.digit_list:DigitList",
-    "environment": "rewards.functions.environment:EnvironmentReward",
-    "exact_match": "rewards.functions.answers.exact_match:ExactMatch",
-    "format": "rewards.functions.format:Format",
-    "geospot": "rewards.functions.geography.geospot:Geospot",
-    "grounding": "rewards.functions.grounding:Grounding",
-    "http": "rewards.http.client:HttpReward",
-    "iou": "rewards.functions.iou:Iou",
-    "jpeg_size": "rewards.functions.jpeg_size:JpegSize",
-    "judge": "rewards.models.judges.server_judge:Judge",
-    "keywords": "rewards.functions.answers.keywords:Keywords",
-    "language": "rewards.functions.language:Language",
-    "math_answer": "rewards.functions.answers.math_answer:MathAnswer",
-    "multiple_choice": "rewards.functions.answers.multiple_choice:MultipleChoice",
-    "ocr": "rewards.functions.ocr:Ocr",
-    "overlong": "rewards.functions.overlong:Overlong",
-    "pick_score": "rewards.models.clip:PickScore",
-    "reflection": "rewards.functions.reflection:Reflection",
-    "relaxed_accuracy": "rewards.functions.answers.relaxed_accuracy:RelaxedAccuracy",
-    "reward_model": "rewards.models.reward_model:RewardModel",
-    "script_share": "rewards.functions.script_share:ScriptShare",
-    "template_digits": "rewards.functions.template_digits:TemplateDigits",
-    "true_false": "rewards.functions.answers.true_false:TrueFalse",
-    "vllm_judge": "rewards.models.judges.vllm_judge:VllmJudge",
+    "aesthetic": "mobula.rewards.models.aesthetic:Aesthetic",
+    "anls": "mobula.rewards.functions.answers.anls:Anls",
+    "clip_score": "mobula.rewards.models.clip:ClipScore",
+    "cost": "mobula.rewards.functions.cost:Cost",
+    "digit_list": "mobula.rewards.functions.answers.digit_list:DigitList",
+    "environment": "mobula.rewards.functions.environment:EnvironmentReward",
+    "exact_match": "mobula.rewards.functions.answers.exact_match:ExactMatch",
+    "format": "mobula.rewards.functions.format:Format",
+    "geospot": "mobula.rewards.functions.geography.geospot:Geospot",
+    "grounding": "mobula.rewards.functions.grounding:Grounding",
+    "http": "mobula.rewards.http.client:HttpReward",
+    "iou": "mobula.rewards.functions.iou:Iou",
+    "jpeg_size": "mobula.rewards.functions.jpeg_size:JpegSize",
+    "judge": "mobula.rewards.models.judges.server_judge:Judge",
+    "keywords": "mobula.rewards.functions.answers.keywords:Keywords",
+    "language": "mobula.rewards.functions.language:Language",
+    "math_answer": "mobula.rewards.functions.answers.math_answer:MathAnswer",
+    "multiple_choice": "mobula.rewards.functions.answers.multiple_choice:MultipleChoice",
+    "ocr": "mobula.rewards.functions.ocr:Ocr",
+    "overlong": "mobula.rewards.functions.overlong:Overlong",
+    "pick_score": "mobula.rewards.models.clip:PickScore",
+    "reflection": "mobula.rewards.functions.reflection:Reflection",
+    "relaxed_accuracy": "mobula.rewards.functions.answers.relaxed_accuracy:RelaxedAccuracy",
+    "reward_model": "mobula.rewards.models.reward_model:RewardModel",
+    "script_share": "mobula.rewards.functions.script_share:ScriptShare",
+    "template_digits": "mobula.rewards.functions.template_digits:TemplateDigits",
+    "true_false": "mobula.rewards.functions.answers.true_false:TrueFalse",
+    "vllm_judge": "mobula.rewards.models.judges.vllm_judge:VllmJudge",
 }
 EXTRAS: Mapping[str, str] = {
     "geospot": "geospot",

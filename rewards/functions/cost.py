@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from numbers import Real
 
-from cluster.errors import RewardError
-from rewards.contract import RewardRequest, Score
-from rewards.functions.parsing.references import check_number, given_metadata
-from rewards.tools import Tools
+from mobula.cluster.errors import RewardError
+from mobula.rewards.contract import RewardRequest, Score
+from mobula.rewards.functions.parsing.references import check_number, given_metadata
+from mobula.rewards.tools import Tools
 
 
 class Cost:

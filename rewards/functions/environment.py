@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from cluster.errors import RewardError
-from rewards.contract import RewardRequest, Score
-from rewards.functions.parsing.references import check_number
-from rewards.tools import Tools
+from mobula.cluster.errors import RewardError
+from mobula.rewards.contract import RewardRequest, Score
+from mobula.rewards.functions.parsing.references import check_number
+from mobula.rewards.tools import Tools
 
 
 class EnvironmentReward:

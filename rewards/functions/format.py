@@ -6,13 +6,13 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from rewards.contract import Outcome, RewardRequest, Score
-from rewards.functions.parsing.latex_boxes import find_boxes
-from rewards.functions.parsing.strict_json import read_json, type_name
-from rewards.isolation.calls import call_each
-from rewards.tools import Tools
+from mobula.rewards.contract import Outcome, RewardRequest, Score
+from mobula.rewards.functions.parsing.latex_boxes import find_boxes
+from mobula.rewards.functions.parsing.strict_json import read_json, type_name
+from mobula.rewards.isolation.calls import call_each
+from mobula.rewards.tools import Tools
 
-_FULL_MATCH = "rewards.functions.format:full_match"
+_FULL_MATCH = "mobula.rewards.functions.format:full_match"
 _TAG_NAME = re.compile(r"[A-Za-z][\w-]*")
 _TAG = re.compile(rf"<({_TAG_NAME.pattern})>")
 THINK_ANSWER = ("think", "answer")

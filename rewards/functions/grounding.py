@@ -7,12 +7,12 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
-from cluster.errors import RewardError
-from rewards.contract import RewardRequest, Score
-from rewards.functions.answers.exact_match import fold
-from rewards.functions.parsing.references import given_metadata
-from rewards.functions.parsing.strict_json import read_json, type_name
-from rewards.tools import Tools
+from mobula.cluster.errors import RewardError
+from mobula.rewards.contract import RewardRequest, Score
+from mobula.rewards.functions.answers.exact_match import fold
+from mobula.rewards.functions.parsing.references import given_metadata
+from mobula.rewards.functions.parsing.strict_json import read_json, type_name
+from mobula.rewards.tools import Tools
 
 _NUMBER = re.compile(r"([+-]?)((?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+)(%?)")
 _MAX_NUMBER_CHARS = 100  # a longer one is compared as text

@@ -10,11 +10,11 @@ from typing import Any, get_args
 from PIL import Image, UnidentifiedImageError
 from scipy.optimize import linear_sum_assignment
 
-from cluster.errors import RewardError
-from cluster.records.image_sizes import IMAGE_SIZES, SHOWN_SIZES
-from cluster.records.rgb import upright_size
-from rewards.contract import RewardRequest, Score
-from rewards.functions.parsing.bounding_boxes import (
+from mobula.cluster.errors import RewardError
+from mobula.cluster.records.image_sizes import IMAGE_SIZES, SHOWN_SIZES
+from mobula.cluster.records.rgb import upright_size
+from mobula.rewards.contract import RewardRequest, Score
+from mobula.rewards.functions.parsing.bounding_boxes import (
     LIMITS,
     BoundingBox,
     Form,
@@ -24,9 +24,9 @@ from rewards.functions.parsing.bounding_boxes import (
     rescaled,
     to_boxes,
 )
-from rewards.functions.parsing.extraction import RequestExtractor
-from rewards.functions.parsing.references import check_number, given_metadata
-from rewards.tools import Tools
+from mobula.rewards.functions.parsing.extraction import RequestExtractor
+from mobula.rewards.functions.parsing.references import check_number, given_metadata
+from mobula.rewards.tools import Tools
 
 
 class Iou:

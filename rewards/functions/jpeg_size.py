@@ -5,11 +5,11 @@ from __future__ import annotations
 from io import BytesIO
 from typing import Literal
 
-from cluster.errors import RewardError
-from rewards.contract import RewardRequest, Score
-from rewards.functions.parsing.references import check_number
-from rewards.pictures import decode_picture
-from rewards.tools import Tools
+from mobula.cluster.errors import RewardError
+from mobula.rewards.contract import RewardRequest, Score
+from mobula.rewards.functions.parsing.references import check_number
+from mobula.rewards.pictures import decode_picture
+from mobula.rewards.tools import Tools
 
 BYTES = 1000  # of a kilobyte
 

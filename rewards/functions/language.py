@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from lingua import IsoCode639_1, LanguageDetectorBuilder
 from lingua import Language as LinguaLanguage
 
-from rewards.contract import RewardRequest, Score
-from rewards.tools import Tools
+from mobula.rewards.contract import RewardRequest, Score
+from mobula.rewards.tools import Tools
 
 # What belongs to no language: mathematics, commands, code, addresses, and tags.
 _NO_LANGUAGE = re.compile(r"```[^`]*```|`[^`\n]*`|\$[^$]*\$|\\[A-Za-z]+|https?://\S+|</?\w+>")

@@ -11,10 +11,10 @@ from PIL import Image, UnidentifiedImageError
 from rapidfuzz.distance import Levenshtein
 from rapidocr import RapidOCR
 
-from cluster.errors import RewardError
-from rewards.contract import RewardRequest, Score
-from rewards.functions.parsing.references import check_true_or_false, given_references
-from rewards.tools import Tools
+from mobula.cluster.errors import RewardError
+from mobula.rewards.contract import RewardRequest, Score
+from mobula.rewards.functions.parsing.references import check_true_or_false, given_references
+from mobula.rewards.tools import Tools
 
 MAX_ASPECT = 100  # of the longer side to the shorter one; the engine scales the shorter one up
 LINE_HEIGHT = 48  # pixels to which the recognition network scales a line

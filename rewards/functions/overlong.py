@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from rewards.contract import RewardRequest, Score
-from rewards.functions.parsing.references import check_number
-from rewards.tools import Tools
+from mobula.rewards.contract import RewardRequest, Score
+from mobula.rewards.functions.parsing.references import check_number
+from mobula.rewards.tools import Tools
 
 
 class Overlong:

@@ -6,16 +6,16 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cluster.errors import RewardError
-from cluster.records.trajectory import Response
-from rewards.contract import Outcome, RewardRequest, TimedOutError
-from rewards.hints import own_name
-from rewards.isolation.calls import call_each
-from rewards.isolation.child import resolve
-from rewards.isolation.process import Isolated
-from rewards.tools import Tools
+from mobula.cluster.errors import RewardError
+from mobula.cluster.records.trajectory import Response
+from mobula.rewards.contract import Outcome, RewardRequest, TimedOutError
+from mobula.rewards.hints import own_name
+from mobula.rewards.isolation.calls import call_each
+from mobula.rewards.isolation.child import resolve
+from mobula.rewards.isolation.process import Isolated
+from mobula.rewards.tools import Tools
 
-_PARAMETERS = "rewards.functions.plugin:parameters"
+_PARAMETERS = "mobula.rewards.functions.plugin:parameters"
 CALL = (
     "a reward function is called as function(request, **options) and reads request.prompt_text, request.response.text, "
     "request.references and request.metadata"

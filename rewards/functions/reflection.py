@@ -6,8 +6,8 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 
-from rewards.contract import RewardRequest, Score
-from rewards.tools import Tools
+from mobula.rewards.contract import RewardRequest, Score
+from mobula.rewards.tools import Tools
 
 MAYE_WORDS = (
     "re-check", "re-evaluate", "re-examine", "re-think", "recheck", "reevaluate", "reexamine", "reevaluation",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rewards.contract import RewardRequest, Score
-from rewards.tools import Tools
+from mobula.rewards.contract import RewardRequest, Score
+from mobula.rewards.tools import Tools
 
 LAST_CODE_POINT = 0x10FFFF
 

@@ -9,9 +9,9 @@ from itertools import product
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont, UnidentifiedImageError
 
-from cluster.errors import RewardError
-from rewards.contract import RewardRequest, Score
-from rewards.tools import Tools
+from mobula.cluster.errors import RewardError
+from mobula.rewards.contract import RewardRequest, Score
+from mobula.rewards.tools import Tools
 
 SHARES = (0.69, 0.72, 0.75)  # of the picture's height: sizes of the font
 SHIFTS = (-1.0, -0.5, 0.0, 0.5, 1.0)  # pixels off the centre, along both sides

@@ -9,13 +9,13 @@ from typing import Any, Protocol
 
 from pydantic import ValidationError
 
-from cluster.errors import RewardError
-from rewards.contract import FailureKind, Outcome, RewardRequest, ScoringFailure, failure_kind
-from rewards.http.connection import Connection
-from rewards.http.lightrft import ColumnRow, LightrftReplyOfAnybody, QueryForm, join_rows
-from rewards.http.poster import JsonPoster, RefusedError
-from rewards.http.wire import ScoreReply, encode_sample, join_samples
-from rewards.tools import Tools
+from mobula.cluster.errors import RewardError
+from mobula.rewards.contract import FailureKind, Outcome, RewardRequest, ScoringFailure, failure_kind
+from mobula.rewards.http.connection import Connection
+from mobula.rewards.http.lightrft import ColumnRow, LightrftReplyOfAnybody, QueryForm, join_rows
+from mobula.rewards.http.poster import JsonPoster, RefusedError
+from mobula.rewards.http.wire import ScoreReply, encode_sample, join_samples
+from mobula.rewards.tools import Tools
 
 FRAME_BYTES = 128  # around the samples of a body, and between the columns of one
 MAY_BE_ONE_SAMPLE = (413, 422)  # refusals that may be about one sample of several

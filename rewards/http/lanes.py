@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Protocol
 
-from rewards.contract import Outcome, RewardRequest
+from mobula.rewards.contract import Outcome, RewardRequest
 
 
 class BatchScorer(Protocol):

@@ -8,12 +8,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 
-from cluster.errors import RewardError
-from cluster.records.trajectory import Response
-from rewards.contract import FailureKind, RewardRequest, ScoringFailure
-from rewards.http.wire import WireModel, decode_base64, encode_base64
-from rewards.markers import without_markers
-from rewards.pictures import portable_picture
+from mobula.cluster.errors import RewardError
+from mobula.cluster.records.trajectory import Response
+from mobula.rewards.contract import FailureKind, RewardRequest, ScoringFailure
+from mobula.rewards.http.wire import WireModel, decode_base64, encode_base64
+from mobula.rewards.markers import without_markers
+from mobula.rewards.pictures import portable_picture
 
 QueryForm = Literal["full", "response"]
 

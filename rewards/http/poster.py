@@ -10,11 +10,11 @@ from typing import TypeVar
 
 import aiohttp
 
-from cluster.errors import RewardError
-from rewards.contract import TimedOutError
-from rewards.http.connection import Connection
-from rewards.http.endpoints import Endpoint, Endpoints
-from rewards.http.loop import LoopThread
+from mobula.cluster.errors import RewardError
+from mobula.rewards.contract import TimedOutError
+from mobula.rewards.http.connection import Connection
+from mobula.rewards.http.endpoints import Endpoint, Endpoints
+from mobula.rewards.http.loop import LoopThread
 
 T = TypeVar("T")
 READ_BYTES = 1 << 16

@@ -17,12 +17,12 @@ from fastapi_offline import FastAPIOffline
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from pydantic import Discriminator, Tag
 
-from cluster.errors import RewardError
-from rewards.contract import FailureKind, Outcome, RewardRequest, ScoringFailure
-from rewards.http.lanes import BusyError, Lanes
-from rewards.http.lightrft import LightrftBody, LightrftReply, QueryForm
-from rewards.http.request_gate import VIEWER_PATH, RequestGate
-from rewards.http.wire import OutcomeMessage, ScoreBody, ScoreReply
+from mobula.cluster.errors import RewardError
+from mobula.rewards.contract import FailureKind, Outcome, RewardRequest, ScoringFailure
+from mobula.rewards.http.lanes import BusyError, Lanes
+from mobula.rewards.http.lightrft import LightrftBody, LightrftReply, QueryForm
+from mobula.rewards.http.request_gate import VIEWER_PATH, RequestGate
+from mobula.rewards.http.wire import OutcomeMessage, ScoreBody, ScoreReply
 
 RETRY_AFTER_S = 1
 GRACE_S = 1.0  # what a scorer that stops at the deadline may take to say so

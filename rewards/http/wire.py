@@ -10,9 +10,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeInt, WithJsonSchema
 
-from cluster.errors import RewardError
-from cluster.records.trajectory import Response
-from rewards.contract import FailureKind, Outcome, RewardRequest, Score, ScoringFailure
+from mobula.cluster.errors import RewardError
+from mobula.cluster.records.trajectory import Response
+from mobula.rewards.contract import FailureKind, Outcome, RewardRequest, Score, ScoringFailure
 
 _KINDS = (FailureKind.FAILED, FailureKind.TIMED_OUT, FailureKind.NOT_FINITE)
 

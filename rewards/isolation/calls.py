@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from cluster.errors import RewardError
-from rewards.contract import Outcome, ScoringFailure, failure_kind
-from rewards.isolation.process import Isolated
+from mobula.cluster.errors import RewardError
+from mobula.rewards.contract import Outcome, ScoringFailure, failure_kind
+from mobula.rewards.isolation.process import Isolated
 
 
 def call_each(

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rewards.contract import portable
+from mobula.rewards.contract import portable
 
 Reply = tuple[bool, Any]
 """Whether it succeeded, and the result or the text of the error."""

@@ -9,8 +9,8 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any, TypeVar
 
-from cluster.runtime.concurrency import DaemonThread
-from rewards.contract import TimedOutError
+from mobula.cluster.runtime.concurrency import DaemonThread
+from mobula.rewards.contract import TimedOutError
 
 T = TypeVar("T")
 

@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from cluster.errors import DeadlineError, RewardError, WorkerDiedError
-from cluster.runtime.child.process import ChildProcess
-from rewards.contract import TimedOutError
-from rewards.isolation import child
+from mobula.cluster.errors import DeadlineError, RewardError, WorkerDiedError
+from mobula.cluster.runtime.child.process import ChildProcess
+from mobula.rewards.contract import TimedOutError
+from mobula.rewards.isolation import child
 
 MEMORY_LIMIT_BYTES = 4 * 2**30  # a power tower in an answer must not push the run's engines out of memory
 

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
 from typing import Any
 
-from rewards.isolation.process import IsolatedProcess
+from mobula.rewards.isolation.process import IsolatedProcess
 
 
 class IsolatedPool:

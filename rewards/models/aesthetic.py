@@ -16,12 +16,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
-from rewards.contract import Outcome, RewardRequest, Score
-from rewards.models.batching import score_in_batches
-from rewards.models.clip import ClipEmbedder
-from rewards.models.loading import existing_file, one_of, positive_int
-from rewards.models.question import PICTURES_FROM, decoded_pictures
-from rewards.tools import Tools
+from mobula.rewards.contract import Outcome, RewardRequest, Score
+from mobula.rewards.models.batching import score_in_batches
+from mobula.rewards.models.clip import ClipEmbedder
+from mobula.rewards.models.loading import existing_file, one_of, positive_int
+from mobula.rewards.models.question import PICTURES_FROM, decoded_pictures
+from mobula.rewards.tools import Tools
 
 WIDTHS = (768, 1024, 128, 64, 16, 1)
 _UNREADABLE = (SafetensorError, pickle.UnpicklingError, OSError, EOFError, RuntimeError, TypeError, AttributeError)

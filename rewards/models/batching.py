@@ -7,9 +7,9 @@ from typing import TypeVar
 
 import torch
 
-from cluster.errors import RewardError
-from rewards.contract import FailureKind, Outcome, RewardRequest, ScoringFailure, TimedOutError, failure_kind
-from rewards.isolation.deadline import InTime
+from mobula.cluster.errors import RewardError
+from mobula.rewards.contract import FailureKind, Outcome, RewardRequest, ScoringFailure, TimedOutError, failure_kind
+from mobula.rewards.isolation.deadline import InTime
 
 T = TypeVar("T")
 

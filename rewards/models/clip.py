@@ -15,11 +15,11 @@ import torch
 from PIL import Image
 from transformers import AutoProcessor, CLIPModel
 
-from rewards.contract import Outcome, RewardRequest, Score
-from rewards.models.batching import score_in_batches
-from rewards.models.loading import load_processor, load_strictly, one_of, positive_int
-from rewards.models.question import PICTURES_FROM, QuestionFinder, decoded_pictures
-from rewards.tools import Tools
+from mobula.rewards.contract import Outcome, RewardRequest, Score
+from mobula.rewards.models.batching import score_in_batches
+from mobula.rewards.models.loading import load_processor, load_strictly, one_of, positive_int
+from mobula.rewards.models.question import PICTURES_FROM, QuestionFinder, decoded_pictures
+from mobula.rewards.tools import Tools
 
 TEXTS_FROM = ("question", "response")
 

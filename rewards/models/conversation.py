@@ -9,10 +9,10 @@ from typing import Any, Protocol
 
 import torch
 
-from cluster.errors import RewardError
-from rewards.contract import RewardRequest
-from rewards.models.question import QuestionFinder
-from rewards.pictures import decode_picture
+from mobula.cluster.errors import RewardError
+from mobula.rewards.contract import RewardRequest
+from mobula.rewards.models.question import QuestionFinder
+from mobula.rewards.pictures import decode_picture
 
 PER_TOKEN = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")  # [1, T] each; the rest has its own
 CUT_ROUNDS = 8  # decoding and encoding again may move a token or two; each round cuts what is still too much

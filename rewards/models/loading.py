@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from rewards.tools import Tools
+from mobula.rewards.tools import Tools
 
 NUM_SHOWN = 5
 

@@ -6,10 +6,10 @@ import re
 
 from PIL import Image
 
-from cluster.errors import RewardError
-from rewards.contract import RewardRequest
-from rewards.markers import without_markers
-from rewards.pictures import decode_picture
+from mobula.cluster.errors import RewardError
+from mobula.rewards.contract import RewardRequest
+from mobula.rewards.markers import without_markers
+from mobula.rewards.pictures import decode_picture
 
 PICTURES_FROM = ("prompt", "response")
 

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 import torch
 from transformers import AutoProcessor, AutoTokenizer, PreTrainedConfig
 
-from rewards.contract import FailureKind, Outcome, RewardRequest, Score, ScoringFailure
-from rewards.models.batching import score_in_batches
-from rewards.models.conversation import ChatReader, ConversationReader, EncodedConversation, PairReader, pad
-from rewards.models.loading import load_processor, load_strictly, one_of, positive_int
-from rewards.models.question import QuestionFinder
-from rewards.models.score_head import classifier_class, read_config, takes_pictures
-from rewards.tools import Tools
+from mobula.rewards.contract import FailureKind, Outcome, RewardRequest, Score, ScoringFailure
+from mobula.rewards.models.batching import score_in_batches
+from mobula.rewards.models.conversation import ChatReader, ConversationReader, EncodedConversation, PairReader, pad
+from mobula.rewards.models.loading import load_processor, load_strictly, one_of, positive_int
+from mobula.rewards.models.question import QuestionFinder
+from mobula.rewards.models.score_head import classifier_class, read_config, takes_pictures
+from mobula.rewards.tools import Tools
 
 FORMS = ("chat", "pair")
 OUTPUTS = ("logit", "probability")

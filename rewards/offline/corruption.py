@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import IO, Any
 
-from cluster.records.json_lines import parse_json
+from mobula.cluster.records.json_lines import parse_json
 
 NUM_BUCKETS = 100
 VERBOSE = (  # 19 words

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import BinaryIO
 
-from rewards.offline.options import ScoreOptions
-from rewards.offline.partial import Partial
-from rewards.offline.processes import Pulse, run_in_order
-from rewards.offline.scoring import SchemeScorer
-from rewards.offline.sources.jsonl import Batch
-from rewards.offline.sources.source import Source, SourcePart
+from mobula.rewards.offline.options import ScoreOptions
+from mobula.rewards.offline.partial import Partial
+from mobula.rewards.offline.processes import Pulse, run_in_order
+from mobula.rewards.offline.scoring import SchemeScorer
+from mobula.rewards.offline.sources.jsonl import Batch
+from mobula.rewards.offline.sources.source import Source, SourcePart
 
 PIECE_RECORDS = 64  # of what may hang: a piece shares one deadline, and its pictures are in memory together
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from markupsafe import Markup
 
-from cluster.metrics.report.page import STYLE, environment
-from cluster.metrics.report.written_numbers import write_number
+from mobula.cluster.metrics.report.page import STYLE, environment
+from mobula.cluster.metrics.report.written_numbers import write_number
 
 _ASSETS = Path(__file__).parent
 TOTAL = "total"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rewards.offline.rules.schemes import Scheme
-from rewards.offline.sources.records import MAX_NAMED_LINES
-from rewards.offline.tally import Disagreement, Tally
+from mobula.rewards.offline.rules.schemes import Scheme
+from mobula.rewards.offline.sources.records import MAX_NAMED_LINES
+from mobula.rewards.offline.tally import Disagreement, Tally
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
 
-from cluster.errors import DeadlineError, WorkerDiedError
+from mobula.cluster.errors import DeadlineError, WorkerDiedError
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")

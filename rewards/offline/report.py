@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rewards.offline.options import ScoreOptions
-from rewards.offline.partial import Partial, SchemeResults, ScoredRecord
-from rewards.offline.rules.schemes import TOTAL_DIGITS, Scheme
-from rewards.offline.scoring import VERDICT, SchemeScorer
-from rewards.offline.sources.source import Source
-from rewards.offline.tally import TOTAL
+from mobula.rewards.offline.options import ScoreOptions
+from mobula.rewards.offline.partial import Partial, SchemeResults, ScoredRecord
+from mobula.rewards.offline.rules.schemes import TOTAL_DIGITS, Scheme
+from mobula.rewards.offline.scoring import VERDICT, SchemeScorer
+from mobula.rewards.offline.sources.source import Source
+from mobula.rewards.offline.tally import TOTAL
 
 MANUAL_METHOD = "manual_contains_reference"
 

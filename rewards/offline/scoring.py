@@ -9,13 +9,13 @@ from typing import Any
 
 import msgspec
 
-from rewards.offline.options import ScoreOptions
-from rewards.offline.partial import Partial, ScoredRecord
-from rewards.offline.rules.answers import read_answer
-from rewards.offline.rules.schemes import Scheme, Scores
-from rewards.offline.sources.jsonl import Batch
-from rewards.offline.sources.records import Record
-from rewards.offline.tally import differing
+from mobula.rewards.offline.options import ScoreOptions
+from mobula.rewards.offline.partial import Partial, ScoredRecord
+from mobula.rewards.offline.rules.answers import read_answer
+from mobula.rewards.offline.rules.schemes import Scheme, Scores
+from mobula.rewards.offline.sources.jsonl import Batch
+from mobula.rewards.offline.sources.records import Record
+from mobula.rewards.offline.tally import differing
 
 Outcome = tuple[Scores | str, ...]  # of one record, one a scheme
 MANUAL_SCHEME = 0  # the published one: its verifier is above 0 where a reference stands anywhere in the response

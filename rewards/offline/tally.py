@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from rewards.offline.rules.schemes import Scheme, Scores
+from mobula.rewards.offline.rules.schemes import Scheme, Scores
 
 _UNIT = 1 << 60  # sums are integers in units of 2**-60, so that they do not depend on the order of their terms
 NUM_BINS = 40

@@ -7,17 +7,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from cluster.records.arrow import RecordedGroup
-from cluster.records.trajectory import Reward
-from rewards.contract import RewardRequest
-from rewards.pool.worker import group_requests
-from rewards.recipes import ComponentError
+from mobula.cluster.records.arrow import RecordedGroup
+from mobula.cluster.records.trajectory import Reward
+from mobula.rewards.contract import RewardRequest
+from mobula.rewards.pool.worker import group_requests
+from mobula.rewards.recipes import ComponentError
 
 TOTAL = "reward"  # the weighted sum
 
 
 class RewardsScorer(Protocol):
-    """`rewards.scoring.RewardScoring` with all components."""
+    """`mobula.rewards.scoring.RewardScoring` with all components."""
 
     def rewards(self, requests: Sequence[RewardRequest]) -> list[Reward | ComponentError]: ...
 

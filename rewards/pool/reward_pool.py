@@ -9,15 +9,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from cluster.errors import LostReplyError, RewardError, UnscoredGroupError, loss_kind
-from cluster.records.trajectory import Answers, EndedResponse, Reward
-from cluster.runtime.concurrency import run_all
-from configs.schema.rewards import RewardsConfig
-from rewards.contract import FailureKind, Outcome
-from rewards.pool.scoring_ahead import Ahead, Said, ScoringAhead
-from rewards.pool.service import RewardService
-from rewards.pool.worker import GroupOutcomes, Question
-from rewards.recipes import ComponentError, RecipeBook
+from mobula.cluster.errors import LostReplyError, RewardError, UnscoredGroupError, loss_kind
+from mobula.cluster.records.trajectory import Answers, EndedResponse, Reward
+from mobula.cluster.runtime.concurrency import run_all
+from mobula.configs.schema.rewards import RewardsConfig
+from mobula.rewards.contract import FailureKind, Outcome
+from mobula.rewards.pool.scoring_ahead import Ahead, Said, ScoringAhead
+from mobula.rewards.pool.service import RewardService
+from mobula.rewards.pool.worker import GroupOutcomes, Question
+from mobula.rewards.recipes import ComponentError, RecipeBook
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ class LossCounter:
 
 
 class RewardPool:
-    """Implements `cluster.roles.Rewards` over services, which are asked side by side unless gates set an order.
+    """Implements `mobula.cluster.roles.Rewards` over services, which are asked side by side unless gates set an order.
 
     A response that could not be scored is counted in `failures` by kind and never becomes a number: with
     `rewards.on_failure=exclude` there is None in its place, with `stop` it raises.

@@ -10,9 +10,9 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from cluster.errors import LostObjectError, RewardError, WorkerDiedError
-from cluster.records.trajectory import EndedResponse, Response
-from rewards.contract import Outcome
+from mobula.cluster.errors import LostObjectError, RewardError, WorkerDiedError
+from mobula.cluster.records.trajectory import EndedResponse, Response
+from mobula.rewards.contract import Outcome
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from cluster.errors import (
+from mobula.cluster.errors import (
     DeadlineError,
     LostObjectError,
     LostReplyError,
@@ -17,10 +17,10 @@ from cluster.errors import (
     UnscoredGroupError,
     WorkerDiedError,
 )
-from cluster.runtime.ray_actors import answer
-from cluster.workers.restart_policy import RestartPolicy
-from cluster.workers.work_queue import Hosts, WorkerSlot, WorkQueue
-from rewards.pool.worker import GroupOutcomes, Question
+from mobula.cluster.runtime.ray_actors import answer
+from mobula.cluster.workers.restart_policy import RestartPolicy
+from mobula.cluster.workers.work_queue import Hosts, WorkerSlot, WorkQueue
+from mobula.rewards.pool.worker import GroupOutcomes, Question
 
 
 @dataclass(frozen=True)

@@ -7,17 +7,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from cluster.errors import DeadlineError, RewardError, StuckError
-from cluster.records.media import MediaReader
-from cluster.records.trajectory import Answers, Prompt, Response, TrajectoryGroup
-from cluster.runtime.object_store import fetch_or_miss
-from configs.schema.rewards import RewardsConfig
-from rewards.contract import Outcome, RewardRequest, Score
-from rewards.isolation.deadline import InTime
-from rewards.isolation.process_pool import IsolatedPool
-from rewards.pool.scoring_ahead import response_digest
-from rewards.scoring import RewardScoring
-from rewards.tools import Tools
+from mobula.cluster.errors import DeadlineError, RewardError, StuckError
+from mobula.cluster.records.media import MediaReader
+from mobula.cluster.records.trajectory import Answers, Prompt, Response, TrajectoryGroup
+from mobula.cluster.runtime.object_store import fetch_or_miss
+from mobula.configs.schema.rewards import RewardsConfig
+from mobula.rewards.contract import Outcome, RewardRequest, Score
+from mobula.rewards.isolation.deadline import InTime
+from mobula.rewards.isolation.process_pool import IsolatedPool
+from mobula.rewards.pool.scoring_ahead import response_digest
+from mobula.rewards.scoring import RewardScoring
+from mobula.rewards.tools import Tools
 
 MAX_PICTURES = 64  # that one worker keeps at hand
 

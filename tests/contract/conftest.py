@@ -9,8 +9,8 @@ import pytest
 from engines import Engine, Model, new_learner, open_model, start_actor
 from skipping_engine import SkippingActor
 
-from learner.learner import Learner
-from learner.policies.tiny import write_tiny_qwen2_5_vl
+from mobula.learner.learner import Learner
+from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 
 ENGINES = {
     "vllm-untied": ("vllm", "untied"),

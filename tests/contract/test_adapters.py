@@ -21,9 +21,9 @@ from engines import (
     weight_sync,
 )
 
-from cluster.weight_sync.manifest import TensorSpec
-from cluster.weight_sync.weight_sync import Push
-from learner.learner import Learner
+from mobula.cluster.weight_sync.manifest import TensorSpec
+from mobula.cluster.weight_sync.weight_sync import Push
+from mobula.learner.learner import Learner
 
 from .conftest import ENGINES
 

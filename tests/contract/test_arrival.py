@@ -8,8 +8,8 @@ import pytest
 from engines import Engine, LocalSender, copied, perturb, probe_gap, weight_sync
 from stale_push import Stale, StaleOnTheWay
 
-from cluster.errors import WeightSyncError
-from learner.learner import Learner
+from mobula.cluster.errors import WeightSyncError
+from mobula.learner.learner import Learner
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -10,8 +10,8 @@ import pytest
 from engines import Model, start_actor
 from poisoned import ANY, MESSAGE, Poisoned, PoisonedApart
 
-from cluster.errors import EngineDiedError
-from cluster.roles import SamplingSettings
+from mobula.cluster.errors import EngineDiedError
+from mobula.cluster.roles import SamplingSettings
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -26,11 +26,11 @@ from engines import (
 from members import FixedMembers
 from waiting import wait_until
 
-from cluster.errors import DeadlineError, EngineDiedError, RolloutError
-from cluster.roles import SamplingSettings
-from cluster.weight_sync.transport import Rendezvous
-from deploy.host.processes import ProcessId
-from learner.learner import Learner
+from mobula.cluster.errors import DeadlineError, EngineDiedError, RolloutError
+from mobula.cluster.roles import SamplingSettings
+from mobula.cluster.weight_sync.transport import Rendezvous
+from mobula.deploy.host.processes import ProcessId
+from mobula.learner.learner import Learner
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(900)]
 

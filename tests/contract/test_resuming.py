@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from engines import CHUNK_TOKENS, TEMPERATURE, Engine, gaps, until_grown
 
-from cluster.records.partial_response import SampledSequence, TokenChunk
-from cluster.records.trajectory import Prompt, Trajectory, TrajectoryGroup
-from cluster.roles import SamplingSettings
-from cluster.rollout.in_flight import InFlightRequest
-from learner.learner import Learner
+from mobula.cluster.records.partial_response import SampledSequence, TokenChunk
+from mobula.cluster.records.trajectory import Prompt, Trajectory, TrajectoryGroup
+from mobula.cluster.roles import SamplingSettings
+from mobula.cluster.rollout.in_flight import InFlightRequest
+from mobula.learner.learner import Learner
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 from engines import TEMPERATURE, Engine, copied, gaps, restore, score
 
-from cluster.records.trajectory import FinishReason, Prompt, Trajectory, TrajectoryGroup
-from cluster.roles import SamplingSettings
-from learner.learner import Learner
-from learner.policies.batch import TokenSequence
-from learner.policies.logprobs import PLAIN, Distribution
-from learner.policies.token import PolicyOutput
+from mobula.cluster.records.trajectory import FinishReason, Prompt, Trajectory, TrajectoryGroup
+from mobula.cluster.roles import SamplingSettings
+from mobula.learner.learner import Learner
+from mobula.learner.policies.batch import TokenSequence
+from mobula.learner.policies.logprobs import PLAIN, Distribution
+from mobula.learner.policies.token import PolicyOutput
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import pytest
 from engines import TEMPERATURE, Engine, Model, gaps, open_model, start_actor, until_grown
 
-from cluster.records.trajectory import TrajectoryGroup
-from cluster.roles import SamplingSettings
-from learner.learner import Learner
+from mobula.cluster.records.trajectory import TrajectoryGroup
+from mobula.cluster.roles import SamplingSettings
+from mobula.learner.learner import Learner
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -18,27 +18,27 @@ from episode_data import engine_settings
 from rich.console import Console
 from verifiers_tasksets import NEEDS_VERIFIERS, PYTHON, write_tasksets
 
-from actors.environments.base import SEEDS_A_SPLIT, Action, Environment, EpisodeError, Message
-from actors.environments.hosts.pool import EnvironmentPool
-from actors.environments.hosts.process import ProcessEnvironment
-from actors.environments.registry import build_environment
-from actors.environments.rows import environment_split
-from actors.processors.chat import ChatProcessor
-from actors.rollout.episodes import EpisodeRunner
-from actors.rollout.media_batcher import MediaBatcher
-from actors.samplers.huggingface import HuggingFaceSampler
-from cluster.records.media import MediaReader, MediaStore
-from cluster.records.partial_response import Attempt
-from cluster.records.trajectory import FinishReason, TrajectoryGroup
-from cluster.replay.trajectory_log import TrajectoryLog
-from cluster.roles import SamplingSettings
-from configs.load import load_config
-from deploy.tools.policy import verifiers
-from deploy.tools.policy.conversations import Conversations
-from deploy.tools.policy.local_policy import LocalPolicy
-from deploy.tools.policy.serve_policy import make_app
-from deploy.tools.serve_rewards import listen
-from learner.policies.tiny import TINY
+from mobula.actors.environments.base import SEEDS_A_SPLIT, Action, Environment, EpisodeError, Message
+from mobula.actors.environments.hosts.pool import EnvironmentPool
+from mobula.actors.environments.hosts.process import ProcessEnvironment
+from mobula.actors.environments.registry import build_environment
+from mobula.actors.environments.rows import environment_split
+from mobula.actors.processors.chat import ChatProcessor
+from mobula.actors.rollout.episodes import EpisodeRunner
+from mobula.actors.rollout.media_batcher import MediaBatcher
+from mobula.actors.samplers.huggingface import HuggingFaceSampler
+from mobula.cluster.records.media import MediaReader, MediaStore
+from mobula.cluster.records.partial_response import Attempt
+from mobula.cluster.records.trajectory import FinishReason, TrajectoryGroup
+from mobula.cluster.replay.trajectory_log import TrajectoryLog
+from mobula.cluster.roles import SamplingSettings
+from mobula.configs.load import load_config
+from mobula.deploy.tools.policy import verifiers
+from mobula.deploy.tools.policy.conversations import Conversations
+from mobula.deploy.tools.policy.local_policy import LocalPolicy
+from mobula.deploy.tools.policy.serve_policy import make_app
+from mobula.deploy.tools.serve_rewards import listen
+from mobula.learner.policies.tiny import TINY
 
 pytestmark = [
     pytest.mark.matrix,

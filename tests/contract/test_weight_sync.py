@@ -30,14 +30,14 @@ from engines import (
 )
 from members import FixedMembers
 
-from cluster.errors import CanaryError, ManifestError, WeightSyncError, WorkerDiedError
-from cluster.records.trajectory import TrajectoryGroup
-from cluster.roles import SamplingSettings
-from cluster.weight_sync.manifest import TensorSpec
-from cluster.weight_sync.tolerance import Tolerance
-from cluster.weight_sync.transport import Rendezvous
-from cluster.weight_sync.weight_sync import Push, WeightSync
-from learner.learner import Learner
+from mobula.cluster.errors import CanaryError, ManifestError, WeightSyncError, WorkerDiedError
+from mobula.cluster.records.trajectory import TrajectoryGroup
+from mobula.cluster.roles import SamplingSettings
+from mobula.cluster.weight_sync.manifest import TensorSpec
+from mobula.cluster.weight_sync.tolerance import Tolerance
+from mobula.cluster.weight_sync.transport import Rendezvous
+from mobula.cluster.weight_sync.weight_sync import Push, WeightSync
+from mobula.learner.learner import Learner
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -12,9 +12,9 @@ from engines import Engine, LocalSender, copied, new_learner, open_model, pertur
 from skipping_engine import SkippingActor
 from stale_push import Stale, StaleOnTheWay
 
-from deploy.wiring.parity_gate import tolerance_of
-from learner.learner import Learner
-from learner.policies.tiny import write_tiny_qwen2_5_vl
+from mobula.deploy.wiring.parity_gate import tolerance_of
+from mobula.learner.learner import Learner
+from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 
 pytestmark = [
     pytest.mark.gpu,

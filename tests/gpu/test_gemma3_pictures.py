@@ -9,7 +9,7 @@ import pytest
 import torch
 from engines import gaps, new_learner, open_model, start_actor
 
-from learner.policies.tiny import write_tiny
+from mobula.learner.policies.tiny import write_tiny
 
 pytestmark = [
     pytest.mark.gpu,

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 
-from cluster.runtime.usage import UsageSampler
+from mobula.cluster.runtime.usage import UsageSampler
 
 HELD_MIB = 1024
 WORK_S = 3.0  # a driver averages the utilisation over up to a second

@@ -14,15 +14,15 @@ from learner_data import group, picture, prompt
 from tiny_text_models import write_text_policy
 from transformers import AutoTokenizer
 
-from cluster.records.media import MediaReader
-from configs.load import load_config
-from learner.batch import LearnerItem, collate_items, fetch_items, tokens_by_age, totals
-from learner.meter import Meter
-from learner.objective import PolicyObjective, measure_gap
-from learner.policies.loading import load_model
-from learner.policies.logprobs import Distribution
-from learner.policies.tiny import write_tiny
-from learner.policies.token import TokenPolicy
+from mobula.cluster.records.media import MediaReader
+from mobula.configs.load import load_config
+from mobula.learner.batch import LearnerItem, collate_items, fetch_items, tokens_by_age, totals
+from mobula.learner.meter import Meter
+from mobula.learner.objective import PolicyObjective, measure_gap
+from mobula.learner.policies.loading import load_model
+from mobula.learner.policies.logprobs import Distribution
+from mobula.learner.policies.tiny import write_tiny
+from mobula.learner.policies.token import TokenPolicy
 
 pytestmark = [
     pytest.mark.gpu,

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from learner.policies.head import ScoringHead
-from learner.policies.logprobs import PLAIN
+from mobula.learner.policies.head import ScoringHead
+from mobula.learner.policies.logprobs import PLAIN
 
 pytestmark = [
     pytest.mark.gpu,

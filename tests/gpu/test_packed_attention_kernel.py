@@ -11,15 +11,15 @@ from learner_data import picture, prompt
 from torch import Tensor, nn
 from transformers import AutoTokenizer
 
-from cluster.records.media import MediaReader
-from configs.load import load_config
-from learner.policies.attention import packed as attention
-from learner.policies.attention.packed import RowBounds, packed_attention
-from learner.policies.batch import TokenSequence, collate
-from learner.policies.loading import load_model
-from learner.policies.logprobs import Distribution
-from learner.policies.tiny import write_tiny
-from learner.policies.token import TokenPolicy
+from mobula.cluster.records.media import MediaReader
+from mobula.configs.load import load_config
+from mobula.learner.policies.attention import packed as attention
+from mobula.learner.policies.attention.packed import RowBounds, packed_attention
+from mobula.learner.policies.batch import TokenSequence, collate
+from mobula.learner.policies.loading import load_model
+from mobula.learner.policies.logprobs import Distribution
+from mobula.learner.policies.tiny import write_tiny
+from mobula.learner.policies.token import TokenPolicy
 
 pytestmark = [
     pytest.mark.gpu,

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from deploy.tools.gpu_check.check import CheckOptions, check
-from deploy.tools.gpu_check.registry import STAGES, CheckStage
-from deploy.tools.gpu_check.results import Outcome
-from deploy.tools.gpu_check.stages import pretrained
+from mobula.deploy.tools.gpu_check.check import CheckOptions, check
+from mobula.deploy.tools.gpu_check.registry import STAGES, CheckStage
+from mobula.deploy.tools.gpu_check.results import Outcome
+from mobula.deploy.tools.gpu_check.stages import pretrained
 
 NUM_GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 

@@ -17,7 +17,7 @@ from transfer_faults import (
 )
 from transfer_members import members
 
-from cluster.weight_sync.transport import TransferGroup
+from mobula.cluster.weight_sync.transport import TransferGroup
 
 NUM_GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 TIMEOUT_S = 20.0  # the first communicator of a process takes seconds

@@ -9,9 +9,9 @@ import pytest
 import torch
 from engines import LocalSender, new_learner, open_model, perturb, probe_gap, start_actor, weight_sync
 
-from learner.policies.device_copies import on_device
-from learner.policies.tiny import write_tiny_qwen2_5_vl
-from learner.residence import Residence
+from mobula.learner.policies.device_copies import on_device
+from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
+from mobula.learner.residence import Residence
 
 pytestmark = [
     pytest.mark.gpu,

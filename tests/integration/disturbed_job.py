@@ -13,11 +13,11 @@ TESTS = Path(__file__).resolve().parents[1]
 FOLDERS = [str(TESTS.parent), str(TESTS / "support")]
 sys.path[:0] = FOLDERS
 
-import deploy.host.ray_defaults  # noqa: E402, F401  isort: skip  (sets what ray reads when imported)
+import mobula.deploy.host.ray_defaults  # noqa: E402, F401  isort: skip  (sets what ray reads when imported)
 from disturbed import DisturbedLearner  # noqa: E402
 
-from deploy.cli import app  # noqa: E402
-from deploy.wiring import build  # noqa: E402
+from mobula.deploy.cli import app  # noqa: E402
+from mobula.deploy.wiring import build  # noqa: E402
 
 if __name__ == "__main__":
     os.environ["PYTHONPATH"] = os.pathsep.join([*FOLDERS, os.environ["PYTHONPATH"]])  # where workers find all this

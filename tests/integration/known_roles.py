@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 from interrupted import KnownSampler
 
-from actors.rollout.actor import RolloutActor
-from actors.rollout.media_batcher import MediaBatcher
-from actors.rollout.server import PromptServer
-from cluster.records.media import MediaReader
+from mobula.actors.rollout.actor import RolloutActor
+from mobula.actors.rollout.media_batcher import MediaBatcher
+from mobula.actors.rollout.server import PromptServer
+from mobula.cluster.records.media import MediaReader
 
 
 class Digits:

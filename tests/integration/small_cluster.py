@@ -21,33 +21,33 @@ from sabotage import Saboteur
 from small_roles import TRANSFER_S, SmallLearner, SmallRollout
 from small_workers import OBJECT_S, SmallReward, SmallScorer
 
-from actors.reference.pool import ReferencePool
-from actors.rollout.client import RolloutClient
-from cluster.controller import Controller, RunMetrics
-from cluster.recovery.checkpoints import Checkpoints, CheckpointSchedule, newest_learner_state
-from cluster.recovery.lost_groups import GroupRegenerator, RegeneratingLearner, RegeneratingReference
-from cluster.recovery.recording_learner import RecordingLearner
-from cluster.recovery.restartable_learner import RestartableLearner
-from cluster.recovery.resume import JournalRecovery
-from cluster.replay.buffer import ReplayBuffer
-from cluster.replay.journal import Journal
-from cluster.replay.journal_writer import JournalWriter
-from cluster.replay.live_groups import LiveGroups
-from cluster.roles import SamplingSettings
-from cluster.rollout.dispatcher import AdmissionFilter, RetryingRollouts, RolloutDispatcher
-from cluster.rollout.in_flight import InFlightRequests
-from cluster.rollout.rollout_pool import HealthChecks, RolloutPool
-from cluster.rollout.staleness import AgeLimit, StalenessGate
-from cluster.runtime.ray_actors import BESIDE, HEALTH, Seat, _hosted, answer, stop
-from cluster.weight_sync.tolerance import Tolerance
-from cluster.weight_sync.weight_sync import WeightSync
-from cluster.workers.restart_policy import RestartBudget, RestartPolicy
-from cluster.workers.status import WorkerState, WorkerStatus
-from cluster.workers.supervisor import Supervisor, Watched, watched_pool
-from configs.load import load_config
-from configs.schema.run import Resume
-from learner.learner_group import LearnerGroup
-from rewards.pool.reward_pool import RewardPool
+from mobula.actors.reference.pool import ReferencePool
+from mobula.actors.rollout.client import RolloutClient
+from mobula.cluster.controller import Controller, RunMetrics
+from mobula.cluster.recovery.checkpoints import Checkpoints, CheckpointSchedule, newest_learner_state
+from mobula.cluster.recovery.lost_groups import GroupRegenerator, RegeneratingLearner, RegeneratingReference
+from mobula.cluster.recovery.recording_learner import RecordingLearner
+from mobula.cluster.recovery.restartable_learner import RestartableLearner
+from mobula.cluster.recovery.resume import JournalRecovery
+from mobula.cluster.replay.buffer import ReplayBuffer
+from mobula.cluster.replay.journal import Journal
+from mobula.cluster.replay.journal_writer import JournalWriter
+from mobula.cluster.replay.live_groups import LiveGroups
+from mobula.cluster.roles import SamplingSettings
+from mobula.cluster.rollout.dispatcher import AdmissionFilter, RetryingRollouts, RolloutDispatcher
+from mobula.cluster.rollout.in_flight import InFlightRequests
+from mobula.cluster.rollout.rollout_pool import HealthChecks, RolloutPool
+from mobula.cluster.rollout.staleness import AgeLimit, StalenessGate
+from mobula.cluster.runtime.ray_actors import BESIDE, HEALTH, Seat, _hosted, answer, stop
+from mobula.cluster.weight_sync.tolerance import Tolerance
+from mobula.cluster.weight_sync.weight_sync import WeightSync
+from mobula.cluster.workers.restart_policy import RestartBudget, RestartPolicy
+from mobula.cluster.workers.status import WorkerState, WorkerStatus
+from mobula.cluster.workers.supervisor import Supervisor, Watched, watched_pool
+from mobula.configs.load import load_config
+from mobula.configs.schema.run import Resume
+from mobula.learner.learner_group import LearnerGroup
+from mobula.rewards.pool.reward_pool import RewardPool
 
 BUCKET_BYTES = 64
 TIMEOUTS = ("start_s=240", "rollout_s=6", "reward_s=6", "update_s=10", "checkpoint_s=20", "object_s=10", "stop_s=1")

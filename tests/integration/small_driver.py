@@ -18,7 +18,7 @@ from pathlib import Path
 TESTS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(TESTS.parent), str(TESTS / "support")]
 
-import deploy.host.ray_defaults  # noqa: E402, F401  isort: skip  (sets what ray reads when imported)
+import mobula.deploy.host.ray_defaults  # noqa: E402, F401  isort: skip  (sets what ray reads when imported)
 import ray  # noqa: E402
 from sabotage import Saboteur  # noqa: E402
 from small_cluster import STEPS_PER_ROUND, Shape, SmallRun  # noqa: E402

@@ -18,13 +18,13 @@ from pathlib import Path
 TESTS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(TESTS.parent), str(TESTS / "support")]
 
-import deploy.host.ray_defaults  # noqa: E402, F401  isort: skip  (sets what ray reads when imported)
+import mobula.deploy.host.ray_defaults  # noqa: E402, F401  isort: skip  (sets what ray reads when imported)
 import ray  # noqa: E402
 from small_cluster import CHECKPOINT_INTERVAL, Shape, SmallRun  # noqa: E402
 from waiting import until  # noqa: E402
 
-from cluster.workers.faults import FAULTS_FILE, FaultFile  # noqa: E402
-from cluster.workers.status import Progress  # noqa: E402
+from mobula.cluster.workers.faults import FAULTS_FILE, FaultFile  # noqa: E402
+from mobula.cluster.workers.status import Progress  # noqa: E402
 
 PERIOD_S = 45  # longer than the start of all roles on a busy machine
 NUM_STEPS = 2 * CHECKPOINT_INTERVAL + 2

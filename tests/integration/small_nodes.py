@@ -24,7 +24,7 @@ sys.path[:0] = [str(TESTS.parent), str(TESTS / "support")]
 SIGNS = "40" if "SIGCONT" in sys.argv else "3"  # that a node may fail to give before it is taken for dead
 os.environ |= {"RAY_health_check_period_ms": "500", "RAY_health_check_failure_threshold": SIGNS}
 
-import deploy.host.ray_defaults  # noqa: E402, F401  isort: skip  (sets what ray reads when imported)
+import mobula.deploy.host.ray_defaults  # noqa: E402, F401  isort: skip  (sets what ray reads when imported)
 import ray  # noqa: E402
 from ray.cluster_utils import Cluster  # noqa: E402
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy  # noqa: E402
@@ -34,14 +34,14 @@ from small_roles import SmallLearner  # noqa: E402
 from small_workers import SmallReward  # noqa: E402
 from waiting import until  # noqa: E402
 
-from cluster.runtime.placement import PlacedWorker, PlacementPlan, plan_placement  # noqa: E402
-from cluster.runtime.placement_groups import cluster_nodes, create_placement_groups  # noqa: E402
-from cluster.runtime.ray_actors import answer  # noqa: E402
-from configs.load import load_config  # noqa: E402
-from deploy.host.run_record import marking  # noqa: E402
-from deploy.host.session import ClusterSession  # noqa: E402
-from deploy.wiring.scaling import RoleHosts  # noqa: E402
-from deploy.wiring.spawner import Spawner  # noqa: E402
+from mobula.cluster.runtime.placement import PlacedWorker, PlacementPlan, plan_placement  # noqa: E402
+from mobula.cluster.runtime.placement_groups import cluster_nodes, create_placement_groups  # noqa: E402
+from mobula.cluster.runtime.ray_actors import answer  # noqa: E402
+from mobula.configs.load import load_config  # noqa: E402
+from mobula.deploy.host.run_record import marking  # noqa: E402
+from mobula.deploy.host.session import ClusterSession  # noqa: E402
+from mobula.deploy.wiring.scaling import RoleHosts  # noqa: E402
+from mobula.deploy.wiring.spawner import Spawner  # noqa: E402
 
 VICTIMS = {3: "node/1", 7: "node/2"}  # version from which on it comes to it -> whose raylet is struck
 THERE = {"rollout/0": 1, "reward/0": 1, "rollout/1": 2, "reference/0": 2}  # worker -> node; others on the head

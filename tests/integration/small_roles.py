@@ -20,15 +20,15 @@ from fakes import make_group
 from sabotage import Saboteur
 from small_workers import OBJECT_S
 
-from actors.rollout.server import PromptServer
-from cluster.records.partial_response import Attempt
-from cluster.records.trajectory import GroupReport, Prompt, Response, ScoredGroup, TrajectoryGroup
-from cluster.roles import SamplingSettings, UpdateReport
-from cluster.runtime.object_store import fetch, fetch_or_miss
-from cluster.weight_sync.manifest import Manifest, TensorSpec
-from cluster.weight_sync.transport import Rendezvous, TransferGroup, unpack_all
-from learner.ranks.process_group import RankRendezvous
-from learner.weight_publisher import WeightPublisher
+from mobula.actors.rollout.server import PromptServer
+from mobula.cluster.records.partial_response import Attempt
+from mobula.cluster.records.trajectory import GroupReport, Prompt, Response, ScoredGroup, TrajectoryGroup
+from mobula.cluster.roles import SamplingSettings, UpdateReport
+from mobula.cluster.runtime.object_store import fetch, fetch_or_miss
+from mobula.cluster.weight_sync.manifest import Manifest, TensorSpec
+from mobula.cluster.weight_sync.transport import Rendezvous, TransferGroup, unpack_all
+from mobula.learner.ranks.process_group import RankRendezvous
+from mobula.learner.weight_publisher import WeightPublisher
 
 MANIFEST = Manifest((TensorSpec("w", (1,), "float32"),))
 PRIME = 1_000_003  # keeps the policy a whole number that float32 holds exactly

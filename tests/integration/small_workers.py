@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 from sabotage import Saboteur
 
-from cluster.records.trajectory import Answers, ScoredGroup, TrajectoryGroup
-from cluster.runtime.object_store import fetch_or_miss
-from rewards.contract import Score
-from rewards.pool.worker import GroupOutcomes, Question
+from mobula.cluster.records.trajectory import Answers, ScoredGroup, TrajectoryGroup
+from mobula.cluster.runtime.object_store import fetch_or_miss
+from mobula.rewards.contract import Score
+from mobula.rewards.pool.worker import GroupOutcomes, Question
 
 OBJECT_S = 5.0
 

@@ -26,14 +26,14 @@ from statistics import median
 TESTS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(TESTS.parent), str(TESTS / "support")]
 
-import deploy.host.ray_defaults  # noqa: E402, F401  isort: skip  (sets what ray reads when imported)
+import mobula.deploy.host.ray_defaults  # noqa: E402, F401  isort: skip  (sets what ray reads when imported)
 import ray  # noqa: E402
 from fakes import FakePrompts, FakeStep  # noqa: E402
 from sabotage import SLOW_S  # noqa: E402
 from small_cluster import PROMPTS_PER_STEP, Shape, SmallRun  # noqa: E402
 
-from cluster.records.trajectory import ScoredGroup  # noqa: E402
-from cluster.roles import ReplayStats, UpdateReport  # noqa: E402
+from mobula.cluster.records.trajectory import ScoredGroup  # noqa: E402
+from mobula.cluster.roles import ReplayStats, UpdateReport  # noqa: E402
 
 MIB = 2**20
 SHAPE = Shape(total_steps=10**7, num_engines=2, max_staleness=2, answer_bytes=150_000, checkpoint_interval=10)

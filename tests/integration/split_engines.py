@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 
-from actors.samplers.vllm.weights import JoinInfo, MobulaWeightTransferEngine
-from cluster.weight_sync.manifest import Manifest, TensorSpec
-from cluster.weight_sync.tolerance import Tolerance
-from cluster.weight_sync.transport import Rendezvous
-from cluster.weight_sync.weight_sync import WeightSync
-from learner.weight_publisher import WeightPublisher
+from mobula.actors.samplers.vllm.weights import JoinInfo, MobulaWeightTransferEngine
+from mobula.cluster.weight_sync.manifest import Manifest, TensorSpec
+from mobula.cluster.weight_sync.tolerance import Tolerance
+from mobula.cluster.weight_sync.transport import Rendezvous
+from mobula.cluster.weight_sync.weight_sync import WeightSync
+from mobula.learner.weight_publisher import WeightPublisher
 
 RANKS, ENGINES, TIMEOUT_S, BUCKET_BYTES = 2, 2, 60.0, 4096
 MANIFEST = Manifest(

@@ -13,13 +13,13 @@ from pathlib import Path
 TESTS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(TESTS.parent), str(TESTS / "support"), str(TESTS / "integration")]
 
-import deploy.host.ray_defaults  # noqa: E402, F401  isort: skip  (sets what ray reads when imported)
+import mobula.deploy.host.ray_defaults  # noqa: E402, F401  isort: skip  (sets what ray reads when imported)
 from struck_ranks import StruckCritic, StruckLearner  # noqa: E402
 from struck_roles import SABOTAGE, saboteur  # noqa: E402
 
-from configs.load import load_config  # noqa: E402
-from deploy.run import runtime  # noqa: E402
-from deploy.wiring import build  # noqa: E402
+from mobula.configs.load import load_config  # noqa: E402
+from mobula.deploy.run import runtime  # noqa: E402
+from mobula.deploy.wiring import build  # noqa: E402
 
 
 def main(folder: str, words: Sequence[str]) -> int:

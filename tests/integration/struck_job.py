@@ -19,17 +19,17 @@ from typing import Any
 TESTS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(TESTS.parent), str(TESTS / "support"), str(TESTS / "integration")]
 
-import deploy.host.ray_defaults  # noqa: E402, F401  isort: skip  (sets what ray reads when imported)
+import mobula.deploy.host.ray_defaults  # noqa: E402, F401  isort: skip  (sets what ray reads when imported)
 from struck_roles import ACTOR, CORE, SABOTAGE, StruckRollout, saboteur  # noqa: E402
 from waiting import until  # noqa: E402
 
-from cluster.metrics import hub  # noqa: E402
-from cluster.rollout.evaluation import Evaluator  # noqa: E402
-from cluster.rollout.rollout_pool import RolloutPool  # noqa: E402
-from cluster.workers.status import WorkerState  # noqa: E402
-from configs.load import load_config  # noqa: E402
-from deploy.run import runtime  # noqa: E402
-from deploy.wiring import evaluation, rollouts  # noqa: E402
+from mobula.cluster.metrics import hub  # noqa: E402
+from mobula.cluster.rollout.evaluation import Evaluator  # noqa: E402
+from mobula.cluster.rollout.rollout_pool import RolloutPool  # noqa: E402
+from mobula.cluster.workers.status import WorkerState  # noqa: E402
+from mobula.configs.load import load_config  # noqa: E402
+from mobula.deploy.run import runtime  # noqa: E402
+from mobula.deploy.wiring import evaluation, rollouts  # noqa: E402
 
 BACK_S = 240.0
 # Every moment of the fault matrix comes after a version was evaluated and before the next but one is.

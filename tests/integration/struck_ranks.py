@@ -8,11 +8,11 @@ from typing import Any
 
 from struck_roles import saboteur
 
-from cluster.records.trajectory import ScoredGroup
-from cluster.roles import UpdateReport
-from learner.critic.rows import Values
-from learner.critic_ranks.critic_rank import CriticRank
-from learner.learner import Learner
+from mobula.cluster.records.trajectory import ScoredGroup
+from mobula.cluster.roles import UpdateReport
+from mobula.learner.critic.rows import Values
+from mobula.learner.critic_ranks.critic_rank import CriticRank
+from mobula.learner.learner import Learner
 
 
 class StruckCritic(CriticRank):

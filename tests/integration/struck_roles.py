@@ -11,10 +11,10 @@ from typing import Any
 from core_apart import CoreApart
 from sabotage import Saboteur
 
-from cluster.records.partial_response import Attempt, SampledSequence, TokenChunk
-from cluster.records.trajectory import GroupReport, Prompt, TrajectoryGroup
-from cluster.roles import SamplingSettings
-from cluster.weight_sync.manifest import Manifest
+from mobula.cluster.records.partial_response import Attempt, SampledSequence, TokenChunk
+from mobula.cluster.records.trajectory import GroupReport, Prompt, TrajectoryGroup
+from mobula.cluster.roles import SamplingSettings
+from mobula.cluster.weight_sync.manifest import Manifest
 
 SABOTAGE = "MOBULA_TEST_SABOTAGE"  # the saboteur's folder, in the environment of every process of the run
 CORE = "core"  # the core of the engine that was started last, or that reached `two_pushes` last

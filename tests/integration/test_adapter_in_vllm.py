@@ -10,9 +10,9 @@ from adapter_engine import prompt_logprobs
 from engines import LORA, new_learner, open_model, perturb_adapters
 from PIL import Image
 
-from actors.datasets.rows import Row
-from learner.policies.tiny import write_tiny_qwen2_5_vl
-from learner.policy_weights import export_state
+from mobula.actors.datasets.rows import Row
+from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
+from mobula.learner.policy_weights import export_state
 
 pytestmark = [pytest.mark.slow, pytest.mark.families, pytest.mark.exhaustive, pytest.mark.timeout(900)]
 

@@ -11,7 +11,7 @@ from agent_program import write_program
 from jobs import Job
 from verifiers_tasksets import NEEDS_VERIFIERS, PYTHON, write_tasksets
 
-from cluster.metrics.report.run_folder import RunFolder, read_run_folder
+from mobula.cluster.metrics.report.run_folder import RunFolder, read_run_folder
 
 pytestmark = [pytest.mark.matrix, pytest.mark.slow, pytest.mark.timeout(900)]
 NUM_STEPS = 20

@@ -10,7 +10,7 @@ import torch
 import torch.multiprocessing as mp
 from backend_run import LORA, config_of, equal, train
 
-from learner.policies.tiny import write_tiny_qwen2_5_vl
+from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -13,9 +13,9 @@ import pytest
 import ray
 from small_cluster import start
 
-from cluster.errors import RolloutError, WorkerDiedError
-from cluster.runtime.object_store import fetch
-from cluster.runtime.ray_actors import kill, with_attachments
+from mobula.cluster.errors import RolloutError, WorkerDiedError
+from mobula.cluster.runtime.object_store import fetch
+from mobula.cluster.runtime.ray_actors import kill, with_attachments
 
 BYTES = 4 << 20  # of a value that lives in the object store
 FEW, MANY = 1, BYTES // 8

@@ -13,12 +13,12 @@ import torch.multiprocessing as mp
 from backend_run import LORA, config_of, equal, train
 from safetensors.torch import load_file
 
-from cluster.errors import CheckpointError
-from configs.schema import RunConfig
-from learner.backends import fsdp2
-from learner.backends.deepspeed import ENVIRONMENT
-from learner.policies.tiny import write_tiny_qwen2_5_vl
-from learner.policy_weights import export_state
+from mobula.cluster.errors import CheckpointError
+from mobula.configs.schema import RunConfig
+from mobula.learner.backends import fsdp2
+from mobula.learner.backends.deepspeed import ENVIRONMENT
+from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
+from mobula.learner.policy_weights import export_state
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

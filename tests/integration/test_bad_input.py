@@ -14,14 +14,14 @@ import pytest
 from PIL import Image
 from typer.testing import CliRunner, Result
 
-from actors.datasets.prompts import PromptSource
-from actors.datasets.rows import count_by_reason
-from cluster.errors import DatasetError
-from configs.load import load_config
-from configs.words import overridden
-from deploy.cli import app
-from deploy.wiring.preparation import TRAIN, Prepared, prepare, write_skipped
-from learner.policies.tiny import write_tiny_qwen2_5_vl
+from mobula.actors.datasets.prompts import PromptSource
+from mobula.actors.datasets.rows import count_by_reason
+from mobula.cluster.errors import DatasetError
+from mobula.configs.load import load_config
+from mobula.configs.words import overridden
+from mobula.deploy.cli import app
+from mobula.deploy.wiring.preparation import TRAIN, Prepared, prepare, write_skipped
+from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 
 Row = dict[str, Any]
 NUM_GOOD = 20

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from jobs import Job
 
-from cluster.metrics.report.run_folder import RunFolder, read_run_folder
+from mobula.cluster.metrics.report.run_folder import RunFolder, read_run_folder
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from configs.schema.rollout import SamplerKind
-from deploy.conformance.__main__ import measure_apart
-from deploy.conformance.measure import ALL, TIED, Report, takes_media
-from deploy.conformance.table import failures
-from deploy.wiring.parity_prompts import CASES, SOUNDS, VIDEOS
-from learner.policies.families import family_at
-from learner.policies.families.base import AudioFamily, VideoFamily
-from learner.policies.tiny import TINY
+from mobula.configs.schema.rollout import SamplerKind
+from mobula.deploy.conformance.__main__ import measure_apart
+from mobula.deploy.conformance.measure import ALL, TIED, Report, takes_media
+from mobula.deploy.conformance.table import failures
+from mobula.deploy.wiring.parity_prompts import CASES, SOUNDS, VIDEOS
+from mobula.learner.policies.families import family_at
+from mobula.learner.policies.families.base import AudioFamily, VideoFamily
+from mobula.learner.policies.tiny import TINY
 
 pytestmark = [pytest.mark.slow, pytest.mark.families, pytest.mark.timeout(3000)]
 

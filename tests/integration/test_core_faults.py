@@ -11,8 +11,8 @@ from jobs import PROMPTS_PER_STEP, Job, none_left
 from sabotage import Saboteur
 from test_faults import KINDS, MOMENTS
 
-from cluster.metrics.report.run_folder import read_run_folder
-from cluster.replay.trajectory_log import TrajectoryLog
+from mobula.cluster.metrics.report.run_folder import read_run_folder
+from mobula.cluster.replay.trajectory_log import TrajectoryLog
 
 pytestmark = [pytest.mark.matrix, pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(1800)]
 

@@ -9,7 +9,7 @@ import pytest
 from jobs import Job
 from safetensors.numpy import load_file
 
-from cluster.metrics.report.run_folder import RunFolder, read_run_folder
+from mobula.cluster.metrics.report.run_folder import RunFolder, read_run_folder
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 

@@ -11,7 +11,7 @@ import torch.multiprocessing as mp
 from backend_run import config_of, equal
 from critic_run import WORDS, train
 
-from learner.policies.tiny import write_tiny_qwen2_5_vl
+from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

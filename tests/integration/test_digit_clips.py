@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from jobs import Job, none_left
 
-from cluster.metrics.report.run_folder import PLAN_FILE, read_run_folder
+from mobula.cluster.metrics.report.run_folder import PLAN_FILE, read_run_folder
 
 pytestmark = [pytest.mark.slow, pytest.mark.families, pytest.mark.exhaustive, pytest.mark.timeout(900)]
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from jobs import Job, none_left
 
-from cluster.metrics.report.run_folder import read_run_folder
-from learner.policies.tiny import write_tiny_qwen2_5_vl
+from mobula.cluster.metrics.report.run_folder import read_run_folder
+from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 

@@ -13,21 +13,21 @@ import ray
 from episode_data import engine_settings, episode_config
 from small_cluster import start
 
-from actors.environments.rows import ENVIRONMENT, environment_split
-from actors.processors.chat import ChatProcessor
-from actors.rollout.client import RolloutClient
-from actors.rollout.episode_actor import EpisodeActor, EpisodeSettings
-from cluster.errors import RewardError
-from cluster.records.media import MediaStore
-from cluster.records.trajectory import FinishReason, GroupSummary, Prompt, TrajectoryGroup
-from cluster.roles import SamplingSettings
-from cluster.rollout.dispatcher import RetryingRollouts
-from cluster.rollout.in_flight import PROMPTS, TOKENS_KEPT, InFlightRequests
-from cluster.rollout.rollout_pool import HealthChecks, RolloutPool
-from cluster.workers.restart_policy import RestartPolicy
-from learner.policies.tiny import TINY
-from rewards.contract import RewardRequest
-from rewards.functions.environment import EnvironmentReward
+from mobula.actors.environments.rows import ENVIRONMENT, environment_split
+from mobula.actors.processors.chat import ChatProcessor
+from mobula.actors.rollout.client import RolloutClient
+from mobula.actors.rollout.episode_actor import EpisodeActor, EpisodeSettings
+from mobula.cluster.errors import RewardError
+from mobula.cluster.records.media import MediaStore
+from mobula.cluster.records.trajectory import FinishReason, GroupSummary, Prompt, TrajectoryGroup
+from mobula.cluster.roles import SamplingSettings
+from mobula.cluster.rollout.dispatcher import RetryingRollouts
+from mobula.cluster.rollout.in_flight import PROMPTS, TOKENS_KEPT, InFlightRequests
+from mobula.cluster.rollout.rollout_pool import HealthChecks, RolloutPool
+from mobula.cluster.workers.restart_policy import RestartPolicy
+from mobula.learner.policies.tiny import TINY
+from mobula.rewards.contract import RewardRequest
+from mobula.rewards.functions.environment import EnvironmentReward
 
 pytestmark = [pytest.mark.slow, pytest.mark.matrix, pytest.mark.timeout(600)]
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from jobs import REPOSITORY, Job
 
-from actors.datasets.digits import write_digits
-from cluster.metrics.report.run_folder import read_run_folder
-from learner.policies.tiny import write_tiny_qwen2_5_vl
+from mobula.actors.datasets.digits import write_digits
+from mobula.cluster.metrics.report.run_folder import read_run_folder
+from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 
 pytestmark = [pytest.mark.matrix, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -26,10 +26,10 @@ SHORT = ("sampler.max_tokens=40", "algorithm.prompts_per_step=4", "algorithm.sam
 MOBULA = """#!{python}
 import os, sys
 sys.path.insert(0, os.getcwd())
-from configs.words import overridden
+from mobula.configs.words import overridden
 
 command, *words = sys.argv[1:]
-os.execv(sys.executable, [sys.executable, "-m", "deploy.cli", command, *overridden(words, {words!r})])
+os.execv(sys.executable, [sys.executable, "-m", "mobula.deploy.cli", command, *overridden(words, {words!r})])
 """
 
 

@@ -14,11 +14,11 @@ from backend_run import LORA, config_of, equal, factors, met_at, steps
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-from configs.schema import RunConfig
-from learner.backends.deepspeed import ENVIRONMENT
-from learner.learner import Learner
-from learner.policies.tiny import write_tiny_qwen2_5_vl
-from learner.policy_weights import export_state
+from mobula.configs.schema import RunConfig
+from mobula.learner.backends.deepspeed import ENVIRONMENT
+from mobula.learner.learner import Learner
+from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
+from mobula.learner.policy_weights import export_state
 
 pytestmark = [pytest.mark.slow, pytest.mark.matrix, pytest.mark.timeout(600)]
 

@@ -12,7 +12,7 @@ import torch.multiprocessing as mp
 from backend_run import equal
 from family_ranks import update_all
 
-from learner.policies.tiny import TINY, write_tiny
+from mobula.learner.policies.tiny import TINY, write_tiny
 
 pytestmark = [pytest.mark.slow, pytest.mark.families, pytest.mark.exhaustive, pytest.mark.timeout(1800)]
 

@@ -31,8 +31,8 @@ from sabotage import NONE, Saboteur, is_running
 from small_cluster import PROMPTS_PER_STEP, STEPS_PER_ROUND, Shape, SmallRun
 from waiting import until, wait_until
 
-from cluster.recovery.checkpoints import newest_learner_state
-from cluster.workers.faults import FAULTS_FILE, read_faults
+from mobula.cluster.recovery.checkpoints import newest_learner_state
+from mobula.cluster.workers.faults import FAULTS_FILE, read_faults
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(900)]
 

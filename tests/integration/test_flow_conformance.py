@@ -12,10 +12,10 @@ from flow_run import FlowRun, janus_config
 from peft import PeftModel
 from transformers import JanusForConditionalGeneration
 
-from deploy.conformance.flow.measure import measure
-from deploy.conformance.flow.table import failures
-from learner.policies.flow.tiny import TINY_FLOW
-from learner.policy_weights import export_state
+from mobula.deploy.conformance.flow.measure import measure
+from mobula.deploy.conformance.flow.table import failures
+from mobula.learner.policies.flow.tiny import TINY_FLOW
+from mobula.learner.policy_weights import export_state
 
 pytestmark = [pytest.mark.slow, pytest.mark.families, pytest.mark.usefixtures("one_thread"), pytest.mark.timeout(600)]
 

@@ -12,9 +12,9 @@ import pytest
 from jobs import PROMPTS_PER_STEP, RUN_DEADLINE_S, Job, marked
 from waiting import wait_until
 
-from cluster.metrics.report.run_folder import read_run_folder
-from cluster.records.actions import LatentActions
-from cluster.replay.trajectory_log import TrajectoryLog
+from mobula.cluster.metrics.report.run_folder import read_run_folder
+from mobula.cluster.records.actions import LatentActions
+from mobula.cluster.replay.trajectory_log import TrajectoryLog
 
 pytestmark = [pytest.mark.matrix, pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(1800)]
 

@@ -11,7 +11,7 @@ from diffusers import DiffusionPipeline
 from flow_run import REDNESS, WORDS, write_texts
 from jobs import Job
 
-from cluster.metrics.report.run_folder import RunFolder, read_run_folder
+from mobula.cluster.metrics.report.run_folder import RunFolder, read_run_folder
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 NUM_STEPS = 2

@@ -13,18 +13,18 @@ import pytest
 from ray_apart import end_all, free_port, num_nodes, python, raylet
 from waiting import wait_until
 
-from configs.groups import groups, own_values
+from mobula.configs.groups import groups, own_values
 
 START_S = 240.0
 DEVICES = ",".join(map(str, range(8)))
 PLACE = """
 import json, os, sys
-import deploy.host.ray_defaults
+import mobula.deploy.host.ray_defaults
 import ray
-from cluster.runtime.placement import needed_roles, plan_placement
-from cluster.runtime.placement_groups import cluster_nodes, create_placement_groups, remove_placement_groups
-from cluster.runtime.ray_actors import kill, spawn, spawn_named
-from configs.load import load_config
+from mobula.cluster.runtime.placement import needed_roles, plan_placement
+from mobula.cluster.runtime.placement_groups import cluster_nodes, create_placement_groups, remove_placement_groups
+from mobula.cluster.runtime.ray_actors import kill, spawn, spawn_named
+from mobula.configs.load import load_config
 
 class Role:
     def devices(self):

@@ -17,9 +17,9 @@ from safetensors.torch import load_file
 from small_cluster import PROMPTS_PER_STEP, Shape, SmallRun
 from waiting import wait_until
 
-from cluster.errors import RunStopped
-from cluster.metrics.report.run_folder import read_run_folder
-from cluster.recovery.checkpoints import newest_learner_state
+from mobula.cluster.errors import RunStopped
+from mobula.cluster.metrics.report.run_folder import read_run_folder
+from mobula.cluster.recovery.checkpoints import newest_learner_state
 
 pytestmark = [pytest.mark.slow, pytest.mark.matrix, pytest.mark.timeout(2400)]
 
@@ -122,7 +122,7 @@ def test_an_offline_job_goes_on_from_the_checkpoint_of_its_stop(tmp_path: Path) 
     for name in ("stopped", "whole"):
         (tmp_path / name).mkdir()
     stopped, whole = (Job(tmp_path / name, words, small=SMALL_SFT) for name in ("stopped", "whole"))
-    command = ("-m", "deploy.cli", "sft")
+    command = ("-m", "mobula.deploy.cli", "sft")
     with jobs(stopped, whole):
         version = stop_after(stopped, 5, *command)
         assert 5 <= version < 60

@@ -13,14 +13,14 @@ from interrupted import token_at
 from known_roles import KnownRollout
 from small_cluster import start
 
-from actors.rollout.client import RolloutClient
-from cluster.records.trajectory import EndedResponse, FinishReason
-from cluster.roles import SamplingSettings
-from cluster.rollout.dispatcher import RetryingRollouts
-from cluster.rollout.in_flight import PROMPTS, TOKENS_KEPT, TOKENS_LOST, InFlightRequests
-from cluster.rollout.rollout_pool import HealthChecks, RolloutPool
-from cluster.runtime.object_store import fetch
-from cluster.workers.restart_policy import RestartPolicy
+from mobula.actors.rollout.client import RolloutClient
+from mobula.cluster.records.trajectory import EndedResponse, FinishReason
+from mobula.cluster.roles import SamplingSettings
+from mobula.cluster.rollout.dispatcher import RetryingRollouts
+from mobula.cluster.rollout.in_flight import PROMPTS, TOKENS_KEPT, TOKENS_LOST, InFlightRequests
+from mobula.cluster.rollout.rollout_pool import HealthChecks, RolloutPool
+from mobula.cluster.runtime.object_store import fetch
+from mobula.cluster.workers.restart_policy import RestartPolicy
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

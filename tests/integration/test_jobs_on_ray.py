@@ -20,8 +20,8 @@ from ray_apart import ENVIRONMENT, end_all, free_port, started
 from typer.testing import CliRunner
 from waiting import wait_until
 
-from deploy.cli import app
-from deploy.jobs.client import STOPPED, Jobs
+from mobula.deploy.cli import app
+from mobula.deploy.jobs.client import STOPPED, Jobs
 
 START_S = 240.0
 IN_ORDER = """
@@ -36,7 +36,7 @@ time.sleep(600)
 """
 LOOK = """
 import sys, ray
-from deploy.run.shared_paths import missing_on
+from mobula.deploy.run.shared_paths import missing_on
 ray.init()
 nodes = [node for node in ray.nodes() if node["Alive"]]
 missing = missing_on(nodes, {"folder": sys.argv[1], "data.path": "/no/such/path"})
@@ -109,7 +109,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Apart]:
 def command(cluster: Apart, *words: str) -> tuple[int, str]:
     """`mobula` with these words in a process of its own: exit code and output."""
     done = subprocess.run(
-        [sys.executable, "-m", "deploy.cli", *words, "--address", cluster.dashboard],
+        [sys.executable, "-m", "mobula.deploy.cli", *words, "--address", cluster.dashboard],
         cwd=REPOSITORY,
         env={**os.environ, **ENVIRONMENT},
         capture_output=True,
@@ -155,7 +155,16 @@ def test_a_stopped_job_has_the_time_to_end_in_order(cluster: Apart) -> None:
 def test_the_doctor_looks_at_every_node(cluster: Apart) -> None:
     words = [f"folder={cluster.folder}", "data.path=/no/such/data", f"policy.model={cluster.folder}"]
     done = subprocess.run(
-        [sys.executable, "-m", "deploy.cli", "doctor", "--address", cluster.address, "experiment=digits", *words],
+        [
+            sys.executable,
+            "-m",
+            "mobula.deploy.cli",
+            "doctor",
+            "--address",
+            cluster.address,
+            "experiment=digits",
+            *words,
+        ],
         cwd=REPOSITORY,
         env={**os.environ, **ENVIRONMENT},
         capture_output=True,

@@ -13,10 +13,10 @@ import ray
 from fakes import make_group, make_prompt, make_scored
 from small_cluster import start
 
-from cluster.records.trajectory import TrajectoryGroup
-from cluster.replay.journal import Journal
-from cluster.replay.journal_writer import JournalWriter
-from cluster.runtime.ray_actors import kill
+from mobula.cluster.records.trajectory import TrajectoryGroup
+from mobula.cluster.replay.journal import Journal
+from mobula.cluster.replay.journal_writer import JournalWriter
+from mobula.cluster.runtime.ray_actors import kill
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -18,12 +18,12 @@ import pytest
 from engine_judge import OF_ANY_JUDGE
 from tiny_reward_models import picture
 
-from cluster.records.trajectory import Response
-from learner.policies.tiny import write_tiny_qwen2_5_vl
-from rewards.contract import RewardRequest, Score, ScoringFailure, evaluate_batch
-from rewards.functions import build_function
-from rewards.isolation.process import IsolatedProcess
-from rewards.tools import Tools
+from mobula.cluster.records.trajectory import Response
+from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
+from mobula.rewards.contract import RewardRequest, Score, ScoringFailure, evaluate_batch
+from mobula.rewards.functions import build_function
+from mobula.rewards.isolation.process import IsolatedProcess
+from mobula.rewards.tools import Tools
 
 START_S = 280.0
 ENVIRONMENT = {

@@ -14,9 +14,9 @@ import pytest
 from jobs import RUN_DEADLINE_S, SMALL, Job, marked, none_left
 from waiting import wait_until
 
-from cluster.metrics.report.run_folder import read_run_folder
-from cluster.workers.faults import FAULTS_FILE, read_faults
-from learner.policies.tiny import write_tiny_qwen2_5_vl
+from mobula.cluster.metrics.report.run_folder import read_run_folder
+from mobula.cluster.workers.faults import FAULTS_FILE, read_faults
+from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 
 pytestmark = [pytest.mark.matrix, pytest.mark.slow, pytest.mark.timeout(1200)]
 

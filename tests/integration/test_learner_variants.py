@@ -15,10 +15,10 @@ from jobs import RUN_DEADLINE_S, Job, marked
 from safetensors.numpy import load_file
 from waiting import wait_until
 
-from cluster.metrics.definitions import MetricName
-from cluster.metrics.report.run_folder import read_run_folder
-from cluster.metrics.sinks.jsonl import read_records
-from cluster.metrics.step_records import StepRecord
+from mobula.cluster.metrics.definitions import MetricName
+from mobula.cluster.metrics.report.run_folder import read_run_folder
+from mobula.cluster.metrics.sinks.jsonl import read_records
+from mobula.cluster.metrics.step_records import StepRecord
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 

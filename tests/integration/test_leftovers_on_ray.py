@@ -18,20 +18,20 @@ from jobs import GONE_DEADLINE_S, REPOSITORY
 from typer.testing import CliRunner
 from waiting import wait_until
 
-from cluster.runtime.placement_groups import groups_of_dead_drivers, remove_group
-from deploy.cli import app
-from deploy.host.processes import ProcessId
-from deploy.tools.leftovers import Leftover, find_leftovers, free
+from mobula.cluster.runtime.placement_groups import groups_of_dead_drivers, remove_group
+from mobula.deploy.cli import app
+from mobula.deploy.host.processes import ProcessId
+from mobula.deploy.tools.leftovers import Leftover, find_leftovers, free
 
 DRIVER = """
 import subprocess, sys
 from pathlib import Path
 
-from deploy.host.session import ray_session, run_record  # isort: skip
+from mobula.deploy.host.session import ray_session, run_record  # isort: skip
 import ray
 
-from configs.load import load_config
-from deploy.host.run_record import recorded
+from mobula.configs.load import load_config
+from mobula.deploy.host.run_record import recorded
 
 ORPHAN = (
     "import subprocess; silent = dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL);"
@@ -145,7 +145,7 @@ def test_an_orphan_in_a_session_of_its_own_is_found_by_its_mark_and_ended_by_its
 
 FORGETFUL = """
 import sys
-import deploy.host.ray_defaults
+import mobula.deploy.host.ray_defaults
 import ray
 
 ray.init(address=sys.argv[1], namespace="gone", log_to_driver=False)

@@ -17,7 +17,7 @@ import ray
 from small_cluster import PROMPTS_PER_STEP, Shape, SmallRun
 from test_faults import expected
 
-from cluster.records.trajectory import ScoredGroup
+from mobula.cluster.records.trajectory import ScoredGroup
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(400)]
 

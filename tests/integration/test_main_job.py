@@ -12,11 +12,11 @@ import pytest
 from jobs import NUM_SAMPLES, PROMPTS_PER_STEP, RUN_DEADLINE_S, Job, none_left
 from waiting import wait_until
 
-from actors.datasets.digits import write_digits
-from cluster.metrics.report.run_folder import RunFolder, read_run_folder
-from cluster.metrics.sinks.jsonl import read_records
-from cluster.metrics.step_records import EvaluationRecord
-from cluster.metrics.summary import Summary
+from mobula.actors.datasets.digits import write_digits
+from mobula.cluster.metrics.report.run_folder import RunFolder, read_run_folder
+from mobula.cluster.metrics.sinks.jsonl import read_records
+from mobula.cluster.metrics.step_records import EvaluationRecord
+from mobula.cluster.metrics.summary import Summary
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 

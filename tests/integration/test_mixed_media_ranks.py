@@ -11,7 +11,7 @@ import torch.multiprocessing as mp
 from backend_run import equal
 from mixed_media_ranks import BACKENDS, update
 
-from learner.policies.tiny import write_tiny
+from mobula.learner.policies.tiny import write_tiny
 
 pytestmark = [pytest.mark.slow, pytest.mark.families, pytest.mark.exhaustive, pytest.mark.timeout(900)]
 

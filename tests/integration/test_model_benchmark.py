@@ -11,9 +11,9 @@ import pytest
 from jobs import RUN_DEADLINE_S, SMALL, Job
 from rich.console import Console
 
-from cluster.errors import PreflightError
-from deploy.tools.model_benchmark import benchmark, latency_summary, leaders
-from learner.policies.tiny import write_tiny_qwen2_5_vl
+from mobula.cluster.errors import PreflightError
+from mobula.deploy.tools.model_benchmark import benchmark, latency_summary, leaders
+from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 NUM_PROMPTS = 12

@@ -9,8 +9,8 @@ import pytest
 from jobs import Job
 from tiny_text_models import write_text_policy
 
-from cluster.metrics.report.run_folder import read_run_folder
-from configs.load import load_resolved
+from mobula.cluster.metrics.report.run_folder import read_run_folder
+from mobula.configs.load import load_resolved
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from jobs import Job
 
-from cluster.metrics.report.run_folder import read_run_folder
-from learner.policies.families import family_at
-from learner.policies.families.registry import UNKNOWN
+from mobula.cluster.metrics.report.run_folder import read_run_folder
+from mobula.learner.policies.families import family_at
+from mobula.learner.policies.families.registry import UNKNOWN
 
 pytestmark = [pytest.mark.slow, pytest.mark.matrix, pytest.mark.timeout(900)]
 

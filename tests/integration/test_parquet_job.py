@@ -8,8 +8,8 @@ import pyarrow.parquet as pq
 import pytest
 from jobs import Job
 
-from actors.datasets.digits import write_digits
-from cluster.metrics.report.run_folder import read_run_folder
+from mobula.actors.datasets.digits import write_digits
+from mobula.cluster.metrics.report.run_folder import read_run_folder
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 NUM_STEPS = 2

@@ -15,12 +15,12 @@ from waiting import wait_until
 START_S = 240.0
 PLACE = """
 import json, os, sys
-import deploy.host.ray_defaults
+import mobula.deploy.host.ray_defaults
 import ray
-from cluster.runtime.placement import plan_placement
-from cluster.runtime.placement_groups import cluster_nodes, create_placement_groups
-from cluster.runtime.ray_actors import spawn
-from configs.load import load_config
+from mobula.cluster.runtime.placement import plan_placement
+from mobula.cluster.runtime.placement_groups import cluster_nodes, create_placement_groups
+from mobula.cluster.runtime.ray_actors import spawn
+from mobula.configs.load import load_config
 
 class Role:
     def devices(self):

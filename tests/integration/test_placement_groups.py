@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from waiting import wait_until
 
-from cluster.errors import PlacementError
-from cluster.runtime.placement import PlacedWorker, PlacementPlan, plan_placement
-from cluster.runtime.placement_groups import cluster_nodes, create_placement_groups, remove_placement_groups
-from configs.load import load_config
+from mobula.cluster.errors import PlacementError
+from mobula.cluster.runtime.placement import PlacedWorker, PlacementPlan, plan_placement
+from mobula.cluster.runtime.placement_groups import cluster_nodes, create_placement_groups, remove_placement_groups
+from mobula.configs.load import load_config
 
 
 def test_laptop_preset_is_booked_and_given_back(local_ray: str) -> None:

@@ -9,8 +9,8 @@ import pytest
 from jobs import Job, none_left
 from poisoned import MESSAGE
 
-from cluster.metrics.report.run_folder import read_run_folder
-from cluster.replay.trajectory_log import TrajectoryLog
+from mobula.cluster.metrics.report.run_folder import read_run_folder
+from mobula.cluster.replay.trajectory_log import TrajectoryLog
 
 pytestmark = [pytest.mark.matrix, pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(1200)]
 

@@ -17,9 +17,9 @@ from jobs import RUN_DEADLINE_S, Job
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from waiting import wait_until
 
-from actors.datasets.written.sums import write_sums
-from cluster.metrics.report.run_folder import read_run_folder
-from learner.policies.pretrained import PRETRAINED
+from mobula.actors.datasets.written.sums import write_sums
+from mobula.cluster.metrics.report.run_folder import read_run_folder
+from mobula.learner.policies.pretrained import PRETRAINED
 
 pytestmark = [
     pytest.mark.matrix,
@@ -110,7 +110,7 @@ def tuned(tmp_path_factory: pytest.TempPathFactory, source: Path) -> Iterator[Jo
     words = ("num_steps=4", "offline.batch_size=16", "learner.learning_rate=1e-4", "learner.warmup_steps=0")
     job = job_in(folder, source, folder / "pairs", *words, small=("evaluation.num_prompts=16",))
     try:
-        job.finish(job.start("-m", "deploy.cli", "sft"))
+        job.finish(job.start("-m", "mobula.deploy.cli", "sft"))
         yield job
     finally:
         job.end()
@@ -151,7 +151,7 @@ def test_dpo_raises_the_margin(tmp_path: Path, source: Path, tuned: Job) -> None
     words = ("num_steps=3", "offline.batch_size=8", "learner.learning_rate=1e-5", "learner.warmup_steps=0")
     job = job_in(tmp_path, source, tuned.folder / "pairs", *words, small=("evaluation.num_prompts=16",))
     try:
-        job.finish(job.start("-m", "deploy.cli", "dpo"))
+        job.finish(job.start("-m", "mobula.deploy.cli", "dpo"))
     finally:
         job.end()
     found = read_run_folder(job.run_folder)

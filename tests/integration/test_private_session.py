@@ -14,9 +14,9 @@ import pytest
 
 DRIVER = """
 import signal, sys, threading
-from deploy.host.session import ray_session
+from mobula.deploy.host.session import ray_session
 import ray
-from configs.load import load_config
+from mobula.configs.load import load_config
 
 stopped = threading.Event()
 with ray_session(load_config(["experiment=digits", f"folder={sys.argv[1]}"])):

@@ -16,16 +16,16 @@ import ray
 from clips import noise_frames, write_clip
 from media_server import PROXIES, media_server
 
-from actors.datasets.prompts import PromptSource
-from actors.processors.pool import DIED, ProcessorPool
-from actors.processors.worker import ProcessorWorker
-from cluster.records.media import MediaStore
-from cluster.records.trajectory import Prompt
-from cluster.runtime.ray_actors import answer
-from cluster.workers.restart_policy import RestartPolicy
-from configs.load import load_config
-from configs.schema import RunConfig
-from deploy.wiring.preparation import Prepared, prepare
+from mobula.actors.datasets.prompts import PromptSource
+from mobula.actors.processors.pool import DIED, ProcessorPool
+from mobula.actors.processors.worker import ProcessorWorker
+from mobula.cluster.records.media import MediaStore
+from mobula.cluster.records.trajectory import Prompt
+from mobula.cluster.runtime.ray_actors import answer
+from mobula.cluster.workers.restart_policy import RestartPolicy
+from mobula.configs.load import load_config
+from mobula.configs.schema import RunConfig
+from mobula.deploy.wiring.preparation import Prepared, prepare
 
 NUM_PICTURES = 20
 

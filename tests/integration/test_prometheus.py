@@ -27,8 +27,8 @@ from jobs import PROMPTS_PER_STEP, REPOSITORY, Job
 from ray_apart import end_all, free_port, started
 from waiting import wait_until
 
-from cluster.tracing.spans import Stage
-from deploy.grafana.panels import DASHBOARDS, RUNS, Query
+from mobula.cluster.tracing.spans import Stage
+from mobula.deploy.grafana.panels import DASHBOARDS, RUNS, Query
 
 PROMETHEUS = shutil.which(os.environ.get("PROMETHEUS", "prometheus"))
 RULES = REPOSITORY / "deploy" / "prometheus" / "alerts.yaml"

@@ -13,9 +13,9 @@ import pytest
 from PIL import Image
 from typer.testing import CliRunner
 
-from deploy.cli import app
-from deploy.tools.lmms_eval import ENVIRONMENT
-from learner.policies.tiny import write_tiny_qwen2_5_vl
+from mobula.deploy.cli import app
+from mobula.deploy.tools.lmms_eval import ENVIRONMENT
+from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 
 PINS = Path(__file__).parents[2] / "deploy" / "lmms_eval.txt"
 REDS = (0, 51, 102, 255)  # of the pictures; their mean is what the task's second metric must give

@@ -18,13 +18,13 @@ from PIL import Image
 from score_data import PUBLISHED_OPTIONS, SIX_ROWS, record, score_rows
 from waiting import wait_until
 
-from cluster.metrics.artifacts import ArtifactWriter
-from cluster.metrics.report.report import write_report
-from cluster.records.trajectory import Answers, Generated, Response, Reward
-from cluster.rollout.contact_sheets import ContactSheets
-from cluster.rollout.evaluation import ScoredPrompt
-from rewards.contract import Score
-from rewards.offline.page import render_page
+from mobula.cluster.metrics.artifacts import ArtifactWriter
+from mobula.cluster.metrics.report.report import write_report
+from mobula.cluster.records.trajectory import Answers, Generated, Response, Reward
+from mobula.cluster.rollout.contact_sheets import ContactSheets
+from mobula.cluster.rollout.evaluation import ScoredPrompt
+from mobula.rewards.contract import Score
+from mobula.rewards.offline.page import render_page
 
 pytestmark = pytest.mark.skipif(
     CHROMIUM is None, reason="no chromium, chromium-browser or google-chrome here: install one to look at the report"

@@ -12,9 +12,9 @@ import ray
 from reward_data import answers, component, pool_over, rewards_of
 from waiting import until
 
-from cluster.runtime.ray_actors import answer
-from cluster.workers.restart_policy import RestartPolicy
-from rewards.pool.worker import RewardWorker
+from mobula.cluster.runtime.ray_actors import answer
+from mobula.cluster.workers.restart_policy import RestartPolicy
+from mobula.rewards.pool.worker import RewardWorker
 
 PLUGIN = """
 import time

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from episode_data import Scripted
 
-from actors.environments.base import Action, Reset, Step
-from deploy.tools.policy.transcripts import JSON_FILE, PAGE_FILE, PICTURES
-from learner.policies.tiny import TINY
+from mobula.actors.environments.base import Action, Reset, Step
+from mobula.deploy.tools.policy.transcripts import JSON_FILE, PAGE_FILE, PICTURES
+from mobula.learner.policies.tiny import TINY
 
 pytestmark = [pytest.mark.slow, pytest.mark.matrix, pytest.mark.timeout(600)]
 
@@ -49,7 +49,7 @@ def test_episodes_are_written_down_and_a_hung_environment_costs_its_episode(tmp_
     options += ["--seed", "3", "--output", str(tmp_path / "seen")]
     paths = os.pathsep.join(filter(None, [str(Path(__file__).parent), *sys.path]))
     done = subprocess.run(
-        [sys.executable, "-m", "deploy.cli", "rollout", *options, *words],
+        [sys.executable, "-m", "mobula.deploy.cli", "rollout", *options, *words],
         env={**os.environ, "PYTHONPATH": paths},
         capture_output=True,
         text=True,

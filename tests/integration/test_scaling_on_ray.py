@@ -16,25 +16,25 @@ import ray
 from reward_data import answers
 from waiting import until
 
-from cluster.errors import RunOverError
-from cluster.roles import ReplayStats
-from cluster.rollout.in_flight import InFlightRequests
-from cluster.runtime.placement import plan_placement
-from cluster.runtime.placement_groups import cluster_nodes, create_placement_groups
-from cluster.runtime.ray_actors import spawn_named
-from cluster.runtime.role_log import LOGS_FOLDER
-from cluster.workers.control import ControlLoop, ControlPanel
-from cluster.workers.status import Progress, RoleOutcome, RunStatus, ScaleRequest, WorkerState, WorkerStatus
-from configs.load import load_config
-from configs.schema import RunConfig
-from deploy.host.run_record import RECORD_FILE, marking, recorded
-from deploy.host.session import ClusterSession, run_record
-from deploy.run.run_client import RunAddress, find_run, read_status, scale
-from deploy.wiring import scaling
-from deploy.wiring.pooled_roles import reward_pool
-from deploy.wiring.scaling import control_loop
-from deploy.wiring.spawner import Spawner
-from rewards.pool.reward_pool import RewardPool
+from mobula.cluster.errors import RunOverError
+from mobula.cluster.roles import ReplayStats
+from mobula.cluster.rollout.in_flight import InFlightRequests
+from mobula.cluster.runtime.placement import plan_placement
+from mobula.cluster.runtime.placement_groups import cluster_nodes, create_placement_groups
+from mobula.cluster.runtime.ray_actors import spawn_named
+from mobula.cluster.runtime.role_log import LOGS_FOLDER
+from mobula.cluster.workers.control import ControlLoop, ControlPanel
+from mobula.cluster.workers.status import Progress, RoleOutcome, RunStatus, ScaleRequest, WorkerState, WorkerStatus
+from mobula.configs.load import load_config
+from mobula.configs.schema import RunConfig
+from mobula.deploy.host.run_record import RECORD_FILE, marking, recorded
+from mobula.deploy.host.session import ClusterSession, run_record
+from mobula.deploy.run.run_client import RunAddress, find_run, read_status, scale
+from mobula.deploy.wiring import scaling
+from mobula.deploy.wiring.pooled_roles import reward_pool
+from mobula.deploy.wiring.scaling import control_loop
+from mobula.deploy.wiring.spawner import Spawner
+from mobula.rewards.pool.reward_pool import RewardPool
 
 PLUGIN = """
 import time

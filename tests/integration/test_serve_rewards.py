@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from cluster.records.trajectory import Response
-from rewards.contract import FailureKind, RewardRequest, Score, ScoringFailure, evaluate_batch
-from rewards.functions import build_function
-from rewards.isolation.process import IsolatedProcess
-from rewards.tools import Tools
+from mobula.cluster.records.trajectory import Response
+from mobula.rewards.contract import FailureKind, RewardRequest, Score, ScoringFailure, evaluate_batch
+from mobula.rewards.functions import build_function
+from mobula.rewards.isolation.process import IsolatedProcess
+from mobula.rewards.tools import Tools
 
 REWARDS = """
 components:
@@ -62,7 +62,7 @@ def served(folder: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str
     """The running command and the URL that it announced."""
     file = folder / "rewards.yaml"
     file.write_text(REWARDS)
-    command = [sys.executable, "-m", "deploy.cli", "serve-rewards", str(file), *arguments]
+    command = [sys.executable, "-m", "mobula.deploy.cli", "serve-rewards", str(file), *arguments]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         yield process, _announced(process)
@@ -107,7 +107,7 @@ def test_a_served_file_scores_and_stops_when_asked(tmp_path: Path, monkeypatch: 
 def test_a_file_that_is_unfit_is_one_message(tmp_path: Path) -> None:
     file = tmp_path / "rewards.yaml"
     file.write_text(REWARDS.replace("math_answer", "maths_answer"))
-    command = [sys.executable, "-m", "deploy.cli", "serve-rewards", str(file)]
+    command = [sys.executable, "-m", "mobula.deploy.cli", "serve-rewards", str(file)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2, done.stderr
     assert "did you mean 'math_answer'?" in done.stderr and "Traceback" not in done.stderr

@@ -11,8 +11,8 @@ from jobs import REPOSITORY, REWARD, SMALL
 from slurm import reason_against, two_node_slurm
 from waiting import wait_until
 
-from cluster.metrics.report.run_folder import read_run_folder
-from configs.words import overridden
+from mobula.cluster.metrics.report.run_folder import read_run_folder
+from mobula.configs.words import overridden
 
 WHY_NOT = reason_against()
 SCRIPT = REPOSITORY / "deploy" / "slurm" / "mobula.sbatch"

@@ -17,11 +17,10 @@ from backend_run import config_of, equal, met_at, weights
 from learner_data import random_groups
 from transformers import AutoTokenizer
 
-import learner.batch
-from cluster.records.trajectory import ScoredGroup
-from learner.learner import Learner
-from learner.policies.tiny import write_tiny_qwen2_5_vl
-from learner.shares import StepGroups
+from mobula.cluster.records.trajectory import ScoredGroup
+from mobula.learner.learner import Learner
+from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
+from mobula.learner.shares import StepGroups
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -12,12 +12,12 @@ from jobs import GONE_DEADLINE_S, RUN_DEADLINE_S, Job, none_left
 from offline_data import conversation, write_rows
 from waiting import wait_until
 
-from cluster.metrics.report.run_folder import read_run_folder
-from cluster.recovery.checkpoints import newest_learner_state
+from mobula.cluster.metrics.report.run_folder import read_run_folder
+from mobula.cluster.recovery.checkpoints import newest_learner_state
 
 pytestmark = [pytest.mark.slow, pytest.mark.matrix, pytest.mark.timeout(2400)]
 
-SFT = ("-m", "deploy.cli", "sft")
+SFT = ("-m", "mobula.deploy.cli", "sft")
 WORDS = (
     "policy=tiny_qwen2_5_vl",
     "learner=single",

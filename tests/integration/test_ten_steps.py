@@ -12,9 +12,9 @@ from backend_run import equal, met_at, weights
 from learner_data import random_groups, tiny_config
 from transformers import AutoTokenizer
 
-from configs.schema import RunConfig
-from learner.learner import Learner
-from learner.policies.tiny import write_tiny_qwen2_5_vl
+from mobula.configs.schema import RunConfig
+from mobula.learner.learner import Learner
+from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 
 pytestmark = [pytest.mark.slow, pytest.mark.matrix, pytest.mark.timeout(900)]
 

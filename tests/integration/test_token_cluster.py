@@ -20,7 +20,7 @@ from jobs import REPOSITORY, REWARD, SMALL
 from ray_apart import end_all, free_port, start_command
 from waiting import wait_until
 
-from configs.words import overridden
+from mobula.configs.words import overridden
 
 START_S = 240.0
 REFUSED_S = 90.0  # most of it the import of a run's libraries on a busy machine; Ray alone would take 20 s longer
@@ -30,9 +30,9 @@ WRONG = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}
 NONE = {"RAY_AUTH_MODE": "disabled"}
 DRIVER = """
 import sys
-from deploy.host.session import ray_session
+from mobula.deploy.host.session import ray_session
 import ray
-from configs.load import load_config
+from mobula.configs.load import load_config
 
 with ray_session(load_config(["experiment=digits", f"folder={sys.argv[1]}"])):
     print(ray.get_runtime_context().gcs_address, flush=True)
@@ -88,7 +88,7 @@ def environment(auth: Mapping[str, str]) -> dict[str, str]:
 
 def mobula(auth: Mapping[str, str], *words: str, timeout_s: float = 300.0) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "deploy.cli", *words],
+        [sys.executable, "-m", "mobula.deploy.cli", *words],
         cwd=REPOSITORY,
         env=environment(auth),
         capture_output=True,
@@ -132,7 +132,7 @@ def test_with_the_token_a_run_trains_is_asked_and_scaled(cluster: Guarded) -> No
     words = overridden(SMALL, [*words, f"rewards.components.0.function={folder / 'job_reward.py'}:score"])
     with (folder / "output.txt").open("w") as output:
         run = subprocess.Popen(
-            [sys.executable, "-m", "deploy.cli", "train", *words],
+            [sys.executable, "-m", "mobula.deploy.cli", "train", *words],
             cwd=REPOSITORY,
             env=environment(from_file),
             stdout=output,

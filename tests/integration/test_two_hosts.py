@@ -20,8 +20,8 @@ from namespaces import Host, reason_against, two_hosts
 from ray_apart import ENVIRONMENT, end_all, start_command
 from waiting import wait_until
 
-from cluster.metrics.report.run_folder import RunFolder, read_run_folder
-from configs.words import overridden
+from mobula.cluster.metrics.report.run_folder import RunFolder, read_run_folder
+from mobula.configs.words import overridden
 
 WHY_NOT = reason_against()
 START_S = 240.0
@@ -112,7 +112,7 @@ def train(
         f"resources.learner.node_labels={{host: {pair.head.address}}}",
         *(own or ("experiment=digits", f"data.path={pair.folder / 'digits'}")),
     ]
-    return on_head(pair, "-m", "deploy.cli", "train", *overridden(small, words))
+    return on_head(pair, "-m", "mobula.deploy.cli", "train", *overridden(small, words))
 
 
 @pytest.mark.parametrize("pair", [{}], indirect=True, ids=["as-it-is"])

@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from runs import Run
 
-from cluster.recovery.checkpoints import latest_complete
-from cluster.replay.journal_segments import read_segment, segment_numbers, segment_path
+from mobula.cluster.recovery.checkpoints import latest_complete
+from mobula.cluster.replay.journal_segments import read_segment, segment_numbers, segment_path
 
 STEPS = 5
 

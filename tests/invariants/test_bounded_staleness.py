@@ -11,10 +11,10 @@ from fakes import NUM_TOKENS, FakeLearner, FakeRollouts, turns
 from pooled_fakes import PooledRollouts
 from runs import Run
 
-from cluster.errors import WorkerDiedError
-from cluster.records.trajectory import ScoredGroup
-from cluster.roles import UpdateReport
-from cluster.rollout.staleness import OvertakingOrder, StalenessGate
+from mobula.cluster.errors import WorkerDiedError
+from mobula.cluster.records.trajectory import ScoredGroup
+from mobula.cluster.roles import UpdateReport
+from mobula.cluster.rollout.staleness import OvertakingOrder, StalenessGate
 
 
 def uneven(seed: int) -> Callable[[str], int]:

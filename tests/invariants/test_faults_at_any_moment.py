@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from runs import Run
 
 from benchmarks.simulation.virtual_time import VirtualTimeLoop, run_virtually
-from cluster.replay.buffer import DUPLICATE
+from mobula.cluster.replay.buffer import DUPLICATE
 
 STEPS, SIZE, ENGINES = 6, 3, 3
 RUN_S = 150.0  # about as long as a run without faults takes

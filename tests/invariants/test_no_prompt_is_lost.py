@@ -8,7 +8,7 @@ import pytest
 from fakes import FakeLearner, FakePrompts
 from runs import Run
 
-from cluster.errors import DeadlineError, RolloutError, WorkerDiedError
+from mobula.cluster.errors import DeadlineError, RolloutError, WorkerDiedError
 
 STEPS, SIZE = 6, 3
 

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from interrupted import KnownSampler, content
 
-from cluster.errors import WorkerDiedError
-from cluster.records.partial_response import Attempt, SampledSequence, TokenChunk
-from cluster.roles import SamplingSettings
-from cluster.rollout.in_flight import PROMPTS, TOKENS_KEPT, TOKENS_LOST, InFlightRequest, InFlightRequests
+from mobula.cluster.errors import WorkerDiedError
+from mobula.cluster.records.partial_response import Attempt, SampledSequence, TokenChunk
+from mobula.cluster.roles import SamplingSettings
+from mobula.cluster.rollout.in_flight import PROMPTS, TOKENS_KEPT, TOKENS_LOST, InFlightRequest, InFlightRequests
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=4)
 PROMPT = make_prompt("0/0/s0")

@@ -9,10 +9,10 @@ from hosts import FakeHosts, settle
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.errors import WorkerDiedError
-from cluster.workers.restart_policy import RestartPolicy
-from cluster.workers.status import WorkerState
-from cluster.workers.work_queue import WorkQueue
+from mobula.cluster.errors import WorkerDiedError
+from mobula.cluster.workers.restart_policy import RestartPolicy
+from mobula.cluster.workers.status import WorkerState
+from mobula.cluster.workers.work_queue import WorkQueue
 
 MAX_LOAD = 2
 NEVER_EXHAUSTED = RestartPolicy(max_restarts=10_000, window_s=1e9, backoff_s=0, max_backoff_s=0)

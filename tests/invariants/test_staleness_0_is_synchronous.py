@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from runs import Run
 
 from benchmarks.simulation.virtual_time import run_virtually
-from cluster.records.actions import TokenActions
-from cluster.records.trajectory import Generated, Prompt, Reward, ScoredGroup, TrajectoryGroup
-from cluster.roles import SamplingSettings, UpdateReport
-from cluster.runtime.seeds import derived_seed
+from mobula.cluster.records.actions import TokenActions
+from mobula.cluster.records.trajectory import Generated, Prompt, Reward, ScoredGroup, TrajectoryGroup
+from mobula.cluster.roles import SamplingSettings, UpdateReport
+from mobula.cluster.runtime.seeds import derived_seed
 
 STEPS, SIZE = 8, 4
 LEARNING_RATE = 1.0

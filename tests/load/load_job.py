@@ -14,12 +14,12 @@ TESTS = Path(__file__).resolve().parents[1]
 OURS = [str(TESTS.parent), str(TESTS / "support")]
 sys.path[:0] = OURS
 
-import deploy.host.ray_defaults  # noqa: E402, F401  isort: skip  (sets what ray reads when imported)
+import mobula.deploy.host.ray_defaults  # noqa: E402, F401  isort: skip  (sets what ray reads when imported)
 from core_apart import CoreApart  # noqa: E402
 
-from configs.load import load_config  # noqa: E402
-from deploy.run import runtime  # noqa: E402
-from deploy.wiring import rollouts  # noqa: E402
+from mobula.configs.load import load_config  # noqa: E402
+from mobula.deploy.run import runtime  # noqa: E402
+from mobula.deploy.wiring import rollouts  # noqa: E402
 
 
 def main(core: str, words: Sequence[str]) -> int:

@@ -21,8 +21,8 @@ from jobs import Job, marked, none_left
 from load_model import NUM_ROWS, write_load_data, write_load_model
 from rows import CHOSEN, FACTORS, FEW_STEPS, MANY_STEPS, ROWS, Row
 
-from cluster.metrics.report.run_folder import RunFolder, read_run_folder
-from cluster.replay.trajectory_log import TrajectoryLog
+from mobula.cluster.metrics.report.run_folder import RunFolder, read_run_folder
+from mobula.cluster.replay.trajectory_log import TrajectoryLog
 
 pytestmark = [pytest.mark.load, pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(2400)]
 

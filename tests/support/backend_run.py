@@ -12,11 +12,11 @@ from learner_data import group, picture, prompt, random_groups, tiny_config
 from taught import at_hand
 from transformers import AutoTokenizer
 
-from cluster.records.trajectory import ScoredGroup, TrajectoryGroup, WeightSpan
-from configs.schema import RunConfig
-from learner.learner import Learner
-from learner.policies.adapters import PEFT_PREFIX, is_factor, split_factor
-from learner.supervised import SupervisedExample
+from mobula.cluster.records.trajectory import ScoredGroup, TrajectoryGroup, WeightSpan
+from mobula.configs.schema import RunConfig
+from mobula.learner.learner import Learner
+from mobula.learner.policies.adapters import PEFT_PREFIX, is_factor, split_factor
+from mobula.learner.supervised import SupervisedExample
 
 LORA = ("policy.lora.rank=4", "policy.lora.alpha=64.0")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 
-import actors.samplers.vllm.sampler as vllm_sampler
-from actors.rollout.actor import RolloutActor
+import mobula.actors.samplers.vllm.sampler as vllm_sampler
+from mobula.actors.rollout.actor import RolloutActor
 
 
 class CoreApart(RolloutActor):

@@ -12,11 +12,11 @@ from learner_data import picture, prompt
 from taught import at_hand
 from transformers import AutoTokenizer
 
-from cluster.records.trajectory import FinishReason, ScoredGroup
-from configs.schema import RunConfig
-from learner.batch import fetch_items
-from learner.learner import Learner
-from learner.supervised import SupervisedExample
+from mobula.cluster.records.trajectory import FinishReason, ScoredGroup
+from mobula.configs.schema import RunConfig
+from mobula.learner.batch import fetch_items
+from mobula.learner.learner import Learner
+from mobula.learner.supervised import SupervisedExample
 
 WORDS = (
     "algorithm=ppo_gae",

@@ -6,11 +6,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from actors.datasets.open_split import open_split
-from actors.datasets.prompts import preflight
-from actors.datasets.rows import Row, Split
-from configs.load import load_config
-from configs.schema import DataConfig
+from mobula.actors.datasets.open_split import open_split
+from mobula.actors.datasets.prompts import preflight
+from mobula.actors.datasets.rows import Row, Split
+from mobula.configs.load import load_config
+from mobula.configs.schema import DataConfig
 
 LABEL_KEY = "label"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from transformers import Qwen2_5_VLConfig
 
-from learner.policies.shapes import ModelShape, shape_of_config
+from mobula.learner.policies.shapes import ModelShape, shape_of_config
 
 
 def qwen_config(*, hidden: int, layers: int, intermediate: int | None = None) -> Qwen2_5_VLConfig:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from learner.learner import Learner
+from mobula.learner.learner import Learner
 
 FACTOR = 1.5  # on the features of every picture
 

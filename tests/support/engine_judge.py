@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from cluster.errors import EngineLostError
-from rewards.contract import Outcome, RewardRequest, evaluate_batch
-from rewards.functions import build_function
-from rewards.isolation.deadline import InTime
-from rewards.models.judges.vllm_judge import VllmJudge
-from rewards.tools import Tools
+from mobula.cluster.errors import EngineLostError
+from mobula.rewards.contract import Outcome, RewardRequest, evaluate_batch
+from mobula.rewards.functions import build_function
+from mobula.rewards.isolation.deadline import InTime
+from mobula.rewards.models.judges.vllm_judge import VllmJudge
+from mobula.rewards.tools import Tools
 
 ENGINE = {
     "max_model_len": 512,

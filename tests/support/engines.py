@@ -19,33 +19,33 @@ from members import FixedMembers
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from actors.datasets.rows import Row
-from actors.processors.chat import ChatProcessor
-from actors.rollout.actor import RolloutActor
-from actors.rollout.client import RolloutClient
-from actors.samplers.base import EngineSettings
-from cluster.errors import ManifestError
-from cluster.records.media import MediaReader, MediaStore
-from cluster.records.trajectory import Prompt, Trajectory, TrajectoryGroup
-from cluster.roles import SamplingSettings
-from cluster.rollout.in_flight import InFlightRequest, InFlightRequests
-from cluster.runtime.object_store import fetch
-from cluster.runtime.placement import PlacedWorker
-from cluster.runtime.ray_actors import stop
-from cluster.weight_sync.manifest import Manifest, TensorSpec, checkpoint_manifest
-from cluster.weight_sync.tolerance import Tolerance
-from cluster.weight_sync.weight_sync import WeightSync
-from configs.schema import RunConfig
-from configs.words import overridden
-from deploy.tools.gpu_check.roles import LocalSender
-from deploy.wiring.preparation import Prepared
-from deploy.wiring.rollouts import engine_settings as run_engine_settings
-from deploy.wiring.spawner import engine_environment
-from learner.learner import Learner
-from learner.policies.batch import TokenSequence, collate
-from learner.policies.logprobs import Distribution
-from learner.policies.lora import AdapterPush
-from learner.policies.token import PolicyOutput
+from mobula.actors.datasets.rows import Row
+from mobula.actors.processors.chat import ChatProcessor
+from mobula.actors.rollout.actor import RolloutActor
+from mobula.actors.rollout.client import RolloutClient
+from mobula.actors.samplers.base import EngineSettings
+from mobula.cluster.errors import ManifestError
+from mobula.cluster.records.media import MediaReader, MediaStore
+from mobula.cluster.records.trajectory import Prompt, Trajectory, TrajectoryGroup
+from mobula.cluster.roles import SamplingSettings
+from mobula.cluster.rollout.in_flight import InFlightRequest, InFlightRequests
+from mobula.cluster.runtime.object_store import fetch
+from mobula.cluster.runtime.placement import PlacedWorker
+from mobula.cluster.runtime.ray_actors import stop
+from mobula.cluster.weight_sync.manifest import Manifest, TensorSpec, checkpoint_manifest
+from mobula.cluster.weight_sync.tolerance import Tolerance
+from mobula.cluster.weight_sync.weight_sync import WeightSync
+from mobula.configs.schema import RunConfig
+from mobula.configs.words import overridden
+from mobula.deploy.tools.gpu_check.roles import LocalSender
+from mobula.deploy.wiring.preparation import Prepared
+from mobula.deploy.wiring.rollouts import engine_settings as run_engine_settings
+from mobula.deploy.wiring.spawner import engine_environment
+from mobula.learner.learner import Learner
+from mobula.learner.policies.batch import TokenSequence, collate
+from mobula.learner.policies.logprobs import Distribution
+from mobula.learner.policies.lora import AdapterPush
+from mobula.learner.policies.token import PolicyOutput
 
 TEMPERATURE = 0.8
 LORA = ("policy.lora.rank=4", "policy.lora.alpha=6.0")

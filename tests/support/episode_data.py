@@ -13,12 +13,12 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from actors.environments.base import Action, EnvironmentSpec, Message, Reset, Step, encoded
-from actors.processors.chat import ChatProcessor
-from actors.samplers.base import EngineSettings
-from cluster.weight_sync.manifest import checkpoint_manifest
-from configs.load import load_config
-from configs.schema import RunConfig
+from mobula.actors.environments.base import Action, EnvironmentSpec, Message, Reset, Step, encoded
+from mobula.actors.processors.chat import ChatProcessor
+from mobula.actors.samplers.base import EngineSettings
+from mobula.cluster.weight_sync.manifest import checkpoint_manifest
+from mobula.configs.load import load_config
+from mobula.configs.schema import RunConfig
 
 HANG_S = 60.0  # that a hanging step takes
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from cluster.records.actions import TokenActions
-from cluster.records.trajectory import (
+from mobula.cluster.records.actions import TokenActions
+from mobula.cluster.records.trajectory import (
     FinishReason,
     Generated,
     Prompt,
@@ -24,9 +24,9 @@ from cluster.records.trajectory import (
     TrajectoryGroup,
     WeightSpan,
 )
-from cluster.recovery.stop_request import StopRequest
-from cluster.roles import ReplayStats, SamplingSettings, UpdateReport
-from cluster.workers.status import Progress
+from mobula.cluster.recovery.stop_request import StopRequest
+from mobula.cluster.roles import ReplayStats, SamplingSettings, UpdateReport
+from mobula.cluster.workers.status import Progress
 
 NUM_SAMPLES = 2
 NUM_TOKENS = 3

@@ -9,13 +9,13 @@ import numpy as np
 import torch
 from transformers import AutoProcessor, AutoTokenizer
 
-from actors.processors.chat import ChatProcessor
-from cluster.records.media import MediaStore
-from configs.load import load_config
-from configs.schema import RunConfig
-from deploy.wiring.parity_prompts import MOST_VIDEOS, SOUND_RATE, Case, cases
-from learner.policies.families import family_at
-from learner.policies.families.base import AudioFamily, VideoFamily
+from mobula.actors.processors.chat import ChatProcessor
+from mobula.cluster.records.media import MediaStore
+from mobula.configs.load import load_config
+from mobula.configs.schema import RunConfig
+from mobula.deploy.wiring.parity_prompts import MOST_VIDEOS, SOUND_RATE, Case, cases
+from mobula.learner.policies.families import family_at
+from mobula.learner.policies.families.base import AudioFamily, VideoFamily
 
 
 @dataclass(frozen=True)

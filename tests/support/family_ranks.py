@@ -10,11 +10,11 @@ from backend_run import config_of, met_at, weights
 from family_prompts import family_prompts
 from learner_data import group
 
-from cluster.records.trajectory import ScoredGroup
-from learner.backends import fsdp2
-from learner.learner import Learner
-from learner.policies.families import family_at
-from learner.policies.families.base import AudioFamily, VideoFamily
+from mobula.cluster.records.trajectory import ScoredGroup
+from mobula.learner.backends import fsdp2
+from mobula.learner.learner import Learner
+from mobula.learner.policies.families import family_at
+from mobula.learner.policies.families.base import AudioFamily, VideoFamily
 
 
 def mixed(folder: Path, data: Path) -> list[ScoredGroup]:

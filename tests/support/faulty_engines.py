@@ -13,11 +13,11 @@ from typing import Any, TypeVar
 
 from fakes import NUM_TOKENS, FakeLearner, make_group
 
-from cluster.errors import DeadlineError, MobulaError, WorkerDiedError
-from cluster.records.trajectory import Generated, Prompt, ScoredGroup
-from cluster.roles import SamplingSettings, UpdateReport
-from cluster.rollout.rollout_pool import HealthChecks, RolloutPool
-from cluster.workers.restart_policy import RestartPolicy
+from mobula.cluster.errors import DeadlineError, MobulaError, WorkerDiedError
+from mobula.cluster.records.trajectory import Generated, Prompt, ScoredGroup
+from mobula.cluster.roles import SamplingSettings, UpdateReport
+from mobula.cluster.rollout.rollout_pool import HealthChecks, RolloutPool
+from mobula.cluster.workers.restart_policy import RestartPolicy
 
 T = TypeVar("T")
 DEADLINE_S = 60.0  # for one group

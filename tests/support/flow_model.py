@@ -11,18 +11,18 @@ import numpy as np
 import torch
 from diffusers import SD3Transformer2DModel
 
-from actors.samplers.base import EngineSettings
-from actors.samplers.flow import FlowSampler
-from cluster.records.media import MediaHandle, MediaReader, ProcessedMedia
-from cluster.records.partial_response import Attempt, SampledSequence
-from cluster.records.trajectory import MediaSpan, Prompt
-from cluster.roles import SamplingSettings
-from cluster.weight_sync.manifest import checkpoint_manifest
-from learner.policies.flow.checkpoint import FlowCheckpoint
-from learner.policies.flow.denoising import Denoising
-from learner.policies.flow.families import TRANSFORMER, flow_family_at
-from learner.policies.flow.rows import CONDITION
-from learner.policies.flow.tiny import write_tiny_flow
+from mobula.actors.samplers.base import EngineSettings
+from mobula.actors.samplers.flow import FlowSampler
+from mobula.cluster.records.media import MediaHandle, MediaReader, ProcessedMedia
+from mobula.cluster.records.partial_response import Attempt, SampledSequence
+from mobula.cluster.records.trajectory import MediaSpan, Prompt
+from mobula.cluster.roles import SamplingSettings
+from mobula.cluster.weight_sync.manifest import checkpoint_manifest
+from mobula.learner.policies.flow.checkpoint import FlowCheckpoint
+from mobula.learner.policies.flow.denoising import Denoising
+from mobula.learner.policies.flow.families import TRANSFORMER, flow_family_at
+from mobula.learner.policies.flow.rows import CONDITION
+from mobula.learner.policies.flow.tiny import write_tiny_flow
 
 CPU = torch.device("cpu")
 NO_IDS = np.empty(0, dtype=np.int32)

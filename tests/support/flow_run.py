@@ -10,16 +10,16 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from actors.rollout.actor import RolloutActor
-from cluster.records.partial_response import Attempt
-from cluster.records.trajectory import Prompt, Reward, ScoredGroup, TrajectoryGroup
-from cluster.roles import SamplingSettings
-from configs.load import load_config
-from configs.schema import RunConfig
-from configs.words import overridden
-from deploy.wiring.preparation import Prepared, prepare
-from deploy.wiring.rollouts import engine_settings
-from learner.learner import Learner
+from mobula.actors.rollout.actor import RolloutActor
+from mobula.cluster.records.partial_response import Attempt
+from mobula.cluster.records.trajectory import Prompt, Reward, ScoredGroup, TrajectoryGroup
+from mobula.cluster.roles import SamplingSettings
+from mobula.configs.load import load_config
+from mobula.configs.schema import RunConfig
+from mobula.configs.words import overridden
+from mobula.deploy.wiring.preparation import Prepared, prepare
+from mobula.deploy.wiring.rollouts import engine_settings
+from mobula.learner.learner import Learner
 
 TEXTS = ("71", "a red cube", "8", "15", "42", "a street")
 BUCKET_BYTES = 1 << 24

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from cluster.records.media import MediaHandle
-from cluster.records.trajectory import MediaSpan, Prompt, TrajectoryGroup
+from mobula.cluster.records.media import MediaHandle
+from mobula.cluster.records.trajectory import MediaSpan, Prompt, TrajectoryGroup
 
 
 def picture_prompt() -> Prompt:

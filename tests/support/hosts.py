@@ -7,13 +7,13 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from cluster.workers.restart_policy import RestartPolicy
+from mobula.cluster.workers.restart_policy import RestartPolicy
 
 AT_ONCE = RestartPolicy(max_restarts=3, window_s=1000, backoff_s=0, max_backoff_s=0)
 
 
 class FakeHosts:
-    """Implements `cluster.workers.work_queue.Hosts`. `start(index)` is what makes a worker; it may raise."""
+    """Implements `mobula.cluster.workers.work_queue.Hosts`. `start(index)` is what makes a worker; it may raise."""
 
     def __init__(self, start: Callable[[int], Any], *, booked: int = 0) -> None:
         """Places 0 to `booked` - 1 are taken by the first workers."""

@@ -13,9 +13,9 @@ from typing import Any
 
 import uvicorn
 
-from rewards.contract import Outcome, RewardRequest
-from rewards.http.lanes import Lanes
-from rewards.http.server import RewardServer, ServerLimits, make_app
+from mobula.rewards.contract import Outcome, RewardRequest
+from mobula.rewards.http.lanes import Lanes
+from mobula.rewards.http.server import RewardServer, ServerLimits, make_app
 
 CONNECTION: dict[str, Any] = {  # of a reward function that asks servers; `urls` and `max_attempts` are the test's own
     "max_concurrency": 4,

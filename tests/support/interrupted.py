@@ -9,13 +9,13 @@ from contextlib import AbstractContextManager, nullcontext
 import numpy as np
 from fakes import turns
 
-from actors.samplers.progress import GroupProgress
-from actors.samplers.stop_strings import StopStrings
-from cluster.records.actions import TokenActions
-from cluster.records.media import ProcessedMedia
-from cluster.records.partial_response import Attempt, Emit, SampledSequence
-from cluster.records.trajectory import FinishReason, Prompt, WeightSpan
-from cluster.roles import SamplingSettings
+from mobula.actors.samplers.progress import GroupProgress
+from mobula.actors.samplers.stop_strings import StopStrings
+from mobula.cluster.records.actions import TokenActions
+from mobula.cluster.records.media import ProcessedMedia
+from mobula.cluster.records.partial_response import Attempt, Emit, SampledSequence
+from mobula.cluster.records.trajectory import FinishReason, Prompt, WeightSpan
+from mobula.cluster.roles import SamplingSettings
 
 
 def token_at(prompt_id: str, sibling: int, position: int) -> int:

@@ -13,15 +13,15 @@ from pathlib import Path
 
 from waiting import wait_until
 
-from cluster.metrics.sinks.jsonl import read_records
-from cluster.metrics.step_records import StepRecord
-from configs.words import overridden
+from mobula.cluster.metrics.sinks.jsonl import read_records
+from mobula.cluster.metrics.step_records import StepRecord
+from mobula.configs.words import overridden
 
 REPOSITORY = Path(__file__).parents[2]
 MARK = "MOBULA_TEST_RUN"  # in the environment of every process of one run, and of no other
 RUN_DEADLINE_S = 600.0
 GONE_DEADLINE_S = 150.0
-MOBULA = ("-m", "deploy.cli")
+MOBULA = ("-m", "mobula.deploy.cli")
 NUM_SAMPLES = 8
 PROMPTS_PER_STEP = 4
 REWARD = '''

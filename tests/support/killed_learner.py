@@ -11,7 +11,7 @@ import torch
 from learner_data import random_groups, tiny_config
 from transformers import AutoTokenizer
 
-from learner.learner import Learner
+from mobula.learner.learner import Learner
 
 NUM_STEPS = 5
 INTERVAL = 2  # steps between two checkpoints

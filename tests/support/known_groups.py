@@ -8,11 +8,11 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import torch
 
-from cluster.errors import MediaError
-from cluster.records.trajectory import Prompt, ScoredGroup
-from cluster.roles import UpdateReport
-from configs.schema import RunConfig
-from learner.learner import Learner
+from mobula.cluster.errors import MediaError
+from mobula.cluster.records.trajectory import Prompt, ScoredGroup
+from mobula.cluster.roles import UpdateReport
+from mobula.configs.schema import RunConfig
+from mobula.learner.learner import Learner
 
 
 class KnownPrompts:

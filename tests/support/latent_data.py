@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from cluster.records.actions import LatentActions, to_bfloat16
-from cluster.records.media import MediaHandle, ProcessedMedia
-from cluster.records.partial_response import SampledSequence
-from cluster.records.trajectory import (
+from mobula.cluster.records.actions import LatentActions, to_bfloat16
+from mobula.cluster.records.media import MediaHandle, ProcessedMedia
+from mobula.cluster.records.partial_response import SampledSequence
+from mobula.cluster.records.trajectory import (
     FinishReason,
     MediaSpan,
     Prompt,

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
-from cluster.records.actions import TokenActions
-from cluster.records.media import MediaHandle, ProcessedMedia
-from cluster.records.trajectory import (
+from mobula.cluster.records.actions import TokenActions
+from mobula.cluster.records.media import MediaHandle, ProcessedMedia
+from mobula.cluster.records.trajectory import (
     FinishReason,
     MediaSpan,
     Prompt,
@@ -22,9 +22,9 @@ from cluster.records.trajectory import (
     TrajectoryGroup,
     WeightSpan,
 )
-from configs.load import load_config
-from configs.schema import RunConfig
-from configs.words import overridden
+from mobula.configs.load import load_config
+from mobula.configs.schema import RunConfig
+from mobula.configs.words import overridden
 
 PATCH_VALUES = 3 * 2 * 14 * 14
 

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
-from learner.policies.tiny import write_tiny_qwen2_5_vl
+from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 
 MAX_POSITIONS = 8192
 NUM_ROWS = 96  # prompts of one epoch

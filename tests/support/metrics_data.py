@@ -13,16 +13,16 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw
 
-from cluster.metrics.definitions import CounterName, MetricName
-from cluster.metrics.hub import Metrics, NoSamples
-from cluster.metrics.report.samples import SampleKeeper
-from cluster.metrics.sinks.base import Sink
-from cluster.metrics.sinks.jsonl import JsonlSink
-from cluster.metrics.step_records import EvaluationRecord, StepRecord
-from cluster.metrics.summary import RunFacts, summarize, write_summary
-from cluster.records.actions import TokenActions
-from cluster.records.media import MediaHandle, ProcessedMedia
-from cluster.records.trajectory import (
+from mobula.cluster.metrics.definitions import CounterName, MetricName
+from mobula.cluster.metrics.hub import Metrics, NoSamples
+from mobula.cluster.metrics.report.samples import SampleKeeper
+from mobula.cluster.metrics.sinks.base import Sink
+from mobula.cluster.metrics.sinks.jsonl import JsonlSink
+from mobula.cluster.metrics.step_records import EvaluationRecord, StepRecord
+from mobula.cluster.metrics.summary import RunFacts, summarize, write_summary
+from mobula.cluster.records.actions import TokenActions
+from mobula.cluster.records.media import MediaHandle, ProcessedMedia
+from mobula.cluster.records.trajectory import (
     FinishReason,
     Prompt,
     Response,
@@ -32,7 +32,7 @@ from cluster.records.trajectory import (
     TrajectoryGroup,
     WeightSpan,
 )
-from cluster.roles import ReplayStats, UpdateReport
+from mobula.cluster.roles import ReplayStats, UpdateReport
 
 FACTS = RunFacts(seed=7, sampler="vllm", learner_backend="fsdp2", learner_ranks=2, rollout_actors=2, train_prompts=64)
 REPLAY = ReplayStats(num_ready=3, num_taken=2, num_bytes=4096, oldest_age_s=0.5)
@@ -72,7 +72,7 @@ class MemorySink:
 
 
 def fetch_value(references: Sequence[object], *, timeout_s: float, what: str) -> list[object]:
-    """`cluster.runtime.object_store.fetch` for values that are no references."""
+    """`mobula.cluster.runtime.object_store.fetch` for values that are no references."""
     return list(references)
 
 

@@ -8,13 +8,13 @@ import torch
 from backend_run import config_of, met_at, weights
 from learner_data import group
 
-from actors.processors.chat import ChatProcessor
-from cluster.records.media import MediaStore
-from cluster.records.trajectory import ScoredGroup
-from configs.schema import RunConfig
-from deploy.wiring.parity_prompts import VIDEO, cases
-from learner.backends import fsdp2
-from learner.learner import Learner
+from mobula.actors.processors.chat import ChatProcessor
+from mobula.cluster.records.media import MediaStore
+from mobula.cluster.records.trajectory import ScoredGroup
+from mobula.configs.schema import RunConfig
+from mobula.deploy.wiring.parity_prompts import VIDEO, cases
+from mobula.learner.backends import fsdp2
+from mobula.learner.learner import Learner
 
 SHOWN = ("text", "text", "text", "text", "one picture", "several sizes", VIDEO, "picture and video")
 """More groups of text than of media, so that one of two ranks may have no medium in a micro-batch."""

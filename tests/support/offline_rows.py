@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 from learner_data import group, picture, prompt
 
-from cluster.records.trajectory import ScoredGroup
-from configs.load import load_config
-from configs.schema import RunConfig
-from configs.words import overridden
+from mobula.cluster.records.trajectory import ScoredGroup
+from mobula.configs.load import load_config
+from mobula.configs.schema import RunConfig
+from mobula.configs.words import overridden
 
 JOBS = {
     "sft": (),

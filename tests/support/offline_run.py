@@ -11,23 +11,23 @@ from fakes import stop_request
 from handles import LocalHandle
 from rich.console import Console
 
-from actors.datasets.prompts import PromptSource
-from actors.reference.pool import NullReference
-from actors.reference.scorer import ReferenceScorer
-from cluster.metrics.hub import Metrics
-from cluster.recovery.checkpoints import newest_learner_state
-from cluster.recovery.restartable_learner import RestartableLearner
-from cluster.roles import Reference
-from cluster.rollout.row_stream import RowStream
-from cluster.workers.restart_policy import RestartBudget
-from configs.schema import RunConfig
-from deploy.host.run_folder import CHECKPOINTS_FOLDER
-from deploy.wiring.observers import build_metrics
-from deploy.wiring.offline import OfflineTraining, build_offline_controller
-from deploy.wiring.pooled_roles import reference_folder, restart_policy
-from deploy.wiring.preparation import prepare
-from learner.learner_group import LearnerGroup
-from learner.offline.learner import OfflineLearner
+from mobula.actors.datasets.prompts import PromptSource
+from mobula.actors.reference.pool import NullReference
+from mobula.actors.reference.scorer import ReferenceScorer
+from mobula.cluster.metrics.hub import Metrics
+from mobula.cluster.recovery.checkpoints import newest_learner_state
+from mobula.cluster.recovery.restartable_learner import RestartableLearner
+from mobula.cluster.roles import Reference
+from mobula.cluster.rollout.row_stream import RowStream
+from mobula.cluster.workers.restart_policy import RestartBudget
+from mobula.configs.schema import RunConfig
+from mobula.deploy.host.run_folder import CHECKPOINTS_FOLDER
+from mobula.deploy.wiring.observers import build_metrics
+from mobula.deploy.wiring.offline import OfflineTraining, build_offline_controller
+from mobula.deploy.wiring.pooled_roles import reference_folder, restart_policy
+from mobula.deploy.wiring.preparation import prepare
+from mobula.learner.learner_group import LearnerGroup
+from mobula.learner.offline.learner import OfflineLearner
 
 
 class OneScorer:

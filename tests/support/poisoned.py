@@ -8,9 +8,9 @@ from typing import Any
 
 from core_apart import CoreApart
 
-import actors.samplers.vllm.sampler as vllm_sampler
-from actors.rollout.actor import RolloutActor
-from actors.samplers.vllm.weights import WorkerExtension
+import mobula.actors.samplers.vllm.sampler as vllm_sampler
+from mobula.actors.rollout.actor import RolloutActor
+from mobula.actors.samplers.vllm.weights import WorkerExtension
 
 POISON = "MOBULA_TEST_POISON"  # in the environment of every process of the run: how the prompt's id begins
 ANY = "*"

@@ -8,10 +8,10 @@ from typing import Any, TypeVar
 
 from fakes import FakeRollouts
 
-from cluster.records.trajectory import Generated, Prompt
-from cluster.roles import SamplingSettings
-from cluster.rollout.rollout_pool import HealthChecks, RolloutPool
-from cluster.workers.restart_policy import RestartPolicy
+from mobula.cluster.records.trajectory import Generated, Prompt
+from mobula.cluster.roles import SamplingSettings
+from mobula.cluster.rollout.rollout_pool import HealthChecks, RolloutPool
+from mobula.cluster.workers.restart_policy import RestartPolicy
 
 T = TypeVar("T")
 LONG_S = 1e9
@@ -19,7 +19,7 @@ NO_RESTART = RestartPolicy(max_restarts=0, window_s=LONG_S, backoff_s=0.0, max_b
 
 
 class FakeEngine:
-    """Implements `cluster.rollout.rollout_pool.Engine`: samples as `source` does, which all engines share."""
+    """Implements `mobula.cluster.rollout.rollout_pool.Engine`: samples as `source` does, which all engines share."""
 
     def __init__(self, name: str, source: FakeRollouts) -> None:
         self.name = name

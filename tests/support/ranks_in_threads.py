@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from cluster.errors import LostObjectError
-from cluster.records.trajectory import ScoredGroup
-from learner.shares import Exchange
+from mobula.cluster.errors import LostObjectError
+from mobula.cluster.records.trajectory import ScoredGroup
+from mobula.learner.shares import Exchange
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from cluster.records.actions import TokenActions
-from cluster.records.trajectory import FinishReason, Prompt, Response, Trajectory, TrajectoryGroup, WeightSpan
-from cluster.workers.restart_policy import RestartPolicy
-from cluster.workers.work_queue import Hosts
-from configs.schema import Recipe, RewardComponent, RewardPoolConfig, RewardsConfig
-from rewards.pool.reward_pool import LossCounter, RewardPool
-from rewards.pool.service import RewardService, ServiceSettings
+from mobula.cluster.records.actions import TokenActions
+from mobula.cluster.records.trajectory import FinishReason, Prompt, Response, Trajectory, TrajectoryGroup, WeightSpan
+from mobula.cluster.workers.restart_policy import RestartPolicy
+from mobula.cluster.workers.work_queue import Hosts
+from mobula.configs.schema import Recipe, RewardComponent, RewardPoolConfig, RewardsConfig
+from mobula.rewards.pool.reward_pool import LossCounter, RewardPool
+from mobula.rewards.pool.service import RewardService, ServiceSettings
 
 
 def component(name: str, function: str, weight: float = 1.0, /, **options: Any) -> RewardComponent:

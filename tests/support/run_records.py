@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from deploy.host.processes import ProcessId
-from deploy.host.run_record import RECORD_FILE, RunMark, RunRecord
+from mobula.deploy.host.processes import ProcessId
+from mobula.deploy.host.run_record import RECORD_FILE, RunMark, RunRecord
 
 
 def go_on(folder: Path, *, start_ticks_off: int = 0, host: str | None = None) -> None:

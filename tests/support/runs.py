@@ -23,20 +23,20 @@ from fakes import (
 )
 from pooled_fakes import PooledRollouts
 
-from cluster.controller import Controller
-from cluster.records.trajectory import GroupSummary
-from cluster.recovery.checkpoints import Checkpoints, CheckpointSchedule
-from cluster.recovery.recording_learner import RecordingLearner
-from cluster.recovery.resume import JournalRecovery
-from cluster.replay.buffer import ReplayBuffer
-from cluster.replay.journal import Journal
-from cluster.replay.journal_writer import JournalWriter
-from cluster.replay.live_groups import LiveGroups
-from cluster.roles import Rewards, Rollouts
-from cluster.rollout.dispatcher import AdmissionFilter, RetryingRollouts, RolloutDispatcher
-from cluster.rollout.in_flight import InFlightRequests
-from cluster.rollout.staleness import AgeLimit, StalenessGate, StepOrder
-from configs.schema.run import Resume
+from mobula.cluster.controller import Controller
+from mobula.cluster.records.trajectory import GroupSummary
+from mobula.cluster.recovery.checkpoints import Checkpoints, CheckpointSchedule
+from mobula.cluster.recovery.recording_learner import RecordingLearner
+from mobula.cluster.recovery.resume import JournalRecovery
+from mobula.cluster.replay.buffer import ReplayBuffer
+from mobula.cluster.replay.journal import Journal
+from mobula.cluster.replay.journal_writer import JournalWriter
+from mobula.cluster.replay.live_groups import LiveGroups
+from mobula.cluster.roles import Rewards, Rollouts
+from mobula.cluster.rollout.dispatcher import AdmissionFilter, RetryingRollouts, RolloutDispatcher
+from mobula.cluster.rollout.in_flight import InFlightRequests
+from mobula.cluster.rollout.staleness import AgeLimit, StalenessGate, StepOrder
+from mobula.configs.schema.run import Resume
 
 SEGMENT_BYTES = 20_000  # a few groups, so that short runs have several segments
 

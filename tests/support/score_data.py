@@ -7,13 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rewards.offline.evaluation import evaluate
-from rewards.offline.options import DEFAULT_WEIGHTS, ScoreOptions
-from rewards.offline.report import build_report
-from rewards.offline.rules.schemes import built_in_schemes
-from rewards.offline.scoring import SchemeScorer
-from rewards.offline.sources.jsonl import stretches
-from rewards.offline.sources.source import Source
+from mobula.rewards.offline.evaluation import evaluate
+from mobula.rewards.offline.options import DEFAULT_WEIGHTS, ScoreOptions
+from mobula.rewards.offline.report import build_report
+from mobula.rewards.offline.rules.schemes import built_in_schemes
+from mobula.rewards.offline.scoring import SchemeScorer
+from mobula.rewards.offline.sources.jsonl import stretches
+from mobula.rewards.offline.sources.source import Source
 
 LONG = " ".join(f"word{i}" for i in range(22))
 PUBLISHED_OPTIONS: Mapping[str, Any] = {

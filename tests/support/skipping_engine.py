@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-from actors.rollout.actor import RolloutActor
+from mobula.actors.rollout.actor import RolloutActor
 
 
 class SkippingActor(RolloutActor):

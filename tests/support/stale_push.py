@@ -8,9 +8,9 @@ import pytest
 import torch
 from engines import LocalSender, copied
 
-from cluster.weight_sync.manifest import Bucket
-from cluster.weight_sync.transport import TransferGroup, pack
-from learner.learner import Learner
+from mobula.cluster.weight_sync.manifest import Bucket
+from mobula.cluster.weight_sync.transport import TransferGroup, pack
+from mobula.learner.learner import Learner
 
 
 @dataclass(frozen=True)

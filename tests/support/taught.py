@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from learner.examples.entries import StoredExample, stored_examples
-from learner.examples.examples import Outlined
+from mobula.learner.examples.entries import StoredExample, stored_examples
+from mobula.learner.examples.examples import Outlined
 
 
 def at_hand(examples: Sequence[Outlined]) -> list[StoredExample]:

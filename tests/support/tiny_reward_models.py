@@ -22,9 +22,9 @@ from transformers import (
     Qwen2ForSequenceClassification,
 )
 
-from learner.policies.tiny.qwen2_5_vl import build_config, build_processor
-from learner.policies.tiny.tokenizer import VISION_TEMPLATE, build_tokenizer
-from rewards.models.score_head import classifier_class
+from mobula.learner.policies.tiny.qwen2_5_vl import build_config, build_processor
+from mobula.learner.policies.tiny.tokenizer import VISION_TEMPLATE, build_tokenizer
+from mobula.rewards.models.score_head import classifier_class
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz "
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from transfer_members import Member
 
-from cluster.errors import WeightSyncError
-from cluster.weight_sync.rendezvous import RendezvousStore
-from cluster.weight_sync.transport import Rendezvous, TransferGroup
+from mobula.cluster.errors import WeightSyncError
+from mobula.cluster.weight_sync.rendezvous import RendezvousStore
+from mobula.cluster.weight_sync.transport import Rendezvous, TransferGroup
 
 MARGIN_S = 15.0  # for an abort, and for busy cores
 NUM_BYTES = 1 << 20

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from cluster.errors import WeightSyncError
-from cluster.weight_sync.rendezvous import join_store, wait_for_members
-from cluster.weight_sync.transport import Rendezvous, TransferGroup
+from mobula.cluster.errors import WeightSyncError
+from mobula.cluster.weight_sync.rendezvous import join_store, wait_for_members
+from mobula.cluster.weight_sync.transport import Rendezvous, TransferGroup
 
 ANSWER_S = 240.0  # a process on busy cores takes a minute to import torch
 

@@ -1,7 +1,7 @@
 """Row formats by name, one file each: which columns a record has, and how they become a row."""
 
-from actors.datasets.formats import alpaca, lightrft, messages, question, sharegpt, verl
-from actors.datasets.formats.base import RowFormat
+from mobula.actors.datasets.formats import alpaca, lightrft, messages, question, sharegpt, verl
+from mobula.actors.datasets.formats.base import RowFormat
 
 FORMATS: dict[str, RowFormat] = {
     "question": question.FORMAT,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from actors.datasets.formats.base import (
+from mobula.actors.datasets.formats.base import (
     MEDIA_COLUMNS,
     Draft,
     Record,
@@ -27,8 +27,8 @@ from actors.datasets.formats.base import (
     text_of,
     videos_of,
 )
-from actors.datasets.formats.turns import response_of
-from actors.datasets.rows import Row, RowError, Turn
+from mobula.actors.datasets.formats.turns import response_of
+from mobula.actors.datasets.rows import Row, RowError, Turn
 
 COLUMNS = (
     "id",

@@ -15,14 +15,14 @@ from uuid import UUID
 
 import numpy as np
 
-from actors.datasets.audios import AudioInputs
-from actors.datasets.pictures import PictureError, PictureInputs, flat, is_absent
-from actors.datasets.readers.base import is_missing
-from actors.datasets.rows import Row, RowError, Turn
-from actors.datasets.videos import VideoInputs
-from cluster.errors import SkippedSample
-from cluster.records.json_lines import parse_json
-from cluster.records.markup import PLACEHOLDERS, literal, placed
+from mobula.actors.datasets.audios import AudioInputs
+from mobula.actors.datasets.pictures import PictureError, PictureInputs, flat, is_absent
+from mobula.actors.datasets.readers.base import is_missing
+from mobula.actors.datasets.rows import Row, RowError, Turn
+from mobula.actors.datasets.videos import VideoInputs
+from mobula.cluster.errors import SkippedSample
+from mobula.cluster.records.json_lines import parse_json
+from mobula.cluster.records.markup import PLACEHOLDERS, literal, placed
 
 Record = Mapping[str, Any]
 ROLES = ("system", "user", "assistant", "tool")

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from actors.datasets.formats.base import (
+from mobula.actors.datasets.formats.base import (
     MEDIA_COLUMNS,
     Draft,
     Record,
@@ -29,8 +29,8 @@ from actors.datasets.formats.base import (
     present,
     videos_of,
 )
-from actors.datasets.formats.turns import split_response, turns_of
-from actors.datasets.rows import Row, RowError, Turn
+from mobula.actors.datasets.formats.turns import split_response, turns_of
+from mobula.actors.datasets.rows import Row, RowError, Turn
 
 REFERENCES = (
     "reference",

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from actors.datasets.formats.base import (
+from mobula.actors.datasets.formats.base import (
     MEDIA_COLUMNS,
     Draft,
     Record,
@@ -26,9 +26,9 @@ from actors.datasets.formats.base import (
     present,
     videos_of,
 )
-from actors.datasets.formats.turns import response_of, split_response, turns_of
-from actors.datasets.rows import Row
-from cluster.records.markup import BREAK, parts_of
+from mobula.actors.datasets.formats.turns import response_of, split_response, turns_of
+from mobula.actors.datasets.rows import Row
+from mobula.cluster.records.markup import BREAK, parts_of
 
 COLUMNS = (
     "id",

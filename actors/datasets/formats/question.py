@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from actors.datasets.formats.base import (
+from mobula.actors.datasets.formats.base import (
     MEDIA_COLUMNS,
     Draft,
     Record,
@@ -27,7 +27,7 @@ from actors.datasets.formats.base import (
     present,
     videos_of,
 )
-from actors.datasets.rows import Row, RowError, Turn
+from mobula.actors.datasets.rows import Row, RowError, Turn
 
 COLUMNS = ("id", "question", "answer", "solution", *MEDIA_COLUMNS, "metadata")
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from actors.datasets.formats.base import (
+from mobula.actors.datasets.formats.base import (
     MEDIA_COLUMNS,
     Draft,
     Record,
@@ -28,8 +28,8 @@ from actors.datasets.formats.base import (
     present,
     videos_of,
 )
-from actors.datasets.formats.turns import response_of, split_response, turns_of
-from actors.datasets.rows import Row, Turn
+from mobula.actors.datasets.formats.turns import response_of, split_response, turns_of
+from mobula.actors.datasets.rows import Row, Turn
 
 COLUMNS = (
     "id",

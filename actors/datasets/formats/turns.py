@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any
 
-from actors.datasets.formats.base import ROLES, text_of
-from actors.datasets.rows import RowError, Turn
-from cluster.records.markup import PART, PLACEHOLDERS, plain, text_part
+from mobula.actors.datasets.formats.base import ROLES, text_of
+from mobula.actors.datasets.rows import RowError, Turn
+from mobula.cluster.records.markup import PART, PLACEHOLDERS, plain, text_part
 
 TEXT_PARTS = ("text", "input_text", "output_text")
 IMAGE_PARTS = ("image", "image_url", "input_image")

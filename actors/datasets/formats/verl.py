@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from actors.datasets.formats.base import (
+from mobula.actors.datasets.formats.base import (
     MEDIA_COLUMNS,
     Draft,
     Record,
@@ -26,8 +26,8 @@ from actors.datasets.formats.base import (
     plain,
     videos_of,
 )
-from actors.datasets.formats.turns import split_response, turns_of
-from actors.datasets.rows import Row, RowError, Turn
+from mobula.actors.datasets.formats.turns import split_response, turns_of
+from mobula.actors.datasets.rows import Row, RowError, Turn
 
 COLUMNS = ("prompt", *MEDIA_COLUMNS, "reward_model", "data_source", "extra_info")
 

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from actors.datasets.formats.base import present
-from actors.datasets.pictures import path_below
-from actors.datasets.readers.base import refuse_unread
-from actors.datasets.readers.jsonl import read_objects
-from actors.datasets.rows import RowError, Skipped, Split, first_few
-from cluster.errors import DatasetError
-from configs.near_paths import near
+from mobula.actors.datasets.formats.base import present
+from mobula.actors.datasets.pictures import path_below
+from mobula.actors.datasets.readers.base import refuse_unread
+from mobula.actors.datasets.readers.jsonl import read_objects
+from mobula.actors.datasets.rows import RowError, Skipped, Split, first_few
+from mobula.cluster.errors import DatasetError
+from mobula.configs.near_paths import near
 
 
 @dataclass(frozen=True)

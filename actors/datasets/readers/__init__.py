@@ -1,12 +1,12 @@
 """Readers by the name that `data.kind` chooses them with, one file each: how records lie in files."""
 
-from actors.datasets.readers.base import Reader
-from actors.datasets.readers.huggingface import open_huggingface
-from actors.datasets.readers.json_array import open_json
-from actors.datasets.readers.jsonl import open_jsonl
-from actors.datasets.readers.parquet import open_parquet
-from actors.datasets.readers.prompt_lists import open_prompts
-from actors.datasets.readers.webdataset import open_webdataset
+from mobula.actors.datasets.readers.base import Reader
+from mobula.actors.datasets.readers.huggingface import open_huggingface
+from mobula.actors.datasets.readers.json_array import open_json
+from mobula.actors.datasets.readers.jsonl import open_jsonl
+from mobula.actors.datasets.readers.parquet import open_parquet
+from mobula.actors.datasets.readers.prompt_lists import open_prompts
+from mobula.actors.datasets.readers.webdataset import open_webdataset
 
 READERS: dict[str, Reader] = {
     "jsonl": open_jsonl,

@@ -11,7 +11,7 @@ from tempfile import NamedTemporaryFile
 import numpy as np
 import pyarrow as pa
 
-from actors.datasets.readers.arrow_records import records_of
+from mobula.actors.datasets.readers.arrow_records import records_of
 
 BATCH_RECORDS = 256  # of the file's batches: what one read decodes at most
 

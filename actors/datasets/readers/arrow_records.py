@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from actors.datasets.rows import RowError
-from cluster.errors import DatasetError
+from mobula.actors.datasets.rows import RowError
+from mobula.cluster.errors import DatasetError
 
 NARROW = {pa.float16(): np.float16, pa.float32(): np.float32}
 

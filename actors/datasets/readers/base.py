@@ -11,8 +11,8 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
-from cluster.errors import DatasetError
-from configs.near_paths import near
+from mobula.cluster.errors import DatasetError
+from mobula.configs.near_paths import near
 
 Record = Mapping[str, Any]
 T = TypeVar("T")

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from actors.datasets.readers.base import Opened, Record, Table, read_one_by_one
-from cluster.errors import DatasetError
-from configs.near_paths import may_be_hub_name, near
+from mobula.actors.datasets.readers.base import Opened, Record, Table, read_one_by_one
+from mobula.cluster.errors import DatasetError
+from mobula.configs.near_paths import may_be_hub_name, near
 
 STREAMED_RECORDS = 256  # of a stream that are in memory at a time
 

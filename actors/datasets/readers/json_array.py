@@ -7,10 +7,10 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from actors.datasets.readers.base import SUFFIXES, Opened, Table, files_of
-from actors.datasets.readers.json_records import FileSpans, JsonTable
-from actors.datasets.readers.jsonl import lines_table
-from cluster.errors import DatasetError
+from mobula.actors.datasets.readers.base import SUFFIXES, Opened, Table, files_of
+from mobula.actors.datasets.readers.json_records import FileSpans, JsonTable
+from mobula.actors.datasets.readers.jsonl import lines_table
+from mobula.cluster.errors import DatasetError
 
 # A text, or a character that gives JSON its structure. Possessive: no backtracking in texts of any length.
 TOKEN = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|[\[\]{},]', re.DOTALL)

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from actors.datasets.readers.base import Record, read_one_by_one
-from actors.datasets.rows import RowError
-from cluster.records.json_lines import parse_json
+from mobula.actors.datasets.readers.base import Record, read_one_by_one
+from mobula.actors.datasets.rows import RowError
+from mobula.cluster.records.json_lines import parse_json
 
 
 def parse_object(text: bytes, what: str) -> Record:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from actors.datasets.readers.base import SUFFIXES, Opened, Record, Table, files_of, without_nulls
-from actors.datasets.readers.json_records import FileSpans, JsonTable, parse_object
-from actors.datasets.rows import RowError
-from cluster.errors import DatasetError
-from cluster.records.json_lines import line_positions, read_lines
+from mobula.actors.datasets.readers.base import SUFFIXES, Opened, Record, Table, files_of, without_nulls
+from mobula.actors.datasets.readers.json_records import FileSpans, JsonTable, parse_object
+from mobula.actors.datasets.rows import RowError
+from mobula.cluster.errors import DatasetError
+from mobula.cluster.records.json_lines import line_positions, read_lines
 
 
 def open_jsonl(opened: Opened) -> Table:

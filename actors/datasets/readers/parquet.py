@@ -9,11 +9,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from actors.datasets.readers.arrow_file import ArrowFile, cached, file_key
-from actors.datasets.readers.arrow_records import records_of, refuse_repeated
-from actors.datasets.readers.base import SUFFIXES, BlockCache, Opened, Record, Table, files_of
-from actors.datasets.rows import RowError
-from cluster.errors import DatasetError
+from mobula.actors.datasets.readers.arrow_file import ArrowFile, cached, file_key
+from mobula.actors.datasets.readers.arrow_records import records_of, refuse_repeated
+from mobula.actors.datasets.readers.base import SUFFIXES, BlockCache, Opened, Record, Table, files_of
+from mobula.actors.datasets.rows import RowError
+from mobula.cluster.errors import DatasetError
 
 COPIED_RECORDS = 1024  # of a large row group that are decoded at a time
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from actors.datasets.readers.base import SUFFIXES, Opened, Record, Table, files_of
-from actors.datasets.readers.json_records import JsonTable
-from actors.datasets.readers.jsonl import line_spans, lines_table
-from actors.datasets.rows import RowError
+from mobula.actors.datasets.readers.base import SUFFIXES, Opened, Record, Table, files_of
+from mobula.actors.datasets.readers.json_records import JsonTable
+from mobula.actors.datasets.readers.jsonl import line_spans, lines_table
+from mobula.actors.datasets.rows import RowError
 
 TEXT = ".txt"
 

@@ -15,12 +15,12 @@ from pathlib import Path
 
 import numpy as np
 
-from actors.datasets.pictures import EncodedFile
-from actors.datasets.readers.base import SUFFIXES, Opened, Record, Table, files_of, read_one_by_one
-from actors.datasets.readers.json_records import parse_object
-from actors.datasets.rows import RowError
-from cluster.errors import DatasetError
-from cluster.records.json_lines import refuse_compressed
+from mobula.actors.datasets.pictures import EncodedFile
+from mobula.actors.datasets.readers.base import SUFFIXES, Opened, Record, Table, files_of, read_one_by_one
+from mobula.actors.datasets.readers.json_records import parse_object
+from mobula.actors.datasets.rows import RowError
+from mobula.cluster.errors import DatasetError
+from mobula.cluster.records.json_lines import refuse_compressed
 
 PICTURES = ("png", "jpg", "jpeg", "webp", "gif", "bmp", "tif", "tiff")
 VIDEOS = ("mp4", "mkv", "avi", "mov", "webm", "mpeg", "mpg", "ogv", "flv")

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from PIL import Image
 
-from cluster.records.rgb import FORMATS
+from mobula.cluster.records.rgb import FORMATS
 
 EXTENSIONS = {"JPEG": "jpg", "TIFF": "tif"}  # of the others it is their name
 

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from actors.datasets.writers.base import AudioFile, MediaFile, PictureFile, VideoFile
+from mobula.actors.datasets.writers.base import AudioFile, MediaFile, PictureFile, VideoFile
 
 PICTURES, VIDEOS, SOUNDS = "images", "videos", "sounds"
 

@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from actors.datasets.writers.base import AudioFile, MediaFile, PictureFile, VideoFile
+from mobula.actors.datasets.writers.base import AudioFile, MediaFile, PictureFile, VideoFile
 
 GROUP_RECORDS = 1000
 GROUP_BYTES = 16 << 20  # of media

@@ -8,7 +8,7 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
-from actors.datasets.writers.base import AudioFile, MediaFile, PictureFile, VideoFile
+from mobula.actors.datasets.writers.base import AudioFile, MediaFile, PictureFile, VideoFile
 
 SHARD_SAMPLES = 1000
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from actors.datasets.written.folder import Rows, install_dataset
-from actors.datasets.written.shapes import Scene, draw, random_scene
+from mobula.actors.datasets.written.folder import Rows, install_dataset
+from mobula.actors.datasets.written.shapes import Scene, draw, random_scene
 
 QUESTION = "<image>Describe the image in one sentence."
 NUM_ROWS = {"train": 1000, "validation": 100, "test": 200}

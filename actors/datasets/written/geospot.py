@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 from PIL import Image
 
-from actors.datasets.written.folder import Rows, install_dataset
+from mobula.actors.datasets.written.folder import Rows, install_dataset
 
 QUESTION = (
     "<image>Where is the place with the red mark?\n"

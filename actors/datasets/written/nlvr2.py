@@ -13,8 +13,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from actors.datasets.written.folder import Rows, install_dataset
-from actors.datasets.written.shapes import COLORS, SHAPES, Scene, count, draw, random_scene
+from mobula.actors.datasets.written.folder import Rows, install_dataset
+from mobula.actors.datasets.written.shapes import COLORS, SHAPES, Scene, count, draw, random_scene
 
 QUESTION = "<image><image>Look at the two images. {statement} Answer True or False."
 NUM_ROWS = {"train": 1200, "validation": 120, "test": 200}

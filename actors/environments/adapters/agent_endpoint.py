@@ -11,8 +11,8 @@ from threading import Thread
 from typing import Any
 from uuid import uuid4
 
-from actors.environments.base import Observation
-from actors.environments.chat_api import answer_of, events_of, message_of
+from mobula.actors.environments.base import Observation
+from mobula.actors.environments.chat_api import answer_of, events_of, message_of
 
 LOOPBACK = "127.0.0.1"
 MAX_REQUEST_BYTES = 64 << 20

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any
 
-from actors.environments.adapters.agent_endpoint import AgentEndpoint, Call, Talk
-from actors.environments.base import (
+from mobula.actors.environments.adapters.agent_endpoint import AgentEndpoint, Call, Talk
+from mobula.actors.environments.base import (
     Action,
     EnvironmentSpec,
     EpisodeError,
@@ -17,7 +17,7 @@ from actors.environments.base import (
     Step,
     split_of,
 )
-from actors.environments.programs.base import AgentPrograms, Outcome
+from mobula.actors.environments.programs.base import AgentPrograms, Outcome
 
 
 class AgentEnvironment:

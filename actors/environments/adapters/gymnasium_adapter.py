@@ -11,7 +11,7 @@ import gymnasium
 import numpy as np
 from gymnasium.spaces import Discrete
 
-from actors.environments.base import Action, EnvironmentSpec, Message, Reset, Step, encoded
+from mobula.actors.environments.base import Action, EnvironmentSpec, Message, Reset, Step, encoded
 
 
 class GymnasiumEnvironment:

@@ -10,8 +10,8 @@ from urllib.parse import urlsplit, urlunsplit
 
 import aiohttp
 
-from actors.environments.adapters.classes import OwnLoop
-from actors.environments.base import (
+from mobula.actors.environments.adapters.classes import OwnLoop
+from mobula.actors.environments.base import (
     IMAGE_MARK,
     Action,
     EnvironmentSpec,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from actors.environments.adapters.agent_environment import AgentEnvironment
-from actors.environments.programs.commands import CommandPrograms
+from mobula.actors.environments.adapters.agent_environment import AgentEnvironment
+from mobula.actors.environments.programs.commands import CommandPrograms
 
 
 class Program(AgentEnvironment):

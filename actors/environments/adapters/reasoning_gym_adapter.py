@@ -8,7 +8,7 @@ from typing import Any
 
 import reasoning_gym
 
-from actors.environments.base import Action, EnvironmentSpec, Message, Reset, Step
+from mobula.actors.environments.base import Action, EnvironmentSpec, Message, Reset, Step
 
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import textarena
 
-from actors.environments.adapters.classes import class_at
-from actors.environments.base import Action, EnvironmentSpec, Message, Reset, Step
+from mobula.actors.environments.adapters.classes import class_at
+from mobula.actors.environments.base import Action, EnvironmentSpec, Message, Reset, Step
 
 RAW = "-raw"  # the variant without wrappers, which gives each message once
 GAME = -1  # sender of the game's own messages

@@ -10,11 +10,11 @@ from typing import Any
 
 from PIL import Image
 
-from actors.datasets.formats.base import plain
-from actors.datasets.readers.json_records import parse_object
-from actors.datasets.rows import RowError
-from actors.environments.adapters.classes import as_png, class_at
-from actors.environments.base import (
+from mobula.actors.datasets.formats.base import plain
+from mobula.actors.datasets.readers.json_records import parse_object
+from mobula.actors.datasets.rows import RowError
+from mobula.actors.environments.adapters.classes import as_png, class_at
+from mobula.actors.environments.base import (
     IMAGE_MARK,
     Action,
     EnvironmentSpec,
@@ -24,8 +24,8 @@ from actors.environments.base import (
     ToolCall,
     marked_message,
 )
-from actors.environments.tool_calls import describe_tools
-from cluster.records.json_lines import read_lines
+from mobula.actors.environments.tool_calls import describe_tools
+from mobula.cluster.records.json_lines import read_lines
 
 NO_TOOLS = ("reset", "get_reward", "close")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from actors.environments.adapters.classes import OwnLoop, as_png, class_at
-from actors.environments.base import IMAGE_PLACEHOLDER, Action, EnvironmentSpec, Message, Reset, Step
+from mobula.actors.environments.adapters.classes import OwnLoop, as_png, class_at
+from mobula.actors.environments.base import IMAGE_PLACEHOLDER, Action, EnvironmentSpec, Message, Reset, Step
 
 
 class VAGENClass:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from actors.environments.adapters.agent_environment import AgentEnvironment
-from actors.environments.programs.verifiers_process import VerifiersProcess
+from mobula.actors.environments.adapters.agent_environment import AgentEnvironment
+from mobula.actors.environments.programs.verifiers_process import VerifiersProcess
 
 
 class Verifiers(AgentEnvironment):

@@ -5,8 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
-from actors.environments.base import Action, Demonstrator, Environment, EnvironmentSpec, EpisodeError, Reset, Step
-from actors.environments.registry import build_environment
+from mobula.actors.environments.base import (
+    Action,
+    Demonstrator,
+    Environment,
+    EnvironmentSpec,
+    EpisodeError,
+    Reset,
+    Step,
+)
+from mobula.actors.environments.registry import build_environment
 
 T = TypeVar("T")
 

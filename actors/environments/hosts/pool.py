@@ -10,7 +10,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeVar, cast
 
-from actors.environments.base import (
+from mobula.actors.environments.base import (
     ROLES_OF_RESET,
     ROLES_OF_STEP,
     Action,
@@ -22,11 +22,11 @@ from actors.environments.base import (
     Step,
     checked_observation,
 )
-from actors.environments.hosts.process import ProcessEnvironment
-from actors.environments.hosts.ray_actor import RayEnvironment
-from actors.environments.hosts.remote import RemoteEnvironment
-from actors.environments.registry import build_environment
-from configs.schema.environment import EnvironmentConfig
+from mobula.actors.environments.hosts.process import ProcessEnvironment
+from mobula.actors.environments.hosts.ray_actor import RayEnvironment
+from mobula.actors.environments.hosts.remote import RemoteEnvironment
+from mobula.actors.environments.registry import build_environment
+from mobula.configs.schema.environment import EnvironmentConfig
 
 T = TypeVar("T")
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from actors.environments.base import Action, EnvironmentSpec, EpisodeError, Reset, Step
-from actors.environments.hosts import child
-from cluster.errors import DeadlineError, WorkerDiedError
-from cluster.runtime.child.process import ChildProcess, RaisedError
+from mobula.actors.environments.base import Action, EnvironmentSpec, EpisodeError, Reset, Step
+from mobula.actors.environments.hosts import child
+from mobula.cluster.errors import DeadlineError, WorkerDiedError
+from mobula.cluster.runtime.child.process import ChildProcess, RaisedError
 
 T = TypeVar("T")
 

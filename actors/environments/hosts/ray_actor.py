@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, cast
 
-from actors.environments.base import Action, Demonstrator, EnvironmentSpec, EpisodeError, Reset, Step
-from actors.environments.registry import build_environment
-from cluster.errors import DeadlineError, WorkerDiedError
-from cluster.workers.owned_actor import OwnedActor
+from mobula.actors.environments.base import Action, Demonstrator, EnvironmentSpec, EpisodeError, Reset, Step
+from mobula.actors.environments.registry import build_environment
+from mobula.cluster.errors import DeadlineError, WorkerDiedError
+from mobula.cluster.workers.owned_actor import OwnedActor
 
 
 class HostedEnvironment:

@@ -10,8 +10,8 @@ from typing import Any
 
 import httpx
 
-from actors.environments.base import Action, EnvironmentSpec, EpisodeError, Reset, Step
-from actors.environments.wire import (
+from mobula.actors.environments.base import Action, EnvironmentSpec, EpisodeError, Reset, Step
+from mobula.actors.environments.wire import (
     Json,
     action_to_json,
     reset_from_json,

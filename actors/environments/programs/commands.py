@@ -14,9 +14,9 @@ from threading import Lock, Thread
 from typing import Any
 from uuid import uuid4
 
-from actors.environments.programs.base import Outcome
-from cluster.proxies import bypass_loopback
-from cluster.records.json_lines import BYTE_ORDER_MARK, parse_json, read_lines
+from mobula.actors.environments.programs.base import Outcome
+from mobula.cluster.proxies import bypass_loopback
+from mobula.cluster.records.json_lines import BYTE_ORDER_MARK, parse_json, read_lines
 
 URL, KEY = "OPENAI_BASE_URL", "OPENAI_API_KEY"  # as the clients of OpenAI read them
 TAIL = 500  # characters of stderr that an error repeats

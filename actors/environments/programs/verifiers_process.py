@@ -13,7 +13,7 @@ from threading import Lock, Thread
 from typing import Any, ClassVar
 from uuid import uuid4
 
-from actors.environments.programs.base import Outcome
+from mobula.actors.environments.programs.base import Outcome
 
 PROGRAM = Path(__file__).with_name("verifiers_rollouts.py")
 KEY = "MOBULA_POLICY_KEY"  # the environment variable that the program reads the endpoint's key from

@@ -11,7 +11,7 @@ import gymnasium
 import numpy as np
 from minigrid.wrappers import RGBImgObsWrapper
 
-from actors.environments.base import Action, EnvironmentSpec, Message, Reset, Step, encoded
+from mobula.actors.environments.base import Action, EnvironmentSpec, Message, Reset, Step, encoded
 
 FROZEN_LAKE, MINIGRID = "frozen_lake", "minigrid"
 MOVES = {"left": (0, -1), "down": (1, 0), "right": (0, 1), "up": (-1, 0)}  # (row, column), in Gymnasium's order

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from cluster.errors import PromptError
+from mobula.cluster.errors import PromptError
 
 Turns = Sequence[tuple[str, str]]
 """(role, text) of each turn."""

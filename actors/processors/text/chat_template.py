@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
-from cluster.errors import PromptError
+from mobula.cluster.errors import PromptError
 
 Message = tuple[str, Sequence[Mapping[str, str]]]
 """(role, parts of the content)"""

@@ -11,9 +11,9 @@ from vllm.config import WeightTransferConfig
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 
-from actors.samplers.base import EngineSettings
-from cluster.roles import SamplingSettings
-from learner.policies.logprobs import BAN_BIAS
+from mobula.actors.samplers.base import EngineSettings
+from mobula.cluster.roles import SamplingSettings
+from mobula.learner.policies.logprobs import BAN_BIAS
 
 WEIGHT_TRANSFER = "mobula"  # our transport's name in vLLM's registry
 LOGITS = {"cuda": {"head_dtype": "float32"}}  # as the learner computes them; on CPU in the dtype of the model
@@ -52,7 +52,7 @@ def engine_args(settings: EngineSettings) -> AsyncEngineArgs:
         mm_processor_cache_gb=0,  # pictures arrive processed, ...
         mm_device_do_normalize=False,  # ... normalised included
         weight_transfer_config=WeightTransferConfig(backend=WEIGHT_TRANSFER),
-        worker_extension_cls="actors.samplers.vllm.weights.WorkerExtension",
+        worker_extension_cls="mobula.actors.samplers.vllm.weights.WorkerExtension",
         enable_sleep_mode=settings.sleep_level > 0 and settings.device == "cuda",
         scheduling_policy="priority",  # held-out prompts after those of training
         enable_log_requests=False,

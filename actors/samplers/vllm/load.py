@@ -6,7 +6,7 @@ from typing import Any
 
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-from cluster.runtime.vitals import EngineLoad
+from mobula.cluster.runtime.vitals import EngineLoad
 
 
 class LoadLogger(StatLoggerBase):

@@ -15,8 +15,8 @@ from huggingface_hub import snapshot_download
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
-from actors.samplers.vllm.arguments import LOAD_FORMAT
-from learner.policies.checkpoint.stored import loaded_tensors, pushed_tensors
+from mobula.actors.samplers.vllm.arguments import LOAD_FORMAT
+from mobula.learner.policies.checkpoint.stored import loaded_tensors, pushed_tensors
 
 
 @register_model_loader(LOAD_FORMAT)

@@ -12,10 +12,10 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.output_processor import RequestState
 
-from cluster.errors import RolloutError
-from cluster.records.actions import KeptSets, TokenActions
-from cluster.records.partial_response import SampledSequence, clipped, shifted
-from cluster.records.trajectory import FinishReason, WeightSpan
+from mobula.cluster.errors import RolloutError
+from mobula.cluster.records.actions import KeptSets, TokenActions
+from mobula.cluster.records.partial_response import SampledSequence, clipped, shifted
+from mobula.cluster.records.trajectory import FinishReason, WeightSpan
 
 FINISH_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT, None: None}
 

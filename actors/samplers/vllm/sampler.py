@@ -28,29 +28,29 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-from actors.samplers.base import EngineSettings
-from actors.samplers.progress import GroupProgress, continued, first_token_settings, opened, settings_to_continue
-from actors.samplers.running_requests import RunningRequests
-from actors.samplers.served_version import ServedVersion
-from actors.samplers.stop_strings import StopStrings
-from actors.samplers.vllm.arguments import engine_args, sampling_params
-from actors.samplers.vllm.load import LoadLogger
-from actors.samplers.vllm.outputs import OutputReader
-from actors.samplers.vllm.patches.core_process import core_failure, engine_in_its_own_process
-from actors.samplers.vllm.patches.inproc import InProcessClient, in_process_engine
-from actors.samplers.vllm.patches.logprobs import keep_sampled_logprobs_alone
-from cluster.errors import EngineDiedError, MobulaError, RolloutError, WeightSyncError
-from cluster.failures import Failure
-from cluster.records.media import ProcessedMedia
-from cluster.records.partial_response import Attempt, Emit, SampledSequence
-from cluster.records.trajectory import MediaSpan, Prompt
-from cluster.roles import SamplingSettings
-from cluster.runtime.concurrency import run_all
-from cluster.runtime.vitals import EngineLoad
-from cluster.weight_sync.manifest import Manifest
-from cluster.weight_sync.transport import Rendezvous
-from learner.policies.families import family_of
-from learner.policies.families.base import AudioFamily, PictureFamily, VideoFamily
+from mobula.actors.samplers.base import EngineSettings
+from mobula.actors.samplers.progress import GroupProgress, continued, first_token_settings, opened, settings_to_continue
+from mobula.actors.samplers.running_requests import RunningRequests
+from mobula.actors.samplers.served_version import ServedVersion
+from mobula.actors.samplers.stop_strings import StopStrings
+from mobula.actors.samplers.vllm.arguments import engine_args, sampling_params
+from mobula.actors.samplers.vllm.load import LoadLogger
+from mobula.actors.samplers.vllm.outputs import OutputReader
+from mobula.actors.samplers.vllm.patches.core_process import core_failure, engine_in_its_own_process
+from mobula.actors.samplers.vllm.patches.inproc import InProcessClient, in_process_engine
+from mobula.actors.samplers.vllm.patches.logprobs import keep_sampled_logprobs_alone
+from mobula.cluster.errors import EngineDiedError, MobulaError, RolloutError, WeightSyncError
+from mobula.cluster.failures import Failure
+from mobula.cluster.records.media import ProcessedMedia
+from mobula.cluster.records.partial_response import Attempt, Emit, SampledSequence
+from mobula.cluster.records.trajectory import MediaSpan, Prompt
+from mobula.cluster.roles import SamplingSettings
+from mobula.cluster.runtime.concurrency import run_all
+from mobula.cluster.runtime.vitals import EngineLoad
+from mobula.cluster.weight_sync.manifest import Manifest
+from mobula.cluster.weight_sync.transport import Rendezvous
+from mobula.learner.policies.families import family_of
+from mobula.learner.policies.families.base import AudioFamily, PictureFamily, VideoFamily
 
 _logger = logging.getLogger(__name__)
 

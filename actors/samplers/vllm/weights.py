@@ -29,13 +29,13 @@ from vllm.model_executor.model_loader.reload.layerwise import (
     initialize_layerwise_reload,
 )
 
-import actors.samplers.vllm.loader  # noqa: F401  (registers it)
-from actors.samplers.vllm.arguments import WEIGHT_TRANSFER
-from actors.samplers.vllm.patches.seeds import seed_by_position
-from cluster.errors import WeightSyncError
-from cluster.weight_sync.manifest import Manifest
-from cluster.weight_sync.transport import Rendezvous, TransferGroup, unpack_all
-from learner.policies.lora import AdapterBase, changed_weights
+import mobula.actors.samplers.vllm.loader  # noqa: F401  (registers it)
+from mobula.actors.samplers.vllm.arguments import WEIGHT_TRANSFER
+from mobula.actors.samplers.vllm.patches.seeds import seed_by_position
+from mobula.cluster.errors import WeightSyncError
+from mobula.cluster.weight_sync.manifest import Manifest
+from mobula.cluster.weight_sync.transport import Rendezvous, TransferGroup, unpack_all
+from mobula.learner.policies.lora import AdapterBase, changed_weights
 
 
 @dataclass

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from cluster.metrics.report.written_numbers import write_number
+from mobula.cluster.metrics.report.written_numbers import write_number
 
 MAX_POINTS = 500  # of one drawn curve
 

@@ -14,14 +14,14 @@ from statistics import mean, pstdev
 
 import yaml
 
-from cluster.metrics.definitions import METRICS, MetricName
-from cluster.metrics.evaluation_statistics import bootstrap_interval
-from cluster.metrics.report.charts import Chart, Curve, Point
-from cluster.metrics.report.page import render
-from cluster.metrics.report.run_folder import RunFolder
-from cluster.metrics.report.units import counted_in, unit_of
-from cluster.metrics.report.written_numbers import write_duration
-from cluster.metrics.step_records import HELD_OUT, EvaluationRecord, StepRecord
+from mobula.cluster.metrics.definitions import METRICS, MetricName
+from mobula.cluster.metrics.evaluation_statistics import bootstrap_interval
+from mobula.cluster.metrics.report.charts import Chart, Curve, Point
+from mobula.cluster.metrics.report.page import render
+from mobula.cluster.metrics.report.run_folder import RunFolder
+from mobula.cluster.metrics.report.units import counted_in, unit_of
+from mobula.cluster.metrics.report.written_numbers import write_duration
+from mobula.cluster.metrics.step_records import HELD_OUT, EvaluationRecord, StepRecord
 
 MAX_LINES = 6  # colours of the style sheet
 SEED = 0  # of the bootstrap over runs

@@ -10,7 +10,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from cluster.metrics.report.written_numbers import write_bytes, write_duration, write_number
+from mobula.cluster.metrics.report.written_numbers import write_bytes, write_duration, write_number
 
 ASSETS = Path(__file__).parent
 STYLE = ASSETS / "report.css"

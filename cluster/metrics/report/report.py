@@ -11,19 +11,19 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 
-from cluster.metrics.definitions import MetricName
-from cluster.metrics.files import write_atomically
-from cluster.metrics.report.page import render
-from cluster.metrics.report.report_charts import accuracy_chart, curves, phase_colours, phase_label, phases_chart
-from cluster.metrics.report.run_folder import REPORT_FILE, RunFolder, read_run_folder
-from cluster.metrics.report.samples import ReportSample
-from cluster.metrics.report.sheets import Sheet, read_sheets
-from cluster.metrics.report.tables import write_tables
-from cluster.metrics.report.units import unit_of
-from cluster.metrics.report.videos import Video, read_videos
-from cluster.metrics.report.written_numbers import write_bytes, write_duration, write_number
-from cluster.metrics.summary import Summary
-from cluster.workers.faults import Fault
+from mobula.cluster.metrics.definitions import MetricName
+from mobula.cluster.metrics.files import write_atomically
+from mobula.cluster.metrics.report.page import render
+from mobula.cluster.metrics.report.report_charts import accuracy_chart, curves, phase_colours, phase_label, phases_chart
+from mobula.cluster.metrics.report.run_folder import REPORT_FILE, RunFolder, read_run_folder
+from mobula.cluster.metrics.report.samples import ReportSample
+from mobula.cluster.metrics.report.sheets import Sheet, read_sheets
+from mobula.cluster.metrics.report.tables import write_tables
+from mobula.cluster.metrics.report.units import unit_of
+from mobula.cluster.metrics.report.videos import Video, read_videos
+from mobula.cluster.metrics.report.written_numbers import write_bytes, write_duration, write_number
+from mobula.cluster.metrics.summary import Summary
+from mobula.cluster.workers.faults import Fault
 
 _MAX_SKIPPED_ROWS = 200
 _MAX_FAULT_ROWS = 200  # the newest ones

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from cluster.metrics.definitions import METRICS, MetricName
-from cluster.metrics.report.charts import Chart, Curve, Point, curve
-from cluster.metrics.report.units import TOKEN, counted_in
-from cluster.metrics.step_records import EvaluationRecord, StepRecord
+from mobula.cluster.metrics.definitions import METRICS, MetricName
+from mobula.cluster.metrics.report.charts import Chart, Curve, Point, curve
+from mobula.cluster.metrics.report.units import TOKEN, counted_in
+from mobula.cluster.metrics.step_records import EvaluationRecord, StepRecord
 
 _PHASE_LABELS = {
     "wait_for_rollouts": "waiting for rollouts",

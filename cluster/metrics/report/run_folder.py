@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cluster.metrics.report.samples import SampleFile, read_samples
-from cluster.metrics.sinks.jsonl import read_records
-from cluster.metrics.step_records import HELD_OUT, EvaluationRecord, StepRecord
-from cluster.metrics.summary import Summary, read_summary
-from cluster.workers.faults import FAULTS_FILE, Fault, read_faults
+from mobula.cluster.metrics.report.samples import SampleFile, read_samples
+from mobula.cluster.metrics.sinks.jsonl import read_records
+from mobula.cluster.metrics.step_records import HELD_OUT, EvaluationRecord, StepRecord
+from mobula.cluster.metrics.summary import Summary, read_summary
+from mobula.cluster.workers.faults import FAULTS_FILE, Fault, read_faults
 
 METRICS_FILE = "metrics.jsonl"
 SAMPLES_FILE = "samples.jsonl"

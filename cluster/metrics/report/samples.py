@@ -13,12 +13,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from cluster.metrics.files import write_atomically
-from cluster.metrics.step_records import SampleRecord, strict
+from mobula.cluster.metrics.files import write_atomically
+from mobula.cluster.metrics.step_records import SampleRecord, strict
 
 if TYPE_CHECKING:
-    from cluster.records.media import ProcessedMedia
-    from cluster.records.trajectory import Reward, ScoredGroup, Trajectory, TrajectoryGroup
+    from mobula.cluster.records.media import ProcessedMedia
+    from mobula.cluster.records.trajectory import Reward, ScoredGroup, Trajectory, TrajectoryGroup
 
 Period = Literal["early", "late"]
 Kind = Literal["best", "worst", "random"]
@@ -69,7 +69,7 @@ class SampleFile:
 
 
 class Fetch(Protocol):
-    """`cluster.runtime.object_store.fetch`."""
+    """`mobula.cluster.runtime.object_store.fetch`."""
 
     def __call__(self, references: Sequence[Any], *, timeout_s: float, what: str) -> list[Any]: ...
 

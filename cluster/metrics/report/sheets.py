@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster.metrics.files import read_verified
+from mobula.cluster.metrics.files import read_verified
 
 EVALUATIONS_FOLDER = "evaluations"  # of the run folder
 SHEETS_FILE = "sheets.json"  # in it: a row for each sheet

@@ -7,9 +7,9 @@ import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from cluster.metrics.files import write_atomically
-from cluster.metrics.report.run_folder import RunFolder
-from cluster.metrics.step_records import HELD_OUT, EvaluationRecord, StepRecord
+from mobula.cluster.metrics.files import write_atomically
+from mobula.cluster.metrics.report.run_folder import RunFolder
+from mobula.cluster.metrics.step_records import HELD_OUT, EvaluationRecord, StepRecord
 
 STEPS_FILE, EVALUATIONS_FILE = "metrics.csv", "eval_metrics.csv"
 Cell = float | int | str

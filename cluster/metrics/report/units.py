@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cluster.metrics.report.run_folder import RunFolder
-from configs.schema.rollout import SamplerKind
+from mobula.cluster.metrics.report.run_folder import RunFolder
+from mobula.configs.schema.rollout import SamplerKind
 
 TOKEN = "token"
 DENOISING_STEP = "denoising step"

@@ -6,8 +6,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster.metrics.files import read_verified
-from cluster.records.json_lines import read_lines
+from mobula.cluster.metrics.files import read_verified
+from mobula.cluster.records.json_lines import read_lines
 
 ARTIFACTS_FOLDER = "artifacts"  # of the run folder
 INDEX = "artifacts.jsonl"  # in it: a row for each picture or video

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
-from cluster.metrics.step_records import EvaluationRecord, SampleRecord, StepRecord
+from mobula.cluster.metrics.step_records import EvaluationRecord, SampleRecord, StepRecord
 
 
 class Sink(Protocol):

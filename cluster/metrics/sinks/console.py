@@ -9,8 +9,8 @@ from collections.abc import Callable
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from cluster.metrics.definitions import MetricName
-from cluster.metrics.step_records import HELD_OUT, EvaluationRecord, StepRecord
+from mobula.cluster.metrics.definitions import MetricName
+from mobula.cluster.metrics.step_records import HELD_OUT, EvaluationRecord, StepRecord
 
 _logger = logging.getLogger(__name__)
 

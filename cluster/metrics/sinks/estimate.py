@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from cluster.metrics.step_records import EvaluationRecord, StepRecord
+from mobula.cluster.metrics.step_records import EvaluationRecord, StepRecord
 
 _logger = logging.getLogger(__name__)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
-from cluster.metrics.sinks.base import SampleSink, Sink
-from cluster.metrics.step_records import EvaluationRecord, SampleRecord, StepRecord
+from mobula.cluster.metrics.sinks.base import SampleSink, Sink
+from mobula.cluster.metrics.step_records import EvaluationRecord, SampleRecord, StepRecord
 
 _logger = logging.getLogger(__name__)
 

@@ -7,8 +7,15 @@ import logging
 from pathlib import Path
 from typing import TextIO
 
-from cluster.metrics.files import write_atomically
-from cluster.metrics.step_records import EvaluationRecord, MetricsRecord, StepRecord, from_line, record_version, to_line
+from mobula.cluster.metrics.files import write_atomically
+from mobula.cluster.metrics.step_records import (
+    EvaluationRecord,
+    MetricsRecord,
+    StepRecord,
+    from_line,
+    record_version,
+    to_line,
+)
 
 _logger = logging.getLogger(__name__)
 

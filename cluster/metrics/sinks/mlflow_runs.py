@@ -11,10 +11,10 @@ import mlflow
 import yaml
 from mlflow.entities import Metric
 
-from cluster.metrics.sinks.sample_rows import COLUMNS, TABLE, cells, pictures
-from cluster.metrics.sinks.scalars import evaluation_scalars, step_scalars
-from cluster.metrics.sinks.trackers import TrackedRun
-from cluster.metrics.step_records import EvaluationRecord, SampleRecord, StepRecord
+from mobula.cluster.metrics.sinks.sample_rows import COLUMNS, TABLE, cells, pictures
+from mobula.cluster.metrics.sinks.scalars import evaluation_scalars, step_scalars
+from mobula.cluster.metrics.sinks.trackers import TrackedRun
+from mobula.cluster.metrics.step_records import EvaluationRecord, SampleRecord, StepRecord
 
 FOLDER = "mlruns"
 CONFIG_FILE = "config.yaml"

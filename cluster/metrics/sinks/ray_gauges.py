@@ -12,9 +12,9 @@ from typing import Protocol
 
 from ray.util.metrics import Gauge
 
-from cluster.metrics.definitions import ALL_REASONS, COUNTERS, LIVE, SPLIT, LiveName, SplitName, describe
-from cluster.metrics.step_records import HELD_OUT, EvaluationRecord, StepRecord
-from cluster.workers.status import RunStatus, WorkerState, WorkerStatus
+from mobula.cluster.metrics.definitions import ALL_REASONS, COUNTERS, LIVE, SPLIT, LiveName, SplitName, describe
+from mobula.cluster.metrics.step_records import HELD_OUT, EvaluationRecord, StepRecord
+from mobula.cluster.workers.status import RunStatus, WorkerState, WorkerStatus
 
 Key = tuple[str, str]  # (series, value of its extra tag; empty where it has none)
 WorkerKey = tuple[str, str, str, str, str]  # series, role, index of a worker or nothing, its node, the extra tag

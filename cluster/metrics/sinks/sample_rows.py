@@ -7,7 +7,7 @@ from typing import Any
 
 from PIL import Image
 
-from cluster.metrics.step_records import SampleRecord
+from mobula.cluster.metrics.step_records import SampleRecord
 
 TABLE = "samples"
 COLUMNS = ("step", "kind", "prompt", "response", "references", "reward")  # the pictures come last

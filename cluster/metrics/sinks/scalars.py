@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cluster.metrics.step_records import HELD_OUT, EvaluationRecord, StepRecord
+from mobula.cluster.metrics.step_records import HELD_OUT, EvaluationRecord, StepRecord
 
 
 def step_scalars(record: StepRecord) -> dict[str, float]:

@@ -10,8 +10,8 @@ from PIL import Image
 from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils.tensorboard import SummaryWriter
 
-from cluster.metrics.sinks.scalars import evaluation_scalars, step_scalars
-from cluster.metrics.step_records import EvaluationRecord, SampleRecord, StepRecord
+from mobula.cluster.metrics.sinks.scalars import evaluation_scalars, step_scalars
+from mobula.cluster.metrics.step_records import EvaluationRecord, SampleRecord, StepRecord
 
 
 class TensorBoardSink:

@@ -9,13 +9,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from cluster.errors import PreflightError
-from cluster.metrics.sinks.base import Sink
+from mobula.cluster.errors import PreflightError
+from mobula.cluster.metrics.sinks.base import Sink
 
 TRACKERS: Mapping[str, str] = {
-    "mlflow": "cluster.metrics.sinks.mlflow_runs:MlflowSink",
-    "trackio": "cluster.metrics.sinks.trackio_runs:TrackioSink",
-    "wandb": "cluster.metrics.sinks.wandb_runs:WandbSink",
+    "mlflow": "mobula.cluster.metrics.sinks.mlflow_runs:MlflowSink",
+    "trackio": "mobula.cluster.metrics.sinks.trackio_runs:TrackioSink",
+    "wandb": "mobula.cluster.metrics.sinks.wandb_runs:WandbSink",
 }
 """Name, which is also the library's and the extra's -> the class of the sink, made with a `TrackedRun`."""
 

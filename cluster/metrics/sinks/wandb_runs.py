@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import wandb
 
-from cluster.metrics.sinks.sample_rows import COLUMNS, TABLE, cells, pictures
-from cluster.metrics.sinks.scalars import evaluation_scalars, step_scalars
-from cluster.metrics.sinks.trackers import TrackedRun
-from cluster.metrics.step_records import EvaluationRecord, SampleRecord, StepRecord
+from mobula.cluster.metrics.sinks.sample_rows import COLUMNS, TABLE, cells, pictures
+from mobula.cluster.metrics.sinks.scalars import evaluation_scalars, step_scalars
+from mobula.cluster.metrics.sinks.trackers import TrackedRun
+from mobula.cluster.metrics.step_records import EvaluationRecord, SampleRecord, StepRecord
 
 STEP = "trained_step"
 STAGED = "wandb/data"  # tables with pictures, until they are sent

@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
-from cluster.errors import MobulaError
+from mobula.cluster.errors import MobulaError
 
 GRACE_S = 2.0  # the parent kills first; the kernel does when the parent is gone
 

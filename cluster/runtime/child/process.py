@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, ParamSpec, Self, TypeVar
 
-from cluster.errors import DeadlineError, MobulaError, WorkerDiedError
+from mobula.cluster.errors import DeadlineError, MobulaError, WorkerDiedError
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -106,7 +106,7 @@ class ChildProcess:
             words = [str(theirs.fileno()), str(self._memory_limit_bytes)]
             output = subprocess.DEVNULL if self._is_silent else None
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "cluster.runtime.child.main", *words],
+                [sys.executable, "-P", "-m", "mobula.cluster.runtime.child.main", *words],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=output,

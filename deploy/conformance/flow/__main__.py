@@ -1,4 +1,4 @@
-"""Measure families of flow models and write docs/flow_models.md: `python -m deploy.conformance.flow [NAME ...]`.
+"""Measure families of flow models and write docs/flow_models.md: `python -m mobula.deploy.conformance.flow [NAME ...]`.
 
 Without names all tiny models are measured. Reports are kept in data/flow_conformance, and the page has all that lie
 there.
@@ -13,9 +13,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from deploy.conformance.flow.measure import REPORT, read_report
-from deploy.conformance.flow.table import failures, page
-from learner.policies.flow.tiny import TINY_FLOW
+from mobula.deploy.conformance.flow.measure import REPORT, read_report
+from mobula.deploy.conformance.flow.table import failures, page
+from mobula.learner.policies.flow.tiny import TINY_FLOW
 
 PAGE = Path(__file__).parents[3] / "docs" / "flow_models.md"
 TIMEOUT_S = 300  # of one model
@@ -38,7 +38,7 @@ def main() -> int:
     for name in names:
         shutil.rmtree(asked.folder / name, ignore_errors=True)
     if names:
-        command = [sys.executable, "-m", "deploy.conformance.flow.measure", str(asked.folder), *names]
+        command = [sys.executable, "-m", "mobula.deploy.conformance.flow.measure", str(asked.folder), *names]
         subprocess.run(command, timeout=TIMEOUT_S * len(names), check=True)
     reports = [read_report(file) for file in sorted(asked.folder.glob(f"*/{REPORT}"))]
     for report in reports:

@@ -1,4 +1,4 @@
-"""Measure families of flow models: `python -m deploy.conformance.flow.measure FOLDER NAME ...` writes their reports.
+"""Measure families of flow models: `python -m mobula.deploy.conformance.flow.measure FOLDER NAME ...` writes their reports.
 
 A sampler and a learner in this process train a tiny checkpoint for one step, its weights and then adapters; plain
 diffusers makes the same pictures of what they export.
@@ -18,23 +18,23 @@ import torch
 from PIL import Image
 from torch import nn
 
-from actors.rollout.actor import RolloutActor
-from cluster.records.partial_response import Attempt
-from cluster.records.trajectory import Prompt, Reward, ScoredGroup, TrajectoryGroup
-from cluster.roles import SamplingSettings
-from configs.load import load_config
-from configs.schema import RunConfig
-from configs.words import overridden
-from deploy.conformance.flow.plain import plain_frames
-from deploy.wiring.preparation import prepare
-from deploy.wiring.rollouts import engine_settings
-from learner.learner import Learner
-from learner.policies.flow.checkpoint import FlowCheckpoint
-from learner.policies.flow.denoising import Denoising
-from learner.policies.flow.families import TRANSFORMER, pipeline_index
-from learner.policies.flow.tiny import write_tiny_flow
-from learner.policies.lora import adapted_modules
-from learner.policy_weights import export_state
+from mobula.actors.rollout.actor import RolloutActor
+from mobula.cluster.records.partial_response import Attempt
+from mobula.cluster.records.trajectory import Prompt, Reward, ScoredGroup, TrajectoryGroup
+from mobula.cluster.roles import SamplingSettings
+from mobula.configs.load import load_config
+from mobula.configs.schema import RunConfig
+from mobula.configs.words import overridden
+from mobula.deploy.conformance.flow.plain import plain_frames
+from mobula.deploy.wiring.preparation import prepare
+from mobula.deploy.wiring.rollouts import engine_settings
+from mobula.learner.learner import Learner
+from mobula.learner.policies.flow.checkpoint import FlowCheckpoint
+from mobula.learner.policies.flow.denoising import Denoising
+from mobula.learner.policies.flow.families import TRANSFORMER, pipeline_index
+from mobula.learner.policies.flow.tiny import write_tiny_flow
+from mobula.learner.policies.lora import adapted_modules
+from mobula.learner.policy_weights import export_state
 
 REPORT = "report.json"
 TEXTS = ("a red cube", "71")

@@ -12,9 +12,9 @@ import torch
 from diffusers import DiffusionPipeline
 from torch import Tensor, nn
 
-from learner.policies.adapters import DIFFUSERS_FILE
-from learner.policies.flow.denoising import Denoising
-from learner.policies.flow.families.base import packed
+from mobula.learner.policies.adapters import DIFFUSERS_FILE
+from mobula.learner.policies.flow.denoising import Denoising
+from mobula.learner.policies.flow.families.base import packed
 
 
 @dataclass(frozen=True)

@@ -11,22 +11,22 @@ from typing import Any
 
 from rich.console import Console
 
-from actors.datasets.formats import FORMATS
-from actors.datasets.formats.base import StoredMedia
-from actors.datasets.open_split import open_split
-from actors.datasets.rows import Row, RowError, Skipped
-from actors.datasets.writers import WRITERS
-from actors.datasets.writers.base import PictureFile, Writer
-from actors.processors.audio import whole_audio
-from actors.processors.image import decode_image, read_image
-from actors.processors.video import VideoLimits
-from actors.processors.video_file import whole_video
-from cluster.errors import PreflightError, SkippedSample
-from cluster.records.markup import BREAK
-from configs.groups import groups, own_values
-from configs.schema import RunConfig
-from configs.schema.data import AudioConfig
-from deploy.wiring.preparation import ensure_data
+from mobula.actors.datasets.formats import FORMATS
+from mobula.actors.datasets.formats.base import StoredMedia
+from mobula.actors.datasets.open_split import open_split
+from mobula.actors.datasets.rows import Row, RowError, Skipped
+from mobula.actors.datasets.writers import WRITERS
+from mobula.actors.datasets.writers.base import PictureFile, Writer
+from mobula.actors.processors.audio import whole_audio
+from mobula.actors.processors.image import decode_image, read_image
+from mobula.actors.processors.video import VideoLimits
+from mobula.actors.processors.video_file import whole_video
+from mobula.cluster.errors import PreflightError, SkippedSample
+from mobula.cluster.records.markup import BREAK
+from mobula.configs.groups import groups, own_values
+from mobula.configs.schema import RunConfig
+from mobula.configs.schema.data import AudioConfig
+from mobula.deploy.wiring.preparation import ensure_data
 
 NUM_NAMED = 20
 

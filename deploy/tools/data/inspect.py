@@ -16,23 +16,23 @@ from markupsafe import Markup
 from PIL import Image
 from rich.console import Console
 
-from actors.datasets.audios import Audio
-from actors.datasets.open_split import open_split
-from actors.datasets.pictures import Picture
-from actors.datasets.prompts import RowChecker, checked_rows
-from actors.datasets.rows import Row, Skipped, count_by_reason
-from actors.datasets.videos import Video
-from actors.processors.audio import AudioLimits, check_audio, decode_audio, draw_sound, load_audio
-from actors.processors.chat import ChatProcessor
-from actors.processors.image import ImageLimits, check_image, decode_image, read_image
-from actors.processors.video import VideoLimits, check_video, decode_video, load_video
-from cluster.errors import MediaError, PreflightError
-from cluster.metrics.report.page import STYLE, environment
-from cluster.metrics.report.written_numbers import write_number
-from cluster.records.markup import plain
-from cluster.records.media import MediaStore
-from configs.schema import DataConfig, RunConfig
-from deploy.wiring.preparation import ensure_data, ensure_model
+from mobula.actors.datasets.audios import Audio
+from mobula.actors.datasets.open_split import open_split
+from mobula.actors.datasets.pictures import Picture
+from mobula.actors.datasets.prompts import RowChecker, checked_rows
+from mobula.actors.datasets.rows import Row, Skipped, count_by_reason
+from mobula.actors.datasets.videos import Video
+from mobula.actors.processors.audio import AudioLimits, check_audio, decode_audio, draw_sound, load_audio
+from mobula.actors.processors.chat import ChatProcessor
+from mobula.actors.processors.image import ImageLimits, check_image, decode_image, read_image
+from mobula.actors.processors.video import VideoLimits, check_video, decode_video, load_video
+from mobula.cluster.errors import MediaError, PreflightError
+from mobula.cluster.metrics.report.page import STYLE, environment
+from mobula.cluster.metrics.report.written_numbers import write_number
+from mobula.cluster.records.markup import plain
+from mobula.cluster.records.media import MediaStore
+from mobula.configs.schema import DataConfig, RunConfig
+from mobula.deploy.wiring.preparation import ensure_data, ensure_model
 
 ASSETS = Path(__file__).parent
 AUDIO_RATE = 16_000  # that sounds are drawn at

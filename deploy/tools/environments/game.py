@@ -6,10 +6,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 
-from actors.environments.base import Action, EpisodeError, Message, checked_rewards
-from actors.environments.hosts.pool import EnvironmentPool, EnvironmentSession
-from actors.environments.tool_calls import parse_tool_calls
-from configs.schema.environment import EnvironmentConfig
+from mobula.actors.environments.base import Action, EpisodeError, Message, checked_rewards
+from mobula.actors.environments.hosts.pool import EnvironmentPool, EnvironmentSession
+from mobula.actors.environments.tool_calls import parse_tool_calls
+from mobula.configs.schema.environment import EnvironmentConfig
 
 Player = Callable[[Sequence[Message]], Awaitable[str]]  # a conversation to the next message of the policy
 

@@ -9,16 +9,16 @@ from functools import partial
 
 from rich.console import Console
 
-from actors.environments.base import Message
-from cluster.errors import PreflightError, SkippedSample
-from configs.errors import ConfigError
-from configs.groups import groups
-from configs.load import load_config
-from configs.schema import RunConfig
-from deploy.tools.environments.game import Game
-from deploy.tools.environments.terminal_play import play, watch
-from deploy.tools.policy.local_policy import LocalPolicy
-from deploy.wiring.rollouts import sampling_settings
+from mobula.actors.environments.base import Message
+from mobula.cluster.errors import PreflightError, SkippedSample
+from mobula.configs.errors import ConfigError
+from mobula.configs.groups import groups
+from mobula.configs.load import load_config
+from mobula.configs.schema import RunConfig
+from mobula.deploy.tools.environments.game import Game
+from mobula.deploy.tools.environments.terminal_play import play, watch
+from mobula.deploy.tools.policy.local_policy import LocalPolicy
+from mobula.deploy.wiring.rollouts import sampling_settings
 
 
 def play_config(name: str, overrides: Sequence[str], policy: str | None) -> RunConfig:

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 import uvicorn
 
-from actors.environments.registry import build_environment
-from actors.environments.server import RETRY_AFTER_S, EnvironmentServer, make_app
-from cluster.errors import PreflightError
-from configs.schema.environment import EnvironmentConfig
-from deploy.tools.serve_rewards import is_loopback, listen
-from rewards.http.request_gate import RequestGate
+from mobula.actors.environments.registry import build_environment
+from mobula.actors.environments.server import RETRY_AFTER_S, EnvironmentServer, make_app
+from mobula.cluster.errors import PreflightError
+from mobula.configs.schema.environment import EnvironmentConfig
+from mobula.deploy.tools.serve_rewards import is_loopback, listen
+from mobula.rewards.http.request_gate import RequestGate
 
 MAX_REQUEST_BYTES = 16 << 20  # one action of a policy
 

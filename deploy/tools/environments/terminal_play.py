@@ -13,7 +13,7 @@ from rich.segment import Segment, Segments
 from rich.style import Style
 from rich.text import Text
 
-from deploy.tools.environments.game import ASSISTANT, Game, PlayedEpisode
+from mobula.deploy.tools.environments.game import ASSISTANT, Game, PlayedEpisode
 
 MAX_COLUMNS = 56  # of a picture
 HALF_BLOCK = "\u2580"  # its upper half has the colour of the text, its lower half that of the background

@@ -1,4 +1,4 @@
-"""`python -m deploy.tools.gpu_check`: the check without the packages that the `mobula` command needs."""
+"""`python -m mobula.deploy.tools.gpu_check`: the check without the packages that the `mobula` command needs."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from deploy.tools.gpu_check.check import CheckOptions, check, failed
-from deploy.tools.gpu_check.registry import STAGES
-from deploy.tools.gpu_check.table import table
+from mobula.deploy.tools.gpu_check.check import CheckOptions, check, failed
+from mobula.deploy.tools.gpu_check.registry import STAGES
+from mobula.deploy.tools.gpu_check.table import table
 
 FOLDER = Path("runs/gpu-check")
 

@@ -13,9 +13,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from signal import Signals
 
-from deploy.host.process_group import last_lines, run_logged
-from deploy.tools.gpu_check.registry import STAGES, CheckStage, stage_named
-from deploy.tools.gpu_check.results import (
+from mobula.deploy.host.process_group import last_lines, run_logged
+from mobula.deploy.tools.gpu_check.registry import STAGES, CheckStage, stage_named
+from mobula.deploy.tools.gpu_check.results import (
     ROOT,
     CheckedMachine,
     CheckResults,
@@ -24,7 +24,7 @@ from deploy.tools.gpu_check.results import (
     commit,
     read_results,
 )
-from deploy.tools.gpu_check.table import row
+from mobula.deploy.tools.gpu_check.table import row
 
 RESULTS_FILE = "gpu_check.json"
 LEAST_S = 20.0  # a stage with less time than this is left for the next call
@@ -113,7 +113,13 @@ def _in_process(stage: CheckStage, device: str, folder: Path, timeout_s: float) 
     shutil.rmtree(own, ignore_errors=True)
     own.mkdir()
     result.unlink(missing_ok=True)
-    words = ["-m", "deploy.tools.gpu_check.child", stage.name, device, *(str(p.resolve()) for p in (own, result))]
+    words = [
+        "-m",
+        "mobula.deploy.tools.gpu_check.child",
+        stage.name,
+        device,
+        *(str(p.resolve()) for p in (own, result)),
+    ]
     try:
         code = run_logged(
             [sys.executable, *words], {**os.environ, **OFFLINE}, ROOT, log, timeout_s, lambda process: None

@@ -1,4 +1,4 @@
-"""Runs one stage in this process: `python -m deploy.tools.gpu_check.child STAGE DEVICE FOLDER RESULT`."""
+"""Runs one stage in this process: `python -m mobula.deploy.tools.gpu_check.child STAGE DEVICE FOLDER RESULT`."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 
-from deploy.tools.gpu_check.results import Outcome, StageResult
+from mobula.deploy.tools.gpu_check.results import Outcome, StageResult
 
 
 def main(name: str, device: str, folder: str, result: str) -> None:
-    from deploy.tools.gpu_check.context import Context, NotHereError
+    from mobula.deploy.tools.gpu_check.context import Context, NotHereError
 
-    stage = import_module(f"deploy.tools.gpu_check.stages.{name}")
+    stage = import_module(f"mobula.deploy.tools.gpu_check.stages.{name}")
     try:
         found = StageResult(Outcome.PASSED, figures=dict(stage.run(Context(device, Path(folder)))))
     except NotHereError as error:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from configs.schema import RunConfig
+from mobula.configs.schema import RunConfig
 
 Figures = Mapping[str, float | int | str]
 """Measured numbers by name, for the table and the JSON file."""
@@ -61,9 +61,9 @@ class Context:
 def run_config(words: tuple[str, ...]) -> RunConfig:
     """The configuration of `words`; where Hydra or pydantic is missing it is composed without them."""
     if find_spec("hydra") is not None and find_spec("pydantic") is not None:
-        from configs.load import load_config
+        from mobula.configs.load import load_config
 
         return load_config(words)
-    from configs.bare import load_bare
+    from mobula.configs.bare import load_bare
 
     return load_bare(words)

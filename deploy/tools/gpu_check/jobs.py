@@ -6,10 +6,10 @@ import os
 import sys
 from pathlib import Path
 
-from cluster.metrics.report.run_folder import read_run_folder
-from deploy.host.process_group import last_lines, run_logged
-from deploy.tools.gpu_check.context import Context, Figures
-from deploy.tools.gpu_check.training import CLOSE
+from mobula.cluster.metrics.report.run_folder import read_run_folder
+from mobula.deploy.host.process_group import last_lines, run_logged
+from mobula.deploy.tools.gpu_check.context import Context, Figures
+from mobula.deploy.tools.gpu_check.training import CLOSE
 
 ROOT = Path(__file__).parents[3]
 NUM_STEPS = 3
@@ -39,7 +39,7 @@ def run_job(context: Context, preset: str) -> Figures:
     folder = context.folder / preset
     folder.mkdir(parents=True)
     own = (f"resources={preset}", f"folder={folder}", "name=job", f"policy.model={folder / 'model'}")
-    words = ("-m", "deploy.cli", "train", *WORDS, *own, f"data.path={folder / 'digits'}")
+    words = ("-m", "mobula.deploy.cli", "train", *WORDS, *own, f"data.path={folder / 'digits'}")
     log = folder / "output.txt"
     code = run_logged([sys.executable, *words], os.environ, ROOT, log, TIMEOUT_S, lambda process: None)
     assert code == 0, f"`mobula train resources={preset}` ended with {code}: {' | '.join(last_lines(log, LOG_LINES))}"

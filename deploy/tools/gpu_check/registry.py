@@ -11,7 +11,7 @@ JOB = (*ENGINE, "typer", "rich")
 
 @dataclass(frozen=True)
 class CheckStage:
-    """One row of the table; `deploy.tools.gpu_check.stages.NAME` has its `run`."""
+    """One row of the table; `mobula.deploy.tools.gpu_check.stages.NAME` has its `run`."""
 
     name: str
     title: str

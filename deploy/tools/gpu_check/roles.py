@@ -10,26 +10,26 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from actors.processors.chat import ChatProcessor
-from actors.processors.make import make_processor
-from actors.rollout.actor import RolloutActor
-from actors.samplers.settings import engine_settings
-from cluster.records.media import MediaStore
-from cluster.records.trajectory import Prompt, Reward, ScoredGroup, TrajectoryGroup
-from cluster.roles import SamplingSettings
-from cluster.weight_sync.manifest import Manifest
-from cluster.weight_sync.tolerance import Tolerance
-from cluster.weight_sync.transport import Rendezvous
-from cluster.weight_sync.weight_sync import WeightSync
-from configs.schema import RunConfig
-from deploy.tools.gpu_check.context import Context, run_config
-from deploy.wiring.parity_prompts import cases
-from learner.learner import Learner
-from learner.policies.checkpoint.stored import stored_model
-from learner.policies.tiny import write_checked
+from mobula.actors.processors.chat import ChatProcessor
+from mobula.actors.processors.make import make_processor
+from mobula.actors.rollout.actor import RolloutActor
+from mobula.actors.samplers.settings import engine_settings
+from mobula.cluster.records.media import MediaStore
+from mobula.cluster.records.trajectory import Prompt, Reward, ScoredGroup, TrajectoryGroup
+from mobula.cluster.roles import SamplingSettings
+from mobula.cluster.weight_sync.manifest import Manifest
+from mobula.cluster.weight_sync.tolerance import Tolerance
+from mobula.cluster.weight_sync.transport import Rendezvous
+from mobula.cluster.weight_sync.weight_sync import WeightSync
+from mobula.configs.schema import RunConfig
+from mobula.deploy.tools.gpu_check.context import Context, run_config
+from mobula.deploy.wiring.parity_prompts import cases
+from mobula.learner.learner import Learner
+from mobula.learner.policies.checkpoint.stored import stored_model
+from mobula.learner.policies.tiny import write_checked
 
 if TYPE_CHECKING:
-    from actors.processors.flow import FlowProcessor
+    from mobula.actors.processors.flow import FlowProcessor
 
 NUM_SAMPLES = 4
 MAX_TOKENS = 8

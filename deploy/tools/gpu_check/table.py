@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from deploy.tools.gpu_check.registry import STAGES
-from deploy.tools.gpu_check.results import CheckedMachine, CheckResults, Outcome, StageResult
+from mobula.deploy.tools.gpu_check.registry import STAGES
+from mobula.deploy.tools.gpu_check.results import CheckedMachine, CheckResults, Outcome, StageResult
 
 WIDTH = 38  # of a title
 

@@ -6,9 +6,9 @@ import time
 
 import numpy as np
 
-from deploy.tools.gpu_check.context import Context, Figures
-from deploy.tools.gpu_check.roles import LocalActor, Model, gap, sample, scored
-from learner.learner import Learner
+from mobula.deploy.tools.gpu_check.context import Context, Figures
+from mobula.deploy.tools.gpu_check.roles import LocalActor, Model, gap, sample, scored
+from mobula.learner.learner import Learner
 
 NUM_STEPS = 2
 CLOSE = {"float32": 1e-3, "bfloat16": 0.1}  # nat, mean over tokens: engine and learner of the same weights

@@ -16,21 +16,21 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from actors.datasets.open_split import open_split
-from actors.datasets.pictures import EncodedFile
-from actors.datasets.rows import Row
-from actors.environments.rows import environment_split
-from actors.samplers.plain_transformers import PlainTransformers
-from cluster.errors import PreflightError
-from cluster.metrics.files import write_atomically
-from cluster.metrics.step_records import strict
-from cluster.records.trajectory import Prompt
-from cluster.roles import SamplingSettings
-from cluster.runtime.concurrency import run_all
-from configs.schema import RunConfig
-from deploy.tools.policy.local_policy import LocalPolicy
-from deploy.wiring.preparation import ensure_data
-from learner.policies.families import family_at
+from mobula.actors.datasets.open_split import open_split
+from mobula.actors.datasets.pictures import EncodedFile
+from mobula.actors.datasets.rows import Row
+from mobula.actors.environments.rows import environment_split
+from mobula.actors.samplers.plain_transformers import PlainTransformers
+from mobula.cluster.errors import PreflightError
+from mobula.cluster.metrics.files import write_atomically
+from mobula.cluster.metrics.step_records import strict
+from mobula.cluster.records.trajectory import Prompt
+from mobula.cluster.roles import SamplingSettings
+from mobula.cluster.runtime.concurrency import run_all
+from mobula.configs.schema import RunConfig
+from mobula.deploy.tools.policy.local_policy import LocalPolicy
+from mobula.deploy.wiring.preparation import ensure_data
+from mobula.learner.policies.families import family_at
 
 JSON_FILE, PLOT_FILE = "sampler_comparison.json", "sampler_comparison.svg"
 DIGITS = 4

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import numpy as np
 
-from actors.environments.base import Action, Message, Step, observation_hash
-from actors.rollout.episode import Episode, ObservationBudget
-from cluster.errors import MobulaError, PromptError
-from cluster.records.trajectory import (
+from mobula.actors.environments.base import Action, Message, Step, observation_hash
+from mobula.actors.rollout.episode import Episode, ObservationBudget
+from mobula.cluster.errors import MobulaError, PromptError
+from mobula.cluster.records.trajectory import (
     FinishReason,
     Prompt,
     Response,
@@ -22,9 +22,9 @@ from cluster.records.trajectory import (
     Trajectory,
     TrajectoryGroup,
 )
-from cluster.replay.trajectory_log import TrajectoryLog
-from cluster.roles import SamplingSettings
-from deploy.tools.policy.local_policy import LocalPolicy
+from mobula.cluster.replay.trajectory_log import TrajectoryLog
+from mobula.cluster.roles import SamplingSettings
+from mobula.deploy.tools.policy.local_policy import LocalPolicy
 
 ASSISTANT = "assistant"
 TIMEOUT_S = 60.0  # of the log's fetch, which finds everything in this process

@@ -5,24 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from actors.datasets.pictures import EncodedFile
-from actors.datasets.rows import Row, Turn
-from actors.environments.base import Message, row_text
-from actors.processors.chat import ChatProcessor
-from actors.samplers import build_sampler
-from cluster.errors import PreflightError
-from cluster.records.actions import TokenActions
-from cluster.records.media import MediaReader, MediaStore
-from cluster.records.partial_response import Attempt, SampledSequence
-from cluster.records.trajectory import Prompt
-from cluster.roles import SamplingSettings
-from configs.schema import RunConfig
-from deploy.preflight.checks import find_mismatches
-from deploy.preflight.findings import refuse
-from deploy.preflight.loaded import LoadedModel
-from deploy.wiring.preparation import Prepared, ensure_model, require_model
-from deploy.wiring.rollouts import engine_settings
-from learner.policies.checkpoint.stored import stored_model
+from mobula.actors.datasets.pictures import EncodedFile
+from mobula.actors.datasets.rows import Row, Turn
+from mobula.actors.environments.base import Message, row_text
+from mobula.actors.processors.chat import ChatProcessor
+from mobula.actors.samplers import build_sampler
+from mobula.cluster.errors import PreflightError
+from mobula.cluster.records.actions import TokenActions
+from mobula.cluster.records.media import MediaReader, MediaStore
+from mobula.cluster.records.partial_response import Attempt, SampledSequence
+from mobula.cluster.records.trajectory import Prompt
+from mobula.cluster.roles import SamplingSettings
+from mobula.configs.schema import RunConfig
+from mobula.deploy.preflight.checks import find_mismatches
+from mobula.deploy.preflight.findings import refuse
+from mobula.deploy.preflight.loaded import LoadedModel
+from mobula.deploy.wiring.preparation import Prepared, ensure_model, require_model
+from mobula.deploy.wiring.rollouts import engine_settings
+from mobula.learner.policies.checkpoint.stored import stored_model
 
 MEDIA_IN_MEMORY = 64
 

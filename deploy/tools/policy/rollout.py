@@ -10,25 +10,25 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from deploy.run import runtime  # isort: skip  (first: sets what ray reads)
+from mobula.deploy.run import runtime  # isort: skip  (first: sets what ray reads)
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from actors.datasets.prompts import fixed_prompts
-from cluster.errors import PreflightError
-from cluster.records.actions import TokenActions
-from cluster.records.media import MediaReader
-from cluster.records.trajectory import Prompt, Reward, Trajectory
-from cluster.roles import SamplingSettings
-from cluster.runtime.concurrency import run_all
-from cluster.runtime.object_store import fetch
-from cluster.runtime.seeds import derived_seed
-from configs.schema import RunConfig
-from deploy.tools.policy.transcripts import JSON_FILE, PAGE_FILE, TranscriptWriter
-from deploy.wiring.build import Inference
-from deploy.wiring.preparation import Prepared, require_model
-from deploy.wiring.rollouts import sampling_settings
+from mobula.actors.datasets.prompts import fixed_prompts
+from mobula.cluster.errors import PreflightError
+from mobula.cluster.records.actions import TokenActions
+from mobula.cluster.records.media import MediaReader
+from mobula.cluster.records.trajectory import Prompt, Reward, Trajectory
+from mobula.cluster.roles import SamplingSettings
+from mobula.cluster.runtime.concurrency import run_all
+from mobula.cluster.runtime.object_store import fetch
+from mobula.cluster.runtime.seeds import derived_seed
+from mobula.configs.schema import RunConfig
+from mobula.deploy.tools.policy.transcripts import JSON_FILE, PAGE_FILE, TranscriptWriter
+from mobula.deploy.wiring.build import Inference
+from mobula.deploy.wiring.preparation import Prepared, require_model
+from mobula.deploy.wiring.rollouts import sampling_settings
 
 MEDIA_IN_MEMORY = 256
 

@@ -17,17 +17,17 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
 
-from actors.environments.base import EpisodeError
-from actors.environments.chat_api import answer_of, events_of, message_of
-from cluster.errors import PreflightError, SkippedSample
-from cluster.records.trajectory import Reward
-from cluster.roles import SamplingSettings
-from configs.schema import RunConfig, SamplerKind
-from deploy.tools.policy.conversations import Completion, Conversations, UnknownSessionError
-from deploy.tools.policy.local_policy import LocalPolicy
-from deploy.tools.serve_rewards import is_loopback, listen
-from deploy.wiring.rollouts import sampling_settings
-from rewards.http.request_gate import RequestGate
+from mobula.actors.environments.base import EpisodeError
+from mobula.actors.environments.chat_api import answer_of, events_of, message_of
+from mobula.cluster.errors import PreflightError, SkippedSample
+from mobula.cluster.records.trajectory import Reward
+from mobula.cluster.roles import SamplingSettings
+from mobula.configs.schema import RunConfig, SamplerKind
+from mobula.deploy.tools.policy.conversations import Completion, Conversations, UnknownSessionError
+from mobula.deploy.tools.policy.local_policy import LocalPolicy
+from mobula.deploy.tools.serve_rewards import is_loopback, listen
+from mobula.deploy.wiring.rollouts import sampling_settings
+from mobula.rewards.http.request_gate import RequestGate
 
 MAX_REQUEST_BYTES = 64 << 20
 READ_S = 60.0

@@ -12,10 +12,10 @@ from typing import Any
 from jinja2 import Environment as Templates
 from jinja2 import FileSystemLoader
 
-from cluster.metrics.files import write_atomically
-from cluster.metrics.step_records import strict
-from cluster.records.media import MediaHandle
-from cluster.records.trajectory import Prompt, Reward, Trajectory
+from mobula.cluster.metrics.files import write_atomically
+from mobula.cluster.metrics.step_records import strict
+from mobula.cluster.records.media import MediaHandle
+from mobula.cluster.records.trajectory import Prompt, Reward, Trajectory
 
 JSON_FILE, PAGE_FILE, PICTURES = "transcripts.json", "transcripts.html", "pictures"
 TEMPLATE = "transcripts.html.j2"

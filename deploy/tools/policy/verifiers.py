@@ -11,12 +11,12 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
-from actors.environments.programs.base import Outcome
-from actors.environments.programs.verifiers_process import VerifiersProcess
-from cluster.errors import PreflightError
-from cluster.proxies import ProxiedTransport
-from configs.schema import RunConfig
-from configs.schema.environment import EnvironmentConfig
+from mobula.actors.environments.programs.base import Outcome
+from mobula.actors.environments.programs.verifiers_process import VerifiersProcess
+from mobula.cluster.errors import PreflightError
+from mobula.cluster.proxies import ProxiedTransport
+from mobula.configs.schema import RunConfig
+from mobula.configs.schema.environment import EnvironmentConfig
 
 SESSION_HEADER = "X-Mobula-Session"
 TIMEOUT_S = 60.0  # of a call that opens or ends a session

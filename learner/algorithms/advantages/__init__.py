@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from learner.algorithms.advantages.cpgd import cpgd, cpgd_clip_filter
-from learner.algorithms.advantages.dr_grpo import dr_grpo
-from learner.algorithms.advantages.gdpo import gdpo
-from learner.algorithms.advantages.grpo import grpo
-from learner.algorithms.advantages.grpo_global_std import grpo_global_std
-from learner.algorithms.advantages.inputs import (
+from mobula.learner.algorithms.advantages.cpgd import cpgd, cpgd_clip_filter
+from mobula.learner.algorithms.advantages.dr_grpo import dr_grpo
+from mobula.learner.algorithms.advantages.gdpo import gdpo
+from mobula.learner.algorithms.advantages.grpo import grpo
+from mobula.learner.algorithms.advantages.grpo_global_std import grpo_global_std
+from mobula.learner.algorithms.advantages.inputs import (
     AdvantageFunction,
     AdvantageOptions,
     EarlierRewards,
     StepRewards,
 )
-from learner.algorithms.advantages.opo import opo
-from learner.algorithms.advantages.pass_at_k import pass_at_k
-from learner.algorithms.advantages.prompt_stats import prompt_stats, prompt_stats_global_std
-from learner.algorithms.advantages.reinforce import reinforce, reinforce_batch
-from learner.algorithms.advantages.reinforce_pp import reinforce_pp
-from learner.algorithms.advantages.reinforce_pp_baseline import reinforce_pp_baseline
-from learner.algorithms.advantages.rloo import rloo
-from learner.algorithms.advantages.statistics import GroupStatistics, whitened
+from mobula.learner.algorithms.advantages.opo import opo
+from mobula.learner.algorithms.advantages.pass_at_k import pass_at_k
+from mobula.learner.algorithms.advantages.prompt_stats import prompt_stats, prompt_stats_global_std
+from mobula.learner.algorithms.advantages.reinforce import reinforce, reinforce_batch
+from mobula.learner.algorithms.advantages.reinforce_pp import reinforce_pp
+from mobula.learner.algorithms.advantages.reinforce_pp_baseline import reinforce_pp_baseline
+from mobula.learner.algorithms.advantages.rloo import rloo
+from mobula.learner.algorithms.advantages.statistics import GroupStatistics, whitened
 
 ADVANTAGES: dict[str, AdvantageFunction] = {
     "grpo": grpo,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from learner.algorithms.advantages.inputs import AdvantageOptions, StepRewards
-from learner.algorithms.advantages.statistics import GroupStatistics
+from mobula.learner.algorithms.advantages.inputs import AdvantageOptions, StepRewards
+from mobula.learner.algorithms.advantages.statistics import GroupStatistics
 
 
 def dr_grpo(rewards: StepRewards, options: AdvantageOptions) -> Tensor:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from learner.algorithms.advantages.inputs import AdvantageOptions, StepRewards
-from learner.algorithms.advantages.statistics import STD_FLOOR, GroupStatistics, whitened
+from mobula.learner.algorithms.advantages.inputs import AdvantageOptions, StepRewards
+from mobula.learner.algorithms.advantages.statistics import STD_FLOOR, GroupStatistics, whitened
 
 
 def gdpo(rewards: StepRewards, options: AdvantageOptions) -> Tensor:

@@ -7,8 +7,8 @@ from math import comb, sqrt
 import torch
 from torch import Tensor
 
-from learner.algorithms.advantages.inputs import AdvantageOptions, StepRewards
-from learner.algorithms.advantages.statistics import GroupStatistics
+from mobula.learner.algorithms.advantages.inputs import AdvantageOptions, StepRewards
+from mobula.learner.algorithms.advantages.statistics import GroupStatistics
 
 
 def pass_at_k(rewards: StepRewards, options: AdvantageOptions) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from learner.algorithms.advantages.inputs import StepRewards
+from mobula.learner.algorithms.advantages.inputs import StepRewards
 
 STD_FLOOR = 1e-4  # added to a standard deviation before dividing by it
 POPULATION = "population"  # the variance divides by n; "unbiased" divides by n - 1

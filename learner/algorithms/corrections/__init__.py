@@ -3,14 +3,14 @@ chooses, `algorithm.old_logprobs` says what the proximal policy is."""
 
 from __future__ import annotations
 
-from learner.algorithms.corrections.base import CorrectionFunction
-from learner.algorithms.corrections.decoupled import decoupled
-from learner.algorithms.corrections.icepop import icepop
-from learner.algorithms.corrections.mis import mis
-from learner.algorithms.corrections.none import none
-from learner.algorithms.corrections.proximal import OLD_LOGPROBS
-from learner.algorithms.corrections.tis_sequence import tis_sequence
-from learner.algorithms.corrections.tis_token import tis_token
+from mobula.learner.algorithms.corrections.base import CorrectionFunction
+from mobula.learner.algorithms.corrections.decoupled import decoupled
+from mobula.learner.algorithms.corrections.icepop import icepop
+from mobula.learner.algorithms.corrections.mis import mis
+from mobula.learner.algorithms.corrections.none import none
+from mobula.learner.algorithms.corrections.proximal import OLD_LOGPROBS
+from mobula.learner.algorithms.corrections.tis_sequence import tis_sequence
+from mobula.learner.algorithms.corrections.tis_token import tis_token
 
 CORRECTIONS: dict[str, CorrectionFunction] = {
     "none": none,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from learner.algorithms.ratios import bounded
+from mobula.learner.algorithms.ratios import bounded
 
 CorrectionFunction = Callable[..., Tensor]
 """`(proximal_logprobs, behavior_logprobs, mask, **parameters)`, all [B, T], to constant weights [B, T] of the policy

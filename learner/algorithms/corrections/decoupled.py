@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from learner.algorithms.corrections.base import token_ratio
+from mobula.learner.algorithms.corrections.base import token_ratio
 
 
 def decoupled(proximal_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from learner.algorithms.corrections.base import token_ratio
+from mobula.learner.algorithms.corrections.base import token_ratio
 
 
 def icepop(proximal_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor, *, low: float, high: float) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from learner.algorithms.corrections.base import sequence_ratio
+from mobula.learner.algorithms.corrections.base import sequence_ratio
 
 
 def mis(proximal_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor, *, cap: float) -> Tensor:

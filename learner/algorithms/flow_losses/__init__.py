@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from learner.algorithms.flow_losses.grpo_guard import grpo_guard
-from learner.algorithms.flow_losses.nft import nft
-from learner.algorithms.policy_losses.base import PolicyLoss
+from mobula.learner.algorithms.flow_losses.grpo_guard import grpo_guard
+from mobula.learner.algorithms.flow_losses.nft import nft
+from mobula.learner.algorithms.policy_losses.base import PolicyLoss
 
 Reads = Literal["moves", "velocities"]
 
 
 @dataclass(frozen=True)
 class FlowLoss:
-    """A loss, and what it reads of a policy's output (`learner.policies.base.PolicyOutput`)."""
+    """A loss, and what it reads of a policy's output (`mobula.learner.policies.base.PolicyOutput`)."""
 
     function: Callable[..., PolicyLoss]
     reads: Reads

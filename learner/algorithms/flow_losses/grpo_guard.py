@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from learner.algorithms.policy_losses.base import PolicyLoss, clipped_surrogate
-from learner.algorithms.ratios import log_ratio
+from mobula.learner.algorithms.policy_losses.base import PolicyLoss, clipped_surrogate
+from mobula.learner.algorithms.ratios import log_ratio
 
 
 def grpo_guard(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from learner.algorithms.policy_losses.base import PolicyLoss
+from mobula.learner.algorithms.policy_losses.base import PolicyLoss
 
 ERROR_FLOOR = 1e-5  # of the mean absolute error that squared errors are divided by
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from learner.algorithms.kl.base import KLEstimator
-from learner.algorithms.kl.coefficient import AdaptiveCoefficient, FixedCoefficient, KLCoefficient
-from learner.algorithms.kl.k1 import k1
-from learner.algorithms.kl.k2 import k2
-from learner.algorithms.kl.k3 import k3, k3_importance
+from mobula.learner.algorithms.kl.base import KLEstimator
+from mobula.learner.algorithms.kl.coefficient import AdaptiveCoefficient, FixedCoefficient, KLCoefficient
+from mobula.learner.algorithms.kl.k1 import k1
+from mobula.learner.algorithms.kl.k2 import k2
+from mobula.learner.algorithms.kl.k3 import k3, k3_importance
 
 KL_ESTIMATORS: dict[str, KLEstimator] = {"k1": k1, "k2": k2, "k3": k3, "k3_importance": k3_importance}
 

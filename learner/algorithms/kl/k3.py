@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from learner.algorithms.ratios import log_ratio
+from mobula.learner.algorithms.ratios import log_ratio
 
 
 def k3(logprobs: Tensor, reference_logprobs: Tensor, behavior_logprobs: Tensor) -> Tensor:

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from learner.algorithms.offline_losses.bradley_terry import bradley_terry
-from learner.algorithms.offline_losses.ipo import ipo
-from learner.algorithms.offline_losses.regression import regression
-from learner.algorithms.offline_losses.sigmoid import sigmoid
+from mobula.learner.algorithms.offline_losses.bradley_terry import bradley_terry
+from mobula.learner.algorithms.offline_losses.ipo import ipo
+from mobula.learner.algorithms.offline_losses.regression import regression
+from mobula.learner.algorithms.offline_losses.sigmoid import sigmoid
 
 PreferenceLoss = Callable[..., Tensor]
 """`(chosen, rejected, *, beta, label_smoothing)`: log-ratios [N] of the trained policy to the initial one -> [N]."""

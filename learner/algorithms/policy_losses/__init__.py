@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from learner.algorithms.policy_losses.base import PolicyLoss, PolicyLossFunction
-from learner.algorithms.policy_losses.cispo import cispo
-from learner.algorithms.policy_losses.cpg import cpg
-from learner.algorithms.policy_losses.dual_clip import dual_clip
-from learner.algorithms.policy_losses.gmpo import gmpo
-from learner.algorithms.policy_losses.gspo import gspo, gspo_token
-from learner.algorithms.policy_losses.ppo_clip import ppo_clip
-from learner.algorithms.policy_losses.reinforce import reinforce
-from learner.algorithms.policy_losses.sapo import sapo
+from mobula.learner.algorithms.policy_losses.base import PolicyLoss, PolicyLossFunction
+from mobula.learner.algorithms.policy_losses.cispo import cispo
+from mobula.learner.algorithms.policy_losses.cpg import cpg
+from mobula.learner.algorithms.policy_losses.dual_clip import dual_clip
+from mobula.learner.algorithms.policy_losses.gmpo import gmpo
+from mobula.learner.algorithms.policy_losses.gspo import gspo, gspo_token
+from mobula.learner.algorithms.policy_losses.ppo_clip import ppo_clip
+from mobula.learner.algorithms.policy_losses.reinforce import reinforce
+from mobula.learner.algorithms.policy_losses.sapo import sapo
 
 POLICY_LOSSES: dict[str, PolicyLossFunction] = {
     "ppo_clip": ppo_clip,

@@ -7,8 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from learner.algorithms.policy_losses.base import PolicyLoss
-from learner.algorithms.ratios import log_ratio
+from mobula.learner.algorithms.policy_losses.base import PolicyLoss
+from mobula.learner.algorithms.ratios import log_ratio
 
 
 def cpg(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from learner.algorithms.policy_losses.base import PolicyLoss
-from learner.algorithms.policy_losses.ppo_clip import ppo_clip
+from mobula.learner.algorithms.policy_losses.base import PolicyLoss
+from mobula.learner.algorithms.policy_losses.ppo_clip import ppo_clip
 
 
 def dual_clip(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from learner.algorithms.policy_losses.base import PolicyLoss, sequence_mean_of
-from learner.algorithms.ratios import log_ratio
+from mobula.learner.algorithms.policy_losses.base import PolicyLoss, sequence_mean_of
+from mobula.learner.algorithms.ratios import log_ratio
 
 
 def gmpo(

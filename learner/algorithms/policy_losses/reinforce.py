@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from learner.algorithms.policy_losses.base import PolicyLoss
-from learner.algorithms.ratios import log_ratio
+from mobula.learner.algorithms.policy_losses.base import PolicyLoss
+from mobula.learner.algorithms.ratios import log_ratio
 
 
 def reinforce(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> PolicyLoss:

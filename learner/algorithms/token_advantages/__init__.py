@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from learner.algorithms.token_advantages.gae import gae
-from learner.algorithms.token_advantages.inputs import TokenAdvantage, TokenCredit, TokenValues
-from learner.algorithms.token_advantages.turn_gae import turn_gae
+from mobula.learner.algorithms.token_advantages.gae import gae
+from mobula.learner.algorithms.token_advantages.inputs import TokenAdvantage, TokenCredit, TokenValues
+from mobula.learner.algorithms.token_advantages.turn_gae import turn_gae
 
 TOKEN_ADVANTAGES: dict[str, TokenAdvantage] = {"gae": gae, "turn_gae": turn_gae}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from learner.algorithms.token_advantages.inputs import TokenCredit, TokenValues
+from mobula.learner.algorithms.token_advantages.inputs import TokenCredit, TokenValues
 
 
 def gae(response: TokenValues, gamma: float, gae_lambda: float) -> TokenCredit:

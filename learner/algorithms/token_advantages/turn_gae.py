@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from learner.algorithms.token_advantages.gae import estimated
-from learner.algorithms.token_advantages.inputs import TokenCredit, TokenValues
-from learner.algorithms.turns import turns_of
+from mobula.learner.algorithms.token_advantages.gae import estimated
+from mobula.learner.algorithms.token_advantages.inputs import TokenCredit, TokenValues
+from mobula.learner.algorithms.turns import turns_of
 
 
 def turn_gae(response: TokenValues, gamma: float, gae_lambda: float) -> TokenCredit:

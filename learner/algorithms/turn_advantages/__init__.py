@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from learner.algorithms.turn_advantages.inputs import StepTurns, TurnAdvantage
-from learner.algorithms.turn_advantages.return_to_go import return_to_go
+from mobula.learner.algorithms.turn_advantages.inputs import StepTurns, TurnAdvantage
+from mobula.learner.algorithms.turn_advantages.return_to_go import return_to_go
 
 TURN_ADVANTAGES: dict[str, TurnAdvantage] = {"return_to_go": return_to_go}
 

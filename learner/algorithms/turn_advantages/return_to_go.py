@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from learner.algorithms.turn_advantages.inputs import StepTurns
+from mobula.learner.algorithms.turn_advantages.inputs import StepTurns
 
 
 def return_to_go(turns: StepTurns, discount: float) -> np.ndarray:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from learner.policies.attention.packed import PACKAGES, PACKED, RowBounds
-from learner.policies.batch import RowPlaces
+from mobula.learner.policies.attention.packed import PACKAGES, PACKED, RowBounds
+from mobula.learner.policies.batch import RowPlaces
 
 PER_TOKEN = ("inputs_embeds", "visual_pos_masks")  # arguments of decoders with axes [B, S, ...]
 POSITIONS = "position_ids"  # [B, S], or [3, B, S] with M-RoPE

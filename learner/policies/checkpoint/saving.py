@@ -13,9 +13,9 @@ from huggingface_hub import save_torch_state_dict, snapshot_download
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
-from learner.policies.checkpoint.stored import SavedDtypes
-from learner.policies.families import own_family
-from learner.policies.loading import as_stored, saved_names
+from mobula.learner.policies.checkpoint.stored import SavedDtypes
+from mobula.learner.policies.families import own_family
+from mobula.learner.policies.loading import as_stored, saved_names
 
 CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
 TEMPLATES_FOLDER = "additional_chat_templates"

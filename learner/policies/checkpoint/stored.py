@@ -13,9 +13,9 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from cluster.weight_sync.manifest import Manifest, StoredTensor, TensorSpec, checkpoint_files, stored_tensors
-from learner.policies.families import own_family
-from learner.policies.loading import as_stored, checkpoint_names, described_model, saved_names
+from mobula.cluster.weight_sync.manifest import Manifest, StoredTensor, TensorSpec, checkpoint_files, stored_tensors
+from mobula.learner.policies.families import own_family
+from mobula.learner.policies.loading import as_stored, checkpoint_names, described_model, saved_names
 
 FLOATING = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 

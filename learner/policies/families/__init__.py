@@ -1,6 +1,6 @@
 """Model families: one file for each, found by the `model_type` of a checkpoint's config.json."""
 
-from learner.policies.families.registry import (
+from mobula.learner.policies.families.registry import (
     AUDIO_TYPES,
     DRAWING_TYPES,
     LANGUAGE,

@@ -13,10 +13,10 @@ from PIL import Image
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
-from configs.schema import DataConfig
-from configs.schema.data import VideoConfig
-from configs.schema.rollout import SamplerKind
-from learner.policies.batch import TokenBatch, joined
+from mobula.configs.schema import DataConfig
+from mobula.configs.schema.data import VideoConfig
+from mobula.configs.schema.rollout import SamplerKind
+from mobula.learner.policies.batch import TokenBatch, joined
 
 Size = tuple[int, int]  # (width, height) of a picture as it is in its file
 

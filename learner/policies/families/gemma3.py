@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
-from configs.schema.rollout import SamplerKind
-from learner.policies.batch import TokenBatch
-from learner.policies.families.base import Size
-from learner.policies.families.vision import VisionFamily
+from mobula.configs.schema.rollout import SamplerKind
+from mobula.learner.policies.batch import TokenBatch
+from mobula.learner.policies.families.base import Size
+from mobula.learner.policies.families.vision import VisionFamily
 
 MASKED = ("sdpa", "eager")  # attention of transformers that takes a mask of any form
 

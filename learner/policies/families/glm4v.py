@@ -12,8 +12,8 @@ from transformers.models.glm4v.image_processing_glm4v import smart_resize as sca
 from transformers.models.glm4v.video_processing_glm4v import smart_resize
 from transformers.utils import ModelOutput
 
-from learner.policies.families.qwen_vl import LongVideos, tower_inputs
-from learner.policies.families.vision import interleaved
+from mobula.learner.policies.families.qwen_vl import LongVideos, tower_inputs
+from mobula.learner.policies.families.vision import interleaved
 
 
 class Glm4v(LongVideos):

@@ -12,9 +12,9 @@ from PIL import Image
 from torch import Tensor
 from transformers import AutoImageProcessor, PreTrainedConfig, ProcessorMixin
 
-from configs.schema import DataConfig
-from learner.policies.families.base import Size
-from learner.policies.families.vision import VisionFamily
+from mobula.configs.schema import DataConfig
+from mobula.learner.policies.families.base import Size
+from mobula.learner.policies.families.vision import VisionFamily
 
 
 class Idefics(VisionFamily):

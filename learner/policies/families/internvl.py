@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from transformers import AutoImageProcessor, PreTrainedConfig, ProcessorMixin
 from transformers.utils import ModelOutput
 
-from configs.schema import DataConfig
-from configs.schema.data import VideoConfig
-from learner.policies.batch import TokenBatch
-from learner.policies.families.base import Clip, Size, VideoFamily
-from learner.policies.families.vision import VisionFamily, interleaved, picture_settings, place, refuse_long
+from mobula.configs.schema import DataConfig
+from mobula.configs.schema.data import VideoConfig
+from mobula.learner.policies.batch import TokenBatch
+from mobula.learner.policies.families.base import Clip, Size, VideoFamily
+from mobula.learner.policies.families.vision import VisionFamily, interleaved, picture_settings, place, refuse_long
 
 
 class InternVL(VisionFamily, VideoFamily):

@@ -13,10 +13,10 @@ from transformers import PreTrainedConfig, ProcessorMixin
 from transformers.models.llava_onevision.modeling_llava_onevision import image_size_to_num_patches
 from transformers.utils import ModelOutput
 
-from configs.schema.data import VideoConfig
-from learner.policies.batch import TokenBatch
-from learner.policies.families.base import Clip, Size, VideoFamily
-from learner.policies.families.vision import VisionFamily, place, refuse_long
+from mobula.configs.schema.data import VideoConfig
+from mobula.learner.policies.batch import TokenBatch
+from mobula.learner.policies.families.base import Clip, Size, VideoFamily
+from mobula.learner.policies.families.vision import VisionFamily, place, refuse_long
 
 
 class LlavaOneVision(VisionFamily, VideoFamily):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from learner.policies.families.qwen3_vl import Qwen3VL
+from mobula.learner.policies.families.qwen3_vl import Qwen3VL
 
 
 class Qwen35(Qwen3VL):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize
 
-from learner.policies.families.qwen_vl import MEDIA_TOKENS, LongVideos
+from mobula.learner.policies.families.qwen_vl import MEDIA_TOKENS, LongVideos
 
 MAX_LAYERS = 256  # of a decoder with routers
 

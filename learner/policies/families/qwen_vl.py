@@ -26,12 +26,12 @@ from transformers.vision_utils import (
     get_vision_window_index,
 )
 
-from configs.schema import DataConfig
-from configs.schema.data import VideoConfig
-from learner.policies.batch import TokenBatch
-from learner.policies.device_copies import on_device
-from learner.policies.families.base import Clip, Size, VideoFamily
-from learner.policies.families.vision import VisionFamily, place
+from mobula.configs.schema import DataConfig
+from mobula.configs.schema.data import VideoConfig
+from mobula.learner.policies.batch import TokenBatch
+from mobula.learner.policies.device_copies import on_device
+from mobula.learner.policies.families.base import Clip, Size, VideoFamily
+from mobula.learner.policies.families.vision import VisionFamily, place
 
 MEDIA_TOKENS = r"<\|(image_pad|video_pad|vision_start|vision_end|vision_pad)\|>"
 

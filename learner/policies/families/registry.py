@@ -5,21 +5,21 @@ from __future__ import annotations
 import transformers
 from transformers import AutoConfig, PreTrainedConfig
 
-from configs.schema import PolicyConfig
-from learner.policies.families.audio.qwen2_5_omni import Qwen25Omni
-from learner.policies.families.audio.qwen2_audio import Qwen2Audio
-from learner.policies.families.base import AudioFamily, Family, VideoFamily
-from learner.policies.families.gemma3 import Gemma3
-from learner.policies.families.glm4v import Glm4v
-from learner.policies.families.idefics import Idefics
-from learner.policies.families.internvl import InternVL
-from learner.policies.families.llava_onevision import LlavaOneVision
-from learner.policies.families.qwen3_5 import Qwen35
-from learner.policies.families.qwen3_vl import Qwen3VL, Qwen3VLMoe
-from learner.policies.families.qwen_vl import QwenVL
-from learner.policies.families.refused import REFUSED
-from learner.policies.families.text import Janus, TextFamily
-from learner.policies.families.unknown import UnknownFamily
+from mobula.configs.schema import PolicyConfig
+from mobula.learner.policies.families.audio.qwen2_5_omni import Qwen25Omni
+from mobula.learner.policies.families.audio.qwen2_audio import Qwen2Audio
+from mobula.learner.policies.families.base import AudioFamily, Family, VideoFamily
+from mobula.learner.policies.families.gemma3 import Gemma3
+from mobula.learner.policies.families.glm4v import Glm4v
+from mobula.learner.policies.families.idefics import Idefics
+from mobula.learner.policies.families.internvl import InternVL
+from mobula.learner.policies.families.llava_onevision import LlavaOneVision
+from mobula.learner.policies.families.qwen3_5 import Qwen35
+from mobula.learner.policies.families.qwen3_vl import Qwen3VL, Qwen3VLMoe
+from mobula.learner.policies.families.qwen_vl import QwenVL
+from mobula.learner.policies.families.refused import REFUSED
+from mobula.learner.policies.families.text import Janus, TextFamily
+from mobula.learner.policies.families.unknown import UnknownFamily
 
 FAMILIES: tuple[Family, ...] = (
     QwenVL(),

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from learner.policies.batch import TokenBatch
-from learner.policies.families.base import Family
+from mobula.learner.policies.batch import TokenBatch
+from mobula.learner.policies.families.base import Family
 
 
 class TextFamily(Family):
@@ -29,7 +29,7 @@ class TextFamily(Family):
 
 
 class Janus(Family):
-    """Its answers are image tokens; `learner.policies.image_tokens` computes them."""
+    """Its answers are image tokens; `mobula.learner.policies.image_tokens` computes them."""
 
     model_types = ("janus",)
     media_tokens = ""

@@ -21,9 +21,9 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 from transformers.utils import ModelOutput
 
-from learner.policies.batch import TokenBatch
-from learner.policies.device_copies import on_device
-from learner.policies.families.vision import VisionFamily, picture_settings
+from mobula.learner.policies.batch import TokenBatch
+from mobula.learner.policies.device_copies import on_device
+from mobula.learner.policies.families.vision import VisionFamily, picture_settings
 
 BLANK_SIDE = 56  # pixels of the picture that a batch without pictures shows the tower
 TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")

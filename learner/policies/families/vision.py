@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel, ProcessorMixin
 from transformers.utils import ModelOutput
 
-from configs.schema.data import VideoConfig
-from learner.policies.batch import MediaBatch, TokenBatch
-from learner.policies.device_copies import on_device
-from learner.policies.families.base import Clip, PictureFamily, Size
+from mobula.configs.schema.data import VideoConfig
+from mobula.learner.policies.batch import MediaBatch, TokenBatch
+from mobula.learner.policies.device_copies import on_device
+from mobula.learner.policies.families.base import Clip, PictureFamily, Size
 
 MODALITIES = ("image", "video")  # the n-th of them is n in token types
 

@@ -16,11 +16,11 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import GatedRepoError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
 from torch import Tensor, nn
 
-from cluster.records.trajectory import Prompt
-from learner.policies.checkpoint.stored import SavedDtypes
-from learner.policies.flow.denoising import Denoising, canary_actions
-from learner.policies.flow.families import TRANSFORMER, Schedule, flow_family_at, pipeline_index
-from learner.policies.flow.rows import LatentSequence
+from mobula.cluster.records.trajectory import Prompt
+from mobula.learner.policies.checkpoint.stored import SavedDtypes
+from mobula.learner.policies.flow.denoising import Denoising, canary_actions
+from mobula.learner.policies.flow.families import TRANSFORMER, Schedule, flow_family_at, pipeline_index
+from mobula.learner.policies.flow.rows import LatentSequence
 
 VAE, SCHEDULER = "vae", "scheduler"
 DENOISING = (TRANSFORMER, VAE, SCHEDULER)  # what sampling needs: prompts come encoded

@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from cluster.records.actions import LatentActions
-from cluster.runtime.seeds import derived_seed
-from configs.schema.rollout import FlowConfig
-from learner.policies.flow.families import FlowFamily, PictureSize
-from learner.policies.sde import KERNELS, FlowStep, Transition
+from mobula.cluster.records.actions import LatentActions
+from mobula.cluster.runtime.seeds import derived_seed
+from mobula.configs.schema.rollout import FlowConfig
+from mobula.learner.policies.flow.families import FlowFamily, PictureSize
+from mobula.learner.policies.sde import KERNELS, FlowStep, Transition
 
 MIN_ROWS = 4  # of a forward pass; fewer are multiplied by other kernels, and a row would depend on how many there are
 

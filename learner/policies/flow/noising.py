@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cluster.records.actions import LatentActions
-from cluster.records.media import MediaHandle
-from cluster.records.trajectory import Prompt
-from learner.policies.device_copies import on_device
-from learner.policies.flow.rows import Reader, condition_of
+from mobula.cluster.records.actions import LatentActions
+from mobula.cluster.records.media import MediaHandle
+from mobula.cluster.records.trajectory import Prompt
+from mobula.learner.policies.device_copies import on_device
+from mobula.learner.policies.flow.rows import Reader, condition_of
 
 LevelDraw = Literal["uniform", "logit_normal"]
 

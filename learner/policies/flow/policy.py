@@ -11,13 +11,13 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from learner.policies.adapters import has_adapters, without_adapters
-from learner.policies.base import Moves, Policy, PolicyOutput, Velocities
-from learner.policies.flow.denoising import Denoising, velocities
-from learner.policies.flow.families import FlowFamily
-from learner.policies.flow.noising import NoisedBatch
-from learner.policies.flow.rows import LatentBatch
-from learner.policies.sde import FlowStep, Transition, gaussian_kl
+from mobula.learner.policies.adapters import has_adapters, without_adapters
+from mobula.learner.policies.base import Moves, Policy, PolicyOutput, Velocities
+from mobula.learner.policies.flow.denoising import Denoising, velocities
+from mobula.learner.policies.flow.families import FlowFamily
+from mobula.learner.policies.flow.noising import NoisedBatch
+from mobula.learner.policies.flow.rows import LatentBatch
+from mobula.learner.policies.sde import FlowStep, Transition, gaussian_kl
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class StepRescoring:
     """How stored steps are scored again.
 
     `divergence` is the KL divergence to the model without its adapters: `exact`, or `per_time`, which does not depend
-    on the size of the steps (`learner.policies.sde.gaussian_kl`).
+    on the size of the steps (`mobula.learner.policies.sde.gaussian_kl`).
     """
 
     denoising: Denoising

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cluster.records.actions import LatentActions
-from cluster.records.media import MediaHandle, ProcessedMedia
-from cluster.records.trajectory import MediaSpan, Prompt
-from learner.policies.device_copies import on_device
+from mobula.cluster.records.actions import LatentActions
+from mobula.cluster.records.media import MediaHandle, ProcessedMedia
+from mobula.cluster.records.trajectory import MediaSpan, Prompt
+from mobula.learner.policies.device_copies import on_device
 
 CONDITION = "condition"  # modality of a medium that holds an encoded prompt
 WHERE = MediaSpan(0, 0)  # of a condition: it stands at no token
@@ -91,7 +91,7 @@ class LatentBatch:
     timesteps: Tensor  # float32 [N]
     sigmas: Tensor  # float32 [N]: noise levels before each step
     next_sigmas: Tensor  # float32 [N]: and after it
-    max_sigmas: Tensor  # float32 [N]: the second level of the schedule, see `learner.policies.sde`
+    max_sigmas: Tensor  # float32 [N]: the second level of the schedule, see `mobula.learner.policies.sde`
     target_mask: Tensor  # bool [B, T]: False behind a row's last step
     target_rows: Tensor  # int64 [N]: where they are in [B, T]
     target_columns: Tensor  # int64 [N]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
-from learner.policies.sde import guided
+from mobula.learner.policies.sde import guided
 
 TRAINED = ("model.language_model.", "model.generation_")
 """Beginnings of the parameters that image tokens are predicted by."""

@@ -10,11 +10,11 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from configs.schema import LearnerConfig
-from learner.policies.base import Policy, PolicyOutput
-from learner.policies.batch import TokenBatch
-from learner.policies.image_tokens.guidance import TRAINED, embedded, head_states, image_logits, without_text
-from learner.policies.logprobs import Distribution, TokenLogprobs, token_logprobs
+from mobula.configs.schema import LearnerConfig
+from mobula.learner.policies.base import Policy, PolicyOutput
+from mobula.learner.policies.batch import TokenBatch
+from mobula.learner.policies.image_tokens.guidance import TRAINED, embedded, head_states, image_logits, without_text
+from mobula.learner.policies.logprobs import Distribution, TokenLogprobs, token_logprobs
 
 
 class ImageTokenPolicy(Policy):

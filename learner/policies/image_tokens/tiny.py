@@ -17,8 +17,8 @@ from transformers import (
     Qwen2Tokenizer,
 )
 
-from learner.policies.tiny.tokenizer import INITIALIZER_RANGE, SPECIAL_TOKENS, build_tokenizer, chat_template
-from learner.policies.tiny.writing import decoder_config
+from mobula.learner.policies.tiny.tokenizer import INITIALIZER_RANGE, SPECIAL_TOKENS, build_tokenizer, chat_template
+from mobula.learner.policies.tiny.writing import decoder_config
 
 TINY_JANUS = "janus"  # `mobula init-model` without `tiny-`
 SIDE, PATCH, NUM_CODES = 16, 4, 64

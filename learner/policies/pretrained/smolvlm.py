@@ -14,10 +14,10 @@ from transformers import (
     SmolVLMVideoProcessor,
 )
 
-from learner.policies.pretrained.installing import install_checkpoint
-from learner.policies.pretrained.smollm2 import smollm2_config, smollm2_model, smollm2_tokenizer
-from learner.policies.tiny.tokenizer import chat_template
-from learner.policies.tiny.writing import vision_config
+from mobula.learner.policies.pretrained.installing import install_checkpoint
+from mobula.learner.policies.pretrained.smollm2 import smollm2_config, smollm2_model, smollm2_tokenizer
+from mobula.learner.policies.tiny.tokenizer import chat_template
+from mobula.learner.policies.tiny.writing import vision_config
 
 TILE = 64
 TOKENS_PER_TILE = 4

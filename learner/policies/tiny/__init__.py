@@ -11,24 +11,24 @@ from typing import Protocol
 
 from transformers import Qwen2_5_VLModel
 
-from learner.policies.families.vision import takes_encoded_pictures
-from learner.policies.tiny.audio.qwen2_5_omni import write_tiny_qwen2_5_omni
-from learner.policies.tiny.audio.qwen2_audio import write_tiny_qwen2_audio
-from learner.policies.tiny.gemma3 import write_tiny_gemma3
-from learner.policies.tiny.glm4v import write_tiny_glm4v
-from learner.policies.tiny.idefics import ARCHITECTURES as IDEFICS
-from learner.policies.tiny.idefics import write_tiny_idefics
-from learner.policies.tiny.internvl import DECODERS, write_tiny_internvl
-from learner.policies.tiny.llava import write_tiny_llava
-from learner.policies.tiny.llava_onevision import write_tiny_llava_onevision
-from learner.policies.tiny.qwen2_5_vl import write_tiny_qwen2_5_vl
-from learner.policies.tiny.qwen2_vl import write_tiny_qwen2_vl
-from learner.policies.tiny.qwen3_5 import write_tiny_qwen3_5
-from learner.policies.tiny.qwen3_vl import write_tiny_qwen3_vl
-from learner.policies.tiny.qwen3_vl_moe import write_tiny_qwen3_vl_moe
-from learner.policies.tiny.text import ARCHITECTURES as TEXT
-from learner.policies.tiny.text import write_tiny_text
-from learner.policies.tiny.tokenizer import MAX_POSITIONS, SPECIAL_TOKENS, WORDS
+from mobula.learner.policies.families.vision import takes_encoded_pictures
+from mobula.learner.policies.tiny.audio.qwen2_5_omni import write_tiny_qwen2_5_omni
+from mobula.learner.policies.tiny.audio.qwen2_audio import write_tiny_qwen2_audio
+from mobula.learner.policies.tiny.gemma3 import write_tiny_gemma3
+from mobula.learner.policies.tiny.glm4v import write_tiny_glm4v
+from mobula.learner.policies.tiny.idefics import ARCHITECTURES as IDEFICS
+from mobula.learner.policies.tiny.idefics import write_tiny_idefics
+from mobula.learner.policies.tiny.internvl import DECODERS, write_tiny_internvl
+from mobula.learner.policies.tiny.llava import write_tiny_llava
+from mobula.learner.policies.tiny.llava_onevision import write_tiny_llava_onevision
+from mobula.learner.policies.tiny.qwen2_5_vl import write_tiny_qwen2_5_vl
+from mobula.learner.policies.tiny.qwen2_vl import write_tiny_qwen2_vl
+from mobula.learner.policies.tiny.qwen3_5 import write_tiny_qwen3_5
+from mobula.learner.policies.tiny.qwen3_vl import write_tiny_qwen3_vl
+from mobula.learner.policies.tiny.qwen3_vl_moe import write_tiny_qwen3_vl_moe
+from mobula.learner.policies.tiny.text import ARCHITECTURES as TEXT
+from mobula.learner.policies.tiny.text import write_tiny_text
+from mobula.learner.policies.tiny.tokenizer import MAX_POSITIONS, SPECIAL_TOKENS, WORDS
 
 __all__ = ["MAX_POSITIONS", "SPECIAL_TOKENS", "TINY", "WORDS", "write_checked", "write_tiny", "write_tiny_qwen2_5_vl"]
 

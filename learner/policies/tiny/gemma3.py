@@ -7,8 +7,8 @@ from pathlib import Path
 from tokenizers import AddedToken
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration, Gemma3ImageProcessor, Gemma3Processor
 
-from learner.policies.tiny.tokenizer import build_tokenizer
-from learner.policies.tiny.writing import decoder_config, vision_config, write_checkpoint
+from mobula.learner.policies.tiny.tokenizer import build_tokenizer
+from mobula.learner.policies.tiny.writing import decoder_config, vision_config, write_checkpoint
 
 SIDE = 56
 TOKENS_PER_PICTURE = 4

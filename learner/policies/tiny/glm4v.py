@@ -12,8 +12,8 @@ from transformers import (
     Glm4vVideoProcessor,
 )
 
-from learner.policies.tiny.tokenizer import INITIALIZER_RANGE, build_tokenizer
-from learner.policies.tiny.writing import HIDDEN_SIZE, decoder_config, write_checkpoint
+from mobula.learner.policies.tiny.tokenizer import INITIALIZER_RANGE, build_tokenizer
+from mobula.learner.policies.tiny.writing import HIDDEN_SIZE, decoder_config, write_checkpoint
 
 PIXELS_PER_TOKEN = 28 * 28
 MAX_PICTURE_TOKENS = 64

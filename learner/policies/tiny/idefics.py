@@ -18,8 +18,8 @@ from transformers import (
     SmolVLMVideoProcessor,
 )
 
-from learner.policies.tiny.tokenizer import build_tokenizer, chat_template
-from learner.policies.tiny.writing import decoder_config, vision_config, write_checkpoint
+from mobula.learner.policies.tiny.tokenizer import build_tokenizer, chat_template
+from mobula.learner.policies.tiny.writing import decoder_config, vision_config, write_checkpoint
 
 TILE = 64
 TOKENS_PER_TILE = 4

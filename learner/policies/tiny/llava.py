@@ -6,8 +6,8 @@ from pathlib import Path
 
 from transformers import CLIPImageProcessor, LlavaConfig, LlavaForConditionalGeneration, LlavaProcessor
 
-from learner.policies.tiny.tokenizer import build_tokenizer, chat_template
-from learner.policies.tiny.writing import decoder_config, vision_config, write_checkpoint
+from mobula.learner.policies.tiny.tokenizer import build_tokenizer, chat_template
+from mobula.learner.policies.tiny.writing import decoder_config, vision_config, write_checkpoint
 
 SIDE = 56
 PATCH_SIZE = 14

@@ -12,8 +12,8 @@ from transformers import (
     LlavaOnevisionVideoProcessor,
 )
 
-from learner.policies.tiny.tokenizer import build_tokenizer, chat_template
-from learner.policies.tiny.writing import decoder_config, vision_config, write_checkpoint
+from mobula.learner.policies.tiny.tokenizer import build_tokenizer, chat_template
+from mobula.learner.policies.tiny.writing import decoder_config, vision_config, write_checkpoint
 
 TILE = 56
 TOKENS_PER_TILE = 16

@@ -18,7 +18,7 @@ from transformers import (
     Qwen2VLVideoProcessor,
 )
 
-from learner.policies.tiny.tokenizer import (
+from mobula.learner.policies.tiny.tokenizer import (
     INITIALIZER_RANGE,
     MAX_POSITIONS,
     VISION_TEMPLATE,

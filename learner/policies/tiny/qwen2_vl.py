@@ -12,9 +12,9 @@ from transformers import (
     Qwen2VLVideoProcessor,
 )
 
-from learner.policies.tiny.qwen2_5_vl import MAX_PICTURE_TOKENS, MERGE_SIZE, PATCH_SIZE, PIXELS_PER_TOKEN
-from learner.policies.tiny.tokenizer import INITIALIZER_RANGE, VISION_TEMPLATE, build_tokenizer, media_token_ids
-from learner.policies.tiny.writing import HIDDEN_SIZE, decoder_config, write_checkpoint
+from mobula.learner.policies.tiny.qwen2_5_vl import MAX_PICTURE_TOKENS, MERGE_SIZE, PATCH_SIZE, PIXELS_PER_TOKEN
+from mobula.learner.policies.tiny.tokenizer import INITIALIZER_RANGE, VISION_TEMPLATE, build_tokenizer, media_token_ids
+from mobula.learner.policies.tiny.writing import HIDDEN_SIZE, decoder_config, write_checkpoint
 
 
 def write_tiny_qwen2_vl(folder: Path, *, seed: int = 0, tie_word_embeddings: bool = False) -> Path:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
-from learner.policies.tiny.qwen3_vl import build_processor, vision_of
-from learner.policies.tiny.tokenizer import build_tokenizer, media_token_ids
-from learner.policies.tiny.writing import decoder_config, write_checkpoint
+from mobula.learner.policies.tiny.qwen3_vl import build_processor, vision_of
+from mobula.learner.policies.tiny.tokenizer import build_tokenizer, media_token_ids
+from mobula.learner.policies.tiny.writing import decoder_config, write_checkpoint
 
 ROPE = {
     "rope_type": "default",

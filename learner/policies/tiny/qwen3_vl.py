@@ -14,8 +14,8 @@ from transformers import (
     Qwen3VLVideoProcessor,
 )
 
-from learner.policies.tiny.tokenizer import INITIALIZER_RANGE, VISION_TEMPLATE, build_tokenizer, media_token_ids
-from learner.policies.tiny.writing import HIDDEN_SIZE, decoder_config, write_checkpoint
+from mobula.learner.policies.tiny.tokenizer import INITIALIZER_RANGE, VISION_TEMPLATE, build_tokenizer, media_token_ids
+from mobula.learner.policies.tiny.writing import HIDDEN_SIZE, decoder_config, write_checkpoint
 
 PIXELS_PER_TOKEN = 32 * 32
 MAX_PICTURE_TOKENS = 64

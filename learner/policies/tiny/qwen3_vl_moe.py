@@ -7,9 +7,9 @@ from pathlib import Path
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
 
-from learner.policies.tiny.qwen3_vl import ROPE, build_processor, vision_of
-from learner.policies.tiny.tokenizer import build_tokenizer, media_token_ids
-from learner.policies.tiny.writing import decoder_config, write_checkpoint
+from mobula.learner.policies.tiny.qwen3_vl import ROPE, build_processor, vision_of
+from mobula.learner.policies.tiny.tokenizer import build_tokenizer, media_token_ids
+from mobula.learner.policies.tiny.writing import decoder_config, write_checkpoint
 
 NUM_EXPERTS = 4
 

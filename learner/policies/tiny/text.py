@@ -6,8 +6,8 @@ from pathlib import Path
 
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from learner.policies.tiny.tokenizer import VISION_TEMPLATE, build_tokenizer
-from learner.policies.tiny.writing import decoder_config, write_checkpoint
+from mobula.learner.policies.tiny.tokenizer import VISION_TEMPLATE, build_tokenizer
+from mobula.learner.policies.tiny.writing import decoder_config, write_checkpoint
 
 ARCHITECTURES = {
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 32}),

@@ -16,7 +16,7 @@ from transformers import (
     ProcessorMixin,
 )
 
-from learner.policies.tiny.tokenizer import INITIALIZER_RANGE, MAX_POSITIONS
+from mobula.learner.policies.tiny.tokenizer import INITIALIZER_RANGE, MAX_POSITIONS
 
 HIDDEN_SIZE = 128
 

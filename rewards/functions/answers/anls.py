@@ -6,11 +6,11 @@ from typing import Literal
 
 from rapidfuzz.distance import Levenshtein
 
-from rewards.contract import RewardRequest, Score
-from rewards.functions.parsing.extraction import RequestExtractor
-from rewards.functions.parsing.references import check_number, given_references
-from rewards.functions.parsing.unicode_latex import plain_forms
-from rewards.tools import Tools
+from mobula.rewards.contract import RewardRequest, Score
+from mobula.rewards.functions.parsing.extraction import RequestExtractor
+from mobula.rewards.functions.parsing.references import check_number, given_references
+from mobula.rewards.functions.parsing.unicode_latex import plain_forms
+from mobula.rewards.tools import Tools
 
 
 class Anls:
@@ -18,7 +18,7 @@ class Anls:
 
     Of each reference: d = edit distance / length of the longer text, on texts in lower case whose white space is single
     spaces. The value is 1 - the least d, and 0 if that is below `threshold` (published: 0.5). `extract` selects where
-    the answer stands (`rewards.functions.parsing.extraction`).
+    the answer stands (`mobula.rewards.functions.parsing.extraction`).
 
     `lengths="raw"` counts the lengths before white space is folded, as the public scorers do, so there a wrong answer
     gains by blanks; `"folded"` counts what is compared. On purpose, other than published: an answer has no white space

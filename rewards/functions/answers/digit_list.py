@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 
-from cluster.errors import RewardError
-from rewards.contract import RewardRequest, Score
-from rewards.functions.parsing.references import given_references
-from rewards.tools import Tools
+from mobula.cluster.errors import RewardError
+from mobula.rewards.contract import RewardRequest, Score
+from mobula.rewards.functions.parsing.references import given_references
+from mobula.rewards.tools import Tools
 
 _SENTENCE_ENDS = re.compile(r"(?<=\.)\s+|\s*\n\s*")
 _NAMED = re.compile(r"Picture ([A-Z]) is the digit ([0-9])\.")

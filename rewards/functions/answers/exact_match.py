@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 
-from rewards.contract import RewardRequest, Score
-from rewards.functions.parsing.extraction import RequestExtractor
-from rewards.functions.parsing.references import check_true_or_false, given_references
-from rewards.functions.parsing.unicode_latex import composed
-from rewards.tools import Tools
+from mobula.rewards.contract import RewardRequest, Score
+from mobula.rewards.functions.parsing.extraction import RequestExtractor
+from mobula.rewards.functions.parsing.references import check_true_or_false, given_references
+from mobula.rewards.functions.parsing.unicode_latex import composed
+from mobula.rewards.tools import Tools
 
 # A digit at an alias's edge must be the number's edge as well: 7 is not in -7, 3.7, 7.5, 7/8, 1,007, 7:30 or 7%.
 _NUMBER_BEGINS = re.compile(r"(?<!\w)(?<![-+.\N{MINUS SIGN}\N{EN DASH}])(?<![0-9][,:/^*])")
@@ -27,7 +27,7 @@ class ExactMatch:
     `ignore_case` folds upper and lower case. `whole_response` asks for nothing but the answer; else it may stand
     anywhere in what was extracted, between the boundaries of words ("cat" is not in "concatenate" or "cat-like") and
     numbers ("7" is not in "-7", "3.7" or "7/8"). Other text there is ignored: "not red" has "red".
-    `extract` selects where the answer stands (`rewards.functions.parsing.extraction`); None is `whole`.
+    `extract` selects where the answer stands (`mobula.rewards.functions.parsing.extraction`); None is `whole`.
     """
 
     def __init__(self, tools: Tools, *, ignore_case: bool, whole_response: bool, extract: str | None = None) -> None:

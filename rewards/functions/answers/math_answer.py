@@ -5,20 +5,20 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from cluster.errors import RewardError
-from rewards.contract import Outcome, RewardRequest, Score
-from rewards.functions.parsing.answer_words import TALK, why_other_words
-from rewards.functions.parsing.extraction import RequestExtractor
-from rewards.functions.parsing.latex_boxes import last_boxed
-from rewards.functions.parsing.named_forms import other_primes, without_option
-from rewards.functions.parsing.plain_answers import decide, normalise, why_no_value
-from rewards.functions.parsing.references import check_true_or_false, given_references
-from rewards.functions.parsing.units import same_unit, spelled, split_unit
-from rewards.isolation.calls import call_each, failure
-from rewards.tools import Tools
+from mobula.cluster.errors import RewardError
+from mobula.rewards.contract import Outcome, RewardRequest, Score
+from mobula.rewards.functions.parsing.answer_words import TALK, why_other_words
+from mobula.rewards.functions.parsing.extraction import RequestExtractor
+from mobula.rewards.functions.parsing.latex_boxes import last_boxed
+from mobula.rewards.functions.parsing.named_forms import other_primes, without_option
+from mobula.rewards.functions.parsing.plain_answers import decide, normalise, why_no_value
+from mobula.rewards.functions.parsing.references import check_true_or_false, given_references
+from mobula.rewards.functions.parsing.units import same_unit, spelled, split_unit
+from mobula.rewards.isolation.calls import call_each, failure
+from mobula.rewards.tools import Tools
 
 MAX_ANSWER_CHARS = 1000  # an answer longer than this, and than twice its reference, is no answer; parsing it would be
-_EQUIVALENT = "rewards.functions.parsing.math_verification:equivalent"
+_EQUIVALENT = "mobula.rewards.functions.parsing.math_verification:equivalent"
 
 _SET_OF_PAIRS = re.compile(r"\\\{\s*(\(.*\))\s*\\\}")
 

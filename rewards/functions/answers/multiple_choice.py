@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 
-from cluster.errors import RewardError
-from rewards.contract import RewardRequest, Score
-from rewards.functions.parsing.extraction import RequestExtractor
-from rewards.functions.parsing.latex_boxes import last_boxed
-from rewards.functions.parsing.references import given_references
-from rewards.functions.parsing.unicode_latex import plain_forms
-from rewards.tools import Tools
+from mobula.cluster.errors import RewardError
+from mobula.rewards.contract import RewardRequest, Score
+from mobula.rewards.functions.parsing.extraction import RequestExtractor
+from mobula.rewards.functions.parsing.latex_boxes import last_boxed
+from mobula.rewards.functions.parsing.references import given_references
+from mobula.rewards.functions.parsing.unicode_latex import plain_forms
+from mobula.rewards.tools import Tools
 
 # Words that take an answer back, or talk about an option instead of choosing it.
 _RETRACTION = re.compile(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 
-from rewards.contract import RewardRequest, Score
-from rewards.functions.parsing.extraction import RequestExtractor
-from rewards.functions.parsing.references import check_number, given_references
-from rewards.functions.parsing.unicode_latex import plain_forms
-from rewards.tools import Tools
+from mobula.rewards.contract import RewardRequest, Score
+from mobula.rewards.functions.parsing.extraction import RequestExtractor
+from mobula.rewards.functions.parsing.references import check_number, given_references
+from mobula.rewards.functions.parsing.unicode_latex import plain_forms
+from mobula.rewards.tools import Tools
 
 _NUMBER = re.compile(r"([+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,4})?)(\s?%|)")
 
@@ -18,7 +18,7 @@ class RelaxedAccuracy:
 
     Where answer a and reference r are both numbers and r is not 0, the value is 1 if |a - r| / |r| <= `tolerance`
     (published: 0.05); "x%" is x / 100. Else it is 1 if the texts are equal without regard to case. `extract` selects
-    where the answer stands (`rewards.functions.parsing.extraction`).
+    where the answer stands (`mobula.rewards.functions.parsing.extraction`).
 
     A number is a decimal in ASCII or full-width digits, with or without exponent. On purpose, other than the public
     scorers: "nan", "inf", "1_000" and other scripts' digits are texts, both texts are without white space around them,

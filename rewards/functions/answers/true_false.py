@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from typing import Literal
 
-from cluster.errors import RewardError
-from rewards.contract import RewardRequest, Score
-from rewards.functions.parsing.extraction import RequestExtractor
-from rewards.functions.parsing.references import given_references
-from rewards.tools import Tools
+from mobula.cluster.errors import RewardError
+from mobula.rewards.contract import RewardRequest, Score
+from mobula.rewards.functions.parsing.extraction import RequestExtractor
+from mobula.rewards.functions.parsing.references import given_references
+from mobula.rewards.tools import Tools
 
 # `no` answers only where it stands by itself: "no circle is red" answers nothing.
 _ANSWERS = re.compile(

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from cluster.errors import RewardError
-from rewards.contract import RewardRequest, Score
-from rewards.functions.geography.distances import Position, fixed_mean, haversine_km, kernels, mean_of_given
-from rewards.functions.geography.gazetteer import Geocoder, installed_gazetteer
-from rewards.functions.geography.place_answers import MAX_LATITUDE, MAX_LONGITUDE, PlaceAnswer, read_place
-from rewards.functions.geography.stages import FULL, STAGES, TAUS_KM
-from rewards.functions.parsing.references import check_number, given_metadata
-from rewards.tools import Tools
+from mobula.cluster.errors import RewardError
+from mobula.rewards.contract import RewardRequest, Score
+from mobula.rewards.functions.geography.distances import Position, fixed_mean, haversine_km, kernels, mean_of_given
+from mobula.rewards.functions.geography.gazetteer import Geocoder, installed_gazetteer
+from mobula.rewards.functions.geography.place_answers import MAX_LATITUDE, MAX_LONGITUDE, PlaceAnswer, read_place
+from mobula.rewards.functions.geography.stages import FULL, STAGES, TAUS_KM
+from mobula.rewards.functions.parsing.references import check_number, given_metadata
+from mobula.rewards.tools import Tools
 
 FROM_ROW = "row"
 TOLERANCE_KM = 25.0

@@ -6,7 +6,7 @@ import math
 import re
 from dataclasses import dataclass
 
-from rewards.functions.geography.distances import Position
+from mobula.rewards.functions.geography.distances import Position
 
 MAX_CHARS = 20_000  # of an answer that are read
 MAX_LATITUDE, MAX_LONGITUDE = 90.0, 180.0

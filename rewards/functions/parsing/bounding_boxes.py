@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
-from rewards.functions.parsing.strict_json import read_json
+from mobula.rewards.functions.parsing.strict_json import read_json
 
 Form = Literal["xyxy", "xywh"]
 Scale = Literal["relative", "thousandths", "pixels", "shown_pixels"]

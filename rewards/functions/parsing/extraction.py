@@ -6,9 +6,9 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from rewards.contract import RewardRequest
-from rewards.functions.parsing.latex_boxes import find_boxes
-from rewards.functions.parsing.strict_json import field_text, read_json
+from mobula.rewards.contract import RewardRequest
+from mobula.rewards.functions.parsing.latex_boxes import find_boxes
+from mobula.rewards.functions.parsing.strict_json import field_text, read_json
 
 Extractor = Callable[[str], tuple[str, str]]  # response -> (answer, ""), or ("", why there is none)
 

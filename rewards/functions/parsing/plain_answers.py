@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-from rewards.functions.parsing.named_forms import same_form
-from rewards.functions.parsing.typesetting import plain_typesetting
-from rewards.functions.parsing.unicode_latex import to_latex
+from mobula.rewards.functions.parsing.named_forms import same_form
+from mobula.rewards.functions.parsing.typesetting import plain_typesetting
+from mobula.rewards.functions.parsing.unicode_latex import to_latex
 
 _MATH_DELIMITERS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"))
 _TEXT_WRAPPER = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s*\{((?:[^{}\\]|\\[,;: ])*)\}")

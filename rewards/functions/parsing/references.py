@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from cluster.errors import RewardError
+from mobula.cluster.errors import RewardError
 
 
 def given_references(references: tuple[str, ...]) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rewards.functions.parsing.unit_names import singular, unit_symbol
+from mobula.rewards.functions.parsing.unit_names import singular, unit_symbol
 
 _NESTED = r"\{(?:[^{}]|\{[^{}]*\})*\}"
 _WRAPPING = r"\\(?:text|textrm|textbf|textit|mathrm|mathbf|mbox|operatorname)\s*"

@@ -6,12 +6,12 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from cluster.errors import RewardError
-from rewards.contract import RewardRequest, Score
-from rewards.functions.parsing.extraction import WAYS, Extractor, extractor
-from rewards.models.loading import one_of, positive_int
-from rewards.models.question import QuestionFinder
-from rewards.pictures import data_url
+from mobula.cluster.errors import RewardError
+from mobula.rewards.contract import RewardRequest, Score
+from mobula.rewards.functions.parsing.extraction import WAYS, Extractor, extractor
+from mobula.rewards.models.loading import one_of, positive_int
+from mobula.rewards.models.question import QuestionFinder
+from mobula.rewards.pictures import data_url
 
 PLACEHOLDERS = ("question", "response", "references")
 PICTURES = ("none", "prompt", "response", "both")

@@ -9,13 +9,13 @@ from typing import Any
 
 from pydantic import BaseModel, Field, ValidationError
 
-from cluster.errors import RewardError
-from rewards.contract import Outcome, RewardRequest, Score, ScoringFailure, failure_kind
-from rewards.http.connection import Connection
-from rewards.http.poster import JsonPoster
-from rewards.models.judges.grading import Grading, checked_extra
-from rewards.models.loading import positive_int
-from rewards.tools import Tools
+from mobula.cluster.errors import RewardError
+from mobula.rewards.contract import Outcome, RewardRequest, Score, ScoringFailure, failure_kind
+from mobula.rewards.http.connection import Connection
+from mobula.rewards.http.poster import JsonPoster
+from mobula.rewards.models.judges.grading import Grading, checked_extra
+from mobula.rewards.models.loading import positive_int
+from mobula.rewards.tools import Tools
 
 OWN_FIELDS = ("model", "messages", "max_tokens", "temperature", "stream", "n")
 

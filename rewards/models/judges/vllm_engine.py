@@ -16,11 +16,11 @@ from vllm.exceptions import VLLMClientError
 from vllm.platforms import current_platform
 from vllm.sampling_params import StructuredOutputsParams
 
-from cluster.errors import EngineLostError, RewardError
-from cluster.failures import Failure
-from cluster.runtime.concurrency import DaemonThread
-from rewards.hints import did_you_mean
-from rewards.tools import Tools
+from mobula.cluster.errors import EngineLostError, RewardError
+from mobula.cluster.failures import Failure
+from mobula.cluster.runtime.concurrency import DaemonThread
+from mobula.rewards.hints import did_you_mean
+from mobula.rewards.tools import Tools
 
 OWN_KEYS = ("model", "dtype", "runner", "distributed_executor_backend", "disable_log_stats")
 ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # the engine's core ends with this process

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from cluster.errors import RewardError
-from rewards.contract import FailureKind, Outcome, RewardRequest, ScoringFailure, TimedOutError, failure_kind
-from rewards.models.judges.grading import Grading, checked_extra
-from rewards.models.judges.vllm_engine import Reply, sampling_params, shared_engine
-from rewards.models.loading import positive_int
-from rewards.tools import Tools
+from mobula.cluster.errors import RewardError
+from mobula.rewards.contract import FailureKind, Outcome, RewardRequest, ScoringFailure, TimedOutError, failure_kind
+from mobula.rewards.models.judges.grading import Grading, checked_extra
+from mobula.rewards.models.judges.vllm_engine import Reply, sampling_params, shared_engine
+from mobula.rewards.models.loading import positive_int
+from mobula.rewards.tools import Tools
 
 OWN_FIELDS = ("max_tokens", "temperature", "n", "output_kind")
 TEMPLATE_FIELD = "chat_template_kwargs"

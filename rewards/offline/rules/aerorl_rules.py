@@ -6,10 +6,10 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from rewards.offline.options import ScoreOptions, clipped, format_scores
-from rewards.offline.rules.answers import Answer
-from rewards.offline.rules.entities import Memo, aerorl_aliases
-from rewards.offline.sources.records import Record
+from mobula.rewards.offline.options import ScoreOptions, clipped, format_scores
+from mobula.rewards.offline.rules.answers import Answer
+from mobula.rewards.offline.rules.entities import Memo, aerorl_aliases
+from mobula.rewards.offline.sources.records import Record
 
 EXACT, CONTAINED, WRONG, UNKNOWN = 1.0, 0.5, -0.5, 0.0
 

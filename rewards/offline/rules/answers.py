@@ -70,7 +70,7 @@ def _fenced(response: str) -> Answer:
 def _boxed(response: str) -> str:
     if "\\boxed" not in response:
         return response
-    from rewards.functions.parsing.latex_boxes import (
+    from mobula.rewards.functions.parsing.latex_boxes import (
         last_boxed,  # its package is needed where a response has a box alone
     )
 

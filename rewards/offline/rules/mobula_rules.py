@@ -6,11 +6,11 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from rewards.offline.options import ScoreOptions, clipped, format_scores
-from rewards.offline.rules.aerorl_rules import CONTAINED, EXACT, UNKNOWN, WRONG, cost
-from rewards.offline.rules.answers import Answer
-from rewards.offline.rules.entities import Key, Memo, entity_keys, fold
-from rewards.offline.sources.records import Record
+from mobula.rewards.offline.options import ScoreOptions, clipped, format_scores
+from mobula.rewards.offline.rules.aerorl_rules import CONTAINED, EXACT, UNKNOWN, WRONG, cost
+from mobula.rewards.offline.rules.answers import Answer
+from mobula.rewards.offline.rules.entities import Key, Memo, entity_keys, fold
+from mobula.rewards.offline.sources.records import Record
 
 NO_REFERENCE = "no reference"
 _MAX_PLACES = 1000  # where a reference is looked for in one response

@@ -9,21 +9,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cluster.errors import PreflightError, RewardError
-from cluster.records.trajectory import Response, Reward
-from configs.load import load_rewards
-from configs.schema.rewards import RewardsConfig
-from rewards.contract import FailureKind, RewardRequest
-from rewards.isolation.deadline import InTime
-from rewards.isolation.process_pool import IsolatedPool
-from rewards.offline.options import ScoreOptions
-from rewards.offline.rules.answers import Answer
-from rewards.offline.rules.schemes import TOTAL_DIGITS, Scheme, Scores
-from rewards.offline.sources.pictures import PictureFiles
-from rewards.offline.sources.records import Everything, Record
-from rewards.recipes import ComponentError
-from rewards.scoring import RewardScoring
-from rewards.tools import Tools
+from mobula.cluster.errors import PreflightError, RewardError
+from mobula.cluster.records.trajectory import Response, Reward
+from mobula.configs.load import load_rewards
+from mobula.configs.schema.rewards import RewardsConfig
+from mobula.rewards.contract import FailureKind, RewardRequest
+from mobula.rewards.isolation.deadline import InTime
+from mobula.rewards.isolation.process_pool import IsolatedPool
+from mobula.rewards.offline.options import ScoreOptions
+from mobula.rewards.offline.rules.answers import Answer
+from mobula.rewards.offline.rules.schemes import TOTAL_DIGITS, Scheme, Scores
+from mobula.rewards.offline.sources.pictures import PictureFiles
+from mobula.rewards.offline.sources.records import Everything, Record
+from mobula.rewards.recipes import ComponentError
+from mobula.rewards.scoring import RewardScoring
+from mobula.rewards.tools import Tools
 
 FUNCTION_SHARE, BATCH_SHARE = 1 / 20, 0.8  # of `timeout_s`
 PICTURES = "pictures"  # stands for a component where a record's pictures cannot be had

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from rewards.offline.options import COMPONENTS, ScoreOptions
-from rewards.offline.rules.aerorl_rules import AeroRLRules
-from rewards.offline.rules.answers import Answer
-from rewards.offline.rules.mobula_rules import MobulaRules
-from rewards.offline.sources.records import Record
+from mobula.rewards.offline.options import COMPONENTS, ScoreOptions
+from mobula.rewards.offline.rules.aerorl_rules import AeroRLRules
+from mobula.rewards.offline.rules.answers import Answer
+from mobula.rewards.offline.rules.mobula_rules import MobulaRules
+from mobula.rewards.offline.sources.records import Record
 
 Scores = tuple[float | None, ...]  # what a scheme makes its components and its total of
 TOTAL_DIGITS = 6

@@ -10,10 +10,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from cluster.errors import PreflightError
-from rewards.offline.sources.jsonl import Batch
-from rewards.offline.sources.pictures import PROMPT_KEYS, RESPONSE_KEYS, VIDEO_KEYS
-from rewards.offline.sources.records import (
+from mobula.cluster.errors import PreflightError
+from mobula.rewards.offline.sources.jsonl import Batch
+from mobula.rewards.offline.sources.pictures import PROMPT_KEYS, RESPONSE_KEYS, VIDEO_KEYS
+from mobula.rewards.offline.sources.records import (
     MAX_NAMED_LINES,
     BrokenRecordError,
     Record,

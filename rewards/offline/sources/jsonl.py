@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 
-from cluster.records.json_lines import parse_json
-from rewards.offline.sources.records import (
+from mobula.cluster.records.json_lines import parse_json
+from mobula.rewards.offline.sources.records import (
     MAX_NAMED_LINES,
     BrokenRecordError,
     Record,

@@ -10,7 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from cluster.errors import RewardError
+from mobula.cluster.errors import RewardError
 
 PROMPT_KEYS = ("image", "images")
 VIDEO_KEYS = ("video", "videos")

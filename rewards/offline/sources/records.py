@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 
-from cluster.records.json_lines import parse_json
-from rewards.offline.sources.pictures import PROMPT_KEYS, RESPONSE_KEYS, named_frames, named_pictures
+from mobula.cluster.records.json_lines import parse_json
+from mobula.rewards.offline.sources.pictures import PROMPT_KEYS, RESPONSE_KEYS, named_frames, named_pictures
 
 MAX_NAMED_LINES = 20
 
@@ -32,7 +32,7 @@ class Metadata(msgspec.Struct, gc=False):
 class Everything(msgspec.Struct, gc=False):
     """All of a record: the whole of its metadata, and the pictures of prompt and response as it names them.
 
-    Pictures are `rewards.offline.sources.pictures.Named`, a union that msgspec has no decoder for.
+    Pictures are `mobula.rewards.offline.sources.pictures.Named`, a union that msgspec has no decoder for.
     """
 
     metadata: Mapping[str, Any]

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from cluster.errors import PreflightError
-from cluster.records.json_lines import check_encoding
-from rewards.offline.sources.jsonl import Batch, stretches
+from mobula.cluster.errors import PreflightError
+from mobula.cluster.records.json_lines import check_encoding
+from mobula.rewards.offline.sources.jsonl import Batch, stretches
 
 
 class SourcePart(Protocol):
@@ -43,7 +43,7 @@ def open_source(path: Path) -> Source:
     """
     try:
         if path.is_dir() or path.suffix == ".parquet":
-            from rewards.offline.sources import columnar  # pyarrow, which JSONL has no need of
+            from mobula.rewards.offline.sources import columnar  # pyarrow, which JSONL has no need of
 
             return Source(path, *columnar.parts_of(path))
         if not path.is_file() and path.exists():

@@ -12,11 +12,11 @@ import pytest
 import soundfile
 import torch
 
-from actors.datasets.audios import AudioInputs, encode_wav
-from actors.datasets.pictures import EncodedFile, PictureError
-from actors.processors.audio import AudioLimits, check_audio, decode_audio, draw_sound, load_audio, whole_audio
-from cluster.errors import MediaError
-from configs.load import load_config
+from mobula.actors.datasets.audios import AudioInputs, encode_wav
+from mobula.actors.datasets.pictures import EncodedFile, PictureError
+from mobula.actors.processors.audio import AudioLimits, check_audio, decode_audio, draw_sound, load_audio, whole_audio
+from mobula.cluster.errors import MediaError
+from mobula.configs.load import load_config
 
 RATE = 16_000
 

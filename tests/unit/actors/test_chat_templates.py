@@ -15,21 +15,21 @@ from tiny_text_models import write_text_policy
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
-from actors.datasets.conversations import CHOSEN, REJECTED, Conversation, Ending
-from actors.datasets.conversations import Turn as OfflineTurn
-from actors.datasets.rows import Row, Turn
-from actors.environments.base import Message
-from actors.environments.bridge import TurnBridge
-from actors.processors.chat import ChatProcessor
-from actors.processors.conversation import ConversationProcessor
-from actors.samplers.stop_strings import StopStrings
-from cluster.errors import PromptError
-from cluster.records.actions import TokenActions
-from cluster.records.media import MediaStore
-from cluster.records.partial_response import SampledSequence
-from cluster.records.trajectory import TrajectoryGroup, WeightSpan
-from configs.load import load_config
-from learner.policies.tiny import write_tiny, write_tiny_qwen2_5_vl
+from mobula.actors.datasets.conversations import CHOSEN, REJECTED, Conversation, Ending
+from mobula.actors.datasets.conversations import Turn as OfflineTurn
+from mobula.actors.datasets.rows import Row, Turn
+from mobula.actors.environments.base import Message
+from mobula.actors.environments.bridge import TurnBridge
+from mobula.actors.processors.chat import ChatProcessor
+from mobula.actors.processors.conversation import ConversationProcessor
+from mobula.actors.samplers.stop_strings import StopStrings
+from mobula.cluster.errors import PromptError
+from mobula.cluster.records.actions import TokenActions
+from mobula.cluster.records.media import MediaStore
+from mobula.cluster.records.partial_response import SampledSequence
+from mobula.cluster.records.trajectory import TrajectoryGroup, WeightSpan
+from mobula.configs.load import load_config
+from mobula.learner.policies.tiny import write_tiny, write_tiny_qwen2_5_vl
 
 Build = Callable[..., ChatProcessor]
 THOUGHT = "<think>\nhm\n</think>\n\n7"

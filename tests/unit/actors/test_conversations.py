@@ -16,21 +16,21 @@ from clips import noise_frames, write_clip
 from PIL import Image
 from typer.testing import CliRunner
 
-from actors.datasets.conversations import read_conversations
-from actors.datasets.rows import count_by_reason
-from actors.processors.chat import ChatProcessor
-from actors.processors.conversation import ConversationProcessor, TooLongError
-from cluster.errors import DatasetError, PromptError
-from cluster.records.media import MediaReader, MediaStore
-from configs.load import load_config
-from configs.schema import RunConfig
-from deploy.cli import app
-from learner.policies.batch import collate
-from learner.policies.loading import load_model
-from learner.policies.logprobs import Distribution
-from learner.policies.tiny import write_tiny, write_tiny_qwen2_5_vl
-from learner.policies.token import TokenPolicy
-from learner.policies.trained import row_of
+from mobula.actors.datasets.conversations import read_conversations
+from mobula.actors.datasets.rows import count_by_reason
+from mobula.actors.processors.chat import ChatProcessor
+from mobula.actors.processors.conversation import ConversationProcessor, TooLongError
+from mobula.cluster.errors import DatasetError, PromptError
+from mobula.cluster.records.media import MediaReader, MediaStore
+from mobula.configs.load import load_config
+from mobula.configs.schema import RunConfig
+from mobula.deploy.cli import app
+from mobula.learner.policies.batch import collate
+from mobula.learner.policies.loading import load_model
+from mobula.learner.policies.logprobs import Distribution
+from mobula.learner.policies.tiny import write_tiny, write_tiny_qwen2_5_vl
+from mobula.learner.policies.token import TokenPolicy
+from mobula.learner.policies.trained import row_of
 
 USER = {"role": "user", "content": "2 + 2?"}
 ASKED = {"role": "user", "content": "<image>"}

@@ -9,11 +9,11 @@ import pytest
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from actors.datasets.digits import DigitsTask, write_digits
-from actors.datasets.written.digit_clips import CENTRE, DRIFT, FRAME_MS, LENGTHS, NUM_FRAMES, SIZE, UPSCALE
-from actors.processors.video import VideoLimits, decode_video, load_video
-from configs.load import load_config
-from learner.policies.tiny.tokenizer import build_tokenizer
+from mobula.actors.datasets.digits import DigitsTask, write_digits
+from mobula.actors.datasets.written.digit_clips import CENTRE, DRIFT, FRAME_MS, LENGTHS, NUM_FRAMES, SIZE, UPSCALE
+from mobula.actors.processors.video import VideoLimits, decode_video, load_video
+from mobula.configs.load import load_config
+from mobula.learner.policies.tiny.tokenizer import build_tokenizer
 
 SPLITS = {"train": 1297, "validation": 200, "test": 300}
 TASKS: tuple[DigitsTask, ...] = ("digits", "digit_sum", "digit_list")

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from actors.processors.image import ImageLimits, check_image, decode_image, measure_image, read_image
-from cluster.errors import MediaError
+from mobula.actors.processors.image import ImageLimits, check_image, decode_image, measure_image, read_image
+from mobula.cluster.errors import MediaError
 
 LIMITS = ImageLimits(max_image_bytes=100_000, max_decoded_pixels=1_000_000)
 SOURCE = Path("picture")

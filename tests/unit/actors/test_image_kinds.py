@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
-from actors.datasets.pictures import EncodedFile
-from actors.datasets.rows import Row
-from actors.processors.chat import ChatProcessor
-from cluster.errors import MediaError
-from cluster.records.media import MediaStore
-from configs.load import load_config
-from learner.policies.tiny import write_tiny
+from mobula.actors.datasets.pictures import EncodedFile
+from mobula.actors.datasets.rows import Row
+from mobula.actors.processors.chat import ChatProcessor
+from mobula.cluster.errors import MediaError
+from mobula.cluster.records.media import MediaStore
+from mobula.configs.load import load_config
+from mobula.learner.policies.tiny import write_tiny
 
 ORIENTATION = 0x0112
 FAMILIES = (

@@ -12,19 +12,19 @@ import pytest
 from data_rows import read_split
 from PIL import Image
 
-from actors.datasets.conversations import read_conversations
-from actors.datasets.formats import FORMATS
-from actors.datasets.formats.base import StoredMedia
-from actors.datasets.rows import Row
-from actors.environments.base import IMAGE_MARK, EpisodeError, Message, checked_observation, row_text
-from actors.environments.bridge import TurnBridge
-from actors.environments.chat_api import message_of
-from actors.processors.chat import ChatProcessor
-from actors.processors.conversation import ConversationProcessor
-from cluster.records.markup import PLACEHOLDERS, plain
-from cluster.records.media import MediaStore
-from configs.load import load_config
-from learner.policies.tiny import TINY
+from mobula.actors.datasets.conversations import read_conversations
+from mobula.actors.datasets.formats import FORMATS
+from mobula.actors.datasets.formats.base import StoredMedia
+from mobula.actors.datasets.rows import Row
+from mobula.actors.environments.base import IMAGE_MARK, EpisodeError, Message, checked_observation, row_text
+from mobula.actors.environments.bridge import TurnBridge
+from mobula.actors.environments.chat_api import message_of
+from mobula.actors.processors.chat import ChatProcessor
+from mobula.actors.processors.conversation import ConversationProcessor
+from mobula.cluster.records.markup import PLACEHOLDERS, plain
+from mobula.cluster.records.media import MediaStore
+from mobula.configs.load import load_config
+from mobula.learner.policies.tiny import TINY
 
 MODELS = ("qwen2.5-vl", "llava", "idefics3", "gemma3", "llama")
 MARKUP = "Write <image>, <video> or <audio>."

@@ -13,17 +13,17 @@ from hypothesis import strategies as st
 from PIL import Image
 from transformers import AutoProcessor
 
-from actors.datasets.pictures import EncodedFile, PictureError, WebFile
-from actors.datasets.rows import Row, Turn
-from actors.processors import chat
-from actors.processors.chat import ChatProcessor
-from cluster.errors import MediaError, PromptError
-from cluster.records.media import MediaStore, ProcessedMedia
-from cluster.records.trajectory import Prompt
-from configs.load import load_config
-from configs.schema.data import CurriculumConfig, DataConfig, DataKind, PlaceholdersConfig
-from configs.schema.rollout import SamplerKind
-from learner.policies.tiny import SPECIAL_TOKENS, write_tiny_qwen2_5_vl
+from mobula.actors.datasets.pictures import EncodedFile, PictureError, WebFile
+from mobula.actors.datasets.rows import Row, Turn
+from mobula.actors.processors import chat
+from mobula.actors.processors.chat import ChatProcessor
+from mobula.cluster.errors import MediaError, PromptError
+from mobula.cluster.records.media import MediaStore, ProcessedMedia
+from mobula.cluster.records.trajectory import Prompt
+from mobula.configs.load import load_config
+from mobula.configs.schema.data import CurriculumConfig, DataConfig, DataKind, PlaceholdersConfig
+from mobula.configs.schema.rollout import SamplerKind
+from mobula.learner.policies.tiny import SPECIAL_TOKENS, write_tiny_qwen2_5_vl
 
 MIN_PIXELS, MAX_PIXELS = 4 * 28 * 28, 24 * 28 * 28
 Pictures = Callable[..., tuple[Path, ...]]

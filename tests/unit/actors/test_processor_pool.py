@@ -12,13 +12,13 @@ import pytest
 from handles import LocalHandle
 from hosts import AT_ONCE, FakeHosts
 
-from actors.datasets.prompts import InDriver, PromptSource, fixed_prompts
-from actors.datasets.rows import Row, RowError, Split
-from actors.processors.pool import DIED, HUNG, MAX_LOSSES, ProcessorPool
-from actors.processors.worker import Made, ProcessorWorker
-from cluster.errors import MediaError, WorkerDiedError
-from cluster.records.media import MediaKeeper, MediaSpan, MediaStore, ProcessedMedia
-from cluster.records.trajectory import Prompt
+from mobula.actors.datasets.prompts import InDriver, PromptSource, fixed_prompts
+from mobula.actors.datasets.rows import Row, RowError, Split
+from mobula.actors.processors.pool import DIED, HUNG, MAX_LOSSES, ProcessorPool
+from mobula.actors.processors.worker import Made, ProcessorWorker
+from mobula.cluster.errors import MediaError, WorkerDiedError
+from mobula.cluster.records.media import MediaKeeper, MediaSpan, MediaStore, ProcessedMedia
+from mobula.cluster.records.trajectory import Prompt
 
 NUM_ROWS = 12
 
@@ -76,7 +76,7 @@ class Worker(ProcessorWorker):
 
 
 def _keeper() -> Any:
-    from actors.processors.worker import _Keeper
+    from mobula.actors.processors.worker import _Keeper
 
     return _Keeper()
 

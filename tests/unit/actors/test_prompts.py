@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.datasets.order import epoch_order
-from actors.datasets.prompts import InDriver, PromptSource, fixed_prompts, preflight
-from actors.datasets.rows import Row, Skipped, Split, count_by_reason
-from cluster.errors import DatasetError, MediaError, PromptError
-from cluster.records.trajectory import Prompt
+from mobula.actors.datasets.order import epoch_order
+from mobula.actors.datasets.prompts import InDriver, PromptSource, fixed_prompts, preflight
+from mobula.actors.datasets.rows import Row, Skipped, Split, count_by_reason
+from mobula.cluster.errors import DatasetError, MediaError, PromptError
+from mobula.cluster.records.trajectory import Prompt
 
 
 class FakeProcessor:

@@ -10,10 +10,10 @@ import torch
 from learner_data import random_groups, tiny_config
 from transformers import AutoTokenizer
 
-from actors.reference.quantised import num_weight_bytes, quantise
-from actors.reference.scorer import ReferenceScorer
-from learner.policies.loading import load_policy_model
-from learner.policies.tiny import write_tiny_qwen2_5_vl
+from mobula.actors.reference.quantised import num_weight_bytes, quantise
+from mobula.actors.reference.scorer import ReferenceScorer
+from mobula.learner.policies.loading import load_policy_model
+from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 
 pytest.importorskip("torchao")
 KL = ("algorithm.kl.coef=0.01",)

@@ -13,9 +13,9 @@ from fakes import make_scored
 from handles import LocalHandle, never
 from hosts import AT_ONCE, FakeHosts, settle
 
-from actors.reference.pool import DIED, HUNG, NullReference, ReferencePool
-from cluster.errors import DeadlineError, LostReplyError, ScoringError, WorkerDiedError
-from cluster.records.trajectory import ScoredGroup
+from mobula.actors.reference.pool import DIED, HUNG, NullReference, ReferencePool
+from mobula.cluster.errors import DeadlineError, LostReplyError, ScoringError, WorkerDiedError
+from mobula.cluster.records.trajectory import ScoredGroup
 
 FOLDER = Path("run/reference")
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from actors.datasets.open_split import open_split
-from actors.datasets.written.sums import write_sums
-from configs.load import load_config
+from mobula.actors.datasets.open_split import open_split
+from mobula.actors.datasets.written.sums import write_sums
+from mobula.configs.load import load_config
 
 SPLITS = ("train", "validation", "test")
 

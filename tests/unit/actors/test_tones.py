@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from actors.datasets.open_split import open_split
-from actors.datasets.written.tones import PATTERNS, RATE, tone, write_tones
-from actors.processors.audio import AudioLimits, check_audio
-from configs.load import load_config
+from mobula.actors.datasets.open_split import open_split
+from mobula.actors.datasets.written.tones import PATTERNS, RATE, tone, write_tones
+from mobula.actors.processors.audio import AudioLimits, check_audio
+from mobula.configs.load import load_config
 
 
 def write(folder: Path, seed: int = 0) -> Path:

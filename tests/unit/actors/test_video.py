@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from clips import noise_frames, write_clip
 
-from actors.datasets.videos import FrameList
-from actors.processors.video import VideoLimits, check_video, decode_video, load_video, sampled
-from cluster.errors import MediaError
-from configs.load import load_config
+from mobula.actors.datasets.videos import FrameList
+from mobula.actors.processors.video import VideoLimits, check_video, decode_video, load_video, sampled
+from mobula.cluster.errors import MediaError
+from mobula.configs.load import load_config
 
 FRAMES = noise_frames(8, (48, 32))
 

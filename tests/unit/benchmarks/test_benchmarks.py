@@ -19,8 +19,8 @@ from benchmarks.rollout import Sides
 from benchmarks.step_breakdown import share
 from benchmarks.weight_sync import MIB, transformer_manifest
 from benchmarks.whole_step import NUM_WARMUP_STEPS, PROMPTS, SAMPLES, STEPS_A_BLOCK, STEPS_AFTER_PAUSE, Blocks
-from cluster.metrics.step_records import StepRecord
-from configs.load import load_config
+from mobula.cluster.metrics.step_records import StepRecord
+from mobula.configs.load import load_config
 
 
 def series(*values: float, unit: str = "samples/s") -> Measurements:

@@ -11,9 +11,9 @@ from benchmarks.asynchrony import WORKLOAD, in_regime
 from benchmarks.simulation.simulated_engines import LeastLoaded, Lengths, SimulatedEngine
 from benchmarks.simulation.simulated_run import Adaptive, Workload, simulate
 from benchmarks.simulation.virtual_time import run_virtually
-from cluster.rollout.adaptive_concurrency import AimdPolicy
-from cluster.rollout.staleness import OvertakingOrder
-from cluster.runtime.vitals import EngineLoad
+from mobula.cluster.rollout.adaptive_concurrency import AimdPolicy
+from mobula.cluster.rollout.staleness import OvertakingOrder
+from mobula.cluster.runtime.vitals import EngineLoad
 
 EQUAL = Lengths(median=100, sigma=0.0, max_tokens=1000, num_siblings=2, seed=0)
 TAILED = Lengths(median=100, sigma=1.0, max_tokens=500, num_siblings=2, seed=0)

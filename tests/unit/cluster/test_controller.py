@@ -8,10 +8,10 @@ import pytest
 from fakes import FakeLearner
 from runs import Run
 
-from cluster.errors import RolloutError, WorkerDiedError
-from cluster.records.trajectory import ScoredGroup
-from cluster.roles import UpdateReport
-from cluster.workers.supervisor import Supervisor, Watched, watched_pool
+from mobula.cluster.errors import RolloutError, WorkerDiedError
+from mobula.cluster.records.trajectory import ScoredGroup
+from mobula.cluster.roles import UpdateReport
+from mobula.cluster.workers.supervisor import Supervisor, Watched, watched_pool
 
 
 async def test_every_step_waits_scores_updates_publishes_evaluates_and_saves_in_this_order(tmp_path: Path) -> None:

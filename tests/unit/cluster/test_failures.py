@@ -6,8 +6,8 @@ import pickle
 
 import pytest
 
-from cluster.errors import EngineDiedError, EngineLostError, RolloutError, StuckError, loss_kind
-from cluster.failures import MAX_MESSAGE, MAX_TRACEBACK, Failure, frames_in
+from mobula.cluster.errors import EngineDiedError, EngineLostError, RolloutError, StuckError, loss_kind
+from mobula.cluster.failures import MAX_MESSAGE, MAX_TRACEBACK, Failure, frames_in
 
 
 def raised(message: str) -> Exception:

@@ -12,15 +12,15 @@ import pytest
 import typer
 from rich.console import Console
 
-from cluster.errors import EngineDiedError, RewardError, WorkerDiedError
-from cluster.failures import Failure
-from cluster.metrics.report.report import render_report, write_report
-from cluster.metrics.report.run_folder import read_run_folder
-from cluster.rollout.repeated_events import RepeatedEvents
-from cluster.workers.faults import FAULTS_FILE, Fault, cause_of, read_faults, report_loss
-from cluster.workers.status import Progress
-from deploy.cli.errors import explained
-from deploy.run.logs import LOG_FILE, OURS, log_to, set_up_logging, write_faults_to
+from mobula.cluster.errors import EngineDiedError, RewardError, WorkerDiedError
+from mobula.cluster.failures import Failure
+from mobula.cluster.metrics.report.report import render_report, write_report
+from mobula.cluster.metrics.report.run_folder import read_run_folder
+from mobula.cluster.rollout.repeated_events import RepeatedEvents
+from mobula.cluster.workers.faults import FAULTS_FILE, Fault, cause_of, read_faults, report_loss
+from mobula.cluster.workers.status import Progress
+from mobula.deploy.cli.errors import explained
+from mobula.deploy.run.logs import LOG_FILE, OURS, log_to, set_up_logging, write_faults_to
 
 
 class FakeLoop:
@@ -42,7 +42,7 @@ def loop() -> FakeLoop:
 def screen(tmp_path: Path, loop: FakeLoop) -> Iterator[io.StringIO]:
     """What a narrow console shows of a run that logs into `tmp_path`."""
     shown = io.StringIO()
-    loggers = [logging.getLogger(name) for name in (*OURS, "cluster.workers.faults")]
+    loggers = [logging.getLogger(name) for name in (*OURS, "mobula.cluster.workers.faults")]
     before = [(logger.handlers, logger.propagate, logger.level) for logger in loggers]
     set_up_logging(Console(file=shown, width=40))
     log_to(tmp_path)

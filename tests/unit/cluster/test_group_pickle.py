@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from group_data import assert_equal, picture_prompt
 
-from cluster.records.actions import MAX_BYTES_PACKED, KeptSets, TokenActions
-from cluster.records.arrow import from_batch, to_batch
-from cluster.records.media import MediaHandle
-from cluster.records.trajectory import (
+from mobula.cluster.records.actions import MAX_BYTES_PACKED, KeptSets, TokenActions
+from mobula.cluster.records.arrow import from_batch, to_batch
+from mobula.cluster.records.media import MediaHandle
+from mobula.cluster.records.trajectory import (
     MAX_CHARACTERS_BY_VALUE,
     Answers,
     FinishReason,

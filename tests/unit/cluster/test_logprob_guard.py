@@ -7,12 +7,12 @@ import math
 
 import pytest
 
-from cluster.errors import LogprobGapError
-from cluster.logprob_guard import GuardedLearner
-from cluster.roles import UpdateReport
-from cluster.weight_sync.tolerance import MeasuredRounding, Rounding
-from configs.errors import ConfigError
-from configs.load import load_config
+from mobula.cluster.errors import LogprobGapError
+from mobula.cluster.logprob_guard import GuardedLearner
+from mobula.cluster.roles import UpdateReport
+from mobula.cluster.weight_sync.tolerance import MeasuredRounding, Rounding
+from mobula.configs.errors import ConfigError
+from mobula.configs.load import load_config
 
 
 class FixedLearner:

@@ -8,7 +8,7 @@ import sys
 import httpx
 import pytest
 
-from cluster.proxies import ProxiedTransport, bypass_loopback, proxied_transport, proxy_of
+from mobula.cluster.proxies import ProxiedTransport, bypass_loopback, proxied_transport, proxy_of
 
 
 @pytest.fixture(autouse=True)

@@ -13,10 +13,10 @@ import pytest
 from fakes import FakeEvaluator, FakeLearner, turns
 from runs import Run
 
-from cluster.errors import RunStopped
-from cluster.records.trajectory import ScoredGroup
-from cluster.recovery.checkpoints import newest_learner_state
-from cluster.roles import UpdateReport
+from mobula.cluster.errors import RunStopped
+from mobula.cluster.records.trajectory import ScoredGroup
+from mobula.cluster.recovery.checkpoints import newest_learner_state
+from mobula.cluster.roles import UpdateReport
 
 STEPS = 4
 AT_THE_END = 0  # a checkpoint interval

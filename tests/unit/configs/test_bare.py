@@ -7,12 +7,12 @@ import json
 import pytest
 from absent_packages import run_without_packages
 
-from configs.bare import load_bare
-from configs.errors import ConfigError
-from configs.groups import EXPERIMENT, groups
-from configs.load import load_config
-from configs.schema.base import ByDtype
-from configs.unvalidated import BaseModel
+from mobula.configs.bare import load_bare
+from mobula.configs.errors import ConfigError
+from mobula.configs.groups import EXPERIMENT, groups
+from mobula.configs.load import load_config
+from mobula.configs.schema.base import ByDtype
+from mobula.configs.unvalidated import BaseModel
 
 NAMED = ("policy.model=x", "data.path=y")
 COMPOSED = (
@@ -26,7 +26,7 @@ COMPOSED = (
     ("experiment=glyphs_grpo", "algorithm=dance_grpo"),
     ("evaluation=maye", "weight_sync.canary_tolerance=0.5"),
 )
-DUMP = "import json, sys; from configs.bare import load_bare; " + (
+DUMP = "import json, sys; from mobula.configs.bare import load_bare; " + (
     "print(json.dumps([load_bare(w).model_dump() for w in json.loads(sys.argv[1])], default=str))"
 )
 

@@ -12,14 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from configs import document, keys
-from configs.errors import ConfigError
-from configs.groups import groups, leaves, own_values
-from configs.load import dump_config, load_config, load_resolved
-from configs.schema import DataKind, RunConfig, SamplerKind
-from configs.schema.data import WRITTEN
-from configs.schema.run import MAX_SECONDS
-from configs.words import overridden
+from mobula.configs import document, keys
+from mobula.configs.errors import ConfigError
+from mobula.configs.groups import groups, leaves, own_values
+from mobula.configs.load import dump_config, load_config, load_resolved
+from mobula.configs.schema import DataKind, RunConfig, SamplerKind
+from mobula.configs.schema.data import WRITTEN
+from mobula.configs.schema.run import MAX_SECONDS
+from mobula.configs.words import overridden
 
 CRITIC = ("algorithm=ppo_gae",)
 OWN_RANKS = (*CRITIC, "algorithm.critic.place=own_ranks")
@@ -637,7 +637,7 @@ def test_every_key_is_documented() -> None:
 
 
 def test_committed_documentation_is_the_generated_one() -> None:
-    assert document.TARGET.read_text(encoding="utf-8") == document.text(), "run `python -m configs.document`"
+    assert document.TARGET.read_text(encoding="utf-8") == document.text(), "run `python -m mobula.configs.document`"
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from configs.near_paths import may_be_hub_name, near
+from mobula.configs.near_paths import may_be_hub_name, near
 
 
 def test_the_first_missing_part_and_similar_names_are_shown(tmp_path: Path) -> None:

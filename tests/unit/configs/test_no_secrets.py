@@ -6,10 +6,10 @@ import re
 
 import pytest
 
-from configs.errors import ConfigError
-from configs.load import load_config
-from configs.schema.base import Section
-from configs.schema.run import RunConfig
+from mobula.configs.errors import ConfigError
+from mobula.configs.load import load_config
+from mobula.configs.schema.base import Section
+from mobula.configs.schema.run import RunConfig
 
 SECRET = re.compile(r"token|secret|password|passwd|credential|api_?key|auth", re.IGNORECASE)
 OF_THE_MODEL = re.compile(r"(^|_)tokens?(_|$)")  # what a language model reads and writes

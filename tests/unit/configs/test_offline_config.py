@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from cluster.runtime.placement import needed_roles
-from configs.errors import ConfigError
-from configs.groups import FOLDER
-from configs.load import load_config
-from configs.schema import RunConfig
-from deploy.cli import app
+from mobula.cluster.runtime.placement import needed_roles
+from mobula.configs.errors import ConfigError
+from mobula.configs.groups import FOLDER
+from mobula.configs.load import load_config
+from mobula.configs.schema import RunConfig
+from mobula.deploy.cli import app
 
 ROWS = ("algorithm.supervised.path=x", "algorithm.supervised.coef=1")
 GIVEN = ("policy.model=x", "data.path=y")
@@ -37,7 +37,7 @@ def test_a_command_trains_the_experiment_of_its_job_or_the_one_that_is_named(
     monkeypatch: pytest.MonkeyPatch, command: str, experiment: str
 ) -> None:
     found: list[RunConfig] = []
-    monkeypatch.setattr("deploy.run.runtime.train", lambda config: found.append(config) or 0)
+    monkeypatch.setattr("mobula.deploy.run.runtime.train", lambda config: found.append(config) or 0)
     named = [] if experiment == "dpo" else [f"experiment={experiment}"]
     result = CliRunner().invoke(app, [command, *named, "policy.model=m", "data.path=d", "num_steps=3"])
     assert result.exit_code == 0, result.output

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from configs.keys import known_keys
-from configs.on_resume import BY_NAME, DECLARED, OnResume, on_resume
+from mobula.configs.keys import known_keys
+from mobula.configs.on_resume import BY_NAME, DECLARED, OnResume, on_resume
 
 # In these sections each key is declared by itself: most of them shape the state of a checkpoint.
 BY_ITSELF = ("policy", "learner")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from configs.load import load_config
+from mobula.configs.load import load_config
 
 OWN = ["experiment=own", "policy.model=m", "data.path=d"]
 BOXED = r" Answer in \boxed{}."

@@ -11,20 +11,20 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
-from cluster.errors import DatasetError, DeadlineError
-from cluster.roles import ReplayStats
-from cluster.workers.status import InFlightSummary, Progress, RoleOutcome, RunStatus, WorkerState, WorkerStatus
-from configs.errors import ConfigError
-from configs.load import dump_config, load_config, load_resolved
-from configs.schema import RunConfig
-from deploy.cli import app
-from deploy.host.machine import Machine
-from deploy.run import run_client
-from deploy.run.run_client import RunAddress
-from deploy.tools import leftovers
-from deploy.tools.doctor import this_machine as doctor
-from deploy.tools.doctor.this_machine import RequiredPackage, Verdict
-from deploy.tools.leftovers import Leftover, NotFreedError
+from mobula.cluster.errors import DatasetError, DeadlineError
+from mobula.cluster.roles import ReplayStats
+from mobula.cluster.workers.status import InFlightSummary, Progress, RoleOutcome, RunStatus, WorkerState, WorkerStatus
+from mobula.configs.errors import ConfigError
+from mobula.configs.load import dump_config, load_config, load_resolved
+from mobula.configs.schema import RunConfig
+from mobula.deploy.cli import app
+from mobula.deploy.host.machine import Machine
+from mobula.deploy.run import run_client
+from mobula.deploy.run.run_client import RunAddress
+from mobula.deploy.tools import leftovers
+from mobula.deploy.tools.doctor import this_machine as doctor
+from mobula.deploy.tools.doctor.this_machine import RequiredPackage, Verdict
+from mobula.deploy.tools.leftovers import Leftover, NotFreedError
 
 GIB = 2**30
 HEAVY = ("torch", "ray", "vllm", "transformers", "deepspeed")
@@ -32,7 +32,7 @@ GOOD = Machine(2, 0, 16 * GIB, 8 * GIB, frozenset({"avx2", "avx512f"}))
 
 
 class FakeRuntime:
-    """Stands where `deploy.run.runtime` does; remembers what it was asked."""
+    """Stands where `mobula.deploy.run.runtime` does; remembers what it was asked."""
 
     def __init__(self, outcome: int | Exception) -> None:
         self.outcome = outcome
@@ -50,8 +50,8 @@ class FakeRuntime:
 
 def with_runtime(monkeypatch: pytest.MonkeyPatch, outcome: int | BaseException) -> FakeRuntime:
     runtime = FakeRuntime(outcome)
-    monkeypatch.setitem(sys.modules, "deploy.run.runtime", runtime)
-    monkeypatch.setattr("deploy.run.runtime", runtime, raising=False)
+    monkeypatch.setitem(sys.modules, "mobula.deploy.run.runtime", runtime)
+    monkeypatch.setattr("mobula.deploy.run.runtime", runtime, raising=False)
     return runtime
 
 
@@ -73,7 +73,7 @@ def with_runtime(monkeypatch: pytest.MonkeyPatch, outcome: int | BaseException) 
 def test_light_commands_load_no_backend(command: list[str]) -> None:
     program = (
         "import json, sys\n"
-        "from deploy.cli import app\n"
+        "from mobula.deploy.cli import app\n"
         f"try: app({command!r})\n"
         f"except SystemExit: pass\n"
         f"print('loaded', json.dumps([name for name in {HEAVY!r} if name in sys.modules]))"
@@ -147,8 +147,8 @@ def test_replay_reads_the_runs_own_configuration_and_sets_single_keys(
         replay=lambda folder, config: asked.append(("replay", folder, config)) or 5,
         score=lambda folder, config: asked.append(("score", folder, config)) or 6,
     )
-    monkeypatch.setitem(sys.modules, "deploy.tools.replay", replaying)
-    monkeypatch.setattr("deploy.tools.replay", replaying, raising=False)
+    monkeypatch.setitem(sys.modules, "mobula.deploy.tools.replay", replaying)
+    monkeypatch.setattr("mobula.deploy.tools.replay", replaying, raising=False)
     words = ["replay", str(tmp_path), "algorithm.kl.coef=0.5", "rewards.components.0.weight=2"]
     assert CliRunner().invoke(app, words).exit_code == 5
     assert CliRunner().invoke(app, [*words, "--score"]).exit_code == 6

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from deploy.conformance.measure import ALL, Gap, Report
-from deploy.conformance.table import failures, page
-from deploy.wiring.parity_prompts import CASES
+from mobula.deploy.conformance.measure import ALL, Gap, Report
+from mobula.deploy.conformance.table import failures, page
+from mobula.deploy.wiring.parity_prompts import CASES
 
 GOOD = Gap(mean=6e-7, max=2e-6)
 

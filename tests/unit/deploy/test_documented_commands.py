@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from configs import keys
-from configs.groups import groups, leaves, own_values
-from configs.load import dump_config, load_config, load_resolved
-from configs.words import Word, read_words
+from mobula.configs import keys
+from mobula.configs.groups import groups, leaves, own_values
+from mobula.configs.load import dump_config, load_config, load_resolved
+from mobula.configs.words import Word, read_words
 
 REPOSITORY = Path(__file__).parents[3]
 DOCS = sorted((REPOSITORY / "docs").glob("*.md"))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from configs.load import load_config
+from mobula.configs.load import load_config
 
 REPOSITORY = Path(__file__).parents[3]
 SCRIPTS = sorted((REPOSITORY / "examples").glob("*.sh"))

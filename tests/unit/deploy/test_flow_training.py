@@ -10,7 +10,7 @@ from diffusers import DiffusionPipeline
 from flow_run import FlowRun, flow_config, redness
 from safetensors.torch import load_file
 
-from configs.load import ConfigError
+from mobula.configs.load import ConfigError
 
 LORA = ("policy.lora.rank=4", "policy.lora.alpha=8", "learner.learning_rate=0.005")
 

@@ -17,21 +17,21 @@ from flow_run import FlowRun
 from PIL import Image
 from taught import at_hand
 
-from actors.datasets.rows import Row
-from actors.datasets.written.glyphs import rendered, write_glyphs
-from actors.processors.flow import FlowProcessor
-from cluster.errors import PromptError, RewardError
-from cluster.records.media import MediaStore
-from cluster.records.trajectory import Response, Reward, ScoredGroup
-from configs.load import ConfigError, load_config
-from configs.schema import RunConfig
-from deploy.wiring.warm_start import _examples
-from learner.policies.flow.checkpoint import FlowCheckpoint
-from learner.policies.flow.tiny import write_tiny_flow
-from rewards.contract import RewardRequest, evaluate
-from rewards.functions import build_function
-from rewards.isolation.process import IsolatedProcess
-from rewards.tools import Tools
+from mobula.actors.datasets.rows import Row
+from mobula.actors.datasets.written.glyphs import rendered, write_glyphs
+from mobula.actors.processors.flow import FlowProcessor
+from mobula.cluster.errors import PromptError, RewardError
+from mobula.cluster.records.media import MediaStore
+from mobula.cluster.records.trajectory import Response, Reward, ScoredGroup
+from mobula.configs.load import ConfigError, load_config
+from mobula.configs.schema import RunConfig
+from mobula.deploy.wiring.warm_start import _examples
+from mobula.learner.policies.flow.checkpoint import FlowCheckpoint
+from mobula.learner.policies.flow.tiny import write_tiny_flow
+from mobula.rewards.contract import RewardRequest, evaluate
+from mobula.rewards.functions import build_function
+from mobula.rewards.isolation.process import IsolatedProcess
+from mobula.rewards.tools import Tools
 
 SMALL = (
     "learner=single",

@@ -6,9 +6,9 @@ from dataclasses import fields
 
 import pytest
 
-from cluster.metrics.summary import Summary
-from configs.load import load_config
-from deploy.run.headline import headline
+from mobula.cluster.metrics.summary import Summary
+from mobula.configs.load import load_config
+from mobula.deploy.run.headline import headline
 
 OWN = ["experiment=own", "policy.model=m", "data.path=d"]
 MINE = (

@@ -12,9 +12,9 @@ from flow_run import FlowRun, janus_config, redness
 from PIL import Image
 from transformers import JanusForConditionalGeneration
 
-from cluster.errors import PreflightError
-from configs.load import ConfigError
-from deploy.wiring.preparation import prepare
+from mobula.cluster.errors import PreflightError
+from mobula.configs.load import ConfigError
+from mobula.deploy.wiring.preparation import prepare
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 GAP = 1e-5  # of log-probs: sampled with a cache, replayed in one forward pass

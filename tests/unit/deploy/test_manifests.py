@@ -15,11 +15,11 @@ import jsonschema
 import pytest
 import yaml
 
-from cluster.runtime.placement import needed_roles, plan_placement
-from configs.load import load_config
-from configs.schema import RunConfig
-from deploy.cli.job_commands import CLOSE_S
-from deploy.planning.clusters import described_nodes
+from mobula.cluster.runtime.placement import needed_roles, plan_placement
+from mobula.configs.load import load_config
+from mobula.configs.schema import RunConfig
+from mobula.deploy.cli.job_commands import CLOSE_S
+from mobula.deploy.planning.clusters import described_nodes
 
 DEPLOY = Path(__file__).parents[3] / "deploy"
 KUBERNETES = DEPLOY / "kubernetes"
@@ -52,7 +52,7 @@ def patched(overlay: str) -> Any:
 
 def config_of(entrypoint: str) -> RunConfig:
     python, dash, module, command, *words = shlex.split(entrypoint)
-    assert (python, dash, module, command) == ("python", "-m", "deploy.cli", "train")
+    assert (python, dash, module, command) == ("python", "-m", "mobula.deploy.cli", "train")
     return load_config(words)
 
 
@@ -171,7 +171,7 @@ def test_the_skypilot_task_runs_what_the_configuration_accepts(tmp_path: Path) -
         done = subprocess.run(["shellcheck", str(script)], capture_output=True, text=True)
         assert done.returncode == 0, done.stdout
     assert "ray stop" not in task["run"]
-    _, _, command = task["run"].partition('RAY_ADDRESS="$head:$port" python -m deploy.cli train ')
+    _, _, command = task["run"].partition('RAY_ADDRESS="$head:$port" python -m mobula.deploy.cli train ')
     known = {**task["envs"], "head": "10.0.0.1", "port": "1"}
     words = [Template(word).substitute(known) for word in shlex.split(command.replace("\\\n", " "))]
     config = load_config(words)

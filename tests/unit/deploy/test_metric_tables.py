@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.metrics.definitions import COUNTERS, LIVE, METRICS, SPLIT, CounterName, LiveName, MetricName, SplitName
-from deploy.grafana import metric_tables
+from mobula.cluster.metrics.definitions import (
+    COUNTERS,
+    LIVE,
+    METRICS,
+    SPLIT,
+    CounterName,
+    LiveName,
+    MetricName,
+    SplitName,
+)
+from mobula.deploy.grafana import metric_tables
 
 
 def test_the_page_has_the_tables_of_today() -> None:
     page = metric_tables.TARGET.read_text(encoding="utf-8")
-    assert metric_tables.rewritten(page) == page, "run `python -m deploy.grafana.metric_tables`"
+    assert metric_tables.rewritten(page) == page, "run `python -m mobula.deploy.grafana.metric_tables`"
     with pytest.raises(ValueError, match="needs one line"):
         metric_tables.rewritten("")
 

@@ -7,13 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import deploy
 import pytest
 
-import deploy
-from rewards.functions import build_function
-from rewards.hints import own_name
-from rewards.isolation.process import IsolatedProcess
-from rewards.tools import Tools
+from mobula.rewards.functions import build_function
+from mobula.rewards.hints import own_name
+from mobula.rewards.isolation.process import IsolatedProcess
+from mobula.rewards.tools import Tools
 
 ROOT = Path(__file__).parents[3]
 PACKAGES = {path.parent.name for path in ROOT.glob("*/__init__.py")} - {"benchmarks"}
@@ -59,7 +59,7 @@ def test_a_module_command_works_from_the_folder_of_a_project_and_children_find_o
     program = (
         "import sys, runpy; sys.path.insert(0, ''); import deploy, os, subprocess, rewards.contract; "
         "assert deploy.CLASHING, deploy.CLASHING; "
-        "subprocess.run([sys.executable, '-P', '-c', 'import rewards.contract'], check=True)"
+        "subprocess.run([sys.executable, '-P', '-c', 'import mobula.rewards.contract'], check=True)"
     )
     shown = run(["-P", "-c", program], tmp_path)
     assert shown.returncode == 0, shown.stderr

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.errors import PreflightError
-from deploy.run import node_network
-from deploy.run.node_network import ListenAddress, ProbeEndpoint, refuse_unreached
+from mobula.cluster.errors import PreflightError
+from mobula.deploy.run import node_network
+from mobula.deploy.run.node_network import ListenAddress, ProbeEndpoint, refuse_unreached
 
 
 @pytest.fixture(autouse=True)

@@ -15,24 +15,24 @@ from offline_rows import offline_config
 from offline_run import OfflineRun
 from safetensors.torch import load_file
 
-from actors.datasets.rows import count_by_reason
-from cluster.errors import NothingTrainedError, RunStopped
-from cluster.metrics.report.run_folder import read_run_folder
-from cluster.metrics.sinks.jsonl import read_records
-from cluster.metrics.step_records import StepRecord
-from cluster.records.trajectory import ScoredGroup
-from cluster.recovery.checkpoints import newest_learner_state
-from cluster.roles import UpdateReport
-from cluster.runtime.placement import NodeResources, needed_roles, plan_placement
-from deploy.host.run_folder import CHECKPOINTS_FOLDER
-from deploy.run import runtime
-from deploy.run.overview import overview
-from deploy.wiring.preparation import prepare
-from learner.examples.examples import collate_examples, end_row, fetch_examples
-from learner.policies.tiny import write_tiny_qwen2_5_vl
-from rewards.contract import RewardRequest
-from rewards.models.reward_model import RewardModel
-from rewards.tools import Tools
+from mobula.actors.datasets.rows import count_by_reason
+from mobula.cluster.errors import NothingTrainedError, RunStopped
+from mobula.cluster.metrics.report.run_folder import read_run_folder
+from mobula.cluster.metrics.sinks.jsonl import read_records
+from mobula.cluster.metrics.step_records import StepRecord
+from mobula.cluster.records.trajectory import ScoredGroup
+from mobula.cluster.recovery.checkpoints import newest_learner_state
+from mobula.cluster.roles import UpdateReport
+from mobula.cluster.runtime.placement import NodeResources, needed_roles, plan_placement
+from mobula.deploy.host.run_folder import CHECKPOINTS_FOLDER
+from mobula.deploy.run import runtime
+from mobula.deploy.run.overview import overview
+from mobula.deploy.wiring.preparation import prepare
+from mobula.learner.examples.examples import collate_examples, end_row, fetch_examples
+from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
+from mobula.rewards.contract import RewardRequest
+from mobula.rewards.models.reward_model import RewardModel
+from mobula.rewards.tools import Tools
 
 pytestmark = pytest.mark.slow
 QUESTION_PATTERN = r"user\n(?:<\|vision_start\|><\|image_pad\|><\|vision_end\|>)?(?P<question>.*?)<\|im_end\|>"

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from family_prompts import family_prompts
 
-from cluster.errors import CanaryError
-from cluster.records.trajectory import Prompt
-from cluster.weight_sync.tolerance import Tolerance
-from deploy.wiring.parity_gate import ParityGate
-from learner.policies.families import family_at
-from learner.policies.tiny import write_tiny
-from learner.policies.tiny.llava import write_tiny_llava
+from mobula.cluster.errors import CanaryError
+from mobula.cluster.records.trajectory import Prompt
+from mobula.cluster.weight_sync.tolerance import Tolerance
+from mobula.deploy.wiring.parity_gate import ParityGate
+from mobula.learner.policies.families import family_at
+from mobula.learner.policies.tiny import write_tiny
+from mobula.learner.policies.tiny.llava import write_tiny_llava
 
 
 class Scores:

@@ -8,13 +8,19 @@ from types import SimpleNamespace
 from fakes import FakeLearner, make_scored
 from metrics_data import FakeClock, make_metrics
 
-from cluster.metrics.definitions import CounterName
-from cluster.recovery.recording_learner import RecordingLearner
-from cluster.recovery.resume import JournalRecovery, NoRecovery
-from cluster.replay.journal_writer import JournalWriter, NoJournal
-from configs.load import load_config
-from configs.schema import RunConfig
-from deploy.wiring.persistence import Records, build_journal_writer, build_records, reached_version, trajectory_log
+from mobula.cluster.metrics.definitions import CounterName
+from mobula.cluster.recovery.recording_learner import RecordingLearner
+from mobula.cluster.recovery.resume import JournalRecovery, NoRecovery
+from mobula.cluster.replay.journal_writer import JournalWriter, NoJournal
+from mobula.configs.load import load_config
+from mobula.configs.schema import RunConfig
+from mobula.deploy.wiring.persistence import (
+    Records,
+    build_journal_writer,
+    build_records,
+    reached_version,
+    trajectory_log,
+)
 
 
 def config(folder: Path, *overrides: str) -> RunConfig:

@@ -11,15 +11,15 @@ from flow_model import made_loud
 from offline_run import OfflineRun
 from PIL import Image, ImageOps
 
-from actors.datasets.preferences.picture_pairs import read_picture_pairs
-from actors.datasets.rows import count_by_reason
-from actors.datasets.written.glyphs import rendered
-from cluster.errors import DatasetError
-from configs.errors import ConfigError
-from configs.load import load_config
-from configs.schema import RunConfig
-from configs.words import overridden
-from learner.policies.flow.tiny import write_tiny_flow
+from mobula.actors.datasets.preferences.picture_pairs import read_picture_pairs
+from mobula.actors.datasets.rows import count_by_reason
+from mobula.actors.datasets.written.glyphs import rendered
+from mobula.cluster.errors import DatasetError
+from mobula.configs.errors import ConfigError
+from mobula.configs.load import load_config
+from mobula.configs.schema import RunConfig
+from mobula.configs.words import overridden
+from mobula.learner.policies.flow.tiny import write_tiny_flow
 
 WORDS = (
     "experiment=dpo",

@@ -15,20 +15,20 @@ from learner_data import tiny_config
 from rich.console import Console
 from tiny_text_models import write_text_policy
 
-from cluster.errors import DatasetError, PreflightError
-from cluster.records.media import MediaHandle
-from cluster.runtime.placement import NodeResources, needed_roles, plan_placement
-from configs.load import load_config, load_resolved
-from configs.schema import RunConfig
-from configs.words import overridden
-from deploy.host.run_folder import check_run_folder, held_run_folder, make_run_folder, run_folder
-from deploy.run.logs import log_to, set_up_logging
-from deploy.run.overview import LABEL_WIDTH, Parameters, checkpoint_bytes, overview
-from deploy.run.runtime import evaluate
-from deploy.wiring.preparation import TRAIN, VALIDATION, ensure_data, ensure_model, prepare, require_model
-from learner.learner import Learner
-from learner.policies.loading import load_model
-from learner.policies.tiny import write_tiny_qwen2_5_vl
+from mobula.cluster.errors import DatasetError, PreflightError
+from mobula.cluster.records.media import MediaHandle
+from mobula.cluster.runtime.placement import NodeResources, needed_roles, plan_placement
+from mobula.configs.load import load_config, load_resolved
+from mobula.configs.schema import RunConfig
+from mobula.configs.words import overridden
+from mobula.deploy.host.run_folder import check_run_folder, held_run_folder, make_run_folder, run_folder
+from mobula.deploy.run.logs import log_to, set_up_logging
+from mobula.deploy.run.overview import LABEL_WIDTH, Parameters, checkpoint_bytes, overview
+from mobula.deploy.run.runtime import evaluate
+from mobula.deploy.wiring.preparation import TRAIN, VALIDATION, ensure_data, ensure_model, prepare, require_model
+from mobula.learner.learner import Learner
+from mobula.learner.policies.loading import load_model
+from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 
 
 @pytest.fixture(scope="module")

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 from handles import LocalHandle
 
-from actors.datasets.prompts import InDriver
-from actors.processors.pool import ProcessorPool
-from actors.processors.worker import ProcessorWorker
-from cluster.records.media import MediaStore
-from cluster.runtime.placement import NodeResources, PlacementPlan, inference_roles, needed_roles, plan_placement
-from configs.load import load_config
-from configs.schema import RunConfig
-from deploy.wiring.pooled_roles import spawn_processors
-from deploy.wiring.preparation import Prepared, workers_download
+from mobula.actors.datasets.prompts import InDriver
+from mobula.actors.processors.pool import ProcessorPool
+from mobula.actors.processors.worker import ProcessorWorker
+from mobula.cluster.records.media import MediaStore
+from mobula.cluster.runtime.placement import NodeResources, PlacementPlan, inference_roles, needed_roles, plan_placement
+from mobula.configs.load import load_config
+from mobula.configs.schema import RunConfig
+from mobula.deploy.wiring.pooled_roles import spawn_processors
+from mobula.deploy.wiring.preparation import Prepared, workers_download
 
 TWO = ("resources.processor.num_workers=2", "resources.processor.num_cpus=0.1")
 

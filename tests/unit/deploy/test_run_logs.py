@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from deploy.run.logs import JSON_LOG_FILE, LOG_FILE, log_thread_failures, log_to, set_up_logging
+from mobula.deploy.run.logs import JSON_LOG_FILE, LOG_FILE, log_thread_failures, log_to, set_up_logging
 
 RED = "\x1b[31mboom\x1b[0m"
 

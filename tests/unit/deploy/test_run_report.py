@@ -12,8 +12,8 @@ from metrics_data import write_run
 from run_records import go_on
 from typer.testing import CliRunner
 
-from deploy.cli import app
-from deploy.host.run_record import RECORD_FILE
+from mobula.deploy.cli import app
+from mobula.deploy.host.run_record import RECORD_FILE
 
 KILLED = '<span class="status killed">the driver was killed</span>'
 FACT = re.compile(r"<dt>([^<]+)</dt><dd>([^<]+)</dd>")

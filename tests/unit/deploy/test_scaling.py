@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from cluster.errors import PlacementError
-from cluster.runtime import autoscaling
-from cluster.runtime.autoscaling import Autoscaler
-from cluster.runtime.placement import NodeResources, check_room, place_at
-from cluster.workers.status import WorkerState, WorkerStatus
-from configs.load import load_config
-from deploy.wiring.scaling import RoomFirst, ScaleFile
+from mobula.cluster.errors import PlacementError
+from mobula.cluster.runtime import autoscaling
+from mobula.cluster.runtime.autoscaling import Autoscaler
+from mobula.cluster.runtime.placement import NodeResources, check_room, place_at
+from mobula.cluster.workers.status import WorkerState, WorkerStatus
+from mobula.configs.load import load_config
+from mobula.deploy.wiring.scaling import RoomFirst, ScaleFile
 
 SERVING, DRAINING = WorkerState.SERVING, WorkerState.DRAINING
 

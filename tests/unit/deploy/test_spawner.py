@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from cluster.errors import PlacementError
-from cluster.runtime.placement import NodeResources, PlacedWorker, PlacementPlan, plan_placement
-from cluster.runtime.placement_groups import Booking
-from configs.load import load_config
-from configs.schema import RunConfig, WorkerResources
-from deploy.host.processes import ProcessId
-from deploy.host.run_record import RunMark
-from deploy.host.session import ClusterSession
-from deploy.wiring import spawner
-from deploy.wiring.spawner import Spawner, engine_environment, learner_environment
+from mobula.cluster.errors import PlacementError
+from mobula.cluster.runtime.placement import NodeResources, PlacedWorker, PlacementPlan, plan_placement
+from mobula.cluster.runtime.placement_groups import Booking
+from mobula.configs.load import load_config
+from mobula.configs.schema import RunConfig, WorkerResources
+from mobula.deploy.host.processes import ProcessId
+from mobula.deploy.host.run_record import RunMark
+from mobula.deploy.host.session import ClusterSession
+from mobula.deploy.wiring import spawner
+from mobula.deploy.wiring.spawner import Spawner, engine_environment, learner_environment
 
 NODES = (NodeResources("here", num_cpus=2, num_gpus=0),)
 MARK = RunMark("digits/1", ProcessId("here", 1, 2))

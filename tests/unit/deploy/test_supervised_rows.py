@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 from offline_data import conversation, write_rows
 
-from cluster.errors import PreflightError
-from cluster.replay.run_identity import run_identity
-from configs.load import load_config
-from configs.schema import RunConfig
-from configs.words import overridden
-from deploy.wiring import build
-from deploy.wiring.preparation import prepare
-from learner.policies.tiny import write_tiny_qwen2_5_vl
+from mobula.cluster.errors import PreflightError
+from mobula.cluster.replay.run_identity import run_identity
+from mobula.configs.load import load_config
+from mobula.configs.schema import RunConfig
+from mobula.configs.words import overridden
+from mobula.deploy.wiring import build
+from mobula.deploy.wiring.preparation import prepare
+from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 
 
 @pytest.fixture(scope="module")

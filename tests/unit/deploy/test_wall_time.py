@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster.runtime.placement_groups import holders
-from deploy.run.run_report import earlier_wall_s
+from mobula.cluster.runtime.placement_groups import holders
+from mobula.deploy.run.run_report import earlier_wall_s
 
 
 @pytest.mark.parametrize(("text", "seconds"), [('{"wall_s": 12.5}', 12.5), ("{", 0.0), ("{}", 0.0), (None, 0)])

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 from metrics_data import FakeClock, digit_picture, make_metrics
 
-from cluster.errors import DatasetError
-from cluster.metrics.report.run_folder import SKIPPED_FILE
-from configs.load import load_config
-from deploy.host.run_folder import make_run_folder
-from deploy.run.runtime import _leave_behind
-from deploy.wiring.preparation import Prepared, prepare
-from deploy.wiring.warm_start import warm_start
-from learner.supervised import SupervisedExample
+from mobula.cluster.errors import DatasetError
+from mobula.cluster.metrics.report.run_folder import SKIPPED_FILE
+from mobula.configs.load import load_config
+from mobula.deploy.host.run_folder import make_run_folder
+from mobula.deploy.run.runtime import _leave_behind
+from mobula.deploy.wiring.preparation import Prepared, prepare
+from mobula.deploy.wiring.warm_start import warm_start
+from mobula.learner.supervised import SupervisedExample
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +87,7 @@ async def test_checks_are_the_same_validation_rows_every_time(prepared: Prepared
 
 
 async def test_rl_does_not_start_with_the_prompts_of_the_warm_start(prepared: Prepared) -> None:
-    from actors.datasets.prompts import PromptSource
+    from mobula.actors.datasets.prompts import PromptSource
 
     learner = FakeLearner(gain=0.01)
     await warm_start(prepared, learner)

@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from actors.datasets.open_split import open_split
-from cluster.records.trajectory import Response
-from configs.load import load_config
-from configs.schema.data import WRITTEN, DataKind
-from deploy.datasets import written_data
-from deploy.datasets.written_data import WRITERS, write_data
-from rewards.contract import RewardRequest, checked
-from rewards.functions import build_function
-from rewards.isolation.process import IsolatedProcess
-from rewards.tools import Tools
+from mobula.actors.datasets.open_split import open_split
+from mobula.cluster.records.trajectory import Response
+from mobula.configs.load import load_config
+from mobula.configs.schema.data import WRITTEN, DataKind
+from mobula.deploy.datasets import written_data
+from mobula.deploy.datasets.written_data import WRITERS, write_data
+from mobula.rewards.contract import RewardRequest, checked
+from mobula.rewards.functions import build_function
+from mobula.rewards.isolation.process import IsolatedProcess
+from mobula.rewards.tools import Tools
 
 TOOLS = Tools(IsolatedProcess(timeout_s=1, start_timeout_s=1), "cpu", "float32")
 

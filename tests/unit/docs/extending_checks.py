@@ -22,27 +22,27 @@ from rich.console import Console
 from tiny_text_models import write_text_policy
 from transformers import AutoTokenizer
 
-from actors.rollout.demonstrations import Demonstrations
-from actors.samplers import build_sampler
-from cluster.records.partial_response import Attempt
-from cluster.records.trajectory import Response
-from cluster.roles import ReplayStats, SamplingSettings, UpdateReport
-from cluster.runtime.placement import NodeResources, plan_placement
-from configs.load import load_config
-from deploy.wiring.observers import build_metrics
-from deploy.wiring.preparation import prepare
-from learner.algorithms.advantages import ADVANTAGES, AdvantageOptions, EarlierRewards, StepRewards
-from learner.algorithms.corrections import CORRECTIONS
-from learner.algorithms.kl import KL_ESTIMATORS
-from learner.algorithms.policy_losses import POLICY_LOSSES
-from learner.learner import Learner
-from learner.policies.families import family_at, takes_pictures
-from learner.policies.loading import checkpoint_names, load_model
-from learner.policies.tiny import write_tiny, write_tiny_qwen2_5_vl
-from rewards.contract import RewardRequest
-from rewards.functions import build_function
-from rewards.isolation.process import IsolatedProcess
-from rewards.tools import Tools
+from mobula.actors.rollout.demonstrations import Demonstrations
+from mobula.actors.samplers import build_sampler
+from mobula.cluster.records.partial_response import Attempt
+from mobula.cluster.records.trajectory import Response
+from mobula.cluster.roles import ReplayStats, SamplingSettings, UpdateReport
+from mobula.cluster.runtime.placement import NodeResources, plan_placement
+from mobula.configs.load import load_config
+from mobula.deploy.wiring.observers import build_metrics
+from mobula.deploy.wiring.preparation import prepare
+from mobula.learner.algorithms.advantages import ADVANTAGES, AdvantageOptions, EarlierRewards, StepRewards
+from mobula.learner.algorithms.corrections import CORRECTIONS
+from mobula.learner.algorithms.kl import KL_ESTIMATORS
+from mobula.learner.algorithms.policy_losses import POLICY_LOSSES
+from mobula.learner.learner import Learner
+from mobula.learner.policies.families import family_at, takes_pictures
+from mobula.learner.policies.loading import checkpoint_names, load_model
+from mobula.learner.policies.tiny import write_tiny, write_tiny_qwen2_5_vl
+from mobula.rewards.contract import RewardRequest
+from mobula.rewards.functions import build_function
+from mobula.rewards.isolation.process import IsolatedProcess
+from mobula.rewards.tools import Tools
 
 
 @pytest.fixture(scope="module")

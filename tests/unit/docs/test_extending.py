@@ -131,8 +131,8 @@ def test_what_the_page_adds_works(extended: Path) -> None:
 
 @pytest.mark.slow
 def test_the_generated_pages_take_the_new_entries(extended: Path) -> None:
-    run(extended, "configs.document", timeout_s=120)
-    run(extended, "deploy.tools.support_tables", timeout_s=240)
+    run(extended, "mobula.configs.document", timeout_s=120)
+    run(extended, "mobula.deploy.tools.support_tables", timeout_s=240)
     documented = (extended / "docs" / "configuration.md").read_text()
     assert [key for key in ("algorithm.losses.topr.cap", "metrics.csv") if f"`{key}`" not in documented] == []
     readme = (extended / "README.md").read_text()

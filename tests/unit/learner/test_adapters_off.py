@@ -9,13 +9,13 @@ import pytest
 from learner_data import random_groups, tiny_config
 from transformers import AutoTokenizer
 
-from actors.reference.scorer import ReferenceScorer
-from cluster.runtime.placement import needed_roles
-from configs.errors import ConfigError
-from configs.schema import RunConfig
-from configs.words import overridden
-from learner.learner import Learner
-from learner.policies.tiny import write_tiny_qwen2_5_vl
+from mobula.actors.reference.scorer import ReferenceScorer
+from mobula.cluster.runtime.placement import needed_roles
+from mobula.configs.errors import ConfigError
+from mobula.configs.schema import RunConfig
+from mobula.configs.words import overridden
+from mobula.learner.learner import Learner
+from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 
 LORA = ("policy.lora.rank=4", "policy.lora.alpha=16.0", "algorithm.max_staleness=4", "warm_start=none")
 OFF = "reference.place=learner_ranks"

@@ -9,11 +9,11 @@ import pytest
 from offline_rows import config_of, rows
 from transformers import AutoTokenizer
 
-from actors.reference.scorer import ReferenceScorer
-from cluster.runtime.placement import needed_roles
-from configs.errors import ConfigError
-from learner.offline.learner import OfflineLearner
-from learner.policies.tiny import write_tiny_qwen2_5_vl
+from mobula.actors.reference.scorer import ReferenceScorer
+from mobula.cluster.runtime.placement import needed_roles
+from mobula.configs.errors import ConfigError
+from mobula.learner.offline.learner import OfflineLearner
+from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 
 LORA = ("policy.lora.rank=4", "policy.lora.alpha=16.0")
 OFF = "reference.place=learner_ranks"

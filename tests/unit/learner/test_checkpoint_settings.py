@@ -13,16 +13,16 @@ import torch
 from tiny_text_models import write_text_policy
 from torch import nn
 
-from cluster.errors import PreflightError
-from cluster.records.media import MediaReader
-from configs.load import load_config
-from deploy.wiring.preparation import prepare
-from learner.policies.batch import TokenSequence, collate
-from learner.policies.families import unequal_window
-from learner.policies.loading import RANDOM_PARTS, load_policy_model
-from learner.policies.logprobs import PLAIN
-from learner.policies.tiny import TINY, write_tiny
-from learner.policies.token import TokenPolicy
+from mobula.cluster.errors import PreflightError
+from mobula.cluster.records.media import MediaReader
+from mobula.configs.load import load_config
+from mobula.deploy.wiring.preparation import prepare
+from mobula.learner.policies.batch import TokenSequence, collate
+from mobula.learner.policies.families import unequal_window
+from mobula.learner.policies.loading import RANDOM_PARTS, load_policy_model
+from mobula.learner.policies.logprobs import PLAIN
+from mobula.learner.policies.tiny import TINY, write_tiny
+from mobula.learner.policies.token import TokenPolicy
 
 CPU = torch.device("cpu")
 QWEN = {"sliding_window": 64, "use_sliding_window": True, "layer_types": None}

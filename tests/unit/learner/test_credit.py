@@ -12,10 +12,10 @@ import pytest
 from learner_data import group, prompt, random_groups, tiny_config
 from transformers import AutoTokenizer
 
-from cluster.records.trajectory import EpisodeTurn, FinishReason, Reward, ScoredGroup
-from learner.batch import LearnerItem, epochs, fetch_items, minibatches, select_by_entropy, totals
-from learner.credit import Credit
-from learner.policies.tiny import write_tiny_qwen2_5_vl
+from mobula.cluster.records.trajectory import EpisodeTurn, FinishReason, Reward, ScoredGroup
+from mobula.learner.batch import LearnerItem, epochs, fetch_items, minibatches, select_by_entropy, totals
+from mobula.learner.credit import Credit
+from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 
 
 @pytest.fixture(scope="module")

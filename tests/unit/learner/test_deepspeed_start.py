@@ -7,7 +7,7 @@ import torch
 from deepspeed.comm.torch import build_shm_op
 from deepspeed.ops.op_builder.builder import OpBuilder
 
-from learner.backends.deepspeed import _imported
+from mobula.learner.backends.deepspeed import _imported
 
 
 def test_no_collective_in_shared_memory_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:

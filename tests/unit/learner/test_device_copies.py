@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from learner.policies.device_copies import on_device
+from mobula.learner.policies.device_copies import on_device
 
 
 def test_on_the_host_a_tensor_shares_the_memory_of_its_array() -> None:

@@ -20,23 +20,23 @@ from learner_data import group, prompt
 from tiny_text_models import write_text_policy
 from transformers import AutoTokenizer, masking_utils
 
-from cluster.records.actions import KeptSets, LatentActions
-from cluster.records.media import MediaReader
-from configs.load import load_config
-from learner.batch import collate_items, fetch_items, tokens_by_age, totals
-from learner.meter import Meter
-from learner.objective import PolicyObjective, measure_gap
-from learner.policies.attention import packed
-from learner.policies.batch import TokenSequence, collate
-from learner.policies.flow.checkpoint import FlowCheckpoint
-from learner.policies.flow.families import flow_family_at
-from learner.policies.flow.policy import FlowPolicy, StepRescoring
-from learner.policies.flow.rows import LatentSequence, collate_latents
-from learner.policies.flow.tiny import TINY_FLOW, write_tiny_flow
-from learner.policies.loading import load_model
-from learner.policies.logprobs import Distribution
-from learner.policies.tiny import TINY, write_tiny
-from learner.policies.token import TokenPolicy
+from mobula.cluster.records.actions import KeptSets, LatentActions
+from mobula.cluster.records.media import MediaReader
+from mobula.configs.load import load_config
+from mobula.learner.batch import collate_items, fetch_items, tokens_by_age, totals
+from mobula.learner.meter import Meter
+from mobula.learner.objective import PolicyObjective, measure_gap
+from mobula.learner.policies.attention import packed
+from mobula.learner.policies.batch import TokenSequence, collate
+from mobula.learner.policies.flow.checkpoint import FlowCheckpoint
+from mobula.learner.policies.flow.families import flow_family_at
+from mobula.learner.policies.flow.policy import FlowPolicy, StepRescoring
+from mobula.learner.policies.flow.rows import LatentSequence, collate_latents
+from mobula.learner.policies.flow.tiny import TINY_FLOW, write_tiny_flow
+from mobula.learner.policies.loading import load_model
+from mobula.learner.policies.logprobs import Distribution
+from mobula.learner.policies.tiny import TINY, write_tiny
+from mobula.learner.policies.token import TokenPolicy
 
 META = torch.device("meta")
 FIRE = Distribution(0.7, (5, 9), first_token_temperature=2.0)

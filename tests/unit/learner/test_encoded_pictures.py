@@ -9,12 +9,12 @@ import torch
 from learner_data import picture, prompt
 from transformers import AutoTokenizer
 
-from cluster.records.media import MediaReader
-from learner.policies.batch import TokenSequence, collate
-from learner.policies.families import vision
-from learner.policies.families.registry import family_at
-from learner.policies.loading import load_model
-from learner.policies.tiny import write_checked
+from mobula.cluster.records.media import MediaReader
+from mobula.learner.policies.batch import TokenSequence, collate
+from mobula.learner.policies.families import vision
+from mobula.learner.policies.families.registry import family_at
+from mobula.learner.policies.loading import load_model
+from mobula.learner.policies.tiny import write_checked
 
 
 class Old(torch.nn.Module):

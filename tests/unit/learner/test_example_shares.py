@@ -11,17 +11,16 @@ from offline_rows import config_of, rows
 from ranks_in_threads import RanksInThreads, Store
 from transformers import AutoTokenizer
 
-import learner.examples.examples
-from cluster.records.media import MediaReader
-from cluster.records.trajectory import ScoredGroup
-from configs.schema import RunConfig
-from learner.examples.entries import DataRows
-from learner.examples.examples import Example, SharedExample, collate_examples, fetch_examples, totals_of
-from learner.gradient_step import shares_of_ranks
-from learner.offline.objectives import build_objective
-from learner.policies.logprobs import PLAIN
-from learner.policies.tiny import write_tiny_qwen2_5_vl
-from learner.shares import Exchange, ShareFetcher
+from mobula.cluster.records.media import MediaReader
+from mobula.cluster.records.trajectory import ScoredGroup
+from mobula.configs.schema import RunConfig
+from mobula.learner.examples.entries import DataRows
+from mobula.learner.examples.examples import Example, SharedExample, collate_examples, fetch_examples, totals_of
+from mobula.learner.gradient_step import shares_of_ranks
+from mobula.learner.offline.objectives import build_objective
+from mobula.learner.policies.logprobs import PLAIN
+from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
+from mobula.learner.shares import Exchange, ShareFetcher
 
 Parts = list[list[SharedExample]]
 

@@ -10,11 +10,11 @@ from learner_data import picture, prompt, random_groups, tiny_config
 from peft import PeftModel
 from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
-from cluster.errors import CheckpointError
-from configs.schema import RunConfig
-from learner.learner import Learner
-from learner.policies.tiny import write_tiny_qwen2_5_vl
-from learner.policy_weights import export_state
+from mobula.cluster.errors import CheckpointError
+from mobula.configs.schema import RunConfig
+from mobula.learner.learner import Learner
+from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
+from mobula.learner.policy_weights import export_state
 
 LORA = ("policy.lora.rank=4", "policy.lora.alpha=64.0")
 

@@ -12,20 +12,20 @@ import torch
 from PIL import Image
 from tiny_text_models import write_text_policy
 
-from actors.datasets.rows import Row
-from actors.processors.chat import ChatProcessor
-from cluster.errors import PreflightError, PromptError
-from cluster.records.media import MediaReader, MediaStore
-from configs.load import load_config
-from configs.schema import RunConfig
-from deploy.wiring.preparation import prepare
-from learner.policies.batch import TokenSequence, collate
-from learner.policies.families import max_positions, takes_pictures
-from learner.policies.families.text import TextFamily
-from learner.policies.loading import load_model
-from learner.policies.logprobs import PLAIN
-from learner.policies.tiny import MAX_POSITIONS, write_tiny, write_tiny_qwen2_5_vl
-from learner.policies.token import TokenPolicy
+from mobula.actors.datasets.rows import Row
+from mobula.actors.processors.chat import ChatProcessor
+from mobula.cluster.errors import PreflightError, PromptError
+from mobula.cluster.records.media import MediaReader, MediaStore
+from mobula.configs.load import load_config
+from mobula.configs.schema import RunConfig
+from mobula.deploy.wiring.preparation import prepare
+from mobula.learner.policies.batch import TokenSequence, collate
+from mobula.learner.policies.families import max_positions, takes_pictures
+from mobula.learner.policies.families.text import TextFamily
+from mobula.learner.policies.loading import load_model
+from mobula.learner.policies.logprobs import PLAIN
+from mobula.learner.policies.tiny import MAX_POSITIONS, write_tiny, write_tiny_qwen2_5_vl
+from mobula.learner.policies.token import TokenPolicy
 
 
 def config(model: Path, data: Path, *words: str) -> RunConfig:

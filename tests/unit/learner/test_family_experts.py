@@ -9,15 +9,15 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
-from cluster.weight_sync.manifest import checkpoint_manifest
-from configs.load import load_config
-from configs.schema import RunConfig
-from learner.backends.single import SingleBackend
-from learner.policies.checkpoint.saving import save_policy
-from learner.policies.loading import load_model, load_policy_model
-from learner.policies.tiny import qwen3_vl_moe, write_tiny
-from learner.policies.token import TokenPolicy
-from learner.policy_weights import PolicyWeights
+from mobula.cluster.weight_sync.manifest import checkpoint_manifest
+from mobula.configs.load import load_config
+from mobula.configs.schema import RunConfig
+from mobula.learner.backends.single import SingleBackend
+from mobula.learner.policies.checkpoint.saving import save_policy
+from mobula.learner.policies.loading import load_model, load_policy_model
+from mobula.learner.policies.tiny import qwen3_vl_moe, write_tiny
+from mobula.learner.policies.token import TokenPolicy
+from mobula.learner.policy_weights import PolicyWeights
 
 EXPERTS = ".mlp.experts."
 

@@ -9,15 +9,15 @@ import pytest
 import torch
 from family_prompts import FamilyPrompts, family_prompts
 
-from cluster.records.media import MediaHandle, MediaReader, ProcessedMedia
-from cluster.records.trajectory import MediaSpan, Prompt
-from configs.load import load_config
-from learner.policies.batch import TokenSequence, collate
-from learner.policies.families import family_at
-from learner.policies.loading import checkpoint_names, load_model
-from learner.policies.logprobs import PLAIN
-from learner.policies.tiny import TINY, write_tiny
-from learner.policies.token import TokenPolicy
+from mobula.cluster.records.media import MediaHandle, MediaReader, ProcessedMedia
+from mobula.cluster.records.trajectory import MediaSpan, Prompt
+from mobula.configs.load import load_config
+from mobula.learner.policies.batch import TokenSequence, collate
+from mobula.learner.policies.families import family_at
+from mobula.learner.policies.loading import checkpoint_names, load_model
+from mobula.learner.policies.logprobs import PLAIN
+from mobula.learner.policies.tiny import TINY, write_tiny
+from mobula.learner.policies.token import TokenPolicy
 
 CPU = torch.device("cpu")
 ANSWER = np.array([20, 30, 40, 50], dtype=np.int32)

@@ -10,22 +10,22 @@ import pytest
 import torch
 from family_prompts import FamilyPrompts, family_prompts
 
-from actors.datasets.rows import Row
-from actors.processors.chat import ChatProcessor
-from actors.samplers.huggingface import HuggingFaceSampler
-from cluster.errors import PromptError
-from cluster.records.media import MediaReader, MediaStore
-from cluster.weight_sync.manifest import checkpoint_manifest
-from configs.load import load_config
-from configs.schema import RunConfig
-from deploy.wiring.preparation import Prepared
-from deploy.wiring.rollouts import engine_settings
-from learner.policies.batch import TokenSequence, collate
-from learner.policies.families import family_at
-from learner.policies.loading import load_model
-from learner.policies.logprobs import PLAIN
-from learner.policies.tiny import write_tiny
-from learner.policies.token import TokenPolicy
+from mobula.actors.datasets.rows import Row
+from mobula.actors.processors.chat import ChatProcessor
+from mobula.actors.samplers.huggingface import HuggingFaceSampler
+from mobula.cluster.errors import PromptError
+from mobula.cluster.records.media import MediaReader, MediaStore
+from mobula.cluster.weight_sync.manifest import checkpoint_manifest
+from mobula.configs.load import load_config
+from mobula.configs.schema import RunConfig
+from mobula.deploy.wiring.preparation import Prepared
+from mobula.deploy.wiring.rollouts import engine_settings
+from mobula.learner.policies.batch import TokenSequence, collate
+from mobula.learner.policies.families import family_at
+from mobula.learner.policies.loading import load_model
+from mobula.learner.policies.logprobs import PLAIN
+from mobula.learner.policies.tiny import write_tiny
+from mobula.learner.policies.token import TokenPolicy
 
 CPU = torch.device("cpu")
 
@@ -61,7 +61,7 @@ def run_of(folder: Path, *words: str) -> RunConfig:
 
 def test_tokens_of_a_picture_see_each_other(folder: Path, asked: FamilyPrompts, monkeypatch) -> None:
     both_ways = logprobs(folder, asked, "two pictures")
-    monkeypatch.setattr("learner.policies.families.gemma3.Gemma3.decoder_inputs", lambda *_: {})
+    monkeypatch.setattr("mobula.learner.policies.families.gemma3.Gemma3.decoder_inputs", lambda *_: {})
     assert np.abs(both_ways - logprobs(folder, asked, "two pictures")).max() > 1e-3
 
 

@@ -12,17 +12,17 @@ import torch
 from family_prompts import family_prompts
 from learner_data import group
 
-from actors.datasets.open_split import open_split
-from actors.datasets.prompts import preflight
-from actors.datasets.rows import Row
-from actors.processors.chat import ChatProcessor
-from cluster.records.arrow import from_batch, to_batch
-from cluster.records.media import MediaReader, MediaStore
-from cluster.records.trajectory import MediaSpan
-from configs.load import load_config
-from learner.policies.batch import TokenSequence, collate
-from learner.policies.loading import load_model
-from learner.policies.tiny import write_tiny
+from mobula.actors.datasets.open_split import open_split
+from mobula.actors.datasets.prompts import preflight
+from mobula.actors.datasets.rows import Row
+from mobula.actors.processors.chat import ChatProcessor
+from mobula.cluster.records.arrow import from_batch, to_batch
+from mobula.cluster.records.media import MediaReader, MediaStore
+from mobula.cluster.records.trajectory import MediaSpan
+from mobula.configs.load import load_config
+from mobula.learner.policies.batch import TokenSequence, collate
+from mobula.learner.policies.loading import load_model
+from mobula.learner.policies.tiny import write_tiny
 
 CPU = torch.device("cpu")
 RATE = 16_000
@@ -70,7 +70,7 @@ def test_a_sound_takes_as_many_tokens_as_the_tower_makes_embeddings(
     assert span.end - span.start == tokens
     assert chat.check(row) == prompt.num_tokens == len(prompt.compact_ids) - 1 + tokens
     policy = load_model(str(folder), torch.float32, "sdpa").eval()
-    from learner.policies.families import family_of
+    from mobula.learner.policies.families import family_of
 
     shown = collate([TokenSequence.of_prompt(prompt)], MediaReader(timeout_s=1, max_items=2), CPU)
     with torch.no_grad():  # raises if the tower makes more or fewer
@@ -131,7 +131,7 @@ def test_a_model_that_does_not_hear_is_refused_by_name(tmp_path: Path) -> None:
 def test_positions_of_pictures_beside_sounds_are_those_of_the_paper(folders: dict[str, Path], tmp_path: Path) -> None:
     """A sound counts on like text; a picture has rows and columns from where it begins."""
     folder = folders["qwen2.5-omni"]
-    from learner.policies.families.qwen_vl import released_positions
+    from mobula.learner.policies.families.qwen_vl import released_positions
 
     prompt = family_prompts(folder, tmp_path).cases["picture and sound"].prompt
     picture, sound = prompt.media_spans

@@ -10,19 +10,19 @@ import torch
 from clips import noise_frames
 from transformers import AutoConfig
 
-from actors.datasets.rows import Row
-from actors.datasets.videos import FrameList
-from actors.processors.chat import ChatProcessor
-from cluster.errors import MediaError
-from cluster.records.media import MediaReader, MediaStore
-from configs.load import load_config
-from learner.policies.batch import TokenSequence, collate
-from learner.policies.families import family_at
-from learner.policies.families.base import VideoFamily
-from learner.policies.loading import load_model
-from learner.policies.logprobs import PLAIN
-from learner.policies.tiny import write_tiny
-from learner.policies.token import TokenPolicy
+from mobula.actors.datasets.rows import Row
+from mobula.actors.datasets.videos import FrameList
+from mobula.actors.processors.chat import ChatProcessor
+from mobula.cluster.errors import MediaError
+from mobula.cluster.records.media import MediaReader, MediaStore
+from mobula.configs.load import load_config
+from mobula.learner.policies.batch import TokenSequence, collate
+from mobula.learner.policies.families import family_at
+from mobula.learner.policies.families.base import VideoFamily
+from mobula.learner.policies.loading import load_model
+from mobula.learner.policies.logprobs import PLAIN
+from mobula.learner.policies.tiny import write_tiny
+from mobula.learner.policies.token import TokenPolicy
 
 CPU = torch.device("cpu")
 TOKENS_OF_A_FRAME = 4

@@ -16,14 +16,14 @@ from flow_model import DENOISING, encoded_prompts, flow_sampler, sample
 from huggingface_hub.errors import GatedRepoError
 from PIL import Image
 
-from configs.load import load_config
-from deploy.conformance.flow.plain import CALLS
-from learner.policies.flow import checkpoint as checkpoint_module
-from learner.policies.flow.checkpoint import FlowCheckpoint
-from learner.policies.flow.families import FAMILIES, REFUSED, PictureSize, flow_family_at
-from learner.policies.flow.families.base import packed, unpacked
-from learner.policies.flow.tiny import TINY_FLOW, write_tiny_flow
-from learner.policies.sde import KERNELS, FlowStep, flow_level
+from mobula.configs.load import load_config
+from mobula.deploy.conformance.flow.plain import CALLS
+from mobula.learner.policies.flow import checkpoint as checkpoint_module
+from mobula.learner.policies.flow.checkpoint import FlowCheckpoint
+from mobula.learner.policies.flow.families import FAMILIES, REFUSED, PictureSize, flow_family_at
+from mobula.learner.policies.flow.families.base import packed, unpacked
+from mobula.learner.policies.flow.tiny import TINY_FLOW, write_tiny_flow
+from mobula.learner.policies.sde import KERNELS, FlowStep, flow_level
 
 NO_REFERENCE = ("algorithm.kl.coef=0", "resources.reference.num_workers=0")
 VAE = {"block_out_channels": [1, 1, 1, 1], "temperal_downsample": [False, True, True], "z_dim": 16}

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from cluster.records.actions import LatentActions
-from cluster.records.media import MediaHandle, MediaReader, ProcessedMedia
-from cluster.records.trajectory import MediaSpan, Prompt
-from learner.algorithms.advantages import ADVANTAGES, AdvantageOptions, EarlierRewards, StepRewards
-from learner.algorithms.flow_losses import grpo_guard, nft
-from learner.algorithms.policy_losses import POLICY_LOSSES
-from learner.policies.flow.noising import CleanSequence, Noising, collate_noised
-from learner.policies.flow.rows import CONDITION
+from mobula.cluster.records.actions import LatentActions
+from mobula.cluster.records.media import MediaHandle, MediaReader, ProcessedMedia
+from mobula.cluster.records.trajectory import MediaSpan, Prompt
+from mobula.learner.algorithms.advantages import ADVANTAGES, AdvantageOptions, EarlierRewards, StepRewards
+from mobula.learner.algorithms.flow_losses import grpo_guard, nft
+from mobula.learner.algorithms.policy_losses import POLICY_LOSSES
+from mobula.learner.policies.flow.noising import CleanSequence, Noising, collate_noised
+from mobula.learner.policies.flow.rows import CONDITION
 
 CPU = torch.device("cpu")
 SIGMAS = np.array([1.0, 0.8, 0.5, 0.2], dtype=np.float32)

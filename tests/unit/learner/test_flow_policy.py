@@ -11,22 +11,22 @@ import torch
 from flow_model import CPU, DENOISING, encoded_prompts, write_loud_sd3
 from torch.distributions import Normal, kl_divergence
 
-from cluster.records.actions import LatentActions
-from cluster.records.media import MediaReader
-from cluster.records.trajectory import Prompt
-from cluster.weight_sync.manifest import checkpoint_manifest
-from configs.load import load_config
-from configs.schema import LoRAConfig
-from learner.backends.single import SingleBackend
-from learner.policies.adapters import add_adapters, as_merged
-from learner.policies.flow.checkpoint import FlowCheckpoint
-from learner.policies.flow.denoising import canary_actions
-from learner.policies.flow.families import flow_family_at
-from learner.policies.flow.policy import FlowPolicy, StepRescoring
-from learner.policies.flow.rows import LatentBatch
-from learner.policies.loading import checkpoint_names
-from learner.policies.lora import adapted_modules
-from learner.policies.trained import collate_rows, row_of
+from mobula.cluster.records.actions import LatentActions
+from mobula.cluster.records.media import MediaReader
+from mobula.cluster.records.trajectory import Prompt
+from mobula.cluster.weight_sync.manifest import checkpoint_manifest
+from mobula.configs.load import load_config
+from mobula.configs.schema import LoRAConfig
+from mobula.learner.backends.single import SingleBackend
+from mobula.learner.policies.adapters import add_adapters, as_merged
+from mobula.learner.policies.flow.checkpoint import FlowCheckpoint
+from mobula.learner.policies.flow.denoising import canary_actions
+from mobula.learner.policies.flow.families import flow_family_at
+from mobula.learner.policies.flow.policy import FlowPolicy, StepRescoring
+from mobula.learner.policies.flow.rows import LatentBatch
+from mobula.learner.policies.loading import checkpoint_names
+from mobula.learner.policies.lora import adapted_modules
+from mobula.learner.policies.trained import collate_rows, row_of
 
 SIGMAS = np.array([1.0, 0.95, 0.86, 0.7, 0.5, 0.2, 0.0], dtype=np.float32)
 REPLAY = StepRescoring(DENOISING, "none")

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
-from configs.load import load_config
-from learner.backends.sharded import ShardedWriter, load_sharded
-from learner.backends.single import SingleBackend
-from learner.policies.base import Policy
+from mobula.configs.load import load_config
+from mobula.learner.backends.sharded import ShardedWriter, load_sharded
+from mobula.learner.backends.single import SingleBackend
+from mobula.learner.policies.base import Policy
 
 
 class Half(Policy):

@@ -8,12 +8,12 @@ import torch
 from group_data import picture_prompt
 from latent_data import SIGMAS, latent_actions, latent_group, latent_prompt
 
-from cluster.records.media import MediaReader
-from cluster.records.trajectory import Reward, ScoredGroup, TrajectoryGroup
-from configs.load import load_config
-from learner.batch import collate_items, fetch_items
-from learner.policies.packing import split_microbatches
-from learner.policies.trained import row_of
+from mobula.cluster.records.media import MediaReader
+from mobula.cluster.records.trajectory import Reward, ScoredGroup, TrajectoryGroup
+from mobula.configs.load import load_config
+from mobula.learner.batch import collate_items, fetch_items
+from mobula.learner.policies.packing import split_microbatches
+from mobula.learner.policies.trained import row_of
 
 CPU = torch.device("cpu")
 

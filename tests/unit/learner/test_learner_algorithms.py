@@ -13,15 +13,15 @@ import torch
 from learner_data import group, picture, prompt, random_groups, tiny_config, with_logprobs
 from transformers import AutoTokenizer
 
-from actors.reference.scorer import ReferenceScorer
-from cluster.errors import CheckpointError
-from cluster.records.trajectory import FinishReason, ScoredGroup, WeightSpan
-from configs.groups import groups as config_groups
-from learner.algorithms.policy_losses import POLICY_LOSSES
-from learner.batch import fetch_items
-from learner.learner import Learner
-from learner.policies.tiny import write_tiny_qwen2_5_vl
-from learner.state import ALGORITHM_FILE
+from mobula.actors.reference.scorer import ReferenceScorer
+from mobula.cluster.errors import CheckpointError
+from mobula.cluster.records.trajectory import FinishReason, ScoredGroup, WeightSpan
+from mobula.configs.groups import groups as config_groups
+from mobula.learner.algorithms.policy_losses import POLICY_LOSSES
+from mobula.learner.batch import fetch_items
+from mobula.learner.learner import Learner
+from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
+from mobula.learner.state import ALGORITHM_FILE
 
 BANNED = (250, 251)
 TAUGHT = ("algorithm.distillation.teacher=a/teacher",)

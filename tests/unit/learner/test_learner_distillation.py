@@ -10,13 +10,13 @@ import pytest
 from learner_data import group, picture, prompt, random_groups, tiny_config, with_logprobs
 from transformers import AutoTokenizer
 
-from actors.reference.scorer import ReferenceScorer
-from cluster.records.trajectory import Prompt, ScoredGroup
-from configs.schema import RunConfig
-from learner.batch import fetch_items
-from learner.credit import Credit
-from learner.learner import Learner
-from learner.policies.tiny import write_tiny_qwen2_5_vl
+from mobula.actors.reference.scorer import ReferenceScorer
+from mobula.cluster.records.trajectory import Prompt, ScoredGroup
+from mobula.configs.schema import RunConfig
+from mobula.learner.batch import fetch_items
+from mobula.learner.credit import Credit
+from mobula.learner.learner import Learner
+from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 
 NUM_SAMPLES = 128
 DISTILL = ("algorithm=distill", "algorithm.kl.coef=0", "algorithm.max_staleness=9")

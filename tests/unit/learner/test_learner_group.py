@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import pytest
 from torch.distributed import DistBackendError, DistStoreError
 
-from cluster.errors import DeadlineError, LostObjectError, WorkerDiedError
-from cluster.roles import UpdateReport
-from cluster.weight_sync.manifest import Manifest, TensorSpec
-from configs.load import load_config
-from learner.learner_group import LearnerGroup
+from mobula.cluster.errors import DeadlineError, LostObjectError, WorkerDiedError
+from mobula.cluster.roles import UpdateReport
+from mobula.cluster.weight_sync.manifest import Manifest, TensorSpec
+from mobula.configs.load import load_config
+from mobula.learner.learner_group import LearnerGroup
 
 TIMEOUTS = load_config(["experiment=digits"]).timeouts
 

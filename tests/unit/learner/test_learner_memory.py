@@ -10,11 +10,11 @@ from learner_data import random_groups, tiny_config
 from transformers import AutoTokenizer
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from configs.errors import ConfigError
-from configs.load import load_config
-from learner.backends.deepspeed import DeepSpeedBackend
-from learner.learner import Learner
-from learner.policies.tiny import write_tiny_qwen2_5_vl
+from mobula.configs.errors import ConfigError
+from mobula.configs.load import load_config
+from mobula.learner.backends.deepspeed import DeepSpeedBackend
+from mobula.learner.learner import Learner
+from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 
 GPU = ("experiment=digits", "resources=gpu_2")
 PARTS = {

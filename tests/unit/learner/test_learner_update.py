@@ -13,17 +13,17 @@ from learner_data import add_dropout, group, picture, prompt, random_groups, tin
 from taught import at_hand
 from transformers import AutoTokenizer
 
-from actors.reference.scorer import ReferenceScorer
-from cluster.errors import CheckpointError
-from cluster.records.actions import KeptSets
-from cluster.records.trajectory import FinishReason, ScoredGroup, Trajectory, TrajectoryGroup, WeightSpan
-from configs.schema import LearnerConfig, RunConfig
-from learner.batch import fetch_items
-from learner.credit import Credit
-from learner.learner import Learner
-from learner.optim import learning_rate
-from learner.policies.tiny import write_tiny_qwen2_5_vl
-from learner.supervised import SupervisedExample
+from mobula.actors.reference.scorer import ReferenceScorer
+from mobula.cluster.errors import CheckpointError
+from mobula.cluster.records.actions import KeptSets
+from mobula.cluster.records.trajectory import FinishReason, ScoredGroup, Trajectory, TrajectoryGroup, WeightSpan
+from mobula.configs.schema import LearnerConfig, RunConfig
+from mobula.learner.batch import fetch_items
+from mobula.learner.credit import Credit
+from mobula.learner.learner import Learner
+from mobula.learner.optim import learning_rate
+from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
+from mobula.learner.supervised import SupervisedExample
 
 BANNED = (250, 251)
 

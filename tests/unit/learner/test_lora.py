@@ -13,14 +13,14 @@ from safetensors.numpy import load_file
 from torch.distributed.checkpoint import FileSystemReader
 from transformers import AutoTokenizer
 
-from actors.reference.scorer import ReferenceScorer
-from cluster.errors import WeightSyncError
-from cluster.weight_sync.manifest import checkpoint_manifest
-from configs.load import ConfigError
-from configs.schema import RunConfig
-from learner.learner import Learner
-from learner.policies.lora import AdapterPush, adapted_modules, changed_weights
-from learner.policies.tiny import write_tiny_qwen2_5_vl
+from mobula.actors.reference.scorer import ReferenceScorer
+from mobula.cluster.errors import WeightSyncError
+from mobula.cluster.weight_sync.manifest import checkpoint_manifest
+from mobula.configs.load import ConfigError
+from mobula.configs.schema import RunConfig
+from mobula.learner.learner import Learner
+from mobula.learner.policies.lora import AdapterPush, adapted_modules, changed_weights
+from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 
 LORA = ("policy.lora.rank=4", "policy.lora.alpha=6.0", "algorithm.max_staleness=4")  # all groups are of version 0
 SCALE = 6.0 / 4

@@ -8,13 +8,13 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from cluster.weight_sync.manifest import Manifest, TensorSpec
-from configs.load import ConfigError, load_config
-from learner.policies.loading import load_policy_model
-from learner.policies.lora import adapted_modules
-from learner.policies.shapes import shape_of, tiny_shape
-from learner.policies.tiny import TINY, write_tiny
-from learner.policy_weights import PolicyWeights
+from mobula.cluster.weight_sync.manifest import Manifest, TensorSpec
+from mobula.configs.load import ConfigError, load_config
+from mobula.learner.policies.loading import load_policy_model
+from mobula.learner.policies.lora import adapted_modules
+from mobula.learner.policies.shapes import shape_of, tiny_shape
+from mobula.learner.policies.tiny import TINY, write_tiny
+from mobula.learner.policy_weights import PolicyWeights
 
 DECODER = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 HYBRID = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")

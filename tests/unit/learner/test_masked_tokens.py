@@ -11,9 +11,9 @@ import torch
 from learner_data import group, picture, prompt, tiny_config, with_logprobs
 from transformers import AutoTokenizer
 
-from cluster.records.trajectory import ScoredGroup
-from learner.learner import Learner
-from learner.policies.tiny import write_tiny_qwen2_5_vl
+from mobula.cluster.records.trajectory import ScoredGroup
+from mobula.learner.learner import Learner
+from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 
 MASKS = ([True, True, False, False, True], [True, False, False, True])
 REFERENCE = ("algorithm.kl.coef=0.1", "resources.reference.num_workers=1")

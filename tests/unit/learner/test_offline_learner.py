@@ -12,11 +12,11 @@ from learner_data import add_dropout
 from offline_rows import JOBS, config_of, rows
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
-from cluster.records.trajectory import Reward, ScoredGroup
-from configs.schema import RunConfig
-from learner.examples.examples import Example, all_whole, collate_examples
-from learner.offline.learner import OfflineLearner
-from learner.policies.tiny import write_tiny_qwen2_5_vl
+from mobula.cluster.records.trajectory import Reward, ScoredGroup
+from mobula.configs.schema import RunConfig
+from mobula.learner.examples.examples import Example, all_whole, collate_examples
+from mobula.learner.offline.learner import OfflineLearner
+from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 
 # AdamW's first step divides a gradient by its own size. With an epsilon of 1e-8, a gradient that is 0 but for float32
 # rounding (1e-8, other digits on another CPU) moves its weight by a large part of the learning rate. With this one, a

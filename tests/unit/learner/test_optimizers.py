@@ -10,11 +10,11 @@ from learner_data import random_groups, tiny_config
 from torch import nn
 from transformers import AutoTokenizer
 
-from configs.load import load_config
-from learner.learner import Learner
-from learner.optim import OPTIMIZERS
-from learner.optim.muon import MuonWithAdamW
-from learner.policies.tiny import write_tiny_qwen2_5_vl
+from mobula.configs.load import load_config
+from mobula.learner.learner import Learner
+from mobula.learner.optim import OPTIMIZERS
+from mobula.learner.optim.muon import MuonWithAdamW
+from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 
 
 @pytest.fixture(scope="module")

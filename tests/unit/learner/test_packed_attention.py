@@ -13,13 +13,13 @@ from torch.nn.attention import varlen
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoModelForImageTextToText
 
-from configs.errors import ConfigError
-from configs.load import load_config
-from deploy.preflight.attention import check_attention
-from learner.policies.attention import packed as attention
-from learner.policies.attention.packed import PACKED, RowBounds, packed_attention
-from learner.policies.loading import load_model
-from learner.policies.tiny import write_tiny
+from mobula.configs.errors import ConfigError
+from mobula.configs.load import load_config
+from mobula.deploy.preflight.attention import check_attention
+from mobula.learner.policies.attention import packed as attention
+from mobula.learner.policies.attention.packed import PACKED, RowBounds, packed_attention
+from mobula.learner.policies.loading import load_model
+from mobula.learner.policies.tiny import write_tiny
 
 LENGTHS = (3, 7, 1, 12)
 

@@ -10,16 +10,16 @@ import torch
 from learner_data import picture, prompt, tiny_config
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
-from cluster.records.media import MediaHandle, MediaReader, MediaSpan
-from configs.load import load_config
-from configs.schema import LearnerConfig, PolicyConfig
-from learner.policies.batch import TokenSequence, collate
-from learner.policies.checkpoint.saving import save_policy
-from learner.policies.loading import checkpoint_names, freeze, load_policy_model
-from learner.policies.logprobs import PLAIN, Distribution, token_logprobs
-from learner.policies.packing import split_microbatches
-from learner.policies.tiny import write_tiny_qwen2_5_vl
-from learner.policies.token import TokenPolicy
+from mobula.cluster.records.media import MediaHandle, MediaReader, MediaSpan
+from mobula.configs.load import load_config
+from mobula.configs.schema import LearnerConfig, PolicyConfig
+from mobula.learner.policies.batch import TokenSequence, collate
+from mobula.learner.policies.checkpoint.saving import save_policy
+from mobula.learner.policies.loading import checkpoint_names, freeze, load_policy_model
+from mobula.learner.policies.logprobs import PLAIN, Distribution, token_logprobs
+from mobula.learner.policies.packing import split_microbatches
+from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
+from mobula.learner.policies.token import TokenPolicy
 
 CPU = torch.device("cpu")
 HOT = Distribution(0.7, (5, 9))

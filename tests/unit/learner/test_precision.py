@@ -12,10 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoTokenizer
 
-import learner.backends.fsdp2 as fsdp2
-from learner.backends.deepspeed import DeepSpeedBackend
-from learner.learner import Learner
-from learner.policies.tiny import write_tiny_qwen2_5_vl
+import mobula.learner.backends.fsdp2 as fsdp2
+from mobula.learner.backends.deepspeed import DeepSpeedBackend
+from mobula.learner.learner import Learner
+from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 
 PRODUCTS = ("mm", "addmm", "bmm")
 SOFTMAX = "_log_softmax"

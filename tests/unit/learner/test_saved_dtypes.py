@@ -9,12 +9,12 @@ from learner_data import tiny_config
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from learner.backends.single import SingleBackend
-from learner.policies.checkpoint.saving import save_policy
-from learner.policies.loading import load_model
-from learner.policies.tiny import write_tiny
-from learner.policies.trained import as_policy, load_trained_model
-from learner.policy_weights import PolicyWeights
+from mobula.learner.backends.single import SingleBackend
+from mobula.learner.policies.checkpoint.saving import save_policy
+from mobula.learner.policies.loading import load_model
+from mobula.learner.policies.tiny import write_tiny
+from mobula.learner.policies.trained import as_policy, load_trained_model
+from mobula.learner.policy_weights import PolicyWeights
 
 WEIGHTS, NORM = "model.safetensors", "model.norm.weight"
 

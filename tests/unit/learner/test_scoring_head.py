@@ -12,10 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoTokenizer
 
-from learner.learner import Learner
-from learner.policies.head import ScoringHead
-from learner.policies.logprobs import PLAIN, Distribution, Steps
-from learner.policies.tiny import write_tiny_qwen2_5_vl
+from mobula.learner.learner import Learner
+from mobula.learner.policies.head import ScoringHead
+from mobula.learner.policies.logprobs import PLAIN, Distribution, Steps
+from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 
 NUM_TOKENS, WIDTH, VOCABULARY = 23, 16, 61
 HOT = Distribution(0.7, (5, 9))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.distributions import Normal, kl_divergence
 
-from learner.policies.sde import KERNELS, FlowStep, gaussian_kl, guided
+from mobula.learner.policies.sde import KERNELS, FlowStep, gaussian_kl, guided
 
 STOCHASTIC = ("flow_grpo", "sde", "dance", "cps")
 # 10 steps with a shift of 3, and s sqrt(-dt) of flow_grpo at a noise level of 0.7.

@@ -14,16 +14,15 @@ from learner_data import group, picture, prompt, random_groups, tiny_config
 from ranks_in_threads import RanksInThreads, Store
 from transformers import AutoTokenizer
 
-import learner.batch
-from cluster.records.media import MediaReader
-from cluster.records.trajectory import FinishReason, MediaSpan, Reward, ScoredGroup
-from configs.schema import RunConfig
-from learner.batch import LearnerItem, collate_items, fetch_items
-from learner.credit import Credit
-from learner.policies.base import RowOutline
-from learner.policies.tiny import write_tiny_qwen2_5_vl
-from learner.shares import Exchange, ShareFetcher, StepGroups
-from learner.shares.wanted import wanted_by_rank
+from mobula.cluster.records.media import MediaReader
+from mobula.cluster.records.trajectory import FinishReason, MediaSpan, Reward, ScoredGroup
+from mobula.configs.schema import RunConfig
+from mobula.learner.batch import LearnerItem, collate_items, fetch_items
+from mobula.learner.credit import Credit
+from mobula.learner.policies.base import RowOutline
+from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
+from mobula.learner.shares import Exchange, ShareFetcher, StepGroups
+from mobula.learner.shares.wanted import wanted_by_rank
 
 Steps = list[list[LearnerItem]]
 

@@ -8,9 +8,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from learner.policies.checkpoint.stored import StoredModel, broken_ties, loaded_tensors, pushed_tensors, stored_model
-from learner.policies.loading import checkpoint_names, load_model
-from learner.policies.tiny import TINY, write_tiny
+from mobula.learner.policies.checkpoint.stored import (
+    StoredModel,
+    broken_ties,
+    loaded_tensors,
+    pushed_tensors,
+    stored_model,
+)
+from mobula.learner.policies.loading import checkpoint_names, load_model
+from mobula.learner.policies.tiny import TINY, write_tiny
 
 State = dict[str, Tensor]
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"

@@ -14,12 +14,12 @@ from offline_rows import rows
 from test_offline_learner import plain_logprobs
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
-from cluster.records.trajectory import ScoredGroup
-from cluster.rollout.supervised_rows import SupervisedRows
-from configs.schema import RunConfig
-from learner.learner import Learner
-from learner.learner_group import LearnerGroup
-from learner.policies.tiny import write_tiny_qwen2_5_vl
+from mobula.cluster.records.trajectory import ScoredGroup
+from mobula.cluster.rollout.supervised_rows import SupervisedRows
+from mobula.configs.schema import RunConfig
+from mobula.learner.learner import Learner
+from mobula.learner.learner_group import LearnerGroup
+from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 
 COEF = 0.5
 Gradient = dict[str, torch.Tensor]

@@ -11,16 +11,15 @@ from learner_data import picture, prompt, tiny_config
 from ranks_in_threads import RanksInThreads, Store, Stored
 from transformers import AutoTokenizer
 
-import learner.examples.entries
-from configs.schema import RunConfig
-from learner.examples.entries import StoredExample, TaughtExamples, stored_examples
-from learner.examples.examples import ExampleOutline
-from learner.gradient_step import shares_of_ranks
-from learner.pictures.teaching import PictureExample
-from learner.policies.flow.noising import CleanSequence, Noising
-from learner.policies.tiny import write_tiny_qwen2_5_vl
-from learner.shares import Exchange, ShareFetcher
-from learner.supervised import SharedSupervised, SupervisedExample
+from mobula.configs.schema import RunConfig
+from mobula.learner.examples.entries import StoredExample, TaughtExamples, stored_examples
+from mobula.learner.examples.examples import ExampleOutline
+from mobula.learner.gradient_step import shares_of_ranks
+from mobula.learner.pictures.teaching import PictureExample
+from mobula.learner.policies.flow.noising import CleanSequence, Noising
+from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
+from mobula.learner.shares import Exchange, ShareFetcher
+from mobula.learner.supervised import SharedSupervised, SupervisedExample
 
 NUM_RANKS = 3
 

@@ -10,10 +10,10 @@ import pytest
 from PIL import Image
 from transformers import AutoConfig, AutoProcessor
 
-from configs.load import load_config
-from learner.policies.families import family_at
-from learner.policies.families.base import PictureFamily
-from learner.policies.tiny import write_tiny
+from mobula.configs.load import load_config
+from mobula.learner.policies.families import family_at
+from mobula.learner.policies.families.base import PictureFamily
+from mobula.learner.policies.tiny import write_tiny
 
 RELEASED = {"size": {"longest_edge": 2048}, "max_image_size": {"longest_edge": 512}}  # SmolVLM-256M
 TOKENS_PER_TILE = 64

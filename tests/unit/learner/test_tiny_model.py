@@ -16,7 +16,7 @@ from transformers import (
     Qwen2Tokenizer,
 )
 
-from learner.policies.tiny import SPECIAL_TOKENS, WORDS, write_tiny_qwen2_5_vl
+from mobula.learner.policies.tiny import SPECIAL_TOKENS, WORDS, write_tiny_qwen2_5_vl
 
 
 @pytest.fixture(scope="module")

@@ -16,21 +16,21 @@ from learner_data import picture, prompt, random_groups, tiny_config, with_logpr
 from tiny_text_models import write_text_policy
 from transformers import AutoTokenizer
 
-from actors.reference.scorer import ReferenceScorer
-from cluster.records.media import MediaReader
-from cluster.records.trajectory import MediaSpan, ScoredGroup
-from configs.errors import ConfigError
-from configs.load import load_config
-from configs.schema import LearnerConfig
-from learner.learner import Learner
-from learner.policies.attention import packed as attention
-from learner.policies.attention.row_packing import RowPacking
-from learner.policies.batch import TokenSequence, collate
-from learner.policies.loading import load_model
-from learner.policies.logprobs import Distribution
-from learner.policies.packing import split_microbatches
-from learner.policies.tiny import TINY, write_tiny, write_tiny_qwen2_5_vl
-from learner.policies.token import TokenPolicy
+from mobula.actors.reference.scorer import ReferenceScorer
+from mobula.cluster.records.media import MediaReader
+from mobula.cluster.records.trajectory import MediaSpan, ScoredGroup
+from mobula.configs.errors import ConfigError
+from mobula.configs.load import load_config
+from mobula.configs.schema import LearnerConfig
+from mobula.learner.learner import Learner
+from mobula.learner.policies.attention import packed as attention
+from mobula.learner.policies.attention.row_packing import RowPacking
+from mobula.learner.policies.batch import TokenSequence, collate
+from mobula.learner.policies.loading import load_model
+from mobula.learner.policies.logprobs import Distribution
+from mobula.learner.policies.packing import split_microbatches
+from mobula.learner.policies.tiny import TINY, write_tiny, write_tiny_qwen2_5_vl
+from mobula.learner.policies.token import TokenPolicy
 
 CPU = torch.device("cpu")
 HOT = Distribution(0.7, (5, 9))

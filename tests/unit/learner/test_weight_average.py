@@ -12,14 +12,14 @@ from learner_data import group, prompt, random_groups, tiny_config
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
-from cluster.errors import CheckpointError
-from configs.load import load_config
-from configs.schema import RunConfig
-from learner.learner import Learner
-from learner.optim.average import NullAverage, WeightAverage, read_average
-from learner.policies.tiny import write_tiny_qwen2_5_vl
-from learner.policy_weights import export_state
-from learner.residence import Residence
+from mobula.cluster.errors import CheckpointError
+from mobula.configs.load import load_config
+from mobula.configs.schema import RunConfig
+from mobula.learner.learner import Learner
+from mobula.learner.optim.average import NullAverage, WeightAverage, read_average
+from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
+from mobula.learner.policy_weights import export_state
+from mobula.learner.residence import Residence
 
 DECAY = 0.75
 AVERAGE = f"learner.ema_decay={DECAY}"

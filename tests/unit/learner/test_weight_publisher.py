@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from cluster.errors import WeightSyncError
-from cluster.weight_sync.digests import digest
-from cluster.weight_sync.manifest import Manifest, TensorSpec
-from learner.weight_publisher import WeightPublisher
+from mobula.cluster.errors import WeightSyncError
+from mobula.cluster.weight_sync.digests import digest
+from mobula.cluster.weight_sync.manifest import Manifest, TensorSpec
+from mobula.learner.weight_publisher import WeightPublisher
 
 MANIFEST = Manifest(tuple(TensorSpec(f"t{n}", (4,), "float32") for n in range(5)))
 BUCKET_BYTES = 32  # two tensors

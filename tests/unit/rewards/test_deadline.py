@@ -15,19 +15,19 @@ from hosts import AT_ONCE, FakeHosts
 from reward_data import answers, component, pool_over, rewards_of
 from waiting import wait_until
 
-from cluster.errors import EngineLostError, StuckError
-from cluster.failures import Failure
-from cluster.records.trajectory import Response
-from deploy.tools.serve_rewards import MAX_STUCK, RewardScorer, ServeRewardsOptions
-from rewards.contract import Outcome, RewardRequest, ScoringFailure, TimedOutError
-from rewards.functions import BUILT_IN
-from rewards.isolation.deadline import InTime
-from rewards.models.batching import score_in_batches
-from rewards.offline.rules.answers import read_answer
-from rewards.offline.rules.recipe_scheme import RecipeRules
-from rewards.offline.sources.records import from_line
-from rewards.pool.worker import Question, RewardWorker
-from rewards.tools import Tools
+from mobula.cluster.errors import EngineLostError, StuckError
+from mobula.cluster.failures import Failure
+from mobula.cluster.records.trajectory import Response
+from mobula.deploy.tools.serve_rewards import MAX_STUCK, RewardScorer, ServeRewardsOptions
+from mobula.rewards.contract import Outcome, RewardRequest, ScoringFailure, TimedOutError
+from mobula.rewards.functions import BUILT_IN
+from mobula.rewards.isolation.deadline import InTime
+from mobula.rewards.models.batching import score_in_batches
+from mobula.rewards.offline.rules.answers import read_answer
+from mobula.rewards.offline.rules.recipe_scheme import RecipeRules
+from mobula.rewards.offline.sources.records import from_line
+from mobula.rewards.pool.worker import Question, RewardWorker
+from mobula.rewards.tools import Tools
 
 RELEASED = threading.Event()
 

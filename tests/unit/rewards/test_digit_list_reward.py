@@ -6,12 +6,12 @@ from itertools import product
 
 import pytest
 
-from cluster.errors import RewardError
-from cluster.records.trajectory import Response
-from rewards.contract import RewardRequest, Score, evaluate
-from rewards.functions import build_function
-from rewards.isolation.process import IsolatedProcess
-from rewards.tools import Tools
+from mobula.cluster.errors import RewardError
+from mobula.cluster.records.trajectory import Response
+from mobula.rewards.contract import RewardRequest, Score, evaluate
+from mobula.rewards.functions import build_function
+from mobula.rewards.isolation.process import IsolatedProcess
+from mobula.rewards.tools import Tools
 
 TOOLS = Tools(IsolatedProcess(timeout_s=1, start_timeout_s=1), "cpu", "float32")
 A, B, C = "Picture A is the digit 7.", "Picture B is the digit 3.", "Picture C is the digit 0."

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.errors import RewardError
-from cluster.records.trajectory import EpisodeTurn, Response
-from rewards.contract import RewardRequest
-from rewards.functions.environment import EnvironmentReward
+from mobula.cluster.errors import RewardError
+from mobula.cluster.records.trajectory import EpisodeTurn, Response
+from mobula.rewards.contract import RewardRequest
+from mobula.rewards.functions.environment import EnvironmentReward
 
 
 def request(*rewards: dict[str, float], failure: str = "") -> RewardRequest:

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from cluster.errors import RewardError
-from cluster.records.trajectory import Response
-from rewards.contract import RewardRequest, evaluate
-from rewards.functions import build_function
-from rewards.isolation.process import IsolatedProcess
-from rewards.tools import Tools
+from mobula.cluster.errors import RewardError
+from mobula.cluster.records.trajectory import Response
+from mobula.rewards.contract import RewardRequest, evaluate
+from mobula.rewards.functions import build_function
+from mobula.rewards.isolation.process import IsolatedProcess
+from mobula.rewards.tools import Tools
 
 TOOLS = Tools(IsolatedProcess(timeout_s=1, start_timeout_s=1), "cpu", "float32")
 FLAT = Image.new("RGB", (64, 64), (40, 90, 160))

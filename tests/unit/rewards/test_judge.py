@@ -10,12 +10,12 @@ import pytest
 from http_servers import CONNECTION, Reply, Scripted, serving
 from tiny_reward_models import picture
 
-from cluster.records.trajectory import Response
-from configs.load import load_config
-from rewards.contract import FailureKind, Outcome, RewardRequest, Score, ScoringFailure, evaluate_batch
-from rewards.functions import build_function
-from rewards.isolation.process import IsolatedProcess
-from rewards.tools import Tools
+from mobula.cluster.records.trajectory import Response
+from mobula.configs.load import load_config
+from mobula.rewards.contract import FailureKind, Outcome, RewardRequest, Score, ScoringFailure, evaluate_batch
+from mobula.rewards.functions import build_function
+from mobula.rewards.isolation.process import IsolatedProcess
+from mobula.rewards.tools import Tools
 
 TOOLS = Tools(IsolatedProcess(timeout_s=1, start_timeout_s=1), "cpu", "float32")
 OPTIONS: dict[str, Any] = {

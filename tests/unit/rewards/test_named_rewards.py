@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.records.trajectory import Response
-from configs.groups import groups
-from configs.load import load_config
-from rewards.contract import RewardRequest
-from rewards.functions import BUILT_IN
-from rewards.isolation.process import IsolatedProcess
-from rewards.scoring import RewardScoring
-from rewards.tools import Tools
+from mobula.cluster.records.trajectory import Response
+from mobula.configs.groups import groups
+from mobula.configs.load import load_config
+from mobula.rewards.contract import RewardRequest
+from mobula.rewards.functions import BUILT_IN
+from mobula.rewards.isolation.process import IsolatedProcess
+from mobula.rewards.scoring import RewardScoring
+from mobula.rewards.tools import Tools
 
 RULES = [name for name, target in BUILT_IN.items() if target.startswith("rewards.functions.answers.")]
 

@@ -4,10 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from cluster.records.trajectory import Response
-from rewards.contract import RewardRequest
-from rewards.functions.answers.exact_match import ExactMatch
-from rewards.functions.format import Format
+from mobula.cluster.records.trajectory import Response
+from mobula.rewards.contract import RewardRequest
+from mobula.rewards.functions.answers.exact_match import ExactMatch
+from mobula.rewards.functions.format import Format
 
 HEAD = "<|im_start|>user\nUse <think>.<|im_end|>\n<|im_start|>assistant\n"
 

@@ -11,13 +11,21 @@ from pathlib import Path
 import pytest
 from waiting import wait_until
 
-from cluster.errors import RewardError
-from cluster.records.trajectory import Response
-from deploy.host.processes import ProcessId
-from rewards.contract import FailureKind, RewardRequest, Score, ScoringFailure, TimedOutError, evaluate, evaluate_batch
-from rewards.functions import build_function
-from rewards.isolation.process_pool import IsolatedPool
-from rewards.tools import Tools
+from mobula.cluster.errors import RewardError
+from mobula.cluster.records.trajectory import Response
+from mobula.deploy.host.processes import ProcessId
+from mobula.rewards.contract import (
+    FailureKind,
+    RewardRequest,
+    Score,
+    ScoringFailure,
+    TimedOutError,
+    evaluate,
+    evaluate_batch,
+)
+from mobula.rewards.functions import build_function
+from mobula.rewards.isolation.process_pool import IsolatedPool
+from mobula.rewards.tools import Tools
 
 FORKS = """
 import os, time

@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 from reward_data import component, component_of, rewards_of
 
-from cluster.errors import RewardError
-from cluster.records.trajectory import Response, Reward
-from configs.schema import Gate, Recipe, RewardsConfig
-from configs.schema.rewards import reward_contradictions
-from rewards.components import Component, content_key
-from rewards.contract import FailureKind, RewardRequest, Score, ScoringFailure
-from rewards.isolation.process import IsolatedProcess
-from rewards.recipes import ComponentError, RecipeBook
-from rewards.scoring import RewardScoring
-from rewards.tools import Tools
+from mobula.cluster.errors import RewardError
+from mobula.cluster.records.trajectory import Response, Reward
+from mobula.configs.schema import Gate, Recipe, RewardsConfig
+from mobula.configs.schema.rewards import reward_contradictions
+from mobula.rewards.components import Component, content_key
+from mobula.rewards.contract import FailureKind, RewardRequest, Score, ScoringFailure
+from mobula.rewards.isolation.process import IsolatedProcess
+from mobula.rewards.recipes import ComponentError, RecipeBook
+from mobula.rewards.scoring import RewardScoring
+from mobula.rewards.tools import Tools
 
 
 def recipe(*components: str, **changes: Any) -> Recipe:

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from cluster.records.trajectory import Response
-from rewards.contract import RewardRequest, Score, evaluate
-from rewards.functions import build_function
-from rewards.isolation.process import IsolatedProcess
-from rewards.tools import Tools
+from mobula.cluster.records.trajectory import Response
+from mobula.rewards.contract import RewardRequest, Score, evaluate
+from mobula.rewards.functions import build_function
+from mobula.rewards.isolation.process import IsolatedProcess
+from mobula.rewards.tools import Tools
 
 TOOLS = Tools(IsolatedProcess(timeout_s=1, start_timeout_s=1), "cpu", "float32")
 

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from fakes import make_group, make_prompt
 
-from cluster.records.arrow import RecordedGroup
-from cluster.records.trajectory import Reward
-from rewards.contract import FailureKind, RewardRequest
-from rewards.pool.replay_evaluator import rescore
-from rewards.recipes import ComponentError
+from mobula.cluster.records.arrow import RecordedGroup
+from mobula.cluster.records.trajectory import Reward
+from mobula.rewards.contract import FailureKind, RewardRequest
+from mobula.rewards.pool.replay_evaluator import rescore
+from mobula.rewards.recipes import ComponentError
 
 
 class Fixed:

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from cluster.errors import RewardError
-from cluster.records.trajectory import Response
-from rewards.contract import (
+from mobula.cluster.errors import RewardError
+from mobula.cluster.records.trajectory import Response
+from mobula.rewards.contract import (
     FailureKind,
     NotFiniteError,
     Outcome,
@@ -24,14 +24,14 @@ from rewards.contract import (
     evaluate,
     evaluate_batch,
 )
-from rewards.functions import build_function
-from rewards.functions.answers.exact_match import ExactMatch
-from rewards.functions.answers.math_answer import MathAnswer
-from rewards.functions.format import Format
-from rewards.functions.parsing.latex_boxes import find_boxes, last_boxed
-from rewards.functions.parsing.plain_answers import decide, normalise, why_no_value
-from rewards.isolation.process import IsolatedProcess
-from rewards.tools import Tools
+from mobula.rewards.functions import build_function
+from mobula.rewards.functions.answers.exact_match import ExactMatch
+from mobula.rewards.functions.answers.math_answer import MathAnswer
+from mobula.rewards.functions.format import Format
+from mobula.rewards.functions.parsing.latex_boxes import find_boxes, last_boxed
+from mobula.rewards.functions.parsing.plain_answers import decide, normalise, why_no_value
+from mobula.rewards.isolation.process import IsolatedProcess
+from mobula.rewards.tools import Tools
 
 
 class NoProcess(IsolatedProcess):

@@ -17,12 +17,12 @@ from safetensors.torch import load_file, save_file
 from tiny_reward_models import picture, write_clip, write_pair_model, write_text_model, write_vision_model
 from transformers import AutoModelForSequenceClassification, AutoProcessor, AutoTokenizer, CLIPModel
 
-from cluster.records.trajectory import Response
-from rewards.contract import Outcome, RewardRequest, Score, ScoringFailure, evaluate_batch
-from rewards.functions import build_function
-from rewards.isolation.process import IsolatedProcess
-from rewards.models.conversation import content_form
-from rewards.tools import Tools
+from mobula.cluster.records.trajectory import Response
+from mobula.rewards.contract import Outcome, RewardRequest, Score, ScoringFailure, evaluate_batch
+from mobula.rewards.functions import build_function
+from mobula.rewards.isolation.process import IsolatedProcess
+from mobula.rewards.models.conversation import content_form
+from mobula.rewards.tools import Tools
 
 TOOLS = Tools(IsolatedProcess(timeout_s=1, start_timeout_s=1), "cpu", "float32")
 QUESTION = r"user\n(?P<question>.*?)<\|im_end\|>"

@@ -13,7 +13,7 @@ from ray import TaskID
 from ray.exceptions import ActorDiedError
 from reward_data import component, component_of, pool_over, rewards_of
 
-from cluster.errors import (
+from mobula.cluster.errors import (
     DeadlineError,
     EngineLostError,
     RewardError,
@@ -21,13 +21,13 @@ from cluster.errors import (
     UnscoredGroupError,
     WorkerDiedError,
 )
-from cluster.failures import Failure
-from cluster.records.trajectory import Reward
-from configs.schema import Gate, Recipe
-from rewards.contract import FailureKind, Outcome, Score, ScoringFailure
-from rewards.pool.reward_pool import LossCounter, RewardPool
-from rewards.pool.service import RewardService
-from rewards.pool.worker import GroupOutcomes, Question
+from mobula.cluster.failures import Failure
+from mobula.cluster.records.trajectory import Reward
+from mobula.configs.schema import Gate, Recipe
+from mobula.rewards.contract import FailureKind, Outcome, Score, ScoringFailure
+from mobula.rewards.pool.reward_pool import LossCounter, RewardPool
+from mobula.rewards.pool.service import RewardService
+from mobula.rewards.pool.worker import GroupOutcomes, Question
 
 
 class FakeCall:

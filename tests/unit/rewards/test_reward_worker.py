@@ -20,16 +20,16 @@ from ray import cloudpickle
 from reward_data import answers, component, component_of, rewards_of
 from waiting import wait_until
 
-from cluster.errors import RewardError
-from cluster.records.media import MediaHandle, ProcessedMedia
-from cluster.records.trajectory import Answers, Reward, TrajectoryGroup
-from configs.schema import RewardComponent
-from rewards.contract import FailureKind, Score, ScoringFailure, TimedOutError
-from rewards.isolation.process import IsolatedProcess
-from rewards.pool.worker import GroupOutcomes, Question, RewardWorker
-from rewards.recipes import ComponentError, RecipeBook
-from rewards.scoring import RewardScoring
-from rewards.tools import Tools
+from mobula.cluster.errors import RewardError
+from mobula.cluster.records.media import MediaHandle, ProcessedMedia
+from mobula.cluster.records.trajectory import Answers, Reward, TrajectoryGroup
+from mobula.configs.schema import RewardComponent
+from mobula.rewards.contract import FailureKind, Score, ScoringFailure, TimedOutError
+from mobula.rewards.isolation.process import IsolatedProcess
+from mobula.rewards.pool.worker import GroupOutcomes, Question, RewardWorker
+from mobula.rewards.recipes import ComponentError, RecipeBook
+from mobula.rewards.scoring import RewardScoring
+from mobula.rewards.tools import Tools
 
 PLUGIN = '''
 import os, signal, time
@@ -269,7 +269,7 @@ def test_the_isolated_process_starts_late_survives_errors_and_leaves_no_zombie(p
 def test_a_hanging_process_ends_after_its_parent_was_killed(tmp_path: Path) -> None:
     (tmp_path / "spinner.py").write_text(SPINNER)
     script = (
-        "import sys; from rewards.isolation.process import IsolatedProcess; "
+        "import sys; from mobula.rewards.isolation.process import IsolatedProcess; "
         "IsolatedProcess(timeout_s=1, start_timeout_s=60).call('spinner:spin', sys.argv[1])"
     )
     note = tmp_path / "pid"
@@ -288,7 +288,7 @@ def is_zombie(process: Path) -> bool:
 
 def test_ten_megabytes_travel_to_the_isolated_process() -> None:
     isolated = IsolatedProcess(timeout_s=20, start_timeout_s=60)
-    assert isolated.call("rewards.functions.format:full_match", "a*", "a" * 10_000_000) is True
+    assert isolated.call("mobula.rewards.functions.format:full_match", "a*", "a" * 10_000_000) is True
     isolated.close()
 
 

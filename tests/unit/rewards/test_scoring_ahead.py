@@ -13,23 +13,23 @@ from hosts import AT_ONCE, FakeHosts, settle
 from interrupted import KnownSampler, token_at
 from reward_data import answers, component, component_of, pool_over, rewards_of
 
-from actors.rollout.actor import RolloutActor
-from actors.rollout.client import RolloutClient
-from actors.rollout.media_batcher import MediaBatcher
-from actors.rollout.server import PromptServer
-from cluster.errors import LostObjectError, RewardError, WorkerDiedError
-from cluster.records.media import MediaReader
-from cluster.records.trajectory import Answers, EndedResponse, EpisodeTurn, Response, TrajectoryGroup
-from cluster.roles import SamplingSettings
-from cluster.rollout.dispatcher import RetryingRollouts
-from cluster.rollout.in_flight import InFlightRequests
-from configs.schema import Gate, Recipe
-from rewards.contract import RewardRequest
-from rewards.functions import BUILT_IN
-from rewards.pool.reward_pool import LossCounter, RewardPool
-from rewards.pool.scoring_ahead import response_digest
-from rewards.pool.worker import GroupOutcomes, Question, RewardWorker
-from rewards.tools import Tools
+from mobula.actors.rollout.actor import RolloutActor
+from mobula.actors.rollout.client import RolloutClient
+from mobula.actors.rollout.media_batcher import MediaBatcher
+from mobula.actors.rollout.server import PromptServer
+from mobula.cluster.errors import LostObjectError, RewardError, WorkerDiedError
+from mobula.cluster.records.media import MediaReader
+from mobula.cluster.records.trajectory import Answers, EndedResponse, EpisodeTurn, Response, TrajectoryGroup
+from mobula.cluster.roles import SamplingSettings
+from mobula.cluster.rollout.dispatcher import RetryingRollouts
+from mobula.cluster.rollout.in_flight import InFlightRequests
+from mobula.configs.schema import Gate, Recipe
+from mobula.rewards.contract import RewardRequest
+from mobula.rewards.functions import BUILT_IN
+from mobula.rewards.pool.reward_pool import LossCounter, RewardPool
+from mobula.rewards.pool.scoring_ahead import response_digest
+from mobula.rewards.pool.worker import GroupOutcomes, Question, RewardWorker
+from mobula.rewards.tools import Tools
 
 CHUNK = 4
 LENGTHS = (3, 30)  # of the siblings, in tokens: the first one ends long before the second
@@ -313,7 +313,7 @@ async def test_gates_see_what_was_scored_ahead_and_each_service_is_asked_once() 
 
 
 def test_a_run_sends_responses_that_end_to_its_reward_pool(monkeypatch: pytest.MonkeyPatch, bench: Bench) -> None:
-    from deploy.wiring import build  # everything that a run is made of, which no other test here needs
+    from mobula.deploy.wiring import build  # everything that a run is made of, which no other test here needs
 
     given: list[object] = []
     kinds: list[str] = []

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.records.trajectory import Response
-from configs.load import load_config
-from rewards.contract import RewardRequest, evaluate
-from rewards.functions import build_function
-from rewards.isolation.process import IsolatedProcess
-from rewards.tools import Tools
+from mobula.cluster.records.trajectory import Response
+from mobula.configs.load import load_config
+from mobula.rewards.contract import RewardRequest, evaluate
+from mobula.rewards.functions import build_function
+from mobula.rewards.isolation.process import IsolatedProcess
+from mobula.rewards.tools import Tools
 
 TOOLS = Tools(IsolatedProcess(timeout_s=10, start_timeout_s=60), "cpu", "float32")
 

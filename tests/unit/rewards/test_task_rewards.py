@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 
-from cluster.errors import RewardError
-from cluster.records.trajectory import Response
-from rewards.contract import RewardRequest, Score, evaluate
-from rewards.functions import build_function
-from rewards.functions.answers.true_false import read_truth
-from rewards.functions.geography.distances import Position, centre, haversine_km
-from rewards.functions.geography.gazetteer import Gazetteer, installed_gazetteer, installed_places
-from rewards.functions.geography.geospot import Geospot
-from rewards.functions.geography.place_answers import PlaceAnswer, read_place
-from rewards.functions.geography.stages import STAGES
-from rewards.isolation.process import IsolatedProcess
-from rewards.tools import Tools
+from mobula.cluster.errors import RewardError
+from mobula.cluster.records.trajectory import Response
+from mobula.rewards.contract import RewardRequest, Score, evaluate
+from mobula.rewards.functions import build_function
+from mobula.rewards.functions.answers.true_false import read_truth
+from mobula.rewards.functions.geography.distances import Position, centre, haversine_km
+from mobula.rewards.functions.geography.gazetteer import Gazetteer, installed_gazetteer, installed_places
+from mobula.rewards.functions.geography.geospot import Geospot
+from mobula.rewards.functions.geography.place_answers import PlaceAnswer, read_place
+from mobula.rewards.functions.geography.stages import STAGES
+from mobula.rewards.isolation.process import IsolatedProcess
+from mobula.rewards.tools import Tools
 
 TOOLS = Tools(IsolatedProcess(timeout_s=1, start_timeout_s=1), "cpu", "float32")
 

@@ -14,15 +14,15 @@ import numpy as np
 import pytest
 import torch
 
-from cluster.errors import PreflightError, RewardError
-from cluster.records.trajectory import Response
-from configs.load import load_config
-from deploy.wiring.preparation import prepare
-from rewards.contract import FailureKind, RewardRequest, Score, ScoringFailure, checked, evaluate, evaluate_batch
-from rewards.functions import build_function
-from rewards.isolation.process import IsolatedProcess
-from rewards.isolation.process_pool import IsolatedPool
-from rewards.tools import Tools
+from mobula.cluster.errors import PreflightError, RewardError
+from mobula.cluster.records.trajectory import Response
+from mobula.configs.load import load_config
+from mobula.deploy.wiring.preparation import prepare
+from mobula.rewards.contract import FailureKind, RewardRequest, Score, ScoringFailure, checked, evaluate, evaluate_batch
+from mobula.rewards.functions import build_function
+from mobula.rewards.isolation.process import IsolatedProcess
+from mobula.rewards.isolation.process_pool import IsolatedPool
+from mobula.rewards.tools import Tools
 
 FUNCTIONS = """
 import asyncio

@@ -13,10 +13,10 @@ import engine_judge
 import pytest
 from tiny_reward_models import picture
 
-from cluster.records.trajectory import Response
-from configs.load import load_config
-from learner.policies.tiny import write_tiny_qwen2_5_vl
-from rewards.contract import FailureKind, RewardRequest, Score, ScoringFailure
+from mobula.cluster.records.trajectory import Response
+from mobula.configs.load import load_config
+from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
+from mobula.rewards.contract import FailureKind, RewardRequest, Score, ScoringFailure
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from actors.environments.base import Action, EnvironmentSpec, Message, Reset, Step
-from actors.environments.tasks.miniwob.browser import Browser, BrowserError, Page, find_chromium
+from mobula.actors.environments.base import Action, EnvironmentSpec, Message, Reset, Step
+from mobula.actors.environments.tasks.miniwob.browser import Browser, BrowserError, Page, find_chromium
 
 PACKAGE = "miniwob"
 WIDTH, HEIGHT = 160, 210  # of the part of the page that is the task

@@ -20,9 +20,9 @@ from vllm import AsyncEngineArgs
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core import EngineCoreProc
 
-from actors.samplers.vllm.patches.pictures import keep_pictures
-from cluster.errors import EngineDiedError
-from cluster.failures import Failure
+from mobula.actors.samplers.vllm.patches.pictures import keep_pictures
+from mobula.cluster.errors import EngineDiedError
+from mobula.cluster.failures import Failure
 
 EXIT_S = 2.0  # that a core which is dead has to leave an exit code
 RUN_ENGINE_CORE = EngineCoreProc.run_engine_core  # as vLLM has it

@@ -26,8 +26,8 @@ from vllm.v1.engine.core import EngineCore, EngineCoreProc, EngineShutdownState
 from vllm.v1.engine.core_client import AsyncMPClient, EngineCoreClient, _process_utility_output
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from actors.samplers.vllm.patches.pictures import keep_pictures
-from cluster.runtime.vitals import EngineLoad
+from mobula.actors.samplers.vllm.patches.pictures import keep_pictures
+from mobula.cluster.runtime.vitals import EngineLoad
 
 JOIN_S = 10.0
 BURST_GAP_S = 0.004  # the next request of a burst comes within this

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
-from deploy.conformance.lone_engine import set_engine_environment
-from deploy.tools.gpu_check.context import Context, Figures
-from deploy.tools.gpu_check.roles import open_model
-from deploy.tools.gpu_check.training import train
+from mobula.deploy.conformance.lone_engine import set_engine_environment
+from mobula.deploy.tools.gpu_check.context import Context, Figures
+from mobula.deploy.tools.gpu_check.roles import open_model
+from mobula.deploy.tools.gpu_check.training import train
 
 
 def run(context: Context) -> Figures:

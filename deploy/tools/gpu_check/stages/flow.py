@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from cluster.records.actions import LatentActions
-from cluster.records.media import MediaHandle, MediaReader, ProcessedMedia
-from deploy.tools.gpu_check.context import Context, Figures
-from learner.policies.flow.denoising import Denoising, canary_actions
-from learner.policies.flow.families.stable_diffusion_3 import StableDiffusion3
-from learner.policies.flow.policy import FlowPolicy, StepRescoring
-from learner.policies.flow.rows import CONDITION, LatentSequence, collate_latents
-from learner.policies.sde import KERNELS, FlowStep
+from mobula.cluster.records.actions import LatentActions
+from mobula.cluster.records.media import MediaHandle, MediaReader, ProcessedMedia
+from mobula.deploy.tools.gpu_check.context import Context, Figures
+from mobula.learner.policies.flow.denoising import Denoising, canary_actions
+from mobula.learner.policies.flow.families.stable_diffusion_3 import StableDiffusion3
+from mobula.learner.policies.flow.policy import FlowPolicy, StepRescoring
+from mobula.learner.policies.flow.rows import CONDITION, LatentSequence, collate_latents
+from mobula.learner.policies.sde import KERNELS, FlowStep
 
 CHANNELS, SIZE, NUM_STEPS, WIDTH = 16, 8, 6, 32
 CLOSE = 1e-4  # relative

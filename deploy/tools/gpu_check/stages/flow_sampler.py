@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 
-from actors.datasets.rows import Row
-from actors.processors.make import make_processor
-from cluster.records.media import MediaStore
-from cluster.weight_sync.manifest import checkpoint_manifest
-from deploy.tools.gpu_check.context import Context, Figures, run_config
-from deploy.tools.gpu_check.roles import Model
-from deploy.tools.gpu_check.training import train
-from learner.policies.flow.families import TRANSFORMER
-from learner.policies.flow.tiny import write_tiny_flow
+from mobula.actors.datasets.rows import Row
+from mobula.actors.processors.make import make_processor
+from mobula.cluster.records.media import MediaStore
+from mobula.cluster.weight_sync.manifest import checkpoint_manifest
+from mobula.deploy.tools.gpu_check.context import Context, Figures, run_config
+from mobula.deploy.tools.gpu_check.roles import Model
+from mobula.deploy.tools.gpu_check.training import train
+from mobula.learner.policies.flow.families import TRANSFORMER
+from mobula.learner.policies.flow.tiny import write_tiny_flow
 
 WORDS = (
     "experiment=glyphs_grpo",

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from deploy.tools.gpu_check.context import MIB, Context, Figures
-from learner.policies.head import ScoringHead
-from learner.policies.logprobs import Distribution, token_logprobs
+from mobula.deploy.tools.gpu_check.context import MIB, Context, Figures
+from mobula.learner.policies.head import ScoringHead
+from mobula.learner.policies.logprobs import Distribution, token_logprobs
 
 # tokens, vocabulary, width, tokens in a chunk
 SIZES = {"cpu": (512, 4096, 64, 64), "cuda": (4096, 151_936, 1024, 512)}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from deploy.tools.gpu_check.context import Context, Figures
-from deploy.tools.gpu_check.jobs import run_job
+from mobula.deploy.tools.gpu_check.context import Context, Figures
+from mobula.deploy.tools.gpu_check.jobs import run_job
 
 
 def run(context: Context) -> Figures:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from cluster.weight_sync.transport import unpack_all
-from deploy.tools.gpu_check.context import Context, Figures
-from deploy.tools.gpu_check.roles import Model, open_model, sampled_groups
-from learner.learner import Learner
+from mobula.cluster.weight_sync.transport import unpack_all
+from mobula.deploy.tools.gpu_check.context import Context, Figures
+from mobula.deploy.tools.gpu_check.roles import Model, open_model, sampled_groups
+from mobula.learner.learner import Learner
 
 CLOSE = {"float32": 1e-4, "bfloat16": 3e-2}  # of loss and gradient norm, relative, and of a step's weights
 # At 1e-8 Adam turns the rounding of a gradient near 0 into a step as large as the learning rate.

@@ -6,10 +6,10 @@ import asyncio
 from importlib.util import find_spec
 from pathlib import Path
 
-from deploy.tools.gpu_check.context import Context, Figures, NotHereError
-from deploy.tools.gpu_check.roles import open_checkpoint
-from deploy.tools.gpu_check.training import train
-from learner.policies.pretrained import PRETRAINED
+from mobula.deploy.tools.gpu_check.context import Context, Figures, NotHereError
+from mobula.deploy.tools.gpu_check.roles import open_checkpoint
+from mobula.deploy.tools.gpu_check.training import train
+from mobula.learner.policies.pretrained import PRETRAINED
 
 NAME = "smollm2-135m"
 FOLDER = Path("data/models/smollm2-135m-instruct")

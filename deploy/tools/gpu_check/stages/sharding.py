@@ -7,10 +7,10 @@ from multiprocessing import get_context
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from cluster.records.trajectory import ScoredGroup
-from deploy.tools.gpu_check.context import Context, Figures
-from deploy.tools.gpu_check.roles import Model, open_checkpoint, open_model, sampled_groups
-from learner.learner import Learner
+from mobula.cluster.records.trajectory import ScoredGroup
+from mobula.deploy.tools.gpu_check.context import Context, Figures
+from mobula.deploy.tools.gpu_check.roles import Model, open_checkpoint, open_model, sampled_groups
+from mobula.learner.learner import Learner
 
 CLOSE = 2e-3  # of the gradient norm, relative; ranks sum in another order
 WORDS = ("sampler=huggingface", "learner.adam_eps=1.0e-4", "resources.dtype=float32")

@@ -7,11 +7,11 @@ import asyncio
 import numpy as np
 import torch
 
-from cluster.records.trajectory import Prompt
-from deploy.tools.gpu_check.context import MIB, Context, Figures
-from deploy.tools.gpu_check.roles import LocalActor, open_checkpoint, open_model, sample, scored
-from learner.learner import Learner
-from learner.policies.tiny.text import write_small_text
+from mobula.cluster.records.trajectory import Prompt
+from mobula.deploy.tools.gpu_check.context import MIB, Context, Figures
+from mobula.deploy.tools.gpu_check.roles import LocalActor, open_checkpoint, open_model, sample, scored
+from mobula.learner.learner import Learner
+from mobula.learner.policies.tiny.text import write_small_text
 
 KEPT = 0.1  # most of the memory in use that may stay on the GPU: buffers of kernels
 PARTS = ("policy", "optimizer")

@@ -9,12 +9,19 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from cluster.records.actions import TokenActions
-from cluster.records.trajectory import FinishReason, Response, ScoredGroup, Trajectory, TrajectoryGroup, WeightSpan
-from deploy.tools.gpu_check.context import Context, Figures
-from deploy.tools.gpu_check.roles import Model, open_checkpoint, scored
-from learner.policies.tiny import write_checked
-from learner.policies.tiny.text import write_small_text
+from mobula.cluster.records.actions import TokenActions
+from mobula.cluster.records.trajectory import (
+    FinishReason,
+    Response,
+    ScoredGroup,
+    Trajectory,
+    TrajectoryGroup,
+    WeightSpan,
+)
+from mobula.deploy.tools.gpu_check.context import Context, Figures
+from mobula.deploy.tools.gpu_check.roles import Model, open_checkpoint, scored
+from mobula.learner.policies.tiny import write_checked
+from mobula.learner.policies.tiny.text import write_small_text
 
 # Dense bfloat16 FLOP/s of NVIDIA's data sheets, by a part of the card's name.
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "B200": 2250e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12}

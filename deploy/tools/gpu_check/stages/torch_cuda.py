@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from deploy.tools.gpu_check.context import Context, Figures
+from mobula.deploy.tools.gpu_check.context import Context, Figures
 
 SIZE = 512
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}  # of a product's largest number

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from transformers import ProcessorMixin
 
-from learner.policies.batch import MediaBatch, TokenBatch
-from learner.policies.device_copies import on_device
+from mobula.learner.policies.batch import MediaBatch, TokenBatch
+from mobula.learner.policies.device_copies import on_device
 
 
 def num_frames(processor: ProcessorMixin, num_samples: int) -> int:

@@ -9,12 +9,20 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel, ProcessorMixin
 
-from configs.schema.data import VideoConfig
-from learner.policies.batch import TokenBatch, joined
-from learner.policies.families.audio.frames import expansion, extracted, num_embeddings, num_frames, places, put, put_at
-from learner.policies.families.base import AudioFamily, Clip, Size
-from learner.policies.families.qwen_vl import QwenVL, num_grids, released_positions
-from learner.policies.families.vision import MODALITIES, check_count
+from mobula.configs.schema.data import VideoConfig
+from mobula.learner.policies.batch import TokenBatch, joined
+from mobula.learner.policies.families.audio.frames import (
+    expansion,
+    extracted,
+    num_embeddings,
+    num_frames,
+    places,
+    put,
+    put_at,
+)
+from mobula.learner.policies.families.base import AudioFamily, Clip, Size
+from mobula.learner.policies.families.qwen_vl import QwenVL, num_grids, released_positions
+from mobula.learner.policies.families.vision import MODALITIES, check_count
 
 SILENT_FRAMES = 4  # the fewest that give an embedding
 

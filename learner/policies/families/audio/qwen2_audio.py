@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel, ProcessorMixin
 from transformers.masking_utils import create_bidirectional_mask
 
-from learner.policies.batch import TokenBatch
-from learner.policies.families.audio.frames import expansion, extracted, num_embeddings, places, put
-from learner.policies.families.base import AudioFamily
+from mobula.learner.policies.batch import TokenBatch
+from mobula.learner.policies.families.audio.frames import expansion, extracted, num_embeddings, places, put
+from mobula.learner.policies.families.base import AudioFamily
 
 
 class Qwen2Audio(AudioFamily):

@@ -1,7 +1,7 @@
 """Families of flow models, one file for each."""
 
-from learner.policies.flow.families.base import Conditions, FlowFamily, PictureSize, Schedule
-from learner.policies.flow.families.registry import (
+from mobula.learner.policies.flow.families.base import Conditions, FlowFamily, PictureSize, Schedule
+from mobula.learner.policies.flow.families.registry import (
     FAMILIES,
     INDEX,
     REFUSED,

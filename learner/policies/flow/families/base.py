@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from learner.policies.sde import guided
+from mobula.learner.policies.sde import guided
 
 Conditions = Mapping[str, Tensor]  # forward() argument -> [N, ...]
 Config = Mapping[str, Any]

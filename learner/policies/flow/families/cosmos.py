@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from learner.policies.flow.families.base import (
+from mobula.learner.policies.flow.families.base import (
     Conditions,
     Config,
     FlowFamily,
@@ -23,7 +23,7 @@ from learner.policies.flow.families.base import (
     normalised_frames,
     normalised_latents,
 )
-from learner.policies.sde import flow_level, guided
+from mobula.learner.policies.sde import flow_level, guided
 
 SAFETY = "safety_checker"
 MIN_SIGMA, MAX_SIGMA = 0.002, 80.0  # EDM levels of Cosmos2TextToImagePipeline

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from learner.policies.flow.families.base import (
+from mobula.learner.policies.flow.families.base import (
     Conditions,
     Config,
     PackedFamily,

@@ -8,7 +8,7 @@ import numpy as np
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from learner.policies.flow.families.base import (
+from mobula.learner.policies.flow.families.base import (
     Conditions,
     Config,
     PackedFamily,
@@ -19,7 +19,7 @@ from learner.policies.flow.families.base import (
     packed,
     unpacked,
 )
-from learner.policies.sde import guided
+from mobula.learner.policies.sde import guided
 
 MASK = "encoder_hidden_states_mask"
 

@@ -6,13 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from learner.policies.flow.families.base import FlowFamily
-from learner.policies.flow.families.cosmos import CosmosPredict2, CosmosPredict25
-from learner.policies.flow.families.flux import Flux
-from learner.policies.flow.families.qwen_image import QwenImage
-from learner.policies.flow.families.sana import Sana
-from learner.policies.flow.families.stable_diffusion_3 import StableDiffusion3
-from learner.policies.flow.families.wan import Wan
+from mobula.learner.policies.flow.families.base import FlowFamily
+from mobula.learner.policies.flow.families.cosmos import CosmosPredict2, CosmosPredict25
+from mobula.learner.policies.flow.families.flux import Flux
+from mobula.learner.policies.flow.families.qwen_image import QwenImage
+from mobula.learner.policies.flow.families.sana import Sana
+from mobula.learner.policies.flow.families.stable_diffusion_3 import StableDiffusion3
+from mobula.learner.policies.flow.families.wan import Wan
 
 INDEX = "model_index.json"
 TRANSFORMER = "transformer"  # the folder of the network that is trained, and its name in a pipeline

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from learner.policies.flow.families.base import (
+from mobula.learner.policies.flow.families.base import (
     Conditions,
     Config,
     FlowFamily,

@@ -17,8 +17,8 @@ from diffusers import (
 )
 from torch import nn
 
-from learner.policies.flow.tiny.text_encoders import qwen_encoder, t5_encoder, t5_tokenizer
-from learner.policies.flow.tiny.vaes import CHANNELS, video_vae
+from mobula.learner.policies.flow.tiny.text_encoders import qwen_encoder, t5_encoder, t5_tokenizer
+from mobula.learner.policies.flow.tiny.vaes import CHANNELS, video_vae
 
 T5_SIZE = 64
 

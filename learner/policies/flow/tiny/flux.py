@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
 
-from learner.policies.flow.tiny.text_encoders import clip_tokenizer, plain_clip_encoder, t5_encoder, t5_tokenizer
-from learner.policies.flow.tiny.vaes import CHANNELS, picture_vae
+from mobula.learner.policies.flow.tiny.text_encoders import clip_tokenizer, plain_clip_encoder, t5_encoder, t5_tokenizer
+from mobula.learner.policies.flow.tiny.vaes import CHANNELS, picture_vae
 
 CLIP_SIZE, T5_SIZE = 32, 32
 

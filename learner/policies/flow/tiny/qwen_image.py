@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, QwenImagePipeline, QwenImageTransformer2DModel
 
-from learner.policies.flow.tiny.text_encoders import qwen_encoder
-from learner.policies.flow.tiny.vaes import CHANNELS, qwen_image_vae
+from mobula.learner.policies.flow.tiny.text_encoders import qwen_encoder
+from mobula.learner.policies.flow.tiny.vaes import CHANNELS, qwen_image_vae
 
 
 def write_tiny_qwen_image(folder: Path, *, seed: int = 0) -> Path:

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from diffusers import DPMSolverMultistepScheduler, SanaPipeline, SanaTransformer2DModel
 
-from learner.policies.flow.tiny.text_encoders import gemma_encoder, gemma_tokenizer
-from learner.policies.flow.tiny.vaes import deep_vae
+from mobula.learner.policies.flow.tiny.text_encoders import gemma_encoder, gemma_tokenizer
+from mobula.learner.policies.flow.tiny.vaes import deep_vae
 
 CHANNELS = 8  # of latents
 GEMMA_SIZE = 32

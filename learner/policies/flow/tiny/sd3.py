@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
 
-from learner.policies.flow.tiny.text_encoders import clip_encoder, clip_tokenizer, t5_encoder, t5_tokenizer
-from learner.policies.flow.tiny.vaes import CHANNELS, picture_vae
+from mobula.learner.policies.flow.tiny.text_encoders import clip_encoder, clip_tokenizer, t5_encoder, t5_tokenizer
+from mobula.learner.policies.flow.tiny.vaes import CHANNELS, picture_vae
 
 CLIP_SIZE, HIDDEN_SIZE = 32, 64
 

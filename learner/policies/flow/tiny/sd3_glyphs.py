@@ -10,7 +10,7 @@ from diffusers import AutoencoderTiny, FlowMatchEulerDiscreteScheduler, SD3Trans
 from torch import nn
 from transformers import CLIPTextModelWithProjection, CLIPTokenizer
 
-from learner.policies.flow.tiny.text_encoders import clip_encoder, clip_tokenizer, t5_encoder, t5_tokenizer
+from mobula.learner.policies.flow.tiny.text_encoders import clip_encoder, clip_tokenizer, t5_encoder, t5_tokenizer
 
 SIDE, PATCH = 16, 4  # pixels
 CLIP_SIZE, HIDDEN_SIZE, NUM_LAYERS, NUM_HEADS = 32, 64, 3, 4

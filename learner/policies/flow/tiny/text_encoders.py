@@ -22,7 +22,7 @@ from transformers import (
     UMT5EncoderModel,
 )
 
-from learner.policies.tiny.qwen2_5_vl import build_model, build_processor
+from mobula.learner.policies.tiny.qwen2_5_vl import build_model, build_processor
 
 CLIP_TOKENS, T5_TOKENS, GEMMA_TOKENS = 77, 64, 64  # longest prompts
 START, END = "<|startoftext|>", "<|endoftext|>"

@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from diffusers import UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
 
-from learner.policies.flow.tiny.text_encoders import t5_tokenizer, umt5_encoder
-from learner.policies.flow.tiny.vaes import CHANNELS, video_vae
+from mobula.learner.policies.flow.tiny.text_encoders import t5_tokenizer, umt5_encoder
+from mobula.learner.policies.flow.tiny.vaes import CHANNELS, video_vae
 
 T5_SIZE = 32
 

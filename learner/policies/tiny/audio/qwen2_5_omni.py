@@ -18,8 +18,8 @@ from transformers import (
     WhisperFeatureExtractor,
 )
 
-from learner.policies.tiny.tokenizer import INITIALIZER_RANGE, audio_template, build_tokenizer
-from learner.policies.tiny.writing import HIDDEN_SIZE, decoder_config
+from mobula.learner.policies.tiny.tokenizer import INITIALIZER_RANGE, audio_template, build_tokenizer
+from mobula.learner.policies.tiny.writing import HIDDEN_SIZE, decoder_config
 
 PIXELS_PER_TOKEN = 28 * 28
 MAX_PICTURE_TOKENS = 64

@@ -11,8 +11,8 @@ from transformers import (
     WhisperFeatureExtractor,
 )
 
-from learner.policies.tiny.tokenizer import INITIALIZER_RANGE, audio_template, build_tokenizer
-from learner.policies.tiny.writing import decoder_config, write_checkpoint
+from mobula.learner.policies.tiny.tokenizer import INITIALIZER_RANGE, audio_template, build_tokenizer
+from mobula.learner.policies.tiny.writing import decoder_config, write_checkpoint
 
 MEL_BINS = 32
 WINDOW_S = 30  # which engines insist on

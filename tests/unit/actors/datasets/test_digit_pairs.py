@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from actors.datasets.conversations import read_conversations
-from actors.datasets.digits import write_digits
-from configs.errors import ConfigError
-from configs.load import load_config
-from deploy.datasets.written_data import write_data
+from mobula.actors.datasets.conversations import read_conversations
+from mobula.actors.datasets.digits import write_digits
+from mobula.configs.errors import ConfigError
+from mobula.configs.load import load_config
+from mobula.deploy.datasets.written_data import write_data
 
 
 @pytest.mark.parametrize(

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 from data_rows import data_config
 
-from actors.datasets.mixture import PERIOD, quotas_of, shares_of
-from actors.datasets.open_split import open_split
-from actors.datasets.prompts import InDriver, PromptSource, preflight
-from actors.datasets.rows import Row
-from cluster.errors import DatasetError
-from cluster.records.trajectory import Prompt
-from configs.errors import ConfigError
-from configs.load import load_config
-from configs.schema.data import DataConfig, DataKind, MixtureSource
+from mobula.actors.datasets.mixture import PERIOD, quotas_of, shares_of
+from mobula.actors.datasets.open_split import open_split
+from mobula.actors.datasets.prompts import InDriver, PromptSource, preflight
+from mobula.actors.datasets.rows import Row
+from mobula.cluster.errors import DatasetError
+from mobula.cluster.records.trajectory import Prompt
+from mobula.configs.errors import ConfigError
+from mobula.configs.load import load_config
+from mobula.configs.schema.data import DataConfig, DataKind, MixtureSource
 
 
 class Processor:

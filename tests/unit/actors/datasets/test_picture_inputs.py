@@ -21,12 +21,12 @@ from data_rows import LABEL_KEY, data_config, read_split
 from media_server import PROXIES, media_server
 from PIL import Image
 
-from actors.datasets.downloads import DownloadLimits, LateDownloads, MediaDownloads, fetch_together
-from actors.datasets.open_split import open_split
-from actors.datasets.pictures import EncodedFile, PictureError, PictureInputs, WebFile
-from actors.datasets.rows import RowError, count_by_reason
-from actors.processors.image import ImageLimits, check_image, decode_image, read_image
-from cluster.errors import MediaError
+from mobula.actors.datasets.downloads import DownloadLimits, LateDownloads, MediaDownloads, fetch_together
+from mobula.actors.datasets.open_split import open_split
+from mobula.actors.datasets.pictures import EncodedFile, PictureError, PictureInputs, WebFile
+from mobula.actors.datasets.rows import RowError, count_by_reason
+from mobula.actors.processors.image import ImageLimits, check_image, decode_image, read_image
+from mobula.cluster.errors import MediaError
 
 PIXELS = np.arange(5 * 7 * 3, dtype=np.uint8).reshape(5, 7, 3)
 NOISE = np.random.default_rng(0).integers(0, 256, (40, 40, 3), dtype=np.uint8)

@@ -16,12 +16,12 @@ import pytest
 from data_rows import data_config, read_split
 from PIL import Image
 
-from actors.datasets.open_split import open_split
-from actors.datasets.readers import READERS
-from actors.datasets.rows import RowError, count_by_reason
-from cluster.errors import DatasetError
-from configs.load import load_config
-from configs.schema.data import WRITTEN, DataKind
+from mobula.actors.datasets.open_split import open_split
+from mobula.actors.datasets.readers import READERS
+from mobula.actors.datasets.rows import RowError, count_by_reason
+from mobula.cluster.errors import DatasetError
+from mobula.configs.load import load_config
+from mobula.configs.schema.data import WRITTEN, DataKind
 
 NUM = 50
 ROWS: list[dict[str, Any]] = [

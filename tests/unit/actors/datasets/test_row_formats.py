@@ -14,15 +14,15 @@ import torch
 from data_rows import data_config, read_split
 from PIL import Image
 
-from actors.datasets.downloads import DownloadLimits, MediaDownloads
-from actors.datasets.formats import FORMATS
-from actors.datasets.formats.base import StoredMedia
-from actors.datasets.open_split import open_split
-from actors.datasets.pictures import PictureError
-from actors.datasets.rows import Row, Turn, count_by_reason
-from actors.datasets.videos import VideoInputs
-from cluster.errors import DatasetError
-from configs.schema import DataConfig
+from mobula.actors.datasets.downloads import DownloadLimits, MediaDownloads
+from mobula.actors.datasets.formats import FORMATS
+from mobula.actors.datasets.formats.base import StoredMedia
+from mobula.actors.datasets.open_split import open_split
+from mobula.actors.datasets.pictures import PictureError
+from mobula.actors.datasets.rows import Row, Turn, count_by_reason
+from mobula.actors.datasets.videos import VideoInputs
+from mobula.cluster.errors import DatasetError
+from mobula.configs.schema import DataConfig
 
 PICTURE_PART = {"type": "image_url", "image_url": {"url": "a.png"}}
 TEXT_PART = {"type": "text", "text": "Which?"}

@@ -13,14 +13,14 @@ from data_rows import data_config
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.datasets.curricula import CURRICULA
-from actors.datasets.open_split import curriculum_of, open_split
-from actors.datasets.order import epoch_order, windowed_order
-from actors.datasets.prompts import PreflightReport, preflight
-from actors.datasets.readers.base import BlockCache
-from actors.datasets.rows import Row
-from cluster.errors import DatasetError
-from configs.schema.data import CurriculumConfig
+from mobula.actors.datasets.curricula import CURRICULA
+from mobula.actors.datasets.open_split import curriculum_of, open_split
+from mobula.actors.datasets.order import epoch_order, windowed_order
+from mobula.actors.datasets.prompts import PreflightReport, preflight
+from mobula.actors.datasets.readers.base import BlockCache
+from mobula.actors.datasets.rows import Row
+from mobula.cluster.errors import DatasetError
+from mobula.configs.schema.data import CurriculumConfig
 
 
 class Checker:

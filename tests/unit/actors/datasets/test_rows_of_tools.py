@@ -19,12 +19,12 @@ import pytest
 from data_rows import read_split
 from PIL import Image
 
-from actors.datasets.conversations import read_conversations
-from actors.datasets.formats.base import text_of
-from actors.datasets.readers.base import without_nulls
-from actors.datasets.readers.fingerprint import fingerprint_of
-from actors.datasets.rows import Row
-from cluster.errors import DatasetError
+from mobula.actors.datasets.conversations import read_conversations
+from mobula.actors.datasets.formats.base import text_of
+from mobula.actors.datasets.readers.base import without_nulls
+from mobula.actors.datasets.readers.fingerprint import fingerprint_of
+from mobula.actors.datasets.rows import Row
+from mobula.cluster.errors import DatasetError
 
 TURN = {"role": "user", "content": "<image>Which?"}
 WITH_A_PICTURE: dict[str, dict[str, Any]] = {  # without the picture

@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
-from actors.environments.adapters.agent_endpoint import AgentEndpoint
-from actors.environments.base import Message
+from mobula.actors.environments.adapters.agent_endpoint import AgentEndpoint
+from mobula.actors.environments.base import Message
 
 HELLO = {"model": "m", "messages": [{"role": "user", "content": "hello"}]}
 

@@ -14,8 +14,8 @@ import pytest
 from aiohttp import WSMsgType, web
 from PIL import Image
 
-from actors.environments.adapters.openenv import OpenEnv
-from actors.environments.base import (
+from mobula.actors.environments.adapters.openenv import OpenEnv
+from mobula.actors.environments.base import (
     ROLES_OF_RESET,
     ROLES_OF_STEP,
     Action,
@@ -27,7 +27,7 @@ from actors.environments.base import (
     checked_rewards,
     observation_hash,
 )
-from actors.environments.registry import build_environment
+from mobula.actors.environments.registry import build_environment
 
 
 def reset(environment: Environment, seed: int) -> Reset:

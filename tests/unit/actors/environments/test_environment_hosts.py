@@ -15,20 +15,20 @@ import pytest
 from episode_data import HANG_S, episode_config
 from PIL import Image
 
-from actors.environments.base import Action, EpisodeError
-from actors.environments.hosts.pool import EnvironmentPool
-from actors.environments.rows import environment_split
-from cluster.errors import DatasetError
-from configs.load import load_config
-from configs.schema.environment import EnvironmentConfig
+from mobula.actors.environments.base import Action, EpisodeError
+from mobula.actors.environments.hosts.pool import EnvironmentPool
+from mobula.actors.environments.rows import environment_split
+from mobula.cluster.errors import DatasetError
+from mobula.configs.load import load_config
+from mobula.configs.schema.environment import EnvironmentConfig
 
 BEFORE_A_CLUSTER = """
 from pathlib import Path
 import ray
 from episode_data import episode_config
-from actors.environments.hosts.ray_actor import RayEnvironment
-from actors.environments.rows import environment_split
-from cluster.errors import PreflightError
+from mobula.actors.environments.hosts.ray_actor import RayEnvironment
+from mobula.actors.environments.rows import environment_split
+from mobula.cluster.errors import PreflightError
 
 options = {"pictures": False, "max_operand": 9, "max_turns": 2, "tool_bonus": 0.0}
 asked = episode_config(Path("model"), "environment.host=ray").environment

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from actors.environments.base import Action, ToolCall, observation_hash
-from actors.environments.registry import build_environment
-from actors.environments.tasks.calculator import evaluate
-from actors.environments.tasks.miniwob.browser import NAMES
-from actors.environments.tool_calls import parse_tool_calls
-from configs.groups import groups
-from configs.load import load_config
+from mobula.actors.environments.base import Action, ToolCall, observation_hash
+from mobula.actors.environments.registry import build_environment
+from mobula.actors.environments.tasks.calculator import evaluate
+from mobula.actors.environments.tasks.miniwob.browser import NAMES
+from mobula.actors.environments.tool_calls import parse_tool_calls
+from mobula.configs.groups import groups
+from mobula.configs.load import load_config
 
 LAKE = {
     "layout": "frozen_lake", "size": 3, "hole_share": 0.2, "square_pixels": 4, "max_turns": 9, "invalid_reward": -0.5,

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from actors.environments.base import Action, observation_hash
-from actors.environments.registry import build_environment
-from actors.environments.tasks.miniwob.browser import NAMES, Browser, Page
-from actors.environments.tasks.miniwob.task import MiniWoB
+from mobula.actors.environments.base import Action, observation_hash
+from mobula.actors.environments.registry import build_environment
+from mobula.actors.environments.tasks.miniwob.browser import NAMES, Browser, Page
+from mobula.actors.environments.tasks.miniwob.task import MiniWoB
 
 pytest.importorskip("miniwob", reason="pip install 'mobula[miniwob]'")
 pytestmark = [
@@ -101,7 +101,7 @@ def test_unfit_tasks_are_refused() -> None:
 
 def test_a_process_that_is_killed_leaves_no_browser() -> None:
     code = (
-        "from actors.environments.tasks.miniwob.browser import Browser; import time; "
+        "from mobula.actors.environments.tasks.miniwob.browser import Browser; import time; "
         "print(Browser.shared().pid, flush=True); time.sleep(60)"
     )
     holder = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from agent_program import write_program
 
-from actors.environments.adapters.program import Program
-from actors.environments.base import SEEDS_A_SPLIT, Action, EpisodeError, Message
-from actors.environments.hosts.pool import EnvironmentPool
-from actors.environments.registry import build_environment
-from configs.load import load_config
+from mobula.actors.environments.adapters.program import Program
+from mobula.actors.environments.base import SEEDS_A_SPLIT, Action, EpisodeError, Message
+from mobula.actors.environments.hosts.pool import EnvironmentPool
+from mobula.actors.environments.registry import build_environment
+from mobula.configs.load import load_config
 
 
 @contextmanager

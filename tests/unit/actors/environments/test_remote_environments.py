@@ -16,12 +16,12 @@ import pytest
 import uvicorn
 from episode_data import episode_config
 
-from actors.environments.base import Action, EpisodeError, Reset, Step, ToolCall
-from actors.environments.hosts.pool import EnvironmentPool
-from actors.environments.hosts.remote import RemoteEnvironment
-from actors.environments.server import EnvironmentServer, make_app
-from actors.environments.wire import action_from_json, action_to_json, step_from_json, step_to_json
-from configs.schema.environment import EnvironmentConfig
+from mobula.actors.environments.base import Action, EpisodeError, Reset, Step, ToolCall
+from mobula.actors.environments.hosts.pool import EnvironmentPool
+from mobula.actors.environments.hosts.remote import RemoteEnvironment
+from mobula.actors.environments.server import EnvironmentServer, make_app
+from mobula.actors.environments.wire import action_from_json, action_to_json, step_from_json, step_to_json
+from mobula.configs.schema.environment import EnvironmentConfig
 
 NAME = "episode_data:Scripted"
 

@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from actors.environments.base import Tool, ToolCall
-from actors.environments.tool_calls import MAX_CALLS, describe_tools, parse_tool_calls
+from mobula.actors.environments.base import Tool, ToolCall
+from mobula.actors.environments.tool_calls import MAX_CALLS, describe_tools, parse_tool_calls
 
 TOOLS = (Tool("calculator", "computes", {"expression": "1 + 1"}),)
 PIECES = (

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 from episode_data import episode_config
 
-from actors.environments.rows import environment_split
-from actors.processors.chat import ChatProcessor
-from actors.rollout.demonstrations import Demonstration, Demonstrations
-from cluster.errors import DatasetError
-from cluster.records.media import MediaStore
-from configs.load import load_config
-from configs.schema import RunConfig
-from learner.policies.tiny import TINY
+from mobula.actors.environments.rows import environment_split
+from mobula.actors.processors.chat import ChatProcessor
+from mobula.actors.rollout.demonstrations import Demonstration, Demonstrations
+from mobula.cluster.errors import DatasetError
+from mobula.cluster.records.media import MediaStore
+from mobula.configs.load import load_config
+from mobula.configs.schema import RunConfig
+from mobula.learner.policies.tiny import TINY
 
 
 @pytest.fixture(scope="module")

@@ -16,27 +16,27 @@ import torch
 from episode_data import Scripted, engine_settings, episode_config
 from fakes import make_prompt
 
-from actors.environments.bridge import TurnBridge
-from actors.environments.rows import environment_split
-from actors.processors.chat import ChatProcessor
-from actors.rollout.episodes import EpisodeRunner
-from actors.rollout.media_batcher import MediaBatcher
-from actors.samplers.huggingface import HuggingFaceSampler
-from cluster.errors import EnvironmentFailedError
-from cluster.records.actions import TokenActions
-from cluster.records.arrow import from_batch, to_batch
-from cluster.records.media import MediaReader, MediaStore
-from cluster.records.partial_response import Attempt, TokenChunk
-from cluster.records.trajectory import FinishReason, Prompt, Reward, ScoredGroup, TrajectoryGroup
-from cluster.roles import SamplingSettings
-from cluster.rollout.in_flight import InFlightRequests
-from learner.batch import fetch_items
-from learner.policies.batch import collate
-from learner.policies.loading import load_model
-from learner.policies.logprobs import Distribution
-from learner.policies.tiny import TINY
-from learner.policies.token import TokenPolicy
-from learner.policies.trained import row_of
+from mobula.actors.environments.bridge import TurnBridge
+from mobula.actors.environments.rows import environment_split
+from mobula.actors.processors.chat import ChatProcessor
+from mobula.actors.rollout.episodes import EpisodeRunner
+from mobula.actors.rollout.media_batcher import MediaBatcher
+from mobula.actors.samplers.huggingface import HuggingFaceSampler
+from mobula.cluster.errors import EnvironmentFailedError
+from mobula.cluster.records.actions import TokenActions
+from mobula.cluster.records.arrow import from_batch, to_batch
+from mobula.cluster.records.media import MediaReader, MediaStore
+from mobula.cluster.records.partial_response import Attempt, TokenChunk
+from mobula.cluster.records.trajectory import FinishReason, Prompt, Reward, ScoredGroup, TrajectoryGroup
+from mobula.cluster.roles import SamplingSettings
+from mobula.cluster.rollout.in_flight import InFlightRequests
+from mobula.learner.batch import fetch_items
+from mobula.learner.policies.batch import collate
+from mobula.learner.policies.loading import load_model
+from mobula.learner.policies.logprobs import Distribution
+from mobula.learner.policies.tiny import TINY
+from mobula.learner.policies.token import TokenPolicy
+from mobula.learner.policies.trained import row_of
 
 TEMPERATURE = 0.8
 FIRST = Attempt("r")

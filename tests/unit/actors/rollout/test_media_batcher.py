@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from actors.rollout.media_batcher import MediaBatcher
-from cluster.errors import LostObjectError
-from cluster.records.media import MediaHandle, ProcessedMedia
+from mobula.actors.rollout.media_batcher import MediaBatcher
+from mobula.cluster.errors import LostObjectError
+from mobula.cluster.records.media import MediaHandle, ProcessedMedia
 
 PATIENCE_S = 30.0
 

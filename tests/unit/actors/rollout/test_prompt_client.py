@@ -13,14 +13,14 @@ from fakes import SETTINGS, make_group, make_prompt
 from handles import LocalHandle
 from waiting import until
 
-from actors.rollout import client
-from actors.rollout.client import PromptClient
-from actors.rollout.server import Ended, GroupRequest, MessageBatch, MessageQueue, PromptServer
-from cluster.errors import DeadlineError, DependencyError, RolloutError, WorkerDiedError
-from cluster.records.actions import TokenActions
-from cluster.records.partial_response import Attempt, SampledSequence, TokenChunk
-from cluster.records.trajectory import GroupReport, Prompt, TrajectoryGroup, WeightSpan
-from cluster.roles import SamplingSettings
+from mobula.actors.rollout import client
+from mobula.actors.rollout.client import PromptClient
+from mobula.actors.rollout.server import Ended, GroupRequest, MessageBatch, MessageQueue, PromptServer
+from mobula.cluster.errors import DeadlineError, DependencyError, RolloutError, WorkerDiedError
+from mobula.cluster.records.actions import TokenActions
+from mobula.cluster.records.partial_response import Attempt, SampledSequence, TokenChunk
+from mobula.cluster.records.trajectory import GroupReport, Prompt, TrajectoryGroup, WeightSpan
+from mobula.cluster.roles import SamplingSettings
 
 
 def request(number: int) -> GroupRequest:

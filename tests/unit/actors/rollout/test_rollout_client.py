@@ -13,15 +13,15 @@ from fakes import SETTINGS, make_group, make_prompt
 from handles import LocalHandle, never
 from waiting import until
 
-from actors.rollout.client import RolloutClient
-from actors.rollout.server import PromptServer
-from cluster.errors import DeadlineError
-from cluster.records.partial_response import Attempt
-from cluster.records.trajectory import Answers, GroupReport, Prompt, TrajectoryGroup
-from cluster.roles import SamplingSettings
-from cluster.rollout.in_flight import InFlightRequests
-from cluster.weight_sync.manifest import Manifest
-from cluster.weight_sync.transport import Rendezvous
+from mobula.actors.rollout.client import RolloutClient
+from mobula.actors.rollout.server import PromptServer
+from mobula.cluster.errors import DeadlineError
+from mobula.cluster.records.partial_response import Attempt
+from mobula.cluster.records.trajectory import Answers, GroupReport, Prompt, TrajectoryGroup
+from mobula.cluster.roles import SamplingSettings
+from mobula.cluster.rollout.in_flight import InFlightRequests
+from mobula.cluster.weight_sync.manifest import Manifest
+from mobula.cluster.weight_sync.transport import Rendezvous
 
 PROMPT = make_prompt("0/0/s0")
 DEADLINES_S = dict.fromkeys(("start_s", "rollout_s", "sync_s", "sign_s", "probe_s", "stop_s"), 5.0)

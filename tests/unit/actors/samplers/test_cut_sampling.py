@@ -14,20 +14,20 @@ import torch
 from learner_data import picture, prompt, tiny_config
 from transformers import AutoTokenizer
 
-from actors.samplers.base import EngineSettings
-from actors.samplers.huggingface import HuggingFaceSampler
-from actors.samplers.stop_strings import StopStrings
-from cluster.records.actions import TokenActions
-from cluster.records.media import MediaReader
-from cluster.records.partial_response import Attempt, SampledSequence
-from cluster.records.trajectory import FinishReason, Prompt, WeightSpan
-from cluster.roles import SamplingSettings
-from cluster.weight_sync.manifest import Manifest
-from learner.policies.batch import TokenSequence, collate
-from learner.policies.loading import load_policy_model
-from learner.policies.logprobs import Distribution
-from learner.policies.tiny import write_tiny_qwen2_5_vl
-from learner.policies.token import TokenPolicy
+from mobula.actors.samplers.base import EngineSettings
+from mobula.actors.samplers.huggingface import HuggingFaceSampler
+from mobula.actors.samplers.stop_strings import StopStrings
+from mobula.cluster.records.actions import TokenActions
+from mobula.cluster.records.media import MediaReader
+from mobula.cluster.records.partial_response import Attempt, SampledSequence
+from mobula.cluster.records.trajectory import FinishReason, Prompt, WeightSpan
+from mobula.cluster.roles import SamplingSettings
+from mobula.cluster.weight_sync.manifest import Manifest
+from mobula.learner.policies.batch import TokenSequence, collate
+from mobula.learner.policies.loading import load_policy_model
+from mobula.learner.policies.logprobs import Distribution
+from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
+from mobula.learner.policies.token import TokenPolicy
 
 TEMPERATURE, NUM_SAMPLES, NUM_TOKENS = 0.8, 6, 10
 PLAIN_SETTINGS = SamplingSettings(NUM_SAMPLES, TEMPERATURE, NUM_TOKENS, seed=3)

@@ -14,18 +14,18 @@ from flow_model import CPU, DENOISING, SETTINGS, encoded_prompts, flow_sampler, 
 from PIL import Image
 from safetensors.torch import load_file
 
-from cluster.errors import ManifestError, RolloutError
-from cluster.records.media import MediaReader
-from cluster.records.partial_response import SampledSequence
-from cluster.records.trajectory import Prompt
-from cluster.weight_sync.manifest import Manifest, checkpoint_manifest
-from learner.policies.flow.checkpoint import FlowCheckpoint
-from learner.policies.flow.denoising import Denoising
-from learner.policies.flow.families import TRANSFORMER, flow_family_at
-from learner.policies.flow.policy import FlowPolicy, StepRescoring
-from learner.policies.flow.tiny import write_tiny_flow
-from learner.policies.trained import collate_rows, row_of
-from learner.weight_publisher import WeightPublisher
+from mobula.cluster.errors import ManifestError, RolloutError
+from mobula.cluster.records.media import MediaReader
+from mobula.cluster.records.partial_response import SampledSequence
+from mobula.cluster.records.trajectory import Prompt
+from mobula.cluster.weight_sync.manifest import Manifest, checkpoint_manifest
+from mobula.learner.policies.flow.checkpoint import FlowCheckpoint
+from mobula.learner.policies.flow.denoising import Denoising
+from mobula.learner.policies.flow.families import TRANSFORMER, flow_family_at
+from mobula.learner.policies.flow.policy import FlowPolicy, StepRescoring
+from mobula.learner.policies.flow.tiny import write_tiny_flow
+from mobula.learner.policies.trained import collate_rows, row_of
+from mobula.learner.weight_publisher import WeightPublisher
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from actors.samplers.running_requests import RunningRequests
 from benchmarks.simulation.virtual_time import run_virtually
+from mobula.actors.samplers.running_requests import RunningRequests
 
 
 async def end_of_a_wait(ends_s: tuple[float, ...], timeout_s: float) -> float:

@@ -8,19 +8,19 @@ from types import SimpleNamespace
 
 import pytest
 
-from actors.samplers.vllm.arguments import engine_args, sampling_params
-from cluster.roles import SamplingSettings
+from mobula.actors.samplers.vllm.arguments import engine_args, sampling_params
+from mobula.cluster.roles import SamplingSettings
 
 IMPORTS = """
 import sys
 import benchmarks.raw.raw_vllm, actors.samplers.vllm.arguments
-print(*sorted(name for name in sys.modules if name.startswith("actors.samplers.vllm")))
+print(*sorted(name for name in sys.modules if name.startswith("mobula.actors.samplers.vllm")))
 """
 
 
 def test_asking_for_arguments_brings_nothing_that_changes_vllm() -> None:
     found = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, check=True)
-    assert found.stdout.split() == ["actors.samplers.vllm", "actors.samplers.vllm.arguments"]
+    assert found.stdout.split() == ["mobula.actors.samplers.vllm", "mobula.actors.samplers.vllm.arguments"]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.001, 0.009, 0.01, 1.0, 2.0, 30.0])

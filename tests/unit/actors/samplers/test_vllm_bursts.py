@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 from vllm.v1.engine.core import EngineShutdownState
 
-from actors.samplers.vllm.patches import inproc
-from actors.samplers.vllm.patches.inproc import BURST_GAP_S, BURST_S, InProcessClient, ThreadedCore
+from mobula.actors.samplers.vllm.patches import inproc
+from mobula.actors.samplers.vllm.patches.inproc import BURST_GAP_S, BURST_S, InProcessClient, ThreadedCore
 
 LONG_AGO_S = 10.0
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from actors.samplers.vllm.weights import _experts_packed_again
+from mobula.actors.samplers.vllm.weights import _experts_packed_again
 
 
 def model() -> nn.Module:

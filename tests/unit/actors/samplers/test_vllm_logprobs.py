@@ -13,9 +13,9 @@ from vllm.logprobs import FlatLogprobs
 from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.outputs import LogprobsLists
 
-from actors.samplers.vllm.outputs import OutputReader
-from actors.samplers.vllm.patches.logprobs import SampledLogprobs
-from cluster.errors import RolloutError
+from mobula.actors.samplers.vllm.outputs import OutputReader
+from mobula.actors.samplers.vllm.patches.logprobs import SampledLogprobs
+from mobula.cluster.errors import RolloutError
 
 
 def request(**params: Any) -> Any:

@@ -19,8 +19,8 @@ from vllm.multimodal.inputs import (
 )
 from vllm.v1.core.sched import output
 
-from actors.samplers.vllm.patches import core_process, inproc
-from actors.samplers.vllm.patches.pictures import keep_pictures
+from mobula.actors.samplers.vllm.patches import core_process, inproc
+from mobula.actors.samplers.vllm.patches.pictures import keep_pictures
 
 NUM_TOKENS = 20  # of the prompt; the picture takes the tokens from 2 to 10
 

@@ -9,7 +9,7 @@ from vllm import AsyncEngineArgs
 from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.multimodal.encoder_budget import MultiModalBudget
 
-from learner.policies.tiny import TINY, write_tiny
+from mobula.learner.policies.tiny import TINY, write_tiny
 
 pytestmark = [pytest.mark.families]
 MULTIMODAL = [name for name in TINY if name not in ("qwen3", "qwen2.5", "llama")]

@@ -12,8 +12,8 @@ from torch import nn
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from actors.samplers.vllm.weights import _refuse_stale_layers, _unsent_layers_apart
-from cluster.errors import WeightSyncError
+from mobula.actors.samplers.vllm.weights import _refuse_stale_layers, _unsent_layers_apart
+from mobula.cluster.errors import WeightSyncError
 
 
 def vocabulary(kind: type[nn.Module], weight: nn.Parameter) -> nn.Module:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from actors.samplers.vllm.weights import MobulaWeightTransferEngine
+from mobula.actors.samplers.vllm.weights import MobulaWeightTransferEngine
 
 
 class Group:

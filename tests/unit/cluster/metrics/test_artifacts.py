@@ -14,9 +14,9 @@ import pytest
 from metrics_data import fetch_value, make_group
 from PIL import Image
 
-from cluster.metrics.artifacts import ArtifactWriter, Offered
-from cluster.metrics.report.videos import INDEX, read_artifacts
-from cluster.records.trajectory import ScoredGroup
+from mobula.cluster.metrics.artifacts import ArtifactWriter, Offered
+from mobula.cluster.metrics.report.videos import INDEX, read_artifacts
+from mobula.cluster.records.trajectory import ScoredGroup
 
 
 def png(level: int) -> bytes:

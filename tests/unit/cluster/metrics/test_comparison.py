@@ -9,9 +9,9 @@ from statistics import mean
 import pytest
 from metrics_data import write_run
 
-from cluster.metrics.report.comparison import MAX_LINES, ComparedRuns, render_comparison, table
-from cluster.metrics.report.run_folder import RunFolder, read_run_folder
-from cluster.metrics.step_records import EvaluationRecord
+from mobula.cluster.metrics.report.comparison import MAX_LINES, ComparedRuns, render_comparison, table
+from mobula.cluster.metrics.report.run_folder import RunFolder, read_run_folder
+from mobula.cluster.metrics.step_records import EvaluationRecord
 
 CONFIG = "algorithm:\n  prompts_per_step: 16\n"
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster.metrics.files import write_atomically
-from cluster.metrics.informing import informing
+from mobula.cluster.metrics.files import write_atomically
+from mobula.cluster.metrics.informing import informing
 
 
 def test_a_full_disk_is_logged_and_the_error_that_ends_a_run_is_kept(

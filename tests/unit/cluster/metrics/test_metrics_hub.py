@@ -23,16 +23,16 @@ from metrics_data import (
     make_metrics,
 )
 
-from cluster.errors import RunStopped
-from cluster.metrics.definitions import CounterName, MetricName
-from cluster.metrics.hub import Metrics, NoSamples
-from cluster.metrics.report.samples import SampleKeeper
-from cluster.metrics.sinks.jsonl import JsonlSink, read_records
-from cluster.metrics.step_records import EvaluationRecord, SampleRecord, StepRecord
-from cluster.metrics.summary import Summary, read_summary, summarize, write_summary
-from cluster.records.trajectory import FinishReason
-from cluster.roles import ReplayStats, UpdateReport
-from cluster.workers.status import Progress
+from mobula.cluster.errors import RunStopped
+from mobula.cluster.metrics.definitions import CounterName, MetricName
+from mobula.cluster.metrics.hub import Metrics, NoSamples
+from mobula.cluster.metrics.report.samples import SampleKeeper
+from mobula.cluster.metrics.sinks.jsonl import JsonlSink, read_records
+from mobula.cluster.metrics.step_records import EvaluationRecord, SampleRecord, StepRecord
+from mobula.cluster.metrics.summary import Summary, read_summary, summarize, write_summary
+from mobula.cluster.records.trajectory import FinishReason
+from mobula.cluster.roles import ReplayStats, UpdateReport
+from mobula.cluster.workers.status import Progress
 
 ISSUE_KEYS = (
     "accuracy_before accuracy_after seed num_steps samples_per_s tokens_per_s seconds logprob_gap_mean logprob_gap_max "
@@ -339,6 +339,6 @@ def test_evaluations_reach_the_sinks_with_their_interval() -> None:
 
 def test_metrics_and_report_load_neither_ray_nor_torch() -> None:
     modules = "hub, report.report, report.samples, summary, sinks.jsonl, sinks.console".split(", ")
-    imports = "; ".join(f"import cluster.metrics.{name}" for name in modules)
+    imports = "; ".join(f"import mobula.cluster.metrics.{name}" for name in modules)
     check = f"{imports}; import sys; assert not {{'ray', 'torch'}} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", check], check=True, timeout=60)

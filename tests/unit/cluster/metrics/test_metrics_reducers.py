@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.metrics.reducers import WeightedMean, mean_interval, standard_deviation, wilson
+from mobula.cluster.metrics.reducers import WeightedMean, mean_interval, standard_deviation, wilson
 
 
 def test_wilson_agrees_with_the_published_example() -> None:

@@ -10,11 +10,11 @@ from pathlib import Path
 
 from metrics_data import digit_picture, fetch_value, make_group, write_run
 
-from cluster.metrics.report.report import write_report
-from cluster.metrics.report.samples import NUM_LOOKS, SampleKeeper, read_samples
-from cluster.records.actions import TokenActions
-from cluster.records.media import MediaHandle, MediaSpan, ProcessedMedia
-from cluster.records.trajectory import EpisodeTurn, ScoredGroup
+from mobula.cluster.metrics.report.report import write_report
+from mobula.cluster.metrics.report.samples import NUM_LOOKS, SampleKeeper, read_samples
+from mobula.cluster.records.actions import TokenActions
+from mobula.cluster.records.media import MediaHandle, MediaSpan, ProcessedMedia
+from mobula.cluster.records.trajectory import EpisodeTurn, ScoredGroup
 
 
 def keeper(path: Path, *, num_steps: int = 20, limit: int = 12, version: int = 0, fetch=fetch_value) -> SampleKeeper:

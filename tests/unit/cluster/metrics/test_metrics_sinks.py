@@ -17,14 +17,14 @@ from metrics_data import FakeClock, digit_picture
 from rich.console import Console
 from waiting import wait_until
 
-from cluster.metrics.definitions import COUNTERS
-from cluster.metrics.sinks.console import ConsoleSink
-from cluster.metrics.sinks.estimate import EstimateSink
-from cluster.metrics.sinks.jsonl import JsonlSink, read_records
-from cluster.metrics.sinks.ray_gauges import RaySink
-from cluster.metrics.step_records import EvaluationRecord, SampleRecord, StepRecord, from_line, to_line
-from cluster.runtime.vitals import EngineLoad, ObjectStoreUse, Vitals
-from cluster.workers.status import InFlightSummary, Progress, RunStatus, WorkerState, WorkerStatus
+from mobula.cluster.metrics.definitions import COUNTERS
+from mobula.cluster.metrics.sinks.console import ConsoleSink
+from mobula.cluster.metrics.sinks.estimate import EstimateSink
+from mobula.cluster.metrics.sinks.jsonl import JsonlSink, read_records
+from mobula.cluster.metrics.sinks.ray_gauges import RaySink
+from mobula.cluster.metrics.step_records import EvaluationRecord, SampleRecord, StepRecord, from_line, to_line
+from mobula.cluster.runtime.vitals import EngineLoad, ObjectStoreUse, Vitals
+from mobula.cluster.workers.status import InFlightSummary, Progress, RunStatus, WorkerState, WorkerStatus
 
 TAGS = {"run": "digits", "role": "driver", "index": "0"}
 
@@ -130,7 +130,7 @@ def test_a_broken_line_in_the_middle_is_named_by_its_number(tmp_path: Path) -> N
 def test_tensorboard_reads_back_what_was_written_and_forgets_steps_that_a_resume_repeats(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    from cluster.metrics.sinks.tensorboard import TensorBoardSink
+    from mobula.cluster.metrics.sinks.tensorboard import TensorBoardSink
 
     for version, reward, steps in [(0, 0.1, (1, 2, 3)), (2, 0.7, (3, 4))]:
         sink = TensorBoardSink(tmp_path, version=version)
@@ -151,7 +151,7 @@ def test_tensorboard_reads_back_what_was_written_and_forgets_steps_that_a_resume
 def test_tensorboard_shows_responses_as_text_with_their_pictures(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    from cluster.metrics.sinks.tensorboard import TensorBoardSink
+    from mobula.cluster.metrics.sinks.tensorboard import TensorBoardSink
 
     hostile = "</code><script>alert(1)</script>\n# not a title"
     sink = TensorBoardSink(tmp_path, version=0)

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from metrics_data import write_run
 
-from cluster.metrics.report.charts import MAX_POINTS, Chart, Curve, Point, curve
-from cluster.metrics.report.report import write_report
-from cluster.metrics.report.written_numbers import write_bytes, write_duration, write_number
-from cluster.metrics.step_records import EvaluationRecord, StepRecord, to_line
+from mobula.cluster.metrics.report.charts import MAX_POINTS, Chart, Curve, Point, curve
+from mobula.cluster.metrics.report.report import write_report
+from mobula.cluster.metrics.report.written_numbers import write_bytes, write_duration, write_number
+from mobula.cluster.metrics.step_records import EvaluationRecord, StepRecord, to_line
 
 VOID = {"meta", "link", "img", "br", "path", "input", "hr"}
 HOSTILE = '<script>alert("owned")</script><img src=x onerror=alert(1)> </pre></article> & \'"'

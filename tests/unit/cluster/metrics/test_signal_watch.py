@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 import pytest
 from metrics_data import FACTS, REPLAY, FakeClock, fetch_value, make_group
 
-from cluster.metrics.definitions import MetricName
-from cluster.metrics.hub import Metrics, NoSamples
-from cluster.metrics.signal_watch import NUM_IDLE, SignalWatch, idle_cause
-from cluster.metrics.step_records import StepRecord
-from cluster.metrics.summary import summarize
-from cluster.records.trajectory import FinishReason, ScoredGroup
-from cluster.roles import UpdateReport
+from mobula.cluster.metrics.definitions import MetricName
+from mobula.cluster.metrics.hub import Metrics, NoSamples
+from mobula.cluster.metrics.signal_watch import NUM_IDLE, SignalWatch, idle_cause
+from mobula.cluster.metrics.step_records import StepRecord
+from mobula.cluster.metrics.summary import summarize
+from mobula.cluster.records.trajectory import FinishReason, ScoredGroup
+from mobula.cluster.roles import UpdateReport
 
 LEARNS = {MetricName.GRAD_NORM: 0.7, MetricName.LEARNING_RATE: 1e-6, MetricName.OPTIMIZER_STEPS: 1.0}
 

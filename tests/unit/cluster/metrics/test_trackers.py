@@ -16,13 +16,13 @@ import pytest
 from metrics_data import digit_picture
 from PIL import Image
 
-from cluster.errors import PreflightError
-from cluster.metrics.sinks.base import SampleSink
-from cluster.metrics.sinks.trackers import TRACKERS, TrackedRun, refuse_missing, tracker
-from cluster.metrics.step_records import EvaluationRecord, SampleRecord, StepRecord
-from configs.errors import ConfigError
-from configs.load import load_config
-from configs.schema.run import MetricsConfig
+from mobula.cluster.errors import PreflightError
+from mobula.cluster.metrics.sinks.base import SampleSink
+from mobula.cluster.metrics.sinks.trackers import TRACKERS, TrackedRun, refuse_missing, tracker
+from mobula.cluster.metrics.step_records import EvaluationRecord, SampleRecord, StepRecord
+from mobula.configs.errors import ConfigError
+from mobula.configs.load import load_config
+from mobula.configs.schema.run import MetricsConfig
 
 WHY = "{} changes versions that are pinned here, so it is not among the test packages; the extra `{}` has it"
 BLOCK = 32 * 1024  # of a LevelDB log

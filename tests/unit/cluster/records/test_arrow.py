@@ -5,8 +5,8 @@ import pyarrow as pa
 from fakes import make_group, make_prompt
 from group_data import assert_equal, picture_prompt
 
-from cluster.records.arrow import SCHEMA, from_batch, record_batch, to_batch, to_rows
-from cluster.records.trajectory import Reward
+from mobula.cluster.records.arrow import SCHEMA, from_batch, record_batch, to_batch, to_rows
+from mobula.cluster.records.trajectory import Reward
 
 REWARDS = (Reward(0.75, {"accuracy": 1.0, "format": 0.5}, {"accuracy": "7 = 7"}), None)
 

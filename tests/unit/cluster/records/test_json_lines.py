@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from cluster.records.json_lines import line_positions, parse_json, read_lines
+from mobula.cluster.records.json_lines import line_positions, parse_json, read_lines
 
 
 def test_a_line_ends_at_a_line_feed_alone(tmp_path: Path) -> None:

@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 from latent_data import SIGMAS, assert_same_actions, latent_actions, latent_group, latent_prompt, sampled
 
-from actors.rollout.actor import RolloutActor
-from actors.rollout.media_batcher import MediaBatcher
-from cluster.records.actions import LatentActions
-from cluster.records.arrow import SCHEMA, from_batch, record_batch, to_batch, to_rows
-from cluster.records.media import MediaReader, ProcessedMedia
-from cluster.records.partial_response import NOTHING, Attempt, SampledSequence
-from cluster.records.trajectory import Prompt, Reward
-from cluster.roles import SamplingSettings
-from cluster.rollout.in_flight import InFlightRequests
+from mobula.actors.rollout.actor import RolloutActor
+from mobula.actors.rollout.media_batcher import MediaBatcher
+from mobula.cluster.records.actions import LatentActions
+from mobula.cluster.records.arrow import SCHEMA, from_batch, record_batch, to_batch, to_rows
+from mobula.cluster.records.media import MediaReader, ProcessedMedia
+from mobula.cluster.records.partial_response import NOTHING, Attempt, SampledSequence
+from mobula.cluster.records.trajectory import Prompt, Reward
+from mobula.cluster.roles import SamplingSettings
+from mobula.cluster.rollout.in_flight import InFlightRequests
 
 PROMPT = latent_prompt("71", negative="")
 

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cluster.records import media as media_module
-from cluster.records.media import MediaHandle, MediaReader, MediaStore, ProcessedMedia, content_key
+from mobula.cluster.records import media as media_module
+from mobula.cluster.records.media import MediaHandle, MediaReader, MediaStore, ProcessedMedia, content_key
 
 
 def picture(num_floats: int = 25, value: float = 0.0) -> ProcessedMedia:

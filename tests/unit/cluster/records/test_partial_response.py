@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cluster.records.actions import TokenActions
-from cluster.records.partial_response import NOTHING, SampledSequence
-from cluster.records.trajectory import FinishReason, WeightSpan
+from mobula.cluster.records.actions import TokenActions
+from mobula.cluster.records.partial_response import NOTHING, SampledSequence
+from mobula.cluster.records.trajectory import FinishReason, WeightSpan
 
 
 def sequence(versions: str, finish_reason: FinishReason | None = FinishReason.STOP) -> SampledSequence:

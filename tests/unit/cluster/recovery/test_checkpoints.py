@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from fakes import FakeLearner
 
-from cluster.errors import CheckpointError, PreflightError
-from cluster.recovery.checkpoints import Checkpoints, CheckpointSchedule, latest_complete
-from configs.schema.run import Resume
+from mobula.cluster.errors import CheckpointError, PreflightError
+from mobula.cluster.recovery.checkpoints import Checkpoints, CheckpointSchedule, latest_complete
+from mobula.configs.schema.run import Resume
 
 
 class Counting:

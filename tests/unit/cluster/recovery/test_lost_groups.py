@@ -11,17 +11,17 @@ import pytest
 from fakes import FakePrompts, make_group, make_prompt, make_scored
 from runs import AtOnce
 
-from cluster.errors import JournalError, LostObjectError
-from cluster.records.trajectory import Reward, ScoredGroup
-from cluster.recovery.lost_groups import GroupRegenerator, RegeneratingLearner, RegeneratingReference
-from cluster.recovery.recording_learner import RecordingLearner
-from cluster.replay.buffer import ReplayBuffer
-from cluster.replay.journal import Journal, finished, trained
-from cluster.replay.journal_writer import JournalWriter
-from cluster.replay.live_groups import LiveGroups
-from cluster.roles import UpdateReport
-from cluster.rollout.dispatcher import MAX_NODES_LOST
-from cluster.runtime.object_store import fetch
+from mobula.cluster.errors import JournalError, LostObjectError
+from mobula.cluster.records.trajectory import Reward, ScoredGroup
+from mobula.cluster.recovery.lost_groups import GroupRegenerator, RegeneratingLearner, RegeneratingReference
+from mobula.cluster.recovery.recording_learner import RecordingLearner
+from mobula.cluster.replay.buffer import ReplayBuffer
+from mobula.cluster.replay.journal import Journal, finished, trained
+from mobula.cluster.replay.journal_writer import JournalWriter
+from mobula.cluster.replay.live_groups import LiveGroups
+from mobula.cluster.roles import UpdateReport
+from mobula.cluster.rollout.dispatcher import MAX_NODES_LOST
+from mobula.cluster.runtime.object_store import fetch
 
 LOST = "went with its node"
 IDS = ("0/0/s0", "0/1/s1", "0/2/s2")
@@ -45,9 +45,9 @@ class Bench:
     """A buffer with a journal, in which the groups of a step are leased."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("cluster.recovery.lost_groups.fetch_or_miss", fetch_or_lose)
-        monkeypatch.setattr("cluster.replay.journal_writer.fetch_or_miss", fetch_or_lose)
-        monkeypatch.setattr("cluster.replay.journal_writer.fetch_at_hand", fetch_what_is_there)
+        monkeypatch.setattr("mobula.cluster.recovery.lost_groups.fetch_or_miss", fetch_or_lose)
+        monkeypatch.setattr("mobula.cluster.replay.journal_writer.fetch_or_miss", fetch_or_lose)
+        monkeypatch.setattr("mobula.cluster.replay.journal_writer.fetch_at_hand", fetch_what_is_there)
         self.journal = Journal(folder, {})
         self.replay = ReplayBuffer(journal=JournalWriter(self.journal, timeout_s=5, start_thread=AtOnce))
         self.sampled_again: list[str] = []
@@ -187,7 +187,8 @@ async def test_a_group_that_the_learner_had_and_the_journal_missed_is_written_do
         await RecordingLearner(Learner(), journal=bench.replay).update(step)
     there = {LOST: make_scored(IDS[0]).group}
     monkeypatch.setattr(
-        "cluster.replay.journal_writer.fetch_or_miss", lambda found, **rest: [there.get(one, one) for one in found]
+        "mobula.cluster.replay.journal_writer.fetch_or_miss",
+        lambda found, **rest: [there.get(one, one) for one in found],
     )
     assert (await RecordingLearner(Learner(), journal=bench.replay).update(step)).version == 1
     assert bench.journal.recover(0).reached == 1

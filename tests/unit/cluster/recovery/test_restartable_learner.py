@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from fakes import make_scored
 
-from cluster.errors import CheckpointError, DeadlineError, RestartLoopError, WeightSyncError, WorkerDiedError
-from cluster.failures import Failure
-from cluster.records.trajectory import ScoredGroup
-from cluster.recovery.restartable_learner import RestartableLearner
-from cluster.roles import UpdateReport
-from cluster.weight_sync.transport import Rendezvous
-from cluster.workers.restart_policy import MAX_EQUAL, RestartBudget, RestartPolicy
+from mobula.cluster.errors import CheckpointError, DeadlineError, RestartLoopError, WeightSyncError, WorkerDiedError
+from mobula.cluster.failures import Failure
+from mobula.cluster.records.trajectory import ScoredGroup
+from mobula.cluster.recovery.restartable_learner import RestartableLearner
+from mobula.cluster.roles import UpdateReport
+from mobula.cluster.weight_sync.transport import Rendezvous
+from mobula.cluster.workers.restart_policy import MAX_EQUAL, RestartBudget, RestartPolicy
 
 POLICY = RestartPolicy(max_restarts=3, window_s=1000, backoff_s=0.001, max_backoff_s=0.01)
 

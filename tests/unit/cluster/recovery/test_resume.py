@@ -15,18 +15,18 @@ from known_groups import KnownPrompts, OneRank, numbered
 from learner_data import random_groups, tiny_config
 from transformers import AutoTokenizer
 
-from cluster.errors import JournalError, SkippedSample
-from cluster.records.trajectory import ScoredGroup
-from cluster.recovery.recording_learner import RecordingLearner
-from cluster.recovery.resume import JournalRecovery, NoRecovery
-from cluster.replay.buffer import ReplayBuffer
-from cluster.replay.journal import Journal
-from cluster.replay.journal_writer import JournalWriter
-from cluster.replay.live_groups import LiveGroups
-from cluster.roles import Learner as LearnerRole
-from cluster.roles import UpdateReport
-from cluster.rollout.staleness import AgeLimit
-from learner.policies.tiny import write_tiny_qwen2_5_vl
+from mobula.cluster.errors import JournalError, SkippedSample
+from mobula.cluster.records.trajectory import ScoredGroup
+from mobula.cluster.recovery.recording_learner import RecordingLearner
+from mobula.cluster.recovery.resume import JournalRecovery, NoRecovery
+from mobula.cluster.replay.buffer import ReplayBuffer
+from mobula.cluster.replay.journal import Journal
+from mobula.cluster.replay.journal_writer import JournalWriter
+from mobula.cluster.replay.live_groups import LiveGroups
+from mobula.cluster.roles import Learner as LearnerRole
+from mobula.cluster.roles import UpdateReport
+from mobula.cluster.rollout.staleness import AgeLimit
+from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 
 
 class RecordingDispatcher:

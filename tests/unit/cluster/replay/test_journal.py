@@ -15,11 +15,11 @@ from group_data import assert_equal, picture_prompt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.errors import JournalError
-from cluster.records.trajectory import Reward
-from cluster.replay.journal import Journal, Recovered, finished, journal_identity, rejected, resumed, trained
-from cluster.replay.journal_segments import JournalRecord, read_segment, segment_numbers, segment_path
-from configs.load import load_config
+from mobula.cluster.errors import JournalError
+from mobula.cluster.records.trajectory import Reward
+from mobula.cluster.replay.journal import Journal, Recovered, finished, journal_identity, rejected, resumed, trained
+from mobula.cluster.replay.journal_segments import JournalRecord, read_segment, segment_numbers, segment_path
+from mobula.configs.load import load_config
 
 IDENTITY = {"seed": 0, "policy.freeze": ["visual."], "algorithm": {"kl": {"coef": 0.1}}}
 REWARDS = (Reward(0.75, {"accuracy": 1.0}, {"accuracy": "7 = 7"}), None)

@@ -14,11 +14,11 @@ import pytest
 from fakes import make_scored
 from waiting import until
 
-from cluster.errors import JournalError, LostObjectError
-from cluster.records.trajectory import ScoredGroup, TrajectoryGroup
-from cluster.replay.journal import Journal
-from cluster.replay.journal_segments import JournalRecord
-from cluster.replay.journal_writer import MAX_TOGETHER, JournalWriter
+from mobula.cluster.errors import JournalError, LostObjectError
+from mobula.cluster.records.trajectory import ScoredGroup, TrajectoryGroup
+from mobula.cluster.replay.journal import Journal
+from mobula.cluster.replay.journal_segments import JournalRecord
+from mobula.cluster.replay.journal_writer import MAX_TOGETHER, JournalWriter
 
 
 class SlowJournal(Journal):
@@ -70,8 +70,8 @@ class Store:
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
     store = Store()
-    monkeypatch.setattr("cluster.replay.journal_writer.fetch_at_hand", store.fetch_at_hand)
-    monkeypatch.setattr("cluster.replay.journal_writer.fetch_or_miss", store.fetch_or_miss)
+    monkeypatch.setattr("mobula.cluster.replay.journal_writer.fetch_at_hand", store.fetch_at_hand)
+    monkeypatch.setattr("mobula.cluster.replay.journal_writer.fetch_or_miss", store.fetch_or_miss)
     yield store
     store.tell.set()  # no thread stays behind
 

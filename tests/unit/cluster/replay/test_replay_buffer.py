@@ -10,11 +10,11 @@ from fakes import make_scored
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.errors import DeadlineError, JournalError, LostObjectError
-from cluster.records.trajectory import ScoredGroup
-from cluster.replay.buffer import DUPLICATE, ReplayBuffer
-from cluster.replay.journal import Journal
-from cluster.replay.journal_writer import JournalWriter, NoJournal
+from mobula.cluster.errors import DeadlineError, JournalError, LostObjectError
+from mobula.cluster.records.trajectory import ScoredGroup
+from mobula.cluster.replay.buffer import DUPLICATE, ReplayBuffer
+from mobula.cluster.replay.journal import Journal
+from mobula.cluster.replay.journal_writer import JournalWriter, NoJournal
 
 
 def ids(groups: list[ScoredGroup]) -> list[str]:

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from cluster.errors import PreflightError
-from cluster.recovery.checkpoints import refuse_other_run
-from cluster.replay.run_identity import changed_settings, run_identity
-from configs.load import load_config
-from configs.schema import RunConfig
-from deploy.datasets.data_files import KEY, identity_with_data
+from mobula.cluster.errors import PreflightError
+from mobula.cluster.recovery.checkpoints import refuse_other_run
+from mobula.cluster.replay.run_identity import changed_settings, run_identity
+from mobula.configs.load import load_config
+from mobula.configs.schema import RunConfig
+from mobula.deploy.datasets.data_files import KEY, identity_with_data
 
 
 def config(*words: str) -> RunConfig:

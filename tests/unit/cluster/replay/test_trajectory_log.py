@@ -10,10 +10,10 @@ import pytest
 from fakes import make_group, make_prompt, make_scored
 from group_data import assert_equal, picture_prompt
 
-from cluster.errors import PreflightError
-from cluster.records.arrow import SCHEMA
-from cluster.records.trajectory import Reward, ScoredGroup
-from cluster.replay.trajectory_log import TrajectoryLog
+from mobula.cluster.errors import PreflightError
+from mobula.cluster.records.arrow import SCHEMA
+from mobula.cluster.records.trajectory import Reward, ScoredGroup
+from mobula.cluster.replay.trajectory_log import TrajectoryLog
 
 
 def test_a_group_comes_back_as_it_was_trained_on(tmp_path: Path) -> None:

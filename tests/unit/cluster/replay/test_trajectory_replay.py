@@ -15,14 +15,14 @@ from known_groups import KnownPrompts, OneRank, numbered
 from learner_data import random_groups, tiny_config
 from transformers import AutoTokenizer
 
-from cluster.errors import ChangedDataError, PreflightError
-from cluster.records.trajectory import ScoredGroup
-from cluster.recovery.recording_learner import RecordingLearner
-from cluster.replay.live_groups import LiveGroups
-from cluster.replay.trajectory_log import TrajectoryLog
-from cluster.replay.trajectory_replay import train_again
-from cluster.roles import UpdateReport
-from learner.policies.tiny import write_tiny_qwen2_5_vl
+from mobula.cluster.errors import ChangedDataError, PreflightError
+from mobula.cluster.records.trajectory import ScoredGroup
+from mobula.cluster.recovery.recording_learner import RecordingLearner
+from mobula.cluster.replay.live_groups import LiveGroups
+from mobula.cluster.replay.trajectory_log import TrajectoryLog
+from mobula.cluster.replay.trajectory_replay import train_again
+from mobula.cluster.roles import UpdateReport
+from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 
 
 def log_in(folder: Path) -> TrajectoryLog:

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import pytest
 from waiting import until
 
-from cluster.errors import WorkerDiedError
-from cluster.rollout.adaptive_concurrency import AdaptiveConcurrency, AimdLimit, AimdPolicy
-from cluster.rollout.staleness import StalenessGate
-from cluster.runtime.vitals import EngineLoad
+from mobula.cluster.errors import WorkerDiedError
+from mobula.cluster.rollout.adaptive_concurrency import AdaptiveConcurrency, AimdLimit, AimdPolicy
+from mobula.cluster.rollout.staleness import StalenessGate
+from mobula.cluster.runtime.vitals import EngineLoad
 
 POLICY = AimdPolicy(
     min_groups=4, max_groups=100, increase=2, decrease=0.5, calm_kv_usage=0.6, high_kv_usage=0.9, max_waiting=8

@@ -15,12 +15,12 @@ from fakes import SETTINGS, FakeRollouts, make_prompt
 from metrics_data import write_run
 from PIL import Image
 
-from cluster.metrics.evaluation_statistics import paired_gains
-from cluster.metrics.report.report import write_report
-from cluster.metrics.step_records import HELD_OUT, EvaluationRecord, to_line
-from cluster.records.trajectory import Answers, Generated, Prompt, Response, Reward, TrajectoryGroup
-from cluster.rollout.contact_sheets import ContactSheets
-from cluster.rollout.evaluation import EvaluationSchedule, Evaluator, ScoredPrompt, Suite
+from mobula.cluster.metrics.evaluation_statistics import paired_gains
+from mobula.cluster.metrics.report.report import write_report
+from mobula.cluster.metrics.step_records import HELD_OUT, EvaluationRecord, to_line
+from mobula.cluster.records.trajectory import Answers, Generated, Prompt, Response, Reward, TrajectoryGroup
+from mobula.cluster.rollout.contact_sheets import ContactSheets
+from mobula.cluster.rollout.evaluation import EvaluationSchedule, Evaluator, ScoredPrompt, Suite
 
 
 def png(level: int, size: tuple[int, int] = (16, 16)) -> bytes:

@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 from fakes import make_prompt
 
-from actors.datasets.prompts import PromptSource
-from actors.datasets.rows import Row
-from cluster.records.trajectory import Prompt
-from cluster.rollout.curriculum import OpeningRule, StageCurriculum
-from configs.load import load_config
+from mobula.actors.datasets.prompts import PromptSource
+from mobula.actors.datasets.rows import Row
+from mobula.cluster.records.trajectory import Prompt
+from mobula.cluster.rollout.curriculum import OpeningRule, StageCurriculum
+from mobula.configs.load import load_config
 
 NUM_STAGES = 3
 

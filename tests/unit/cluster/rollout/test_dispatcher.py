@@ -8,7 +8,7 @@ import pytest
 from fakes import SETTINGS, FakePrompts, FakeRewards, FakeRollouts, make_group, make_prompt, make_scored
 from waiting import until
 
-from cluster.errors import (
+from mobula.cluster.errors import (
     DatasetError,
     DeadlineError,
     EngineDiedError,
@@ -19,14 +19,14 @@ from cluster.errors import (
     UnscoredGroupError,
     WorkerDiedError,
 )
-from cluster.failures import Failure
-from cluster.records.trajectory import Answers, Generated, Prompt, Reward, ScoredGroup, TrajectoryGroup
-from cluster.replay.buffer import ReplayBuffer
-from cluster.roles import SamplingSettings
-from cluster.rollout.dispatcher import AdmissionFilter, RetryingRollouts, RolloutDispatcher
-from cluster.rollout.in_flight import InFlightRequests
-from cluster.rollout.staleness import StalenessGate
-from cluster.runtime.seeds import derived_seed
+from mobula.cluster.failures import Failure
+from mobula.cluster.records.trajectory import Answers, Generated, Prompt, Reward, ScoredGroup, TrajectoryGroup
+from mobula.cluster.replay.buffer import ReplayBuffer
+from mobula.cluster.roles import SamplingSettings
+from mobula.cluster.rollout.dispatcher import AdmissionFilter, RetryingRollouts, RolloutDispatcher
+from mobula.cluster.rollout.in_flight import InFlightRequests
+from mobula.cluster.rollout.staleness import StalenessGate
+from mobula.cluster.runtime.seeds import derived_seed
 
 KEEP_ALL = AdmissionFilter(min_scored=2, drop_uniform=False, max_rejected_in_a_row=100)
 DROP_UNIFORM = AdmissionFilter(min_scored=2, drop_uniform=True, max_rejected_in_a_row=100)

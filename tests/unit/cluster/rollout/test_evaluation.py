@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 from fakes import SETTINGS, FakeRewards, FakeRollouts, make_prompt
 
-from cluster.errors import RewardError, RolloutError
-from cluster.metrics.step_records import HELD_OUT
-from cluster.records.trajectory import Reward
-from cluster.rollout.evaluation import (
+from mobula.cluster.errors import RewardError, RolloutError
+from mobula.cluster.metrics.step_records import HELD_OUT
+from mobula.cluster.records.trajectory import Reward
+from mobula.cluster.rollout.evaluation import (
     EvaluationResult,
     EvaluationSchedule,
     Evaluator,

@@ -12,16 +12,16 @@ from fakes import make_prompt
 from handles import LocalHandle
 from interrupted import KnownSampler, content, for_ever, token_at
 
-from actors.rollout.client import RolloutClient
-from actors.rollout.server import PromptServer
 from benchmarks.simulation.virtual_time import run_virtually
-from cluster.errors import DeadlineError, RolloutError, WorkerDiedError
-from cluster.records.actions import TokenActions
-from cluster.records.partial_response import Attempt, SampledSequence, TokenChunk
-from cluster.records.trajectory import FinishReason, Prompt, WeightSpan
-from cluster.roles import SamplingSettings
-from cluster.rollout.dispatcher import RetryingRollouts
-from cluster.rollout.in_flight import PROMPTS, TOKENS_KEPT, TOKENS_LOST, InFlightRequests
+from mobula.actors.rollout.client import RolloutClient
+from mobula.actors.rollout.server import PromptServer
+from mobula.cluster.errors import DeadlineError, RolloutError, WorkerDiedError
+from mobula.cluster.records.actions import TokenActions
+from mobula.cluster.records.partial_response import Attempt, SampledSequence, TokenChunk
+from mobula.cluster.records.trajectory import FinishReason, Prompt, WeightSpan
+from mobula.cluster.roles import SamplingSettings
+from mobula.cluster.rollout.dispatcher import RetryingRollouts
+from mobula.cluster.rollout.in_flight import PROMPTS, TOKENS_KEPT, TOKENS_LOST, InFlightRequests
 
 PROMPT = make_prompt("0/0/s0")
 SETTINGS = SamplingSettings(num_samples=2, temperature=0.0, max_tokens=20, seed=1)

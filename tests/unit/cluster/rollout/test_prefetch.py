@@ -6,10 +6,10 @@ import pytest
 from fakes import FakePrompts
 from waiting import until
 
-from cluster.errors import DatasetError
-from cluster.records.trajectory import Prompt
-from cluster.rollout.prefetch import PromptPrefetcher
-from cluster.workers.supervisor import background_tasks
+from mobula.cluster.errors import DatasetError
+from mobula.cluster.records.trajectory import Prompt
+from mobula.cluster.rollout.prefetch import PromptPrefetcher
+from mobula.cluster.workers.supervisor import background_tasks
 
 
 async def test_prompts_come_in_order_each_with_its_own_cursor() -> None:

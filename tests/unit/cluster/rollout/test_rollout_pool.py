@@ -10,7 +10,7 @@ import pytest
 from fakes import SETTINGS, make_group, make_prompt
 from waiting import until
 
-from cluster.errors import (
+from mobula.cluster.errors import (
     CanaryError,
     DeadlineError,
     EngineDiedError,
@@ -20,11 +20,11 @@ from cluster.errors import (
     RolloutError,
     WorkerDiedError,
 )
-from cluster.failures import Failure
-from cluster.records.trajectory import Generated
-from cluster.rollout.rollout_pool import HealthChecks, RolloutPool
-from cluster.workers.restart_policy import RestartBudget, RestartPolicy
-from cluster.workers.status import WorkerState
+from mobula.cluster.failures import Failure
+from mobula.cluster.records.trajectory import Generated
+from mobula.cluster.rollout.rollout_pool import HealthChecks, RolloutPool
+from mobula.cluster.workers.restart_policy import RestartBudget, RestartPolicy
+from mobula.cluster.workers.status import WorkerState
 
 PROMPT = make_prompt("0/0/s0")
 POLICY = RestartPolicy(max_restarts=2, window_s=1000, backoff_s=0.001, max_backoff_s=0.01)

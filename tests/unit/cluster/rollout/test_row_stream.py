@@ -8,9 +8,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cluster.errors import DatasetError
-from cluster.records.actions import TokenActions
-from cluster.records.trajectory import (
+from mobula.cluster.errors import DatasetError
+from mobula.cluster.records.actions import TokenActions
+from mobula.cluster.records.trajectory import (
     FinishReason,
     Prompt,
     Response,
@@ -20,10 +20,10 @@ from cluster.records.trajectory import (
     TrajectoryGroup,
     WeightSpan,
 )
-from cluster.rollout.evaluation import EvaluationSchedule
-from cluster.rollout.row_evaluation import RowEvaluator
-from cluster.rollout.row_stream import RowStream, stored
-from cluster.weight_sync.no_receivers import NoReceivers
+from mobula.cluster.rollout.evaluation import EvaluationSchedule
+from mobula.cluster.rollout.row_evaluation import RowEvaluator
+from mobula.cluster.rollout.row_stream import RowStream, stored
+from mobula.cluster.weight_sync.no_receivers import NoReceivers
 
 
 def row(name: str) -> ScoredGroup:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.rollout.staleness import Admission, AgeLimit, OvertakingOrder, StalenessGate, StepOrder
+from mobula.cluster.rollout.staleness import Admission, AgeLimit, OvertakingOrder, StalenessGate, StepOrder
 
 
 def make_gate(

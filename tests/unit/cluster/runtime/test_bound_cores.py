@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from cluster.runtime import ray_actors
-from cluster.runtime.ray_actors import BOUND_THREADS
+from mobula.cluster.runtime import ray_actors
+from mobula.cluster.runtime.ray_actors import BOUND_THREADS
 
 
 @pytest.mark.parametrize(

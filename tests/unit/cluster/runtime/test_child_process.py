@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 from waiting import wait_until
 
-from cluster.errors import DeadlineError, PlacementError, WorkerDiedError
-from cluster.runtime.child.process import ChildProcess, RaisedError
-from deploy.host.processes import ProcessId
+from mobula.cluster.errors import DeadlineError, PlacementError, WorkerDiedError
+from mobula.cluster.runtime.child.process import ChildProcess, RaisedError
+from mobula.deploy.host.processes import ProcessId
 
 
 @pytest.fixture

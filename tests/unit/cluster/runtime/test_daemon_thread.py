@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from cluster.runtime.concurrency import DaemonThread
+from mobula.cluster.runtime.concurrency import DaemonThread
 
 
 def test_jobs_run_in_order_on_one_thread_and_report_results_and_errors() -> None:
@@ -36,7 +36,7 @@ def test_a_job_that_was_cancelled_before_its_turn_does_not_run() -> None:
 
 def test_a_process_ends_while_a_job_hangs() -> None:
     program = (
-        "import threading; from cluster.runtime.concurrency import DaemonThread; begun = threading.Event(); "
+        "import threading; from mobula.cluster.runtime.concurrency import DaemonThread; begun = threading.Event(); "
         "DaemonThread('stuck').submit(lambda: (begun.set(), threading.Event().wait())); assert begun.wait(30)"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

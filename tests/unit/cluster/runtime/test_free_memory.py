@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cluster.runtime.gc_tuning import return_free_memory
+from mobula.cluster.runtime.gc_tuning import return_free_memory
 
 BLOCK, NUM_BLOCKS = 2**18, 400  # 1 MiB each of float32, of which every second is freed
 

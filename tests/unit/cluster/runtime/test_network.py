@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from cluster.runtime import network
-from cluster.runtime.network import LOOPBACK, node_address, use_node_interface
+from mobula.cluster.runtime import network
+from mobula.cluster.runtime.network import LOOPBACK, node_address, use_node_interface
 
 
 def test_outside_a_cluster_a_node_is_met_on_the_loopback_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,8 @@ import pytest
 import ray
 from ray.exceptions import GetTimeoutError, ObjectLostError, OutOfMemoryError, RayActorError
 
-from cluster.errors import DeadlineError, LostObjectError
-from cluster.runtime.object_store import fetch, fetch_at_hand, fetch_or_miss
+from mobula.cluster.errors import DeadlineError, LostObjectError
+from mobula.cluster.runtime.object_store import fetch, fetch_at_hand, fetch_or_miss
 
 REFERENCE, LATE = (ray.ObjectRef(byte * 28) for byte in (b"\x01", b"\x02"))
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.errors import PlacementError
-from cluster.runtime.placement import (
+from mobula.cluster.errors import PlacementError
+from mobula.cluster.runtime.placement import (
     NodeResources,
     PlacementPlan,
     check_room,
@@ -18,10 +18,10 @@ from cluster.runtime.placement import (
     plan_table,
     training_roles,
 )
-from cluster.runtime.placement_groups import bundle_of
-from configs.load import load_config
-from configs.schema import ResourcesConfig, WorkerResources
-from configs.schema.resources import RolloutResources
+from mobula.cluster.runtime.placement_groups import bundle_of
+from mobula.configs.load import load_config
+from mobula.configs.schema import ResourcesConfig, WorkerResources
+from mobula.configs.schema.resources import RolloutResources
 
 ALL_ROLES = ("learner", "rollout", "reference", "reward")
 LAPTOP = NodeResources("laptop", num_cpus=2, num_gpus=0)

@@ -9,21 +9,21 @@ from pathlib import Path
 
 import pytest
 
-from cluster.runtime import ray_deaths
-from cluster.runtime.ray_deaths import _log_of
-from cluster.runtime.role_log import POINTER, opening, part_of, role_log, write_to
+from mobula.cluster.runtime import ray_deaths
+from mobula.cluster.runtime.ray_deaths import _log_of
+from mobula.cluster.runtime.role_log import POINTER, opening, part_of, role_log, write_to
 
 PROCESS = """
 import logging, os, subprocess, sys
 from pathlib import Path
-from cluster.runtime.role_log import write_to
+from mobula.cluster.runtime.role_log import write_to
 
 print("before", file=sys.stderr)
 write_to(Path(sys.argv[1]), "rollout/0")
 print("printed")
 os.write(2, b"native\\n")
 subprocess.run([sys.executable, "-c", "import sys; print('child', file=sys.stderr)"], check=True)
-logging.getLogger("actors.rollout").info("ours")
+logging.getLogger("mobula.actors.rollout").info("ours")
 logging.getLogger("library").info("dropped")
 logging.getLogger("library").warning("a library warns")
 raise SystemExit("the end")

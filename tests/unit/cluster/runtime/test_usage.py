@@ -13,7 +13,7 @@ import psutil
 import pynvml
 import pytest
 
-from cluster.runtime.usage import GpuReading, NvidiaGpus, ProcessTree, RunningStats, UsageSampler, visible
+from mobula.cluster.runtime.usage import GpuReading, NvidiaGpus, ProcessTree, RunningStats, UsageSampler, visible
 
 BUSY = "import sys\nblock = bytearray(64 << 20)\nprint('on', flush=True)\nwhile True:\n    pass"
 PARENT = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {BUSY!r}])"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.runtime.ray_actors import gpu_environment
-from cluster.runtime.usage import visible
+from mobula.cluster.runtime.ray_actors import gpu_environment
+from mobula.cluster.runtime.usage import visible
 
 
 def test_a_process_that_books_no_gpu_sees_none() -> None:

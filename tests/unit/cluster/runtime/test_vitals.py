@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from cluster.runtime.usage import GpuReading, VitalsMeter
-from cluster.runtime.vitals import EngineLoad
+from mobula.cluster.runtime.usage import GpuReading, VitalsMeter
+from mobula.cluster.runtime.vitals import EngineLoad
 
 
 class Gpus:

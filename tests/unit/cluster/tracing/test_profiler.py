@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from cluster.roles import UpdateReport
-from cluster.tracing.profiler import UpdateProfiler, profiled
-from learner.learner import Learner
-from learner.offline.learner import OfflineLearner
+from mobula.cluster.roles import UpdateReport
+from mobula.cluster.tracing.profiler import UpdateProfiler, profiled
+from mobula.learner.learner import Learner
+from mobula.learner.offline.learner import OfflineLearner
 
 
 class Rank:

@@ -15,16 +15,16 @@ from fakes import FakeRollouts
 from http_servers import serving
 from runs import Run
 
-from cluster.errors import PreflightError, RolloutError
-from cluster.records.trajectory import Generated, Prompt
-from cluster.roles import SamplingSettings
-from cluster.rollout.in_flight import InFlightRequests
-from cluster.tracing import tracing as built
-from cluster.tracing.chrome import ChromeTraceSink
-from cluster.tracing.spans import RunTracer, Span, Stage
-from cluster.tracing.tracing import NoTracing, Tracing, WrappedRun, build_tracing
-from configs.errors import ConfigError
-from configs.load import load_config
+from mobula.cluster.errors import PreflightError, RolloutError
+from mobula.cluster.records.trajectory import Generated, Prompt
+from mobula.cluster.roles import SamplingSettings
+from mobula.cluster.rollout.in_flight import InFlightRequests
+from mobula.cluster.tracing import tracing as built
+from mobula.cluster.tracing.chrome import ChromeTraceSink
+from mobula.cluster.tracing.spans import RunTracer, Span, Stage
+from mobula.cluster.tracing.tracing import NoTracing, Tracing, WrappedRun, build_tracing
+from mobula.configs.errors import ConfigError
+from mobula.configs.load import load_config
 
 MS = 1_000_000
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.weight_sync.digests import GOLDEN, NUM_COLUMNS, WORD_BYTES, digest
+from mobula.cluster.weight_sync.digests import GOLDEN, NUM_COLUMNS, WORD_BYTES, digest
 
 ROW_BYTES = NUM_COLUMNS * WORD_BYTES
 DTYPES = [torch.float32, torch.bfloat16]

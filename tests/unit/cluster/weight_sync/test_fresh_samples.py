@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 from fakes import make_prompt
 
-from cluster.roles import SamplingSettings
-from cluster.weight_sync.fresh_samples import FreshSamples
+from mobula.cluster.roles import SamplingSettings
+from mobula.cluster.weight_sync.fresh_samples import FreshSamples
 
 PROBE = make_prompt("0/0/probe")
 SETTINGS = SamplingSettings(num_samples=1, temperature=0.8, max_tokens=16, seed=7, top_p=0.9, keeps_sets=True)

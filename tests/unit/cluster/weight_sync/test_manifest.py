@@ -13,8 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from cluster.errors import ManifestError, PreflightError
-from cluster.weight_sync.manifest import ALIGNMENT_BYTES, Manifest, TensorSpec, checkpoint_files, checkpoint_manifest
+from mobula.cluster.errors import ManifestError, PreflightError
+from mobula.cluster.weight_sync.manifest import (
+    ALIGNMENT_BYTES,
+    Manifest,
+    TensorSpec,
+    checkpoint_files,
+    checkpoint_manifest,
+)
 
 A = TensorSpec("a", (2, 3), "float32")
 B = TensorSpec("b", (4,), "bfloat16")

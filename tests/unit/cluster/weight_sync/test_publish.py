@@ -11,12 +11,19 @@ import pytest
 from fakes import make_prompt
 from members import FixedMembers
 
-from cluster.errors import CanaryError, DeadlineError, ManifestError, RolloutError, WeightSyncError, WorkerDiedError
-from cluster.records.trajectory import Prompt
-from cluster.weight_sync.manifest import Manifest, TensorSpec
-from cluster.weight_sync.tolerance import MeasuredRounding, Tolerance, num_copies
-from cluster.weight_sync.transport import Rendezvous
-from cluster.weight_sync.weight_sync import Push, WeightSync
+from mobula.cluster.errors import (
+    CanaryError,
+    DeadlineError,
+    ManifestError,
+    RolloutError,
+    WeightSyncError,
+    WorkerDiedError,
+)
+from mobula.cluster.records.trajectory import Prompt
+from mobula.cluster.weight_sync.manifest import Manifest, TensorSpec
+from mobula.cluster.weight_sync.tolerance import MeasuredRounding, Tolerance, num_copies
+from mobula.cluster.weight_sync.transport import Rendezvous
+from mobula.cluster.weight_sync.weight_sync import Push, WeightSync
 
 MANIFEST = Manifest((TensorSpec("w", (2,), "float32"),))
 PROBE = make_prompt("0/0/probe")

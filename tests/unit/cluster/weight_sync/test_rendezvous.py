@@ -7,8 +7,8 @@ from datetime import timedelta
 
 import pytest
 
-from cluster.runtime.network import LOOPBACK
-from cluster.weight_sync.rendezvous import RendezvousStore, join_store
+from mobula.cluster.runtime.network import LOOPBACK
+from mobula.cluster.weight_sync.rendezvous import RendezvousStore, join_store
 
 
 @pytest.fixture

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from fakes import make_prompt
 
-from cluster.weight_sync.tolerance import MeasuredRounding, Rounding, Tolerance, num_copies
-from configs.groups import groups, leaves, own_values
-from configs.load import load_config
-from deploy.wiring.parity_gate import tolerance_of
+from mobula.cluster.weight_sync.tolerance import MeasuredRounding, Rounding, Tolerance, num_copies
+from mobula.configs.groups import groups, leaves, own_values
+from mobula.configs.load import load_config
+from mobula.deploy.wiring.parity_gate import tolerance_of
 
 PROBE = make_prompt("0/0/probe")
 SYNC = load_config(["experiment=digits"]).weight_sync

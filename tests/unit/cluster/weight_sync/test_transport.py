@@ -16,13 +16,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.environment_variables import environment_variables
-from cluster.errors import DeadlineError, WeightSyncError
-from cluster.weight_sync import transport
-from cluster.weight_sync.manifest import Manifest, TensorSpec
-from cluster.weight_sync.rendezvous import RendezvousStore
-from cluster.weight_sync.transport import Rendezvous, TransferGroup, pack, unpack, unpack_all
-from learner.weight_publisher import WeightPublisher
+from mobula.cluster.environment_variables import environment_variables
+from mobula.cluster.errors import DeadlineError, WeightSyncError
+from mobula.cluster.weight_sync import transport
+from mobula.cluster.weight_sync.manifest import Manifest, TensorSpec
+from mobula.cluster.weight_sync.rendezvous import RendezvousStore
+from mobula.cluster.weight_sync.transport import Rendezvous, TransferGroup, pack, unpack, unpack_all
+from mobula.learner.weight_publisher import WeightPublisher
 
 CPU = torch.device("cpu")
 Meet = Callable[..., list[TransferGroup]]

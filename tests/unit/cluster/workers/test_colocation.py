@@ -12,8 +12,8 @@ from fakes import SETTINGS, FakeLearner, make_prompt, make_scored
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.errors import WorkerDiedError
-from cluster.workers.colocation import NEXT, GpuLease, LeasedLearner, LeasedRollouts, LeasedWeights, Phase, Turns
+from mobula.cluster.errors import WorkerDiedError
+from mobula.cluster.workers.colocation import NEXT, GpuLease, LeasedLearner, LeasedRollouts, LeasedWeights, Phase, Turns
 
 
 @given(st.lists(st.sampled_from(["sample", "sampled", "start", "started", "begin", "end"]), max_size=60))

@@ -11,11 +11,11 @@ import pytest
 from handles import LocalHandle, never
 from waiting import until
 
-from cluster.errors import PlacementError, WorkerDiedError
-from cluster.roles import ReplayStats
-from cluster.runtime.vitals import ObjectStoreUse
-from cluster.workers.control import OUTCOMES_KEPT, ControlLoop, ControlPanel
-from cluster.workers.status import (
+from mobula.cluster.errors import PlacementError, WorkerDiedError
+from mobula.cluster.roles import ReplayStats
+from mobula.cluster.runtime.vitals import ObjectStoreUse
+from mobula.cluster.workers.control import OUTCOMES_KEPT, ControlLoop, ControlPanel
+from mobula.cluster.workers.status import (
     MAX_WORKERS,
     InFlightSummary,
     Progress,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.workers.fault_patterns import MAX_PUSHES, AfterPushes, Death, FaultPatterns, OnePrompt
+from mobula.cluster.workers.fault_patterns import MAX_PUSHES, AfterPushes, Death, FaultPatterns, OnePrompt
 
 CAUSE = "RuntimeError|model.py:7"
 OTHER = "ValueError|model.py:9"

@@ -10,11 +10,11 @@ import pytest
 from handles import LocalHandle, never
 from hosts import AT_ONCE, FakeHosts, settle
 
-from cluster.errors import DeadlineError, LostReplyError, PlacementError, WorkerDiedError
-from cluster.runtime.vitals import Vitals
-from cluster.workers.restart_policy import RestartPolicy
-from cluster.workers.status import WorkerState, WorkerStatus
-from cluster.workers.work_queue import WorkerSlot, WorkQueue
+from mobula.cluster.errors import DeadlineError, LostReplyError, PlacementError, WorkerDiedError
+from mobula.cluster.runtime.vitals import Vitals
+from mobula.cluster.workers.restart_policy import RestartPolicy
+from mobula.cluster.workers.status import WorkerState, WorkerStatus
+from mobula.cluster.workers.work_queue import WorkerSlot, WorkQueue
 
 SERVING, DRAINING, QUARANTINED = WorkerState.SERVING, WorkerState.DRAINING, WorkerState.QUARANTINED
 DIED = WorkerDiedError("its process ended")

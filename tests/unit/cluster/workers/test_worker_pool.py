@@ -13,13 +13,13 @@ from fakes import SETTINGS, make_group, make_prompt
 from handles import never
 from hosts import AT_ONCE, FakeHosts, settle
 
-from cluster.errors import PlacementError, PreflightError, WorkerDiedError
-from cluster.failures import Failure
-from cluster.records.trajectory import Generated
-from cluster.rollout.rollout_pool import HealthChecks, RolloutPool
-from cluster.workers.restart_policy import MAX_EQUAL, RestartPolicy
-from cluster.workers.status import WorkerState, WorkerStatus
-from cluster.workers.work_queue import WorkQueue
+from mobula.cluster.errors import PlacementError, PreflightError, WorkerDiedError
+from mobula.cluster.failures import Failure
+from mobula.cluster.records.trajectory import Generated
+from mobula.cluster.rollout.rollout_pool import HealthChecks, RolloutPool
+from mobula.cluster.workers.restart_policy import MAX_EQUAL, RestartPolicy
+from mobula.cluster.workers.status import WorkerState, WorkerStatus
+from mobula.cluster.workers.work_queue import WorkQueue
 
 ROLE = "rollout"
 SERVING, DRAINING, QUARANTINED = WorkerState.SERVING, WorkerState.DRAINING, WorkerState.QUARANTINED

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-import deploy.host.ray_defaults  # noqa: F401  isort: skip  (sets what ray reads when imported)
+import mobula.deploy.host.ray_defaults  # noqa: F401  isort: skip  (sets what ray reads when imported)
 from ray.exceptions import AuthenticationError, RpcError
 
-from cluster.errors import PreflightError
-from configs.load import load_config
-from deploy.host import session
-from deploy.host.authentication import check_admission, check_auth, set_auth
+from mobula.cluster.errors import PreflightError
+from mobula.configs.load import load_config
+from mobula.deploy.host import session
+from mobula.deploy.host.authentication import check_admission, check_auth, set_auth
 
 SECRET = "of-this-cluster"
 

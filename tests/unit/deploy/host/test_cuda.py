@@ -9,12 +9,20 @@ from pathlib import Path
 
 import pytest
 
-from cluster.errors import PreflightError
-from configs.load import load_config
-from deploy.host import cuda
-from deploy.host.cuda import CudaSoftware, c_compiler, examine, examine_apart, flaws, python_headers, refuse_flaws
-from deploy.preflight.engine_build import check_engine_build, engine_build
-from deploy.tools.doctor import this_machine as doctor
+from mobula.cluster.errors import PreflightError
+from mobula.configs.load import load_config
+from mobula.deploy.host import cuda
+from mobula.deploy.host.cuda import (
+    CudaSoftware,
+    c_compiler,
+    examine,
+    examine_apart,
+    flaws,
+    python_headers,
+    refuse_flaws,
+)
+from mobula.deploy.preflight.engine_build import check_engine_build, engine_build
+from mobula.deploy.tools.doctor import this_machine as doctor
 
 GOOD = CudaSoftware(
     gpus=("NVIDIA H100", "NVIDIA H100"),

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from cluster.runtime import usage
-from deploy.host import machine
+from mobula.cluster.runtime import usage
+from mobula.deploy.host import machine
 
 
 class FourGpus:

@@ -11,8 +11,8 @@ from dataclasses import replace
 
 import pytest
 
-from deploy.host import processes
-from deploy.host.processes import ProcessId, end, marked_processes
+from mobula.deploy.host import processes
+from mobula.deploy.host.processes import ProcessId, end, marked_processes
 
 VARIABLE = "MOBULA_PROCESS_TEST"
 OBEYS = "import time; print('up', flush=True); time.sleep(1000)"

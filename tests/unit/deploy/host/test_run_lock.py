@@ -14,16 +14,16 @@ from pathlib import Path
 import pytest
 from waiting import wait_until
 
-from cluster.errors import PreflightError
-from deploy.host import run_lock as locking
-from deploy.host.processes import ProcessId
-from deploy.host.run_lock import LOCK_FILE, Holder, run_lock
+from mobula.cluster.errors import PreflightError
+from mobula.deploy.host import run_lock as locking
+from mobula.deploy.host.processes import ProcessId
+from mobula.deploy.host.run_lock import LOCK_FILE, Holder, run_lock
 
 OTHER = replace(Holder.of_this_process(), token="other", machine="elsewhere/1/2", job="Slurm job 7")
 HOLDS = """
 import sys, time
 from pathlib import Path
-from deploy.host.run_lock import run_lock
+from mobula.deploy.host.run_lock import run_lock
 with run_lock(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(600)

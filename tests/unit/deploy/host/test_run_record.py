@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from deploy.host.processes import ProcessId
-from deploy.host.run_record import (
+from mobula.deploy.host.processes import ProcessId
+from mobula.deploy.host.run_record import (
     DRIVER_VARIABLE,
     RECORD_FILE,
     RUN_VARIABLE,

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from cluster.errors import PreflightError
-from cluster.runtime.placement import NodeResources
-from configs.load import load_config
-from deploy.host import session
-from deploy.host.session import expected_nodes, ray_session, run_record, start_private
+from mobula.cluster.errors import PreflightError
+from mobula.cluster.runtime.placement import NodeResources
+from mobula.configs.load import load_config
+from mobula.deploy.host import session
+from mobula.deploy.host.session import expected_nodes, ray_session, run_record, start_private
 
 NODE = NodeResources("node", num_cpus=2, num_gpus=0)
 

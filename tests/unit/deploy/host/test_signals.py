@@ -8,8 +8,8 @@ import signal
 
 import pytest
 
-from deploy.host.signals import ending_signals, ignore_signals, signals_raise, sigterm_stays_ours
-from deploy.run.runtime import _until_signal
+from mobula.deploy.host.signals import ending_signals, ignore_signals, signals_raise, sigterm_stays_ours
+from mobula.deploy.run.runtime import _until_signal
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from cluster.errors import PreflightError
-from deploy.host.temporary import ray_folder
+from mobula.cluster.errors import PreflightError
+from mobula.deploy.host.temporary import ray_folder
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from deploy.cli import app
+from mobula.deploy.cli import app
 
 
 @pytest.mark.parametrize("text", [":b:c", "[red]", "a:smile:b"])
@@ -25,7 +25,7 @@ def test_a_value_that_rich_would_read_as_a_picture_or_a_style_is_shown_as_it_is(
 
 GOES_ON = """
 import logging, os, signal, sys
-from deploy.host.terminal import outlive_output, terminal
+from mobula.deploy.host.terminal import outlive_output, terminal
 logging.basicConfig(stream=sys.stderr)
 outlive_output()
 console = terminal()
@@ -58,7 +58,7 @@ def test_a_process_whose_output_is_lost_goes_on_and_ends_with_0(tmp_path: Path, 
 
 WITHOUT_STREAMS = """
 import subprocess, sys
-from deploy.host.terminal import open_missing_streams
+from mobula.deploy.host.terminal import open_missing_streams
 open_missing_streams()
 with open(sys.argv[1], "w") as file:
     print("stdout")
@@ -78,12 +78,16 @@ def test_a_file_is_not_written_by_what_prints_to_a_closed_stream(tmp_path: Path,
 
 def test_a_command_whose_result_is_lost_does_not_end_with_0() -> None:
     with open("/dev/full", "w") as full:
-        shown = subprocess.run([sys.executable, "-m", "deploy.cli", "show-config"], stdout=full, stderr=subprocess.PIPE)
+        shown = subprocess.run(
+            [sys.executable, "-m", "mobula.deploy.cli", "show-config"], stdout=full, stderr=subprocess.PIPE
+        )
     assert shown.returncode != 0
 
 
 def test_letters_that_the_locale_lacks_are_escaped() -> None:
-    program = "from deploy.host.terminal import write_any_text as w, terminal; w(); terminal().print('gr\\u00fcn')"
+    program = (
+        "from mobula.deploy.host.terminal import write_any_text as w, terminal; w(); terminal().print('gr\\u00fcn')"
+    )
     words = [sys.executable, "-X", "utf8=0", "-c", program]
     environment = {**os.environ, "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii:strict"}
     shown = subprocess.run(words, env=environment, capture_output=True, text=True)

@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from cluster.errors import PreflightError
-from configs.load import load_config
-from deploy.cli import app
-from deploy.host.authentication import set_auth
-from deploy.jobs import client
-from deploy.jobs.client import JobSummary
-from deploy.jobs.package import check_package
-from deploy.jobs.submit import Submission, entrypoint, runtime_env, submit
-from deploy.run.shared_paths import relative_paths
+from mobula.cluster.errors import PreflightError
+from mobula.configs.load import load_config
+from mobula.deploy.cli import app
+from mobula.deploy.host.authentication import set_auth
+from mobula.deploy.jobs import client
+from mobula.deploy.jobs.client import JobSummary
+from mobula.deploy.jobs.package import check_package
+from mobula.deploy.jobs.submit import Submission, entrypoint, runtime_env, submit
+from mobula.deploy.run.shared_paths import relative_paths
 
 WORDS = ["experiment=digits", "name=mine", "folder=/s/runs", "data.path=/s/data", "policy.model=/s/model"]
 ASKED = Submission("disabled", None, (), "/env/bin/python", 90, None, {"HF_HOME": "/s/hf"})
@@ -47,7 +47,7 @@ def test_what_is_sent_resumes_and_names_the_python_of_the_cluster() -> None:
     assert submit(load_config(WORDS), WORDS, ASKED, jobs) == "mine"
     [(submission_id, command, env, metadata)] = jobs.sent
     assert (submission_id, metadata) == ("mine", {"run": "mine"})
-    assert command == f"/env/bin/python -m deploy.cli train {' '.join(WORDS)} resume=auto"
+    assert command == f"/env/bin/python -m mobula.deploy.cli train {' '.join(WORDS)} resume=auto"
     assert env["env_vars"] == {
         "RAY_AUTH_MODE": "disabled",
         "RAY_JOB_STOP_WAIT_TIME_S": "90",

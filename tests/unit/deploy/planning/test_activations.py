@@ -13,12 +13,12 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from configs.load import load_config
-from configs.schema import RunConfig
-from deploy.planning.activations import Microbatch, checkpointing, logits_bytes, training_bytes
-from learner.policies.logprobs import Distribution, token_logprobs
-from learner.policies.shapes import shape_of_config
-from learner.policies.tiny.qwen2_5_vl import build_config, build_processor
+from mobula.configs.load import load_config
+from mobula.configs.schema import RunConfig
+from mobula.deploy.planning.activations import Microbatch, checkpointing, logits_bytes, training_bytes
+from mobula.learner.policies.logprobs import Distribution, token_logprobs
+from mobula.learner.policies.shapes import shape_of_config
+from mobula.learner.policies.tiny.qwen2_5_vl import build_config, build_processor
 
 TOLERANCE = 0.15
 TOKENS = 256

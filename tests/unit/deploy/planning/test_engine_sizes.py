@@ -11,18 +11,18 @@ from vllm import AsyncEngineArgs
 from vllm.utils.mem_utils import MemorySnapshot
 from vllm.v1.worker.utils import request_memory
 
-from actors.samplers.vllm import arguments
-from cluster.errors import PreflightError
-from configs.errors import ConfigError
-from configs.load import load_config
-from configs.schema import RunConfig
-from deploy.planning.clusters import PlannedNode, described_nodes
-from deploy.planning.engine_sizes import EngineSizes
-from deploy.planning.fit import GIB, MemoryPlan, plan_memory
-from deploy.planning.kv_cache import sequence_bytes
-from deploy.planning.scaling_guide import GPU_GB, LONG, PRESETS, shapes
-from deploy.planning.workers import CONTEXT, KV_CACHE, SAMPLING, SYNC, TRAINING, USABLE, worker_memory
-from learner.policies.shapes import ModelShape
+from mobula.actors.samplers.vllm import arguments
+from mobula.cluster.errors import PreflightError
+from mobula.configs.errors import ConfigError
+from mobula.configs.load import load_config
+from mobula.configs.schema import RunConfig
+from mobula.deploy.planning.clusters import PlannedNode, described_nodes
+from mobula.deploy.planning.engine_sizes import EngineSizes
+from mobula.deploy.planning.fit import GIB, MemoryPlan, plan_memory
+from mobula.deploy.planning.kv_cache import sequence_bytes
+from mobula.deploy.planning.scaling_guide import GPU_GB, LONG, PRESETS, shapes
+from mobula.deploy.planning.workers import CONTEXT, KV_CACHE, SAMPLING, SYNC, TRAINING, USABLE, worker_memory
+from mobula.learner.policies.shapes import ModelShape
 
 MODELS = shapes()
 CASES = [(preset, model) for preset in (*PRESETS, "gpu_1") for model in MODELS]

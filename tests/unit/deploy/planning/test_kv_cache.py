@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.errors import PreflightError
-from configs.load import load_config
-from configs.schema import RunConfig
-from deploy.planning.kv_cache import refuse_small_cache, sequence_bytes
-from learner.policies.shapes import ModelShape, shape_of_values, tiny_shape
-from learner.policies.tiny import TINY
+from mobula.cluster.errors import PreflightError
+from mobula.configs.load import load_config
+from mobula.configs.schema import RunConfig
+from mobula.deploy.planning.kv_cache import refuse_small_cache, sequence_bytes
+from mobula.learner.policies.shapes import ModelShape, shape_of_values, tiny_shape
+from mobula.learner.policies.tiny import TINY
 
 SMOLLM2 = {  # 135M
     "model_type": "llama",

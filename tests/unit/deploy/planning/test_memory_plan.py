@@ -10,18 +10,18 @@ import pytest
 from described import checkpoint, qwen, shape_7b
 from typer.testing import CliRunner
 
-from cluster.errors import PreflightError
-from configs.load import load_config
-from configs.schema import RunConfig
-from configs.words import overridden
-from deploy.cli import app
-from deploy.host.machine import Machine
-from deploy.planning.clusters import described_nodes, read_cluster
-from deploy.planning.fit import GIB, plan_memory
-from deploy.planning.plan_command import planned_engine
-from deploy.planning.plan_view import refuse_shortfalls
-from deploy.planning.remedies import changed, remedies
-from deploy.planning.workers import (
+from mobula.cluster.errors import PreflightError
+from mobula.configs.load import load_config
+from mobula.configs.schema import RunConfig
+from mobula.configs.words import overridden
+from mobula.deploy.cli import app
+from mobula.deploy.host.machine import Machine
+from mobula.deploy.planning.clusters import described_nodes, read_cluster
+from mobula.deploy.planning.fit import GIB, plan_memory
+from mobula.deploy.planning.plan_command import planned_engine
+from mobula.deploy.planning.plan_view import refuse_shortfalls
+from mobula.deploy.planning.remedies import changed, remedies
+from mobula.deploy.planning.workers import (
     MAX_WHOLE_GRADIENT_BYTES,
     PROCESS,
     SAMPLING,
@@ -31,10 +31,10 @@ from deploy.planning.workers import (
     trained_parameters,
     worker_memory,
 )
-from deploy.tools.doctor import this_machine as doctor
-from learner.backends import fsdp2
-from learner.policies.shapes import shape_of_values
-from rewards.functions import BUILT_IN
+from mobula.deploy.tools.doctor import this_machine as doctor
+from mobula.learner.backends import fsdp2
+from mobula.learner.policies.shapes import shape_of_values
+from mobula.rewards.functions import BUILT_IN
 
 REPOSITORY = Path(__file__).parents[4]
 NUM_7B = 8_292_166_656  # parameters of Qwen2.5-VL 7B, embeddings not tied

@@ -8,14 +8,14 @@ from functools import cache
 import pytest
 from described import shape_7b
 
-from cluster.errors import PlacementError
-from cluster.runtime.placement import needed_roles, plan_placement
-from configs.groups import groups
-from configs.load import load_config
-from configs.schema import RunConfig
-from deploy.planning.clusters import described_nodes
-from deploy.planning.fit import plan_memory
-from learner.policies.shapes import tiny_shape
+from mobula.cluster.errors import PlacementError
+from mobula.cluster.runtime.placement import needed_roles, plan_placement
+from mobula.configs.groups import groups
+from mobula.configs.load import load_config
+from mobula.configs.schema import RunConfig
+from mobula.deploy.planning.clusters import described_nodes
+from mobula.deploy.planning.fit import plan_memory
+from mobula.learner.policies.shapes import tiny_shape
 
 # preset -> the cluster, workers by role, and the words with which Qwen2.5-VL 7B fits; None: it is for the tiny model
 PRESETS: dict[str, tuple[str, dict[str, int], list[str] | None]] = {

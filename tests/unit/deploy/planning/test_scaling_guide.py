@@ -6,9 +6,9 @@ import re
 
 import pytest
 
-from configs.groups import groups
-from deploy.planning import scaling_guide
-from deploy.planning.scaling_guide import GPU_GB, LONG, NO_FIT, PRESETS, shapes, smallest
+from mobula.configs.groups import groups
+from mobula.deploy.planning import scaling_guide
+from mobula.deploy.planning.scaling_guide import GPU_GB, LONG, NO_FIT, PRESETS, shapes, smallest
 
 MODELS = shapes()
 PAGE = scaling_guide.TARGET.read_text(encoding="utf-8")
@@ -27,7 +27,7 @@ def test_every_gpu_preset_is_on_the_page() -> None:
     known = set(groups()["resources"])
     assert set(PRESETS) <= known
     for table in TABLES:
-        assert [preset for preset, _ in table] == list(PRESETS), "run `python -m deploy.planning.scaling_guide`"
+        assert [preset for preset, _ in table] == list(PRESETS), "run `python -m mobula.deploy.planning.scaling_guide`"
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_every_gpu_preset_is_on_the_page() -> None:
 def test_a_cell_is_what_the_planner_says_today(table: int, lengths: tuple[str, ...], preset: str, model: str) -> None:
     found = [smallest(MODELS[model], preset, lengths, way) for way in ("weights", "adapters")]
     said = " / ".join(NO_FIT if size is None else str(size) for size in found)
-    assert cells(table)[preset, model] == said, "run `python -m deploy.planning.scaling_guide`"
+    assert cells(table)[preset, model] == said, "run `python -m mobula.deploy.planning.scaling_guide`"
 
 
 def test_larger_models_need_no_smaller_gpu_and_adapters_none_that_is_larger() -> None:

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from cluster.errors import PreflightError
-from configs.load import load_config
-from deploy.preflight.findings import PreflightFinding, Severity, refuse
-from deploy.tools.doctor.checkpoint import check_checkpoint
-from deploy.tools.doctor.this_machine import Verdict
-from learner.policies.tiny import write_tiny_qwen2_5_vl
+from mobula.cluster.errors import PreflightError
+from mobula.configs.load import load_config
+from mobula.deploy.preflight.findings import PreflightFinding, Severity, refuse
+from mobula.deploy.tools.doctor.checkpoint import check_checkpoint
+from mobula.deploy.tools.doctor.this_machine import Verdict
+from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 
 REFUSED = PreflightFinding("policy.model", "policy.model has no weights", "download it again")
 WARNED = PreflightFinding("data.path", "data.path is slow", "copy it", Severity.WARN)

@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from actors.processors.make import make_processor
-from cluster.records.media import MediaReader
-from configs.load import load_config
-from deploy.preflight.attention import check_packing
-from deploy.preflight.loaded import LoadedModel
-from learner.policies.tiny import write_tiny
+from mobula.actors.processors.make import make_processor
+from mobula.cluster.records.media import MediaReader
+from mobula.configs.load import load_config
+from mobula.deploy.preflight.attention import check_packing
+from mobula.deploy.preflight.loaded import LoadedModel
+from mobula.learner.policies.tiny import write_tiny
 
 
 @pytest.mark.parametrize(

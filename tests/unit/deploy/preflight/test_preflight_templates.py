@@ -9,11 +9,11 @@ from chat_templates import CHAT_TEMPLATES, QWEN3, TEXT_ALONE
 from tiny_text_models import write_text_policy
 from transformers import AutoTokenizer
 
-from cluster.records.media import MediaStore
-from configs.load import load_config
-from deploy.preflight.checks import find_mismatches
-from deploy.wiring.preparation import load_checked
-from learner.policies.tiny import write_tiny_qwen2_5_vl
+from mobula.cluster.records.media import MediaStore
+from mobula.configs.load import load_config
+from mobula.deploy.preflight.checks import find_mismatches
+from mobula.deploy.wiring.preparation import load_checked
+from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 
 REFUSES_SYSTEM = "{%- if messages[0].role == 'system' -%}{{- raise_exception('No system here') -}}{%- endif -%}" + QWEN3
 DROPS_SYSTEM = "{%- set messages = messages | rejectattr('role', 'equalto', 'system') | list -%}" + QWEN3

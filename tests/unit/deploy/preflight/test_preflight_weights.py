@@ -8,14 +8,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from cluster.errors import PreflightError
-from configs.load import load_config
-from deploy.preflight.findings import PreflightFinding, Severity
-from deploy.preflight.loaded import LoadedModel
-from deploy.preflight.weights import check_weights, find_unusable
-from deploy.wiring.preparation import checkpoint_folder
-from learner.policies.checkpoint.stored import stored_model
-from learner.policies.tiny import write_tiny
+from mobula.cluster.errors import PreflightError
+from mobula.configs.load import load_config
+from mobula.deploy.preflight.findings import PreflightFinding, Severity
+from mobula.deploy.preflight.loaded import LoadedModel
+from mobula.deploy.preflight.weights import check_weights, find_unusable
+from mobula.deploy.wiring.preparation import checkpoint_folder
+from mobula.learner.policies.checkpoint.stored import stored_model
+from mobula.learner.policies.tiny import write_tiny
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 

@@ -9,7 +9,7 @@ import pytest
 from metrics_data import write_run
 from typer.testing import CliRunner
 
-from deploy.cli import app
+from mobula.deploy.cli import app
 
 
 @pytest.fixture(scope="module")

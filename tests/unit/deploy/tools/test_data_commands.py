@@ -16,16 +16,16 @@ from data_rows import read_split
 from PIL import Image
 from typer.testing import CliRunner, Result
 
-from actors.datasets.formats import FORMATS
-from actors.datasets.readers import READERS
-from actors.datasets.writers import WRITERS
-from actors.processors.audio import AudioLimits, decode_audio, load_audio
-from actors.processors.image import ImageLimits, decode_image, read_image
-from actors.processors.video import VideoLimits, decode_video, load_video
-from configs.load import load_config
-from deploy.cli import app
-from deploy.tools.data.convert import targets
-from deploy.tools.data.inspect import histogram
+from mobula.actors.datasets.formats import FORMATS
+from mobula.actors.datasets.readers import READERS
+from mobula.actors.datasets.writers import WRITERS
+from mobula.actors.processors.audio import AudioLimits, decode_audio, load_audio
+from mobula.actors.processors.image import ImageLimits, decode_image, read_image
+from mobula.actors.processors.video import VideoLimits, decode_video, load_video
+from mobula.configs.load import load_config
+from mobula.deploy.cli import app
+from mobula.deploy.tools.data.convert import targets
+from mobula.deploy.tools.data.inspect import histogram
 
 LIMITS = ImageLimits(1_000_000, 1_000_000)
 

@@ -11,13 +11,13 @@ from learner_data import tiny_config
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from cluster.recovery.checkpoints import Checkpoints, CheckpointSchedule
-from configs.load import dump_config
-from configs.schema import RunConfig
-from configs.schema.run import Resume
-from deploy.cli.commands import app
-from learner.learner import Learner
-from learner.policies.tiny import write_tiny_qwen2_5_vl
+from mobula.cluster.recovery.checkpoints import Checkpoints, CheckpointSchedule
+from mobula.configs.load import dump_config
+from mobula.configs.schema import RunConfig
+from mobula.configs.schema.run import Resume
+from mobula.deploy.cli.commands import app
+from mobula.learner.learner import Learner
+from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 
 LORA = ("policy.lora.rank=4", "learner=fsdp2")  # the learner below is one process; what it saves has the same layout
 

@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from deploy.tools.gpu_check import check as runner
-from deploy.tools.gpu_check import registry
-from deploy.tools.gpu_check.check import RESULTS_FILE, CheckOptions, check
-from deploy.tools.gpu_check.context import Context, run_config
-from deploy.tools.gpu_check.registry import STAGES, CheckStage
-from deploy.tools.gpu_check.results import CheckedMachine, CheckResults, Outcome, StageResult, read_results
-from deploy.tools.gpu_check.roles import WORDS
-from deploy.tools.gpu_check.stages import flow_sampler, packing, pretrained, sharding, tensor_parallel
-from deploy.tools.gpu_check.status import BEGIN, END, TARGET, text
-from deploy.tools.gpu_check.table import status_rows, table
+from mobula.deploy.tools.gpu_check import check as runner
+from mobula.deploy.tools.gpu_check import registry
+from mobula.deploy.tools.gpu_check.check import RESULTS_FILE, CheckOptions, check
+from mobula.deploy.tools.gpu_check.context import Context, run_config
+from mobula.deploy.tools.gpu_check.registry import STAGES, CheckStage
+from mobula.deploy.tools.gpu_check.results import CheckedMachine, CheckResults, Outcome, StageResult, read_results
+from mobula.deploy.tools.gpu_check.roles import WORDS
+from mobula.deploy.tools.gpu_check.stages import flow_sampler, packing, pretrained, sharding, tensor_parallel
+from mobula.deploy.tools.gpu_check.status import BEGIN, END, TARGET, text
+from mobula.deploy.tools.gpu_check.table import status_rows, table
 
 MACHINE = CheckedMachine("cpu", "x86_64 with 2 cores", 0, "3.12.0", {"torch": "2.11.0"})
 PROGRAMS = {  # what the process of a stage does
@@ -166,7 +166,9 @@ def test_the_tables_name_machine_figures_and_causes() -> None:
 
 def test_the_readme_has_the_status_of_the_kept_results() -> None:
     page = TARGET.read_text(encoding="utf-8")
-    assert page[page.index(BEGIN) : page.index(END) + len(END)] == text(), "run python -m deploy.tools.gpu_check.status"
+    assert page[page.index(BEGIN) : page.index(END) + len(END)] == text(), (
+        "run python -m mobula.deploy.tools.gpu_check.status"
+    )
 
 
 def test_every_stage_has_a_module() -> None:

@@ -14,13 +14,13 @@ import pytest
 from typer.testing import CliRunner
 from waiting import wait_until
 
-from cluster.errors import DeadlineError, PreflightError
-from configs.errors import ConfigError
-from deploy.cli import app
-from deploy.host.process_group import last_lines
-from deploy.host.processes import ProcessId
-from deploy.tools.lmms_eval import LmmsEval, child_environment, command_line, evaluate
-from deploy.tools.lmms_eval_results import HarnessError, numbers, primary_metric, read_results
+from mobula.cluster.errors import DeadlineError, PreflightError
+from mobula.configs.errors import ConfigError
+from mobula.deploy.cli import app
+from mobula.deploy.host.process_group import last_lines
+from mobula.deploy.host.processes import ProcessId
+from mobula.deploy.tools.lmms_eval import LmmsEval, child_environment, command_line, evaluate
+from mobula.deploy.tools.lmms_eval_results import HarnessError, numbers, primary_metric, read_results
 
 # Stands where the harness's interpreter does: prints versions, and then does what the test wrote into `play.py`.
 FAKE = """#!{python}
@@ -320,7 +320,7 @@ def test_past_the_deadline_the_harness_ends_with_all_it_started(play: Path, aske
 def test_sigterm_ends_the_harness_with_all_it_started(play: Path, asked: LmmsEval, tmp_path: Path) -> None:
     play.write_text(HANG.format(pids=str(tmp_path / "pids")))
     words = ["lmms-eval", "--model", asked.model, "--tasks", "mini", "--environment", str(asked.environment)]
-    command = [sys.executable, "-m", "deploy.cli", *words, "--output", str(asked.output), "--device", "cpu"]
+    command = [sys.executable, "-m", "mobula.deploy.cli", *words, "--output", str(asked.output), "--device", "cpu"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         wait_until((tmp_path / "pids").exists, what=lambda: "the harness did not start")
         process.terminate()

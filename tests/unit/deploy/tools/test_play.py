@@ -13,12 +13,12 @@ import pytest
 from episode_data import episode_config
 from rich.console import Console
 
-from actors.environments.base import Message, encoded
-from cluster.errors import PreflightError
-from configs.errors import ConfigError
-from deploy.tools.environments import terminal_play
-from deploy.tools.environments.game import Game
-from deploy.tools.environments.play import play_config, start
+from mobula.actors.environments.base import Message, encoded
+from mobula.cluster.errors import PreflightError
+from mobula.configs.errors import ConfigError
+from mobula.deploy.tools.environments import terminal_play
+from mobula.deploy.tools.environments.game import Game
+from mobula.deploy.tools.environments.play import play_config, start
 
 CALCULATOR = ["environment.options={pictures: false, max_operand: 9, max_turns: 3, tool_bonus: 0.0}"]
 

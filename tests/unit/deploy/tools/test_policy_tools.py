@@ -15,19 +15,19 @@ import torch
 from fastapi.testclient import TestClient
 from rich.console import Console
 
-from actors.environments.base import encoded
-from actors.environments.programs.verifiers_process import VerifiersProcess
-from cluster.errors import PreflightError
-from cluster.replay.trajectory_log import TrajectoryLog
-from configs.load import load_config
-from configs.schema import RunConfig
-from deploy.tools.policy import compare_samplers
-from deploy.tools.policy.conversations import Conversations
-from deploy.tools.policy.local_policy import LocalPolicy
-from deploy.tools.policy.serve_policy import ChatBody, ChatMessage, make_app, settings_of
-from deploy.tools.policy.verifiers import VerifiersOptions, play
-from learner.policies.loading import load_model
-from learner.policies.tiny import TINY
+from mobula.actors.environments.base import encoded
+from mobula.actors.environments.programs.verifiers_process import VerifiersProcess
+from mobula.cluster.errors import PreflightError
+from mobula.cluster.replay.trajectory_log import TrajectoryLog
+from mobula.configs.load import load_config
+from mobula.configs.schema import RunConfig
+from mobula.deploy.tools.policy import compare_samplers
+from mobula.deploy.tools.policy.conversations import Conversations
+from mobula.deploy.tools.policy.local_policy import LocalPolicy
+from mobula.deploy.tools.policy.serve_policy import ChatBody, ChatMessage, make_app, settings_of
+from mobula.deploy.tools.policy.verifiers import VerifiersOptions, play
+from mobula.learner.policies.loading import load_model
+from mobula.learner.policies.tiny import TINY
 
 PICTURE = base64.b64encode(encoded(np.full((2, 2, 3), 90, dtype=np.uint8), scale=28)).decode()
 

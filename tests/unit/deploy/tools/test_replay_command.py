@@ -11,12 +11,12 @@ import torch
 from fakes import make_group, make_prompt
 from safetensors.torch import save_file
 
-from cluster.errors import PreflightError
-from cluster.records.trajectory import Reward, ScoredGroup
-from configs.load import load_config
-from configs.schema import RunConfig
-from deploy.tools import replay as command
-from deploy.wiring.persistence import trajectory_log
+from mobula.cluster.errors import PreflightError
+from mobula.cluster.records.trajectory import Reward, ScoredGroup
+from mobula.configs.load import load_config
+from mobula.configs.schema import RunConfig
+from mobula.deploy.tools import replay as command
+from mobula.deploy.wiring.persistence import trajectory_log
 
 OPTIONS = "{ignore_case: false, whole_response: true}"
 REST = "service: reward, needs_pictures: false, retries: 0, cache_entries: 0"

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from run_records import go_on
 
-from cluster.errors import DeadlineError, PlacementError, PreflightError, RunOverError, WorkerDiedError
-from deploy.host.run_record import RECORD_FILE
-from deploy.host.side_process import in_side_process
-from deploy.run import run_client
-from deploy.run.run_client import RunAddress, find_run, read_status
+from mobula.cluster.errors import DeadlineError, PlacementError, PreflightError, RunOverError, WorkerDiedError
+from mobula.deploy.host.run_record import RECORD_FILE
+from mobula.deploy.host.side_process import in_side_process
+from mobula.deploy.run import run_client
+from mobula.deploy.run.run_client import RunAddress, find_run, read_status
 
 
 @pytest.fixture(autouse=True)

@@ -19,15 +19,15 @@ from rich.console import Console
 from score_data import SIX_ROWS, answer, options, record, write_jsonl
 from typer.testing import CliRunner, Result
 
-from deploy.cli import app
-from deploy.tools import score as scoring
-from rewards.contract import RewardRequest, Score
-from rewards.functions import BUILT_IN
-from rewards.offline import evaluation
-from rewards.offline.corruption import PATTERNS, corrupt, pattern_of
-from rewards.offline.sources import jsonl
-from rewards.offline.sources.jsonl import MIN_STRETCH_BYTES
-from rewards.tools import Tools
+from mobula.deploy.cli import app
+from mobula.deploy.tools import score as scoring
+from mobula.rewards.contract import RewardRequest, Score
+from mobula.rewards.functions import BUILT_IN
+from mobula.rewards.offline import evaluation
+from mobula.rewards.offline.corruption import PATTERNS, corrupt, pattern_of
+from mobula.rewards.offline.sources import jsonl
+from mobula.rewards.offline.sources.jsonl import MIN_STRETCH_BYTES
+from mobula.rewards.tools import Tools
 
 PUBLISHED = ["--require-json", "--regex-pattern", r"^\{.*\}$", "--target-tokens", "32", "--latency-budget-ms", "400"]
 PUBLISHED += ["--pass-threshold", "0.5", "--weight", "verifier=.45", "--weight", "cost=.05"]
@@ -337,7 +337,7 @@ def test_a_pattern_that_backtracks_without_end_costs_its_timeout_even_on_a_small
 
 def test_scoring_jsonl_loads_nothing_heavy(six: Path) -> None:
     program = (
-        "import json, sys\nfrom deploy.cli import app\n"
+        "import json, sys\nfrom mobula.deploy.cli import app\n"
         f"try: app(['score', {str(six)!r}, '--quiet', '--processes', '2'])\nexcept SystemExit: pass\n"
         f"print('loaded', json.dumps([name for name in {HEAVY!r} if name in sys.modules]))"
     )

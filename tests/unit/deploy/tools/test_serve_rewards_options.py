@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from cluster.errors import PreflightError
-from configs.load import ConfigError
-from deploy.tools.serve_rewards import ServeRewardsOptions, is_loopback, read_token, serve
+from mobula.cluster.errors import PreflightError
+from mobula.configs.load import ConfigError
+from mobula.deploy.tools.serve_rewards import ServeRewardsOptions, is_loopback, read_token, serve
 
 REWARDS = """
 components:

@@ -8,10 +8,10 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from cluster.roles import ReplayStats
-from cluster.runtime.vitals import EngineLoad, ObjectStoreUse, Vitals
-from cluster.workers.status import InFlightSummary, Progress, RunStatus, WorkerState, WorkerStatus
-from deploy.tools.status_view import as_json, as_table
+from mobula.cluster.roles import ReplayStats
+from mobula.cluster.runtime.vitals import EngineLoad, ObjectStoreUse, Vitals
+from mobula.cluster.workers.status import InFlightSummary, Progress, RunStatus, WorkerState, WorkerStatus
+from mobula.deploy.tools.status_view import as_json, as_table
 
 WORKERS = (
     WorkerStatus("rollout/0", WorkerState.SERVING, 41, 12, 0),

@@ -6,24 +6,24 @@ from collections.abc import Iterable
 
 import pytest
 
-from configs.load import load_config
-from deploy.tools import support_tables
-from deploy.tools.support_tables import BEGIN, END, choices, rewritten
-from learner.algorithms.advantages import ADVANTAGES
-from learner.algorithms.aggregation import AGGREGATIONS
-from learner.algorithms.corrections import CORRECTIONS, OLD_LOGPROBS
-from learner.algorithms.flow_losses import FLOW_LOSSES
-from learner.algorithms.kl import KL_ESTIMATORS
-from learner.algorithms.offline_losses import PREFERENCE_LOSSES, SCORE_LOSSES
-from learner.algorithms.policy_losses import POLICY_LOSSES
-from learner.algorithms.token_advantages import TOKEN_ADVANTAGES
-from learner.algorithms.turn_advantages import TURN_ADVANTAGES
-from learner.optim import OPTIMIZERS
+from mobula.configs.load import load_config
+from mobula.deploy.tools import support_tables
+from mobula.deploy.tools.support_tables import BEGIN, END, choices, rewritten
+from mobula.learner.algorithms.advantages import ADVANTAGES
+from mobula.learner.algorithms.aggregation import AGGREGATIONS
+from mobula.learner.algorithms.corrections import CORRECTIONS, OLD_LOGPROBS
+from mobula.learner.algorithms.flow_losses import FLOW_LOSSES
+from mobula.learner.algorithms.kl import KL_ESTIMATORS
+from mobula.learner.algorithms.offline_losses import PREFERENCE_LOSSES, SCORE_LOSSES
+from mobula.learner.algorithms.policy_losses import POLICY_LOSSES
+from mobula.learner.algorithms.token_advantages import TOKEN_ADVANTAGES
+from mobula.learner.algorithms.turn_advantages import TURN_ADVANTAGES
+from mobula.learner.optim import OPTIMIZERS
 
 
 def test_the_readme_has_the_generated_tables() -> None:
     page = support_tables.TARGET.read_text(encoding="utf-8")
-    assert rewritten(page) == page, "run `python -m deploy.tools.support_tables`"
+    assert rewritten(page) == page, "run `python -m mobula.deploy.tools.support_tables`"
 
 
 @pytest.mark.parametrize(

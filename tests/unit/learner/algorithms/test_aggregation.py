@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from learner.algorithms.aggregation import AGGREGATIONS, Totals
+from mobula.learner.algorithms.aggregation import AGGREGATIONS, Totals
 
 ROWS = [[1.0, 2.0], [4.0], [], [-3.0, 0.5, 8.0]]
 TOTALS = Totals(num_tokens=6, num_sequences=3)

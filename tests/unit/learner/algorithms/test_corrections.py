@@ -10,9 +10,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from configs.load import load_config
-from learner.algorithms.aggregation import Totals, token_mean
-from learner.algorithms.corrections import CORRECTIONS, OLD_LOGPROBS
+from mobula.configs.load import load_config
+from mobula.learner.algorithms.aggregation import Totals, token_mean
+from mobula.learner.algorithms.corrections import CORRECTIONS, OLD_LOGPROBS
 
 PARAMETERS = {
     "none": {},

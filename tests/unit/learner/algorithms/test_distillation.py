@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from learner.algorithms.distillation import reverse_kl, teacher_advantage
+from mobula.learner.algorithms.distillation import reverse_kl, teacher_advantage
 
 P = torch.tensor([0.7, 0.2, 0.1], dtype=torch.float64)
 Q = torch.tensor([0.4, 0.35, 0.25], dtype=torch.float64)

@@ -7,9 +7,9 @@ import random
 import numpy as np
 import pytest
 
-from configs.schema.algorithm import VALUED
-from learner.algorithms.token_advantages import TOKEN_ADVANTAGES, TokenValues
-from learner.algorithms.token_advantages.gae import gae as credit
+from mobula.configs.schema.algorithm import VALUED
+from mobula.learner.algorithms.token_advantages import TOKEN_ADVANTAGES, TokenValues
+from mobula.learner.algorithms.token_advantages.gae import gae as credit
 
 
 def response(

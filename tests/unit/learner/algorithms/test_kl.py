@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from learner.algorithms.kl import KL_ESTIMATORS, AdaptiveCoefficient, FixedCoefficient
-from learner.algorithms.kl.base import capped
+from mobula.learner.algorithms.kl import KL_ESTIMATORS, AdaptiveCoefficient, FixedCoefficient
+from mobula.learner.algorithms.kl.base import capped
 
 P = torch.tensor([0.7, 0.2, 0.1], dtype=torch.float64)
 Q = torch.tensor([0.4, 0.4, 0.2], dtype=torch.float64)

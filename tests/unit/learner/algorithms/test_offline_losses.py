@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from learner.algorithms.offline_losses import PREFERENCE_LOSSES, SCORE_LOSSES
+from mobula.learner.algorithms.offline_losses import PREFERENCE_LOSSES, SCORE_LOSSES
 
 CASES = [(0.0, 0.0), (1.5, -2.0), (-30.0, 4.0), (0.3, 0.3), (900.0, -900.0), (-900.0, 900.0)]
 RNG = torch.Generator().manual_seed(0)

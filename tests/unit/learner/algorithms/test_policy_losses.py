@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from configs.load import load_config
-from learner.algorithms.aggregation import Totals, sequence_mean, token_mean
-from learner.algorithms.over_age import by_age, truncated_importance
-from learner.algorithms.policy_losses import POLICY_LOSSES
+from mobula.configs.load import load_config
+from mobula.learner.algorithms.aggregation import Totals, sequence_mean, token_mean
+from mobula.learner.algorithms.over_age import by_age, truncated_importance
+from mobula.learner.algorithms.policy_losses import POLICY_LOSSES
 
 PARAMETERS: dict[str, dict[str, float]] = {
     "ppo_clip": {"clip_low": 0.2, "clip_high": 0.28},

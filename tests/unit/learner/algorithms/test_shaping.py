@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from learner.algorithms.moments import RunningMoments
-from learner.algorithms.shaping import credit_by_token, length_rewards, repeated_share
+from mobula.learner.algorithms.moments import RunningMoments
+from mobula.learner.algorithms.shaping import credit_by_token, length_rewards, repeated_share
 
 
 @pytest.mark.parametrize("ngram", [2, 3, 4])

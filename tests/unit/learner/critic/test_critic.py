@@ -13,17 +13,17 @@ from learner_data import add_dropout, group, picture, prompt, random_groups, tin
 from taught import at_hand
 from transformers import AutoTokenizer
 
-from cluster.errors import CheckpointError
-from cluster.records.trajectory import FinishReason, ScoredGroup
-from configs.words import overridden
-from learner.batch import LearnerItem, fetch_items
-from learner.credit import Credit
-from learner.critic.critic import Critic
-from learner.critic.rows import ValueRow, collate_rows
-from learner.learner import Learner
-from learner.optim.muon import MuonWithAdamW
-from learner.policies.tiny import write_tiny_qwen2_5_vl
-from learner.supervised import SupervisedExample
+from mobula.cluster.errors import CheckpointError
+from mobula.cluster.records.trajectory import FinishReason, ScoredGroup
+from mobula.configs.words import overridden
+from mobula.learner.batch import LearnerItem, fetch_items
+from mobula.learner.credit import Credit
+from mobula.learner.critic.critic import Critic
+from mobula.learner.critic.rows import ValueRow, collate_rows
+from mobula.learner.learner import Learner
+from mobula.learner.optim.muon import MuonWithAdamW
+from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
+from mobula.learner.supervised import SupervisedExample
 
 PPO = ("algorithm=ppo_gae", "algorithm.kl.coef=0", "algorithm.critic.learning_rate=1e-3", "algorithm.max_staleness=99")
 Weights = dict[str, torch.Tensor]

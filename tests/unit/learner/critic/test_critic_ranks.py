@@ -14,16 +14,16 @@ from handles import LocalHandle
 from learner_data import random_groups, tiny_config
 from transformers import AutoTokenizer
 
-from cluster.errors import CheckpointError, LostObjectError, WorkerDiedError
-from cluster.records.trajectory import ScoredGroup
-from cluster.roles import UpdateReport
-from configs.load import load_config
-from configs.schema import RunConfig
-from learner.critic_ranks.critic_group import CriticGroup, LearnerWithCritic
-from learner.critic_ranks.critic_rank import CriticRank
-from learner.learner import Learner
-from learner.learner_group import LearnerGroup
-from learner.policies.tiny import write_tiny_qwen2_5_vl
+from mobula.cluster.errors import CheckpointError, LostObjectError, WorkerDiedError
+from mobula.cluster.records.trajectory import ScoredGroup
+from mobula.cluster.roles import UpdateReport
+from mobula.configs.load import load_config
+from mobula.configs.schema import RunConfig
+from mobula.learner.critic_ranks.critic_group import CriticGroup, LearnerWithCritic
+from mobula.learner.critic_ranks.critic_rank import CriticRank
+from mobula.learner.learner import Learner
+from mobula.learner.learner_group import LearnerGroup
+from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 
 WORDS = (
     "algorithm=ppo_gae",

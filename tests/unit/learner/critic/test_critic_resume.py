@@ -10,7 +10,7 @@ import pytest
 import torch
 from killed_learner import NUM_STEPS, follow
 
-from learner.policies.tiny import write_tiny_qwen2_5_vl
+from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

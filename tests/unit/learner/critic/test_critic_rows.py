@@ -11,10 +11,10 @@ import torch
 from learner_data import group, prompt, random_groups
 from transformers import AutoTokenizer
 
-from cluster.records.media import MediaReader
-from learner.batch import LearnerItem, fetch_items
-from learner.critic.rows import ValueRow, collate_rows
-from learner.policies.tiny import write_tiny_qwen2_5_vl
+from mobula.cluster.records.media import MediaReader
+from mobula.learner.batch import LearnerItem, fetch_items
+from mobula.learner.critic.rows import ValueRow, collate_rows
+from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 
 
 @pytest.fixture(scope="module")

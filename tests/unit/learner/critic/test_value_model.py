@@ -11,12 +11,12 @@ from learner_data import picture, prompt, tiny_config
 from tiny_text_models import write_text_policy
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
-from cluster.records.media import MediaReader
-from learner.critic.head import ScalarHead
-from learner.critic.value_model import ValueModel
-from learner.policies.batch import TokenSequence, collate
-from learner.policies.loading import load_policy_model
-from learner.policies.tiny import write_tiny_qwen2_5_vl
+from mobula.cluster.records.media import MediaReader
+from mobula.learner.critic.head import ScalarHead
+from mobula.learner.critic.value_model import ValueModel
+from mobula.learner.policies.batch import TokenSequence, collate
+from mobula.learner.policies.loading import load_policy_model
+from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 
 CPU = torch.device("cpu")
 

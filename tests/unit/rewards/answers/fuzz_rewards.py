@@ -20,12 +20,12 @@ from typing import Any
 
 from wrong_answers import WRONG, garbage
 
-from cluster.records.trajectory import Response
-from rewards.contract import RewardRequest, Score, ScoringFailure, evaluate_batch
-from rewards.functions import build_function
-from rewards.isolation.process import Isolated
-from rewards.isolation.process_pool import IsolatedPool
-from rewards.tools import Tools
+from mobula.cluster.records.trajectory import Response
+from mobula.rewards.contract import RewardRequest, Score, ScoringFailure, evaluate_batch
+from mobula.rewards.functions import build_function
+from mobula.rewards.isolation.process import Isolated
+from mobula.rewards.isolation.process_pool import IsolatedPool
+from mobula.rewards.tools import Tools
 
 CORPUS = Path(__file__).parent / "reward_fixtures" / "corpus.jsonl"
 BATCH = 100

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from cluster.records.trajectory import Response
-from rewards.contract import RewardRequest, Score, evaluate_batch
-from rewards.functions import build_function
-from rewards.isolation.process_pool import IsolatedPool
-from rewards.tools import Tools
+from mobula.cluster.records.trajectory import Response
+from mobula.rewards.contract import RewardRequest, Score, evaluate_batch
+from mobula.rewards.functions import build_function
+from mobula.rewards.isolation.process_pool import IsolatedPool
+from mobula.rewards.tools import Tools
 
 FIXTURES = Path(__file__).parent / "reward_fixtures"
 OPTIONS: dict[str, dict[str, Any]] = {

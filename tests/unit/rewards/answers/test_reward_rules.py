@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 from PIL import Image, ImageDraw, ImageFont
 
-from cluster.errors import RewardError
-from cluster.records.trajectory import Response
-from rewards.contract import RewardRequest, Score, evaluate
-from rewards.functions import EXTRAS, build_function
-from rewards.functions.grounding import entity
-from rewards.functions.parsing.extraction import extractor
-from rewards.functions.parsing.strict_json import read_json
-from rewards.isolation.process import IsolatedProcess
-from rewards.tools import Tools
+from mobula.cluster.errors import RewardError
+from mobula.cluster.records.trajectory import Response
+from mobula.rewards.contract import RewardRequest, Score, evaluate
+from mobula.rewards.functions import EXTRAS, build_function
+from mobula.rewards.functions.grounding import entity
+from mobula.rewards.functions.parsing.extraction import extractor
+from mobula.rewards.functions.parsing.strict_json import read_json
+from mobula.rewards.isolation.process import IsolatedProcess
+from mobula.rewards.tools import Tools
 
 TOOLS = Tools(IsolatedProcess(timeout_s=1, start_timeout_s=1), "cpu", "float32")
 
@@ -578,6 +578,6 @@ def test_a_missing_package_is_named_with_its_extra(name: str, monkeypatch: pytes
     package = {"language": "lingua", "ocr": "rapidocr", "geospot": "pycountry"}[name]
     options = {"stage": "full", "format_weight": 0.0, "compat": "none"} if name == "geospot" else {}
     monkeypatch.setitem(sys.modules, package, None)
-    monkeypatch.delitem(sys.modules, f"rewards.functions.{name}", raising=False)
+    monkeypatch.delitem(sys.modules, f"mobula.rewards.functions.{name}", raising=False)
     with pytest.raises(ValueError, match=rf"needs '{package}', which is not installed: pip install 'mobula\[{name}\]'"):
         build_function(name, options, Tools(TOOLS.isolated, "cpu", "float32"))

@@ -14,11 +14,11 @@ import pytest
 from http_servers import Running, Scorer, reward_app, serving
 from waiting import wait_until
 
-from rewards.contract import FailureKind, Outcome, RewardRequest, Score, ScoringFailure
-from rewards.http.lanes import BusyError, Lanes
-from rewards.http.lightrft import LightrftBody
-from rewards.http.server import RewardServer, ServerLimits, make_app
-from rewards.markers import without_markers
+from mobula.rewards.contract import FailureKind, Outcome, RewardRequest, Score, ScoringFailure
+from mobula.rewards.http.lanes import BusyError, Lanes
+from mobula.rewards.http.lightrft import LightrftBody
+from mobula.rewards.http.server import RewardServer, ServerLimits, make_app
+from mobula.rewards.markers import without_markers
 
 SAMPLE = {"response": "abc", "num_tokens": 1}
 

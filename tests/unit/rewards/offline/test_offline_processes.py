@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster.errors import DeadlineError, WorkerDiedError
-from rewards.offline.processes import Pulse, run_in_order
+from mobula.cluster.errors import DeadlineError, WorkerDiedError
+from mobula.rewards.offline.processes import Pulse, run_in_order
 
 
 def children() -> set[int]:

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 from score_data import answer, options, record
 
-from rewards.offline.options import COMPONENTS, ScoreOptions, parse_weights
-from rewards.offline.rules.aerorl_rules import AeroRLRules
-from rewards.offline.rules.answers import Answer, read_answer
-from rewards.offline.rules.entities import aerorl_aliases, entity_keys
-from rewards.offline.rules.mobula_rules import NO_REFERENCE, MobulaRules, stands_in
-from rewards.offline.rules.schemes import built_in_schemes
-from rewards.offline.sources.records import from_values
+from mobula.rewards.offline.options import COMPONENTS, ScoreOptions, parse_weights
+from mobula.rewards.offline.rules.aerorl_rules import AeroRLRules
+from mobula.rewards.offline.rules.answers import Answer, read_answer
+from mobula.rewards.offline.rules.entities import aerorl_aliases, entity_keys
+from mobula.rewards.offline.rules.mobula_rules import NO_REFERENCE, MobulaRules, stands_in
+from mobula.rewards.offline.rules.schemes import built_in_schemes
+from mobula.rewards.offline.sources.records import from_values
 
 
 def scores(row: dict[str, Any], chosen: ScoreOptions | None = None) -> tuple[dict[str, float], dict[str, float] | str]:

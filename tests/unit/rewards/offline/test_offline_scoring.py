@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from score_data import PUBLISHED_OPTIONS, SIX_ROWS, answer, options, record, score_file, score_rows, write_jsonl
 
 from benchmarks.raw.score_reference import score_records
-from rewards.offline.corruption import corrupt
-from rewards.offline.options import ScoreOptions
+from mobula.rewards.offline.corruption import corrupt
+from mobula.rewards.offline.options import ScoreOptions
 
 
 def test_the_published_report_of_six_rows(tmp_path: Path) -> None:

@@ -15,17 +15,17 @@ from fakes import make_group, make_scored
 from group_data import picture_prompt
 from score_data import answer, options, record, write_jsonl
 
-from cluster.errors import PreflightError
-from cluster.records.trajectory import Reward, ScoredGroup
-from cluster.replay.trajectory_log import TrajectoryLog
-from rewards.offline.evaluation import BrokenSourceError, evaluate
-from rewards.offline.partial import Partial
-from rewards.offline.rules.schemes import built_in_schemes
-from rewards.offline.scoring import SchemeScorer
-from rewards.offline.sources import columnar, jsonl
-from rewards.offline.sources.jsonl import Batch, stretches
-from rewards.offline.sources.records import Record
-from rewards.offline.sources.source import Source, open_source
+from mobula.cluster.errors import PreflightError
+from mobula.cluster.records.trajectory import Reward, ScoredGroup
+from mobula.cluster.replay.trajectory_log import TrajectoryLog
+from mobula.rewards.offline.evaluation import BrokenSourceError, evaluate
+from mobula.rewards.offline.partial import Partial
+from mobula.rewards.offline.rules.schemes import built_in_schemes
+from mobula.rewards.offline.scoring import SchemeScorer
+from mobula.rewards.offline.sources import columnar, jsonl
+from mobula.rewards.offline.sources.jsonl import Batch, stretches
+from mobula.rewards.offline.sources.records import Record
+from mobula.rewards.offline.sources.source import Source, open_source
 
 
 def read(source: Source, *, with_metadata: bool = False) -> list[Record]:

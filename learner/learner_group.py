@@ -45,7 +45,7 @@ class NoRows:
 
 
 class LearnerGroup(RankGroup):
-    """Implements `cluster.roles.Learner` over the handles of `learner.learner.Learner` workers, one a rank."""
+    """Implements `cluster.roles.Learner` over the handles of `mobula.learner.learner.Learner` workers, one a rank."""
 
     def __init__(
         self,

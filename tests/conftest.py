@@ -88,14 +88,11 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture
 def restored_logging() -> Iterator[None]:
     """A run takes over the loggers of its process."""
-    from mobula.deploy.run.logs import OURS
-
-    loggers = [logging.getLogger(name) for name in OURS]
-    before = [(logger.handlers, logger.propagate, logger.level) for logger in loggers]
+    logger = logging.getLogger("mobula")
+    handlers, propagate, level = logger.handlers, logger.propagate, logger.level
     yield
-    for logger, (handlers, propagate, level) in zip(loggers, before, strict=True):
-        logger.handlers, logger.propagate = handlers, propagate
-        logger.setLevel(level)
+    logger.handlers, logger.propagate = handlers, propagate
+    logger.setLevel(level)
 
 
 @pytest.fixture(scope="session")

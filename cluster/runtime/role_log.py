@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 LOGS_FOLDER = "logs"  # of the run folder
-OURS = ("actors", "cluster", "learner", "rewards")
 FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 POINTER = "mobula: the log goes on in "  # the last line in Ray's own log of the process
 
@@ -38,8 +37,7 @@ def write_to(path: Path, name: str) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter(FORMAT))
     logging.getLogger().addHandler(handler)
-    for ours in OURS:
-        logging.getLogger(ours).setLevel(logging.INFO)
+    logging.getLogger("mobula").setLevel(logging.INFO)
 
 
 def opening(process_id: int | str) -> str:

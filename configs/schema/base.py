@@ -20,7 +20,9 @@ try:
         model_validator,
     )
     from pydantic_core import PydanticCustomError
-except ModuleNotFoundError:  # a GPU machine without this project's environment, where `deploy.tools.gpu_check` runs
+except (
+    ModuleNotFoundError
+):  # a GPU machine without this project's environment, where `mobula.deploy.tools.gpu_check` runs
     from mobula.configs.unvalidated import (  # type: ignore[assignment]
         BaseModel,
         BeforeValidator,

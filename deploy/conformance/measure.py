@@ -1,4 +1,4 @@
-"""Measure families: `python -m mobula.deploy.conformance.measure FOLDER NAME ...` writes FOLDER/NAME/report.json for each.
+"""Measures families: `python -m mobula.deploy.conformance.measure FOLDER NAME ...` writes FOLDER/NAME/report.json.
 
 One engine and one learner in this process, with a tiny checkpoint of the family; `NAME+tied` has tied embeddings.
 The engine samples every prompt and scores it; after each push of perturbed weights both must have moved, and together.

@@ -25,6 +25,7 @@ from mobula.deploy.host.signals import sigterm_stays_ours
 from mobula.deploy.host.temporary import ray_folder
 
 ADDRESS_VARIABLE = "RAY_ADDRESS"
+JOB_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set in a process that `ray job submit` starts
 QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": "WARNING"}
 TOO_SLOW = "timed out during startup"  # Ray's words, after 30 s; its error has no class of its own
 
@@ -131,7 +132,6 @@ def start_private(config: RunConfig, *, include_dashboard: bool, temp_dir: Path 
             object_store_memory=config.resources.object_store_bytes,
             include_dashboard=include_dashboard,
             dashboard_host=LOOPBACK,
-            **_worker_start(),
             **QUIET,
             _node_ip_address=LOOPBACK,
             _temp_dir=None if folder is None else str(folder),
@@ -139,9 +139,10 @@ def start_private(config: RunConfig, *, include_dashboard: bool, temp_dir: Path 
 
 
 def _worker_start() -> dict[str, Any]:
-    """Ray puts the working folder first on the path of its workers: where the user's files have names of our packages,
-    each worker begins as the driver did."""
-    return {"runtime_env": {"worker_process_setup_hook": "mobula_start.protect"}} if deploy.CLASHING else {}
+    """A job whose working directory is a checkout runs this code on its workers too, even if another is installed."""
+    if JOB_VARIABLE in os.environ and Path("deploy/package/mobula").is_dir():
+        return {"runtime_env": {"worker_process_setup_hook": "deploy.find_checkout"}}
+    return {}
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,14 +43,19 @@ def submit(config: RunConfig, words: Sequence[str], asked: Submission, jobs: Job
     if asked.working_dir is not None:
         check_package(asked.working_dir, [*EXCLUDES, *asked.excludes])
     submission_id = _free_id(config.name, asked.submission_id, jobs)
-    jobs.submit(submission_id, entrypoint(words, asked.python), runtime_env(asked), {"run": config.name})
+    jobs.submit(submission_id, entrypoint(words, asked), runtime_env(asked), {"run": config.name})
     return submission_id
 
 
-def entrypoint(words: Sequence[str], python: str = sys.executable) -> str:
-    """The command line of the job. It resumes unless the words say otherwise, so that it can be sent again."""
+def entrypoint(words: Sequence[str], asked: Submission) -> str:
+    """The command line of the job. It resumes unless the words say otherwise, so that it can be sent again.
+
+    A working directory that is a checkout of Mobula runs its own code, also where another version is installed.
+    """
     resume = [] if any(word.startswith("resume=") for word in words) else ["resume=auto"]
-    return shlex.join([python, "-m", "mobula.deploy.cli", "train", *words, *resume])
+    is_checkout = asked.working_dir is not None and (asked.working_dir / "deploy" / "package").is_dir()
+    command = "deploy.cli" if is_checkout else "mobula.deploy.cli"
+    return shlex.join([asked.python, "-m", command, "train", *words, *resume])
 
 
 def runtime_env(asked: Submission) -> dict[str, Any]:

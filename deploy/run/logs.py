@@ -25,7 +25,7 @@ from mobula.cluster.workers.status import Progress
 LOG_FILE = "run.log"
 JSON_LOG_FILE = "run.log.jsonl"
 ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-OURS = ("actors", "cluster", "deploy", "learner", "rewards")
+OURS = "mobula"
 NUM_KEPT = 10_000  # lines from before there is a run folder
 NEVER = logging.CRITICAL + 1
 
@@ -96,11 +96,10 @@ def set_up_logging(console: Console) -> None:
     _close(*_file_handlers(), *logging.getLogger(faults.__name__).handlers)
     logging.getLogger(faults.__name__).handlers = []
     kept, screen = MemoryHandler(NUM_KEPT, flushLevel=NEVER), ConsoleHandler(console)
-    for name in OURS:
-        logger = logging.getLogger(name)
-        logger.setLevel(logging.INFO)
-        logger.handlers = [kept, screen]
-        logger.propagate = False
+    logger = logging.getLogger(OURS)
+    logger.setLevel(logging.INFO)
+    logger.handlers = [kept, screen]
+    logger.propagate = False
 
 
 def log_to(folder: Path, *, as_json: bool = False) -> None:
@@ -111,15 +110,14 @@ def log_to(folder: Path, *, as_json: bool = False) -> None:
     if as_json:
         files.append(RunLogHandler(folder / JSON_LOG_FILE, encoding="utf-8"))
         files[1].setFormatter(JsonFormatter())
-    for kept in {h for name in OURS for h in logging.getLogger(name).handlers if isinstance(h, MemoryHandler)}:
+    logger = logging.getLogger(OURS)
+    for kept in [handler for handler in logger.handlers if isinstance(handler, MemoryHandler)]:
         for record in kept.buffer:
             for file in files:
                 file.handle(record)
         kept.buffer.clear()
         kept.close()
-    for name in OURS:
-        logger = logging.getLogger(name)
-        logger.handlers = [*files, *(h for h in logger.handlers if not isinstance(h, MemoryHandler))]
+    logger.handlers = [*files, *(handler for handler in logger.handlers if not isinstance(handler, MemoryHandler))]
 
 
 def write_faults_to(folder: Path, progress: Callable[[], Progress]) -> None:
@@ -146,7 +144,7 @@ def log_failure(error: BaseException) -> Path | None:
 
 
 def _file_handlers() -> list[logging.FileHandler]:
-    return [handler for handler in logging.getLogger("deploy").handlers if isinstance(handler, logging.FileHandler)]
+    return [handler for handler in logging.getLogger(OURS).handlers if isinstance(handler, logging.FileHandler)]
 
 
 def _close(*handlers: logging.Handler) -> None:

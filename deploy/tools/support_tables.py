@@ -1,4 +1,4 @@
-"""Write the support tables of README.md from the registries and the schema: `python -m mobula.deploy.tools.support_tables`."""
+"""Writes the support tables of README.md: `python -m mobula.deploy.tools.support_tables`."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from typing import Any
 from mobula.configs.near_paths import near
 from mobula.rewards.contract import BatchRewardFunction, RewardFunction
 from mobula.rewards.functions.plugin import CALL, Plugin, users_signature
-from mobula.rewards.hints import did_you_mean, own_name
+from mobula.rewards.hints import did_you_mean
 from mobula.rewards.isolation.process import Isolated
 from mobula.rewards.tools import Tools
 
@@ -107,7 +107,7 @@ def _import(name: str) -> Callable[..., Any]:
     try:
         function = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
-        action = own_name(name) or "put it on the PYTHONPATH"
+        action = "put it on the PYTHONPATH"
         raise ValueError(f"reward function {name!r} cannot be imported ({error}): {action}") from error
     if not callable(function):
         raise ValueError(f"reward function {name!r} is a {type(function).__name__}: name a function")

@@ -9,7 +9,6 @@ from typing import Any
 from mobula.cluster.errors import RewardError
 from mobula.cluster.records.trajectory import Response
 from mobula.rewards.contract import Outcome, RewardRequest, TimedOutError
-from mobula.rewards.hints import own_name
 from mobula.rewards.isolation.calls import call_each
 from mobula.rewards.isolation.child import resolve
 from mobula.rewards.isolation.process import Isolated
@@ -77,7 +76,7 @@ def users_signature(target: str, isolated: Isolated) -> inspect.Signature:
         ) from error
     except RewardError as error:
         is_file = target.rpartition(":")[0].endswith(".py")
-        action = "fix the file" if is_file else own_name(target) or "put it on the PYTHONPATH, or name a function"
+        action = "fix the file" if is_file else "put it on the PYTHONPATH, or name a function"
         raise ValueError(f"reward function {target!r} cannot be imported ({error}): {action}") from error
     _check_request(target, found)
     none = inspect.Parameter.empty

@@ -25,13 +25,20 @@ class Source:
         return self.path.split("/")[0]
 
     def imports(self) -> Iterator[str]:
-        """Every dotted name that is imported, at the top, inside functions and for type checking alike."""
+        """Every dotted name that is imported, at the top, inside functions and for type checking alike; names of the
+        project without `mobula.` in front.
+        """
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Import):
-                yield from (alias.name for alias in node.names)
+                yield from (within_project(alias.name) for alias in node.names)
             elif isinstance(node, ast.ImportFrom):
                 assert node.level == 0, f"{self.path}:{node.lineno} imports relatively: write the whole name"
-                yield from (f"{node.module}.{alias.name}" for alias in node.names)
+                yield from (within_project(f"{node.module}.{alias.name}") for alias in node.names)
+
+
+def within_project(name: str) -> str:
+    """`mobula.cluster.errors` -> `cluster.errors`; a name of another package stays."""
+    return name.removeprefix("mobula.")
 
 
 @cache

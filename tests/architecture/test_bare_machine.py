@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable, Iterator
 
 import pytest
-from sources import PACKAGES, Source, parse, sources
+from sources import PACKAGES, Source, parse, sources, within_project
 from test_layout import module_of
 
 # Modules that the stages for such a machine import.
@@ -28,9 +28,9 @@ def import_time(nodes: Iterable[ast.stmt]) -> Iterator[str]:
     """Dotted names that a module imports when it is imported itself."""
     for node in nodes:
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            yield from (within_project(alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            yield from (within_project(f"{node.module}.{alias.name}") for alias in node.names)
         elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             yield from import_time(node.orelse)
         elif isinstance(node, ast.If | ast.Try | ast.ExceptHandler | ast.With | ast.ClassDef):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from fnmatch import fnmatch
 
 import pytest
@@ -39,6 +40,8 @@ WALLS: dict[str, tuple[str, ...]] = {
     "verifiers": ("actors/environments/programs/*",),  # which runs in a Python of its own
 }
 
+BARE = rf"^ *(?:from|import) (?:{'|'.join(PACKAGES)})\b.*"
+
 
 def is_below(name: str, root: str) -> bool:
     return name == root or name.startswith(f"{root}.")
@@ -70,6 +73,12 @@ def test_packages_import_one_way() -> None:
 
 def test_libraries_stay_behind_their_walls() -> None:
     assert [breach for source in sources() for breach in breached_walls(source)] == []
+
+
+def test_the_project_is_imported_as_one_package() -> None:
+    """A name such as `rewards` at the top may be a module of the user's."""
+    bare = [f"{s.path}: {word}" for s in sources() for word in re.findall(BARE, s.text, re.MULTILINE)]
+    assert bare == []
 
 
 def test_the_code_reaches_no_test() -> None:

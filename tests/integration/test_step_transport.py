@@ -18,6 +18,7 @@ from learner_data import random_groups
 from transformers import AutoTokenizer
 
 from mobula.cluster.records.trajectory import ScoredGroup
+from mobula.learner import batch
 from mobula.learner.learner import Learner
 from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 from mobula.learner.shares import StepGroups
@@ -78,7 +79,7 @@ def train(rank: int, words: Sequence[str], model: Path, steps: Sequence[Sequence
         num_bytes += sum(map(len, contents))
         return [pickle.loads(content) for content in contents]
 
-    learner.batch.fetch_or_miss = fetch
+    batch.fetch_or_miss = fetch
     seen = {}
     for way in ("shares", "everything"):
         (out / way).mkdir(exist_ok=True)

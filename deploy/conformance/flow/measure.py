@@ -1,4 +1,4 @@
-"""Measure families of flow models: `python -m mobula.deploy.conformance.flow.measure FOLDER NAME ...` writes their reports.
+"""Measures flow models: `python -m mobula.deploy.conformance.flow.measure FOLDER NAME ...` writes their reports.
 
 A sampler and a learner in this process train a tiny checkpoint for one step, its weights and then adapters; plain
 diffusers makes the same pictures of what they export.

@@ -127,7 +127,7 @@ def test_the_folder_of_a_run_that_has_begun_stays(shared: Path, tmp_path: Path, 
 def test_what_is_logged_before_there_is_a_run_folder_stands_in_its_log(tmp_path: Path, restored_logging: None) -> None:
     screen = io.StringIO()
     set_up_logging(Console(file=screen, width=200))
-    logger = logging.getLogger("deploy.anything")
+    logger = logging.getLogger("mobula.deploy.anything")
     logger.warning("before")
     log_to(tmp_path)
     logger.info("after")

@@ -19,7 +19,7 @@ RED = "\x1b[31mboom\x1b[0m"
 
 def logged(folder: Path, console: Console, *, as_json: bool) -> None:
     set_up_logging(console)
-    logger = logging.getLogger("deploy.anything")
+    logger = logging.getLogger("mobula.deploy.anything")
     logger.info("before there is a folder")
     log_to(folder, as_json=as_json)
     logger.info("two\nlines")
@@ -64,7 +64,7 @@ def test_a_log_that_cannot_be_written_is_named_once_and_costs_its_lines_alone(
     (tmp_path / LOG_FILE).symlink_to("/dev/full")
     log_to(tmp_path)
     for number in range(3):
-        logging.getLogger("deploy.anything").info("event %d", number)
+        logging.getLogger("mobula.deploy.anything").info("event %d", number)
     lines = [line[20:] for line in screen.getvalue().splitlines()]
     assert [line for line in lines if line.startswith("event")] == ["event 0", "event 1", "event 2"]
     assert len([line for line in lines if "run.log cannot be written" in line and "No space left" in line]) == 1

@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 from mobula.cluster.records.media import MediaReader
 from mobula.cluster.records.trajectory import ScoredGroup
 from mobula.configs.schema import RunConfig
+from mobula.learner.examples import examples
 from mobula.learner.examples.entries import DataRows
 from mobula.learner.examples.examples import Example, SharedExample, collate_examples, fetch_examples, totals_of
 from mobula.learner.gradient_step import shares_of_ranks
@@ -38,7 +39,7 @@ def tokenizer(folder: Path):
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Store:
     store = Store()
-    monkeypatch.setattr(learner.examples.examples, "fetch_or_miss", store.fetch)
+    monkeypatch.setattr(examples, "fetch_or_miss", store.fetch)
     return store
 
 

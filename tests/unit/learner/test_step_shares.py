@@ -17,6 +17,7 @@ from transformers import AutoTokenizer
 from mobula.cluster.records.media import MediaReader
 from mobula.cluster.records.trajectory import FinishReason, MediaSpan, Reward, ScoredGroup
 from mobula.configs.schema import RunConfig
+from mobula.learner import batch
 from mobula.learner.batch import LearnerItem, collate_items, fetch_items
 from mobula.learner.credit import Credit
 from mobula.learner.policies.base import RowOutline
@@ -40,7 +41,7 @@ def tokenizer(folder: Path):
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Store:
     store = Store()
-    monkeypatch.setattr(learner.batch, "fetch_or_miss", store.fetch)
+    monkeypatch.setattr(batch, "fetch_or_miss", store.fetch)
     return store
 
 

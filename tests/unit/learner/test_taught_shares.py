@@ -12,6 +12,7 @@ from ranks_in_threads import RanksInThreads, Store, Stored
 from transformers import AutoTokenizer
 
 from mobula.configs.schema import RunConfig
+from mobula.learner.examples import entries
 from mobula.learner.examples.entries import StoredExample, TaughtExamples, stored_examples
 from mobula.learner.examples.examples import ExampleOutline
 from mobula.learner.gradient_step import shares_of_ranks
@@ -45,7 +46,7 @@ def examples(config: RunConfig) -> list[SupervisedExample]:
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Store:
     store = Store()
-    monkeypatch.setattr(learner.examples.entries, "fetch_or_miss", store.fetch)
+    monkeypatch.setattr(entries, "fetch_or_miss", store.fetch)
     return store
 
 

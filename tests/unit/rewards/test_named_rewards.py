@@ -13,7 +13,7 @@ from mobula.rewards.isolation.process import IsolatedProcess
 from mobula.rewards.scoring import RewardScoring
 from mobula.rewards.tools import Tools
 
-RULES = [name for name, target in BUILT_IN.items() if target.startswith("rewards.functions.answers.")]
+RULES = [name for name, target in BUILT_IN.items() if target.startswith("mobula.rewards.functions.answers.")]
 
 
 @pytest.mark.parametrize("name", RULES)

@@ -13,7 +13,7 @@ from mobula.cluster.roles import SamplingSettings
 
 IMPORTS = """
 import sys
-import benchmarks.raw.raw_vllm, actors.samplers.vllm.arguments
+import benchmarks.raw.raw_vllm, mobula.actors.samplers.vllm.arguments
 print(*sorted(name for name in sys.modules if name.startswith("mobula.actors.samplers.vllm")))
 """
 

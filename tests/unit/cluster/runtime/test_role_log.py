@@ -47,7 +47,7 @@ def test_everything_goes_to_the_file_and_the_log_before_names_it(tmp_path: Path)
     assert [line for line in lines if "INFO" not in line and "WARNING" not in line] == [
         "printed", "native", "child", "the end",
     ]  # fmt: skip
-    assert [line for line in lines if line.endswith("INFO actors.rollout: ours")]
+    assert [line for line in lines if line.endswith("INFO mobula.actors.rollout: ours")]
     assert [line for line in lines if line.endswith("WARNING library: a library warns")]
     assert "dropped" not in path.read_text()
 

@@ -71,7 +71,7 @@ def test_a_stopped_job_has_the_time_to_write_its_checkpoint_and_to_close_its_rol
 
 
 def test_words_are_quoted_and_a_named_resume_stands() -> None:
-    assert entrypoint(["data.system_prompt=two words", "resume=never"], "python").endswith(
+    assert entrypoint(["data.system_prompt=two words", "resume=never"], ASKED).endswith(
         "'data.system_prompt=two words' resume=never"
     )
 

@@ -141,7 +141,10 @@ def test_a_reward_process_holds_torch_where_one_of_its_functions_computes_with_i
     )
     assert process() < 200 * 2**20 < process(by_model) < process(by_engine) == PROCESS["vllm"]
     modules = {name: factory.partition(":")[0] for name, factory in BUILT_IN.items()}
-    texts = {name: (REPOSITORY / f"{module.replace('.', '/')}.py").read_text() for name, module in modules.items()}
+    texts = {
+        name: (REPOSITORY / f"{module.removeprefix('mobula.').replace('.', '/')}.py").read_text()
+        for name, module in modules.items()
+    }
     assert set(TORCH_REWARDS) == {
         name for name, text in texts.items() if re.search("^import torch", text, re.MULTILINE)
     }

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Train a released vision-language checkpoint on your own data, with two GPUs.
 # MODEL is a checkpoint's folder or hub name, DATA a folder with train.jsonl, validation.jsonl and test.jsonl as
-# docs/operations.md describes it.
+# docs/data.md describes it.
 # Run in the root of the repository: `MODEL=... DATA=... examples/own_model.sh`. Not run on a GPU so far.
 set -euo pipefail
 

@@ -1,4 +1,4 @@
-"""Physical GPUs for a role, as docs/operations.md pins them: two raylets on one machine, each with GPUs of its own."""
+"""Physical GPUs for a role, as docs/hardware.md pins them: two raylets on one machine, each with GPUs of its own."""
 
 from __future__ import annotations
 

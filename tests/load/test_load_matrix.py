@@ -1,6 +1,6 @@
 """The main job under loads that users have: long responses and prompts, split prefills, preemptions, pushes in flight.
 
-A few steps of a chosen fifth of the rows run with every suite, all rows in full with `-m load`; docs/operations.md has
+A few steps of a chosen fifth of the rows run with every suite, all rows in full with `-m load`; docs/measured.md has
 the last results.
 """
 
@@ -157,7 +157,7 @@ def _trained(run_folder: Path) -> list[int]:
 
 
 def _note(row: Row, found: RunFolder, memory: list[int]) -> None:
-    """For docs/operations.md."""
+    """For docs/measured.md."""
     if RESULTS not in os.environ or found.summary is None:
         return
     summary = found.summary

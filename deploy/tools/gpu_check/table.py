@@ -32,7 +32,7 @@ def table(results: CheckResults) -> str:
 
 
 def status_rows(all_results: list[CheckResults]) -> str:
-    """The Markdown table of README: each stage, and on which machines it passed, when and at which commit."""
+    """The Markdown table of docs/supported.md: each stage, and where, when and at which commit it passed."""
     lines = ["| stage | passed on | failed on |", "|---|---|---|"]
     for stage in STAGES:
         found = [

@@ -62,7 +62,7 @@ class Family(ABC):
     engine_dtypes_on_cpu: tuple[str, ...] = ("float32", "bfloat16")
     """The values of `resources.dtype` in which vLLM computes it on CPU; the first one is that of its measurements."""
     on_cpu = ""
-    """Differences with vLLM on CPU and their reason; the support tables of README.md show it."""
+    """Differences with vLLM on CPU and their reason; docs/supported.md shows it."""
     keeps_packed_rows_apart = True
     """Whether `learner.packing` computes its rows as it computes them alone."""
     note = ""

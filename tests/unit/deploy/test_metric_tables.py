@@ -1,4 +1,4 @@
-"""The tables of metrics in docs/operations.md are those of the definitions."""
+"""The tables of metrics in docs/monitoring.md are those of the definitions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tables of capabilities and defects in docs/algorithms.md name keys and tests that exist."""
+"""The table of capabilities in docs/algorithms.md names keys and tests that exist."""
 
 from __future__ import annotations
 
@@ -51,11 +51,3 @@ def test_every_capability_has_tests_that_exist() -> None:
     assert named - files == set()
     without = [row[0] for row in rows("## Table of capabilities") if not quoted(row[2]) and row[2] != "the same"]
     assert without == []
-
-
-def test_every_numbered_defect_has_tests_that_exist() -> None:
-    found = {row[0]: quoted(row[2]) for row in rows("### Defects of LightRFT")}
-    assert list(found) == [f"B{n}" for n in range(1, 26)]
-    code = "".join(path.read_text(encoding="utf-8") for path in (REPOSITORY / "tests").rglob("test_*.py"))
-    assert [name for names in found.values() for name in names if f"def {name}(" not in code] == []
-    assert all(found.values())

@@ -1,4 +1,4 @@
-"""Every relative link of README.md, docs/ and examples/ leads to a file, and its anchor to a heading of that file."""
+"""Every relative link of a page leads to a file and a heading in it; docs/README.md lists every page."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).parents[3]
-PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md")), REPOSITORY / "examples" / "README.md"]
+DOCS = sorted((REPOSITORY / "docs").glob("*.md"))
+PAGES = [*sorted(REPOSITORY.glob("*.md")), *DOCS, REPOSITORY / "examples" / "README.md"]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 CODE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 
@@ -32,6 +33,11 @@ def broken_links(page: Path) -> list[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
     assert broken_links(page) == []
+
+
+def test_the_index_has_every_page() -> None:
+    linked = set(LINK.findall((REPOSITORY / "docs" / "README.md").read_text(encoding="utf-8")))
+    assert {page.name for page in DOCS} - linked == {"README.md"}
 
 
 def test_a_broken_link_is_seen(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Every rule of docs/security.md names a test that exists; every error is in docs/troubleshooting.md with a command."""
+"""Every rule of SECURITY.md names a test that exists; every error is in docs/troubleshooting.md with a command."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mobula.configs.load import load_config
 from mobula.deploy.reference import error_messages
 
 REPOSITORY = Path(__file__).parents[3]
-SECURITY = (REPOSITORY / "docs" / "security.md").read_text(encoding="utf-8")
+SECURITY = (REPOSITORY / "SECURITY.md").read_text(encoding="utf-8")
 TROUBLES = (REPOSITORY / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
 RULES = re.findall(r"^\| (.+?) \| `(tests/\S+)::(test_\w+)` \|$", SECURITY, re.MULTILINE)
 KINDS = [

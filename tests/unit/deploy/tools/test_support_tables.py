@@ -1,4 +1,4 @@
-"""The support tables of README.md are those of the registries, and every entry can be chosen in a configuration."""
+"""The tables of docs/supported.md and README.md are those of the registries; every entry can be chosen in a run."""
 
 from __future__ import annotations
 
@@ -21,9 +21,13 @@ from mobula.learner.algorithms.turn_advantages import TURN_ADVANTAGES
 from mobula.learner.optim import OPTIMIZERS
 
 
-def test_the_readme_has_the_generated_tables() -> None:
-    page = support_tables.TARGET.read_text(encoding="utf-8")
-    assert rewritten(page) == page, "run `python -m mobula.deploy.tools.support_tables`"
+def test_readme_and_docs_have_the_generated_tables() -> None:
+    for file, block in (
+        (support_tables.README, support_tables.summary()),
+        (support_tables.TARGET, support_tables.text()),
+    ):
+        page = file.read_text(encoding="utf-8")
+        assert rewritten(page, block) == page, "run `python -m mobula.deploy.tools.support_tables`"
 
 
 @pytest.mark.parametrize(
@@ -53,13 +57,14 @@ def test_keys_without_a_registry_have_their_values_in_the_schema(key: str) -> No
 
 def test_an_edited_table_is_written_again_and_the_text_around_it_stays() -> None:
     page = f"# Head\n\n{BEGIN}\n| `made_up` |\n{END}\n\ntail\n"
-    again = rewritten(page)
+    block = support_tables.text()
+    again = rewritten(page, block)
     assert again.startswith("# Head\n\n") and again.endswith("\n\ntail\n")
     assert "made_up" not in again and "`qwen2_5_vl`" in again
-    assert rewritten(again) == again
+    assert rewritten(again, block) == again
 
 
 @pytest.mark.parametrize("page", ["no markers", f"{END}\n{BEGIN}", f"{BEGIN}\n{END}\n{BEGIN}\n{END}"])
 def test_a_page_without_one_block_is_refused(page: str) -> None:
     with pytest.raises(ValueError, match="add them"):
-        rewritten(page)
+        rewritten(page, "")

@@ -20,6 +20,7 @@ import typer
 from mobula.cluster.errors import PreflightError
 from mobula.cluster.workers.status import MAX_WORKERS
 from mobula.configs.errors import ConfigError
+from mobula.configs.schema import RunConfig
 from mobula.deploy.cli.data_commands import data
 from mobula.deploy.cli.environment_commands import play, rollout, serve_environment, serve_policy, verifiers
 from mobula.deploy.cli.errors import FAILED, explained
@@ -36,6 +37,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option("--config", metavar="FILE", help="A run's config.yaml in place of groups; single keys may be set."),
+]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
@@ -102,12 +107,10 @@ def main() -> None:
 
 
 @app.command()
-def train(overrides: Overrides = None) -> None:
+def train(overrides: Overrides = None, config_file: ConfigFile = None) -> None:
     """Train: warm start, evaluation, RL or an offline job, evaluation, report."""
-    from mobula.configs.load import load_config
-
     with explained():
-        config = load_config(overrides or [])
+        config = _config(overrides or [], config_file)
         from mobula.deploy.run import runtime
 
         raise typer.Exit(runtime.train(config))
@@ -142,12 +145,11 @@ def evaluate(
     runs: Annotated[int, typer.Option(min=1, help="With --compare: timed runs after the warm-up.")] = 3,
     prompts: Annotated[int, typer.Option(min=1, help="With --compare: prompts of one run.")] = 8,
     batch_size: Annotated[int, typer.Option(min=1, help="With --compare: prompts at a time.")] = 1,
+    config_file: ConfigFile = None,
 ) -> None:
     """Score a policy on the held-out split, and on the suites of an evaluation scheme."""
-    from mobula.configs.load import load_config
-
     with explained():
-        config = load_config([*([f"evaluation={scheme}"] if scheme else []), *(overrides or [])])
+        config = _config([*([f"evaluation={scheme}"] if scheme else []), *(overrides or [])], config_file)
         if compare_with is not None:
             from mobula.deploy.tools.policy import compare_samplers
 
@@ -530,6 +532,12 @@ app.command()(submit)
 app.command()(stop)
 app.command()(logs)
 app.command("list")(list_jobs)
+
+
+def _config(overrides: Sequence[str], file: Path | None) -> RunConfig:
+    from mobula.configs.load import load_config, load_resolved
+
+    return load_config(overrides) if file is None else load_resolved(file, overrides)
 
 
 def _train_offline(job: str, overrides: Sequence[str]) -> None:

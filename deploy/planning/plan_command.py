@@ -12,12 +12,28 @@ from mobula.cluster.runtime.placement import needed_roles, plan_placement, plan_
 from mobula.configs.schema import RunConfig
 from mobula.deploy.planning.clusters import PlannedNode, described_nodes, read_cluster
 from mobula.deploy.planning.engine_sizes import EngineSizes
-from mobula.deploy.planning.fit import plan_memory
+from mobula.deploy.planning.fit import MemoryPlan, plan_memory
 from mobula.deploy.planning.kv_cache import refuse_small_cache
 from mobula.deploy.planning.nodes import nodes_at, this_node
 from mobula.deploy.planning.plan_view import as_table, demand_table, memory_table, refuse_shortfalls
 from mobula.deploy.planning.policy_shape import policy_shape
 from mobula.learner.policies.shapes import ModelShape
+
+
+def make_plan(config: RunConfig, *, short: str | None = None, file: Path | None = None) -> MemoryPlan:
+    """The placement and the memory of a run on described nodes, or on this machine.
+
+    Raises:
+        PreflightError: CPUs, GPUs or memory do not suffice, or `policy.model` is not set.
+    """
+    _, nodes = _nodes(config, None, short, file)
+    shape = policy_shape(config)
+    if shape is None:
+        raise PreflightError("memory is planned for a model: set policy.model")
+    refuse_small_cache(config, shape)
+    plan = plan_memory(config, shape, nodes)
+    refuse_shortfalls(config, shape, nodes, plan)
+    return plan
 
 
 def show_plan(

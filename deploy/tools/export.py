@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
 from mobula.cluster.errors import PreflightError
@@ -20,8 +21,28 @@ from mobula.learner.policy_weights import export_state
 EXPORT_FOLDER = "export"  # of the run folder
 
 
+@dataclass(frozen=True)
+class ExportedPolicy:
+    """What `export_policy` wrote, from the checkpoint of one step of a run."""
+
+    path: Path
+    run_folder: Path
+    step: int
+    layout: str
+
+
 def export(run: str, step: int | None, *, merge: bool, ema: bool, dtype: str | None, output: Path | None) -> int:
-    """Write the policy of a checkpoint, the newest one if `step` is None; returns the exit code. The run may go on.
+    """`mobula export`: prints what `export_policy` wrote; returns the exit code."""
+    written = export_policy(run, step, merge=merge, ema=ema, dtype=dtype, output=output)
+    text = f"step {written.step} of {written.run_folder}: {written.path}, {written.layout}"
+    terminal(soft_wrap=True).print(text, markup=False, highlight=False)
+    return 0
+
+
+def export_policy(
+    run: str, step: int | None, *, merge: bool, ema: bool, dtype: str | None, output: Path | None
+) -> ExportedPolicy:
+    """Writes the policy of a checkpoint, the newest one if `step` is None. The run may go on.
 
     With `ema` its weights are their average (`learner.ema_decay`). They have the dtypes of `policy.model`, or `dtype`.
 
@@ -41,12 +62,11 @@ def export(run: str, step: int | None, *, merge: bool, ema: bool, dtype: str | N
     if target.exists():
         raise PreflightError(f"{target} exists: give another folder with --output, or remove it first")
     _write(config, state, target, merge=merge, ema=ema, dtype=dtype or "")
-    what = "a checkpoint in the Hugging Face layout"
+    layout = "a checkpoint in the Hugging Face layout"
     if is_adapter:
         kind = "LoRA for diffusers" if config.sampler.is_flow else "PEFT adapter"
-        what = f"a {kind} of {config.policy.model}"
-    terminal(soft_wrap=True).print(f"step {version} of {folder}: {target}, {what}", markup=False, highlight=False)
-    return 0
+        layout = f"a {kind} of {config.policy.model}"
+    return ExportedPolicy(target, folder, version, layout)
 
 
 def _check(config: RunConfig, folder: Path, *, merge: bool, ema: bool, dtype: str | None) -> None:

@@ -1,0 +1,58 @@
+"""`import mobula`: the notebook of examples/, and errors of a run as exceptions."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import mobula
+from mobula.cluster.errors import PreflightError
+
+NOTEBOOK = Path(__file__).parents[2] / "examples" / "notebook.py"
+SMALLER = (
+    "num_steps=2",
+    "warm_start.num_steps=10",
+    "evaluation.num_prompts=16",
+    "algorithm.prompts_per_step=4",
+    "algorithm.samples_per_prompt=4",
+    "resources.object_store_bytes=268435456",
+    "timeouts.start_s=500",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_notebook_trains_exports_and_evaluates(tmp_path: Path) -> None:
+    """As a script; each call starts a run of its own, also where an event loop runs as in a notebook."""
+    text = NOTEBOOK.read_text(encoding="utf-8")
+    num_lists = text.count('"resources=laptop"')
+    text = text.replace('"resources=laptop"', '"resources=laptop", ' + ", ".join(map(repr, SMALLER)))
+    text = text.replace('        "num_steps=20",\n', "")
+    assert num_lists == 2 and "num_steps=20" not in text
+    lines = "\n".join(f"    {line}" for line in text.splitlines())
+    (tmp_path / "notebook.py").write_text(f"import asyncio\nasync def cells():\n{lines}\nasyncio.run(cells())\n")
+    done = subprocess.run([sys.executable, "notebook.py"], cwd=tmp_path, capture_output=True, text=True, timeout=800)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "step 2: mean reward" in done.stdout and "host memory: " in done.stdout
+    assert "runs/notebook-policy: " in done.stdout.splitlines()[-1]
+    result = mobula.RunResult.read(tmp_path / "runs" / "notebook")
+    assert (result.summary.status, result.summary.version, result.report.is_file()) == ("done", 2, True)
+
+
+def test_a_run_that_cannot_start_raises_what_the_command_says(tmp_path: Path) -> None:
+    config = mobula.load_config(["experiment=digits", f"folder={tmp_path}", f"data.path={tmp_path}"])
+    with pytest.raises(PreflightError, match="has no dataset.json, so it is no digits dataset"):
+        mobula.train(config)
+
+
+def test_a_run_without_a_summary_is_no_result(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="has no summary"):
+        mobula.RunResult.read(tmp_path)
+
+
+def test_only_the_interface_is_offered() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'trian'"):
+        mobula.trian  # noqa: B018

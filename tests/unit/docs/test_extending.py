@@ -78,7 +78,11 @@ def extended(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(root: Path, *words: str, timeout_s: int) -> str:
     """Run a Python module in the copy; returns its output."""
-    environment = os.environ | {"PYTHONPATH": str(root / "deploy" / "package"), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    environment = os.environ | {
+        "PYTHONPATH": str(root / "deploy" / "package"),
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
     command = [sys.executable, "-m", *words]
     done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=timeout_s)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]

@@ -9,7 +9,7 @@ NOW := $(shell date +%Y%m%d-%H%M%S)
 ARGS ?=
 unless = $(if $(filter $(1)=%,$(ARGS)),,$(1)=$(2))
 
-.PHONY: environment harness verifiers train train-pretrained test benchmark clean
+.PHONY: environment harness verifiers train train-pretrained test types benchmark clean
 
 environment:
 	@./deploy/environment.sh
@@ -36,6 +36,13 @@ train-pretrained: environment
 
 test: environment
 	.venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+
+# mypy and editors follow no `__path__`, so they find the directories of `mobula` by links.
+types: environment
+	@mkdir -p build/types/mobula
+	@ln -sfn $(CURDIR)/deploy/package/mobula/__init__.py build/types/mobula/__init__.py
+	@for name in actors cluster configs deploy learner rewards; do ln -sfn $(CURDIR)/$$name build/types/mobula/; done
+	.venv/bin/mypy $(ARGS)
 
 benchmark: environment
 	.venv/bin/python -m benchmarks $(ARGS)

@@ -8,4 +8,5 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 class PackageHook(BuildHookInterface):  # type: ignore[misc]
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         if version == "standard":
-            build_data["force_include"]["deploy/package/mobula/__init__.py"] = "__init__.py"  # below `sources`
+            for name in ("__init__.py", "py.typed"):  # below `sources`
+                build_data["force_include"][f"deploy/package/mobula/{name}"] = name

@@ -1,6 +1,6 @@
 """Every recipe on the digits task, several seeds each: held-out accuracy before and after RL as a table.
 
-    python -m benchmarks.recipes [--experiment grpo]... [--seeds 3] [--folder runs/recipes] [KEY=VALUE]...
+    python -m benchmarks.recipes [--algorithm grpo]... [--seeds 3] [--folder runs/recipes] [KEY=VALUE]...
 
 Each run is one `mobula train` in a process of its own: seed 0 of every recipe, then seed 1 and so on. What a run
 reached is written to `baselines/recipes.json` when it ends, and is not measured again, so the command may be stopped at
@@ -28,9 +28,13 @@ import typer
 from mobula.cluster.metrics.report.comparison import MAX_LINES, ComparedRuns, render_comparison
 from mobula.cluster.metrics.report.run_folder import RunFolder, read_run_folder
 
-EXPERIMENTS = ("grpo", "rloo", "reinforce_pp", "cpgd", "dapo", "gspo", "gmpo", "cispo", "dr_grpo", "ppo_gae", "distill")
+ALGORITHMS = ("grpo", "rloo", "reinforce_pp", "cpgd", "dapo", "gspo", "gmpo", "cispo", "dr_grpo", "ppo_gae", "distill")
 TARGETS = {"ppo_gae": 0.80}  # held-out accuracy after RL; of the others TARGET
 TARGET = 0.85
+NEEDED = {
+    "dapo": ("num_steps=80",),  # later, almost all groups of the digits are uniform
+    "ppo_gae": ("algorithm.critic.warmup_steps=5",),
+}
 TEACHER = "teacher"  # the run whose policy `distill` learns from
 RESULTS = Path(__file__).parent / "baselines" / "recipes.json"
 
@@ -52,7 +56,7 @@ class Result:
 
 def main(
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="For every run.")] = None,
-    experiment: Annotated[list[str] | None, typer.Option(help="A recipe; all of them if left out.")] = None,
+    algorithm: Annotated[list[str] | None, typer.Option(help="A recipe; all of them if left out.")] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each recipe: seeds 0, 1, ...")] = 3,
     folder: Annotated[Path, typer.Option(help="Where the runs go.")] = Path("runs/recipes"),
     runs: Annotated[int, typer.Option(min=0, help="End after so many runs; 0 writes the table alone.")] = 1_000,
@@ -60,7 +64,7 @@ def main(
 ) -> None:
     """Train each recipe with each seed, and write the table of all results."""
     words = overrides or []
-    planned = [(name, seed) for seed, name in product(range(seeds), experiment or EXPERIMENTS)]
+    planned = [(name, seed) for seed, name in product(range(seeds), algorithm or ALGORITHMS)]
     known = _read(results)
     for name, seed in [run for run in planned if run not in known][:runs]:
         known[name, seed] = _measured(name, seed, folder, words)
@@ -75,8 +79,8 @@ def main(
 def _measured(name: str, seed: int, folder: Path, words: Sequence[str]) -> Result:
     """Train one recipe from one seed, on from where an earlier command was stopped."""
     started = time.monotonic()
-    teacher = _teacher(name, folder, words)
-    run = _run(folder, f"{name}-{seed}", [f"experiment={name}", f"seed={seed}", *teacher, *words])
+    needed = [*NEEDED.get(name, ()), *_teacher(name, folder, words)]
+    run = _run(folder, f"{name}-{seed}", ["experiment=digits", f"algorithm={name}", f"seed={seed}", *needed, *words])
     wall_s = round(time.monotonic() - started, 1)
     assert run.summary is not None and run.summary.accuracy_before is not None, f"{name}-{seed} was not evaluated"
     assert run.summary.accuracy_after is not None, f"{name}-{seed} has no evaluation after its start"
@@ -85,9 +89,9 @@ def _measured(name: str, seed: int, folder: Path, words: Sequence[str]) -> Resul
     return Result(name, seed, *accuracies, run.summary.num_steps, wall_s, now, os.cpu_count() or 0, tuple(words))
 
 
-def _teacher(experiment: str, folder: Path, overrides: Sequence[str]) -> list[str]:
+def _teacher(algorithm: str, folder: Path, overrides: Sequence[str]) -> list[str]:
     """The words that `distill` needs beside its seed: a teacher that was trained on the rewards."""
-    if experiment != "distill":
+    if algorithm != "distill":
         return []
     _run(folder, TEACHER, ["experiment=digits", *overrides])
     return [f"algorithm.distillation.teacher={folder / TEACHER / 'policy'}"]
@@ -126,7 +130,7 @@ def _write(path: Path, known: Mapping[tuple[str, int], Result]) -> None:
 
 def _compare(folder: Path, known: Mapping[tuple[str, int], Result]) -> None:
     """A comparison page for each `MAX_LINES` recipes, of the runs whose folders are here."""
-    folders = {name: [folder / f"{name}-{seed}" for seed in _seeds(known, name)] for name in EXPERIMENTS}
+    folders = {name: [folder / f"{name}-{seed}" for seed in _seeds(known, name)] for name in ALGORITHMS}
     lines = [
         ComparedRuns(name, [read_run_folder(run) for run in runs])
         for name, runs in folders.items()
@@ -143,7 +147,7 @@ def _seeds(known: Mapping[tuple[str, int], Result], name: str) -> list[int]:
 
 def _markdown(known: Mapping[tuple[str, int], Result]) -> list[str]:
     head = ["| recipe | seeds | before | after | each seed, after | target | met |", "|---|---|---|---|---|---|---|"]
-    rows = {name: [known[name, seed] for seed in _seeds(known, name)] for name in EXPERIMENTS}
+    rows = {name: [known[name, seed] for seed in _seeds(known, name)] for name in ALGORITHMS}
     return [*head, *(_row(name, results) for name, results in rows.items() if results)]
 
 

@@ -91,6 +91,7 @@ def _computed(values: Any, whole: Mapping[str, Any]) -> Any:
     source: Any = whole
     for part in found[2].split("."):
         source = source[part]
+    source = _computed(source, whole)
     return COMPUTATIONS[found[1]](source, *(yaml.safe_load(argument) for argument in found[3].split(",")))
 
 

@@ -18,7 +18,13 @@ FOLDER = Path(__file__).parent
 MISSING = "???"  # a value that is left to the user
 EXPERIMENT = "experiment"
 GLOBAL_PACKAGE = "# @package _global_"
-COMPUTED_FROM = {"resources.num_nodes": int, "resources.device": str, "policy.lora.rank": int}  # by files, and types
+# Keys that files compute from, and their types.
+COMPUTED_FROM = {
+    "resources.num_nodes": int,
+    "resources.device": str,
+    "policy.lora.rank": int,
+    "sampler.max_tokens": int,
+}
 COMPUTATIONS: Mapping[str, Callable[..., Any]] = {  # `${NAME:${KEY},...}` in files
     "times": lambda a, b: a * b,
     "if_positive": lambda number, yes, no: yes if number > 0 else no,

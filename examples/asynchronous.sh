@@ -9,7 +9,7 @@ words=(
     name=example-asynchronous
     num_steps=20
     algorithm.max_staleness=1             # 0 is synchronous on-policy training; 1 samples while the learner updates
-    algorithm=rloo                        # configs/algorithm/rloo.yaml: leave-one-out baseline instead of GRPO
+    algorithm=cispo                       # configs/algorithm/cispo.yaml: every token keeps its gradient, by a clipped ratio
     replay.trajectory_log=true            # record what is trained on; `mobula replay` and `mobula score` read it
     resume=auto
 )

@@ -1,4 +1,4 @@
-"""`mobula train experiment=ppo_gae` with real engines, in short: the critic trains first, then the policy with it."""
+"""`mobula train algorithm=ppo_gae` with real engines, in short: the critic trains first, then the policy with it."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     """One vLLM engine and two FSDP2 ranks, or one of the policy and two of the critic; the first of three steps trains
     the critic alone."""
     folder = tmp_path_factory.mktemp("ppo_gae")
-    words = ("experiment=ppo_gae", "resources=laptop", f"data.path={folder / 'digits'}", "num_steps=3")
-    words += PLACES[request.param]
+    words = ("experiment=digits", "algorithm=ppo_gae", "resources=laptop", "num_steps=3")
+    words += (f"data.path={folder / 'digits'}", *PLACES[request.param])
     short = ("algorithm.critic.warmup_steps=1", "learner.warmup_steps=0")
     job = Job(folder, (*words, *short, "resources.rollout.num_workers=1", "weight_sync.canary_interval=1"))
     try:

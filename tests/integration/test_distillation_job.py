@@ -14,7 +14,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 NUM_STEPS = 12
 WORDS = (
-    "experiment=distill",
+    "experiment=digits",
+    "algorithm=distill",
     "resources=laptop_overlapped",
     "learner=single",
     "warm_start.num_steps=0",

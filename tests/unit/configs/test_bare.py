@@ -18,7 +18,7 @@ NAMED = ("policy.model=x", "data.path=y")
 COMPOSED = (
     ("experiment=digits",),
     ("experiment=sums", "sampler=huggingface", "learner=single", "resources.learner.num_workers=1"),
-    ("experiment=dapo_geometry3k",),
+    ("experiment=geometry3k", "algorithm=dr_grpo"),
     ("experiment=sd3_5_ocr_grpo",),
     ("resources=multi_node", "resources.num_nodes=3"),
     ("resources=one_gpu_colocated", "learner.packing=true", "policy.lora.rank=8"),

@@ -309,7 +309,6 @@ NEEDS: dict[str, list[str]] = {
     "algorithm=grpo_guard": ["experiment=glyphs_grpo"],
     "algorithm=diffusion_nft": ["experiment=glyphs_nft"],
     "experiment=sd3_5_ocr_grpo": ["data.path=some/folder"],
-    "experiment=distill": ["algorithm.distillation.teacher=some/model"],
     "experiment=own": ["policy.model=some/model", "data.path=some/folder"],
     "experiment=sft": ["policy.model=some/model", "data.path=some/folder"],
     "experiment=reward_model": ["policy.model=some/model", "data.path=some/folder"],
@@ -337,45 +336,44 @@ def test_every_option_of_every_group_loads(choice: str) -> None:
         assert is_computed or value_at(values, name) == value
 
 
-PRESETS = ("grpo", "dr_grpo", "dapo", "reinforce_pp", "rloo", "cpgd", "gspo", "gmpo", "cispo", "distill", "ppo_gae")
+RECIPES = groups()["algorithm"]
+FLOW_RECIPES = ("dance_grpo", "diffusion_nft", "flow_grpo", "flow_grpo_fast", "flow_grpo_wan", "grpo_guard")
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_of_an_algorithm_is_short_and_trains_the_digits(name: str) -> None:
-    path = document.TARGET.parent.parent / "configs" / "experiment" / f"{name}.yaml"
-    assert len(path.read_text(encoding="utf-8").splitlines()) <= 25
-    chosen = f"experiment={name}"
-    config, digits = load_config([chosen, *NEEDS.get(chosen, [])]), load_config(["experiment=digits"])
-    assert config.name == name and config.data == digits.data and config.warm_start == digits.warm_start
-    assert config.algorithm != digits.algorithm
+@pytest.mark.parametrize("name", RECIPES)
+def test_an_algorithm_preset_states_its_whole_recipe(name: str) -> None:
+    values = own_values("algorithm", name)["algorithm"]
+    needed = {"advantage", "loss", "loss_aggregation", "old_logprobs", "correction", "kl"}
+    assert needed <= values.keys()
+    assert {"coef", "controller"} <= values["kl"].keys()
+    assert values["kl"]["coef"] == 0 or {"estimator", "place"} <= values["kl"].keys()
+    assert values["loss"] == "reinforce" or values["loss"] in values["losses"]
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_of_an_algorithm_trains_a_released_checkpoint_on_public_data(name: str) -> None:
-    path = document.TARGET.parent.parent / "configs" / "experiment" / f"{name}_geometry3k.yaml"
-    assert len(path.read_text(encoding="utf-8").splitlines()) <= 25
-    config, digits = (
-        load_config([f"experiment={name}_geometry3k"]),
-        load_config([f"experiment={name}", *NEEDS.get(f"experiment={name}", [])]),
+@pytest.mark.parametrize("name", [name for name in RECIPES if name not in FLOW_RECIPES])
+def test_an_algorithm_is_the_same_recipe_for_every_experiment(name: str) -> None:
+    words = [f"algorithm={name}", *NEEDS.get(f"algorithm={name}", [])]
+    sizes = ("prompts_per_step", "samples_per_prompt", "max_concurrent_groups", "loss_norm", "critic")
+    digits, maze, geometry = (
+        load_config([f"experiment={task}", "resources=laptop", *words]).algorithm.model_dump(exclude=set(sizes))
+        for task in ("digits", "calculator", "geometry3k")
     )
-    assert config.policy.model.startswith("Qwen/Qwen2.5-VL-") and config.data.path == Path("hiyouga/geometry3k")
-    assert config.resources.device == "cuda" and config.learner.packing
-    ours, theirs = config.algorithm, digits.algorithm
-    assert (ours.advantage, ours.loss, ours.loss_aggregation) == (
-        theirs.advantage,
-        theirs.loss,
-        theirs.loss_aggregation,
-    )
-    assert (ours.loss_parameters, ours.kl.estimator, ours.shaping) == (
-        theirs.loss_parameters,
-        theirs.kl.estimator,
-        theirs.shaping,
-    ) or name == "reinforce_pp"
-    assert name == "reinforce_pp" or ours.kl == theirs.kl
+    assert digits == maze == geometry
+
+
+def test_dr_grpo_divides_by_the_longest_response() -> None:
+    for words, longest in ([], 8), (["sampler.max_tokens=16"], 16):
+        assert load_config(["experiment=digits", "algorithm=dr_grpo", *words]).algorithm.loss_norm == longest
+    assert load_config(["experiment=geometry3k", "algorithm=dr_grpo"]).algorithm.loss_norm == 2048
+
+
+def test_the_table_of_recipes_is_current() -> None:
+    page = document.RECIPES_PAGE.read_text(encoding="utf-8")
+    assert document.with_recipes(page) == page, "run `python -m mobula.configs.document`"
 
 
 def test_mayes_preset_has_seven_learner_ranks_an_engine_and_its_evaluation() -> None:
-    config = load_config(["experiment=reinforce_pp_geometry3k"])
+    config = load_config(["experiment=maye"])
     assert (config.resources.learner.num_workers, config.resources.rollout.num_workers) == (7, 1)
     assert config.policy.freeze == ("vision",) and set(config.evaluation.suites) == set(
         load_config(["experiment=digits", "evaluation=maye"]).evaluation.suites
@@ -396,13 +394,14 @@ def test_an_offline_preset_for_gpus_is_short_and_names_its_checkpoint_and_data(n
 
 
 def test_presets_state_the_values_of_their_papers() -> None:
-    dapo, gspo = (load_config([f"experiment={name}"]).algorithm for name in ("dapo", "gspo"))
+    dapo, gspo = (load_config(["experiment=digits", f"algorithm={name}"]).algorithm for name in ("dapo", "gspo"))
     assert (dapo.losses.ppo_clip.clip_low, dapo.losses.ppo_clip.clip_high) == (0.2, 0.28)
     assert dapo.loss_aggregation == "token_mean" and dapo.drop_uniform_groups and dapo.overlong_filter
     assert dapo.kl.coef == 0
     assert (gspo.losses.gspo.clip_low, gspo.losses.gspo.clip_high) == (3e-4, 4e-4)
     assert (gspo.loss, gspo.loss_aggregation) == ("gspo", "sequence_mean")
-    assert load_config(["experiment=dr_grpo"]).algorithm.loss_aggregation == "sequence_sum_token_norm"
+    dr_grpo = load_config(["experiment=digits", "algorithm=dr_grpo"]).algorithm
+    assert dr_grpo.loss_aggregation == "sequence_sum_token_norm"
     vrl = load_config(["experiment=sd3_5_ocr_grpo", "data.path=some/folder"])
     assert (vrl.algorithm.losses.ppo_clip.clip_low, vrl.algorithm.kl.coef, vrl.algorithm.shaping.advantage_clip) == (
         1e-4,
@@ -435,17 +434,18 @@ def test_presets_state_the_values_of_their_papers() -> None:
     assert (guard.losses.grpo_guard.clip_low, guard.losses.grpo_guard.clip_high) == (2e-6, 2e-6)
     nft = load_config(["experiment=glyphs_nft"]).algorithm.losses.nft
     assert (nft.beta, nft.max_advantage) == (1.0, 5.0)
-    ppo = load_config(["experiment=ppo_gae"]).algorithm
+    ppo = load_config(["experiment=digits", "algorithm=ppo_gae"]).algorithm
     assert (ppo.advantage, ppo.gae_lambda, ppo.gamma, ppo.critic.value_clip) == ("gae", 0.95, 1.0, 0.2)
     assert (ppo.loss, ppo.losses.ppo_clip.clip_low, ppo.losses.ppo_clip.clip_high) == ("ppo_clip", 0.2, 0.2)
     assert ppo.critic.is_on and ppo.shaping.whiten and not ppo.is_group_relative
 
 
 def test_a_critic_goes_where_its_algorithm_goes() -> None:
-    """`algorithm=grpo` on the command line takes the critic of the experiment away with its advantage."""
-    chosen = load_config(["experiment=ppo_gae", "algorithm=grpo"]).algorithm
+    """`algorithm=grpo` on the command line takes the critic and the KL of the experiment away with its advantage."""
+    chosen = load_config(["experiment=pixel_maze_ppo", "algorithm=grpo"]).algorithm
     assert chosen.advantage == "grpo" and not chosen.critic.is_on
-    one = load_config(["experiment=ppo_gae", "algorithm.samples_per_prompt=1"])
+    assert (chosen.kl.coef, chosen.kl.controller, chosen.kl.place) == (0.04, "fixed", "loss")
+    one = load_config(["experiment=digits", "algorithm=ppo_gae", "algorithm.samples_per_prompt=1"])
     assert one.algorithm.samples_per_prompt == 1, "values take the place of siblings"
 
 
@@ -455,7 +455,7 @@ def test_what_is_named_on_the_command_line_wins_over_the_experiment(order: int) 
     config, digits = load_config(words[::order]), load_config(["experiment=digits"])
     assert config.warm_start == digits.warm_start.model_copy(update={"num_steps": 0})
     assert config.learner == digits.learner.model_copy(update={"backend": "deepspeed"})
-    assert config.algorithm == digits.algorithm.model_copy(update={"advantage": "rloo"})
+    assert (config.algorithm.advantage, config.algorithm.loss, config.algorithm.kl.coef) == ("rloo", "reinforce", 0.03)
     assert config.sampler == digits.sampler.model_copy(update={"kind": SamplerKind.HUGGINGFACE})
     key = load_config(["warm_start.learning_rate=0.5", *words][::order])
     assert (key.warm_start.num_steps, key.warm_start.learning_rate) == (0, 0.5)
@@ -557,9 +557,9 @@ def test_a_value_is_text_where_text_or_a_path_is_expected(tmp_path: Path, value:
 def test_a_clip_that_rounding_of_bfloat16_exceeds_is_around_the_learners_own_policy(
     preset: str, expected: tuple[str, str]
 ) -> None:
-    algorithm = load_config(["experiment=gspo", f"resources={preset}"]).algorithm
+    algorithm = load_config(["experiment=digits", "algorithm=gspo", f"resources={preset}"]).algorithm
     assert (algorithm.old_logprobs, algorithm.correction) == expected
-    plain = load_config(["experiment=grpo", f"resources={preset}"]).algorithm
+    plain = load_config(["experiment=digits", "algorithm=grpo", f"resources={preset}"]).algorithm
     assert (plain.old_logprobs, plain.correction) == ("engine", "none")
 
 

@@ -281,7 +281,10 @@ RECIPES = ("grpo", "rloo", "reinforce_pp", "ppo_gae", "cpgd", "dapo", "gspo", "g
 def test_a_recipe_makes_rewarded_answers_likelier(folder, tokenizer, name: str) -> None:
     """Four steps on answers of the policy before them; the teacher of `distill` finds the good ones likelier."""
     words = (f"algorithm={name}", *(TAUGHT if name == "distill" else REFERENCE[1:]), "learner.warmup_steps=0")
-    learner = connected(folder, *words, "algorithm.max_staleness=9", "algorithm.samples_per_prompt=4")
+    if name == "rloo":  # the plain policy gradient has no ratio to the older policy
+        words += ("algorithm.old_logprobs=recomputed", "algorithm.correction=tis_token")
+    sizes = ("algorithm.max_staleness=9", "algorithm.samples_per_prompt=4", "algorithm.num_minibatches=1")
+    learner = connected(folder, *words, *sizes)
     learner.begin_rl()
     asked = [prompt(tokenizer, f"p{n}", [picture(n)][: n % 2]) for n in range(2)]
     groups = [group(a, [[1, 2], [3, 4], [5, 6], [7, 8]], [1.0, 0.0, 1.0, 0.0], n) for n, a in enumerate(asked)]

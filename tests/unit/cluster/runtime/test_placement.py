@@ -135,8 +135,9 @@ def test_role_that_is_not_needed_is_not_placed() -> None:
 
 
 def test_a_replay_needs_the_ranks_that_train() -> None:
-    assert training_roles(load_config(["experiment=ppo_gae"])) == ("learner",)
-    apart = load_config(["experiment=ppo_gae", "algorithm.critic.place=own_ranks", "resources.critic.num_workers=1"])
+    assert training_roles(load_config(["experiment=digits", "algorithm=ppo_gae"])) == ("learner",)
+    own_ranks = ["algorithm.critic.place=own_ranks", "resources.critic.num_workers=1"]
+    apart = load_config(["experiment=digits", "algorithm=ppo_gae", *own_ranks])
     assert training_roles(apart) == ("learner", "critic")
 
 

@@ -149,17 +149,17 @@ def faked(config: RunConfig, critic: Rank) -> LearnerWithCritic:
 
 async def test_a_critic_that_has_trained_on_what_the_policy_missed_cannot_go_on() -> None:
     """Both go back to a checkpoint; the step then fails before anything has changed."""
-    group = faked(load_config(["experiment=ppo_gae"]), Rank())
+    group = faked(load_config(["experiment=digits", "algorithm=ppo_gae"]), Rank())
     with pytest.raises(WorkerDiedError, match="the critic trains on groups that the policy could not get at"):
         await group.update([])
 
 
 async def test_states_of_two_versions_are_no_checkpoint() -> None:
-    group = faked(load_config(["experiment=ppo_gae"]), Ahead())
+    group = faked(load_config(["experiment=digits", "algorithm=ppo_gae"]), Ahead())
     with pytest.raises(CheckpointError, match="version 3 of the policy and 4 of the critic"):
         await group.load(Path("x"))
 
 
 async def test_both_groups_are_watched_by_their_roles() -> None:
-    group = faked(load_config(["experiment=ppo_gae"]), Rank())
+    group = faked(load_config(["experiment=digits", "algorithm=ppo_gae"]), Rank())
     assert [found.role for found in group.groups] == ["learner", "critic"]

@@ -1,14 +1,12 @@
-"""GuardedLearner: bounds the log-prob gap of engine and learner in every step."""
+"""LogprobGuard: bounds the log-prob gap of engine and learner in every step."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 
 from mobula.cluster.errors import LogprobGapError
 from mobula.cluster.metrics.definitions import MetricName
-from mobula.cluster.records.trajectory import ScoredGroup
-from mobula.cluster.roles import Learner, UpdateReport
+from mobula.cluster.roles import UpdateReport
 from mobula.cluster.weight_sync.tolerance import Rounding
 
 _logger = logging.getLogger(__name__)
@@ -22,32 +20,29 @@ CAUSES = (
 )
 
 
-class GuardedLearner:
-    """A learner whose update fails, or warns, where tokens of the version that it trains from have other log-probs
-    than their engine recorded."""
+class LogprobGuard:
+    """Fails, or warns, where tokens of the version that a step trains from have other log-probs than their engine
+    recorded."""
 
-    def __init__(self, learner: Learner, *, dtype: str, limit: float, rounding: Rounding, stops: bool) -> None:
+    def __init__(self, *, dtype: str, limit: float, rounding: Rounding, stops: bool) -> None:
         """`limit` is the largest mean gap in nat, that of `resources.dtype=dtype`; `rounding` may widen it."""
-        self._learner = learner
         self._dtype = dtype
         self._limit = limit
         self._rounding = rounding
         self._stops = stops
 
-    async def update(self, groups: Sequence[ScoredGroup]) -> UpdateReport:
-        """One step.
+    def check(self, report: UpdateReport) -> None:
+        """Check the report of a step.
 
         Raises:
             LogprobGapError: the gap is over the limit, and the run is to stop there.
         """
-        report = await self._learner.update(groups)
         gap = report.metrics.get(MetricName.LOGPROB_GAP_MEAN)
         if gap is not None and not gap <= self._rounding.widened(self._limit):  # a NaN is over it too
             message = self._message(gap, report)
             if self._stops:
                 raise LogprobGapError(message)
             _logger.warning("%s", message)
-        return report
 
     def _message(self, gap: float, report: UpdateReport) -> str:
         largest = report.metrics.get(MetricName.LOGPROB_GAP_MAX, gap)

@@ -16,7 +16,7 @@ from torch import Tensor
 from mobula.cluster.records.media import MediaReader
 from mobula.cluster.records.trajectory import Prompt, ScoredGroup, TrajectoryGroup
 from mobula.cluster.roles import UpdateReport
-from mobula.cluster.tracing.profiler import UpdateProfiler, profiled
+from mobula.cluster.tracing.profiler import UpdateProfiler
 from mobula.cluster.weight_sync.manifest import Manifest
 from mobula.cluster.weight_sync.transport import Rendezvous
 from mobula.configs.schema import RunConfig
@@ -85,7 +85,7 @@ class Learner:
         )
         self._fresh_gap = FreshGap(self._fresh_logprobs, config.timeouts.object_s)
         self._beside = SupervisedTerm(config, self._shares, self._reader)
-        self.profiler = UpdateProfiler(config.tracing.profile_steps, config.run_folder, rank, config.resources.device)
+        self._profiler = UpdateProfiler(config.tracing.profile_steps, config.run_folder, rank, config.resources.device)
         self.version = 0
 
     def rendezvous_address(self) -> str:
@@ -131,14 +131,7 @@ class Learner:
         self._slow.begin()
         self._critic.begin(self._outgoing.plain_state(self._backend))
 
-    def update(self, groups: Sequence[ScoredGroup], version: int) -> UpdateReport:
-        """One RL step on these groups, which makes `version`. Every rank is given references to all groups, fetches
-        those that it trains and gets outlines of the others.
-        """
-        return self.update_with(groups, version)
-
-    @profiled
-    def update_with(
+    def update(
         self,
         groups: Sequence[ScoredGroup],
         version: int,
@@ -147,43 +140,49 @@ class Learner:
         values: Values = (),
         fresh: Sequence[Any] = (),
     ) -> UpdateReport:
-        """As `update`, with `supervised` rows beside the groups, which are shared out as they are, and with `values` of
-        a critic that has ranks of its own. `fresh` may hold a reference to a group of the weights that the step trains
-        from, on which the log-prob gap is measured.
+        """One RL step on these groups, which makes `version`. Every rank is given references to all groups, fetches
+        those that it trains and gets outlines of the others.
+
+        Args:
+            supervised: rows that are trained besides, shared out among the ranks as they are.
+            values: those of a critic that has ranks of its own.
+            fresh: may hold a reference to a group of the weights that the step trains from, on which the log-prob gap
+                is measured.
         """
-        algorithm = self._config.algorithm
-        fetched = self._shares.fetch(StepGroups(groups, version, self._config, self._scoring.row))
-        examples = self._beside.fetch(supervised)
-        fetched = self._referred(with_values(fetched, values))
-        credited = self._credit.assign(self._critic.valued(fetched))
-        with self._slow.in_place():
-            items = self._scored(without_overlong(credited.groups, algorithm))
-        is_alone = algorithm.critic.is_alone(version)
-        rate = 0.0 if is_alone else learning_rate(self._config.learner, version - 1, self._config.num_steps)
-        parts = [
-            select_by_entropy(part, algorithm.entropy.top_share)
-            for part in minibatches_of(items, algorithm, (self._config.seed, version))
-        ]
-        values, num_parts = self._critic.train(parts, version), len(parts)
-        parts = [] if is_alone else parts
-        meter = Meter()
-        losses = [Term(part, self._loss(part, meter, is_first=n == 0)) for n, part in enumerate(parts)]
-        grad_norms = []
-        for n, loss in enumerate(losses):
-            measures = [partial(self._fresh_gap.measure, one, version - 1, meter) for one in fresh if n == 0]
-            terms = [loss, *self._beside.terms(self._policy, examples, n, meter)]
-            grad_norms.append(self._optimized(terms, rate, *measures))
-        self._slow.follow(version)
-        self.version = version
-        metrics = self._metrics(meter, items, grad_norms) if parts else {"loss": 0.0, "policy_loss": 0.0}
-        if "kl" in metrics:
-            self._credit.kl.observe(metrics["kl"], sum(len(group) for group in items))
-        planned = 0 if is_alone else algorithm.num_epochs * algorithm.num_minibatches
-        taken = sum(map(math.isfinite, grad_norms))
-        num_critic = num_parts - values["critic_skipped"] if values else 0.0
-        counts = {"skipped": float(planned - taken), "optimizer_steps": taken + num_critic}
-        report = {**credited.metrics, **metrics, **values, "learning_rate": rate, **counts}
-        return UpdateReport(version, report)
+        with self._profiler.update(version):
+            algorithm = self._config.algorithm
+            fetched = self._shares.fetch(StepGroups(groups, version, self._config, self._scoring.row))
+            examples = self._beside.fetch(supervised)
+            fetched = self._referred(with_values(fetched, values))
+            credited = self._credit.assign(self._critic.valued(fetched))
+            with self._slow.in_place():
+                items = self._scored(without_overlong(credited.groups, algorithm))
+            is_alone = algorithm.critic.is_alone(version)
+            rate = 0.0 if is_alone else learning_rate(self._config.learner, version - 1, self._config.num_steps)
+            parts = [
+                select_by_entropy(part, algorithm.entropy.top_share)
+                for part in minibatches_of(items, algorithm, (self._config.seed, version))
+            ]
+            values, num_parts = self._critic.train(parts, version), len(parts)
+            parts = [] if is_alone else parts
+            meter = Meter()
+            losses = [Term(part, self._loss(part, meter, is_first=n == 0)) for n, part in enumerate(parts)]
+            grad_norms = []
+            for n, loss in enumerate(losses):
+                measures = [partial(self._fresh_gap.measure, one, version - 1, meter) for one in fresh if n == 0]
+                terms = [loss, *self._beside.terms(self._policy, examples, n, meter)]
+                grad_norms.append(self._optimized(terms, rate, *measures))
+            self._slow.follow(version)
+            self.version = version
+            metrics = self._metrics(meter, items, grad_norms) if parts else {"loss": 0.0, "policy_loss": 0.0}
+            if "kl" in metrics:
+                self._credit.kl.observe(metrics["kl"], sum(len(group) for group in items))
+            planned = 0 if is_alone else algorithm.num_epochs * algorithm.num_minibatches
+            taken = sum(map(math.isfinite, grad_norms))
+            num_critic = num_parts - values["critic_skipped"] if values else 0.0
+            counts = {"skipped": float(planned - taken), "optimizer_steps": taken + num_critic}
+            report = {**credited.metrics, **metrics, **values, "learning_rate": rate, **counts}
+            return UpdateReport(version, report)
 
     def supervised_step(self, examples: Sequence[StoredExample]) -> dict[str, float]:
         """One step of the warm start, with an optimizer of its own: RL starts with a fresh one. Every rank is given

@@ -87,26 +87,20 @@ class LearnerGroup(RankGroup):
         calls = [w.begin_rl.remote() for w in self._workers]
         await self._all(calls, self._timeouts.start_s, "to begin RL")
 
-    async def update(self, groups: Sequence[ScoredGroup]) -> UpdateReport:
-        """One step; the version after it is the one before it plus 1.
+    async def update(self, groups: Sequence[ScoredGroup], values: Any = None) -> UpdateReport:
+        """One step; the version after it is the one before it plus 1. `values` are those of a critic that has ranks of
+        its own, or a reference to them.
 
         Raises:
             LostObjectError: no rank could get at the groups, and each is as it was before.
         """
-        return await self._step(groups)
-
-    async def _step(self, groups: Sequence[ScoredGroup], values: Any = None) -> UpdateReport:
-        """`values` are those of a critic that has ranks of its own, or a reference to them."""
         rows = await self._beside.of(self.version + 1)
         more = {} if values is None else {"values": values}
         more |= {"supervised": self._put(rows)} if rows else {}
         fresh = None if self._fresh is None else self._fresh.begin(self.version, groups)
         more |= {} if fresh is None else {"fresh": [fresh]}  # in a list: the ranks begin before it is there
         shared, version = self._put(groups), self.version + 1
-        if more:
-            calls = [w.update_with.remote(shared, version, **more) for w in self._workers]
-        else:
-            calls = [w.update.remote(shared, version) for w in self._workers]
+        calls = [w.update.remote(shared, version, **more) for w in self._workers]
         try:
             report: UpdateReport = await self._all(calls, self._timeouts.update_s, f"to make version {version}")
         except LostObjectError as error:

@@ -24,6 +24,7 @@ from mobula.cluster.metrics.sinks.fan_out import FanOut
 from mobula.cluster.metrics.step_records import EvaluationRecord, MetricsRecord, SampleRecord, StepRecord
 from mobula.cluster.metrics.step_values import component_means, staleness_of, step_values
 from mobula.cluster.metrics.totals import RunTotals
+from mobula.cluster.tracing.spans import UNTRACED, RunTracer
 from mobula.cluster.workers.status import Progress, RunStatus
 
 if TYPE_CHECKING:
@@ -63,12 +64,13 @@ class Watcher(Protocol):
 class MeasuredStep:
     """One step while it runs: phases are timed, then what it did is recorded once."""
 
-    def __init__(self, step: int, clock: Clock, accuracy_component: str) -> None:
+    def __init__(self, step: int, clock: Clock, accuracy_component: str, tracer: RunTracer) -> None:
         self.groups: Sequence[ScoredGroup] = ()
         self.replay: ReplayStats | None = None
         self._step = step
         self._clock = clock
         self._accuracy_component = accuracy_component
+        self._tracer = tracer
         self._start = clock()
         self._seconds: Counter[str] = Counter()
         self._update: Mapping[str, float] = {}
@@ -80,7 +82,8 @@ class MeasuredStep:
         start = self._clock()
         self._phase, self._phase_start = phase, start
         try:
-            yield
+            with self._tracer.span([f"step {self._step}"], phase):
+                yield
         finally:
             self._phase, self._phase_start = BETWEEN_PHASES, self._clock()
             self._seconds[phase] += self._phase_start - start
@@ -130,6 +133,7 @@ class Metrics:
         samples: Samples,
         watchers: Sequence[Watcher] = (),
         signal: Signal | None = None,
+        tracer: RunTracer = UNTRACED,
     ) -> None:
         """`watchers` get the run's status between steps; `signal` finds that nothing is learned."""
         self.totals = RunTotals()
@@ -139,6 +143,7 @@ class Metrics:
         self._accuracy_component = accuracy_component
         self._samples = samples
         self._signal = signal or NoSignalWatch()
+        self._tracer = tracer
         self._observed: dict[str, float] = {}
         self._counters: dict[str, Counter[str]] = {}
         self._sources: dict[str, Mapping[str, int]] = {}
@@ -161,9 +166,10 @@ class Metrics:
         this run has recorded it: a resume takes such steps again. A step that was recorded before the run was stopped
         is emitted, for it is not taken again.
         """
-        scope = self._scope = MeasuredStep(step, self._clock, self._accuracy_component)
+        scope = self._scope = MeasuredStep(step, self._clock, self._accuracy_component, self._tracer)
         try:
-            yield scope
+            with self._tracer.step(step):
+                yield scope
         except RunStopped:
             if scope.replay is not None:
                 self._emit(step, scope)

@@ -17,7 +17,7 @@ from mobula.cluster.errors import LostObjectError
 from mobula.cluster.records.arrow import RecordedGroup
 from mobula.cluster.records.trajectory import ScoredGroup
 from mobula.cluster.replay.live_groups import LiveGroups
-from mobula.cluster.roles import Learner, Reference, UpdateReport
+from mobula.cluster.roles import Reference
 from mobula.cluster.rollout.dispatcher import MAX_NODES_LOST
 from mobula.cluster.runtime.concurrency import run_all
 from mobula.cluster.runtime.object_store import fetch_or_miss
@@ -124,31 +124,8 @@ class RegeneratingReference:
                 groups = await self._regenerator.regenerate(groups)
         return await self._reference.score(groups)
 
-
-class RegeneratingLearner:
-    """A learner that regenerates lost groups and trains on the step again.
-
-    `learner` raises LostObjectError only while it has learned nothing from the step. The caller's list still holds the
-    lost groups, so the metrics of the step are computed from those.
-    """
-
-    def __init__(self, learner: Learner, reference: Reference, regenerator: GroupRegenerator) -> None:
-        """`reference` scores groups that have lost their log-probs."""
-        self._learner = learner
-        self._reference = reference
-        self._regenerator = regenerator
-
-    async def update(self, groups: Sequence[ScoredGroup]) -> UpdateReport:
-        """Raises: LostObjectError: groups were lost more than `MAX_NODES_LOST` times."""
-        for _ in range(MAX_NODES_LOST):
-            try:
-                return await self._learner.update(groups)
-            except LostObjectError as error:
-                _logger.warning("groups of a step are regenerated before it is trained: %s", error)
-                groups = await self._regenerated(groups)
-        return await self._learner.update(groups)
-
-    async def _regenerated(self, groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
+    async def regenerate(self, groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
+        """The groups of a scored step, in order, with lost ones replaced; lost log-probs are computed again."""
         whole = await self._regenerator.regenerate(groups)
         unscored = [
             new
@@ -157,7 +134,7 @@ class RegeneratingLearner:
         ]
         if not unscored:
             return whole
-        scored = {group.summary.group_id: group for group in await self._reference.score(unscored)}
+        scored = {group.summary.group_id: group for group in await self.score(unscored)}
         return [scored.get(group.summary.group_id, group) for group in whole]
 
 

@@ -9,13 +9,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from mobula.cluster.errors import CheckpointError, DeadlineError, LostObjectError, WeightSyncError
+from mobula.cluster.errors import (
+    CheckpointError,
+    DeadlineError,
+    LostObjectError,
+    RestartLoopError,
+    WeightSyncError,
+    WorkerDiedError,
+)
 from mobula.cluster.records.trajectory import Prompt, ScoredGroup
 from mobula.cluster.recovery.checkpoints import Durable
 from mobula.cluster.roles import Learner, UpdateReport
@@ -23,12 +31,18 @@ from mobula.cluster.weight_sync.interfaces import Sender
 from mobula.cluster.weight_sync.manifest import Manifest
 from mobula.cluster.weight_sync.transport import Rendezvous
 from mobula.cluster.workers.colocation import MovableLearner
-from mobula.cluster.workers.restart_policy import RestartBudget
-from mobula.cluster.workers.restartable_role import NotRestartableError, RestartableRole
+from mobula.cluster.workers.faults import report_loss
+from mobula.cluster.workers.restart_policy import MAX_EQUAL, RepeatedCause, RestartBudget
 
 _logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+LOST = (WorkerDiedError, DeadlineError)
 Recall = Callable[[Sequence[ScoredGroup]], Awaitable[Sequence[ScoredGroup]]]
+
+
+class NotRestartableError(WorkerDiedError):
+    """The ranks cannot be restarted at all."""
 
 
 class Ranks(Learner, Sender, Durable, MovableLearner, Protocol):
@@ -48,6 +62,9 @@ class Ranks(Learner, Sender, Durable, MovableLearner, Protocol):
 class RestartableLearner:
     """Implements `Ranks` around `ranks`, which are restarted whenever a call finds that one is dead or does not answer.
 
+    Every call is repeated until it is answered; each loss costs one restart of the budget. Calls in progress when a
+    rank is lost all fail and are repeated, also a call whose answer has just come: its effect may be lost with the
+    ranks.
     Transfer groups do not survive: a push that is under way ends in a WeightSyncError, and is repeated in a group of a
     new epoch. Before the first checkpoint a loss ends the run.
     """
@@ -61,18 +78,16 @@ class RestartableLearner:
         on_lost: Callable[[str], None],
     ) -> None:
         """`newest()` returns version and learner folder of the newest complete checkpoint. `on_lost` is called with the
-        kind of each loss.
+        kind of each loss: `learner_died` or `learner_hung`.
         """
         self._ranks = ranks
         self._newest = newest
-        self._furthest = -1  # version that was made
-        self._restartable = RestartableRole(
-            "learner",
-            self._bring_back,
-            budget=budget,
-            on_lost=on_lost,
-            position=lambda: self._furthest,
-        )
+        self._budget = budget
+        self._on_lost = on_lost
+        self._losses = RepeatedCause()
+        self._furthest = -1  # version that was made: losses with one cause at one version are a restart loop
+        self._restarting = asyncio.Lock()
+        self._lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._trained: list[tuple[int, Sequence[ScoredGroup]]] = []  # (version made, groups), since a checkpoint
         self._generation = 0  # of ranks
         self._saved_by = 0  # the generation that has the last copy
@@ -83,7 +98,7 @@ class RestartableLearner:
     @property
     def is_restarting(self) -> bool:
         """Whether all ranks are being restarted."""
-        return self._restartable.is_restarting
+        return self._restarting.locked()
 
     @property
     def num_restarts(self) -> int:
@@ -91,26 +106,27 @@ class RestartableLearner:
 
     def lose(self, error: Exception) -> None:
         """Report that a rank is dead or does not answer: calls under way end now instead of at their deadline."""
-        self._restartable.lose(error)
+        if not self._restarting.locked():  # ranks that start do not answer yet
+            self._break_off(error)
 
     async def update(self, groups: Sequence[ScoredGroup]) -> UpdateReport:
-        report = await self._restartable.outliving(lambda: self._ranks.update(groups))
+        report = await self._outliving(lambda: self._ranks.update(groups))
         self._furthest = report.version
         self._trained.append((report.version, groups))
         return report
 
     async def assess(self, groups: Sequence[ScoredGroup]) -> Mapping[str, float]:
         """The metrics of an offline job on these rows."""
-        return await self._restartable.outliving(lambda: self._ranks.assess(groups))
+        return await self._outliving(lambda: self._ranks.assess(groups))
 
     async def offload(self, part: str) -> None:
-        await self._restartable.outliving(lambda: self._ranks.offload(part))
+        await self._outliving(lambda: self._ranks.offload(part))
 
     async def onload(self) -> None:
-        await self._restartable.outliving(self._ranks.onload)
+        await self._outliving(self._ranks.onload)
 
     async def save(self, folder: Path) -> None:
-        await self._restartable.outliving(lambda: self._ranks.save(folder))
+        await self._outliving(lambda: self._ranks.save(folder))
         self._saved_by = self._generation
         newest = await asyncio.to_thread(self._newest)
         if newest is not None:  # its steps need not be repeated; this save is not complete yet
@@ -119,22 +135,22 @@ class RestartableLearner:
     async def finish_save(self) -> bool:
         """Wait until the last copy is on disk; False if it was lost with the ranks that had it."""
         saved_by = self._saved_by
-        return await self._restartable.outliving(self._ranks.finish_save) and self._generation == saved_by
+        return await self._outliving(self._ranks.finish_save) and self._generation == saved_by
 
     async def load(self, folder: Path) -> int:
-        return await self._restartable.outliving(lambda: self._ranks.load(folder))
+        return await self._outliving(lambda: self._ranks.load(folder))
 
     async def export(self, folder: Path) -> None:
-        await self._restartable.outliving(lambda: self._ranks.export(folder))
+        await self._outliving(lambda: self._ranks.export(folder))
 
     async def sequence_logprobs(self, prompt: Prompt, num_copies: int = 1) -> np.ndarray:
-        return await self._restartable.outliving(lambda: self._ranks.sequence_logprobs(prompt, num_copies))
+        return await self._outliving(lambda: self._ranks.sequence_logprobs(prompt, num_copies))
 
     async def manifest(self) -> Manifest:
-        return await self._restartable.outliving(self._ranks.manifest)
+        return await self._outliving(self._ranks.manifest)
 
     async def open_transfer(self, epoch: int, num_receivers: int) -> Rendezvous:
-        rendezvous = await self._restartable.outliving(lambda: self._ranks.open_transfer(epoch, num_receivers))
+        rendezvous = await self._outliving(lambda: self._ranks.open_transfer(epoch, num_receivers))
         self._opened.add(epoch)
         return rendezvous
 
@@ -151,23 +167,81 @@ class RestartableLearner:
             await self._ranks.join_transfer(rendezvous)
 
         try:
-            await self._restartable.outliving(join, is_patient=True)
+            await self._outliving(join, is_patient=True)
         except DeadlineError as error:
             raise WeightSyncError(f"transfer epoch {rendezvous.epoch} did not come together: {error}") from error
 
     async def leave_transfer(self, epoch: int) -> None:
         self._opened.discard(epoch)
-        await self._restartable.outliving(lambda: self._ranks.leave_transfer(epoch))
+        await self._outliving(lambda: self._ranks.leave_transfer(epoch))
 
     async def send_weights(self, bucket_bytes: int, epoch: int) -> None:
-        await self._restartable.outliving(lambda: self._ranks.send_weights(bucket_bytes, epoch))
+        await self._outliving(lambda: self._ranks.send_weights(bucket_bytes, epoch))
 
     async def export_weights(self, bucket_bytes: int) -> tuple[int, Sequence[Any]]:
-        return await self._restartable.outliving(lambda: self._ranks.export_weights(bucket_bytes))
+        return await self._outliving(lambda: self._ranks.export_weights(bucket_bytes))
 
     def recall_with(self, recall: Recall) -> None:
         """Set what returns the lost groups of a trained step; without it, their loss ends the run."""
         self._recall = recall
+
+    async def _outliving(self, call: Callable[[], Coroutine[Any, Any, T]], *, is_patient: bool = False) -> T:
+        """The answer to `call`, repeated after each restart.
+
+        A patient call waits for others behind the ranks, so that missing its own deadline does not mean that a rank is
+        lost.
+        """
+        while True:
+            async with self._restarting:  # no call runs while the ranks are restored
+                lost = self._lost
+            try:
+                if lost.done():  # noticed between calls, or the call that restarted them was cancelled
+                    lost.result()
+                return await _unless(lost, call())
+            except LOST as error:
+                if is_patient and isinstance(error, DeadlineError) and not lost.done():
+                    raise
+                async with self._restarting:
+                    # All calls in progress fail together; the first of them restarts, and the others find it done.
+                    if self._lost is lost:
+                        await self._restart(error)
+
+    def _break_off(self, error: Exception) -> None:
+        if not self._lost.done():
+            self._lost.set_exception(error)
+            self._lost.exception()  # marks it as retrieved: no call may be in progress to do so
+
+    async def _restart(self, error: Exception) -> None:
+        """Restart all ranks until they are back.
+
+        Raises:
+            WorkerDiedError: the restart budget is used up, or there is no checkpoint.
+        """
+        self._break_off(error)
+        while True:
+            fault = report_loss("the learner", error, "it is started again and restored")
+            self._on_lost("learner_hung" if isinstance(error, DeadlineError) else "learner_died")
+            if self._losses.failed(error, self._furthest):
+                raise RestartLoopError(
+                    f"the learner was lost {MAX_EQUAL} times in a row at the same place with the same cause: "
+                    f"{fault.cause}. A restart does not change that; fix the cause, then go on with resume=auto"
+                ) from error
+            pause = self._budget.take(time.monotonic())
+            if pause is None:
+                raise WorkerDiedError(
+                    f"the learner was lost {self._budget.num_restarts + 1} times, more than "
+                    f"supervision.max_restarts allows; last: {fault.cause}; fix the cause, then go on with resume=auto"
+                ) from error
+            await asyncio.sleep(pause)
+            try:
+                await self._bring_back(error)
+            except NotRestartableError:
+                raise
+            except LOST as again:
+                error = again
+                continue
+            self._lost = asyncio.get_running_loop().create_future()
+            return
 
     async def _bring_back(self, error: Exception) -> None:
         """Bring the ranks back to the version they had.
@@ -203,3 +277,16 @@ class RestartableLearner:
             groups = await self._recall(groups)
             await self._ranks.update(groups)
         return groups
+
+
+async def _unless(lost: asyncio.Future[None], call: Coroutine[Any, Any, T]) -> T:
+    """The answer to `call`. Raises the error of `lost` as soon as that is set."""
+    task = asyncio.ensure_future(call)
+    task.add_done_callback(lambda task: task.cancelled() or task.exception())  # retrieved: `lost` may be first
+    try:
+        await asyncio.wait({task, lost}, return_when=asyncio.FIRST_COMPLETED)
+        if lost.done():
+            lost.result()
+        return task.result()
+    finally:
+        task.cancel()

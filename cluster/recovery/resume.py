@@ -18,7 +18,7 @@ from typing import Protocol
 from mobula.cluster.controller import RunMetrics
 from mobula.cluster.errors import JournalError, SkippedSample
 from mobula.cluster.records.trajectory import ScoredGroup
-from mobula.cluster.recovery.recording_learner import StepJournal
+from mobula.cluster.recovery.step_learner import StepJournal
 from mobula.cluster.replay.journal import Journal, Recovered, TrainedStep
 from mobula.cluster.replay.live_groups import LiveGroups
 from mobula.cluster.roles import ReplayStats, UpdateReport

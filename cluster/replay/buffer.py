@@ -19,6 +19,7 @@ from mobula.cluster.records.arrow import RecordedGroup
 from mobula.cluster.records.trajectory import ScoredGroup
 from mobula.cluster.replay.journal_writer import GroupJournal, NoJournal
 from mobula.cluster.roles import ReplayStats
+from mobula.cluster.tracing.spans import UNTRACED, RunTracer, Stage
 
 _logger = logging.getLogger(__name__)
 
@@ -54,6 +55,7 @@ class ReplayBuffer:
         take_s: float | None = None,
         close_s: float | None = None,
         clock: Callable[[], float] = time.monotonic,
+        tracer: RunTracer = UNTRACED,
     ) -> None:
         """Groups wait for room while more than `max_bytes` are held and `min_ready` groups, one step, are ready.
 
@@ -67,6 +69,7 @@ class ReplayBuffer:
         self._take_s = take_s
         self._close_s = close_s
         self._clock = clock
+        self._tracer = tracer
         self._held: dict[str, _Entry] = {}  # by group, oldest first; each is reserved, ready or leased
         self._reserved: set[str] = set()
         self._ready: dict[str, None] = {}  # in order
@@ -91,6 +94,7 @@ class ReplayBuffer:
         if group_id in self._seen or group_id in self._waiting:
             self._num_rejected[DUPLICATE] += 1
             return
+        self._tracer.begin(group_id, Stage.BUFFERED)
         self._count_if_oversized(group)
         if not self._has_room_for(group):
             await self._wait_for_room(group)
@@ -113,6 +117,7 @@ class ReplayBuffer:
     async def reject(self, group_id: str, reason: str) -> None:
         """Count a finished group that will not be trained on, and forget it if it is reserved; should it be put after
         all, it is a duplicate."""
+        self._tracer.finish(group_id, outcome=reason)
         self._seen.add(group_id)
         if group_id in self._reserved:
             self._reserved.remove(group_id)
@@ -139,6 +144,7 @@ class ReplayBuffer:
         taken = list(islice(self._ready, num_groups))
         for group_id in taken:
             del self._ready[group_id]
+            self._tracer.end(group_id, Stage.BUFFERED)
         self._leased.update(taken)
         self._changed.set()
         return [self._held[group_id].group for group_id in taken]
@@ -162,6 +168,7 @@ class ReplayBuffer:
         for group in groups:
             self._end_lease(group.summary.group_id)
             self._forget(group.summary.group_id)
+            self._tracer.finish(group.summary.group_id, outcome=Stage.TRAINED.value)
 
     async def abort(self, groups: Sequence[ScoredGroup]) -> None:
         """The step that took these groups failed: they are the first to be taken again, in the order given."""

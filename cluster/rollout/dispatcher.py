@@ -32,6 +32,7 @@ from mobula.cluster.rollout.prefetch import PromptPrefetcher, Prompts
 from mobula.cluster.rollout.repeated_events import RepeatedEvents
 from mobula.cluster.rollout.staleness import Admission, AgeLimit, StalenessGate, StepOrder
 from mobula.cluster.runtime.error_text import in_one_line
+from mobula.cluster.tracing.spans import UNTRACED, RunTracer, Stage
 from mobula.cluster.workers.supervisor import background_tasks
 
 _logger = logging.getLogger(__name__)
@@ -145,7 +146,13 @@ class RetryingRollouts:
 
 
 async def sample_and_score(
-    rollouts: Rollouts, rewards: Rewards, prompt: Prompt, settings: SamplingSettings, *, on_lost: Callable[[str], None]
+    rollouts: Rollouts,
+    rewards: Rewards,
+    prompt: Prompt,
+    settings: SamplingSettings,
+    *,
+    on_lost: Callable[[str], None],
+    tracer: RunTracer = UNTRACED,
 ) -> tuple[Generated, Sequence[Reward | None]]:
     """A group of `prompt` and its rewards. A group that cannot be scored has no rewards.
 
@@ -155,9 +162,15 @@ async def sample_and_score(
         RolloutError: `MAX_NODES_LOST` groups were lost.
     """
     for _ in range(MAX_NODES_LOST):
-        generated = await rollouts.generate(prompt, settings)
+        with tracer.sampling(prompt.prompt_id) as attributes:
+            generated = await rollouts.generate(prompt, settings)
+            summary = generated.summary
+            attributes |= {"tokens": summary.num_tokens, "responses": summary.num_trajectories}
         try:
-            return generated, await rewards.score(generated.to_score, prompt.prompt_id)
+            with tracer.span([prompt.prompt_id], Stage.SCORED) as attributes:
+                scored = await rewards.score(generated.to_score, prompt.prompt_id)
+                attributes["unscored"] = sum(reward is None for reward in scored)
+            return generated, scored
         except UnscoredGroupError as error:
             _logger.warning("prompt %s has no reward: %s", prompt.prompt_id, error)
             return generated, [None] * generated.summary.num_trajectories
@@ -192,6 +205,7 @@ class RolloutDispatcher:
         on_rejected: Callable[[GroupSummary, str], None] | None = None,
         on_lost: Callable[[str], None] | None = None,
         on_scored: Callable[[Prompt, ScoredGroup], None] | None = None,
+        tracer: RunTracer = UNTRACED,
     ) -> None:
         """Without an `order` steps wait for groups that would get over-age, and without an `age_limit` what is older
         than the gate's `max_staleness` is not trained. `on_rejected` is called with each finished group that is not
@@ -205,6 +219,7 @@ class RolloutDispatcher:
         self._on_rejected = on_rejected or (lambda summary, reason: None)
         self._on_lost = on_lost or (lambda kind: None)
         self._on_scored = on_scored or (lambda prompt, group: None)
+        self._tracer = tracer
         self._rollouts = rollouts
         self._rewards = rewards
         self._replay = replay
@@ -323,7 +338,7 @@ class RolloutDispatcher:
     async def _scored(self, prompt: Prompt, min_version: int) -> ScoredGroup:
         settings = replace(self._settings.for_prompt(prompt.prompt_id), min_version=min_version)
         generated, rewards = await sample_and_score(
-            self._rollouts, self._rewards, prompt, settings, on_lost=self._on_lost
+            self._rollouts, self._rewards, prompt, settings, on_lost=self._on_lost, tracer=self._tracer
         )
         summary = generated.summary
         if len(rewards) != summary.num_trajectories:

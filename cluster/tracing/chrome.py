@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mobula.cluster.metrics.files import write_atomically
 from mobula.cluster.tracing.spans import Span
 
 LOOP, PROMPTS = 1, 2  # processes of the picture
@@ -55,7 +54,7 @@ class ChromeTraceSink:
             path = self._folder / f"step-{step:06d}.json"
             path.parent.mkdir(parents=True, exist_ok=True)
             found = [s for s in self._spans if s.start_ns < whole.end_ns and s.end_ns > whole.start_ns]
-            write_atomically(path, json.dumps({"traceEvents": list(_events(whole, found))}, indent=None) + "\n")
+            path.write_text(json.dumps({"traceEvents": list(_events(whole, found))}) + "\n", encoding="utf-8")
         self._waiting.clear()
 
 

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import wraps
 from pathlib import Path
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from torch.profiler import ProfilerActivity, profile
-
-from mobula.cluster.roles import UpdateReport
 
 _logger = logging.getLogger(__name__)
 
 FOLDER = "traces"  # of the run folder
 ACTIVITIES = {"cpu": [ProfilerActivity.CPU], "cuda": [ProfilerActivity.CPU, ProfilerActivity.CUDA]}
-Groups = TypeVar("Groups")
-More = ParamSpec("More")
 
 
 class UpdateProfiler:
@@ -46,23 +40,3 @@ class UpdateProfiler:
             found.export_chrome_trace(str(path))
         except (OSError, RuntimeError) as error:  # a full disk costs the trace, never the run
             _logger.warning("the profile of update %d could not be written to %s: %s", version, path, error)
-
-
-class Profiled(Protocol):
-    profiler: UpdateProfiler
-
-
-Rank = TypeVar("Rank", bound=Profiled)
-
-
-def profiled(
-    update: Callable[Concatenate[Rank, Groups, int, More], UpdateReport],
-) -> Callable[Concatenate[Rank, Groups, int, More], UpdateReport]:
-    """An update that `self.profiler` looks at."""
-
-    @wraps(update)
-    def measured(self: Rank, groups: Groups, version: int, *more: More.args, **named: More.kwargs) -> UpdateReport:
-        with self.profiler.update(version):
-            return update(self, groups, version, *more, **named)
-
-    return measured

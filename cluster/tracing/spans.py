@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -57,25 +57,62 @@ class SpanSink(Protocol):
 
 
 class RunTracer:
-    """Measures spans by trace and name. It keeps nothing of a trace that is finished. `clock` gives nanoseconds."""
+    """Measures spans by trace and name, and passes them to its sinks. Without sinks it measures nothing.
 
-    def __init__(self, sinks: Sequence[SpanSink], clock: Callable[[], int] = time.time_ns) -> None:
+    It keeps nothing of a trace that is finished. `clock` gives nanoseconds.
+
+    Example:
+        with tracer.span([group_id], Stage.SCORED) as attributes:
+            rewards = await pool.score(group, group_id)
+            attributes["unscored"] = rewards.count(None)
+    """
+
+    def __init__(self, sinks: Sequence[SpanSink] = (), clock: Callable[[], int] = time.time_ns) -> None:
         self._sinks = list(sinks)
         self._clock = clock
         self._first: dict[str, int] = {}  # trace -> when it began
         self._open: dict[tuple[str, str], int] = {}
 
+    @contextmanager
+    def span(self, traces: Collection[str], name: str) -> Iterator[dict[str, Value]]:
+        """The body is a span `name` of each of `traces`. Yields the attributes of the spans, to be filled in."""
+        attributes: dict[str, Value] = {}
+        for trace in traces:
+            self.begin(trace, name)
+        try:
+            yield attributes
+        finally:
+            for trace in traces:
+                self.end(trace, name, **attributes)
+
+    @contextmanager
+    def sampling(self, prompt_id: str) -> Iterator[dict[str, Value]]:
+        """The body samples a prompt: `queued` until its first attempt, then `generated`; an error ends the trace."""
+        attributes: dict[str, Value] = {}
+        self.begin(prompt_id, Stage.QUEUED)
+        try:
+            yield attributes
+        except BaseException as error:
+            self.finish(prompt_id, outcome=type(error).__name__)
+            raise
+        self.end(prompt_id, Stage.GENERATED, **attributes)
+
+    def attempt(self, prompt_id: str) -> None:
+        """A rollout actor gets a prompt. Prompts of an evaluation have no trace."""
+        if (prompt_id, Stage.QUEUED) in self._open:
+            self.end(prompt_id, Stage.QUEUED)
+            self.begin(prompt_id, Stage.GENERATED)
+
     def begin(self, trace: str, name: str) -> None:
+        if not self._sinks:
+            return
         now = self._clock()
         self._first.setdefault(trace, now)
         self._open[trace, name] = now
 
-    def is_open(self, trace: str, name: str) -> bool:
-        return (trace, name) in self._open
-
     def end(self, trace: str, name: str, **attributes: Value) -> None:
         """End an open span. A span that was begun before a resume is not open here, and ignored."""
-        if self.is_open(trace, name):
+        if (trace, name) in self._open:
             span = Span(trace, name, self._open.pop((trace, name)), self._clock(), attributes)
             self._each(lambda sink: sink.record(span))
 
@@ -89,12 +126,12 @@ class RunTracer:
         self._each(lambda sink: sink.finish(whole))
 
     @contextmanager
-    def step(self, step: int) -> Iterator[str]:
-        """A step; yields the trace of its phases."""
+    def step(self, step: int) -> Iterator[None]:
+        """The body is a step; its phases are spans of the trace `step N`."""
         trace, start = f"step {step}", self._clock()
         self._each(lambda sink: sink.begin_step(step))
         try:
-            yield trace
+            yield
         finally:
             whole = Span(trace, "step", start, self._clock(), {"step": step})
             self._first.pop(trace, None)
@@ -112,3 +149,7 @@ class RunTracer:
             except Exception:  # a full disk or a lost collector costs its spans, never the run
                 _logger.exception("trace sink %s failed and is dropped; the run goes on without it", sink.name)
                 self._sinks.remove(sink)
+
+
+UNTRACED = RunTracer()
+"""The tracer of parts that no configuration traces."""

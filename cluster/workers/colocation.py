@@ -23,8 +23,8 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from enum import StrEnum
 from typing import Any, Protocol
 
-from mobula.cluster.records.trajectory import Generated, Prompt, ScoredGroup
-from mobula.cluster.roles import Learner, Rollouts, SamplingSettings, UpdateReport, Weights
+from mobula.cluster.records.trajectory import Generated, Prompt
+from mobula.cluster.roles import Rollouts, SamplingSettings, Weights
 from mobula.cluster.runtime.concurrency import outcomes
 
 _logger = logging.getLogger(__name__)
@@ -224,20 +224,6 @@ class LeasedRollouts:
     async def generate(self, prompt: Prompt, settings: SamplingSettings) -> Generated:
         async with self._lease.sampling():
             return await self._rollouts.generate(prompt, settings)
-
-
-class LeasedLearner:
-    """A learner that updates in its turn, after `before` has ended other sampling, such as an evaluation."""
-
-    def __init__(self, learner: Learner, lease: GpuLease, before: Callable[[], Awaitable[None]]) -> None:
-        self._learner = learner
-        self._lease = lease
-        self._before = before
-
-    async def update(self, groups: Sequence[ScoredGroup]) -> UpdateReport:
-        await self._before()
-        await self._lease.train()
-        return await self._learner.update(groups)
 
 
 class LeasedWeights:

@@ -42,7 +42,8 @@ from mobula.cluster.runtime.gc_tuning import tune_gc
 from mobula.cluster.runtime.placement import PlacementPlan, inference_roles, needed_roles, plan_placement
 from mobula.cluster.runtime.placement_groups import create_placement_groups, plan_when_free
 from mobula.cluster.runtime.role_log import LOGS_FOLDER
-from mobula.cluster.tracing.tracing import Tracing, build_tracing, refuse_missing_exporter
+from mobula.cluster.tracing.spans import RunTracer
+from mobula.cluster.tracing.tracer import build_tracer, refuse_missing_exporter
 from mobula.configs.schema import RunConfig
 from mobula.deploy.datasets.data_files import identity_with_data
 from mobula.deploy.host.cuda import examine_apart, refuse_flaws
@@ -182,15 +183,15 @@ def _run_training(config: RunConfig, console: Console, sinks: Sequence[Sink], st
         with informing(f"the plan of run {config.name}"):
             write_skipped(config.run_folder, cluster.prepared.skipped)
             _write_plan(config.run_folder / PLAN_FILE, cluster.plan)
-        metrics = build_metrics(config, console, version, sinks)
-        tracing = build_tracing(config.tracing, config.name, config.run_folder)
+        tracer = build_tracer(config.tracing, config.name, config.run_folder)
+        metrics = build_metrics(config, console, version, sinks, tracer)
         write_faults_to(config.run_folder, metrics.progress)
         # A part that was killed has left no summary, but the seconds of its steps.
         started -= max(earlier_wall_s(config.run_folder), metrics.totals.seconds["total"]) if version else 0.0
         status: Status = "failed"
         stop_request = StopRequest(deadline_s=config.timeouts.stop_checkpoint_s, progress=metrics.progress)
         try:
-            asyncio.run(_until_signal(_train(cluster, metrics, tracing, stop_request), stop_request.request))
+            asyncio.run(_until_signal(_train(cluster, metrics, tracer, stop_request), stop_request.request))
             status = "done"
         except (asyncio.CancelledError, RunStopped):
             status = "stopped"
@@ -198,7 +199,7 @@ def _run_training(config: RunConfig, console: Console, sinks: Sequence[Sink], st
         finally:
             metrics.close()
             with informing("the last traces"):
-                tracing.close()
+                tracer.close()
             summary = _leave_behind(cluster.prepared, metrics, status, time.perf_counter() - started)
             _logger.info(
                 "run %s is %s at version %d after %.0f s", config.name, status, summary.version, summary.wall_s
@@ -276,13 +277,15 @@ def _cluster(
         yield _Cluster(replace(prepared, engine=engine), session, plan, logs)
 
 
-async def _train(cluster: _Cluster, metrics: Metrics, tracing: Tracing, stop_request: StopRequest) -> None:
+async def _train(cluster: _Cluster, metrics: Metrics, tracer: RunTracer, stop_request: StopRequest) -> None:
     """RL on rollouts, or an offline job on rows."""
-    train_on = _train_on_rows if cluster.prepared.config.offline.is_on else _train_on_rollouts
-    await train_on(cluster, metrics, tracing, stop_request)
+    if cluster.prepared.config.offline.is_on:
+        await _train_on_rows(cluster, metrics, stop_request)
+    else:
+        await _train_on_rollouts(cluster, metrics, tracer, stop_request)
 
 
-async def _train_on_rows(cluster: _Cluster, metrics: Metrics, tracing: Tracing, stop_request: StopRequest) -> None:
+async def _train_on_rows(cluster: _Cluster, metrics: Metrics, stop_request: StopRequest) -> None:
     async with cluster.spawner() as spawner:
         on_lost = partial(metrics.count, CounterName.RESTARTS)
         on_rescore = partial(metrics.count, CounterName.REFERENCE_RETRIES)
@@ -295,20 +298,18 @@ async def _train_on_rows(cluster: _Cluster, metrics: Metrics, tracing: Tracing, 
         control = control_loop(config, spawner, roles, in_flight, training.rows, metrics, ranks)
         async with control.running():
             await _started(training.ranks.start(), processors.start())
-            controller = await asyncio.to_thread(
-                build_offline_controller, prepared, training, metrics, stop_request, tracing=tracing
-            )
+            controller = await asyncio.to_thread(build_offline_controller, prepared, training, metrics, stop_request)
             tune_gc()
             await controller.run()
 
 
-async def _train_on_rollouts(cluster: _Cluster, metrics: Metrics, tracing: Tracing, stop_request: StopRequest) -> None:
+async def _train_on_rollouts(cluster: _Cluster, metrics: Metrics, tracer: RunTracer, stop_request: StopRequest) -> None:
     async with cluster.spawner() as spawner:
         on_lost = partial(metrics.count, CounterName.RESTARTS)
         on_rescore = partial(metrics.count, CounterName.REFERENCE_RETRIES)
         processors = spawn_processors(cluster.prepared, spawner, on_lost)
         prepared, beside = processors.prepared, processors.watched
-        training = spawn_training(prepared, spawner, on_lost, on_rescore)
+        training = spawn_training(prepared, spawner, on_lost, on_rescore, tracer)
         inference = spawn_inference(prepared, spawner, on_lost)
         roles = {**scalable_roles(inference, training), **processors.scalable}
         in_flight, ranks = inference.in_flight_requests, partial(rank_statuses, training.ranks, training.learner)
@@ -318,7 +319,7 @@ async def _train_on_rollouts(cluster: _Cluster, metrics: Metrics, tracing: Traci
                 own = (inference.rollouts.start(), inference.rewards.start(), processors.start())
                 await _started(training.ranks.start(), *own)
                 controller = await asyncio.to_thread(
-                    build_controller, prepared, inference, training, metrics, tracing, beside, stop_request
+                    build_controller, prepared, inference, training, metrics, tracer, beside, stop_request
                 )
                 tune_gc()
                 await controller.run()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from mobula.cluster.replay.buffer import ReplayBuffer
+from mobula.cluster.tracing.spans import UNTRACED, RunTracer
 from mobula.configs.schema import RunConfig
 from mobula.deploy.wiring.persistence import build_journal_writer
 
 
-def replay_buffer(config: RunConfig) -> ReplayBuffer:
+def replay_buffer(config: RunConfig, tracer: RunTracer = UNTRACED) -> ReplayBuffer:
     """The replay buffer, and the journal that it writes."""
     return ReplayBuffer(
         journal=build_journal_writer(config),
@@ -16,6 +17,7 @@ def replay_buffer(config: RunConfig) -> ReplayBuffer:
         room_s=config.timeouts.backpressure_s,
         take_s=_take_deadline(config),
         close_s=config.timeouts.stop_s,
+        tracer=tracer,
     )
 
 

@@ -14,19 +14,18 @@ from mobula.actors.datasets.rows import Row, count_by_reason
 from mobula.actors.environments.rows import ENVIRONMENT
 from mobula.actors.reference.pool import NullReference, ReferencePool
 from mobula.cluster.controller import Controller
-from mobula.cluster.logprob_guard import GuardedLearner
+from mobula.cluster.logprob_guard import LogprobGuard
 from mobula.cluster.metrics.definitions import CounterName, MetricName
 from mobula.cluster.metrics.hub import Metrics
 from mobula.cluster.metrics.summary import rejected_length
 from mobula.cluster.records.trajectory import GroupSummary, Prompt, ScoredGroup
 from mobula.cluster.recovery.checkpoints import Checkpoints, CheckpointSchedule, newest_learner_state
-from mobula.cluster.recovery.lost_groups import GroupRegenerator, RegeneratingLearner, RegeneratingReference
+from mobula.cluster.recovery.lost_groups import GroupRegenerator, RegeneratingReference
 from mobula.cluster.recovery.restartable_learner import RestartableLearner
 from mobula.cluster.recovery.stop_request import StopRequest
 from mobula.cluster.replay.buffer import ReplayBuffer
 from mobula.cluster.replay.live_groups import LiveGroups
-from mobula.cluster.roles import Learner as LearnerRole
-from mobula.cluster.roles import Rollouts
+from mobula.cluster.roles import Rollouts, UpdateReport
 from mobula.cluster.rollout.curriculum import OpeningRule, StageCurriculum
 from mobula.cluster.rollout.dispatcher import OVER_AGE, AdmissionFilter, RetryingRollouts, RolloutDispatcher
 from mobula.cluster.rollout.evaluation import InformingLog
@@ -35,11 +34,11 @@ from mobula.cluster.rollout.rollout_pool import RolloutPool
 from mobula.cluster.rollout.staleness import OvertakingOrder, StalenessGate, StepOrder
 from mobula.cluster.rollout.supervised_rows import SupervisedRows
 from mobula.cluster.runtime.ray_actors import answer, stop
-from mobula.cluster.tracing.tracing import Tracing
+from mobula.cluster.tracing.spans import RunTracer
 from mobula.cluster.weight_sync.fresh_samples import FreshSamples
 from mobula.cluster.weight_sync.tolerance import Rounding, Tolerance
 from mobula.cluster.weight_sync.weight_sync import Push, WeightSync
-from mobula.cluster.workers.colocation import GpuLease, LeasedLearner, LeasedRollouts, LeasedWeights
+from mobula.cluster.workers.colocation import GpuLease, LeasedRollouts, LeasedWeights
 from mobula.cluster.workers.restart_policy import RestartBudget
 from mobula.cluster.workers.status import Scalable, WorkerState, WorkerStatus
 from mobula.cluster.workers.supervisor import Supervisor, Watched, watched_pool
@@ -48,7 +47,7 @@ from mobula.deploy.host.run_folder import CHECKPOINTS_FOLDER, write_config
 from mobula.deploy.wiring.buffer import replay_buffer
 from mobula.deploy.wiring.evaluation import RESPONSES_FOLDER, build_evaluator, record_evaluation, response_log
 from mobula.deploy.wiring.parity_gate import parity_gate, tolerance_of
-from mobula.deploy.wiring.persistence import age_limit, build_records
+from mobula.deploy.wiring.persistence import age_limit, build_recovery, step_learner
 from mobula.deploy.wiring.pooled_roles import reference_folder, reference_pool, restart_policy, reward_pool, reward_role
 from mobula.deploy.wiring.preparation import SUPERVISED_PATH, TRAIN, Prepared
 from mobula.deploy.wiring.rollouts import adaptive_concurrency, rollout_pool, sampling_settings
@@ -105,7 +104,11 @@ def spawn_inference(prepared: Prepared, spawner: Spawner, on_lost: Callable[[str
 
 
 def spawn_training(
-    prepared: Prepared, spawner: Spawner, on_lost: Callable[[str], None], on_rescore: Callable[[str], None]
+    prepared: Prepared,
+    spawner: Spawner,
+    on_lost: Callable[[str], None],
+    on_rescore: Callable[[str], None],
+    tracer: RunTracer,
 ) -> Training:
     """Start learner ranks and reference scorers, which build themselves in the background; make the replay buffer.
 
@@ -122,7 +125,7 @@ def spawn_training(
         ranks=ranks,
         learner=learner,
         reference=reference,
-        replay=replay_buffer(config),
+        replay=replay_buffer(config, tracer),
         watched=(*watched, *watched_reference(reference)),
         supervised=supervised,
     )
@@ -216,7 +219,7 @@ def build_controller(
     inference: Inference,
     training: Training,
     metrics: Metrics,
-    tracing: Tracing,
+    tracer: RunTracer,
     beside: Sequence[Watched],
     stop_request: StopRequest,
 ) -> Controller:
@@ -226,6 +229,7 @@ def build_controller(
     """
     config = prepared.config
     curriculum = _curriculum(config, metrics)
+    inference.in_flight_requests.on_attempt = tracer.attempt
     source = PromptSource(
         prepared.splits[TRAIN].rows,
         prepared.preparation,
@@ -245,7 +249,7 @@ def build_controller(
         on_sampled=partial(_count_failures, metrics),
     )
     gate = _gate(config)
-    dispatcher = _dispatcher(config, gate, source, rollouts, inference, training, metrics, tracing, curriculum)
+    dispatcher = _dispatcher(config, gate, source, rollouts, inference, training, metrics, tracer, curriculum)
     responses = InformingLog(response_log(prepared, config.run_folder / RESPONSES_FOLDER))
     on_result = partial(record_evaluation, metrics)
     evaluator = build_evaluator(prepared, rollouts, inference.rewards, on_result, responses)
@@ -261,10 +265,20 @@ def build_controller(
         weights.on_arrived(gpu_lease.arrived)  # after the gate, for which the learner scores
     regenerator = _regenerator(config, source, dispatcher, training, metrics)
     reference = RegeneratingReference(training.reference, regenerator)
-    records = build_records(config, training.learner, source, dispatcher, training.replay, metrics)
+    # On shared devices no group can be sampled again during the learner's turn: a lost group ends the run there.
+    learner = step_learner(
+        config,
+        training.learner,
+        training.replay,
+        metrics,
+        before=(evaluator.finish, gpu_lease.train) if gpu_lease else (),
+        regenerate=None if gpu_lease else reference.regenerate,
+        check=_check_of(config, tolerance.rounding),
+        tracer=tracer,
+    )
     checkpoints = Checkpoints(
         config.run_folder / CHECKPOINTS_FOLDER,
-        learner=records.learner,
+        learner=learner,
         parts={
             "stream": dispatcher,
             "evaluator": evaluator,
@@ -277,14 +291,8 @@ def build_controller(
         resume=config.resume,
         on_accepted=partial(write_config, config),
         schedule=CheckpointSchedule(config.checkpoints.interval_steps, config.num_steps, config.checkpoints.keep),
-        recovery=records.recovery,
+        recovery=build_recovery(config, learner, source, dispatcher, training.replay, metrics),
         before_resume=gpu_lease.begin if gpu_lease else None,
-    )
-    # On shared devices no group can be sampled again during the learner's turn: a lost group ends the run there.
-    learner = (
-        LeasedLearner(records.learner, gpu_lease, before=evaluator.finish)
-        if gpu_lease
-        else RegeneratingLearner(records.learner, reference, regenerator)
     )
     return Controller(
         total_steps=config.num_steps,
@@ -298,11 +306,11 @@ def build_controller(
             deadline_s=config.supervision.sign_timeout_s,
         ),
         rollouts=dispatcher,
-        replay=tracing.replay(training.replay),
+        replay=training.replay,
         reference=reference,
-        learner=_guarded(config, tracing.learner(learner), tolerance.rounding),
+        learner=learner,
         evaluator=evaluator,
-        metrics=tracing.metrics(metrics),
+        metrics=metrics,
         stop=stop_request,
     )
 
@@ -377,16 +385,16 @@ def _dispatcher(
     inference: Inference,
     training: Training,
     metrics: Metrics,
-    tracing: Tracing,
+    tracer: RunTracer,
     curriculum: StageCurriculum | None,
 ) -> RolloutDispatcher:
     algorithm = config.algorithm
     return RolloutDispatcher(
         prompts=source,
         gate=gate,
-        rollouts=tracing.rollouts(rollouts, inference.in_flight_requests),
-        rewards=tracing.rewards(inference.rewards),
-        replay=tracing.replay(training.replay),
+        rollouts=rollouts,
+        rewards=inference.rewards,
+        replay=training.replay,
         settings=sampling_settings(config),
         admission_filter=AdmissionFilter(
             min_scored=2 if algorithm.is_group_relative else 1,
@@ -398,6 +406,7 @@ def _dispatcher(
         on_rejected=partial(_count_rejected, metrics),
         on_lost=partial(metrics.count, CounterName.ROLLOUT_RETRIES),
         on_scored=partial(_observe_stage, config, curriculum) if curriculum else None,
+        tracer=tracer,
     )
 
 
@@ -435,14 +444,14 @@ def _regenerator(
     return regenerator
 
 
-def _guarded(config: RunConfig, learner: LearnerRole, rounding: Rounding) -> LearnerRole:
-    """The learner with a bound on its log-prob gap, where equal weights mean equal log-probs: not with keys and values
-    of older weights, and not for the steps of a flow model, whose sampler has bounds of its own."""
+def _check_of(config: RunConfig, rounding: Rounding) -> Callable[[UpdateReport], None]:
+    """The bound on the log-prob gap, where equal weights mean equal log-probs: not with keys and values of older
+    weights, and not for the steps of a flow model, whose sampler has bounds of its own."""
     if config.sampler.is_flow or config.weight_sync.kv_cache == "keep":
-        return learner
+        return lambda report: None
     found, dtype = config.supervision, config.resources.dtype
     limit, stops = found.max_logprob_gap.of(dtype), found.on_logprob_gap == "stop"
-    return GuardedLearner(learner, dtype=dtype, limit=limit, rounding=rounding, stops=stops)
+    return LogprobGuard(dtype=dtype, limit=limit, rounding=rounding, stops=stops).check
 
 
 def _measure_fresh(config: RunConfig, probe: Prompt, inference: Inference, training: Training) -> None:

@@ -24,6 +24,7 @@ from mobula.cluster.metrics.sinks.ray_gauges import RaySink
 from mobula.cluster.metrics.sinks.tensorboard import TensorBoardSink
 from mobula.cluster.metrics.sinks.trackers import TrackedRun, tracker
 from mobula.cluster.runtime.object_store import fetch
+from mobula.cluster.tracing.spans import UNTRACED, RunTracer
 from mobula.configs.schema import RunConfig
 
 CONSOLE_INTERVAL_S = 10.0
@@ -31,7 +32,9 @@ CONSOLE_INTERVAL_S = 10.0
 _logger = logging.getLogger(__name__)
 
 
-def build_metrics(config: RunConfig, console: Console, version: int, sinks: Sequence[Sink] = ()) -> Metrics:
+def build_metrics(
+    config: RunConfig, console: Console, version: int, sinks: Sequence[Sink] = (), tracer: RunTracer = UNTRACED
+) -> Metrics:
     """The hub of a run that goes on from `version`, with what its earlier part recorded; `sinks` come last."""
     folder = config.run_folder
     journal = JsonlSink(folder / METRICS_FILE, version=version)
@@ -59,6 +62,7 @@ def build_metrics(config: RunConfig, console: Console, version: int, sinks: Sequ
             fetch=fetch,
             timeout_s=config.timeouts.object_s,
         ),
+        tracer=tracer,
     )
     metrics.resume(journal.kept)
     return metrics

@@ -24,7 +24,6 @@ from mobula.cluster.recovery.stop_request import StopRequest
 from mobula.cluster.rollout.evaluation import EvaluationSchedule
 from mobula.cluster.rollout.row_evaluation import RowEvaluator
 from mobula.cluster.rollout.row_stream import RowStream, stored
-from mobula.cluster.tracing.tracing import NoTracing, Tracing
 from mobula.cluster.weight_sync.no_receivers import NoReceivers
 from mobula.cluster.workers.status import Scalable
 from mobula.cluster.workers.supervisor import Supervisor, Watched
@@ -36,7 +35,6 @@ from mobula.deploy.wiring.spawner import Spawner
 from mobula.learner.learner_group import LearnerGroup
 
 _logger = logging.getLogger(__name__)
-NO_TRACING = NoTracing()
 
 
 @dataclass(frozen=True)
@@ -85,7 +83,6 @@ def build_offline_controller(
     metrics: Metrics,
     stop_request: StopRequest,
     put: Callable[[Any], Any] = ray.put,
-    tracing: Tracing = NO_TRACING,
 ) -> Controller:
     """The main loop of an offline job and its collaborators.
 
@@ -125,9 +122,9 @@ def build_offline_controller(
         rollouts=training.rows,
         replay=training.rows,
         reference=training.reference,
-        learner=tracing.learner(training.learner),
+        learner=training.learner,
         evaluator=evaluator,
-        metrics=tracing.metrics(metrics),
+        metrics=metrics,
         stop=stop_request,
     )
 

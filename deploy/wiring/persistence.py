@@ -1,11 +1,11 @@
-"""Builds the persistence of groups: journal, recovery and trajectory log."""
+"""Builds the persistence of steps: journal, trajectory log and recovery."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import ray
 
@@ -13,8 +13,8 @@ from mobula.actors.datasets.prompts import PromptSource
 from mobula.cluster.metrics.definitions import CounterName
 from mobula.cluster.metrics.hub import Metrics
 from mobula.cluster.recovery.checkpoints import Recovery
-from mobula.cluster.recovery.recording_learner import DurableLearner, RecordingLearner
 from mobula.cluster.recovery.resume import JournalledReplay, JournalRecovery, NoRecovery
+from mobula.cluster.recovery.step_learner import DurableLearner, StepLearner
 from mobula.cluster.replay.journal import Journal, journal_identity
 from mobula.cluster.replay.journal_writer import GroupJournal, JournalWriter, NoJournal
 from mobula.cluster.replay.live_groups import LiveGroups
@@ -26,14 +26,6 @@ from mobula.configs.schema import RunConfig
 JOURNAL_FOLDER = "journal"  # of the run folder
 TRAJECTORIES_FOLDER = "trajectories"  # of the run folder
 MAX_WAITING_STEPS = 2  # whose groups are held in memory until the trajectory log has them
-
-
-@dataclass(frozen=True)
-class Records:
-    """The learner that records its steps, and how a run goes on from the records."""
-
-    learner: DurableLearner
-    recovery: Recovery
 
 
 def build_journal_writer(config: RunConfig) -> GroupJournal:
@@ -53,31 +45,34 @@ def trajectory_log(run_folder: Path, config: RunConfig) -> TrajectoryLog:
     return TrajectoryLog(run_folder / TRAJECTORIES_FOLDER, timeout_s=config.timeouts.object_s)
 
 
-def build_records(
+def step_learner(
+    config: RunConfig, learner: DurableLearner, replay: JournalledReplay, metrics: Metrics, **options: Any
+) -> StepLearner:
+    """`learner` with the journal of `replay` and a trajectory log, as configured; `options` of `StepLearner`."""
+    return StepLearner(
+        learner,
+        journal=replay if config.replay.journal else None,
+        log=trajectory_log(config.run_folder, config) if config.replay.trajectory_log else None,
+        max_waiting=MAX_WAITING_STEPS,
+        on_log_failed=partial(metrics.count, CounterName.UNLOGGED_STEPS),
+        **options,
+    )
+
+
+def build_recovery(
     config: RunConfig,
-    learner: DurableLearner,
+    learner: StepLearner,
     source: PromptSource,
     dispatcher: RolloutDispatcher,
     replay: JournalledReplay,
     metrics: Metrics,
-) -> Records:
-    """Journal and trajectory log of `learner`, as configured."""
-    keep = config.replay
-    unrecorded = NoRecovery(config.run_folder / JOURNAL_FOLDER)
-    if not (keep.journal or keep.trajectory_log):
-        return Records(learner, unrecorded)
-    recording = RecordingLearner(
-        learner,
-        journal=replay if keep.journal else None,
-        log=trajectory_log(config.run_folder, config) if keep.trajectory_log else None,
-        max_waiting=MAX_WAITING_STEPS,
-        on_log_failed=partial(metrics.count, CounterName.UNLOGGED_STEPS),
-    )
-    if not keep.journal:
-        return Records(recording, unrecorded)
-    recovery = JournalRecovery(
+) -> Recovery:
+    """Recovery from the journal, as configured."""
+    if not config.replay.journal:
+        return NoRecovery(config.run_folder / JOURNAL_FOLDER)
+    return JournalRecovery(
         _journal(config),
-        learner=recording,
+        learner=learner,
         groups=LiveGroups(source, ray.put),
         dispatcher=dispatcher,
         replay=replay,
@@ -85,7 +80,6 @@ def build_records(
         age_limit=age_limit(config),
         on_recovered=partial(_count_recovered, metrics),
     )
-    return Records(recording, recovery)
 
 
 def age_limit(config: RunConfig) -> AgeLimit:

@@ -90,8 +90,8 @@ class LearnerWithCritic(LearnerGroup):
         await self.export(self._folder)
         await self._critic.begin(self._folder)
 
-    async def update(self, groups: Sequence[ScoredGroup]) -> UpdateReport:
-        """One step of both.
+    async def update(self, groups: Sequence[ScoredGroup], values: Any = None) -> UpdateReport:
+        """One step of both; the values are those of the critic here.
 
         Raises:
             LostObjectError: no rank could get at the groups, and each is as it was before.
@@ -100,7 +100,7 @@ class LearnerWithCritic(LearnerGroup):
         version = self.version + 1
         values = await self._critic.value(groups, version, self._kl)
         self._kl = None
-        report, trained = await outcomes(self._step(groups, values), self._critic.train(version))
+        report, trained = await outcomes(super().update(groups, values), self._critic.train(version))
         if isinstance(report, LostObjectError):
             raise WorkerDiedError(f"the critic trains on groups that the policy could not get at: {report}") from report
         for failed in (report, trained):

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from mobula.cluster.records.trajectory import ScoredGroup
 from mobula.cluster.roles import UpdateReport
-from mobula.cluster.tracing.profiler import profiled
 from mobula.configs.schema import RunConfig
 from mobula.learner.backends.sharded import ShardedWriter
 from mobula.learner.examples.entries import DataRows
@@ -50,19 +49,20 @@ class OfflineLearner(Learner):
         compares = self._config.sampler.is_flow
         self._initial = SlowWeights(self._backend.trained, 0.0, 0.0, ShardedWriter().copied) if compares else NullSlow()
 
-    @profiled
-    def update(self, groups: Sequence[ScoredGroup], version: int) -> UpdateReport:
+    def update(self, groups: Sequence[ScoredGroup], version: int, **more: object) -> UpdateReport:
         """One optimizer step on these rows, which makes `version`; with no token to learn from it is skipped."""
-        examples = self._compared(self._examples(groups))
-        totals, meter = totals_of(examples), Meter()
-        rate = learning_rate(self._config.learner, version - 1, self._config.num_steps)
-        is_taken, metrics = False, {"loss": 0.0, "grad_norm": 0.0}
-        if totals.num_tokens > 0:
-            grad_norm = self._optimized([Term(examples, partial(self._part, totals, meter))], rate)
-            is_taken, metrics = math.isfinite(grad_norm), {**meter.reduce(), "grad_norm": grad_norm}
-        self.version = version
-        counts = {"skipped": float(not is_taken), "optimizer_steps": float(is_taken)}
-        return UpdateReport(version, {**metrics, "learning_rate": rate, **counts})
+        assert not more, f"a step of an offline job has rows alone, not {sorted(more)}"
+        with self._profiler.update(version):
+            examples = self._compared(self._examples(groups))
+            totals, meter = totals_of(examples), Meter()
+            rate = learning_rate(self._config.learner, version - 1, self._config.num_steps)
+            is_taken, metrics = False, {"loss": 0.0, "grad_norm": 0.0}
+            if totals.num_tokens > 0:
+                grad_norm = self._optimized([Term(examples, partial(self._part, totals, meter))], rate)
+                is_taken, metrics = math.isfinite(grad_norm), {**meter.reduce(), "grad_norm": grad_norm}
+            self.version = version
+            counts = {"skipped": float(not is_taken), "optimizer_steps": float(is_taken)}
+            return UpdateReport(version, {**metrics, "learning_rate": rate, **counts})
 
     def assess(self, groups: Sequence[ScoredGroup]) -> Mapping[str, float]:
         """The job's metrics on these rows, with the weights as they are."""

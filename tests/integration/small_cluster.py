@@ -25,10 +25,10 @@ from mobula.actors.reference.pool import ReferencePool
 from mobula.actors.rollout.client import RolloutClient
 from mobula.cluster.controller import Controller, RunMetrics
 from mobula.cluster.recovery.checkpoints import Checkpoints, CheckpointSchedule, newest_learner_state
-from mobula.cluster.recovery.lost_groups import GroupRegenerator, RegeneratingLearner, RegeneratingReference
-from mobula.cluster.recovery.recording_learner import RecordingLearner
+from mobula.cluster.recovery.lost_groups import GroupRegenerator, RegeneratingReference
 from mobula.cluster.recovery.restartable_learner import RestartableLearner
 from mobula.cluster.recovery.resume import JournalRecovery
+from mobula.cluster.recovery.step_learner import StepLearner
 from mobula.cluster.replay.buffer import ReplayBuffer
 from mobula.cluster.replay.journal import Journal
 from mobula.cluster.replay.journal_writer import JournalWriter
@@ -227,9 +227,8 @@ class SmallRun:
 
     def _controller(self) -> Controller:
         dispatcher = self._dispatcher()
-        checkpoints, learner = self._records(dispatcher)
-        regenerator = self._regenerator(dispatcher)
-        reference = RegeneratingReference(self.reference, regenerator)
+        reference = RegeneratingReference(self.reference, self._regenerator(dispatcher))
+        checkpoints, learner = self._records(dispatcher, reference)
         watched = [self._watched_rank(index) for index in range(NUM_RANKS)]
         watched += [watched_pool("reward", self.rewards.check, _nothing)]
         watched += [watched_pool("reference", self.reference.pool.check, _nothing)]
@@ -242,7 +241,7 @@ class SmallRun:
             rollouts=dispatcher,
             replay=self.replay,
             reference=reference,
-            learner=RegeneratingLearner(learner, reference, regenerator),
+            learner=learner,
             evaluator=Visitor(self._on_version),
             metrics=self._metrics,
             stop=self.stop,
@@ -276,11 +275,13 @@ class SmallRun:
         self._learner.recall_with(regenerator.recall)
         return regenerator
 
-    def _records(self, dispatcher: RolloutDispatcher) -> tuple[Checkpoints, RecordingLearner]:
-        recording = RecordingLearner(self._learner, journal=self.replay)
+    def _records(
+        self, dispatcher: RolloutDispatcher, reference: RegeneratingReference
+    ) -> tuple[Checkpoints, StepLearner]:
+        learner = StepLearner(self._learner, journal=self.replay, regenerate=reference.regenerate)
         recovery = JournalRecovery(
             self._journal(),
-            learner=recording,
+            learner=learner,
             groups=LiveGroups(self.prompts, ray.put),
             dispatcher=dispatcher,
             replay=self.replay,
@@ -290,7 +291,7 @@ class SmallRun:
         )
         checkpoints = Checkpoints(
             self.folder / "checkpoints",
-            learner=recording,
+            learner=learner,
             parts={"stream": dispatcher},
             prepare=_nothing,
             finish=_nothing,
@@ -299,7 +300,7 @@ class SmallRun:
             schedule=CheckpointSchedule(self.shape.checkpoint_interval, self.shape.total_steps, 2),
             recovery=recovery,
         )
-        return checkpoints, recording
+        return checkpoints, learner
 
     def _weights(self, dispatcher: RolloutDispatcher) -> WeightSync:
         weights = WeightSync(

@@ -39,9 +39,9 @@ class StruckLearner(Learner):
         super().connect(init_method)
         saboteur().enlist(f"learner/{self._rank}")
 
-    def update_with(self, groups: Sequence[ScoredGroup], version: int, **more: Any) -> UpdateReport:
+    def update(self, groups: Sequence[ScoredGroup], version: int, **more: Any) -> UpdateReport:
         with _reached_by_each_step_of(self._optimizer, f"learner_trains_{version}"):
-            return super().update_with(groups, version, **more)
+            return super().update(groups, version, **more)
 
 
 @contextmanager

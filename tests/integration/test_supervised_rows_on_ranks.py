@@ -40,15 +40,15 @@ def train(config: RunConfig, rank: int, world_size: int, out: Path) -> None:
     learner.connect(met_at(learner, rank, out / "address") if world_size > 1 else "")
     seen = {"before": weights(learner)}
     seen["metrics"] = [
-        dict(learner.update_with(g, n, supervised=beside[n - 1]).metrics) for n, g in enumerate((first, second), 1)
+        dict(learner.update(g, n, supervised=beside[n - 1]).metrics) for n, g in enumerate((first, second), 1)
     ]
     seen["weights"] = weights(learner)
     learner.save(out / "state")
     learner.finish_save()
-    learner.update_with(first, 3, supervised=beside[2])
+    learner.update(first, 3, supervised=beside[2])
     seen["third"] = weights(learner)
     learner.load(out / "state")
-    learner.update_with(first, 3, supervised=beside[2])
+    learner.update(first, 3, supervised=beside[2])
     seen["third_again"] = weights(learner)
     if rank == 0:
         torch.save(seen, out / "seen.pt")

@@ -85,7 +85,7 @@ def updated(
     learner: Learner, groups: list[ScoredGroup], version: int, fresh: tuple[TrajectoryGroup, ...]
 ) -> dict[str, float]:
     """Metrics of one update, whose log-prob gap is measured on `fresh` where its own groups are older."""
-    return dict(learner.update_with(groups, version, fresh=fresh).metrics)
+    return dict(learner.update(groups, version, fresh=fresh).metrics)
 
 
 def of_version(sampled: TrajectoryGroup, version: int) -> TrajectoryGroup:

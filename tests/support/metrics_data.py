@@ -6,7 +6,7 @@ import io
 import json
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -33,6 +33,7 @@ from mobula.cluster.records.trajectory import (
     WeightSpan,
 )
 from mobula.cluster.roles import ReplayStats, UpdateReport
+from mobula.cluster.tracing.spans import UNTRACED, RunTracer
 
 FACTS = RunFacts(seed=7, sampler="vllm", learner_backend="fsdp2", learner_ranks=2, rollout_actors=2, train_prompts=64)
 REPLAY = ReplayStats(num_ready=3, num_taken=2, num_bytes=4096, oldest_age_s=0.5)
@@ -76,8 +77,8 @@ def fetch_value(references: Sequence[object], *, timeout_s: float, what: str) ->
     return list(references)
 
 
-def make_metrics(sinks: Sequence[Sink], clock: FakeClock) -> Metrics:
-    return Metrics(sinks, clock, accuracy_component="answer", samples=NoSamples())
+def make_metrics(sinks: Sequence[Sink], clock: Callable[[], float], tracer: RunTracer = UNTRACED) -> Metrics:
+    return Metrics(sinks, clock, accuracy_component="answer", samples=NoSamples(), tracer=tracer)
 
 
 def digit_picture(digit: str, size: int = 56) -> bytes:

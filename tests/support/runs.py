@@ -26,8 +26,8 @@ from pooled_fakes import PooledRollouts
 from mobula.cluster.controller import Controller
 from mobula.cluster.records.trajectory import GroupSummary
 from mobula.cluster.recovery.checkpoints import Checkpoints, CheckpointSchedule
-from mobula.cluster.recovery.recording_learner import RecordingLearner
 from mobula.cluster.recovery.resume import JournalRecovery
+from mobula.cluster.recovery.step_learner import StepLearner
 from mobula.cluster.replay.buffer import ReplayBuffer
 from mobula.cluster.replay.journal import Journal
 from mobula.cluster.replay.journal_writer import JournalWriter
@@ -36,6 +36,7 @@ from mobula.cluster.roles import Rewards, Rollouts
 from mobula.cluster.rollout.dispatcher import AdmissionFilter, RetryingRollouts, RolloutDispatcher
 from mobula.cluster.rollout.in_flight import InFlightRequests
 from mobula.cluster.rollout.staleness import AgeLimit, StalenessGate, StepOrder
+from mobula.cluster.tracing.spans import UNTRACED, RunTracer
 from mobula.configs.schema.run import Resume
 
 SEGMENT_BYTES = 20_000  # a few groups, so that short runs have several segments
@@ -83,6 +84,7 @@ class Run:
         order: type[StepOrder] = StepOrder,
         drops_whole: bool = False,
         stop_s: float = 5.0,
+        tracer: RunTracer = UNTRACED,
     ) -> None:
         self.prompts = FakePrompts(epoch_size=50)
         self.rollouts = rollouts or (FakeRollouts(pauses, fault) if fault else PooledRollouts(FakeRollouts(pauses)))
@@ -92,6 +94,7 @@ class Run:
             journal=JournalWriter(self.journal, timeout_s=5, start_thread=AtOnce) if has_journal else None,
             max_bytes=max_bytes,
             min_ready=prompts_per_step,
+            tracer=tracer,
         )
         self.learner = learner or FakeLearner()
         self.evaluator = FakeEvaluator(on_version)
@@ -120,12 +123,13 @@ class Run:
             order=order(self.gate),
             age_limit=AgeLimit(max_staleness, is_whole=drops_whole),
             on_rejected=lambda summary, reason: self.rejected.append((summary, reason)),
+            tracer=tracer,
         )
         self.weights.on_announced(self.dispatcher.advance)
-        recording = RecordingLearner(self.learner, journal=self.replay)
+        learner = StepLearner(self.learner, journal=self.replay if has_journal else None, tracer=tracer)
         recovery = JournalRecovery(
             self.journal,
-            learner=recording,
+            learner=learner,
             groups=LiveGroups(self.prompts, put=lambda value: value),
             dispatcher=self.dispatcher,
             replay=self.replay,
@@ -135,7 +139,7 @@ class Run:
         )
         self.checkpoints = Checkpoints(
             folder / "checkpoints",
-            learner=recording if has_journal else self.learner,
+            learner=learner,
             parts={"rollouts": self.dispatcher},
             prepare=self._prepare,
             finish=self._finish,
@@ -153,7 +157,7 @@ class Run:
             rollouts=self.dispatcher,
             replay=self.replay,
             reference=FakeReference(),
-            learner=recording if has_journal else self.learner,
+            learner=learner,
             evaluator=self.evaluator,
             metrics=self.metrics,
             stop=self.stop,

@@ -8,56 +8,46 @@ import math
 import pytest
 
 from mobula.cluster.errors import LogprobGapError
-from mobula.cluster.logprob_guard import GuardedLearner
+from mobula.cluster.logprob_guard import LogprobGuard
 from mobula.cluster.roles import UpdateReport
 from mobula.cluster.weight_sync.tolerance import MeasuredRounding, Rounding
 from mobula.configs.errors import ConfigError
 from mobula.configs.load import load_config
 
 
-class FixedLearner:
-    def __init__(self, metrics: dict[str, float]) -> None:
-        self._metrics = metrics
-
-    async def update(self, groups: object) -> UpdateReport:
-        return UpdateReport(3, self._metrics)
-
-
-def guarded(gap: float | None, *, stops: bool = True, rounding: Rounding | None = None) -> GuardedLearner:
+def check(gap: float | None, *, stops: bool = True, rounding: Rounding | None = None) -> None:
     metrics = {} if gap is None else {"logprob_gap_mean": gap, "logprob_gap_max": 4 * gap}
-    return GuardedLearner(
-        FixedLearner(metrics), dtype="float32", limit=1e-3, rounding=rounding or Rounding(), stops=stops
-    )
+    guard = LogprobGuard(dtype="float32", limit=1e-3, rounding=rounding or Rounding(), stops=stops)
+    guard.check(UpdateReport(3, metrics))
 
 
 @pytest.mark.parametrize("gap", [None, 5e-7, 1e-3])
-async def test_a_step_within_the_limit_or_without_a_gap_passes(gap: float | None, caplog) -> None:
-    assert (await guarded(gap).update([])).version == 3
+def test_a_step_within_the_limit_or_without_a_gap_passes(gap: float | None, caplog) -> None:
+    check(gap)
     assert not caplog.records
 
 
 @pytest.mark.parametrize("gap", [0.01, math.nan])
-async def test_a_step_over_the_limit_stops_with_the_causes(gap: float) -> None:
+def test_a_step_over_the_limit_stops_with_the_causes(gap: float) -> None:
     match = (
         rf"step 3: .* by {gap:.3g} nat in the mean, .*supervision\.max_logprob_gap\.float32=0\.001.*template.*"
         r"penalties of generation_config\.json.*policy\.dropout.*canary_interval=1.*on_logprob_gap=warn"
     )
     with pytest.raises(LogprobGapError, match=match):
-        await guarded(gap).update([])
+        check(gap)
 
 
-async def test_the_limit_grows_with_the_rounding_of_the_model_and_the_message_has_both() -> None:
+def test_the_limit_grows_with_the_rounding_of_the_model_and_the_message_has_both() -> None:
     rounding = MeasuredRounding()
     rounding.nat = 0.0006
-    assert (await guarded(0.0059, rounding=rounding).update([])).version == 3
+    check(0.0059, rounding=rounding)
     with pytest.raises(LogprobGapError, match=r"max_logprob_gap\.float32=0\.001, widened to 0\.006 by the rounding"):
-        await guarded(0.0061, rounding=rounding).update([])
+        check(0.0061, rounding=rounding)
 
 
-async def test_a_step_over_the_limit_warns_where_a_run_asks_for_that(caplog) -> None:
+def test_a_step_over_the_limit_warns_where_a_run_asks_for_that(caplog) -> None:
     with caplog.at_level(logging.WARNING):
-        report = await guarded(0.26, stops=False).update([])
-    assert report.version == 3
+        check(0.26, stops=False)
     assert "by 0.26 nat in the mean, 1.04 at most" in caplog.text
 
 

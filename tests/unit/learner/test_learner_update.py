@@ -87,6 +87,15 @@ def test_at_step_zero_the_ratio_is_one_and_gap_and_kl_are_zero(folder, tokenizer
     assert metrics["num_tokens"] == sum(g.summary.num_tokens for g in groups)
 
 
+def test_the_updates_that_the_configuration_names_are_profiled(folder, tokenizer, tmp_path: Path) -> None:
+    config = tiny_config(folder, "tracing.profile_steps=[2]", f"folder={tmp_path}")
+    groups = sampled(config, folder, random_groups(tokenizer, 2, 2))
+    learner = connected(config)
+    for version in (1, 2):
+        learner.update(groups, version)
+    assert [path.name for path in (config.run_folder / "traces").iterdir()] == ["update-000002-rank-0.json"]
+
+
 def cut(groups: list[ScoredGroup], num_ids: int) -> list[ScoredGroup]:
     """The same groups as if each token had been sampled among itself and about a tenth of the vocabulary."""
     rng = np.random.default_rng(3)
@@ -372,9 +381,9 @@ def test_a_step_of_older_tokens_is_measured_on_fresh_ones_before_the_weights_mov
     current = sampled(config, folder, random_groups(tokenizer, 6, 4))
     learner = connected(config)
     fresh = current[0].group
-    plain = learner.update_with([older(group) for group in current], 1)
+    plain = learner.update([older(group) for group in current], 1)
     assert "logprob_gap_mean" not in plain.metrics
-    metrics = connected(config).update_with([older(group) for group in current], 1, fresh=[fresh]).metrics
+    metrics = connected(config).update([older(group) for group in current], 1, fresh=[fresh]).metrics
     assert metrics["logprob_gap_mean"] <= metrics["logprob_gap_max"] < 1e-5
     assert {name: metrics[name] for name in plain.metrics} == plain.metrics, "the step itself is the same"
 
@@ -387,7 +396,7 @@ def test_fresh_tokens_of_other_weights_are_found(folder, tokenizer) -> None:
     off = [dataclasses.replace(t, behavior_logprobs=t.behavior_logprobs + 0.25) for t in fresh.trajectories]
     learner = connected(config)
     stale = dataclasses.replace(fresh, trajectories=tuple(off))
-    metrics = learner.update_with([older(group) for group in current], 1, fresh=[stale]).metrics
+    metrics = learner.update([older(group) for group in current], 1, fresh=[stale]).metrics
     assert metrics["logprob_gap_mean"] == pytest.approx(0.25, abs=1e-5)
 
 
@@ -401,5 +410,5 @@ def test_fresh_samples_that_are_lost_leave_a_step_without_a_gap(folder, tokenize
 
     learner._fresh_gap._score = fail
     learner._fresh_gap._fetched = lambda reference: None
-    report = learner.update_with([older(group) for group in current], 1, fresh=["lost"])
+    report = learner.update([older(group) for group in current], 1, fresh=["lost"])
     assert report.version == 1 and "logprob_gap_mean" not in report.metrics

@@ -52,7 +52,7 @@ def update(
     """The gradient that one update saw, and its metrics."""
     learner = connected(config)
     learner._optimizer.zero_grad = lambda: None
-    metrics = learner.update_with(groups, 1, supervised=beside).metrics
+    metrics = learner.update(groups, 1, supervised=beside).metrics
     return {name: p.grad for name, p in learner._policy.model.named_parameters()}, dict(metrics)
 
 
@@ -93,7 +93,7 @@ def test_each_optimizer_step_has_rows_of_its_own_in_their_order(folder, tokenize
     words = ("algorithm.num_minibatches=2", "algorithm.num_epochs=2", "learner.learning_rate=1.0e-12")
     config = config_of(folder, *words, batch_size=2)
     assert config.algorithm.supervised_rows_per_step == 8
-    metrics = connected(config).update_with(groups, 1, supervised=beside).metrics
+    metrics = connected(config).update(groups, 1, supervised=beside).metrics
     assert metrics["supervised_loss"] == pytest.approx(expected, abs=1e-4)
     assert metrics["optimizer_steps"] == 4
 

@@ -13,8 +13,8 @@ from runs import AtOnce
 
 from mobula.cluster.errors import JournalError, LostObjectError
 from mobula.cluster.records.trajectory import Reward, ScoredGroup
-from mobula.cluster.recovery.lost_groups import GroupRegenerator, RegeneratingLearner, RegeneratingReference
-from mobula.cluster.recovery.recording_learner import RecordingLearner
+from mobula.cluster.recovery.lost_groups import GroupRegenerator, RegeneratingReference
+from mobula.cluster.recovery.step_learner import StepLearner
 from mobula.cluster.replay.buffer import ReplayBuffer
 from mobula.cluster.replay.journal import Journal, finished, trained
 from mobula.cluster.replay.journal_writer import JournalWriter
@@ -148,7 +148,7 @@ async def test_a_step_is_regenerated_before_its_score_and_before_its_update_wher
     first, second, third = await reference.score([first, second, third])
     assert roles.scored == [list(IDS)] and bench.sampled_again == [IDS[0]]
     step = [first, lost(second), replace(third, reference_logprobs=LOST)]
-    await RegeneratingLearner(roles, reference, bench.regenerator).update(step)
+    await StepLearner(roles, regenerate=reference.regenerate).update(step)
     assert roles.scored[1:] == [[IDS[1], IDS[2]]]
     [learned] = roles.learned
     assert [group.summary.group_id for group in learned] == list(IDS) and bench.sampled_again == [IDS[0]]
@@ -157,7 +157,8 @@ async def test_a_step_is_regenerated_before_its_score_and_before_its_update_wher
 async def test_without_a_reference_nothing_is_scored(bench: Bench) -> None:
     roles = Picky()
     step = await bench.leased(lost(make_scored(IDS[0])), make_scored(IDS[1]))
-    await RegeneratingLearner(roles, roles, bench.regenerator).update(step)
+    reference = RegeneratingReference(roles, bench.regenerator)
+    await StepLearner(roles, regenerate=reference.regenerate).update(step)
     assert roles.scored == [] and len(roles.learned) == 1
 
 
@@ -165,7 +166,7 @@ async def test_without_a_reference_nothing_is_scored(bench: Bench) -> None:
 async def test_a_step_that_is_lost_again_and_again_ends_the_run(bench: Bench, losses: int) -> None:
     step = await bench.leased(make_scored(IDS[0]))
     roles = Picky(losses)
-    learner = RegeneratingLearner(roles, roles, bench.regenerator)
+    learner = StepLearner(roles, regenerate=RegeneratingReference(roles, bench.regenerator).regenerate)
     if losses > MAX_NODES_LOST:
         with pytest.raises(LostObjectError):
             await learner.update(step)
@@ -184,11 +185,11 @@ async def test_a_group_that_the_learner_had_and_the_journal_missed_is_written_do
             return UpdateReport(1, {})
 
     with pytest.raises(JournalError, match="resume=auto"):
-        await RecordingLearner(Learner(), journal=bench.replay).update(step)
+        await StepLearner(Learner(), journal=bench.replay).update(step)
     there = {LOST: make_scored(IDS[0]).group}
     monkeypatch.setattr(
         "mobula.cluster.replay.journal_writer.fetch_or_miss",
         lambda found, **rest: [there.get(one, one) for one in found],
     )
-    assert (await RecordingLearner(Learner(), journal=bench.replay).update(step)).version == 1
+    assert (await StepLearner(Learner(), journal=bench.replay).update(step)).version == 1
     assert bench.journal.recover(0).reached == 1

@@ -17,8 +17,8 @@ from transformers import AutoTokenizer
 
 from mobula.cluster.errors import JournalError, SkippedSample
 from mobula.cluster.records.trajectory import ScoredGroup
-from mobula.cluster.recovery.recording_learner import RecordingLearner
 from mobula.cluster.recovery.resume import JournalRecovery, NoRecovery
+from mobula.cluster.recovery.step_learner import StepLearner
 from mobula.cluster.replay.buffer import ReplayBuffer
 from mobula.cluster.replay.journal import Journal
 from mobula.cluster.replay.journal_writer import JournalWriter
@@ -53,7 +53,7 @@ class Bench:
         self.replay = ReplayBuffer(journal=JournalWriter(Journal(folder / "journal", {}), timeout_s=5))
         self.dispatcher = RecordingDispatcher(closed)
         self.metrics = FakeMetrics()
-        self.learner = RecordingLearner(learner, journal=self.replay)
+        self.learner = StepLearner(learner, journal=self.replay)
         self.counts: dict[str, int] = {}
         self.recovery = JournalRecovery(
             self.journal,
@@ -227,7 +227,7 @@ class Slow:
 
 async def test_a_step_is_written_down_while_it_is_trained() -> None:
     slow = Slow()
-    report = await asyncio.wait_for(RecordingLearner(slow, journal=slow).update([]), 30)
+    report = await asyncio.wait_for(StepLearner(slow, journal=slow).update([]), 30)
     assert report.version == 1
 
 
@@ -237,4 +237,4 @@ async def test_a_step_that_cannot_be_written_down_ends_the_run() -> None:
             raise JournalError("no space left")
 
     with pytest.raises(JournalError, match="no space left"):
-        await asyncio.wait_for(RecordingLearner(Slow(), journal=FullDisk()).update([]), 30)
+        await asyncio.wait_for(StepLearner(Slow(), journal=FullDisk()).update([]), 30)

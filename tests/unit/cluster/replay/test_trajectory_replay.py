@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 
 from mobula.cluster.errors import ChangedDataError, PreflightError
 from mobula.cluster.records.trajectory import ScoredGroup
-from mobula.cluster.recovery.recording_learner import RecordingLearner
+from mobula.cluster.recovery.step_learner import StepLearner
 from mobula.cluster.replay.live_groups import LiveGroups
 from mobula.cluster.replay.trajectory_log import TrajectoryLog
 from mobula.cluster.replay.trajectory_replay import train_again
@@ -31,9 +31,9 @@ def log_in(folder: Path) -> TrajectoryLog:
 
 def logged(
     learner: FakeLearner, log: TrajectoryLog, failures: list[str] | None = None, waiting: int = 2
-) -> RecordingLearner:
+) -> StepLearner:
     on_failed = (failures if failures is not None else []).append
-    return RecordingLearner(learner, log=log, max_waiting=waiting, on_log_failed=on_failed)
+    return StepLearner(learner, log=log, max_waiting=waiting, on_log_failed=on_failed)
 
 
 def live(groups: Sequence[ScoredGroup]) -> LiveGroups:

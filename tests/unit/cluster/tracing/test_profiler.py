@@ -8,27 +8,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from mobula.cluster.roles import UpdateReport
-from mobula.cluster.tracing.profiler import UpdateProfiler, profiled
-from mobula.learner.learner import Learner
-from mobula.learner.offline.learner import OfflineLearner
+from mobula.cluster.tracing.profiler import UpdateProfiler
 
 
-class Rank:
-    """A rank whose update is one product of matrices."""
-
-    def __init__(self, profiler: UpdateProfiler) -> None:
-        self.profiler = profiler
-
-    @profiled
-    def update(self, groups: int, version: int) -> UpdateReport:
-        torch.ones(groups, groups) @ torch.ones(groups, groups)
-        return UpdateReport(version, {})
+def update(profiler: UpdateProfiler, version: int) -> None:
+    """An update that is one product of matrices."""
+    with profiler.update(version):
+        torch.ones(8, 8) @ torch.ones(8, 8)
 
 
 def test_the_named_updates_leave_a_trace_of_their_operators(tmp_path: Path) -> None:
-    rank = Rank(UpdateProfiler([2, 3], tmp_path, 1, "cpu"))
-    assert [rank.update(8, version).version for version in (1, 2, 3, 4)] == [1, 2, 3, 4]
+    profiler = UpdateProfiler([2, 3], tmp_path, 1, "cpu")
+    for version in (1, 2, 3, 4):
+        update(profiler, version)
     found = sorted(path.name for path in (tmp_path / "traces").iterdir())
     assert found == ["update-000002-rank-1.json", "update-000003-rank-1.json"]
     events = json.loads((tmp_path / "traces" / found[0]).read_text())["traceEvents"]
@@ -36,16 +28,11 @@ def test_the_named_updates_leave_a_trace_of_their_operators(tmp_path: Path) -> N
 
 
 def test_without_steps_nothing_is_written(tmp_path: Path) -> None:
-    Rank(UpdateProfiler([], tmp_path, 0, "cpu")).update(8, 1)
+    update(UpdateProfiler([], tmp_path, 0, "cpu"), 1)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_trace_that_cannot_be_written_costs_the_trace_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "traces").write_text("in the way")
-    assert Rank(UpdateProfiler([1], tmp_path, 0, "cpu")).update(8, 1).version == 1
+    update(UpdateProfiler([1], tmp_path, 0, "cpu"), 1)
     assert "the profile of update 1 could not be written" in caplog.text
-
-
-def test_the_updates_of_both_kinds_of_learner_are_profiled() -> None:
-    """`Learner.update` is `update_with` without more."""
-    assert hasattr(Learner.update_with, "__wrapped__") and hasattr(OfflineLearner.update, "__wrapped__")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import itertools
 import json
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,16 +14,17 @@ from typing import Any
 import pytest
 from fakes import FakeRollouts
 from http_servers import serving
+from metrics_data import make_metrics
 from runs import Run
 
 from mobula.cluster.errors import PreflightError, RolloutError
 from mobula.cluster.records.trajectory import Generated, Prompt
 from mobula.cluster.roles import SamplingSettings
 from mobula.cluster.rollout.in_flight import InFlightRequests
-from mobula.cluster.tracing import tracing as built
+from mobula.cluster.tracing import tracer as built
 from mobula.cluster.tracing.chrome import ChromeTraceSink
 from mobula.cluster.tracing.spans import RunTracer, Span, Stage
-from mobula.cluster.tracing.tracing import NoTracing, Tracing, WrappedRun, build_tracing
+from mobula.cluster.tracing.tracer import build_tracer
 from mobula.configs.errors import ConfigError
 from mobula.configs.load import load_config
 
@@ -64,23 +66,19 @@ class Attempting(FakeRollouts):
         return await super().generate(prompt, settings)
 
 
-def traced_run(folder: Path, tracing: Tracing, **options: Any) -> Run:
+def traced_run(folder: Path, tracer: RunTracer, **options: Any) -> Run:
     """A run of fakes that is wired as `deploy/wiring/build.py` does it."""
     table = InFlightRequests(64)
+    table.on_attempt = tracer.attempt
     fault = options.pop("fault", lambda prompt_id, attempt: None)
-    run = Run(folder, rollouts=Attempting(table, fault), **options)
-    dispatcher = run.dispatcher
-    dispatcher._rollouts = tracing.rollouts(dispatcher._rollouts, table)
-    dispatcher._rewards = tracing.rewards(dispatcher._rewards)
-    dispatcher._replay = tracing.replay(dispatcher._replay)
-    parts = {"replay": tracing.replay(run.replay), "learner": tracing.learner(run.controller.learner)}
-    run.controller = replace(run.controller, **parts, metrics=tracing.metrics(run.metrics))
+    run = Run(folder, rollouts=Attempting(table, fault), tracer=tracer, **options)
+    run.controller = replace(run.controller, metrics=make_metrics([], time.perf_counter, tracer=tracer))
     return run
 
 
-def traced(*sinks: Any) -> WrappedRun:
+def traced(*sinks: Any) -> RunTracer:
     ticks = itertools.count(1_700_000_000_000_000_000, MS)
-    return WrappedRun(RunTracer(sinks, clock=lambda: next(ticks)))
+    return RunTracer(sinks, clock=lambda: next(ticks))
 
 
 async def test_a_trained_prompt_went_through_every_stage_in_order(tmp_path: Path) -> None:
@@ -140,15 +138,10 @@ async def test_a_sink_that_fails_is_dropped_and_the_run_goes_on(tmp_path: Path, 
     assert kept.spans and caplog.text.count("trace sink full failed") == 1
 
 
-def test_off_is_the_run_as_it_is(tmp_path: Path) -> None:
-    config = load_config(["experiment=digits"])
-    tracing, part = build_tracing(config.tracing, "digits", tmp_path), Any
-    assert isinstance(tracing, NoTracing)
-    table = InFlightRequests(64)
-    before = table.on_attempt
-    assert tracing.rollouts(part, table) is part and table.on_attempt is before
-    assert all(wrap(part) is part for wrap in (tracing.rewards, tracing.replay, tracing.learner, tracing.metrics))
-    assert list(tmp_path.iterdir()) == []
+async def test_without_a_sink_nothing_is_measured_or_kept(tmp_path: Path) -> None:
+    tracer = build_tracer(load_config(["experiment=digits"]).tracing, "digits", tmp_path / "off")
+    await traced_run(tmp_path / "run", tracer, total_steps=2).go()
+    assert not tracer._first and not tracer._open and not (tmp_path / "off").exists()
 
 
 async def test_a_chrome_trace_holds_the_step_and_the_prompts_that_overlap_it(tmp_path: Path) -> None:
@@ -171,7 +164,7 @@ async def test_a_chrome_trace_holds_the_step_and_the_prompts_that_overlap_it(tmp
 async def test_the_file_has_a_line_a_span_under_its_prompt(tmp_path: Path) -> None:
     pytest.importorskip("opentelemetry.sdk", reason="the extra `tracing` is not installed")
     config = load_config(["experiment=digits", "tracing.exporter=file"])
-    tracing = build_tracing(config.tracing, "digits", tmp_path)
+    tracing = build_tracer(config.tracing, "digits", tmp_path)
     await traced_run(tmp_path / "run", tracing, total_steps=2).go()
     tracing.close()
     spans = [json.loads(line) for line in (tmp_path / "traces" / "spans.jsonl").read_text().splitlines()]
@@ -194,7 +187,7 @@ async def test_a_collector_gets_the_spans_over_http(tmp_path: Path) -> None:
     collector = Collector()
     with serving(collector) as running:
         words = ["experiment=digits", "tracing.exporter=otlp", f"tracing.address={running.url}/v1/traces"]
-        tracing = build_tracing(load_config(words).tracing, "digits", tmp_path)
+        tracing = build_tracer(load_config(words).tracing, "digits", tmp_path)
         await traced_run(tmp_path / "run", tracing, total_steps=2).go()
         tracing.close()
     names = []

@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mobula.cluster.errors import WorkerDiedError
-from mobula.cluster.workers.colocation import NEXT, GpuLease, LeasedLearner, LeasedRollouts, LeasedWeights, Phase, Turns
+from mobula.cluster.recovery.step_learner import StepLearner
+from mobula.cluster.workers.colocation import NEXT, GpuLease, LeasedRollouts, LeasedWeights, Phase, Turns
 
 
 @given(st.lists(st.sampled_from(["sample", "sampled", "start", "started", "begin", "end"]), max_size=60))
@@ -118,14 +119,11 @@ def lease_of(device: Device) -> GpuLease:
     return lease
 
 
-async def nothing() -> None: ...
-
-
 async def test_a_step_goes_round_and_requests_wait_for_the_engines_turn() -> None:
     device = Device()
     lease = lease_of(device)
     rollouts, weights = LeasedRollouts(device, lease), LeasedWeights(device, lease)
-    learner = LeasedLearner(FakeLearner(), lease, before=nothing)
+    learner = StepLearner(FakeLearner(), before=[lease.train])
     early = asyncio.ensure_future(rollouts.generate(make_prompt("0/0/s"), SETTINGS))
     await asyncio.sleep(0.01)
     assert not early.done()
@@ -154,7 +152,7 @@ async def test_what_samples_besides_ends_before_the_engines_sleep() -> None:
             await rollouts.generate(make_prompt(f"test/{n}/s"), SETTINGS)
 
     evaluation = asyncio.ensure_future(evaluate())
-    await LeasedLearner(FakeLearner(), lease, before=lambda: evaluation).update([make_scored("0/0/s")])
+    await StepLearner(FakeLearner(), before=[lambda: evaluation, lease.train]).update([make_scored("0/0/s")])
     assert evaluation.done()
 
 
@@ -163,7 +161,7 @@ async def test_an_engine_that_dies_on_the_way_to_sleep_is_lost_and_holds_nothing
     lease = lease_of(device)
     await LeasedWeights(device, lease).publish(0)
     device.dies = True
-    await LeasedLearner(FakeLearner(), lease, before=nothing).update([make_scored("0/0/s")])
+    await StepLearner(FakeLearner(), before=[lease.train]).update([make_scored("0/0/s")])
     assert [type(error) for error in device.lost] == [WorkerDiedError] and lease.phase is Phase.TRAINING
 
 
@@ -171,7 +169,7 @@ async def test_an_engine_starts_while_the_learner_is_away_and_a_step_waits_for_i
     device = Device()
     lease = lease_of(device)
     weights = LeasedWeights(device, lease)
-    learner = LeasedLearner(FakeLearner(), lease, before=nothing)
+    learner = StepLearner(FakeLearner(), before=[lease.train])
     await weights.publish(0)
     is_up = asyncio.Event()
 

@@ -120,7 +120,7 @@ class Rank:
 
     def connect(self, address: str) -> None: ...
 
-    def update_with(self, groups: object, version: int, *, values: object = None) -> UpdateReport:
+    def update(self, groups: object, version: int, *, values: object = None) -> UpdateReport:
         raise LostObjectError("the groups went with their node")
 
     def value(self, groups: object, version: int, kl: float | None) -> tuple[int, list]:

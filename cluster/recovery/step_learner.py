@@ -1,11 +1,11 @@
-"""RecordingLearner: a learner that writes each step to the journal and to the trajectory log."""
+"""StepLearner: the learner as the loop calls it; it makes each step durable and survives lost groups."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
@@ -17,9 +17,13 @@ from mobula.cluster.records.trajectory import ScoredGroup
 from mobula.cluster.recovery.checkpoints import Durable
 from mobula.cluster.replay.trajectory_log import TrajectoryLog
 from mobula.cluster.roles import Learner, UpdateReport
+from mobula.cluster.rollout.dispatcher import MAX_NODES_LOST
 from mobula.cluster.runtime.concurrency import run_all
+from mobula.cluster.tracing.spans import UNTRACED, RunTracer, Stage
 
 _logger = logging.getLogger(__name__)
+
+Regenerate = Callable[[Sequence[ScoredGroup]], Awaitable[Sequence[ScoredGroup]]]
 
 
 class DurableLearner(Learner, Durable, Protocol):
@@ -34,11 +38,11 @@ class StepJournal(Protocol):
         ...
 
 
-class RecordingLearner:
-    """Implements `DurableLearner`. Without a journal or a log, nothing is written there.
+class StepLearner:
+    """Implements `DurableLearner` around `learner`, which restarts its ranks itself.
 
-    The journal is written beside the update and before the new version is known outside, so no token is newer than what
-    a killed run leaves. The log is written behind the update, on a thread of its own; with more than `max_waiting`
+    The journal is written during the update and before the new version is known outside, so no token is newer than what
+    a killed run leaves. The log is written after the update, on a thread of its own; with more than `max_waiting`
     unwritten steps the next update waits. A checkpoint contains no step that the log lacks. A step that the log cannot
     write is counted and does not end the run.
     """
@@ -51,13 +55,23 @@ class RecordingLearner:
         log: TrajectoryLog | None = None,
         max_waiting: int = 1,
         on_log_failed: Callable[[str], None] = lambda kind: None,
+        before: Sequence[Callable[[], Awaitable[None]]] = (),
+        regenerate: Regenerate | None = None,
+        check: Callable[[UpdateReport], None] = lambda report: None,
+        tracer: RunTracer = UNTRACED,
     ) -> None:
-        """`on_log_failed` is called with the type of each error of the log."""
+        """`on_log_failed` is called with the type of each error of the log, `before` before each update, and `check`
+        with each report. `regenerate` replaces the lost groups of a step; without it their loss ends the run.
+        """
         self._learner = learner
         self._journal = journal
         self._log = log
         self._max_waiting = max_waiting
         self._on_log_failed = on_log_failed
+        self._before = before
+        self._regenerate = regenerate
+        self._check = check
+        self._tracer = tracer
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trajectory-log")
         self._waiting: deque[tuple[int, asyncio.Future[Path]]] = deque()
         self._version = 0  # that the learner holds
@@ -65,20 +79,27 @@ class RecordingLearner:
     async def update(self, groups: Sequence[ScoredGroup]) -> UpdateReport:
         """Train on a new step.
 
+        Lost groups are regenerated and the step is trained again. The caller's list still holds the lost groups, so
+        the metrics of the step are computed from those.
+
         Raises:
-            LostObjectError: the learner could not fetch the groups, and has learned nothing from them.
+            LostObjectError: groups were lost more than `MAX_NODES_LOST` times, or cannot be regenerated.
             JournalError: the step cannot be written to the journal.
         """
-        if self._journal is None:
-            return await self.repeat(groups)
-        version = self._version + 1
-        report, missed = await run_all(self.repeat(groups), self._commit(self._journal, version, groups))
-        assert report.version == version, f"the learner made version {report.version} instead of {version}"
-        if missed is not None and (again := await self._commit(self._journal, version, groups)) is not None:
-            raise JournalError(
-                f"version {version} was made from groups that the journal could not fetch: {again}; "
-                "go on with resume=auto, which repeats the step"
-            ) from again
+        for call in self._before:
+            await call()
+        with self._tracer.span([group.summary.group_id for group in groups], Stage.TRAINED) as attributes:
+            for num_lost in range(MAX_NODES_LOST + 1):
+                try:
+                    report = await self._recorded(groups)
+                    break
+                except LostObjectError as error:  # the learner has learned nothing from this step yet
+                    if self._regenerate is None or num_lost == MAX_NODES_LOST:
+                        raise
+                    _logger.warning("groups of a step are regenerated before it is trained: %s", error)
+                    groups = await self._regenerate(groups)
+            attributes["version"] = report.version
+        self._check(report)
         return report
 
     async def repeat(self, groups: Sequence[ScoredGroup]) -> UpdateReport:
@@ -101,6 +122,25 @@ class RecordingLearner:
     async def load(self, folder: Path) -> int:
         self._version = await self._learner.load(folder)
         return self._version
+
+    async def _recorded(self, groups: Sequence[ScoredGroup]) -> UpdateReport:
+        """Train on a step and write it to the journal at the same time.
+
+        Raises:
+            LostObjectError: the learner could not fetch the groups, and has learned nothing from them.
+        """
+        if self._journal is None:
+            return await self.repeat(groups)
+        version = self._version + 1
+        report, missed = await run_all(self.repeat(groups), self._commit(self._journal, version, groups))
+        assert report.version == version, f"the learner made version {report.version} instead of {version}"
+        # Other groups in the place of the missing ones would not be those that were trained: try once more, or stop.
+        if missed is not None and (again := await self._commit(self._journal, version, groups)) is not None:
+            raise JournalError(
+                f"version {version} was made from groups that the journal could not fetch: {again}; "
+                "go on with resume=auto, which repeats the step"
+            ) from again
+        return report
 
     async def _commit(
         self, journal: StepJournal, version: int, groups: Sequence[ScoredGroup]

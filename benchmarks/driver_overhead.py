@@ -27,7 +27,7 @@ from mobula.cluster.errors import WorkerDiedError
 from mobula.cluster.records.partial_response import Attempt
 from mobula.cluster.records.trajectory import Generated, GroupReport, GroupSummary, Prompt, TrajectoryGroup
 from mobula.cluster.replay.buffer import ReplayBuffer
-from mobula.cluster.roles import Replay, Rewards, Rollouts, SamplingSettings
+from mobula.cluster.roles import Rewards, Rollouts, SamplingSettings
 from mobula.cluster.rollout.dispatcher import RolloutDispatcher
 from mobula.cluster.rollout.in_flight import InFlightRequests
 from mobula.cluster.rollout.rollout_pool import HealthChecks, RolloutPool
@@ -66,7 +66,7 @@ class _Roles:
 
     rollouts: Rollouts
     rewards: Rewards
-    replay: Replay
+    replay: ReplayBuffer
 
 
 def measure(effort: Effort, overrides: Sequence[str]) -> Findings:

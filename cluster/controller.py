@@ -3,41 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
 from mobula.cluster.errors import RunStopped
+from mobula.cluster.metrics.hub import Metrics
 from mobula.cluster.records.trajectory import ScoredGroup
-from mobula.cluster.roles import Learner, Reference, ReplayStats, UpdateReport, Weights
-
-
-class RunCheckpoints(Protocol):
-    """Restores a run from its newest checkpoint, and writes checkpoints on its own schedule."""
-
-    async def resume(self) -> int: ...
-
-    def writing(self) -> AbstractAsyncContextManager[None]:
-        """Write beside the body; what it saves last is on disk before it ends."""
-        ...
-
-    async def maybe_save(self, version: int) -> None: ...
-
-    async def ensure_saved(self, version: int) -> None:
-        """Returns once a checkpoint of `version` is complete, due or not."""
-        ...
-
-
-class StopSignal(Protocol):
-    """Asks the loop to stop (`mobula.cluster.recovery.stop_request`)."""
-
-    def heeded(self) -> AbstractAsyncContextManager[None]:
-        """Within the body a request waits for a checkpoint, up to a deadline."""
-        ...
-
-    def interrupting(self) -> AbstractAsyncContextManager[None]:
-        """At a request, and after one, the body ends in `RunStopped`."""
-        ...
+from mobula.cluster.recovery.checkpoints import Checkpoints
+from mobula.cluster.recovery.stop_request import StopRequest
+from mobula.cluster.roles import Learner, Reference, ReplayStats, Weights
+from mobula.cluster.workers.supervisor import Supervisor
 
 
 class HeldOutEvaluator(Protocol):
@@ -52,12 +28,6 @@ class HeldOutEvaluator(Protocol):
         ...
 
     async def finish(self) -> None: ...
-
-
-class RoleSupervisor(Protocol):
-    """Watches the roles while the body runs."""
-
-    def watching(self) -> AbstractAsyncContextManager[None]: ...
 
 
 class GroupProducer(Protocol):
@@ -76,20 +46,6 @@ class GroupQueue(Protocol):
     async def stats(self) -> ReplayStats: ...
 
 
-class StepScope(Protocol):
-    """The measurements of one step."""
-
-    def timed(self, phase: str) -> AbstractContextManager[None]: ...
-
-    def record(self, groups: Sequence[ScoredGroup], update: UpdateReport, replay: ReplayStats) -> None: ...
-
-
-class RunMetrics(Protocol):
-    """Makes one record a step."""
-
-    def step(self, step: int) -> AbstractContextManager[StepScope]: ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class Controller:
     """Runs a run.
@@ -100,16 +56,16 @@ class Controller:
 
     total_steps: int
     groups_per_step: int
-    checkpoints: RunCheckpoints
+    checkpoints: Checkpoints
     weights: Weights
-    supervisor: RoleSupervisor
+    supervisor: Supervisor
     rollouts: GroupProducer
     replay: GroupQueue
     reference: Reference
     learner: Learner
     evaluator: HeldOutEvaluator
-    metrics: RunMetrics
-    stop: StopSignal
+    metrics: Metrics
+    stop: StopRequest
 
     async def run(self) -> int:
         """Train until version `total_steps`, and return it.

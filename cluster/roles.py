@@ -59,6 +59,35 @@ class ReplayStats:
     num_oversized: int = 0  # groups larger than the whole byte budget, since the buffer was started
 
 
+class Prompts(Protocol):
+    """An endless sequence of prompts, a pure function of data and seed (`actors.datasets.prompts.PromptSource`)."""
+
+    @property
+    def cursor(self) -> int:
+        """How many places of the sequence have been passed."""
+        ...
+
+    def next(self) -> Prompt:
+        """The next prompt; called from one thread at a time."""
+        ...
+
+    def restore(self, cursor: int, pending: Sequence[str]) -> None:
+        """Hand out the prompts with the ids `pending` first, in order, then go on at `cursor`."""
+        ...
+
+    def index_of(self, prompt_id: str) -> int:
+        """The place of an id in the sequence. Raises: DatasetError: the data or the seed are others."""
+        ...
+
+    def id_at(self, index: int) -> str:
+        """The id at a place of the sequence."""
+        ...
+
+    def prompt_at(self, index: int) -> Prompt:
+        """The prompt at a place of the sequence, from any thread. Raises: SkippedSample: the row there is unusable."""
+        ...
+
+
 class Rollouts(Protocol):
     """The pool of rollout actors."""
 
@@ -81,32 +110,6 @@ class Rewards(Protocol):
             UnscoredGroupError: workers that try to score it die or hang; it counts as a group without rewards.
         """
         ...
-
-
-class Replay(Protocol):
-    """The replay buffer: finished groups wait here, first in, first out, until a step takes them."""
-
-    async def reserve(self, group: ScoredGroup) -> None:
-        """Hold a finished group whose step is not known yet, once there is room for it."""
-        ...
-
-    async def put(self, groups: Sequence[ScoredGroup]) -> None:
-        """Make groups ready, in this order; one that was not reserved yet is reserved first."""
-        ...
-
-    async def reject(self, group_id: str, reason: str) -> None:
-        """Count a finished group that will not be trained on."""
-        ...
-
-    async def take(self, num_groups: int) -> list[ScoredGroup]:
-        """Wait until `num_groups` groups are ready and lease the oldest ones."""
-        ...
-
-    async def release(self, groups: Sequence[ScoredGroup]) -> None:
-        """The step that took these groups is done: forget them."""
-        ...
-
-    async def stats(self) -> ReplayStats: ...
 
 
 class Reference(Protocol):

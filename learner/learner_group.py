@@ -4,44 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from mobula.cluster.errors import LostObjectError, WorkerDiedError
 from mobula.cluster.records.trajectory import Prompt, ScoredGroup
 from mobula.cluster.roles import UpdateReport
+from mobula.cluster.rollout.supervised_rows import SupervisedRows
 from mobula.cluster.runtime.concurrency import outcomes
 from mobula.cluster.runtime.ray_actors import answer
+from mobula.cluster.weight_sync.fresh_samples import FreshSamples
 from mobula.cluster.weight_sync.manifest import Manifest
 from mobula.cluster.weight_sync.transport import Rendezvous
 from mobula.configs.schema import TimeoutsConfig
 from mobula.learner.examples.entries import stored_examples
 from mobula.learner.examples.examples import Outlined
 from mobula.learner.ranks.rank_group import RankGroup
-
-
-class StepRows(Protocol):
-    """Source of the supervised rows of a step (`mobula.cluster.rollout.supervised_rows.SupervisedRows`)."""
-
-    async def of(self, version: int) -> Sequence[ScoredGroup]:
-        """Those of the step that makes `version`."""
-        ...
-
-
-class FreshGroups(Protocol):
-    """Source of groups of the newest weights (`mobula.cluster.weight_sync.fresh_samples.FreshSamples`)."""
-
-    def begin(self, version: int, groups: Sequence[ScoredGroup]) -> Any | None:
-        """A reference to a group of `version`, or None where the groups of the step have tokens of it."""
-        ...
-
-
-class NoRows:
-    """A step has its groups alone."""
-
-    async def of(self, version: int) -> Sequence[ScoredGroup]:
-        return ()
 
 
 class LearnerGroup(RankGroup):
@@ -52,19 +31,19 @@ class LearnerGroup(RankGroup):
         spawn: Callable[[], Sequence[Any]],
         timeouts: TimeoutsConfig,
         put: Callable[[Any], Any],
-        beside: StepRows | None = None,
+        beside: SupervisedRows | None = None,
     ) -> None:
         """`put` puts what all ranks are given into the object store, once, and returns a reference that Ray resolves to
         its value in each rank; the caller's process owns it. `beside` has the rows that a step trains beside its
         groups.
         """
         super().__init__(spawn, timeouts, "learner")
-        self._beside = beside or NoRows()
+        self._beside = beside
         self._put = put
-        self._fresh: FreshGroups | None = None
+        self._fresh: FreshSamples | None = None
         self.version = 0
 
-    def measure_with(self, fresh: FreshGroups) -> None:
+    def measure_with(self, fresh: FreshSamples) -> None:
         """Measure the log-prob gap on groups of `fresh`, where those of a step are of older weights."""
         self._fresh = fresh
 
@@ -94,7 +73,7 @@ class LearnerGroup(RankGroup):
         Raises:
             LostObjectError: no rank could get at the groups, and each is as it was before.
         """
-        rows = await self._beside.of(self.version + 1)
+        rows = () if self._beside is None else await self._beside.of(self.version + 1)
         more = {} if values is None else {"values": values}
         more |= {"supervised": self._put(rows)} if rows else {}
         fresh = None if self._fresh is None else self._fresh.begin(self.version, groups)

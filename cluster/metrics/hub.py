@@ -28,6 +28,7 @@ from mobula.cluster.tracing.spans import UNTRACED, RunTracer
 from mobula.cluster.workers.status import Progress, RunStatus
 
 if TYPE_CHECKING:
+    from mobula.cluster.metrics.sinks.ray_gauges import RaySink
     from mobula.cluster.records.trajectory import ScoredGroup
     from mobula.cluster.roles import ReplayStats, UpdateReport
 
@@ -53,12 +54,6 @@ class NoSamples:
 
     def offer(self, step: int, groups: Sequence[ScoredGroup]) -> Sequence[SampleRecord]:
         return ()
-
-
-class Watcher(Protocol):
-    """Takes the status of the run between steps; it does not raise."""
-
-    def post(self, status: RunStatus) -> None: ...
 
 
 class MeasuredStep:
@@ -131,7 +126,7 @@ class Metrics:
         *,
         accuracy_component: str,
         samples: Samples,
-        watchers: Sequence[Watcher] = (),
+        watchers: Sequence[RaySink] = (),
         signal: Signal | None = None,
         tracer: RunTracer = UNTRACED,
     ) -> None:

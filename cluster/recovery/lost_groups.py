@@ -11,11 +11,12 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from mobula.cluster.errors import LostObjectError
 from mobula.cluster.records.arrow import RecordedGroup
 from mobula.cluster.records.trajectory import ScoredGroup
+from mobula.cluster.replay.buffer import ReplayBuffer
 from mobula.cluster.replay.live_groups import LiveGroups
 from mobula.cluster.roles import Reference
 from mobula.cluster.rollout.dispatcher import MAX_NODES_LOST
@@ -25,24 +26,12 @@ from mobula.cluster.runtime.object_store import fetch_or_miss
 _logger = logging.getLogger(__name__)
 
 
-class Keeper(Protocol):
-    """The replay buffer, which keeps the journal."""
-
-    async def recall(self, group_ids: Sequence[str]) -> Mapping[str, RecordedGroup]:
-        """The records of these groups in the journal."""
-        ...
-
-    async def exchange(self, group: ScoredGroup) -> None:
-        """Hold this group instead of the lost one of its id."""
-        ...
-
-
 class GroupRegenerator:
     """Replaces the lost groups of a step, and leaves the others as they are."""
 
     def __init__(
         self,
-        keeper: Keeper,
+        replay: ReplayBuffer,
         groups: LiveGroups,
         sample_again: Callable[[str], Awaitable[ScoredGroup]],
         *,
@@ -52,7 +41,7 @@ class GroupRegenerator:
         """`sample_again(prompt_id)` returns a scored group. `timeout_s` bounds the check of one group. `on_lost` is
         called for each group that is sampled again.
         """
-        self._keeper = keeper
+        self._replay = replay
         self._groups = groups
         self._sample_again = sample_again
         self._timeout_s = timeout_s
@@ -66,7 +55,7 @@ class GroupRegenerator:
             RolloutError, RewardError: a prompt could not be sampled or scored again.
         """
         lost = [group for group in groups if await self._is_lost(group.group)]
-        recorded = await self._keeper.recall(_ids(lost)) if lost else {}
+        recorded = await self._replay.recall(_ids(lost)) if lost else {}
         new = {group.summary.group_id: group for group in await run_all(*(self._replace(g, recorded) for g in lost))}
         whole = [new.get(group.summary.group_id, group) for group in groups]
         return [replace(g, reference_logprobs=None) if await self._is_lost(g.reference_logprobs) else g for g in whole]
@@ -77,7 +66,7 @@ class GroupRegenerator:
         Raises:
             LostObjectError: the journal does not have one of them; `replay.journal` is off.
         """
-        recorded = await self._keeper.recall(_ids(groups))
+        recorded = await self._replay.recall(_ids(groups))
         missing = [group_id for group_id in _ids(groups) if group_id not in recorded]
         if missing:
             raise LostObjectError(
@@ -95,7 +84,7 @@ class GroupRegenerator:
             _logger.warning("group %s was lost with its node and is sampled again", group_id)
             self._on_lost(LostObjectError.__name__)
             group = await self._sample_again(group_id)
-        await self._keeper.exchange(group)
+        await self._replay.exchange(group)
         return group
 
     async def _is_lost(self, reference: Any) -> bool:

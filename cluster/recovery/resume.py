@@ -11,18 +11,18 @@ import asyncio
 import logging
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Protocol
 
-from mobula.cluster.controller import RunMetrics
 from mobula.cluster.errors import JournalError, SkippedSample
+from mobula.cluster.metrics.hub import Metrics
 from mobula.cluster.records.trajectory import ScoredGroup
-from mobula.cluster.recovery.step_learner import StepJournal
+from mobula.cluster.recovery.step_learner import StepLearner
+from mobula.cluster.replay.buffer import ReplayBuffer
 from mobula.cluster.replay.journal import Journal, Recovered, TrainedStep
 from mobula.cluster.replay.live_groups import LiveGroups
-from mobula.cluster.roles import ReplayStats, UpdateReport
-from mobula.cluster.rollout.dispatcher import OVER_AGE
+from mobula.cluster.roles import ReplayStats
+from mobula.cluster.rollout.dispatcher import OVER_AGE, RolloutDispatcher
 from mobula.cluster.rollout.staleness import AgeLimit
 
 _logger = logging.getLogger(__name__)
@@ -32,28 +32,6 @@ TORN = "torn"
 NO_STATS = ReplayStats(num_ready=0, num_taken=0, num_bytes=0, oldest_age_s=0.0)
 
 
-class JournalledReplay(StepJournal, Protocol):
-    """The replay buffer, which keeps the journal."""
-
-    async def resume(self, version: int, group_ids: Sequence[str]) -> None: ...
-
-    async def forget(self, version: int) -> None: ...
-
-
-class Dispatcher(Protocol):
-    """The rollout dispatcher, restored from a checkpoint."""
-
-    def is_open(self, prompt_id: str) -> bool: ...
-
-    def catch_up(self, version: int, settled: Iterable[str], finished: Sequence[ScoredGroup]) -> None: ...
-
-
-class RepeatingLearner(Protocol):
-    """The learner, which can train on a step without writing it to the journal again."""
-
-    async def repeat(self, groups: Sequence[ScoredGroup]) -> UpdateReport: ...
-
-
 class JournalRecovery:
     """Brings learner, dispatcher and buffer of a run from a checkpoint to where its journal ends."""
 
@@ -61,11 +39,11 @@ class JournalRecovery:
         self,
         journal: Journal,
         *,
-        learner: RepeatingLearner,
+        learner: StepLearner,
         groups: LiveGroups,
-        dispatcher: Dispatcher,
-        replay: JournalledReplay,
-        metrics: RunMetrics,
+        dispatcher: RolloutDispatcher,
+        replay: ReplayBuffer,
+        metrics: Metrics,
         age_limit: AgeLimit,
         on_recovered: Callable[[Mapping[str, int]], None],
     ) -> None:

@@ -8,15 +8,15 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Protocol
 
 import pyarrow as pa
 
 from mobula.cluster.errors import JournalError, LostObjectError, MobulaError
 from mobula.cluster.records.trajectory import ScoredGroup
-from mobula.cluster.recovery.checkpoints import Durable
+from mobula.cluster.recovery.restartable_learner import RestartableLearner
+from mobula.cluster.replay.buffer import ReplayBuffer
 from mobula.cluster.replay.trajectory_log import TrajectoryLog
-from mobula.cluster.roles import Learner, UpdateReport
+from mobula.cluster.roles import UpdateReport
 from mobula.cluster.rollout.dispatcher import MAX_NODES_LOST
 from mobula.cluster.runtime.concurrency import run_all
 from mobula.cluster.tracing.spans import UNTRACED, RunTracer, Stage
@@ -26,20 +26,8 @@ _logger = logging.getLogger(__name__)
 Regenerate = Callable[[Sequence[ScoredGroup]], Awaitable[Sequence[ScoredGroup]]]
 
 
-class DurableLearner(Learner, Durable, Protocol):
-    """A learner that checkpoints can save and load."""
-
-
-class StepJournal(Protocol):
-    """The replay buffer, which keeps the journal."""
-
-    async def commit(self, version: int, groups: Sequence[ScoredGroup]) -> None:
-        """Write down which groups make `version`."""
-        ...
-
-
 class StepLearner:
-    """Implements `DurableLearner` around `learner`, which restarts its ranks itself.
+    """Implements `mobula.cluster.roles.Learner` and `Durable` around `learner`, which restarts its ranks itself.
 
     The journal is written during the update and before the new version is known outside, so no token is newer than what
     a killed run leaves. The log is written after the update, on a thread of its own; with more than `max_waiting`
@@ -49,9 +37,9 @@ class StepLearner:
 
     def __init__(
         self,
-        learner: DurableLearner,
+        learner: RestartableLearner,
         *,
-        journal: StepJournal | None = None,
+        journal: ReplayBuffer | None = None,
         log: TrajectoryLog | None = None,
         max_waiting: int = 1,
         on_log_failed: Callable[[str], None] = lambda kind: None,
@@ -60,8 +48,9 @@ class StepLearner:
         check: Callable[[UpdateReport], None] = lambda report: None,
         tracer: RunTracer = UNTRACED,
     ) -> None:
-        """`on_log_failed` is called with the type of each error of the log, `before` before each update, and `check`
-        with each report. `regenerate` replaces the lost groups of a step; without it their loss ends the run.
+        """`journal` is the buffer that keeps it. `on_log_failed` is called with the type of each error of the log,
+        `before` before each update, and `check` with each report. `regenerate` replaces the lost groups of a step;
+        without it their loss ends the run.
         """
         self._learner = learner
         self._journal = journal
@@ -143,7 +132,7 @@ class StepLearner:
         return report
 
     async def _commit(
-        self, journal: StepJournal, version: int, groups: Sequence[ScoredGroup]
+        self, journal: ReplayBuffer, version: int, groups: Sequence[ScoredGroup]
     ) -> LostObjectError | None:
         """Returns the error of a group that the journal could not fetch; the learner may still have fetched it."""
         try:

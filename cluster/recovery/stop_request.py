@@ -16,7 +16,7 @@ _PHASES = {"reference": "reference log-probs", "weight_sync": "weight sync", "ot
 
 
 class StopRequest:
-    """Implements `mobula.cluster.controller.StopSignal`.
+    """Asks the loop to stop.
 
     The first request gives up a wait for rollouts, or lets the step that is under way end; the loop then writes a
     checkpoint. A second request, and the deadline, end the run without one.

@@ -34,8 +34,7 @@ class _Entry:
 
 
 class ReplayBuffer:
-    """Implements `mobula.cluster.roles.Replay`, `mobula.cluster.recovery.resume.JournalledReplay` and
-    `mobula.cluster.recovery.lost_groups.Keeper`.
+    """The replay buffer: finished groups wait here, first in, first out, until a step takes them.
 
     Delivery is at least once, training at most once: a group id that was ever put is never ready a second time.
 

@@ -3,31 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from mobula.cluster.errors import ChangedDataError
 from mobula.cluster.records.arrow import RecordedGroup
 from mobula.cluster.records.trajectory import Prompt, ScoredGroup, TrajectoryGroup
-
-
-class KnownPrompts(Protocol):
-    """The sequence of prompts, a pure function of data and seed."""
-
-    def index_of(self, prompt_id: str) -> int:
-        """The place of an id in the sequence. Raises: DatasetError: the data or the seed are others."""
-        ...
-
-    def prompt_at(self, index: int) -> Prompt:
-        """Raises: SkippedSample: the row there is unusable."""
-        ...
+from mobula.cluster.roles import Prompts
 
 
 class LiveGroups:
     """Records hold no pictures of prompts: each prompt is made again from its id, and must be the one it was then."""
 
-    def __init__(self, prompts: KnownPrompts, put: Callable[[Any], Any]) -> None:
+    def __init__(self, prompts: Prompts, put: Callable[[Any], Any]) -> None:
         """`put` stores a value for the other roles and returns the reference that `cluster.runtime.object_store.fetch`
         resolves."""
         self._prompts = prompts

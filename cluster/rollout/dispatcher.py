@@ -11,7 +11,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from mobula.cluster.errors import (
     DeadlineError,
@@ -26,9 +26,10 @@ from mobula.cluster.errors import (
     WorkerDiedError,
 )
 from mobula.cluster.records.trajectory import Generated, GroupSummary, Prompt, Reward, ScoredGroup
-from mobula.cluster.roles import Replay, Rewards, Rollouts, SamplingSettings
+from mobula.cluster.replay.buffer import ReplayBuffer
+from mobula.cluster.roles import Prompts, Rewards, Rollouts, SamplingSettings
 from mobula.cluster.rollout.in_flight import InFlightRequests
-from mobula.cluster.rollout.prefetch import PromptPrefetcher, Prompts
+from mobula.cluster.rollout.prefetch import PromptPrefetcher
 from mobula.cluster.rollout.repeated_events import RepeatedEvents
 from mobula.cluster.rollout.staleness import Admission, AgeLimit, StalenessGate, StepOrder
 from mobula.cluster.runtime.error_text import in_one_line
@@ -43,26 +44,6 @@ OVER_AGE = "over_age"
 LOG_WINDOW_S = 1.0  # within which equal failures of prompts are one line of the log
 MAX_NODES_LOST = 8  # in a row, over one prompt or one step
 MAX_PREFETCHED = 32  # prompts that are prepared before there is a slot for them
-
-
-class ResumablePrompts(Prompts, Protocol):
-    """The endless sequence of prompts, a pure function of the run's seed."""
-
-    def restore(self, cursor: int, pending: Sequence[str]) -> None:
-        """Hand out the prompts with the ids `pending` first, in order, then go on at `cursor`."""
-        ...
-
-    def index_of(self, prompt_id: str) -> int:
-        """The place of an id in the sequence."""
-        ...
-
-    def id_at(self, index: int) -> str:
-        """The id at a place of the sequence."""
-        ...
-
-    def prompt_at(self, index: int) -> Prompt:
-        """The prompt at a place of the sequence, from any thread."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -193,11 +174,11 @@ class RolloutDispatcher:
     def __init__(
         self,
         *,
-        prompts: ResumablePrompts,
+        prompts: Prompts,
         gate: StalenessGate,
         rollouts: Rollouts,
         rewards: Rewards,
-        replay: Replay,
+        replay: ReplayBuffer,
         settings: SamplingSettings,
         admission_filter: AdmissionFilter,
         order: StepOrder[ScoredGroup] | None = None,

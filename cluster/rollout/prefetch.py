@@ -3,20 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Protocol
 
 from mobula.cluster.records.trajectory import Prompt
-
-
-class Prompts(Protocol):
-    """A sequence of prompts, read from one thread at a time."""
-
-    @property
-    def cursor(self) -> int:
-        """How many places of the sequence have been passed."""
-        ...
-
-    def next(self) -> Prompt: ...
+from mobula.cluster.roles import Prompts
 
 
 class PromptPrefetcher:

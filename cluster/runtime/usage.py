@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import psutil
 import pynvml
@@ -27,14 +27,6 @@ class GpuReading:
     memory_used_mib: float
     utilization_percent: float | None
     power_w: float | None
-
-
-class GpuProbe(Protocol):
-    """Reads the GPUs that are to be watched."""
-
-    def read(self) -> Sequence[GpuReading]: ...
-
-    def close(self) -> None: ...
 
 
 @dataclass
@@ -196,7 +188,7 @@ class UsageSampler:
         report["usage"] = usage.summary()
     """
 
-    def __init__(self, pid: int, period_s: float, gpus: GpuProbe | None = None) -> None:
+    def __init__(self, pid: int, period_s: float, gpus: NvidiaGpus | None = None) -> None:
         if period_s <= 0:
             raise ValueError(f"a sampling period of {period_s:g} s is none: give seconds above 0")
         self._period_s = period_s
@@ -264,7 +256,7 @@ class UsageSampler:
 class VitalsMeter:
     """Measures this process, its children and the GPUs that it sees; each reading covers the time since the last."""
 
-    def __init__(self, node: str, num_threads: int, gpus: GpuProbe | None = None) -> None:
+    def __init__(self, node: str, num_threads: int, gpus: NvidiaGpus | None = None) -> None:
         """`node` is the address of this node, `num_threads` what is planned for the process."""
         self._node = node
         self._num_threads = num_threads

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
 
 import numpy as np
 
 from mobula.cluster.errors import CanaryError
 from mobula.cluster.records.trajectory import Prompt
+from mobula.cluster.recovery.restartable_learner import RestartableLearner
 from mobula.cluster.weight_sync.interfaces import Receiver
 from mobula.cluster.weight_sync.tolerance import Gap, MeasuredRounding, Rounding, Tolerance
 from mobula.configs.schema import RunConfig
@@ -24,14 +24,6 @@ PICTURES_FOLDER = "parity"  # of the run folder
 MAX_PICTURES = 2
 
 
-class Scorer(Protocol):
-    """The learner."""
-
-    async def sequence_logprobs(self, prompt: Prompt) -> np.ndarray:
-        """float32 [P - 1]: log-probs of a prompt's tokens after the first."""
-        ...
-
-
 class ParityGate:
     """Called with the version of every push that arrived; on the first one it compares the log-probs of a few prompts.
 
@@ -44,7 +36,7 @@ class ParityGate:
     def __init__(
         self,
         model_type: str,
-        learner: Scorer,
+        learner: RestartableLearner,
         receivers: Callable[[], Sequence[Receiver]],
         prompts: Mapping[str, Prompt],
         tolerance: Tolerance,
@@ -86,7 +78,7 @@ def tolerance_of(config: RunConfig) -> Tolerance:
 
 
 def parity_gate(
-    prepared: Prepared, learner: Scorer, receivers: Callable[[], Sequence[Receiver]], tolerance: Tolerance
+    prepared: Prepared, learner: RestartableLearner, receivers: Callable[[], Sequence[Receiver]], tolerance: Tolerance
 ) -> ParityGate:
     """The gate of a run; it compares nothing for a model type that docs/models.md has measured."""
     config = prepared.config

@@ -13,8 +13,10 @@ from mobula.actors.datasets.prompts import PromptSource
 from mobula.cluster.metrics.definitions import CounterName
 from mobula.cluster.metrics.hub import Metrics
 from mobula.cluster.recovery.checkpoints import Recovery
-from mobula.cluster.recovery.resume import JournalledReplay, JournalRecovery, NoRecovery
-from mobula.cluster.recovery.step_learner import DurableLearner, StepLearner
+from mobula.cluster.recovery.restartable_learner import RestartableLearner
+from mobula.cluster.recovery.resume import JournalRecovery, NoRecovery
+from mobula.cluster.recovery.step_learner import StepLearner
+from mobula.cluster.replay.buffer import ReplayBuffer
 from mobula.cluster.replay.journal import Journal, journal_identity
 from mobula.cluster.replay.journal_writer import GroupJournal, JournalWriter, NoJournal
 from mobula.cluster.replay.live_groups import LiveGroups
@@ -46,7 +48,7 @@ def trajectory_log(run_folder: Path, config: RunConfig) -> TrajectoryLog:
 
 
 def step_learner(
-    config: RunConfig, learner: DurableLearner, replay: JournalledReplay, metrics: Metrics, **options: Any
+    config: RunConfig, learner: RestartableLearner, replay: ReplayBuffer, metrics: Metrics, **options: Any
 ) -> StepLearner:
     """`learner` with the journal of `replay` and a trajectory log, as configured; `options` of `StepLearner`."""
     return StepLearner(
@@ -64,7 +66,7 @@ def build_recovery(
     learner: StepLearner,
     source: PromptSource,
     dispatcher: RolloutDispatcher,
-    replay: JournalledReplay,
+    replay: ReplayBuffer,
     metrics: Metrics,
 ) -> Recovery:
     """Recovery from the journal, as configured."""

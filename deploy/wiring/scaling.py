@@ -10,10 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from mobula.cluster.controller import GroupQueue
 from mobula.cluster.metrics.definitions import CounterName
 from mobula.cluster.metrics.files import write_atomically
 from mobula.cluster.metrics.hub import STARTING, Metrics
-from mobula.cluster.roles import Replay
 from mobula.cluster.rollout.in_flight import InFlightRequests
 from mobula.cluster.runtime.object_store import object_store_use
 from mobula.cluster.runtime.placement import PlacedWorker
@@ -108,7 +108,7 @@ def control_loop(
     spawner: Spawner,
     roles: Mapping[str, Scalable],
     in_flight_requests: InFlightRequests,
-    replay: Replay,
+    replay: GroupQueue,
     metrics: Metrics,
     ranks: Callable[[], Sequence[WorkerStatus]],
 ) -> ControlLoop:

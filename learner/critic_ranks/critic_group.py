@@ -10,9 +10,10 @@ from typing import Any
 from mobula.cluster.errors import CheckpointError, LostObjectError, WorkerDiedError
 from mobula.cluster.records.trajectory import ScoredGroup
 from mobula.cluster.roles import UpdateReport
+from mobula.cluster.rollout.supervised_rows import SupervisedRows
 from mobula.cluster.runtime.concurrency import outcomes, run_all
 from mobula.configs.schema import TimeoutsConfig
-from mobula.learner.learner_group import LearnerGroup, StepRows
+from mobula.learner.learner_group import LearnerGroup
 from mobula.learner.ranks.rank_group import RankGroup
 
 
@@ -61,7 +62,7 @@ class LearnerWithCritic(LearnerGroup):
         spawn: Callable[[], Sequence[Any]],
         timeouts: TimeoutsConfig,
         put: Callable[[Any], Any],
-        beside: StepRows | None,
+        beside: SupervisedRows | None,
         *,
         critic: CriticGroup,
         folder: Path,

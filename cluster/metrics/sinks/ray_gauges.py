@@ -8,7 +8,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from typing import Protocol
 
 from ray.util.metrics import Gauge
 
@@ -20,13 +19,7 @@ Key = tuple[str, str]  # (series, value of its extra tag; empty where it has non
 WorkerKey = tuple[str, str, str, str, str]  # series, role, index of a worker or nothing, its node, the extra tag
 
 
-class TaggedGauge(Protocol):
-    """One gauge with tags."""
-
-    def set(self, value: float, tags: dict[str, str]) -> None: ...
-
-
-def ray_series(name: str, description: str, tag_keys: tuple[str, ...]) -> TaggedGauge:
+def ray_series(name: str, description: str, tag_keys: tuple[str, ...]) -> Gauge:
     """A gauge of Ray; it needs a connected driver or worker to be exported."""
     return Gauge(name, description=description, tag_keys=tag_keys)
 
@@ -48,7 +41,7 @@ class RaySink:
         tags: Mapping[str, str],
         *,
         heartbeat_s: float,
-        make_series: Callable[[str, str, tuple[str, ...]], TaggedGauge] = ray_series,
+        make_series: Callable[[str, str, tuple[str, ...]], Gauge] = ray_series,
         now: Callable[[], float] = time.time,
     ) -> None:
         """`now` is in seconds since the epoch."""
@@ -57,7 +50,7 @@ class RaySink:
         self._tags = dict(tags)
         self._heartbeat_s = heartbeat_s
         self._make_series = make_series
-        self._series: dict[str, TaggedGauge] = {}
+        self._series: dict[str, Gauge] = {}
         self._now = now
         self._latest: dict[Key, float] = {}
         self._of_workers: dict[WorkerKey, float] = {}
@@ -118,7 +111,7 @@ class RaySink:
             tags = {**self._tags, "role": role, "index": index, "node": node, **_extra_tag(name, extra)}
             self._find(name, tuple(tags)).set(value, tags=tags)
 
-    def _find(self, name: str, tag_keys: tuple[str, ...]) -> TaggedGauge:
+    def _find(self, name: str, tag_keys: tuple[str, ...]) -> Gauge:
         if name not in self._series:
             self._series[name] = self._make_series(_series_name(name), _describe(name), tag_keys)
         return self._series[name]

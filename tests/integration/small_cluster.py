@@ -23,7 +23,8 @@ from small_workers import OBJECT_S, SmallReward, SmallScorer
 
 from mobula.actors.reference.pool import ReferencePool
 from mobula.actors.rollout.client import RolloutClient
-from mobula.cluster.controller import Controller, RunMetrics
+from mobula.cluster.controller import Controller
+from mobula.cluster.metrics.hub import Metrics
 from mobula.cluster.recovery.checkpoints import Checkpoints, CheckpointSchedule, newest_learner_state
 from mobula.cluster.recovery.lost_groups import GroupRegenerator, RegeneratingReference
 from mobula.cluster.recovery.restartable_learner import RestartableLearner
@@ -126,7 +127,7 @@ class SmallRun:
         shape: Shape,
         *,
         on_version: Callable[[int], Awaitable[None]],
-        metrics: RunMetrics | None = None,
+        metrics: Metrics | FakeMetrics | None = None,
     ) -> None:
         self.folder = folder
         self.shape = shape

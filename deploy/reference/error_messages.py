@@ -87,15 +87,13 @@ def template(node: ast.expr) -> str:
 
 
 def text() -> str:
-    """The whole page."""
-    by_kind: Mapping[str, list[ErrorMessage]] = defaultdict(list)
+    """The whole page: one row for the messages of a kind in a folder."""
+    rows: Mapping[tuple[str, str], list[str]] = defaultdict(list)
     for message in messages():
-        by_kind[message.kind].append(message)
-    parts = [HEAD]
-    for kind in kinds():
-        if kind in by_kind:
-            parts.append(f"## {kind}\n\n" + "\n".join(f"- `{m.text}` ({m.path})" for m in by_kind[kind]) + "\n")
-    return "\n".join(parts)
+        folder = message.path.rpartition("/")[0]
+        rows[message.kind, folder].append(f"`{message.text}`".replace("|", "\\|"))
+    lines = [f"| `{kind}` | {folder} | {'<br>'.join(texts)} |" for (kind, folder), texts in sorted(rows.items())]
+    return "\n".join([HEAD, "| error | raised in | messages |", "|---|---|---|", *lines, ""])
 
 
 def _in_line(found: str) -> str:

@@ -9,7 +9,7 @@ NOW := $(shell date +%Y%m%d-%H%M%S)
 ARGS ?=
 unless = $(if $(filter $(1)=%,$(ARGS)),,$(1)=$(2))
 
-.PHONY: environment harness verifiers train train-pretrained test types benchmark clean
+.PHONY: environment harness verifiers train train-pretrained test test-all types benchmark clean
 
 environment:
 	@./deploy/environment.sh
@@ -34,8 +34,26 @@ train-pretrained: environment
 	.venv/bin/mobula train $(call unless,experiment,sums) $(call unless,resources,$(PRESET)) $(BACKEND) \
 	    $(call unless,name,$(NAME)) $(ARGS)
 
+# What a change most likely breaks: everything short, and one job of each capability (marker `core`).
+PYTEST = .venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+OUT = load or families or matrix or exhaustive
+QUICK = core or not (slow or $(OUT))
 test: environment
-	.venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(PYTEST) -m "$(QUICK)" $(ARGS)
+
+# The rest, by lane: make test-all LANE=matrix; or by share: SHARE=2 runs the second quarter.
+LANE ?= all
+SHARE ?=
+SPLITS ?= 4
+lane_all = not ($(QUICK))
+lane_slow = (slow or families) and not (core or load or matrix or exhaustive)
+lane_families = families
+lane_matrix = matrix
+lane_load = load
+lane_exhaustive = exhaustive and not (families or load or matrix)
+test-all: environment
+	$(if $(lane_$(LANE)),,$(error LANE=$(LANE) is no lane: all, slow, families, matrix, load, exhaustive))
+	$(PYTEST) -m "$(lane_$(LANE))" $(if $(SHARE),--splits $(SPLITS) --group $(SHARE)) $(ARGS)
 
 # mypy and editors follow no `__path__`, so they find the directories of `mobula` by links.
 types: environment

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import logging
 import os
 import re
@@ -32,6 +33,18 @@ settings.register_profile("mobula", deadline=None)
 settings.load_profile("mobula")
 
 DOOR, ROOM = Path(__file__), Path(__file__).parent / "support" / "jobs.py"  # files that are there anyway, to be locked
+
+
+DURATIONS = Path(__file__).parent / "durations.json"  # `make test-all` with --store-durations writes it
+SLOW_S = 3.0
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m selects by markers
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    durations = json.loads(DURATIONS.read_text(encoding="utf-8"))
+    for item in items:
+        if durations.get(item.nodeid, 0.0) > SLOW_S:
+            item.add_marker("slow")
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

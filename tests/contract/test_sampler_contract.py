@@ -18,7 +18,7 @@ from mobula.learner.policies.batch import TokenSequence
 from mobula.learner.policies.logprobs import PLAIN, Distribution
 from mobula.learner.policies.token import PolicyOutput
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.core, pytest.mark.slow, pytest.mark.timeout(900)]
 
 LOVE = 40.0  # logit of a rigged token; the others lie within about 5 of 0
 

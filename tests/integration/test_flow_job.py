@@ -42,6 +42,7 @@ def finished(tmp_path: Path, preset: str, also: Callable[[Job], None] | None = N
     return found
 
 
+@pytest.mark.core
 def test_a_flow_model_is_trained_and_its_pipeline_written(tmp_path: Path) -> None:
     finished(tmp_path, "laptop_overlapped")
 

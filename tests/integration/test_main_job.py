@@ -18,7 +18,7 @@ from mobula.cluster.metrics.sinks.jsonl import read_records
 from mobula.cluster.metrics.step_records import EvaluationRecord
 from mobula.cluster.metrics.summary import Summary
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.core, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 RESUMED_STEPS = 6  # of the run that is killed on the way
 SUITE = (

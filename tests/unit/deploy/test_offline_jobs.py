@@ -67,6 +67,7 @@ def test_the_screen_before_the_first_step_names_the_objective_and_the_size_of_a_
     assert f"{job} (" in text and "GB on disk" in text
 
 
+@pytest.mark.core
 async def test_sft_lowers_the_loss_of_the_assistants_tokens(base: Path, tmp_path: Path) -> None:
     config = offline_config("sft", *words(base, "sft", tmp_path, "num_steps=25", "learner.learning_rate=0.003"))
     metrics = await OfflineRun(config).go()
@@ -120,6 +121,7 @@ def scores_of(run: OfflineRun, groups: list[ScoredGroup]) -> list[float]:
         return run.learner._policy(batch.tokens)[:, 0].tolist()
 
 
+@pytest.mark.core
 async def test_dpo_widens_the_margin_and_a_resumed_run_ends_where_it_would_have(base: Path, tmp_path: Path) -> None:
     more = ("learner.learning_rate=0.0003", "checkpoints.interval_steps=4", "learner.schedule=constant")
     whole = offline_config("dpo", *words(base, "forms", tmp_path / "whole", "num_steps=8", *more))

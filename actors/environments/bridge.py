@@ -54,10 +54,6 @@ class TurnBridge:
         assert end is not None, "the probe has found it"
         self.end_id: int = end[1]
 
-    def role_of(self, role: str) -> str:
-        """The role of the turn that a message of an environment is put into."""
-        return self._roles[role]
-
     def delta(self, observation: Sequence[Message]) -> Delta:
         """The tokens of an observation, whose text stays text; its pictures are measured, not yet processed.
 

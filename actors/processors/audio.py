@@ -7,14 +7,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BytesIO
-from pathlib import Path
 from typing import IO, Any, Protocol
 
 import numpy as np
 from PIL import Image
 
 from mobula.actors.datasets.audios import Audio
-from mobula.actors.datasets.writers.base import AudioFile
 from mobula.actors.processors.audio_track import CONTAINERS, MP3, Track, has_count
 from mobula.actors.processors.image import open_bounded
 from mobula.cluster.errors import MediaError
@@ -142,8 +140,8 @@ def decode_audio(audio: LoadedAudio, limits: AudioLimits) -> np.ndarray:
     return mono
 
 
-def whole_audio(source: Audio, audio: AudioConfig) -> AudioFile:
-    """The sound as the file that it is, decoded once to see that it can be used.
+def whole_audio(source: Audio, audio: AudioConfig) -> tuple[bytes, str]:
+    """The content of a sound file and its extension. The sound is decoded once as a check.
 
     Raises:
         MediaError: the sound cannot be used.
@@ -155,7 +153,7 @@ def whole_audio(source: Audio, audio: AudioConfig) -> AudioFile:
         loaded = LoadedAudio(source, content, _num_samples(sound, source, own))
         extension = sound.extension
     decode_audio(loaded, own)
-    return AudioFile(content, Path(str(source)).name, extension)
+    return content, extension
 
 
 def draw_sound(samples: np.ndarray, size: tuple[int, int]) -> Image.Image:

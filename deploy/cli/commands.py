@@ -73,12 +73,6 @@ class Compatible(StrEnum):
     AERORL = "aerorl"
 
 
-class Baseline(StrEnum):
-    """Baseline that `evaluate` times its sampler against."""
-
-    HUGGINGFACE = "huggingface"
-
-
 def _show_version(is_asked: bool) -> None:
     if is_asked:
         terminal().print(f"mobula {metadata.version('mobula')}", highlight=False)
@@ -139,22 +133,11 @@ def evaluate(
     overrides: Overrides = None,
     scheme: Annotated[str | None, typer.Option(help="Short for evaluation=SCHEME, e.g. maye.")] = None,
     output: Annotated[Path | None, typer.Option(help="The folder for evaluation.json and for saved responses.")] = None,
-    compare_with: Annotated[
-        Baseline | None, typer.Option("--compare", help="Time the sampler beside plain transformers instead.")
-    ] = None,
-    runs: Annotated[int, typer.Option(min=1, help="With --compare: timed runs after the warm-up.")] = 3,
-    prompts: Annotated[int, typer.Option(min=1, help="With --compare: prompts of one run.")] = 8,
-    batch_size: Annotated[int, typer.Option(min=1, help="With --compare: prompts at a time.")] = 1,
     config_file: ConfigFile = None,
 ) -> None:
     """Score a policy on the held-out split, and on the suites of an evaluation scheme."""
     with explained():
         config = _config([*([f"evaluation={scheme}"] if scheme else []), *(overrides or [])], config_file)
-        if compare_with is not None:
-            from mobula.deploy.tools.policy import compare_samplers
-
-            options = compare_samplers.ComparisonOptions(prompts, batch_size, runs)
-            raise typer.Exit(compare_samplers.compare(config, options, output or Path(), terminal(soft_wrap=True)))
         from mobula.deploy.run import runtime
 
         raise typer.Exit(runtime.evaluate(config, output))

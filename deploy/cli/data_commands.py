@@ -39,10 +39,9 @@ def inspect(
 def convert(
     output: Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder to write; it must not hold anything.")],
     overrides: DataWords = None,
-    to: Annotated[str, typer.Option("--to", help="An option of the group data, e.g. jsonl, verl, sharegpt.")] = "jsonl",
     split: Annotated[list[str] | None, typer.Option(help="A split to write, again for more; else all three.")] = None,
 ) -> None:
-    """Write the rows of a data set for another reader; pictures come along."""
+    """Write the rows of a data set as messages in JSONL, as offline jobs read them, with their media in files."""
     from mobula.configs.load import load_config
 
     with explained():
@@ -50,4 +49,4 @@ def convert(
         from mobula.deploy.tools.data import convert as converting
 
         splits = split or ["train", "validation", "test"]
-        raise typer.Exit(converting.convert(config, output, to, splits, terminal()))
+        converting.convert(config, output, splits, terminal())

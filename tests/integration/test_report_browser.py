@@ -32,8 +32,8 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    running = Browser(tmp_path_factory.mktemp("profile"))
+def browser() -> Iterator[Browser]:
+    running = Browser()
     yield running
     running.close()
 
@@ -57,7 +57,7 @@ def test_every_curve_is_drawn_without_errors_and_without_the_network(browser: Br
     assert all(width > 250 and painted > 500 for _, width, painted in sizes), sizes
     assert browser.evaluate("document.images.length") >= 24
     assert browser.evaluate("[...document.images].every(i => i.naturalWidth === 56)")
-    assert browser.complaints() == []
+    assert browser.complaints == []
     assert browser.requests() == [page]
 
 
@@ -127,7 +127,7 @@ def test_pictures_of_both_evaluations_stand_side_by_side(browser: Browser, drawn
     top = browser.evaluate("Math.round(document.querySelector('img.sheet').getBoundingClientRect().top)")
     halves = [shot[top + 8 : top + 28, int(row[4]) + 8 : int(row[4]) + 28].max() for row in (first, last)]
     assert halves[0] < 100 < 200 < halves[1], "darker before, brighter after"
-    assert browser.complaints() == [] and browser.requests() == [page]
+    assert browser.complaints == [] and browser.requests() == [page]
 
 
 def test_a_video_shows_its_first_frame_and_plays(browser: Browser, drawn: Path) -> None:
@@ -144,7 +144,7 @@ def test_a_video_shows_its_first_frame_and_plays(browser: Browser, drawn: Path) 
     assert sizes == [[64, 64, pytest.approx(1.25, abs=0.05)]] * 4
     browser.evaluate(f"{videos}[0].play() && 0")
     wait_until(lambda: browser.evaluate(f"{videos}[0].currentTime") > 0.1)
-    assert browser.complaints() == []
+    assert browser.complaints == []
 
 
 def test_a_video_that_was_changed_is_refused(drawn: Path, tmp_path: Path) -> None:
@@ -185,14 +185,14 @@ def test_the_pointer_and_the_arrow_keys_read_values_off_a_curve(browser: Browser
         "(document.querySelector('#chart-accuracy .u-over').getBoundingClientRect())"
     )
     read = "[...document.querySelectorAll('#chart-accuracy .u-series:not(.edge) .u-value')].map(v => v.textContent)"
-    browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=x + width / 2, y=y + height / 2)
+    browser.page.mouse.move(x + width / 2, y + height / 2)
     wait_until(lambda: browser.evaluate(read)[0] == "20")
     assert browser.evaluate(read)[2].count(" to ") == 1, "the interval of the held-out accuracy"
-    browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=2, y=2)
+    browser.page.mouse.move(2, 2)
     wait_until(lambda: browser.evaluate(read)[1] == "–")
     browser.evaluate("document.querySelector('#chart-accuracy .plot').focus()")
     for key in ("Home", "ArrowRight"):
-        browser.call("Input.dispatchKeyEvent", type="keyDown", key=key)
+        browser.page.keyboard.press(key)
         browser.evaluate("new Promise(requestAnimationFrame)")
     wait_until(lambda: browser.evaluate(read)[0] == "1")
 
@@ -204,15 +204,14 @@ def test_dragging_zooms_and_a_double_click_shows_all_steps_again(browser: Browse
     )
     ticks = "document.querySelector('#chart-kl canvas').toDataURL()"
     whole = browser.evaluate(ticks)
-    for kind, at in (("mousePressed", 0.5), ("mouseMoved", 0.75), ("mouseReleased", 0.75)):
-        browser.call(
-            "Input.dispatchMouseEvent", type=kind, x=x + width * at, y=y + 9, button="left", buttons=1, clickCount=1
-        )
+    browser.page.mouse.move(x + width / 2, y + 9)
+    browser.page.mouse.down()
+    browser.page.mouse.move(x + 0.75 * width, y + 9)
+    browser.page.mouse.up()
     wait_until(lambda: browser.evaluate(ticks) != whole)
-    for kind in ("mousePressed", "mouseReleased"):
-        browser.call("Input.dispatchMouseEvent", type=kind, x=x + 9, y=y + 9, button="left", buttons=1, clickCount=2)
+    browser.page.mouse.dblclick(x + 9, y + 9)
     wait_until(lambda: browser.evaluate(ticks) == whole)
-    assert browser.complaints() == []
+    assert browser.complaints == []
 
 
 def shown(browser: Browser) -> list[list[str]]:
@@ -233,7 +232,7 @@ def test_buttons_filter_good_and_bad_samples(browser: Browser, page: str) -> Non
     assert browser.evaluate("document.getElementById('num-shown').textContent") == "4 samples"
     browser.evaluate("document.querySelectorAll('[data-filter] button[value=\"\"]').forEach(b => b.click())")
     assert len(shown(browser)) == 24
-    assert browser.complaints() == []
+    assert browser.complaints == []
 
 
 def test_an_address_with_a_filter_opens_filtered(browser: Browser, page: str) -> None:
@@ -247,7 +246,7 @@ def test_a_script_in_an_answer_is_shown_and_never_run(browser: Browser, tmp_path
     browser.open(write_report(tmp_path / "hostile").as_uri())
     assert browser.evaluate("document.querySelector('.answer').textContent") == hostile
     assert browser.evaluate("window.owned === undefined")
-    assert browser.complaints() == []
+    assert browser.complaints == []
 
 
 def test_even_a_script_that_got_into_the_page_is_refused_by_its_policy(browser: Browser, page: str) -> None:
@@ -276,7 +275,7 @@ def test_the_score_page_draws_without_scripts_and_fits(
     )
     assert browser.evaluate("window.owned === undefined")
     assert (np.median(browser.screenshot()) < 60) == is_dark
-    assert browser.complaints() == []
+    assert browser.complaints == []
     assert browser.requests() == [(tmp_path / "page.html").as_uri()]
 
 
@@ -286,7 +285,7 @@ def test_a_run_that_ended_early_opens_without_errors(browser: Browser, tmp_path:
     browser.open(write_report(tmp_path / "early").as_uri())
     assert browser.evaluate("document.querySelector('.status').textContent") == "failed"
     assert browser.evaluate("document.querySelectorAll('.chart').length") == (1 if num_steps == 0 else 11)
-    assert browser.complaints() == []
+    assert browser.complaints == []
 
 
 def test_the_reward_server_s_page_describes_every_path_without_the_network(browser: Browser) -> None:
@@ -295,5 +294,5 @@ def test_the_reward_server_s_page_describes_every_path_without_the_network(brows
         shown = "[...document.querySelectorAll('.opblock-summary-path')].map(p => p.dataset.path)"
         wait_until(lambda: browser.evaluate(shown), ANSWER_S, lambda: "the page stays empty")
         assert set(browser.evaluate(shown)) == {"/score", "/lightrft", "/health", "/metrics"}
-        assert browser.complaints() == []
+        assert browser.complaints == []
         assert all(url.startswith(running.url) for url in browser.requests()), browser.requests()

@@ -16,7 +16,6 @@ from mobula.actors.datasets.formats.base import (
     Draft,
     Record,
     RowFormat,
-    StoredMedia,
     asked_text,
     audios_of,
     first_given,
@@ -28,7 +27,7 @@ from mobula.actors.datasets.formats.base import (
     videos_of,
 )
 from mobula.actors.datasets.formats.turns import response_of
-from mobula.actors.datasets.rows import Row, RowError, Turn
+from mobula.actors.datasets.rows import RowError, Turn
 
 COLUMNS = (
     "id",
@@ -79,22 +78,4 @@ def _history(pairs: Any) -> list[Turn]:
     return turns
 
 
-def write(row: Row, media: StoredMedia) -> dict[str, Any]:
-    turns = list(row.history)
-    system = turns.pop(0).text if turns and turns[0].role == "system" else None
-    roles = [turn.role for turn in turns]
-    if roles != ["user", "assistant"] * (len(turns) // 2):
-        raise ValueError(f"{row.sample_id} has the turns {', '.join(roles)}: write the format sharegpt or messages")
-    record: dict[str, Any] = {"id": row.sample_id, "instruction": row.question, "input": ""}
-    if row.rejected is None:
-        record["output"] = row.solution
-    else:
-        record |= {"chosen": row.chosen, "rejected": row.rejected}
-    if system is not None:
-        record["system"] = system
-    if turns:
-        record["history"] = [[turns[i].text, turns[i + 1].text] for i in range(0, len(turns), 2)]
-    return {**record, "answer": row.answer, **media.columns(), **row.metadata}
-
-
-FORMAT = RowFormat(COLUMNS, read, write)
+FORMAT = RowFormat(COLUMNS, read)

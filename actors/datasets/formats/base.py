@@ -51,28 +51,12 @@ class Draft:
 
 
 @dataclass(frozen=True)
-class StoredMedia:
-    """The media of a row, as a file that was written names them."""
-
-    images: list[Any]
-    videos: list[Any]
-    audios: list[Any]
-
-    def columns(self) -> dict[str, list[Any]]:
-        """The columns of a record; there is none for media that the row has not."""
-        held = {"images": self.images, "videos": self.videos, "audios": self.audios}
-        return {column: files for column, files in held.items() if files}
-
-
-@dataclass(frozen=True)
 class RowFormat:
     """One schema of records. `columns` are its column names, for the check of `data.columns`."""
 
     columns: tuple[str, ...]
     read: Callable[[Record], Draft]
     """Raises: RowError: a column is missing or holds something else."""
-    write: Callable[[Row, StoredMedia], dict[str, Any]]
-    """A row, its media as the target names them -> a record that `read` makes the same row of."""
 
 
 def finish(

@@ -12,14 +12,12 @@ and `extra_info.label`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from mobula.actors.datasets.formats.base import (
     MEDIA_COLUMNS,
     Draft,
     Record,
     RowFormat,
-    StoredMedia,
     audios_of,
     first_of,
     images_of,
@@ -30,7 +28,7 @@ from mobula.actors.datasets.formats.base import (
     videos_of,
 )
 from mobula.actors.datasets.formats.turns import split_response, turns_of
-from mobula.actors.datasets.rows import Row, RowError, Turn
+from mobula.actors.datasets.rows import RowError, Turn
 
 REFERENCES = (
     "reference",
@@ -76,17 +74,4 @@ def read(record: Record) -> Draft:
     )
 
 
-def write(row: Row, media: StoredMedia) -> dict[str, Any]:
-    if row.rejected is not None:
-        raise ValueError(
-            f"{row.sample_id} is a preference pair, which LightRFT's prompts have no place for: write messages"
-        )
-    metadata = dict(row.metadata)
-    label = metadata.pop("label", None)
-    turns = [{"role": turn.role, "content": turn.text} for turn in row.history]
-    prompt: Any = [*turns, {"role": "user", "content": row.question}] if turns else row.question
-    record = {"id": row.sample_id, "prompt": prompt, "reference": row.answer, "extra_info": metadata}
-    return {**record, **media.columns(), **({} if label is None else {"label": label})}
-
-
-FORMAT = RowFormat(COLUMNS, read, write)
+FORMAT = RowFormat(COLUMNS, read)

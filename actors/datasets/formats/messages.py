@@ -9,14 +9,11 @@ are the two responses of a preference pair.
 
 from __future__ import annotations
 
-from typing import Any
-
 from mobula.actors.datasets.formats.base import (
     MEDIA_COLUMNS,
     Draft,
     Record,
     RowFormat,
-    StoredMedia,
     audios_of,
     first_given,
     first_of,
@@ -27,8 +24,6 @@ from mobula.actors.datasets.formats.base import (
     videos_of,
 )
 from mobula.actors.datasets.formats.turns import response_of, split_response, turns_of
-from mobula.actors.datasets.rows import Row
-from mobula.cluster.records.markup import BREAK, parts_of
 
 COLUMNS = (
     "id",
@@ -62,23 +57,4 @@ def read(record: Record) -> Draft:
     )
 
 
-def write(row: Row, media: StoredMedia) -> dict[str, Any]:
-    turns = [{"role": turn.role, "content": _content(turn.text)} for turn in row.history]
-    record: dict[str, Any] = {
-        "id": row.sample_id,
-        "messages": [*turns, {"role": "user", "content": _content(row.question)}],
-        "answer": row.answer,
-        "solution": row.solution,
-    }
-    for column, value in (("chosen", row.chosen), ("rejected", row.rejected)):
-        if value is not None:
-            record[column] = value
-    return {**record, **media.columns(), **({"metadata": row.metadata} if row.metadata else {})}
-
-
-def _content(text: str) -> str | list[dict[str, str]]:
-    """Parts where a text holds what looks like a placeholder."""
-    return parts_of(text) if BREAK in text else text
-
-
-FORMAT = RowFormat(COLUMNS, read, write)
+FORMAT = RowFormat(COLUMNS, read)

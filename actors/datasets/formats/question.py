@@ -11,14 +11,12 @@ the reward functions.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from mobula.actors.datasets.formats.base import (
     MEDIA_COLUMNS,
     Draft,
     Record,
     RowFormat,
-    StoredMedia,
     asked_text,
     audios_of,
     images_of,
@@ -27,7 +25,7 @@ from mobula.actors.datasets.formats.base import (
     present,
     videos_of,
 )
-from mobula.actors.datasets.rows import Row, RowError, Turn
+from mobula.actors.datasets.rows import RowError, Turn
 
 COLUMNS = ("id", "question", "answer", "solution", *MEDIA_COLUMNS, "metadata")
 
@@ -50,17 +48,4 @@ def read(record: Record) -> Draft:
     )
 
 
-def write(row: Row, media: StoredMedia) -> dict[str, Any]:
-    if row.history or row.rejected is not None:
-        raise ValueError(f"{row.sample_id} has several turns or a preference pair: write the format messages")
-    record: dict[str, Any] = {
-        "id": row.sample_id,
-        "question": row.question,
-        "answer": row.answer,
-        "solution": row.solution,
-    }
-    columns = {("image" if column == "images" else column): files for column, files in media.columns().items()}
-    return {**record, **columns, **({"metadata": row.metadata} if row.metadata else {})}
-
-
-FORMAT = RowFormat(COLUMNS, read, write)
+FORMAT = RowFormat(COLUMNS, read)

@@ -11,14 +11,11 @@ A column `answer` holds the literal answer for rewards, where it is not the whol
 
 from __future__ import annotations
 
-from typing import Any
-
 from mobula.actors.datasets.formats.base import (
     MEDIA_COLUMNS,
     Draft,
     Record,
     RowFormat,
-    StoredMedia,
     asked_text,
     audios_of,
     first_given,
@@ -29,7 +26,7 @@ from mobula.actors.datasets.formats.base import (
     videos_of,
 )
 from mobula.actors.datasets.formats.turns import response_of, split_response, turns_of
-from mobula.actors.datasets.rows import Row, Turn
+from mobula.actors.datasets.rows import Turn
 
 COLUMNS = (
     "id",
@@ -41,7 +38,6 @@ COLUMNS = (
     "chosen",
     "rejected",
 )
-NAMES = {"user": "human", "assistant": "gpt", "tool": "observation", "system": "system"}
 
 
 def read(record: Record) -> Draft:
@@ -64,23 +60,4 @@ def read(record: Record) -> Draft:
     )
 
 
-def write(row: Row, media: StoredMedia) -> dict[str, Any]:
-    turns = list(row.history)
-    record: dict[str, Any] = {"id": row.sample_id}
-    if turns and turns[0].role == "system":
-        record["system"] = turns.pop(0).text
-    said = [_turn(turn.role, turn.text) for turn in (*turns, Turn("user", row.question))]
-    if row.rejected is None:
-        said.append(_turn("assistant", row.solution))
-    else:
-        record["chosen"] = _turn("assistant", row.chosen or "")
-        record["rejected"] = _turn("assistant", row.rejected)
-    record |= {"conversations": said, "answer": row.answer}
-    return {**record, **media.columns(), **row.metadata}
-
-
-def _turn(role: str, text: str) -> dict[str, str]:
-    return {"from": NAMES[role], "value": text}
-
-
-FORMAT = RowFormat(COLUMNS, read, write)
+FORMAT = RowFormat(COLUMNS, read)

@@ -10,14 +10,12 @@ metadata; the first one is the answer.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from mobula.actors.datasets.formats.base import (
     MEDIA_COLUMNS,
     Draft,
     Record,
     RowFormat,
-    StoredMedia,
     audios_of,
     first_of,
     images_of,
@@ -27,7 +25,7 @@ from mobula.actors.datasets.formats.base import (
     videos_of,
 )
 from mobula.actors.datasets.formats.turns import split_response, turns_of
-from mobula.actors.datasets.rows import Row, RowError, Turn
+from mobula.actors.datasets.rows import RowError, Turn
 
 COLUMNS = ("prompt", *MEDIA_COLUMNS, "reward_model", "data_source", "extra_info")
 
@@ -61,18 +59,4 @@ def read(record: Record) -> Draft:
     )
 
 
-def write(row: Row, media: StoredMedia) -> dict[str, Any]:
-    if row.rejected is not None:
-        raise ValueError(f"{row.sample_id} is a preference pair, which verl's schema has no place for: write messages")
-    metadata = dict(row.metadata)
-    turns = [{"role": turn.role, "content": turn.text} for turn in row.history]
-    return {
-        "data_source": str(metadata.pop("data_source", "")),
-        "prompt": [*turns, {"role": "user", "content": row.question}],
-        **media.columns(),
-        "reward_model": {"style": "rule", "ground_truth": metadata.pop("ground_truth", row.answer)},
-        "extra_info": {**metadata, "id": row.sample_id},
-    }
-
-
-FORMAT = RowFormat(COLUMNS, read, write)
+FORMAT = RowFormat(COLUMNS, read)

@@ -1,58 +1,48 @@
-"""`mobula data convert`: the rows of a data set, written for another reader and in another row format."""
+"""`mobula data convert`: the rows of a data set as JSONL in the format `messages`, with their media beside them."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Mapping, Sequence
+from io import BytesIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TextIO
 
+from PIL import Image
 from rich.console import Console
 
-from mobula.actors.datasets.formats import FORMATS
-from mobula.actors.datasets.formats.base import StoredMedia
 from mobula.actors.datasets.open_split import open_split
+from mobula.actors.datasets.pictures import Picture
 from mobula.actors.datasets.rows import Row, RowError, Skipped
-from mobula.actors.datasets.writers import WRITERS
-from mobula.actors.datasets.writers.base import PictureFile, Writer
+from mobula.actors.datasets.videos import FrameList, Video
 from mobula.actors.processors.audio import whole_audio
-from mobula.actors.processors.image import decode_image, read_image
-from mobula.actors.processors.video import VideoLimits
-from mobula.actors.processors.video_file import whole_video
+from mobula.actors.processors.image import ImageLimits, decode_image, open_bounded, read_image
+from mobula.actors.processors.video import VideoLimits, decode_video, load_video
 from mobula.cluster.errors import PreflightError, SkippedSample
-from mobula.cluster.records.markup import BREAK
-from mobula.configs.groups import groups, own_values
-from mobula.configs.schema import RunConfig
-from mobula.configs.schema.data import AudioConfig
+from mobula.cluster.records.markup import BREAK, parts_of
+from mobula.cluster.records.rgb import FORMATS
+from mobula.configs.schema import DataConfig, RunConfig
 from mobula.deploy.wiring.preparation import ensure_data
 
 NUM_NAMED = 20
+PICTURE_EXTENSIONS = {"JPEG": "jpg", "TIFF": "tif"}  # of the others it is their name
+VIDEO_EXTENSIONS = (".mp4", ".mkv", ".avi", ".mov", ".webm", ".mpeg", ".mpg", ".ogv", ".flv", ".gif")
+
+File = tuple[bytes, str]  # content and extension
 
 
-def targets() -> dict[str, tuple[str, str]]:
-    """Options of the group `data` that can be written -> reader and row format."""
-    found = {}
-    for option in groups()["data"]:
-        said = own_values("data", option)["data"]
-        if said["kind"] in WRITERS:
-            found[option] = (said["kind"], said.get("row_format", "question"))
-    return found
-
-
-def convert(config: RunConfig, output: Path, target: str, splits: Sequence[str], console: Console) -> int:
-    """Write the splits into the folder `output`; returns the exit code.
+def convert(config: RunConfig, output: Path, splits: Sequence[str], console: Console) -> None:
+    """Writes the splits into the folder `output`.
 
     Raises:
-        PreflightError: the target is unknown, the folder is in use, a split cannot be read or written, or more than
+        PreflightError: the folder is in use, a split cannot be read or written, or more than
             `data.max_skipped_fraction` of it is unusable.
     """
-    if target not in targets():
-        raise PreflightError(f"--to {target} is unknown: use one of {', '.join(targets())}")
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise PreflightError(f"{output} is there and not an empty folder: give another folder, or remove it first")
-    kind, row_format = targets()[target]
     ensure_data(config)
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -60,20 +50,39 @@ def convert(config: RunConfig, output: Path, target: str, splits: Sequence[str],
             written = Path(staging) / "data"
             written.mkdir()
             for split in splits:
-                with closing(WRITERS[kind](written, split)) as writer:
-                    num, skipped = _write(config, split, writer, row_format)
-                _say(console, f"{split}: {num:,} rows written", skipped)
+                with (written / f"{split}.jsonl").open("w", encoding="utf-8") as file:
+                    num, skipped = _write(config, split, written, file)
+                _report(console, f"{split}: {num:,} rows written", skipped)
             written.replace(output)  # whole or not at all; an empty folder is replaced
     except (OSError, ValueError) as error:
         raise PreflightError(f"{output} cannot be written: {error}") from error
-    console.print(f"{output} is complete: read it with data={target} data.path={output}", markup=False, soft_wrap=True)
-    return 0
+    console.print(f"{output} is complete: read it with data=messages data.path={output}", markup=False, soft_wrap=True)
 
 
-def _write(config: RunConfig, split: str, writer: Writer, row_format: str) -> tuple[int, list[Skipped]]:
+def message_record(row: Row, media: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
+    """A record of the format `messages` that is read as the same row. `media`: column -> what it names."""
+    turns = [{"role": turn.role, "content": _content(turn.text)} for turn in row.history]
+    record: dict[str, Any] = {
+        "id": row.sample_id,
+        "messages": [*turns, {"role": "user", "content": _content(row.question)}],
+        "answer": row.answer,
+        "solution": row.solution,
+        "chosen": row.chosen,
+        "rejected": row.rejected,
+        "metadata": row.metadata,
+        **media,
+    }
+    return {column: value for column, value in record.items() if value or column in ("answer", "solution")}
+
+
+def _content(text: str) -> str | list[dict[str, str]]:
+    """Parts where a text holds what looks like a placeholder."""
+    return parts_of(text) if BREAK in text else text
+
+
+def _write(config: RunConfig, split: str, folder: Path, file: TextIO) -> tuple[int, list[Skipped]]:
     """The number of rows written, and what was skipped."""
     rows = open_split(config.data, split, config.rewards.label_key).rows
-    limits = VideoLimits.of(config.data)
     skipped: list[Skipped] = []
     most = config.data.max_skipped_fraction * len(rows)
     for place in range(len(rows)):
@@ -81,7 +90,8 @@ def _write(config: RunConfig, split: str, writer: Writer, row_format: str) -> tu
         try:
             row = rows[place]
             sample = row.sample_id
-            writer.write(_record(row, limits, config.data.audio, writer, row_format))
+            file.write(json.dumps(message_record(row, _stored_media(row, config.data, folder)), ensure_ascii=False))
+            file.write("\n")
         except SkippedSample as error:
             skipped.append(Skipped(error.sample if isinstance(error, RowError) else sample, error.reason, str(error)))
             if len(skipped) > most:
@@ -92,23 +102,61 @@ def _write(config: RunConfig, split: str, writer: Writer, row_format: str) -> tu
     return len(rows) - len(skipped), skipped
 
 
-def _record(row: Row, limits: VideoLimits, audio: AudioConfig, writer: Writer, row_format: str) -> dict[str, Any]:
-    """The row as a record of the format; its media are stored once all of them are whole."""
-    if row_format != "messages" and any(BREAK in text for text in (row.question, *(t.text for t in row.history))):
-        raise ValueError(f"{row.sample_id} holds a placeholder of media as text: write the format messages")
-    files = []
-    for picture in row.images:
-        content = read_image(picture, limits.frame)
-        decode_image(content, picture, limits.frame)
-        files.append(PictureFile(content, Path(str(picture)).name))
-    videos = [whole_video(video, limits) for video in row.videos]
-    audios = [whole_audio(sound, audio) for sound in row.audios]
-    return FORMATS[row_format].write(
-        row, StoredMedia(writer.images(files), writer.videos(videos), writer.audios(audios))
-    )
+def _stored_media(row: Row, data: DataConfig, folder: Path) -> dict[str, list[Any]]:
+    """Column -> paths of the row's media in `folder`. Nothing is stored unless all media of the row are usable."""
+    limits = VideoLimits.of(data)
+    images = [_image_file(picture, limits.frame) for picture in row.images]
+    videos = [_video_files(video, limits) for video in row.videos]
+    audios = [whole_audio(sound, data.audio) for sound in row.audios]
+    frames = [[_stored(folder, "videos", file) for file in files] for files in videos]
+    return {
+        "images": [_stored(folder, "images", file) for file in images],
+        "videos": [_video_value(*video) for video in zip(row.videos, frames, strict=True)],
+        "audios": [_stored(folder, "sounds", file) for file in audios],
+    }
 
 
-def _say(console: Console, line: str, skipped: Sequence[Skipped]) -> None:
+def _image_file(picture: Picture, limits: ImageLimits) -> File:
+    content = read_image(picture, limits)
+    decode_image(content, picture, limits)
+    with Image.open(BytesIO(content), formats=FORMATS) as image:
+        kind = str(image.format)
+    return content, PICTURE_EXTENSIONS.get(kind, kind.lower())
+
+
+def _video_files(video: Video, limits: VideoLimits) -> list[File]:
+    """The file of a video, or the files of its frames.
+
+    Raises:
+        MediaError: the video cannot be used.
+    """
+    decode_video(load_video(video, limits), limits)
+    if isinstance(video, FrameList):
+        return [_image_file(frame, limits.frame) for frame in video.frames]
+    with open_bounded(video, limits.video.max_file_bytes, "data.video.max_file_bytes") as file:
+        content = file.read()
+    extension = Path(str(video)).suffix.lower()
+    return [(content, (extension if extension in VIDEO_EXTENSIONS else ".mp4")[1:])]
+
+
+def _video_value(video: Video, paths: list[str]) -> Any:
+    if not isinstance(video, FrameList):
+        return paths[0]
+    return {"frames": paths} if video.frame_rate is None else {"frames": paths, "fps": video.frame_rate}
+
+
+def _stored(folder: Path, kind: str, file: File) -> str:
+    """The path of the file relative to the folder. It is named by its content, so that each is stored once."""
+    content, extension = file
+    name = f"{kind}/{hashlib.sha256(content).hexdigest()[:24]}.{extension}"
+    path = folder / name
+    if not path.exists():
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(content)
+    return name
+
+
+def _report(console: Console, line: str, skipped: Sequence[Skipped]) -> None:
     reasons = ", ".join(f"{reason} {num:,}" for reason, num in Counter(s.reason for s in skipped).items())
     console.print(f"{line}; {f'skipped: {reasons}' if skipped else 'none skipped'}", markup=False, soft_wrap=True)
     for sample in skipped[:NUM_NAMED]:

@@ -46,14 +46,6 @@ class Game:
         self._session: EnvironmentSession | None = None
         self.episode: PlayedEpisode | None = None
 
-    @property
-    def has_player(self) -> bool:
-        return self._player is not None
-
-    @property
-    def max_turns(self) -> int:
-        return self._session.spec.max_turns if self._session is not None else 0
-
     async def begin(self, seed: int) -> PlayedEpisode:
         """Begin the episode of a seed; what the environment does wrong is its outcome."""
         await self._stack.aclose()

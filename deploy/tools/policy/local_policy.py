@@ -97,14 +97,6 @@ class LocalPolicy:
         )
         return self.chat.prepare(row, name)
 
-    def prompt_of(self, row: Row, name: str) -> Prompt:
-        """A row of a data set as a prompt.
-
-        Raises:
-            SkippedSample: it cannot be put to the model.
-        """
-        return self.chat.prepare(row, name)
-
     async def sample(self, prompt: Prompt, settings: SamplingSettings) -> PolicyAnswer:
         """One answer to a prompt."""
         self._num_asked += 1

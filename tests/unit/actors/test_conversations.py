@@ -89,7 +89,7 @@ def test_hub_data_in_trls_form_become_rows_of_offline_jobs(tmp_path: Path, form:
     datasets.DatasetDict({"train": found}).save_to_disk(str(tmp_path / "hub"))
     words = ["data=huggingface", "data.row_format=messages", "data.prompt_suffix=''", f"data.path={tmp_path / 'hub'}"]
     words += ["data.columns={messages: prompt}"] if form == "pair" else []
-    run = ["data", "convert", str(tmp_path / "rows"), "--to", "messages", "--split", "train", *words]
+    run = ["data", "convert", str(tmp_path / "rows"), "--split", "train", *words]
     result = CliRunner().invoke(app, run)
     assert result.exit_code == 0, result.output
     [read] = read_conversations(tmp_path / "rows", "train", form).rows

@@ -13,8 +13,6 @@ from data_rows import read_split
 from PIL import Image
 
 from mobula.actors.datasets.conversations import read_conversations
-from mobula.actors.datasets.formats import FORMATS
-from mobula.actors.datasets.formats.base import StoredMedia
 from mobula.actors.datasets.rows import Row
 from mobula.actors.environments.base import IMAGE_MARK, EpisodeError, Message, checked_observation, row_text
 from mobula.actors.environments.bridge import TurnBridge
@@ -24,6 +22,7 @@ from mobula.actors.processors.conversation import ConversationProcessor
 from mobula.cluster.records.markup import PLACEHOLDERS, plain
 from mobula.cluster.records.media import MediaStore
 from mobula.configs.load import load_config
+from mobula.deploy.tools.data.convert import message_record
 from mobula.learner.policies.tiny import TINY
 
 MODELS = ("qwen2.5-vl", "llava", "idefics3", "gemma3", "llama")
@@ -120,8 +119,7 @@ def test_where_parts_say_what_is_a_picture_text_is_text(chat: ChatProcessor, fol
     prompt = chat.prepare(row, "0/0/r")
     assert len(prompt.media) == 1 and is_text(chat, prompt.compact_ids, MARKUP, 1)
     assert row.answer == MARKUP and is_text(chat, chat.encode_answer(row.solution), MARKUP)
-    written = FORMATS["messages"].write(row, StoredMedia(["a.png"], [], []))
-    [again] = read(folder, "messages", written)
+    [again] = read(folder, "messages", message_record(row, {"images": ["a.png"]}))
     assert (again.question, again.images) == (row.question, row.images)
 
 

@@ -5,18 +5,22 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
+from playwright.async_api import Error as BrowserError
+from playwright.async_api import Page
+
 from mobula.actors.environments.base import Action, EnvironmentSpec, Message, Reset, Step
-from mobula.actors.environments.tasks.miniwob.browser import Browser, BrowserError, Page, find_chromium
+from mobula.actors.environments.tasks.miniwob.browser import Browser, T, find_chromium
 
 PACKAGE = "miniwob"
 WIDTH, HEIGHT = 160, 210  # of the part of the page that is the task
 WINDOW = (500, 320)
 EPISODE_MS = 3_600_000  # of the page's own clock: the turns of a policy are counted, not its seconds
-KEYS = {"enter": ("Enter", 13, "\r"), "tab": ("Tab", 9, ""), "backspace": ("Backspace", 8, "")}
+KEYS = {"enter": "Enter", "tab": "Tab", "backspace": "Backspace"}
+CLIP = {"x": 0, "y": 0, "width": WIDTH, "height": HEIGHT}
 NUMBER = r"(\d{1,3}(?:\.\d+)?)"
 ACTIONS = re.compile(
     rf"\b(?:click\s+{NUMBER}[\s,]+{NUMBER}|drag\s+{NUMBER}[\s,]+{NUMBER}[\s,]+{NUMBER}[\s,]+{NUMBER}"
@@ -66,48 +70,64 @@ class MiniWoB:
             raise ValueError(f"options.task={task!r} is no page of {folder}: choose one, e.g. click-test")
         self._url = (folder / f"{task}.html").as_uri()
         self._timeout_s = timeout_s
+        self._browser: Browser | None = None
         self._page: Page | None = None
         self.spec = EnvironmentSpec(max_turns=max_turns)
 
     def reset(self, *, seed: int, options: Mapping[str, Any]) -> Reset:
-        if self._page is None:
-            self._page = Page(Browser.shared(), width=WINDOW[0], height=WINDOW[1], timeout_s=self._timeout_s)
-        self._page.goto(self._url)
-        task = str(self._page.evaluate(BEGIN.format(ms=EPISODE_MS, seed=json.dumps(str(seed)))))
-        target = self._page.evaluate(TARGET.replace("UTTERANCE", json.dumps(task)))
+        task, target, picture = self._run(self._begin(seed))
         info = {} if target is None else dict.fromkeys(("answer", "solution"), f"click {target[0]} {target[1]}")
-        message = Message("user", f"<image>{task}\n{HELP}", (self._page.screenshot(WIDTH, HEIGHT),))
-        return Reset((message,), info)
+        return Reset((Message("user", f"<image>{task}\n{HELP}", (picture,)),), info)
 
     def step(self, action: Action) -> Step:
-        assert self._page is not None, "reset comes first"
         matches = list(ACTIONS.finditer(action.text))
         if not matches:
             return Step((Message("user", HELP),), 0.0, False, False, {"is_valid": False})
-        self._do(self._page, matches[-1])
-        is_done, reward = self._page.evaluate(STATE)
-        if is_done:
-            return Step((), float(reward), True, False, {"is_valid": True})
-        message = Message("user", "<image>", (self._page.screenshot(WIDTH, HEIGHT),))
-        return Step((message,), 0.0, False, False, {"is_valid": True})
+        is_done, reward, picture = self._run(self._act(matches[-1]))
+        observation = () if is_done else (Message("user", "<image>", (picture,)),)
+        return Step(observation, float(reward) if is_done else 0.0, is_done, False, {"is_valid": True})
 
     def close(self) -> None:
         if self._page is not None:
             page, self._page = self._page, None
             try:
-                page.close()
+                self._run(page.context.close())
             except BrowserError:
                 """It has ended with its browser."""
 
-    def _do(self, page: Page, match: re.Match[str]) -> None:
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        if self._browser is None:
+            self._browser = Browser.shared()
+        return self._browser.run(work, self._timeout_s)
+
+    async def _begin(self, seed: int) -> tuple[str, list[int] | None, bytes]:
+        """What the task asks for, the click that solves it if its text names one, and the picture."""
+        if self._page is None:
+            assert self._browser is not None, "`_run` has set it"
+            self._page = await self._browser.new_page(*WINDOW)
+        await self._page.goto(self._url)
+        task = str(await self._page.evaluate(BEGIN.format(ms=EPISODE_MS, seed=json.dumps(str(seed)))))
+        target = await self._page.evaluate(TARGET.replace("UTTERANCE", json.dumps(task)))
+        return task, target, await self._page.screenshot(clip=CLIP)
+
+    async def _act(self, match: re.Match[str]) -> tuple[bool, float, bytes]:
+        """Whether the task is over, its reward, and the picture."""
+        assert self._page is not None, "reset comes first"
+        page = self._page
         *numbers, text, key = match.groups()
         if key is not None:
-            page.press(*KEYS[key.lower()])
+            await page.keyboard.press(KEYS[key.lower()])
         elif text is not None:
-            page.type_text(text)
+            await page.keyboard.insert_text(text)
         else:
             places = [_inside(float(n), (WIDTH, HEIGHT)[i % 2]) for i, n in enumerate(filter(None, numbers))]
-            page.drag((places[0], places[1]), (places[-2], places[-1]))
+            await page.mouse.move(places[0], places[1])
+            await page.mouse.down()
+            if places[-2:] != places[:2]:
+                await page.mouse.move(places[-2], places[-1], steps=2)
+            await page.mouse.up()
+        is_done, reward = await page.evaluate(STATE)
+        return is_done, reward, b"" if is_done else await page.screenshot(clip=CLIP)
 
 
 def _inside(value: float, limit: int) -> float:

@@ -16,13 +16,13 @@ from PIL import Image
 
 from mobula.actors.datasets.downloads import DownloadLimits, MediaDownloads
 from mobula.actors.datasets.formats import FORMATS
-from mobula.actors.datasets.formats.base import StoredMedia
 from mobula.actors.datasets.open_split import open_split
 from mobula.actors.datasets.pictures import PictureError
 from mobula.actors.datasets.rows import Row, Turn, count_by_reason
 from mobula.actors.datasets.videos import VideoInputs
 from mobula.cluster.errors import DatasetError
 from mobula.configs.schema import DataConfig
+from mobula.deploy.tools.data.convert import message_record
 
 PICTURE_PART = {"type": "image_url", "image_url": {"url": "a.png"}}
 TEXT_PART = {"type": "text", "text": "Which?"}
@@ -74,18 +74,6 @@ def test_every_format_gives_the_same_row(tmp_path: Path, row_format: str) -> Non
     assert not row.metadata
 
 
-@pytest.mark.parametrize("row_format", FORMATS)
-def test_what_a_format_writes_it_reads_again(tmp_path: Path, row_format: str) -> None:
-    wanted = Row(
-        "id-1", "<image>Which?", "7", r"\boxed{7}", ((tmp_path / "a.png").resolve(),), metadata={"label": "x", "n": 3}
-    )
-    written = FORMATS[row_format].write(wanted, StoredMedia(["a.png"], [], []))
-    [row] = read(tmp_path, row_format, json.loads(json.dumps(written)))
-    metadata = {key: value for key, value in row.metadata.items() if key != "data_source"}
-    assert (row.question, row.answer, row.images) == (wanted.question, wanted.answer, wanted.images)
-    assert (row.sample_id, metadata["n"]) == ("id-1", 3)
-
-
 CONVERSATION = (Turn("system", "Be brief."), Turn("user", "1 + 1?"), Turn("assistant", "2"))
 MESSAGES = [{"role": turn.role, "content": turn.text} for turn in CONVERSATION]
 CONVERSATIONS: dict[str, dict[str, Any]] = {
@@ -115,7 +103,7 @@ def test_an_answered_conversation_has_its_history_and_its_solution(tmp_path: Pat
     [row] = read(tmp_path, row_format, CONVERSATIONS[row_format])
     assert (row.history, row.question) == (CONVERSATION, "2 + 2?")
     assert (row.solution, row.answer) == ("It is 4.", "It is 4.")
-    [again] = read(tmp_path, row_format, FORMATS[row_format].write(row, StoredMedia([], [], [])))
+    [again] = read(tmp_path, "messages", message_record(row, {}))
     assert (again.history, again.question, again.solution) == (row.history, row.question, row.solution)
 
 
@@ -134,14 +122,8 @@ PAIRS: dict[str, dict[str, Any]] = {
 def test_a_preference_pair_keeps_both_responses(tmp_path: Path, row_format: str) -> None:
     [row] = read(tmp_path, row_format, PAIRS[row_format])
     assert (row.chosen, row.rejected, row.solution) == ("2", "3", "2")
-    [again] = read(tmp_path, row_format, FORMATS[row_format].write(row, StoredMedia([], [], [])))
+    [again] = read(tmp_path, "messages", message_record(row, {}))
     assert (again.chosen, again.rejected) == ("2", "3")
-
-
-@pytest.mark.parametrize("row_format", ["question", "verl", "lightrft"])
-def test_a_preference_pair_is_not_written_where_it_has_no_place(row_format: str) -> None:
-    with pytest.raises(ValueError, match="preference pair"):
-        FORMATS[row_format].write(Row("p", "q", "a", "a", chosen="a", rejected="b"), StoredMedia([], [], []))
 
 
 def test_pictures_of_messages_keep_their_order_over_turns_and_parts(tmp_path: Path) -> None:

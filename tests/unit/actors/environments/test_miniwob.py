@@ -10,12 +10,13 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mobula.actors.environments.base import Action, observation_hash
 from mobula.actors.environments.registry import build_environment
-from mobula.actors.environments.tasks.miniwob.browser import NAMES, Browser, Page
+from mobula.actors.environments.tasks.miniwob.browser import NAMES, Browser
 from mobula.actors.environments.tasks.miniwob.task import MiniWoB
 
 pytest.importorskip("miniwob", reason="pip install 'mobula[miniwob]'")
@@ -30,6 +31,10 @@ def browser() -> Iterator[Browser]:
     found = Browser.shared()
     yield found
     found.close()
+
+
+def evaluate(environment: MiniWoB, script: str) -> Any:
+    return environment._run(environment._page.evaluate(script))
 
 
 def test_the_same_seed_gives_the_same_page_and_the_named_click_pays() -> None:
@@ -50,8 +55,9 @@ def test_a_wrong_click_costs_and_a_turn_without_an_action_is_answered() -> None:
     assert "ONE" in start.observation[0].text
     step = environment.step(Action("I do not know."))
     assert not step.terminated and "click X Y" in step.observation[0].text and step.info == {"is_valid": False}
-    two = environment._page.evaluate(  # the page's own button, by the page
-        "(b => [b.x + b.width / 2, b.y + b.height / 2])(document.querySelector('#subbtn2').getBoundingClientRect())"
+    two = evaluate(  # the page's own button, by the page
+        environment,
+        "(b => [b.x + b.width / 2, b.y + b.height / 2])(document.querySelector('#subbtn2').getBoundingClientRect())",
     )
     step = environment.step(Action(f"click {two[0]:.0f}, {two[1]:.0f}"))
     assert step.terminated and step.reward == -1.0
@@ -62,13 +68,15 @@ def test_text_is_typed_and_sent() -> None:
     environment = MiniWoB(task="enter-text", max_turns=5)
     task = environment.reset(seed=4, options={}).observation[0].text
     word = task.split('"')[1]
-    field = environment._page.evaluate(
-        "(b => [b.x + b.width / 2, b.y + b.height / 2])(document.querySelector('#tt').getBoundingClientRect())"
+    field = evaluate(
+        environment,
+        "(b => [b.x + b.width / 2, b.y + b.height / 2])(document.querySelector('#tt').getBoundingClientRect())",
     )
     for action in (f"click {field[0]} {field[1]}", f'I will type "{word}"'):
         assert not environment.step(Action(action)).terminated
-    button = environment._page.evaluate(
-        "(b => [b.x + b.width / 2, b.y + b.height / 2])(document.querySelector('#subbtn').getBoundingClientRect())"
+    button = evaluate(
+        environment,
+        "(b => [b.x + b.width / 2, b.y + b.height / 2])(document.querySelector('#subbtn').getBoundingClientRect())",
     )
     step = environment.step(Action(f"click {button[0]} {button[1]}"))
     assert (step.reward, step.terminated) == (1.0, True)
@@ -85,13 +93,13 @@ def test_episodes_side_by_side_have_contexts_of_their_own(browser: Browser) -> N
 
     with ThreadPoolExecutor(4) as threads:
         assert list(threads.map(episode, range(4))) == [1.0] * 4
-    pages = [Page(browser, width=100, height=100, timeout_s=10) for _ in range(2)]
+    pages = [browser.run(browser.new_page(100, 100), 10) for _ in range(2)]
     for number, page in enumerate(pages):
-        page.goto(Path(__file__).as_uri())
-        page.evaluate(f"document.cookie = 'one=1'; window.name = '{number}'")
-    assert [page.evaluate("window.name") for page in pages] == ["0", "1"]
+        browser.run(page.goto(Path(__file__).as_uri()), 10)
+        browser.run(page.evaluate(f"localStorage.setItem('name', '{number}')"), 10)
+    assert [browser.run(page.evaluate("localStorage.getItem('name')"), 10) for page in pages] == ["0", "1"]
     for page in pages:
-        page.close()
+        browser.run(page.context.close(), 10)
 
 
 def test_unfit_tasks_are_refused() -> None:
@@ -101,18 +109,18 @@ def test_unfit_tasks_are_refused() -> None:
 
 def test_a_process_that_is_killed_leaves_no_browser() -> None:
     code = (
-        "from mobula.actors.environments.tasks.miniwob.browser import Browser; import time; "
-        "print(Browser.shared().pid, flush=True); time.sleep(60)"
+        "from mobula.actors.environments.tasks.miniwob.browser import Browser; import psutil, time; Browser.shared(); "
+        "print(*(child.pid for child in psutil.Process().children(recursive=True)), flush=True); time.sleep(60)"
     )
     holder = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    pid = int(holder.stdout.readline())
-    assert Path(f"/proc/{pid}").exists()
+    pids = [int(pid) for pid in holder.stdout.readline().split()]
+    assert len(pids) > 2 and all(map(_runs, pids)), "the driver, Chromium and its processes"
     holder.kill()
     holder.wait()
     deadline = time.monotonic() + 15
-    while _runs(pid) and time.monotonic() < deadline:
+    while any(map(_runs, pids)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not _runs(pid)
+    assert not any(map(_runs, pids))
 
 
 def _runs(pid: int) -> bool:

@@ -16,15 +16,11 @@ from data_rows import read_split
 from PIL import Image
 from typer.testing import CliRunner, Result
 
-from mobula.actors.datasets.formats import FORMATS
-from mobula.actors.datasets.readers import READERS
-from mobula.actors.datasets.writers import WRITERS
 from mobula.actors.processors.audio import AudioLimits, decode_audio, load_audio
 from mobula.actors.processors.image import ImageLimits, decode_image, read_image
 from mobula.actors.processors.video import VideoLimits, decode_video, load_video
 from mobula.configs.load import load_config
 from mobula.deploy.cli import app
-from mobula.deploy.tools.data.convert import targets
 from mobula.deploy.tools.data.inspect import histogram
 
 LIMITS = ImageLimits(1_000_000, 1_000_000)
@@ -52,29 +48,22 @@ def run(*words: str) -> Result:
     return CliRunner().invoke(app, ["data", *words])
 
 
-def test_every_reader_has_a_writer_and_every_format_a_target() -> None:
-    assert set(WRITERS) == set(READERS)
-    assert {row_format for _, row_format in targets().values()} == set(FORMATS)
-
-
-@pytest.mark.parametrize("target", ["jsonl", "json", "parquet", "verl", "messages", "sharegpt", "webdataset"])
-def test_converted_rows_are_read_again_with_their_pictures(folder: Path, tmp_path: Path, target: str) -> None:
+def test_converted_rows_are_read_again_with_their_pictures(folder: Path, tmp_path: Path) -> None:
     words = (f"data.path={folder}", "data.max_skipped_fraction=0.5", "--split", "train")
-    result = run("convert", str(tmp_path / "out"), "--to", target, "data=jsonl", *words)
+    result = run("convert", str(tmp_path / "out"), "data=jsonl", *words)
     assert result.exit_code == 0, result.output
     assert "rows written" in result.output and "missing_file 1" in result.output
-    before, after = read_split(folder), read_split(tmp_path / "out", "train", target)
+    before, after = read_split(folder), read_split(tmp_path / "out", "train", "messages")
     assert [row.sample_id for row in after.rows] == ["none", "one", "two"]
     for old, new in zip(before.rows, after.rows, strict=True):
         assert (new.question, new.answer, new.solution) == (old.question, old.answer, old.solution)
-        assert new.metadata.get("label") == old.metadata.get("label") or target == "verl"
+        assert new.metadata.get("label") == old.metadata.get("label")
         for picture, wanted in zip(new.images, old.images, strict=True):
             pixels = [np.asarray(decode_image(read_image(p, LIMITS), p, LIMITS)) for p in (picture, wanted)]
             np.testing.assert_array_equal(*pixels)
 
 
-@pytest.mark.parametrize("target", ["jsonl", "parquet", "verl", "messages", "lightrft", "alpaca", "webdataset"])
-def test_converted_rows_have_the_frames_of_their_videos(tmp_path: Path, target: str) -> None:
+def test_converted_rows_have_the_frames_of_their_videos(tmp_path: Path) -> None:
     data = tmp_path / "data"
     (data / "frames").mkdir(parents=True)
     frames = noise_frames(4, (24, 16))
@@ -90,10 +79,10 @@ def test_converted_rows_have_the_frames_of_their_videos(tmp_path: Path, target: 
     ]
     (data / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
     words = (f"data.path={data}", "data=jsonl", "data.max_skipped_fraction=0.5", "--split", "train")
-    result = run("convert", str(tmp_path / "out"), "--to", target, *words)
+    result = run("convert", str(tmp_path / "out"), *words)
     assert result.exit_code == 0, result.output
     assert "skipped: bad_media 1" in result.output and "cut.mp4" in result.output
-    before, after = read_split(data), read_split(tmp_path / "out", "train", target)
+    before, after = read_split(data), read_split(tmp_path / "out", "train", "messages")
     assert [row.sample_id for row in after.rows] == ["file", "folder", "text"]
     limits = VideoLimits.of(load_config(["experiment=digits"]).data)
     for old, new in zip([row for row in before.rows if row.sample_id != "bad"], after.rows, strict=True):
@@ -104,8 +93,7 @@ def test_converted_rows_have_the_frames_of_their_videos(tmp_path: Path, target: 
             np.testing.assert_array_equal(*(decode_video(each, limits) for each in (found, expected)))
 
 
-@pytest.mark.parametrize("target", ["jsonl", "parquet", "verl", "messages", "lightrft", "alpaca", "webdataset"])
-def test_converted_rows_have_the_samples_of_their_sounds(tmp_path: Path, target: str) -> None:
+def test_converted_rows_have_the_samples_of_their_sounds(tmp_path: Path) -> None:
     data = tmp_path / "data"
     data.mkdir()
     samples = np.random.default_rng(0).normal(0, 0.1, (500, 2)).astype(np.float32)
@@ -120,10 +108,10 @@ def test_converted_rows_have_the_samples_of_their_sounds(tmp_path: Path, target:
     ]  # fmt: skip
     (data / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
     words = (f"data.path={data}", "data=jsonl", "data.max_skipped_fraction=0.5", "--split", "train")
-    result = run("convert", str(tmp_path / "out"), "--to", target, *words)
+    result = run("convert", str(tmp_path / "out"), *words)
     assert result.exit_code == 0, result.output
     assert "skipped: bad_media 1" in result.output and "cut.wav" in result.output
-    before, after = read_split(data), read_split(tmp_path / "out", "train", target)
+    before, after = read_split(data), read_split(tmp_path / "out", "train", "messages")
     assert [row.sample_id for row in after.rows] == ["file", "array", "text"]
     limits = AudioLimits(load_config(["experiment=digits"]).data.audio, 16_000, 16_000)
     for old, new in zip([row for row in before.rows if row.sample_id != "bad"], after.rows, strict=True):
@@ -137,7 +125,6 @@ def test_converted_rows_have_the_samples_of_their_sounds(tmp_path: Path, target:
 def test_a_conversion_refuses_what_it_cannot_do(folder: Path, tmp_path: Path) -> None:
     out, source = tmp_path / "out", (f"data.path={folder}", "data=jsonl")
     for words, message in (
-        ((str(out), "--to", "csv", *source), "--to csv is unknown: use one of alpaca, "),
         ((str(folder), *source), "is there and not an empty folder"),
         ((str(out), "--split", "train", *source), "more than data.max_skipped_fraction=0.1 of the split train"),
         ((str(out), "--split", "valid", *source), "valid.jsonl does not exist"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Iterator
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from fastapi.testclient import TestClient
-from rich.console import Console
 
 from mobula.actors.environments.base import encoded
 from mobula.actors.environments.programs.verifiers_process import VerifiersProcess
@@ -21,7 +19,6 @@ from mobula.cluster.errors import PreflightError
 from mobula.cluster.replay.trajectory_log import TrajectoryLog
 from mobula.configs.load import load_config
 from mobula.configs.schema import RunConfig
-from mobula.deploy.tools.policy import compare_samplers
 from mobula.deploy.tools.policy.conversations import Conversations
 from mobula.deploy.tools.policy.local_policy import LocalPolicy
 from mobula.deploy.tools.policy.serve_policy import ChatBody, ChatMessage, make_app, settings_of
@@ -199,25 +196,6 @@ def test_a_session_is_opened_once_and_finished_once(served: Served) -> None:
     assert client.post("/v1/sessions/s/finish", json={"reward": "NaN"}).status_code == 422
     assert client.post("/v1/sessions/s/finish", json={}).json() == {"trajectories": 0}
     assert client.post("/v1/sessions/s/finish", json={}).status_code == 404
-
-
-def test_greedy_answers_equal_those_of_plain_transformers(model: Path, tmp_path: Path) -> None:
-    words = (f"data.path={tmp_path / 'digits'}", "evaluation.temperature=0")
-    options = compare_samplers.ComparisonOptions(num_prompts=3, batch_size=2, num_runs=2)
-    shown = StringIO()
-    assert compare_samplers.compare(config_of(model, *words), options, tmp_path, Console(file=shown, width=160)) == 0
-    report = json.loads((tmp_path / compare_samplers.JSON_FILE).read_text())
-    assert report["equal_answers"] == 3 and [s["sampler"] for s in report["samplers"]] == [
-        "huggingface",
-        "transformers",
-    ]
-    for found in report["samplers"]:
-        speeds = [run["num_tokens"] / run["seconds"] for run in found["runs"]]
-        assert found["tokens_per_s_mean"] == pytest.approx(np.mean(speeds), rel=1e-3)
-        assert found["steady_tokens_per_s_mean"] == pytest.approx(speeds[1], rel=1e-3)
-        assert found["first_token_s"] > 0
-    assert (tmp_path / compare_samplers.PLOT_FILE).read_text().count("<rect") == 4
-    assert "equal greedy answers: 3 of 3" in shown.getvalue()
 
 
 def test_a_model_that_is_not_there_is_refused(tmp_path: Path) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
+from difflib import SequenceMatcher, get_close_matches
 from enum import EnumType
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
+import yaml
 from pydantic.fields import FieldInfo
 
 from mobula.configs.schema.base import NOT_EMPTY, Section
@@ -78,13 +79,72 @@ def _fits(key: Key, parts: Sequence[str]) -> bool:
     )
 
 
+@dataclass(frozen=True)
+class Translation:
+    """A key of ours and the keys of other trainers with its meaning; see `other_trainers.yaml`."""
+
+    ours: str
+    theirs: Mapping[str, Sequence[str]]  # trainer -> keys
+    note: str
+
+
+TRAINERS = {"trl": "TRL", "verl": "verl", "openrlhf": "OpenRLHF", "lightrft": "LightRFT", "flow_grpo": "flow_grpo"}
+OTHER_TRAINERS = Path(__file__).with_name("other_trainers.yaml")
+
+
+@cache
+def translations() -> tuple[Translation, ...]:
+    """All entries of `other_trainers.yaml`."""
+    entries = yaml.safe_load(OTHER_TRAINERS.read_text(encoding="utf-8"))["keys"]
+    return tuple(
+        Translation(ours, {name: entry[name] for name in TRAINERS if name in entry}, entry.get("note", ""))
+        for ours, entry in entries.items()
+    )
+
+
+@cache
+def _homes() -> Mapping[str, str]:
+    """Section of another trainer -> section of ours."""
+    sections = yaml.safe_load(OTHER_TRAINERS.read_text(encoding="utf-8"))["sections"]
+    return {theirs: ours for ours, names in sections.items() for theirs in names}
+
+
+def translated(name: str) -> tuple[Translation, str] | None:
+    """The key of ours that has the meaning of another trainer's key `name`, and the trainer.
+
+    `name` may lack leading sections (`rollout.n` of verl's `actor_rollout_ref.rollout.n`). Below a section of ours only
+    keys of this section are meant: `learner.lr`.
+    """
+    section, _, last = name.rpartition(".")
+    is_ours = name.partition(".")[0] in known_keys()
+    wanted = last if is_ours else name
+    found = [
+        (theirs != name, translation.ours.count("."), translation, trainer)
+        for translation in translations()
+        if not is_ours or translation.ours.startswith(f"{section}.")
+        for trainer, names in translation.theirs.items()
+        for theirs in names
+        if f".{theirs}".endswith(f".{wanted}") or ("." in theirs and wanted.endswith(f".{theirs}"))
+    ]
+    return min(found, key=lambda entry: entry[:2])[2:] if found else None
+
+
 def nearest(name: str, known: Sequence[str]) -> str | None:
-    """The known name that `name` most likely meant: the least deep that ends in it, or a similar sibling or name."""
+    """The known name that `name` most likely meant.
+
+    In this order: the least deep name that ends in it; a similar key of the same section, also by the section's name in
+    other trainers; a key with the same last word, of the most similar section; a similar name; a similar last word.
+    """
     parent, _, last = name.rpartition(".")
+    head, dot, rest = parent.partition(".")
+    sections = (parent, f"{_homes().get(head, head)}{dot}{rest}")
     endings = [candidate for candidate in known if _flat(candidate).endswith(f".{_flat(name)}")]
     if endings:
-        return min(endings, key=lambda candidate: candidate.count("."))
-    siblings = {_last(candidate): candidate for candidate in known if candidate.rpartition(".")[0] == parent}
+        return min(endings, key=lambda candidate: (candidate.count("."), len(candidate)))
+    siblings = {_last(candidate): candidate for candidate in known if candidate.rpartition(".")[0] in sections}
+    same = [candidate for candidate in known if "." in name and _last(candidate) == last]
+    if last not in siblings and same:
+        return max(same, key=lambda candidate: SequenceMatcher(None, parent, candidate.rpartition(".")[0]).ratio())
     others = {_last(candidate): candidate for candidate in known}
     whole = {candidate: candidate for candidate in known if not name.startswith(f"{candidate}.")}
     for wanted, candidates, cutoff in ((last, siblings, 0.6), (name, whole, 0.8), (last, others, 0.8)):

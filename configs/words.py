@@ -198,6 +198,11 @@ def _chosen(group: str, value: Any, options: Sequence[str]) -> str:
 
 def unknown(name: str, known: Sequence[str]) -> str:
     """Message for an unknown key."""
+    translation = keys.translated(name)
+    if translation is not None:
+        key, trainer = translation
+        note = f" ({key.note})" if key.note else ""
+        return f"{name} is a key of {keys.TRAINERS[trainer]}: set {key.ours}=VALUE{note}"
     suggestion = keys.nearest(name, known)
     if suggestion:
         return f"{name} is unknown: did you mean {suggestion}?"

@@ -31,10 +31,11 @@ TEACHER = ("algorithm=distill", "algorithm.distillation.teacher=some/model")
 MISTAKES: list[tuple[list[str], list[str]]] = [
     # keys that are not there
     (["algorithm.kl.coeff=1"], ["algorithm.kl.coeff is unknown", "did you mean algorithm.kl.coef?"]),
-    (["learning_rate=3"], ["learning_rate is unknown", "learner.learning_rate"]),
-    (["kl_coef=1"], ["did you mean algorithm.kl.coef?"]),
+    (["learning_rate=3"], ["learning_rate is a key of TRL", "set learner.learning_rate=VALUE"]),
+    (["kl_coef=1"], ["kl_coef is a key of verl: set algorithm.kl.coef=VALUE"]),
     (["algoritm.prompts_per_step=4"], ["did you mean algorithm.prompts_per_step?"]),
-    (["learner.lr=1"], ["learner.lr is unknown", "learner has backend, optimizer, learning_rate"]),
+    (["learner.lr=1"], ["learner.lr is a key of verl: set learner.learning_rate=VALUE"]),
+    (["learner.xyz=1"], ["learner.xyz is unknown", "learner has backend, optimizer, learning_rate"]),
     (["algorithm.kl={coef: 1, foo: 2}"], ["algorithm.kl.foo is unknown"]),
     (["rewards.components.0.wieght=1"], ["did you mean rewards.components.INDEX.weight?"]),
     (["hydra.run.dir=elsewhere"], ["hydra.run.dir is unknown"]),
@@ -360,6 +361,48 @@ def test_dr_grpo_divides_by_the_longest_response() -> None:
     for words, longest in ([], 8), (["sampler.max_tokens=16"], 16):
         assert load_config(["experiment=digits", "algorithm=dr_grpo", *words]).algorithm.loss_norm == longest
     assert load_config(["experiment=geometry3k", "algorithm=dr_grpo"]).algorithm.loss_norm == 2048
+
+
+def test_a_key_of_another_trainer_is_answered_with_the_key_of_this_one() -> None:
+    for translation in keys.translations():
+        assert keys.find(translation.ours) is not None, translation.ours
+        for trainer, names in translation.theirs.items():
+            for name in names:
+                assert keys.find(name) is None, f"{name} is a key of this configuration"
+                answers = [t.ours for t in keys.translations() if name in t.theirs.get(trainer, ())]
+                assert answers == [translation.ours], f"{name} of {trainer} has one meaning"
+
+
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [
+        ("beta", "algorithm.kl.coef"),
+        ("num_generations", "algorithm.samples_per_prompt"),
+        ("rollout.n", "algorithm.samples_per_prompt"),
+        ("actor_rollout_ref.actor.kl_loss_coef", "algorithm.kl.coef"),
+        ("actor.kl_loss_coef", "algorithm.kl.coef"),
+        ("lr", "learner.learning_rate"),
+        ("learner.lr", "learner.learning_rate"),
+        ("critic.optim.lr", "algorithm.critic.learning_rate"),
+        ("init_kl_coef", "algorithm.kl.coef"),
+        ("micro_train_batch_size", "learner.tokens_per_microbatch"),
+        ("config.train.clip_range", "algorithm.losses.ppo_clip.clip_low"),
+        ("rollout.max_tokens", "sampler.max_tokens"),
+        ("model.lora.rank", "policy.lora.rank"),
+        ("trainer.warmup_steps", "learner.warmup_steps"),
+        ("sampler.max_tokns", "sampler.max_tokens"),
+        ("max_tokens", "sampler.max_tokens"),
+    ],
+)
+def test_an_unknown_key_finds_its_meaning(name: str, ours: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        load_config(["experiment=digits", f"{name}=1"])
+    assert f"set {ours}=VALUE" in str(raised.value) or f"did you mean {ours}?" in str(raised.value)
+
+
+def test_the_page_for_users_of_other_trainers_is_current() -> None:
+    page = document.COMING_FROM.read_text(encoding="utf-8")
+    assert document.with_key_maps(page) == page, "run `python -m mobula.configs.document`"
 
 
 def test_the_table_of_recipes_is_current() -> None:

@@ -164,6 +164,24 @@ def _backoff_grows(config: RunConfig) -> str | None:
     )
 
 
+def _a_push_ends_before_its_engines_count_as_hung(config: RunConfig) -> str | None:
+    """An engine is paused while it waits for a hung one in a push; a shorter deadline would replace both."""
+    push, longest = config.weight_sync.timeout_s, config.weight_sync.answer_s
+    limits = {
+        "supervision.probe_timeout_s": config.supervision.probe_timeout_s,
+        "timeouts.rollout_s": config.timeouts.rollout_s,
+    }
+    short = {key: limit for key, limit in limits.items() if limit <= longest}
+    if not short:
+        return None
+    return (
+        f"weight_sync.timeout_s={push:g} lets a push pause an engine for up to {longest:g} s, a quarter more, and "
+        f"{' and '.join(f'{key}={limit:g}' for key, limit in short.items())} would replace healthy engines before: "
+        f"raise {' and '.join(short)} above {longest:g}, or lower weight_sync.timeout_s below "
+        f"{min(short.values()) / longest * push:g}"
+    )
+
+
 def _turns_are_synchronous(config: RunConfig) -> str | None:
     if not config.resources.colocated or config.algorithm.max_staleness == 0:
         return None
@@ -668,6 +686,7 @@ RULES: tuple[Rule, ...] = (
     _traced_steps_are_made,
     _an_engine_has_a_gpu_for_each_of_its_ranks,
     _backoff_grows,
+    _a_push_ends_before_its_engines_count_as_hung,
     _turns_are_synchronous,
     _turns_move_the_learner,
     _groups_have_siblings,

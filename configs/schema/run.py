@@ -140,7 +140,8 @@ class WeightSyncConfig(Section):
     bucket_bytes: PositiveInt
     """Tensors are packed into buckets of at most this size before they are sent."""
     timeout_s: Seconds
-    """Deadline of one push to one wave; the error names the actors that did not answer."""
+    """Deadline of one push to one wave; the error names the actors that did not answer. A quarter more has to be less
+    than `supervision.probe_timeout_s` and `timeouts.rollout_s`."""
     wave_size: NonNegativeInt
     """Rollout actors that are updated together while the others generate on; 0 updates all at once."""
     kv_cache: Literal["recompute", "keep"]
@@ -156,6 +157,12 @@ class WeightSyncConfig(Section):
     it is ten times the rounding of the model, measured at the start, where that is more."""
     canary_share: ByDtype
     """Largest share of the probe's tokens that may differ by more than `canary_tolerance`."""
+
+    @property
+    def answer_s(self) -> float:
+        """Seconds that the driver waits for an engine's part of a push. A member of a transfer group gives up after
+        `timeout_s`, so a healthy one reports its failure before the driver stops waiting."""
+        return 1.25 * self.timeout_s
 
 
 class ConcurrencyConfig(Section):

@@ -3,7 +3,8 @@
 Every number follows from the configuration and the checkpoint's config.json, but for reward models and judges on GPUs,
 which are planned with the share of a GPU that they book and keep to it. What an estimate does not hold: memory that a
 library takes for itself beyond the constants below. Some 400 MiB of a process with torch are pages of libraries, which
-the processes of a node share and which are counted for each. Nothing here has been compared with a GPU yet.
+the processes of a node share and which are counted for each. Stage `throughput` of `mobula gpu-check`
+compares the learner's with what torch allocates; it has not been run on a GPU.
 """
 
 from __future__ import annotations

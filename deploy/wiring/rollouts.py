@@ -27,7 +27,6 @@ from mobula.deploy.wiring.preparation import Prepared
 from mobula.deploy.wiring.scaling import RoleHosts
 from mobula.deploy.wiring.spawner import Spawner, engine_environment
 
-SYNC_GRACE_S = 15.0  # a member of a transfer group gives up by itself before the driver stops waiting for it
 CALLS_AT_A_TIME = 16  # that a rollout actor answers; groups come over its stream and take none
 
 
@@ -77,7 +76,7 @@ def rollout_pool(
             in_flight_requests=in_flight_requests,
             start_s=timeouts.start_s,
             rollout_s=timeouts.rollout_s,
-            sync_s=config.weight_sync.timeout_s + SYNC_GRACE_S,
+            sync_s=config.weight_sync.answer_s,
             sign_s=supervision.sign_timeout_s,
             probe_s=supervision.probe_timeout_s,
             stop_s=timeouts.stop_s,

@@ -52,7 +52,7 @@ from mobula.rewards.pool.reward_pool import RewardPool
 
 BUCKET_BYTES = 64
 TIMEOUTS = ("start_s=240", "rollout_s=6", "reward_s=6", "update_s=10", "checkpoint_s=20", "object_s=10", "stop_s=1")
-CONFIG = load_config(["experiment=digits", *(f"timeouts.{word}" for word in TIMEOUTS)])
+CONFIG = load_config(["experiment=digits", "weight_sync.timeout_s=4", *(f"timeouts.{word}" for word in TIMEOUTS)])
 PROMPTS_PER_STEP = 3
 CHECKPOINT_INTERVAL = 3
 STEPS_PER_ROUND = CHECKPOINT_INTERVAL + 1  # in which every moment of a run comes

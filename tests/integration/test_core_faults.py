@@ -25,7 +25,7 @@ WORDS = (
     "replay.trajectory_log=true",
     "checkpoints.interval_steps=1",
     "timeouts.rollout_s=8",
-    "weight_sync.timeout_s=8",
+    "weight_sync.timeout_s=6",
     "supervision.probe_timeout_s=10",
     "supervision.max_restarts=100",
 )

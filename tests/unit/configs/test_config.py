@@ -82,6 +82,11 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     # sections that contradict each other
     (["name=latest"], ["name=latest is the link to the newest run", "give another name"]),
     (["supervision.backoff_s=9", "supervision.max_backoff_s=8"], ["supervision.backoff_s=9", "max_backoff_s=8"]),
+    (
+        ["timeouts.rollout_s=150", "supervision.probe_timeout_s=100"],
+        ["weight_sync.timeout_s=120", "probe_timeout_s=100 and timeouts.rollout_s=150 would", "timeout_s below 80"],
+    ),
+    (["weight_sync.timeout_s=160"], ["for up to 200 s", "rollout_s=180", "weight_sync.timeout_s below 144"]),
     (["sampler.top_p=0.9"], ["sampler.top_p=0.9", "set sampler.top_k=64 beside it", "sampler=huggingface"]),
     (["sampler.min_p=0.1"], ["sampler.min_p=0.1", "set sampler.top_k=64 beside it", "sampler=huggingface"]),
     (["sampler.top_k=-1"], ["sampler.top_k got -1", "at least 0"]),

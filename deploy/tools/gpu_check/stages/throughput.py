@@ -1,13 +1,15 @@
-"""Tokens per second of sampler and learner, seconds of a step, peak memory and model FLOP utilisation."""
+"""Tokens per second of sampler and learner, seconds of a step, MFU, and the learner's memory against `mobula plan`."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from mobula.cluster.records.actions import TokenActions
 from mobula.cluster.records.trajectory import (
@@ -18,39 +20,74 @@ from mobula.cluster.records.trajectory import (
     TrajectoryGroup,
     WeightSpan,
 )
-from mobula.deploy.tools.gpu_check.context import Context, Figures
-from mobula.deploy.tools.gpu_check.roles import Model, open_checkpoint, scored
-from mobula.learner.policies.tiny import write_checked
-from mobula.learner.policies.tiny.text import write_small_text
+from mobula.deploy.planning.workers import CONTEXT, TRAINING, worker_memory
+from mobula.deploy.tools.gpu_check.context import MIB, Context, Figures, run_config
+from mobula.deploy.tools.gpu_check.roles import WORDS, Model, open_checkpoint, scored
+from mobula.learner.policies.shapes import shape_of
+from mobula.learner.policies.tiny.text import ARCHITECTURES, write_small_text, write_tiny_text
 
 # Dense bfloat16 FLOP/s of NVIDIA's data sheets, by a part of the card's name.
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "B200": 2250e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12}
 NUM_PROMPTS, NUM_TOKENS = {"cpu": 2, "cuda": 16}, {"cpu": 32, "cuda": 1024}  # of each response
 NUM_IDS = 250  # every tokenizer has more
+NUM_SAMPLES = 4  # of each prompt
 NUM_STEPS = 3  # the first one is not timed
+MOST_OF_PLAN = 1.15  # that torch may allocate
 
 
 def run(context: Context) -> Figures:
     """A model of random weights: of 0.36 billion parameters on a GPU, a tiny one on a CPU."""
     num_tokens = NUM_TOKENS[context.device]
+    folder = context.folder / "measured"
+    written = write_small_text(folder) if context.is_cuda else write_tiny_text(next(iter(ARCHITECTURES)), folder)
     own = (
         "sampler=huggingface",
         f"sampler.max_tokens={num_tokens}",
         f"sampler.max_model_len={num_tokens + 256}",
+        f"algorithm.prompts_per_step={NUM_PROMPTS[context.device]}",
+        f"algorithm.samples_per_prompt={NUM_SAMPLES}",
         "learner.packing=true",
         "learner.tokens_per_microbatch=8192",
     )
-    folder = context.folder / "measured"
-    written = write_small_text(folder) if context.is_cuda else write_checked(folder)
     model = open_checkpoint(context, written, *own)
-    return {**_learner(context, model, num_tokens), **asyncio.run(_sampler(model, num_tokens))}
+    groups = _groups(model, NUM_PROMPTS[context.device], num_tokens)
+    planned = _planned_bytes(context, model, own)
+    allocated = _allocated_bytes(context, lambda: _step_seconds(context, model, groups))
+    assert allocated <= MOST_OF_PLAN * planned, (
+        f"the learner allocates {allocated / MIB:.4g} MiB, of which mobula plan says {planned / MIB:.4g}"
+    )
+    memory = {"planned_mib": planned / MIB, "allocated_mib": allocated / MIB, "allocated_of_plan": allocated / planned}
+    return {**_learner(context, model, groups), **memory, **asyncio.run(_sampler(model, num_tokens))}
 
 
-def _learner(context: Context, model: Model, num_tokens: int) -> Figures:
-    """Times steps on responses of `num_tokens` random tokens."""
-    context.restart_peak()
-    learner = model.learner()
-    seconds, groups = [], _groups(model, NUM_PROMPTS[context.device], num_tokens)
+def _planned_bytes(context: Context, model: Model, own: tuple[str, ...]) -> int:
+    """`mobula plan`'s learner while it trains on rows as long as those of `_groups`, without the CUDA context."""
+    longest = f"data.max_prompt_tokens={model.prompts[0].num_tokens}"
+    config = run_config(context.words(*WORDS, f"policy.model={model.folder}", *own, longest))
+    parts = worker_memory(config, shape_of(str(model.folder)), "learner").device[TRAINING]
+    return sum(size for name, size in parts.items() if name != CONTEXT)
+
+
+def _allocated_bytes(context: Context, work: Callable[[], object]) -> int:
+    """The most that torch has allocated at one time for `work`: by its own count on a GPU, on a CPU by adding up what
+    the profiler records of its allocator, operation by operation."""
+    if context.is_cuda:
+        before = torch.cuda.memory_allocated()
+        context.restart_peak()
+        work()
+        return torch.cuda.max_memory_allocated() - before
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        work()
+    now = most = 0
+    for event in sorted(recorded.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+        now += event.nbytes() if event.name() == "[memory]" else 0
+        most = max(most, now)
+    return most
+
+
+def _step_seconds(context: Context, model: Model, groups: list[TrajectoryGroup]) -> list[float]:
+    """Seconds of each step of a new learner."""
+    learner, seconds = model.learner(), []
     for version in range(1, NUM_STEPS + 1):
         started = time.perf_counter()
         report = learner.update(_at(groups, version - 1), version)
@@ -58,10 +95,17 @@ def _learner(context: Context, model: Model, num_tokens: int) -> Figures:
         seconds.append(time.perf_counter() - started)
         assert report.metrics["skipped"] == 0 and report.metrics["grad_norm"] > 0
     learner.close()
-    step_s = min(seconds[1:])
+    return seconds
+
+
+def _learner(context: Context, model: Model, groups: list[TrajectoryGroup]) -> Figures:
+    step_s = min(_step_seconds(context, model, groups)[1:])
     trained = sum(t.num_steps + g.prompt.num_tokens for g in groups for t in g.trajectories)
-    figures = {"step_s": step_s, "train_tokens_per_s": trained / step_s, **context.peak_figures()}
-    return {**figures, **_utilisation(context, model, trained / step_s)}
+    return {
+        "step_s": step_s,
+        "train_tokens_per_s": trained / step_s,
+        **_utilisation(context, model, trained / step_s),
+    }
 
 
 def _utilisation(context: Context, model: Model, tokens_per_s: float) -> Figures:
@@ -97,7 +141,7 @@ def _groups(model: Model, num: int, num_tokens: int) -> list[TrajectoryGroup]:
         return Trajectory(name, TokenActions(ids), logprobs, everything, spans, end, Response("", num_tokens, True))
 
     prompts = [replace(model.prompts[0], prompt_id=f"0/{n}/throughput") for n in range(num)]
-    return [TrajectoryGroup(p, tuple(trajectory(f"{p.prompt_id}#{n}") for n in range(4))) for p in prompts]
+    return [TrajectoryGroup(p, tuple(trajectory(f"{p.prompt_id}#{n}") for n in range(NUM_SAMPLES))) for p in prompts]
 
 
 def _at(groups: list[TrajectoryGroup], version: int) -> list[ScoredGroup]:

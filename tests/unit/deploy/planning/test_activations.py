@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
+from kept_bytes import kept_bytes
 from transformers import (
     Qwen2_5_VLForConditionalGeneration,
     Qwen3Config,
@@ -22,23 +23,6 @@ from mobula.learner.policies.tiny.qwen2_5_vl import build_config, build_processo
 
 TOLERANCE = 0.15
 TOKENS = 256
-
-
-def kept_bytes(forward: Callable[[], object], parameters: Iterable[torch.Tensor]) -> int:
-    """Bytes of all storages that autograd keeps of `forward`, parameters left out."""
-    own = {parameter.untyped_storage().data_ptr() for parameter in parameters}
-    kept: dict[int, torch.UntypedStorage] = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        result = forward()
-    assert result is not None
-    return sum(storage.nbytes() for storage in kept.values())
 
 
 def config(dtype: str, *words: str) -> RunConfig:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from mobula.deploy.tools.gpu_check import check as runner
 from mobula.deploy.tools.gpu_check import registry
@@ -16,7 +17,14 @@ from mobula.deploy.tools.gpu_check.context import Context, run_config
 from mobula.deploy.tools.gpu_check.registry import STAGES, CheckStage
 from mobula.deploy.tools.gpu_check.results import CheckedMachine, CheckResults, Outcome, StageResult, read_results
 from mobula.deploy.tools.gpu_check.roles import WORDS
-from mobula.deploy.tools.gpu_check.stages import flow_sampler, packing, pretrained, sharding, tensor_parallel
+from mobula.deploy.tools.gpu_check.stages import (
+    flow_sampler,
+    packing,
+    pretrained,
+    sharding,
+    tensor_parallel,
+    throughput,
+)
 from mobula.deploy.tools.gpu_check.status import BEGIN, END, TARGET, text
 from mobula.deploy.tools.gpu_check.table import status_rows, table
 
@@ -138,6 +146,19 @@ def test_configurations_of_the_stages_are_valid_on_each_device(
         pytest.skip("vLLM on CPU has no tensor parallelism")
     config = run_config(context.words(*words, "policy.model=unused"))
     assert config.resources.device == device
+
+
+def test_the_peak_of_allocations_counts_what_was_freed_and_not_what_was_before(tmp_path: Path) -> None:
+    before = torch.zeros(1 << 20)
+
+    def work() -> None:
+        first = before + 1  # 4 MiB
+        del first
+        second, third = before + 2, before[: 1 << 19] + 3  # 4 and 2 MiB
+        assert second is not third
+
+    allocated = throughput._allocated_bytes(Context("cpu", tmp_path), work)
+    assert allocated == pytest.approx(6 << 20, abs=1024)  # a number that is added is a tensor as well
 
 
 def test_an_unknown_stage_and_a_broken_file_are_named(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from mobula.cluster.weight_sync.transport import Rendezvous
 from mobula.configs.schema import RunConfig
 from mobula.learner.backends import build_backend
 from mobula.learner.backends.base import Optimizer
+from mobula.learner.backends.process_group import RankRendezvous
 from mobula.learner.backends.sharded import ShardedWriter
 from mobula.learner.batch import (
     LearnerBatch,
@@ -51,7 +52,6 @@ from mobula.learner.policies.flow.policy import StepRescoring
 from mobula.learner.policies.loading import DTYPES, recompute_blocks
 from mobula.learner.policies.trained import as_policy, collate_rows, load_trained_model, save_trained, scoring_of
 from mobula.learner.policy_weights import PolicyWeights
-from mobula.learner.ranks.process_group import RankRendezvous
 from mobula.learner.residence import Residence
 from mobula.learner.scoring_pass import ReferencePass, ScoringPass, unscored
 from mobula.learner.shares import ShareFetcher, StepGroups, all_ranks

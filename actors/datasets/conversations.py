@@ -31,7 +31,7 @@ from mobula.actors.datasets.formats.base import first_of, present
 from mobula.actors.datasets.formats.turns import AUDIO_PARTS, IMAGE_PARTS, TEXT_PARTS, VIDEO_PARTS, medium_of
 from mobula.actors.datasets.pictures import Picture, PictureError, PictureInputs, flat
 from mobula.actors.datasets.readers.base import refuse_unread
-from mobula.actors.datasets.readers.jsonl import read_objects
+from mobula.actors.datasets.readers.json_files import read_objects
 from mobula.actors.datasets.rows import (
     AUDIO_PLACEHOLDER,
     IMAGE_PLACEHOLDER,

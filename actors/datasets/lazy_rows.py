@@ -1,15 +1,90 @@
-"""LazyRows: a sequence of rows that are read when they are asked, so that a dataset need not fit into memory."""
+"""Rows that are read when they are needed, in an order that is a pure function of seed, epoch and position."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
-from typing import overload
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Protocol, overload, runtime_checkable
 
 import numpy as np
 
-from mobula.actors.datasets.order import EndlessRows
 from mobula.actors.datasets.rows import Row
+
+EpochOrder = Callable[[int, int], np.ndarray]
+"""(seed, epoch) -> int64 [num_rows]: a permutation of the rows' places."""
+
+
+class EndlessRows(Protocol):
+    """Rows one after the other without end, each of which can be asked by its index."""
+
+    def __len__(self) -> int:
+        """Rows of one epoch."""
+        ...
+
+    def row(self, index: int) -> Row:
+        """Raises: RowError: the record there cannot be used."""
+        ...
+
+
+@runtime_checkable
+class Reorderable(Protocol):
+    """Rows with an order of their own."""
+
+    def endless(self, seed: int) -> EndlessRows: ...
+
+
+def endless(rows: Sequence[Row], seed: int) -> EndlessRows:
+    """The rows without end; those that have no order of their own are permuted in every epoch."""
+    if isinstance(rows, Reorderable):
+        return rows.endless(seed)
+    return Shuffled(rows, lambda seed, epoch: epoch_order(len(rows), seed, epoch), seed)
+
+
+class Shuffled:
+    """Epoch after epoch of `rows`, each in an order of its own."""
+
+    def __init__(self, rows: Sequence[Row], order: EpochOrder, seed: int) -> None:
+        self._rows = rows
+        self._order = lru_cache(maxsize=2)(lambda epoch: order(seed, epoch))
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def row(self, index: int) -> Row:
+        epoch, position = divmod(index, len(self._rows))
+        return self._rows[int(self._order(epoch)[position])]
+
+
+def epoch_order(num_rows: int, seed: int, epoch: int) -> np.ndarray:
+    """int64 [num_rows]: the order of one epoch, a pure function of its arguments."""
+    return np.random.default_rng([seed % 2**32, epoch]).permutation(num_rows)
+
+
+def windowed_order(blocks: np.ndarray, window_bytes: int, seed: int, epoch: int) -> np.ndarray:
+    """int64 [num_rows]: the order of one epoch in which few blocks are read at a time.
+
+    `blocks` is int64 [num_blocks, 2]: rows of each block, and its bytes in memory. Blocks are taken in random order and
+    put together to windows of at most `window_bytes` (or of one block); the rows of a window are shuffled. Blocks that
+    fit into one window are shuffled as `epoch_order` does.
+    """
+    num_rows = int(blocks[:, 0].sum())
+    if blocks[:, 1].sum() <= window_bytes:
+        return epoch_order(num_rows, seed, epoch)
+    rng = np.random.default_rng([seed % 2**32, epoch])
+    starts = np.cumsum(blocks[:, 0]) - blocks[:, 0]
+    order: list[np.ndarray] = []
+    window: list[np.ndarray] = []
+    held = 0
+    for block in rng.permutation(len(blocks)):
+        rows, num_bytes = blocks[block]
+        if window and held + num_bytes > window_bytes:
+            order.append(rng.permutation(np.concatenate(window)))
+            window, held = [], 0
+        window.append(np.arange(starts[block], starts[block] + rows))
+        held += int(num_bytes)
+    order.append(rng.permutation(np.concatenate(window)))
+    return np.concatenate(order)
 
 
 class LazyRows(Sequence[Row]):

@@ -9,8 +9,7 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
-from mobula.actors.datasets.lazy_rows import LazyRows
-from mobula.actors.datasets.order import EndlessRows
+from mobula.actors.datasets.lazy_rows import EndlessRows, LazyRows
 from mobula.actors.datasets.rows import Row, RowError
 from mobula.cluster.errors import DatasetError
 

@@ -2,22 +2,159 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path, PurePath
+from typing import Any
+
+import numpy as np
 
 from mobula.actors.datasets.audios import AudioInputs
 from mobula.actors.datasets.curricula import CURRICULA, Curriculum
 from mobula.actors.datasets.downloads import DownloadLimits, LateDownloads, MediaDownloads
 from mobula.actors.datasets.formats import FORMATS
-from mobula.actors.datasets.lazy_rows import LazyRows
+from mobula.actors.datasets.formats.base import Record, RowFormat, finish, first_of, named
+from mobula.actors.datasets.lazy_rows import LazyRows, Shuffled, windowed_order
 from mobula.actors.datasets.mixture import MixedRows
 from mobula.actors.datasets.pictures import Downloads, PictureInputs
 from mobula.actors.datasets.readers import READERS
-from mobula.actors.datasets.readers.base import Opened
-from mobula.actors.datasets.rows import Split
-from mobula.actors.datasets.table_rows import TableRows
+from mobula.actors.datasets.readers.base import Opened, Table, without_nulls
+from mobula.actors.datasets.rows import Row, Split
 from mobula.actors.datasets.videos import VideoInputs
-from mobula.cluster.errors import DatasetError
+from mobula.cluster.errors import DatasetError, SkippedSample
 from mobula.configs.schema.data import WRITTEN, DataConfig, DataKind, SourceConfig
+
+NUM_KEPT = 8  # rows that are asked again at once, for their id and for their prompt
+
+
+class TableRows(LazyRows):
+    """All rows of a table, of which none is held."""
+
+    def __init__(
+        self,
+        table: Table,
+        row_format: RowFormat,
+        pictures: PictureInputs,
+        videos: VideoInputs,
+        audios: AudioInputs,
+        *,
+        columns: Mapping[str, str],
+        placeholders: Mapping[str, str],
+        numbers_ids: bool,
+        label_key: str,
+        label: str,
+        window_bytes: int,
+        curriculum: Curriculum | None,
+    ) -> None:
+        """`columns` says what a column of the format is called in the data, `placeholders` what stands for a medium in
+        its texts; with `numbers_ids` an id has its place behind it; `label`, if not empty, is the label of all rows."""
+        self._table = table
+        self._format = row_format
+        self._pictures = pictures
+        self._videos = videos
+        self._audios = audios
+        self._columns = dict(columns)
+        self._placeholders = dict(placeholders)
+        self._numbers_ids = numbers_ids
+        self._label_key = label_key
+        self._label = label
+        self._window_bytes = window_bytes
+        self._curriculum = curriculum
+        self._read = lru_cache(maxsize=NUM_KEPT)(self._read_row)
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+    def row_at(self, place: int) -> Row:
+        return self._read(place)
+
+    def name(self, place: int) -> str:
+        return self._table.name(place)
+
+    def chosen(self, places: np.ndarray, difficulty: np.ndarray | None = None) -> ChosenRows:
+        return ChosenRows(self, places, self._curriculum, difficulty)
+
+    def endless(self, seed: int) -> Shuffled:
+        return self.chosen(np.arange(len(self))).endless(seed)
+
+    def order_of(self, places: np.ndarray, seed: int, epoch: int) -> np.ndarray:
+        """int64 [N]: an order of the rows at `places` [N], which are sorted, as positions in `places`."""
+        blocks = self._table.blocks
+        bounds = np.searchsorted(places, np.concatenate([[0], np.cumsum(blocks[:, 0])]))
+        held = np.stack([np.diff(bounds), blocks[:, 1]], axis=1)
+        return windowed_order(held[held[:, 0] > 0], self._window_bytes, seed, epoch)
+
+    def _read_row(self, place: int) -> Row:
+        name = self._table.name(place)
+        record: Record = {}
+        try:
+            record = self._mapped(without_nulls(self._table.record(place)))
+            draft = self._format.read(record)
+            if self._label:
+                draft.label = self._label
+            file, _, number = name.rpartition(":")
+            default_id = f"{PurePath(file).stem}-{number}"
+            row = finish(
+                draft,
+                self._pictures,
+                self._videos,
+                self._audios,
+                placeholders=self._placeholders,
+                default_id=default_id,
+                name=name,
+                label_key=self._label_key,
+            )
+            has_own_id = row.sample_id != default_id
+            return replace(row, sample_id=f"{row.sample_id}-{place + 1}") if self._numbers_ids and has_own_id else row
+        except SkippedSample as error:
+            sample = f"{name} ({record['id']})" if "id" in record else name
+            raise named(error, sample, self._columns) from error
+
+    def _mapped(self, record: Record) -> Record:
+        """The record under the column names of its format."""
+        if not self._columns:
+            return record
+        renamed: dict[str, Any] = {column: first_of(record, source) for column, source in self._columns.items()}
+        moved = set(self._columns.values())
+        kept = {column: value for column, value in record.items() if column not in moved}
+        return {**kept, **{column: value for column, value in renamed.items() if value is not None}}
+
+
+class ChosenRows(LazyRows):
+    """Some of the rows of a table, in its order."""
+
+    def __init__(
+        self, rows: TableRows, places: np.ndarray, curriculum: Curriculum | None, difficulty: np.ndarray | None
+    ) -> None:
+        """`difficulty` float64 [N] is that of the row at each place, where there is a curriculum."""
+        self._rows = rows
+        self._places = places
+        self._curriculum = curriculum
+        self._difficulty = difficulty
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def row_at(self, place: int) -> Row:
+        return self._rows.row_at(int(self._places[place]))
+
+    def name(self, place: int) -> str:
+        return self._rows.name(int(self._places[place]))
+
+    def chosen(self, places: np.ndarray, difficulty: np.ndarray | None = None) -> ChosenRows:
+        return ChosenRows(self._rows, self._places[places], self._curriculum, difficulty)
+
+    def endless(self, seed: int) -> Shuffled:
+        return Shuffled(self, self.order, seed)
+
+    def order(self, seed: int, epoch: int) -> np.ndarray:
+        """int64 [N]: the order of one epoch, stage after stage."""
+        found = self._curriculum
+        if found is None or self._difficulty is None or epoch >= found.num_epochs:
+            return self._rows.order_of(self._places, seed, epoch)
+        stages = found.stages(self._difficulty, found.num_stages)
+        return np.concatenate([stage[self._rows.order_of(self._places[stage], seed, epoch)] for stage in stages])
 
 
 def open_split(data: DataConfig, split: str, label_key: str, *, fetches_late: bool = False) -> Split:

@@ -14,8 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from mobula.actors.datasets.curricula import Curriculum
-from mobula.actors.datasets.lazy_rows import LazyRows
-from mobula.actors.datasets.order import endless
+from mobula.actors.datasets.lazy_rows import LazyRows, endless
 from mobula.actors.datasets.rows import Row, RowError, Skipped, Split, count_by_reason, first_few
 from mobula.cluster.errors import DatasetError, SkippedSample
 from mobula.cluster.records.trajectory import Prompt

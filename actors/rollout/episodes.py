@@ -15,8 +15,8 @@ from mobula.actors.environments.hosts.pool import EnvironmentPool, EnvironmentSe
 from mobula.actors.environments.rows import ENVIRONMENT
 from mobula.actors.environments.tool_calls import parse_tool_calls
 from mobula.actors.processors.chat import ChatProcessor
+from mobula.actors.rollout.actor import MediaBatcher
 from mobula.actors.rollout.episode import Episode, ObservationBudget
-from mobula.actors.rollout.media_batcher import MediaBatcher
 from mobula.actors.samplers.base import Sampler
 from mobula.cluster.errors import EnvironmentFailedError, RolloutError
 from mobula.cluster.records.partial_response import NOTHING, Attempt, PlayedTurn, SampledSequence, TokenChunk

@@ -14,8 +14,14 @@ from transformers.generation import LogitsProcessorList
 
 from mobula.actors.samplers.base import EngineSettings
 from mobula.actors.samplers.in_process import InProcessSampler
-from mobula.actors.samplers.progress import GroupProgress, continued, first_token_settings, opened, settings_to_continue
-from mobula.actors.samplers.stop_strings import StopStrings
+from mobula.actors.samplers.progress import (
+    GroupProgress,
+    StopStrings,
+    continued,
+    first_token_settings,
+    opened,
+    settings_to_continue,
+)
 from mobula.cluster.records.actions import KeptSets, TokenActions
 from mobula.cluster.records.media import ProcessedMedia
 from mobula.cluster.records.partial_response import Attempt, Emit, SampledSequence

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from mobula.actors.samplers.base import EngineSettings
-from mobula.actors.samplers.served_version import ServedVersion
+from mobula.actors.samplers.serving import ServedVersion
 from mobula.cluster.errors import WeightSyncError
 from mobula.cluster.records.media import ProcessedMedia
 from mobula.cluster.records.trajectory import Prompt

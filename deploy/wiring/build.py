@@ -56,9 +56,8 @@ from mobula.deploy.wiring.warm_start import warm_start
 from mobula.learner.critic_ranks.critic_group import CriticGroup, LearnerWithCritic
 from mobula.learner.critic_ranks.critic_rank import CriticRank
 from mobula.learner.learner import Learner
-from mobula.learner.learner_group import LearnerGroup
+from mobula.learner.learner_group import LearnerGroup, RankGroup
 from mobula.learner.offline.learner import OfflineLearner
-from mobula.learner.ranks.rank_group import RankGroup
 from mobula.rewards.pool.reward_pool import RewardPool
 
 POLICY_FOLDER = "policy"  # of the run folder: the trained policy, in the Hugging Face layout

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 
-from mobula.actors.datasets.order import epoch_order
+from mobula.actors.datasets.lazy_rows import epoch_order
 from mobula.actors.datasets.prompts import PromptSource, fixed_prompts
 from mobula.actors.datasets.rows import Row, RowError
 from mobula.actors.processors.chat import ChatProcessor

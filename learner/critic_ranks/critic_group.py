@@ -13,8 +13,7 @@ from mobula.cluster.roles import UpdateReport
 from mobula.cluster.rollout.supervised_rows import SupervisedRows
 from mobula.cluster.runtime.concurrency import outcomes, run_all
 from mobula.configs.schema import TimeoutsConfig
-from mobula.learner.learner_group import LearnerGroup
-from mobula.learner.ranks.rank_group import RankGroup
+from mobula.learner.learner_group import LearnerGroup, RankGroup
 
 
 class CriticGroup(RankGroup):

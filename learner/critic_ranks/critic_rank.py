@@ -11,12 +11,12 @@ import torch.distributed as dist
 from mobula.cluster.records.media import MediaReader
 from mobula.cluster.records.trajectory import ScoredGroup
 from mobula.configs.schema import RunConfig
+from mobula.learner.backends.process_group import RankRendezvous
 from mobula.learner.batch import LearnerItem, minibatches_of, without_overlong
 from mobula.learner.credit import Credit
 from mobula.learner.critic.critic import FOLDER, Critic
 from mobula.learner.critic.rows import Values
 from mobula.learner.policies.loading import load_policy_model
-from mobula.learner.ranks.process_group import RankRendezvous
 from mobula.learner.shares import ShareFetcher, StepGroups, all_ranks
 from mobula.learner.state import StateWriter, load_algorithm, load_random_state
 

@@ -24,8 +24,8 @@ from mobula.actors.environments.hosts.process import ProcessEnvironment
 from mobula.actors.environments.registry import build_environment
 from mobula.actors.environments.rows import environment_split
 from mobula.actors.processors.chat import ChatProcessor
+from mobula.actors.rollout.actor import MediaBatcher
 from mobula.actors.rollout.episodes import EpisodeRunner
-from mobula.actors.rollout.media_batcher import MediaBatcher
 from mobula.actors.samplers.huggingface import HuggingFaceSampler
 from mobula.cluster.records.media import MediaReader, MediaStore
 from mobula.cluster.records.partial_response import Attempt

@@ -10,8 +10,7 @@ from pathlib import Path
 import numpy as np
 from interrupted import KnownSampler
 
-from mobula.actors.rollout.actor import RolloutActor
-from mobula.actors.rollout.media_batcher import MediaBatcher
+from mobula.actors.rollout.actor import MediaBatcher, RolloutActor
 from mobula.actors.rollout.server import PromptServer
 from mobula.cluster.records.media import MediaReader
 

@@ -27,7 +27,7 @@ from mobula.cluster.roles import SamplingSettings, UpdateReport
 from mobula.cluster.runtime.object_store import fetch, fetch_or_miss
 from mobula.cluster.weight_sync.manifest import Manifest, TensorSpec
 from mobula.cluster.weight_sync.transport import Rendezvous, TransferGroup, unpack_all
-from mobula.learner.ranks.process_group import RankRendezvous
+from mobula.learner.backends.process_group import RankRendezvous
 from mobula.learner.weight_publisher import WeightPublisher
 
 MANIFEST = Manifest((TensorSpec("w", (1,), "float32"),))

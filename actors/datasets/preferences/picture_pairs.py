@@ -16,7 +16,7 @@ from typing import Any
 from mobula.actors.datasets.formats.base import present
 from mobula.actors.datasets.pictures import path_below
 from mobula.actors.datasets.readers.base import refuse_unread
-from mobula.actors.datasets.readers.jsonl import read_objects
+from mobula.actors.datasets.readers.json_files import read_objects
 from mobula.actors.datasets.rows import RowError, Skipped, Split, first_few
 from mobula.cluster.errors import DatasetError
 from mobula.configs.near_paths import near

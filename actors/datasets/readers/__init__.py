@@ -2,8 +2,7 @@
 
 from mobula.actors.datasets.readers.base import Reader
 from mobula.actors.datasets.readers.huggingface import open_huggingface
-from mobula.actors.datasets.readers.json_array import open_json
-from mobula.actors.datasets.readers.jsonl import open_jsonl
+from mobula.actors.datasets.readers.json_files import open_json, open_jsonl
 from mobula.actors.datasets.readers.parquet import open_parquet
 from mobula.actors.datasets.readers.prompt_lists import open_prompts
 from mobula.actors.datasets.readers.webdataset import open_webdataset

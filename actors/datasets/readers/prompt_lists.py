@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from mobula.actors.datasets.readers.base import SUFFIXES, Opened, Record, Table, files_of
-from mobula.actors.datasets.readers.json_records import JsonTable
-from mobula.actors.datasets.readers.jsonl import line_spans, lines_table
+from mobula.actors.datasets.readers.json_files import JsonTable, line_spans, lines_table
 from mobula.actors.datasets.rows import RowError
 
 TEXT = ".txt"

@@ -17,7 +17,7 @@ import numpy as np
 
 from mobula.actors.datasets.pictures import EncodedFile
 from mobula.actors.datasets.readers.base import SUFFIXES, Opened, Record, Table, files_of, read_one_by_one
-from mobula.actors.datasets.readers.json_records import parse_object
+from mobula.actors.datasets.readers.json_files import parse_object
 from mobula.actors.datasets.rows import RowError
 from mobula.cluster.errors import DatasetError
 from mobula.cluster.records.json_lines import refuse_compressed

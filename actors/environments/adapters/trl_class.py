@@ -11,7 +11,7 @@ from typing import Any
 from PIL import Image
 
 from mobula.actors.datasets.formats.base import plain
-from mobula.actors.datasets.readers.json_records import parse_object
+from mobula.actors.datasets.readers.json_files import parse_object
 from mobula.actors.datasets.rows import RowError
 from mobula.actors.environments.adapters.classes import as_png, class_at
 from mobula.actors.environments.base import (

@@ -29,10 +29,15 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from mobula.actors.samplers.base import EngineSettings
-from mobula.actors.samplers.progress import GroupProgress, continued, first_token_settings, opened, settings_to_continue
-from mobula.actors.samplers.running_requests import RunningRequests
-from mobula.actors.samplers.served_version import ServedVersion
-from mobula.actors.samplers.stop_strings import StopStrings
+from mobula.actors.samplers.progress import (
+    GroupProgress,
+    StopStrings,
+    continued,
+    first_token_settings,
+    opened,
+    settings_to_continue,
+)
+from mobula.actors.samplers.serving import RunningRequests, ServedVersion
 from mobula.actors.samplers.vllm.arguments import engine_args, sampling_params
 from mobula.actors.samplers.vllm.load import LoadLogger
 from mobula.actors.samplers.vllm.outputs import OutputReader

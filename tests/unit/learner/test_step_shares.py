@@ -23,7 +23,7 @@ from mobula.learner.credit import Credit
 from mobula.learner.policies.base import RowOutline
 from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 from mobula.learner.shares import Exchange, ShareFetcher, StepGroups
-from mobula.learner.shares.wanted import wanted_by_rank
+from mobula.learner.shares.step_groups import wanted_by_rank
 
 Steps = list[list[LearnerItem]]
 

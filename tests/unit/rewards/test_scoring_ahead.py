@@ -13,9 +13,8 @@ from hosts import AT_ONCE, FakeHosts, settle
 from interrupted import KnownSampler, token_at
 from reward_data import answers, component, component_of, pool_over, rewards_of
 
-from mobula.actors.rollout.actor import RolloutActor
+from mobula.actors.rollout.actor import MediaBatcher, RolloutActor
 from mobula.actors.rollout.client import RolloutClient
-from mobula.actors.rollout.media_batcher import MediaBatcher
 from mobula.actors.rollout.server import PromptServer
 from mobula.cluster.errors import LostObjectError, RewardError, WorkerDiedError
 from mobula.cluster.records.media import MediaReader

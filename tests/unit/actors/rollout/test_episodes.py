@@ -19,8 +19,8 @@ from fakes import make_prompt
 from mobula.actors.environments.bridge import TurnBridge
 from mobula.actors.environments.rows import environment_split
 from mobula.actors.processors.chat import ChatProcessor
+from mobula.actors.rollout.actor import MediaBatcher
 from mobula.actors.rollout.episodes import EpisodeRunner
-from mobula.actors.rollout.media_batcher import MediaBatcher
 from mobula.actors.samplers.huggingface import HuggingFaceSampler
 from mobula.cluster.errors import EnvironmentFailedError
 from mobula.cluster.records.actions import TokenActions

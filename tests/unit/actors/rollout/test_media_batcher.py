@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from mobula.actors.rollout.media_batcher import MediaBatcher
+from mobula.actors.rollout.actor import MediaBatcher
 from mobula.cluster.errors import LostObjectError
 from mobula.cluster.records.media import MediaHandle, ProcessedMedia
 

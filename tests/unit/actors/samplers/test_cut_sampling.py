@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 
 from mobula.actors.samplers.base import EngineSettings
 from mobula.actors.samplers.huggingface import HuggingFaceSampler
-from mobula.actors.samplers.stop_strings import StopStrings
+from mobula.actors.samplers.progress import StopStrings
 from mobula.cluster.records.actions import TokenActions
 from mobula.cluster.records.media import MediaReader
 from mobula.cluster.records.partial_response import Attempt, SampledSequence

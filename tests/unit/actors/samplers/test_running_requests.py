@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from benchmarks.simulation.virtual_time import run_virtually
-from mobula.actors.samplers.running_requests import RunningRequests
+from mobula.actors.samplers.serving import RunningRequests
 
 
 async def end_of_a_wait(ends_s: tuple[float, ...], timeout_s: float) -> float:

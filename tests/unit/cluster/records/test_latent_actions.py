@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 from latent_data import SIGMAS, assert_same_actions, latent_actions, latent_group, latent_prompt, sampled
 
-from mobula.actors.rollout.actor import RolloutActor
-from mobula.actors.rollout.media_batcher import MediaBatcher
+from mobula.actors.rollout.actor import MediaBatcher, RolloutActor
 from mobula.cluster.records.actions import LatentActions
 from mobula.cluster.records.arrow import SCHEMA, from_batch, record_batch, to_batch, to_rows
 from mobula.cluster.records.media import MediaReader, ProcessedMedia

@@ -1,10 +1,28 @@
-"""Counts the requests that an engine samples, so that a weight push can wait until they have ended."""
+"""What an engine serves at the moment: the version of its weights, and the number of its requests."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+
+
+class ServedVersion:
+    """The version that samples what reaches the engine now; -1 before the first push."""
+
+    def __init__(self) -> None:
+        self.number = -1
+        self._changed = asyncio.Event()
+
+    def set(self, number: int) -> None:
+        self.number = number
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def reach(self, number: int) -> None:
+        """Wait for a version that is not older. The caller has the deadline."""
+        while self.number < number:
+            await self._changed.wait()
 
 
 class RunningRequests:

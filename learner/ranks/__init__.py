@@ -1,1 +1,0 @@
-"""Processes that train one model together: how they meet, and how the driver calls all of them at once."""

@@ -66,6 +66,7 @@ class GradientStep:
         """
         work = [(term.loss, share) for term in terms for share in self.shares(term.rows)]
         for n, (loss, share) in enumerate(work):
+            # Where memory allows, ranks exchange gradients once, at the last micro-batch of all terms.
             self._backend.backward(loss(share), is_last=n == len(work) - 1)
         if before_step is not None:
             before_step()
@@ -85,6 +86,7 @@ def shares_of_ranks(rows: Sequence[R], config: LearnerConfig, num_ranks: int) ->
     def stand_in() -> R:
         return min(rows, key=lambda row: row.sequence.num_tokens).untrained()
 
+    # Every forward and backward is a collective: a rank without rows computes one that teaches nothing.
     return [[[rows[i] for i in share] if share else [stand_in()] for share in shares] for shares in plan]
 
 

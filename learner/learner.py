@@ -153,6 +153,7 @@ class Learner:
             algorithm = self._config.algorithm
             fetched = self._shares.fetch(StepGroups(groups, version, self._config, self._scoring.row))
             examples = self._beside.fetch(supervised)
+            # In this order: KL in the reward needs reference log-probs, advantages of a critic need its values.
             fetched = self._referred(with_values(fetched, values))
             credited = self._credit.assign(self._critic.valued(fetched))
             with self._slow.in_place():
@@ -175,6 +176,7 @@ class Learner:
             self._slow.follow(version)
             self.version = version
             metrics = self._metrics(meter, items, grad_norms) if parts else {"loss": 0.0, "policy_loss": 0.0}
+            # After the update: every rank has the same mean, so every rank moves its coefficient alike.
             if "kl" in metrics:
                 self._credit.kl.observe(metrics["kl"], sum(len(group) for group in items))
             planned = 0 if is_alone else algorithm.num_epochs * algorithm.num_minibatches

@@ -107,6 +107,7 @@ class RankGroup:
 
     async def _all(self, calls: Sequence[Any], timeout_s: float, what: str) -> Any:
         """Raises: WorkerDiedError: a rank died, or others noticed that before Ray did."""
+        # Counted for `mobula status`: a rank is busy while a call is in progress.
         self.num_calls += 1
         try:
             answers = await asyncio.gather(
@@ -263,6 +264,7 @@ class LearnerGroup(RankGroup):
         Raises:
             WorkerDiedError: there is one; the ranks can only be started again.
         """
+        # A rank that has fetched its share waits in a collective, and does not answer in this time.
         timeout_s = self._timeouts.object_s
         waits = (answer(call, timeout_s=timeout_s, what=f"learner/{n} to miss groups") for n, call in enumerate(calls))
         if not all(isinstance(outcome, LostObjectError) for outcome in await outcomes(*waits)):

@@ -47,6 +47,7 @@ class PolicyObjective:
         old = self._old(output.logprobs, batch.behavior_logprobs, batch.old_logprobs, batch.ages)
         policy = self._policy_loss(output, old, batch)
         weights = self._correction(old, batch.behavior_logprobs, mask)
+        # Correction before aggregation: the denominator counts all trained tokens, also those of weight 0.
         by_token = self._by_age(policy.loss * weights, output, batch)
         policy_loss = self._aggregate(torch.where(batch.policy_mask, by_token, 0.0), mask, totals)
         entropy = torch.where(batch.kept_mask, output.entropy, 0.0)

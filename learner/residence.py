@@ -69,6 +69,7 @@ class Residence:
         try:
             yield
         finally:
+            # Back to the host: an engine uses the device in between.
             if not was_here:
                 self.offload("policy")
 

@@ -78,6 +78,7 @@ class WeightPublisher:
             if self._rank == 0 and failure is None:
                 digests.append(digest(packed))
                 failure = self._broadcast(epoch, packed, f"weight bucket {index} ({bucket.num_bytes} bytes)")
+        # Last: receivers compare when every tensor was loaded, so memory that was reused too early differs.
         if digests and failure is None:
             failure = self._broadcast(epoch, torch.stack(digests), DIGESTS)
         if failure is not None:

@@ -169,6 +169,7 @@ class Checkpoints:
         state = json.loads((latest / _STATE).read_text())
         version = await self._load(latest)
         assert version == state["version"], f"the learner loaded version {version} from {latest}"
+        # Learner first: its version is checked before any part of the driver is changed.
         self._newest = version
         for name, part in self._parts.items():
             part.restore(version, state["parts"][name])
@@ -268,6 +269,7 @@ class Checkpoints:
                 return None
             path = await asyncio.to_thread(self._complete, draft, version, state)
         self._is_overdue, self._newest = False, version
+        # After the rename: the journal may forget only what a complete checkpoint holds.
         await self._recovery.saved(version)
         _logger.info("checkpoint of step %d: %s", version, path)
         return path

@@ -78,6 +78,7 @@ class GroupRegenerator:
     async def _replace(self, lost: ScoredGroup, recorded: Mapping[str, RecordedGroup]) -> ScoredGroup:
         group_id = lost.summary.group_id
         if group_id in recorded and recorded[group_id].has_all_media:
+            # Without log-probs: the journal has those of trained steps alone, and this step is scored again.
             bare = replace(recorded[group_id], reference_logprobs=None)
             group = await asyncio.to_thread(self._groups.revive, bare)
         else:

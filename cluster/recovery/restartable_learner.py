@@ -162,6 +162,7 @@ class RestartableLearner:
         """
 
         async def join() -> None:
+            # Inside the repeated call: after a restart the group is gone, and a new one needs a new epoch.
             if rendezvous.epoch not in self._opened:
                 raise WeightSyncError(f"transfer epoch {rendezvous.epoch} went with the ranks that had opened it")
             await self._ranks.join_transfer(rendezvous)
@@ -226,6 +227,7 @@ class RestartableLearner:
                     f"the learner was lost {MAX_EQUAL} times in a row at the same place with the same cause: "
                     f"{fault.cause}. A restart does not change that; fix the cause, then go on with resume=auto"
                 ) from error
+            # Counted before the pause: ranks that die while they start use the budget up, too.
             pause = self._budget.take(time.monotonic())
             if pause is None:
                 raise WorkerDiedError(
@@ -253,6 +255,7 @@ class RestartableLearner:
         if newest is None:
             raise NotRestartableError(f"the learner was lost before its first checkpoint: {error}") from error
         version, folder = newest
+        # Before the ranks start: a copy that the lost ranks had is lost even if the start fails.
         self._generation += 1
         self._opened.clear()
         await self._ranks.respawn()

@@ -71,6 +71,7 @@ class JournalRecovery:
             JournalError: a step cannot be taken again: its data have changed, or the checkpoint says that it was.
         """
         found = await asyncio.to_thread(self._journal.recover, version)
+        # Learner, dispatcher and buffer in this order: each takes up what the one before has settled.
         for step in found.steps:
             await self._repeat(step)
         lost: Counter[str] = Counter({TORN: found.num_torn} if found.num_torn else {})

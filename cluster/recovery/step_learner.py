@@ -102,6 +102,7 @@ class StepLearner:
         return report
 
     async def save(self, folder: Path) -> None:
+        # A run that resumes from this checkpoint does not train the earlier steps again, so none could be logged later.
         await self._flush(0)
         await self._learner.save(folder)
 
@@ -121,6 +122,7 @@ class StepLearner:
         if self._journal is None:
             return await self.repeat(groups)
         version = self._version + 1
+        # At the same time: the journal waits for the disk while the ranks compute.
         report, missed = await run_all(self.repeat(groups), self._commit(self._journal, version, groups))
         assert report.version == version, f"the learner made version {report.version} instead of {version}"
         # Other groups in the place of the missing ones would not be those that were trained: try once more, or stop.

@@ -56,12 +56,14 @@ class StopRequest:
         Raises:
             RunStopped: the deadline has passed; the body was cancelled.
         """
+        # No deadline yet: `request` reschedules this timeout.
         deadline = asyncio.timeout(None)
         try:
             async with deadline:
                 self._deadline = deadline
                 yield
         except TimeoutError as error:
+            # A TimeoutError of the body itself is not ours.
             if not deadline.expired():
                 raise
             _logger.warning(

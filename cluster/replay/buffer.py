@@ -133,6 +133,7 @@ class ReplayBuffer:
             DeadlineError: there were not so many within `take_s`.
         """
         try:
+            # Leases are taken after the wait, in one go: a cancelled take holds none.
             async with asyncio.timeout(self._take_s):
                 await self._until(lambda: len(self._ready) >= num_groups)
         except TimeoutError as error:
@@ -229,6 +230,7 @@ class ReplayBuffer:
         return writing
 
     def _has_room_for(self, group: ScoredGroup) -> bool:
+        # With less than a step ready, waiting for room would wait for a step that cannot begin.
         return len(self._ready) < self._min_ready or self._num_bytes + group.summary.num_bytes <= self._max_bytes
 
     async def _wait_for_room(self, group: ScoredGroup) -> None:

@@ -176,6 +176,7 @@ class Journal:
         except OSError as error:
             if self._writer is not None:
                 self._writer.abandon()
+            # A write may have ended in the middle of a record.
             self._writer = self._held = None  # what the files hold now is read again
             raise JournalError(
                 f"the journal below {self.folder} cannot be written: {error}; free the disk, then go on with "

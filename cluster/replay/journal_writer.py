@@ -144,6 +144,7 @@ class JournalWriter:
     async def _write_waiting(self) -> None:
         """Until no call waits: write what has come in by now, and answer the calls that still wait."""
         while self._waiting:
+            # Several groups in one write: the fsync costs the same for one and for many.
             batch, self._waiting = self._waiting[:MAX_TOGETHER], self._waiting[MAX_TOGETHER:]
             try:
                 are_written = await self._on_thread(self._write, [draft for draft, _ in batch])
@@ -170,6 +171,7 @@ class JournalWriter:
         deadline = asyncio.timeout(self._write_s)
         try:
             async with deadline:
+                # A disk that hangs keeps its thread; the run ends by this deadline instead.
                 return await asyncio.wrap_future(self._thread.submit(work, *args))
         except TimeoutError as error:
             if not deadline.expired():

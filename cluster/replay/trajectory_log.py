@@ -42,6 +42,7 @@ class TrajectoryLog:
         with draft.open("wb") as file:
             pq.write_table(pa.Table.from_pylist(rows, SCHEMA), file, compression="zstd")
             file.flush()
+            # Before the rename: a file of the final name is complete after a power failure, too.
             os.fsync(file.fileno())
         os.replace(draft, path)
         return path

@@ -271,6 +271,7 @@ class RolloutDispatcher:
 
     def _begin(self, version: int, finished: Sequence[ScoredGroup]) -> None:
         """Begin at `version`: `finished` ones of the pending prompts are accepted, the others are handed out first."""
+        # Numbers in the order of the first hand-out keep the steps of the run that was interrupted.
         numbers = {prompt_id: number for number, prompt_id in enumerate(self._pending)}
         self._gate.resume(version, num_finished=len(finished), num_started=len(numbers))
         self._order.resume(version)
@@ -371,6 +372,7 @@ class RolloutDispatcher:
         await self._replay.reject(group.summary.group_id, reason)
 
     async def _put_complete_steps(self) -> None:
+        # Step order is decided by what `_next_step` sees, so two tasks must not see it at a time.
         async with self._putting:  # one at a time: the buffer keeps the order of arrival
             step = self._order.next_step
             while groups := await self._next_step():

@@ -255,6 +255,7 @@ class RolloutPool:
         """A serving engine at the published version; waits for one."""
         try:
             async with asyncio.timeout(self._health.no_worker_s):
+                # An engine that missed the last push would sample with weights that are too old.
                 while not (ready := [w for w in self._pool.serving if w.process.version >= self._version]):
                     await self._changed.wait()
         except TimeoutError as error:

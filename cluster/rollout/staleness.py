@@ -208,6 +208,7 @@ class StepOrder(Generic[Group]):
         size, bound = self._gate.prompts_per_step, self._gate.max_staleness
         running = self._gate.running_by_version
         to_take, num_left, num_running = size, 0, 0
+        # Oldest first: the next step takes the oldest groups, so a younger version cannot make room for an older one.
         for version in sorted(self._finished.keys() | running.keys()):
             num_finished = len(self._finished.get(version, ()))
             num_taken = min(to_take, num_finished)

@@ -41,6 +41,7 @@ class Patience:
 
     async def wait_for(self, awaitable: Awaitable[Any], what: str) -> Any:
         """Raises: DeadlineError, which names `what`; whatever `awaitable` raises."""
+        # Kept, so that `renew` can put it off.
         deadline = self._deadline = asyncio.timeout(None if self._is_held else self.timeout_s)
         try:
             async with deadline:
@@ -57,6 +58,7 @@ async def outcomes(*calls: Coroutine[Any, Any, Any]) -> list[Any]:
     """Results in order, an `Exception` where a call failed; the others are waited for. Cancelling it cancels all."""
     found = await asyncio.gather(*calls, return_exceptions=True)
     for outcome in found:
+        # A cancellation is no outcome of a call: it has to reach the caller.
         if isinstance(outcome, BaseException) and not isinstance(outcome, Exception):
             raise outcome
     return list(found)

@@ -112,6 +112,7 @@ async def bring_here(references: Sequence[Any], *, timeout_s: float, what: str) 
         return
     import ray
 
+    # Without a thread where nothing is missing, which is the usual case on one node.
     if len(ray.wait(pending, num_returns=len(pending), timeout=0)[0]) == len(pending):
         return
     _, missing = await asyncio.to_thread(ray.wait, pending, num_returns=len(pending), timeout=timeout_s)

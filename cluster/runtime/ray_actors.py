@@ -60,6 +60,7 @@ def spawn(
     threads = str(worker.num_threads)
     env_vars = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false", **env}
     env_vars |= gpu_environment(worker.num_gpus)
+    # A group of its own for `is_alive`: a role that computes still answers its supervisor.
     actor = ray.remote(concurrency_groups={HEALTH: 1, BESIDE: 1})(_hosted(role, worker.name)).options(
         num_cpus=worker.num_cpus,
         num_gpus=worker.num_gpus,
@@ -162,6 +163,7 @@ async def with_attachments(
         async for reference in stream:
             value = await asyncio.wrap_future(reference.future())
             attached: list[ray.ObjectRef] = []
+            # References alone: the group stays on its node until a rank fetches it.
             while len(attached) < num_attached(value):
                 attached.append(await _unfetched(stream, before=attached[-1] if attached else reference))
             yield value, attached
@@ -171,6 +173,7 @@ async def with_attachments(
 
 async def _unfetched(stream: ray.ObjectRefGenerator, *, before: ray.ObjectRef) -> ray.ObjectRef:
     """The stream's next reference, behind `before`. To await it as `async for` does would bring its value here."""
+    # On a thread only where it may block: a switch costs more than the wait for most values.
     reference = next(stream) if stream.next_ready() else await asyncio.to_thread(next, stream, None)
     if reference is None or reference == stream.completed():
         for reason in (before, stream.completed()):  # an error that a role raised is its last value, its death is not
@@ -228,6 +231,7 @@ def _hosted(role: type, name: str) -> type:
                 write_to(seat.log, name)
             if seat.cores:
                 _claim(seat.cores)
+            # Before the role is built: libraries read their network interface once, when they start.
             use_node_interface()
             try:
                 super().__init__(*args, **kwargs)

@@ -45,6 +45,7 @@ def wait_for_members(store: dist.Store, rank: int, world_size: int, timeout_s: f
     Raises:
         DistStoreError: some did not within `timeout_s`; the message names them.
     """
+    # Keys in the store instead of a barrier: a barrier of the group does not say who is missing.
     keys = [f"member-{number}" for number in range(world_size)]
     store.set(keys[rank], "here")
     try:

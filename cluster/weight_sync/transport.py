@@ -119,6 +119,7 @@ class TransferGroup:
             if filled is not None:
                 self.broadcast(filled, f"weight bucket {index} ({bucket.num_bytes} bytes)")
             else:
+                # One buffer for all buckets: its tensors are loaded before the next broadcast overwrites it.
                 if keeps or buffer.numel() < bucket.num_bytes:
                     buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=self.device)
                 filled = buffer[: bucket.num_bytes]
@@ -145,6 +146,7 @@ class TransferGroup:
                 group.broadcast([buffer], options).wait(timeout)
 
         try:
+            # On a helper thread: a collective cannot be cancelled, and this thread has to keep its deadline.
             self._thread.submit(broadcast).result(timeout_s)
         except FutureTimeoutError as error:
             self.close()

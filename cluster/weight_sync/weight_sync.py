@@ -169,6 +169,7 @@ class WeightSync:
             WorkerDiedError, DeadlineError: the sender is gone.
         """
         async with self._one_push:
+            # Receivers of the push before may still load: this one must not overtake it.
             await self.settled()
             started = time.monotonic()
             manifest = await self._agreed_manifest()
@@ -177,6 +178,7 @@ class WeightSync:
             self._members.announced(version)
             sent: _Sent | None = None
             for wave in self._cut(receivers):
+                # Wave after wave: engines of the other waves sample meanwhile.
                 await self._arrive(push, sent)
                 sent = await self._send(push, wave)
             await self._announce(version)  # where there was no receiver
@@ -259,6 +261,7 @@ class WeightSync:
             wave = await self._meet(receivers)
         except _NotMet as failure:
             return failure.found
+        # Receivers first: a broadcast that begins without them would wait for its deadline.
         arrivals = asyncio.gather(*(self._receive(push, r) for r in receivers), return_exceptions=True)
         try:
             sent, error = await outcomes(
@@ -348,6 +351,7 @@ class WeightSync:
                 return wave
         for wave in [w for w in self._waves if set(w.receivers) & set(receivers) or self._is_empty(w)]:
             await self._disband(wave)
+        # Never an epoch twice: a late member of the group before must not join this one.
         self._epoch += 1
         wave = _Wave(self._epoch, receivers)
         width = self._ranks_of_receiver

@@ -203,6 +203,7 @@ class GpuLease:
         async with self._changed:
             self._turns.begin(phase)
             await self._changed.wait_for(lambda: self._turns.may_change)
+            # Under the lock: no request may begin while engines sleep or wake up.
             yield
             self._turns.end(phase)
             self._changed.notify_all()

@@ -86,6 +86,7 @@ class Supervisor:
                     tasks.create_task(self._watch(role), name=f"watch {role.name}")
                 yield
         finally:
+            # In `finally`: processes of a run that failed have to end as well.
             await self.close()
 
     async def close(self) -> None:
@@ -135,6 +136,7 @@ async def background_tasks() -> AsyncIterator[asyncio.TaskGroup]:
     try:
         async with asyncio.TaskGroup() as tasks:
             yield tasks
+            # An exception is the way to cancel a TaskGroup from inside.
             raise _BodyEnded
     except BaseExceptionGroup as failures:
         _, others = failures.split(_BodyEnded)

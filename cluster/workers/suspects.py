@@ -48,6 +48,7 @@ class Suspects:
         self._refuse_if_excluded(prompt)
         self._waiting[prompt.prompt_id] += 1
         try:
+            # Suspects go few at a time: if an engine dies again, fewer prompts can be the cause.
             while self._must_wait(prompt.prompt_id):
                 await self._changed.wait()
                 self._refuse_if_excluded(prompt)

@@ -138,6 +138,7 @@ class WorkQueue:
         cause = error
         if isinstance(error, DeadlineError):
             try:
+                # `ping` waits in the same queue as the call: its answer proves that the call has ended.
                 what = f"{place.name} to be done"
                 await answer(place.handle.ping.remote(), timeout_s=self._alive_s, what=what)
                 return LostReplyError(f"{error}, which is done with it: the answer was lost, or came too late")
@@ -176,6 +177,7 @@ class WorkQueue:
         try:
             return await waiter
         except asyncio.CancelledError:
+            # The worker was assigned in the moment of the cancellation: give it back.
             if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
                 self._leave(waiter.result())
             raise

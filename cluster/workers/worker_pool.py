@@ -151,6 +151,7 @@ class WorkerPool(Generic[Handle]):
         """
         if num_workers < 1:
             raise ValueError(f"{self.role}={num_workers}: a run with this role needs at least one worker of it")
+        # A quarantined worker with a task still gives its place back.
         self.workers = [w for w in self.workers if w.state is not WorkerState.QUARANTINED or w.task is not None]
         staying = [worker for worker in self.workers if not worker.leaving.is_set()]
         for worker in staying[num_workers:]:
@@ -245,6 +246,7 @@ class WorkerPool(Generic[Handle]):
             await self._hooks.release(worker.index)
             return False
         try:
+            # Waits for the removal, not only for the time: a worker that is scaled away must not start again.
             async with asyncio.timeout(pause):
                 await worker.leaving.wait()
         except TimeoutError:

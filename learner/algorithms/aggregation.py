@@ -24,6 +24,7 @@ class Totals:
 
 def token_mean(values: Tensor, mask: Tensor, totals: Totals, norm: float = 1.0) -> Tensor:
     """sum_bt m v / num_tokens: every trained token weighs the same (DAPO, arXiv:2503.14476, section 3.3)."""
+    # `where`, not a product: an infinite or NaN value behind the mask would survive a factor 0.
     return torch.where(mask, values, 0.0).sum() / max(totals.num_tokens, 1)
 
 

@@ -68,6 +68,7 @@ class FSDP2Backend:
     def step(self, optimizer: torch.optim.Optimizer, *, max_grad_norm: float) -> float:
         norm = torch.nn.utils.clip_grad_norm_(self._policy.parameters(), max_grad_norm)
         grad_norm = norm.full_tensor().item() if isinstance(norm, DTensor) else norm.item()
+        # Skipped on all ranks or on none: shards of one parameter must take the same steps.
         if math.isfinite(grad_norm):  # the same number on every rank
             optimizer.step()
         optimizer.zero_grad()

@@ -42,6 +42,7 @@ def _gather(tensors: list[DTensor]) -> list[Tensor]:
         return [t.to_local() for t in tensors]
     shapes = [[_local_shape(t, rank, num_ranks) for t in tensors] for rank in range(num_ranks)]
     width = sum(shape.numel() for shape in shapes[0])
+    # One collective for many tensors: small ones cost their latency, not their bytes.
     flat = torch.cat([t.to_local().reshape(-1) for t in tensors])
     gathered = flat.new_empty(num_ranks * width)
     dist.all_gather_single(gathered, torch.nn.functional.pad(flat, (0, width - flat.numel())))

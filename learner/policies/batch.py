@@ -138,6 +138,7 @@ def collate(sequences: Sequence[TokenSequence], reader: MediaReader, device: tor
     num_targets = np.array([s.num_targets for s in sequences])
     target_mask = np.arange(targets.shape[1]) < num_targets[:, None]
     rows, steps = np.nonzero(target_mask)
+    # The state before a token predicts it.
     columns = steps + np.array([s.num_context - 1 for s in sequences])[rows]
     counts = pad_rows([s.kept.counts if s.kept is not None else () for s in sequences], 0, np.int64)
     counts = np.pad(counts, [(0, 0), (0, targets.shape[1] - counts.shape[1])])[target_mask]
@@ -147,8 +148,10 @@ def collate(sequences: Sequence[TokenSequence], reader: MediaReader, device: tor
     in_media, in_video = np.zeros((2, *input_ids.shape), dtype=bool)
     for row, sequence in enumerate(sequences):
         for handle, span in _placed(sequence):
+            # By position, never by token id: text may hold the id of a placeholder, too.
             in_media[row, span.start : span.end] = True
             in_video[row, span.start : span.end] = handle.modality == VIDEO
+    # Siblings share their pictures: each is read once a micro-batch.
     unique = list({handle.key: handle for s in sequences for handle in s.media}.values())
     media = {h.key: m for h, m in zip(unique, reader.read(unique), strict=True)} if unique else {}
     return TokenBatch(

@@ -81,6 +81,7 @@ def target_logprobs(logits: Tensor, targets: Tensor, distribution: Distribution,
 
 def _all_logprobs(logits: Tensor, distribution: Distribution, steps: Steps | None) -> Tensor:
     """float32 [..., V]"""
+    # bfloat16 keeps 8 bits: the ratio of two rounded log-probs would be noise.
     logits = logits.float()
     if distribution.banned_ids:
         bias = logits.new_zeros(logits.shape[-1])

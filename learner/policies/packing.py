@@ -29,6 +29,7 @@ def split_microbatches(
     parts = [sorted(part, key=lambda i: placed[i].by_length) for part in parts]
     cut = _cut_packed if config.packing else _cut_padded
     batches = [cut(part, sequences, config.tokens_per_microbatch) for part in parts]
+    # A rank with fewer micro-batches would leave the others waiting in a collective.
     most = max(len(b) for b in batches)
     return [b + [()] * (most - len(b)) for b in batches]
 

@@ -93,10 +93,12 @@ class ShareFetcher:
         held = [some | own for some, own in zip(held, owned, strict=True)]
         whole, lost = _fetched(entries, held[self._rank])
         found = self._completed(entries, whole, lost, owned[self._rank])
+        # Rows with media of later turns are larger than summaries say: shares are computed again from exact sizes.
         exact = entries.wanted(found, self._world_size)
         missing = [wanted - had for wanted, had in zip(exact, held, strict=True)]
         if any(missing):
             more, lost = _fetched(entries, missing[self._rank])
+            # Also with nothing lost: a rank that raised alone would leave the others in their next collective.
             self._exchanged(RankReport(lost=lost))
             found = [more.get(place, entry) for place, entry in enumerate(found)]
         return found

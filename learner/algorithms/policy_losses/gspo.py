@@ -34,5 +34,6 @@ def gspo_token(
     """
     log_ratios = log_ratio(logprobs, old_logprobs)
     sequence = sequence_mean_of(log_ratios, mask).exp().detach()
+    # The second factor is 1: it gives each token its own gradient and leaves the value.
     ratio = sequence * (logprobs - logprobs.detach()).exp()
     return clipped_surrogate(ratio, advantages, clip_low, clip_high)

@@ -85,6 +85,7 @@ def packed_attention(
     if bounds is not None:
         bounds.is_used = True
         parts = _autocast(query, key, value)
+        # The kernel has no dropout.
         if dropout == 0 and kernel_takes(*parts):
             return _kernel(*parts, bounds, is_causal, sliding_window, scaling), None
     rows = [

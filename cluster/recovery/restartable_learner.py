@@ -287,7 +287,8 @@ async def _unless(lost: asyncio.Future[None], call: Coroutine[Any, Any, T]) -> T
     task = asyncio.ensure_future(call)
     task.add_done_callback(lambda task: task.cancelled() or task.exception())  # retrieved: `lost` may be first
     try:
-        await asyncio.wait({task, lost}, return_when=asyncio.FIRST_COMPLETED)
+        either: set[asyncio.Future[Any]] = {task, lost}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if lost.done():
             lost.result()
         return task.result()

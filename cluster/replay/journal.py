@@ -267,12 +267,12 @@ class _Ledger:
         )
 
     def read(self, group_ids: set[str]) -> dict[str, RecordedGroup]:
-        found = {group_id: from_batch(rows) for group_id, rows in self.finished.items() if group_id in group_ids}
+        groups = {group_id: from_batch(rows) for group_id, rows in self.finished.items() if group_id in group_ids}
         for version, record in self.steps.items():
             if group_ids.intersection(_ids(record)) and self._is_whole(record):
                 step = self._step(version).read()
-                found.update({group.group.group_id: group for group in step if group.group.group_id in group_ids})
-        return found
+                groups.update({group.group.group_id: group for group in step if group.group.group_id in group_ids})
+        return groups
 
     def _apply(self, record: JournalRecord) -> None:
         match record.kind:

@@ -102,7 +102,7 @@ class JournalWriter:
 
     async def finished(self, group: ScoredGroup) -> None:
         what = f"group {group.summary.group_id} for the journal"
-        await self._append(_Draft(lambda found: records.finished(found, group.rewards), [group.group], what))
+        await self._append(_Draft(lambda fetched: records.finished(fetched, group.rewards), [group.group], what))
 
     async def rejected(self, group_id: str, reason: str) -> None:
         await self._append(_Draft(lambda: records.rejected(group_id, reason)))
@@ -158,9 +158,9 @@ class JournalWriter:
                         written.set_result(is_written)
 
     def _write(self, drafts: Sequence[_Draft]) -> list[bool]:
-        """On the writer's thread: write those that can be made at once, and say which."""
-        found = fetch_at_hand([draft.references for draft in drafts], patience_s=PATIENCE_S)
-        made = [_made(draft, values) for draft, values in zip(drafts, found, strict=True)]
+        """Runs on the writer's thread: writes the drafts whose groups are at hand, and returns which were written."""
+        fetched = fetch_at_hand([draft.references for draft in drafts], patience_s=PATIENCE_S)
+        made = [_made(draft, values) for draft, values in zip(drafts, fetched, strict=True)]
         self._journal.append([record for record in made if record is not None])
         return [record is not None for record in made]
 

@@ -17,16 +17,16 @@ def recorded_steps(log: TrajectoryLog) -> range:
     Raises:
         PreflightError: there is none, or one is missing.
     """
-    found = log.steps()
-    if not found:
+    steps = log.steps()
+    if not steps:
         raise PreflightError(f"{log.folder} holds no recorded step: run with replay.trajectory_log=true first")
-    missing = sorted(set(range(1, found[-1] + 1)) - set(found))
+    missing = sorted(set(range(1, steps[-1] + 1)) - set(steps))
     if missing:
         raise PreflightError(
-            f"{log.folder} lacks step {missing[0]} ({len(missing)} of {found[-1]} are missing): a run is replayed from "
+            f"{log.folder} lacks step {missing[0]} ({len(missing)} of {steps[-1]} are missing): a run is replayed from "
             "its first step on, so it must have been recorded from the first step on"
         )
-    return range(1, found[-1] + 1)
+    return range(1, steps[-1] + 1)
 
 
 async def train_again(

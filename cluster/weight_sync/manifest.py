@@ -179,7 +179,7 @@ def _header(file: Path) -> dict[str, StoredTensor]:
     try:
         with safe_open(file, framework="numpy") as tensors:
             slices = {name: tensors.get_slice(name) for name in tensors.keys()}
-            return {n: StoredTensor(tuple(found.get_shape()), found.get_dtype()) for n, found in slices.items()}
+            return {name: StoredTensor(tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()}
     except (OSError, SafetensorError) as error:
         raise PreflightError(f"{file} is no whole safetensors file ({error}): download or write it again") from error
 

@@ -45,11 +45,13 @@ class MeasuredRounding(Rounding):
             return
         alone = await learner.sequence_logprobs(probe)
         in_batch = await learner.sequence_logprobs(probe, num_copies(probe))
-        found = float(np.abs(in_batch - alone).mean())
+        rounding = float(np.abs(in_batch - alone).mean())
         self._is_measured = True
-        if math.isfinite(found):
-            self.nat = found
-        _logger.info("log-probs of the probe differ by %.3g nat in the mean between two batches of the learner", found)
+        if math.isfinite(rounding):
+            self.nat = rounding
+        _logger.info(
+            "log-probs of the probe differ by %.3g nat in the mean between two batches of the learner", rounding
+        )
 
 
 def num_copies(probe: Prompt) -> int:

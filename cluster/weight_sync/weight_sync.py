@@ -29,7 +29,7 @@ from mobula.cluster.workers.supervisor import background_tasks
 
 _logger = logging.getLogger(__name__)
 
-_Found = Mapping[Receiver, Exception | None]  # what became of receivers
+_Outcomes = Mapping[Receiver, Exception | None]  # the error of each receiver, None where it succeeded
 
 RECEIVER_LOST = (WorkerDiedError, DeadlineError, RolloutError)  # it is gone itself; others may be a peer's fault
 
@@ -207,8 +207,8 @@ class WeightSync:
     async def admit(self, receiver: Receiver) -> int:
         """Bring a late joiner to the learner's version through the object store; returns that version.
 
-        It does not wait for a push, nor a push for it: the joiner may serve once the published version is its own, and
-        from then on it is a receiver like the others.
+        Joiner and pushes do not wait for each other: the joiner may serve once the published version is its own, and
+        takes part in later pushes.
         """
         manifest = await self._sender.manifest()
         await receiver.check_manifest(manifest)
@@ -218,18 +218,18 @@ class WeightSync:
 
     async def _load(self, receiver: Receiver, manifest: Manifest, packed: Any, version: int) -> None:
         await receiver.load_weights(manifest, self._bucket_bytes, packed, version)
-        found = await receiver.weight_version()
-        if found != version:
-            raise WeightSyncError(f"{receiver.name} was given version {version} and is at {found}")
+        loaded = await receiver.weight_version()
+        if loaded != version:
+            raise WeightSyncError(f"{receiver.name} was given version {version} and is at {loaded}")
 
     async def _agreed_manifest(self) -> Manifest:
-        """The manifest, to which every receiver has agreed once in its life."""
+        """The manifest, after each receiver that has not yet compared it with its checkpoint has done so."""
         if self._manifest is None:
             self._manifest = await self._sender.manifest()
         manifest = self._manifest
         fresh = [r for r in self._members.receivers() if id(r) not in self._agreed]
-        found = await outcomes(*(r.check_manifest(manifest) for r in fresh))
-        for receiver, outcome in zip(fresh, found, strict=True):
+        checks = await outcomes(*(r.check_manifest(manifest) for r in fresh))
+        for receiver, outcome in zip(fresh, checks, strict=True):
             if isinstance(outcome, RECEIVER_LOST):
                 self._members.lose(receiver, outcome)
             elif isinstance(outcome, Exception):
@@ -242,25 +242,25 @@ class WeightSync:
         return [tuple(receivers[i : i + size]) for i in range(0, len(receivers), size)]
 
     async def _send(self, push: _Underway, receivers: tuple[Receiver, ...]) -> _Sent | None:
-        """Send to one wave, in as many epochs as it takes; None if none of its receivers lived to see it."""
+        """Sends to one wave, in up to `max_attempts` epochs; None if all of its receivers are lost."""
         waiting, last = receivers, Exception()
         for _ in range(self._max_attempts):
-            found = await self._try_to_send(push, waiting)
-            if isinstance(found, _Sent):
-                return found
-            failed = self._living(found)
+            attempt = await self._try_to_send(push, waiting)
+            if isinstance(attempt, _Sent):
+                return attempt
+            failed = self._living(attempt)
             if not failed:
                 return None
             waiting, last = tuple(failed), next(iter(failed.values()))
             _logger.warning("version %d goes out again to %s: %s", push.version, _names(waiting), last)
         raise self._not_reached(push, waiting, last)
 
-    async def _try_to_send(self, push: _Underway, receivers: tuple[Receiver, ...]) -> _Sent | _Found:
-        """One broadcast to `receivers`; what became of each if the sender could not send everything."""
+    async def _try_to_send(self, push: _Underway, receivers: tuple[Receiver, ...]) -> _Sent | _Outcomes:
+        """Sends one broadcast to `receivers`; returns the outcome of each if the sender could not send everything."""
         try:
             wave = await self._meet(receivers)
         except _NotMet as failure:
-            return failure.found
+            return failure.outcomes
         # Receivers first: a broadcast that begins without them would wait for its deadline.
         arrivals = asyncio.gather(*(self._receive(push, r) for r in receivers), return_exceptions=True)
         try:
@@ -273,13 +273,13 @@ class WeightSync:
             raise
         if sent is None and error is None:
             return _Sent(wave, arrivals)
-        found = dict(zip(receivers, await arrivals, strict=True))  # a receiver that reports everything received has it
+        arrived = dict(zip(receivers, await arrivals, strict=True))  # None: the receiver has all of the version
         if error is not None:
             raise error
         if isinstance(sent, RECEIVER_LOST):
             raise sent
         await self._disband(wave)
-        return found
+        return arrived
 
     async def _announce(self, version: int) -> None:
         if version > self._announced:
@@ -291,33 +291,33 @@ class WeightSync:
         """Wait for the receivers of a wave that was sent to."""
         if sent is None:
             return
-        found: _Found = dict(zip(sent.wave.receivers, await sent.arrivals, strict=True))
-        if any(error is not None for error in found.values()):
+        arrived: _Outcomes = dict(zip(sent.wave.receivers, await sent.arrivals, strict=True))
+        if any(error is not None for error in arrived.values()):
             await self._disband(sent.wave)
-        await self._bring_along(push, self._living(found))
+        await self._bring_along(push, self._living(arrived))
 
     async def _bring_along(self, push: _Underway, failed: Mapping[Receiver, Exception]) -> None:
-        """Receivers that are alive and lack what was sent get the learner's current weights, as late joiners do."""
+        """Loads the learner's current weights into living receivers that missed the push, as late joiners do."""
         for _ in range(self._max_attempts):
             if not failed:
                 return
             _logger.warning("version %d did not arrive: %s", push.version, "; ".join(map(str, failed.values())))
             version, packed = await self._sender.export_weights(self._bucket_bytes)
-            found = await outcomes(*(self._load(r, push.manifest, packed, version) for r in failed))
-            for receiver, error in zip(failed, found, strict=True):
+            loads = await outcomes(*(self._load(r, push.manifest, packed, version) for r in failed))
+            for receiver, error in zip(failed, loads, strict=True):
                 if error is None:
                     self._has(push, receiver, version)
-            failed = self._living(dict(zip(failed, found, strict=True)))
+            failed = self._living(dict(zip(failed, loads, strict=True)))
         if failed:
             raise self._not_reached(push, tuple(failed), next(iter(failed.values())))
 
-    def _living(self, found: _Found) -> dict[Receiver, Exception]:
+    def _living(self, results: _Outcomes) -> dict[Receiver, Exception]:
         """The receivers that failed and are alive, with their errors; the others that failed are lost.
 
         Raises:
             ManifestError: a receiver's checkpoint has other tensors.
         """
-        failed = {receiver: error for receiver, error in found.items() if error is not None}
+        failed = {receiver: error for receiver, error in results.items() if error is not None}
         for receiver, error in failed.items():
             if isinstance(error, ManifestError):
                 raise error
@@ -334,9 +334,9 @@ class WeightSync:
         return error
 
     async def _receive(self, push: _Underway, receiver: Receiver) -> None:
-        found = await receiver.receive_weights(push.manifest, self._bucket_bytes, push.version)
-        if found != push.version:
-            raise WeightSyncError(f"after the push of version {push.version}: {receiver.name} is at {found}")
+        received = await receiver.receive_weights(push.manifest, self._bucket_bytes, push.version)
+        if received != push.version:
+            raise WeightSyncError(f"after the push of version {push.version}: {receiver.name} is at {received}")
         self._has(push, receiver, push.version)
 
     def _has(self, push: _Underway, receiver: Receiver, version: int) -> None:
@@ -345,7 +345,7 @@ class WeightSync:
         self._members.synced(receiver, version)
 
     async def _meet(self, receivers: tuple[Receiver, ...]) -> _Wave:
-        """The transfer group of exactly these receivers: the one there is, or one of a new epoch."""
+        """Returns the transfer group of exactly these receivers; makes one in a new epoch if there is none."""
         for wave in self._waves:
             if wave.receivers == receivers:
                 return wave
@@ -358,7 +358,7 @@ class WeightSync:
         rendezvous = await self._sender.open_transfer(wave.epoch, width * len(receivers))
         joined, *met = await outcomes(
             self._sender.join_transfer(rendezvous),
-            *(r.join_transfer(rendezvous, 1 + width * place) for place, r in enumerate(receivers)),
+            *(r.join_transfer(rendezvous, 1 + width * index) for index, r in enumerate(receivers)),
         )
         if isinstance(joined, RECEIVER_LOST):
             raise joined
@@ -395,26 +395,26 @@ class WeightSync:
         await self._sender.leave_transfer(wave.epoch)
 
     async def _canary(self, push: _Underway, expected: np.ndarray) -> float | None:
-        """Engines that compute something else are lost; if all of them do, the push itself is at fault.
+        """Compares log-probs of the probe; an engine that differs is lost, and if all differ the push fails.
 
-        Only those with the weights of this push are asked: who joined or was brought along since may be further.
+        Asks only engines with the weights of this push: later joiners may have a newer version.
         """
         receivers = [receiver for receiver in self._members.receivers() if receiver in push.reached]
-        found = await outcomes(*(r.prompt_logprobs(self._probe) for r in receivers))
+        scores = await outcomes(*(r.prompt_logprobs(self._probe) for r in receivers))
         gaps: dict[Receiver, np.ndarray] = {}
-        for receiver, logprobs in zip(receivers, found, strict=True):
+        for receiver, logprobs in zip(receivers, scores, strict=True):
             if isinstance(logprobs, RECEIVER_LOST):
                 self._members.lose(receiver, logprobs)
             elif isinstance(logprobs, Exception):
                 raise logprobs
             else:
                 gaps[receiver] = np.abs(logprobs - expected)
-        wrong = {r: Gap.of(found) for r, found in gaps.items() if not self._canary_tolerance.accepts(found)}
+        wrong = {r: Gap.of(gap) for r, gap in gaps.items() if not self._canary_tolerance.accepts(gap)}
         if wrong and len(wrong) == len(gaps):
             raise self._canary_error(wrong)
-        for receiver, gap in wrong.items():
-            self._members.lose(receiver, self._canary_error({receiver: gap}))
-        right = [Gap.of(found).mean for receiver, found in gaps.items() if receiver not in wrong]
+        for receiver, excess in wrong.items():
+            self._members.lose(receiver, self._canary_error({receiver: excess}))
+        right = [Gap.of(gap).mean for receiver, gap in gaps.items() if receiver not in wrong]
         return max(right, default=None)
 
     def _canary_error(self, wrong: dict[Receiver, Gap]) -> CanaryError:
@@ -429,9 +429,9 @@ class WeightSync:
 class _NotMet(Exception):
     """A transfer group did not come together."""
 
-    def __init__(self, found: dict[Receiver, Exception | None]) -> None:
+    def __init__(self, results: dict[Receiver, Exception | None]) -> None:
         super().__init__("a transfer group did not come together")
-        self.found = found
+        self.outcomes = results
 
 
 def _names(receivers: Sequence[Receiver]) -> str:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 from mobula.configs import keys
-from mobula.configs.groups import FOLDER, groups, own_values
+from mobula.configs.groups import FOLDER, MISSING, groups, own_values
+from mobula.configs.load import load_config
 from mobula.configs.schema.base import Section
 from mobula.configs.schema.run import RunConfig
 
@@ -60,6 +64,9 @@ whole value are removed, and `~/` at its start is the home folder. Other values 
 (`policy.freeze=[visual.]`) and mappings; one item of a list is set by its position:
 `rewards.components.1.weight=0.2`. `mobula show-config` with the same words prints every key with its value, and each
 run keeps that text beside its results.
+
+A default is the value of a key without an experiment, with `resources=laptop`. Of a section whose keys are those of
+another one, the defaults that differ are shown.
 """
 
 
@@ -103,15 +110,41 @@ def _below(top: str, first: dict[type[Section], str]) -> Iterator[keys.Key]:
 
 
 def _table(title: str, section: type[Section], rows: list[keys.Key], first: dict[type[Section], str]) -> Iterator[str]:
-    yield f"\n## {title}\n\n{' '.join((section.__doc__ or '').split())}\n\n| key | value | meaning |\n|---|---|---|"
+    yield f"\n## {title}\n\n{' '.join((section.__doc__ or '').split())}\n"
+    yield "| key | value | default | meaning |\n|---|---|---|---|"
     for key in rows:
         meaning = " ".join(key.description.split())
         if key.section is None:
-            yield f"| `{key.name}` | {key.expected} | {meaning} |"
+            yield f"| `{key.name}` | {key.expected} | {_shown(_default(key.name))} | {meaning} |"
         elif (same := first[key.section]) != key.name:
-            yield f"| `{key.name}` | section | {meaning} Keys as in `{same}`. |"
+            differing = _differing(_default(key.name), _default(same))
+            yield f"| `{key.name}` | section | {_shown(differing)} | {meaning} Keys as in `{same}`. |"
         else:
-            yield f"| **`{key.name}`** | section | {' '.join((key.section.__doc__ or '').split())} |"
+            yield f"| **`{key.name}`** | section | | {' '.join((key.section.__doc__ or '').split())} |"
+
+
+@cache
+def _defaults() -> dict[str, Any]:
+    return load_config([], is_complete=False).model_dump(mode="json")
+
+
+def _default(name: str) -> Any:
+    """The default of a dotted key; `MISSING` where it has none."""
+    values: Any = _defaults()
+    for part in name.split("."):
+        values = values.get(part, MISSING) if isinstance(values, dict) else MISSING
+    return values
+
+
+def _differing(values: Any, others: Any) -> Any:
+    """The items of a section that differ from those of another section of the same keys."""
+    if not isinstance(values, dict) or not isinstance(others, dict):
+        return MISSING
+    return {key: value for key, value in values.items() if value != others.get(key)} or MISSING
+
+
+def _shown(default: Any) -> str:
+    return "" if default == MISSING else f"`{json.dumps(default, ensure_ascii=False)}`".replace("|", "\\|")
 
 
 def with_recipes(page: str) -> str:

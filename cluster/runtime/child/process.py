@@ -90,15 +90,18 @@ class ChildProcess:
 
     def close(self) -> int:
         """Kill the process and its group, and collect it; returns its exit code (0: there was none)."""
+        self.kill()
         process, self._process = self._process, None
         if self._connection is not None:
             self._connection.close()
             self._connection = None
-        if process is None:
-            return 0
-        if process.returncode is None:  # not collected, so the number of its group is its own
+        return 0 if process is None else process.wait()
+
+    def kill(self) -> None:
+        """Kill the process and its group, also from another thread than the one that waits for a call."""
+        process = self._process
+        if process is not None and process.returncode is None:  # not collected, so the number of its group is its own
             os.killpg(process.pid, signal.SIGKILL)
-        return process.wait()
 
     def _start(self) -> Connection:
         self._connection, theirs = Pipe()

@@ -1,0 +1,145 @@
+"""Rows of recorded responses as requests to reward functions."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any
+
+import msgspec
+
+from mobula.cluster.errors import MobulaError
+from mobula.cluster.records.json_lines import parse_json
+from mobula.cluster.records.trajectory import Response
+from mobula.rewards.contract import RewardRequest
+from mobula.rewards.offline.pictures import named_frames, named_pictures
+from mobula.rewards.offline.sources import Row
+
+_decode = msgspec.json.Decoder().decode
+ReadPictures = Callable[[Sequence[Any]], tuple[bytes, ...]]
+
+
+class BrokenRowError(MobulaError):
+    """A row that is no record; the message names its fault."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A recorded response, without its pictures, which `pictures` and `response_pictures` name."""
+
+    id: str | int | None
+    text: str
+    references: tuple[str, ...]
+    metadata: Mapping[str, Any]
+    prompt: str
+    pictures: tuple[Any, ...]
+    response_pictures: tuple[Any, ...]
+
+    def request(self, read: ReadPictures, *, needs_pictures: bool) -> RewardRequest:
+        """Raises: RewardError: a picture cannot be read."""
+        tokens = self.metadata.get("generated_tokens")
+        num_tokens = len(self.text.split()) if tokens is None else int(tokens)
+        drawn = read(self.response_pictures) if self.response_pictures else ()
+        response = Response(self.text, num_tokens, bool(self.metadata.get("is_truncated", False)), drawn)
+        shown = read(self.pictures) if needs_pictures and self.pictures else ()
+        return RewardRequest(response, self.references, self.metadata, self.prompt, shown)
+
+
+def read_row(row: Row) -> Record:
+    """The record of a row: `response`, and `id`, `prompt`, `reference`, `metadata` and pictures where it has them.
+
+    Numbers may stand for texts, one text for a list, chat messages for a prompt, JSON for metadata.
+
+    Raises:
+        BrokenRowError: it is no JSON object, has no response, or a value is of no use.
+    """
+    values = _parsed_line(row) if isinstance(row, bytes) else row
+    if not isinstance(values, Mapping):
+        raise BrokenRowError(f"a {type(values).__name__}, not an object")
+    response = values.get("response")
+    if response is None or response != response:
+        raise BrokenRowError("it has no response")
+    return Record(
+        id=_id(values.get("id")),
+        text=_text(response, "response"),
+        references=_references(values.get("reference")),
+        metadata=_metadata(values),
+        prompt=_prompt(values.get("prompt")),
+        pictures=(*named_pictures(values, "image", "images"), *named_frames(values)),
+        response_pictures=named_pictures(values, "response_image", "response_images"),
+    )
+
+
+def _parsed_line(line: bytes) -> Any:
+    # msgspec takes the last one of equal keys; a response that stands twice is read by the reader that refuses it
+    if line.count(b'"response"') < 2 and line.count(b'"reference"') < 2:
+        try:
+            return _decode(line)
+        except (msgspec.MsgspecError, RecursionError, UnicodeError):
+            pass  # read again by the standard library, which is slow, lenient and names the fault
+    try:
+        return parse_json(line)
+    except ValueError as error:
+        raise BrokenRowError(f"no JSON ({error})") from error
+
+
+def _text(value: Any, name: str) -> str:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, bool) or not isinstance(value, int | float | Decimal):
+        raise BrokenRowError(f"{name} is {_kind(value)}, not a text")
+    return str(value)
+
+
+def _references(value: Any) -> tuple[str, ...]:
+    """The references that say something, without white space around them."""
+    if isinstance(value, str):
+        value = value.strip()
+        return (value,) if value else ()
+    if value is None or value != value:
+        return ()
+    items = value if isinstance(value, list | tuple) else [value]
+    texts = (_text(item, "reference").strip() for item in items if item is not None and item == item)
+    return tuple(filter(None, texts))
+
+
+def _metadata(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    found = values.get("metadata") or {}
+    if isinstance(found, str):
+        try:
+            found = json.loads(found)
+        except (ValueError, RecursionError) as error:
+            raise BrokenRowError(f"metadata is a text and no JSON ({error})") from error
+    if not isinstance(found, Mapping):
+        raise BrokenRowError(f"metadata is a {type(found).__name__}, not an object")
+    columns = {name: values[name] for name in ("generated_tokens", "is_truncated") if name in values}
+    found = {**columns, **found} if columns else found
+    tokens = found.get("generated_tokens")
+    if tokens is not None and (not isinstance(tokens, int | float) or not math.isfinite(tokens)):
+        raise BrokenRowError(f"generated_tokens is {tokens!r:.40}, no number")
+    return found
+
+
+def _id(value: Any) -> str | int | None:
+    return value if value is None or type(value) in (int, str) else str(value)
+
+
+def _prompt(value: Any) -> str:
+    """A text, or chat messages, whose texts follow each other."""
+    if value is None:
+        return ""
+    if isinstance(value, list | tuple) and all(isinstance(message, Mapping) for message in value):
+        contents = [message.get("content") for message in value]
+        parts = [part for content in contents for part in (content if isinstance(content, list) else [content])]
+        texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
+        return "\n".join(text for text in texts if isinstance(text, str))
+    return _text(value, "prompt")
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "an object"
+    return f"{value}".lower() if isinstance(value, bool) else f"a {type(value).__name__}"

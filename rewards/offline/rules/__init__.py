@@ -1,1 +1,0 @@
-"""The rules that score a record offline."""

@@ -1,0 +1,189 @@
+"""Scores batches of rows in a process of its own, by the reward functions of a run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from heapq import nlargest, nsmallest
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from mobula.cluster.errors import PreflightError, RewardError
+from mobula.cluster.records.trajectory import Reward
+from mobula.configs.schema.rewards import RewardsConfig
+from mobula.rewards.contract import FailureKind, RewardRequest
+from mobula.rewards.isolation.deadline import InTime
+from mobula.rewards.isolation.process_pool import IsolatedPool
+from mobula.rewards.offline.pictures import PictureFiles
+from mobula.rewards.offline.rows import BrokenRowError, Record, read_row
+from mobula.rewards.offline.sources import Batch
+from mobula.rewards.offline.summary import DIGITS, MAX_BROKEN, RIGHT, Mean, Summary, shortened
+from mobula.rewards.recipes import ComponentError
+from mobula.rewards.scoring import RewardScoring
+from mobula.rewards.tools import Tools
+
+FUNCTION_SHARE, BATCH_SHARE = 1 / 20, 0.8  # of `timeout_s`
+PICTURES = "pictures"  # stands for a component where a record's pictures cannot be read
+DEVICE, DTYPE = "cpu", "float32"  # of models: each process has its own copy
+MAX_TEXT_CHARS = 2000  # of a prompt or a response that is shown
+MAX_REFERENCES = 10
+_encode = msgspec.json.Encoder().encode
+
+
+@dataclass(frozen=True)
+class ScoringOptions:
+    """What is scored by, and what is kept of it. Paths of pictures begin in `folder`."""
+
+    rewards: RewardsConfig
+    folder: Path
+    timeout_s: float
+    pass_threshold: float
+    top_k: int
+    max_ids: int
+    writes_rows: bool
+
+
+@dataclass(frozen=True)
+class ScoredBatch:
+    """`rows` is a line of JSON a record; `is_stuck` says that a computation hangs on in the process."""
+
+    size: int
+    summary: Summary
+    rows: bytes
+    is_stuck: bool
+
+
+class BatchScorer:
+    """Scores records as a run with these rewards does; a record that cannot be scored is counted by its failure.
+
+    `timeout_s` is what a batch may take. An answer that hangs may take a share of it, all that hang in a batch another,
+    so that they are counted as timed out before the batch is late.
+    """
+
+    def __init__(self, options: ScoringOptions) -> None:
+        """Raises: ValueError: a function is unknown, or its options are unfit."""
+        self._options = options
+        self._needs_pictures = options.rewards.needs_pictures
+        self._files = PictureFiles(options.folder)
+        share_s = FUNCTION_SHARE * options.timeout_s
+        self._isolated = IsolatedPool(
+            num_processes=options.rewards.processes,
+            timeout_s=share_s,
+            start_timeout_s=BATCH_SHARE * options.timeout_s,
+        )
+        self._in_time = InTime(timeout_s=share_s)
+        self._scoring = RewardScoring(options.rewards, None, Tools(self._isolated, DEVICE, DTYPE, self._in_time))
+
+    def score(self, batch: Batch) -> ScoredBatch:
+        summary = Summary()
+        numbers: list[int] = []
+        records: list[Record] = []
+        requests: list[RewardRequest | ComponentError] = []
+        for number, row in enumerate(batch.rows, batch.first):
+            if isinstance(row, bytes) and not row.strip():
+                continue
+            try:
+                record = read_row(row)
+            except BrokenRowError as error:
+                summary.num_broken += 1
+                if len(summary.broken) < MAX_BROKEN:
+                    summary.broken.append((number, str(error)))
+                continue
+            numbers.append(number)
+            records.append(record)
+            requests.append(self._request(record))
+        rewards = self._rewards(requests)
+        self._count(summary, numbers, records, rewards)
+        rows = b"".join(map(_line, numbers, records, rewards)) if self._options.writes_rows else b""
+        return ScoredBatch(batch.size, summary, rows, self._in_time.num_stuck > 0)
+
+    def _request(self, record: Record) -> RewardRequest | ComponentError:
+        try:
+            return record.request(self._files.read, needs_pictures=self._needs_pictures)
+        except RewardError as error:
+            return ComponentError(PICTURES, FailureKind.FAILED, str(error))
+
+    def _rewards(self, requests: Sequence[RewardRequest | ComponentError]) -> list[Reward | ComponentError]:
+        """One result a record; pictures that cannot be read cost their record alone."""
+        self._isolated.deadline = self._in_time.deadline = time.monotonic() + BATCH_SHARE * self._options.timeout_s
+        scored = iter(self._scoring.rewards([r for r in requests if isinstance(r, RewardRequest)]))
+        return [next(scored) if isinstance(request, RewardRequest) else request for request in requests]
+
+    def _count(
+        self,
+        summary: Summary,
+        numbers: Sequence[int],
+        records: Sequence[Record],
+        rewards: Sequence[Reward | ComponentError],
+    ) -> None:
+        options, accuracy = self._options, self._options.rewards.accuracy_component
+        totals: dict[int, float] = {}  # place -> total, of those that have one
+        values: dict[str, list[float]] = {component.name: [] for component in options.rewards.components}
+        for place, reward in enumerate(rewards):
+            if isinstance(reward, ComponentError):
+                summary.unscored[f"{reward.component}: {reward.kind}"] += 1
+                continue
+            total = totals[place] = round(reward.value, DIGITS)
+            for name, value in reward.components.items():
+                values[name].append(value)
+            is_passed = total >= options.pass_threshold
+            is_right = reward.components.get(accuracy, 0.0) >= RIGHT
+            summary.num_passed += is_passed
+            summary.num_right += is_right
+            if is_right and not is_passed:
+                summary.num_right_below += 1
+                if len(summary.right_below) < options.max_ids:
+                    id_ = records[place].id
+                    summary.right_below.append(numbers[place] if id_ is None else id_)
+        summary.num_records = len(rewards)
+        summary.total.add(totals.values())
+        for name, numbers_of_name in values.items():
+            summary.components[name] = Mean()
+            summary.components[name].add(numbers_of_name)
+        best = nsmallest(options.top_k, totals, key=lambda place: (-totals[place], place))
+        worst = nlargest(options.top_k, totals, key=lambda place: (-totals[place], place))[::-1]
+        shown = {place: _example(numbers[place], records[place], rewards[place]) for place in {*best, *worst}}
+        summary.best, summary.worst = [shown[place] for place in best], [shown[place] for place in worst]
+
+
+def _result(number: int, record: Record, reward: Reward | ComponentError) -> dict[str, Any]:
+    name = {"row": number, "id": record.id}
+    if isinstance(reward, ComponentError):
+        return {**name, "unscored": f"{reward.component}: {reward.kind}", "reason": reward.reason}
+    return {**name, "reward": round(reward.value, DIGITS), "components": reward.components}
+
+
+def _line(number: int, record: Record, reward: Reward | ComponentError) -> bytes:
+    return _encode(_result(number, record, reward)) + b"\n"
+
+
+def _example(number: int, record: Record, reward: Reward | ComponentError) -> dict[str, Any]:
+    said = shortened({"prompt": record.prompt, "response": record.text}, MAX_TEXT_CHARS)
+    reasons = dict(reward.reasons) if isinstance(reward, Reward) else {}
+    references = list(record.references[:MAX_REFERENCES])
+    return {**_result(number, record, reward), "reasons": reasons, **said, "references": references}
+
+
+_scorer: list[BatchScorer] = []  # the one scorer of this process
+
+
+def start(options: ScoringOptions) -> None:
+    """Make the scorer of this process.
+
+    Raises:
+        PreflightError: a function is unknown, or its options are unfit.
+    """
+    try:
+        with ThreadPoolExecutor(1) as thread:  # a child whose parent's own thread used OpenMP's hangs in a model
+            _scorer.append(thread.submit(BatchScorer, options).result())
+    except ValueError as error:
+        raise PreflightError(str(error)) from error
+
+
+def score(batch: Batch) -> ScoredBatch:
+    """Score a batch in this process; `start` comes first."""
+    return _scorer[0].score(batch)

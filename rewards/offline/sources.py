@@ -1,0 +1,135 @@
+"""Sources of recorded responses: JSONL, Parquet, or the trajectories that a run has recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mobula.cluster.errors import PreflightError
+from mobula.cluster.records.json_lines import check_encoding
+
+BATCH_BYTES = 4 << 20  # of one batch; a row that is larger is a batch of its own
+BUFFER_BYTES = 1 << 20  # read of a Parquet column at a time
+TRAJECTORIES_FOLDER = "trajectories"  # of a run folder
+COLUMNS = ("id", "prompt", "response", "reference", "metadata")
+PICTURE_COLUMNS = ("image", "images", "video", "videos", "response_image", "response_images")
+# of cluster.records.arrow.SCHEMA: column -> field of a row
+TRAJECTORY_COLUMNS = {
+    "trajectory_id": "id",
+    "prompt_text": "prompt",
+    "response_text": "response",
+    "references": "reference",
+    "metadata": "metadata",
+    "response_num_tokens": "generated_tokens",
+    "response_is_truncated": "is_truncated",
+    "media": "images",
+}
+
+Row = bytes | Mapping[str, Any]
+"""A line of JSON, or the values of a row of Parquet."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows that follow each other. `first` is the number of the first one, from 1; `size` is counted in source units."""
+
+    first: int
+    rows: Sequence[Row]
+    size: int
+
+
+@dataclass(frozen=True)
+class Source:
+    """A sequence of rows that is read once. `size` is that of all rows: bytes of JSONL, rows of Parquet."""
+
+    path: Path
+    kind: str
+    size: int
+    rows: Callable[[], Iterator[tuple[Row, int, int]]]
+    """Each row with its size, and about how many bytes it takes."""
+
+    def batches(self, num_rows: Callable[[], int]) -> Iterator[Batch]:
+        """Batches of `num_rows()` rows, asked for each, or fewer where they are large."""
+        first, batch, size, num_bytes, most = 1, [], 0, 0, num_rows()
+        for row, row_size, row_bytes in self.rows():
+            if batch and (len(batch) >= most or num_bytes + row_bytes > BATCH_BYTES):
+                yield Batch(first, batch, size)
+                first, batch, size, num_bytes, most = first + len(batch), [], 0, 0, num_rows()
+            batch.append(row)
+            size += row_size
+            num_bytes += row_bytes
+        if batch:
+            yield Batch(first, batch, size)
+
+
+def open_source(path: Path, *, needs_pictures: bool) -> Source:
+    """Find out what `path` is. Pictures of Parquet are read only where they are needed.
+
+    Raises:
+        PreflightError: it is not there, or nothing that can be scored.
+    """
+    try:
+        if path.is_dir() or path.suffix == ".parquet":
+            return _parquet(path, needs_pictures)
+        if path.is_file():  # a pipe has no beginning to look at
+            check_encoding(path)
+        return Source(path, "jsonl", path.stat().st_size, lambda: _lines(path))
+    except ValueError as error:
+        raise PreflightError(str(error)) from error
+    except OSError as error:
+        kinds = "a JSONL or Parquet file, or a run folder"
+        raise PreflightError(f"{path} cannot be read ({error.strerror or error}): give {kinds}") from error
+
+
+def _lines(path: Path) -> Iterator[tuple[Row, int, int]]:
+    with path.open("rb") as file:
+        for line in file:
+            size = len(line)
+            yield line, size, size
+
+
+def _parquet(path: Path, needs_pictures: bool) -> Source:
+    """A file, or the files of a folder of trajectories."""
+    import pyarrow as pa  # JSONL does not need it
+    import pyarrow.parquet as pq
+
+    files, kind = [path], "parquet"
+    if path.is_dir():
+        folder = path / TRAJECTORIES_FOLDER if (path / TRAJECTORIES_FOLDER).is_dir() else path
+        files, kind = sorted(folder.glob("step-*.parquet")), "trajectories"
+        if not files:
+            reason = "give a run that had replay.trajectory_log=true"
+            raise PreflightError(f"{path} holds no recorded trajectories: {reason}")
+    names: dict[Path, dict[str, str]] = {}
+    size = 0
+    for file in files:
+        try:
+            with pq.ParquetFile(file) as opened:
+                names[file] = _columns(file, opened.schema_arrow.names, needs_pictures)
+                size += opened.metadata.num_rows
+        except pa.ArrowInvalid as error:
+            raise PreflightError(f"{file} is no Parquet file ({error}): write it again") from error
+
+    def rows() -> Iterator[tuple[Row, int, int]]:
+        for file, columns in names.items():
+            with pq.ParquetFile(file, buffer_size=BUFFER_BYTES, pre_buffer=False) as opened:
+                whole = max(1, opened.metadata.num_rows)
+                groups = map(opened.metadata.row_group, range(opened.num_row_groups))
+                row_bytes = sum(group.total_byte_size for group in groups) // whole
+                most = max(1, min(1024, BATCH_BYTES // max(1, row_bytes)))
+                for batch in opened.iter_batches(most, columns=list(columns)):
+                    for row in batch.rename_columns([columns[name] for name in batch.schema.names]).to_pylist():
+                        yield row, 1, row_bytes
+
+    return Source(path, kind, size, rows)
+
+
+def _columns(file: Path, names: Sequence[str], needs_pictures: bool) -> dict[str, str]:
+    """The columns to read, and the field of a row that each one is."""
+    own = {name: name for name in (*COLUMNS, *PICTURE_COLUMNS) if name in names}
+    columns = {n: TRAJECTORY_COLUMNS[n] for n in names if n in TRAJECTORY_COLUMNS} if "response_text" in names else own
+    if "response" not in columns.values():
+        raise PreflightError(f"{file} has no column `response`, only {', '.join(sorted(names))}: name one so")
+    return {name: field for name, field in columns.items() if needs_pictures or field not in PICTURE_COLUMNS[:4]}

@@ -1,1 +1,0 @@
-"""Records and the files that they are read from."""

@@ -169,6 +169,8 @@ def checked(result: Any) -> Score:
         NotFiniteError: it, or a part of it, is NaN, an infinity, or too large.
         RewardError: it is no number.
     """
+    if type(result) is float and abs(result) <= MAX_VALUE:
+        return Score(result)
     score = result if isinstance(result, Score) else _as_score(result)
     is_plain = type(score.value) is float and type(score.reason) is str and score.breakdown == {}
     if is_plain and abs(score.value) <= MAX_VALUE:

@@ -44,7 +44,9 @@ class BuiltRecipe:
 
     def wants(self, component: str, outcomes: Mapping[str, Outcome]) -> bool:
         """Whether a component is to run, given the outcomes of the components before it."""
-        return component in self.weights and self._shut_gate(component, outcomes) is None
+        if component not in self.weights:
+            return False
+        return component not in self.gates or self._shut_gate(component, outcomes) is None
 
     def reward(self, outcomes: Mapping[str, Outcome]) -> Reward:
         """The outcomes of all components, as one reward; `Reward.components` keeps each unweighted value that there is.

@@ -6,6 +6,7 @@ Exit codes are in `deploy/cli/errors.py`.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Sequence
@@ -65,12 +66,6 @@ class ExportDtype(StrEnum):
     FLOAT32 = "float32"
     BFLOAT16 = "bfloat16"
     FLOAT16 = "float16"
-
-
-class Compatible(StrEnum):
-    """Whose published results `score` reproduces."""
-
-    AERORL = "aerorl"
 
 
 def _show_version(is_asked: bool) -> None:
@@ -295,54 +290,39 @@ def export(
 @app.command()
 def score(
     source: Annotated[Path, typer.Argument(metavar="FILE", help="JSONL, Parquet, or a run with trajectories.")],
-    compat: Annotated[
-        Compatible | None, typer.Option(help="Put the published reading of the rules first, to the digit.")
-    ] = None,
-    recipe: Annotated[Path | None, typer.Option(help="Score by a YAML file like a run's `rewards`, too.")] = None,
-    weight: Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE", help="Weight of a component.")] = None,
-    require_json: Annotated[bool, typer.Option("--require-json", help="The response has to be JSON.")] = False,
-    regex_pattern: Annotated[str, typer.Option(help="The response has to match this.")] = "",
-    target_tokens: Annotated[int, typer.Option(help="Tokens beyond which a response costs.")] = 128,
-    latency_budget_ms: Annotated[float, typer.Option(help="Latency beyond which a response costs.")] = 500.0,
-    pass_threshold: Annotated[float, typer.Option(help="Total from which a response passes.")] = 0.3,
+    overrides: Overrides = None,
+    recipe: Annotated[Path | None, typer.Option(help="Score by a YAML file like a run's `rewards`.")] = None,
+    pass_threshold: Annotated[float, typer.Option(help="Reward from which a response passes.")] = 0.5,
     top_k: Annotated[int, typer.Option(min=0, help="Best and worst records that are shown.")] = 3,
-    max_ids: Annotated[int, typer.Option(min=0, help="False passes that are named; all are counted.")] = 1000,
-    output: Annotated[Path | None, typer.Option(help="Write the report as JSON.")] = None,
-    html: Annotated[Path | None, typer.Option(help="Write the report as a page.")] = None,
+    max_ids: Annotated[int, typer.Option(min=0, help="Right records below the threshold that are named.")] = 1000,
+    output: Annotated[Path | None, typer.Option(help="Write the summary as JSON.")] = None,
     results: Annotated[Path | None, typer.Option(help="Write each record's scores as JSONL.")] = None,
     processes: Annotated[int, typer.Option(min=1, help="Processes that score.")] = len(os.sched_getaffinity(0)),
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds that one part of the file may take.")] = 600.0,
-    strict: Annotated[bool, typer.Option("--strict", help="Refuse a file with a broken line.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Say one line.")] = False,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds that a batch of rows may take.")] = 600.0,
+    strict: Annotated[bool, typer.Option("--strict", help="Refuse a file with a broken row.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print one line.")] = False,
 ) -> None:
-    """Score recorded responses without a run: component averages, false passes, best and worst."""
+    """Score recorded responses by the rewards of a run: averages, pass rate, best and worst."""
     with explained():
         from mobula.deploy.tools import score as scoring
-        from mobula.rewards.offline.options import ScoreOptions, parse_weights
 
-        try:
-            weights = parse_weights(weight or [])
-            options = ScoreOptions(
-                weights, require_json, regex_pattern, target_tokens, latency_budget_ms, pass_threshold, top_k, max_ids
-            )
-        except ValueError as error:
-            raise PreflightError(str(error)) from error
+        if not math.isfinite(pass_threshold):
+            raise PreflightError(f"--pass-threshold {pass_threshold}: give a finite number")
         command = scoring.ScoreCommand(
-            source, options, compat is not None, recipe, output, html, results, processes, timeout, strict, quiet
+            source=source,
+            overrides=overrides or [],
+            recipe=recipe,
+            pass_threshold=pass_threshold,
+            top_k=top_k,
+            max_ids=max_ids,
+            output=output,
+            results=results,
+            num_processes=processes,
+            timeout_s=timeout,
+            is_strict=strict,
+            is_quiet=quiet,
         )
         raise typer.Exit(scoring.score(command, terminal()))
-
-
-@app.command()
-def corrupt(
-    source: Annotated[Path, typer.Argument(metavar="INPUT", help="JSONL of prompts and references.")],
-    target: Annotated[Path, typer.Argument(metavar="OUTPUT", help="The records to score, as JSONL.")],
-) -> None:
-    """Make responses of five known kinds, good and flawed, to see what a scoring catches."""
-    with explained():
-        from mobula.deploy.tools import score as scoring
-
-        raise typer.Exit(scoring.corrupt(source, target, terminal()))
 
 
 @app.command()

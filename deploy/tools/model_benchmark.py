@@ -31,24 +31,9 @@ from mobula.configs.load import load_config
 from mobula.configs.schema import RunConfig
 from mobula.deploy.wiring.build import Inference
 from mobula.deploy.wiring.preparation import Prepared, require_model
-from mobula.rewards.offline.evaluation import evaluate
-from mobula.rewards.offline.options import DEFAULT_WEIGHTS, ScoreOptions
-from mobula.rewards.offline.report import build_report
-from mobula.rewards.offline.rules.answers import read_answer
-from mobula.rewards.offline.rules.schemes import built_in_schemes
-from mobula.rewards.offline.scoring import SchemeScorer
-from mobula.rewards.offline.sources.source import open_source
+from mobula.rewards.functions.parsing.extraction import extractor
 
-RULES = ScoreOptions(
-    weights=DEFAULT_WEIGHTS,
-    require_json=False,
-    regex_pattern="",
-    target_tokens=128,
-    latency_budget_ms=500.0,
-    pass_threshold=0.3,
-    top_k=5,
-    max_ids=100,
-)
+ANSWER = extractor("fenced_json:answer")  # the claim of a record, as rules of grounding read it
 SAMPLE_PERIOD_S = 0.25
 DIGITS = 3
 
@@ -198,7 +183,7 @@ async def _all(calls: Iterable[Callable[[], Awaitable[Any]]]) -> list[Any]:
 def record_of(answer: TimedResponse) -> dict[str, Any]:
     """The answer as `mobula score` reads it, the response as it was generated."""
     prompt, response = answer.prompt, answer.trajectory.response
-    claim = read_answer(response.text).text
+    claim, _ = ANSWER(response.text)
     return {
         "id": prompt.sample_id,
         "prompt": prompt.text,
@@ -207,7 +192,7 @@ def record_of(answer: TimedResponse) -> dict[str, Any]:
         "metadata": {
             **prompt.metadata,
             "evidence_entities": list(prompt.references),
-            "claimed_entities": [claim] if claim and claim.strip() else [],
+            "claimed_entities": [claim] if claim else [],
             "latency_ms": round(answer.latency_ms, DIGITS),
             "generated_tokens": response.num_tokens,
             "is_truncated": response.is_truncated,
@@ -241,7 +226,6 @@ def _report(contestant: Contestant, measured: ModelMeasurements, records: Path) 
         "usage": measured.usage,
         "quality": _quality(config, answers),
         "records": records.name,
-        "score": _offline(records),
     }
 
 
@@ -262,14 +246,6 @@ def _quality(config: RunConfig, answers: Sequence[TimedResponse]) -> dict[str, A
     return {**{name: round(value, 6) for name, value in found.items()}, "num_scored": num_scored}
 
 
-def _offline(records: Path) -> dict[str, Any]:
-    """The same answers by the offline rules."""
-    scorer = SchemeScorer(built_in_schemes(RULES), RULES, compared=(1, 0), writes_rows=False)
-    source = open_source(records)
-    whole = evaluate(source, scorer, RULES, num_processes=1, timeout_s=600)
-    return build_report(whole, scorer, RULES, source, primary="mobula")
-
-
 def _utilization(usage: dict[str, Any]) -> float:
     of_gpus = [gpu["utilization_percent"]["avg"] for gpu in usage["gpus"] if gpu["utilization_percent"]]
     if of_gpus:
@@ -279,7 +255,7 @@ def _utilization(usage: dict[str, Any]) -> float:
 
 def _table(runs: Sequence[dict[str, Any]]) -> Table:
     model = Column("model", overflow="fold")  # paths often differ at their ends alone
-    table = Table(model, "accuracy", "reward", "pass rate", "samples/s", "tokens/s", "p50 ms", "p95 ms", "busy")
+    table = Table(model, "accuracy", "reward", "samples/s", "tokens/s", "p50 ms", "p95 ms", "busy")
     for run in runs:
         quality, generation = run["quality"], run["generation"]
         latency = generation["sample_latency_ms"]
@@ -287,7 +263,6 @@ def _table(runs: Sequence[dict[str, Any]]) -> Table:
             _name(run, runs),
             f"{quality['accuracy']:.3f}",
             f"{quality['average_reward']:.3f}",
-            f"{run['score']['pass_rate']:.3f}",
             f"{generation['samples_per_s']:.2f}",
             f"{generation['generated_tokens_per_s']:.1f}",
             f"{latency['p50']:.0f}",

@@ -1,11 +1,11 @@
-"""`mobula score` and `mobula corrupt`: recorded responses scored without a run, and flawed ones to score."""
+"""`mobula score`: recorded responses scored by the rewards of a run, without the run."""
 
 from __future__ import annotations
 
 import json
 import os
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,15 +14,14 @@ from typing import IO, Any
 from rich.console import Console
 
 from mobula.cluster.errors import PreflightError
-from mobula.rewards.offline.evaluation import BrokenSourceError, evaluate
-from mobula.rewards.offline.options import ScoreOptions
-from mobula.rewards.offline.report import build_report
-from mobula.rewards.offline.rules.schemes import Scheme, built_in_schemes
-from mobula.rewards.offline.scoring import SchemeScorer
-from mobula.rewards.offline.sources.source import Source, open_source
+from mobula.configs.load import ConfigError, load_config, load_resolved, load_rewards
+from mobula.configs.schema.rewards import RewardsConfig
+from mobula.rewards.offline.run import score_source
+from mobula.rewards.offline.scorer import ScoringOptions
+from mobula.rewards.offline.sources import Source, open_source
 
 PROGRESS_PER_S = 5.0
-AERORL, MOBULA, RECIPE = range(3)  # places among the schemes
+CONFIG_FILE = "config.yaml"  # of a run folder
 
 
 @dataclass(frozen=True)
@@ -30,11 +29,12 @@ class ScoreCommand:
     """Options of `mobula score`; files whose path is None are not written."""
 
     source: Path
-    options: ScoreOptions
-    is_compatible: bool  # aeroRL's reading on top of the report in place of ours
+    overrides: Sequence[str]
     recipe: Path | None
+    pass_threshold: float
+    top_k: int
+    max_ids: int
     output: Path | None
-    html: Path | None
     results: Path | None
     num_processes: int
     timeout_s: float
@@ -43,98 +43,81 @@ class ScoreCommand:
 
 
 def score(command: ScoreCommand, console: Console) -> int:
-    """Score a file, write what was asked for and say the summary; returns the exit code.
+    """Score a file, write what was asked for and print the summary; returns the exit code.
 
     Raises:
-        PreflightError: the source or the recipe is unfit, a line is no record under --strict, or a file cannot be
-            written.
+        ConfigError: no rewards are named, or they do not fit the schema.
+        PreflightError: the source or a reward function is unfit, a row is no record under --strict, or a file cannot
+            be written.
         WorkerDiedError, DeadlineError: a process died or hung.
     """
-    source = open_source(command.source)
-    scorer = _scorer(command)
-    primary = scorer.schemes[-1 if command.recipe else AERORL if command.is_compatible else MOBULA].name
+    rewards = chosen_rewards(command)
+    source = open_source(command.source, needs_pictures=rewards.needs_pictures)
+    options = ScoringOptions(
+        rewards=rewards,
+        folder=(command.source if command.source.is_dir() else command.source.parent).absolute(),
+        timeout_s=command.timeout_s,
+        pass_threshold=command.pass_threshold,
+        top_k=command.top_k,
+        max_ids=command.max_ids,
+        writes_rows=command.results is not None,
+    )
     rows = _replacing(command.results) if command.results else nullcontext(None)
-    try:
-        with rows as file, _progress(source, console, command.is_quiet) as on_progress:
-            whole = evaluate(
-                source,
-                scorer,
-                command.options,
-                num_processes=command.num_processes,
-                timeout_s=command.timeout_s,
-                is_strict=command.is_strict,
-                rows=file,
-                on_progress=on_progress,
-            )
-    except BrokenSourceError as error:
-        raise PreflightError(str(error)) from error
-    report = build_report(whole, scorer, command.options, source, primary=primary)
+    with rows as file, _progress(source, console, command.is_quiet) as on_progress:
+        summary = score_source(
+            source,
+            options,
+            num_processes=command.num_processes,
+            is_strict=command.is_strict,
+            rows=file,
+            on_progress=on_progress,
+        )
+    report = {
+        "source": str(source.path),
+        "kind": source.kind,
+        **summary.report(rewards.accuracy_component, command.pass_threshold),
+        "rewards": rewards.model_dump(mode="json"),
+    }
     text = json.dumps(report, indent=2, allow_nan=False)
     if command.output:
-        _write(command.output, text + "\n")
-    if command.html:
-        from mobula.rewards.offline.page import render_page  # Jinja, which nothing else here needs
-
-        _write(command.html, render_page(report))
-    _say(console, report, text, command)
+        with _replacing(command.output) as file:
+            file.write(text.encode("utf-8", errors="replace") + b"\n")
+    if not command.is_quiet:
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+    console.print(_line(report), markup=False, highlight=False, soft_wrap=True)
     return 0
 
 
-def corrupt(source: Path, target: Path, console: Console) -> int:
-    """Write a record of known flaws for each prompt and reference of `source`; returns the exit code.
+def chosen_rewards(command: ScoreCommand) -> RewardsConfig:
+    """The rewards of `--recipe`, of the words, or of the run whose folder is scored.
 
     Raises:
-        PreflightError: a line has no reference or is no object, or a file cannot be read or written.
+        ConfigError: none of them names rewards, or two do; or they do not fit the schema.
     """
-    from mobula.rewards.offline.corruption import corrupt_lines
-
-    try:
-        with source.open("rb") as lines, _replacing(target) as file:
-            counts = corrupt_lines(lines, file)
-    except OSError as error:
-        raise PreflightError(f"{source} cannot be read ({error.strerror}): give a JSONL file") from error
-    except ValueError as error:
-        raise PreflightError(f"{source}, {error}") from error
-    shares = ", ".join(f"{name} {num:,}" for name, num in counts.items())
-    console.print(f"{sum(counts.values()):,} records written to {target}: {shares}", markup=False, soft_wrap=True)
-    return 0
-
-
-def _scorer(command: ScoreCommand) -> SchemeScorer:
-    schemes: tuple[Scheme, ...] = built_in_schemes(command.options)
-    compared = (MOBULA, AERORL)
-    if command.recipe:
-        from mobula.rewards.offline.rules.recipe_scheme import recipe_scheme
-
-        folder = command.source if command.source.is_dir() else command.source.parent
-        by_recipe = recipe_scheme(command.recipe, command.options, folder=folder, timeout_s=command.timeout_s)
-        schemes = (*schemes, by_recipe)
-        compared = (RECIPE, MOBULA)
-    return SchemeScorer(schemes, command.options, compared=compared, writes_rows=command.results is not None)
+    words = command.overrides
+    if command.recipe is not None:
+        if words:
+            raise ConfigError(f"--recipe and {words[0]}: both choose the rewards, give one of them")
+        return load_rewards(command.recipe)
+    if any(word.startswith(("rewards=", "experiment=")) for word in words):
+        return load_config(words, is_complete=False).rewards
+    config = command.source / CONFIG_FILE
+    if config.is_file():
+        return load_resolved(config, words).rewards
+    raise ConfigError("no rewards are chosen: add rewards=NAME, e.g. rewards=exact_match, or --recipe FILE")
 
 
 @contextmanager
 def _progress(source: Source, console: Console, is_quiet: bool) -> Iterator[Callable[[int], None]]:
-    """A bar that is drawn by this thread alone: the processes are forked while it stands."""
     if is_quiet or not console.is_terminal:
         yield lambda size: None
         return
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, auto_refresh=False, transient=True) as progress:
+    with Progress(*columns, console=console, refresh_per_second=PROGRESS_PER_S, transient=True) as progress:
         task = progress.add_task(f"scoring {source.path.name}", total=source.size)
-        drawn = 0.0
-
-        def advance(size: int) -> None:
-            nonlocal drawn
-            progress.advance(task, size)
-            now = progress.get_time()
-            if now - drawn >= 1 / PROGRESS_PER_S:
-                drawn = now
-                progress.refresh()
-
-        yield advance
+        yield lambda size: progress.advance(task, size)
 
 
 @contextmanager
@@ -154,32 +137,23 @@ def _replacing(path: Path) -> Iterator[IO[bytes]]:
         finally:
             draft.unlink(missing_ok=True)
     except OSError as error:
+        if isinstance(error, TimeoutError):  # of the scoring inside
+            raise
         raise PreflightError(f"{path} cannot be written ({error.strerror}): give another path") from error
 
 
-def _write(path: Path, text: str) -> None:
-    with _replacing(path) as file:
-        file.write(text.encode("utf-8", errors="replace"))
-
-
-def _say(console: Console, report: dict[str, Any], text: str, command: ScoreCommand) -> None:
-    """The whole report unless it is quiet, then a line of it."""
-    if not command.is_quiet:
-        console.print("=== Reward Summary ===", markup=False)
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
-    found = report["input"]
-    line = f"{found['num_records']:,} records"
-    if found["num_records"]:
-        gate = report["improvement"]["quality_gate_gain"]
+def _line(report: dict[str, Any]) -> str:
+    accuracy, num_scored = report["accuracy"], report["num_scored"]
+    line = f"{report['num_records']:,} records"
+    if num_scored:
         line += (
-            f" by {report['semantics']}: average {report['average_reward']:g}, pass rate {report['pass_rate']:g}; the "
-            f"manual baseline passes {report['manual_baseline']['pass_rate']:g}, {gate['false_pass_count']:,} of them "
-            "falsely"
+            f": average {report['average_reward']:g}, pass rate {report['pass_rate']:g}; {accuracy['component']} takes "
+            f"{accuracy['share_right']:g} for right, {accuracy['num_right_below_threshold']:,} of them do not pass"
         )
-        if report["unscored"]:
-            reasons = ", ".join(f"{reason} ({num:,})" for reason, num in report["unscored"].items())
-            line += f"; {found['num_records'] - report['num_scored']:,} have no score: {reasons}"
-    if found["num_broken"]:
-        first = found["broken"][0]
-        line += f"; {found['num_broken']:,} lines skipped, the first is line {first['line']}: {first['reason']}"
-    console.print(line, markup=False, highlight=False, soft_wrap=True)
+    if report["unscored"]:
+        reasons = ", ".join(f"{reason} ({num:,})" for reason, num in report["unscored"].items())
+        line += f"; {report['num_records'] - num_scored:,} have no score: {reasons}"
+    if report["broken"]:
+        first = report["broken"][0]
+        line += f"; {report['num_broken']:,} rows skipped, the first is row {first['row']}: {first['fault']}"
+    return line

@@ -16,6 +16,11 @@ from mobula.rewards.isolation.process import Isolated
 from mobula.rewards.tools import Tools
 
 BUILT_IN: Mapping[str, str] = {  # name -> its factory, imported when it is asked for: models pull in torch
+    "aerorl_contains": "mobula.rewards.functions.answers.aerorl:AeroRLContains",
+    "aerorl_cost": "mobula.rewards.functions.answers.aerorl:AeroRLCost",
+    "aerorl_format": "mobula.rewards.functions.answers.aerorl:AeroRLFormat",
+    "aerorl_grounding": "mobula.rewards.functions.answers.aerorl:AeroRLGrounding",
+    "aerorl_verifier": "mobula.rewards.functions.answers.aerorl:AeroRLVerifier",
     "aesthetic": "mobula.rewards.models.aesthetic:Aesthetic",
     "anls": "mobula.rewards.functions.answers.anls:Anls",
     "clip_score": "mobula.rewards.models.clip:ClipScore",

@@ -12,11 +12,9 @@ from typing import Any
 
 from mobula.cluster.errors import RewardError
 
-PROMPT_KEYS = ("image", "images")
 VIDEO_KEYS = ("video", "videos")
 FRAME_KEYS = ("frames", "video")  # under which a mapping holds frames
 FRAME_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
-RESPONSE_KEYS = ("response_image", "response_images")
 MAX_BYTES = 64 << 20  # of one file
 NUM_AT_HAND = 64  # files that one process keeps: the responses to one prompt follow each other
 _URL = "data:"
@@ -71,7 +69,7 @@ def _is_frame(item: Any) -> bool:
     )
 
 
-def named_pictures(values: Mapping[str, Any], keys: Sequence[str]) -> tuple[Named, ...]:
+def named_pictures(values: Mapping[str, Any], *keys: str) -> tuple[Named, ...]:
     """The pictures that a record names under `keys`, one or a list; what is none is kept as its text, to be named."""
     found: list[Named] = []
     for value in (values.get(key) for key in keys):

@@ -16,7 +16,7 @@ from mobula.cluster.records.json_lines import parse_json
 from mobula.cluster.records.trajectory import Response
 from mobula.rewards.contract import RewardRequest
 from mobula.rewards.offline.pictures import named_frames, named_pictures
-from mobula.rewards.offline.sources import Row
+from mobula.rewards.offline.sources import PICTURE_COLUMNS, Row
 
 _decode = msgspec.json.Decoder().decode
 ReadPictures = Callable[[Sequence[Any]], tuple[bytes, ...]]
@@ -57,19 +57,20 @@ def read_row(row: Row) -> Record:
         BrokenRowError: it is no JSON object, has no response, or a value is of no use.
     """
     values = _parsed_line(row) if isinstance(row, bytes) else row
-    if not isinstance(values, Mapping):
+    if not isinstance(values, dict):
         raise BrokenRowError(f"a {type(values).__name__}, not an object")
     response = values.get("response")
     if response is None or response != response:
         raise BrokenRowError("it has no response")
+    has_pictures = not values.keys().isdisjoint(PICTURE_COLUMNS)
     return Record(
         id=_id(values.get("id")),
         text=_text(response, "response"),
         references=_references(values.get("reference")),
         metadata=_metadata(values),
         prompt=_prompt(values.get("prompt")),
-        pictures=(*named_pictures(values, "image", "images"), *named_frames(values)),
-        response_pictures=named_pictures(values, "response_image", "response_images"),
+        pictures=(*named_pictures(values, "image", "images"), *named_frames(values)) if has_pictures else (),
+        response_pictures=named_pictures(values, "response_image", "response_images") if has_pictures else (),
     )
 
 
@@ -113,10 +114,11 @@ def _metadata(values: Mapping[str, Any]) -> Mapping[str, Any]:
             found = json.loads(found)
         except (ValueError, RecursionError) as error:
             raise BrokenRowError(f"metadata is a text and no JSON ({error})") from error
-    if not isinstance(found, Mapping):
+    if not isinstance(found, dict):
         raise BrokenRowError(f"metadata is a {type(found).__name__}, not an object")
-    columns = {name: values[name] for name in ("generated_tokens", "is_truncated") if name in values}
-    found = {**columns, **found} if columns else found
+    for name in ("generated_tokens", "is_truncated"):  # columns of recorded trajectories
+        if name in values:
+            found = {name: values[name], **found}
     tokens = found.get("generated_tokens")
     if tokens is not None and (not isinstance(tokens, int | float) or not math.isfinite(tokens)):
         raise BrokenRowError(f"generated_tokens is {tokens!r:.40}, no number")
@@ -129,17 +131,17 @@ def _id(value: Any) -> str | int | None:
 
 def _prompt(value: Any) -> str:
     """A text, or chat messages, whose texts follow each other."""
-    if value is None:
-        return ""
-    if isinstance(value, list | tuple) and all(isinstance(message, Mapping) for message in value):
+    if value is None or isinstance(value, str):
+        return value or ""
+    if isinstance(value, list | tuple) and all(isinstance(message, dict) for message in value):
         contents = [message.get("content") for message in value]
         parts = [part for content in contents for part in (content if isinstance(content, list) else [content])]
-        texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
+        texts = [part.get("text") if isinstance(part, dict) else part for part in parts]
         return "\n".join(text for text in texts if isinstance(text, str))
     return _text(value, "prompt")
 
 
 def _kind(value: Any) -> str:
-    if isinstance(value, Mapping):
+    if isinstance(value, dict):
         return "an object"
     return f"{value}".lower() if isinstance(value, bool) else f"a {type(value).__name__}"

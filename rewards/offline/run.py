@@ -14,10 +14,10 @@ from mobula.cluster.runtime.child.process import ChildProcess
 from mobula.rewards.offline import scorer
 from mobula.rewards.offline.scorer import ScoredBatch, ScoringOptions
 from mobula.rewards.offline.sources import Batch, Source
-from mobula.rewards.offline.summary import Summary
+from mobula.rewards.offline.summary import ScoreSummary
 
-LEAST_ROWS, MOST_ROWS = 64, 1024  # of one batch
-SHORT_S = 0.2  # batches that take less become larger
+LEAST_ROWS, MOST_ROWS = 64, 4096  # of one batch
+SHORT_S, LONG_S = 1.0, 5.0  # batches that take less than the one become larger, more than the other the smallest
 AHEAD = 3  # batches a process that are given out or finished beyond the one whose turn it is
 START_TIMEOUT_S = 300.0  # to import and make the reward functions
 
@@ -30,14 +30,14 @@ def score_source(
     is_strict: bool = False,
     rows: BinaryIO | None = None,
     on_progress: Callable[[int], None] = lambda size: None,
-) -> Summary:
+) -> ScoreSummary:
     """The summary of all records; memory does not grow with their number. `rows` gets each record's result, in order.
 
     Raises:
         PreflightError: a reward function is unfit, the source cannot be read, or with `is_strict` a row is no record.
         WorkerDiedError, DeadlineError: a process died, or a batch took longer than its time; the message has its rows.
     """
-    whole = Summary()
+    whole = ScoreSummary()
     try:
         for scored in _in_order(source, options, num_processes):
             if rows is not None:
@@ -70,8 +70,9 @@ def _in_order(source: Source, options: ScoringOptions, num_processes: int) -> It
                 child.call(START_TIMEOUT_S, scorer.start, options)
             started = time.monotonic()
             scored = child.call(options.timeout_s, scorer.score, batch)
-            is_short = time.monotonic() - started < SHORT_S
-            num_rows = min(2 * num_rows, MOST_ROWS) if is_short else LEAST_ROWS
+            seconds = time.monotonic() - started
+            if not SHORT_S <= seconds < LONG_S:
+                num_rows = min(2 * num_rows, MOST_ROWS) if seconds < SHORT_S else LEAST_ROWS
             if scored.is_stuck:
                 child.close()  # only another process is rid of a computation that hangs
             return scored

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,7 @@ import msgspec
 
 from mobula.cluster.errors import PreflightError, RewardError
 from mobula.cluster.records.trajectory import Reward
+from mobula.cluster.runtime.gc_tuning import tune_gc
 from mobula.configs.schema.rewards import RewardsConfig
 from mobula.rewards.contract import FailureKind, RewardRequest
 from mobula.rewards.isolation.deadline import InTime
@@ -21,16 +23,18 @@ from mobula.rewards.isolation.process_pool import IsolatedPool
 from mobula.rewards.offline.pictures import PictureFiles
 from mobula.rewards.offline.rows import BrokenRowError, Record, read_row
 from mobula.rewards.offline.sources import Batch
-from mobula.rewards.offline.summary import DIGITS, MAX_BROKEN, RIGHT, Mean, Summary, shortened
+from mobula.rewards.offline.summary import DIGITS, MAX_BROKEN, RIGHT, Mean, ScoreSummary, shortened
 from mobula.rewards.recipes import ComponentError
 from mobula.rewards.scoring import RewardScoring
 from mobula.rewards.tools import Tools
 
+START_TIMEOUT_S = 120.0  # to import what a reward function needs; a batch's own deadline comes first
 FUNCTION_SHARE, BATCH_SHARE = 1 / 20, 0.8  # of `timeout_s`
 PICTURES = "pictures"  # stands for a component where a record's pictures cannot be read
 DEVICE, DTYPE = "cpu", "float32"  # of models: each process has its own copy
 MAX_TEXT_CHARS = 2000  # of a prompt or a response that is shown
 MAX_REFERENCES = 10
+GC_THRESHOLDS = 50_000, 20, 100  # records are in no cycles; to look for some at every 700 objects costs a third
 _encode = msgspec.json.Encoder().encode
 
 
@@ -52,12 +56,12 @@ class ScoredBatch:
     """`rows` is a line of JSON a record; `is_stuck` says that a computation hangs on in the process."""
 
     size: int
-    summary: Summary
+    summary: ScoreSummary
     rows: bytes
     is_stuck: bool
 
 
-class BatchScorer:
+class RecordScorer:
     """Scores records as a run with these rewards does; a record that cannot be scored is counted by its failure.
 
     `timeout_s` is what a batch may take. An answer that hangs may take a share of it, all that hang in a batch another,
@@ -73,13 +77,13 @@ class BatchScorer:
         self._isolated = IsolatedPool(
             num_processes=options.rewards.processes,
             timeout_s=share_s,
-            start_timeout_s=BATCH_SHARE * options.timeout_s,
+            start_timeout_s=START_TIMEOUT_S,
         )
         self._in_time = InTime(timeout_s=share_s)
         self._scoring = RewardScoring(options.rewards, None, Tools(self._isolated, DEVICE, DTYPE, self._in_time))
 
     def score(self, batch: Batch) -> ScoredBatch:
-        summary = Summary()
+        summary = ScoreSummary()
         numbers: list[int] = []
         records: list[Record] = []
         requests: list[RewardRequest | ComponentError] = []
@@ -115,7 +119,7 @@ class BatchScorer:
 
     def _count(
         self,
-        summary: Summary,
+        summary: ScoreSummary,
         numbers: Sequence[int],
         records: Sequence[Record],
         rewards: Sequence[Reward | ComponentError],
@@ -168,7 +172,7 @@ def _example(number: int, record: Record, reward: Reward | ComponentError) -> di
     return {**_result(number, record, reward), "reasons": reasons, **said, "references": references}
 
 
-_scorer: list[BatchScorer] = []  # the one scorer of this process
+_scorer: list[RecordScorer] = []  # the one scorer of this process
 
 
 def start(options: ScoringOptions) -> None:
@@ -179,9 +183,11 @@ def start(options: ScoringOptions) -> None:
     """
     try:
         with ThreadPoolExecutor(1) as thread:  # a child whose parent's own thread used OpenMP's hangs in a model
-            _scorer.append(thread.submit(BatchScorer, options).result())
+            _scorer.append(thread.submit(RecordScorer, options).result())
     except ValueError as error:
         raise PreflightError(str(error)) from error
+    tune_gc()
+    gc.set_threshold(*GC_THRESHOLDS)
 
 
 def score(batch: Batch) -> ScoredBatch:

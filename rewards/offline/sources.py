@@ -33,7 +33,7 @@ Row = bytes | Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows that follow each other. `first` is the number of the first one, from 1; `size` is counted in source units."""
+    """Rows that follow each other; `first` is the number of the first one, from 1. `size` is in units of the source."""
 
     first: int
     rows: Sequence[Row]

@@ -36,7 +36,7 @@ class Mean:
 
 
 @dataclass
-class Summary:
+class ScoreSummary:
     """The results of some rows. Examples are in order: of equal totals the earlier row is the better one."""
 
     num_records: int = 0
@@ -52,7 +52,7 @@ class Summary:
     best: list[dict[str, Any]] = field(default_factory=list)
     worst: list[dict[str, Any]] = field(default_factory=list)
 
-    def merge(self, other: Summary, top_k: int, max_ids: int) -> None:
+    def merge(self, other: ScoreSummary, top_k: int, max_ids: int) -> None:
         """Add the rows that follow."""
         for name in ("num_records", "num_broken", "num_passed", "num_right", "num_right_below"):
             setattr(self, name, getattr(self, name) + getattr(other, name))

@@ -56,13 +56,13 @@ def test_the_report_holds_quality_speed_and_hardware(written: tuple[Path, dict[s
     assert run["quality"]["num_scored"] == NUM_PROMPTS
 
 
-def test_the_records_are_the_responses_as_generated_and_score_again_to_the_same(
+def test_the_records_are_the_responses_as_generated(
     written: tuple[Path, dict[str, Any]],
 ) -> None:
     folder, matrix = written
     [run] = matrix["runs"]
     rows = [json.loads(line) for line in (folder / "found" / run["records"]).read_text().splitlines()]
-    assert len(rows) == NUM_PROMPTS == run["score"]["count"]
+    assert len(rows) == NUM_PROMPTS
     assert all(row["reference"] and row["metadata"]["latency_ms"] > 0 for row in rows)
     assert sum(row["metadata"]["generated_tokens"] for row in rows) == run["generation"]["generated_tokens_total"]
     latencies = latency_summary([row["metadata"]["latency_ms"] for row in rows])

@@ -15,7 +15,6 @@ from fakes import make_prompt
 from http_servers import reward_app, serving
 from metrics_data import fetch_value, make_group, write_run
 from PIL import Image
-from score_data import PUBLISHED_OPTIONS, SIX_ROWS, record, score_rows
 from waiting import wait_until
 
 from mobula.cluster.metrics.artifacts import ArtifactWriter
@@ -24,7 +23,6 @@ from mobula.cluster.records.trajectory import Answers, Generated, Response, Rewa
 from mobula.cluster.rollout.contact_sheets import ContactSheets
 from mobula.cluster.rollout.evaluation import ScoredPrompt
 from mobula.rewards.contract import Score
-from mobula.rewards.offline.page import render_page
 
 pytestmark = pytest.mark.skipif(
     CHROMIUM is None, reason="no chromium, chromium-browser or google-chrome here: install one to look at the report"
@@ -255,28 +253,6 @@ def test_even_a_script_that_got_into_the_page_is_refused_by_its_policy(browser: 
         "(s => { s.textContent = 'window.owned = true'; document.body.append(s); })(document.createElement('script'))"
     )
     assert browser.evaluate("window.owned === undefined")
-
-
-@pytest.mark.parametrize(("width", "is_dark"), [(360, False), (1280, True)])
-def test_the_score_page_draws_without_scripts_and_fits(
-    browser: Browser, tmp_path: Path, width: int, is_dark: bool
-) -> None:
-    hostile = record("<b>", "<script>window.owned = true</script><img src=x onerror='window.owned = true'>", "y" * 300)
-    report = score_rows(tmp_path, [*SIX_ROWS, hostile], **PUBLISHED_OPTIONS)
-    (tmp_path / "page.html").write_text(render_page(report))
-    browser.open((tmp_path / "page.html").as_uri(), width=width, is_dark=is_dark)
-    bars = browser.evaluate("[...document.querySelectorAll('rect')].map(r => r.getBoundingClientRect().height)")
-    assert len(bars) > 20
-    assert max(bars) > 100
-    assert browser.evaluate("document.documentElement.scrollWidth") <= width
-    assert (
-        browser.evaluate("[...document.querySelectorAll('.answer')].map(a => a.textContent)").count(hostile["response"])
-        == 1
-    )
-    assert browser.evaluate("window.owned === undefined")
-    assert (np.median(browser.screenshot()) < 60) == is_dark
-    assert browser.complaints == []
-    assert browser.requests() == [(tmp_path / "page.html").as_uri()]
 
 
 @pytest.mark.parametrize("num_steps", [0, 1])

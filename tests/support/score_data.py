@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from mobula.rewards.offline.evaluation import evaluate
-from mobula.rewards.offline.options import DEFAULT_WEIGHTS, ScoreOptions
-from mobula.rewards.offline.report import build_report
-from mobula.rewards.offline.rules.schemes import built_in_schemes
-from mobula.rewards.offline.scoring import SchemeScorer
-from mobula.rewards.offline.sources.jsonl import stretches
-from mobula.rewards.offline.sources.source import Source
+from mobula.configs.load import load_config
+from mobula.rewards.offline.run import score_source
+from mobula.rewards.offline.scorer import ScoringOptions
+from mobula.rewards.offline.sources import open_source
 
 LONG = " ".join(f"word{i}" for i in range(22))
-PUBLISHED_OPTIONS: Mapping[str, Any] = {
-    "weights": {"verifier": 0.45, "grounding": 0.3, "format": 0.2, "cost": 0.05},
-    "require_json": True,
-    "regex_pattern": r"^\{.*\}$",
-    "target_tokens": 32,
-    "latency_budget_ms": 400,
-    "pass_threshold": 0.5,
-}
+AERORL = ("rewards=aerorl",)
+PUBLISHED = (  # the options of aeroRL's value benchmark; its threshold is 0.5
+    "rewards=aerorl",
+    "rewards.components.0.weight=0.45",
+    "rewards.components.3.weight=0.05",
+    "rewards.components.2.options.require_json=true",
+    r"rewards.components.2.options.regex_pattern='^\{.*\}$'",
+    "rewards.components.3.options.target_tokens=32",
+    "rewards.components.3.options.latency_budget_ms=400.0",
+)
 
 
 def record(
@@ -53,27 +52,20 @@ SIX_ROWS = (
 )
 
 
-def options(**changes: Any) -> ScoreOptions:
-    least = {"weights": DEFAULT_WEIGHTS, "require_json": False, "regex_pattern": "", "target_tokens": 128}
-    least |= {"latency_budget_ms": 500.0, "pass_threshold": 0.3, "top_k": 3, "max_ids": 1000}
-    return ScoreOptions(**{**least, **changes})
-
-
 def write_jsonl(path: Path, rows: Iterable[Any]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
 
 
-def score_file(
-    path: Path, chosen: ScoreOptions, *, primary: str = "mobula", num_processes: int = 1, num_bytes: int | None = None
-) -> dict[str, Any]:
-    """The report of a JSONL file."""
-    source = Source(path, "jsonl", "bytes", stretches(path, num_bytes))
-    scorer = SchemeScorer(built_in_schemes(chosen), chosen, compared=(1, 0), writes_rows=False)
-    whole = evaluate(source, scorer, chosen, num_processes=num_processes, timeout_s=60)
-    return build_report(whole, scorer, chosen, source, primary=primary)
+def options(words: Sequence[str], folder: Path, **changes: Any) -> ScoringOptions:
+    rewards = load_config(words, is_complete=False).rewards
+    least = {"timeout_s": 60.0, "pass_threshold": 0.5, "top_k": 3, "max_ids": 1000, "writes_rows": False}
+    return ScoringOptions(rewards=rewards, folder=folder, **{**least, **changes})
 
 
-def score_rows(tmp_path: Path, rows: Sequence[Any], **changes: Any) -> dict[str, Any]:
-    """The report of rows, aeroRL's results under `others`."""
-    return score_file(write_jsonl(tmp_path / "rows.jsonl", rows), options(**changes))
+def score_file(path: Path, words: Sequence[str], *, num_processes: int = 1, **changes: Any) -> dict[str, Any]:
+    """The report of a file."""
+    chosen = options(words, path.parent, **changes)
+    source = open_source(path, needs_pictures=chosen.rewards.needs_pictures)
+    summary = score_source(source, chosen, num_processes=num_processes)
+    return summary.report(chosen.rewards.accuracy_component, chosen.pass_threshold)

@@ -23,9 +23,8 @@ from mobula.rewards.contract import Outcome, RewardRequest, ScoringFailure, Time
 from mobula.rewards.functions import BUILT_IN
 from mobula.rewards.isolation.deadline import InTime
 from mobula.rewards.models.batching import score_in_batches
-from mobula.rewards.offline.rules.answers import read_answer
-from mobula.rewards.offline.rules.recipe_scheme import RecipeRules
-from mobula.rewards.offline.sources.records import from_line
+from mobula.rewards.offline.scorer import RecordScorer, ScoringOptions
+from mobula.rewards.offline.sources import Batch
 from mobula.rewards.pool.worker import Question, RewardWorker
 from mobula.rewards.tools import Tools
 
@@ -178,12 +177,18 @@ def test_what_is_shared_is_made_once() -> None:
 
 
 @pytest.mark.usefixtures("releasing")
-def test_offline_a_model_that_hangs_costs_its_records_alone(tmp_path: Path) -> None:
-    rules = RecipeRules(CONFIG, tmp_path, timeout_s=4)  # a twentieth of it for each response
-    records = [from_line(json.dumps({"response": text}).encode()) for text in ("1", "2", "3 hang", "4")]
-    scores = rules.score_batch(records, [("x",)] * 4, [read_answer(record.response) for record in records])
-    assert scores == [(1.0, 1.0), (2.0, 2.0), "model: timed_out", "model: timed_out"]
-    assert rules.score_batch(records[:1], [("x",)], [read_answer("1")]) == [(1.0, 1.0)]
+def test_offline_a_model_that_hangs_costs_its_records_alone_and_then_its_process(tmp_path: Path) -> None:
+    options = ScoringOptions(CONFIG, tmp_path, timeout_s=4, pass_threshold=0, top_k=0, max_ids=0, writes_rows=True)
+    scorer = RecordScorer(options)  # a twentieth of the time for each response
+
+    def rewards(*texts: str) -> tuple[list[object], bool]:
+        scored = scorer.score(Batch(1, [json.dumps({"response": text}).encode() for text in texts], 1))
+        rows = map(json.loads, scored.rows.splitlines())
+        return [row.get("reward", row.get("unscored")) for row in rows], scored.is_stuck
+
+    assert rewards("1", "2") == ([1.0, 2.0], False)
+    late = "model: timed_out"
+    assert rewards("1", "2", "3 hang", "4") == ([1.0, 2.0, late, late], True), "the last two are one batch of the model"
 
 
 @pytest.mark.usefixtures("releasing")

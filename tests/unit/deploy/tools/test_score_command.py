@@ -1,14 +1,12 @@
-"""`mobula score` and `mobula corrupt`: what they write, what they print, and what they refuse."""
+"""`mobula score`: what it scores by, what it writes and prints, and what it refuses."""
 
 from __future__ import annotations
 
 import io
 import json
-import os
 import re
 import subprocess
 import sys
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -16,22 +14,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
-from score_data import SIX_ROWS, answer, options, record, write_jsonl
+from score_data import AERORL, PUBLISHED, SIX_ROWS, record, write_jsonl
 from typer.testing import CliRunner, Result
 
+from benchmarks.harness.corruption import PATTERNS, corrupt, pattern_of
+from mobula.configs.load import dump_config, load_config
 from mobula.deploy.cli import app
 from mobula.deploy.tools import score as scoring
-from mobula.rewards.contract import RewardRequest, Score
-from mobula.rewards.functions import BUILT_IN
-from mobula.rewards.offline import evaluation
-from mobula.rewards.offline.corruption import PATTERNS, corrupt, pattern_of
-from mobula.rewards.offline.sources import jsonl
-from mobula.rewards.offline.sources.jsonl import MIN_STRETCH_BYTES
-from mobula.rewards.tools import Tools
+from mobula.rewards.offline import run
 
-PUBLISHED = ["--require-json", "--regex-pattern", r"^\{.*\}$", "--target-tokens", "32", "--latency-budget-ms", "400"]
-PUBLISHED += ["--pass-threshold", "0.5", "--weight", "verifier=.45", "--weight", "cost=.05"]
-HEAVY = ("torch", "ray", "vllm", "transformers", "deepspeed", "hydra", "pyarrow", "numpy", "jinja2")
+HEAVY = ("torch", "ray", "vllm", "transformers", "deepspeed", "pyarrow", "jinja2")
 RECIPE = """
 components:
   - name: accuracy
@@ -71,62 +63,67 @@ def six(tmp_path: Path) -> Path:
 
 def test_the_published_figures_from_the_command_line(six: Path, tmp_path: Path) -> None:
     target = tmp_path / "new" / "report.json"
-    done = mobula("score", six, "--compat", "aerorl", *PUBLISHED, "--output", target, "--quiet")
-    assert done.exit_code == 0
-    printed = "6 records by aerorl: average 0.423333, pass rate 0.5; "
-    printed += "the manual baseline passes 0.833333, 2 of them falsely"
+    done = mobula("score", six, *PUBLISHED, "--output", target, "--results", tmp_path / "rows.jsonl", "--quiet")
+    assert done.exit_code == 0, done.output
+    printed = "6 records: average 0.423333, pass rate 0.5; contains takes 0.833333 for right, 2 of them do not pass"
     assert done.output.strip() == printed
     report = json.loads(target.read_text())
-    assert report["semantics"] == "aerorl"
-    means = {"verifier": 0.333333, "grounding": 0.333333, "format": 0.7, "cost": 0.666667}
+    means = {"verifier": 0.333333, "grounding": 0.333333, "format": 0.7, "cost": 0.666667, "contains": 0.833333}
     assert report["component_averages"] == means
-    assert report["others"]["mobula"]["average_reward"] == 0.573333
-
-
-def test_without_quiet_the_report_is_printed_after_its_headline(six: Path) -> None:
-    lines = mobula("score", six, *PUBLISHED).output.splitlines()
-    assert lines[0] == "=== Reward Summary ==="
-    assert json.loads("\n".join(lines[1:-1]))["average_reward"] == 0.573333
-
-
-def test_the_results_of_each_record_in_their_order(six: Path, tmp_path: Path) -> None:
-    assert mobula("score", six, *PUBLISHED, "--quiet", "--results", tmp_path / "rows.jsonl").exit_code == 0
+    assert [component["weight"] for component in report["rewards"]["components"]] == [0.45, 0.3, 0.2, 0.05, 0.0]
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
-    assert [row["id"] for row in rows] == [row["id"] for row in SIX_ROWS]
-    assert rows[1]["reward"]["aerorl"] == {
-        "total_reward": 0.415,
-        "components": {"verifier": 0.5, "grounding": 1.0, "format": -0.8, "cost": 1.0},
-    }
+    assert [(row["row"], row["id"]) for row in rows] == [(n, row["id"]) for n, row in enumerate(SIX_ROWS, 1)]
+    components = {"verifier": 0.5, "grounding": 1.0, "format": -0.8, "cost": 1.0, "contains": 1.0}
+    assert rows[1] == {"row": 2, "id": "format-bad-contains", "reward": 0.415, "components": components}
+    # diagnostics of the published report: format, grounding and verifier below 0, cost below 0.5
+    low = {"format": 0.0, "grounding": 0.0, "verifier": 0.0, "cost": 0.5}
+    assert [sum(row["components"][name] < mark for row in rows) for name, mark in low.items()] == [1, 2, 1, 1]
+
+
+def test_without_quiet_the_summary_is_printed(six: Path) -> None:
+    lines = mobula("score", six, *PUBLISHED).output.splitlines()
+    assert json.loads("\n".join(lines[:-1]))["average_reward"] == 0.423333
 
 
 def test_the_results_are_the_same_from_several_processes(tmp_path: Path) -> None:
     rows = [corrupt(f"row-{i}", "what?", f"thing {i % 7}") for i in range(2500)]
     path = write_jsonl(tmp_path / "rows.jsonl", rows)
-    assert path.stat().st_size > 2 * MIN_STRETCH_BYTES
     for num in (1, 2):
-        done = mobula("score", path, "--quiet", "--processes", num, "--results", tmp_path / f"{num}.jsonl")
-        assert done.exit_code == 0
+        done = mobula("score", path, *AERORL, "--quiet", "--processes", num, "--results", tmp_path / f"{num}.jsonl")
+        assert done.exit_code == 0, done.output
     found = (tmp_path / "1.jsonl").read_bytes()
     assert found == (tmp_path / "2.jsonl").read_bytes()
     assert [json.loads(line)["id"] for line in found.splitlines()] == [row["id"] for row in rows]
 
 
 def test_progress_is_a_bar_on_a_terminal_and_nothing_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scoring, "PROGRESS_PER_S", 1e9)  # every part is drawn
+    monkeypatch.setattr(scoring, "PROGRESS_PER_S", 1e3)
     path = write_jsonl(tmp_path / "rows.jsonl", [corrupt(f"row-{i}", "what?", f"thing {i % 7}") for i in range(2500)])
     printed = {}
     for is_terminal, is_quiet in ((True, False), (True, True), (False, False)):
         console = Console(file=io.StringIO(), force_terminal=is_terminal, width=100)
-        not_given = dict.fromkeys(("recipe", "output", "html", "results"))
-        how = {"num_processes": 2, "timeout_s": 60.0, "is_strict": False, "is_quiet": is_quiet}
-        scoring.score(scoring.ScoreCommand(path, options(), is_compatible=False, **not_given, **how), console)
+        command = scoring.ScoreCommand(
+            source=path,
+            overrides=AERORL,
+            recipe=None,
+            pass_threshold=0.5,
+            top_k=3,
+            max_ids=0,
+            output=None,
+            results=None,
+            num_processes=2,
+            timeout_s=60.0,
+            is_strict=False,
+            is_quiet=is_quiet,
+        )
+        scoring.score(command, console)
         printed[is_terminal, is_quiet] = console.file.getvalue()
     shares = [int(share) for share in re.findall(r"scoring rows.jsonl .*?(\d+)%", printed[True, False])]
     assert len(set(shares)) > 2 and shares == sorted(shares) and shares[-1] == 100
     assert "scoring" not in printed[True, True] + printed[False, False]
 
 
-def test_a_recipe_scores_by_the_functions_of_a_run(tmp_path: Path) -> None:
+def test_a_recipe_scores_by_its_weights_and_gates(tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text(RECIPE)
     rows = [
         record("both", r"\boxed{red}", "red"),
@@ -138,16 +135,13 @@ def test_a_recipe_scores_by_the_functions_of_a_run(tmp_path: Path) -> None:
     done = mobula("score", path, "--recipe", tmp_path / "recipe.yaml", "--quiet", "--output", tmp_path / "r.json")
     assert done.exit_code == 0, done.output
     report = json.loads((tmp_path / "r.json").read_text())
-    assert report["semantics"] == "recipe"
     # totals 1, 1/2 and 0, of the weights 1 and 1 normalised; the gate keeps the third one's format from counting
     assert report["average_reward"] == 0.5
     assert report["unscored"] == {"accuracy: failed": 1}
-    assert "4 records by recipe: average 0.5," in done.output
+    assert "4 records: average 0.5," in done.output
     assert "; 1 have no score: accuracy: failed (1)" in done.output
     assert report["component_averages"] == {"accuracy": 0.666667, "shape": 0.5}
-    assert [example["id"] for example in report["best_examples"]] == ["both", "plain", "wrong"]
-    assert set(report["others"]) == {"aerorl", "mobula"}
-    assert report["differences"]["between"] == ["recipe", "mobula"]
+    assert [example["id"] for example in report["best"]] == ["both", "plain", "wrong"]
 
 
 LABELS_RECIPE = """
@@ -158,18 +152,29 @@ accuracy_component: accuracy
 """
 
 
-def test_weights_are_shown_by_label_where_records_have_labels(tmp_path: Path) -> None:
+def test_each_record_is_scored_by_the_recipe_of_its_label(tmp_path: Path) -> None:
     components, _ = RECIPE.split("recipes:")
     (tmp_path / "recipe.yaml").write_text(components + LABELS_RECIPE)
     rows = [record("a", r"\boxed{red}", "red"), record("b", "red", "red", label="shaped")]
     path = write_jsonl(tmp_path / "rows.jsonl", rows)
-    words = ["--recipe", tmp_path / "recipe.yaml", "--quiet", "--output", tmp_path / "r.json"]
-    done = mobula("score", path, *words, "--html", tmp_path / "r.html")
+    done = mobula("score", path, "--recipe", tmp_path / "recipe.yaml", "--quiet", "--results", tmp_path / "r.jsonl")
     assert done.exit_code == 0, done.output
-    report = json.loads((tmp_path / "r.json").read_text())
-    assert report["weights_by_label"] == {"default": {"accuracy": 1.0}, "shaped": {"accuracy": 0.75, "shape": 0.25}}
-    page = (tmp_path / "r.html").read_text()
-    assert "0.75 <small>shaped</small>" in page and "1 <small>default</small>" in page
+    found = [json.loads(line) for line in (tmp_path / "r.jsonl").read_text().splitlines()]
+    assert [(row["reward"], row["components"]) for row in found] == [
+        (1.0, {"accuracy": 1.0}),
+        (0.75, {"accuracy": 1.0, "shape": 0.0}),
+    ]
+
+
+def test_a_run_folder_is_scored_by_its_own_rewards_unless_others_are_named(tmp_path: Path) -> None:
+    words = ["experiment=digits", "rewards=exact_match", "policy.model=none", "data.path=none"]
+    (tmp_path / "config.yaml").write_text(dump_config(load_config(words)))
+    columns = {"response_text": ["7", "it is 7"], "references": [["7"]] * 2}
+    pq.write_table(pa.table(columns), tmp_path / "step-1.parquet")
+    assert "2 records: average 0.5," in mobula("score", tmp_path, "--quiet").output
+    whole = "rewards.components.0.options.whole_response=false"
+    assert "2 records: average 1," in mobula("score", tmp_path, whole, "--quiet").output
+    assert "contains takes 1 for right" in mobula("score", tmp_path, *AERORL, "--quiet").output
 
 
 PICTURES_RECIPE = """
@@ -232,138 +237,76 @@ def test_a_recipe_sees_the_pictures_of_records_and_what_hangs_is_counted(tmp_pat
         done = mobula("score", path, *words, "--output", tmp_path / "r.json", "--results", tmp_path / "r.jsonl")
         assert done.exit_code == 0, done.output
         results = [json.loads(line) for line in (tmp_path / "r.jsonl").read_text().splitlines()]
-        totals = {row["id"]: row["reward"]["recipe"].get("total_reward") for row in results}
+        totals = {row["id"]: row.get("reward") for row in results}
         assert {name: total for name, total in totals.items() if total is not None} == found
         unscored = {"pictures: failed": 3, "seen: timed_out": 1} if len(found) > 1 else {}
         assert json.loads((tmp_path / "r.json").read_text())["unscored"] == unscored
 
 
-MODEL_RECIPE = """
-components:
-  - {name: model, function: model, weight: 1.0, options: {}, service: reward, needs_pictures: false, retries: 0,
-     cache_entries: 0}
-accuracy_component: model
-"""
-
-
-class Model:
-    """Computes in this process, returns its id as the score, and hangs over one text."""
-
-    def __init__(self, tools: Tools) -> None:
-        self._in_time = tools.in_time
-
-    def __call__(self, request: RewardRequest) -> Score:
-        hang_s = 30.0 * (request.response.text == "hang")
-        self._in_time.call(lambda: time.sleep(hang_s), "the model")
-        return Score(float(os.getpid()))
-
-
-@pytest.mark.parametrize("processes", [1, 2])
-def test_a_model_that_hangs_costs_its_record_and_its_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: int
-) -> None:
-    monkeypatch.setitem(BUILT_IN, "model", f"{__name__}:Model")
-    monkeypatch.setattr(jsonl, "MIN_STRETCH_BYTES", 1000)
-    (tmp_path / "recipe.yaml").write_text(MODEL_RECIPE)
-    texts = ["1", "hang", "2", *["x" * 600] * 6]
-    path = write_jsonl(tmp_path / "rows.jsonl", [{"id": i, "response": text} for i, text in enumerate(texts)])
-    words = ["--recipe", tmp_path / "recipe.yaml", "--quiet", "--timeout", 10, "--processes", processes]
-    started = time.monotonic()
-    done = mobula("score", path, *words, "--output", tmp_path / "r.json", "--results", tmp_path / "r.jsonl")
-    assert done.exit_code == 0, done.output
-    assert time.monotonic() - started < 20
-    assert json.loads((tmp_path / "r.json").read_text())["unscored"] == {"model: timed_out": 1}
-    lines = (tmp_path / "r.jsonl").read_text().splitlines()
-    pids = [json.loads(line)["reward"]["recipe"].get("total_reward") for line in lines]
-    assert [place for place, pid in enumerate(pids) if pid is None] == [1]
-    assert pids[0] == pids[2], "the rest of its part is scored beside it"
-    assert pids[0] not in pids[-4:], "another process has the parts that follow"
-    assert os.getpid() not in pids
-
-
-def test_a_slow_model_is_not_late_while_it_gets_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluation, "PIECE_RECORDS", 4)
-    (tmp_path / "plugin.py").write_text("import time\n\ndef score(request):\n    time.sleep(0.1)\n    return 1.0\n")
+def test_a_slow_function_is_not_late_while_it_gets_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "LEAST_ROWS", 4)
+    monkeypatch.setattr(run, "MOST_ROWS", 4)
+    (tmp_path / "plugin.py").write_text("import time\n\ndef score(request):\n    time.sleep(0.2)\n    return 1.0\n")
     recipe = PICTURES_RECIPE.replace("FILE", f'"{tmp_path}/plugin.py:score"').replace("processes: 2", "processes: 1")
     (tmp_path / "recipe.yaml").write_text(recipe)
-    path = write_jsonl(tmp_path / "rows.jsonl", [{"id": i, "response": "x"} for i in range(40)])
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"id": i, "response": "x"} for i in range(60)])
     with path.open("a") as file:
         file.write("broken\n")
-    words = ["--recipe", tmp_path / "recipe.yaml", "--quiet", "--timeout", 3, "--output", tmp_path / "r.json"]
+    words = ["--recipe", tmp_path / "recipe.yaml", "--quiet", "--timeout", 10, "--output", tmp_path / "r.json"]
     done = mobula("score", path, *words)
     assert done.exit_code == 0, done.output
     report = json.loads((tmp_path / "r.json").read_text())
     assert (report["unscored"], report["average_reward"]) == ({}, 1.0)
-    assert report["input"]["broken"][0]["line"] == 41
-    assert [example["record"] for example in report["worst_examples"]] == [38, 39, 40]
+    assert report["broken"][0]["row"] == 61
+    assert [example["row"] for example in report["worst"]] == [58, 59, 60]
 
 
-def test_a_trajectory_run_folder_that_holds_none_is_refused(tmp_path: Path) -> None:
-    refused = mobula("score", tmp_path)
+def test_a_run_folder_without_trajectories_is_refused(tmp_path: Path) -> None:
+    refused = mobula("score", tmp_path, *AERORL)
     assert refused.exit_code == 2
     assert "replay.trajectory_log=true" in refused.output
 
 
 @pytest.mark.parametrize(
-    ("words", "what"),
+    ("words", "fault"),
     [
-        (["--weight", "fluency=1"], "fluency"),
-        (["--regex-pattern", "("], "regular expression"),
+        (["rewards.components.0.weight=1"], "no rewards are chosen"),
+        (["rewards=fluency"], "fluency"),
+        (["rewards=aerorl", "rewards.components.2.options.regex_pattern='('"], "no regular expression"),
         (["--recipe", "nowhere.yaml"], "nowhere.yaml"),
-        (["--strict"], "line 7: no JSON"),
-        (["--output", "/proc/nothing/report.json"], "give another path"),
-        (["--html", "/proc/nothing/report.html"], "give another path"),
-        (["--results", "/proc/nothing/rows.jsonl"], "/proc/nothing/rows.jsonl cannot be written"),
-        (["--results", "/proc"], "/proc cannot be written"),
-        (["--latency-budget-ms", "nan"], "latency_budget_ms=nan"),
-        (["--pass-threshold", "inf"], "pass_threshold=inf"),
+        ([*AERORL, "--recipe", "nowhere.yaml"], "both choose the rewards"),
+        ([*AERORL, "--strict"], "row 7: no JSON"),
+        ([*AERORL, "--output", "/proc/nothing/report.json"], "give another path"),
+        ([*AERORL, "--results", "/proc/nothing/rows.jsonl"], "/proc/nothing/rows.jsonl cannot be written"),
+        ([*AERORL, "--results", "/proc"], "/proc cannot be written"),
+        ([*AERORL, "--pass-threshold", "inf"], "give a finite number"),
     ],
 )
-def test_what_the_user_has_to_fix_is_one_message(six: Path, words: list[str], what: str) -> None:
+def test_what_the_user_has_to_fix_is_one_message(six: Path, words: list[str], fault: str) -> None:
     with six.open("a") as file:
         file.write("broken\n")
     refused = mobula("score", six, "--quiet", *words)
-    assert refused.exit_code == 2
-    assert what in refused.output
+    assert refused.exit_code == 2, refused.output
+    assert fault in refused.output.replace("\n", " ")
     assert "Traceback" not in refused.output
 
 
-def test_a_pattern_that_backtracks_without_end_costs_its_timeout_even_on_a_small_file(tmp_path: Path) -> None:
+def test_a_pattern_that_backtracks_without_end_costs_its_timeout(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "rows.jsonl", [record("a", "a" * 60 + "b", "x")])
-    done = mobula("score", path, "--quiet", "--regex-pattern", "^(a+)+$", "--timeout", 1)
+    pattern = "rewards.components.2.options.regex_pattern='^(a+)+$'"
+    done = mobula("score", path, *AERORL, pattern, "--quiet", "--timeout", 1)
     assert done.exit_code == 1
-    assert "no process finished within 1 s: bytes 0 to" in done.output
+    assert "rows 1 to 1 of" in done.output and "took longer than 1 s" in done.output.replace("\n", " ")
 
 
 def test_scoring_jsonl_loads_nothing_heavy(six: Path) -> None:
     program = (
         "import json, sys\nfrom mobula.deploy.cli import app\n"
-        f"try: app(['score', {str(six)!r}, '--quiet', '--processes', '2'])\nexcept SystemExit: pass\n"
+        f"try: app(['score', {str(six)!r}, 'rewards=aerorl', '--quiet'])\nexcept SystemExit: pass\n"
         f"print('loaded', json.dumps([name for name in {HEAVY!r} if name in sys.modules]))"
     )
     child = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert json.loads(child.stdout.rpartition("loaded ")[2]) == []
-
-
-def test_the_page_shows_hostile_responses_as_text(tmp_path: Path) -> None:
-    hostile = "</pre><script>alert(1)</script>{{ 7 * 7 }}"
-    texts = (hostile, f"{hostile}\ud800")  # the second is no text, and a broken line
-    rows = [*(record(text, text, text, [text], ["x"]) for text in texts), record(None, answer("a"), "a")]
-    path = write_jsonl(tmp_path / "rows.jsonl", rows)
-    with path.open("a") as file:
-        file.write('{"response": <script>}\n')
-    assert mobula("score", path, "--quiet", "--html", tmp_path / "page.html").exit_code == 0
-    page = (tmp_path / "page.html").read_text()
-    assert "<script" not in page
-    assert "&lt;script&gt;alert(1)&lt;/script&gt;{{ 7 * 7 }}" in page
-    assert "<dt>broken lines</dt><dd>2</dd>" in page
-    assert "http://" not in page.replace("http://www.w3.org", "")
-
-
-def test_a_page_of_nothing(tmp_path: Path) -> None:
-    (tmp_path / "none.jsonl").touch()
-    assert mobula("score", tmp_path / "none.jsonl", "--quiet", "--html", tmp_path / "page.html").exit_code == 0
-    assert "There is no record to score" in (tmp_path / "page.html").read_text()
 
 
 def test_the_patterns_of_the_corruption_by_their_published_shares() -> None:
@@ -396,36 +339,3 @@ def test_each_pattern_has_its_flaw_and_its_latency() -> None:
     assert json.loads(found["verbose_slow"]["response"])["answer"] == "red"
     assert len(json.loads(found["verbose_slow"]["response"])["reasoning"].split()) == 19
     assert found["verbose_slow"]["metadata"]["latency_ms"] == 1400
-
-
-def test_corrupt_writes_what_score_reads_and_the_same_again(tmp_path: Path) -> None:
-    rows = [{"id": f"q{i}", "question": "what?", "answer": 7.50} for i in range(300)] + [{"reference": ["a", "b"]}]
-    source = write_jsonl(tmp_path / "data.jsonl", rows)
-    for name in ("one.jsonl", "two.jsonl"):
-        done = mobula("corrupt", source, tmp_path / name)
-        assert done.exit_code == 0
-        assert done.output.startswith("301 records written")
-    assert (tmp_path / "one.jsonl").read_bytes() == (tmp_path / "two.jsonl").read_bytes()
-    made = [json.loads(line) for line in (tmp_path / "one.jsonl").read_text().splitlines()]
-    assert {row["reference"] for row in made} == {"7.5", "a"}
-    assert made[-1]["id"] == "line-301"
-    flawed = sum(row["metadata"]["pattern"] not in ("good_json_exact", "verbose_slow") for row in made)
-    report = tmp_path / "report.json"
-    assert mobula("score", tmp_path / "one.jsonl", *PUBLISHED, "--quiet", "--output", report).exit_code == 0
-    caught = json.loads(report.read_text())["improvement"]["quality_gate_gain"]["false_pass_count"]
-    assert caught == flawed
-
-
-def test_corrupt_names_the_file_that_it_cannot_write(tmp_path: Path) -> None:
-    source = write_jsonl(tmp_path / "data.jsonl", [{"reference": "x"}])
-    refused = mobula("corrupt", source, "/proc/nothing/out.jsonl")
-    assert refused.exit_code == 2
-    assert "/proc/nothing/out.jsonl cannot be written" in refused.output
-
-
-def test_corrupt_refuses_a_row_without_a_reference(tmp_path: Path) -> None:
-    source = write_jsonl(tmp_path / "data.jsonl", [{"reference": "x"}, {"prompt": "y"}])
-    refused = mobula("corrupt", source, tmp_path / "out.jsonl")
-    assert refused.exit_code == 2
-    assert "line 2: it has no reference" in refused.output
-    assert [path.name for path in tmp_path.iterdir()] == ["data.jsonl"]

@@ -1,4 +1,4 @@
-"""Offline scoring as a whole: published figures, equality with plain Python, and no dependence on how a file is cut."""
+"""Offline scoring as a whole: published figures, equality with plain Python, and no dependence on processes."""
 
 from __future__ import annotations
 
@@ -9,91 +9,61 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from score_data import PUBLISHED_OPTIONS, SIX_ROWS, answer, options, record, score_file, score_rows, write_jsonl
+from score_data import PUBLISHED, SIX_ROWS, answer, options, record, score_file, write_jsonl
 
+from benchmarks.harness.corruption import corrupt
 from benchmarks.raw.score_reference import score_records
-from mobula.rewards.offline.corruption import corrupt
-from mobula.rewards.offline.options import ScoreOptions
+from benchmarks.score_records import SETTINGS
+from mobula.rewards.offline import run
+from mobula.rewards.offline.scorer import RecordScorer
+from mobula.rewards.offline.sources import Batch
+from mobula.rewards.offline.summary import ScoreSummary
 
 
 def test_the_published_report_of_six_rows(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "six.jsonl", SIX_ROWS)
-    report = score_file(path, options(**PUBLISHED_OPTIONS), primary="aerorl")
-    assert report["count"] == 6
-    assert report["manual_baseline"]["pass_rate"] == 0.833333
-    assert report["pass_rate"] == 0.5
-    assert report["average_reward"] == 0.423333
-    means = {"verifier": 0.333333, "grounding": 0.333333, "format": 0.7, "cost": 0.666667}
+    report = score_file(write_jsonl(tmp_path / "six.jsonl", SIX_ROWS), PUBLISHED, writes_rows=True)
+    means = {"verifier": 0.333333, "grounding": 0.333333, "format": 0.7, "cost": 0.666667, "contains": 0.833333}
     assert report["component_averages"] == means
-    assert report["weights"] == PUBLISHED_OPTIONS["weights"]
-    assert report["diagnostics_found"] == {
-        "format_issues": 1,
-        "grounding_issues": 2,
-        "verifier_issues": 1,
-        "cost_issues": 1,
-    }
-    assert report["improvement"] == {
-        "pass_rate_delta": -0.333333,
-        "observability_gain": {"manual_dimensions": 1, "aerorl_dimensions": 4, "multiplier": 4.0},
-        "manual_false_passes_caught": ["format-bad-contains", "grounding-hidden"],
-        "quality_gate_gain": {"false_pass_rate": 0.4, "false_pass_count": 2},
-    }
-    worst = [(e["id"], e["total_reward"], e["components"]) for e in report["worst_examples"]]
+    assert (report["num_records"], report["pass_rate"], report["average_reward"]) == (6, 0.5, 0.423333)
+    accuracy = report["accuracy"]
+    assert accuracy["share_right"] == 0.833333
+    assert accuracy["right_below_threshold"] == ["format-bad-contains", "grounding-hidden"]
+    assert accuracy["num_right_below_threshold"] / accuracy["num_right"] == 0.4
+    assert round(report["pass_rate"] - accuracy["share_right"], 6) == -0.333333
+    parts = ("verifier", "grounding", "format", "cost", "contains")
+    worst = [(e["id"], e["reward"], *(e["components"][name] for name in parts)) for e in report["worst"]]
     assert worst == [
-        ("format-bad-contains", 0.415, {"verifier": 0.5, "grounding": 1.0, "format": -0.8, "cost": 1.0}),
-        ("grounding-hidden", 0.175, {"verifier": 0.5, "grounding": -1.0, "format": 1.0, "cost": 1.0}),
-        ("grounding-bad", -0.275, {"verifier": -0.5, "grounding": -1.0, "format": 1.0, "cost": 1.0}),
+        ("format-bad-contains", 0.415, 0.5, 1.0, -0.8, 1.0, 1.0),
+        ("grounding-hidden", 0.175, 0.5, -1.0, 1.0, 1.0, 1.0),
+        ("grounding-bad", -0.275, -0.5, -1.0, 1.0, 1.0, 0.0),
     ]
-    assert [example["id"] for example in report["best_examples"]] == ["ok-1", "ok-2", "cost-bad"]
-
-
-def test_ours_beside_the_published_reading(tmp_path: Path) -> None:
-    report = score_rows(tmp_path, SIX_ROWS, **PUBLISHED_OPTIONS)
-    # by hand: verifier 1, .5, -.5, 1, 1, 1, the others as published; totals 1, .415, -.275, .4, .9, 1
-    assert report["component_averages"]["verifier"] == 0.666667
-    assert report["average_reward"] == 0.573333
-    assert report["others"]["aerorl"]["average_reward"] == 0.423333
-    assert report["differences"]["num_records"] == {"verifier": 4, "grounding": 0, "format": 0, "cost": 0, "total": 4}
-    assert report["differences"]["verdicts"] == {"passed_by_mobula_only": 0, "passed_by_aerorl_only": 0}
-    shown = report["differences"]["examples"]["verifier"][0]
-    assert shown["id"] == "ok-1"
-    assert shown["rewards"]["mobula"]["total_reward"] == 1.0
-    assert shown["rewards"]["aerorl"]["details"]["verifier"]["contains_reference"] is True
+    assert [example["id"] for example in report["best"]] == ["ok-1", "ok-2", "cost-bad"]
 
 
 def test_nothing_to_score_is_a_report_of_zeros(tmp_path: Path) -> None:
-    report = score_rows(tmp_path, [])
-    assert {key: report[key] for key in ("count", "average_reward", "pass_rate", "component_averages")} == {
-        "count": 0,
-        "average_reward": 0.0,
-        "pass_rate": 0.0,
-        "component_averages": {},
-    }
-    assert report["best_examples"] == report["worst_examples"] == []
-    assert "pass_threshold" not in report
-    assert "weights" not in report
+    report = score_file(write_jsonl(tmp_path / "none.jsonl", []), PUBLISHED)
+    assert (report["num_records"], report["average_reward"], report["pass_rate"]) == (0, 0.0, 0.0)
+    assert report["best"] == report["worst"] == []
 
 
 def test_no_example_is_shown_where_none_is_asked_for(tmp_path: Path) -> None:
-    report = score_rows(tmp_path, SIX_ROWS, top_k=0)
-    assert report["best_examples"] == report["worst_examples"] == []
+    report = score_file(write_jsonl(tmp_path / "six.jsonl", SIX_ROWS), PUBLISHED, top_k=0)
+    assert report["best"] == report["worst"] == []
 
 
-def test_records_without_a_reference_are_counted_and_not_averaged(tmp_path: Path) -> None:
-    rows = [record("a", answer("x"), "x", ["x"], ["x"]), record("b", answer("x"), None)]
-    report = score_rows(tmp_path, rows)
-    assert report["unscored"] == {"no reference": 1}
-    assert report["num_scored"] == 1
-    assert report["average_reward"] == report["pass_rate"] == 1.0
-    assert report["others"]["aerorl"]["num_scored"] == 2
-    assert report["differences"]["verdicts"]["passed_by_aerorl_only"] == 1  # format and cost alone reach 0.3
+def test_records_that_a_function_refuses_are_counted_and_not_averaged(tmp_path: Path) -> None:
+    rows = [record("a", "x", "x"), record("b", "x", None)]
+    report = score_file(write_jsonl(tmp_path / "rows.jsonl", rows), ["rewards=exact_match"])
+    assert report["unscored"] == {"accuracy: failed": 1}
+    assert (report["num_records"], report["num_scored"], report["average_reward"]) == (2, 1, 1.0)
 
 
-def test_false_passes_are_all_counted_and_the_first_are_named(tmp_path: Path) -> None:
+def test_right_records_below_the_threshold_are_all_counted_and_the_first_named(tmp_path: Path) -> None:
     rows = [record(f"r{i:02}", "the category", "cat", ["dog"], ["cat"]) for i in range(30)]
-    report = score_rows(tmp_path, rows, max_ids=4)
-    assert report["improvement"]["quality_gate_gain"]["false_pass_count"] == 30
-    assert report["improvement"]["manual_false_passes_caught"] == ["r00", "r01", "r02", "r03"]
+    rows[1]["id"] = None
+    report = score_file(write_jsonl(tmp_path / "rows.jsonl", rows), PUBLISHED, max_ids=4)
+    assert report["accuracy"]["num_right_below_threshold"] == 30
+    assert report["accuracy"]["right_below_threshold"] == ["r00", 2, "r02", "r03"]
 
 
 # Words that meet each other in all the ways that the rules tell apart.
@@ -142,38 +112,31 @@ rows = st.builds(
 
 
 def assert_same(report: dict[str, Any], plain: dict[str, Any]) -> None:
-    """The report of the command equals what plain Python computes."""
-    assert report["count"] == plain["count"]
-    assert report["manual_baseline"]["num_passed"] == plain["num_manual_passes"]
-    for name, found in (("mobula", report), ("aerorl", report["others"]["aerorl"])):
-        expected = plain[name]
-        assert found["num_scored"] == expected["num_scored"], name
-        if not found["num_scored"]:
-            continue
-        assert found["average_reward"] == pytest.approx(expected["average_reward"], abs=1.1e-6), name
-        assert found["pass_rate"] == expected["pass_rate"], name
-        for component, mean in expected["component_averages"].items():
-            assert found["component_averages"][component] == pytest.approx(mean, abs=1.1e-6), (name, component)
-        assert [example["id"] for example in found["best_examples"]] == expected["best"], name
-        assert [example["id"] for example in found["worst_examples"]] == expected["worst"], name
-        assert found["improvement"]["manual_false_passes_caught"] == expected["caught"], name
-        assert found["improvement"]["quality_gate_gain"]["false_pass_count"] == expected["num_caught"], name
-    differing = report["differences"]["num_records"]
-    assert {name: differing[name] for name in plain["differences"]} == plain["differences"]
+    """The report of the command equals the one of plain Python."""
+    assert report["num_records"] == plain["count"]
+    assert report["accuracy"]["num_right"] == plain["num_manual_passes"]
+    assert report["num_scored"] == plain["num_scored"]
+    assert report["average_reward"] == pytest.approx(plain["average_reward"], abs=1.1e-6)
+    assert report["pass_rate"] == plain["pass_rate"]
+    for component, mean in plain["component_averages"].items():
+        assert report["component_averages"][component] == pytest.approx(mean, abs=1.1e-6), component
+    assert [example["id"] for example in report["best"]] == plain["best"]
+    assert [example["id"] for example in report["worst"]] == plain["worst"]
+    assert report["accuracy"]["right_below_threshold"] == plain["caught"]
+    assert report["accuracy"]["num_right_below_threshold"] == plain["num_caught"]
 
 
-def plain_options(chosen: ScoreOptions) -> dict[str, Any]:
-    return {name: getattr(chosen, name) for name in ScoreOptions.__dataclass_fields__}
+SCORER = RecordScorer(options(PUBLISHED, Path(), top_k=SETTINGS["top_k"], max_ids=SETTINGS["max_ids"]))
+PLAIN = {**SETTINGS, "latency_budget_ms": 400}
 
 
-@settings(max_examples=400)
-@given(st.lists(rows, min_size=1, max_size=8), st.booleans())
-def test_both_readings_are_those_of_plain_python(
-    tmp_path_factory: pytest.TempPathFactory, found: list[dict[str, Any]], is_published: bool
-) -> None:
-    chosen = options(**(PUBLISHED_OPTIONS if is_published else {}), max_ids=3)
-    path = write_jsonl(tmp_path_factory.mktemp("rows") / "rows.jsonl", found)
-    assert_same(score_file(path, chosen), score_records(found, plain_options(chosen)))
+@settings(max_examples=400, deadline=None)
+@given(st.lists(rows, min_size=1, max_size=8))
+def test_the_published_rules_are_those_of_plain_python(found: list[dict[str, Any]]) -> None:
+    batch = Batch(1, [json.dumps(row).encode() for row in found], 1)
+    whole = ScoreSummary()
+    whole.merge(SCORER.score(batch).summary, SETTINGS["top_k"], SETTINGS["max_ids"])
+    assert_same(whole.report("contains", SETTINGS["pass_threshold"]), score_records(found, PLAIN))
 
 
 def known_rows(num: int) -> list[dict[str, Any]]:
@@ -183,19 +146,21 @@ def known_rows(num: int) -> list[dict[str, Any]]:
 
 
 def test_thousands_of_corrupted_rows_score_as_in_plain_python(tmp_path: Path) -> None:
-    found, chosen = known_rows(4000), options(**PUBLISHED_OPTIONS)
+    found = known_rows(4000)
     path = write_jsonl(tmp_path / "rows.jsonl", found)
-    assert_same(score_file(path, chosen), score_records(found, plain_options(chosen)))
+    report = score_file(path, PUBLISHED, num_processes=2, top_k=SETTINGS["top_k"], max_ids=SETTINGS["max_ids"])
+    assert_same(report, score_records(found, PLAIN))
 
 
-@pytest.mark.parametrize(("num_processes", "num_bytes"), [(1, 997), (1, 20_000), (2, 30_000), (3, 4_000)])
-def test_neither_processes_nor_stretches_change_the_report(tmp_path: Path, num_processes: int, num_bytes: int) -> None:
+def test_neither_processes_nor_batches_change_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [*known_rows(500), record("nothing", "", None), record(None, answer("x"), "x", latency_ms=777)]
     path = write_jsonl(tmp_path / "rows.jsonl", rows)
     with path.open("a") as file:
         file.write("broken\n\n" + json.dumps(record("last", "red", ["red", "blue"])))  # without a newline
-    chosen = options(**PUBLISHED_OPTIONS, top_k=7, max_ids=50)
-    whole = score_file(path, chosen, num_bytes=1 << 30)
-    assert score_file(path, chosen, num_processes=num_processes, num_bytes=num_bytes) == whole
-    assert whole["input"]["broken"][0]["line"] == 503
-    assert whole["count"] == 503
+    whole = score_file(path, PUBLISHED, top_k=7, max_ids=50)
+    for num_processes, least in ((1, 7), (3, 1), (2, 1000)):
+        monkeypatch.setattr(run, "LEAST_ROWS", least)
+        monkeypatch.setattr(run, "MOST_ROWS", least)
+        assert score_file(path, PUBLISHED, num_processes=num_processes, top_k=7, max_ids=50) == whole
+    assert whole["broken"][0]["row"] == 503
+    assert whole["num_records"] == 503

@@ -1,5 +1,5 @@
-"""Weight sync: bytes/s of a push over those of a raw broadcast of the same bytes between the same processes; pushes to
-several receivers and of adapters, and what a running generation notices of one."""
+"""Weight sync: bytes/s of a push over those of a raw broadcast of the same bytes between the same processes, and over
+those of a push without digests; pushes to several receivers and of adapters, and the delay of a running generation."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 from math import prod
+from typing import Literal
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 
 from benchmarks.harness.apart import Peer, apart
 from benchmarks.harness.fan_out import NUM_RECEIVERS, adapters_of, fan_out
-from benchmarks.harness.measure import Claim, Effort, Findings, Measurements, interleave, rates
+from benchmarks.harness.measure import Claim, Effort, Findings, Measurements, interleave, rates, share
 from benchmarks.harness.push_pause import into_engine
 from benchmarks.harness.stage import private_ray, scratch_config
 from mobula.cluster.weight_sync.manifest import Manifest, TensorSpec
@@ -32,6 +34,7 @@ TIMEOUT_S = 60.0
 SENDER, RECEIVER = 0, 1
 FAN_OUT = 64  # MiB of weights in a push to several receivers
 UNIT = "GB/s"
+NO_DIGEST = torch.zeros((), dtype=torch.int64)
 
 
 def measure(effort: Effort, overrides: Sequence[str]) -> Findings:
@@ -69,9 +72,10 @@ class Join:
 
 @dataclass(frozen=True)
 class Push:
-    """Move all tensors `num_times`: raw as one broadcast of as many bytes, or as our push."""
+    """Move all tensors `num_times`: as our push, the same with digests that are not computed but 0 on both sides, or
+    raw as one broadcast of as many bytes."""
 
-    is_raw: bool
+    kind: Literal["push", "undigested", "raw"]
     num_times: int
 
 
@@ -108,7 +112,8 @@ class Member:
             case Join():
                 return self._join(job.rendezvous)
             case Push():
-                return self._timed(self._broadcast if job.is_raw else self._push, job.num_times)
+                moves = {"push": self._push, "undigested": self._push_undigested, "raw": self._broadcast}
+                return self._timed(moves[job.kind], job.num_times)
             case Compare():
                 return all(torch.equal(tensor, filled(i, tensor)) for i, tensor in enumerate(self._tensors.values()))
 
@@ -154,6 +159,11 @@ class Member:
         else:
             self._receive()
 
+    def _push_undigested(self) -> None:
+        modules = ("mobula.cluster.weight_sync.transport", "mobula.learner.weight_publisher")
+        with patch(f"{modules[0]}.digest", _no_digest), patch(f"{modules[1]}.digest", _no_digest):
+            self._push()
+
     def _receive(self) -> None:
         for name, tensor in self._group.receive(
             self._manifest, self._meeting.bucket_bytes, keeps=False, into=self._tensors
@@ -163,6 +173,10 @@ class Member:
     def _synchronize(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+
+
+def _no_digest(data: torch.Tensor) -> torch.Tensor:
+    return NO_DIGEST.to(data.device)
 
 
 def filled(index: int, like: torch.Tensor) -> torch.Tensor:
@@ -201,8 +215,8 @@ async def _between_processes(effort: Effort, config: RunConfig) -> dict[str, tup
         for epoch, (size, num_times) in enumerate(SIZES.items()):
             _connect((sender, receiver), transformer_manifest(size * MIB), epoch)
             sides = {
-                f"{name}_{size}": _side((sender, receiver), Push(is_raw, num_times), size * MIB)
-                for name, is_raw in (("push", False), ("raw", True))
+                f"{kind}_{size}": _side((sender, receiver), Push(kind, num_times), size * MIB)
+                for kind in ("push", "undigested", "raw")
             }
             found |= await interleave(sides, effort)
             if not receiver.ask(Compare()):
@@ -239,6 +253,7 @@ def _findings(
     transport = config.resources.transport
     what = {
         "push": "pack, broadcast bucket by bucket, unpack and copy into the receiver's parameters",
+        "undigested": "the same push, digests of its buckets left out on both sides",
         "raw": f"dist.broadcast over {transport} of one tensor of as many bytes",
     }
     series = {
@@ -250,6 +265,10 @@ def _findings(
     claims = tuple(
         Claim(f"push / raw broadcast, {size} MiB", rates(series[f"push_{size}"], series[f"raw_{size}"]), target)
         for size, target in ((size, TARGET if size == CLAIMED else None) for size in SIZES)
+    )
+    claims += tuple(
+        Claim(f"push / the same without digests, {size} MiB", share(found[f"push_{size}"], found[f"undigested_{size}"]))
+        for size in SIZES
     )
     claims += _fan_out_claims(series)
     claims += tuple(

@@ -22,7 +22,9 @@ class Peer(Generic[Job, Answer]):
     """The other process as this one sees it; jobs are answered in order."""
 
     def __init__(self, child: ChildProcess) -> None:
+        """`child` has been sent `_build`, whose reply is not read yet."""
         self._child = child
+        self._is_built = False
 
     def send(self, job: Job) -> None:
         self._child.send(TIMEOUT_S, _work, job)
@@ -34,6 +36,9 @@ class Peer(Generic[Job, Answer]):
             DeadlineError: it is still at work.
             WorkerDiedError, RaisedError: it failed.
         """
+        if not self._is_built:
+            self._child.receive(timeout_s)
+            self._is_built = True
         answer: Answer = self._child.receive(timeout_s)
         return answer
 
@@ -58,7 +63,7 @@ def apart(
     bound = [usable[core] for core in cores] or usable
     with ChildProcess(env=env) as child:
         child.call(TIMEOUT_S, _take_cores, bound)  # by itself: what is unpickled next imports torch
-        child.call(TIMEOUT_S, _build, build, args)
+        child.send(TIMEOUT_S, _build, build, args)  # without waiting: workers of one process group build together
         yield Peer(child)
 
 

@@ -65,6 +65,7 @@ class LocalSender:
         self.learner = learner
         self.num_opened = 0
         self.num_sent = 0
+        self.num_exported = 0
 
     async def manifest(self) -> Manifest:
         return self.learner.manifest()
@@ -84,6 +85,7 @@ class LocalSender:
         await asyncio.to_thread(self.learner.send_weights, bucket_bytes, epoch)
 
     async def export_weights(self, bucket_bytes: int) -> tuple[int, list[np.ndarray]]:
+        self.num_exported += 1
         return await asyncio.to_thread(self.learner.export_weights, bucket_bytes)
 
     async def sequence_logprobs(self, prompt: Prompt, num_copies: int = 1) -> np.ndarray:
@@ -139,11 +141,11 @@ class Model:
         await actor.start()
         return actor
 
-    def weight_sync(self, learner: Learner, actor: LocalActor) -> WeightSync:
-        """Pushes from `learner` to `actor`, each followed by the canary."""
+    def weight_sync(self, sender: LocalSender, actor: LocalActor) -> WeightSync:
+        """Pushes from `sender` to `actor`, each followed by the canary."""
         settings, dtype = self.config.weight_sync, self.config.resources.dtype
         return WeightSync(
-            LocalSender(learner),
+            sender,
             OneMember(actor),
             bucket_bytes=settings.bucket_bytes,
             wave_size=0,
@@ -184,7 +186,7 @@ def sampled_groups(model: Model, *, num: int = 1) -> list[list[ScoredGroup]]:
     async def of_engine() -> list[list[ScoredGroup]]:
         learner, actor = model.learner(), await model.actor()
         try:
-            await model.weight_sync(learner, actor).publish(0)
+            await model.weight_sync(LocalSender(learner), actor).publish(0)
             return [scored(await sample(model, actor, seed)) for seed in range(num)]
         finally:
             learner.close()

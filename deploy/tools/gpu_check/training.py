@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
+from unittest.mock import patch
 
 import numpy as np
+import torch
 
+from mobula.cluster.weight_sync.transport import TransferGroup
 from mobula.deploy.tools.gpu_check.context import Context, Figures
-from mobula.deploy.tools.gpu_check.roles import LocalActor, Model, gap, sample, scored
+from mobula.deploy.tools.gpu_check.roles import LocalActor, LocalSender, Model, gap, sample, scored
 from mobula.learner.learner import Learner
 
 NUM_STEPS = 2
@@ -15,8 +18,27 @@ CLOSE = {"float32": 1e-3, "bfloat16": 0.1}  # nat, mean over tokens: engine and 
 MOVED = 1e-3  # nat: least change of a log-prob by a step
 
 
+class PlantingSender(LocalSender):
+    """A sender of whose pushes one bit of the first tensor arrives stale while `plants`."""
+
+    plants = False
+
+    async def send_weights(self, bucket_bytes: int, epoch: int) -> None:
+        broadcast = TransferGroup.broadcast
+
+        def stale(group: TransferGroup, buffer: torch.Tensor, what: str) -> None:
+            if self.plants and group.rank == TransferGroup.SENDER and what.startswith("weight bucket 0 "):
+                buffer = buffer.clone()
+                buffer[0] ^= 1
+            broadcast(group, buffer, what)
+
+        with patch.object(TransferGroup, "broadcast", stale):
+            await super().send_weights(bucket_bytes, epoch)
+
+
 async def train(context: Context, model: Model) -> Figures:
-    """Sample, train and push; engine and learner agree before and after, and each push changes what is sampled.
+    """Sample, train and push; engine and learner agree before and after, and each push changes what is sampled. One bit
+    of the last push arrives stale, which its digest shows, and the push is sent again.
 
     Raises:
         AssertionError, MobulaError: they do not.
@@ -33,7 +55,8 @@ async def train(context: Context, model: Model) -> Figures:
 
 async def _train(context: Context, model: Model, learner: Learner, actor: LocalActor) -> Figures:
     close = CLOSE[model.config.resources.dtype]
-    sync = model.weight_sync(learner, actor)
+    sender = PlantingSender(learner)
+    sync = model.weight_sync(sender, actor)
     await sync.publish(0)
     gaps, step_s, push_s = [], [], []
     for version in range(1, NUM_STEPS + 1):
@@ -46,9 +69,11 @@ async def _train(context: Context, model: Model, learner: Learner, actor: LocalA
         assert report.metrics["skipped"] == 0, "the gradient is not finite"
         moved = float(np.abs(learner.sequence_logprobs(model.prompts[0]) - before).max())
         assert moved > MOVED, f"step {version} moved no log-prob by more than {moved:.3g} nat"
+        sender.plants = version == NUM_STEPS
         started = time.perf_counter()
         assert await sync.publish(version) == version, "the push made another version"
         push_s.append(time.perf_counter() - started)
+        assert sender.num_exported == sender.plants, f"push {version} was sent again {sender.num_exported} times"
         found = float((await gap(model, learner, actor)).mean())
         assert found <= close, f"after push {version}: engine and learner differ by {found:.3g} nat, {close:g} is close"
     figures = {"gap_nat": max(gaps), "gap_after_push_nat": found, "step_s": min(step_s), "push_s": min(push_s)}

@@ -1,4 +1,4 @@
-"""A released model, SmolLM2-135M-Instruct, in the dtype of the device: sample, train and push."""
+"""A released model, SmolLM2-135M-Instruct, in bfloat16: sample, train and push."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mobula.learner.policies.pretrained import PRETRAINED
 
 NAME = "smollm2-135m"
 FOLDER = Path("data/models/smollm2-135m-instruct")
-WORDS = ("sampler=huggingface", "learner.learning_rate=1.0e-5")
+WORDS = ("sampler=huggingface", "resources.dtype=bfloat16", "learner.learning_rate=1.0e-5")
 
 
 def run(context: Context) -> Figures:

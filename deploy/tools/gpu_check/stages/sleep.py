@@ -9,7 +9,7 @@ import torch
 
 from mobula.cluster.records.trajectory import Prompt
 from mobula.deploy.tools.gpu_check.context import MIB, Context, Figures
-from mobula.deploy.tools.gpu_check.roles import LocalActor, open_checkpoint, open_model, sample, scored
+from mobula.deploy.tools.gpu_check.roles import LocalActor, LocalSender, open_checkpoint, open_model, sample, scored
 from mobula.learner.learner import Learner
 from mobula.learner.policies.tiny.text import write_small_text
 
@@ -28,7 +28,7 @@ async def _run(context: Context) -> Figures:
     actor, learner = await model.actor(), model.learner()
     prompt = model.prompts[-1]
     try:
-        sync = model.weight_sync(learner, actor)
+        sync = model.weight_sync(LocalSender(learner), actor)
         await sync.publish(0)
         metrics = learner.update(scored(await sample(model, actor, seed=1)), 1).metrics
         assert metrics["grad_norm"] > 0, "the step has no gradient"  # the optimizer has a state from here on

@@ -6,7 +6,7 @@ import torch
 
 from mobula.cluster.weight_sync.transport import unpack_all
 from mobula.deploy.tools.gpu_check.context import Context, Figures
-from mobula.deploy.tools.gpu_check.roles import Model, open_model, sampled_groups
+from mobula.deploy.tools.gpu_check.roles import Model, open_checkpoint, open_model, sampled_groups
 from mobula.learner.learner import Learner
 
 CLOSE = {"float32": 1e-4, "bfloat16": 3e-2}  # of loss and gradient norm, relative, and of a step's weights
@@ -20,7 +20,7 @@ def run(context: Context) -> Figures:
     for dtype in ("float32", "bfloat16") if context.is_cuda else ("float32",):
         own = (*WORDS, f"resources.dtype={dtype}")
         padded = open_model(context, *own, "learner.packing=false")
-        packed = open_model(context, *own, "learner.packing=true")
+        packed = open_checkpoint(context, padded.folder, *own, "learner.packing=true")
         figures[f"{dtype}_difference"] = _difference(padded, packed, CLOSE[dtype])
     return figures
 

@@ -25,7 +25,8 @@ def run(context: Context) -> Figures:
     norms = {"single": _update(model, groups)}
     for num_ranks in sorted({1, context.num_gpus if context.is_cuda else RANKS_ON_CPU}):
         own = (*WORDS, "learner=fsdp2", f"resources.learner.num_workers={num_ranks}")
-        norms[f"ranks_{num_ranks}"] = _on_ranks(context, open_model(context, *own), groups, num_ranks)
+        sharded = open_checkpoint(context, model.folder, *own)
+        norms[f"ranks_{num_ranks}"] = _on_ranks(context, sharded, groups, num_ranks)
     assert norms["single"] > 0, "the step has no gradient"
     for norm in norms.values():
         assert abs(norm / norms["single"] - 1) <= CLOSE, f"gradient norms differ: {norms}"

@@ -14,7 +14,9 @@ from mobula.deploy.tools.gpu_check.roles import LocalActor, LocalSender, Model, 
 from mobula.learner.learner import Learner
 
 NUM_STEPS = 2
-CLOSE = {"float32": 1e-3, "bfloat16": 0.1}  # nat, mean over tokens: engine and learner of the same weights
+# nat, mean over tokens: engine and learner of the same weights. In bfloat16 as weight_sync.canary_tolerance: a released
+# model of 135 M differs by 0.12 on the tokens of prompts.
+CLOSE = {"float32": 1e-3, "bfloat16": 0.3}
 MOVED = 1e-3  # nat: least change of a log-prob by a step
 
 

@@ -13,7 +13,9 @@ from mobula.rewards.isolation.process import IsolatedProcess
 from mobula.rewards.scoring import RewardScoring
 from mobula.rewards.tools import Tools
 
-RULES = [name for name, target in BUILT_IN.items() if target.startswith("mobula.rewards.functions.answers.")]
+ANSWERS = "mobula.rewards.functions.answers."
+RULES = [name for name, target in BUILT_IN.items() if target.startswith(ANSWERS) and not name.startswith("aerorl_")]
+"""aeroRL's rules are the parts of one preset, `rewards=aerorl`."""
 
 
 @pytest.mark.parametrize("name", RULES)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from playwright.async_api import Error as BrowserError
-from playwright.async_api import Page
+from playwright.async_api import FloatRect, Page
 
 from mobula.actors.environments.base import Action, EnvironmentSpec, Message, Reset, Step
 from mobula.actors.environments.tasks.miniwob.browser import Browser, T, find_chromium
@@ -20,7 +20,7 @@ WIDTH, HEIGHT = 160, 210  # of the part of the page that is the task
 WINDOW = (500, 320)
 EPISODE_MS = 3_600_000  # of the page's own clock: the turns of a policy are counted, not its seconds
 KEYS = {"enter": "Enter", "tab": "Tab", "backspace": "Backspace"}
-CLIP = {"x": 0, "y": 0, "width": WIDTH, "height": HEIGHT}
+CLIP: FloatRect = {"x": 0, "y": 0, "width": WIDTH, "height": HEIGHT}
 NUMBER = r"(\d{1,3}(?:\.\d+)?)"
 ACTIONS = re.compile(
     rf"\b(?:click\s+{NUMBER}[\s,]+{NUMBER}|drag\s+{NUMBER}[\s,]+{NUMBER}[\s,]+{NUMBER}[\s,]+{NUMBER}"

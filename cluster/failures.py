@@ -54,7 +54,7 @@ class Failure:
         if exit_code >= 0:
             return cls(f"{process} ended with exit code {exit_code} and left no exception")
         number = -exit_code
-        name = signal.Signals(number).name if number in iter(signal.Signals) else "unknown"
+        name = signal.Signals(number).name if number in set(signal.Signals) else "unknown"
         is_crash = number in CRASHES
         return cls(
             summary=f"{process} {'crashed with' if is_crash else 'was ended by'} signal {number} ({name})",

@@ -9,7 +9,10 @@ import ipaddress
 import os
 from collections.abc import Mapping, MutableMapping
 from contextlib import suppress
-from urllib.request import getproxies_environment, proxy_bypass_environment
+from urllib.request import (
+    getproxies_environment,
+    proxy_bypass_environment,  # type: ignore[attr-defined]  # typeshed does not declare it
+)
 
 import httpx
 

@@ -73,7 +73,8 @@ def _choices(experiment: str) -> dict[str, str]:
 def _layer(group: str, option: str) -> dict[str, Any]:
     """Everything that an option sets, those of the options that it builds on included."""
     file = FOLDER / group / f"{option}.yaml"
-    content, values = _content(file), {}
+    content = _content(file)
+    values: dict[str, Any] = {}
     for entry in content.pop("defaults", []):
         if isinstance(entry, str) and entry != "_self_":
             merge(values, _layer(group, entry.partition("@")[0]))

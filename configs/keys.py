@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher, get_close_matches
-from enum import EnumType
+from enum import Enum
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -193,7 +193,7 @@ def _noun(annotation: Any) -> str:
         return NOUNS[annotation]
     if get_origin(annotation) is Literal:
         return "one of " + ", ".join(map(str, get_args(annotation)))
-    if isinstance(annotation, EnumType):
+    if isinstance(annotation, type) and issubclass(annotation, Enum):
         return "one of " + ", ".join(member.value for member in annotation)
     if get_origin(annotation) is dict:
         return "a mapping"

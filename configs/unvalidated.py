@@ -58,8 +58,6 @@ class BaseModel:
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other) and self.__dict__ == other.__dict__
 
-    __hash__ = None  # type: ignore[assignment]
-
     @classmethod
     def model_validate(cls, values: Any) -> Self:
         """A section of nested mappings."""

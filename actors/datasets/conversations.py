@@ -171,8 +171,8 @@ def _read_row(
         "video": len(named.videos) + len(each_video(first_of(fields, "videos", "video"))),
         "audio": len(named.audios) + len(list(each_sound(first_of(fields, "audios", "audio")))),
     }
-    turns = _with_placeholders((*context, *(t for ending in endings for t in ending.turns)), placeholders, num_media)
-    context, rest = turns[: len(context)], turns[len(context) :]
+    written = _with_placeholders((*context, *(t for ending in endings for t in ending.turns)), placeholders, num_media)
+    context, rest = tuple(written[: len(context)]), written[len(context) :]
     endings = tuple(replace(ending, turns=tuple(rest.pop(0) for _ in ending.turns)) for ending in endings)
     shown = [*context, *endings[0].turns]
     pictures = _images(fields, folder, shown, named.pictures, name)

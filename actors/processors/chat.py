@@ -43,8 +43,8 @@ from mobula.actors.processors.video import LoadedVideo, VideoLimits, check_video
 from mobula.cluster.errors import MediaError, PromptError
 from mobula.cluster.records.image_sizes import IMAGE_SIZES, SHOWN_SIZES
 from mobula.cluster.records.markup import BREAK, cut_at_breaks, is_verbatim, literal, plain, without_special
-from mobula.cluster.records.media import MediaHandle, MediaKeeper, ProcessedMedia, content_key
-from mobula.cluster.records.trajectory import MediaSpan, Prompt
+from mobula.cluster.records.media import MediaHandle, MediaKeeper, MediaSpan, ProcessedMedia, content_key
+from mobula.cluster.records.trajectory import Prompt
 from mobula.configs.schema.data import DataConfig
 from mobula.configs.schema.rollout import SamplerConfig
 from mobula.learner.policies.families import AUDIO_TYPES, VIDEO_TYPES, family_at, model_type_at
@@ -147,12 +147,13 @@ class ChatProcessor:
         self._without_pictures = self._family.without_pictures_on(device, sampler.kind)
         self.takes_pictures = not self._without_pictures
         self._takes_parts = self.takes_pictures or isinstance(self._family, AudioFamily)
-        self._processor = _load(self._family, model, data) if self._takes_parts else _load_tokenizer(model)
-        self._tokenizer = self._processor.tokenizer if self._takes_parts else self._processor
-        give_template(self._processor, model)
-        self.template = ChatTemplate(
-            self._processor, takes_parts=self._takes_parts, template_kwargs=data.template_kwargs
+        renderer = _load(self._family, model, data) if self._takes_parts else _load_tokenizer(model)
+        self._renderer: ProcessorMixin | PreTrainedTokenizerBase = renderer
+        self._tokenizer: PreTrainedTokenizerBase = (
+            renderer.tokenizer if isinstance(renderer, ProcessorMixin) else renderer
         )
+        give_template(renderer, model)
+        self.template = ChatTemplate(renderer, takes_parts=self._takes_parts, template_kwargs=data.template_kwargs)
         self.media_token_ids = self._family.media_token_ids(self._tokenizer)
         self.eos_token_ids = end_token_ids(model, self._tokenizer)
         written_end = self.first_end(self.template.answer_tail())
@@ -167,14 +168,14 @@ class ChatProcessor:
         self._special = re.compile("|".join([self._reserved.pattern, *map(re.escape, added)]))
         self._refuse_unfit_config()
         self._encode = lru_cache(maxsize=NUM_CACHED_QUESTIONS)(self._render_and_tokenize)
-        if isinstance(self._family, PictureFamily):
-            self._expansion = lru_cache(maxsize=NUM_CACHED_SIZES)(partial(self._family.expansion, self._processor))
-            self._shown_size = lru_cache(maxsize=NUM_CACHED_SIZES)(partial(self._family.shown_size, self._processor))
+        if isinstance(self._family, PictureFamily) and isinstance(renderer, ProcessorMixin):
+            self._expansion = lru_cache(maxsize=NUM_CACHED_SIZES)(partial(self._family.expansion, renderer))
+            self._shown_size = lru_cache(maxsize=NUM_CACHED_SIZES)(partial(self._family.shown_size, renderer))
         if self.max_videos:
             self._refuse_videos(model)
         if self._max_audios:
             self._audio_limits = self._limits_of_audios(model, data)
-        self.fingerprint = _fingerprint(self._processor, self._tokenizer)
+        self.fingerprint = _fingerprint(renderer, self._tokenizer)
         self._video_fingerprint = f"{self.fingerprint} {data.video.model_dump_json()}"
         config = self._model_config = AutoConfig.from_pretrained(model)
         self.image_token_id: int | None = (
@@ -240,6 +241,12 @@ class ChatProcessor:
         """How many media the prompt of a row has."""
         return len(row.images) + len(row.videos) + len(row.audios)
 
+    @property
+    def _processor(self) -> ProcessorMixin:
+        """The processor of a model that takes media."""
+        assert isinstance(self._renderer, ProcessorMixin), "a tokenizer processes no media"
+        return self._renderer
+
     def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
         """The text of a response without the tokens that end it, padding and media."""
         return decode_response(self._tokenizer, token_ids, self._hidden)
@@ -296,13 +303,16 @@ class ChatProcessor:
     def first_end(self, rendered: str) -> tuple[str, int] | None:
         """Text and id of the first token in `rendered` that ends a response; None if there is none."""
         ends = [(self._tokenizer.convert_ids_to_tokens(i), i) for i in self.eos_token_ids]
-        written = [(text, i) for text, i in ends if text and text in rendered]  # None: the tokenizer has no such id
+        # None: the tokenizer has no such id
+        written = [(text, i) for text, i in ends if isinstance(text, str) and text and text in rendered]
         return min(written, key=lambda end: rendered.index(end[0]), default=None)
 
     def end_of_turn(self, rendered: str) -> tuple[str, int] | None:
         """Text and id of the token at the start of `rendered` that ends a response; None if there is none."""
         found = ((self._tokenizer.convert_ids_to_tokens(i), i) for i in self.eos_token_ids)
-        return next(((text, i) for text, i in found if text and rendered.startswith(text)), None)
+        return next(
+            ((text, i) for text, i in found if isinstance(text, str) and text and rendered.startswith(text)), None
+        )
 
     def check_pictures(self, images: Sequence[Picture], name: str) -> None:
         """Whether the model takes pictures, and so many; `name` is that of the row.
@@ -510,6 +520,7 @@ class ChatProcessor:
         return self._media.get_or_add(key, str(path), partial(self._process, content, path))
 
     def _process(self, content: bytes, path: Picture) -> ProcessedMedia:
+        assert isinstance(self._family, PictureFamily)
         image = decode_image(content, path, self._limits)
         return ProcessedMedia(
             modality="image",

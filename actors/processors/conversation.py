@@ -14,9 +14,9 @@ from mobula.actors.processors.text.answers import AnswerLayout, unused_mark
 from mobula.cluster.errors import PromptError
 from mobula.cluster.records.actions import TokenActions
 from mobula.cluster.records.markup import plain
+from mobula.cluster.records.media import MediaSpan
 from mobula.cluster.records.trajectory import (
     FinishReason,
-    MediaSpan,
     Prompt,
     Response,
     Reward,

@@ -19,6 +19,7 @@ from mobula.cluster.metrics.report.videos import INDEX, read_artifacts
 
 if TYPE_CHECKING:
     from mobula.cluster.metrics.hub import Samples
+    from mobula.cluster.metrics.step_records import SampleRecord
     from mobula.cluster.records.trajectory import Response, Reward, ScoredGroup, TrajectoryGroup
 
 POSTER_SIDE = 512  # pixels at most
@@ -42,8 +43,8 @@ class ArtifactWriter:
         self._timeout_s = timeout_s
         self._rows = [row for row in read_artifacts(folder) if row["step"] <= version]
 
-    def offer(self, step: int, groups: Sequence[ScoredGroup]) -> None:
-        """Write what is wanted of the groups of one step."""
+    def offer(self, step: int, groups: Sequence[ScoredGroup]) -> Sequence[SampleRecord]:
+        """Writes files of the groups of one step; none of them is a sample."""
         chosen = list(islice(_in_turn(groups), self._per_step))
         wanted = list({id(group): group for group, _ in chosen}.values())
         references = [group.group for group in wanted]
@@ -62,6 +63,7 @@ class ArtifactWriter:
         write_atomically(
             self._folder / INDEX, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in self._rows)
         )
+        return ()
 
     def _written(self, name: str, response: Response) -> dict[str, object]:
         frames = response.pictures
@@ -84,9 +86,8 @@ class Offered:
     def __init__(self, takers: Sequence[Samples]) -> None:
         self._takers = takers
 
-    def offer(self, step: int, groups: Sequence[ScoredGroup]) -> None:
-        for taker in self._takers:
-            taker.offer(step, groups)
+    def offer(self, step: int, groups: Sequence[ScoredGroup]) -> Sequence[SampleRecord]:
+        return [sample for taker in self._takers for sample in taker.offer(step, groups)]
 
 
 def as_mp4(frames: Sequence[bytes], rate: int) -> bytes:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -67,7 +67,7 @@ class MeasuredStep:
         self._accuracy_component = accuracy_component
         self._tracer = tracer
         self._start = clock()
-        self._seconds: Counter[str] = Counter()
+        self._seconds: defaultdict[str, float] = defaultdict(float)
         self._update: Mapping[str, float] = {}
         self._phase, self._phase_start = BETWEEN_PHASES, self._start
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from mobula.cluster.metrics.definitions import CounterName, MetricName
 from mobula.cluster.metrics.files import write_atomically
@@ -126,14 +126,15 @@ def write_summary(path: Path, summary: Summary) -> None:
 
 def read_summary(path: Path) -> Summary:
     """The inverse of `write_summary`."""
-    row = json.loads(path.read_text(encoding="utf-8"))
+    row: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     known = {f.name for f in fields(Summary)}
     later = {f.name for f in fields(Summary) if f.default is not MISSING or f.default_factory is not MISSING}
     if not known - later <= set(row) <= known:  # files of earlier versions have no later keys
         raise ValueError(f"{path} holds no summary: these keys are missing or unknown: {sorted(known ^ set(row))}")
     row["warnings"] = tuple(row.get("warnings", ()))
     row["staleness"] = {int(lag): tokens for lag, tokens in row["staleness"].items()}
-    return Summary(**{key: float(value) if value in ("nan", "inf", "-inf") else value for key, value in row.items()})
+    row |= {key: float(value) for key, value in row.items() if value in ("nan", "inf", "-inf")}
+    return Summary(**row)
 
 
 def _media_bytes_unique(metrics: Metrics) -> int | None:

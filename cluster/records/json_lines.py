@@ -24,12 +24,8 @@ HEAD_BYTES = 6
 class _Spelled:
     """A number that is written as it was read: an answer of 7.50 must not become 7.5."""
 
-    spelling: str
-
-    def __new__(cls, spelling: str) -> Any:
-        number = super().__new__(cls, spelling)
-        number.spelling = spelling
-        return number
+    def __init__(self, spelling: str) -> None:
+        self.spelling = spelling
 
     def __str__(self) -> str:
         return self.spelling

@@ -8,6 +8,7 @@ from typing import IO
 import numpy as np
 from PIL import Image, ImageOps
 from PIL.ExifTags import Base
+from PIL.PngImagePlugin import PngImageFile
 
 # Only formats that are pictures and nothing else: Pillow would also run PostScript and read several plain-text formats.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
@@ -27,8 +28,10 @@ def upright_size(image: Image.Image) -> tuple[int, int]:
     tags = getattr(image, "tag_v2", {})  # of a TIFF file, whose size Pillow has exchanged by this tag
     if tags.get(Base.Orientation) in ON_ITS_SIDE:
         return width, height
-    if image.format == "PNG" and "exif" not in image.info and _has_metadata_behind_pixels(image.fp):
-        image.load()
+    if isinstance(image, PngImageFile) and "exif" not in image.info:
+        assert image.fp is not None, "the image was loaded"
+        if _has_metadata_behind_pixels(image.fp):
+            image.load()
     # Pillow's method for PNG would decode the pixels in any case.
     orientation = Image.Image.getexif(image).get(Base.Orientation)
     return (height, width) if orientation in ON_ITS_SIDE else (width, height)

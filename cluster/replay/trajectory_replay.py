@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 from mobula.cluster.errors import PreflightError
+from mobula.cluster.records.trajectory import ScoredGroup
 from mobula.cluster.replay.live_groups import LiveGroups
 from mobula.cluster.replay.trajectory_log import TrajectoryLog
 from mobula.cluster.roles import Learner, UpdateReport
@@ -40,9 +41,13 @@ async def train_again(
         PreflightError: the log has a gap.
         SkippedSample: the data no longer give a prompt of it.
     """
+
+    def revived(step: int) -> list[ScoredGroup]:
+        return [groups.revive(recorded) for recorded in log.read(step)]
+
     steps = recorded_steps(log)
     for step in steps:
-        live = await asyncio.to_thread(lambda step=step: [groups.revive(recorded) for recorded in log.read(step)])
+        live = await asyncio.to_thread(revived, step)
         report = await learner.update(live)
         assert report.version == step, f"recorded step {step} made version {report.version}"
         on_step(report)

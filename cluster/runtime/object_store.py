@@ -70,7 +70,7 @@ def fetch_at_hand(wanted: Sequence[Sequence[Any]], *, patience_s: float) -> list
     If a value turns out to be lost, whatever needed a fetch is None: a fetch of it alone gives the error.
     """
     pending = list({r for references in wanted for r in references if _is_reference(r)})
-    values: dict[ray.ObjectRef, Any] = {}
+    values: dict[ray.ObjectRef[Any], Any] = {}
     if pending:
         import ray
         from ray.exceptions import RayError
@@ -89,7 +89,7 @@ def object_store_use() -> ObjectStoreUse:
     return ObjectStoreUse(max(0, int(total - free)), int(total))
 
 
-def _resolved(references: Sequence[Any], values: Mapping[ray.ObjectRef, Any]) -> list[Any] | None:
+def _resolved(references: Sequence[Any], values: Mapping[ray.ObjectRef[Any], Any]) -> list[Any] | None:
     if any(_is_reference(r) and r not in values for r in references):
         return None
     return [values[r] if _is_reference(r) else r for r in references]

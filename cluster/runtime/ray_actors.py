@@ -50,7 +50,7 @@ def spawn(
     log: Path | None = None,
     max_concurrency: int = 1,
     **kwargs: Any,
-) -> ray.actor.ActorHandle:
+) -> ray.actor.ActorHandle[Any]:
     """Start `role(*args, **kwargs)` in an actor of its own; returns at once with its handle.
 
     The actor carries the worker's name in the dashboard and in logs. What its process writes goes to the file `log`, or
@@ -72,7 +72,7 @@ def spawn(
     return actor.remote(Seat(worker.cores, worker.num_threads, log), *args, **kwargs)
 
 
-def spawn_named(role: type, *, name: str, env: Mapping[str, str]) -> ray.actor.ActorHandle:
+def spawn_named(role: type, *, name: str, env: Mapping[str, str]) -> ray.actor.ActorHandle[Any]:
     """Start `role()` in an actor that others find by `name` in the driver's namespace; it ends with the driver.
 
     Raises:
@@ -93,7 +93,7 @@ def gpu_environment(num_gpus: float) -> dict[str, str]:
     return {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "0"} if num_gpus else {VISIBLE_GPUS: ""}
 
 
-async def answer(reference: ray.ObjectRef, *, timeout_s: float, what: str) -> Any:
+async def answer(reference: ray.ObjectRef[Any], *, timeout_s: float, what: str) -> Any:
     """Wait for the result of one actor call.
 
     Raises:
@@ -111,7 +111,7 @@ async def answer(reference: ray.ObjectRef, *, timeout_s: float, what: str) -> An
         raise DeadlineError(f"waited {timeout_s:g} s for {what}") from error
 
 
-def on_failure(reference: ray.ObjectRef, tell: Callable[[Exception], None], *, what: str) -> None:
+def on_failure(reference: ray.ObjectRef[Any], tell: Callable[[Exception], None], *, what: str) -> None:
     """Call `tell`, in this event loop, if the call fails.
 
     Waits without a deadline, since no caller depends on it. `tell` is given what `answer` would raise.
@@ -125,7 +125,7 @@ def on_failure(reference: ray.ObjectRef, tell: Callable[[Exception], None], *, w
     reference.future().add_done_callback(look)
 
 
-def _as_seen_here(error: Exception, what: str, reference: ray.ObjectRef) -> Exception:
+def _as_seen_here(error: Exception, what: str, reference: ray.ObjectRef[Any]) -> Exception:
     """Ray's errors of a call or a stream, as those of `mobula.cluster.errors`; `reference` is one of its results."""
     match error:
         case RayTaskError() if isinstance(error.cause, Exception):
@@ -149,7 +149,7 @@ def beside(method: Any) -> Any:
 
 async def with_attachments(
     stream: ray.ObjectRefGenerator, num_attached: Callable[[Any], int], *, what: str
-) -> AsyncIterator[tuple[Any, list[ray.ObjectRef]]]:
+) -> AsyncIterator[tuple[Any, list[ray.ObjectRef[Any]]]]:
     """The values of a call that streams, as they come, each with references to the `num_attached(value)` values that
     follow it and belong to it. Those stay where they are; all are the caller's and outlive the actor.
 
@@ -162,7 +162,7 @@ async def with_attachments(
     try:
         async for reference in stream:
             value = await asyncio.wrap_future(reference.future())
-            attached: list[ray.ObjectRef] = []
+            attached: list[ray.ObjectRef[Any]] = []
             # References alone: the group stays on its node until a rank fetches it.
             while len(attached) < num_attached(value):
                 attached.append(await _unfetched(stream, before=attached[-1] if attached else reference))
@@ -171,7 +171,7 @@ async def with_attachments(
         raise _as_seen_here(error, what, stream.completed()) from None
 
 
-async def _unfetched(stream: ray.ObjectRefGenerator, *, before: ray.ObjectRef) -> ray.ObjectRef:
+async def _unfetched(stream: ray.ObjectRefGenerator, *, before: ray.ObjectRef[Any]) -> ray.ObjectRef[Any]:
     """The stream's next reference, behind `before`. To await it as `async for` does would bring its value here."""
     # On a thread only where it may block: a switch costs more than the wait for most values.
     reference = next(stream) if stream.next_ready() else await asyncio.to_thread(next, stream, None)
@@ -182,7 +182,7 @@ async def _unfetched(stream: ray.ObjectRefGenerator, *, before: ray.ObjectRef) -
     return reference
 
 
-async def stop(handle: ray.actor.ActorHandle, *, timeout_s: float, what: str) -> None:
+async def stop(handle: ray.actor.ActorHandle[Any], *, timeout_s: float, what: str) -> None:
     """Ask the role to `close()`, then end its process whatever it answered."""
     try:
         await answer(handle.close.remote(), timeout_s=timeout_s, what=f"{what} to close")
@@ -192,7 +192,7 @@ async def stop(handle: ray.actor.ActorHandle, *, timeout_s: float, what: str) ->
         kill(handle)
 
 
-def kill(handle: ray.actor.ActorHandle) -> None:
+def kill(handle: ray.actor.ActorHandle[Any]) -> None:
     """End the role's process at once, whatever it does."""
     ray.kill(handle, no_restart=True)
 

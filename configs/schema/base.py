@@ -23,7 +23,7 @@ try:
 except (
     ModuleNotFoundError
 ):  # a GPU machine without this project's environment, where `mobula.deploy.tools.gpu_check` runs
-    from mobula.configs.unvalidated import (  # type: ignore[assignment]
+    from mobula.configs.unvalidated import (  # type: ignore[assignment,no-redef]
         BaseModel,
         BeforeValidator,
         ConfigDict,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from mobula.deploy.conformance.measure import ALL, Gap, Report
+from mobula.cluster.weight_sync.tolerance import Gap
+from mobula.deploy.conformance.measure import ALL, Report
 from mobula.deploy.conformance.trained import TrainedRun
 from mobula.deploy.wiring.parity_prompts import CASES, SOUNDS, VIDEOS
 from mobula.learner.policies.families import AUDIO_TYPES, TEXT_FAMILIES, VIDEO_TYPES, VISION_FAMILIES

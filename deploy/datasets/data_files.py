@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from mobula.actors.datasets.readers.base import SUFFIXES, Opened, files_of
@@ -29,7 +30,8 @@ def identity_with_data(config: RunConfig, usable_rows: str = "") -> dict[str, An
 
 def _fingerprint(config: RunConfig) -> str:
     data = config.data
-    sources = [(data.path / s.path, s) for s in data.sources.values()] or [(data.path, data)]
+    sources: list[tuple[Path, SourceConfig]] = [(data.path / s.path, s) for s in data.sources.values()]
+    sources = sources or [(data.path, data)]
     try:
         return fingerprint_of(
             file

@@ -28,15 +28,16 @@ def ray_folder(environment: Mapping[str, str], fallback: Path = FALLBACK) -> Pat
     """
     variable = next((name for name in VARIABLES if name in environment), None)
     unfit = _fault(str(fallback))
-    fault = unfit if variable is None else _fault(environment[variable])
+    given = "" if variable is None else environment[variable]
+    fault = unfit if variable is None else _fault(given)
     if fault is None:
         return None
     if unfit is not None:
-        named = "" if variable is None else f"{variable}={environment[variable]} {fault}, and "
+        named = "" if variable is None else f"{variable}={given} {fault}, and "
         raise PreflightError(
             f"{named}{fallback} {unfit}: free the disk, or set RAY_TMPDIR to a short path that can be written"
         )
-    _logger.warning("%s=%s %s: Ray's session is in %s/ray", variable, environment[variable], fault, fallback)
+    _logger.warning("%s=%s %s: Ray's session is in %s/ray", variable, given, fault, fallback)
     return fallback / "ray"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -157,7 +158,7 @@ def connected(address: str, namespace: str | None = None) -> Iterator[Any]:
     import mobula.deploy.host.ray_defaults  # noqa: F401  isort: skip  (sets what ray reads when imported)
     import ray
 
-    ray.init(address=address, namespace=namespace, log_to_driver=False, logging_level="ERROR")
+    ray.init(address=address, namespace=namespace, log_to_driver=False, logging_level=logging.ERROR)
     try:
         yield ray
     finally:

@@ -6,12 +6,12 @@ import asyncio
 import json
 import os
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from mobula.deploy.run import runtime  # isort: skip  (first: sets what ray reads)
 import numpy as np
@@ -34,6 +34,8 @@ from mobula.deploy.wiring.preparation import Prepared, require_model
 from mobula.rewards.functions.parsing.extraction import extractor
 
 ANSWER = extractor("fenced_json:answer")  # the claim of a record, as rules of grounding read it
+T = TypeVar("T")
+
 SAMPLE_PERIOD_S = 0.25
 DIGITS = 3
 
@@ -173,7 +175,7 @@ async def _answer_all(
     return ModelMeasurements(answers, ready - started, generate_s, usage.summary())
 
 
-async def _all(calls: Iterable[Callable[[], Awaitable[Any]]]) -> list[Any]:
+async def _all(calls: Iterable[Callable[[], Coroutine[Any, Any, T]]]) -> list[T]:
     """The results of calls side by side, in order."""
     async with background_tasks() as tasks:
         running = [tasks.create_task(call()) for call in calls]

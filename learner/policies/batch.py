@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from mobula.cluster.records.actions import KeptSets, TokenActions
-from mobula.cluster.records.media import MediaHandle, MediaReader, ProcessedMedia
-from mobula.cluster.records.trajectory import MediaSpan, Prompt
+from mobula.cluster.records.media import MediaHandle, MediaReader, MediaSpan, ProcessedMedia
+from mobula.cluster.records.trajectory import Prompt
 from mobula.learner.policies.device_copies import on_device
 
 PADDING_ID = 0  # any id will do: attention is causal and padding is on the right, so nothing ever looks at it

@@ -35,7 +35,7 @@ class Cost:
             latency_ms = given_metadata(request.metadata, "latency_ms")
             if not isinstance(latency_ms, Real) or not math.isfinite(latency_ms) or latency_ms < 0:
                 raise RewardError(f"metadata.latency_ms={latency_ms!r} is no time in milliseconds")
-            parts["latency_excess"] = max(0.0, latency_ms / self._latency_budget_ms - 1)
+            parts["latency_excess"] = max(0.0, float(latency_ms) / self._latency_budget_ms - 1)
         over = [name.removesuffix("_excess") for name, excess in parts.items() if excess]
         reason = f"over budget: {', '.join(over)}" if over else ""
         return Score(max(-1.0, 1 - math.fsum(parts.values())), reason, parts)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Sequence
-from typing import Any, get_args
+from typing import Any, TypeGuard, get_args
 
 from PIL import Image, UnidentifiedImageError
 from scipy.optimize import linear_sum_assignment
@@ -137,5 +137,5 @@ def _first_size(request: RewardRequest, key: str) -> tuple[Any, Any]:
     return (sizes[0][0], sizes[0][1]) if is_pair else (None, None)
 
 
-def _is_size(size: tuple[Any, Any]) -> bool:
+def _is_size(size: tuple[Any, Any]) -> TypeGuard[tuple[float, float]]:
     return all(isinstance(side, int | float) and 1 <= side <= LIMITS["pixels"] for side in size)

@@ -81,8 +81,10 @@ def users_signature(target: str, isolated: Isolated) -> inspect.Signature:
     _check_request(target, found)
     none = inspect.Parameter.empty
     return inspect.Signature(
-        inspect.Parameter(name, getattr(inspect.Parameter, kind), default=None if has_default else none)
-        for name, kind, has_default in found
+        [
+            inspect.Parameter(name, getattr(inspect.Parameter, kind), default=None if has_default else none)
+            for name, kind, has_default in found
+        ]
     )
 
 

@@ -31,7 +31,7 @@ class ClipEmbedder:
         self._processor: Any = load_processor(AutoProcessor, processor or model)
         self.model: Any = load_strictly(CLIPModel, model, tools)
         self.max_tokens = int(self.model.config.text_config.max_position_embeddings)
-        self.learnt_scale = math.exp(float(self.model.logit_scale))
+        self.learnt_scale = math.exp(float(self.model.get_parameter("logit_scale")))
         self._device = torch.device(tools.device)
 
     def pictures(self, images: Sequence[Image.Image]) -> torch.Tensor:

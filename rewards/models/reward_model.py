@@ -110,7 +110,7 @@ def _fitting(config: PreTrainedConfig, max_tokens: int) -> int:
 
 
 def _label_index(config: PreTrainedConfig, label: str | int | None) -> int:
-    names = {index: str(config.id2label[index]) for index in range(config.num_labels)}
+    names = {int(index): str(name) for index, name in (config.id2label or {}).items()}
     if label is None and len(names) == 1:
         return 0
     for index, name in names.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -138,14 +138,14 @@ class RewardPool:
         are asked again.
         """
         if not ahead:
-            return list(said.outcomes)
+            return _complete(said.outcomes)
         ahead_outcomes = {i: await ahead[i].said for i, outcomes in enumerate(said.outcomes) if outcomes is None}
         used = {i: outcomes for i, outcomes in ahead_outcomes.items() if outcomes is not None}
         self.scored_ahead.update({USED: len(used), UNUSED: len(ahead) - len(used)})
         again = said
         if len(used) < len(ahead_outcomes):
             again = await self._ask(group, {i: begun.digest for i, begun in ahead.items() if i in used})
-        return [used[i] if i in used else outcomes for i, outcomes in enumerate(again.outcomes)]
+        return _complete(used.get(i, outcomes) for i, outcomes in enumerate(again.outcomes))
 
     def _reward(self, label: str, trajectory_id: str, outcomes: Mapping[str, Outcome]) -> Reward | None:
         try:
@@ -159,6 +159,15 @@ class RewardPool:
                     "fix it, or set rewards.on_failure=exclude"
                 ) from error
             return None
+
+
+def _complete(outcomes: Iterable[Said | None]) -> list[Said]:
+    """The outcomes of a group of which each response has been scored."""
+    found: list[Said] = []
+    for said in outcomes:
+        assert said is not None, "a response has no outcomes"
+        found.append(said)
+    return found
 
 
 def _merged(parts: Sequence[GroupOutcomes]) -> GroupOutcomes:

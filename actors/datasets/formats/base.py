@@ -212,9 +212,10 @@ def only_one(value: Any) -> Any:
 
 def _parsed(text: str) -> Any:
     """The value of a text of JSON or of a Python literal; the text itself if it is neither."""
-    for parse in (parse_json, ast.literal_eval):
+    parsers: tuple[Callable[[str], Any], ...] = (lambda text: parse_json(text.encode()), ast.literal_eval)
+    for parse in parsers:
         try:
-            return parse(text.encode() if parse is parse_json else text)
+            return parse(text)
         except (ValueError, SyntaxError, MemoryError, RecursionError):  # the last two of a text of many brackets
             continue
     return text

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 from tempfile import NamedTemporaryFile
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -27,7 +28,7 @@ class ArrowFile:
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
 
-    def record(self, place: int) -> dict:
+    def record(self, place: int) -> dict[str, Any]:
         batch = int(np.searchsorted(self._ends, place, side="right"))
         start = int(self._ends[batch - 1]) if batch else 0
         return records_of(self._reader.get_batch(batch).slice(place - start, 1))[0]

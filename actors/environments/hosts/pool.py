@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
@@ -37,7 +37,12 @@ class EnvironmentSession:
     """One environment for one episode. What it returns is checked."""
 
     def __init__(
-        self, environment: Environment, run: Callable[..., T], config: EnvironmentConfig, *, takes_pictures: bool
+        self,
+        environment: Environment,
+        run: Callable[..., Awaitable[Any]],
+        config: EnvironmentConfig,
+        *,
+        takes_pictures: bool,
     ) -> None:
         self._environment = environment
         self._run = run

@@ -63,6 +63,7 @@ class RayEnvironment:
         self._actor.kill()
 
     def _called(self, method: str, *args: Any) -> Any:
+        problem: Exception
         try:
             return self._actor.call(method, *args, timeout_s=self._timeouts[method])
         except DeadlineError as error:

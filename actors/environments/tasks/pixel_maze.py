@@ -80,7 +80,7 @@ class PixelMaze:
         number = TURNS[chosen] if self._layout == MINIGRID else list(MOVES).index(chosen)
         observation, reward, terminated, truncated, _ = self._environment.step(number)
         message = Message("user", "<image>", (self._frame(observation),))
-        return Step((message,), float(reward > 0), bool(terminated), bool(truncated), {"is_valid": True})
+        return Step((message,), float(float(reward) > 0), bool(terminated), bool(truncated), {"is_valid": True})
 
     def demonstrate(self) -> str:
         """The first move of a shortest way to the goal."""

@@ -43,7 +43,7 @@ class ChatTemplate:
     ) -> None:
         """`template_kwargs` is `data.template_kwargs`."""
         self._renderer: Any = renderer
-        self._bos = _added_bos(renderer.tokenizer) if isinstance(renderer, ProcessorMixin) else ""  # type: ignore[attr-defined]
+        self._bos = _added_bos(renderer.tokenizer) if isinstance(renderer, ProcessorMixin) else ""
         self._kwargs = dict(template_kwargs)
         order = tuple(ContentForm)
         self._order = order if takes_parts else order[::-1]
@@ -82,8 +82,8 @@ class ChatTemplate:
             [("user", [text]), ("assistant", [text]), ("user", [text])],
             [("system", [text]), ("user", [text])],
             [("user", [text]), ("assistant", [text]), ("tool", [text])],
-            *([("user", [{"type": kind}, text])] for kind in media),
         ]
+        turns += [[("user", [{"type": kind}, text])] for kind in media]
         found = []
         for messages in turns:
             with suppress(PromptError):  # a role or a medium that the template does not take
@@ -151,7 +151,7 @@ def give_template(processor: ProcessorMixin | PreTrainedTokenizerBase, model: st
     """
     found: Any = processor.chat_template
     if not found and isinstance(processor, ProcessorMixin):
-        found = processor.tokenizer.chat_template  # type: ignore[attr-defined]
+        found = processor.tokenizer.chat_template
     if isinstance(found, dict):
         if "default" not in found:
             raise ValueError(

@@ -42,7 +42,7 @@ def decode_response(
 ) -> str:
     """The text of a response. `hidden` ids (ends, padding, media) are left out; tags that are special tokens stay."""
     ids = [i for i in np.asarray(token_ids).tolist() if i not in hidden]
-    return tokenizer.decode(ids, skip_special_tokens=False)
+    return tokenizer.decode(ids, skip_special_tokens=False)  # type: ignore[return-value]  # of one sequence: a str
 
 
 def reserved_tokens(tokenizer: PreTrainedTokenizerBase, ids: Iterable[int], written: Iterable[str]) -> re.Pattern[str]:

@@ -46,9 +46,9 @@ from mobula.actors.samplers.vllm.patches.inproc import InProcessClient, in_proce
 from mobula.actors.samplers.vllm.patches.logprobs import keep_sampled_logprobs_alone
 from mobula.cluster.errors import EngineDiedError, MobulaError, RolloutError, WeightSyncError
 from mobula.cluster.failures import Failure
-from mobula.cluster.records.media import ProcessedMedia
+from mobula.cluster.records.media import MediaSpan, ProcessedMedia
 from mobula.cluster.records.partial_response import Attempt, Emit, SampledSequence
-from mobula.cluster.records.trajectory import MediaSpan, Prompt
+from mobula.cluster.records.trajectory import Prompt
 from mobula.cluster.roles import SamplingSettings
 from mobula.cluster.runtime.concurrency import run_all
 from mobula.cluster.runtime.vitals import EngineLoad

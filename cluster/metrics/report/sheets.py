@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from mobula.cluster.metrics.files import read_verified
 
@@ -41,7 +42,7 @@ def read_sheets(run_folder: Path) -> list[Sheet]:
     return [_sheet(folder, row) for row in chosen]
 
 
-def _sheet(folder: Path, row: dict[str, object]) -> Sheet:
+def _sheet(folder: Path, row: Mapping[str, Any]) -> Sheet:
     digest = str(row["sha256"])
     png = read_verified(folder / str(row["file"]), digest, SHEETS_FILE)
-    return Sheet(str(row["suite"]), int(str(row["version"])), digest, [str(p) for p in row["prompts"]], png)  # type: ignore[union-attr]
+    return Sheet(str(row["suite"]), int(str(row["version"])), digest, [str(p) for p in row["prompts"]], png)

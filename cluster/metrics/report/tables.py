@@ -40,5 +40,5 @@ def _step(record: StepRecord) -> dict[str, Cell]:
 
 
 def _evaluation(record: EvaluationRecord) -> dict[str, Cell]:
-    own = {"suite": record.suite, "version": record.version, "accuracy": record.accuracy}
+    own: dict[str, Cell] = {"suite": record.suite, "version": record.version, "accuracy": record.accuracy}
     return {**own, "low": record.low, "high": record.high, "num": record.num, **record.values}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from mobula.cluster.metrics.files import read_verified
 from mobula.cluster.records.json_lines import read_lines
@@ -27,7 +28,7 @@ class Video:
     mp4: bytes | None
 
 
-def read_artifacts(folder: Path) -> list[dict[str, object]]:
+def read_artifacts(folder: Path) -> list[dict[str, Any]]:
     """The rows of artifacts.jsonl; empty if there is none."""
     path = folder / INDEX
     return [json.loads(line) for _, line in read_lines(path)] if path.exists() else []

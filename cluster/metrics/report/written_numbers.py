@@ -13,8 +13,8 @@ def write_number(value: float) -> str:
     if size == 0:
         return "0"
     if size < 1e-3 or size >= 1e7:
-        digits, exponent = f"{value:.1e}".split("e")
-        return f"{digits.removesuffix('.0')}e{int(exponent)}"
+        mantissa, exponent = f"{value:.1e}".split("e")
+        return f"{mantissa.removesuffix('.0')}e{int(exponent)}"
     if size >= 100:
         return f"{value:,.0f}"
     digits = 1 if size >= 10 else 2 if size >= 1 else 3 if size >= 0.1 else 4

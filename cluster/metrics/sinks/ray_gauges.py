@@ -141,7 +141,7 @@ def _at_start(now: float) -> dict[Key, float]:
 
 def _of_run(status: RunStatus) -> dict[Key, float]:
     progress, store = status.progress, status.object_store
-    stored = (
+    stored: dict[Key, float] = (
         {}
         if store is None
         else {
@@ -179,7 +179,7 @@ def _of_worker(worker: WorkerStatus) -> Iterator[tuple[LiveName, float]]:
     """Gauges of one worker."""
     vitals = worker.vitals
     load = None if vitals is None else vitals.load
-    known = {
+    known: dict[LiveName, float | None] = {
         LiveName.WORKER_VERSION: worker.version,
         LiveName.WORKER_IN_FLIGHT: worker.num_in_flight,
         LiveName.WORKER_RESTARTS: worker.num_restarts,

@@ -25,7 +25,7 @@ class TensorBoardSink:
     def emit(self, record: StepRecord) -> None:
         """One event a step, with all its scalars."""
         values = [Summary.Value(tag=tag, simple_value=value) for tag, value in step_scalars(record).items()]
-        self._writer.file_writer.add_summary(Summary(value=values), record.step)
+        self._add(values, record.step)
 
     def emit_evaluation(self, record: EvaluationRecord) -> None:
         for tag, value in evaluation_scalars(record).items():
@@ -40,10 +40,14 @@ class TensorBoardSink:
                 Summary.Value(tag=f"{name}/picture_{n}", image=_picture(png)) for n, png in enumerate(sample.pictures)
             ]
             if values:
-                self._writer.file_writer.add_summary(Summary(value=values), sample.step)
+                self._add(values, sample.step)
 
     def close(self) -> None:
         self._writer.close()
+
+    def _add(self, values: Sequence[Summary.Value], step: int) -> None:
+        writer = self._writer.file_writer
+        writer.add_summary(Summary(value=values), step)  # type: ignore[attr-defined]  # torch declares it None
 
 
 def _as_code(sample: SampleRecord) -> str:

@@ -57,7 +57,7 @@ def _of_first_order(scheduler: Any, num_steps: int) -> Any:
     """
     if "solver_order" not in scheduler.config:
         return scheduler
-    own = {"solver_order": 1}
+    own: dict[str, Any] = {"solver_order": 1}
     if "disable_corrector" in scheduler.config:
         own["disable_corrector"] = list(range(num_steps))
     return type(scheduler).from_config(scheduler.config, **own)

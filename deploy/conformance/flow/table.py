@@ -57,8 +57,8 @@ def _lines(reports: Sequence[FlowReport]) -> Iterator[str]:
         "before. Released checkpoints have not been run."
     )
     yield ""
-    columns = ("pipeline class", "tiny model", "parameters", "frames", "adapters")
-    columns += ("replay", "push, weights", "picture", "push, adapters", "picture, adapters")
+    columns = ["pipeline class", "tiny model", "parameters", "frames", "adapters"]
+    columns += ["replay", "push, weights", "picture", "push, adapters", "picture, adapters"]
     yield "| " + " | ".join(columns) + " |"
     yield "|---" * len(columns) + "|"
     for report in reports:

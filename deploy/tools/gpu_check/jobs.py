@@ -44,6 +44,7 @@ def run_job(context: Context, preset: str) -> Figures:
     code = run_logged([sys.executable, *words], os.environ, ROOT, log, TIMEOUT_S, lambda process: None)
     assert code == 0, f"`mobula train resources={preset}` ended with {code}: {' | '.join(last_lines(log, LOG_LINES))}"
     found = read_run_folder(folder / "job").summary
+    assert found is not None, "the job wrote no summary"
     assert (found.status, found.version) == ("done", NUM_STEPS), f"the job is {found.status} at version {found.version}"
     close = CLOSE["bfloat16" if context.is_cuda else "float32"]
     assert found.logprob_gap_mean is not None and found.canary_max is not None

@@ -196,7 +196,7 @@ def settings_of(config: RunConfig, body: ChatBody, *, is_kept: bool) -> Sampling
         ValueError: a trajectory of these settings cannot be recorded.
     """
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
-    asked = {
+    asked: dict[str, Any] = {
         "temperature": body.temperature,
         "max_tokens": body.max_completion_tokens or body.max_tokens,
         "seed": uuid4().int % MAX_SEED if body.seed is None else body.seed,

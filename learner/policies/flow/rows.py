@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from mobula.cluster.records.actions import LatentActions
-from mobula.cluster.records.media import MediaHandle, ProcessedMedia
-from mobula.cluster.records.trajectory import MediaSpan, Prompt
+from mobula.cluster.records.media import MediaHandle, MediaSpan, ProcessedMedia
+from mobula.cluster.records.trajectory import Prompt
 from mobula.learner.policies.device_copies import on_device
 
 CONDITION = "condition"  # modality of a medium that holds an encoded prompt

@@ -37,11 +37,11 @@ class MathAnswer:
     """
 
     def __init__(self, tools: Tools, *, require_boxed: bool | None = None, extract: str | None = None) -> None:
-        if (require_boxed is None) == (extract is None):
-            raise ValueError(f"require_boxed={require_boxed!r} and extract={extract!r}: set exactly one of the two")
-        if require_boxed is not None:
+        if require_boxed is not None and extract is None:
             check_true_or_false(require_boxed=require_boxed)
             extract = "boxed" if require_boxed else "whole"
+        elif require_boxed is not None or extract is None:
+            raise ValueError(f"require_boxed={require_boxed!r} and extract={extract!r}: set exactly one of the two")
         self._isolated = tools.isolated
         self._extract = RequestExtractor(extract)
 

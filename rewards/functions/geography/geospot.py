@@ -9,7 +9,13 @@ from mobula.cluster.errors import RewardError
 from mobula.rewards.contract import RewardRequest, Score
 from mobula.rewards.functions.geography.distances import Position, fixed_mean, haversine_km, kernels, mean_of_given
 from mobula.rewards.functions.geography.gazetteer import Geocoder, installed_gazetteer
-from mobula.rewards.functions.geography.place_answers import MAX_LATITUDE, MAX_LONGITUDE, PlaceAnswer, read_place
+from mobula.rewards.functions.geography.place_answers import (
+    MAX_LATITUDE,
+    MAX_LONGITUDE,
+    NAMES,
+    PlaceAnswer,
+    read_place,
+)
 from mobula.rewards.functions.geography.stages import FULL, STAGES, TAUS_KM
 from mobula.rewards.functions.parsing.references import check_number, given_metadata
 from mobula.rewards.tools import Tools
@@ -103,8 +109,8 @@ def _truth(metadata: Mapping[str, Any]) -> PlaceAnswer:
         raise RewardError(f"metadata has latitude={latitude!r}, longitude={longitude!r}: give numbers") from error
     if not (abs(position[0]) <= MAX_LATITUDE and abs(position[1]) <= MAX_LONGITUDE):  # NaN as well
         raise RewardError(f"metadata has latitude={latitude!r}, longitude={longitude!r}: that is no place on Earth")
-    names = [str(metadata.get(name) or "") for name in ("city", "region", "country")]
-    return PlaceAnswer(*names, *position)
+    city, region, country = (str(metadata.get(name) or "") for name in NAMES)
+    return PlaceAnswer(city, region, country, *position)
 
 
 def _parts(distances: Mapping[str, float], answer: PlaceAnswer) -> dict[str, float]:

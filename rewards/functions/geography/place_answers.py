@@ -70,7 +70,8 @@ def read_place(text: str, *, splits_lines: bool) -> PlaceAnswer:
         found = {**_split(text), **found}
     latitude = _number(found.get("latitude", ""), MAX_LATITUDE)
     longitude = _number(found.get("longitude", ""), MAX_LONGITUDE)
-    return PlaceAnswer(*(found.get(name, "") for name in NAMES), latitude, longitude)
+    city, region, country = (found.get(name, "") for name in NAMES)
+    return PlaceAnswer(city, region, country, latitude, longitude)
 
 
 def _split(text: str) -> dict[str, str]:

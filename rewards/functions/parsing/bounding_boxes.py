@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 from mobula.rewards.functions.parsing.strict_json import read_json
@@ -73,8 +72,9 @@ def rescaled(box: BoundingBox, across: float, down: float) -> BoundingBox:
 def _box(entry: Any, form: Form, limit: float) -> BoundingBox | str:
     if isinstance(entry, dict):
         entry = next((entry[key] for key in _KEYS if key in entry), None)
-    numbers: Sequence[float | None] = list(map(_number, entry)) if isinstance(entry, list | tuple) else []
-    if len(numbers) != 4 or None in numbers:
+    values = list(map(_number, entry)) if isinstance(entry, list | tuple) else []
+    numbers = [value for value in values if value is not None]
+    if not len(values) == len(numbers) == 4:
         return "a box that is not four numbers"
     left, top, right, bottom = numbers
     if form == "xywh":

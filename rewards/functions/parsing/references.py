@@ -43,7 +43,6 @@ def check_true_or_false(**options: object) -> None:
 
 def check_number(option: str, value: object, *, low: float, high: float = math.inf) -> None:
     """Refuse an option that is no finite number from `low` to `high`."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or not low <= value <= high:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value <= high or math.isinf(value):
         reach = f"from {low:g} to {high:g}" if math.isfinite(high) else f"of {low:g} or more"
         raise ValueError(f"{option}={value!r} is unfit: give a number {reach}")

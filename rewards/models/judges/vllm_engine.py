@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 from pydantic import ValidationError
-from vllm import LLM, EngineArgs, SamplingParams
+from vllm import LLM, EngineArgs, RequestOutput, SamplingParams
+from vllm.entrypoints.chat_utils import ChatCompletionMessageParam
 from vllm.exceptions import VLLMClientError
 from vllm.platforms import current_platform
 from vllm.sampling_params import StructuredOutputsParams
@@ -84,7 +85,7 @@ class ChatEngine:
             except RewardError as error:
                 refused[index] = error
         try:
-            outputs = iter(self._llm.wait_for_completion(use_tqdm=False))
+            outputs = iter(self._llm.wait_for_completion(RequestOutput, use_tqdm=False))
         except Exception as error:  # nothing that it computes can be trusted after that
             self._failure = Failure.of(error)
             raise EngineLostError(self._failure) from error
@@ -93,9 +94,9 @@ class ChatEngine:
 
     def _enqueue(self, conversation: list[dict[str, Any]], params: SamplingParams, template: Mapping[str, Any]) -> None:
         """Each conversation by itself: `LLM.chat` gives up all of them for one."""
-        arguments = {"chat_template_kwargs": dict(template)} if template else {}
+        messages: list[ChatCompletionMessageParam] = list(conversation)
         try:
-            self._llm.enqueue_chat(conversation, params, use_tqdm=False, **arguments)
+            self._llm.enqueue_chat(messages, params, use_tqdm=False, chat_template_kwargs=dict(template) or None)
         except Exception as error:
             raise RewardError(f"the judge's engine refuses the request: {reason_of(error)}") from error
 

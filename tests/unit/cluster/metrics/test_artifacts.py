@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from PIL import Image
 
 from mobula.cluster.metrics.artifacts import ArtifactWriter, Offered
 from mobula.cluster.metrics.report.videos import INDEX, read_artifacts
+from mobula.cluster.metrics.step_records import SampleRecord
 from mobula.cluster.records.trajectory import ScoredGroup
 
 
@@ -75,5 +77,14 @@ def test_a_resume_takes_later_rows_out(tmp_path: Path) -> None:
 
 
 def test_responses_of_text_leave_no_artifact(tmp_path: Path) -> None:
-    Offered([writer(tmp_path)]).offer(1, [make_group("a", [1.0])])
+    writer(tmp_path).offer(1, [make_group("a", [1.0])])
     assert read_artifacts(tmp_path) == []
+
+
+def test_a_writer_of_artifacts_keeps_the_samples_of_others(tmp_path: Path) -> None:
+    class Kept:
+        def offer(self, step: int, groups: Sequence[ScoredGroup]) -> Sequence[SampleRecord]:
+            return [sample]
+
+    sample = SampleRecord(1, "best", "question", "response", ("answer",), 1.0, ())
+    assert Offered([Kept(), writer(tmp_path)]).offer(1, [drawn("a", [1.0])]) == [sample]

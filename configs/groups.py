@@ -80,6 +80,8 @@ def without_missing(values: Any) -> Any:
     """`values` without the keys that were left to the user."""
     if isinstance(values, Mapping):
         return {key: without_missing(value) for key, value in values.items() if value != MISSING}
+    if isinstance(values, list):
+        return [without_missing(value) for value in values]
     return values
 
 

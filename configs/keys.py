@@ -8,7 +8,8 @@ from difflib import SequenceMatcher, get_close_matches
 from enum import Enum
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 import yaml
 from pydantic.fields import FieldInfo
@@ -22,6 +23,8 @@ ENTRY = "NAME"
 """Stands for a name that the user chooses, e.g. `rewards.recipes.NAME.weights`."""
 
 BOUNDS = {"gt": "more than {}", "ge": "at least {}", "lt": "less than {}", "le": "at most {}"}
+USER_CODE = "module:name or path/to/file.py:name"
+"""What a key takes in the place of a built-in name."""
 NOUNS: Mapping[Any, str] = {
     bool: "true or false",
     int: "a whole number",
@@ -40,6 +43,12 @@ class Key:
     description: str
     section: type[Section] | None
     is_open: bool  # any key may stand below it
+
+    @property
+    def takes_text(self) -> bool:
+        """Whether a value on the command line is text as it stands."""
+        is_name = self.expected.startswith("one of") and self.expected.endswith(USER_CODE)
+        return is_name or self.expected.startswith(("text", "a path"))
 
 
 def walk(section: type[Section], prefix: str) -> Iterator[Key]:
@@ -195,6 +204,8 @@ def _noun(annotation: Any) -> str:
         return "one of " + ", ".join(map(str, get_args(annotation)))
     if isinstance(annotation, type) and issubclass(annotation, Enum):
         return "one of " + ", ".join(member.value for member in annotation)
+    if get_origin(annotation) in (Union, UnionType):
+        return f"{_noun(get_args(annotation)[0])}, {USER_CODE}"
     if get_origin(annotation) is dict:
         return "a mapping"
     if get_origin(annotation) is tuple:

@@ -13,6 +13,7 @@ names the key, the value got and the next action.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,8 @@ from mobula.configs.schema.rewards import RewardsConfig, reward_contradictions
 from mobula.configs.schema.run import RunConfig
 from mobula.configs.words import Word, lay_on, read_words, refuse_overruled, unknown
 
+OF_UNION = re.compile(r"(literal|str-enum)\[|constrained-str$")
+"""In the place of an error: the member of `Literal | UserCode` that refused the value; each member has an error."""
 NAMED_BY_USER = (("policy", "model"), ("data", "path"))
 for _name, _computation in COMPUTATIONS.items():
     OmegaConf.register_new_resolver(_name, _computation, replace=True)
@@ -149,14 +152,14 @@ def _validated(values: Mapping[Any, Any]) -> RunConfig:
         found = error.errors()
         is_unnamed = any(d["type"] == "missing" and d["loc"] in NAMED_BY_USER for d in found)
         hint = [NAME_BOTH] if is_unnamed else []
-        raise ConfigError("\n".join([*(_sentence(detail) for detail in found), *hint])) from error
+        raise ConfigError("\n".join([*dict.fromkeys(map(_sentence, found)), *hint])) from error
 
 
 def _sentence(detail: ErrorDetails, prefix: str = "") -> str:
     """One validation error in the user's words; `prefix` is where in a run's configuration the part stands."""
     if detail["type"] == "value_error":
         return str(detail["ctx"]["error"])
-    name = prefix + ".".join(str(part) for part in detail["loc"])
+    name = prefix + ".".join(str(part) for part in detail["loc"] if not OF_UNION.match(str(part)))
     key = keys.find(name)
     if key is None:
         return unknown(name, list(keys.known_keys()))

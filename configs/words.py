@@ -128,7 +128,7 @@ def _read(text: str) -> Word:
     if not name or not equals:
         raise ConfigError(f"{text!r} is no override: write {start.lstrip('~+-') or 'KEY'}=VALUE")
     key = None if name in groups() else keys.find(name)
-    if key is not None and key.expected.startswith(("text", "a path")):
+    if key is not None and key.takes_text:
         return Word(text, name, _text(name, value))
     return _read_by_grammar(text)
 

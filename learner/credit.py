@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mobula.cluster.user_code import chosen
 from mobula.configs.schema import AlgorithmConfig, KLConfig, RunConfig
-from mobula.configs.schema.algorithm import TURNWISE
+from mobula.configs.schema.algorithm import TURNWISE, ShapingConfig
 from mobula.configs.schema.algorithm_agreement import ENVIRONMENT
 from mobula.configs.schema.rewards import for_label
 from mobula.learner.algorithms.advantages import (
@@ -24,7 +25,7 @@ from mobula.learner.algorithms.advantages import (
     whitened,
 )
 from mobula.learner.algorithms.distillation import teacher_advantage
-from mobula.learner.algorithms.kl import KL_ESTIMATORS, AdaptiveCoefficient, FixedCoefficient, KLCoefficient
+from mobula.learner.algorithms.kl import AdaptiveCoefficient, FixedCoefficient, KLCoefficient, kl_estimator
 from mobula.learner.algorithms.kl.base import capped
 from mobula.learner.algorithms.moments import RunningMoments
 from mobula.learner.algorithms.prompt_history import PromptHistory
@@ -53,7 +54,7 @@ class Credit:
 
     The order, each step once and only if its key is set:
 
-    1. penalties on the reward: repetition, length
+    1. penalties on the reward: repetition, length, and `shaping.function`
     2. running moments, 3. reward clip
     4. advantage of each response (`algorithm.advantage`), or of each turn of an episode (`return_to_go`)
     5. return of each token: discount, and the KL where `algorithm.kl.place=reward`; with a critic the advantage of each
@@ -71,7 +72,8 @@ class Credit:
         self._components = [component.name for component in config.rewards.components]
         self._paid = [n for n, c in enumerate(config.rewards.components) if c.function == ENVIRONMENT]
         self._spread = _spread(config.algorithm)
-        self._kl = KL_ESTIMATORS[config.algorithm.kl.estimator]
+        self._kl = kl_estimator(config.algorithm.kl)
+        self._reshape = _reshape(config.algorithm.shaping)
         self._moments = RunningMoments()
         self._history = PromptHistory(config.algorithm.prompt_history_steps)
         self.kl = _coefficient(config.algorithm.kl)
@@ -148,6 +150,7 @@ class Credit:
         if shaping.length_penalty > 0:
             lengths = length_rewards(rewards.lengths, is_solved, rewards.included, rewards.group_ids)
             values = values + shaping.length_penalty * lengths
+        values = self._reshape(values, rewards)
         if shaping.running_moments != "none":
             self._moments.add(values[rewards.included])
             mean = self._moments.mean if shaping.running_moments == "standardise" else 0.0
@@ -239,7 +242,16 @@ def _spread(config: AlgorithmConfig) -> Spread:
         return partial(_by_values, TOKEN_ADVANTAGES[config.advantage], config)
     if config.advantage in TURN_ADVANTAGES:
         return partial(_by_turn_advantage, TURN_ADVANTAGES[config.advantage], config)
-    return partial(_by_return, ADVANTAGES[config.advantage], config)
+    given = ("rewards", "options")
+    formula = chosen(ADVANTAGES, config.advantage, "algorithm.advantage", given, config.advantage_options)
+    return partial(_by_return, formula, config)
+
+
+def _reshape(config: ShapingConfig) -> Callable[[Tensor, StepRewards], Tensor]:
+    """The user's own change to rewards [N] after the penalties, or none."""
+    unchanged: dict[str, Callable[[Tensor, StepRewards], Tensor]] = {"none": lambda values, rewards: values}
+    given = ("values", "rewards")
+    return chosen(unchanged, config.function, "algorithm.shaping.function", given, config.function_options)
 
 
 def _by_return(

@@ -8,12 +8,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from mobula.cluster.user_code import chosen
 from mobula.configs.schema import AlgorithmConfig
 from mobula.learner.algorithms.aggregation import AGGREGATIONS, Totals, token_mean
 from mobula.learner.algorithms.corrections import CORRECTIONS, OLD_LOGPROBS
 from mobula.learner.algorithms.distillation import reverse_kl
 from mobula.learner.algorithms.flow_losses import FLOW_LOSSES, Reads
-from mobula.learner.algorithms.kl import KL_ESTIMATORS
+from mobula.learner.algorithms.kl import kl_estimator
 from mobula.learner.algorithms.kl.base import capped
 from mobula.learner.algorithms.over_age import by_age, truncated_importance
 from mobula.learner.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss, PolicyLossFunction
@@ -33,11 +34,25 @@ class PolicyObjective:
 
     def __init__(self, config: AlgorithmConfig) -> None:
         self._config = config
-        self._aggregate = partial(AGGREGATIONS[config.loss_aggregation], norm=config.loss_norm)
+        aggregation = chosen(
+            AGGREGATIONS,
+            config.loss_aggregation,
+            "algorithm.loss_aggregation",
+            ("values", "mask", "totals", "norm"),
+            config.loss_aggregation_options,
+        )
+        self._aggregate = partial(aggregation, norm=config.loss_norm)
         self._policy_loss = _policy_loss(config)
         self._old = OLD_LOGPROBS[config.old_logprobs]
-        self._correction = partial(CORRECTIONS[config.correction], **config.correction_parameters)
-        self._kl = KL_ESTIMATORS[config.kl.estimator]
+        correction = chosen(
+            CORRECTIONS,
+            config.correction,
+            "algorithm.correction",
+            ("proximal_logprobs", "behavior_logprobs", "mask"),
+            config.correction_options,
+        )
+        self._correction = partial(correction, **config.correction_parameters)
+        self._kl = kl_estimator(config.kl)
 
     def __call__(
         self, output: PolicyOutput, batch: LearnerBatch, totals: Totals, meter: Meter, kl_coef: float
@@ -118,7 +133,9 @@ def _policy_loss(config: AlgorithmConfig) -> Loss:
     found = FLOW_LOSSES.get(config.loss)
     if found is not None:
         return partial(READERS[found.reads], found.given(config.loss_parameters))
-    return partial(_of_likelihoods, partial(POLICY_LOSSES[config.loss], **config.loss_parameters))
+    given = ("logprobs", "old_logprobs", "advantages", "mask")
+    loss = chosen(POLICY_LOSSES, config.loss, "algorithm.loss", given, config.loss_options)
+    return partial(_of_likelihoods, partial(loss, **config.loss_parameters))
 
 
 def _of_likelihoods(loss: PolicyLossFunction, output: PolicyOutput, old: Tensor, batch: LearnerBatch) -> PolicyLoss:

@@ -13,17 +13,17 @@ import numpy as np
 from mobula.actors.datasets.audios import AudioInputs
 from mobula.actors.datasets.curricula import CURRICULA, Curriculum
 from mobula.actors.datasets.downloads import DownloadLimits, LateDownloads, MediaDownloads
-from mobula.actors.datasets.formats import FORMATS
+from mobula.actors.datasets.formats import format_of
 from mobula.actors.datasets.formats.base import Record, RowFormat, finish, first_of, named
 from mobula.actors.datasets.lazy_rows import LazyRows, Shuffled, windowed_order
 from mobula.actors.datasets.mixture import MixedRows
 from mobula.actors.datasets.pictures import Downloads, PictureInputs
-from mobula.actors.datasets.readers import READERS
+from mobula.actors.datasets.readers import reader_of
 from mobula.actors.datasets.readers.base import Opened, Table, without_nulls
 from mobula.actors.datasets.rows import Row, Split
 from mobula.actors.datasets.videos import VideoInputs
 from mobula.cluster.errors import DatasetError, SkippedSample
-from mobula.configs.schema.data import WRITTEN, DataConfig, DataKind, SourceConfig
+from mobula.configs.schema.data import DataConfig, DataKind, SourceConfig
 
 NUM_KEPT = 8  # rows that are asked again at once, for their id and for their prompt
 
@@ -194,14 +194,13 @@ def _path_of(data: DataConfig, source: SourceConfig) -> Path:
 def _open_source(
     data: DataConfig, source: SourceConfig, path: Path, split: str, label_key: str, fetches_late: bool
 ) -> LazyRows:
-    row_format = FORMATS[source.row_format]
+    row_format = format_of(source, data.row_format_options)
     unknown = sorted(set(source.columns) - {*row_format.columns, label_key})
     if unknown:
         raise DatasetError(
             f"data.columns has {unknown[0]}, which is no column of data.row_format={source.row_format}: it has "
             f"{', '.join(row_format.columns)}"
         )
-    kind = DataKind.JSONL if source.kind in WRITTEN else source.kind
     named = Opened(
         path,
         source.splits.get(split, split),
@@ -210,7 +209,7 @@ def _open_source(
         subset=source.subset,
         num_streamed=data.streamed_rows,
     )
-    table = READERS[kind.value](named)
+    table = reader_of(source, data.kind_options)(named)
     if len(table) == 0:
         raise DatasetError(f"{table.source} has no usable row: fill it, or set data.path to another folder")
     root = data.path / source.media_path if source.media_path else table.root

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
-import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from mobula.actors.environments.base import Environment
+from mobula.cluster.user_code import check_call, did_you_mean, is_user_code, load
 
 ENVIRONMENTS: Mapping[str, str] = {  # name -> its class, imported when it is asked for
     "calculator": "mobula.actors.environments.tasks.calculator:Calculator",
@@ -32,31 +31,39 @@ EXTRAS: Mapping[str, str] = {  # name -> the extra that installs what it needs
 
 
 def build_environment(name: str, options: Mapping[str, Any]) -> Environment:
-    """The environment of `name`, a built-in one or `module:Class`, made with `options`.
+    """The environment of `name`, a built-in one or the user's own, made with `options`.
 
     Raises:
         ValueError: there is none of this name, a library is missing, or an option is unknown or unfit.
     """
-    target = ENVIRONMENTS.get(name, name)
-    if ":" not in target:
-        raise ValueError(
-            f"environment.name={name!r} is unknown: use {', '.join(ENVIRONMENTS)}, or module:Class of your own"
-        )
-    module, _, attribute = target.partition(":")
+    made_by = _class_of(name)
     try:
-        made_by = getattr(importlib.import_module(module), attribute)
-    except ModuleNotFoundError as error:
-        raise _not_installed(name, error) from error
-    except AttributeError as error:
-        raise ValueError(f"environment.name={name}: {module} has no {attribute}: name a class of it") from error
-    try:
-        inspect.signature(made_by).bind(**options)
-    except TypeError as error:
-        raise ValueError(f"environment.options of {name}: {error}; it takes {inspect.signature(made_by)}") from error
+        check_call(made_by, (), options)
+    except ValueError as error:
+        raise ValueError(f"environment.options of {name}: {error}") from error
     try:
         return made_by(**options)
     except ModuleNotFoundError as error:  # what is looked up when it is made
         raise _not_installed(name, error) from error
+
+
+def _class_of(name: str) -> Callable[..., Environment]:
+    if is_user_code(name):
+        try:
+            return load(name)
+        except ValueError as error:
+            raise ValueError(f"environment.name={name}: {error}") from error
+    if name not in ENVIRONMENTS:
+        raise ValueError(
+            f"environment.name={name!r} is unknown{did_you_mean(name, ENVIRONMENTS)}: use {', '.join(ENVIRONMENTS)}, "
+            "or your own as module:Class or path/to/file.py:Class"
+        )
+    try:
+        return load(ENVIRONMENTS[name])
+    except ValueError as error:
+        if isinstance(error.__cause__, ModuleNotFoundError):
+            raise _not_installed(name, error.__cause__) from error
+        raise
 
 
 def _not_installed(name: str, error: ModuleNotFoundError) -> ValueError:

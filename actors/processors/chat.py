@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from io import BytesIO
-from typing import Protocol
+from typing import Protocol, Self
 
 import numpy as np
 import transformers
@@ -45,6 +45,7 @@ from mobula.cluster.records.image_sizes import IMAGE_SIZES, SHOWN_SIZES
 from mobula.cluster.records.markup import BREAK, cut_at_breaks, is_verbatim, literal, plain, without_special
 from mobula.cluster.records.media import MediaHandle, MediaKeeper, MediaSpan, ProcessedMedia, content_key
 from mobula.cluster.records.trajectory import Prompt
+from mobula.configs.schema import RunConfig
 from mobula.configs.schema.data import DataConfig
 from mobula.configs.schema.rollout import SamplerConfig
 from mobula.learner.policies.families import AUDIO_TYPES, VIDEO_TYPES, family_at, model_type_at
@@ -119,6 +120,19 @@ class ChatProcessor:
         ValueError: the model is of a family that is not supported, its processor or tokenizer is unfit, or a text of
             the configuration is.
     """
+
+    @classmethod
+    def of(cls, config: RunConfig, media: MediaKeeper) -> Self:
+        """The processor of a run."""
+        return cls(
+            config.policy.model,
+            config.data,
+            config.sampler,
+            media,
+            keep_files=config.rewards.needs_pictures,
+            device=config.resources.device,
+            suffix=config.question_suffix,
+        )
 
     def __init__(
         self,

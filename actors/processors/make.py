@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from mobula.actors.processors.chat import ChatProcessor
 from mobula.actors.processors.conversation import ConversationProcessor
 from mobula.actors.processors.image_tokens import ImageTokenProcessor
 from mobula.cluster.records.media import MediaKeeper
+from mobula.cluster.user_code import chosen
 from mobula.configs.schema import RunConfig
 from mobula.learner.policies.trained import flow_checkpoint
 
@@ -33,15 +35,7 @@ def make_processor(
         return PicturePairProcessor(flow) if config.offline.is_on else flow
     if config.sampler.draws_tokens:
         return ImageTokenProcessor(config.policy.model, config.data, config.sampler, config.question_suffix)
-    chat = ChatProcessor(
-        config.policy.model,
-        config.data,
-        config.sampler,
-        media,
-        keep_files=config.rewards.needs_pictures,
-        device=config.resources.device,
-        suffix=config.question_suffix,
-    )
+    chat = processor_maker(config)(config, media)
     if not config.offline.is_on:
         return chat
     return ConversationProcessor(
@@ -50,4 +44,16 @@ def make_processor(
         max_tokens=config.offline.max_tokens,
         has_tail=config.offline.job == "reward_model",
         trains_template=config.offline.train_template_text,
+    )
+
+
+def processor_maker(config: RunConfig) -> Callable[[RunConfig, MediaKeeper], ChatProcessor]:
+    """What makes the processor that `data.processor` names.
+
+    Raises:
+        ValueError: it is the user's own, and cannot be called with its options.
+    """
+    given = ("config", "media")
+    return chosen(
+        {"chat": ChatProcessor.of}, config.data.processor, "data.processor", given, config.data.processor_options
     )

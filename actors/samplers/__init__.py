@@ -2,26 +2,54 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 from mobula.actors.samplers.base import EngineSettings, Sampler
+from mobula.cluster.user_code import chosen
 
 
 def build_sampler(kind: str, settings: EngineSettings) -> Sampler:
     """The sampler named by `sampler.kind`; its engine is imported only when it is the one that runs."""
-    if kind == "vllm":
-        from mobula.actors.samplers.vllm.sampler import VLLMSampler
+    return sampler_maker(kind, settings.options)(settings)
 
-        return VLLMSampler(settings)
-    if kind == "huggingface":
-        from mobula.actors.samplers.huggingface import HuggingFaceSampler
 
-        return HuggingFaceSampler(settings)
-    if kind == "flow":
-        from mobula.actors.samplers.flow import FlowSampler
+def sampler_maker(kind: str, options: Mapping[str, object]) -> Callable[[EngineSettings], Sampler]:
+    """The class of a sampler with its options.
 
-        assert settings.denoising is not None, "the settings of a flow sampler say how it denoises"
-        return FlowSampler(settings, settings.denoising)
-    if kind == "image_tokens":
-        from mobula.actors.samplers.image_tokens import ImageTokenSampler
+    Raises:
+        ValueError: there is none of this name, or its options are unfit.
+    """
+    return chosen(SAMPLERS, kind, "sampler.kind", ("settings",), options)
 
-        return ImageTokenSampler(settings, settings.image_guidance)
-    raise ValueError(f"sampler.kind={kind} is unknown: use vllm, huggingface, flow or image_tokens")
+
+def _vllm(settings: EngineSettings) -> Sampler:
+    from mobula.actors.samplers.vllm.sampler import VLLMSampler
+
+    return VLLMSampler(settings)
+
+
+def _huggingface(settings: EngineSettings) -> Sampler:
+    from mobula.actors.samplers.huggingface import HuggingFaceSampler
+
+    return HuggingFaceSampler(settings)
+
+
+def _flow(settings: EngineSettings) -> Sampler:
+    from mobula.actors.samplers.flow import FlowSampler
+
+    assert settings.denoising is not None, "the settings of a flow sampler say how it denoises"
+    return FlowSampler(settings, settings.denoising)
+
+
+def _image_tokens(settings: EngineSettings) -> Sampler:
+    from mobula.actors.samplers.image_tokens import ImageTokenSampler
+
+    return ImageTokenSampler(settings, settings.image_guidance)
+
+
+SAMPLERS: Mapping[str, Callable[[EngineSettings], Sampler]] = {
+    "vllm": _vllm,
+    "huggingface": _huggingface,
+    "flow": _flow,
+    "image_tokens": _image_tokens,
+}

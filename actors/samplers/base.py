@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -51,6 +51,7 @@ class EngineSettings:
     memory_fraction: float = 0.0  # of each of its GPUs, instead of `memory_bytes`; 0: those
     denoising: Denoising | None = None  # of a flow model
     image_guidance: float = 1.0  # of a model that draws token by token
+    options: Mapping[str, Any] = field(default_factory=dict)  # of a sampler that is the user's own code
 
     @property
     def hidden_ids(self) -> frozenset[int]:

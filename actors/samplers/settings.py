@@ -59,6 +59,7 @@ def engine_settings(
         adapters=AdapterPush.of(model_folder, checkpoint, config.policy, dtype),
         denoising=Denoising.of(sampler.flow) if sampler.is_flow else None,
         image_guidance=sampler.image_tokens.guidance,
+        options=sampler.kind_options,
     )
 
 

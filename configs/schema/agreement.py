@@ -95,10 +95,10 @@ def _an_engine_has_a_gpu_for_each_of_its_ranks(config: RunConfig) -> str | None:
     found = config.resources.rollout
     if found.tensor_parallel == 1:
         return None
-    if config.resources.device == "cpu" or config.sampler.kind.value != "vllm":
+    if config.resources.device == "cpu" or config.sampler.kind != "vllm":
         return (
             f"resources.rollout.tensor_parallel={found.tensor_parallel} needs vLLM on GPUs, got sampler.kind="
-            f"{config.sampler.kind.value} and resources.device={config.resources.device}: set it to 1, or choose both"
+            f"{config.sampler.kind} and resources.device={config.resources.device}: set it to 1, or choose both"
         )
     if found.num_gpus != found.tensor_parallel:
         return (
@@ -366,7 +366,7 @@ def _videos_have_an_engine(config: RunConfig) -> str | None:
     if config.sampler.max_videos_per_prompt == 0 or config.sampler.kind is SamplerKind.VLLM:
         return None
     return (
-        f"sampler.kind={config.sampler.kind.value} samples no prompts with videos, and sampler.max_videos_per_prompt="
+        f"sampler.kind={config.sampler.kind} samples no prompts with videos, and sampler.max_videos_per_prompt="
         f"{config.sampler.max_videos_per_prompt} asks for them: use sampler=vllm, or set it to 0"
     )
 
@@ -375,7 +375,7 @@ def _sounds_have_an_engine(config: RunConfig) -> str | None:
     if config.sampler.max_audios_per_prompt == 0 or config.sampler.kind is SamplerKind.VLLM:
         return None
     return (
-        f"sampler.kind={config.sampler.kind.value} samples no prompts with sounds, and sampler.max_audios_per_prompt="
+        f"sampler.kind={config.sampler.kind} samples no prompts with sounds, and sampler.max_audios_per_prompt="
         f"{config.sampler.max_audios_per_prompt} asks for them: use sampler=vllm, or set it to 0"
     )
 

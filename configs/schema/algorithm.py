@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from mobula.configs.schema.base import Field, PositiveFloat, PositiveInt, Section
+from mobula.configs.schema.base import Field, PositiveFloat, PositiveInt, Section, UserCode
 
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 ClipLow = Annotated[float, Field(ge=0, le=1)]
@@ -27,8 +27,10 @@ class KLConfig(Section):
 
     coef: NonNegativeFloat
     """Weight of the KL term; 0 turns the reference off."""
-    estimator: Literal["k1", "k2", "k3", "k3_importance"]
+    estimator: Literal["k1", "k2", "k3", "k3_importance"] | UserCode
     """Schulman's estimators; k3 is unbiased and never negative, `k3_importance` also for tokens of older weights."""
+    estimator_options: dict[str, Any]
+    """Arguments of `estimator`, where it is your own code."""
     place: Literal["loss", "reward"]
     """`loss`: a term of the loss, with a gradient; `reward`: subtracted from the reward of each token."""
     controller: Literal["fixed", "adaptive"]
@@ -234,8 +236,10 @@ class CriticConfig(Section):
     """Where the critic is trained. `none`: there is no critic; `learner_ranks`: on the ranks of the policy, before it
     in every step; `own_ranks`: on the workers of `resources.critic`, at the same time as the policy. The backend is the
     same."""
-    optimizer: Literal["adamw", "adamw_8bit", "muon"]
+    optimizer: Literal["adamw", "adamw_8bit", "muon"] | UserCode
     """The critic's optimizer, with a state of its own."""
+    optimizer_options: dict[str, Any]
+    """Arguments of `optimizer`, where it is your own code."""
     learning_rate: PositiveFloat
     """The critic's learning rate, at the peak of `learner.schedule`."""
     value_clip: NonNegativeFloat
@@ -266,6 +270,10 @@ class ShapingConfig(Section):
     """Tokens in one n-gram."""
     length_penalty: NonNegativeFloat
     """Weight of a reward for short responses within the group; 0 is off."""
+    function: Literal["none"] | UserCode
+    """Your own change to the rewards of a step, after these penalties."""
+    function_options: dict[str, Any]
+    """Arguments of `function`, where it is your own code."""
     running_moments: Literal["none", "scale", "standardise"]
     """Divide rewards by the standard deviation of all rewards so far (`scale`), and subtract their mean before
     (`standardise`)."""
@@ -280,32 +288,37 @@ class ShapingConfig(Section):
 class AlgorithmConfig(Section):
     """The RL algorithm, as values."""
 
-    advantage: Literal[
-        "grpo",
-        "grpo_global_std",
-        "dr_grpo",
-        "rloo",
-        "reinforce",
-        "reinforce_batch",
-        "reinforce_pp",
-        "reinforce_pp_baseline",
-        "opo",
-        "cpgd",
-        "cpgd_clip_filter",
-        "gdpo",
-        "pass_at_k",
-        "prompt_stats",
-        "prompt_stats_global_std",
-        "gae",
-        "turn_gae",
-        "return_to_go",
-    ]
+    advantage: (
+        Literal[
+            "grpo",
+            "grpo_global_std",
+            "dr_grpo",
+            "rloo",
+            "reinforce",
+            "reinforce_batch",
+            "reinforce_pp",
+            "reinforce_pp_baseline",
+            "opo",
+            "cpgd",
+            "cpgd_clip_filter",
+            "gdpo",
+            "pass_at_k",
+            "prompt_stats",
+            "prompt_stats_global_std",
+            "gae",
+            "turn_gae",
+            "return_to_go",
+        ]
+        | UserCode
+    )
     """How a response's advantage follows from rewards: docs/algorithms.md has the formulas. `grpo`: (r - mean) / std
     within the group; `grpo_global_std`: the same mean, and the std of the step (Flow-GRPO); `rloo`: r - mean of the
     others; `prompt_stats`: (r - mean) / std of what the prompt had lately, and with `_global_std` the std of the step;
     `reinforce`: r; `reinforce_pp`: (r - mean) / std of the step; `gae`: of each token, from the values of `critic`;
     `turn_gae`: of each turn of an episode, from the same; `return_to_go`: what followed a turn less what followed it in
     the other siblings."""
+    advantage_options: dict[str, Any]
+    """Arguments of `advantage`, where it is your own code."""
     std: Literal["population", "unbiased"]
     """Whether standard deviations of `advantage` and `shaping.whiten` divide by n or by n - 1."""
     pass_k: PositiveInt
@@ -346,34 +359,43 @@ class AlgorithmConfig(Section):
     """Times that a step's groups are trained; from the second on, minibatches are drawn in another order."""
     num_minibatches: PositiveInt
     """Optimizer steps that one step's groups are split into, in each epoch."""
-    loss: Literal[
-        "ppo_clip",
-        "dual_clip",
-        "cpg",
-        "gspo",
-        "gspo_token",
-        "gmpo",
-        "cispo",
-        "sapo",
-        "reinforce",
-        "grpo_guard",
-        "nft",
-    ]
+    loss: (
+        Literal[
+            "ppo_clip",
+            "dual_clip",
+            "cpg",
+            "gspo",
+            "gspo_token",
+            "gmpo",
+            "cispo",
+            "sapo",
+            "reinforce",
+            "grpo_guard",
+            "nft",
+        ]
+        | UserCode
+    )
     """The policy loss: docs/algorithms.md has the formulas. `grpo_guard` and `nft` are for flow models alone."""
+    loss_options: dict[str, Any]
+    """Arguments of `loss`, where it is your own code."""
     losses: LossesConfig
     """Parameters of each policy loss."""
-    loss_aggregation: Literal["token_mean", "sequence_mean", "sequence_sum_token_norm", "constant"]
+    loss_aggregation: Literal["token_mean", "sequence_mean", "sequence_sum_token_norm", "constant"] | UserCode
     """`token_mean`: every trained token weighs the same; `sequence_mean`: every response does;
     `sequence_sum_token_norm`: the sum over tokens divided by `loss_norm` and the number of responses; `constant`: the
     sum divided by `loss_norm` alone."""
+    loss_aggregation_options: dict[str, Any]
+    """Arguments of `loss_aggregation`, where it is your own code."""
     loss_norm: PositiveFloat
     """The constant of `sequence_sum_token_norm` (Dr. GRPO: the longest response) and `constant`."""
     old_logprobs: Literal["engine", "recomputed", "interpolated"]
     """The policy that the ratio is taken to. `engine`: the one that sampled, by the engine's log-probs; `recomputed`:
     the weights that the step trains from, in a forward pass before the first minibatch; `interpolated`: the same,
     approximated by the age of each token."""
-    correction: Literal["none", "decoupled", "tis_token", "tis_sequence", "icepop", "mis"]
+    correction: Literal["none", "decoupled", "tis_token", "tis_sequence", "icepop", "mis"] | UserCode
     """Weights for the difference between the policy of `old_logprobs` and the one that sampled."""
+    correction_options: dict[str, Any]
+    """Arguments of `correction`, where it is your own code."""
     corrections: CorrectionsConfig
     """Parameters of each correction."""
     kl: KLConfig

@@ -45,6 +45,7 @@ __all__ = [
     "PositiveFloat",
     "PositiveInt",
     "Section",
+    "UserCode",
     "model_validator",
 ]
 
@@ -54,6 +55,10 @@ def _refuse_empty(value: Any) -> Any:
         raise PydanticCustomError("empty", "empty")
     return value
 
+
+UserCode = Annotated[str, Field(pattern=r"^[^:]+:[A-Za-z_][A-Za-z0-9_.]*$")]
+"""Code of the user in the place of a built-in name: `module:name`, or `path/to/file.py:name` from the working directory
+of the command. `mobula.cluster.user_code` resolves it, where it is used."""
 
 NOT_EMPTY = BeforeValidator(_refuse_empty)
 """For a text that names something; an empty path would be the current directory."""

@@ -7,7 +7,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from mobula.configs.schema.base import NOT_EMPTY, Field, PositiveFloat, PositiveInt, Section
+from mobula.configs.schema.base import NOT_EMPTY, Field, PositiveFloat, PositiveInt, Section, UserCode
 
 
 class DataKind(StrEnum):
@@ -66,7 +66,7 @@ BOXED_SUFFIX = r" Answer in \boxed{}."
 class SourceConfig(Section):
     """Location of rows, and the names of their columns."""
 
-    kind: DataKind
+    kind: DataKind | UserCode
     """The reader, which is the format of the files. `chat`, `digit_pairs` and
     `digit_sum_pairs` are for offline jobs alone. The tasks of Mobula (digits, `nlvr2`,
     `captioning`, `geospot`, `tones`, `glyphs`, `sums`) write theirs first if their folder is missing. `environment`
@@ -75,7 +75,7 @@ class SourceConfig(Section):
     """The folder with the files of all splits; for `huggingface` also a name on the hub."""
     subset: str
     """For `huggingface`: the configuration of a dataset that has several, e.g. `main` of `openai/gsm8k`; else empty."""
-    row_format: Literal["question", "messages", "verl", "lightrft", "alpaca", "sharegpt"]
+    row_format: Literal["question", "messages", "verl", "lightrft", "alpaca", "sharegpt"] | UserCode
     """The schema of a record: its columns and their meaning."""
     columns: dict[str, str]
     """Column of the row format -> its name in the data where that is another, e.g. `{question: problem}`; a dot leads
@@ -161,6 +161,10 @@ class AudioConfig(Section):
 class DataConfig(SourceConfig):
     """The prompts: where they are read from, and what a prompt may be. docs/data.md has an example of each format."""
 
+    kind_options: dict[str, Any]
+    """Arguments of the reader `kind`, where it is your own code."""
+    row_format_options: dict[str, Any]
+    """Arguments of `row_format`, where it is your own code."""
     sources: dict[str, MixtureSource]
     """The sources of `data.kind=mixture`, by name; their paths begin in `data.path`."""
     temperature: PositiveFloat
@@ -191,6 +195,10 @@ class DataConfig(SourceConfig):
     prompt_suffix: str
     """Text appended to every question. `auto` appends ` Answer in \\boxed{}.` where the reward reads the answer from a
     box, and nothing elsewhere."""
+    processor: Literal["chat"] | UserCode
+    """The processor of rows for models that read and write text: it renders the prompt and prepares its media."""
+    processor_options: dict[str, Any]
+    """Arguments of `processor`, where it is your own code."""
     system_prompt: str
     """System turn of every prompt; empty for none."""
     template_kwargs: dict[str, Any]

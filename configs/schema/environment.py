@@ -32,7 +32,8 @@ class EnvironmentConfig(Section):
     """The environment that answers the policy's turns (docs/environments.md). It needs `data.kind=environment`."""
 
     name: Annotated[str, NOT_EMPTY]
-    """`none`, a built-in environment or adapter (docs/environments.md lists them), or `module:Class` of your own."""
+    """`none`, a built-in environment or adapter (docs/environments.md lists them), or your own: `module:Class` or
+    `FILE.py:Class`."""
     options: dict[str, Any]
     """Arguments of the environment."""
     host: Literal["inline", "process", "ray", "remote"]

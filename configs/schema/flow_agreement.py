@@ -70,7 +70,7 @@ def _losses_have_what_they_need(config: RunConfig) -> str | None:
         if algorithm.loss not in PREDICTIVE:
             return None
         return (
-            f"algorithm.loss={algorithm.loss} is for flow models, and sampler.kind={config.sampler.kind.value} samples "
+            f"algorithm.loss={algorithm.loss} is for flow models, and sampler.kind={config.sampler.kind} samples "
             "tokens: set sampler=flow, or algorithm.loss=ppo_clip"
         )
     if flow.kernel == "ddim" and algorithm.has_likelihood and not config.offline.is_on:
@@ -98,7 +98,7 @@ def _text_is_dropped_for_guidance(config: RunConfig) -> str | None:
         return None
     return (
         f"warm_start.text_dropout={dropout:g} teaches a flow model its negative prompt, and sampler.kind="
-        f"{config.sampler.kind.value} with sampler.flow.guidance={flow.guidance:g} samples without one: set "
+        f"{config.sampler.kind} with sampler.flow.guidance={flow.guidance:g} samples without one: set "
         "warm_start.text_dropout=0, or sampler=flow with a guidance above 1"
     )
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from mobula.configs.schema.base import Field, PositiveFloat, PositiveInt, Section
+from mobula.configs.schema.base import Field, PositiveFloat, PositiveInt, Section, UserCode
 
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 
@@ -14,9 +14,11 @@ class LearnerConfig(Section):
 
     backend: Literal["fsdp2", "deepspeed", "single"]
     """Library that shards parameters, gradients and optimizer state over the learner ranks; `single` shards nothing."""
-    optimizer: Literal["adamw", "adamw_8bit", "muon"]
+    optimizer: Literal["adamw", "adamw_8bit", "muon"] | UserCode
     """`adamw_8bit` is AdamW with moments of a byte each, from the extra `quantised`; `muon` is Muon for hidden matrices
     and AdamW for everything else."""
+    optimizer_options: dict[str, Any]
+    """Arguments of `optimizer`, where it is your own code."""
     learning_rate: PositiveFloat
     """The optimizer's learning rate in RL. Where nothing sets it: 1e-6 for weights, 1e-5 for adapters (`policy.lora`).
     """

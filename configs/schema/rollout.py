@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from mobula.configs.schema.base import NOT_EMPTY, Field, PositiveFloat, PositiveInt, Section
+from mobula.configs.schema.base import NOT_EMPTY, Field, PositiveFloat, PositiveInt, Section, UserCode
 
 
 class LoRAConfig(Section):
@@ -131,9 +131,11 @@ class ImageTokensConfig(Section):
 class SamplerConfig(Section):
     """How responses are sampled. Learner and engine use the same distribution."""
 
-    kind: SamplerKind
+    kind: SamplerKind | UserCode
     """The engine: `vllm`, or `huggingface` where vLLM cannot be installed; `flow` for pictures of a flow model;
     `image_tokens` for those of a model that draws token by token, with transformers."""
+    kind_options: dict[str, Any]
+    """Arguments of `kind`, where it is your own code."""
     temperature: Annotated[float, Field(ge=0.001)]
     """Divides the logits, in the engine and in the learner."""
     top_p: Annotated[float, Field(gt=0, le=1)]

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from mobula.configs.schema.agreement import contradictions
 from mobula.configs.schema.algorithm import AlgorithmConfig
-from mobula.configs.schema.base import NOT_EMPTY, ByDtype, Field, PositiveInt, Section, model_validator
+from mobula.configs.schema.base import NOT_EMPTY, ByDtype, Field, PositiveInt, Section, UserCode, model_validator
 from mobula.configs.schema.data import AUTO_SUFFIX, BOXED_SUFFIX, DataConfig
 from mobula.configs.schema.environment import EnvironmentConfig
 from mobula.configs.schema.learner import LearnerConfig, WarmStartConfig
@@ -92,7 +92,7 @@ class MetricsConfig(Section):
 
     tensorboard: bool
     """Write TensorBoard event files below the run folder."""
-    trackers: tuple[Literal["mlflow", "trackio", "wandb"], ...]
+    trackers: tuple[Literal["mlflow", "trackio", "wandb"] | UserCode, ...]
     """Trackers of experiments that get the same numbers as TensorBoard. Each needs the extra of its name; keys of their
     servers are read from the environment, never from here."""
     project: Annotated[str, NOT_EMPTY]

@@ -353,11 +353,16 @@ def plan(
 
 @app.command()
 def show_config(overrides: Overrides = None) -> None:
-    """Print the whole configuration as YAML, every group and override resolved."""
+    """Print the whole configuration as YAML, every group and override resolved. Code of your own is tried."""
+    from mobula.cluster.user_code import names_user_code
     from mobula.configs.load import dump_config, load_config
 
     with explained():
         config = load_config(overrides or [], is_complete=False)
+        if names_user_code(config.model_dump(mode="json")):
+            from mobula.deploy.preflight.user_code import check_user_code
+
+            check_user_code(config)
     terminal(soft_wrap=True).print(dump_config(config), markup=False, highlight=False, end="")
 
 

@@ -21,7 +21,9 @@ TokenFile = Annotated[Path | None, typer.Option(help="File with the bearer token
 
 
 def play(
-    environment: Annotated[str, typer.Argument(metavar="ENV", help="An option of environment=, or module:Class.")],
+    environment: Annotated[
+        str, typer.Argument(metavar="ENV", help="An option of environment=, module:Class or FILE.py:Class.")
+    ],
     overrides: Overrides = None,
     policy: Annotated[str | None, typer.Option(metavar="FOLDER", help="A checkpoint that may act as well.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="The first episode.")] = 0,

@@ -44,7 +44,7 @@ def submit(
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="As for train.")] = None,
     auth: AuthOption = Auth.DISABLED,
     working_dir: Annotated[
-        Path | None, typer.Option(help="Send this folder's code; else the package is installed on all nodes.")
+        Path | None, typer.Option(help="Send this folder's code: the working directory, if the words name files of it.")
     ] = None,
     exclude: Annotated[list[str] | None, typer.Option(help="Leave this out of the folder, as in a .gitignore.")] = None,
     python: Annotated[str, typer.Option(help="The Python of the cluster's environment.")] = sys.executable,
@@ -58,6 +58,7 @@ def submit(
     follow: Annotated[bool, typer.Option("--follow/--no-follow", help="Show its log, and end as it ends.")] = True,
 ) -> None:
     """Train as a job of a Ray cluster; sent again under the same name it resumes. Ends with the job's exit code."""
+    from mobula.cluster.user_code import user_files
     from mobula.configs.load import load_config
     from mobula.deploy.jobs.client import Jobs, check_address
 
@@ -73,6 +74,9 @@ def submit(
 
         variables = {name: value for name, _, value in pairs}
         wait_s = stop_wait or math.ceil(config.timeouts.stop_checkpoint_s) + CLOSE_S
+        files = [Path(file) for file in user_files(config.model_dump(mode="json"))]
+        if working_dir is None and not all(file.is_absolute() for file in files):
+            working_dir = Path()  # the user's code goes along
         asked = Submission(auth.value, working_dir, tuple(exclude or ()), python, wait_s, submission_id, variables)
         found = send(config, overrides or [], asked, jobs)
         terminal(soft_wrap=True).print(f"job {found} submitted to {address}", markup=False, highlight=False)

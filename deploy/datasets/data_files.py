@@ -50,4 +50,4 @@ def _split(source: SourceConfig) -> str:
 
 def _suffixes(config: RunConfig, source: SourceConfig) -> Sequence[str]:
     kind = DataKind.JSONL if config.offline.is_on or source.kind in WRITTEN else source.kind
-    return SUFFIXES.get(kind.value, OF_DATASETS)
+    return SUFFIXES.get(kind, OF_DATASETS)

@@ -187,7 +187,7 @@ def _roles(config: RunConfig, plan: PlacementPlan) -> str:
     resources = config.resources
     counts = dict.fromkeys(worker.role for worker in plan.workers)
     roles = ", ".join(f"{role} {len(plan.of_role(role))}" for role in counts)
-    engine = "no engine" if config.offline.is_on else config.sampler.kind.value
+    engine = "no engine" if config.offline.is_on else config.sampler.kind
     compute = f"{resources.device}, {resources.dtype}"
     return f"{roles}; resources={resources.preset} ({compute}), {engine}, {config.learner.backend}"
 

@@ -386,7 +386,7 @@ def _leave_behind(prepared: Prepared, metrics: Metrics, status: Status, wall_s: 
     config = prepared.config
     facts = RunFacts(
         seed=config.seed,
-        sampler="none" if config.offline.is_on else config.sampler.kind.value,
+        sampler="none" if config.offline.is_on else config.sampler.kind,
         learner_backend=config.learner.backend,
         learner_ranks=config.resources.learner.num_workers,
         rollout_actors=0 if config.offline.is_on else config.resources.rollout.num_workers,

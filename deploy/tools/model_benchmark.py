@@ -213,7 +213,7 @@ def _report(contestant: Contestant, measured: ModelMeasurements, records: Path) 
             "num_prompts": len(answers),
         },
         "generation": {
-            "sampler": config.sampler.kind.value,
+            "sampler": config.sampler.kind,
             "device": config.resources.device,
             "num_engines": config.resources.rollout.num_workers,
             "prompts_in_flight": contestant.num_in_flight,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import get_args
+from typing import Literal, get_args, get_origin
 
 from mobula.actors.datasets.formats import FORMATS
 from mobula.actors.datasets.readers import READERS
@@ -42,12 +42,14 @@ Row = tuple[str, Iterable[str], str]  # what, entries, the key that chooses one
 
 
 def choices(key: str) -> tuple[str, ...]:
-    """The values that the schema accepts for a key with a fixed set of values."""
+    """The built-in values that the schema accepts for a key with a fixed set of values."""
     *sections, name = key.split(".")
     section: type[Section] = RunConfig
     for part in sections:
         section = section.model_fields[part].annotation  # type: ignore[assignment]
-    return tuple(str(value) for value in get_args(section.model_fields[name].annotation))
+    annotation = section.model_fields[name].annotation
+    names = annotation if get_origin(annotation) is Literal else get_args(annotation)[0]  # of `Literal | UserCode`
+    return tuple(str(value) for value in get_args(names))
 
 
 def text() -> str:
@@ -151,7 +153,7 @@ def _rewards() -> Iterator[Row]:
     yield "reward models and judges", models, by_name
     yield "reward servers", served, by_name
     yield "rewards that need an extra", [f"mobula[{extra}]" for extra in EXTRAS.values()], "installation"
-    yield "rewards of your own", ("module:function", "path/to/file.py:function"), by_name
+    yield "code of your own (docs/extending.md)", ("module:name", "path/to/file.py:name"), "every key that names a part"
 
 
 def _presets() -> Iterator[str]:

@@ -88,7 +88,7 @@ def _optional_sinks(config: RunConfig, console: Console, version: int) -> list[S
     tracked = TrackedRun(
         config.name, chosen.project, config.run_folder, chosen.tracker_address, config.model_dump(mode="json")
     )
-    makers |= {name: partial(tracker, name, tracked) for name in chosen.trackers}
+    makers |= {name: partial(tracker(name), tracked) for name in chosen.trackers}
     if chosen.ray:
         tags = {"run": config.name, "role": "controller", "index": "0"}
         makers["ray"] = partial(RaySink, tags, heartbeat_s=chosen.heartbeat_s)

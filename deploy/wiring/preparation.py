@@ -39,7 +39,7 @@ from mobula.deploy.planning.engine_sizes import EngineSizes
 from mobula.deploy.preflight.checks import find_mismatches
 from mobula.deploy.preflight.findings import refuse
 from mobula.deploy.preflight.loaded import LoadedModel
-from mobula.deploy.preflight.rewards import check_reward_functions
+from mobula.deploy.preflight.user_code import check_user_code
 from mobula.deploy.preflight.weights import find_unusable
 from mobula.learner.policies.checkpoint.stored import stored_model
 from mobula.learner.policies.families import (
@@ -142,7 +142,7 @@ def prepare(config: RunConfig, put: Callable[[Any], Any]) -> Prepared:
 
 
 def _prepare(config: RunConfig, put: Callable[[Any], Any]) -> Prepared:
-    check_reward_functions(config)
+    check_user_code(config)
     media = MediaStore(put, config.data.media_cache_bytes)
     loaded = load_checked(config, media)
     refuse(find_mismatches(config, loaded))

@@ -58,7 +58,7 @@ def rollout_pool(
     def start(worker: PlacedWorker) -> Any:
         return spawner.start(
             role,
-            config.sampler.kind.value,
+            config.sampler.kind,
             engine_settings(prepared, worker.index),
             *episodes,
             object_timeout_s=timeouts.object_s,

@@ -22,6 +22,7 @@ from mobula.cluster.runtime.placement_groups import (
 )
 from mobula.cluster.runtime.ray_actors import BOUND_THREADS, spawn, spawn_named
 from mobula.cluster.runtime.role_log import role_log
+from mobula.cluster.user_code import FOLDER_VARIABLE
 from mobula.configs.schema import RunConfig
 from mobula.deploy.host.session import ClusterSession
 
@@ -210,7 +211,7 @@ def _allocator_environment(config: RunConfig) -> dict[str, str]:
 def _environment(config: RunConfig, session: ClusterSession) -> dict[str, str]:
     """For every worker: usage statistics are off, and on a private cluster everything stays on the loopback."""
     env = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
-    env |= _allocator_environment(config) | session.mark.environment
+    env |= _allocator_environment(config) | session.mark.environment | {FOLDER_VARIABLE: os.getcwd()}
     if Path(config.policy.model).is_dir():
         env["HF_HUB_OFFLINE"] = "1"
     if session.is_local:

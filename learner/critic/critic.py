@@ -168,7 +168,13 @@ class NullCritic:
 def _settings(config: RunConfig) -> LearnerConfig:
     """The optimizer and backend of the critic: those of the learner, but for what `algorithm.critic` sets."""
     critic = config.algorithm.critic
-    return config.learner.model_copy(update={"optimizer": critic.optimizer, "learning_rate": critic.learning_rate})
+    return config.learner.model_copy(
+        update={
+            "optimizer": critic.optimizer,
+            "optimizer_options": critic.optimizer_options,
+            "learning_rate": critic.learning_rate,
+        }
+    )
 
 
 @torch.no_grad()

@@ -1,5 +1,5 @@
 """Optimizers by name, and the course of the learning rate."""
 
-from mobula.learner.optim.optimizers import OPTIMIZERS, build_optimizer, learning_rate
+from mobula.learner.optim.optimizers import OPTIMIZERS, build_optimizer, learning_rate, optimizer_maker
 
-__all__ = ["OPTIMIZERS", "build_optimizer", "learning_rate"]
+__all__ = ["OPTIMIZERS", "build_optimizer", "learning_rate", "optimizer_maker"]

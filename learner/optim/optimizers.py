@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from mobula.cluster.user_code import chosen
 from mobula.configs.schema import LearnerConfig
 from mobula.learner.optim.muon import MuonWithAdamW
 
@@ -18,7 +19,17 @@ Named = list[tuple[str, nn.Parameter]]
 def build_optimizer(named: Iterable[tuple[str, nn.Parameter]], config: LearnerConfig) -> torch.optim.Optimizer:
     """The optimizer that `learner.optimizer` names, over what is trained; vectors (biases, norms) are not decayed."""
     trained = [(name, p) for name, p in named if p.requires_grad]
-    return OPTIMIZERS[config.optimizer](trained, config)
+    return optimizer_maker(config)(trained, config)
+
+
+def optimizer_maker(config: LearnerConfig) -> Callable[[Named, LearnerConfig], torch.optim.Optimizer]:
+    """What makes the optimizer that `learner.optimizer` names.
+
+    Raises:
+        ValueError: it is the user's own, and cannot be called with its options.
+    """
+    given = ("named_parameters", "config")
+    return chosen(OPTIMIZERS, config.optimizer, "learner.optimizer", given, config.optimizer_options)
 
 
 def _adamw(trained: Named, config: LearnerConfig) -> torch.optim.Optimizer:

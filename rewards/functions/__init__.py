@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
-from mobula.configs.near_paths import near
+from mobula.cluster.user_code import check_options, did_you_mean, file_at, is_user_code, load
 from mobula.rewards.contract import BatchRewardFunction, RewardFunction
 from mobula.rewards.functions.plugin import CALL, Plugin, users_signature
-from mobula.rewards.hints import did_you_mean
 from mobula.rewards.isolation.process import Isolated
 from mobula.rewards.tools import Tools
 
@@ -66,19 +63,19 @@ def build_function(name: str, options: Mapping[str, Any], tools: Tools) -> Rewar
     Raises:
         ValueError: there is no such function, or an option is unknown, missing or unfit.
     """
-    if ":" in name:
+    if is_user_code(name):
         check_users_function(name, options, tools.isolated)
         return Plugin(tools, name, options)
     if name not in BUILT_IN:
         known = f"one of {', '.join(BUILT_IN)}, module:function or path/to/file.py:function"
         raise ValueError(f"there is no reward function {name!r}{did_you_mean(name, BUILT_IN)}: use {known}")
     try:
-        factory = _import(BUILT_IN[name])
+        factory = load(BUILT_IN[name])
     except ValueError as error:
-        if name in EXTRAS and isinstance(error.__cause__, ModuleNotFoundError):
+        if isinstance(error.__cause__, ModuleNotFoundError):
             raise _not_installed(name, error.__cause__) from error
         raise
-    _check_options(name, inspect.signature(factory), options)
+    check_options(name, inspect.signature(factory), options)
     try:
         return factory(tools, **options)
     except ModuleNotFoundError as error:  # what is imported when it is made
@@ -97,37 +94,13 @@ def check_users_function(name: str, options: Mapping[str, Any], isolated: Isolat
         ValueError: there is no such function, it does not take a request, or an option is unknown or missing.
     """
     path = name.rpartition(":")[0]
-    if path.endswith(".py") and not Path(path).is_file():
-        missing = f"no file {Path(path).absolute()} here{near(Path(path))}"
-        raise ValueError(f"reward function {name!r}: {missing}: give a path every node has")
+    if path.endswith(".py"):
+        try:
+            file_at(path)
+        except ValueError as error:
+            raise ValueError(f"reward function {name!r}: {error}: give a path every node has") from error
     signature = users_signature(name, isolated)
     try:
-        _check_options(name, signature, options)
+        check_options(name, signature, options)
     except ValueError as error:
         raise ValueError(f"{error}; {CALL}") from error
-
-
-def _import(name: str) -> Callable[..., Any]:
-    module, _, attribute = name.partition(":")
-    try:
-        function = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        action = "put it on the PYTHONPATH"
-        raise ValueError(f"reward function {name!r} cannot be imported ({error}): {action}") from error
-    if not callable(function):
-        raise ValueError(f"reward function {name!r} is a {type(function).__name__}: name a function")
-    return function
-
-
-def _check_options(name: str, signature: inspect.Signature, options: Mapping[str, Any]) -> None:
-    """The first parameter is the request (or the tools); the options are the others, by keyword."""
-    parameters = dict(list(signature.parameters.items())[1:])
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    named = {n: p for n, p in parameters.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
-    for option in options:
-        if option not in named and not takes_any:
-            known = ", ".join(named) or "none"
-            raise ValueError(f"{name} has no option {option!r}{did_you_mean(option, named)}: it has {known}")
-    missing = [n for n, p in named.items() if p.default is p.empty and n not in options]
-    if missing:
-        raise ValueError(f"{name} needs options.{missing[0]}, which is not set")

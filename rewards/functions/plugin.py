@@ -8,9 +8,9 @@ from typing import Any
 
 from mobula.cluster.errors import RewardError
 from mobula.cluster.records.trajectory import Response
+from mobula.cluster.user_code import load
 from mobula.rewards.contract import Outcome, RewardRequest, TimedOutError
 from mobula.rewards.isolation.calls import call_each
-from mobula.rewards.isolation.child import resolve
 from mobula.rewards.isolation.process import Isolated
 from mobula.rewards.tools import Tools
 
@@ -50,7 +50,7 @@ def parameters(target: str) -> list[tuple[str, str, bool]]:
 
     It imports the target: called in an isolated process.
     """
-    function = resolve(target)
+    function = load(target)
     if not callable(function):
         raise TypeError(f"it is a {type(function).__name__}, not a function")
     if inspect.isclass(function):

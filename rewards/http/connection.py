@@ -9,8 +9,8 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, PositiveFloat, PositiveInt, ValidationError, model_validator
 
+from mobula.cluster.user_code import did_you_mean
 from mobula.configs.schema.base import Section
-from mobula.rewards.hints import did_you_mean
 
 
 class Connection(Section):

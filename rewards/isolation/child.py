@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
-import importlib.util
 import inspect
-import sys
 from collections.abc import Awaitable, Callable
 from functools import cache
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+from mobula.cluster import user_code
 from mobula.rewards.contract import portable
 
 Reply = tuple[bool, Any]
@@ -21,12 +17,12 @@ Reply = tuple[bool, Any]
 
 def load(target: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Reply:
     """Import the target's module; the modules of the arguments' classes were imported to unpickle them."""
-    return _settled(lambda: resolve(target) and None)
+    return _settled(lambda: user_code.load(target) and None)
 
 
 def call(target: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Reply:
     """Call the target, wait for the result of an `async def`, and return plain numbers."""
-    return _settled(lambda: _result(resolve(target)(*args, **kwargs)))
+    return _settled(lambda: _result(user_code.load(target)(*args, **kwargs)))
 
 
 def _settled(work: Callable[[], Any]) -> Reply:
@@ -48,27 +44,3 @@ def _loop() -> asyncio.AbstractEventLoop:
 
 async def _awaited(result: Awaitable[Any]) -> Any:
     return await result
-
-
-def resolve(target: str) -> Callable[..., Any]:
-    """The function that `module:function` or `path/to/file.py:function` names."""
-    module, _, name = target.rpartition(":")
-    return getattr(_from_file(module) if module.endswith(".py") else importlib.import_module(module), name)
-
-
-def _from_file(path: str) -> ModuleType:
-    """The module in a file, run once; by a name of its own, so that it hides no installed module."""
-    name = f"reward_file_{Path(path).resolve().as_posix().encode().hex()}"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None and spec.loader is not None, f"{path} ends in .py, so it has a loader"
-        folder = str(Path(path).resolve().parent)
-        if folder not in sys.path:
-            sys.path.append(folder)  # for imports of its siblings; last, so that it hides no installed module
-        sys.modules[name] = module = importlib.util.module_from_spec(spec)  # as the import system does: before it runs
-        try:
-            spec.loader.exec_module(module)
-        except BaseException:
-            del sys.modules[name]  # half a module is none
-            raise
-    return sys.modules[name]

@@ -110,7 +110,7 @@ class FlowRun:
         if writes:
             write_texts(config.data.path)
         self.prepared: Prepared = prepare(config, lambda value: value)
-        self.actor = RolloutActor(config.sampler.kind.value, engine_settings(self.prepared, 0), object_timeout_s=5)
+        self.actor = RolloutActor(config.sampler.kind, engine_settings(self.prepared, 0), object_timeout_s=5)
         self.learner = Learner(config, 0, 1, self.prepared.processor.media_token_ids)
 
     async def start(self) -> FlowRun:

@@ -53,6 +53,7 @@ class Job:
     folder: Path
     overrides: tuple[str, ...]
     small: tuple[str, ...] = SMALL
+    directory: Path = REPOSITORY  # the command's working directory
     marks: list[str] = field(default_factory=list)
 
     @property
@@ -82,7 +83,7 @@ class Job:
         with (self.folder / "output.txt").open("a") as output:
             return subprocess.Popen(
                 [sys.executable, *words],
-                cwd=REPOSITORY,
+                cwd=self.directory,
                 env={**os.environ, MARK: self.marks[-1], "PYTHONPATH": str(self.folder)},
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -1,7 +1,15 @@
 """Row formats by name, one file each: which columns a record has, and how they become a row."""
 
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
 from mobula.actors.datasets.formats import alpaca, lightrft, messages, question, sharegpt, verl
-from mobula.actors.datasets.formats.base import RowFormat
+from mobula.actors.datasets.formats.base import Draft, Record, RowFormat
+from mobula.actors.datasets.rows import RowError
+from mobula.cluster.errors import SkippedSample
+from mobula.cluster.user_code import chosen, is_user_code
+from mobula.configs.schema.data import SourceConfig
 
 FORMATS: dict[str, RowFormat] = {
     "question": question.FORMAT,
@@ -11,3 +19,29 @@ FORMATS: dict[str, RowFormat] = {
     "alpaca": alpaca.FORMAT,
     "sharegpt": sharegpt.FORMAT,
 }
+
+
+def format_of(source: SourceConfig, options: Mapping[str, Any]) -> RowFormat:
+    """The row format that `data.row_format` names; the user's own is a function from a record to a `Draft`.
+
+    Raises:
+        ValueError: it is the user's own, and cannot be called with its options.
+    """
+    name = source.row_format
+    readers = {known: row_format.read for known, row_format in FORMATS.items()}
+    read = chosen(readers, name, "data.row_format", ("record",), options)
+    if not is_user_code(name):
+        return FORMATS[name]
+    return RowFormat(tuple(source.columns), partial(_read_by_user, name, read))
+
+
+def _read_by_user(name: str, read: Callable[[Record], Draft], record: Record) -> Draft:
+    try:
+        draft = read(record)
+    except SkippedSample:
+        raise
+    except Exception as error:  # any mistake of the user's code is one of this row
+        raise RowError("row_format_raised", f"{name} raised {type(error).__name__}: {error}") from error
+    if not isinstance(draft, Draft):
+        raise RowError("row_format_raised", f"{name} returned a {type(draft).__name__}: return a Draft")
+    return draft

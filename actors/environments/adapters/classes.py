@@ -1,9 +1,8 @@
-"""Shared parts of adapters of a user's environment class: finding the class, PIL pictures, an event loop of its own."""
+"""Shared parts of adapters of a user's environment class: PIL pictures, an event loop of its own."""
 
 from __future__ import annotations
 
 import asyncio
-import importlib
 from collections.abc import Coroutine
 from io import BytesIO
 from typing import Any, TypeVar
@@ -11,22 +10,6 @@ from typing import Any, TypeVar
 from PIL import Image
 
 T = TypeVar("T")
-
-
-def class_at(target: str) -> Any:
-    """The object at `module:Class`.
-
-    Raises:
-        ValueError: there is none.
-    """
-    module, colon, name = target.partition(":")
-    try:
-        found = getattr(importlib.import_module(module), name) if colon and name else None
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"options.target={target!r} cannot be imported ({error}): put it on the PYTHONPATH") from error
-    if found is None:
-        raise ValueError(f"options.target={target!r} names no class: write module:Class")
-    return found
 
 
 def as_png(picture: Image.Image) -> bytes:

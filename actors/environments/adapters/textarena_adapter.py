@@ -8,8 +8,8 @@ from typing import Any
 
 import textarena
 
-from mobula.actors.environments.adapters.classes import class_at
 from mobula.actors.environments.base import Action, EnvironmentSpec, Message, Reset, Step
+from mobula.cluster.user_code import load
 
 RAW = "-raw"  # the variant without wrappers, which gives each message once
 GAME = -1  # sender of the game's own messages
@@ -40,7 +40,7 @@ class TextArena:
                 f"options.num_players={num_players} with options.opponent={opponent!r}: name an opponent "
                 "(module:function) for a game of several players, and none for a game of one"
             )
-        self._opponent: Callable[[str], str] | None = class_at(opponent) if opponent else None
+        self._opponent: Callable[[str], str] | None = load(opponent) if opponent else None
         try:
             self._game = textarena.make(f"{id.removesuffix(RAW)}{RAW}", **(arguments or {}))
         except (ValueError, TypeError, ImportError, LookupError) as error:

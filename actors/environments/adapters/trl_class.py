@@ -13,7 +13,7 @@ from PIL import Image
 from mobula.actors.datasets.formats.base import plain
 from mobula.actors.datasets.readers.json_files import parse_object
 from mobula.actors.datasets.rows import RowError
-from mobula.actors.environments.adapters.classes import as_png, class_at
+from mobula.actors.environments.adapters.classes import as_png
 from mobula.actors.environments.base import (
     IMAGE_MARK,
     Action,
@@ -26,6 +26,7 @@ from mobula.actors.environments.base import (
 )
 from mobula.actors.environments.tool_calls import describe_tools
 from mobula.cluster.records.json_lines import read_lines
+from mobula.cluster.user_code import load
 
 NO_TOOLS = ("reset", "get_reward", "close")
 
@@ -50,7 +51,7 @@ class TRLClass:
         arguments: Mapping[str, Any] | None = None,
         rows: str = "",
     ) -> None:
-        self._environment = class_at(target)(**(arguments or {}))
+        self._environment = load(target)(**(arguments or {}))
         for method in ("reset", "get_reward"):
             if not callable(getattr(self._environment, method, None)):
                 raise ValueError(f"options.target={target!r} has no method {method}: a TRL environment has one")

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mobula.actors.environments.adapters.classes import OwnLoop, as_png, class_at
+from mobula.actors.environments.adapters.classes import OwnLoop, as_png
 from mobula.actors.environments.base import IMAGE_PLACEHOLDER, Action, EnvironmentSpec, Message, Reset, Step
+from mobula.cluster.user_code import load
 
 
 class VAGENClass:
@@ -19,7 +20,7 @@ class VAGENClass:
     """
 
     def __init__(self, *, target: str, max_turns: int, config: Mapping[str, Any] | None = None) -> None:
-        self._environment = class_at(target)(dict(config or {}))
+        self._environment = load(target)(dict(config or {}))
         self._loop = OwnLoop()
         self.spec = EnvironmentSpec(max_turns=max_turns)
 

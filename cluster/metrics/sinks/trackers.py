@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 from mobula.cluster.errors import PreflightError
 from mobula.cluster.metrics.sinks.base import Sink
+from mobula.cluster.user_code import chosen, is_user_code
 
 TRACKERS: Mapping[str, str] = {
     "mlflow": "mobula.cluster.metrics.sinks.mlflow_runs:MlflowSink",
@@ -35,7 +35,7 @@ def refuse_missing(names: Sequence[str]) -> None:
     """Raises:
     PreflightError: the library of a tracker is not installed.
     """
-    missing = [name for name in names if find_spec(name) is None]
+    missing = [name for name in names if not is_user_code(name) and find_spec(name) is None]
     if missing:
         extras = ",".join(missing)
         raise PreflightError(
@@ -44,7 +44,10 @@ def refuse_missing(names: Sequence[str]) -> None:
         )
 
 
-def tracker(name: str, run: TrackedRun) -> Sink:
-    """The sink of one tracker."""
-    module, _, sink = TRACKERS[name].partition(":")
-    return getattr(importlib.import_module(module), sink)(run)
+def tracker(name: str) -> Callable[[TrackedRun], Sink]:
+    """The class of the sink of one tracker.
+
+    Raises:
+        ValueError: it is the user's own, and cannot be called.
+    """
+    return chosen({}, TRACKERS.get(name, name), "metrics.trackers", ("run",))

@@ -137,7 +137,7 @@ class Model:
     async def actor(self) -> LocalActor:
         """A rollout actor with a loaded engine of `sampler.kind`."""
         settings = engine_settings(self.config, self.folder, self.manifest, self.processor, 0)
-        actor = LocalActor(self.config.sampler.kind.value, settings, object_timeout_s=self.config.timeouts.object_s)
+        actor = LocalActor(self.config.sampler.kind, settings, object_timeout_s=self.config.timeouts.object_s)
         await actor.start()
         return actor
 

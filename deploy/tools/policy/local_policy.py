@@ -68,7 +68,7 @@ class LocalPolicy:
         checkpoint = stored.in_dtype(config.resources.dtype)
         refuse(find_mismatches(config, LoadedModel(folder, checkpoint, self.chat, stored)))
         prepared = Prepared(config, folder, checkpoint, self.chat, media, {})
-        self._sampler = build_sampler(config.sampler.kind.value, engine_settings(prepared, 0))
+        self._sampler = build_sampler(config.sampler.kind, engine_settings(prepared, 0))
         self._media = MediaReader(timeout_s=config.timeouts.object_s, max_items=MEDIA_IN_MEMORY)
         self._num_asked = 0
 

@@ -90,7 +90,7 @@ def summarise(config: RunConfig, options: RolloutOptions, rolled: Sequence[Rolle
     sampler, settings = config.sampler, settings_of(config, options, config.seed)
     return {
         "name": f"{config.policy.model} in {config.environment.name if config.environment.is_on else config.data.path}",
-        "sampler": f"{sampler.kind.value}, temperature {sampler.temperature:g}, top-p {settings.top_p:g}, top-k "
+        "sampler": f"{sampler.kind}, temperature {sampler.temperature:g}, top-p {settings.top_p:g}, top-k "
         f"{settings.top_k}, at most {sampler.max_tokens} tokens a turn",
         "seed": config.seed,
         "episodes": len(rolled),

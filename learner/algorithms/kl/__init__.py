@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from mobula.cluster.user_code import chosen
+from mobula.configs.schema import KLConfig
 from mobula.learner.algorithms.kl.base import KLEstimator
 from mobula.learner.algorithms.kl.coefficient import AdaptiveCoefficient, FixedCoefficient, KLCoefficient
 from mobula.learner.algorithms.kl.k1 import k1
@@ -10,4 +12,11 @@ from mobula.learner.algorithms.kl.k3 import k3, k3_importance
 
 KL_ESTIMATORS: dict[str, KLEstimator] = {"k1": k1, "k2": k2, "k3": k3, "k3_importance": k3_importance}
 
-__all__ = ["KL_ESTIMATORS", "AdaptiveCoefficient", "FixedCoefficient", "KLCoefficient", "KLEstimator"]
+
+def kl_estimator(config: KLConfig) -> KLEstimator:
+    """The estimator that `algorithm.kl.estimator` names."""
+    given = ("logprobs", "reference_logprobs", "behavior_logprobs")
+    return chosen(KL_ESTIMATORS, config.estimator, "algorithm.kl.estimator", given, config.estimator_options)
+
+
+__all__ = ["KL_ESTIMATORS", "AdaptiveCoefficient", "FixedCoefficient", "KLCoefficient", "KLEstimator", "kl_estimator"]

@@ -20,7 +20,7 @@ from vllm.sampling_params import StructuredOutputsParams
 from mobula.cluster.errors import EngineLostError, RewardError
 from mobula.cluster.failures import Failure
 from mobula.cluster.runtime.concurrency import DaemonThread
-from mobula.rewards.hints import did_you_mean
+from mobula.cluster.user_code import did_you_mean
 from mobula.rewards.tools import Tools
 
 OWN_KEYS = ("model", "dtype", "runner", "distributed_executor_backend", "disable_log_stats")

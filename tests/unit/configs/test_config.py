@@ -35,7 +35,7 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["kl_coef=1"], ["kl_coef is a key of verl: set algorithm.kl.coef=VALUE"]),
     (["algoritm.prompts_per_step=4"], ["did you mean algorithm.prompts_per_step?"]),
     (["learner.lr=1"], ["learner.lr is a key of verl: set learner.learning_rate=VALUE"]),
-    (["learner.xyz=1"], ["learner.xyz is unknown", "learner has backend, optimizer, learning_rate"]),
+    (["learner.xyz=1"], ["learner.xyz is unknown", "learner has backend, optimizer, optimizer_options"]),
     (["algorithm.kl={coef: 1, foo: 2}"], ["algorithm.kl.foo is unknown"]),
     (["rewards.components.0.wieght=1"], ["did you mean rewards.components.INDEX.weight?"]),
     (["hydra.run.dir=elsewhere"], ["hydra.run.dir is unknown"]),

@@ -27,7 +27,6 @@ OFFLINE = ("sft", "reward-model", "dpo")  # `mobula train` with an experiment
 LOOKING = ("plan", "show-config", "doctor")
 SHOWN_IN_DOCS = {  # a page shows how to write these files, on top of the others
     "resources=gpu_4": "resources=gpu_2",
-    "environment=higher_lower": "environment=calculator",
 }
 BLOCK = re.compile(r"^```[a-z]*\n(.*?)^```|((?:^    .*\n)+)", re.DOTALL | re.MULTILINE)
 SPAN = re.compile(r"`([^`]+)`")

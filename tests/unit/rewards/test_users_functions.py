@@ -171,7 +171,7 @@ def test_coroutines_are_awaited_in_one_event_loop(users_file: Path, tools: Tools
         ("yields", {}, "it yields values: return one number"),
         ("Rule", {}, "it is a class, not a function"),
         ("VALUES", {}, "it is a dict, not a function"),
-        ("rihgt", {}, "has no attribute 'rihgt'"),
+        ("rihgt", {}, "has no rihgt (did you mean 'right'?)"),
     ],
 )
 def test_a_function_that_takes_no_request_is_refused_before_a_role_starts(

@@ -120,7 +120,7 @@ def test_minigrid_is_seen_from_above() -> None:
     ("name", "options", "message"),
     [
         ("nowhere", {}, "is unknown"),
-        ("tests_missing:Thing", {}, "not installed"),
+        ("tests_missing:Thing", {}, "there is no module 'tests_missing'"),
         ("calculator", {"picture": True}, "environment.options of calculator"),
         ("calculator", {**CALCULATOR, "max_operand": -1}, "max_operand=-1 is unfit"),
         ("pixel_maze", {**LAKE, "layout": "sea"}, "layout='sea' is unknown"),

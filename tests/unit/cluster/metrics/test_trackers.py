@@ -50,21 +50,22 @@ def run_of(folder: Path) -> TrackedRun:
 
 def write_two_parts(name: str, folder: Path) -> None:
     """A run of two steps that is resumed for a third one."""
-    first = tracker(name, run_of(folder))
+    first = tracker(name)(run_of(folder))
     first.emit(record(1, 0.25))
     first.emit(record(2, 0.5))
     first.emit_evaluation(EvaluationRecord(1, 0.5, 0.4, 0.6, 10))
     assert isinstance(first, SampleSink)
     first.emit_samples(samples(2))
     first.close()
-    second = tracker(name, run_of(folder))
+    second = tracker(name)(run_of(folder))
     second.emit(record(3, 0.75))
     second.close()
 
 
 def test_names_are_those_of_the_configuration_and_of_the_extras() -> None:
-    (names,) = {get_args(arg) for arg in get_args(MetricsConfig.model_fields["trackers"].annotation) if arg is not ...}
-    assert set(names) == set(TRACKERS)
+    item, _ = get_args(MetricsConfig.model_fields["trackers"].annotation)
+    names, _ = get_args(item)
+    assert set(get_args(names)) == set(TRACKERS)
     extras = Path(__file__).parents[4].joinpath("pyproject.toml").read_text()
     assert all(f"\n{name} = [" in extras for name in TRACKERS)
 

@@ -1,0 +1,61 @@
+"""The check of a user's own code before a role starts: it is imported, and its parameters are compared with options."""
+
+from __future__ import annotations
+
+from mobula.actors.datasets.formats import format_of
+from mobula.actors.datasets.readers import READERS, reader_of
+from mobula.actors.processors.make import processor_maker
+from mobula.actors.samplers import sampler_maker
+from mobula.cluster.metrics.sinks.trackers import tracker
+from mobula.cluster.user_code import is_user_code
+from mobula.configs.schema import RunConfig
+from mobula.configs.schema.data import WRITTEN
+from mobula.learner.credit import Credit
+from mobula.learner.objective import PolicyObjective
+from mobula.learner.optim import optimizer_maker
+from mobula.rewards.functions import check_users_function
+from mobula.rewards.isolation.process import IsolatedProcess
+
+
+def check_user_code(config: RunConfig) -> None:
+    """Finds code that is missing, raises, takes other arguments, or whose options are unknown, missing or not read.
+
+    An environment is checked by its first reset, which runs where the episodes do.
+
+    Raises:
+        ValueError: the first error.
+    """
+    _check_reward_functions(config)
+    if not config.offline.is_on:
+        PolicyObjective(config.algorithm)
+        Credit(config)
+    optimizer_maker(config.learner)
+    sampler_maker(config.sampler.kind, config.sampler.kind_options)
+    processor_maker(config)
+    for source in (config.data, *config.data.sources.values()):
+        if is_user_code(source.kind) or source.kind in (*READERS, *WRITTEN):
+            reader_of(source, config.data.kind_options)
+        format_of(source, config.data.row_format_options)
+    for name in config.metrics.trackers:
+        if is_user_code(name):
+            tracker(name)
+
+
+def _check_reward_functions(config: RunConfig) -> None:
+    """Imports each of them in a process of its own.
+
+    Raises:
+        ValueError: a function cannot be imported within `timeouts.start_s`, takes no request, or its options are unfit.
+    """
+    users = [component for component in config.rewards.components if is_user_code(component.function)]
+    if config.offline.is_on or not users:
+        return
+    start_s = config.timeouts.start_s
+    isolated = IsolatedProcess(timeout_s=start_s, start_timeout_s=start_s)
+    try:
+        for component in users:
+            check_users_function(component.function, component.options, isolated)
+    except ValueError as error:
+        raise ValueError(f"rewards.components[{component.name}]: {error}") from error
+    finally:
+        isolated.close()

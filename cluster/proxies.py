@@ -9,9 +9,9 @@ import ipaddress
 import os
 from collections.abc import Mapping, MutableMapping
 from contextlib import suppress
-from urllib.request import (
+from urllib.request import (  # type: ignore[attr-defined]  # typeshed does not declare proxy_bypass_environment
     getproxies_environment,
-    proxy_bypass_environment,  # type: ignore[attr-defined]  # typeshed does not declare it
+    proxy_bypass_environment,
 )
 
 import httpx

@@ -135,11 +135,12 @@ class TokenActions:
     @classmethod
     def packed(cls, siblings: Sequence[TokenActions]) -> Column | CutColumn | MediaColumn:
         """int32: the actions of all `siblings` as they travel; all of them have kept sets, or none."""
-        column: Column | CutColumn = packed([actions.token_ids for actions in siblings])
+        ids = packed([actions.token_ids for actions in siblings])
+        column: Column | CutColumn = ids
         kept = [actions.kept for actions in siblings if actions.kept is not None]
         if kept:
             assert len(kept) == len(siblings), "the siblings of one group are sampled in one way"
-            column = CutColumn(column, packed([sets.counts for sets in kept]), packed([sets.ids for sets in kept]))
+            column = CutColumn(ids, packed([sets.counts for sets in kept]), packed([sets.ids for sets in kept]))
         if any(actions.media for actions in siblings):
             return MediaColumn(column, [(actions.media, actions.media_spans) for actions in siblings])
         return column

@@ -61,7 +61,9 @@ def spawn(
     env_vars = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false", **env}
     env_vars |= gpu_environment(worker.num_gpus)
     # A group of its own for `is_alive`: a role that computes still answers its supervisor.
-    actor = ray.remote(concurrency_groups={HEALTH: 1, BESIDE: 1})(_hosted(role, worker.name)).options(
+    groups = {HEALTH: 1, BESIDE: 1}
+    as_actor = ray.remote(concurrency_groups=groups)  # type: ignore[call-overload]  # Ray's stub does not declare it
+    actor = as_actor(_hosted(role, worker.name)).options(
         num_cpus=worker.num_cpus,
         num_gpus=worker.num_gpus,
         max_restarts=0,
@@ -78,7 +80,8 @@ def spawn_named(role: type, *, name: str, env: Mapping[str, str]) -> ray.actor.A
     Raises:
         ValueError: an actor of this name is alive.
     """
-    actor = ray.remote(concurrency_groups={HEALTH: 1})(_hosted(role, name)).options(
+    as_actor = ray.remote(concurrency_groups={HEALTH: 1})  # type: ignore[call-overload]  # Ray does not declare it
+    actor = as_actor(_hosted(role, name)).options(
         name=name, num_cpus=0, max_restarts=0, runtime_env={"env_vars": {**env, **gpu_environment(0)}}
     )
     return actor.remote(Seat((), 1, None))

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from enum import StrEnum
 from typing import Any, Protocol
@@ -208,7 +208,7 @@ class GpuLease:
             self._turns.end(phase)
             self._changed.notify_all()
 
-    async def _each(self, call: Callable[[SleepingEngine], Awaitable[None]]) -> None:
+    async def _each(self, call: Callable[[SleepingEngine], Coroutine[Any, Any, None]]) -> None:
         engines = self._engines.receivers()
         for engine, outcome in zip(engines, await outcomes(*(call(engine) for engine in engines)), strict=True):
             if isinstance(outcome, Exception):

@@ -15,7 +15,8 @@ import uvicorn
 
 from mobula.cluster.errors import PreflightError, StuckError
 from mobula.cluster.records.trajectory import Reward
-from mobula.configs.load import ConfigError, load_rewards
+from mobula.configs.errors import ConfigError
+from mobula.configs.load import load_rewards
 from mobula.configs.schema.rewards import RewardsConfig
 from mobula.rewards.contract import FailureKind, Outcome, RewardRequest, Score, ScoringFailure
 from mobula.rewards.http.lanes import Lanes

@@ -133,8 +133,9 @@ def _shown_size(request: RewardRequest) -> tuple[float, float]:
 
 def _first_size(request: RewardRequest, key: str) -> tuple[Any, Any]:
     sizes = request.metadata.get(key)
-    is_pair = isinstance(sizes, list | tuple) and sizes and isinstance(sizes[0], list | tuple) and len(sizes[0]) == 2
-    return (sizes[0][0], sizes[0][1]) if is_pair else (None, None)
+    if isinstance(sizes, list | tuple) and sizes and isinstance(sizes[0], list | tuple) and len(sizes[0]) == 2:
+        return sizes[0][0], sizes[0][1]
+    return None, None
 
 
 def _is_size(size: tuple[Any, Any]) -> TypeGuard[tuple[float, float]]:

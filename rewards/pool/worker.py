@@ -174,7 +174,8 @@ class _Asked:
         else:
             ids = tuple(trajectory.trajectory_id for trajectory in group.trajectories)
             responses = tuple(trajectory.response for trajectory in group.trajectories)
-        known, wanted = question.known, range(len(responses))
+        known = question.known
+        wanted: Sequence[int] = range(len(responses))
         if known:
             wanted = [i for i in wanted if i not in known or known[i] != response_digest(responses[i])]
         return cls(group.prompt, ids, responses, question.earlier, wanted)

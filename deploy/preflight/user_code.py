@@ -6,6 +6,7 @@ from mobula.actors.datasets.formats import format_of
 from mobula.actors.datasets.readers import READERS, reader_of
 from mobula.actors.processors.make import processor_maker
 from mobula.actors.samplers import sampler_maker
+from mobula.cluster.errors import PreflightError
 from mobula.cluster.metrics.sinks.trackers import tracker
 from mobula.cluster.user_code import is_user_code
 from mobula.configs.schema import RunConfig
@@ -23,9 +24,17 @@ def check_user_code(config: RunConfig) -> None:
     An environment is checked by its first reset, which runs where the episodes do.
 
     Raises:
-        ValueError: the first error.
+        PreflightError: the first error.
     """
-    _check_reward_functions(config)
+    try:
+        _check_reward_functions(config)
+        _check_other_parts(config)
+    except ValueError as error:
+        raise PreflightError(str(error)) from error
+
+
+def _check_other_parts(config: RunConfig) -> None:
+    """Raises: ValueError: as `check_user_code`."""
     if not config.offline.is_on:
         PolicyObjective(config.algorithm)
         Credit(config)

@@ -13,6 +13,7 @@ from typing import Any
 import ray
 from ray._private import services
 
+import mobula.deploy.host.ray_defaults  # noqa: F401  (no address but loopback: Ray reads it when it starts)
 from mobula.cluster.errors import PreflightError
 from mobula.cluster.runtime.network import LOOPBACK
 from mobula.cluster.runtime.placement import NodeResources

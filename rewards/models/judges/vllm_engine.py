@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 from vllm import LLM, EngineArgs, RequestOutput, SamplingParams
-from vllm.entrypoints.chat_utils import ChatCompletionMessageParam
 from vllm.exceptions import VLLMClientError
 from vllm.platforms import current_platform
 from vllm.sampling_params import StructuredOutputsParams
@@ -94,7 +93,7 @@ class ChatEngine:
 
     def _enqueue(self, conversation: list[dict[str, Any]], params: SamplingParams, template: Mapping[str, Any]) -> None:
         """Each conversation by itself: `LLM.chat` gives up all of them for one."""
-        messages: list[ChatCompletionMessageParam] = list(conversation)
+        messages: list[Any] = list(conversation)  # the name of its type moves with vLLM's versions
         try:
             self._llm.enqueue_chat(messages, params, use_tqdm=False, chat_template_kwargs=dict(template) or None)
         except Exception as error:

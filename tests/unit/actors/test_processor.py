@@ -33,7 +33,11 @@ def data_config(**changes: object) -> DataConfig:
     return DataConfig(
         kind=DataKind.JSONL,
         path=Path("data"),
+        kind_options={},
         row_format="question",
+        row_format_options={},
+        processor="chat",
+        processor_options={},
         columns={},
         splits={},
         media_path="",

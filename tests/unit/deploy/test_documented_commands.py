@@ -101,6 +101,7 @@ def missing(values: Any, words: list[Word]) -> list[str]:
         for name, value in own.items()
         if value_at(values, name) != computed(value, values)
         and not any(word.is_group and name in other for other in chosen if other is not own)
+        and not any(other.name.startswith(f"{name}.") for other in words)  # a part of a list is set
     ]
 
 

@@ -36,14 +36,20 @@ DOOR, ROOM = Path(__file__), Path(__file__).parent / "support" / "jobs.py"  # fi
 
 
 DURATIONS = Path(__file__).parent / "durations.json"  # `make test-all` with --store-durations writes it
-SLOW_S = 3.0
+SLOW_S = 2.0
+SHARED = (
+    "tests/integration/",
+    "tests/contract/",
+)  # tests of a file share what is slow there: a job, a cluster, an engine
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects by markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     durations = json.loads(DURATIONS.read_text(encoding="utf-8"))
+    slow = {name for name, seconds in durations.items() if seconds > SLOW_S}
+    slow_files = {name.partition("::")[0] for name in slow if name.startswith(SHARED)}
     for item in items:
-        if durations.get(item.nodeid, 0.0) > SLOW_S:
+        if item.nodeid in slow or item.nodeid.partition("::")[0] in slow_files:
             item.add_marker("slow")
 
 

@@ -15,6 +15,7 @@ LEAST_S = 1.0
 if __name__ == "__main__":
     measured = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     kept = json.loads(TARGET.read_text(encoding="utf-8")) if TARGET.exists() else {}
-    kept = {name: seconds for name, seconds in (kept | measured).items() if seconds >= LEAST_S}
+    is_there = lambda name: (TARGET.parents[1] / name.partition("::")[0]).is_file()  # noqa: E731
+    kept = {name: s for name, s in (kept | measured).items() if s >= LEAST_S and is_there(name)}
     rounded = {name: round(seconds, 1) for name, seconds in sorted(kept.items())}
     TARGET.write_text(json.dumps(rounded, indent=0) + "\n", encoding="utf-8")

@@ -133,13 +133,14 @@ def _run(command: str, config: RunConfig, words: Sequence[str]) -> None:
         file = Path(folder) / "config.yaml"
         file.write_text(dump_config(config), encoding="utf-8")
         call = [sys.executable, "-m", "mobula.deploy.cli", command, "--config", str(file), *words]
-        with subprocess.Popen(call, stdout=subprocess.PIPE, stderr=errors, text=True) as process:
+        # A process group of its own: Ctrl-C would reach the run too, and a second signal stops it without a checkpoint.
+        with subprocess.Popen(call, stdout=subprocess.PIPE, stderr=errors, text=True, process_group=0) as process:
             assert process.stdout is not None, "it is a pipe"
             try:
                 for line in process.stdout:
                     sys.stdout.write(line)
                 code = process.wait()
-            except KeyboardInterrupt:  # the process had the signal of the terminal, or has it now
+            except KeyboardInterrupt:
                 process.terminate()
                 process.wait()
                 raise

@@ -34,13 +34,9 @@ settings.load_profile("mobula")
 
 DOOR, ROOM = Path(__file__), Path(__file__).parent / "support" / "jobs.py"  # files that are there anyway, to be locked
 
-
-DURATIONS = Path(__file__).parent / "durations.json"  # `make test-all` with --store-durations writes it
+DURATIONS = Path(__file__).parent / "durations.json"  # tests/support/durations.py writes it
 SLOW_S = 2.0
-SHARED = (
-    "tests/integration/",
-    "tests/contract/",
-)  # tests of a file share what is slow there: a job, a cluster, an engine
+SHARED = ("tests/integration/", "tests/contract/")  # tests of one file share a job, a cluster or an engine
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects by markers

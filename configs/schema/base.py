@@ -20,9 +20,8 @@ try:
         model_validator,
     )
     from pydantic_core import PydanticCustomError
-except (
-    ModuleNotFoundError
-):  # a GPU machine without this project's environment, where `mobula.deploy.tools.gpu_check` runs
+except ModuleNotFoundError:  # a GPU machine without this project's environment, where `gpu_check` runs
+    # mypy takes the stand-ins for second definitions of pydantic's names.
     from mobula.configs.unvalidated import (  # type: ignore[assignment,no-redef]
         BaseModel,
         BeforeValidator,

@@ -1,4 +1,4 @@
-"""The `mobula` command: train and evaluate, replay, score and corrupt, lmms-eval, serve-rewards, status and others.
+"""The `mobula` command: train, evaluate, replay, score, lmms-eval, serve-rewards, status and others.
 
 Backends are imported inside the commands that use them, so that `--help` and `show-config` answer at once.
 Exit codes are in `deploy/cli/errors.py`.

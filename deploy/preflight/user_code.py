@@ -34,7 +34,7 @@ def check_user_code(config: RunConfig) -> None:
 
 
 def _check_other_parts(config: RunConfig) -> None:
-    """Raises: ValueError: as `check_user_code`."""
+    """Raises: ValueError: the first error."""
     if not config.offline.is_on:
         PolicyObjective(config.algorithm)
         Credit(config)

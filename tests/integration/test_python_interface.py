@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -41,6 +43,33 @@ def test_the_notebook_trains_exports_and_evaluates(tmp_path: Path) -> None:
     assert "runs/notebook-policy: " in done.stdout.splitlines()[-1]
     result = mobula.RunResult.read(tmp_path / "runs" / "notebook")
     assert (result.summary.status, result.summary.version, result.report.is_file()) == ("done", 2, True)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_an_interrupted_run_writes_a_checkpoint(tmp_path: Path) -> None:
+    """The interrupt of a terminal reaches every process of its group, and the run has to be asked once."""
+    words = ["experiment=digits", "resources=laptop", "name=cut", *SMALLER[1:], "num_steps=1000"]
+    program = f"import mobula\nmobula.train(mobula.load_config({words!r}))"
+    with subprocess.Popen(
+        [sys.executable, "-u", "-c", program],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        process_group=0,
+    ) as process:
+        assert process.stdout is not None
+        lines = []
+        for line in process.stdout:
+            lines.append(line)
+            if "step 1/1000" in line:
+                os.killpg(process.pid, signal.SIGINT)
+    output = "".join(lines)
+    assert "KeyboardInterrupt" in output and "stopping at once" not in output, output
+    result = mobula.RunResult.read(tmp_path / "runs" / "cut")
+    assert result.summary.status == "stopped"
+    assert (result.folder / "checkpoints" / f"step-{result.summary.version:06d}").is_dir()
 
 
 def test_a_run_that_cannot_start_raises_what_the_command_says(tmp_path: Path) -> None:

@@ -427,11 +427,10 @@ def serve_rewards(
     console = terminal(soft_wrap=True)
     with explained():
         from mobula.deploy.tools import serve_rewards as serving
+        from mobula.deploy.tools.http_server import Address, read_token
 
-        token = serving.read_token(token_env, token_file)
-        options = serving.ServeRewardsOptions(
-            host, port, token, lanes, max_waiting, timeout, max_request_mb << 20, device, dtype
-        )
+        address = Address(host, port, read_token(token_env, token_file))
+        options = serving.ServeRewardsOptions(address, lanes, max_waiting, timeout, max_request_mb << 20, device, dtype)
         serving.serve(rewards, options, lambda url: console.print(f"rewards: {url} (description: {url}/docs)"))
 
 

@@ -83,9 +83,9 @@ def serve_environment(
     with explained("the server has stopped"):
         config = load_config(["data=environment", "rewards=environment", *(overrides or [])], is_complete=False)
         from mobula.deploy.tools.environments import serve_environment as serving
-        from mobula.deploy.tools.serve_rewards import read_token
+        from mobula.deploy.tools.http_server import Address, read_token
 
-        options = serving.ServeEnvironmentOptions(host, port, read_token(token_env, token_file), idle)
+        options = serving.ServeEnvironmentOptions(Address(host, port, read_token(token_env, token_file)), idle)
         console = terminal(soft_wrap=True)
         serving.serve(
             config.environment, options, lambda url: console.print(f"environment: {url}", markup=False, highlight=False)
@@ -106,10 +106,11 @@ def serve_policy(
 
     with explained("the server has stopped"):
         config = load_config(["sampler=huggingface", *(overrides or [])], is_complete=False)
+        from mobula.deploy.tools.http_server import Address, read_token
         from mobula.deploy.tools.policy import serve_policy as serving
-        from mobula.deploy.tools.serve_rewards import read_token
 
-        options = serving.ServePolicyOptions(host, port, read_token(token_env, token_file), capture, siblings)
+        address = Address(host, port, read_token(token_env, token_file))
+        options = serving.ServePolicyOptions(address, capture, siblings)
         console = terminal(soft_wrap=True)
         serving.serve(config, options, lambda url: console.print(f"policy: {url}", markup=False, highlight=False))
 
@@ -129,8 +130,8 @@ def verifiers(
     with explained("sessions that have ended are kept"):
         words = ["environment=verifiers", "data=environment", "rewards=environment", *(overrides or [])]
         config = load_config(words, is_complete=False)
+        from mobula.deploy.tools.http_server import read_token
         from mobula.deploy.tools.policy import verifiers as rolling
-        from mobula.deploy.tools.serve_rewards import read_token
 
         options = rolling.VerifiersOptions(endpoint, read_token(token_env, token_file), tasks, siblings, concurrency)
         raise typer.Exit(rolling.roll(config, options, terminal(soft_wrap=True)))

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import math
-import os
-import signal
-import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from ipaddress import ip_address
 from pathlib import Path
 
-import uvicorn
-
-from mobula.cluster.errors import PreflightError, StuckError
+from mobula.cluster.errors import StuckError
 from mobula.cluster.records.trajectory import Reward
 from mobula.configs.errors import ConfigError
 from mobula.configs.load import load_rewards
 from mobula.configs.schema.rewards import RewardsConfig
+from mobula.deploy.tools.http_server import Address, run_server
 from mobula.rewards.contract import FailureKind, Outcome, RewardRequest, Score, ScoringFailure
 from mobula.rewards.http.lanes import Lanes
 from mobula.rewards.http.server import RewardServer, ServerLimits, make_app
@@ -27,7 +22,6 @@ from mobula.rewards.recipes import ComponentError
 from mobula.rewards.scoring import RewardScoring
 from mobula.rewards.tools import Tools
 
-PENDING_CONNECTIONS = 512
 FUNCTION_SHARE = 4  # one answer that hangs may take this part of a request's time, as in a run
 MAX_STUCK = 8  # computations that hang in one lane before it refuses: each keeps a thread, and what it computes on
 START_TIMEOUT_S = 120.0  # to import what a reward function needs; a request's own deadline comes first
@@ -37,9 +31,7 @@ START_TIMEOUT_S = 120.0  # to import what a reward function needs; a request's o
 class ServeRewardsOptions:
     """The options of `serve-rewards`."""
 
-    host: str
-    port: int
-    token: str | None
+    address: Address
     lanes: int
     max_waiting: int
     timeout_s: float
@@ -87,54 +79,15 @@ def serve(path: Path, options: ServeRewardsOptions, announce: Callable[[str], No
         ConfigError: the file is unfit, or names an unfit reward function.
         PreflightError: the address is taken or not ours, or open to other machines without a token.
     """
-    if options.token is None and not is_loopback(options.host):
-        raise PreflightError(
-            f"--host {options.host} is reached from other machines, and there is no token: give --token-env or "
-            "--token-file, or listen on 127.0.0.1"
-        )
+    listener = options.address.listen()
     rewards = load_rewards(path)
     try:
         scorers = [RewardScorer(rewards, options) for _ in range(options.lanes)]
     except ValueError as error:
         raise ConfigError(f"{path}: {error}") from error
-    listener = listen(options.host, options.port)
-    host = f"[{options.host}]" if ":" in options.host else options.host
     limits = ServerLimits(options.timeout_s, options.max_request_bytes)
-    app = make_app(RewardServer(Lanes(scorers, max_waiting=options.max_waiting), limits), options.token)
-    server = uvicorn.Server(
-        uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=math.ceil(2 * options.timeout_s))
-    )
-    for number in (signal.SIGTERM, signal.SIGINT):  # the server raises what stopped it again once it is done
-        signal.signal(number, lambda *_: None)
-    announce(f"http://{host}:{listener.getsockname()[1]}")
-    server.run(sockets=[listener])
-
-
-def is_loopback(host: str) -> bool:
-    """Whether an address to listen on is reached from this machine alone."""
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def read_token(env: str | None, file: Path | None) -> str | None:
-    """The bearer token from an environment variable or a file; None if neither is named.
-
-    Raises:
-        ConfigError: the one that is named holds none, or both are.
-    """
-    if env is not None and file is not None:
-        raise ConfigError("--token-env and --token-file are two places for one token: give one of them")
-    if env is None and file is None:
-        return None
-    try:
-        token = os.environ.get(env, "") if env is not None else Path(str(file)).read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--token-file {file} cannot be read ({error}): give a file with the token") from error
-    if not token:
-        raise ConfigError(f"{env or file} holds no token: set it before the server starts")
-    return token
+    app = make_app(RewardServer(Lanes(scorers, max_waiting=options.max_waiting), limits), options.address.token)
+    run_server(app, listener, grace_s=math.ceil(2 * options.timeout_s), announce=announce)
 
 
 def _outcome(reward: Reward | ComponentError) -> Outcome:
@@ -142,11 +95,3 @@ def _outcome(reward: Reward | ComponentError) -> Outcome:
         return ScoringFailure(reward.kind, str(reward))
     reasons = "; ".join(f"{name}: {reason}" for name, reason in reward.reasons.items())
     return Score(reward.value, reasons, reward.components)
-
-
-def listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, port), family=family, backlog=PENDING_CONNECTIONS)
-    except (OSError, OverflowError) as error:
-        raise PreflightError(f"{host}:{port} cannot be listened on ({error}): give another --host or --port") from error

@@ -33,11 +33,11 @@ from mobula.cluster.records.trajectory import FinishReason, TrajectoryGroup
 from mobula.cluster.replay.trajectory_log import TrajectoryLog
 from mobula.cluster.roles import SamplingSettings
 from mobula.configs.load import load_config
+from mobula.deploy.tools.http_server import Address
 from mobula.deploy.tools.policy import verifiers
 from mobula.deploy.tools.policy.conversations import Conversations
 from mobula.deploy.tools.policy.local_policy import LocalPolicy
 from mobula.deploy.tools.policy.serve_policy import make_app
-from mobula.deploy.tools.serve_rewards import listen
 from mobula.learner.policies.tiny import TINY
 
 pytestmark = [
@@ -209,7 +209,7 @@ def test_rollouts_against_serve_policy_leave_groups_with_their_rewards(tasksets:
     words = ["policy=tiny_qwen2_5_vl", "sampler=huggingface", "sampler.max_tokens=6", f"policy.model={model}"]
     policy = LocalPolicy(load_config([*words, "data=digits", "data.max_prompt_tokens=300"], is_complete=False))
     conversations = Conversations(policy, tmp_path / "seen", num_siblings=2)
-    listener = listen("127.0.0.1", 0)
+    listener = Address("127.0.0.1", 0, None).listen()
     server = uvicorn.Server(uvicorn.Config(make_app(policy, conversations), log_level="warning"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -11,7 +10,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 from uuid import uuid4
 
-import uvicorn
 from fastapi import FastAPI, Header, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
@@ -19,13 +17,13 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from mobula.actors.environments.base import EpisodeError
 from mobula.actors.environments.chat_api import answer_of, events_of, message_of
-from mobula.cluster.errors import PreflightError, SkippedSample
+from mobula.cluster.errors import SkippedSample
 from mobula.cluster.records.trajectory import Reward
 from mobula.cluster.roles import SamplingSettings
 from mobula.configs.schema import RunConfig, SamplerKind
+from mobula.deploy.tools.http_server import Address, run_server
 from mobula.deploy.tools.policy.conversations import Completion, Conversations, UnknownSessionError
 from mobula.deploy.tools.policy.local_policy import LocalPolicy
-from mobula.deploy.tools.serve_rewards import is_loopback, listen
 from mobula.deploy.wiring.rollouts import sampling_settings
 from mobula.rewards.http.request_gate import RequestGate
 
@@ -88,9 +86,7 @@ class FinishBody(BaseModel):
 class ServePolicyOptions:
     """The options of `serve-policy`."""
 
-    host: str
-    port: int
-    token: str | None
+    address: Address
     capture: Path | None
     num_siblings: int
 
@@ -101,17 +97,12 @@ def serve(config: RunConfig, options: ServePolicyOptions, announce: Callable[[st
     Raises:
         PreflightError: the model cannot be loaded, or the address is unfit or open without a token.
     """
-    if options.token is None and not is_loopback(options.host):
-        raise PreflightError(
-            f"--host {options.host} is reached from other machines, and there is no token: give --token-env or "
-            "--token-file, or listen on 127.0.0.1"
-        )
+    listener = options.address.listen()
     policy = LocalPolicy(config)
     conversations = Conversations(policy, options.capture, num_siblings=options.num_siblings)
-    listener = listen(options.host, options.port)
     app = RequestGate(
         make_app(policy, conversations),
-        token=options.token,
+        token=options.address.token,
         max_request_bytes=MAX_REQUEST_BYTES,
         read_s=READ_S,
         is_full=lambda: False,
@@ -119,12 +110,7 @@ def serve(config: RunConfig, options: ServePolicyOptions, announce: Callable[[st
         on_status=lambda status: None,
     )
     grace_s = math.ceil(config.timeouts.rollout_s)
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=grace_s))
-    for number in (signal.SIGTERM, signal.SIGINT):  # the server raises what stopped it again once it is done
-        signal.signal(number, lambda *_: None)
-    host = f"[{options.host}]" if ":" in options.host else options.host
-    announce(f"http://{host}:{listener.getsockname()[1]}/v1")
-    server.run(sockets=[listener])
+    run_server(app, listener, grace_s=grace_s, announce=lambda url: announce(f"{url}/v1"))
 
 
 def make_app(policy: LocalPolicy, conversations: Conversations) -> FastAPI:

@@ -18,6 +18,7 @@ from waiting import wait_until
 from mobula.cluster.errors import EngineLostError, StuckError
 from mobula.cluster.failures import Failure
 from mobula.cluster.records.trajectory import Response
+from mobula.deploy.tools.http_server import Address
 from mobula.deploy.tools.serve_rewards import MAX_STUCK, RewardScorer, ServeRewardsOptions
 from mobula.rewards.contract import Outcome, RewardRequest, ScoringFailure, TimedOutError
 from mobula.rewards.functions import BUILT_IN
@@ -161,7 +162,7 @@ def test_a_servers_lane_whose_engine_failed_refuses(monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(BUILT_IN, "model", f"{__name__}:Engine")
     monkeypatch.setattr(Engine, "has_failed", False)
     options = ServeRewardsOptions(
-        "127.0.0.1", 0, None, 1, 1, timeout_s=5, max_request_bytes=1, device="cpu", dtype="float32"
+        Address("127.0.0.1", 0, None), 1, 1, timeout_s=5, max_request_bytes=1, device="cpu", dtype="float32"
     )
     scorer = RewardScorer(CONFIG, options)
     (found,) = scorer.score([RewardRequest(Response("2 fault", 1, False), (), {}, "")], time.monotonic() + 5)
@@ -194,7 +195,7 @@ def test_offline_a_model_that_hangs_costs_its_records_alone_and_then_its_process
 @pytest.mark.usefixtures("releasing")
 def test_a_servers_lane_goes_on_past_a_model_that_hangs_until_too_many_do() -> None:
     options = ServeRewardsOptions(
-        "127.0.0.1", 0, None, 1, 1, timeout_s=0.4, max_request_bytes=1, device="cpu", dtype="float32"
+        Address("127.0.0.1", 0, None), 1, 1, timeout_s=0.4, max_request_bytes=1, device="cpu", dtype="float32"
     )
     scorer = RewardScorer(CONFIG, options)
 

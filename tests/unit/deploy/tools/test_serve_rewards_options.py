@@ -9,7 +9,8 @@ import pytest
 
 from mobula.cluster.errors import PreflightError
 from mobula.configs.load import ConfigError
-from mobula.deploy.tools.serve_rewards import ServeRewardsOptions, is_loopback, read_token, serve
+from mobula.deploy.tools.http_server import Address, is_loopback, read_token
+from mobula.deploy.tools.serve_rewards import ServeRewardsOptions, serve
 
 REWARDS = """
 components:
@@ -47,14 +48,14 @@ def test_a_taken_port_is_named(tmp_path: Path) -> None:
     file.write_text(REWARDS)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        options = ServeRewardsOptions("127.0.0.1", port, None, 1, 1, 1.0, 1000, "cpu", "float32")
+        options = ServeRewardsOptions(Address("127.0.0.1", port, None), 1, 1, 1.0, 1000, "cpu", "float32")
         with pytest.raises(PreflightError, match=f"127.0.0.1:{port} cannot be listened on"):
             serve(file, options, lambda url: None)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.4", "a.host.name"])
 def test_other_machines_need_a_token(host: str, tmp_path: Path) -> None:
-    options = ServeRewardsOptions(host, 0, None, 1, 1, 1.0, 1000, "cpu", "float32")
+    options = ServeRewardsOptions(Address(host, 0, None), 1, 1, 1.0, 1000, "cpu", "float32")
     with pytest.raises(PreflightError, match="there is no token: give --token-env or --token-file"):
         serve(tmp_path / "rewards.yaml", options, lambda url: None)
     assert all(is_loopback(own) for own in ("127.0.0.1", "::1", "localhost"))

@@ -195,7 +195,7 @@ class VideoFamily(PictureFamily):
 
     def compact_video_placeholder_id(self, processor: ProcessorMixin) -> int:
         """The token that stands for a video in a prompt before its expansion."""
-        return int(processor.tokenizer.convert_tokens_to_ids(processor.video_token))
+        return int(processor.tokenizer.convert_tokens_to_ids(vars(processor)["video_token"]))
 
     def engine_video_options(self, limits: VideoConfig) -> dict[str, int]:
         """Settings with which the engine's own processing scales frames as `process_video` does."""

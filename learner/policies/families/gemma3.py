@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+from torch import Tensor
+from transformers import Gemma3Processor, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from mobula.configs.schema.rollout import SamplerKind
 from mobula.learner.policies.batch import TokenBatch
@@ -62,20 +62,21 @@ class Gemma3(VisionFamily):
             )
 
     def expansion(self, processor: ProcessorMixin, size: Size) -> np.ndarray:
+        assert isinstance(processor, Gemma3Processor)
         tokenizer = processor.tokenizer
         places = np.full(processor.image_seq_length, tokenizer.image_token_id)
         return np.array([tokenizer.boi_token_id, *places, tokenizer.eoi_token_id], dtype=np.int32)
 
     def engine_inputs(
         self, config: PreTrainedConfig, pictures: Sequence[Mapping[str, np.ndarray]]
-    ) -> dict[str, np.ndarray]:
+    ) -> dict[str, np.ndarray | list[np.ndarray]]:
         num_parts = [picture["pixel_values"].shape[0] for picture in pictures]
         return super().engine_inputs(config, pictures) | {"num_patches": np.array(num_parts)}
 
     def generate_inputs(self, model: PreTrainedModel, token_types: Tensor) -> dict[str, Tensor]:
         return {"token_type_ids": token_types}
 
-    def decoder_inputs(self, core: nn.Module, batch: TokenBatch, token_types: Tensor) -> dict[str, Tensor]:
+    def decoder_inputs(self, core: PreTrainedModel, batch: TokenBatch, token_types: Tensor) -> dict[str, Tensor]:
         attention = core.config.get_text_config()._attn_implementation
         if batch.media.inputs and attention not in MASKED:
             raise ValueError(

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from copy import copy
 
-from torch import Tensor, nn
-from transformers import PreTrainedConfig
-from transformers.image_processing_utils import BaseImageProcessor
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.glm4v.image_processing_glm4v import smart_resize as scaled_picture
 from transformers.models.glm4v.video_processing_glm4v import smart_resize
 from transformers.utils import ModelOutput
 
-from mobula.learner.policies.families.qwen_vl import LongVideos, tower_inputs
-from mobula.learner.policies.families.vision import interleaved
+from mobula.learner.policies.families.qwen_vl import LongVideos, PatchProcessor, tower_inputs
+from mobula.learner.policies.families.vision import interleaved, method, submodel
 
 
 class Glm4v(LongVideos):
@@ -36,7 +35,7 @@ class Glm4v(LongVideos):
     video_options = {}
     smart_resize = staticmethod(smart_resize)
 
-    def scaled_size(self, images: BaseImageProcessor, height: int, width: int) -> tuple[int, int]:
+    def scaled_size(self, images: PatchProcessor, height: int, width: int) -> tuple[int, int]:
         factor, frames = images.patch_size * images.merge_size, images.temporal_patch_size
         bounds = images.size["shortest_edge"], images.size["longest_edge"]
         return scaled_picture(frames, height, width, frames, factor, *bounds)
@@ -47,17 +46,17 @@ class Glm4v(LongVideos):
     def placeholder_ids(self, config: PreTrainedConfig) -> tuple[int, ...]:
         return (self.placeholder_id(config),)
 
-    def encode(self, core: nn.Module, inputs: Mapping[str, Tensor]) -> ModelOutput:
+    def encode(self, core: PreTrainedModel, inputs: Mapping[str, Tensor]) -> ModelOutput:
         """Pictures are videos of one pair of frames: the tower sees each pair alone."""
         pixels, grids = inputs["pixel_values"], inputs["image_grid_thw"]
-        worked_out = tower_inputs(core.visual, grids, pixels.device)
+        worked_out = tower_inputs(submodel(core, "visual"), grids, pixels.device)
         # Its position embeddings are sampled at the sizes of the grids, on the device.
-        return core.get_video_features(pixels, grids.to(pixels.device), **worked_out, return_dict=True)
+        return method(core, "get_video_features")(pixels, grids.to(pixels.device), **worked_out, return_dict=True)
 
     def as_taken(self, encoded: dict[str, ModelOutput], token_types: Tensor) -> dict[str, ModelOutput]:
         """As pictures: the model's forward() looks for the token of pictures, and would put videos over them."""
         if "video" not in encoded:
             return encoded
         taken = copy(encoded["video"])
-        taken.pooler_output = [interleaved(encoded, token_types)]
+        taken["pooler_output"] = [interleaved(encoded, token_types)]
         return {"image": taken}

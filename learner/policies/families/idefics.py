@@ -52,7 +52,7 @@ class Idefics(VisionFamily):
 
     def engine_inputs(
         self, config: PreTrainedConfig, pictures: Sequence[Mapping[str, np.ndarray]]
-    ) -> dict[str, np.ndarray]:
+    ) -> dict[str, np.ndarray | list[np.ndarray]]:
         num_tiles = [picture["pixel_values"].shape[0] for picture in pictures]
         return super().engine_inputs(config, pictures) | {"num_patches": np.array(num_tiles)}
 

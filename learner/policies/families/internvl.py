@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from transformers import AutoImageProcessor, PreTrainedConfig, ProcessorMixin
+from torch import Tensor
+from transformers import AutoImageProcessor, InternVLProcessor, PreTrainedConfig, PreTrainedModel, ProcessorMixin
 from transformers.utils import ModelOutput
 
 from mobula.configs.schema import DataConfig
@@ -46,6 +46,7 @@ class InternVL(VisionFamily, VideoFamily):
         return {"max_patches": bounded, "min_patches": min(images.min_patches, bounded)}
 
     def expansion(self, processor: ProcessorMixin, size: Size) -> np.ndarray:
+        assert isinstance(processor, InternVLProcessor)
         width, height = size
         num_tiles = processor.image_processor.get_number_of_image_patches(height, width, picture_settings(processor))
         places = np.full(processor.image_seq_length * num_tiles, processor.image_token_id)
@@ -56,6 +57,7 @@ class InternVL(VisionFamily, VideoFamily):
         return self.placeholder_id(config)
 
     def video_expansion(self, processor: ProcessorMixin, clip: Clip, limits: VideoConfig) -> np.ndarray:
+        assert isinstance(processor, InternVLProcessor)
         num_frames = len(clip.timestamps)
         refuse_long(clip, num_frames * processor.image_seq_length, limits)
         text = processor.replace_video_token({"pixel_values_videos": [np.empty(num_frames)]}, 0)
@@ -83,15 +85,15 @@ class InternVL(VisionFamily, VideoFamily):
             f"{kind}_token_id": np.array(config.image_token_id),
         }
 
-    def encode_all(self, core: nn.Module, config: PreTrainedConfig, batch: TokenBatch) -> dict[str, ModelOutput]:
+    def encode_all(self, core: PreTrainedModel, config: PreTrainedConfig, batch: TokenBatch) -> dict[str, ModelOutput]:
         if not batch.videos.inputs:
             return super().encode_all(core, config, batch)
         frames = batch.videos.inputs["pixel_values_videos"]  # [frames of all videos, 3, H, W]
         tiles = batch.media.inputs.get("pixel_values", frames[:0])
         together = self.encode(core, {"pixel_values": torch.cat([tiles, frames])})
         encoded = {"image": copy(together), "video": copy(together)}
-        encoded["image"].pooler_output = together.pooler_output[: len(tiles)]
-        encoded["video"].pooler_output = together.pooler_output[len(tiles) :]
+        encoded["image"]["pooler_output"] = together["pooler_output"][: len(tiles)]
+        encoded["video"]["pooler_output"] = together["pooler_output"][len(tiles) :]
         place(encoded["video"], batch.videos)
         if not batch.media.inputs:
             return {"video": encoded["video"]}
@@ -102,7 +104,7 @@ class InternVL(VisionFamily, VideoFamily):
         if "video" not in encoded:
             return encoded
         taken = copy(encoded["video"])
-        taken.pooler_output = interleaved(encoded, token_types)[None]
+        taken["pooler_output"] = interleaved(encoded, token_types)[None]
         return {"image": taken}
 
     def blank_picture(self, config: PreTrainedConfig, device: torch.device) -> dict[str, Tensor]:

@@ -8,15 +8,15 @@ from math import ceil, isqrt
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from transformers import PreTrainedConfig, ProcessorMixin
+from torch import Tensor
+from transformers import LlavaOnevisionProcessor, PreTrainedConfig, PreTrainedModel, ProcessorMixin
 from transformers.models.llava_onevision.modeling_llava_onevision import image_size_to_num_patches
 from transformers.utils import ModelOutput
 
 from mobula.configs.schema.data import VideoConfig
 from mobula.learner.policies.batch import TokenBatch
 from mobula.learner.policies.families.base import Clip, Size, VideoFamily
-from mobula.learner.policies.families.vision import VisionFamily, place, refuse_long
+from mobula.learner.policies.families.vision import VisionFamily, method, place, refuse_long
 
 
 class LlavaOneVision(VisionFamily, VideoFamily):
@@ -41,6 +41,7 @@ class LlavaOneVision(VisionFamily, VideoFamily):
     picture_inputs = ("pixel_values", "image_sizes")
 
     def expansion(self, processor: ProcessorMixin, size: Size) -> np.ndarray:
+        assert isinstance(processor, LlavaOnevisionProcessor)
         width, height = size
         [num_tokens] = processor._get_num_multimodal_tokens(image_sizes=[(height, width)])["num_image_tokens"]
         return np.full(num_tokens, processor.image_token_id, dtype=np.int32)
@@ -49,6 +50,7 @@ class LlavaOneVision(VisionFamily, VideoFamily):
         return self.placeholder_id(config), self.video_placeholder_id(config)
 
     def video_expansion(self, processor: ProcessorMixin, clip: Clip, limits: VideoConfig) -> np.ndarray:
+        assert isinstance(processor, LlavaOnevisionProcessor)
         side = ceil(isqrt(processor.num_image_tokens) / 2)
         num_tokens = len(clip.timestamps) * side**2 + 1
         refuse_long(clip, num_tokens, limits)
@@ -68,7 +70,7 @@ class LlavaOneVision(VisionFamily, VideoFamily):
             return super().engine_inputs(config, pictures)
         return {"pixel_values_videos": [video["pixel_values_videos"] for video in pictures]}
 
-    def encode_all(self, core: nn.Module, config: PreTrainedConfig, batch: TokenBatch) -> dict[str, ModelOutput]:
+    def encode_all(self, core: PreTrainedModel, config: PreTrainedConfig, batch: TokenBatch) -> dict[str, ModelOutput]:
         """Tiles and frames in one call of the tower: a frame goes in as a picture of a prompt with many, which has one
         tile and the token at the end of a line behind it."""
         if not batch.videos.inputs:
@@ -80,16 +82,18 @@ class LlavaOneVision(VisionFamily, VideoFamily):
             {
                 "pixel_values": torch.cat([*tiles, frames, frames[:1]]),  # one more, so that there are several
                 "image_sizes": torch.cat([sizes, sizes.new_ones(len(frames) + 1, 2)]),
-                "batch_num_images": [1] * len(sizes) + [len(frames) + 1],
+                "batch_num_images": torch.tensor([1] * len(sizes) + [len(frames) + 1]),
             },
         )
-        features = together.pooler_output[len(sizes) : -1]
+        features = together["pooler_output"][len(sizes) : -1]
         end_of_line = features[0][-1:]
-        pooled = core.apply_pooling(torch.stack([frame[:-1] for frame in features]))  # [frames, tokens / 4, H]
+        pooled = method(core, "apply_pooling")(
+            torch.stack([frame[:-1] for frame in features])
+        )  # [frames, tokens / 4, H]
         videos = [torch.cat([video.flatten(0, 1), end_of_line]) for video in pooled.split(list(batch.videos.num_parts))]
         encoded = {"image": copy(together), "video": copy(together)}
-        encoded["image"].pooler_output = together.pooler_output[: len(sizes)]
-        encoded["video"].pooler_output = torch.cat([videos[i] for i in batch.videos.order])[None]
+        encoded["image"]["pooler_output"] = together["pooler_output"][: len(sizes)]
+        encoded["video"]["pooler_output"] = torch.cat([videos[i] for i in batch.videos.order])[None]
         if not len(sizes):
             return {"video": encoded["video"]}
         place(encoded["image"], batch.media)
@@ -104,8 +108,10 @@ class LlavaOneVision(VisionFamily, VideoFamily):
         pixels = batch.media.inputs["pixel_values"]
         return [picture[:count] for picture, count in zip(pixels, counts, strict=True)], sizes
 
-    def encode(self, core: nn.Module, inputs: Mapping[str, Tensor]) -> ModelOutput:
-        if core.image_newline.numel() == 0:  # it is held by the base itself, whose forward gathers it too late
+    def encode(self, core: PreTrainedModel, inputs: Mapping[str, Tensor]) -> ModelOutput:
+        if (
+            core.get_parameter("image_newline").numel() == 0
+        ):  # it is held by the base itself, whose forward gathers it too late
             raise ValueError(
                 f"learner.zero_stage=3 partitions image_newline of {type(core).__name__}, which is used outside of the "
                 "module that gathers it: set learner.zero_stage=2, or learner=fsdp2"

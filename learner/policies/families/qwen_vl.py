@@ -7,17 +7,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from itertools import groupby
 from math import ceil
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel, ProcessorMixin
-from transformers.image_processing_utils import BaseImageProcessor
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize as scaled_picture
 from transformers.models.qwen2_vl.video_processing_qwen2_vl import smart_resize
 from transformers.utils import ModelOutput
-from transformers.video_processing_utils import BaseVideoProcessor
 from transformers.video_utils import VideoMetadata
 from transformers.vision_utils import (
     get_vision_cu_seqlens,
@@ -31,9 +29,18 @@ from mobula.configs.schema.data import VideoConfig
 from mobula.learner.policies.batch import TokenBatch
 from mobula.learner.policies.device_copies import on_device
 from mobula.learner.policies.families.base import Clip, Size, VideoFamily
-from mobula.learner.policies.families.vision import VisionFamily, place
+from mobula.learner.policies.families.vision import VisionFamily, method, place, submodel
 
 MEDIA_TOKENS = r"<\|(image_pad|video_pad|vision_start|vision_end|vision_pad)\|>"
+
+
+class PatchProcessor(Protocol):
+    """An image or video processor of transformers that cuts pictures into patches."""
+
+    patch_size: int
+    merge_size: int  # patches of a token, along each side
+    temporal_patch_size: int
+    size: Any  # bounds of the pixels, by `shortest_edge` and `longest_edge`
 
 
 class GridFamily(VisionFamily):
@@ -49,14 +56,14 @@ class GridFamily(VisionFamily):
         width, height = size
         images = processor.image_processor
         num_patches = images.get_number_of_image_patches(height, width)
-        return np.full(num_patches // images.merge_size**2, processor.image_token_id, dtype=np.int32)
+        return np.full(num_patches // images.merge_size**2, processor.image_token_ids[0], dtype=np.int32)
 
     def shown_size(self, processor: ProcessorMixin, size: Size) -> Size:
         width, height = size
         rows, columns = self.scaled_size(processor.image_processor, height, width)
         return columns, rows
 
-    def scaled_size(self, images: BaseImageProcessor, height: int, width: int) -> tuple[int, int]:
+    def scaled_size(self, images: PatchProcessor, height: int, width: int) -> tuple[int, int]:
         """(height, width) that the image processor scales pictures to."""
         factor = images.patch_size * images.merge_size
         return scaled_picture(height, width, factor, images.size["shortest_edge"], images.size["longest_edge"])
@@ -64,7 +71,7 @@ class GridFamily(VisionFamily):
     def generate_inputs(self, model: PreTrainedModel, token_types: Tensor) -> dict[str, Tensor]:
         return {"mm_token_type_ids": token_types}
 
-    def decoder_inputs(self, core: nn.Module, batch: TokenBatch, token_types: Tensor) -> dict[str, Tensor]:
+    def decoder_inputs(self, core: PreTrainedModel, batch: TokenBatch, token_types: Tensor) -> dict[str, Tensor]:
         """M-RoPE positions [3, B, S] by the model's own rule.
 
         Positions depend on where pictures stand and how large they are, not on the tokens: one row a layout is enough.
@@ -74,14 +81,15 @@ class GridFamily(VisionFamily):
         types = token_types[layout.rows]  # [L, S]
         grids = batch.media.inputs["image_grid_thw"][layout.pictures] if batch.media.inputs else None
         videos = batch.videos.inputs["video_grid_thw"][layout.videos] if batch.videos.inputs else None
-        positions, _ = core.get_rope_index(types, mm_token_type_ids=types, image_grid_thw=grids, video_grid_thw=videos)
+        rope_index = method(core, "get_rope_index")
+        positions, _ = rope_index(types, mm_token_type_ids=types, image_grid_thw=grids, video_grid_thw=videos)
         return {"position_ids": on_device(positions[:, layout.row_layouts].numpy(), batch.input_ids.device)}
 
-    def encode(self, core: nn.Module, inputs: Mapping[str, Tensor]) -> ModelOutput:
+    def encode(self, core: PreTrainedModel, inputs: Mapping[str, Tensor]) -> ModelOutput:
         """With what the tower would work out of the grids on the device, and the host would wait for."""
         made = self.forward_inputs(inputs)
-        worked_out = tower_inputs(core.visual, made["image_grid_thw"], made["pixel_values"].device)
-        return core.get_image_features(**made, **worked_out, return_dict=True)
+        worked_out = tower_inputs(submodel(core, "visual"), made["image_grid_thw"], made["pixel_values"].device)
+        return method(core, "get_image_features")(**made, **worked_out, return_dict=True)
 
     def blank_picture(self, config: PreTrainedConfig, device: torch.device) -> dict[str, Tensor]:
         vision = config.vision_config
@@ -129,7 +137,7 @@ class QwenVideos(GridFamily, VideoFamily):
         return inputs
 
     @abstractmethod
-    def frame_size(self, videos: BaseVideoProcessor, clip: Clip, limits: VideoConfig) -> tuple[int, int]:
+    def frame_size(self, videos: PatchProcessor, clip: Clip, limits: VideoConfig) -> tuple[int, int]:
         """(height, width) that the video processor scales frames to.
 
         Raises:
@@ -137,10 +145,10 @@ class QwenVideos(GridFamily, VideoFamily):
         """
 
     @abstractmethod
-    def video_size(self, videos: BaseVideoProcessor, clip: Clip, limits: VideoConfig) -> dict[str, int]:
+    def video_size(self, videos: PatchProcessor, clip: Clip, limits: VideoConfig) -> dict[str, int]:
         """The bounds of pixels as the video processor takes them."""
 
-    def encode_all(self, core: nn.Module, config: PreTrainedConfig, batch: TokenBatch) -> dict[str, ModelOutput]:
+    def encode_all(self, core: PreTrainedModel, config: PreTrainedConfig, batch: TokenBatch) -> dict[str, ModelOutput]:
         if not batch.videos.inputs:
             return super().encode_all(core, config, batch)
         pixels, grids = batch.videos.inputs["pixel_values_videos"], batch.videos.inputs["video_grid_thw"]
@@ -164,13 +172,13 @@ class LongVideos(QwenVideos):
     smart_resize: Callable[..., tuple[int, int]]
     """That of the video processor's module: frames, height, width, temporal and spatial factor, both bounds."""
 
-    def frame_size(self, videos: BaseVideoProcessor, clip: Clip, limits: VideoConfig) -> tuple[int, int]:
+    def frame_size(self, videos: PatchProcessor, clip: Clip, limits: VideoConfig) -> tuple[int, int]:
         size, num = self.video_size(videos, clip, limits), len(clip.timestamps)
         factor, temporal = videos.patch_size * videos.merge_size, videos.temporal_patch_size
         bounds = size["shortest_edge"], size["longest_edge"]
         return self.smart_resize(num, clip.height, clip.width, temporal, factor, *bounds)
 
-    def video_size(self, videos: BaseVideoProcessor, clip: Clip, limits: VideoConfig) -> dict[str, int]:
+    def video_size(self, videos: PatchProcessor, clip: Clip, limits: VideoConfig) -> dict[str, int]:
         least, most = frame_pixels(videos, clip, limits)
         num, factor = len(clip.timestamps), videos.temporal_patch_size
         num = min(num, round(num / factor) * factor)  # of which the processor counts the pixels
@@ -180,16 +188,16 @@ class LongVideos(QwenVideos):
 class QwenVL(QwenVideos):
     """Source: arXiv:2409.12191, arXiv:2502.13923."""
 
-    def frame_size(self, videos: BaseVideoProcessor, clip: Clip, limits: VideoConfig) -> tuple[int, int]:
+    def frame_size(self, videos: PatchProcessor, clip: Clip, limits: VideoConfig) -> tuple[int, int]:
         size = self.video_size(videos, clip, limits)
         factor = videos.patch_size * videos.merge_size
         return smart_resize(clip.height, clip.width, factor, size["shortest_edge"], size["longest_edge"])
 
-    def video_size(self, videos: BaseVideoProcessor, clip: Clip, limits: VideoConfig) -> dict[str, int]:
+    def video_size(self, videos: PatchProcessor, clip: Clip, limits: VideoConfig) -> dict[str, int]:
         least, most = frame_pixels(videos, clip, limits)
         return {"shortest_edge": least, "longest_edge": most}
 
-    def decoder_inputs(self, core: nn.Module, batch: TokenBatch, token_types: Tensor) -> dict[str, Tensor]:
+    def decoder_inputs(self, core: PreTrainedModel, batch: TokenBatch, token_types: Tensor) -> dict[str, Tensor]:
         """As released: what follows a video begins behind its largest position, which for a long one is its last time.
 
         transformers 5 goes on behind the larger side of a frame, engines do not; with pictures the two are one.
@@ -200,12 +208,12 @@ class QwenVL(QwenVideos):
         a_second = getattr(vision, "tokens_per_second", 1.0)  # Qwen2-VL counts grids, not seconds
         return {"position_ids": released_positions(batch, token_types, vision.spatial_merge_size, a_second)}
 
-    model_types = ("qwen2_vl", "qwen2_5_vl")
+    model_types: tuple[str, ...] = ("qwen2_vl", "qwen2_5_vl")
     media_tokens = MEDIA_TOKENS
     parts = {"vision": ("visual.",), "connector": ("visual.merger.",), "language": ("model.", "lm_head.")}
 
 
-def frame_pixels(videos: BaseVideoProcessor, clip: Clip, limits: VideoConfig) -> tuple[int, int]:
+def frame_pixels(videos: PatchProcessor, clip: Clip, limits: VideoConfig) -> tuple[int, int]:
     """The fewest and the most pixels of a frame, so that a video takes `limits.max_tokens` at most."""
     token = (videos.patch_size * videos.merge_size) ** 2
     most = max(token, min(limits.max_frame_pixels, limits.max_tokens * token // num_grids(videos, clip)))
@@ -231,7 +239,7 @@ def released_positions(batch: TokenBatch, token_types: Tensor, merge_size: int, 
     return on_device(positions[:, layout.row_layouts.numpy()], batch.input_ids.device)
 
 
-def tower_inputs(tower: nn.Module, grids: Tensor, device: torch.device) -> dict[str, Any]:
+def tower_inputs(tower: PreTrainedModel, grids: Tensor, device: torch.device) -> dict[str, Any]:
     """What a vision tower works out of the grids [K, 3], which are on the host, by the names of its forward()."""
     vision = tower.config
     merge = vision.spatial_merge_size
@@ -244,12 +252,13 @@ def tower_inputs(tower: nn.Module, grids: Tensor, device: torch.device) -> dict[
     if getattr(vision, "window_size", None):
         index, bounds = get_vision_window_index(grids, merge, vision.window_size, vision.patch_size)
         found |= {"window_index": index, "cu_window_seqlens": bounds, "max_window_seqlen": int(bounds.diff().max())}
-    if hasattr(tower, "num_grid_per_side"):
+    own = vars(tower)
+    if "num_grid_per_side" in own:
         indices, weights = get_vision_interpolation_indices_and_weights(
             grids,
-            num_grid_per_side=tower.num_grid_per_side,
-            mode=tower.interpolation_mode,
-            align_corners=tower.interpolation_align_corners,
+            num_grid_per_side=own["num_grid_per_side"],
+            mode=own["interpolation_mode"],
+            align_corners=own["interpolation_align_corners"],
             spatial_merge_size=merge,
         )
         found |= {"interp_indices": indices, "interp_weights": weights}
@@ -258,22 +267,26 @@ def tower_inputs(tower: nn.Module, grids: Tensor, device: torch.device) -> dict[
     }
 
 
-def num_grids(videos: BaseVideoProcessor, clip: Clip) -> int:
+def num_grids(videos: PatchProcessor, clip: Clip) -> int:
     """Steps of time of a clip's grid."""
     return ceil(len(clip.timestamps) / videos.temporal_patch_size)
 
 
 def _metadata(clip: Clip) -> VideoMetadata:
     """A clip as video processors take it: one unit a second, so that frames stand at their times."""
-    return VideoMetadata(total_num_frames=clip.duration_s, fps=1.0, frames_indices=list(clip.timestamps))
+    return VideoMetadata(
+        total_num_frames=clip.duration_s,  # type: ignore[arg-type]  # declared as an integer, only divided by fps
+        fps=1.0,
+        frames_indices=list(clip.timestamps),  # type: ignore[arg-type]  # the same
+    )
 
 
 def _part_of(encoded: ModelOutput, start: int, end: int) -> ModelOutput:
     """The features of the media [start, end)."""
     part = copy(encoded)
-    part.pooler_output = encoded.pooler_output[start:end]
+    part["pooler_output"] = encoded["pooler_output"][start:end]
     if "deepstack_features" in encoded:
-        part.deepstack_features = [layer[start:end] for layer in encoded.deepstack_features]
+        part["deepstack_features"] = [layer[start:end] for layer in encoded["deepstack_features"]]
     return part
 
 

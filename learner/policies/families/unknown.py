@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import (
     AutoProcessor,
     PreTrainedConfig,
@@ -23,7 +23,7 @@ from transformers.utils import ModelOutput
 
 from mobula.learner.policies.batch import TokenBatch
 from mobula.learner.policies.device_copies import on_device
-from mobula.learner.policies.families.vision import VisionFamily, picture_settings
+from mobula.learner.policies.families.vision import VisionFamily, method, picture_settings
 
 BLANK_SIDE = 56  # pixels of the picture that a batch without pictures shows the tower
 TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")
@@ -70,12 +70,12 @@ class UnknownFamily(VisionFamily):
         tensors = {name: value.numpy() for name, value in made.items() if isinstance(value, Tensor) and value.dim()}
         return {"pixel_values": tensors.pop("pixel_values"), **tensors}
 
-    def encode(self, core: nn.Module, inputs: Mapping[str, Tensor]) -> ModelOutput:
-        taken = inspect.signature(inspect.unwrap(core.get_image_features)).parameters
+    def encode(self, core: PreTrainedModel, inputs: Mapping[str, Tensor]) -> ModelOutput:
+        taken = inspect.signature(inspect.unwrap(method(core, "get_image_features"))).parameters
         device = inputs["pixel_values"].device  # grids are on the host
         return super().encode(core, {name: tensor.to(device) for name, tensor in inputs.items() if name in taken})
 
-    def decoder_inputs(self, core: nn.Module, batch: TokenBatch, token_types: Tensor) -> dict[str, Any]:
+    def decoder_inputs(self, core: PreTrainedModel, batch: TokenBatch, token_types: Tensor) -> dict[str, Any]:
         taken = inspect.signature(type(core).forward).parameters
         if "mm_encoder_outputs" not in taken:
             raise ValueError(
@@ -83,7 +83,7 @@ class UnknownFamily(VisionFamily):
                 "checkpoint of a supported type"
             )
         if "rope_deltas" in vars(core):  # of the batch before
-            core.rope_deltas = None
+            vars(core)["rope_deltas"] = None
         device = batch.input_ids.device
         found = {name: token_types.to(device) for name in TOKEN_TYPES if name in taken}
         order = list(batch.media.order)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
-from functools import cache
+from collections.abc import Callable, Mapping, Sequence
 from inspect import signature
 from typing import Any
 
@@ -24,7 +23,6 @@ from mobula.learner.policies.families.base import Clip, PictureFamily, Size
 MODALITIES = ("image", "video")  # the n-th of them is n in token types
 
 
-@cache
 def takes_encoded_pictures(core: type[nn.Module]) -> bool:
     """Whether forward() of this class has `mm_encoder_outputs`; older ones ignore it, as any unknown argument."""
     return "mm_encoder_outputs" in signature(core.forward).parameters
@@ -58,27 +56,28 @@ class VisionFamily(PictureFamily):
                 f"{type(core).__name__} of transformers {transformers.__version__} would leave out the pictures, which "
                 "are encoded before its forward(): install transformers 5.18 or newer"
             )
-        types = np.zeros_like(ids)  # [B, S]; on the host, which would wait for the device at every check
+        kinds = np.zeros_like(ids)  # [B, S]; on the host, which would wait for the device at every check
         for number, placeholder in enumerate(self.placeholder_ids(model.config), start=1):
             is_placeholder = (ids == placeholder) & batch.in_media
             _refuse_stray(ids, is_placeholder, placeholder, batch)
             # The last token of a row is never looked at: it may be any but a placeholder outside of media.
             ids[(ids == placeholder) & ~is_placeholder] = 0
-            types[is_placeholder] = number
-        types[(types == 1) & batch.in_video] = 2  # if videos have the placeholder of pictures
+            kinds[is_placeholder] = number
+        kinds[(kinds == 1) & batch.in_video] = 2  # if videos have the placeholder of pictures
         encoded = self.encode_all(core, model.config, batch)
         for number, modality in enumerate(MODALITIES, start=1):
-            check_count(encoded.get(modality), int((types == number).sum()))
-        ids, types = on_device(ids, batch.input_ids.device), torch.from_numpy(types)
+            check_count(encoded.get(modality), int((kinds == number).sum()))
+        types = torch.from_numpy(kinds)
         taken = self.as_taken(encoded, types)
         extra = self.decoder_inputs(core, batch, types)
-        return core(input_ids=ids, mm_encoder_outputs=taken, **extra, use_cache=False).last_hidden_state
+        input_ids = on_device(ids, batch.input_ids.device)
+        return core(input_ids=input_ids, mm_encoder_outputs=taken, **extra, use_cache=False).last_hidden_state
 
     def placeholder_ids(self, config: PreTrainedConfig) -> tuple[int, ...]:
         """The placeholder of pictures, and that of videos if the family has another one for them."""
         return (self.placeholder_id(config),)
 
-    def encode_all(self, core: nn.Module, config: PreTrainedConfig, batch: TokenBatch) -> dict[str, ModelOutput]:
+    def encode_all(self, core: PreTrainedModel, config: PreTrainedConfig, batch: TokenBatch) -> dict[str, ModelOutput]:
         """Modality -> the features of a batch at all their places, of exactly one call of the vision tower."""
         if not batch.media.inputs:
             return {"image": self.encode_nothing(core, config, batch.input_ids.device)}
@@ -90,7 +89,7 @@ class VisionFamily(PictureFamily):
         """The features in the form that the model's forward() takes; `token_types` as in `decoder_inputs`."""
         return encoded
 
-    def encode_nothing(self, core: nn.Module, config: PreTrainedConfig, device: torch.device) -> ModelOutput:
+    def encode_nothing(self, core: PreTrainedModel, config: PreTrainedConfig, device: torch.device) -> ModelOutput:
         """Features of a blank picture, of which nothing is placed.
 
         Modules are entered and inputs have gradients as in a batch with pictures, since ZeRO-3 gathers parameters in
@@ -100,15 +99,15 @@ class VisionFamily(PictureFamily):
         place_nothing(encoded)
         return encoded
 
-    def core(self, model: PreTrainedModel) -> nn.Module:
+    def core(self, model: PreTrainedModel) -> PreTrainedModel:
         """The model without its output embeddings."""
-        return model.model
+        return submodel(model, "model")
 
-    def encode(self, core: nn.Module, inputs: Mapping[str, Tensor]) -> ModelOutput:
+    def encode(self, core: PreTrainedModel, inputs: Mapping[str, Tensor]) -> ModelOutput:
         """The features of pictures, before they have places."""
-        return core.get_image_features(**self.forward_inputs(inputs), return_dict=True)
+        return method(core, "get_image_features")(**self.forward_inputs(inputs), return_dict=True)
 
-    def decoder_inputs(self, core: nn.Module, batch: TokenBatch, token_types: Tensor) -> dict[str, Tensor]:
+    def decoder_inputs(self, core: PreTrainedModel, batch: TokenBatch, token_types: Tensor) -> dict[str, Tensor]:
         """Positions and masks that the model would work out otherwise; `token_types` [B, S], on the host, is 1 at
         placeholders of pictures and 2 at those of videos."""
         return {}
@@ -118,23 +117,48 @@ class VisionFamily(PictureFamily):
         """The smallest picture that the vision tower takes, by the names of `process`."""
 
 
+def submodel(model: nn.Module, name: str) -> PreTrainedModel:
+    """A part of a model that is a model of transformers itself.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    part = model.get_submodule(name)
+    if not isinstance(part, PreTrainedModel):
+        raise TypeError(f"{name} of {type(model).__name__} is a {type(part).__name__} and no model of transformers")
+    return part
+
+
+def method(model: nn.Module, name: str) -> Callable[..., Any]:
+    """A method of the model's own class; the types of nn.Module hold parameters and submodules alone.
+
+    Raises:
+        TypeError: the attribute is no method.
+    """
+    own = getattr(model, name)
+    if not callable(own):
+        raise TypeError(f"{name} of {type(model).__name__} is no method")
+    return own
+
+
 def picture_settings(processor: ProcessorMixin) -> dict[str, Any]:
     """The settings that a processor calls its image processor with, where these differ from the checkpoint's: several
     released checkpoints leave it to their processor to cut pictures into tiles."""
-    return dict(processor.valid_processor_kwargs._defaults.get("images_kwargs", {}))
+    defaults: Mapping[str, Mapping[str, Any]] = vars(processor.valid_processor_kwargs)["_defaults"]
+    return dict(defaults.get("images_kwargs", {}))
 
 
 def place(encoded: ModelOutput, media: MediaBatch) -> None:
     """Features of unique pictures to features of all places, in the order in which the batch holds them."""
-    encoded.pooler_output = _in_order(encoded.pooler_output, media)
+    encoded["pooler_output"] = _in_order(encoded["pooler_output"], media)
     if "deepstack_features" in encoded:
-        encoded.deepstack_features = [_in_order(layer, media) for layer in encoded.deepstack_features]
+        encoded["deepstack_features"] = [_in_order(layer, media) for layer in encoded["deepstack_features"]]
 
 
 def interleaved(encoded: Mapping[str, ModelOutput], token_types: Tensor) -> Tensor:
     """[N, H]: features of pictures and videos in the order of their places, for a model with one token for both."""
     kinds = token_types[token_types > 0]  # [N], row by row, on the host
-    found = {MODALITIES.index(modality) + 1: _flat(output.pooler_output) for modality, output in encoded.items()}
+    found = {MODALITIES.index(modality) + 1: _flat(output["pooler_output"]) for modality, output in encoded.items()}
     [some, *_] = found.values()
     features = some.new_zeros(len(kinds), some.shape[-1])
     for number, own in found.items():
@@ -150,9 +174,9 @@ def _flat(features: Tensor | Sequence[Tensor]) -> Tensor:
 
 def place_nothing(encoded: ModelOutput) -> None:
     """Features of a picture to features of no place, through which gradients are zeros."""
-    encoded.pooler_output = _none_of(encoded.pooler_output)
+    encoded["pooler_output"] = _none_of(encoded["pooler_output"])
     if "deepstack_features" in encoded:
-        encoded.deepstack_features = [_none_of(layer) for layer in encoded.deepstack_features]
+        encoded["deepstack_features"] = [_none_of(layer) for layer in encoded["deepstack_features"]]
 
 
 def _none_of(features: Tensor | Sequence[Tensor]) -> Tensor | list[Tensor]:
@@ -169,7 +193,7 @@ def _in_order(features: Tensor | Sequence[Tensor], media: MediaBatch) -> Tensor 
 
 def check_count(encoded: ModelOutput | None, num_placeholders: int) -> None:
     """Raises: ValueError: placeholders and embeddings are not equally many."""
-    features = () if encoded is None else encoded.pooler_output
+    features = () if encoded is None else encoded["pooler_output"]
     rows = [features] if isinstance(features, Tensor) else features
     num_embeddings = sum(tensor.numel() // tensor.shape[-1] for tensor in rows)
     if num_embeddings != num_placeholders:

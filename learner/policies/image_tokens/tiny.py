@@ -17,7 +17,13 @@ from transformers import (
     Qwen2Tokenizer,
 )
 
-from mobula.learner.policies.tiny.tokenizer import INITIALIZER_RANGE, SPECIAL_TOKENS, build_tokenizer, chat_template
+from mobula.learner.policies.tiny.tokenizer import (
+    INITIALIZER_RANGE,
+    SPECIAL_TOKENS,
+    build_tokenizer,
+    chat_template,
+    token_id,
+)
 from mobula.learner.policies.tiny.writing import decoder_config
 
 TINY_JANUS = "janus"  # `mobula init-model` without `tiny-`
@@ -37,7 +43,7 @@ def write_tiny_janus(folder: Path, *, seed: int = 0) -> Path:
     named = {name: token for name, token in NAMES.items() if name != "bos"}
     tokenizer = build_tokenizer((*SPECIAL_TOKENS, NAMES["bos"]), named, bos=NAMES["bos"])
     tokenizer.chat_template = "{{- '<|begin|>' -}}" + chat_template(image="<|image_start|><|image_pad|><|image_end|>")
-    ids = {name: tokenizer.convert_tokens_to_ids(token) for name, token in NAMES.items()}
+    ids = {name: token_id(tokenizer, token) for name, token in NAMES.items()}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = JanusForConditionalGeneration(_config(tokenizer, ids))

@@ -78,7 +78,8 @@ def smolvlm_model(seed: int) -> SmolVLMForConditionalGeneration:
     decoder = smollm2_model()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = SmolVLMForConditionalGeneration(smolvlm_config()).to(torch.float32)
+        model = SmolVLMForConditionalGeneration(smolvlm_config())
+        model.to(torch.float32)  # type: ignore[arg-type]  # its decorator hides self
         state = decoder.model.state_dict()
         known = state["embed_tokens.weight"]
         drawn = known.mean(dim=0) + 0.1 * known.std(dim=0) * torch.randn(len(ADDED_TOKENS), known.shape[1])

@@ -7,7 +7,7 @@ from pathlib import Path
 from tokenizers import AddedToken
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration, Gemma3ImageProcessor, Gemma3Processor
 
-from mobula.learner.policies.tiny.tokenizer import build_tokenizer
+from mobula.learner.policies.tiny.tokenizer import build_tokenizer, token_id
 from mobula.learner.policies.tiny.writing import decoder_config, vision_config, write_checkpoint
 
 SIDE = 56
@@ -47,7 +47,7 @@ def write_tiny_gemma3(folder: Path, *, seed: int = 0, tie_word_embeddings: bool 
         image_seq_length=TOKENS_PER_PICTURE,
         chat_template=TEMPLATE,
     )
-    ids = {name: tokenizer.convert_tokens_to_ids(token) for name, token in named.items()}
+    ids = {name: token_id(tokenizer, token) for name, token in named.items()}
     text = decoder_config(
         tokenizer,
         head_dim=32,

@@ -12,7 +12,7 @@ from transformers import (
     Glm4vVideoProcessor,
 )
 
-from mobula.learner.policies.tiny.tokenizer import INITIALIZER_RANGE, build_tokenizer
+from mobula.learner.policies.tiny.tokenizer import INITIALIZER_RANGE, build_tokenizer, token_id
 from mobula.learner.policies.tiny.writing import HIDDEN_SIZE, decoder_config, write_checkpoint
 
 PIXELS_PER_TOKEN = 28 * 28
@@ -54,7 +54,7 @@ def write_tiny_glm4v(folder: Path, *, seed: int = 0, tie_word_embeddings: bool =
         video_processor=Glm4vVideoProcessor(size=size, **patches),
         chat_template=TEMPLATE,
     )
-    ids = {name: tokenizer.convert_tokens_to_ids(f"<|{name}|>") for name in MEDIA}
+    ids = {name: token_id(tokenizer, f"<|{name}|>") for name in MEDIA}
     rope = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [4, 6, 6], "partial_rotary_factor": 1.0}
     config = Glm4vConfig(
         # Engines leave the biases of attention out, without an error, where the config does not have this.

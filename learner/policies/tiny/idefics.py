@@ -18,7 +18,7 @@ from transformers import (
     SmolVLMVideoProcessor,
 )
 
-from mobula.learner.policies.tiny.tokenizer import build_tokenizer, chat_template
+from mobula.learner.policies.tiny.tokenizer import build_tokenizer, chat_template, token_id
 from mobula.learner.policies.tiny.writing import decoder_config, vision_config, write_checkpoint
 
 TILE = 64
@@ -46,7 +46,7 @@ def write_tiny_idefics(name: str, folder: Path, *, seed: int = 0, tie_word_embed
     config = config_class(
         vision_config=vision_config(image_size=TILE, patch_size=16),
         text_config=decoder_config(tokenizer, model_type="llama", tie_word_embeddings=tie_word_embeddings),
-        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+        image_token_id=token_id(tokenizer, "<image>"),
         pad_token_id=tokenizer.pad_token_id,
         scale_factor=2,
         tie_word_embeddings=tie_word_embeddings,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from transformers import (
     GotOcr2ImageProcessor,
@@ -12,13 +13,16 @@ from transformers import (
     InternVLVideoProcessor,
 )
 
-from mobula.learner.policies.tiny.tokenizer import build_tokenizer, chat_template
+from mobula.learner.policies.tiny.tokenizer import build_tokenizer, chat_template, token_id
 from mobula.learner.policies.tiny.writing import decoder_config, vision_config, write_checkpoint
 
 TILE = 56
 TOKENS_PER_TILE = 4
 MAX_TILES = 4
-DECODERS = {"internvl3": {"model_type": "qwen2"}, "internvl3.5": {"model_type": "qwen3", "head_dim": 32}}
+DECODERS: dict[str, dict[str, Any]] = {
+    "internvl3": {"model_type": "qwen2"},
+    "internvl3.5": {"model_type": "qwen3", "head_dim": 32},
+}
 
 
 def write_tiny_internvl(name: str, folder: Path, *, seed: int = 0, tie_word_embeddings: bool = False) -> Path:
@@ -41,7 +45,7 @@ def write_tiny_internvl(name: str, folder: Path, *, seed: int = 0, tie_word_embe
     config = InternVLConfig(
         vision_config=vision_config(attention_bias=True, image_size=[TILE, TILE], patch_size=[14, 14]),
         text_config=decoder_config(tokenizer, tie_word_embeddings=tie_word_embeddings, **DECODERS[name]),
-        image_token_id=tokenizer.convert_tokens_to_ids("<IMG_CONTEXT>"),
+        image_token_id=token_id(tokenizer, "<IMG_CONTEXT>"),
         image_seq_length=TOKENS_PER_TILE,
         downsample_ratio=0.5,
         tie_word_embeddings=tie_word_embeddings,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from transformers import CLIPImageProcessor, LlavaConfig, LlavaForConditionalGeneration, LlavaProcessor
 
-from mobula.learner.policies.tiny.tokenizer import build_tokenizer, chat_template
+from mobula.learner.policies.tiny.tokenizer import build_tokenizer, chat_template, token_id
 from mobula.learner.policies.tiny.writing import decoder_config, vision_config, write_checkpoint
 
 SIDE = 56
@@ -30,7 +30,7 @@ def write_tiny_llava(folder: Path, *, seed: int = 0, tie_word_embeddings: bool =
             model_type="clip_vision_model", image_size=SIDE, patch_size=PATCH_SIZE, projection_dim=64
         ),
         text_config=decoder_config(tokenizer, model_type="llama", tie_word_embeddings=tie_word_embeddings),
-        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
+        image_token_index=token_id(tokenizer, "<image>"),
         image_seq_length=(SIDE // PATCH_SIZE) ** 2,
         tie_word_embeddings=tie_word_embeddings,
         dtype="float32",

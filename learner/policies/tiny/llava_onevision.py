@@ -12,7 +12,7 @@ from transformers import (
     LlavaOnevisionVideoProcessor,
 )
 
-from mobula.learner.policies.tiny.tokenizer import build_tokenizer, chat_template
+from mobula.learner.policies.tiny.tokenizer import build_tokenizer, chat_template, token_id
 from mobula.learner.policies.tiny.writing import decoder_config, vision_config, write_checkpoint
 
 TILE = 56
@@ -37,8 +37,8 @@ def write_tiny_llava_onevision(folder: Path, *, seed: int = 0, tie_word_embeddin
             model_type="siglip_vision_model", image_size=TILE, patch_size=14, vision_use_head=False
         ),
         text_config=decoder_config(tokenizer, model_type="qwen2", tie_word_embeddings=tie_word_embeddings),
-        image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
-        video_token_index=tokenizer.convert_tokens_to_ids("<video>"),
+        image_token_index=token_id(tokenizer, "<image>"),
+        video_token_index=token_id(tokenizer, "<video>"),
         image_grid_pinpoints=PINPOINTS,
         tie_word_embeddings=tie_word_embeddings,
         dtype="float32",

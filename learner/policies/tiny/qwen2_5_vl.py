@@ -58,7 +58,8 @@ def build_model(
     config = build_config(tokenizer, tie_word_embeddings=tie_word_embeddings)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen2_5_VLForConditionalGeneration(config).to(device="cpu", dtype=torch.float32)
+        model = Qwen2_5_VLForConditionalGeneration(config)
+        model.to(device="cpu", dtype=torch.float32)  # type: ignore[call-arg]  # its decorator hides self
     # Only stop and pad ids: an engine that takes its sampling defaults from this file samples from the plain policy.
     model.generation_config = GenerationConfig(
         eos_token_id=[tokenizer.eos_token_id, tokenizer.pad_token_id], pad_token_id=tokenizer.pad_token_id

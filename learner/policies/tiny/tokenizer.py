@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict
 
 from tokenizers import AddedToken
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
-from transformers import Qwen2Tokenizer
+from transformers import PreTrainedTokenizerBase, Qwen2Tokenizer
 
 MAX_POSITIONS = 4096
 
@@ -63,8 +64,10 @@ VISION_TEMPLATE = """\
 
 def chat_template(*, image: str, video: str = "", end: str = "<|im_end|>") -> str:
     """`VISION_TEMPLATE` with the placeholders of another family, and the token that ends a turn."""
-    pad = lambda name: f"<|vision_start|><|{name}_pad|><|vision_end|>"  # noqa: E731
-    return VISION_TEMPLATE.replace(pad("image"), image).replace(pad("video"), video).replace("<|im_end|>", end)
+    text = VISION_TEMPLATE.replace("<|im_end|>", end)
+    for name, placeholder in (("image", image), ("video", video)):
+        text = text.replace(f"<|vision_start|><|{name}_pad|><|vision_end|>", placeholder)
+    return text
 
 
 def audio_template(*, audio: str, image: str = "", video: str = "") -> str:
@@ -88,17 +91,19 @@ def build_tokenizer(
     order, `ANSWER_OPENING`. Each digit is one.
     """
     named = dict(named or {})
+    options: dict[str, Any] = {"bos_token": bos} if bos else {}
+    if named:
+        options["model_specific_special_tokens"] = named
     vocab, merges = _byte_level_bpe(WORDS)
     tokens = list(dict.fromkeys([*special, *named.values()]))
     tokenizer = Qwen2Tokenizer(
         vocab=vocab | {token: len(vocab) + i for i, token in enumerate(tokens)},
-        merges=merges,
+        merges=merges,  # type: ignore[arg-type]  # declared as strings, read as pairs
         eos_token=eos,
         pad_token=pad,
         extra_special_tokens=tokens,
         model_max_length=MAX_POSITIONS,
-        **({"bos_token": bos} if bos else {}),
-        **({"model_specific_special_tokens": named} if named else {}),
+        **options,
     )
     tokenizer.add_tokens([AddedToken(ANSWER_OPENING, special=False, normalized=False)])
     return tokenizer
@@ -122,7 +127,27 @@ def _byte_level_bpe(words: tuple[str, ...]) -> tuple[dict[str, int], list[tuple[
     return vocab, merges
 
 
-def media_token_ids(tokenizer: Qwen2Tokenizer) -> dict[str, int]:
-    """The ids by which forward() finds the pictures and videos in a row of tokens."""
-    tokens = {"image": "image_pad", "video": "video_pad", "vision_start": "vision_start", "vision_end": "vision_end"}
-    return {f"{name}_token_id": tokenizer.convert_tokens_to_ids(f"<|{token}|>") for name, token in tokens.items()}
+def token_id(tokenizer: PreTrainedTokenizerBase, token: str) -> int:
+    """The id of one token."""
+    made = tokenizer.convert_tokens_to_ids(token)
+    assert isinstance(made, int), "one token has one id"
+    return made
+
+
+class MediaTokenIds(TypedDict):
+    """The ids by which forward() of a Qwen finds the pictures and videos in a row of tokens."""
+
+    image_token_id: int
+    video_token_id: int
+    vision_start_token_id: int
+    vision_end_token_id: int
+
+
+def media_token_ids(tokenizer: PreTrainedTokenizerBase) -> MediaTokenIds:
+    """Those of a tokenizer with `SPECIAL_TOKENS`."""
+    return {
+        "image_token_id": token_id(tokenizer, "<|image_pad|>"),
+        "video_token_id": token_id(tokenizer, "<|video_pad|>"),
+        "vision_start_token_id": token_id(tokenizer, "<|vision_start|>"),
+        "vision_end_token_id": token_id(tokenizer, "<|vision_end|>"),
+    }

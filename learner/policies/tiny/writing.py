@@ -67,7 +67,8 @@ def write_checkpoint(
     tokenizer = processor.tokenizer if isinstance(processor, ProcessorMixin) else processor
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = model_class(config).to(device="cpu", dtype=torch.float32)
+        model = model_class(config)
+        model.to(device="cpu", dtype=torch.float32)  # type: ignore[call-arg]  # its decorator hides self
         if drawn:
             [zeros] = [parameter for name, parameter in model.named_parameters() if name.endswith(drawn)]
             zeros.data.normal_(std=INITIALIZER_RANGE)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel, ProcessorMixin
 
 from mobula.configs.schema.data import VideoConfig
@@ -22,7 +22,7 @@ from mobula.learner.policies.families.audio.frames import (
 )
 from mobula.learner.policies.families.base import AudioFamily, Clip, Size
 from mobula.learner.policies.families.qwen_vl import QwenVL, num_grids, released_positions
-from mobula.learner.policies.families.vision import MODALITIES, check_count
+from mobula.learner.policies.families.vision import MODALITIES, check_count, method, submodel
 
 SILENT_FRAMES = 4  # the fewest that give an embedding
 
@@ -61,7 +61,8 @@ class Qwen25Omni(QwenVL, AudioFamily):
         width, height = size
         images = processor.image_processor
         num_patches = images.get_number_of_image_patches(height, width)
-        return np.full(num_patches // images.merge_size**2, _id_of(processor, processor.image_token), dtype=np.int32)
+        token = _id_of(processor, processor.tokenizer.image_token)
+        return np.full(num_patches // images.merge_size**2, token, dtype=np.int32)
 
     def engine_video_options(self, limits: VideoConfig) -> dict[str, int]:
         """The bounds of a frame; those in the processor's code are larger."""
@@ -72,7 +73,7 @@ class Qwen25Omni(QwenVL, AudioFamily):
         height, width = self.frame_size(videos, clip, limits)
         side = videos.patch_size * videos.merge_size
         num = num_grids(videos, clip) * (height // side) * (width // side)
-        return np.full(num, _id_of(processor, processor.video_token), dtype=np.int32)
+        return np.full(num, _id_of(processor, processor.tokenizer.video_token), dtype=np.int32)
 
     def process_video(
         self, processor: ProcessorMixin, frames: np.ndarray, clip: Clip, limits: VideoConfig
@@ -82,7 +83,7 @@ class Qwen25Omni(QwenVL, AudioFamily):
         return inputs | {"second_per_grid_ts": np.array([seconds], dtype=np.float32)}
 
     def audio_expansion(self, processor: ProcessorMixin, num_samples: int) -> np.ndarray:
-        return expansion(processor, num_samples, _id_of(processor, processor.audio_token))
+        return expansion(processor, num_samples, _id_of(processor, processor.tokenizer.audio_token))
 
     def process_audio(self, processor: ProcessorMixin, samples: np.ndarray) -> dict[str, np.ndarray]:
         features, mask = extracted(processor, samples)
@@ -102,7 +103,7 @@ class Qwen25Omni(QwenVL, AudioFamily):
             "audio_feature_lengths": np.array([mask.shape[1] for mask in masks]),
         }
 
-    def core(self, model: PreTrainedModel) -> nn.Module:
+    def core(self, model: PreTrainedModel) -> PreTrainedModel:
         return model
 
     def hidden_states(self, model: PreTrainedModel, batch: TokenBatch) -> Tensor:
@@ -118,12 +119,12 @@ class Qwen25Omni(QwenVL, AudioFamily):
             types[is_placeholder] = number
             check_count(encoded.get(modality), int(is_placeholder.sum()))
             if modality in encoded:
-                embeds = put_at(embeds, is_placeholder, torch.cat(list(encoded[modality].pooler_output)))
+                embeds = put_at(embeds, is_placeholder, torch.cat(list(encoded[modality]["pooler_output"])))
         is_sound = places(batch, self.audio_placeholder_id(config))
         embeds = put(embeds, is_sound, self._sounds(model, batch), batch.audios)
         merge_size = config.vision_config.spatial_merge_size
         positions = released_positions(batch, torch.from_numpy(types), merge_size, config.position_id_per_seconds)
-        return model.model(inputs_embeds=embeds, position_ids=positions, use_cache=False).last_hidden_state
+        return submodel(model, "model")(inputs_embeds=embeds, position_ids=positions, use_cache=False).last_hidden_state
 
     def _sounds(self, model: PreTrainedModel, batch: TokenBatch) -> Sequence[Tensor]:
         """[n, H] of each unique sound, or of a silent one, so that ranks enter the tower equally often."""
@@ -133,7 +134,7 @@ class Qwen25Omni(QwenVL, AudioFamily):
             mel = model.config.audio_config.num_mel_bins
             features = torch.zeros(1, mel, SILENT_FRAMES, device=batch.input_ids.device)
             mask = torch.ones_like(features[:, 0], dtype=torch.int64)
-        encoded = model.get_audio_features(features, mask, return_dict=True).last_hidden_state
+        encoded = method(model, "get_audio_features")(features, mask, return_dict=True).last_hidden_state
         return encoded.split([num_embeddings(num) for num in mask.sum(-1).tolist()])
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel, ProcessorMixin
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel, ProcessorMixin, Qwen2AudioProcessor
 from transformers.masking_utils import create_bidirectional_mask
 
 from mobula.learner.policies.batch import TokenBatch
 from mobula.learner.policies.families.audio.frames import expansion, extracted, num_embeddings, places, put
 from mobula.learner.policies.families.base import AudioFamily
+from mobula.learner.policies.families.vision import submodel
 
 
 class Qwen2Audio(AudioFamily):
@@ -34,32 +35,34 @@ class Qwen2Audio(AudioFamily):
         return int(config.audio_token_id)
 
     def audio_expansion(self, processor: ProcessorMixin, num_samples: int) -> np.ndarray:
+        assert isinstance(processor, Qwen2AudioProcessor)
         return expansion(processor, num_samples, processor.audio_token_id)
 
     def process_audio(self, processor: ProcessorMixin, samples: np.ndarray) -> dict[str, np.ndarray]:
         features, mask = extracted(processor, samples)
         return {"input_features": features, "feature_attention_mask": mask}
 
-    def core(self, model: PreTrainedModel) -> nn.Module:
+    def core(self, model: PreTrainedModel) -> PreTrainedModel:
         """The model without its output embeddings."""
-        return model.model
+        return submodel(model, "model")
 
     def hidden_states(self, model: PreTrainedModel, batch: TokenBatch) -> Tensor:
         core = self.core(model)
+        tower, project = submodel(core, "audio_tower"), core.get_submodule("multi_modal_projector")
         features, mask = self._heard(core.config, batch)
         lengths = (mask.sum(-1) - 1) // 2 + 1  # after the first convolution
         seen = torch.arange(features.shape[-1] // 2, device=mask.device) < lengths[:, None]
         attention_mask = create_bidirectional_mask(
-            config=core.audio_tower.config,
+            config=tower.config,
             inputs_embeds=features.new_zeros(*seen.shape, 1),
             attention_mask=seen.long(),
         )
-        encoded = core.audio_tower(features, attention_mask=attention_mask).last_hidden_state
-        projected = core.multi_modal_projector(encoded)  # [N, F, H]
+        encoded = tower(features, attention_mask=attention_mask).last_hidden_state
+        projected = project(encoded)  # [N, F, H]
         sounds = [row[: num_embeddings(int(num))] for row, num in zip(projected, mask.sum(-1), strict=True)]
         embeds = model.get_input_embeddings()(batch.input_ids)
         embeds = put(embeds, places(batch, core.config.audio_token_id), sounds, batch.audios)
-        return core.language_model(inputs_embeds=embeds, use_cache=False).last_hidden_state
+        return submodel(core, "language_model")(inputs_embeds=embeds, use_cache=False).last_hidden_state
 
     def _heard(self, config: PreTrainedConfig, batch: TokenBatch) -> tuple[Tensor, Tensor]:
         """The unique sounds of a batch, or a silent one, so that ranks enter the tower equally often."""

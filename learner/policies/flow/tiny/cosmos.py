@@ -42,7 +42,7 @@ def write_tiny_cosmos2(folder: Path, *, seed: int = 0) -> Path:
 def write_tiny_cosmos2_5(folder: Path, *, seed: int = 0) -> Path:
     """Write a Cosmos Predict 2.5 for videos of 32 x 32 and more into `folder`, and return `folder`."""
     encoder, tokenizer = qwen_encoder(seed)
-    text = encoder.config.text_config
+    text = encoder.config.get_text_config()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         pipeline = Cosmos2_5_PredictBasePipeline(

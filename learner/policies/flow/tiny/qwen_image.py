@@ -23,7 +23,7 @@ def write_tiny_qwen_image(folder: Path, *, seed: int = 0) -> Path:
                 num_layers=2,
                 attention_head_dim=16,
                 num_attention_heads=4,
-                joint_attention_dim=encoder.config.text_config.hidden_size,
+                joint_attention_dim=encoder.config.get_text_config().hidden_size,
                 axes_dims_rope=(8, 4, 4),
             ),
             scheduler=FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True),

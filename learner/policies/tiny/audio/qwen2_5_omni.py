@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -18,7 +17,7 @@ from transformers import (
     WhisperFeatureExtractor,
 )
 
-from mobula.learner.policies.tiny.tokenizer import INITIALIZER_RANGE, audio_template, build_tokenizer
+from mobula.learner.policies.tiny.tokenizer import INITIALIZER_RANGE, audio_template, build_tokenizer, token_id
 from mobula.learner.policies.tiny.writing import HIDDEN_SIZE, decoder_config
 
 PIXELS_PER_TOKEN = 28 * 28
@@ -59,7 +58,7 @@ def write_tiny_qwen2_5_omni(folder: Path, *, seed: int = 0, tie_word_embeddings:
             video="<|vision_bos|><|VIDEO|><|vision_eos|>",
         ),
     )
-    config = Qwen2_5OmniThinkerConfig(
+    config = Qwen2_5OmniThinkerConfig(  # type: ignore[call-arg]  # it takes what every configuration does
         audio_config={
             "num_mel_bins": MEL_BINS,
             "encoder_layers": 2,
@@ -94,16 +93,23 @@ def write_tiny_qwen2_5_omni(folder: Path, *, seed: int = 0, tie_word_embeddings:
         initializer_range=INITIALIZER_RANGE,
         tie_word_embeddings=tie_word_embeddings,
         pad_token_id=tokenizer.pad_token_id,
-        **_token_ids(tokenizer.convert_tokens_to_ids),
+        image_token_index=token_id(tokenizer, "<|IMAGE|>"),
+        video_token_index=token_id(tokenizer, "<|VIDEO|>"),
+        audio_token_index=token_id(tokenizer, "<|AUDIO|>"),
+        audio_start_token_id=token_id(tokenizer, "<|audio_bos|>"),
+        audio_end_token_id=token_id(tokenizer, "<|audio_eos|>"),
+        vision_start_token_id=token_id(tokenizer, "<|vision_bos|>"),
+        vision_end_token_id=token_id(tokenizer, "<|vision_eos|>"),
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen2_5OmniThinkerForConditionalGeneration(config).to(device="cpu", dtype=torch.float32)
+        model = Qwen2_5OmniThinkerForConditionalGeneration(config)
+        model.to(device="cpu", dtype=torch.float32)  # type: ignore[call-arg]  # its decorator hides self
     folder.mkdir(parents=True, exist_ok=True)
     tied = set(model.all_tied_weights_keys)
     state = {f"thinker.{name}": tensor.contiguous() for name, tensor in model.state_dict().items() if name not in tied}
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
-    whole = Qwen2_5OmniConfig(
+    whole = Qwen2_5OmniConfig(  # type: ignore[call-arg]  # the same
         thinker_config=config.to_dict(),
         enable_audio_output=False,
         tie_word_embeddings=tie_word_embeddings,
@@ -116,15 +122,3 @@ def write_tiny_qwen2_5_omni(folder: Path, *, seed: int = 0, tie_word_embeddings:
     GenerationConfig(eos_token_id=stops, pad_token_id=tokenizer.pad_token_id).save_pretrained(folder)
     processor.save_pretrained(folder)
     return folder
-
-
-def _token_ids(id_of: Callable[[str], int]) -> dict[str, int]:
-    return {
-        "image_token_index": id_of("<|IMAGE|>"),
-        "video_token_index": id_of("<|VIDEO|>"),
-        "audio_token_index": id_of("<|AUDIO|>"),
-        "audio_start_token_id": id_of("<|audio_bos|>"),
-        "audio_end_token_id": id_of("<|audio_eos|>"),
-        "vision_start_token_id": id_of("<|vision_bos|>"),
-        "vision_end_token_id": id_of("<|vision_eos|>"),
-    }

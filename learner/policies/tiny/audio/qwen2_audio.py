@@ -11,7 +11,7 @@ from transformers import (
     WhisperFeatureExtractor,
 )
 
-from mobula.learner.policies.tiny.tokenizer import INITIALIZER_RANGE, audio_template, build_tokenizer
+from mobula.learner.policies.tiny.tokenizer import INITIALIZER_RANGE, audio_template, build_tokenizer, token_id
 from mobula.learner.policies.tiny.writing import decoder_config, write_checkpoint
 
 MEL_BINS = 32
@@ -27,7 +27,7 @@ def write_tiny_qwen2_audio(folder: Path, *, seed: int = 0, tie_word_embeddings: 
         tokenizer=tokenizer,
         chat_template=audio_template(audio="<|audio_bos|><|AUDIO|><|audio_eos|>"),
     )
-    config = Qwen2AudioConfig(
+    config = Qwen2AudioConfig(  # type: ignore[call-arg]  # it takes what every configuration does
         audio_config={
             "model_type": "qwen2_audio_encoder",
             "num_mel_bins": MEL_BINS,
@@ -39,7 +39,7 @@ def write_tiny_qwen2_audio(folder: Path, *, seed: int = 0, tie_word_embeddings: 
             "initializer_range": INITIALIZER_RANGE,
         },
         text_config=decoder_config(tokenizer, model_type="qwen2", tie_word_embeddings=tie_word_embeddings),
-        audio_token_index=tokenizer.convert_tokens_to_ids("<|AUDIO|>"),
+        audio_token_index=token_id(tokenizer, "<|AUDIO|>"),
         tie_word_embeddings=tie_word_embeddings,
         dtype="float32",
     )

@@ -101,7 +101,8 @@ class Learner:
         recompute_blocks(model, self._config.learner.activation_checkpointing)
         self._outgoing = PolicyWeights(model, self._config)
         self._rendezvous.join_as_configured(init_method, self._config, rank=self._rank, world_size=self._world_size)
-        self._backend = build_backend(self._config.learner, self._device, DTYPES[self._config.resources.dtype])
+        dtype, num_replicas = DTYPES[self._config.resources.dtype], self._config.resources.learner.replicas
+        self._backend = build_backend(self._config.learner, self._device, dtype, num_replicas)
         self._policy = self._backend.wrap(as_policy(model, self._config))
         self._optimizer = self._backend.optimizer()
         self._step = self._gradient_step(self._optimizer)

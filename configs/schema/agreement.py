@@ -489,6 +489,23 @@ def _single_learner_is_one(config: RunConfig) -> str | None:
     )
 
 
+def _replicas_divide_the_ranks(config: RunConfig) -> str | None:
+    learner = config.resources.learner
+    if learner.replicas == 1:
+        return None
+    if config.learner.backend != "fsdp2":
+        return (
+            f"resources.learner.replicas={learner.replicas} but learner.backend={config.learner.backend} has one group "
+            "of ranks: set learner=fsdp2 or resources.learner.replicas=1"
+        )
+    if learner.num_workers % learner.replicas == 0:
+        return None
+    return (
+        f"resources.learner.replicas={learner.replicas} does not divide resources.learner.num_workers="
+        f"{learner.num_workers}: choose a number of ranks that is a multiple of it"
+    )
+
+
 def _adapters_can_travel(config: RunConfig) -> str | None:
     if config.weight_sync.payload != "adapters" or config.policy.lora.is_on:
         return None
@@ -712,6 +729,7 @@ RULES: tuple[Rule, ...] = (
     _reference_has_a_scorer,
     _reference_can_be_quantised,
     _single_learner_is_one,
+    _replicas_divide_the_ranks,
     _adapters_can_travel,
     _slept_weights_come_back,
     _adapters_have_a_place,

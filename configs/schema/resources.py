@@ -43,6 +43,15 @@ class RolloutResources(WorkerResources):
     """GPUs that one engine's model is split over, all on one node; `num_gpus` must be the same number."""
 
 
+class LearnerResources(WorkerResources):
+    """The learner ranks."""
+
+    replicas: PositiveInt
+    """Groups of ranks that each hold a whole model; a group shards it over its own ranks, so that blocks are gathered
+    within a node and gradients alone are summed between nodes. Set it to the number of nodes; needs
+    `learner.backend=fsdp2`."""
+
+
 class ResourcesConfig(Section):
     """A resource preset: workers of each role, and the cluster that they run in."""
 
@@ -62,7 +71,7 @@ class ResourcesConfig(Section):
     all weights. A push of adapters needs 1."""
     rollout: RolloutResources
     """The rollout actors, one engine each."""
-    learner: WorkerResources
+    learner: LearnerResources
     """The learner ranks; they are placed together."""
     critic: WorkerResources
     """The ranks of a critic with `algorithm.critic.place=own_ranks`, unused otherwise; they are placed together."""

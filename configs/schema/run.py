@@ -324,9 +324,8 @@ class RunConfig(Section):
     @property
     def of_critic_ranks(self) -> RunConfig:
         """The configuration as the ranks of a critic read it, whose learner they are."""
-        return self.model_copy(
-            update={"resources": self.resources.model_copy(update={"learner": self.resources.critic})}
-        )
+        own = self.resources.learner.model_copy(update={**dict(self.resources.critic), "replicas": 1})
+        return self.model_copy(update={"resources": self.resources.model_copy(update={"learner": own})})
 
     @property
     def needs_reference(self) -> bool:

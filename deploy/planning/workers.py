@@ -198,7 +198,7 @@ def _learner(config: RunConfig, shape: ModelShape) -> WorkerMemory:
         kept, exchanged, critic_moments = _state(config, shape, batch, list(shape.manifest.tensors), num_all)
         critic = kept + exchanged
         training["critic"] = critic + critic_moments
-    share = config.resources.learner.num_workers if config.learner.backend != "single" else 1
+    share = num_shards(config) if config.learner.backend != "single" else 1
     checkpoint = ceil(3 * FLOAT32 * num_trained / share)
     writes_alone = config.resources.device == "cpu" and config.algorithm.max_staleness == 0
     host = {"activations": offloaded, **({} if writes_alone else {"checkpoint": checkpoint})}
@@ -240,7 +240,7 @@ def _state(
     config: RunConfig, shape: ModelShape, batch: Microbatch, trained: list[TensorSpec], num_all: int
 ) -> tuple[int, int, int]:
     """Weights, gradients and optimizer state of one rank, in bytes."""
-    num_ranks = config.resources.learner.num_workers
+    num_ranks = num_shards(config)
     num_trained = sum(prod(spec.shape) for spec in trained)
     moments = _moments(config, trained)
     compute = DTYPE_BYTES[config.resources.dtype]
@@ -264,6 +264,11 @@ def _state(
             master = FLOAT32 * num_trained / num_ranks
             gradients = FLOAT32 * num_trained / num_ranks + min(ZERO_BUCKET, 2 * FLOAT32 * num_trained)
             return ceil(weights), ceil(gradients), ceil(master + moments / num_ranks)
+
+
+def num_shards(config: RunConfig) -> int:
+    """Learner ranks over which one whole model is sharded."""
+    return config.resources.learner.num_workers // config.resources.learner.replicas
 
 
 def _moments(config: RunConfig, trained: list[TensorSpec]) -> int:

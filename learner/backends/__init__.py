@@ -12,13 +12,13 @@ from mobula.learner.backends.sharded import load_sharded_weights
 from mobula.learner.policies.base import Policy
 
 
-def build_backend(config: LearnerConfig, device: torch.device, dtype: torch.dtype) -> Backend:
+def build_backend(config: LearnerConfig, device: torch.device, dtype: torch.dtype, num_replicas: int = 1) -> Backend:
     """The backend that `learner.backend` names; only what it needs is imported."""
     match config.backend:
         case "fsdp2":
             from mobula.learner.backends.fsdp2 import FSDP2Backend
 
-            return FSDP2Backend(device, dtype, config)
+            return FSDP2Backend(device, dtype, config, num_replicas)
         case "deepspeed":
             from mobula.learner.backends.deepspeed import DeepSpeedBackend
 

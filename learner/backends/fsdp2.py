@@ -34,17 +34,24 @@ class FSDP2Backend:
     Gradients are float32. Where the whole ones of a rank are small, the ranks exchange them once a step. Otherwise each
     micro-batch has a reduce-scatter beside its backward pass, and a rank keeps its shard alone: a step of n
     micro-batches sends n times as much.
+
+    With several replicas neighbouring ranks shard one whole model, and only gradients go from one replica to another,
+    once a step.
     """
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, config: LearnerConfig) -> None:
+    def __init__(self, device: torch.device, dtype: torch.dtype, config: LearnerConfig, num_replicas: int = 1) -> None:
         self._config = config
+        self._num_replicas = num_replicas
         self._device = device
         self._dtype = dtype
 
     def wrap(self, policy: Policy) -> Policy:
         self._num_ranks = dist.get_world_size()
         self._states = ShardedWriter()
-        mesh = init_device_mesh(self._device.type, (self._num_ranks,))
+        shape = (self._num_replicas, self._num_ranks // self._num_replicas)
+        # FSDP2 replicates over the first axis of two and shards over the last one.
+        both = init_device_mesh(self._device.type, shape, mesh_dim_names=("replicate", "shard"))
+        mesh = both if self._num_replicas > 1 else both["shard"]
         precision = MixedPrecisionPolicy(param_dtype=self._dtype, reduce_dtype=torch.float32)
         offload = OffloadPolicy() if self._config.offload == "none" else CPUOffloadPolicy()
         policy.to(self._device)
@@ -63,6 +70,7 @@ class FSDP2Backend:
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
         self._policy.set_requires_gradient_sync(is_last or not self._keeps_whole_gradients)
+        self._policy.set_requires_all_reduce(is_last)
         (loss * self._num_ranks).backward()  # FSDP2 averages over ranks; the parts of a loss add up
 
     def step(self, optimizer: torch.optim.Optimizer, *, max_grad_norm: float) -> float:

@@ -33,11 +33,12 @@ def _gather_bucket(bucket: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
 
 
 def _gather(tensors: list[DTensor]) -> list[Tensor]:
-    """One all-gather of all local shards (of one rank: none). Rank 0 holds the largest of each tensor, so its sum is
-    the widest.
+    """One all-gather of all local shards (of one rank: none), within the replica. Its first rank holds the largest of
+    each tensor, so its sum is the widest.
     """
-    assert all(t.placements == (Shard(0),) for t in tensors), "FSDP2 shards the first dimension"
-    num_ranks = dist.get_world_size()
+    assert all(t.placements[-1] == Shard(0) for t in tensors), "FSDP2 shards the first dimension"
+    group = tensors[0].device_mesh.get_group(-1)
+    num_ranks = dist.get_world_size(group)
     if num_ranks == 1:
         return [t.to_local() for t in tensors]
     shapes = [[_local_shape(t, rank, num_ranks) for t in tensors] for rank in range(num_ranks)]
@@ -45,7 +46,7 @@ def _gather(tensors: list[DTensor]) -> list[Tensor]:
     # One collective for many tensors: small ones cost their latency, not their bytes.
     flat = torch.cat([t.to_local().reshape(-1) for t in tensors])
     gathered = flat.new_empty(num_ranks * width)
-    dist.all_gather_single(gathered, torch.nn.functional.pad(flat, (0, width - flat.numel())))
+    dist.all_gather_single(gathered, torch.nn.functional.pad(flat, (0, width - flat.numel())), group)
     parts = [_split(gathered[rank * width :], shapes[rank]) for rank in range(num_ranks)]
     return [torch.cat(pieces) for pieces in zip(*parts, strict=True)]
 

@@ -117,7 +117,8 @@ class Critic:
 
     def _wrap(self, critic: ValueModel) -> None:
         PolicyWeights(critic.model, self._config)  # puts adapters in, where the policy has them
-        self._backend = build_backend(self._settings, self._device, DTYPES[self._config.resources.dtype])
+        dtype, num_replicas = DTYPES[self._config.resources.dtype], self._config.resources.learner.replicas
+        self._backend = build_backend(self._settings, self._device, dtype, num_replicas)
         self._model = self._backend.wrap(critic)
         self._optimizer = self._backend.optimizer()
         self._step = GradientStep(self._backend, self._optimizer, self._settings, self._rank, self._world_size)

@@ -174,6 +174,8 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["algorithm.gamma=0"], ["algorithm.gamma got 0", "more than 0, at most 1"]),
     (["resources.learner.num_workers=999"], ["resources.learner.num_workers=999", "256 samples"]),
     (["learner=single"], ["learner.backend=single", "learner=fsdp2"]),
+    (["learner=deepspeed", "resources.learner.replicas=2"], ["learner.backend=deepspeed", "learner=fsdp2"]),
+    (["resources.learner.num_workers=3", "resources.learner.replicas=2"], ["does not divide", "a multiple"]),
     (["reference.quantisation=int4"], ["reference.quantisation=int4", "set reference.quantisation=int8"]),
     (["reference.quantisation=int8", "algorithm.kl.coef=0"], ["nothing reads a reference", "quantisation=none"]),
     (["resources.reference.num_workers=0"], ["algorithm.kl.coef=0.01", "resources.reference.num_workers=1"]),

@@ -68,6 +68,9 @@ def test_state_of_the_learner_is_what_its_backend_keeps() -> None:
     computing = shape.num_parameters - shape.num_in_blocks + 2 * shape.largest_block  # the root, and two blocks
     assert four["gradients"] == NUM_7B + 4 * computing < 2 * NUM_7B  # the shard, and those that are exchanged
     assert NUM_7B < four["weights"] < 1.5 * NUM_7B
+    words = ("resources=eight_gpu_split", "resources.learner.num_workers=8", "resources.learner.replicas=2")
+    replica = worker_memory(config(*words), shape, "learner").device[TRAINING]
+    assert (replica["optimizer"], replica["weights"]) == (four["optimizer"], four["weights"])
     zero = worker_memory(config("resources=eight_gpu_split", "learner=deepspeed"), shape, "learner").device[TRAINING]
     sharded = worker_memory(
         config("resources=eight_gpu_split", "learner=deepspeed", "learner.zero_stage=3"), shape, "learner"

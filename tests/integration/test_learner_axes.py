@@ -1,0 +1,72 @@
+"""Ranks on more than one axis train as one process does: replicas of a sharded model, over gloo."""
+
+from __future__ import annotations
+
+import multiprocessing
+from pathlib import Path
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from backend_run import LORA, config_of, equal, train
+from safetensors.torch import load_file
+
+from mobula.learner.backends import fsdp2
+from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
+from mobula.learner.policy_weights import export_state
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+FOUR = ("learner=fsdp2", "resources.learner.num_workers=4")
+TWO_BY_TWO = (*FOUR, "resources.learner.replicas=2")
+AXES = {  # name -> overrides of four ranks
+    "four shards": (*FOUR, "learner.ema_decay=0.5"),
+    "two replicas": (*TWO_BY_TWO, "learner.ema_decay=0.5"),
+    "two replicas, adapters": (*TWO_BY_TWO, *LORA),
+}
+
+
+def _rank(rank: int, model: Path, out: Path) -> None:
+    torch.set_num_threads(1)
+    fsdp2.MIN_UNIT_NUMEL = 0  # every block is a unit
+    fsdp2.MAX_WHOLE_GRADIENT_BYTES = 0  # gradients are sharded after every micro-batch, and summed over replicas once
+    for name, overrides in AXES.items():
+        train(config_of(model, *overrides), rank, 4, out / name)
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model, below `one` and `one, adapters` what one process made of it, and what four ranks did below the names
+    of `AXES`."""
+    out = tmp_path_factory.mktemp("axes")
+    model = write_tiny_qwen2_5_vl(out / "model", seed=0)
+    for name in ("one", "one, adapters", *AXES):
+        (out / name).mkdir()
+    train(config_of(model, "learner.ema_decay=0.5"), 0, 1, out / "one")
+    train(config_of(model, *LORA), 0, 1, out / "one, adapters")
+    multiprocessing.set_forkserver_preload(["backend_run"])
+    mp.start_processes(_rank, args=(model, out), nprocs=4, start_method="forkserver")
+    return out
+
+
+@pytest.mark.parametrize("name", AXES)
+def test_four_ranks_equal_one_process(ran: Path, name: str) -> None:
+    one, four = (torch.load(ran / at / "seen.pt") for at in ("one, adapters" if "adapters" in name else "one", name))
+    assert equal(one["weights"], four["weights"], atol=1e-6)
+    assert not equal(one["weights"], one["before"], atol=1e-4)
+    torch.testing.assert_close(four["canary"], one["canary"], atol=1e-5, rtol=0)
+    assert four["accuracy"] == one["accuracy"]
+    for expected, metrics in zip(*([seen["supervised"], *seen["metrics"]] for seen in (one, four)), strict=True):
+        assert metrics == pytest.approx(expected, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", AXES)
+def test_a_checkpoint_and_an_export_hold_the_weights(ran: Path, name: str, tmp_path: Path) -> None:
+    seen = torch.load(ran / name / "seen.pt")
+    assert equal(seen["reloaded"], seen["weights"], atol=0)
+    assert equal(seen["third_again"], seen["third"], atol=0)
+    assert equal(seen["not_finite"], seen["third_again"], atol=0)
+    export_state(config_of(ran / "model", *AXES[name]), ran / name / "state", tmp_path, merge=True, average=False)
+    exported, state = (load_file(at / "model.safetensors") for at in (ran / name / "export", tmp_path))
+    assert equal(exported, seen["weights"], atol=0)
+    assert equal(state, exported, atol=0)

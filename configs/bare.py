@@ -24,6 +24,7 @@ from mobula.configs.groups import (
     own_values,
     without_missing,
 )
+from mobula.configs.rules import checked
 from mobula.configs.schema.run import RunConfig
 
 OVERRIDE = "override /"  # opens an entry of an experiment's defaults that chooses an option
@@ -34,7 +35,7 @@ def load_bare(words: Sequence[str]) -> RunConfig:
     """The configuration of `GROUP=OPTION` and `KEY=VALUE`; a value is read as YAML.
 
     Raises:
-        ValueError: a key is missing or unknown.
+        ValueError: a key is missing or unknown, or sections contradict.
     """
     pairs = dict(word.split("=", 1) for word in words)
     chosen = {name: value for name, value in pairs.items() if name in groups()}
@@ -44,7 +45,7 @@ def load_bare(words: Sequence[str]) -> RunConfig:
             merge(values, own_values(group, chosen[group]))
     for name in sorted(pairs.keys() - chosen.keys(), key=lambda name: name.count(".")):
         merge(values, _nested(name.split("."), yaml.safe_load(pairs[name])))
-    return RunConfig.model_validate(without_missing(_computed(values, values)))
+    return checked(RunConfig.model_validate(without_missing(_computed(values, values))))
 
 
 def _composed(chosen: Mapping[str, str]) -> dict[str, Any]:

@@ -36,7 +36,9 @@ from mobula.configs.groups import (
     own_values,
     without_missing,
 )
-from mobula.configs.schema.rewards import RewardsConfig, reward_contradictions
+from mobula.configs.rules import checked
+from mobula.configs.rules.rewards import reward_contradictions
+from mobula.configs.schema.rewards import RewardsConfig
 from mobula.configs.schema.run import RunConfig
 from mobula.configs.words import Word, lay_on, read_words, refuse_overruled, unknown
 
@@ -147,18 +149,17 @@ def _read_mapping(path: Path, give: str, fix: str) -> dict[Any, Any]:
 def _validated(values: Mapping[Any, Any]) -> RunConfig:
     """Strict validation: a text is no number and true is no 1. JSON keeps lists, paths and enums writable in YAML."""
     try:
-        return RunConfig.model_validate_json(json.dumps(values), strict=True)
+        config = RunConfig.model_validate_json(json.dumps(values), strict=True)
     except ValidationError as error:
         found = error.errors()
         is_unnamed = any(d["type"] == "missing" and d["loc"] in NAMED_BY_USER for d in found)
         hint = [NAME_BOTH] if is_unnamed else []
         raise ConfigError("\n".join([*dict.fromkeys(map(_sentence, found)), *hint])) from error
+    return checked(config)
 
 
 def _sentence(detail: ErrorDetails, prefix: str = "") -> str:
     """One validation error in the user's words; `prefix` is where in a run's configuration the part stands."""
-    if detail["type"] == "value_error":
-        return str(detail["ctx"]["error"])
     name = prefix + ".".join(str(part) for part in detail["loc"] if not OF_UNION.match(str(part)))
     key = keys.find(name)
     if key is None:

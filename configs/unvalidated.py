@@ -29,7 +29,7 @@ def BeforeValidator(_: Any) -> None:
 
 
 def model_validator(*, mode: str) -> Callable[[Any], Any]:
-    """Marks a method: `before` returns the values to build from, `after` checks the section."""
+    """Marks a method that returns the values to build from; `mode` is `before`."""
 
     def mark(method: Any) -> Any:
         getattr(method, "__func__", method).validates = mode
@@ -49,8 +49,6 @@ class BaseModel:
             wrong = ", ".join(sorted(values.keys() ^ fields.keys()))
             raise ValueError(f"{type(self).__name__} has the keys {', '.join(fields)}: missing or unknown are {wrong}")
         self.__dict__.update({name: _built(hint, values[name]) for name, hint in fields.items()})
-        for check in _validators(type(self), "after"):
-            check(self)
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(f"{type(self).__name__}.{name} is frozen: use model_copy")
@@ -61,7 +59,7 @@ class BaseModel:
     @classmethod
     def model_validate(cls, values: Any) -> Self:
         """A section of nested mappings."""
-        for prepare in _validators(cls, "before"):
+        for prepare in _validators(cls):
             values = prepare.__get__(None, cls)(values)
         return cls(**values)
 
@@ -86,10 +84,10 @@ def _fields(section: type[BaseModel]) -> dict[str, Any]:
 
 
 @cache
-def _validators(section: type[BaseModel], mode: str) -> tuple[Any, ...]:
+def _validators(section: type[BaseModel]) -> tuple[Any, ...]:
     """The methods that `model_validator` marked."""
     members = {name: member for base in reversed(section.__mro__) for name, member in vars(base).items()}
-    return tuple(m for m in members.values() if getattr(getattr(m, "__func__", m), "validates", "") == mode)
+    return tuple(m for m in members.values() if getattr(getattr(m, "__func__", m), "validates", "") == "before")
 
 
 def _built(hint: Any, value: Any) -> Any:

@@ -14,8 +14,7 @@ from torch import Tensor
 from mobula.cluster.user_code import chosen
 from mobula.configs.schema import AlgorithmConfig, KLConfig, RunConfig
 from mobula.configs.schema.algorithm import TURNWISE, ShapingConfig
-from mobula.configs.schema.algorithm_agreement import ENVIRONMENT
-from mobula.configs.schema.rewards import for_label
+from mobula.configs.schema.rewards import ENVIRONMENT, for_label
 from mobula.learner.algorithms.advantages import (
     ADVANTAGES,
     AdvantageFunction,

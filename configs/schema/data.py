@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -224,84 +223,3 @@ class DataConfig(SourceConfig):
     """Byte budget of processed pictures, videos and audio clips that are kept for later epochs."""
     max_skipped_fraction: Annotated[float, Field(ge=0, le=1)]
     """If a larger share of a split is unusable the run refuses to start."""
-
-
-def _mixture_has_sources(data: DataConfig) -> str | None:
-    if data.kind is DataKind.MIXTURE and not data.sources:
-        return "data.kind=mixture has no data.sources: name at least one, e.g. as docs/data.md does"
-    if data.kind is not DataKind.MIXTURE and data.sources:
-        return (
-            f"data.sources has {', '.join(data.sources)} but data.kind={data.kind} reads data.path alone: set "
-            "data.kind=mixture, or data.sources={}"
-        )
-    unfit = [
-        name
-        for name, source in data.sources.items()
-        if source.kind in (*WRITTEN, DataKind.MIXTURE, DataKind.ENVIRONMENT)
-    ]
-    if unfit:
-        return (
-            f"data.sources.{unfit[0]}.kind={data.sources[unfit[0]].kind} is no reader: use jsonl, json, parquet, "
-            "huggingface or webdataset"
-        )
-    return None
-
-
-def _shares_are_of_a_mixture(data: DataConfig) -> str | None:
-    if data.kind is DataKind.MIXTURE or (data.temperature == 1 and not data.weight_by_rows):
-        return None
-    return (
-        f"data.temperature={data.temperature:g} and data.weight_by_rows={str(data.weight_by_rows).lower()} are for "
-        f"data.kind=mixture, and this is {data.kind}: set data.temperature=1 and data.weight_by_rows=false"
-    )
-
-
-def _a_subset_is_of_huggingface(data: DataConfig) -> str | None:
-    for key, source in _sources(data).items():
-        if source.subset and source.kind is not DataKind.HUGGINGFACE:
-            return (
-                f"{key}.subset={source.subset} is for {key}.kind=huggingface, and this is {source.kind}: "
-                f"{_instead(source, 'subset')}"
-            )
-    return None
-
-
-def _streamed_rows_are_of_huggingface(data: DataConfig) -> str | None:
-    kinds = [source.kind for source in _sources(data).values()]
-    if data.streamed_rows == 0 or DataKind.HUGGINGFACE in kinds:
-        return None
-    return f"data.streamed_rows={data.streamed_rows} is for data.kind=huggingface, and this is {data.kind}: set it to 0"
-
-
-def _options_of_rows_have_a_reader(data: DataConfig) -> str | None:
-    """Not of `data.columns`, which experiments set for their own data sets."""
-    if data.kind not in WITHOUT_FILES_OF_ROWS:
-        return None
-    for name, value in (("label", data.label), ("media_path", data.media_path), ("splits", data.splits)):
-        if value:
-            return f"data.{name}={value} is not read with data.kind={data.kind}: {_instead(data, name)}"
-    return None
-
-
-def _sources(data: DataConfig) -> dict[str, SourceConfig]:
-    """Key -> what is read there; a mixture itself has keys that its sources have, too."""
-    return {"data": data, **{f"data.sources.{name}": source for name, source in data.sources.items()}}
-
-
-def _instead(source: SourceConfig, name: str) -> str:
-    return f"set data.sources.NAME.{name}" if source.kind is DataKind.MIXTURE else "leave it empty"
-
-
-RULES: tuple[Callable[[DataConfig], str | None], ...] = (
-    _mixture_has_sources,
-    _shares_are_of_a_mixture,
-    _a_subset_is_of_huggingface,
-    _streamed_rows_are_of_huggingface,
-    _options_of_rows_have_a_reader,
-)
-
-
-def data_contradictions(data: DataConfig) -> tuple[str, ...]:
-    """Keys of the data that the chosen reader does not take, each with the next action."""
-    found = (rule(data) for rule in RULES)
-    return tuple(message for message in found if message is not None)

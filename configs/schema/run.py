@@ -6,9 +6,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Literal
 
-from mobula.configs.schema.agreement import contradictions
 from mobula.configs.schema.algorithm import AlgorithmConfig
-from mobula.configs.schema.base import NOT_EMPTY, ByDtype, Field, PositiveInt, Section, UserCode, model_validator
+from mobula.configs.schema.base import NOT_EMPTY, ByDtype, Field, PositiveInt, Section, UserCode
 from mobula.configs.schema.data import AUTO_SUFFIX, BOXED_SUFFIX, DataConfig
 from mobula.configs.schema.environment import EnvironmentConfig
 from mobula.configs.schema.learner import LearnerConfig, WarmStartConfig
@@ -17,6 +16,7 @@ from mobula.configs.schema.resources import ResourcesConfig
 from mobula.configs.schema.rewards import RewardsConfig
 from mobula.configs.schema.rollout import PolicyConfig, ReferenceConfig, SamplerConfig
 
+LATEST = "latest"  # the link to the newest run in the folder of the runs
 MAX_SECONDS = 30 * 24 * 3600  # what waits longer than a month hangs; timers deep inside overflow somewhere beyond it
 
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -335,10 +335,3 @@ class RunConfig(Section):
         has_kl = self.algorithm.kl.coef > 0 and not self.sampler.is_flow  # a flow model is its own reference
         has_pairs = self.offline.job == "dpo" and not self.sampler.is_flow
         return has_kl or self.algorithm.distillation.is_on or has_pairs
-
-    @model_validator(mode="after")
-    def _sections_agree(self) -> RunConfig:
-        found = contradictions(self)
-        if found:
-            raise ValueError("\n".join(found))
-        return self

@@ -21,7 +21,7 @@ from mobula.cluster.metrics.files import write_atomically
 from mobula.cluster.metrics.report.run_folder import CONFIG_FILE
 from mobula.configs.load import dump_config
 from mobula.configs.schema import RunConfig
-from mobula.configs.schema.agreement import LATEST
+from mobula.configs.schema.run import LATEST
 from mobula.deploy.host.run_lock import LOCK_FILE, run_lock
 
 CHECKPOINTS_FOLDER = "checkpoints"  # of the run folder

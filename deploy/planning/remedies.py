@@ -9,6 +9,7 @@ from typing import Any
 
 from mobula.cluster.errors import PreflightError
 from mobula.configs.groups import groups, merge, own_values
+from mobula.configs.rules import checked
 from mobula.configs.schema import ResourcesConfig, RunConfig
 from mobula.deploy.planning.activations import checkpointing
 from mobula.deploy.planning.clusters import PlannedNode
@@ -49,7 +50,7 @@ def changed(config: RunConfig, setting: Setting) -> RunConfig:
     """The configuration with other values; those of groups are laid first.
 
     Raises:
-        ValidationError: its sections contradict each other then.
+        ConfigError: its sections contradict each other then.
     """
     values = config.model_dump(mode="json")
     for group in groups().keys() & setting.keys():
@@ -62,7 +63,7 @@ def changed(config: RunConfig, setting: Setting) -> RunConfig:
         for part in way:
             section = section[part]
         section[last] = value
-    return RunConfig.model_validate_json(json.dumps(values), strict=True)
+    return checked(RunConfig.model_validate_json(json.dumps(values), strict=True))
 
 
 def _fits(config: RunConfig, shape: ModelShape, nodes: Sequence[PlannedNode], setting: Setting) -> bool:

@@ -17,9 +17,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("configs", "cluster", "actors", "learner", "rewards", "deploy")
 TARGET = ROOT / "docs" / "errors.md"
 GAP = "…"
-CONFIGURATION = (
-    "configs/schema/"  # where messages are returned by rules or raised as ValueError, and become ConfigError
-)
+CONFIGURATION = "configs/rules/"  # whose functions return the messages of a ConfigError
 LEAST_LETTERS = 12  # of a message's own words: fewer say nothing that could be searched for
 HEAD = f"""\
 # Error messages
@@ -63,8 +61,7 @@ def messages_of(source: str, path: str) -> Iterator[ErrorMessage]:
     for node in ast.walk(ast.parse(source)):
         match node:
             case ast.Raise(exc=ast.Call(func=ast.Name(id=name), args=[first, *_])):
-                kind = ConfigError.__name__ if path.startswith(CONFIGURATION) and name == "ValueError" else name
-                text = template(first)
+                kind, text = name, template(first)
             case ast.Return(value=ast.JoinedStr() as first) if path.startswith(CONFIGURATION):
                 kind, text = ConfigError.__name__, template(first)
             case _:

@@ -16,7 +16,7 @@ from uuid import uuid4
 
 from mobula.cluster.errors import DeadlineError, PreflightError, RunOverError, WorkerDiedError
 from mobula.cluster.workers.status import RoleOutcome, RunStatus, ScaleRequest
-from mobula.configs.schema.agreement import LATEST
+from mobula.configs.schema.run import LATEST
 from mobula.deploy.host.authentication import check_admission
 from mobula.deploy.host.run_record import RECORD_FILE, RunRecord
 from mobula.deploy.host.side_process import in_side_process

@@ -72,6 +72,15 @@ def test_no_folders_import_each_other() -> None:
     assert {package: loops for package, loops in found.items() if loops} == {}
 
 
+def test_no_modules_of_the_configuration_import_each_other() -> None:
+    listed = {module_of(source): source for source in sources() if source.package == "configs"}
+    graph = {
+        module: {target: f"{module} imports {target}" for target in imported_modules(source, listed)}
+        for module, source in listed.items()
+    }
+    assert cycles(graph) == []
+
+
 def test_no_folder_is_crowded() -> None:
     folders: dict[str, int] = defaultdict(int)
     for source in sources():

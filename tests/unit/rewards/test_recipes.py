@@ -11,8 +11,8 @@ from reward_data import component, component_of, rewards_of
 
 from mobula.cluster.errors import RewardError
 from mobula.cluster.records.trajectory import Response, Reward
+from mobula.configs.rules.rewards import reward_contradictions
 from mobula.configs.schema import Gate, Recipe, RewardsConfig
-from mobula.configs.schema.rewards import reward_contradictions
 from mobula.rewards.components import Component, content_key
 from mobula.rewards.contract import FailureKind, RewardRequest, Score, ScoringFailure
 from mobula.rewards.isolation.process import IsolatedProcess

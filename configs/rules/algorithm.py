@@ -1,16 +1,67 @@
-"""Rules between the algorithm and its optimizer, one function each; see `configs/schema/agreement.py`."""
+"""Rules of the algorithm."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
-
 from mobula.configs.schema.algorithm import TURNWISE, VALUED, WHITENED
+from mobula.configs.schema.rewards import ENVIRONMENT
+from mobula.configs.schema.run import RunConfig
 
-if TYPE_CHECKING:
-    from mobula.configs.schema.run import RunConfig
 
-ENVIRONMENT = "environment"  # the reward function that reads what an environment paid
+def _minibatches_hold_groups(config: RunConfig) -> str | None:
+    algorithm = config.algorithm
+    if algorithm.num_minibatches <= algorithm.prompts_per_step:
+        return None
+    return (
+        f"algorithm.num_minibatches={algorithm.num_minibatches} is more than "
+        f"algorithm.prompts_per_step={algorithm.prompts_per_step}: a minibatch holds at least one group, "
+        "so lower algorithm.num_minibatches or raise algorithm.prompts_per_step"
+    )
+
+
+def _stragglers_can_be_overtaken(config: RunConfig) -> str | None:
+    algorithm = config.algorithm
+    if algorithm.stragglers == "wait" or algorithm.max_staleness > 0:
+        return None
+    return (
+        "algorithm.stragglers=overtake needs groups beyond those of the step, and algorithm.max_staleness=0 admits "
+        "none: set algorithm.max_staleness=1 or more, or algorithm.stragglers=wait"
+    )
+
+
+def _groups_have_siblings(config: RunConfig) -> str | None:
+    algorithm = config.algorithm
+    if algorithm.samples_per_prompt > 1 or not algorithm.is_group_relative:
+        return None
+    return (
+        f"algorithm.advantage={algorithm.advantage} compares siblings but "
+        f"algorithm.samples_per_prompt={algorithm.samples_per_prompt}: set algorithm.samples_per_prompt to 2 or more, "
+        "or algorithm.advantage=reinforce"
+    )
+
+
+def _uniform_groups_can_differ(config: RunConfig) -> str | None:
+    algorithm = config.algorithm
+    if algorithm.samples_per_prompt > 1 or not algorithm.drop_uniform_groups:
+        return None
+    return (
+        "algorithm.drop_uniform_groups=true rejects every group when algorithm.samples_per_prompt=1, so no step would "
+        "ever fill: set algorithm.drop_uniform_groups=false"
+    )
+
+
+def _every_rank_gets_samples(config: RunConfig) -> str | None:
+    algorithm = config.algorithm
+    role = max(algorithm.training_roles, key=lambda name: config.resources.roles[name].num_workers)
+    num_ranks = config.resources.roles[role].num_workers
+    samples = algorithm.prompts_per_step // algorithm.num_minibatches * algorithm.samples_per_prompt
+    if samples >= num_ranks:
+        return None
+    return (
+        f"a minibatch holds {samples} samples (algorithm.prompts_per_step={algorithm.prompts_per_step} / "
+        f"algorithm.num_minibatches={algorithm.num_minibatches} * "
+        f"algorithm.samples_per_prompt={algorithm.samples_per_prompt}) but "
+        f"resources.{role}.num_workers={num_ranks}: raise algorithm.prompts_per_step or use fewer {role} workers"
+    )
 
 
 def _pass_k_fits_the_group(config: RunConfig) -> str | None:
@@ -185,27 +236,6 @@ def _every_rank_gets_a_supervised_row(config: RunConfig) -> str | None:
     )
 
 
-def _the_learner_is_its_own_reference(config: RunConfig) -> str | None:
-    """With its adapters off, as `reference.place=learner_ranks` asks, it has to be the initial policy."""
-    if config.reference.place == "scorers":
-        return None
-    algorithm, sampler, job = config.algorithm, config.sampler, config.offline.job
-    reads = algorithm.kl.coef > 0 or job == "dpo"
-    needed = {
-        "policy.lora.rank above 0, since there are no adapters to turn off": config.policy.lora.is_on,
-        "warm_start=none, since one would teach the adapters": config.warm_start.num_steps == 0,
-        "algorithm.kl.coef above 0 or offline.job=dpo, since nothing reads a reference": reads,
-        "algorithm.distillation.coef=0, since a teacher is another model": not algorithm.distillation.is_on,
-        "algorithm.critic.place other than own_ranks, which have no policy": not algorithm.critic.has_own_ranks,
-        "sampler.kind other than flow, whose models are compared without one": not sampler.is_flow,
-        "reference.quantisation=none, since the weights are the learner's": config.reference.quantisation == "none",
-    }
-    missing = [what for what, is_there in needed.items() if not is_there]
-    if not missing:
-        return None
-    return f"reference.place=learner_ranks needs {'; and '.join(missing)}: set these, or reference.place=scorers"
-
-
 def _other_policies_have_a_ratio(config: RunConfig) -> str | None:
     """Only the first minibatch of a step is of the policy that is trained; of older ones a correction may make up."""
     algorithm = config.algorithm
@@ -235,20 +265,6 @@ def _lengths_have_siblings(config: RunConfig) -> str | None:
         "algorithm.samples_per_prompt=1 leaves none: raise algorithm.samples_per_prompt, or set "
         "algorithm.shaping.length_penalty=0"
     )
-
-
-def _optimizer_fits_the_backend(config: RunConfig) -> str | None:
-    chosen = {"learner.optimizer": config.learner.optimizer}
-    if config.algorithm.critic.is_on:
-        chosen["algorithm.critic.optimizer"] = config.algorithm.critic.optimizer
-    found = [key for key, optimizer in chosen.items() if optimizer != "adamw"]
-    if config.learner.backend != "deepspeed" or not found:
-        return None
-    why = {
-        "muon": "reads matrices, and learner.backend=deepspeed flattens them",
-        "adamw_8bit": "quantises moments in blocks, and learner.backend=deepspeed takes them apart at other places",
-    }
-    return f"{found[0]}={chosen[found[0]]} {why[chosen[found[0]]]}: use learner=fsdp2, or set {found[0]}=adamw"
 
 
 def _values_have_a_critic(config: RunConfig) -> str | None:
@@ -318,7 +334,12 @@ def _critic_predicts_what_is_trained(config: RunConfig) -> str | None:
     )
 
 
-ALGORITHM_RULES: tuple[Callable[[RunConfig], str | None], ...] = (
+RULES = (
+    _minibatches_hold_groups,
+    _stragglers_can_be_overtaken,
+    _groups_have_siblings,
+    _uniform_groups_can_differ,
+    _every_rank_gets_samples,
     _pass_k_fits_the_group,
     _components_are_not_shaped,
     _advantages_are_whitened_once,
@@ -333,10 +354,8 @@ ALGORITHM_RULES: tuple[Callable[[RunConfig], str | None], ...] = (
     _supervised_rows_have_a_folder_and_a_weight,
     _supervised_rows_have_a_policy_of_tokens,
     _every_rank_gets_a_supervised_row,
-    _the_learner_is_its_own_reference,
     _other_policies_have_a_ratio,
     _lengths_have_siblings,
-    _optimizer_fits_the_backend,
     _values_have_a_critic,
     _critic_has_a_reader,
     _turns_are_credited_by_what_they_earned,

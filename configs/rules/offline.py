@@ -1,14 +1,9 @@
-"""Rules between an offline job and the rest of a run, one function each; see `configs/schema/agreement.py`."""
+"""Rules of an offline job."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
-
 from mobula.configs.schema.data import CONVERSATIONS
-
-if TYPE_CHECKING:
-    from mobula.configs.schema.run import RunConfig
+from mobula.configs.schema.run import RunConfig
 
 
 def _rows_fit_the_job(config: RunConfig) -> str | None:
@@ -103,7 +98,7 @@ def _shown(value: object) -> str:
     return str(value).lower() if isinstance(value, bool | str) else f"{value:g}"
 
 
-OFFLINE_RULES: tuple[Callable[[RunConfig], str | None], ...] = (
+RULES = (
     _rows_fit_the_job,
     _conversations_have_no_suffix,
     _rows_replace_rollouts,

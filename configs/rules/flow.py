@@ -1,16 +1,9 @@
-"""Options that runs of generated pictures (`sampler.kind=flow` or `image_tokens`) refuse."""
+"""Options that runs of generated images (`sampler.kind=flow` or `image_tokens`) refuse."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
-
 from mobula.configs.schema.algorithm import PREDICTIVE
-
-if TYPE_CHECKING:
-    from mobula.configs.schema.run import RunConfig
-
-Rule = Callable[["RunConfig"], str | None]
+from mobula.configs.schema.run import RunConfig
 
 
 def _kl_has_a_reference(config: RunConfig) -> str | None:
@@ -186,7 +179,7 @@ def _nothing_reads_text(config: RunConfig) -> str | None:
     return f"sampler.kind=image_tokens has no use for {', '.join(refused)}" if refused else None
 
 
-FLOW_RULES: tuple[Rule, ...] = (
+RULES = (
     _kl_has_a_reference,
     _adapters_are_named,
     _window_lies_in_the_schedule,
@@ -196,5 +189,5 @@ FLOW_RULES: tuple[Rule, ...] = (
     _slow_weights_can_be_exchanged,
     _initial_weights_can_be_exchanged,
     _nothing_reads_tokens,
+    _nothing_reads_text,
 )
-IMAGE_TOKEN_RULES: tuple[Rule, ...] = (_nothing_reads_text,)

@@ -1,0 +1,49 @@
+"""What the sections of a run's configuration must agree on: one module for each module of the schema.
+
+A rule returns what is wrong, with the value got and the next action, or None. All rules are asked, so that a user
+reads every contradiction at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from mobula.configs.errors import ConfigError
+from mobula.configs.rules import (
+    algorithm,
+    data,
+    environment,
+    flow,
+    learner,
+    offline,
+    resources,
+    rollout,
+    run,
+)
+from mobula.configs.rules.rewards import reward_contradictions
+from mobula.configs.schema.run import RunConfig
+
+RULES: tuple[Callable[[RunConfig], str | None], ...] = (
+    *run.RULES,
+    *resources.RULES,
+    *algorithm.RULES,
+    *environment.RULES,
+    *rollout.RULES,
+    *learner.RULES,
+    *offline.RULES,
+    *flow.RULES,
+    *data.RULES,
+)
+
+
+def checked(config: RunConfig) -> RunConfig:
+    """`config`, whose sections do not contradict each other.
+
+    Raises:
+        ConfigError: every contradiction, a line each.
+    """
+    messages = [message for rule in RULES if (message := rule(config)) is not None]
+    messages += reward_contradictions(config.rewards)
+    if messages:
+        raise ConfigError("\n".join(messages))
+    return config

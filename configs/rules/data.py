@@ -1,0 +1,125 @@
+"""Rules of the data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from mobula.configs.schema.data import WITHOUT_FILES_OF_ROWS, WRITTEN, DataConfig, DataKind, SourceConfig
+from mobula.configs.schema.run import RunConfig
+
+MOST_PICTURES: Mapping[str, int] = {  # a prompt; of other tasks, 1
+    DataKind.DIGIT_SUM: 2,
+    DataKind.DIGIT_SUM_PAIRS: 2,
+    DataKind.DIGIT_LIST: 12,
+    DataKind.NLVR2: 2,
+}
+
+
+def _pictures_of_the_task_fit(config: RunConfig) -> str | None:
+    num_pictures = MOST_PICTURES.get(config.data.kind, 1)
+    if config.sampler.max_images_per_prompt >= num_pictures:
+        return None
+    return (
+        f"data.kind={config.data.kind} shows up to {num_pictures} pictures in a prompt but "
+        f"sampler.max_images_per_prompt={config.sampler.max_images_per_prompt}: set it to {num_pictures}"
+    )
+
+
+def _videos_of_the_task_fit(config: RunConfig) -> str | None:
+    if config.data.kind is not DataKind.DIGIT_CLIPS or config.sampler.max_videos_per_prompt > 0:
+        return None
+    return (
+        f"data.kind={config.data.kind} shows a video in every prompt but sampler.max_videos_per_prompt=0: set it to 1"
+    )
+
+
+def _pixel_range_is_open(config: RunConfig) -> str | None:
+    if config.data.min_pixels <= config.data.max_pixels:
+        return None
+    return (
+        f"data.min_pixels={config.data.min_pixels} is more than data.max_pixels={config.data.max_pixels}: "
+        "lower data.min_pixels or raise data.max_pixels"
+    )
+
+
+def _mixture_has_sources(config: RunConfig) -> str | None:
+    data = config.data
+    if data.kind is DataKind.MIXTURE and not data.sources:
+        return "data.kind=mixture has no data.sources: name at least one, e.g. as docs/data.md does"
+    if data.kind is not DataKind.MIXTURE and data.sources:
+        return (
+            f"data.sources has {', '.join(data.sources)} but data.kind={data.kind} reads data.path alone: set "
+            "data.kind=mixture, or data.sources={}"
+        )
+    unfit = [
+        name
+        for name, source in data.sources.items()
+        if source.kind in (*WRITTEN, DataKind.MIXTURE, DataKind.ENVIRONMENT)
+    ]
+    if unfit:
+        return (
+            f"data.sources.{unfit[0]}.kind={data.sources[unfit[0]].kind} is no reader: use jsonl, json, parquet, "
+            "huggingface or webdataset"
+        )
+    return None
+
+
+def _shares_are_of_a_mixture(config: RunConfig) -> str | None:
+    data = config.data
+    if data.kind is DataKind.MIXTURE or (data.temperature == 1 and not data.weight_by_rows):
+        return None
+    return (
+        f"data.temperature={data.temperature:g} and data.weight_by_rows={str(data.weight_by_rows).lower()} are for "
+        f"data.kind=mixture, and this is {data.kind}: set data.temperature=1 and data.weight_by_rows=false"
+    )
+
+
+def _a_subset_is_of_huggingface(config: RunConfig) -> str | None:
+    data = config.data
+    for key, source in _sources(data).items():
+        if source.subset and source.kind is not DataKind.HUGGINGFACE:
+            return (
+                f"{key}.subset={source.subset} is for {key}.kind=huggingface, and this is {source.kind}: "
+                f"{_instead(source, 'subset')}"
+            )
+    return None
+
+
+def _streamed_rows_are_of_huggingface(config: RunConfig) -> str | None:
+    data = config.data
+    kinds = [source.kind for source in _sources(data).values()]
+    if data.streamed_rows == 0 or DataKind.HUGGINGFACE in kinds:
+        return None
+    return f"data.streamed_rows={data.streamed_rows} is for data.kind=huggingface, and this is {data.kind}: set it to 0"
+
+
+def _options_of_rows_have_a_reader(config: RunConfig) -> str | None:
+    """Not of `data.columns`, which experiments set for their own data sets."""
+    data = config.data
+    if data.kind not in WITHOUT_FILES_OF_ROWS:
+        return None
+    for name, value in (("label", data.label), ("media_path", data.media_path), ("splits", data.splits)):
+        if value:
+            return f"data.{name}={value} is not read with data.kind={data.kind}: {_instead(data, name)}"
+    return None
+
+
+def _sources(data: DataConfig) -> dict[str, SourceConfig]:
+    """Key -> what is read there; a mixture itself has keys that its sources have, too."""
+    return {"data": data, **{f"data.sources.{name}": source for name, source in data.sources.items()}}
+
+
+def _instead(source: SourceConfig, name: str) -> str:
+    return f"set data.sources.NAME.{name}" if source.kind is DataKind.MIXTURE else "leave it empty"
+
+
+RULES = (
+    _pictures_of_the_task_fit,
+    _videos_of_the_task_fit,
+    _pixel_range_is_open,
+    _mixture_has_sources,
+    _shares_are_of_a_mixture,
+    _a_subset_is_of_huggingface,
+    _streamed_rows_are_of_huggingface,
+    _options_of_rows_have_a_reader,
+)

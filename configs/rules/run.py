@@ -1,0 +1,156 @@
+"""Rules of the run itself, and of evaluation, metrics, tracing, concurrency, supervision and weight transfer."""
+
+from __future__ import annotations
+
+from urllib.parse import urlsplit
+
+from mobula.configs.schema.run import LATEST, RunConfig
+
+
+def _the_link_has_another_name(config: RunConfig) -> str | None:
+    if config.name != LATEST:
+        return None
+    return f"name={LATEST} is the link to the newest run in {config.folder}: give another name"
+
+
+def _limits_of_concurrency_are_in_order(config: RunConfig) -> str | None:
+    found, most = config.concurrency, config.algorithm.max_concurrent_groups
+    if found.kind == "fixed" or (
+        found.min_groups <= found.start_groups <= most and found.calm_kv_usage <= found.high_kv_usage
+    ):
+        return None
+    return (
+        f"concurrency.kind=aimd needs min_groups <= start_groups <= algorithm.max_concurrent_groups, got "
+        f"{found.min_groups}, {found.start_groups} and {most}, and calm_kv_usage <= high_kv_usage, got "
+        f"{found.calm_kv_usage:g} and {found.high_kv_usage:g}: set concurrency.* in this order"
+    )
+
+
+def _an_address_is_of_one_tracker(config: RunConfig) -> str | None:
+    metrics = config.metrics
+    if not metrics.tracker_address or len(metrics.trackers) == 1:
+        return None
+    return (
+        f"metrics.tracker_address={metrics.tracker_address} is the server of one tracker, and metrics.trackers="
+        f"{list(metrics.trackers)}: name one, or leave the address empty"
+    )
+
+
+def _no_address_holds_credentials(config: RunConfig) -> str | None:
+    addresses = {"metrics.tracker_address": config.metrics.tracker_address, "tracing.address": config.tracing.address}
+    for key, value in addresses.items():
+        address = urlsplit(value)
+        if "@" in address.netloc:
+            return (
+                f"{key} has credentials for {address.hostname}, and the configuration is written to the run folder: "
+                "give the address alone, and the key in the environment variable of the tracker or exporter"
+            )
+    return None
+
+
+def _spans_have_a_place(config: RunConfig) -> str | None:
+    found = config.tracing
+    if (found.exporter == "otlp") == bool(found.address):
+        return None
+    return (
+        f"tracing.exporter={found.exporter} and tracing.address={found.address!r}: exporter=otlp sends to an address, "
+        "and the others have none; set both, or neither"
+    )
+
+
+def _traced_steps_are_made(config: RunConfig) -> str | None:
+    named = {"chrome_steps": config.tracing.chrome_steps, "profile_steps": config.tracing.profile_steps}
+    for key, steps in named.items():
+        if any(not 1 <= step <= config.num_steps for step in steps):
+            return f"tracing.{key}={list(steps)} has steps that are not between 1 and num_steps={config.num_steps}"
+    return None
+
+
+def _backoff_grows(config: RunConfig) -> str | None:
+    first, longest = config.supervision.backoff_s, config.supervision.max_backoff_s
+    if first <= longest:
+        return None
+    return (
+        f"supervision.backoff_s={first:g} is the pause before a first restart, supervision.max_backoff_s={longest:g} "
+        "the longest one: lower the one or raise the other"
+    )
+
+
+def _a_push_ends_before_its_engines_count_as_hung(config: RunConfig) -> str | None:
+    """An engine is paused while it waits for a hung one in a push; a shorter deadline would replace both."""
+    push, longest = config.weight_sync.timeout_s, config.weight_sync.answer_s
+    limits = {
+        "supervision.probe_timeout_s": config.supervision.probe_timeout_s,
+        "timeouts.rollout_s": config.timeouts.rollout_s,
+    }
+    short = {key: limit for key, limit in limits.items() if limit <= longest}
+    if not short:
+        return None
+    return (
+        f"weight_sync.timeout_s={push:g} lets a push pause an engine for up to {longest:g} s, a quarter more, and "
+        f"{' and '.join(f'{key}={limit:g}' for key, limit in short.items())} would replace healthy engines before: "
+        f"raise {' and '.join(short)} above {longest:g}, or lower weight_sync.timeout_s below "
+        f"{min(short.values()) / longest * push:g}"
+    )
+
+
+def _adapters_can_travel(config: RunConfig) -> str | None:
+    if config.weight_sync.payload != "adapters" or config.policy.lora.is_on:
+        return None
+    return (
+        f"weight_sync.payload=adapters but policy.lora.rank={config.policy.lora.rank}, so there are none: "
+        "set policy.lora.rank to 8 or more, or weight_sync.payload=weights"
+    )
+
+
+def _dropout_and_the_gap(config: RunConfig) -> str | None:
+    if not config.policy.dropout or config.offline.is_on or config.supervision.on_logprob_gap == "warn":
+        return None
+    return (
+        "policy.dropout=true makes the learner's log-probs other ones than were sampled, and "
+        "supervision.on_logprob_gap=stop ends a run for that: set policy.dropout=false, or "
+        "supervision.on_logprob_gap=warn"
+    )
+
+
+def _suites_have_names(config: RunConfig) -> str | None:
+    unfit = [name for name in config.evaluation.suites if name == "held_out" or not name.replace("_", "").isalnum()]
+    if not unfit:
+        return None
+    return (
+        f"evaluation.suites has the name {unfit[0]!r}: use letters, digits and underscores, and another name than "
+        "held_out, which is the run's own suite"
+    )
+
+
+def _greedy_suites_have_one_sample(config: RunConfig) -> str | None:
+    if config.sampler.is_flow:  # each response begins at other noise
+        return None
+    if config.evaluation.temperature == 0 and config.evaluation.num_samples > 1:
+        return (
+            f"evaluation.num_samples={config.evaluation.num_samples} at evaluation.temperature=0, whose responses are "
+            "all the same: set evaluation.num_samples=1, or a temperature above 0"
+        )
+    for name, suite in config.evaluation.suites.items():
+        if suite.temperature == 0 and suite.num_samples > 1:
+            return (
+                f"evaluation.suites.{name} has num_samples={suite.num_samples} at temperature 0, whose responses are "
+                "all the same: set num_samples=1, or a temperature above 0"
+            )
+    return None
+
+
+RULES = (
+    _the_link_has_another_name,
+    _limits_of_concurrency_are_in_order,
+    _an_address_is_of_one_tracker,
+    _no_address_holds_credentials,
+    _spans_have_a_place,
+    _traced_steps_are_made,
+    _backoff_grows,
+    _a_push_ends_before_its_engines_count_as_hung,
+    _adapters_can_travel,
+    _dropout_and_the_gap,
+    _suites_have_names,
+    _greedy_suites_have_one_sample,
+)

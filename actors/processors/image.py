@@ -53,8 +53,9 @@ def measure_image(content: bytes, source: Picture, limits: ImageLimits) -> tuple
     return _measured(BytesIO(content), source, limits)
 
 
-def decode_image(content: bytes, source: Picture, limits: ImageLimits) -> Image.Image:
-    """The picture as RGB: turned upright by its EXIF orientation, transparency on white, the first frame of several.
+def decode_image(content: bytes, source: object, limits: ImageLimits) -> Image.Image:
+    """The picture as RGB: turned upright by its EXIF orientation, transparency on white, the first frame of several;
+    `source` names it.
 
     Raises:
         MediaError: it is no picture, is corrupt or truncated, or decodes to too many pixels.
@@ -71,7 +72,7 @@ def _measured(file: IO[bytes], source: Picture, limits: ImageLimits) -> tuple[in
 
 
 @contextmanager
-def _refusing_corrupt(source: Picture) -> Iterator[None]:
+def _refusing_corrupt(source: object) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # decoders of damaged files raise nearly everything
@@ -114,7 +115,7 @@ def _check_num_bytes(path: Picture, num_bytes: int, max_bytes: int, key: str) ->
         )
 
 
-def _open_image(file: IO[bytes], source: Picture, limits: ImageLimits) -> Image.Image:
+def _open_image(file: IO[bytes], source: object, limits: ImageLimits) -> Image.Image:
     """Read the header; no pixel is decoded yet."""
     try:
         image = Image.open(file, formats=FORMATS)

@@ -67,16 +67,20 @@ class ProcessorWorker:
 
         A row that cannot be used gives None for each of its media.
         """
+        return [*self._made(row, prompt_id, known)]
+
+    def prepare_text(self, row: Any, prompt_id: str) -> Made:
+        """`prepare` of a row without media: a call with one result returns no list."""
+        made, *_ = self._made(row, prompt_id, frozenset())
+        return made
+
+    def _made(self, row: Any, prompt_id: str, known: frozenset[str]) -> tuple[Made, *tuple[ProcessedMedia | None, ...]]:
         self._media.call = call = CallMedia(known)
         try:
             made = self._processor.prepare(row, prompt_id)
         except SkippedSample as error:
-            return [Made(None, error.reason, str(error)), *([None] * self._processor.num_media(row))]
-        return [Made(made), *(call.take(handle.key) for handle in prompt_of(made).media)]
-
-    def prepare_text(self, row: Any, prompt_id: str) -> Made:
-        """`prepare` of a row without media: a call with one result returns no list."""
-        return self.prepare(row, prompt_id, frozenset())[0]
+            return Made(None, error.reason, str(error)), *([None] * self._processor.num_media(row))
+        return Made(made), *(call.take(handle.key) for handle in prompt_of(made).media)
 
     def ping(self) -> bool:
         """Answers once the worker is built and free."""

@@ -57,7 +57,7 @@ class ReferenceScorer:
     def _loaded(self, folder: Path) -> nn.Module:
         config = self._config
         frozen = config.policy.model_copy(update={"model": str(folder), "freeze": ()})
-        model = load_policy_model(frozen, DTYPES[config.resources.dtype]).to(self._device)
+        model = load_policy_model(frozen, DTYPES[config.resources.dtype]).to(self._device)  # type: ignore[arg-type]  # transformers: `to` is no method to mypy
         quantise(model, config.reference.quantisation)
         return TokenPolicy(model, config.learner).eval()
 

@@ -246,13 +246,13 @@ class PromptClient:
                     waiting.fail(error)
         whole = iter(groups)
         for ended in batch.ended:
-            self._end(ended, None if ended.error else next(whole))
+            self._end(ended, None if isinstance(ended.outcome, Exception) else next(whole))
 
     def _end(self, ended: Ended, group: Any) -> None:
-        if ended.error is not None:
-            self._fail([ended.request_id], as_raised_by_role(ended.error))
+        if isinstance(ended.outcome, Exception):
+            self._fail([ended.request_id], as_raised_by_role(ended.outcome))
         elif (waiting := self._asked.pop(ended.request_id, None)) is not None and not waiting.group.done():
-            waiting.group.set_result((group, ended.report))
+            waiting.group.set_result((group, ended.outcome))
 
     def _fail(self, request_ids: Sequence[str], error: Exception) -> None:
         for request_id in request_ids:

@@ -19,6 +19,7 @@ from mobula.actors.rollout.actor import MediaBatcher
 from mobula.actors.rollout.episode import Episode, ObservationBudget
 from mobula.actors.samplers.base import Sampler
 from mobula.cluster.errors import EnvironmentFailedError, RolloutError
+from mobula.cluster.records.actions import TokenActions
 from mobula.cluster.records.partial_response import NOTHING, Attempt, PlayedTurn, SampledSequence, TokenChunk
 from mobula.cluster.records.trajectory import FinishReason, Prompt, Response, Trajectory, TrajectoryGroup
 from mobula.cluster.roles import SamplingSettings
@@ -213,6 +214,7 @@ class EpisodeRunner:
                 sampled = await self._sampled(episode, request, f"{name}/{number}", max_tokens=room)
             episode.add_turn(sampled)
             is_cut = sampled.finish_reason is FinishReason.LENGTH
+            assert isinstance(sampled.actions, TokenActions)
             text = self._chat.decode(sampled.actions.token_ids)
             action = Action(text, parse_tool_calls(text, session.spec.tools), is_cut)
             step = await session.step(action)

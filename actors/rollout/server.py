@@ -37,8 +37,7 @@ class Ended:
     """How a request ended: with a group and its report, or with an error."""
 
     request_id: str
-    report: GroupReport | None
-    error: Exception | None = None
+    outcome: GroupReport | Exception
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ class MessageBatch:
 
     @property
     def num_groups(self) -> int:
-        return sum(ended.error is None for ended in self.ended)
+        return sum(not isinstance(ended.outcome, Exception) for ended in self.ended)
 
 
 class MessageQueue:
@@ -77,7 +76,7 @@ class MessageQueue:
 
     def end(self, ended: Ended, group: TrajectoryGroup | None = None) -> None:
         """A request is over; `group` is what came of it unless it failed."""
-        assert (group is None) == (ended.error is not None), f"{ended.request_id}: a group or an error"
+        assert (group is None) == isinstance(ended.outcome, Exception), f"{ended.request_id}: a group or an error"
         self._ended.append(ended)
         if group is not None:
             self._groups.append(group)
@@ -144,7 +143,7 @@ class PromptServer:
         try:
             group, report = await self.generate(request.prompt, request.settings, request.attempt)
         except Exception as error:  # whatever it is, the caller gets it
-            self._messages.end(Ended(request.request_id, None, _fit_to_travel(error)))
+            self._messages.end(Ended(request.request_id, _fit_to_travel(error)))
         else:
             self._messages.end(Ended(request.request_id, report), group)
         finally:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -25,7 +25,7 @@ class EngineSettings:
     """Settings that a sampler starts with; the same for every engine of a run except `seed`."""
 
     model: str
-    dtype: str  # float32 | bfloat16
+    dtype: Literal["float32", "bfloat16"]
     device: str  # cpu | cuda
     seed: int
     tensor_parallel: int  # GPUs that the model is split over
@@ -60,7 +60,8 @@ class EngineSettings:
 
     def expected_by(self, manifest: Manifest) -> Manifest:
         """The manifest that a push of `manifest` must have."""
-        return self.adapters.manifest if self.adapters_of(manifest) else self.expected
+        adapters = self.adapters_of(manifest)
+        return self.expected if adapters is None else adapters.manifest
 
     def adapters_of(self, manifest: Manifest) -> AdapterPush | None:
         """How to take a push of `manifest` if it carries adapters; None if it carries weights."""

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import StoppingCriteria, StoppingCriteriaList, SuppressTokensLogitsProcessor
+from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList, SuppressTokensLogitsProcessor
 from transformers.generation import LogitsProcessorList
 
 from mobula.actors.samplers.base import EngineSettings
@@ -24,11 +23,12 @@ from mobula.actors.samplers.progress import (
 )
 from mobula.cluster.records.actions import KeptSets, TokenActions
 from mobula.cluster.records.media import ProcessedMedia
-from mobula.cluster.records.partial_response import Attempt, Emit, SampledSequence
+from mobula.cluster.records.partial_response import Attempt, Emit, SampledSequence, TokenChunk
 from mobula.cluster.records.trajectory import FinishReason, Prompt, WeightSpan
 from mobula.cluster.roles import SamplingSettings
 from mobula.learner.policies.batch import joined
 from mobula.learner.policies.families import family_of
+from mobula.learner.policies.families.base import PictureFamily
 from mobula.learner.policies.loading import DTYPES, ignore_sampling_defaults, load_model
 from mobula.learner.policies.logprobs import PLAIN, target_logprobs
 
@@ -38,9 +38,11 @@ CHUNK_TOKENS = 512  # of a prompt, whose log-probs are computed together
 class HuggingFaceSampler(InProcessSampler):
     """A language model that generates with transformers."""
 
+    _model: PreTrainedModel
+
     async def start(self) -> None:
         model = await asyncio.to_thread(load_model, self._settings.model, DTYPES[self._settings.dtype], "sdpa")
-        self._model = model.to(self._device).eval()
+        self._model = model.to(self._device).eval()  # type: ignore[arg-type]  # transformers: `to` is no method to mypy
         ignore_sampling_defaults(self._model)
         self._family = family_of(self._model.config, self._settings.model)
         self._take_parameters()
@@ -53,7 +55,11 @@ class HuggingFaceSampler(InProcessSampler):
         attempt: Attempt,
         emit: Emit,
     ) -> list[SampledSequence]:
-        emit_here = partial(asyncio.get_running_loop().call_soon_threadsafe, emit)
+        loop = asyncio.get_running_loop()
+
+        def emit_here(chunks: Sequence[TokenChunk], siblings: Sequence[SampledSequence]) -> None:
+            loop.call_soon_threadsafe(emit, chunks, siblings)
+
         chunk_tokens = self._settings.chunk_tokens
         stop_strings = StopStrings(self._settings.model, settings.stop_strings, self._settings.hidden_ids)
         progress = GroupProgress(attempt, settings.num_samples, chunk_tokens, emit_here, stop_strings)
@@ -110,7 +116,7 @@ class HuggingFaceSampler(InProcessSampler):
         is_greedy = settings.temperature == 0
         bans = [SuppressTokensLogitsProcessor(list(self._settings.banned_ids), device=str(self._device))]
         reader = _Reader(self._settings, prompt.num_tokens, settings, siblings, self._served.number, progress)
-        output = self._model.generate(
+        output = self._model.generate(  # type: ignore[operator]  # which subclasses have mixed in
             **self._model_inputs(prompt, media, settings.num_samples),
             do_sample=not is_greedy,
             temperature=None if is_greedy else settings.temperature,
@@ -151,6 +157,7 @@ class HuggingFaceSampler(InProcessSampler):
             is_placeholder = torch.zeros_like(ids, dtype=torch.bool)
             for span in prompt.media_spans:
                 is_placeholder[:, span.start : span.end] = True
+            assert isinstance(self._family, PictureFamily), "sounds are sampled with vLLM"
             is_placeholder &= ids == self._family.placeholder_id(self._model.config)
             arrays = {key: joined([m.inputs[key] for m in media] * num_copies) for key in media[0].inputs}
             copied = {key: torch.tensor(array) for key, array in arrays.items()}

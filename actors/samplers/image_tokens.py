@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import DynamicCache, JanusForConditionalGeneration
 
 from mobula.actors.samplers.base import EngineSettings
 from mobula.actors.samplers.pictures import PictureSampler, png
@@ -32,13 +32,16 @@ from mobula.learner.policies.loading import DTYPES, load_model
 class ImageTokenSampler(PictureSampler):
     """Draws the siblings of a prompt side by side, each with random numbers of its own."""
 
+    _model: JanusForConditionalGeneration
+
     def __init__(self, settings: EngineSettings, guidance: float) -> None:
         super().__init__(settings)
         self._guidance = guidance
 
     async def start(self) -> None:
         model = await asyncio.to_thread(load_model, self._settings.model, DTYPES[self._settings.dtype], "sdpa")
-        self._model = model.to(self._device).eval()
+        assert isinstance(model, JanusForConditionalGeneration)
+        self._model = model.to(self._device).eval()  # type: ignore[arg-type]  # transformers: `to` is no method to mypy
         self._num_tokens_each = num_image_tokens(model.config)
         self._take_parameters()
 

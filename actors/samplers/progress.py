@@ -141,6 +141,7 @@ def opened(first: SampledSequence, settings: SamplingSettings) -> SampledSequenc
 
 def continued(prompt: Prompt, so_far: SampledSequence) -> Prompt:
     """The prompt with the first tokens of a response behind it; its media stay where they were."""
+    assert isinstance(so_far.actions, TokenActions)
     return replace(prompt, expanded_ids=np.concatenate([prompt.expanded_ids, so_far.actions.token_ids]))
 
 

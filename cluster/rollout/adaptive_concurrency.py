@@ -7,8 +7,8 @@ import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Protocol
 
+from mobula.cluster.rollout.rollout_pool import Engine
 from mobula.cluster.rollout.staleness import StalenessGate
 from mobula.cluster.runtime.concurrency import outcomes
 from mobula.cluster.runtime.vitals import EngineLoad
@@ -73,18 +73,12 @@ class AimdLimit:
         return load.num_waiting == 0 and load.kv_usage < self._policy.calm_kv_usage
 
 
-class LoadedEngine(Protocol):
-    """An engine that reports its load."""
-
-    async def load(self) -> EngineLoad: ...
-
-
 class AdaptiveConcurrency:
     """Moves the gate's limit after each look at the engines; a `cluster.workers.supervisor.Pool` without workers."""
 
     def __init__(
         self,
-        engines: Callable[[], Sequence[LoadedEngine]],
+        engines: Callable[[], Sequence[Engine]],
         gate: StalenessGate,
         limit: AimdLimit,
         *,

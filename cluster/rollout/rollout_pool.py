@@ -21,7 +21,8 @@ from mobula.cluster.errors import (
 )
 from mobula.cluster.records.trajectory import Generated, Prompt
 from mobula.cluster.roles import SamplingSettings
-from mobula.cluster.runtime.vitals import Vitals
+from mobula.cluster.runtime.vitals import EngineLoad, Vitals
+from mobula.cluster.weight_sync.fresh_samples import SamplingEngine
 from mobula.cluster.weight_sync.interfaces import Receiver
 from mobula.cluster.workers.restart_policy import RestartPolicy
 from mobula.cluster.workers.status import WorkerState, WorkerStatus
@@ -32,7 +33,7 @@ from mobula.cluster.workers.worker_pool import Hooks, Worker, WorkerPool
 _logger = logging.getLogger(__name__)
 
 
-class Engine(Receiver, Protocol):
+class Engine(Receiver, SamplingEngine, Protocol):
     """One rollout actor; every call has a deadline of its own."""
 
     async def start(self) -> None:
@@ -48,6 +49,8 @@ class Engine(Receiver, Protocol):
     async def probe(self) -> None:
         """Sample one token with the engine itself."""
         ...
+
+    async def load(self) -> EngineLoad: ...
 
     async def close(self) -> None:
         """End the process and give its resources back, whatever state it is in."""
@@ -210,7 +213,7 @@ class RolloutPool:
         member.last_sign_s = time.monotonic()
         return result
 
-    def receivers(self) -> list[Receiver]:
+    def receivers(self) -> list[Engine]:
         """Engines whose weights are to be kept up to date."""
         return [worker.process.engine for worker in self._pool.serving]
 

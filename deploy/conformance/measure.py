@@ -24,6 +24,7 @@ from PIL import Image
 from safetensors import safe_open
 
 from mobula.actors.processors.chat import ChatProcessor
+from mobula.cluster.records.actions import TokenActions
 from mobula.cluster.records.media import MediaReader, MediaStore, ProcessedMedia
 from mobula.cluster.records.partial_response import Attempt
 from mobula.cluster.roles import SamplingSettings
@@ -50,7 +51,7 @@ from mobula.learner.policies.batch import TokenSequence, collate
 from mobula.learner.policies.checkpoint.saving import save_policy
 from mobula.learner.policies.checkpoint.stored import stored_model
 from mobula.learner.policies.families import family_at
-from mobula.learner.policies.families.base import AudioFamily, Family, VideoFamily
+from mobula.learner.policies.families.base import AudioFamily, Family, PictureFamily, VideoFamily
 from mobula.learner.policies.loading import DTYPES, load_model, load_policy_model
 from mobula.learner.policies.logprobs import PLAIN, Distribution
 from mobula.learner.policies.tiny import write_tiny
@@ -193,7 +194,8 @@ class Measurement:
         settings = SamplingSettings(NUM_SAMPLES, self.config.sampler.temperature, MAX_TOKENS, seed=self._version)
         attempt = Attempt(uuid.uuid4().hex, ())
         sampled = await self.sampler.sample(case.prompt, _media(case), settings, attempt, lambda *_: None)
-        rows = [TokenSequence.of_response(case.prompt, response.actions.token_ids) for response in sampled]
+        actions = [response.actions for response in sampled if isinstance(response.actions, TokenActions)]
+        rows = [TokenSequence.of_response(case.prompt, taken.token_ids) for taken in actions]
         ours = self._ours(rows, self._distribution)
         differences = [np.abs(row[: len(s.logprobs)] - s.logprobs) for row, s in zip(ours, sampled, strict=True)]
         return np.concatenate([np.abs(scored - expected), *differences])
@@ -210,9 +212,10 @@ class Measurement:
 
     def _same_ids(self, case: Case) -> bool:
         media: dict[str, list[Any]] = {}
-        if case.pictures:
+        options: dict[str, Any] = {}
+        if case.pictures and isinstance(self.family, PictureFamily):
+            options |= self.family.processor_options(str(self.model), self.config.data)
             media["image"] = list(case.pictures)
-        options = self.family.processor_options(str(self.model), self.config.data) if case.pictures else {}
         if case.videos and isinstance(self.family, VideoFamily):
             options |= self.family.engine_video_options(self.config.data.video)
             media["video"] = [_video(frames) for frames in case.videos]

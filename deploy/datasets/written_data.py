@@ -18,7 +18,7 @@ from mobula.rewards.functions.geography.gazetteer import installed_places
 from mobula.rewards.functions.geography.stages import STAGES
 
 
-def write_data(kind: DataKind, folder: Path) -> None:
+def write_data(kind: str, folder: Path) -> None:
     """Write the data of `kind`, one of `mobula.configs.schema.data.WRITTEN`, unless the folder holds them.
 
     Raises:
@@ -35,7 +35,7 @@ def _write_geospot(folder: Path) -> Path:
     return write_geospot(folder, places, {name: stage.first_prompt for name, stage in STAGES.items()})
 
 
-WRITERS: Mapping[DataKind, Callable[[Path], Path]] = {
+WRITERS: Mapping[str, Callable[[Path], Path]] = {
     DataKind.DIGITS: partial(write_digits, task="digits"),
     DataKind.DIGIT_SUM: partial(write_digits, task="digit_sum"),
     DataKind.DIGIT_LIST: partial(write_digits, task="digit_list"),

@@ -52,7 +52,7 @@ def check_admission(address: str, source: str = "--address") -> None:
     check_auth()
     import mobula.deploy.host.ray_defaults  # noqa: F401  isort: skip  (sets what ray reads when imported)
     from ray._private import services
-    from ray._raylet import GcsClient
+    from ray._raylet import GcsClient  # type: ignore[attr-defined]  # compiled, without stubs
     from ray.exceptions import AuthenticationError, RpcError
 
     try:

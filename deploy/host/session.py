@@ -167,11 +167,11 @@ def _beyond_our_signals() -> Iterator[None]:
     in order.
     """
     popen = services.ConsolePopen
-    services.ConsolePopen = partial(popen, process_group=0)
+    services.ConsolePopen = partial(popen, process_group=0)  # type: ignore[misc, assignment]  # a patch of Ray
     try:
         yield
     finally:
-        services.ConsolePopen = popen
+        services.ConsolePopen = popen  # type: ignore[misc]
 
 
 def _is_loopback() -> bool:

@@ -74,7 +74,6 @@ class Jobs:
 
     def all(self) -> list[JobSummary]:
         """Every job that was submitted, the newest first."""
-        found = [job for job in self._client.list_jobs() if job.submission_id]
         rows = [
             JobSummary(
                 job.submission_id,
@@ -84,7 +83,8 @@ class Jobs:
                 job.end_time and job.end_time / 1000,
                 job.message or "",
             )
-            for job in found
+            for job in self._client.list_jobs()
+            if job.submission_id
         ]
         return sorted(rows, key=lambda row: -(row.started or 0.0))
 

@@ -90,7 +90,7 @@ def check_network(plan: PlacementPlan) -> None:
     if len(names) < 2:
         return
     role = ray.remote(num_cpus=0, max_restarts=0)(ProbeEndpoint)
-    there = {
+    there: dict[str, Any] = {  # handles; Ray's stubs know no remote methods
         name: role.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)).remote(name)
         for node_id, name in names.items()
     }

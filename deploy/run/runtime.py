@@ -327,7 +327,7 @@ async def _train_on_rollouts(cluster: _Cluster, metrics: Metrics, tracer: RunTra
             await training.replay.close()
 
 
-async def _started(*roles: Awaitable[Any]) -> None:
+async def _started(*roles: Coroutine[Any, Any, Any]) -> None:
     """Raises: PreflightError: the configuration does not fit the model."""
     try:
         await run_all(*roles)

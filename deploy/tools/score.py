@@ -9,12 +9,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, BinaryIO
 
 from rich.console import Console
 
 from mobula.cluster.errors import PreflightError
-from mobula.configs.load import ConfigError, load_config, load_resolved, load_rewards
+from mobula.configs.errors import ConfigError
+from mobula.configs.load import load_config, load_resolved, load_rewards
 from mobula.configs.schema.rewards import RewardsConfig
 from mobula.rewards.offline.run import score_source
 from mobula.rewards.offline.scorer import ScoringOptions
@@ -121,7 +122,7 @@ def _progress(source: Source, console: Console, is_quiet: bool) -> Iterator[Call
 
 
 @contextmanager
-def _replacing(path: Path) -> Iterator[IO[bytes]]:
+def _replacing(path: Path) -> Iterator[BinaryIO]:
     """A file that takes its place when it is whole.
 
     Raises:

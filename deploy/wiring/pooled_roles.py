@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -51,7 +51,7 @@ class Processors:
     """`prepared`, whose prompts are prepared where the run has chosen, and the workers that do it."""
 
     prepared: Prepared
-    start: Callable[[], Awaitable[None]]  # returns once they serve
+    start: Callable[[], Coroutine[Any, Any, None]]  # returns once they serve
     watched: tuple[Watched, ...] = ()
     scalable: Mapping[str, Scalable] = field(default_factory=dict)  # by the name of the role
 

@@ -10,6 +10,8 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 from rapidfuzz.distance import Levenshtein
 from rapidocr import RapidOCR
+from rapidocr.ch_ppocr_rec import TextRecOutput
+from rapidocr.utils.output import RapidOCROutput
 
 from mobula.cluster.errors import RewardError
 from mobula.rewards.contract import RewardRequest, Score
@@ -104,9 +106,9 @@ class Ocr:
 
     def _texts(self, pixels: np.ndarray) -> tuple[str, ...]:
         """The lines of uint8 [H, W, BGR]."""
-        if self._is_line:
-            return self._engine(pixels, use_det=False, use_cls=False, use_rec=True).txts or ()
-        return self._engine(pixels).txts or ()
+        stages = {"use_det": False, "use_cls": False, "use_rec": True} if self._is_line else {}
+        read = self._engine(pixels, **stages)
+        return read.txts or () if isinstance(read, TextRecOutput | RapidOCROutput) else ()
 
     def _similarity(self, text: str, target: str) -> float:
         if self._exact:

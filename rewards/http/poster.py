@@ -140,8 +140,8 @@ class JsonPoster:
             return reply
         said = reply[:QUOTED_CHARS].decode("utf-8", "replace")
         if status == 429 or status >= 500:
-            error = TimedOutError if status == 504 else RewardError
-            raise _AgainError(error(f"{endpoint.url} answered {status}: {said}"), _retry_after(response))
+            kind = TimedOutError if status == 504 else RewardError
+            raise _AgainError(kind(f"{endpoint.url} answered {status}: {said}"), _retry_after(response))
         raise RefusedError(endpoint.url, status, said)
 
     async def _read(self, response: aiohttp.ClientResponse) -> bytes:

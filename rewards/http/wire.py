@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeInt, WithJsonSchema
@@ -14,7 +14,10 @@ from mobula.cluster.errors import RewardError
 from mobula.cluster.records.trajectory import Response
 from mobula.rewards.contract import FailureKind, Outcome, RewardRequest, Score, ScoringFailure
 
-_KINDS = (FailureKind.FAILED, FailureKind.TIMED_OUT, FailureKind.NOT_FINITE)
+_STATUSES: Mapping[FailureKind, Literal["failed", "timed_out", "not_finite"]] = {  # others are `failed`
+    FailureKind.TIMED_OUT: "timed_out",
+    FailureKind.NOT_FINITE: "not_finite",
+}
 
 
 def decode_base64(text: Any) -> bytes:
@@ -85,8 +88,7 @@ class OutcomeMessage(WireModel):
     def of(cls, outcome: Outcome) -> OutcomeMessage:
         if isinstance(outcome, Score):
             return cls(status="ok", value=outcome.value, breakdown=dict(outcome.breakdown), reason=outcome.reason)
-        kind = outcome.kind if outcome.kind in _KINDS else FailureKind.FAILED
-        return cls(status=kind.value, reason=outcome.reason)
+        return cls(status=_STATUSES.get(outcome.kind, "failed"), reason=outcome.reason)
 
     def outcome(self) -> Outcome:
         """As the contract has it.

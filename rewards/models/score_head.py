@@ -42,7 +42,7 @@ def classifier_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
         ValueError: the architecture is unknown.
     """
     if type(config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
-        return MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)]
+        return MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)]  # type: ignore[return-value]  # it is a class
     if type(config) not in MODEL_MAPPING:
         raise ValueError(f"options.model is of type {config.model_type!r}, which is unknown here: use another")
     return _with_score_head(MODEL_MAPPING[type(config)])

@@ -52,7 +52,8 @@ class Source:
 
     def batches(self, num_rows: Callable[[], int]) -> Iterator[Batch]:
         """Batches of `num_rows()` rows, asked for each, or fewer where they are large."""
-        first, batch, size, num_bytes, most = 1, [], 0, 0, num_rows()
+        batch: list[Row] = []
+        first, size, num_bytes, most = 1, 0, 0, num_rows()
         for row, row_size, row_bytes in self.rows():
             if batch and (len(batch) >= most or num_bytes + row_bytes > BATCH_BYTES):
                 yield Batch(first, batch, size)

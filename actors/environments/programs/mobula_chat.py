@@ -20,7 +20,7 @@ HOW = f'Call a tool with {OPEN}{{"name": NAME, "arguments": {{...}}}}{CLOSE}'
 Wire = dict[str, Any]
 
 
-class MobulaChat(Harness[HarnessConfig]):
+class MobulaChat(Harness[HarnessConfig]):  # type: ignore[misc]  # verifiers has an environment of its own
     """Needs neither a sandbox nor a download, as the chat programs of verifiers do.
 
     A segment ends with the first answer without a tool call. Tools are described in the system message, calls are read

@@ -40,8 +40,8 @@ async def serve(options: Mapping[str, Any], say: Say) -> None:
                 if name in playing:
                     playing[name].cancel()
                 continue
-            playing[name] = asyncio.create_task(_play(env, tasks[asked["task"]], asked, say))
-            playing[name].add_done_callback(lambda _, name=name: playing.pop(name))
+            playing[name] = asyncio.create_task(_play(env, tasks[asked["task"]], asked, say), name=name)
+            playing[name].add_done_callback(lambda ended: playing.pop(ended.get_name()))
         left = list(playing.values())
         for task in left:
             task.cancel()

@@ -43,7 +43,7 @@ def engine_args(settings: EngineSettings) -> AsyncEngineArgs:
             "audio": settings.max_audios_per_prompt,
         },
         kv_cache_memory_bytes=settings.kv_cache_bytes or None,
-        **_memory_share(settings),
+        gpu_memory_utilization=_memory_share(settings),
         block_size=settings.block_size,
         enforce_eager=settings.enforce_eager,
         logprobs_mode="processed_logprobs",
@@ -60,13 +60,13 @@ def engine_args(settings: EngineSettings) -> AsyncEngineArgs:
     )
 
 
-def _memory_share(settings: EngineSettings) -> dict[str, float]:
+def _memory_share(settings: EngineSettings) -> float:
     """The share of a GPU that must be free when the engine starts, whatever the size of its KV cache
     (`vllm.v1.worker.utils.request_memory`). vLLM's default, 0.92, is more than a learner on the same GPU leaves."""
     if settings.device == "cpu" or not (settings.memory_fraction or settings.memory_bytes):
-        return {}
+        return AsyncEngineArgs.gpu_memory_utilization
     share = settings.memory_fraction or settings.memory_bytes / current_platform.get_device_total_memory()
-    return {"gpu_memory_utilization": min(1.0, share)}
+    return min(1.0, share)
 
 
 def sampling_params(engine: EngineSettings, settings: SamplingSettings) -> SamplingParams:

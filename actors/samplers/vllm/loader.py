@@ -6,7 +6,7 @@ Hugging Face, and fails on a tensor that its model does not have. transformers l
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ class CheckpointLoader(DefaultModelLoader):
     def download_model(self, model_config: Any) -> None:
         _folder(model_config.model)
 
-    def get_all_weights(self, model_config: Any, model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    def get_all_weights(self, model_config: Any, model: torch.nn.Module) -> Generator[tuple[str, torch.Tensor]]:
         # With an output embedding in the files vLLM makes a tied one a layer apart, and ties equal ones again.
         is_apart = model_config.word_embeddings_untied_by_checkpoint
         yield from (loaded_tensors if is_apart else pushed_tensors)(_folder(model_config.model))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 import numpy as np
-from vllm.logprobs import FlatLogprobs
+from vllm.logprobs import FlatLogprobs, SampleLogprobs
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.output_processor import RequestState
@@ -47,7 +47,7 @@ class OutputReader:
             raise RolloutError(f"the engine gave {token_ids.shape[0]} tokens but {logprobs.shape[0]} log-probs")
         start = self._num_read[completion.index]
         end = self._num_read[completion.index] = start + int(token_ids.shape[0])
-        spans = self._spans(completion, end)
+        spans: Sequence[WeightSpan] = self._spans(completion, end)
         if start > 0 or any(span.end > end for span in spans):
             spans = shifted(clipped(spans, start, end), -start)
         reason = FINISH_REASONS[completion.finish_reason]
@@ -55,14 +55,14 @@ class OutputReader:
             reason = FinishReason.STOP_STRING
         return SampledSequence(TokenActions(token_ids, kept), logprobs, tuple(spans), reason)
 
-    def _logprobs(self, found: FlatLogprobs | list[float]) -> tuple[np.ndarray, KeptSets | None]:
+    def _logprobs(self, found: SampleLogprobs | None) -> tuple[np.ndarray, KeptSets | None]:
         """float32 [T] of the sampled tokens, and the kept sets where they were asked for.
 
         vLLM gives of each step the sampled token and then, by falling log-prob, those that were asked for; what is not
         kept has the log-prob -inf.
         """
-        if not isinstance(found, FlatLogprobs):
-            return np.asarray(found, dtype=np.float32), None
+        if not isinstance(found, FlatLogprobs):  # floats, of `patches.logprobs`
+            return np.asarray(found or [], dtype=np.float32), None
         num_steps = len(found)
         values = np.array(found.logprobs, dtype=np.float32).reshape(num_steps, -1 if num_steps else 1)
         if not self._keeps_sets:

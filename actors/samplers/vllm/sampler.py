@@ -351,8 +351,12 @@ class VLLMSampler:
         arrays: dict[str, np.ndarray | list[np.ndarray]] = {}
         for kind, found in kinds.items():
             inputs = [medium.inputs for medium, _, _ in found]
-            take = self._family.audio_engine_inputs if kind == "audio" else self._family.engine_inputs
-            arrays |= take(self._model, inputs)
+            if kind == "audio":
+                assert isinstance(self._family, AudioFamily)
+                arrays |= self._family.audio_engine_inputs(self._model, inputs)
+            else:
+                assert isinstance(self._family, PictureFamily)
+                arrays |= self._family.engine_inputs(self._model, inputs)
         features = BatchFeature({key: _tensors(array) for key, array in arrays.items()})
         return mm_input(
             ids,

@@ -8,7 +8,7 @@ every worker, which registers the engine and the loader there and has tokens see
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -87,6 +87,7 @@ class MobulaWeightTransferEngine(WeightTransferEngine[JoinInfo, PushInfo]):
 
     def receive_weights(self, update_info: PushInfo) -> None:
         manifest = Manifest.from_wire(update_info.manifest)
+        tensors: Iterable[tuple[str, torch.Tensor]]
         if update_info.tensors is not None:
             tensors = update_info.tensors
         elif update_info.buckets is not None:
@@ -103,7 +104,7 @@ class MobulaWeightTransferEngine(WeightTransferEngine[JoinInfo, PushInfo]):
         ):
             initialize_layerwise_reload(self.model)
             try:
-                self.model.load_weights(tensors)
+                self.model.load_weights(tensors)  # type: ignore[operator]  # torch: an attribute is a tensor or a module
                 _refuse_stale_layers(self.model, takes_all=update_info.adapters is None)
             except BaseException:
                 _forget_incomplete_layers(self.model)
@@ -137,7 +138,8 @@ def _experts_packed_again(model: torch.nn.Module, device: torch.device) -> Itera
     vLLM has their kernel do so where it makes the kernel, and never again: a later reload would leave plain weights to
     a kernel that reads packed ones.
     """
-    methods = [getattr(layer, "quant_method", None) for layer in model.modules()] if device.type == "cpu" else []
+    layers = model.modules() if device.type == "cpu" else ()
+    methods = [method for layer in layers if (method := getattr(layer, "quant_method", None)) is not None]
     kernels = [(method, method.moe_kernel) for method in methods if getattr(method, "moe_kernel", None) is not None]
     for method, _ in kernels:
         method.moe_kernel = None
@@ -208,7 +210,7 @@ def _refuse_stale_layers(model: torch.nn.Module, *, takes_all: bool) -> None:
 
 def _is_incomplete(layer: torch.nn.Module, takes_all: bool) -> bool:
     info = get_layerwise_info(layer)
-    if not info.can_load():
+    if info.load_numel_total is None:  # not to be loaded
         return False
     if info.load_numel == 0:
         return takes_all

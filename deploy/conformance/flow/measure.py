@@ -19,6 +19,7 @@ from PIL import Image
 from torch import nn
 
 from mobula.actors.rollout.actor import RolloutActor
+from mobula.cluster.records.actions import LatentActions
 from mobula.cluster.records.partial_response import Attempt
 from mobula.cluster.records.trajectory import Prompt, Reward, ScoredGroup, TrajectoryGroup
 from mobula.cluster.roles import SamplingSettings
@@ -148,6 +149,7 @@ class Measurement:
         frames = _frames(own.response.pictures)
         self.num_frames_seen = frames.shape
         checkpoint, denoising = FlowCheckpoint(config.policy.model), Denoising.of(flow)
+        assert isinstance(own.actions, LatentActions)
         first = torch.from_numpy(own.actions.latents[:1].copy()) / checkpoint.schedule(denoising).initial_std
         pipeline, adapters = (checkpoint.folder, out) if is_adapter else (out, None)
         plain = plain_frames(pipeline, self._prompts[0].text, first, denoising, flow.max_text_tokens, adapters)

@@ -171,7 +171,8 @@ def _examined(config: RunConfig) -> list[Examined]:
 
     rows = [row for row in ray.nodes() if row["Alive"]]
     pinned = [NodeAffinitySchedulingStrategy(str(row["NodeID"]), soft=False) for row in rows]
-    look, tell = (ray.remote(num_cpus=0, max_retries=0)(asked) for asked in (report, clock))
+    task = ray.remote(num_cpus=0, max_retries=0)
+    look, tell = task(report), task(clock)
     paths = {"data.path": str(config.data.path), "policy.model": config.policy.model}
     paths = {key: path for key, path in paths.items() if Path(path).is_absolute()}
     calls = [look.options(scheduling_strategy=on).remote(paths, str(config.folder)) for on in pinned]

@@ -17,6 +17,7 @@ from mobula.actors.samplers.settings import engine_settings
 from mobula.cluster.records.media import MediaStore
 from mobula.cluster.records.trajectory import Prompt, Reward, ScoredGroup, TrajectoryGroup
 from mobula.cluster.roles import SamplingSettings
+from mobula.cluster.weight_sync.interfaces import Receiver
 from mobula.cluster.weight_sync.manifest import Manifest
 from mobula.cluster.weight_sync.tolerance import Tolerance
 from mobula.cluster.weight_sync.transport import Rendezvous
@@ -104,13 +105,13 @@ class OneMember:
     def announced(self, version: int) -> None:
         pass
 
-    def synced(self, receiver: LocalActor, version: int) -> None:
+    def synced(self, receiver: Receiver, version: int) -> None:
         pass
 
     def published(self, version: int) -> None:
         pass
 
-    def lose(self, receiver: LocalActor, error: Exception) -> None:
+    def lose(self, receiver: Receiver, error: Exception) -> None:
         raise error
 
 

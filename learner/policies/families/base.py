@@ -15,7 +15,6 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from mobula.configs.schema import DataConfig
 from mobula.configs.schema.data import VideoConfig
-from mobula.configs.schema.rollout import SamplerKind
 from mobula.learner.policies.batch import TokenBatch, joined
 
 Size = tuple[int, int]  # (width, height) of a picture as it is in its file
@@ -76,7 +75,7 @@ class Family(ABC):
         parameters are gathered equally often on every rank.
         """
 
-    def without_pictures_on(self, device: str, sampler: SamplerKind) -> str:
+    def without_pictures_on(self, device: str, sampler: str) -> str:
         """Why prompts have no pictures in a run on this `resources.device` with this sampler; empty if they may."""
         return "" if self.takes_pictures else self.without_pictures
 

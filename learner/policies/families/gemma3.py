@@ -39,7 +39,7 @@ class Gemma3(VisionFamily):
         "`resources.dtype=float32` first. Pictures need `policy.attention=sdpa` and `learner.packing=false`"
     )
 
-    def without_pictures_on(self, device: str, sampler: SamplerKind) -> str:
+    def without_pictures_on(self, device: str, sampler: str) -> str:
         if (device, sampler) != ("cpu", SamplerKind.VLLM):
             return ""
         return (

@@ -11,7 +11,8 @@ from typing import Any
 
 import diffusers
 import torch
-from diffusers import AutoModel, DiffusionPipeline, ModelMixin
+from diffusers import AutoModel, DiffusionPipeline
+from diffusers.models.modeling_utils import ModelMixin
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import GatedRepoError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
 from torch import Tensor, nn

@@ -13,13 +13,14 @@ import queue
 import threading
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 from vllm import AsyncEngineArgs
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequestType
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core import EngineCore, EngineCoreProc, EngineShutdownState
@@ -49,7 +50,7 @@ class ThreadedCore(EngineCoreProc):
 
     def __init__(self, config: Any, executor: Any, log_stats: bool, deliver: Callable[[Any], None]) -> None:
         self.input_queue = queue.Queue()
-        self.output_queue = SimpleNamespace(put_nowait=deliver)
+        self.output_queue = SimpleNamespace(put_nowait=deliver)  # type: ignore[assignment]  # vLLM puts, and we take
         self.engine_index = 0
         self.engines_running = False
         self.shutdown_state = EngineShutdownState.RUNNING
@@ -69,12 +70,12 @@ class ThreadedCore(EngineCoreProc):
         take no more, later requests may as well come while it runs.
         """
         was_idle = not self.has_work()
-        super()._process_input_queue()
+        EngineCoreProc._process_input_queue(self)
         if was_idle and self.has_work():
             latest = time.monotonic() + BURST_S
             while not self._is_full() and (wait_s := min(self._gap_end(), latest) - time.monotonic()) > 0:
                 time.sleep(wait_s)
-            super()._process_input_queue()
+            EngineCoreProc._process_input_queue(self)
 
     def _gap_end(self) -> float:
         """Until when the next request of a burst would come."""
@@ -105,10 +106,10 @@ class InProcessClient(AsyncMPClient):
         self.core_engines = [self.core_engine]
         self.engine_ranks_managed = [0]
         self.engines_running = False
-        self.resources = SimpleNamespace(engine_dead=False)
+        self.resources = SimpleNamespace(engine_dead=False)  # type: ignore[assignment]  # no sockets
         self.outputs_queue: asyncio.Queue[Any] = asyncio.Queue()
         self.utility_results: dict[int, Any] = {}
-        self._engine_status: dict[int, dict] = {}
+        self._engine_status: dict[int, dict[str, Any]] = {}
         self._renderer = renderer
         self._loop = asyncio.get_running_loop()
         self._thread = threading.Thread(
@@ -130,6 +131,7 @@ class InProcessClient(AsyncMPClient):
     def measured(self, load: EngineLoad) -> EngineLoad:
         """`load` with queue and KV cache as they are now; vLLM need keep no statistics for it."""
         scheduler = self._core.scheduler
+        assert isinstance(scheduler, Scheduler), "its interface has no KV cache"
         num_running, num_waiting = scheduler.get_request_counts()
         usage = scheduler.kv_cache_manager.usage
         return replace(load, kv_usage=usage, num_running=num_running, num_waiting=num_waiting)
@@ -151,7 +153,7 @@ class InProcessClient(AsyncMPClient):
             self._core.last_came = time.monotonic()
 
     async def add_request_async(self, request: Any) -> None:
-        self.ensure_alive()
+        AsyncMPClient.ensure_alive(self)
         request.client_index = self.client_index
         self._core.last_came = time.monotonic()
         self._core.input_queue.put_nowait((EngineCoreRequestType.ADD, self._core.preprocess_add_request(request)))
@@ -167,12 +169,12 @@ class InProcessClient(AsyncMPClient):
             self._thread.join(JOIN_S if timeout is None else timeout)
         self.resources.engine_dead = True
 
-    def _call_utility_async(self, method: str, *args: Any, engine: Any) -> Awaitable[Any]:
-        self.ensure_alive()
+    async def _call_utility_async(self, method: str, *args: Any, engine: Any) -> Any:
+        AsyncMPClient.ensure_alive(self)
         call_id = uuid.uuid1().int >> 64
         future = self.utility_results[call_id] = self._loop.create_future()
         self._core.input_queue.put_nowait((EngineCoreRequestType.UTILITY, (self.client_index, call_id, method, args)))
-        return future
+        return await future
 
     def _run(self, config: Any, executor: Any, log_stats: bool) -> None:
         """The core's thread: it loads the model as well, because OpenMP keeps its threads by the thread that asks."""
@@ -191,7 +193,7 @@ class InProcessClient(AsyncMPClient):
             self.failure = error
             self._tell(self._died)
         finally:
-            self._core.shutdown()
+            EngineCoreProc.shutdown(self._core)
 
     def _deliver(self, output: tuple[int, EngineCoreOutputs]) -> None:
         """On the core's thread, after every step and for every answer."""
@@ -219,8 +221,8 @@ class InProcessClient(AsyncMPClient):
 def _made_by(client: type) -> Iterator[None]:
     """AsyncLLM has no parameter for its client: it makes it so, and nothing else by this name."""
     make_client = EngineCoreClient.make_async_mp_client
-    EngineCoreClient.make_async_mp_client = staticmethod(client)
+    EngineCoreClient.make_async_mp_client = staticmethod(client)  # type: ignore[method-assign]  # a patch of vLLM
     try:
         yield
     finally:
-        EngineCoreClient.make_async_mp_client = staticmethod(make_client)
+        EngineCoreClient.make_async_mp_client = staticmethod(make_client)  # type: ignore[method-assign]

@@ -16,7 +16,7 @@ def keep_sampled_logprobs_alone() -> None:
     """From now on the requests of this process that ask for `logprobs=0` in flat form, and for no text, get a list of
     floats, one a token, as `CompletionOutput.logprobs`; all others get what they got before.
     """
-    output_processor.LogprobsProcessor = SampledLogprobs
+    output_processor.LogprobsProcessor = SampledLogprobs  # type: ignore[misc]  # a patch of vLLM
 
 
 class SampledLogprobs(LogprobsProcessor):

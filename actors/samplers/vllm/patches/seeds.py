@@ -74,8 +74,8 @@ def _mixed(values: np.ndarray) -> np.ndarray:
 
 def seed_by_position() -> None:
     """From now on CPU engines of this process sample so. Engines on GPUs are left as they are."""
-    InputBatch.add_request = _added
-    TopKTopPSampler.forward_cpu = _sampled
+    InputBatch.add_request = _added  # type: ignore[method-assign, assignment]  # a patch of vLLM
+    TopKTopPSampler.forward_cpu = _sampled  # type: ignore[method-assign, assignment]  # and of its generators
 
 
 def _added(batch: InputBatch, request: Any) -> int:

@@ -70,12 +70,12 @@ class ThreadedCore(EngineCoreProc):
         take no more, later requests may as well come while it runs.
         """
         was_idle = not self.has_work()
-        EngineCoreProc._process_input_queue(self)
+        super()._process_input_queue()  # type: ignore[no-untyped-call]  # vLLM's
         if was_idle and self.has_work():
             latest = time.monotonic() + BURST_S
             while not self._is_full() and (wait_s := min(self._gap_end(), latest) - time.monotonic()) > 0:
                 time.sleep(wait_s)
-            EngineCoreProc._process_input_queue(self)
+            super()._process_input_queue()  # type: ignore[no-untyped-call]  # vLLM's
 
     def _gap_end(self) -> float:
         """Until when the next request of a burst would come."""
@@ -153,7 +153,7 @@ class InProcessClient(AsyncMPClient):
             self._core.last_came = time.monotonic()
 
     async def add_request_async(self, request: Any) -> None:
-        AsyncMPClient.ensure_alive(self)
+        self.ensure_alive()
         request.client_index = self.client_index
         self._core.last_came = time.monotonic()
         self._core.input_queue.put_nowait((EngineCoreRequestType.ADD, self._core.preprocess_add_request(request)))
@@ -170,7 +170,7 @@ class InProcessClient(AsyncMPClient):
         self.resources.engine_dead = True
 
     async def _call_utility_async(self, method: str, *args: Any, engine: Any) -> Any:
-        AsyncMPClient.ensure_alive(self)
+        self.ensure_alive()
         call_id = uuid.uuid1().int >> 64
         future = self.utility_results[call_id] = self._loop.create_future()
         self._core.input_queue.put_nowait((EngineCoreRequestType.UTILITY, (self.client_index, call_id, method, args)))
@@ -193,7 +193,7 @@ class InProcessClient(AsyncMPClient):
             self.failure = error
             self._tell(self._died)
         finally:
-            EngineCoreProc.shutdown(self._core)
+            self._core.shutdown()
 
     def _deliver(self, output: tuple[int, EngineCoreOutputs]) -> None:
         """On the core's thread, after every step and for every answer."""

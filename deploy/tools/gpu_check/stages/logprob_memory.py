@@ -44,7 +44,7 @@ def run(context: Context) -> Figures:
             output.weight.copy_(weight)
         states = hidden.to(context.device).requires_grad_()
         context.restart_peak()
-        with LargestTensor() as largest:  # type: ignore[no-untyped-call]  # torch's
+        with LargestTensor() as largest:
             if name == "chunked":
                 logprobs = ScoringHead(output, chunk)(states, targets, HOT, False)[0]
             else:

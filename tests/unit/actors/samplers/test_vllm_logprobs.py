@@ -65,7 +65,7 @@ def kept_by_vllm(rows: list[list[float]]) -> FlatLogprobs:
     return found
 
 
-def completion(logprobs: FlatLogprobs) -> Any:
+def completion(logprobs: FlatLogprobs | None) -> Any:
     spans = [SimpleNamespace(version="3", start=0, end=2)]
     own = {"index": 0, "token_ids": [100, 101], "finish_reason": "stop", "stop_reason": None}
     return SimpleNamespace(outputs=[SimpleNamespace(**own, logprobs=logprobs, weight_versions=spans)])
@@ -84,6 +84,12 @@ def test_a_set_that_may_be_larger_than_what_is_reported_is_refused() -> None:
     reader = OutputReader(SimpleNamespace(output_processor=None), "r", keeps_sets=True)
     with pytest.raises(RolloutError, match="more than the 2 tokens that it reports.*lower sampler.top_k"):
         list(reader.read(completion(kept_by_vllm([[-0.7, -0.1, -0.7], [-0.2, -0.2, -3.0]]))))
+
+
+def test_tokens_without_log_probs_are_refused() -> None:
+    reader = OutputReader(SimpleNamespace(output_processor=None), "r", keeps_sets=False)
+    with pytest.raises(RolloutError, match="2 tokens but 0 log-probs"):
+        list(reader.read(completion(None)))
 
 
 def test_a_request_that_is_not_flat_gets_vllms_own() -> None:

@@ -50,8 +50,8 @@ class FlowSampler(PictureSampler):
         self._schedules = {how.num_steps: self._checkpoint.schedule(how) for how in ways}
         self._num_conditions = 2 if self._checkpoint.takes_negatives(self._denoising.guidance) else 1
         dtype = DTYPES[self._settings.dtype]
-        self._vae = self._checkpoint.vae(dtype).to(self._device).eval()  # type: ignore[arg-type]  # diffusers: `to` is no method to mypy
-        self._model = self._checkpoint.transformer(dtype).to(self._device).eval()  # type: ignore[arg-type]
+        self._vae = self._checkpoint.vae(dtype).to(self._device).eval()
+        self._model = self._checkpoint.transformer(dtype).to(self._device).eval()
         self._take_parameters()
 
     def _placed(self) -> tuple[torch.nn.Module, ...]:

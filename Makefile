@@ -59,7 +59,7 @@ test-all: environment
 types: environment
 	@mkdir -p build/types/mobula
 	@ln -sfn $(CURDIR)/deploy/package/mobula/__init__.py build/types/mobula/__init__.py
-	@for name in actors cluster configs deploy learner rewards; do ln -sfn $(CURDIR)/$$name build/types/mobula/; done
+	@for name in actors cluster configs deploy examples learner rewards; do ln -sfn $(CURDIR)/$$name build/types/mobula/; done
 	.venv/bin/mypy $(ARGS)
 
 benchmark: environment

@@ -21,6 +21,8 @@ from mobula.configs.near_paths import near
 
 T = TypeVar("T")
 
+PACKAGE = Path(__file__).parents[1]
+"""The directory of `mobula`, which has `examples/` in it."""
 FOLDER_VARIABLE = "MOBULA_COMMAND_FOLDER"
 """Environment variable of workers: the working directory of the command, where relative paths begin."""
 REFERENCE = re.compile(r"[^:\s]+:[A-Za-z_][\w.]*")
@@ -33,21 +35,25 @@ def is_user_code(name: str) -> bool:
 
 
 def names_user_code(values: Any) -> bool:
-    """Whether nested values of a configuration name code of a user, or options of it."""
+    """Whether nested values of a configuration name code of a user, or options of it; that of `examples/` is none."""
     if isinstance(values, Mapping):
         return any(names_user_code(v) or (k.endswith("_options") and bool(v)) for k, v in values.items())
     if isinstance(values, list):
         return any(map(names_user_code, values))
-    return isinstance(values, str) and REFERENCE.fullmatch(values) is not None
+    return isinstance(values, str) and REFERENCE.fullmatch(values) is not None and not _is_ours(values)
 
 
 def user_files(values: Any) -> list[str]:
-    """The files of a user's code that nested values of a configuration name."""
+    """The files of a user's code that nested values of a configuration name, without those of `examples/`."""
     if isinstance(values, Mapping | list):
         below = values.values() if isinstance(values, Mapping) else values
         return [file for value in below for file in user_files(value)]
-    is_file = isinstance(values, str) and REFERENCE.fullmatch(values) is not None
+    is_file = isinstance(values, str) and REFERENCE.fullmatch(values) is not None and not _is_ours(values)
     return [file] if is_file and (file := values.rpartition(":")[0]).endswith(".py") else []
+
+
+def _is_ours(name: str) -> bool:
+    return name.startswith("examples/") and (PACKAGE / name.rpartition(":")[0]).is_file()
 
 
 def chosen(
@@ -141,14 +147,14 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def file_at(path: str) -> Path:
-    """The file at a path that begins in the working directory of the command, or in that of this process.
+    """The file at a path that begins in the working directory of the command, in that of this process, or in `mobula`.
 
-    A job that was submitted with a working directory runs in another copy of it on each node.
+    A job that was submitted with a working directory runs in another copy of it on each node. `mobula` has `examples/`.
 
     Raises:
         ValueError: there is no file.
     """
-    folders = [Path(os.environ.get(FOLDER_VARIABLE, "")), Path()]
+    folders = [Path(os.environ.get(FOLDER_VARIABLE, "")), Path(), PACKAGE]
     file = next((folder / path for folder in folders if (folder / path).is_file()), None)
     if file is None:
         raise ValueError(f"no file {Path(path).absolute()} here{near(Path(path))}")

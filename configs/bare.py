@@ -21,6 +21,7 @@ from mobula.configs.groups import (
     groups,
     layers,
     merge,
+    option_file,
     own_values,
     without_missing,
 )
@@ -63,7 +64,7 @@ def _composed(chosen: Mapping[str, str]) -> dict[str, Any]:
 def _choices(experiment: str) -> dict[str, str]:
     """Group -> option, as an experiment and those that it builds on choose them."""
     chosen: dict[str, str] = {}
-    for entry in _content(FOLDER / EXPERIMENT / f"{experiment}.yaml").get("defaults", []):
+    for entry in _content(option_file(EXPERIMENT, experiment)).get("defaults", []):
         if isinstance(entry, Mapping):
             chosen |= {name.removeprefix(OVERRIDE): option for name, option in entry.items()}
         elif entry != "_self_":
@@ -73,7 +74,7 @@ def _choices(experiment: str) -> dict[str, str]:
 
 def _layer(group: str, option: str) -> dict[str, Any]:
     """Everything that an option sets, those of the options that it builds on included."""
-    file = FOLDER / group / f"{option}.yaml"
+    file = option_file(group, option)
     content = _content(file)
     values: dict[str, Any] = {}
     for entry in content.pop("defaults", []):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mobula.configs import keys
-from mobula.configs.groups import FOLDER, MISSING, groups, own_values
+from mobula.configs.groups import FOLDER, MISSING, groups, option_file, own_values
 from mobula.configs.load import load_config
 from mobula.configs.schema.base import Section
 from mobula.configs.schema.run import RunConfig
@@ -78,7 +78,7 @@ def text() -> str:
 def _groups() -> Iterator[str]:
     yield "## Groups\n\n| group | options |\n|---|---|"
     for group, options in groups().items():
-        lines = (f"`{option}`: {_summary(FOLDER / group / f'{option}.yaml')}" for option in options)
+        lines = (f"`{option}`: {_summary(option_file(group, option))}" for option in options)
         yield f"| `{group}` | {'<br>'.join(lines)} |"
 
 

@@ -3,10 +3,13 @@
 An option's file may build on other options of its group (`defaults: [held_out, _self_]`) and on the group's `_base`,
 which holds what all options share. What an option says is the content of its file and of the options that it builds on;
 what stands in `_base` says nothing about the choice.
+
+Options are looked up in this directory, in those of `MOBULA_TASKS` and in those of `examples/`, in this order.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -14,7 +17,12 @@ from typing import Any
 
 import yaml
 
+from mobula.configs.errors import ConfigError
+
 FOLDER = Path(__file__).parent
+EXAMPLES = FOLDER.parent / "examples"  # inside the package `mobula`, also in a wheel
+TASKS_VARIABLE = "MOBULA_TASKS"
+"""Environment variable: directories of the user with groups, as `examples/sums` is one, separated by colons."""
 MISSING = "???"  # a value that is left to the user
 EXPERIMENT = "experiment"
 GLOBAL_PACKAGE = "# @package _global_"
@@ -33,10 +41,33 @@ COMPUTATIONS: Mapping[str, Callable[..., Any]] = {  # `${NAME:${KEY},...}` in fi
 
 
 @cache
+def roots() -> tuple[Path, ...]:
+    """The directories that hold groups. The first that has an option's file decides.
+
+    Raises:
+        ConfigError: a directory of `MOBULA_TASKS` is missing, or one of its options has the name of a built-in one.
+    """
+    tasks = [Path(name).resolve() for name in os.environ.get(TASKS_VARIABLE, "").split(":") if name]
+    for task in tasks:
+        if not task.is_dir():
+            raise ConfigError(f"{TASKS_VARIABLE} names {task}, which is no directory: correct or unset it")
+        for file in task.glob("*/*.yaml"):
+            if (FOLDER / file.relative_to(task)).is_file():
+                raise ConfigError(f"{file} has the name of a built-in option of {file.parent.name}: rename it")
+    return (FOLDER, *tasks, *sorted(folder for folder in EXAMPLES.iterdir() if folder.is_dir()))
+
+
+@cache
 def groups() -> Mapping[str, tuple[str, ...]]:
     """The options of every group, by the group's name; a file named `_...` is shared by options and is none itself."""
-    folders = sorted(folder for folder in FOLDER.iterdir() if any(folder.glob("*.yaml")))
-    return {folder.name: _options(folder) for folder in folders}
+    names = sorted(folder.name for folder in FOLDER.iterdir() if any(folder.glob("*.yaml")))
+    files = {name: {file.stem for root in roots() for file in (root / name).glob("*.yaml")} for name in names}
+    return {name: tuple(sorted(stem for stem in stems if stem[0] != "_")) for name, stems in files.items()}
+
+
+def option_file(group: str, option: str) -> Path:
+    """The file of an option that exists."""
+    return next(file for root in roots() if (file := root / group / f"{option}.yaml").is_file())
 
 
 def layers() -> tuple[str, ...]:
@@ -47,7 +78,7 @@ def layers() -> tuple[str, ...]:
 
 def own_values(group: str, option: str) -> dict[str, Any]:
     """The values that an option sets in a run's configuration, without those that are left to the user."""
-    text = (FOLDER / group / f"{option}.yaml").read_text(encoding="utf-8")
+    text = option_file(group, option).read_text(encoding="utf-8")
     content = yaml.safe_load(text) or {}
     values: dict[str, Any] = {}
     for entry in content.pop("defaults", []):
@@ -83,7 +114,3 @@ def without_missing(values: Any) -> Any:
     if isinstance(values, list):
         return [without_missing(value) for value in values]
     return values
-
-
-def _options(folder: Path) -> tuple[str, ...]:
-    return tuple(sorted(path.stem for path in folder.glob("*.yaml") if not path.stem.startswith("_")))

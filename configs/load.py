@@ -34,6 +34,7 @@ from mobula.configs.groups import (
     layers,
     merge,
     own_values,
+    roots,
     without_missing,
 )
 from mobula.configs.rules import checked
@@ -78,7 +79,10 @@ def _composed(words: Sequence[Word]) -> dict[str, Any]:
     """
     choices = [word for word in words if word.is_group]
     with initialize_config_dir(str(FOLDER), version_base="1.3"):
-        composed = compose("config", [f"{choice.name}={choice.value}" for choice in choices])
+        # Single quotes, in which Hydra's grammar takes any character but them.
+        others = ["'file://" + str(root).replace("'", r"\'") + "'" for root in roots()[1:]]
+        search = f"hydra.searchpath=[{','.join(others)}]"
+        composed = compose("config", [search, *(f"{choice.name}={choice.value}" for choice in choices)])
     values: dict[str, Any] = OmegaConf.to_container(composed, resolve=False)  # type: ignore[assignment]
     chosen = {choice.name: choice.value for choice in choices if choice.name != EXPERIMENT}
     for group in layers():

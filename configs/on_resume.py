@@ -27,6 +27,8 @@ DECLARED: Mapping[OnResume, tuple[str, ...]] = {
         "policy.lora.rank",
         "policy.lora.alpha",  # it scales what was learned
         "policy.lora.target_modules",
+        "data.writer",
+        "data.writer_options",
         "data.kind",
         "data.path",
         "data.subset",

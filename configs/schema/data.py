@@ -30,7 +30,6 @@ class DataKind(StrEnum):
     GEOSPOT = "geospot"
     TONES = "tones"
     GLYPHS = "glyphs"
-    SUMS = "sums"
 
 
 WRITTEN = (
@@ -45,7 +44,6 @@ WRITTEN = (
     DataKind.GEOSPOT,
     DataKind.TONES,
     DataKind.GLYPHS,
-    DataKind.SUMS,
 )
 """Data that a run writes itself, as JSONL."""
 
@@ -68,7 +66,7 @@ class SourceConfig(Section):
     kind: DataKind | UserCode
     """The reader, which is the format of the files. `chat`, `digit_pairs` and
     `digit_sum_pairs` are for offline jobs alone. The tasks of Mobula (digits, `nlvr2`,
-    `captioning`, `geospot`, `tones`, `glyphs`, `sums`) write theirs first if their folder is missing. `environment`
+    `captioning`, `geospot`, `tones`, `glyphs`) write theirs first if their folder is missing. `environment`
     takes the first observations of `environment.name` as prompts and reads no files."""
     path: Annotated[Path, NOT_EMPTY]
     """The folder with the files of all splits; for `huggingface` also a name on the hub."""
@@ -160,6 +158,11 @@ class AudioConfig(Section):
 class DataConfig(SourceConfig):
     """The prompts: where they are read from, and what a prompt may be. docs/data.md has an example of each format."""
 
+    writer: Literal["none"] | UserCode
+    """Your own function that writes the data: it is called with `data.path` before they are read, and leaves data alone
+    that it wrote before."""
+    writer_options: dict[str, Any]
+    """Arguments of `writer`."""
     kind_options: dict[str, Any]
     """Arguments of the reader `kind`, where it is your own code."""
     row_format_options: dict[str, Any]

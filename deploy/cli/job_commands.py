@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 import time
 from enum import StrEnum
@@ -59,6 +60,7 @@ def submit(
 ) -> None:
     """Train as a job of a Ray cluster; sent again under the same name it resumes. Ends with the job's exit code."""
     from mobula.cluster.user_code import user_files
+    from mobula.configs.groups import TASKS_VARIABLE
     from mobula.configs.load import load_config
     from mobula.deploy.jobs.client import Jobs, check_address
 
@@ -72,11 +74,13 @@ def submit(
         from mobula.deploy.jobs.submit import Submission
         from mobula.deploy.jobs.submit import submit as send
 
-        variables = {name: value for name, _, value in pairs}
+        tasks = os.environ.get(TASKS_VARIABLE, "")
+        variables = {TASKS_VARIABLE: tasks} if tasks else {}
+        variables |= {name: value for name, _, value in pairs}
         wait_s = stop_wait or math.ceil(config.timeouts.stop_checkpoint_s) + CLOSE_S
-        files = [Path(file) for file in user_files(config.model_dump(mode="json"))]
-        if working_dir is None and not all(file.is_absolute() for file in files):
-            working_dir = Path()  # the user's code goes along
+        names = [*user_files(config.model_dump(mode="json")), *filter(None, tasks.split(":"))]
+        if working_dir is None and not all(Path(name).is_absolute() for name in names):
+            working_dir = Path()  # the user's code and tasks go along
         asked = Submission(auth.value, working_dir, tuple(exclude or ()), python, wait_s, submission_id, variables)
         found = send(config, overrides or [], asked, jobs)
         terminal(soft_wrap=True).print(f"job {found} submitted to {address}", markup=False, highlight=False)

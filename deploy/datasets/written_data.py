@@ -11,9 +11,9 @@ from mobula.actors.datasets.written.captioning import write_captioning
 from mobula.actors.datasets.written.geospot import write_geospot
 from mobula.actors.datasets.written.glyphs import write_glyphs
 from mobula.actors.datasets.written.nlvr2 import write_nlvr2
-from mobula.actors.datasets.written.sums import write_sums
 from mobula.actors.datasets.written.tones import write_tones
-from mobula.configs.schema.data import DataKind
+from mobula.cluster.user_code import chosen
+from mobula.configs.schema.data import DataConfig, DataKind
 from mobula.rewards.functions.geography.gazetteer import installed_places
 from mobula.rewards.functions.geography.stages import STAGES
 
@@ -25,6 +25,15 @@ def write_data(kind: str, folder: Path) -> None:
         ValueError: the folder holds something else, or a package is missing.
     """
     WRITERS[kind](folder)
+
+
+def data_writer(config: DataConfig) -> Callable[[Path], object]:
+    """The function that `data.writer` names, with `data.writer_options`.
+
+    Raises:
+        ValueError: it cannot be called with its options.
+    """
+    return chosen({"none": lambda folder: None}, config.writer, "data.writer", ("folder",), config.writer_options)
 
 
 def _write_geospot(folder: Path) -> Path:
@@ -47,5 +56,4 @@ WRITERS: Mapping[str, Callable[[Path], Path]] = {
     DataKind.GEOSPOT: _write_geospot,
     DataKind.TONES: write_tones,
     DataKind.GLYPHS: write_glyphs,
-    DataKind.SUMS: write_sums,
 }

@@ -11,6 +11,7 @@ from mobula.cluster.metrics.sinks.trackers import tracker
 from mobula.cluster.user_code import is_user_code
 from mobula.configs.schema import RunConfig
 from mobula.configs.schema.data import WRITTEN
+from mobula.deploy.datasets.written_data import data_writer
 from mobula.learner.credit import Credit
 from mobula.learner.objective import PolicyObjective
 from mobula.learner.optim import optimizer_maker
@@ -41,6 +42,7 @@ def _check_other_parts(config: RunConfig) -> None:
     optimizer_maker(config.learner)
     sampler_maker(config.sampler.kind, config.sampler.kind_options)
     processor_maker(config)
+    data_writer(config.data)
     for source in (config.data, *config.data.sources.values()):
         if is_user_code(source.kind) or source.kind in (*READERS, *WRITTEN):
             reader_of(source, config.data.kind_options)

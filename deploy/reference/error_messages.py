@@ -14,7 +14,7 @@ from mobula.configs.document import write_page
 from mobula.configs.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("configs", "cluster", "actors", "learner", "rewards", "deploy")
+PACKAGES = ("configs", "cluster", "actors", "learner", "rewards", "deploy", "examples")
 TARGET = ROOT / "docs" / "errors.md"
 GAP = "…"
 CONFIGURATION = "configs/rules/"  # whose functions return the messages of a ConfigError

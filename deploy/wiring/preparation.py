@@ -34,7 +34,7 @@ from mobula.configs.schema import EvaluationConfig, PolicyConfig, RunConfig
 from mobula.configs.schema.data import WRITTEN
 from mobula.configs.schema.rollout import SamplerKind
 from mobula.deploy.datasets.data_files import identity_with_data
-from mobula.deploy.datasets.written_data import write_data
+from mobula.deploy.datasets.written_data import data_writer, write_data
 from mobula.deploy.planning.engine_sizes import EngineSizes
 from mobula.deploy.preflight.checks import find_mismatches
 from mobula.deploy.preflight.findings import refuse
@@ -424,7 +424,9 @@ def require_model(config: RunConfig) -> None:
 
 
 def ensure_data(config: RunConfig) -> None:
-    """Write the data of `data.kind` if a run writes them itself and their folder is not there yet."""
+    """Write the data by `data.writer`, or of a `data.kind` that a run writes itself, unless they are there."""
+    with _writing("data.path", config.data.path):
+        data_writer(config.data)(config.data.path)
     if config.data.kind in WRITTEN:
         with _writing("data.path", config.data.path):
             write_data(config.data.kind, config.data.path)

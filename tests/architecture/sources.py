@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("configs", "cluster", "rewards", "learner", "actors", "deploy")
+PACKAGES = ("configs", "cluster", "rewards", "learner", "actors", "deploy", "examples")
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,8 @@ def within_project(name: str) -> str:
 @cache
 def sources() -> tuple[Source, ...]:
     """All files of the packages."""
-    paths = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+    script = ROOT / "examples" / "notebook.py"  # a user's
+    paths = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py") if path != script)
     return tuple(_read(path) for path in paths)
 
 

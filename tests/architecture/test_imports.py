@@ -16,6 +16,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "learner": ("configs", "cluster"),
     "actors": ("configs", "cluster", "learner.policies"),
     "deploy": ("configs", "cluster", "rewards", "learner", "actors"),
+    "examples": ("configs", "cluster", "rewards", "learner", "actors"),  # plug-ins: nothing imports them
 }
 
 # Who may import each walled library, as patterns of paths.

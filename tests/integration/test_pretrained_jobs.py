@@ -17,8 +17,8 @@ from jobs import RUN_DEADLINE_S, Job
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from waiting import wait_until
 
-from mobula.actors.datasets.written.sums import write_sums
 from mobula.cluster.metrics.report.run_folder import read_run_folder
+from mobula.examples.sums.sums import write_sums
 from mobula.learner.policies.pretrained import PRETRAINED
 
 pytestmark = [

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from mobula.actors.datasets.open_split import open_split
-from mobula.actors.datasets.written.sums import write_sums
 from mobula.configs.load import load_config
+from mobula.examples.sums.sums import write_sums
 
 SPLITS = ("train", "validation", "test")
 

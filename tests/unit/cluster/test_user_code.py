@@ -86,6 +86,14 @@ def test_a_relative_path_begins_in_the_folder_of_the_command(own: Path, monkeypa
     assert load("own.py:one")(4) == 4
 
 
+def test_the_examples_are_found_from_anywhere_and_are_no_files_of_the_user(
+    own: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(own)
+    assert load("examples/sums/sums.py:write_sums")(own / "sums") == own / "sums"
+    assert user_files({"writer": "examples/sums/sums.py:write_sums", "loss": "own.py:one"}) == ["own.py"]
+
+
 def test_a_users_file_hides_no_installed_module(own: Path) -> None:
     (own / "json.py").write_text("mine = True\n")
     assert load("json.py:mine") and not hasattr(sys.modules["json"], "mine")

@@ -17,7 +17,6 @@ from mobula.configs.errors import ConfigError
 from mobula.configs.groups import groups, leaves, own_values
 from mobula.configs.load import dump_config, load_config, load_resolved
 from mobula.configs.schema import DataKind, RunConfig, SamplerKind
-from mobula.configs.schema.data import WRITTEN
 from mobula.configs.schema.run import MAX_SECONDS
 from mobula.configs.words import overridden
 
@@ -294,11 +293,15 @@ def test_any_folder_comes_in_as_data_of_any_experiment() -> None:
         assert (config.data.kind, config.data.path) == (DataKind.JSONL, Path("/some/My Folder"))
 
 
+def has_path(option: str) -> bool:
+    return "path" in own_values("data", option)["data"]
+
+
 NEEDS: dict[str, list[str]] = {
     "sampler=flow": ["warm_start.num_steps=0", "resources.reference.num_workers=0", "algorithm.kl.coef=0"],
     **{f"environment={option}": ["data=environment"] for option in groups()["environment"] if option != "none"},
     "policy=hf": ["policy.model=some/model"],
-    **{f"data={option}": ["data.path=some/folder"] for option in groups()["data"] if option not in WRITTEN},
+    **{f"data={option}": ["data.path=some/folder"] for option in groups()["data"] if not has_path(option)},
     "data=environment": ["environment=calculator"],
     "data=mixture": [
         "data.sources={one: {kind: jsonl, path: a, row_format: question, columns: {}, splits: {}, media_path: '', "

@@ -148,7 +148,7 @@ def test_linters_find_nothing(tool: str, path: Path) -> None:
 
 def test_the_image_holds_every_package() -> None:
     copied = {line.split()[1] for line in DOCKERFILE.read_text().splitlines() if line.startswith("COPY ")}
-    assert {"configs", "cluster", "actors", "learner", "rewards", "deploy", "pyproject.toml"} <= copied
+    assert {"configs", "cluster", "actors", "learner", "rewards", "deploy", "examples", "pyproject.toml"} <= copied
 
 
 def test_the_cluster_launcher_starts_ray_from_the_environment() -> None:

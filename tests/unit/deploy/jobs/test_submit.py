@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from mobula.cluster.errors import PreflightError
+from mobula.configs.groups import TASKS_VARIABLE, roots
 from mobula.configs.load import load_config
 from mobula.deploy.cli import app
 from mobula.deploy.host.authentication import set_auth
@@ -68,6 +69,20 @@ def test_a_stopped_job_has_the_time_to_write_its_checkpoint_and_to_close_its_rol
     assert result.exit_code == 0, result.output
     [(_, _, env, _)] = jobs.sent
     assert env["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"] == wait_s
+
+
+def test_directories_of_tasks_go_along(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    jobs = FakeJobs()
+    monkeypatch.setattr(client, "Jobs", lambda address, auth: jobs)
+    (tmp_path / "mine").mkdir()
+    monkeypatch.chdir(tmp_path)
+    roots.cache_clear()
+    monkeypatch.setenv(TASKS_VARIABLE, "mine")
+    result = CliRunner().invoke(app, ["submit", "--address", "http://127.0.0.1:1", "--no-follow", *WORDS])
+    roots.cache_clear()
+    assert result.exit_code == 0, result.output
+    [(_, _, env, _)] = jobs.sent
+    assert (env["env_vars"][TASKS_VARIABLE], env["working_dir"]) == ("mine", str(tmp_path))
 
 
 def test_words_are_quoted_and_a_named_resume_stands() -> None:

@@ -33,6 +33,8 @@ def data_config(**changes: object) -> DataConfig:
     return DataConfig(
         kind=DataKind.JSONL,
         path=Path("data"),
+        writer="none",
+        writer_options={},
         kind_options={},
         row_format="question",
         row_format_options={},

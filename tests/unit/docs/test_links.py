@@ -1,4 +1,4 @@
-"""Every relative link of a page leads to a file and a heading in it; docs/README.md lists every page."""
+"""Every link and every test that a page names exists; docs/README.md lists every page."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ REPOSITORY = Path(__file__).parents[3]
 DOCS = sorted((REPOSITORY / "docs").glob("*.md"))
 PAGES = [*sorted(REPOSITORY.glob("*.md")), *DOCS, REPOSITORY / "examples" / "README.md"]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
+TEST_FILE = re.compile(r"\b(test_\w+\.py)\b")
 CODE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 
 
@@ -38,6 +39,12 @@ def test_links_lead_somewhere(page: Path) -> None:
 def test_the_index_has_every_page() -> None:
     linked = set(LINK.findall((REPOSITORY / "docs" / "README.md").read_text(encoding="utf-8")))
     assert {page.name for page in DOCS} - linked == {"README.md"}
+
+
+def test_every_test_file_that_a_page_names_exists() -> None:
+    names = {path.name for path in (REPOSITORY / "tests").rglob("test_*.py")}
+    named = {name for page in PAGES for name in TEST_FILE.findall(page.read_text(encoding="utf-8"))}
+    assert len(named) > 50 and named - names == set()
 
 
 def test_a_broken_link_is_seen(tmp_path: Path) -> None:

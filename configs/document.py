@@ -120,7 +120,7 @@ def _same(section: type[Section], first: dict[type[Section], str]) -> tuple[type
 
 
 def _table(title: str, section: type[Section], rows: list[keys.Key], first: dict[type[Section], str]) -> Iterator[str]:
-    yield f"\n## {title}\n\n{' '.join((section.__doc__ or '').split())}\n"
+    yield f"\n## {title}\n{' '.join((section.__doc__ or '').split())}\n"
     yield "| key | value | default | meaning |\n|---|---|---|---|"
     names = {key.name for key in rows}
     for key in rows:

@@ -84,13 +84,16 @@ def template(node: ast.expr) -> str:
 
 
 def text() -> str:
-    """The whole page: one row for the messages of a kind in a folder."""
-    rows: Mapping[tuple[str, str], list[str]] = defaultdict(list)
+    """The whole page: one row for the messages of a kind, by the folder that raises them."""
+    rows: Mapping[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for message in messages():
         folder = message.path.rpartition("/")[0]
-        rows[message.kind, folder].append(f"`{message.text}`".replace("|", "\\|"))
-    lines = [f"| `{kind}` | {folder} | {'<br>'.join(texts)} |" for (kind, folder), texts in sorted(rows.items())]
-    return "\n".join([HEAD, "| error | raised in | messages |", "|---|---|---|", *lines, ""])
+        rows[message.kind][folder].append(f"`{message.text}`".replace("|", "\\|"))
+    lines = []
+    for kind, folders in sorted(rows.items()):
+        cells = (f"**{folder}**<br>{'<br>'.join(texts)}" for folder, texts in sorted(folders.items()))
+        lines.append(f"| `{kind}` | {'<br>'.join(cells)} |")
+    return "\n".join([HEAD, "| error | messages, by the folder that raises them |", "|---|---|", *lines, ""])
 
 
 def _in_line(found: str) -> str:

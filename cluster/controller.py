@@ -82,15 +82,15 @@ class Controller:
             self.rollouts.streaming(),
             self.evaluator.evaluating(),
             self.checkpoints.writing(),
-            self.stop.heeded(),
+            self.stop.accepting_requests(),
         ):
             try:
-                async with self.stop.interrupting():
+                async with self.stop.interruptible():
                     await self.evaluator.maybe_run(version)
                 while version < self.total_steps:
                     with self.metrics.step(version + 1) as step:
                         with step.timed("wait_for_rollouts"):
-                            async with self.stop.interrupting():
+                            async with self.stop.interruptible():
                                 groups = await self.replay.take(self.groups_per_step)
                         with step.timed("reference"):
                             groups = await self.reference.score(groups)
@@ -103,7 +103,7 @@ class Controller:
                         await self.replay.release(groups)
                         step.record(groups, update, await self.replay.stats())
                         with step.timed("evaluation"):
-                            async with self.stop.interrupting():
+                            async with self.stop.interruptible():
                                 await self.evaluator.maybe_run(version)
                         with step.timed("checkpoint"):
                             await self.checkpoints.maybe_save(version)

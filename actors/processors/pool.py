@@ -96,11 +96,11 @@ class ProcessorPool:
         """
         lost: list[str] = []
         while len(lost) < MAX_LOSSES:
-            async with self._work.place(is_urgent=bool(lost)) as place:
+            async with self._work.slot(is_urgent=bool(lost)) as slot:
                 try:
-                    return await self._prepare_at(place, row, prompt_id)
+                    return await self._prepare_at(slot, row, prompt_id)
                 except (WorkerDiedError, DeadlineError) as error:
-                    lost.append(str(await self._work.failed(place, error)))
+                    lost.append(str(await self._work.failed(slot, error)))
         raise RowError(
             "killed_processors",
             f"{len(lost)} processor workers, or their answers, were lost over {row.sample_id}, the last one with: "
@@ -108,15 +108,15 @@ class ProcessorPool:
             row.sample_id,
         )
 
-    async def _prepare_at(self, place: WorkerSlot, row: Any, prompt_id: str) -> Prompt | ScoredGroup:
+    async def _prepare_at(self, slot: WorkerSlot, row: Any, prompt_id: str) -> Prompt | ScoredGroup:
         held = self._held(row.sample_id)
         num_media = self._num_media(row)
         if num_media:  # Ray takes a list apart only when several results are asked for
-            call = place.handle.prepare.options(num_returns=1 + num_media)
+            call = slot.handle.prepare.options(num_returns=1 + num_media)
             said, *references = call.remote(row, prompt_id, frozenset(held))
         else:
-            said, references = place.handle.prepare_text.remote(row, prompt_id), []
-        what = f"{place.name} to prepare {row.sample_id} (timeouts.prepare_s)"
+            said, references = slot.handle.prepare_text.remote(row, prompt_id), []
+        what = f"{slot.name} to prepare {row.sample_id} (timeouts.prepare_s)"
         made: Made = await answer(said, timeout_s=self._timeout_s, what=what)
         if made.prompt is None:
             raise RowError(made.reason, made.detail, row.sample_id)

@@ -78,12 +78,12 @@ class ReferencePool:
 
     async def _score_somewhere(self, groups: list[ScoredGroup]) -> list[ScoredGroup]:
         for attempt in range(1, self._max_attempts + 1):
-            async with self._work.place(is_urgent=attempt > 1) as place:
+            async with self._work.slot(is_urgent=attempt > 1) as slot:
                 try:
-                    await self._load(place.name, place.handle)
-                    return await self._score(place, groups)
+                    await self._load(slot.name, slot.handle)
+                    return await self._score(slot, groups)
                 except (WorkerDiedError, DeadlineError) as error:
-                    found = await self._work.failed(place, error)
+                    found = await self._work.failed(slot, error)
             if attempt == self._max_attempts:
                 raise found
             self._on_retry(type(found).__name__)
@@ -101,14 +101,14 @@ class ReferencePool:
         await answer(handle.load.remote(self._folder), timeout_s=self._timeout_s, what=what)
         self._loaded[name] = handle
 
-    async def _score(self, place: WorkerSlot, groups: list[ScoredGroup]) -> list[ScoredGroup]:
+    async def _score(self, slot: WorkerSlot, groups: list[ScoredGroup]) -> list[ScoredGroup]:
         """All results of one call appear together, so waiting for the last leaves the others where they are."""
-        scorer = place.handle
+        scorer = slot.handle
         if len(groups) == 1:  # Ray takes a list apart only when several results are asked for
             logprobs = [scorer.score_one.remote(groups[0])]
         else:
             logprobs = scorer.score.options(num_returns=len(groups)).remote(groups)
-        what = f"{place.name} to score {len(groups)} groups"
+        what = f"{slot.name} to score {len(groups)} groups"
         await answer(logprobs[-1], timeout_s=self._timeout_s, what=what)
         return [replace(g, reference_logprobs=lp) for g, lp in zip(groups, logprobs, strict=True)]
 

@@ -352,9 +352,9 @@ class _Nothing:
         yield
 
     @asynccontextmanager
-    async def heeded(self) -> AsyncIterator[None]:
+    async def accepting_requests(self) -> AsyncIterator[None]:
         yield
 
     @asynccontextmanager
-    async def interrupting(self) -> AsyncIterator[None]:
+    async def interruptible(self) -> AsyncIterator[None]:
         yield

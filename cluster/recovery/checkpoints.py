@@ -1,9 +1,9 @@
-"""Checkpoints: the driver's side of atomic run checkpoints. One is complete or it does not exist.
+"""Checkpoints: the driver's side of atomic run checkpoints. A checkpoint is complete or does not exist.
 
-checkpoints/step-000040/learner/...     what the learner ranks wrote: model, optimizer, random states
-checkpoints/step-000040/state.json      version, what the run is, and the state of each resumable part
+checkpoints/step-000040/learner/...     files of the learner ranks: model, optimizer, random states
+checkpoints/step-000040/state.json      version, identity of the run, and the state of each resumable part
 checkpoints/step-000040/manifest.json   size and sha256 of every other file; written last
-checkpoints/.tmp-40-<token>/            one that is being written; renamed when every byte is on disk
+checkpoints/.tmp-40-<token>/            a checkpoint in progress; renamed when every byte is on disk
 """
 
 from __future__ import annotations
@@ -32,55 +32,55 @@ _logger = logging.getLogger(__name__)
 _STEP = re.compile(r"step-(\d+)")
 _LEFTOVER = re.compile(r"\.(tmp|old)-.+")
 FINISHED = "the trained policy"
-# Writers in Rust and C++ raise errors of their own.
+# Writers in Rust and C++ raise other types than OSError.
 _FULL_DISK = ("No space left on device", "Disk quota exceeded", "enforce fail at inline_container")
 _MANIFEST, _STATE, _LEARNER = "manifest.json", "state.json", "learner"
 
 
 class Durable(Protocol):
-    """The learner group as a checkpoint sees it; `folder` is on a file system that every rank and the driver share."""
+    """Saves and loads the state of a learner group. Every rank and the driver share the file system of `folder`."""
 
     async def save(self, folder: Path) -> None:
-        """Take a copy of the state as it is now, which is written to `folder` beside whatever comes next."""
+        """Copies the state and writes it to `folder` in the background."""
         ...
 
     async def finish_save(self) -> bool:
-        """Wait until the last copy is on disk; False if it was lost with a learner that had to be restored."""
+        """Waits until the last copy is on disk. Returns False if the copy was lost with a rank."""
         ...
 
     async def load(self, folder: Path) -> int:
-        """Returns the version that was loaded."""
+        """Restores the state written by `save` and returns its version."""
         ...
 
 
 class Resumable(Protocol):
-    """A part of the driver that goes on where it was."""
+    """A part of the driver whose state is kept in checkpoints."""
 
     def state(self) -> dict[str, Any]:
-        """The state to keep, as JSON."""
+        """Returns the state for a checkpoint, as JSON."""
         ...
 
     def restore(self, version: int, state: dict[str, Any]) -> None: ...
 
 
 class Recovery(Protocol):
-    """Continues from a checkpoint to the point where the run was (`mobula.cluster.recovery.resume`)."""
+    """Repeats the steps between a checkpoint and the end of the run (`mobula.cluster.recovery.resume`)."""
 
     async def begin(self) -> None:
-        """A new run begins."""
+        """Called at the start of a new run."""
         ...
 
     async def recover(self, version: int) -> int:
-        """Learner and parts are as the checkpoint of `version` has them; returns the version reached from there."""
+        """Called once learner and parts are restored from the checkpoint of `version`. Returns the version reached."""
         ...
 
     async def saved(self, version: int) -> None:
-        """A checkpoint of `version` is complete."""
+        """Called when the checkpoint of `version` is complete."""
         ...
 
 
 class CheckpointAlone:
-    """A run goes on from its checkpoint, and what came after it is done again."""
+    """Resumes from the checkpoint alone; later steps are sampled and trained again."""
 
     async def begin(self) -> None: ...
 
@@ -92,9 +92,9 @@ class CheckpointAlone:
 
 @dataclass(frozen=True)
 class CheckpointSchedule:
-    """After every `interval_steps` (0: none between) and after the last step; `keep` of them stay.
+    """A checkpoint is due after every `interval_steps` (0: never) and after the last step. The newest `keep` are kept.
 
-    Version 0 stays besides: it is the reference policy of the run, and holds the warm start.
+    Version 0 is always kept: it is the reference policy of the run and holds the warm start.
     """
 
     interval_steps: int
@@ -124,10 +124,10 @@ class Checkpoints:
         before_resume: Callable[[], Awaitable[None]] | None = None,
         on_accepted: Callable[[], None] = lambda: None,
     ) -> None:
-        """`prepare` makes version 0 of a new run (the warm start), `finish` follows the last version's checkpoint (the
-        export of the trained policy); `identity` is `run_identity(config)`. Without a `recovery` a run goes on from its
+        """`prepare` makes version 0 of a new run (the warm start). `finish` runs after the last checkpoint (the export
+        of the trained policy). `identity` is `run_identity(config)`. Without `recovery` a run resumes from its
         checkpoint alone. `before_resume` is awaited before the learner loads a checkpoint or makes version 0.
-        `on_accepted` is called for a new run, and once a checkpoint is loaded.
+        `on_accepted` is called once the checkpoint is loaded, or before version 0 of a new run is made.
         """
         self._folder = folder
         self._learner = learner
@@ -143,17 +143,18 @@ class Checkpoints:
         self._tasks: asyncio.TaskGroup | None = None
         self._running: asyncio.Task[Path | None] | None = None
         self._is_overdue = False
-        self._newest: int | None = None  # version of the newest complete one
+        self._newest: int | None = None  # version of the newest complete checkpoint
 
     async def resume(self) -> int:
-        """The version to go on from: what the newest complete checkpoint and the journal after it lead to, else 0 after
-        `prepare`, which is saved at once.
+        """Restores the run and returns its version.
+
+        The newest complete checkpoint is loaded and the steps of the journal are repeated. Without a checkpoint
+        version 0 is prepared and saved.
 
         Raises:
-            PreflightError: resume=never and there is a checkpoint, or it is of another run: a key that may not change
-                has changed.
-            CheckpointError: the learner cannot load it.
-            JournalError: the journal holds a step that cannot be taken again.
+            PreflightError: resume=never and there is a checkpoint, or a key changed that must not change.
+            CheckpointError: the learner cannot load the checkpoint.
+            JournalError: a step of the journal cannot be repeated.
         """
         latest = await asyncio.to_thread(find_resumable, self._folder, self._resume, self._identity)
         await asyncio.to_thread(_remove_leftovers, self._folder)
@@ -177,18 +178,18 @@ class Checkpoints:
         _logger.info("resumed from %s", latest)
         reached = await self._recovery.recover(version)
         if reached > version:
-            await self.maybe_save(reached)  # the part that was killed may not have come to it
+            await self.maybe_save(reached)  # the run may have been killed before this checkpoint
         elif reached == self._schedule.total_steps:
             with self._disk_explained(FINISHED):
-                await self._finish()  # nor to this, which leaves no word of how far it came
+                await self._finish()  # the export leaves no record of its progress, so it is repeated
         return reached
 
     @asynccontextmanager
     async def writing(self) -> AsyncIterator[None]:
-        """Write checkpoints beside the body; what is being written when the body ends is completed, however it ends.
+        """Writes checkpoints in the background while the body runs. Waits for a write in progress on exit.
 
         Raises:
-            CheckpointError: one could not be written; the body was cancelled.
+            CheckpointError: a checkpoint could not be written; the body was cancelled.
         """
         async with background_tasks() as self._tasks:
             try:
@@ -196,14 +197,14 @@ class Checkpoints:
                 await self._finish_write()
             finally:
                 self._tasks = None
-                if self._running is not None:  # its state was copied before whatever has failed
+                if self._running is not None:  # also after an error of the body: the state was copied before it
                     await asyncio.wait({self._running})
 
     async def maybe_save(self, version: int) -> None:
-        """Save `version` if it is due, and finish the run with the last one.
+        """Saves `version` if a checkpoint is due; after the last version, calls `finish`.
 
-        Within `writing` it returns once the state is copied, and one checkpoint is written at a time. The last one is
-        waited for. One that was lost with a learner rank is made up for at the next step.
+        Inside `writing` it returns once the state is copied; one checkpoint is written at a time. It waits for the last
+        checkpoint. A copy that was lost with a learner rank is replaced by a checkpoint of the next step.
         """
         is_last = version == self._schedule.total_steps
         await self._finish_write(is_waiting=is_last or self._schedule.is_due(version))
@@ -218,22 +219,22 @@ class Checkpoints:
                 await self._finish()
 
     async def ensure_saved(self, version: int) -> None:
-        """Save `version`, also where it is not due, unless that is done; for a run that stops.
+        """Saves `version` for a run that stops, unless it has its checkpoint.
 
         Raises:
-            CheckpointError: it could not be written; earlier checkpoints are untouched.
+            CheckpointError: the checkpoint could not be written; earlier checkpoints are untouched.
         """
         await self._finish_write()
         if self._newest == version:
-            _logger.info("step %d has its checkpoint already", version)
+            _logger.info("step %d already has a checkpoint", version)
         else:
             await self.save(version)
 
     async def save(self, version: int) -> Path:
-        """Write a checkpoint and remove the oldest ones beyond `keep`.
+        """Writes a checkpoint and removes the oldest ones beyond `keep`.
 
         Raises:
-            CheckpointError: it could not be written; earlier checkpoints are untouched.
+            CheckpointError: the checkpoint could not be written; earlier checkpoints are untouched.
         """
         while True:
             path = await self._write(*await self._copy(version))
@@ -241,13 +242,13 @@ class Checkpoints:
                 return path
 
     async def _finish_write(self, *, is_waiting: bool = True) -> None:
-        """Take note of the checkpoint that is being written, once it is."""
+        """Takes the outcome of the checkpoint in progress; with `is_waiting`, waits for it."""
         if self._running is not None and (is_waiting or self._running.done()):
             self._is_overdue = await self._running is None
             self._running = None
 
     async def _copy(self, version: int) -> tuple[Path, Mapping[str, Any]]:
-        """Copies of the learner's state, on its way to the folder that is returned, and of the driver's."""
+        """Returns the draft folder, to which the learner writes its copy, and a copy of the driver's state."""
         state = {
             "version": version,
             "identity": self._identity,
@@ -260,11 +261,11 @@ class Checkpoints:
         return draft, state
 
     async def _write(self, draft: Path, state: Mapping[str, Any]) -> Path | None:
-        """Complete a checkpoint; None if the learner's copy was lost."""
+        """Completes a checkpoint and returns its path; None if the learner's copy was lost."""
         version = state["version"]
         with self._explained(draft, version):
             if not await self._learner.finish_save():
-                _logger.warning("the checkpoint of step %d was lost with a learner rank: another one follows", version)
+                _logger.warning("the checkpoint of step %d was lost with a learner rank and is written again", version)
                 await asyncio.to_thread(shutil.rmtree, draft)
                 return None
             path = await asyncio.to_thread(self._complete, draft, version, state)
@@ -292,7 +293,7 @@ class Checkpoints:
 
     @contextmanager
     def _explained(self, draft: Path, version: int) -> Iterator[None]:
-        """What was written of a checkpoint that cannot be completed is removed: it may have filled the disk."""
+        """Removes the draft of a checkpoint that cannot be completed (it may have filled the disk) and explains why."""
         try:
             yield
         except Exception as error:
@@ -313,8 +314,8 @@ class Checkpoints:
     def _refuse(self, what: str, error: Exception) -> NoReturn:
         reason = str(error) if isinstance(error, OSError) else f"no space left ({str(error).splitlines()[-1]})"
         raise CheckpointError(
-            f"{what} could not be written below {self._folder}: {reason}; free the disk or set folder=... to another "
-            "one, then go on with resume=auto"
+            f"{what} could not be written below {self._folder}: {reason}; free disk space or set folder=... to another "
+            "disk, then go on with resume=auto"
         ) from error
 
     def _complete(self, draft: Path, version: int, state: Mapping[str, Any]) -> Path:
@@ -322,7 +323,7 @@ class Checkpoints:
         _write_manifest(draft)
         path = self._folder / f"step-{version:06d}"
         if path.exists():
-            _remove(path)  # it is damaged: the run went on from an older one
+            _remove(path)  # damaged: a complete one would have been resumed
         os.rename(draft, path)
         _sync(self._folder)
         self._prune()
@@ -341,10 +342,10 @@ def _is_full_disk(error: Exception) -> bool:
 
 
 def find_resumable(folder: Path, resume: Resume, identity: Mapping[str, Any]) -> Path | None:
-    """The checkpoint that a run with this configuration goes on from; None for a new run. Needs no role: call it early.
+    """Returns the checkpoint from which a run with this configuration resumes; None for a new run. Needs no role.
 
     Raises:
-        PreflightError: resume=never and there is a checkpoint, or it is of another run (`refuse_other_run`).
+        PreflightError: resume=never and there is a checkpoint, or another run wrote it (`refuse_other_run`).
     """
     latest = latest_complete(folder)
     if latest is None:
@@ -359,16 +360,18 @@ def find_resumable(folder: Path, resume: Resume, identity: Mapping[str, Any]) ->
 
 
 def refuse_other_run(checkpoint: Path, identity: Mapping[str, Any]) -> None:
-    """Compare what a checkpoint was saved with. Keys that an older version did not save are not compared.
+    """Compares `identity` with the identity in a checkpoint. Keys that an older version did not save are ignored.
 
     Raises:
-        PreflightError: a key that may not change has changed.
+        PreflightError: a key changed that must not change.
     """
     saved = json.loads((checkpoint / _STATE).read_text())["identity"]
     changed = [key for key in sorted(saved.keys() & identity.keys()) if saved[key] != identity[key]]
     if changed:
         was = ", ".join(f"{key}={_shown(saved[key])} (now {_shown(identity[key])})" for key in changed)
-        raise PreflightError(f"{checkpoint} is of a run with {was}: set them back to go on, or name=... for a new run")
+        raise PreflightError(
+            f"{checkpoint} was saved with {was}: set these keys back to resume, or name=... for a new run"
+        )
 
 
 def _shown(value: Any) -> str:
@@ -376,7 +379,7 @@ def _shown(value: Any) -> str:
 
 
 def latest_complete(folder: Path) -> Path | None:
-    """The newest checkpoint whose files are all there and unchanged; damaged ones are named in a warning."""
+    """Returns the newest complete checkpoint, its hashes verified; logs a warning for each damaged one."""
     for path in _newest_first(folder):
         fault = _fault(path, with_hashes=True)
         if fault is None:
@@ -386,21 +389,21 @@ def latest_complete(folder: Path) -> Path | None:
 
 
 def newest_learner_state(folder: Path) -> tuple[int, Path] | None:
-    """Version and learner folder of the newest complete checkpoint; None if there is none."""
+    """Returns version and learner folder of the newest complete checkpoint; None if there is none."""
     latest = latest_complete(folder)
     return None if latest is None else (_version(latest), latest / _LEARNER)
 
 
 def learner_state_of(folder: Path, version: int) -> Path:
-    """The learner folder of the checkpoint of `version`.
+    """Returns the learner folder of the checkpoint of `version`.
 
     Raises:
-        PreflightError: there is none, or it is not complete.
+        PreflightError: the checkpoint does not exist or is not complete.
     """
     path = folder / f"step-{version:06d}"
     if not path.is_dir():
-        steps = ", ".join(str(_version(found)) for found in reversed(_newest_first(folder)))
-        raise PreflightError(f"{folder} has no checkpoint of step {version}: there are {steps or 'none'}")
+        steps = ", ".join(str(_version(step)) for step in reversed(_newest_first(folder)))
+        raise PreflightError(f"{folder} has no checkpoint of step {version}; it has these steps: {steps or 'none'}")
     fault = _fault(path, with_hashes=True)
     if fault is not None:
         raise PreflightError(f"{path} is not complete, {fault}: use another step")
@@ -408,8 +411,8 @@ def learner_state_of(folder: Path, version: int) -> Path:
 
 
 def _newest_first(folder: Path) -> list[Path]:
-    found = [path for path in folder.iterdir() if _STEP.fullmatch(path.name)] if folder.is_dir() else []
-    return sorted(found, key=_version, reverse=True)
+    checkpoints = [path for path in folder.iterdir() if _STEP.fullmatch(path.name)] if folder.is_dir() else []
+    return sorted(checkpoints, key=_version, reverse=True)
 
 
 def _version(path: Path) -> int:
@@ -419,7 +422,7 @@ def _version(path: Path) -> int:
 
 
 def _fault(path: Path, *, with_hashes: bool) -> str | None:
-    """Why a checkpoint is not complete; None if it is."""
+    """Returns why a checkpoint is not complete; None if it is complete."""
     if not (path / _MANIFEST).is_file():
         return f"it has no {_MANIFEST}"
     try:
@@ -433,12 +436,12 @@ def _fault(path: Path, *, with_hashes: bool) -> str | None:
         if file.stat().st_size != entry["num_bytes"]:
             return f"{name} has {file.stat().st_size} bytes instead of {entry['num_bytes']}"
         if with_hashes and _sha256(file) != entry["sha256"]:
-            return f"{name} is not what was written (sha256)"
+            return f"{name} was changed after it was written (sha256)"
     return None
 
 
 def _write_manifest(folder: Path) -> None:
-    """List and sync every file below `folder`, then write and sync the manifest."""
+    """Lists and syncs every file below `folder`, then writes and syncs the manifest."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     entries = {str(f.relative_to(folder)): {"num_bytes": f.stat().st_size, "sha256": _sha256(f)} for f in files}
     (folder / _MANIFEST).write_text(json.dumps({"files": entries}, indent=1))
@@ -460,15 +463,15 @@ def _sync(path: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a checkpoint so that it is never seen half removed under its own name."""
+    """Renames a checkpoint and removes it, so that a kill in between leaves no partial checkpoint under its name."""
     doomed = path.with_name(f".old-{path.name}-{secrets.token_hex(4)}")
     os.rename(path, doomed)
     shutil.rmtree(doomed)
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """Remove what killed saves and removals left behind."""
+    """Removes the drafts and renamed folders of saves and removals that were killed."""
     leftovers = [path for path in folder.iterdir() if _LEFTOVER.fullmatch(path.name)] if folder.is_dir() else []
     for path in leftovers:
-        _logger.warning("%s is left of a save that was killed: removed", path)
+        _logger.warning("removed %s, a leftover of a save that was killed", path)
         shutil.rmtree(path)

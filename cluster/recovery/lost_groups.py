@@ -1,8 +1,8 @@
 """Regeneration of finished groups that were lost with their node, from the journal or by sampling again.
 
-A finished group lives on the node of its rollout actor until the journal has fetched it, and is not copied before. A
-group of a step that is missing is taken from the journal, or sampled and scored again if the journal does not have it.
-A step that was trained comes from the journal only: with other groups, its weights would be others.
+A finished group is stored on the node of its rollout actor alone until the journal has fetched it. A missing group of a
+new step is taken from the journal, or sampled and scored again if the journal does not have it. The groups of a trained
+step come from the journal only: other groups would give other weights.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _logger = logging.getLogger(__name__)
 
 
 class GroupRegenerator:
-    """Replaces the lost groups of a step, and leaves the others as they are."""
+    """Replaces the lost groups of a step and keeps the others."""
 
     def __init__(
         self,
@@ -48,8 +48,8 @@ class GroupRegenerator:
         self._on_lost = on_lost
 
     async def regenerate(self, groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
-        """The groups of a step that is not trained yet, in order. A regenerated group has no reference log-probs, nor
-        has a group that only lost those.
+        """Returns the groups of a step that is not trained yet, in order. Regenerated groups, and groups that lost only
+        their reference log-probs, have none of the latter.
 
         Raises:
             RolloutError, RewardError: a prompt could not be sampled or scored again.
@@ -61,16 +61,16 @@ class GroupRegenerator:
         return [replace(g, reference_logprobs=None) if await self._is_lost(g.reference_logprobs) else g for g in whole]
 
     async def recall(self, groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
-        """The groups of a step that was trained, with their log-probs, as the journal has them.
+        """Reads the groups of a trained step from the journal, with their log-probs.
 
         Raises:
-            LostObjectError: the journal does not have one of them; `replay.journal` is off.
+            LostObjectError: the journal lacks one of them (`replay.journal` is off).
         """
         recorded = await self._replay.recall(_ids(groups))
         missing = [group_id for group_id in _ids(groups) if group_id not in recorded]
         if missing:
             raise LostObjectError(
-                f"groups {', '.join(missing)} went with their node after they were trained, and no journal has them: "
+                f"groups {', '.join(missing)} were trained and then lost with their node, and no journal has them: "
                 "go on with resume=auto, and set replay.journal=true"
             )
         return [await asyncio.to_thread(self._groups.revive, recorded[group_id]) for group_id in _ids(groups)]
@@ -78,7 +78,7 @@ class GroupRegenerator:
     async def _replace(self, lost: ScoredGroup, recorded: Mapping[str, RecordedGroup]) -> ScoredGroup:
         group_id = lost.summary.group_id
         if group_id in recorded and recorded[group_id].has_all_media:
-            # Without log-probs: the journal has those of trained steps alone, and this step is scored again.
+            # Without log-probs: the journal has log-probs of trained steps only, and this step is scored again.
             bare = replace(recorded[group_id], reference_logprobs=None)
             group = await asyncio.to_thread(self._groups.revive, bare)
         else:
@@ -90,8 +90,7 @@ class GroupRegenerator:
 
     async def _is_lost(self, reference: Any) -> bool:
         try:
-            what = "what is left of a step"
-            await asyncio.to_thread(fetch_or_miss, [reference], timeout_s=self._timeout_s, what=what)
+            await asyncio.to_thread(fetch_or_miss, [reference], timeout_s=self._timeout_s, what="a group of a step")
         except LostObjectError:
             return True
         return False
@@ -115,7 +114,7 @@ class RegeneratingReference:
         return await self._reference.score(groups)
 
     async def regenerate(self, groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
-        """The groups of a scored step, in order, with lost ones replaced; lost log-probs are computed again."""
+        """Returns the groups of a scored step, in order; lost groups are replaced and lost log-probs recomputed."""
         whole = await self._regenerator.regenerate(groups)
         unscored = [
             new

@@ -1,8 +1,8 @@
 """RestartableLearner: a learner group that is restarted from its newest checkpoint when a rank is lost.
 
-The state of a lost rank is lost, and the other ranks cannot continue without it. So all ranks are restarted, load the
-newest complete checkpoint, and repeat the later steps with the groups that those steps had: an update is a function of
-state and groups, so the weights are as before. Then the call that failed is repeated.
+The other ranks cannot continue without the state of the lost rank. So all ranks are restarted, load the newest complete
+checkpoint and repeat the later steps with the same groups. An update is a function of state and groups, so the weights
+are as before. Then the call that failed is repeated.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Recall = Callable[[Sequence[ScoredGroup]], Awaitable[Sequence[ScoredGroup]]]
 
 
 class NotRestartableError(WorkerDiedError):
-    """The ranks cannot be restarted at all."""
+    """The ranks cannot be restarted: there is no checkpoint."""
 
 
 class Ranks(Learner, Sender, Durable, MovableLearner, Protocol):
@@ -51,7 +51,7 @@ class Ranks(Learner, Sender, Durable, MovableLearner, Protocol):
     version: int
 
     async def respawn(self) -> None:
-        """End every rank at once and start all of them again."""
+        """Kills every rank and starts all of them again."""
         ...
 
     async def export(self, folder: Path) -> None: ...
@@ -60,13 +60,12 @@ class Ranks(Learner, Sender, Durable, MovableLearner, Protocol):
 
 
 class RestartableLearner:
-    """Implements `Ranks` around `ranks`, which are restarted whenever a call finds that one is dead or does not answer.
+    """Implements `Ranks` around `ranks`, and restarts them when one is dead or does not answer.
 
-    Every call is repeated until it is answered; each loss costs one restart of the budget. Calls in progress when a
-    rank is lost all fail and are repeated, also a call whose answer has just come: its effect may be lost with the
-    ranks.
-    Transfer groups do not survive: a push that is under way ends in a WeightSyncError, and is repeated in a group of a
-    new epoch. Before the first checkpoint a loss ends the run.
+    Every call is repeated until it is answered; each loss costs one restart of the budget. All calls in progress fail
+    and are repeated when a rank is lost, including a call whose answer has just arrived: its effect may be lost with
+    the ranks. Transfer groups do not survive: a push in progress raises a WeightSyncError and is repeated in a group of
+    a new epoch. A loss before the first checkpoint ends the run.
     """
 
     def __init__(
@@ -77,21 +76,21 @@ class RestartableLearner:
         budget: RestartBudget,
         on_lost: Callable[[str], None],
     ) -> None:
-        """`newest()` returns version and learner folder of the newest complete checkpoint. `on_lost` is called with the
-        kind of each loss: `learner_died` or `learner_hung`.
+        """`newest()` returns version and learner folder of the newest complete checkpoint. `on_lost` gets the kind of
+        each loss: `learner_died` or `learner_hung`.
         """
         self._ranks = ranks
         self._newest = newest
         self._budget = budget
         self._on_lost = on_lost
         self._losses = RepeatedCause()
-        self._furthest = -1  # version that was made: losses with one cause at one version are a restart loop
+        self._furthest = -1  # highest version made: losses with one cause at one version are a restart loop
         self._restarting = asyncio.Lock()
         self._lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._trained: list[tuple[int, Sequence[ScoredGroup]]] = []  # (version made, groups), since a checkpoint
         self._generation = 0  # of ranks
-        self._saved_by = 0  # the generation that has the last copy
-        self._opened: set[int] = set()  # transfer epochs of the ranks that are there now
+        self._saved_by = 0  # the generation that holds the last copy
+        self._opened: set[int] = set()  # transfer epochs of the current ranks
         self._recall: Recall | None = None
         self.num_steps_repeated = 0
 
@@ -105,8 +104,8 @@ class RestartableLearner:
         return self._generation
 
     def lose(self, error: Exception) -> None:
-        """Report that a rank is dead or does not answer: calls under way end now instead of at their deadline."""
-        if not self._restarting.locked():  # ranks that start do not answer yet
+        """Reports that a rank is dead or does not answer: calls in progress fail now instead of at their deadline."""
+        if not self._restarting.locked():  # starting ranks do not answer yet
             self._break_off(error)
 
     async def update(self, groups: Sequence[ScoredGroup]) -> UpdateReport:
@@ -116,7 +115,7 @@ class RestartableLearner:
         return report
 
     async def assess(self, groups: Sequence[ScoredGroup]) -> Mapping[str, float]:
-        """The metrics of an offline job on these rows."""
+        """Returns the metrics of an offline job on these rows."""
         return await self._outliving(lambda: self._ranks.assess(groups))
 
     async def offload(self, part: str) -> None:
@@ -133,7 +132,7 @@ class RestartableLearner:
             self._trained = [(version, groups) for version, groups in self._trained if version > newest[0]]
 
     async def finish_save(self) -> bool:
-        """Wait until the last copy is on disk; False if it was lost with the ranks that had it."""
+        """Waits until the last copy is on disk. Returns False if it was lost with the ranks."""
         saved_by = self._saved_by
         return await self._outliving(self._ranks.finish_save) and self._generation == saved_by
 
@@ -155,22 +154,24 @@ class RestartableLearner:
         return rendezvous
 
     async def join_transfer(self, rendezvous: Rendezvous) -> None:
-        """A missed deadline does not mean that the learner is lost: it may have waited for a receiver.
+        """Joins the transfer group. A missed deadline does not mean a lost rank: the ranks may wait for a receiver.
 
         Raises:
-            WeightSyncError: the group did not come together, or went with the ranks that had opened it.
+            WeightSyncError: the group did not form, or was lost with the ranks that had opened it.
         """
 
         async def join() -> None:
             # Inside the repeated call: after a restart the group is gone, and a new one needs a new epoch.
             if rendezvous.epoch not in self._opened:
-                raise WeightSyncError(f"transfer epoch {rendezvous.epoch} went with the ranks that had opened it")
+                raise WeightSyncError(
+                    f"transfer epoch {rendezvous.epoch} was lost with the learner ranks that had opened it"
+                )
             await self._ranks.join_transfer(rendezvous)
 
         try:
-            await self._outliving(join, is_patient=True)
+            await self._outliving(join, may_time_out=True)
         except DeadlineError as error:
-            raise WeightSyncError(f"transfer epoch {rendezvous.epoch} did not come together: {error}") from error
+            raise WeightSyncError(f"transfer group of epoch {rendezvous.epoch} did not form: {error}") from error
 
     async def leave_transfer(self, epoch: int) -> None:
         self._opened.discard(epoch)
@@ -183,14 +184,14 @@ class RestartableLearner:
         return await self._outliving(lambda: self._ranks.export_weights(bucket_bytes))
 
     def recall_with(self, recall: Recall) -> None:
-        """Set what returns the lost groups of a trained step; without it, their loss ends the run."""
+        """Sets the function that returns the lost groups of a trained step. Without it their loss ends the run."""
         self._recall = recall
 
-    async def _outliving(self, call: Callable[[], Coroutine[Any, Any, T]], *, is_patient: bool = False) -> T:
-        """The answer to `call`, repeated after each restart.
+    async def _outliving(self, call: Callable[[], Coroutine[Any, Any, T]], *, may_time_out: bool = False) -> T:
+        """Returns the answer to `call`, repeated after each restart.
 
-        A patient call waits for others behind the ranks, so that missing its own deadline does not mean that a rank is
-        lost.
+        With `may_time_out` a missed deadline of the call is raised and does not count as a lost rank: the ranks wait
+        for other processes.
         """
         while True:
             async with self._restarting:  # no call runs while the ranks are restored
@@ -200,10 +201,10 @@ class RestartableLearner:
                     lost.result()
                 return await _unless(lost, call())
             except LOST as error:
-                if is_patient and isinstance(error, DeadlineError) and not lost.done():
+                if may_time_out and isinstance(error, DeadlineError) and not lost.done():
                     raise
                 async with self._restarting:
-                    # All calls in progress fail together; the first of them restarts, and the others find it done.
+                    # All calls in progress fail together: the first one restarts the ranks, the others only repeat.
                     if self._lost is lost:
                         await self._restart(error)
 
@@ -213,7 +214,7 @@ class RestartableLearner:
             self._lost.exception()  # marks it as retrieved: no call may be in progress to do so
 
     async def _restart(self, error: Exception) -> None:
-        """Restart all ranks until they are back.
+        """Restarts all ranks until they are back.
 
         Raises:
             WorkerDiedError: the restart budget is used up, or there is no checkpoint.
@@ -224,10 +225,10 @@ class RestartableLearner:
             self._on_lost("learner_hung" if isinstance(error, DeadlineError) else "learner_died")
             if self._losses.failed(error, self._furthest):
                 raise RestartLoopError(
-                    f"the learner was lost {MAX_EQUAL} times in a row at the same place with the same cause: "
-                    f"{fault.cause}. A restart does not change that; fix the cause, then go on with resume=auto"
+                    f"the learner was lost {MAX_EQUAL} times in a row at the same step with the same cause: "
+                    f"{fault.cause}. A restart does not help; fix the cause, then go on with resume=auto"
                 ) from error
-            # Counted before the pause: ranks that die while they start use the budget up, too.
+            # Taken before the pause: ranks that die during their start use up the budget, too.
             pause = self._budget.take(time.monotonic())
             if pause is None:
                 raise WorkerDiedError(
@@ -246,7 +247,7 @@ class RestartableLearner:
             return
 
     async def _bring_back(self, error: Exception) -> None:
-        """Bring the ranks back to the version they had.
+        """Restores the ranks to their version before the loss.
 
         Raises:
             NotRestartableError: there is no checkpoint.
@@ -255,7 +256,7 @@ class RestartableLearner:
         if newest is None:
             raise NotRestartableError(f"the learner was lost before its first checkpoint: {error}") from error
         version, folder = newest
-        # Before the ranks start: a copy that the lost ranks had is lost even if the start fails.
+        # Before the ranks start: the copy of the lost ranks is lost even if the start fails.
         self._generation += 1
         self._opened.clear()
         await self._ranks.respawn()
@@ -271,7 +272,7 @@ class RestartableLearner:
         )
 
     async def _repeat(self, groups: Sequence[ScoredGroup]) -> Sequence[ScoredGroup]:
-        """Repeat a step; returns its groups, some of which may have been recalled."""
+        """Repeats a step. Returns its groups, some of which may have been read from the journal."""
         try:
             await self._ranks.update(groups)
         except LostObjectError:
@@ -283,7 +284,7 @@ class RestartableLearner:
 
 
 async def _unless(lost: asyncio.Future[None], call: Coroutine[Any, Any, T]) -> T:
-    """The answer to `call`. Raises the error of `lost` as soon as that is set."""
+    """Returns the answer to `call`, or raises the error of `lost` as soon as it is set."""
     task = asyncio.ensure_future(call)
     task.add_done_callback(lambda task: task.cancelled() or task.exception())  # retrieved: `lost` may be first
     try:

@@ -1,8 +1,8 @@
-"""Recovery: from the newest checkpoint to where the run was, by its journal.
+"""Recovery from the newest checkpoint to the last step of the journal.
 
-An update is a function of the learner's state and of the groups, so the steps that the journal holds are taken again
-and the weights come out as they were: bit for bit on the same ranks and threads of a CPU, within what its kernels
-promise on a GPU. Finished groups that were not trained yet go back into the dispatcher instead of being sampled again.
+An update is a function of the learner's state and the groups, so repeating the steps of the journal gives the same
+weights: bit for bit on the same ranks and CPU threads, within the determinism of the kernels on a GPU. Finished groups
+that were not trained yet go back into the dispatcher and are not sampled again.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ NO_STATS = ReplayStats(num_ready=0, num_taken=0, num_bytes=0, oldest_age_s=0.0)
 
 
 class JournalRecovery:
-    """Brings learner, dispatcher and buffer of a run from a checkpoint to where its journal ends."""
+    """Brings learner, dispatcher and replay buffer from a checkpoint to the end of the journal."""
 
     def __init__(
         self,
@@ -47,8 +47,8 @@ class JournalRecovery:
         age_limit: AgeLimit,
         on_recovered: Callable[[Mapping[str, int]], None],
     ) -> None:
-        """`metrics` may lack some of the steps that are repeated. `on_recovered` is called with the number of steps and
-        groups that came back, and with the number of lost groups by reason.
+        """`metrics` may lack some of the repeated steps. `on_recovered` gets the number of recovered steps and groups,
+        and the number of lost groups by reason.
         """
         self._journal = journal
         self._learner = learner
@@ -60,46 +60,46 @@ class JournalRecovery:
         self._on_recovered = on_recovered
 
     async def begin(self) -> None:
-        """A new run begins: records that an earlier run left in the journal become void."""
+        """Called at the start of a new run: invalidates the records that an earlier run left in the journal."""
         await self._replay.resume(0, ())
 
     async def recover(self, version: int) -> int:
-        """Go on from the checkpoint of `version`, which learner and dispatcher were restored from; returns the version
-        reached.
+        """Repeats the journal's steps after the checkpoint of `version`, from which learner and dispatcher were
+        restored. Returns the version reached.
 
         Raises:
-            JournalError: a step cannot be taken again: its data have changed, or the checkpoint says that it was.
+            JournalError: a step cannot be repeated: its data have changed, or the checkpoint already contains it.
         """
-        found = await asyncio.to_thread(self._journal.recover, version)
-        # Learner, dispatcher and buffer in this order: each takes up what the one before has settled.
-        for step in found.steps:
+        recovered = await asyncio.to_thread(self._journal.recover, version)
+        # In this order: the dispatcher needs the version that the learner reached, the buffer needs both.
+        for step in recovered.steps:
             await self._repeat(step)
-        lost: Counter[str] = Counter({TORN: found.num_torn} if found.num_torn else {})
-        finished = await asyncio.to_thread(self._revived, found, lost)
-        trained = (group_id for step in found.steps for group_id in step.group_ids)
+        lost: Counter[str] = Counter({TORN: recovered.num_torn} if recovered.num_torn else {})
+        finished = await asyncio.to_thread(self._revived, recovered, lost)
+        trained = (group_id for step in recovered.steps for group_id in step.group_ids)
         self._dispatcher.catch_up(
-            found.reached, [*trained, *filter(self._dispatcher.is_open, found.rejected)], finished
+            recovered.reached, [*trained, *filter(self._dispatcher.is_open, recovered.rejected)], finished
         )
-        await self._replay.resume(found.reached, [group.summary.group_id for group in finished])
+        await self._replay.resume(recovered.reached, [group.summary.group_id for group in finished])
         _logger.info(
-            "the journal led from version %d to %d; %d finished groups came back, %s",
+            "recovered from version %d to %d by the journal; finished groups recovered: %d, %s",
             version,
-            found.reached,
+            recovered.reached,
             len(finished),
             f"lost: {dict(lost)}" if lost else "none was lost",
         )
-        self._on_recovered({"steps": len(found.steps), "groups": len(finished), **lost})
-        return found.reached
+        self._on_recovered({"steps": len(recovered.steps), "groups": len(finished), **lost})
+        return recovered.reached
 
     async def saved(self, version: int) -> None:
-        """A checkpoint of `version` is complete."""
+        """Called when the checkpoint of `version` is complete."""
         await self._replay.forget(version)
 
     async def _repeat(self, step: TrainedStep) -> None:
         closed = [group_id for group_id in step.group_ids if not self._dispatcher.is_open(group_id)]
         if closed:
             raise self._unfit(
-                step, f"the checkpoint says that {', '.join(closed)} was trained on or rejected before it"
+                step, f"according to the checkpoint {', '.join(closed)} was trained or rejected before it"
             )
         try:
             groups = await asyncio.to_thread(lambda: [self._groups.revive(recorded) for recorded in step.read()])
@@ -113,21 +113,21 @@ class JournalRecovery:
 
     def _unfit(self, step: TrainedStep, reason: str) -> JournalError:
         return JournalError(
-            f"step {step.version} of the journal cannot be taken again: {reason}; fix that, or remove "
-            f"{self._journal.folder} to go on from the checkpoint and do later steps again"
+            f"step {step.version} of the journal cannot be repeated: {reason}; fix that, or remove "
+            f"{self._journal.folder} to resume from the checkpoint and sample the later steps again"
         )
 
-    def _revived(self, found: Recovered, lost: Counter[str]) -> list[ScoredGroup]:
-        """The finished groups that can still be trained on; the others are counted by reason and sampled again."""
+    def _revived(self, recovered: Recovered, lost: Counter[str]) -> list[ScoredGroup]:
+        """Returns the finished groups that can still be trained. Counts the others in `lost`, to be sampled again."""
         groups: list[ScoredGroup] = []
-        for candidate in found.finished:
+        for candidate in recovered.finished:
             if not self._dispatcher.is_open(candidate.group_id):
                 continue
             recorded = candidate.read()
             versions = recorded.group.summary().tokens_by_version
-            if max(versions) > found.reached:
+            if max(versions) > recovered.reached:
                 lost[NEWER] += 1  # it was sampled with weights that are lost
-            elif self._age_limit.drops(versions, found.reached):
+            elif self._age_limit.drops(versions, recovered.reached):
                 lost[OVER_AGE] += 1
             else:
                 try:
@@ -139,10 +139,13 @@ class JournalRecovery:
 
 
 class NoRecovery:
-    """A run without a journal goes on from its checkpoint; one that lies in its place would be of another past."""
+    """Resumes from the checkpoint alone and removes the journal of an earlier part of the run.
+
+    That journal would no longer match the run's later steps.
+    """
 
     def __init__(self, folder: Path) -> None:
-        """`folder` is where a journal would be."""
+        """`folder` is the journal's folder, which may not exist."""
         self._folder = folder
 
     async def begin(self) -> None:
@@ -156,5 +159,5 @@ class NoRecovery:
 
     def _remove(self) -> None:
         if self._folder.is_dir():
-            _logger.warning("%s is removed: replay.journal=false, so this run will not be what it says", self._folder)
+            _logger.warning("%s is removed: with replay.journal=false it would not match this run", self._folder)
             shutil.rmtree(self._folder)

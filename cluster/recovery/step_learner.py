@@ -1,4 +1,4 @@
-"""StepLearner: the learner as the loop calls it; it makes each step durable and survives lost groups."""
+"""StepLearner: the learner that the loop calls. It makes each step durable and replaces lost groups."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ Regenerate = Callable[[Sequence[ScoredGroup]], Awaitable[Sequence[ScoredGroup]]]
 class StepLearner:
     """Implements `mobula.cluster.roles.Learner` and `Durable` around `learner`, which restarts its ranks itself.
 
-    The journal is written during the update and before the new version is known outside, so no token is newer than what
-    a killed run leaves. The log is written after the update, on a thread of its own; with more than `max_waiting`
-    unwritten steps the next update waits. A checkpoint contains no step that the log lacks. A step that the log cannot
-    write is counted and does not end the run.
+    The journal is written during the update, before the new version is returned, so no token is sampled with a version
+    that the journal of a killed run lacks. The log is written after the update on a separate thread; with more than
+    `max_waiting` unwritten steps the next update waits. A checkpoint contains no step that the log lacks. A step that
+    the log cannot write is counted and does not end the run.
     """
 
     def __init__(
@@ -48,9 +48,9 @@ class StepLearner:
         check: Callable[[UpdateReport], None] = lambda report: None,
         tracer: RunTracer = UNTRACED,
     ) -> None:
-        """`journal` is the buffer that keeps it. `on_log_failed` is called with the type of each error of the log,
-        `before` before each update, and `check` with each report. `regenerate` replaces the lost groups of a step;
-        without it their loss ends the run.
+        """`journal` is the replay buffer that writes the journal. `on_log_failed` gets the type of each error of the
+        log. The functions of `before` are awaited before each update; `check` gets each report. `regenerate` replaces
+        the lost groups of a step; without it their loss ends the run.
         """
         self._learner = learner
         self._journal = journal
@@ -63,13 +63,13 @@ class StepLearner:
         self._tracer = tracer
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trajectory-log")
         self._waiting: deque[tuple[int, asyncio.Future[Path]]] = deque()
-        self._version = 0  # that the learner holds
+        self._version = 0  # of the learner
 
     async def update(self, groups: Sequence[ScoredGroup]) -> UpdateReport:
-        """Train on a new step.
+        """Trains on a new step.
 
-        Lost groups are regenerated and the step is trained again. The caller's list still holds the lost groups, so
-        the metrics of the step are computed from those.
+        Lost groups are regenerated and the step is trained again. The caller's list keeps the lost groups, and the
+        metrics of the step are computed from them.
 
         Raises:
             LostObjectError: groups were lost more than `MAX_NODES_LOST` times, or cannot be regenerated.
@@ -82,7 +82,7 @@ class StepLearner:
                 try:
                     report = await self._recorded(groups)
                     break
-                except LostObjectError as error:  # the learner has learned nothing from this step yet
+                except LostObjectError as error:  # the learner has not changed yet
                     if self._regenerate is None or num_lost == MAX_NODES_LOST:
                         raise
                     _logger.warning("groups of a step are regenerated before it is trained: %s", error)
@@ -92,7 +92,7 @@ class StepLearner:
         return report
 
     async def repeat(self, groups: Sequence[ScoredGroup]) -> UpdateReport:
-        """Train on a step that the journal holds already."""
+        """Trains on a step that is already in the journal."""
         report = await self._learner.update(groups)
         self._version = report.version
         if self._log is not None:
@@ -114,10 +114,10 @@ class StepLearner:
         return self._version
 
     async def _recorded(self, groups: Sequence[ScoredGroup]) -> UpdateReport:
-        """Train on a step and write it to the journal at the same time.
+        """Trains on a step and writes it to the journal at the same time.
 
         Raises:
-            LostObjectError: the learner could not fetch the groups, and has learned nothing from them.
+            LostObjectError: the learner could not fetch the groups, and has not changed.
         """
         if self._journal is None:
             return await self.repeat(groups)
@@ -125,7 +125,7 @@ class StepLearner:
         # At the same time: the journal waits for the disk while the ranks compute.
         report, missed = await run_all(self.repeat(groups), self._commit(self._journal, version, groups))
         assert report.version == version, f"the learner made version {report.version} instead of {version}"
-        # Other groups in the place of the missing ones would not be those that were trained: try once more, or stop.
+        # Regenerated groups would differ from the trained ones: try once more, or stop.
         if missed is not None and (again := await self._commit(self._journal, version, groups)) is not None:
             raise JournalError(
                 f"version {version} was made from groups that the journal could not fetch: {again}; "
@@ -136,7 +136,7 @@ class StepLearner:
     async def _commit(
         self, journal: ReplayBuffer, version: int, groups: Sequence[ScoredGroup]
     ) -> LostObjectError | None:
-        """Returns the error of a group that the journal could not fetch; the learner may still have fetched it."""
+        """Writes a step. Returns the error of a group that the journal could not fetch: the learner may have it."""
         try:
             await journal.commit(version, groups)
         except LostObjectError as error:
@@ -144,7 +144,7 @@ class StepLearner:
         return None
 
     async def _flush(self, num_left: int) -> None:
-        """Wait until at most `num_left` steps are unwritten."""
+        """Waits until at most `num_left` steps are unwritten."""
         while len(self._waiting) > num_left:
             version, writing = self._waiting.popleft()
             try:

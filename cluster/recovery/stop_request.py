@@ -1,4 +1,4 @@
-"""StopRequest: a run that is asked to stop ends with a checkpoint of its newest version, within a deadline."""
+"""StopRequest: stops a run with a checkpoint of its newest version, within a deadline."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ _PHASES = {"reference": "reference log-probs", "weight_sync": "weight sync", "ot
 class StopRequest:
     """Asks the loop to stop.
 
-    The first request gives up a wait for rollouts, or lets the step that is under way end; the loop then writes a
-    checkpoint. A second request, and the deadline, end the run without one.
+    The first request cancels a wait for rollouts, or lets the current step end; the loop then writes a checkpoint. A
+    second request or the deadline ends the run without a checkpoint.
     """
 
     def __init__(self, *, deadline_s: float, progress: Callable[[], Progress]) -> None:
-        """`deadline_s` bounds the time from the request until the checkpoint is complete; `progress()` is what the loop
-        does now, for the log.
+        """`deadline_s` bounds the time from the request to the complete checkpoint. `progress()` returns the phase of
+        the loop, for the log.
         """
         self._deadline_s = deadline_s
         self._progress = progress
         self._is_requested = False
         self._is_saving = False
         self._deadline: asyncio.Timeout | None = None  # while the loop runs
-        self._wait: asyncio.Timeout | None = None  # while it does what may be given up
+        self._wait: asyncio.Timeout | None = None  # while the loop runs a body that may be cancelled
 
     def request(self) -> bool:
-        """Ask the run to stop; False if the caller has to cancel it: its loop does not run, or was asked before."""
+        """Asks the run to stop. Returns False if the caller has to cancel it: no loop runs, or it was asked before."""
         if self._deadline is None:
             return False
         if self._is_requested:
@@ -43,15 +43,17 @@ class StopRequest:
         self._is_requested, now = True, asyncio.get_running_loop().time()
         self._deadline.reschedule(now + self._deadline_s)
         if self._wait is None:
-            _logger.warning("stopping: waiting for %s, then a checkpoint; again to stop at once", self._awaited())
+            _logger.warning(
+                "stopping: waiting for %s, then for a checkpoint; ask again to stop at once", self._awaited()
+            )
         else:
             self._wait.reschedule(now)
-            _logger.warning("stopping: waiting for a checkpoint; again to stop at once")
+            _logger.warning("stopping: waiting for a checkpoint; ask again to stop at once")
         return True
 
     @asynccontextmanager
-    async def heeded(self) -> AsyncIterator[None]:
-        """Requests are heeded in the body, which is the loop and its checkpoint.
+    async def accepting_requests(self) -> AsyncIterator[None]:
+        """Accepts requests while the body runs: the loop and its last checkpoint.
 
         Raises:
             RunStopped: the deadline has passed; the body was cancelled.
@@ -76,11 +78,11 @@ class StopRequest:
             self._deadline = None
 
     @asynccontextmanager
-    async def interrupting(self) -> AsyncIterator[None]:
-        """The body is cancelled at a request; after one it does not begin.
+    async def interruptible(self) -> AsyncIterator[None]:
+        """Cancels the body at a request. After a request the body does not run.
 
         Raises:
-            RunStopped: there was a request, and the body has not ended.
+            RunStopped: the body was cancelled or did not run.
         """
         if self._is_requested:
             self._is_saving = True
@@ -101,5 +103,5 @@ class StopRequest:
     def _awaited(self) -> str:
         if self._is_saving:
             return "the checkpoint"
-        found = self._progress()
-        return f"the {_PHASES.get(found.phase, found.phase)} of step {found.step}"
+        progress = self._progress()
+        return f"the {_PHASES.get(progress.phase, progress.phase)} of step {progress.step}"

@@ -1,1 +1,1 @@
-"""From prompts to finished groups: dispatch, admission, in-flight requests and the rollout pool."""
+"""Rollouts: dispatch, admission, in-flight requests, evaluation and the rollout pool."""

@@ -19,24 +19,24 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class AimdPolicy:
-    """The bounds of the limit, and what moves it."""
+    """Bounds of the limit, and the thresholds that move it."""
 
     min_groups: int
     max_groups: int
-    increase: int  # groups a look, while engines are calm and the limit is what holds them
+    increase: int  # groups per observation, while engines are calm and the limit is reached
     decrease: float  # factor, when engines are overloaded
-    calm_kv_usage: float  # share of the KV cache that every engine stays below while the limit grows
-    high_kv_usage: float  # share from which on an engine is overloaded
-    max_waiting: int  # responses that may wait in one engine's queue
+    calm_kv_usage: float  # the limit grows while the KV usage (0 to 1) of every engine is below this
+    high_kv_usage: float  # an engine with a higher KV usage is overloaded
+    max_waiting: int  # an engine with more queued responses is overloaded
 
 
 class AimdLimit:
     """Additive increase, multiplicative decrease (Chiu and Jain 1989, doi:10.1016/0169-7552(89)90019-6).
 
-    An engine is overloaded when it has preempted a response since the look before, when its queue is longer than
-    `max_waiting`, or when its KV cache is fuller than `high_kv_usage`. Then the limit falls at once, and not again
-    before what runs is within it: until then engines still show the load of the old limit. It grows only where all
-    engines were heard, and where it is what holds them back.
+    An engine is overloaded when it preempted a response since the previous observation, when its queue is longer than
+    `max_waiting`, or when its KV usage is above `high_kv_usage`. Then the limit falls at once, and not again before the
+    running groups are within it: until then engines show the load of the old limit. The limit grows only if all engines
+    answered and the running groups reach it.
 
     Example: limit = AimdLimit(policy, start=64); gate.set_max_concurrent(limit.observe(loads, len(gate.running)))
     """
@@ -48,7 +48,7 @@ class AimdLimit:
         self._is_falling = False
 
     def observe(self, loads: Sequence[EngineLoad | None], num_running: int) -> int:
-        """The limit after one look: each engine's load, None where it could not be had, and the groups that run."""
+        """Returns the limit after one observation: the load of each engine (None: no answer) and the running groups."""
         policy, known = self._policy, [load for load in loads if load is not None]
         preempted = [load for load in known if self._has_preempted(load)]
         self._is_falling = self._is_falling and num_running > self.value
@@ -61,7 +61,7 @@ class AimdLimit:
         return self.value
 
     def _has_preempted(self, load: EngineLoad) -> bool:
-        """Since the look before; an engine that was started again counts from 0."""
+        """Whether an engine preempted since the previous observation. The count of a restarted engine begins at 0."""
         before = self._num_preemptions[load.name] if load.name in self._num_preemptions else load.num_preemptions
         self._num_preemptions[load.name] = load.num_preemptions
         return load.num_preemptions > before
@@ -74,7 +74,7 @@ class AimdLimit:
 
 
 class AdaptiveConcurrency:
-    """Moves the gate's limit after each look at the engines; a `cluster.workers.supervisor.Pool` without workers."""
+    """Adapts the gate's limit to the engines' load. Implements `cluster.workers.supervisor.Pool`, without workers."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class AdaptiveConcurrency:
         interval_s: float,
         on_limit: Callable[[int, Sequence[EngineLoad]], None],
     ) -> None:
-        """`engines()` lists those that serve; `on_limit` is called with the limit and the loads after each check."""
+        """`engines()` lists the serving engines. `on_limit` gets the limit and the loads after each observation."""
         self._engines = engines
         self._gate = gate
         self._limit = limit
@@ -95,25 +95,25 @@ class AdaptiveConcurrency:
 
     @asynccontextmanager
     async def tended(self) -> AsyncIterator[None]:
-        """Look at the engines while the body runs."""
+        """Observes the engines while the body runs."""
         async with background_tasks() as tasks:
-            tasks.create_task(self._watch(), name="look at the engines' load")
+            tasks.create_task(self._watch(), name="observe the engines' load")
             yield
 
     async def close(self) -> None:
-        """There is nothing to close."""
+        """Does nothing: there are no workers."""
 
-    async def look(self) -> None:
-        """Ask every engine once; an engine that does not answer is replaced by its pool."""
-        found = await outcomes(*(engine.load() for engine in self._engines()))
-        loads = [None if isinstance(load, Exception) else load for load in found]
+    async def observe(self) -> None:
+        """Asks every engine for its load and moves the limit. The pool replaces engines that do not answer."""
+        answers = await outcomes(*(engine.load() for engine in self._engines()))
+        loads = [None if isinstance(answer, Exception) else answer for answer in answers]
         before = self._limit.value
         self._gate.set_max_concurrent(self._limit.observe(loads, len(self._gate.running)))
         if self._limit.value < before:
-            _logger.info("at most %d groups run now, %d before: engines are overloaded", self._limit.value, before)
+            _logger.info("engines are overloaded: at most %d groups in flight, %d before", self._limit.value, before)
         self._on_limit(self._limit.value, [load for load in loads if load is not None])
 
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(self._interval_s)
-            await self.look()
+            await self.observe()

@@ -1,4 +1,4 @@
-"""StageCurriculum: training begins with the prompts of the first stage, and opens the next ones as the run goes on."""
+"""StageCurriculum: opens the stages of a prompt set one after the other, as the policy succeeds."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class OpeningRule:
-    """When the stage after the newest one opens."""
+    """When the next stage opens."""
 
     num_episodes: int  # of the newest stage
-    success_rate: float  # that the last `num_episodes` of them need; 0 for any
+    success_rate: float  # required of the last `num_episodes` episodes; 0: any rate
 
 
 class StageCurriculum:
-    """Stages open one after the other, and stay open. Episodes of earlier stages count for nothing.
+    """Stages open one after the other and stay open. Only episodes of the newest stage count.
 
     Example:
         >>> curriculum = StageCurriculum(2, OpeningRule(num_episodes=2, success_rate=1.0))
@@ -32,7 +32,7 @@ class StageCurriculum:
     def __init__(
         self, num_stages: int, rule: OpeningRule, *, on_opened: Callable[[int], None] = lambda stage: None
     ) -> None:
-        """`on_opened` is called with each stage that opens after the first one, and with the newest after a resume."""
+        """`on_opened` gets each stage that opens after the first, and the newest stage after a resume."""
         self._num_stages = num_stages
         self._rule = rule
         self._on_opened = on_opened
@@ -43,7 +43,7 @@ class StageCurriculum:
         return stage <= self.newest
 
     def observe(self, stage: int, successes: Sequence[bool]) -> None:
-        """Episodes of a stage have ended."""
+        """Counts ended episodes of a stage, and opens the next stage if the rule is met."""
         if stage != self.newest or self.newest + 1 == self._num_stages:
             return
         self._outcomes.extend(successes)
@@ -55,11 +55,11 @@ class StageCurriculum:
             self._on_opened(self.newest)
 
     def state(self) -> dict[str, Any]:
-        """The state for a checkpoint, as JSON."""
+        """Returns the state for a checkpoint, as JSON."""
         return {"newest": self.newest, "outcomes": list(self._outcomes)}
 
     def restore(self, version: int, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint."""
+        """Restores the state of a checkpoint."""
         self.newest = min(state["newest"], self._num_stages - 1)
         self._outcomes = deque(state["outcomes"], maxlen=self._rule.num_episodes)
         self._on_opened(self.newest)

@@ -1,7 +1,6 @@
 """RolloutDispatcher: prompt -> gate -> rollout actor -> rewards -> replay, many groups at once.
 
-It keeps the state of every prompt that it handed out: trained on, rejected for a reason, or pending (for the
-checkpoint).
+It tracks every prompt in flight until the prompt is trained or rejected; checkpoints keep the pending prompts.
 """
 
 from __future__ import annotations
@@ -41,24 +40,24 @@ _logger = logging.getLogger(__name__)
 TOO_FEW_SCORED = "too_few_scored"
 UNIFORM = "uniform"
 OVER_AGE = "over_age"
-LOG_WINDOW_S = 1.0  # within which equal failures of prompts are one line of the log
-MAX_NODES_LOST = 8  # in a row, over one prompt or one step
-MAX_PREFETCHED = 32  # prompts that are prepared before there is a slot for them
+LOG_WINDOW_S = 1.0  # failures of prompts with one cause within this time are one line of the log
+MAX_NODES_LOST = 8  # in a row, for one prompt or one step
+MAX_PREFETCHED = 32  # prompts that are prepared before a slot is free
 
 
 @dataclass(frozen=True)
 class AdmissionFilter:
-    """Which finished groups are worth a step.
+    """Rejects finished groups that give no learning signal.
 
-    A policy may get so good or so bad that every group is rejected; `max_rejected_in_a_row` ends such a run.
+    A policy may become so good or so bad that every group is rejected; `max_rejected_in_a_row` ends such a run.
     """
 
-    min_scored: int  # siblings with a reward: 2 where they are compared, else 1
+    min_scored: int  # siblings with a reward: 2 if the advantage compares siblings, else 1
     drop_uniform: bool
     max_rejected_in_a_row: int
 
     def reason_to_reject(self, rewards: Sequence[Reward]) -> str | None:
-        """Why a group whose scored siblings got `rewards` is not trained on; None if it is."""
+        """Returns why a group with these rewards of its scored siblings is rejected; None if it is kept."""
         if len(rewards) < self.min_scored:
             return TOO_FEW_SCORED
         if self.drop_uniform and len({reward.value for reward in rewards}) == 1:
@@ -67,12 +66,11 @@ class AdmissionFilter:
 
 
 class RetryingRollouts:
-    """Rollouts that retry a prompt, on whichever actor the pool then picks, before they give up.
+    """Rollouts that retry a failed prompt, on any actor.
 
-    The in-flight request of the prompt is held over all tries, so that each goes on from the tokens that are known.
-    `on_retry` is called with the kind of each failure that is retried. A lost engine is one event, which the pool logs
-    with the number of prompts; of other failures those with the same cause that come within `LOG_WINDOW_S` are logged
-    as one.
+    The in-flight request of the prompt is held over all tries, so that each try continues from the received tokens.
+    `on_retry` gets the kind of each failure that is retried. The pool logs the loss of an engine once, with the number
+    of its prompts; other failures with the same cause within `LOG_WINDOW_S` are one line of the log.
     """
 
     RETRIED = (RolloutError, WorkerDiedError, DeadlineError, LostReplyError, DependencyError)
@@ -86,7 +84,7 @@ class RetryingRollouts:
         on_retry: Callable[[str], None],
         on_sampled: Callable[[GroupSummary], None] = lambda summary: None,
     ) -> None:
-        """`on_sampled` is called with the summary of each group."""
+        """`on_sampled` gets the summary of each group."""
         self._rollouts = rollouts
         self._in_flight_requests = in_flight_requests
         self._max_retries = max_retries
@@ -95,9 +93,11 @@ class RetryingRollouts:
         self._log = RepeatedEvents(_logger, LOG_WINDOW_S)
 
     async def generate(self, prompt: Prompt, settings: SamplingSettings) -> Generated:
-        """Raises:
-        RolloutError: all tries have failed; it is caused by the last failure.
-        ExcludedPromptError: the prompt ended several engines.
+        """Samples a group.
+
+        Raises:
+            RolloutError: all tries failed; the last failure is its cause.
+            ExcludedPromptError: the prompt crashed several engines.
         """
         with self._in_flight_requests.held(prompt, settings):
             generated = await self._try(prompt, settings)
@@ -110,7 +110,7 @@ class RetryingRollouts:
             try:
                 return await self._rollouts.generate(prompt, settings)
             except EngineDiedError as error:
-                # The prompt may not be the cause: it shared the engine with others: the pool bounds such losses.
+                # Not counted for this prompt: others shared the engine. The pool bounds such losses.
                 self._on_retry(type(error).__name__)
             except self.RETRIED as error:
                 num_failed += 1
@@ -135,9 +135,9 @@ async def sample_and_score(
     on_lost: Callable[[str], None],
     tracer: RunTracer = UNTRACED,
 ) -> tuple[Generated, Sequence[Reward | None]]:
-    """A group of `prompt` and its rewards. A group that cannot be scored has no rewards.
+    """Samples a group of `prompt` and scores it. A group that cannot be scored has no rewards.
 
-    A group that is lost with its node before it is scored is sampled again; `on_lost` is called for each.
+    A group that is lost with its node before it is scored is sampled again; `on_lost` is called for each loss.
 
     Raises:
         RolloutError: `MAX_NODES_LOST` groups were lost.
@@ -160,15 +160,15 @@ async def sample_and_score(
             on_lost(type(error).__name__)
     raise RolloutError(
         f"prompt {prompt.prompt_id} was sampled {MAX_NODES_LOST} times, and each group was lost with its node before "
-        "it was scored: see which nodes come and go, then go on with resume=auto"
+        "it was scored: find out why nodes are lost, then go on with resume=auto"
     )
 
 
 class RolloutDispatcher:
-    """Keeps as many groups under way as the gate admits, and puts the kept ones into the replay buffer step by step.
+    """Keeps as many groups in flight as the gate admits, and puts the kept groups into the replay buffer step by step.
 
-    `settings.seed` is the run's seed; each prompt is sampled with a seed of its own made from it. The caller that
-    publishes weights calls `advance` with each push: as it begins where engines heed `min_version`, else after it.
+    `settings.seed` is the run's seed; the seed of each prompt is derived from it. The publisher of weights calls
+    `advance` with each push: before the push if engines respect `min_version`, else after it.
     """
 
     def __init__(
@@ -188,10 +188,9 @@ class RolloutDispatcher:
         on_scored: Callable[[Prompt, ScoredGroup], None] | None = None,
         tracer: RunTracer = UNTRACED,
     ) -> None:
-        """Without an `order` steps wait for groups that would get over-age, and without an `age_limit` what is older
-        than the gate's `max_staleness` is not trained. `on_rejected` is called with each finished group that is not
-        trained on, and why; `on_lost` the kind of each loss of a group that was not scored yet; `on_scored` each group
-        with its rewards.
+        """Defaults: `order` is a `StepOrder`, `age_limit` is the gate's `max_staleness`. `on_rejected` gets each
+        finished group that is not trained and the reason, `on_lost` the kind of each loss of an unscored group,
+        `on_scored` each group with its rewards.
         """
         self._prompts = prompts
         self._gate = gate
@@ -208,18 +207,18 @@ class RolloutDispatcher:
         self._filter = admission_filter
         self._cursor = prompts.cursor
         self._pending: dict[str, None] = {}  # prompt ids, in order of hand-out
-        self._again: dict[str, int] = {}  # those of `_pending` that come first after a resume -> their number
+        self._again: dict[str, int] = {}  # pending prompts that are sampled first after a resume -> their number
         self._steps: dict[int, list[str]] = {}  # step -> prompt ids put into the buffer for it
         self._putting = asyncio.Lock()
         self._num_rejected_in_a_row = 0
 
     @asynccontextmanager
     async def streaming(self) -> AsyncIterator[None]:
-        """Produce groups while the body runs.
+        """Produces groups while the body runs.
 
         Raises:
-            MobulaError: a prompt could not be rolled out or scored, or nothing is worth training on; the body was
-                cancelled.
+            MobulaError: a prompt could not be sampled or scored, or too many groups in a row were rejected; the body
+                was cancelled.
         """
         async with background_tasks() as tasks:
             tasks.create_task(self._put_complete_steps(), name="put steps that were complete before a resume")
@@ -229,8 +228,8 @@ class RolloutDispatcher:
             yield
 
     def advance(self, version: int) -> None:
-        """A push of `version` is under way: all steps that led to it are trained, and slots are free. Prompts that go
-        out before it has ended are ready at the engines when it ends.
+        """Called with each push: forgets the trained steps before `version` and frees their slots. Prompts that are
+        handed out during the push wait at the engines for its end.
         """
         for step in [s for s in self._steps if s < version]:
             for prompt_id in self._steps.pop(step):
@@ -238,15 +237,15 @@ class RolloutDispatcher:
         self._gate.advance(version)
 
     def pending(self) -> tuple[str, ...]:
-        """Ids of the prompts that were handed out and neither trained on nor rejected, in order of hand-out."""
+        """Ids of the prompts that were handed out and neither trained nor rejected, in the order of hand-out."""
         return tuple(self._pending)
 
     def state(self) -> dict[str, Any]:
-        """The state for a checkpoint, as JSON."""
+        """Returns the state for a checkpoint, as JSON."""
         return {"cursor": self._cursor, "pending": list(self._pending)}
 
     def restore(self, version: int, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint of `version`: its pending prompts come first, and are sampled again."""
+        """Restores the state of the checkpoint of `version`. Its pending prompts are sampled again, first."""
         self._cursor = state["cursor"]
         self._pending = dict.fromkeys(state["pending"])
         self._begin(version, [])
@@ -256,22 +255,22 @@ class RolloutDispatcher:
         return prompt_id in self._pending or self._prompts.index_of(prompt_id) >= self._cursor
 
     def catch_up(self, version: int, settled: Iterable[str], finished: Sequence[ScoredGroup]) -> None:
-        """Go on from `version`, later than the checkpoint that was restored, by what is known besides.
+        """Continues from `version`, which the journal reached from the restored checkpoint.
 
-        `settled` prompts were trained on or rejected since. `finished` groups count as accepted and are not sampled
-        again. Every other place of the sequence up to the last one known is pending.
+        `settled` prompts were trained or rejected since the checkpoint. `finished` groups count as accepted and are not
+        sampled again. All other prompts up to the last one in the journal are pending.
         """
         settled = set(settled)
         known = [*settled, *(group.summary.group_id for group in finished)]
         cursor = max([self._cursor, *(self._prompts.index_of(prompt_id) + 1 for prompt_id in known)])
-        places = [*self._pending, *(self._prompts.id_at(index) for index in range(self._cursor, cursor))]
+        handed_out = [*self._pending, *(self._prompts.id_at(index) for index in range(self._cursor, cursor))]
         self._cursor = cursor
-        self._pending = dict.fromkeys(prompt_id for prompt_id in places if prompt_id not in settled)
+        self._pending = dict.fromkeys(prompt_id for prompt_id in handed_out if prompt_id not in settled)
         self._begin(version, finished)
 
     def _begin(self, version: int, finished: Sequence[ScoredGroup]) -> None:
-        """Begin at `version`: `finished` ones of the pending prompts are accepted, the others are handed out first."""
-        # Numbers in the order of the first hand-out keep the steps of the run that was interrupted.
+        """Begins at `version`: accepts the `finished` groups, and hands out the other pending prompts first."""
+        # Numbered in the order of the first hand-out, so that steps consist of the same prompts as before.
         numbers = {prompt_id: number for number, prompt_id in enumerate(self._pending)}
         self._gate.resume(version, num_finished=len(finished), num_started=len(numbers))
         self._order.resume(version)
@@ -290,17 +289,17 @@ class RolloutDispatcher:
             tasks.create_task(self._roll_out(prompt, admission), name=f"roll out {prompt.prompt_id}")
 
     def _number_of(self, prompt_id: str) -> int | None:
-        """The number that a prompt had before a resume; None for a new one."""
+        """Returns the number that a prompt had before a resume; None for a new prompt."""
         while self._again:
             first = next(iter(self._again))
             number = self._again.pop(first)
             if first == prompt_id:
                 return number
-            del self._pending[first]  # the source skips rows that are unusable
+            del self._pending[first]  # the source skipped this row: it is unusable now
         return None
 
     async def sample_again(self, prompt_id: str) -> ScoredGroup:
-        """Another group of a prompt whose accepted group was lost; it is trained in that one's place, as it comes."""
+        """Samples a prompt again whose accepted group was lost. The new group is not filtered."""
         prompt = await asyncio.to_thread(self._prompts.prompt_at, self._prompts.index_of(prompt_id))
         return await self._scored(prompt, self._settings.min_version)
 
@@ -326,7 +325,7 @@ class RolloutDispatcher:
         if len(rewards) != summary.num_trajectories:
             raise RewardError(
                 f"group {prompt.prompt_id} has {summary.num_trajectories} trajectories and got {len(rewards)} "
-                "rewards: a reward pool gives one a trajectory, None where it cannot"
+                "rewards: a reward pool returns one entry per trajectory, None where scoring failed"
             )
         group = ScoredGroup(summary, generated.group, tuple(rewards))
         self._on_scored(prompt, group)
@@ -338,14 +337,14 @@ class RolloutDispatcher:
         return self._filter.reason_to_reject(group.scored_rewards)
 
     def _is_too_old(self, group: ScoredGroup) -> bool:
-        """Whether the next step to be filled could train nothing of it."""
+        """Whether all tokens of the group are too old for the next step to be filled."""
         return self._age_limit.drops(group.summary.tokens_by_version, self._order.next_step)
 
     async def _accept(self, group: ScoredGroup, admission: Admission) -> None:
         self._num_rejected_in_a_row = 0
-        await self._replay.reserve(group)  # until there is room for it, it keeps its slot
+        await self._replay.reserve(group)  # the group keeps its slot until the buffer has room: back-pressure
         self._gate.accept(admission)
-        version = min(admission.version, group.summary.oldest_version)  # it may hold tokens from before a fault
+        version = min(admission.version, group.summary.oldest_version)  # tokens kept over a fault may be older
         self._order.add(replace(admission, version=version), group)
 
     async def _reject(self, group: ScoredGroup, admission: Admission, reason: str) -> None:
@@ -353,27 +352,27 @@ class RolloutDispatcher:
         if self._num_rejected_in_a_row >= self._filter.max_rejected_in_a_row:
             raise RolloutError(
                 f"{self._num_rejected_in_a_row} groups in a row were rejected, the last one ({group.summary.group_id}) "
-                f"as {reason!r}: there is nothing to learn from here; if it is 'uniform', the task is solved or out of "
-                "reach: end the run, change the data, or set algorithm.drop_uniform_groups=false"
+                f"as {reason!r}, so no step can be filled; for 'uniform' the task is solved or out of reach: end the "
+                "run, change the data, or set algorithm.drop_uniform_groups=false"
             )
         self._gate.reject(admission)
         await self._forget(group, reason)
 
     async def _leave_out(self, prompt: Prompt, admission: Admission, reason: str) -> None:
-        """A prompt that cannot be sampled gives its slot to another one, and is settled for every later resume."""
+        """Frees the slot of a prompt that cannot be sampled, and rejects the prompt in the journal."""
         self._gate.reject(admission)
         del self._pending[prompt.prompt_id]
         await self._replay.reject(prompt.prompt_id, reason)
 
     async def _forget(self, group: ScoredGroup, reason: str) -> None:
-        """A finished group will not be trained on."""
+        """Rejects a finished group."""
         del self._pending[group.summary.group_id]
         self._on_rejected(group.summary, reason)
         await self._replay.reject(group.summary.group_id, reason)
 
     async def _put_complete_steps(self) -> None:
-        # Step order is decided by what `_next_step` sees, so two tasks must not see it at a time.
-        async with self._putting:  # one at a time: the buffer keeps the order of arrival
+        # One task at a time: `_next_step` and `put` await, and steps must enter the buffer in their order.
+        async with self._putting:
             step = self._order.next_step
             while groups := await self._next_step():
                 self._steps[step] = [group.summary.group_id for group in groups]
@@ -381,7 +380,7 @@ class RolloutDispatcher:
                 step += 1
 
     async def _next_step(self) -> list[ScoredGroup]:
-        """The groups of the next step, or none while it is not complete; what got too old for it is dropped."""
+        """Drops over-age groups and returns the groups of the next step, or none while it is not complete."""
         for group in self._order.remove(self._is_too_old):
             self._gate.drop()
             await self._forget(group, OVER_AGE)

@@ -1,4 +1,4 @@
-"""Evaluator: scores held-out prompts with the run's own rollout actors and reward pool, on its own schedule."""
+"""Evaluator: scores held-out prompts with the run's rollout actors and reward pool, on a schedule."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from mobula.cluster.roles import Rewards, Rollouts, SamplingSettings
 from mobula.cluster.rollout.dispatcher import sample_and_score
 from mobula.cluster.workers.supervisor import background_tasks
 
-REFLECTION = "reflection"  # the reward component that the reflection ratios are made of
+REFLECTION = "reflection"  # reward component from which the reflection ratios are computed
 
 
 @dataclass(frozen=True)
 class EvaluationResult:
     """The accuracy of one weight version on one suite with its 95 % interval [low, high].
 
-    With one response a prompt and values within [0, 1] the interval is Wilson's, else it is a bootstrap over prompts.
+    With one response per prompt and values in [0, 1] the interval is Wilson's, else a bootstrap over prompts.
     """
 
     version: int
-    accuracy: float  # mean of the accuracy component over the scored responses whose recipe has it
+    accuracy: float  # mean of the accuracy component over the scored responses that have it
     low: float
     high: float
     mean_reward: float  # over all scored responses
-    num_scored: int  # responses that the accuracy is of
+    num_scored: int  # responses in the accuracy
     num_unscored: int
     suite: str = HELD_OUT
     values: Mapping[str, float] = field(default_factory=dict)  # pass_at_<k>, response_length, reflection ratios, gains
@@ -49,7 +49,7 @@ class EvaluationResult:
 
 @dataclass(frozen=True)
 class Suite:
-    """Held-out prompts and how they are answered. `settings.num_samples` responses are sampled for each prompt."""
+    """Held-out prompts and their sampling settings. Each prompt gets `settings.num_samples` responses."""
 
     name: str
     prompts: Sequence[Prompt]
@@ -58,7 +58,7 @@ class Suite:
 
 @dataclass(frozen=True)
 class ScoredPrompt:
-    """One held-out prompt with its responses' rewards; None where a response was not scored or is too new."""
+    """One held-out prompt with the rewards of its responses; None for a response that was not scored or is too new."""
 
     prompt: Prompt
     rewards: Sequence[Reward | None]
@@ -70,7 +70,7 @@ class ScoredPrompt:
 
 
 class ResponseLog(Protocol):
-    """Storage of the responses of evaluations."""
+    """Stores the responses of evaluations."""
 
     async def write(self, suite: str, version: int, prompts: Sequence[ScoredPrompt]) -> None: ...
 
@@ -82,7 +82,7 @@ class NoResponseLog:
 
 
 class InformingLog:
-    """Keeps what another log keeps, as far as it can be written."""
+    """Writes to another log. A write error is logged and does not end the run."""
 
     def __init__(self, log: ResponseLog) -> None:
         self._log = log
@@ -94,7 +94,7 @@ class InformingLog:
 
 @dataclass(frozen=True)
 class EvaluationSchedule:
-    """Before the first step, after the last one, and after every `interval_steps` between (0: none between)."""
+    """An evaluation is due before the first step, after the last, and every `interval_steps` between (0: none)."""
 
     interval_steps: int
     total_steps: int
@@ -107,12 +107,12 @@ class EvaluationSchedule:
 class Evaluator:
     """Samples every prompt of every suite, `max_concurrent` at a time, and averages the accuracy component.
 
-    It runs beside training, and yields to it where an engine has to choose (`settings.priority`). Weights stay as they
-    are until it is done: `finish` comes before the next push.
+    It runs during training, with a lower priority in the engines (`settings.priority`). `finish` is awaited before the
+    next push, so the weights do not change during an evaluation.
 
-    A response that could not be scored is left out of the means and counted; it is never taken for wrong. So is one of
-    newer weights, of an engine that joined with what the learner had made meanwhile. `on_result` is called once for
-    each result; a version whose results a checkpoint holds is not evaluated again.
+    A response that could not be scored is counted and left out of the means; it does not count as wrong. The same holds
+    for a response of newer weights, from an engine that joined late. `on_result` gets each result once; a version whose
+    results are in a checkpoint is not evaluated again.
     """
 
     def __init__(
@@ -128,8 +128,9 @@ class Evaluator:
         on_result: Callable[[EvaluationResult], None],
         responses: ResponseLog | None = None,
     ) -> None:
-        """`suites` begin with the run's own, `HELD_OUT`. A response counts as correct for pass@k if its accuracy
-        component is `correct_from` or more."""
+        """The first of `suites` is the run's own, `HELD_OUT`. A response is correct for pass@k if its accuracy
+        component is at least `correct_from`.
+        """
         self.results: dict[int, list[EvaluationResult]] = {}  # version -> one for each suite
         self._suites = suites
         self._rollouts = rollouts
@@ -145,7 +146,7 @@ class Evaluator:
 
     @asynccontextmanager
     async def evaluating(self) -> AsyncIterator[None]:
-        """Evaluate beside the body.
+        """Evaluates in the background while the body runs.
 
         Raises:
             RewardError, RolloutError: an evaluation failed; the body was cancelled.
@@ -155,8 +156,8 @@ class Evaluator:
             await self.finish()
 
     async def maybe_run(self, version: int) -> None:
-        """Begin to evaluate `version`, whose push is the last one that was sent, if it is due and was not evaluated
-        yet. The last version is waited for: there is nothing to run beside.
+        """Begins to evaluate `version`, the version of the newest push, if that is due and not done. Waits for the
+        evaluation of the last version, after which no step follows.
         """
         if not self._schedule.is_due(version) or version in self.results:
             return
@@ -167,7 +168,7 @@ class Evaluator:
             await self.finish()
 
     async def finish(self) -> None:
-        """Wait for the evaluation that runs, if one does."""
+        """Waits for the running evaluation, if any."""
         if self._running is not None:
             await self._running
             self._running = None
@@ -177,9 +178,9 @@ class Evaluator:
             self._on_result(result)
 
     async def run(self, version: int, *, min_version: int = -1) -> list[EvaluationResult]:
-        """Evaluate `version`, which every rollout actor serves now, or once it serves `min_version`.
+        """Evaluates `version`. Engines answer once they serve `min_version`.
 
-        Returns one result for each suite, in their order.
+        Returns one result per suite, in order.
 
         Raises:
             RewardError: no response of a suite could be scored, or none has the accuracy component.
@@ -199,11 +200,11 @@ class Evaluator:
         return results
 
     def state(self) -> dict[str, Any]:
-        """The state for a checkpoint, as JSON."""
+        """Returns the state for a checkpoint, as JSON."""
         return {"results": [asdict(result) for results in self.results.values() for result in results]}
 
     def restore(self, version: int, state: dict[str, Any]) -> None:
-        """Take up the results of an earlier part of this run."""
+        """Restores the results of an earlier part of the run."""
         self.results = {}
         for row in state["results"]:
             self.results.setdefault(row["version"], []).append(EvaluationResult(**row))
@@ -216,7 +217,7 @@ class Evaluator:
                 generated, rewards = await sample_and_score(
                     self._rollouts, self._rewards, prompt, settings, on_lost=lambda kind: None
                 )
-            except ExcludedPromptError:  # counted and named where it was excluded
+            except ExcludedPromptError:  # the rollout pool has counted and logged it
                 return ScoredPrompt(prompt, [None] * settings.num_samples)
         is_newer = max(generated.summary.tokens_by_version) > version
         return ScoredPrompt(prompt, [None] * len(rewards) if is_newer else rewards, generated)
@@ -227,7 +228,7 @@ class Evaluator:
         if not scored:
             raise RewardError(
                 f"evaluation of version {version} on {suite.name}: none of {len(rewards)} responses could be scored; "
-                "the lines `has no reward` above and in run.log name component and reason; check rewards.components"
+                "see the lines `has no reward` in run.log for component and reason, and check rewards.components"
             )
         accuracy, num = mean_of_component(self._accuracy_component, scored)
         by_prompt = {prompt.prompt.prompt_id: component_means(prompt.scored) for prompt in prompts if prompt.scored}
@@ -252,20 +253,20 @@ class Evaluator:
         )
 
     def _gains(self, suite: Suite, by_prompt: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-        """Against the first evaluation of the suite; nothing for one response a prompt, whose error says little."""
+        """Returns the gains over the suite's first evaluation; empty for one response per prompt (too noisy)."""
         if suite.settings.num_samples == 1:
             return {}
-        first = [found for results in self.results.values() for found in results if found.suite == suite.name][:1]
+        first = [result for results in self.results.values() for result in results if result.suite == suite.name][:1]
         return paired_gains(first[0].by_prompt if first else {}, by_prompt)
 
     def _means(self, prompts: Sequence[ScoredPrompt]) -> list[float]:
-        """The accuracy of each prompt that has one."""
+        """Returns the mean accuracy of each prompt that has one."""
         name = self._accuracy_component
         values = [[r.components[name] for r in prompt.scored if name in r.components] for prompt in prompts]
         return [math.fsum(of_prompt) / len(of_prompt) for of_prompt in values if of_prompt]
 
     def _values(self, suite: Suite, prompts: Sequence[ScoredPrompt], scored: Sequence[Reward]) -> dict[str, float]:
-        """pass@k over the prompts all of whose responses have an accuracy, the mean length, and reflection ratios."""
+        """Returns the mean length, reflection ratios, and pass@k of prompts whose responses all have an accuracy."""
         name, num_samples = self._accuracy_component, suite.settings.num_samples
         correct = [
             sum(reward.components[name] >= self._correct_from for reward in prompt.scored)
@@ -290,22 +291,22 @@ class Evaluator:
 
 
 def component_means(rewards: Sequence[Reward]) -> dict[str, float]:
-    """Component -> its mean, of those that all of these rewards have."""
+    """Returns component -> mean, for the components that all rewards have."""
     names = set.intersection(*({*reward.components} for reward in rewards))
     return {name: math.fsum(r.components[name] for r in rewards) / len(rewards) for name in sorted(names)}
 
 
 def mean_of_component(name: str, rewards: Sequence[Reward]) -> tuple[float, int]:
-    """The mean of one component over the rewards that have it, and how many do: recipes may leave it out.
+    """Returns the mean of one component over the rewards that have it, and their number: recipes may leave it out.
 
     Raises:
-        RewardError: none has it.
+        RewardError: no reward has the component.
     """
     values = [reward.components[name] for reward in rewards if name in reward.components]
     if not values:
         known = sorted({component for reward in rewards for component in reward.components})
         raise RewardError(
-            f"rewards.accuracy_component={name} is in the recipe of none of {len(rewards)} held-out responses, whose "
-            f"components are {known}: name one of them, or hold out prompts of a label that has it"
+            f"rewards.accuracy_component={name} is in no recipe of the {len(rewards)} held-out responses, whose "
+            f"components are {known}: set one of these, or hold out prompts whose label has a recipe with {name}"
         )
     return math.fsum(values) / len(values), len(values)

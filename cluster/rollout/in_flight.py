@@ -1,14 +1,14 @@
-"""InFlightRequests: every prompt in flight, with what is known of its responses while they are sampled.
+"""InFlightRequests: every prompt in flight with the tokens received so far.
 
-The caller holds a request until the group is there, the sampling side makes attempts at it:
+The caller holds a request until its group is complete; the sampling side makes attempts:
 
     with in_flight_requests.held(prompt, settings):         # RetryingRollouts, over all tries
         in_flight = in_flight_requests.of(prompt, settings)     # RolloutClient, in each try
-        attempt = in_flight.next_attempt()          # goes to the actor, with what earlier ones left
+        attempt = in_flight.next_attempt()          # goes to the actor, with the tokens of earlier attempts
         in_flight.add(chunk)                        # for each chunk that the actor streams
 
-The tokens of an actor that is lost stay; the next one goes on from them. Nothing here survives the driver: a prompt
-that was in flight when the driver was killed is sampled again.
+After the loss of an actor the next attempt continues from the received tokens. Requests do not survive the driver:
+prompts in flight when the driver is killed are sampled again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PROMPTS, TOKENS_KEPT, TOKENS_LOST = "prompts", "tokens_kept", "tokens_lost_at_mo
 
 
 class InFlightRequest:
-    """One prompt in flight: its newest attempt, and its siblings as far as they are known."""
+    """One prompt in flight: its newest attempt and the received part of its siblings."""
 
     def __init__(self, prompt: Prompt, settings: SamplingSettings, table: InFlightRequests, since_s: float) -> None:
         self.prompt_id = prompt.prompt_id
@@ -49,7 +49,7 @@ class InFlightRequest:
         return sum(sibling.num_tokens for sibling in self._siblings)
 
     def next_attempt(self) -> Attempt:
-        """A new try, from what is known; chunks of the one before are refused from now on."""
+        """Begins a new attempt from the received tokens. Later chunks of earlier attempts are refused."""
         if self._attempt is not None:
             self._table.count_resumed(self._num_new(self._attempt), self._num_lost())
         known = self.siblings if self.num_tokens else ()
@@ -58,18 +58,18 @@ class InFlightRequest:
         return self._attempt
 
     def add(self, chunk: TokenChunk) -> None:
-        """Take a chunk of the newest attempt.
+        """Appends a chunk of the newest attempt.
 
         Raises:
-            RolloutError: it is of another attempt, or does not begin where what is known ends.
+            RolloutError: the chunk belongs to another attempt, or does not begin at the end of the received tokens.
         """
         known = NOTHING if chunk.is_restart else self._siblings[chunk.sibling]
         if self._attempt is None or chunk.request_id != self._attempt.request_id:
-            raise RolloutError(f"prompt {self.prompt_id} got a chunk of {chunk.request_id}: a try that is over")
+            raise RolloutError(f"prompt {self.prompt_id} got a chunk of {chunk.request_id}, which is not its attempt")
         if chunk.start != known.num_tokens:
             raise RolloutError(
                 f"sibling {chunk.sibling} of prompt {self.prompt_id} has {known.num_tokens} tokens, its next chunk "
-                f"begins after {chunk.start}: chunks were lost or came twice"
+                f"begins after {chunk.start}: chunks were lost or repeated"
             )
         self._siblings[chunk.sibling] = known.followed_by(chunk.tokens)
         if chunk.response is not None:
@@ -79,18 +79,19 @@ class InFlightRequest:
         return self.num_tokens - sum(sibling.num_tokens for sibling in attempt.siblings)
 
     def _num_lost(self) -> int:
-        """Tokens that may have been sampled and not been heard of: less than a chunk for each unfinished sibling, and
-        one turn for each unfinished episode.
+        """Returns the maximum number of tokens that were sampled and not received: less than a chunk for each
+        unfinished sibling, one turn for each unfinished episode.
         """
         max_tokens, chunk_tokens = self._settings.max_tokens, self._table.chunk_tokens
-        unheard = chunk_tokens - 1 if max_tokens > chunk_tokens else max_tokens
+        not_received = chunk_tokens - 1 if max_tokens > chunk_tokens else max_tokens
         unfinished = [sibling for sibling in self._siblings if not sibling.is_finished]
-        return sum(max_tokens if s.turns else min(unheard, max_tokens - s.num_tokens) for s in unfinished)
+        return sum(max_tokens if s.turns else min(not_received, max_tokens - s.num_tokens) for s in unfinished)
 
 
 class InFlightRequests:
-    """Every in-flight request of a run. `resumed` counts prompts that were handed on, and their tokens kept and lost
-    thereby."""
+    """Every in-flight request of a run. `resumed` counts the prompts that continued on another actor, and their kept
+    and lost tokens.
+    """
 
     def __init__(
         self,
@@ -99,12 +100,12 @@ class InFlightRequests:
         on_ended: Callable[[EndedResponse], None] = lambda ended: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Actors report a response every `chunk_tokens` tokens; `on_ended` is called for those that end before their
+        """Actors report a response every `chunk_tokens` tokens. `on_ended` gets the responses that end before their
         siblings.
         """
         self.chunk_tokens = chunk_tokens
         self.on_ended = on_ended
-        self.on_attempt: Callable[[str], None] = lambda prompt_id: None  # a prompt is given to an actor
+        self.on_attempt: Callable[[str], None] = lambda prompt_id: None  # called when a prompt is given to an actor
         self.resumed: Counter[str] = Counter({PROMPTS: 0, TOKENS_KEPT: 0, TOKENS_LOST: 0})
         self._clock = clock
         self._in_flight_requests: dict[str, InFlightRequest] = {}  # by prompt id, oldest first
@@ -112,8 +113,8 @@ class InFlightRequests:
 
     @contextmanager
     def held(self, prompt: Prompt, settings: SamplingSettings) -> Iterator[InFlightRequest]:
-        """Keep what is known of the prompt's responses while the body runs."""
-        assert prompt.prompt_id not in self._in_flight_requests, f"prompt {prompt.prompt_id} is in flight already"
+        """Keeps the received tokens of the prompt's responses while the body runs."""
+        assert prompt.prompt_id not in self._in_flight_requests, f"prompt {prompt.prompt_id} is already in flight"
         in_flight = self._in_flight_requests[prompt.prompt_id] = self._new(prompt, settings)
         try:
             yield in_flight
@@ -121,7 +122,7 @@ class InFlightRequests:
             del self._in_flight_requests[prompt.prompt_id]
 
     def of(self, prompt: Prompt, settings: SamplingSettings) -> InFlightRequest:
-        """The in-flight request of the prompt; where none is held, one that ends with this try."""
+        """Returns the in-flight request of the prompt, or a new one for this attempt alone if none is held."""
         if prompt.prompt_id in self._in_flight_requests:
             return self._in_flight_requests[prompt.prompt_id]
         return self._new(prompt, settings)

@@ -1,4 +1,4 @@
-"""PromptPrefetcher: the next prompts are read and processed while the rollout actors are busy with others."""
+"""PromptPrefetcher: reads and processes the next prompts while the rollout actors sample earlier ones."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from mobula.cluster.roles import Prompts
 
 
 class PromptPrefetcher:
-    """Hands out the prompts of `prompts` in order, of which up to `num_prefetched` are prepared before they are
-    requested.
+    """Returns the prompts of `prompts` in order. Up to `num_prefetched` are prepared ahead.
 
-    A prompt comes with the cursor that belongs to it: the source's own runs ahead.
+    Each prompt comes with its own cursor, because the cursor of the source is ahead.
     """
 
     def __init__(self, prompts: Prompts, num_prefetched: int) -> None:
@@ -20,16 +19,16 @@ class PromptPrefetcher:
         self._ready: asyncio.Queue[tuple[Prompt, int]] = asyncio.Queue(num_prefetched)
 
     async def prepare(self) -> None:
-        """Prepare prompts for as long as it runs.
+        """Prepares prompts until it is cancelled.
 
         Raises:
-            DatasetError: nothing in the data is usable.
+            DatasetError: no row of the data set is usable.
         """
         while True:
-            # Reading and processing a picture would hold up every other task of the driver.
+            # On a thread: reading and processing an image would block the driver's event loop.
             prompt = await asyncio.to_thread(self._prompts.next)
             await self._ready.put((prompt, self._prompts.cursor))
 
     async def next(self) -> tuple[Prompt, int]:
-        """The next prompt, and how many places of the sequence have been passed with it."""
+        """Returns the next prompt and the source's cursor after it."""
         return await self._ready.get()

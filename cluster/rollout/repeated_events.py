@@ -1,4 +1,4 @@
-"""RepeatedEvents: events with the same cause that come within a short time are one line of the log, with a count."""
+"""RepeatedEvents: logs events with the same cause within a short time as one line with a count."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ class RepeatedEvents:
     def __init__(self, logger: logging.Logger, window_s: float) -> None:
         self._logger = logger
         self._window_s = window_s
-        self._lines: dict[str, _Line] = {}  # by what happened
+        self._lines: dict[str, _Line] = {}  # by event
 
-    def note(self, what: str, subject: str, plural: str) -> None:
-        """`what` happened to `subject`, one of the `plural`."""
-        if what not in self._lines:
-            self._lines[what] = _Line(subject, plural)
-            asyncio.get_running_loop().call_later(self._window_s, self._write, what)
-        self._lines[what].count += 1
+    def note(self, event: str, subject: str, plural: str) -> None:
+        """Counts `event` of `subject`; `plural` names its kind in the log line."""
+        if event not in self._lines:
+            self._lines[event] = _Line(subject, plural)
+            asyncio.get_running_loop().call_later(self._window_s, self._write, event)
+        self._lines[event].count += 1
 
-    def _write(self, what: str) -> None:
-        line = self._lines.pop(what)
-        self._logger.warning("%d %s %s (first: %s)", line.count, line.plural, what, line.first)
+    def _write(self, event: str) -> None:
+        line = self._lines.pop(event)
+        self._logger.warning("%d %s %s (first: %s)", line.count, line.plural, event, line.first)

@@ -1,4 +1,4 @@
-"""ResponseFiles: the responses of evaluations as JSONL, one file for each suite and version."""
+"""ResponseFiles: writes the responses of evaluations as JSONL, one file per suite and version."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from mobula.cluster.runtime.object_store import fetch
 class ResponseFiles:
     """Writes `<folder>/<suite>-<version>.jsonl`.
 
-    A row has `id`, `prompt`, `references`, and with one entry for each response `predictions`, `correct` (null where
-    it was not scored) and `components`. A prompt that was excluded has no predictions.
+    A row has `id`, `prompt`, `references`, and with one entry per response `predictions`, `correct` (null if the
+    response was not scored) and `components`. An excluded prompt has no predictions.
     """
 
     def __init__(self, folder: Path, *, accuracy_component: str, correct_from: float, timeout_s: float) -> None:
@@ -51,8 +51,8 @@ class ResponseFiles:
         if scored.generated is None:
             return []
         what = f"the responses to {scored.prompt.prompt_id}"
-        [found] = fetch([scored.generated.to_score], timeout_s=self._timeout_s, what=what)
-        if isinstance(found, Answers):
-            return [response.text for response in found.responses]
-        assert isinstance(found, TrajectoryGroup), f"{what} are a {type(found).__name__}"
-        return [trajectory.response.text for trajectory in found.trajectories]
+        [group] = fetch([scored.generated.to_score], timeout_s=self._timeout_s, what=what)
+        if isinstance(group, Answers):
+            return [response.text for response in group.responses]
+        assert isinstance(group, TrajectoryGroup), f"{what} are a {type(group).__name__}"
+        return [trajectory.response.text for trajectory in group.trajectories]

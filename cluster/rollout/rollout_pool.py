@@ -1,4 +1,4 @@
-"""RolloutPool: distributes prompts to rollout actors, and tracks the weight version and the health of each of them."""
+"""RolloutPool: distributes prompts to rollout actors, and tracks weight version and health of each actor."""
 
 from __future__ import annotations
 
@@ -34,51 +34,52 @@ _logger = logging.getLogger(__name__)
 
 
 class Engine(Receiver, SamplingEngine, Protocol):
-    """One rollout actor; every call has a deadline of its own."""
+    """One rollout actor. Every call has a deadline."""
 
     async def start(self) -> None:
-        """Load the model."""
+        """Loads the model."""
         ...
 
     async def generate(self, prompt: Prompt, settings: SamplingSettings) -> Generated: ...
 
     async def is_alive(self) -> Vitals | None:
-        """Resource usage of the process, which answers while it is alive, also while it computes."""
+        """Returns the resource usage of the process. Answers at any time, also during a computation."""
         ...
 
     async def probe(self) -> None:
-        """Sample one token with the engine itself."""
+        """Samples one token with the engine."""
         ...
 
     async def load(self) -> EngineLoad: ...
 
     async def close(self) -> None:
-        """End the process and give its resources back, whatever state it is in."""
+        """Ends the process and releases its resources, in any state."""
         ...
 
 
 @dataclass(eq=False)
 class _Member:
-    """One engine of the pool, from the start of its process to the end; the next one of its seat is another member."""
+    """One engine of the pool, from the start of its process to the end. A restarted worker has a new member."""
 
     engine: Engine
     version: int = -1  # of its weights
     num_failures_in_a_row: int = 0
-    num_pushes: int = 0  # that were begun while it served
+    num_pushes: int = 0  # begun while it served
     last_sign_s: float = 0.0
-    death: EngineDiedError | None = None  # why it was lost, if its core ended
+    death: EngineDiedError | None = None  # why it was lost, if its engine core ended
     in_flight: dict[object, Prompt] = field(default_factory=dict)  # by call
 
 
 @dataclass(frozen=True)
 class HealthChecks:
-    """How engines are checked. An engine that finished a group since the last check is healthy, however busy it is. One
-    that is idle or silent has to sample a token."""
+    """Settings of the health checks. An engine that finished a group since the last check is healthy. Other engines
+    have to sample a token.
+    """
 
     interval_s: float
     probe_interval_s: float
-    max_failures_in_a_row: int  # groups that one engine may fail, one after the other, before it is replaced
-    no_worker_s: float  # how long a prompt waits while no engine serves
+    max_failures_in_a_row: int  # failed groups in a row after which an engine is replaced
+    no_worker_s: float  # how long a prompt waits for a serving engine
 
 
 class RolloutPool:
@@ -103,8 +104,8 @@ class RolloutPool:
         on_lost: Callable[[str], None],
         on_excluded: Callable[[Prompt, ExcludedPromptError], None] = lambda prompt, error: None,
     ) -> None:
-        """`spawn(index)` starts the process of one engine, `release(index)` gives its place back. `on_lost` is called
-        with the kind of each loss, `on_excluded` with each prompt that ended several engines.
+        """`spawn(index)` starts the process of one engine, `release(index)` releases its resources. `on_lost` gets the
+        kind of each loss, `on_excluded` each prompt that crashed several engines.
         """
 
         async def start(index: int) -> _Member:
@@ -132,32 +133,32 @@ class RolloutPool:
         self._has_started = False
         self._is_tended = False
         self._changed = asyncio.Event()  # set, and replaced, whenever an engine changes
-        self._version = -1  # that was published last
-        self._announced = -1  # whose push was begun last
+        self._version = -1  # of the last completed push
+        self._announced = -1  # of the last push that was begun
         self._suspects = Suspects(on_excluded)
         self._fatal: WorkerDiedError | None = None  # ends the run
 
     def admit_with(self, admit: Callable[[Receiver], Awaitable[int]]) -> None:
-        """Set how a late joiner gets weights: `WeightSync.admit`."""
+        """Sets the function that gives weights to a late joiner: `WeightSync.admit`."""
         self._admit = admit
 
     def start_within(self, starting: Callable[[], AbstractAsyncContextManager[None]]) -> None:
-        """Set the context in which later engines start and join: `GpuLease.starting`."""
+        """Sets the context in which later engines start and join: `GpuLease.starting`."""
         self._starting = starting
 
     async def start(self) -> None:
-        """Start the first engines side by side. They serve the weights that they were started with.
+        """Starts the first engines concurrently. They serve the weights that they loaded at start-up.
 
         Raises:
-            WorkerDiedError: the process of one of them ended.
-            Exception: what `Engine.start` raises; it is not retried.
+            WorkerDiedError: the process of an engine ended.
+            Exception: an error of `Engine.start`; it is not retried.
         """
         await self._pool.start()
         self._has_started = True
 
     @asynccontextmanager
     async def tended(self) -> AsyncIterator[None]:
-        """Check the engines while the body runs, and allow to scale them.
+        """Checks the engines while the body runs, and allows to scale them.
 
         Raises:
             WorkerDiedError: every engine was lost more often than its budget allows; the body was cancelled.
@@ -174,17 +175,17 @@ class RolloutPool:
                 await self._pool.stop_restarts()
 
     async def close(self) -> None:
-        """End every engine. An error of one is logged and does not affect the others."""
+        """Ends every engine. An error of one is logged and does not affect the others."""
         await self._pool.close()
 
     async def generate(self, prompt: Prompt, settings: SamplingSettings) -> Generated:
-        """Sample one prompt on the engine with the fewest prompts in flight.
+        """Samples a prompt on the engine with the fewest prompts in flight.
 
         Raises:
-            WorkerDiedError, DeadlineError, EngineDiedError: the engine was lost, and is being replaced; or none serves.
-            LostReplyError: the engine is healthy and did not answer in time.
+            WorkerDiedError, DeadlineError, EngineDiedError: the engine was lost and is being replaced, or none serves.
+            LostReplyError: the engine is healthy but did not answer in time.
             RolloutError: the engine failed to sample the prompt.
-            ExcludedPromptError: the prompt ended several engines, and is not sampled any more.
+            ExcludedPromptError: the prompt crashed several engines and is not sampled any more.
         """
         async with self._suspects.admitted(prompt):
             worker = await self._pick(prompt)
@@ -202,7 +203,7 @@ class RolloutPool:
             result = await member.engine.generate(prompt, settings)
         except (WorkerDiedError, EngineDiedError) as error:
             self._pool.lose(member, error)
-            # The engine may be ended before it has answered all prompts: they too end with the cause.
+            # A dying engine may be killed before it has answered all prompts: report the cause, not the lost process.
             raise member.death or error from None
         except DeadlineError as error:
             raise await self._missed(member, error) from None
@@ -214,7 +215,7 @@ class RolloutPool:
         return result
 
     def receivers(self) -> list[Engine]:
-        """Engines whose weights are to be kept up to date."""
+        """Returns the engines that pushes update."""
         return [worker.process.engine for worker in self._pool.serving]
 
     def synced(self, receiver: Receiver, version: int) -> None:
@@ -245,7 +246,7 @@ class RolloutPool:
         ]
 
     async def scale(self, num_workers: int) -> None:
-        """Have `num_workers` engines: new ones join in the background, superfluous ones drain and are removed.
+        """Sets the target number of engines: new engines join in the background, surplus engines drain.
 
         Raises:
             ValueError: `num_workers` is less than 1, or the run does not train now.
@@ -255,10 +256,10 @@ class RolloutPool:
         await self._pool.scale(num_workers)
 
     async def _pick(self, prompt: Prompt) -> Worker[_Member]:
-        """A serving engine at the published version; waits for one."""
+        """Returns a serving engine at the published version; waits for one."""
         try:
             async with asyncio.timeout(self._health.no_worker_s):
-                # An engine that missed the last push would sample with weights that are too old.
+                # Engines that missed the last push are skipped: their weights are too old.
                 while not (ready := [w for w in self._pool.serving if w.process.version >= self._version]):
                     await self._changed.wait()
         except TimeoutError as error:
@@ -277,19 +278,21 @@ class RolloutPool:
         self._changed = asyncio.Event()
 
     def _failed(self, member: _Member, error: MobulaError) -> None:
-        """An engine that answers with errors alone, or not at all, is lost too."""
+        """Counts a failure. An engine is lost after too many failures in a row."""
         member.num_failures_in_a_row += 1
         if member.num_failures_in_a_row >= self._health.max_failures_in_a_row:
             self._pool.lose(member, error)
 
     async def _missed(self, member: _Member, error: DeadlineError) -> DeadlineError | LostReplyError:
-        """The error of a prompt that was not answered in time. An engine that cannot sample one token is lost."""
+        """Returns the error of a prompt that was not answered in time. An engine that cannot sample a token is lost."""
         try:
             await member.engine.probe()
-        except Exception as silence:  # a healthy engine raises nothing here
-            self._pool.lose(member, silence)
+        except Exception as probe_error:  # a healthy engine raises nothing here
+            self._pool.lose(member, probe_error)
             return error
-        lost = LostReplyError(f"{error}, which is well: the answer was lost, or takes longer than timeouts.rollout_s")
+        lost = LostReplyError(
+            f"{error}: the worker is healthy, but its reply was lost or takes longer than timeouts.rollout_s"
+        )
         self._failed(member, lost)
         return lost
 
@@ -302,13 +305,13 @@ class RolloutPool:
             self._fatal = self._fatal or self._suspects.engine_died(error, member.num_pushes, in_flight)
 
     async def _join(self, name: str, member: _Member) -> None:
-        """Load the model and bring the engine to the learner's version."""
+        """Loads the model and brings the engine to the learner's version."""
         async with self._starting():
             await member.engine.start()
             if self._has_started:
                 assert self._admit is not None, "admit_with() sets how a joiner gets weights"
                 while (version := await self._admit(member.engine)) < max(self._version, self._announced):
-                    pass  # a push without this engine began meanwhile
+                    pass  # a push without this engine began in the meantime: fetch again
             else:
                 version = await member.engine.weight_version()
         member.version = version

@@ -1,4 +1,4 @@
-"""RowEvaluator: held-out rows of an offline job, assessed by the learner itself."""
+"""RowEvaluator: evaluates the held-out rows of an offline job with the learner."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ class Assessor(Protocol):
     """The learner of an offline job."""
 
     async def assess(self, groups: Sequence[ScoredGroup]) -> Mapping[str, float]:
-        """The job's metrics on these rows, with the weights as they are."""
+        """Returns the job's metrics on these rows with the current weights."""
         ...
 
 
 class RowEvaluator:
     """Implements `HeldOutEvaluator` and `Resumable`.
 
-    An assessment is a forward pass of the learner, so `maybe_run` waits for it. The rows are scored by the reference
-    once: it is frozen.
+    An evaluation is a forward pass of the learner, so `maybe_run` waits for it. The frozen reference scores the rows
+    once.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class RowEvaluator:
         schedule: EvaluationSchedule,
         on_result: Callable[[int, Mapping[str, float]], None],
     ) -> None:
-        """`on_result` is called with the version and the metrics of each assessment."""
+        """`on_result` gets the version and the metrics of each evaluation."""
         self.results: dict[int, dict[str, float]] = {}
         self._rows = rows
         self._is_scored = False
@@ -46,11 +46,11 @@ class RowEvaluator:
 
     @asynccontextmanager
     async def evaluating(self) -> AsyncIterator[None]:
-        """Nothing runs beside the body."""
+        """Does nothing: `maybe_run` evaluates in the foreground."""
         yield
 
     async def maybe_run(self, version: int) -> None:
-        """Assess `version`, which the learner holds, if it is due and was not assessed yet."""
+        """Evaluates `version`, which the learner holds, if that is due and not done."""
         if not self._schedule.is_due(version) or version in self.results:
             return
         if not self._is_scored:
@@ -59,12 +59,12 @@ class RowEvaluator:
         self._on_result(version, self.results[version])
 
     async def finish(self) -> None:
-        """Nothing is under way."""
+        """Does nothing: no evaluation runs in the background."""
 
     def state(self) -> dict[str, Any]:
-        """The state for a checkpoint, as JSON."""
+        """Returns the state for a checkpoint, as JSON."""
         return {"results": [[version, metrics] for version, metrics in self.results.items()]}
 
     def restore(self, version: int, state: dict[str, Any]) -> None:
-        """Know the results of an earlier part of this run."""
+        """Restores the results of an earlier part of the run."""
         self.results = dict(state["results"])

@@ -1,4 +1,4 @@
-"""RowStream: rows of a data set in the place of rollouts and replay buffer, for offline jobs."""
+"""RowStream: replaces rollouts and replay buffer by the rows of a data set, for offline jobs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NO_QUEUE = ReplayStats(num_ready=0, num_taken=0, num_bytes=0, oldest_age_s=0.0)
 
 
 class RowSource(Protocol):
-    """An endless stream of rows as groups, by value (`mobula.actors.datasets.prompts.PromptSource`)."""
+    """An endless stream of rows as groups (`mobula.actors.datasets.prompts.PromptSource`)."""
 
     @property
     def cursor(self) -> int: ...
@@ -28,22 +28,22 @@ class RowSource(Protocol):
 class RowStream:
     """Implements `GroupProducer`, `GroupQueue` and `Resumable`: a step takes the next rows of the source.
 
-    The rows of the next step are read on a thread while the learner trains. A checkpoint keeps where the rows of the
-    steps that were taken end, so a resumed run takes the same rows.
+    The rows of the next step are read on a thread while the learner trains. A checkpoint stores the cursor after the
+    rows of the taken steps, so a resumed run takes the same rows.
     """
 
     def __init__(self, source: RowSource, put: Callable[[Any], Any], *, total_steps: int) -> None:
-        """`put` stores a group and returns what `mobula.cluster.runtime.object_store.fetch` resolves."""
+        """`put` stores a group and returns a reference for `mobula.cluster.runtime.object_store.fetch`."""
         self._source = source
         self._put = put
         self._total_steps = total_steps
-        self._version = 0  # that the next step trains from
+        self._version = 0  # from which the next step trains
         self._cursor = 0
         self._ahead: asyncio.Task[tuple[list[ScoredGroup], int]] | None = None
 
     @asynccontextmanager
     async def streaming(self) -> AsyncIterator[None]:
-        """Nothing is sampled; what is still being read when the body ends is dropped."""
+        """Samples nothing. Cancels a read in progress on exit."""
         try:
             yield
         finally:
@@ -51,7 +51,7 @@ class RowStream:
                 self._ahead.cancel()
 
     async def take(self, num_groups: int) -> list[ScoredGroup]:
-        """The next rows, which count as sampled by the version that trains on them.
+        """Returns the next rows. They count as sampled by the version that trains on them.
 
         Raises:
             DatasetError: no row of the data set is usable.
@@ -63,17 +63,17 @@ class RowStream:
         return groups
 
     async def release(self, groups: Sequence[ScoredGroup]) -> None:
-        """Rows are in no queue."""
+        """Does nothing: rows occupy no buffer."""
 
     async def stats(self) -> ReplayStats:
         return NO_QUEUE
 
     def state(self) -> dict[str, Any]:
-        """The state for a checkpoint, as JSON."""
+        """Returns the state for a checkpoint, as JSON."""
         return {"cursor": self._cursor}
 
     def restore(self, version: int, state: dict[str, Any]) -> None:
-        """Go on behind the rows of `version`."""
+        """Continues after the rows of `version`."""
         self._version, self._cursor = version, state["cursor"]
         self._source.restore(self._cursor, ())
 
@@ -86,7 +86,7 @@ class RowStream:
 
 
 def stored(row: ScoredGroup, version: int, put: Callable[[Any], Any]) -> ScoredGroup:
-    """A row's group in the object store, as of `version`: a row was sampled by no version, and is as old as none."""
+    """Stores the group of a row. No policy sampled it, so it is marked as sampled by `version` and never over-age."""
     trajectories = tuple(
         replace(t, weight_spans=(WeightSpan(version, 0, t.num_steps),)) for t in row.group.trajectories
     )

@@ -1,11 +1,11 @@
-"""StalenessGate, StepOrder and AgeLimit: how many groups may start, which finished ones make up the next step, and
-which are too old for it.
+"""StalenessGate, StepOrder and AgeLimit: bound the age of trained groups.
 
-Gate and order make the staleness bound hard without throwing finished work away: the gate never admits more groups than
-the steps within the bound can hold, and the order never leaves a group for a step in which it would be over-age. Where
-stragglers may be overtaken, or a group holds tokens from before a fault, groups do get over-age: the learner masks or
-reweights their old tokens, and the limit tests whether anything of a group is left to train.
-Pure accounting, without prompts, bytes of groups or a clock.
+The gate decides how many groups may start, the order which finished groups make up the next step, and the limit which
+groups are too old for it. Gate and order make the staleness bound hard without discarding finished work: the gate never
+admits more groups than the steps within the bound can hold, and the order never leaves a group for a step in which it
+would be over-age. Groups still get over-age if stragglers may be overtaken, or if a group holds tokens from before a
+fault: the learner masks or reweights the old tokens, and the limit tests whether any token is left to train.
+The classes only count groups; they hold no prompts, no tensors and no clock.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ Group = TypeVar("Group")
 
 @dataclass(frozen=True, order=True)
 class Admission:
-    """One slot of the gate; no token of its group is older than `version`. They sort by when they are due, then by
-    number, which is the order in which prompts were handed out.
+    """One slot of the gate. No token of its group is older than `version`. Admissions sort by version, then by number
+    (the order in which prompts were handed out).
     """
 
-    version: int  # the gate's when it started
+    version: int  # of the gate when the group started
     number: int
 
 
 class StalenessGate:
     """Decides how many groups may start now.
 
-    With B groups a step and `version` the newest weights that are published, or announced where groups can wait for
-    their push (after AReaL, Fu et al. 2025):
+    With B groups per step and `version` the newest published weights (or announced weights, if groups can wait for
+    their push), after AReaL (Fu et al. 2025):
 
         capacity = min(max_concurrent - running, (max_staleness + version + 1) * B - (accepted + running))
 
-    `accepted` counts every group that was ever finished and kept, so the second term bounds how far rollouts may run
-    ahead of training; `max_staleness = 0` admits exactly the groups of the step to come. Its first factor ends at
-    `total_steps`: nothing is sampled for a step that will not be. A rejected group gives its slot back. After a resume
-    `accepted = version * B` and what was finished by then; what was under way is started again.
+    `accepted` counts every group that was ever finished and kept, so the second term bounds how far rollouts run ahead
+    of training; `max_staleness = 0` admits exactly the groups of the next step. The first factor is at most
+    `total_steps`: nothing is sampled for steps after the last. A rejected group frees its slot. After a resume
+    `accepted` is `version * B` plus the finished groups; groups that were in flight start again.
     """
 
     def __init__(self, *, prompts_per_step: int, max_staleness: int, max_concurrent: int, total_steps: int) -> None:
@@ -58,12 +58,12 @@ class StalenessGate:
 
     @property
     def running(self) -> Sequence[Admission]:
-        """Groups under way, oldest first."""
+        """Groups in flight, oldest first."""
         return tuple(self._running.values())
 
     @property
     def running_by_version(self) -> Mapping[int, int]:
-        """Version at admission -> how many groups are under way."""
+        """Version at admission -> number of groups in flight."""
         return self._running_by_version
 
     @property
@@ -75,18 +75,18 @@ class StalenessGate:
         return min(self._max_concurrent - running, ahead)
 
     def set_max_concurrent(self, num_groups: int) -> None:
-        """From now on so many groups may be under way; those that are beyond it stay."""
+        """Sets the maximum number of groups in flight. Groups over the new maximum finish."""
         self._max_concurrent = num_groups
         self._changed.set()
 
     async def wait_for_slot(self) -> None:
-        """Wait until a group may start; call `start` before the next await, or another may take the slot."""
+        """Waits until a group may start. Call `start` before the next await, or another task may take the slot."""
         while self.capacity <= 0:
             self._changed.clear()
             await self._changed.wait()
 
     def start(self, number: int | None = None) -> Admission:
-        """Take a slot; `number` is that of a prompt which had one before a resume."""
+        """Takes a slot. `number` is the number that a prompt had before a resume."""
         assert self.capacity > 0, f"a group started with capacity {self.capacity}"
         if number is None:
             number = self._num_started
@@ -96,31 +96,31 @@ class StalenessGate:
         return admission
 
     def accept(self, admission: Admission) -> None:
-        """The group is finished and will be trained on."""
+        """Called when a group is finished and kept for training."""
         self._end(admission)
         self.num_accepted += 1
 
     def reject(self, admission: Admission) -> None:
-        """The group is finished and will not be trained on: its slot is free at once."""
+        """Called when a group is finished and not kept: frees its slot."""
         self._end(admission)
 
     def drop(self) -> None:
-        """A group that was accepted will not be trained on after all: its slot is free at once."""
+        """Called when an accepted group is discarded: frees its slot."""
         self.num_accepted -= 1
         self._changed.set()
 
     def advance(self, version: int) -> None:
-        """Groups that start from now on are sampled with `version`."""
+        """Sets the version of groups that start later."""
         assert version >= self.version, f"published version {version} after {self.version}"
         self.version = version
         self._changed.set()
 
     def resume(self, version: int, *, num_finished: int = 0, num_started: int = 0) -> None:
-        """Begin at `version`, with all groups of earlier steps trained and none under way.
+        """Begins at `version`: all groups of earlier steps are trained and none is in flight.
 
-        `num_finished` further ones are finished; the numbers below `num_started` are taken.
+        `num_finished` groups of later steps are finished. New groups get numbers from `num_started` on.
         """
-        assert not self._running, f"resumed with {len(self._running)} groups under way"
+        assert not self._running, f"resumed with {len(self._running)} groups in flight"
         self.advance(version)
         self.num_accepted = version * self.prompts_per_step + num_finished
         self._num_started = num_started
@@ -135,16 +135,16 @@ class StalenessGate:
 
 @dataclass(frozen=True)
 class AgeLimit:
-    """Which groups a step can no longer train on. Step s trains from version s, so a token of version v is s - v old.
+    """Decides which groups a step drops. Step s trains from version s, so a token of version v has the age s - v.
 
-    Example: with `max_age` 2, step 5 masks tokens of version 2 and drops a group that has no newer ones.
+    Example: with `max_age` 2, step 5 masks tokens of version 2 and drops a group without newer tokens.
     """
 
-    max_age: int  # of a token that is trained, in versions
-    is_whole: bool = False  # one older token is enough to drop its group
+    max_age: int  # of a trained token, in versions
+    is_whole: bool = False  # drop the group as soon as one token is too old
 
     def drops(self, tokens_by_version: Mapping[int, int], step: int) -> bool:
-        """Whether `step` would drop a group with these tokens (version -> number)."""
+        """Whether `step` drops a group with these tokens (version -> number)."""
         decisive = min(tokens_by_version) if self.is_whole else max(tokens_by_version)
         return decisive < step - self.max_age
 
@@ -153,11 +153,11 @@ class StepOrder(Generic[Group]):
     """Puts accepted groups into steps, so that no group is older than `max_staleness` when its step trains.
 
     Step s trains from version s, so a group admitted at version v is due in step v + max_staleness. A step takes the
-    oldest finished groups, and waits for slower ones only as long as leaving those out would make one of them late:
-    what is left, in order of admission, must still fit B a step into the steps after this one. The gate's formula makes
-    plain order of admission such a plan at any time, so the wait always ends. It still is one after a resume, where
-    groups keep the version that they were admitted at and those that were under way are admitted again. It never waits
-    where only finished groups are late: waiting would not make them younger.
+    oldest finished groups. It waits for a slower group only if that group would otherwise be late: the remaining
+    groups, in order of admission, must fit into the later steps, B per step. The gate's formula guarantees that the
+    plain order of admission is such a plan, so the wait always ends. This also holds after a resume: finished groups
+    keep the version of their admission, and groups that were in flight are admitted again. The order does not wait if
+    only finished groups are late: waiting would not make them younger.
 
     Example, B = 1 and max_staleness = 1: groups 0 and 1 start at version 0 and are due in step 1. If 1 finishes first
     it becomes step 0, and step 1 waits for 0 though group 2 may be finished.
@@ -170,14 +170,14 @@ class StepOrder(Generic[Group]):
         self._finished: dict[int, list[tuple[int, Group]]] = {}  # version -> heap of (number, group)
 
     def add(self, admission: Admission, group: Group) -> None:
-        """State that the gate has accepted this group."""
+        """Adds a group that the gate has accepted."""
         self._num_finished += 1
         heapq.heappush(self._finished.setdefault(admission.version, []), (admission.number, group))
 
     def pop_step(self) -> list[Group]:
-        """The groups of the next step in order of admission, or none while it is not complete.
+        """Returns the groups of the next step in order of admission, or none while it is not complete.
 
-        The work grows with the number of versions under way, not with that of groups.
+        The cost grows with the number of versions in flight, not with the number of groups.
         """
         size = self._gate.prompts_per_step
         if self._num_finished < size or self._makes_late():
@@ -186,7 +186,7 @@ class StepOrder(Generic[Group]):
         return [self._pop_oldest() for _ in range(size)]
 
     def remove(self, is_too_old: Callable[[Group], bool]) -> list[Group]:
-        """Take out the groups of which this is true; only those are asked that may have over-age tokens."""
+        """Removes and returns the groups that match `is_too_old`. Groups that are young at admission are not tested."""
         removed: list[Group] = []
         for version in [v for v in self._finished if v < self.next_step - self._gate.max_staleness]:
             heap = self._finished.pop(version)
@@ -199,12 +199,12 @@ class StepOrder(Generic[Group]):
         return removed
 
     def resume(self, version: int) -> None:
-        """Begin with the step that trains from `version`."""
+        """Begins with the step that trains from `version`."""
         self.next_step = version
 
     def _makes_late(self) -> bool:
-        """Whether what the next step would leave no longer fits into the steps after it: for some version v, more than
-        B * (v + max_staleness - next_step) groups would be left of v and older, and one of them is still under way."""
+        """Whether the groups left by the next step would not fit into the later steps: for some version v, more than
+        B * (v + max_staleness - next_step) groups of v and older would be left, and one of them is still in flight."""
         size, bound = self._gate.prompts_per_step, self._gate.max_staleness
         running = self._gate.running_by_version
         to_take, num_left, num_running = size, 0, 0
@@ -229,12 +229,11 @@ class StepOrder(Generic[Group]):
 
 
 class OvertakingOrder(StepOrder[Group]):
-    """Never waits for a slow group while enough others are finished: it is trained when it comes, with what of it is
-    young enough by then.
+    """Never waits for a slow group while enough others are finished. A late group trains the tokens that are still
+    young enough.
 
-    Example, B = 1 and max_staleness = 1: groups 0 and 1 start at version 0. If 1 finishes first it becomes step 0, and
-    if 2 does next it becomes step 1. Group 0 then becomes step 2 at the earliest, where its tokens of version 0 are
-    over-age.
+    Example, B = 1 and max_staleness = 1: groups 0 and 1 start at version 0. If 1 finishes first it becomes step 0; if 2
+    is next it becomes step 1. Group 0 becomes step 2 at the earliest, in which its tokens of version 0 are over-age.
     """
 
     def _makes_late(self) -> bool:

@@ -1,4 +1,4 @@
-"""SupervisedRows: rows of a data set that RL steps train beside their groups."""
+"""SupervisedRows: rows of a data set that RL steps train in addition to their groups."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from mobula.cluster.rollout.row_stream import RowSource, stored
 
 
 class SupervisedRows:
-    """Implements `Resumable`: the rows of a step are a function of the version that it makes.
+    """Implements `Resumable`: the row indices of a step depend only on the version that it makes.
 
-    So a step that is repeated after a fault, or by the journal, has the rows that it had. Those of the next step are
+    So a step that is repeated after a fault, or by the journal, trains the same rows. The rows of the next step are
     read on a thread while the learner trains.
 
     Example:
         rows = SupervisedRows(source, ray.put, rows_per_step=32, total_steps=100)
-        beside = await rows.of(version=1)
+        extra_rows = await rows.of(version=1)
     """
 
     def __init__(self, source: RowSource, put: Callable[[Any], Any], *, rows_per_step: int, total_steps: int) -> None:
-        """`put` stores a group and returns what `mobula.cluster.runtime.object_store.fetch` resolves."""
+        """`put` stores a group and returns a reference for `mobula.cluster.runtime.object_store.fetch`."""
         self._source = source
         self._put = put
         self._rows_per_step = rows_per_step
         self._total_steps = total_steps
-        self._starts = {1: 0}  # version made -> where its rows begin in the source
-        self._furthest = 0  # version whose rows were asked for
+        self._starts = {1: 0}  # version made -> cursor of its first row in the source
+        self._furthest = 0  # highest version whose rows were requested
         self._ahead: tuple[int, asyncio.Task[list[ScoredGroup]]] | None = None
 
     async def of(self, version: int) -> Sequence[ScoredGroup]:
-        """The rows of the step that makes `version`. Steps come in order; a step that came before may be repeated.
+        """Returns the rows of the step that makes `version`. Steps come in order; earlier steps may be repeated.
 
         Raises:
             DatasetError: no row of the data set is usable.
@@ -44,19 +44,19 @@ class SupervisedRows:
         return rows
 
     def state(self) -> dict[str, Any]:
-        """The state for a checkpoint, as JSON."""
+        """Returns the state for a checkpoint, as JSON."""
         return {"cursor": self._starts[self._furthest + 1]}
 
     def restore(self, version: int, state: dict[str, Any]) -> None:
-        """Go on behind the rows of `version`."""
+        """Continues after the rows of `version`."""
         self._starts, self._furthest, self._ahead = {version + 1: state["cursor"]}, version, None
 
     async def _taken(self, version: int) -> list[ScoredGroup]:
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
-            found = await ahead[1]  # the source has one reader at a time
+            rows = await ahead[1]  # also if these rows are not needed: the source has one reader at a time
             if ahead[0] == version:
-                return found
+                return rows
         return await self._read(version)
 
     async def _read(self, version: int) -> list[ScoredGroup]:

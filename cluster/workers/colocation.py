@@ -4,14 +4,14 @@
 
 | phase | engines | learner |
 |---|---|---|
-| HANDOVER, until the push has arrived | weights awake, which the push replaces; no KV cache | policy on the device |
+| HANDOVER, until the push has arrived | old weights awake; no KV cache | policy on the device |
 | HANDOVER, from then on | awake | on the host |
 | GENERATING | awake | on the host |
 | TRAINING | asleep | on the device |
 
 So the device never holds the KV cache together with the policy or the optimizer. Nothing is sampled outside
-GENERATING: there the engines' weights are those of the last push, everywhere else they may be dead. No engine starts in
-TRAINING: it takes its whole memory at once, and the learner has it.
+GENERATING: only there the engines hold the weights of the last push. No engine starts in TRAINING: an engine allocates
+its whole memory at start-up, which the learner uses then.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Phase(StrEnum):
-    """Whose turn it is."""
+    """Which side uses the devices."""
 
     HANDOVER = "handover"
     GENERATING = "generating"
@@ -41,8 +41,8 @@ class Phase(StrEnum):
 NEXT = {Phase.HANDOVER: Phase.GENERATING, Phase.GENERATING: Phase.TRAINING, Phase.TRAINING: Phase.HANDOVER}
 
 
-class Turns:
-    """The phases as a state machine: pure accounting, one change at a time, and only while nothing is sampled."""
+class LeaseState:
+    """State machine of the phases. One change is made at a time, and only while no request is in flight."""
 
     def __init__(self) -> None:
         self.phase = Phase.HANDOVER
@@ -56,131 +56,131 @@ class Turns:
 
     @property
     def may_start(self) -> bool:
-        """Whether an engine may start: the learner does not train, and is not about to."""
+        """Whether an engine may start: the learner neither trains nor waits to train."""
         return self.phase is not Phase.TRAINING and not (self.is_changing and self.phase is Phase.GENERATING)
 
     @property
     def may_change(self) -> bool:
-        """Whether the change that has begun may be made. A push leaves room for an engine that starts, a step none."""
+        """Whether the pending change may be made. Engines have the memory to start during a push, not during a step."""
         return self.num_sampling == 0 and not (self.phase is Phase.GENERATING and self.num_starting)
 
     def sample(self) -> None:
-        """One more request is under way."""
-        assert self.may_sample, f"a request in phase {self.phase}: the engines' weights may be dead"
+        """Counts a request in flight."""
+        assert self.may_sample, f"a request in phase {self.phase}: the engines' weights may be gone"
         self.num_sampling += 1
 
     def sampled(self) -> None:
         self.num_sampling -= 1
 
     def start(self) -> None:
-        """One more engine starts."""
-        assert self.may_start, f"an engine that starts in phase {self.phase}: the learner has its memory"
+        """Counts an engine that starts."""
+        assert self.may_start, f"an engine that starts in phase {self.phase}: the learner uses the memory"
         self.num_starting += 1
 
     def started(self) -> None:
         self.num_starting -= 1
 
     def begin(self, phase: Phase) -> None:
-        """No sampling may begin until `end`; the change itself waits until it may be made."""
-        assert not self.is_changing, f"{phase} begins while another change from {self.phase} is under way"
+        """Stops new requests until `end`. The caller waits for `may_change` before it calls `end`."""
+        assert not self.is_changing, f"{phase} begins during another change from {self.phase}"
         assert NEXT[self.phase] is phase, f"{phase} does not follow {self.phase}"
         self.is_changing = True
 
     def end(self, phase: Phase) -> None:
-        assert self.num_sampling == 0, f"{self.num_sampling} requests are under way as {phase} begins"
+        assert self.num_sampling == 0, f"{self.num_sampling} requests are in flight as {phase} begins"
         assert self.may_change, f"{self.num_starting} engines start as {phase} begins"
         self.phase, self.is_changing = phase, False
 
 
 class SleepingEngine(Protocol):
-    """One rollout actor whose memory can be given back."""
+    """A rollout actor that can free its device memory."""
 
     name: str
 
     async def sleep(self) -> None: ...
 
     async def wake_up(self, tag: str) -> None:
-        """`weights` or `kv_cache`; it can sample once both are awake."""
+        """Restores `weights` or `kv_cache` (`tag`). The engine can sample once both are awake."""
         ...
 
 
 class Engines(Protocol):
-    """The engines that serve now."""
+    """The serving engines."""
 
     def receivers(self) -> Sequence[Any]:
-        """Each a `SleepingEngine`."""
+        """Returns the serving engines, each a `SleepingEngine`."""
         ...
 
     def lose(self, receiver: Any, error: Exception) -> None: ...
 
 
 class MovableLearner(Protocol):
-    """A learner group that can leave its devices."""
+    """A learner group that can be offloaded to host memory."""
 
     async def offload(self, part: str) -> None:
-        """Move `policy` or `optimizer` to host memory."""
+        """Moves `policy` or `optimizer` (`part`) to host memory."""
         ...
 
     async def onload(self) -> None:
-        """Move everything back."""
+        """Moves both back to the devices."""
         ...
 
 
 class GpuLease:
-    """Puts engines to sleep and moves the learner as their turns come; an engine that cannot follow is lost."""
+    """Puts engines to sleep and offloads the learner at each change of phase. An engine that fails to do so is lost."""
 
     def __init__(self, engines: Engines, learner: MovableLearner) -> None:
         self._engines = engines
         self._learner = learner
-        self._turns = Turns()
+        self._state = LeaseState()
         self._changed = asyncio.Condition()
 
     @property
     def phase(self) -> Phase:
-        return self._turns.phase
+        return self._state.phase
 
     @asynccontextmanager
     async def sampling(self) -> AsyncIterator[None]:
-        """Hold the devices for one request; waits for the engines' turn."""
+        """Holds the devices for one request; waits for the phase GENERATING."""
         async with self._changed:
-            await self._changed.wait_for(lambda: self._turns.may_sample)
-            self._turns.sample()
+            await self._changed.wait_for(lambda: self._state.may_sample)
+            self._state.sample()
         try:
             yield
         finally:
             async with self._changed:
-                self._turns.sampled()
+                self._state.sampled()
                 self._changed.notify_all()
 
     @asynccontextmanager
     async def starting(self) -> AsyncIterator[None]:
-        """Hold the devices while one engine starts and joins; waits while the learner trains."""
+        """Holds the devices while one engine starts and joins; waits while the learner trains."""
         async with self._changed:
-            await self._changed.wait_for(lambda: self._turns.may_start)
-            self._turns.start()
+            await self._changed.wait_for(lambda: self._state.may_start)
+            self._state.start()
         try:
             yield
         finally:
             async with self._changed:
-                self._turns.started()
+                self._state.started()
                 self._changed.notify_all()
 
     async def begin(self) -> None:
-        """The learner's turn before the first push, in which it loads a checkpoint, takes steps again or is warmed up:
-        its memory is on the devices, and the engines have started."""
+        """Enters TRAINING before the first push, for a resume or the warm start. The engines have started, and the
+        learner is on the devices."""
         assert self.phase is Phase.HANDOVER, f"a run that begins in phase {self.phase}"
         async with self._changed:
             await self._each(lambda engine: engine.sleep())
-            self._turns.phase = Phase.TRAINING
+            self._state.phase = Phase.TRAINING
 
     async def train(self) -> None:
-        """The learner's turn, once no request is under way and no engine starts."""
+        """Enters TRAINING, once no request is in flight and no engine starts."""
         async with self._change(Phase.TRAINING):
             await self._each(lambda engine: engine.sleep())
             await self._learner.onload()
 
     async def hand_over(self) -> None:
-        """Both hold their weights, so that a push can go from one to the other; the KV cache stays asleep."""
+        """Enters HANDOVER: learner and engines hold their weights for the push; the KV cache stays asleep."""
         if self.phase is Phase.HANDOVER:
             return  # an earlier push ended with an error
         async with self._change(Phase.HANDOVER):
@@ -188,24 +188,24 @@ class GpuLease:
             await self._each(lambda engine: engine.wake_up("weights"))
 
     async def arrived(self, version: int) -> None:
-        """Called when the push of `version` has arrived: the learner makes room for the KV caches."""
-        await self._learner.offload("optimizer")  # at the first push of a run it is still there
+        """Called when the push of `version` has arrived: offloads the learner to make room for the KV caches."""
+        await self._learner.offload("optimizer")  # still on the device at the first push of a run
         await self._learner.offload("policy")
         await self._each(lambda engine: engine.wake_up("kv_cache"))
 
     async def generate(self) -> None:
-        """The engines' turn; their weights are those of the push that has arrived."""
+        """Enters GENERATING, after the push has arrived."""
         async with self._change(Phase.GENERATING):
-            pass  # `arrived` has moved everything
+            pass  # `arrived` has offloaded the learner
 
     @asynccontextmanager
     async def _change(self, phase: Phase) -> AsyncIterator[None]:
         async with self._changed:
-            self._turns.begin(phase)
-            await self._changed.wait_for(lambda: self._turns.may_change)
+            self._state.begin(phase)
+            await self._changed.wait_for(lambda: self._state.may_change)
             # Under the lock: no request may begin while engines sleep or wake up.
             yield
-            self._turns.end(phase)
+            self._state.end(phase)
             self._changed.notify_all()
 
     async def _each(self, call: Callable[[SleepingEngine], Coroutine[Any, Any, None]]) -> None:
@@ -216,7 +216,7 @@ class GpuLease:
 
 
 class LeasedRollouts:
-    """Rollouts that sample in the engines' turn."""
+    """Rollouts that sample in the phase GENERATING only."""
 
     def __init__(self, rollouts: Rollouts, lease: GpuLease) -> None:
         self._rollouts = rollouts
@@ -228,7 +228,7 @@ class LeasedRollouts:
 
 
 class LeasedWeights:
-    """Pushes between the learner's turn and the engines'."""
+    """Pushes weights in the phase HANDOVER."""
 
     def __init__(self, weights: Weights, lease: GpuLease) -> None:
         self._weights = weights

@@ -1,9 +1,9 @@
-"""Status and scaling of a run while it goes on: the control panel that commands call, and the driver's loop behind it.
+"""Status and scaling of a running run: the control panel that commands call, and the driver's loop behind it.
 
     mobula status, mobula scale  ->  ControlPanel (a named actor)  <-  ControlLoop (in the driver)  ->  Scalable roles
 
-The driver serves no requests. It calls the panel every `interval_s`, with the newest status and the outcomes of
-requests; the reply holds the requests that came in since.
+The driver serves no requests. It calls the panel every `interval_s` with the newest status and the outcomes of
+requests; the reply holds the new requests.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ _logger = logging.getLogger(__name__)
 
 CONTROL = "control"  # the panel's name in the namespace of its run
 OUTCOMES_KEPT = 64
-LAG_PERIOD_S = 0.1  # how often the event loop's delay is looked at
+LAG_PERIOD_S = 0.1  # between measurements of the event loop's lag
 
 
 class ControlPanel:
-    """Holds the newest status of a run, and the requests of its users until the driver's next call."""
+    """Holds the newest status of a run, and the requests of users until the driver's next call."""
 
     def __init__(self) -> None:
         self._status: RunStatus | None = None
@@ -49,7 +49,7 @@ class ControlPanel:
         self._outcomes: OrderedDict[str, tuple[RoleOutcome, ...] | None] = OrderedDict()
 
     def exchange(self, status: RunStatus, outcomes: Mapping[str, tuple[RoleOutcome, ...]]) -> list[ScaleRequest]:
-        """The driver's call: takes its status and the outcomes of requests by id, returns the new requests."""
+        """Takes the driver's status and the outcomes of requests by id. Returns the new requests."""
         self._status = status
         self._outcomes.update(outcomes)
         while len(self._outcomes) > OUTCOMES_KEPT:
@@ -58,14 +58,14 @@ class ControlPanel:
         return taken
 
     def status(self) -> RunStatus | None:
-        """The newest one; None before the driver's first call."""
+        """Returns the newest status; None before the driver's first call."""
         return self._status
 
     def ask(self, request: ScaleRequest) -> tuple[RoleOutcome, ...] | None:
-        """The outcome of a request; None until the driver has reported it.
+        """Returns the outcome of a request; None until the driver has reported it.
 
-        A new request is kept for the driver's next call. A client that waits repeats its request, so a panel that
-        replaces a lost one gets it too. A request names a number of workers and may be applied twice.
+        A new request is kept for the driver's next call. A waiting client repeats its request, so a panel that replaces
+        a lost panel gets it too. A request names a target number, so applying it twice does no harm.
         """
         if request.request_id not in self._outcomes:
             self._outcomes[request.request_id] = None
@@ -73,14 +73,11 @@ class ControlPanel:
         return self._outcomes[request.request_id]
 
     def close(self) -> None:
-        """There is nothing to release."""
+        """Does nothing: the panel holds no resources."""
 
 
 class ControlLoop:
-    """The driver's side. A panel that dies or does not answer is counted and started again; it never ends the run.
-
-    `on_panel_lost` is called with the kind of each loss.
-    """
+    """The driver's side. A panel that dies or does not answer is counted and replaced; it never ends the run."""
 
     def __init__(
         self,
@@ -105,12 +102,12 @@ class ControlLoop:
         deadline_s: float,
         scale_s: float,
     ) -> None:
-        """`spawn_panel` returns the Ray handle of a `ControlPanel`. `ranks` are workers beside those of `roles`, which
-        cannot be scaled; `object_store` may block. Once `has_begun()`, roles get the numbers of
-        `earlier_scale`, to which an earlier part of the run was scaled; `on_scaled` is called with each number that a
-        role accepts. `start_s` bounds the first call to a panel, which
-        includes the start of its process, `deadline_s` each later call, `scale_s` the time in which a role accepts or
-        refuses a new number of workers."""
+        """`spawn_panel` returns the Ray handle of a `ControlPanel`. `ranks` returns the workers that cannot be scaled.
+        `object_store` may block. `earlier_scale` holds the numbers of workers from before a resume; they are applied
+        once `has_begun()`. `on_scaled` gets each number that a role accepts, `on_panel_lost` the kind of each loss.
+        `start_s` bounds the first call to a panel, including the start of its process, `deadline_s` each later call,
+        and `scale_s` the time in which a role accepts or refuses a number.
+        """
         self._run = run
         self._total_steps = total_steps
         self._spawn_panel = spawn_panel
@@ -138,27 +135,27 @@ class ControlLoop:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Answer while the body runs."""
+        """Exchanges status and requests with the panel while the body runs."""
         try:
             async with background_tasks() as tasks:
-                tasks.create_task(self._visit_for_ever(), name="visit the control panel")
+                tasks.create_task(self._exchange_repeatedly(), name="exchange status with the control panel")
                 tasks.create_task(self._measure_lag(), name="measure the event loop's lag")
-                tasks.create_task(self._scale_for_ever(), name="scale roles")
+                tasks.create_task(self._scale_roles(), name="scale roles")
                 yield
         finally:
             await self._drop_panel()
 
-    async def _visit_for_ever(self) -> None:
+    async def _exchange_repeatedly(self) -> None:
         while True:
             status = await self._status()
             self._on_status(status)
             try:
-                await self._visit(status)
-            except Exception as error:  # the run does not need the panel; the next call starts another
+                await self._exchange(status)
+            except Exception as error:  # the run does not need the panel; the next call starts a new one
                 await self._lose_panel(error)
             await asyncio.sleep(self._interval_s)
 
-    async def _visit(self, status: RunStatus) -> None:
+    async def _exchange(self, status: RunStatus) -> None:
         is_new = self._panel is None
         if is_new:
             self._panel = self._spawn_panel()
@@ -173,7 +170,7 @@ class ControlLoop:
     async def _lose_panel(self, error: Exception) -> None:
         self._num_panels_lost += 1
         self._on_panel_lost(type(error).__name__)
-        _logger.warning("the control panel was lost (%s) and is started again: %s", type(error).__name__, error)
+        _logger.warning("the control panel was lost (%s) and is replaced: %s", type(error).__name__, error)
         await self._drop_panel()
 
     async def _drop_panel(self) -> None:
@@ -182,7 +179,7 @@ class ControlLoop:
             return
         try:
             await self._end_panel(dropped)
-        except Exception:  # it holds nothing that the run needs
+        except Exception:  # the run needs nothing from the old panel
             _logger.warning("the control panel did not close cleanly", exc_info=True)
 
     async def _status(self) -> RunStatus:
@@ -202,15 +199,15 @@ class ControlLoop:
         )
 
     async def _measure_lag(self) -> None:
-        """How much later than asked for this loop goes on: whatever it serves waits as long."""
+        """Measures how late the event loop resumes a sleeping task. Every task of the driver waits as long."""
         clock = asyncio.get_running_loop().time
         while True:
             due = clock() + LAG_PERIOD_S
             await asyncio.sleep(LAG_PERIOD_S)
             self._lag_s = max(self._lag_s, clock() - due)
 
-    async def _scale_for_ever(self) -> None:
-        while self._earlier_scale and not self._has_begun():  # before, no role can be scaled
+    async def _scale_roles(self) -> None:
+        while self._earlier_scale and not self._has_begun():  # roles cannot be scaled earlier
             await asyncio.sleep(self._interval_s)
         for role, num_workers in self._earlier_scale.items():
             await self._scale(role, num_workers)
@@ -227,19 +224,19 @@ class ControlLoop:
         return RoleOutcome(role, num_workers, refusal)
 
     async def _refusal(self, role: str, num_workers: int) -> str:
-        """Apply one role's part of a request; returns why it was refused, or an empty string."""
+        """Applies one role's part of a request. Returns why it was refused, or an empty string."""
         if role not in self._roles:
-            return f"this run has no role {role} whose workers come and go: it has {_listed(self._roles)}"
+            return f"this run has no scalable role {role}: it has {_listed(self._roles)}"
         if num_workers > MAX_WORKERS:
             return f"a role has at most {MAX_WORKERS} workers: ask for fewer"
         try:
             async with asyncio.timeout(self._scale_s):
                 await self._roles[role].scale(num_workers)
         except TimeoutError:
-            return f"{role} did not answer within {self._scale_s:g} s: ask again, or read run.log"
+            return f"{role} did not answer within {self._scale_s:g} s: try again, or read run.log"
         except (ValueError, MobulaError) as error:
             return str(error)
-        except Exception as error:  # a fault in scaling is no reason to end a run that trains
+        except Exception as error:  # a failed scaling must not end the run
             _logger.exception("scale %s=%d failed", role, num_workers)
             return f"{type(error).__name__}: {error}; run.log has the traceback"
         return ""

@@ -1,15 +1,15 @@
-"""Restart loops: what deaths of engines with one cause have in common, and which prompts may run meanwhile.
+"""Detects restart loops: engines that die again and again with the same cause.
 
-An engine that ends itself leaves a fingerprint of the cause. Deaths with equal fingerprints that follow each other are
-a series; a death without a fingerprint (the process was killed from outside) neither belongs to a series nor ends it.
-Two patterns end a series early, before the restart budget is used up:
+An engine that crashes leaves a fingerprint of the cause. Consecutive deaths with equal fingerprints form a series. A
+death without a fingerprint (the process was killed from outside) neither belongs to a series nor ends it. Two patterns
+end a series before the restart budget is used up:
 
     one prompt      it was in flight at each of MIN_DEATHS deaths or more, at the last one with no other prompt
     pushes          MIN_DEATHS engines died one after the other within MAX_PUSHES pushes after their start, at least
                     MIN_AFTER_PUSH of them after a push, and they have no prompt in common
 
-Prompts that were in flight at every death of a series are its suspects. Few of them run at a time, and when there are
-few of them each runs alone, until it has finished, which clears it, or an engine has died of it.
+Prompts in flight at every death of a series are suspects. Few suspects run at a time; once few are left, each runs
+alone. A suspect is cleared when it finishes.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from dataclasses import dataclass
 MIN_DEATHS = 3
 MAX_PUSHES = 10
 MIN_AFTER_PUSH = 2
-MAX_ALONE = 4  # suspects that run alone after the second death already
+MAX_ALONE = 4  # up to this number of suspects, each runs alone as early as after the second death
 
 
 @dataclass(frozen=True)
 class Death:
     """One engine that was lost."""
 
-    fingerprint: str | None  # of the cause; None: it was ended from outside, or did not answer
-    num_pushes: int  # that it took since its start
+    fingerprint: str | None  # of the cause; None: the engine was killed from outside, or did not answer
+    num_pushes: int  # since the engine's start
     prompt_ids: frozenset[str]  # in flight
 
 
 @dataclass(frozen=True)
 class OnePrompt:
-    """The finding that one prompt ends every engine that gets it."""
+    """Finding: one prompt crashes every engine that samples it."""
 
     prompt_id: str
     num_deaths: int
@@ -42,7 +42,7 @@ class OnePrompt:
 
 @dataclass(frozen=True)
 class AfterPushes:
-    """The finding that engines do not outlive pushes."""
+    """Finding: engines crash soon after weight pushes."""
 
     num_deaths: int
 
@@ -60,12 +60,12 @@ class FaultPatterns:
     def __init__(self) -> None:
         self._fingerprint: str | None = None
         self._num_early = 0  # deaths in a row of engines that took MAX_PUSHES or fewer
-        self._num_after_push = 0  # those of them that took one
+        self._num_after_push = 0  # early deaths in a row after at least one push
         self._num_common = 0  # deaths in a row with a prompt in common
         self._suspects: frozenset[str] = frozenset()
 
     def died(self, death: Death) -> OnePrompt | AfterPushes | None:
-        """The pattern found so far, if any. A prompt that has been found is no longer a suspect."""
+        """Records a death. Returns a finding, if any; its prompt is no longer a suspect."""
         if death.fingerprint is None:
             return None
         if death.fingerprint != self._fingerprint:
@@ -86,7 +86,7 @@ class FaultPatterns:
         return None
 
     def finished(self, prompt_id: str) -> None:
-        """An engine outlived the prompt."""
+        """Records that an engine finished the prompt."""
         self._suspects -= {prompt_id}
         if not self._suspects:
             self._clear_suspects()
@@ -97,15 +97,18 @@ class FaultPatterns:
 
     @property
     def max_suspects_in_flight(self) -> int | None:
-        """None: as many as there are. The second death leaves about as many suspects as there were prompts in flight;
-        so many at a time leave their square root at the third one."""
+        """How many suspects may run at a time; None: no limit.
+
+        The second death leaves up to as many suspects as there were prompts in flight. Running their square root at a
+        time leaves at most that many after the third death.
+        """
         if self._num_common < 2:
             return None
         return 1 if self.run_alone else math.isqrt(len(self._suspects))
 
     @property
     def run_alone(self) -> bool:
-        """Whether nothing else may run beside a suspect: another death would not say which of the two caused it."""
+        """Whether suspects run one at a time: a further death then identifies the prompt."""
         return self._num_common > 2 or (self._num_common == 2 and len(self._suspects) <= MAX_ALONE)
 
     def _narrow(self, in_flight: frozenset[str]) -> None:
@@ -118,7 +121,7 @@ class FaultPatterns:
             self._suspects = in_flight
 
     def _begin(self) -> None:
-        """A series of which nothing is known yet."""
+        """Starts a new series."""
         self._num_early = 0
         self._num_after_push = 0
         self._clear_suspects()

@@ -2,8 +2,8 @@
 
     report_loss("rollout/0", error, "prompts in flight that are retried: 64")
 
-logs one record whose first line names worker, kind and cause. The full traceback follows on further lines, which only
-the log file shows. `FaultFile` is the handler that writes the rows, each with the step and the phase of the run.
+logs one record whose first line names worker, kind and cause. The traceback follows on further lines, which only the
+log file shows. `FaultFile` is the logging handler that writes the rows, each with step and phase of the run.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class Fault:
     worker: str  # rollout/0
     kind: str  # died, hung, ...
     cause: str  # one line
-    step: int | None = None  # under way, 0 before the first; None in rows of older files, which have neither
+    step: int | None = None  # current step, 0 before the first; None in files of older versions
     phase: str = ""  # of the loop, as in the status
 
 
 def cause_of(error: Exception) -> str:
-    """Why a worker was lost, in one line, with the innermost frames where they are known."""
+    """Returns the cause of a loss in one line, with the innermost stack frames if they are known."""
     if isinstance(error, EngineDiedError | EngineLostError):
         return str(error.failure)
     if isinstance(error, WorkerDiedError | DeadlineError):
@@ -47,7 +47,7 @@ def cause_of(error: Exception) -> str:
 
 
 def report_loss(worker: str, error: Exception, consequence: str = "") -> Fault:
-    """Log the loss of a worker, once; `consequence` describes what happens to its work."""
+    """Logs the loss of a worker once. `consequence` describes the effect on its work."""
     fault = Fault(time.time(), worker, loss_kind(error), cause_of(error))
     line = f"{worker} is lost ({fault.kind}): {fault.cause}" + (f"; {consequence}" if consequence else "")
     details = _details(error)
@@ -56,7 +56,7 @@ def report_loss(worker: str, error: Exception, consequence: str = "") -> Fault:
 
 
 class FaultFile(logging.Handler):
-    """Appends each fault that is logged to a file, as one line of JSON, with what `progress` returns at that moment."""
+    """Appends each logged fault to a file as a line of JSON, with the step and phase that `progress` returns."""
 
     def __init__(self, path: Path, progress: Callable[[], Progress]) -> None:
         super().__init__()
@@ -71,14 +71,14 @@ class FaultFile(logging.Handler):
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(asdict(fault)) + "\n")
         except OSError as error:
-            _logger.warning("%s cannot be written (%s): a fault is missing in it", self._path, error)
+            _logger.warning("%s cannot be written (%s): the file lacks this fault", self._path, error)
 
 
 def read_faults(path: Path) -> list[Fault]:
-    """All faults of a run, in order; none if there is no such file. A last line that is half written is left out.
+    """Reads all faults of a run, in order; none if the file does not exist. A partial last line is ignored.
 
     Raises:
-        ValueError: a line before the last one is broken.
+        ValueError: an earlier line is broken.
     """
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     faults: list[Fault] = []
@@ -92,7 +92,7 @@ def read_faults(path: Path) -> list[Fault]:
 
 
 def _details(error: Exception) -> str:
-    """Everything that is known beyond the one line."""
+    """Returns the notes and the traceback of an error."""
     if isinstance(error, EngineDiedError | EngineLostError) and error.failure.traceback:
         return error.failure.traceback.rstrip()
     text = COLOUR.sub("", str(error)).strip()

@@ -1,6 +1,6 @@
-"""RestartPolicy: how often a lost worker is started again, and after how long a pause.
+"""RestartPolicy: how often a lost worker is restarted, and after how long a pause.
 
-A cause that a restart does not change is found by `RepeatedCause` before the budget is used up.
+`RepeatedCause` detects causes that a restart does not remove, before the budget is used up.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from mobula.cluster.errors import DeadlineError, PlacementError, WorkerDiedError
 from mobula.cluster.workers.status import WorkerStatus
 
-MAX_EQUAL = 3  # failures in a row with one cause, at one position, before no further restart is tried
+MAX_EQUAL = 3  # failures in a row with one cause at one position; then no restart is tried
 
 
 @dataclass(frozen=True)
 class RestartPolicy:
-    """At most `max_restarts` within `window_s` seconds; each waits twice as long as the one before."""
+    """At most `max_restarts` within `window_s` seconds. Each pause is twice as long as the previous one."""
 
     max_restarts: int
     window_s: float
@@ -24,21 +24,21 @@ class RestartPolicy:
     max_backoff_s: float
 
     def delay(self, num_restarts: int) -> float:
-        """Seconds to wait before restart number `num_restarts` (from 1) of the window."""
+        """Returns the seconds to wait before restart number `num_restarts` (from 1) of the window."""
         return min(self.max_backoff_s, self.backoff_s * 2 ** (num_restarts - 1))
 
     def used_up(self, role: str, workers: Iterable[WorkerStatus]) -> WorkerDiedError:
-        """The error that ends a run in which no worker of `role` may be started again."""
+        """Returns the error that ends a run when no worker of `role` may be restarted."""
         details = "; ".join(f"{worker.name}: {worker.detail}" for worker in workers)
         return WorkerDiedError(
             f"every {role} worker is lost, and no restart is left (supervision.max_restarts={self.max_restarts} within "
-            f"{self.window_s:g} s, or {MAX_EQUAL} starts that fail with one cause): {details}; fix the cause, then go "
-            "on with resume=auto"
+            f"{self.window_s:g} s, or {MAX_EQUAL} failed starts with one cause): {details}; fix the cause, then go on "
+            "with resume=auto"
         )
 
 
 class RestartBudget:
-    """The restarts of one worker that its policy still counts. `now` is seconds that never run backwards."""
+    """Counts the restarts of one worker within the window. `now` comes from a monotonic clock, in seconds."""
 
     def __init__(self, policy: RestartPolicy) -> None:
         self._policy = policy
@@ -46,7 +46,7 @@ class RestartBudget:
         self.num_restarts = 0
 
     def take(self, now: float) -> float | None:
-        """The pause before the next restart; None if the budget is used up."""
+        """Takes a restart and returns the pause before it, in seconds; None if the budget is used up."""
         self._at = [at for at in self._at if now - at < self._policy.window_s]
         if len(self._at) >= self._policy.max_restarts:
             return None
@@ -56,16 +56,16 @@ class RestartBudget:
 
 
 class RepeatedCause:
-    """Counts failures in a row with one cause at one position, such as the step that was under way."""
+    """Counts failures in a row with one cause at one position (such as the current step)."""
 
     def __init__(self) -> None:
         self._last: tuple[Hashable, str] | None = None
         self._num = 0
 
     def failed(self, error: Exception, position: Hashable = None) -> bool:
-        """Count a failure; whether it is the MAX_EQUAL'th in a row that equals the one before.
+        """Counts a failure. Returns whether the last MAX_EQUAL failures are equal.
 
-        A process that was ended from outside, or that did not answer, has no cause of its own and ends a series.
+        A process that was killed from outside, or did not answer, has no cause of its own and ends a series.
         """
         cause = _own_cause(error)
         if cause is None:
@@ -85,8 +85,8 @@ class RepeatedCause:
 
 
 def _own_cause(error: Exception) -> str | None:
-    """The cause of a worker that ended itself; equal for equal causes."""
-    if isinstance(error, DeadlineError | PlacementError):  # a cluster without room may have some later
+    """Returns the cause of a worker that ended by itself, equal for equal causes; None for other ends."""
+    if isinstance(error, DeadlineError | PlacementError):  # a full cluster may have room later
         return None
     failure = getattr(error, "failure", None)
     if failure is not None:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from mobula.cluster.roles import ReplayStats
 
 
-MAX_WORKERS = 10_000  # of one role: beyond it a number is a slip of the hand
+MAX_WORKERS = 10_000  # of one role; a larger number is taken for a typing error
 
 
 class WorkerState(StrEnum):
@@ -22,43 +22,43 @@ class WorkerState(StrEnum):
     STARTING = "starting"  # its process is being created
     JOINING = "joining"  # its process runs, builds itself, and gets its model or weights
     SERVING = "serving"
-    DRAINING = "draining"  # it was scaled away: it finishes its work in flight and takes no new work
-    WAITING = "waiting"  # it was lost, and is restarted after its backoff
+    DRAINING = "draining"  # scaled away: finishes its work in flight and takes no new work
+    WAITING = "waiting"  # lost; is restarted after a backoff
     QUARANTINED = "quarantined"  # no restart is left: see `mobula.cluster.workers.restart_policy`
 
 
 @dataclass(frozen=True)
 class WorkerStatus:
-    """One worker, now."""
+    """The status of one worker."""
 
     name: str  # rollout/0
     state: WorkerState
-    version: int | None  # of the weights that it serves; None where that means nothing
+    version: int | None  # of its weights; None for roles without weights
     num_in_flight: int
     num_restarts: int
     detail: str = ""  # why it was lost last
-    vitals: Vitals | None = None  # of its newest sign of life; None where it has given none
+    vitals: Vitals | None = None  # of its newest health check; None before the first
 
 
 class Scalable(Protocol):
-    """A role that can be scaled while the run goes on."""
+    """A role that can be scaled during the run."""
 
     def status(self) -> Sequence[WorkerStatus]:
-        """Every worker, by index; also those that start or drain."""
+        """Returns every worker by index, including those that start or drain."""
         ...
 
     async def scale(self, num_workers: int) -> None:
-        """Have `num_workers` from now on: new ones start in the background, superfluous ones drain and are removed.
+        """Sets the target number of workers: new workers start in the background, surplus workers drain.
 
         Raises:
-            ValueError: the role cannot have that many.
+            ValueError: the role cannot have this number of workers.
         """
         ...
 
 
 @dataclass(frozen=True)
 class InFlightSummary:
-    """How many prompts are being sampled, and which of them for longest."""
+    """The number of prompts in flight, and the oldest of them."""
 
     num_prompts: int
     oldest_id: str | None  # None where nothing is in flight
@@ -67,13 +67,13 @@ class InFlightSummary:
 
 @dataclass(frozen=True)
 class Progress:
-    """The current phase of the loop, and its start."""
+    """The current step and phase of the loop."""
 
-    step: int  # being made, or made last; 0 before the first one
+    step: int  # current or last step; 0 before the first
     phase: str
     seconds: float
-    step_s: float | None = None  # mean seconds of a step so far; None before the first one has ended
-    tokens_per_s: float | None = None  # trained, of the last step
+    step_s: float | None = None  # mean seconds of a step so far; None before the end of the first step
+    tokens_per_s: float | None = None  # trained tokens of the last step, per second
 
 
 @dataclass(frozen=True)
@@ -86,16 +86,16 @@ class RunStatus:
     in_flight: InFlightSummary
     replay: ReplayStats
     workers: tuple[WorkerStatus, ...]
-    num_panels_lost: int  # how often what holds this status had to be started again
+    num_panels_lost: int  # control panels that died and were replaced
     driver_pid: int
     posted_at: float  # seconds since the epoch
-    loop_lag_s: float = 0.0  # how late the driver's event loop was, at most, since the status before
-    object_store: ObjectStoreUse | None = None  # None until it was looked at
+    loop_lag_s: float = 0.0  # maximum lag of the driver's event loop since the previous status
+    object_store: ObjectStoreUse | None = None  # None before the first measurement
 
 
 @dataclass(frozen=True)
 class ScaleRequest:
-    """How many workers some roles are to have from now on."""
+    """Target numbers of workers of some roles."""
 
     request_id: str
     wanted: Mapping[str, int]  # role -> workers
@@ -107,7 +107,7 @@ class RoleOutcome:
 
     role: str
     num_workers: int
-    refusal: str  # why not; empty where it was accepted
+    refusal: str  # why the part was refused; empty if it was accepted
 
     @property
     def is_accepted(self) -> bool:

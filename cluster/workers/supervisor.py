@@ -1,7 +1,7 @@
-"""Supervisor: watches every role while the run lasts and closes all of them at its end.
+"""Supervisor: watches every role during the run and closes all roles at its end.
 
-A role that cannot be replaced ends the run when it dies, with an error that names it. For one that can,
-`on_lost` is called and its owner replaces it. Roles with many interchangeable workers check them in their own pools.
+A role that cannot be replaced ends the run when it dies, with an error that names it. For other roles `on_lost` is
+called and the owner replaces them. Pools check their own workers.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Watched:
-    """One role's process as the supervisor sees it.
+    """One role's process.
 
-    `ping` returns while the process is alive, however busy: where it is an actor, the method runs in a concurrency
-    group of its own. `close` ends it cleanly within a deadline of its own. `on_lost` is called for every ping
-    that fails, also again for a loss that is not repaired yet: with a DeadlineError where there was no answer, with a
-    WorkerDiedError where the process is gone.
+    `ping` returns while the process is alive, however busy: in an actor it runs in a separate concurrency group.
+    `close` ends the process cleanly within a deadline of its own. `on_lost` is called for every failed ping, also
+    repeatedly for one loss: with a DeadlineError if there was no answer, with a WorkerDiedError if the process is gone.
     """
 
     name: str
@@ -35,9 +34,9 @@ class Watched:
 
 
 def watched_pool(name: str, check: Callable[[], Awaitable[None]], close: Callable[[], Awaitable[None]]) -> Watched:
-    """A pool that replaces its own workers: `check` asks each of them, within deadlines of its own.
+    """Watches a pool that replaces its own workers. `check` pings each worker, within deadlines of its own.
 
-    So a check that is late as a whole is the driver's delay, and ends nothing.
+    So a late `check` means a slow driver; it is logged and ends nothing.
     """
 
     def on_lost(error: Exception) -> None:
@@ -49,22 +48,22 @@ def watched_pool(name: str, check: Callable[[], Awaitable[None]], close: Callabl
 
 
 class Pool(Protocol):
-    """Interchangeable workers that look after themselves."""
+    """Interchangeable workers that check and replace themselves."""
 
     def tended(self) -> AbstractAsyncContextManager[None]:
-        """Replace lost workers while the body runs."""
+        """Replaces lost workers while the body runs."""
         ...
 
     async def close(self) -> None: ...
 
 
 class Supervisor:
-    """Pings each role every `interval_s` and waits `deadline_s` for the answer; lets each pool tend its workers."""
+    """Pings each role every `interval_s` and waits `deadline_s` for the answer. Pools check their own workers."""
 
     def __init__(
         self, roles: Sequence[Watched], pools: Sequence[Pool] = (), *, interval_s: float, deadline_s: float
     ) -> None:
-        """`roles` in the order in which they were started."""
+        """`roles` are in the order of their start."""
         self._roles = list(roles)
         self._pools = list(pools)
         self._interval_s = interval_s
@@ -72,7 +71,7 @@ class Supervisor:
 
     @asynccontextmanager
     async def watching(self) -> AsyncIterator[None]:
-        """Watch while the body runs, then close all pools and roles.
+        """Watches while the body runs, then closes all pools and roles.
 
         Raises:
             WorkerDiedError: a role died or did not answer; the body was cancelled.
@@ -86,11 +85,11 @@ class Supervisor:
                     tasks.create_task(self._watch(role), name=f"watch {role.name}")
                 yield
         finally:
-            # In `finally`: processes of a run that failed have to end as well.
+            # In `finally`: the processes of a failed run must end as well.
             await self.close()
 
     async def close(self) -> None:
-        """Close every pool, then every role, the last started first; one that fails keeps no other open."""
+        """Closes every pool, then every role, in reverse order of start. An error of one does not affect the others."""
         while self._pools:
             await self._close(self._pools.pop().close, "a pool")
         while self._roles:
@@ -123,15 +122,15 @@ class Supervisor:
 
 
 class _BodyEnded(Exception):
-    """Ends a task group whose body is done."""
+    """Raised inside a task group to cancel its tasks after the body."""
 
 
 @asynccontextmanager
 async def background_tasks() -> AsyncIterator[asyncio.TaskGroup]:
-    """A task group whose tasks live as long as the body: they are cancelled at its end, and the first one that fails
-    cancels it.
+    """Yields a task group whose tasks are cancelled at the end of the body. The first failure cancels the body.
 
-    A failure travels as itself, so that callers catch it by its type; others of the same moment are its notes.
+    The first failure is raised itself, not in an ExceptionGroup, so that callers catch it by type; further failures
+    are added as notes.
     """
     try:
         async with asyncio.TaskGroup() as tasks:

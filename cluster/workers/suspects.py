@@ -1,4 +1,4 @@
-"""Suspects: prompts that may have ended engines run few at a time, and a prompt that is the cause is excluded."""
+"""Suspects: limits the prompts that may have crashed engines, and excludes a prompt that is the cause."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Suspects:
-    """Admits prompts to engines, and learns from each death which of them to hold back or to refuse.
+    """Admits prompts to engines. After each death of an engine it holds suspects back and excludes proven causes.
 
     Example:
         async with suspects.admitted(prompt):
@@ -28,7 +28,7 @@ class Suspects:
     """
 
     def __init__(self, on_excluded: Callable[[Prompt, ExcludedPromptError], None]) -> None:
-        """`on_excluded` is called once for each prompt that is excluded."""
+        """`on_excluded` is called once for each excluded prompt."""
         self._on_excluded = on_excluded
         self._patterns = FaultPatterns()
         self._excluded: dict[tuple[str, str], ExcludedPromptError] = {}
@@ -38,17 +38,17 @@ class Suspects:
 
     @asynccontextmanager
     async def admitted(self, prompt: Prompt) -> AsyncIterator[None]:
-        """Wait until the prompt may go to an engine, and keep its place while the body runs.
+        """Waits until the prompt may go to an engine, and counts it as in flight while the body runs.
 
-        A suspect waits for those before it, each of which has a deadline of its own.
+        A suspect waits for earlier suspects, each of which has a deadline.
 
         Raises:
-            ExcludedPromptError: it ended several engines, in this epoch or an earlier one.
+            ExcludedPromptError: the prompt crashed several engines, in this or an earlier epoch.
         """
         self._refuse_if_excluded(prompt)
         self._waiting[prompt.prompt_id] += 1
         try:
-            # Suspects go few at a time: if an engine dies again, fewer prompts can be the cause.
+            # Few suspects at a time: if an engine dies again, fewer prompts can be the cause.
             while self._must_wait(prompt.prompt_id):
                 await self._changed.wait()
                 self._refuse_if_excluded(prompt)
@@ -63,7 +63,7 @@ class Suspects:
             self._notify()
 
     def engine_died(self, error: Exception, num_pushes: int, in_flight: dict[str, Prompt]) -> RestartLoopError | None:
-        """Learn from a death: excludes a prompt, or returns the error that is to end the run, if there is a finding."""
+        """Records a death. A finding excludes a prompt, or is returned as the error that ends the run."""
         failure = error.failure if isinstance(error, EngineDiedError | WorkerDiedError) else None
         failure = failure or Failure(cause_of(error))
         finding = self._patterns.died(Death(failure.fingerprint, num_pushes, frozenset(in_flight)))
@@ -73,7 +73,7 @@ class Suspects:
         if isinstance(finding, AfterPushes):
             return RestartLoopError(
                 f"{finding.num_deaths} engines in a row died within {MAX_PUSHES} weight pushes after their start, with "
-                f"the same cause: {failure}. A restart does not change that, so the run ends before "
+                f"the same cause: {failure}. A restart does not help, so the run ends before "
                 "supervision.max_restarts is reached. Look for the cause in the engine or its settings (sampler.*, "
                 "weight_sync.kv_cache), then go on with resume=auto"
             )
@@ -85,7 +85,7 @@ class Suspects:
             f"{finding.num_deaths} deaths of engines with the same cause: {failure}"
         )
         self._excluded[_row(prompt)] = error
-        _logger.warning("%s; the run goes on without it", error)
+        _logger.warning("%s; the run continues without it", error)
         self._on_excluded(prompt, error)
 
     def _refuse_if_excluded(self, prompt: Prompt) -> None:
@@ -111,6 +111,6 @@ class Suspects:
 
 
 def _row(prompt: Prompt) -> tuple[str, str]:
-    """The row that a prompt was made from, in any epoch: training prompts are numbered, others name their split."""
+    """Identifies the data row of a prompt in every epoch: training prompts are numbered, others name their split."""
     split = prompt.prompt_id.partition("/")[0]
     return ("" if split.isdigit() else split, prompt.sample_id)

@@ -1,4 +1,4 @@
-"""WorkQueue: distributes work to the workers of one role, first come, first served, to the least loaded worker."""
+"""WorkQueue: distributes work to the least loaded worker of a role, first in, first out."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Hosts(Protocol):
 
 @dataclass(frozen=True)
 class WorkerSlot:
-    """A worker that has room for one more piece of work."""
+    """A slot for one piece of work at a worker."""
 
     name: str
     handle: Any
@@ -39,17 +39,17 @@ class WorkerSlot:
 
 
 class WorkQueue:
-    """A queue before a `WorkerPool` whose workers hold nothing but what they are working on.
+    """A queue in front of a `WorkerPool` of stateless workers.
 
-    Workers are Ray actors that do one thing after the other. They have a `ping`, which is answered behind the calls
-    that were made before it, and `is_alive`, which is answered at once.
+    Workers are Ray actors that run their calls one after the other. `ping` is answered after all earlier calls,
+    `is_alive` at once.
 
     Example:
-        async with work.place() as place:
+        async with work.slot() as slot:
             try:
-                return await answer(place.handle.score.remote(group), timeout_s=30, what=f"{place.name} to score")
+                return await answer(slot.handle.score.remote(group), timeout_s=30, what=f"{slot.name} to score")
             except (WorkerDiedError, DeadlineError) as error:
-                raise await work.failed(place, error)
+                raise await work.failed(slot, error)
     """
 
     def __init__(
@@ -65,11 +65,11 @@ class WorkQueue:
         on_lost: Callable[[Exception], None],
         may_pile_up: Callable[[], bool] = lambda: True,
     ) -> None:
-        """`handles` are the first workers, started on `hosts` under the indices 0, 1, ...
+        """`handles` are the first workers, started by `hosts` with the indices 0, 1, ...
 
-        A worker gets up to `max_load` pieces of work at a time, and only one while `may_pile_up` returns False; call
-        `dispatch` when that changes. `alive_s` bounds the answers to `is_alive` and `ping`. `on_lost` is called for
-        every loss of a worker. `join` is the one of `worker_pool.Hooks`.
+        A worker gets up to `max_load` pieces of work at a time, and one while `may_pile_up` returns False; call
+        `dispatch` when its result changes. `alive_s` bounds the answers to `is_alive` and `ping`. `on_lost` is called
+        for every loss of a worker. `join` is described in `worker_pool.Hooks`.
         """
         self.pool: WorkerPool[Any] = WorkerPool(
             role,
@@ -92,14 +92,14 @@ class WorkQueue:
 
     @property
     def handles(self) -> tuple[Any, ...]:
-        """The processes that serve now."""
+        """The handles of the serving workers."""
         return tuple(worker.handle for worker in self.pool.serving)
 
     async def start(self) -> None:
-        """Wait until the first workers serve.
+        """Waits until the first workers serve.
 
         Raises:
-            PreflightError: a worker died: its role cannot be built with the run's configuration.
+            PreflightError: a worker died: the role cannot be built with the run's configuration.
             DeadlineError: a worker did not start in time.
         """
         try:
@@ -108,16 +108,16 @@ class WorkQueue:
             raise PreflightError(f"a {self.pool.role} worker cannot be started: {error.failure or error}") from error
 
     @asynccontextmanager
-    async def place(self, *, is_urgent: bool = False) -> AsyncIterator[WorkerSlot]:
-        """Hold a place at the least loaded worker while the body runs; waits for one in the order of the calls.
+    async def slot(self, *, is_urgent: bool = False) -> AsyncIterator[WorkerSlot]:
+        """Holds a slot at the least loaded worker while the body runs. Callers wait in the order of their calls.
 
-        Urgent work goes first: work that was given to a worker before and has to be repeated.
+        Urgent work goes first: work that has to be repeated after a failure.
 
         Raises:
             WorkerDiedError: every worker is quarantined, or the pool is closed.
         """
         worker = await self._next(is_urgent)
-        while worker.state is not WorkerState.SERVING:  # it was lost after the place was promised
+        while worker.state is not WorkerState.SERVING:  # lost between the assignment and now
             self._leave(worker)
             worker = await self._next(is_urgent=True)
         try:
@@ -125,32 +125,32 @@ class WorkQueue:
         finally:
             self._leave(worker)
 
-    def lose(self, place: WorkerSlot, error: Lost) -> None:
-        """Report that the worker died or hangs: it gets no more work and is restarted in the background."""
-        self.pool.lose(place.handle, error)
+    def lose(self, slot: WorkerSlot, error: Lost) -> None:
+        """Reports that the worker died or hangs: it gets no more work and is restarted in the background."""
+        self.pool.lose(slot.handle, error)
 
-    async def failed(self, place: WorkerSlot, error: Lost) -> Lost | LostReplyError:
-        """Handle a failed call to the worker, and return the error to raise for its work.
+    async def failed(self, slot: WorkerSlot, error: Lost) -> Lost | LostReplyError:
+        """Handles a failed call and returns the error to raise for the work.
 
-        A worker that died or hangs is lost. One that missed a deadline and answers a `ping` within `alive_s` is done
-        with the call: only its answer was lost or late, so the worker stays and the error is a LostReplyError.
+        A worker that died or hangs is lost. A worker that missed a deadline and then answers `ping` within `alive_s`
+        has finished the call and only its reply was lost or late: it is kept, and the error is a LostReplyError.
         """
         cause = error
         if isinstance(error, DeadlineError):
             try:
                 # `ping` waits in the same queue as the call: its answer proves that the call has ended.
-                what = f"{place.name} to be done"
-                await answer(place.handle.ping.remote(), timeout_s=self._alive_s, what=what)
-                return LostReplyError(f"{error}, which is done with it: the answer was lost, or came too late")
+                what = f"{slot.name} to finish the call"
+                await answer(slot.handle.ping.remote(), timeout_s=self._alive_s, what=what)
+                return LostReplyError(f"{error}: the worker is healthy, but its reply was lost or too late")
             except WorkerDiedError as died:
                 cause = died
             except DeadlineError:
-                pass  # it hangs
-        self.lose(place, cause)
+                pass  # the worker hangs
+        self.lose(slot, cause)
         return error
 
     def dispatch(self) -> None:
-        """Give free places to waiting work. Called after every change of a worker and of `may_pile_up`."""
+        """Assigns waiting work to free slots. Called after every change of a worker and of `may_pile_up`."""
         while self._queue:
             if self._queue[0].done():  # the work was cancelled
                 self._queue.popleft()
@@ -177,7 +177,7 @@ class WorkQueue:
         try:
             return await waiter
         except asyncio.CancelledError:
-            # The worker was assigned in the moment of the cancellation: give it back.
+            # The future may have been resolved just before the cancellation: release the assigned worker.
             if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
                 self._leave(waiter.result())
             raise

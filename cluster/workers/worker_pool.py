@@ -1,10 +1,10 @@
-"""WorkerPool: the interchangeable workers of one role, a set that changes while it is used.
+"""WorkerPool: starts, restarts, scales and closes the interchangeable workers of one role.
 
     STARTING -> JOINING -> SERVING -> (lost) WAITING -> STARTING -> ...      QUARANTINED once no restart is left
                            SERVING -> (scaled away) DRAINING -> removed
 
-A lost worker is restarted after a pause, within its restart budget. Which worker gets which work is decided by the
-user of the pool: `mobula.cluster.workers.work_queue.WorkQueue` and `mobula.cluster.rollout.rollout_pool.RolloutPool`.
+A lost worker is restarted after a pause, within its restart budget. The users of the pool distribute the work:
+`mobula.cluster.workers.work_queue.WorkQueue` and `mobula.cluster.rollout.rollout_pool.RolloutPool`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Handle = TypeVar("Handle")
 
 @dataclass(eq=False)
 class Worker(Generic[Handle]):
-    """One seat of a pool. The process behind it changes with every restart; `handle` is the current one."""
+    """One member of a pool. Its process changes with every restart; `handle` is the current process."""
 
     name: str  # <role>/<index>
     index: int
@@ -39,20 +39,20 @@ class Worker(Generic[Handle]):
     handle: Handle | None = None
     load: int = 0  # pieces of work in flight
     detail: str = ""  # why it was lost last
-    vitals: Vitals | None = None  # of the newest sign of life of its process
+    vitals: Vitals | None = None  # of the newest health check of its process
     failed_starts: RepeatedCause = field(default_factory=RepeatedCause)
     leaving: asyncio.Event = field(default_factory=asyncio.Event)  # set once it is scaled away
-    task: asyncio.Task[None] | None = None  # start, restart or removal that is under way
+    task: asyncio.Task[None] | None = None  # start, restart or removal in progress
 
     @property
     def process(self) -> Handle:
-        """The handle of a worker that serves."""
+        """The handle of a serving worker."""
         assert self.handle is not None, f"{self.name} has no process"
         return self.handle
 
     @property
     def is_serving(self) -> bool:
-        """Whether it takes new work."""
+        """Whether the worker takes new work."""
         return self.state is WorkerState.SERVING and not self.leaving.is_set()
 
     def status(self) -> WorkerStatus:
@@ -64,12 +64,12 @@ class Worker(Generic[Handle]):
 class Hooks(Generic[Handle]):
     """The parts of a worker pool that differ between roles. `handle` is the return value of `start`."""
 
-    start: Callable[[int], Awaitable[Handle]]  # (index): reserve a place, start a process there, return at once
+    start: Callable[[int], Awaitable[Handle]]  # (index): reserve resources, start a process there, return at once
     join: Callable[[str, Handle], Awaitable[None]]  # (name, handle): return once it is built and has model or weights
     check: Callable[[str, Handle], Awaitable[Vitals | None]]  # (name, handle): raise if it is not healthy
-    stop: Callable[[int, Handle], Awaitable[None]]  # (index, handle): end the process; its place stays reserved
-    release: Callable[[int], Awaitable[None]]  # (index): give the place back; there may be none
-    on_lost: Callable[[Worker[Handle], Exception], None]  # each loss and failed start, in the state it happened in
+    stop: Callable[[int, Handle], Awaitable[None]]  # (index, handle): end the process; resources stay reserved
+    release: Callable[[int], Awaitable[None]]  # (index): release the resources, if any are reserved
+    on_lost: Callable[[Worker[Handle], Exception], None]  # each loss and failed start, before the state changes
     on_change: Callable[[], None]  # after each change of a worker's state
 
 
@@ -85,8 +85,8 @@ class WorkerPool(Generic[Handle]):
         restarts: RestartPolicy,
         work: str = "calls",
     ) -> None:
-        """`first` holds the handles of the first workers, which may get work at once; `start()` starts those that are
-        None. `work` is the plural of one piece of work, for log lines.
+        """`first` holds the handles of the first workers, which may get work at once; `start()` starts workers without
+        a handle. `work` is the plural of one piece of work, for log lines.
         """
         if not first:
             raise ValueError(f"there is no {role} worker: set resources.{role}.num_workers to 1 or more")
@@ -103,14 +103,14 @@ class WorkerPool(Generic[Handle]):
 
     @property
     def serving(self) -> list[Worker[Handle]]:
-        """The workers that take new work."""
+        """Workers that take new work."""
         return [worker for worker in self.workers if worker.is_serving]
 
     def status(self) -> list[WorkerStatus]:
         return [worker.status() for worker in self.workers]
 
     async def start(self) -> None:
-        """Start the first workers side by side and wait until they serve. An error ends the start: it is not retried.
+        """Starts the first workers concurrently and waits until they serve. Errors are not retried.
 
         Raises:
             WorkerDiedError: a worker died while it started.
@@ -119,7 +119,7 @@ class WorkerPool(Generic[Handle]):
         await run_all(*(self._start_first(worker) for worker in self.workers))
 
     def lose(self, handle: Handle, error: Exception) -> None:
-        """Restart the worker whose process died or hangs, in the background. Later reports about it are ignored."""
+        """Restarts the worker of a dead or hanging process in the background. Repeated reports are ignored."""
         worker = next((worker for worker in self.workers if worker.handle is handle), None)
         if worker is None or worker.state is not WorkerState.SERVING:
             return
@@ -128,12 +128,12 @@ class WorkerPool(Generic[Handle]):
             self._begin(worker, self._restart)
 
     def end_work(self, worker: Worker[Handle]) -> None:
-        """One piece of work in flight is done, or failed; its beginning was counted in `worker.load`."""
+        """Called when a piece of work is done or failed. The caller counted its start in `worker.load`."""
         worker.load -= 1
         self._remove_if_idle(worker)
 
     async def check(self) -> None:
-        """Check all serving workers side by side; those that fail are lost."""
+        """Checks all serving workers concurrently; workers that fail the check are lost."""
 
         async def check_one(worker: Worker[Handle]) -> None:
             handle = worker.process
@@ -145,13 +145,13 @@ class WorkerPool(Generic[Handle]):
         await asyncio.gather(*(check_one(worker) for worker in self.serving))
 
     async def scale(self, num_workers: int) -> None:
-        """Have `num_workers` from now on: new ones start in the background, superfluous ones drain and are removed.
+        """Sets the target number of workers: new workers start in the background, surplus workers drain.
 
         Quarantined workers do not count and are removed.
         """
         if num_workers < 1:
-            raise ValueError(f"{self.role}={num_workers}: a run with this role needs at least one worker of it")
-        # A quarantined worker with a task still gives its place back.
+            raise ValueError(f"{self.role}={num_workers}: a run with this role needs at least one worker")
+        # A quarantined worker with a task is still releasing its resources.
         self.workers = [w for w in self.workers if w.state is not WorkerState.QUARANTINED or w.task is not None]
         staying = [worker for worker in self.workers if not worker.leaving.is_set()]
         for worker in staying[num_workers:]:
@@ -165,7 +165,7 @@ class WorkerPool(Generic[Handle]):
         self.workers.sort(key=lambda worker: worker.index)
 
     def exhausted(self) -> WorkerDiedError | None:
-        """The error for work that no worker will ever take; None while one serves or may serve again."""
+        """Returns the error for waiting work if no worker can serve again; else None."""
         if not self.workers:
             return WorkerDiedError(f"the {self.role} workers have been closed: the run is over")
         if all(worker.state is WorkerState.QUARANTINED for worker in self.workers):
@@ -173,7 +173,7 @@ class WorkerPool(Generic[Handle]):
         return None
 
     async def stop_restarts(self) -> None:
-        """Cancel every start, restart and removal that is under way, and begin no other."""
+        """Cancels every start, restart and removal in progress, and begins no further ones."""
         self._is_stopped = True
         tasks = list(self._tasks)
         for task in tasks:
@@ -181,7 +181,7 @@ class WorkerPool(Generic[Handle]):
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def close(self) -> None:
-        """End every worker. An error of one is logged and does not affect the others."""
+        """Ends every worker. An error of one is logged and does not affect the others."""
         await self.stop_restarts()
         workers, self.workers = self.workers, []
         await asyncio.gather(*(self._end(worker) for worker in workers))
@@ -213,7 +213,7 @@ class WorkerPool(Generic[Handle]):
             await self._start(worker)
 
     async def _try_start(self, worker: Worker[Handle]) -> bool:
-        """Start a process for the worker; returns False if that failed and is to be retried."""
+        """Starts a process for the worker. Returns False if the start failed and has to be retried."""
         self._set(worker, WorkerState.STARTING)
         try:
             worker.handle = await self._hooks.start(worker.index)
@@ -222,7 +222,7 @@ class WorkerPool(Generic[Handle]):
                 await self._hooks.join(worker.name, worker.handle)
         except Exception as error:  # any error: it is counted and logged, and the start is retried within the budget
             if worker.leaving.is_set():
-                _logger.info("%s was scaled away before it had started: %s", worker.name, error)
+                _logger.info("%s was scaled away during its start: %s", worker.name, error)
                 return True
             self._note_loss(worker, error)
             if worker.failed_starts.failed(error):
@@ -235,9 +235,9 @@ class WorkerPool(Generic[Handle]):
         return True
 
     async def _clear(self, worker: Worker[Handle]) -> bool:
-        """End what is left of a lost worker and pause; returns whether it is to be started again.
+        """Ends the process of a lost worker and pauses. Returns whether to start the worker again.
 
-        It is quarantined if no restart is left, and is not started again if it is scaled away during the pause.
+        The worker is quarantined if no restart is left, and not started again if it is scaled away during the pause.
         """
         await self._end(worker)
         pause = None if worker.failed_starts.are_equal else worker.budget.take(time.monotonic())
@@ -246,7 +246,7 @@ class WorkerPool(Generic[Handle]):
             await self._hooks.release(worker.index)
             return False
         try:
-            # Waits for the removal, not only for the time: a worker that is scaled away must not start again.
+            # Waits for `leaving`, not only for the time: a worker that is scaled away must not start again.
             async with asyncio.timeout(pause):
                 await worker.leaving.wait()
         except TimeoutError:
@@ -261,13 +261,13 @@ class WorkerPool(Generic[Handle]):
         self._remove_if_idle(worker)
 
     async def _abort_start(self, worker: Worker[Handle]) -> None:
-        """Take away what a start needs, so that it fails soon; the worker is removed when the start has returned."""
+        """Ends process and reservation of a starting worker, so that its start fails soon and the worker is removed."""
         await self._end(worker)
         if worker.state is WorkerState.STARTING:
             try:
                 await self._hooks.release(worker.index)
             except Exception:  # the removal that follows releases it again
-                _logger.exception("the place of %s cannot be released", worker.name)
+                _logger.exception("the resources of %s cannot be released", worker.name)
 
     def _remove_if_idle(self, worker: Worker[Handle]) -> None:
         if worker.leaving.is_set() and worker.load == 0 and worker.task is None and worker in self.workers:
@@ -278,14 +278,14 @@ class WorkerPool(Generic[Handle]):
         try:
             await self._hooks.release(worker.index)
         finally:
-            self.workers.remove(worker)  # only now: its index is not given to another worker before its place is free
+            self.workers.remove(worker)  # only now: a new worker may take the index once its resources are free
         _logger.info("%s is removed", worker.name)
 
     def _begin(self, worker: Worker[Handle], work: Callable[[Worker[Handle]], Coroutine[Any, Any, None]]) -> None:
-        """Start, restart or remove the worker in the background, one of these at a time."""
+        """Starts, restarts or removes the worker in the background, one of these at a time."""
         if self._is_stopped:
             return
-        assert worker.task is None, f"{worker.name} is started, restarted or removed already"
+        assert worker.task is None, f"{worker.name} is already being started, restarted or removed"
         worker.task = self._run(self._guarded(worker, work), f"maintain {worker.name}")
 
     async def _guarded(
@@ -294,7 +294,7 @@ class WorkerPool(Generic[Handle]):
         try:
             await work(worker)
         except Exception as error:  # no caller waits for this task: the error is counted and logged here
-            _logger.exception("%s cannot be maintained and is quarantined", worker.name)
+            _logger.exception("%s cannot be restarted or removed and is quarantined", worker.name)
             worker.state, worker.detail = WorkerState.QUARANTINED, f"error: {error}"
             self._hooks.on_lost(worker, error)
             await self._end(worker)

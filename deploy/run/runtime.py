@@ -354,11 +354,11 @@ async def _serving(cluster: _Cluster, work: Callable[[Prepared, Inference], Awai
             return await work(processors.prepared, inference)
 
 
-async def _until_signal(work: Coroutine[Any, Any, Any], is_heeded: Callable[[], bool] = lambda: False) -> Any:
-    """Run `work`; SIGINT, SIGTERM and SIGHUP cancel it, so that it can leave in good order, unless `is_heeded()`: then
-    it ends by itself. Once it has ended they are ignored, while summary and report are written.
+async def _until_signal(work: Coroutine[Any, Any, Any], is_handled: Callable[[], bool] = lambda: False) -> Any:
+    """Runs `work`. SIGINT, SIGTERM and SIGHUP cancel it, unless `is_handled()` returns True: then it ends by itself.
+    After that signals are ignored, while summary and report are written.
 
-    `ray job stop` sends SIGTERM and kills 3 s later unless RAY_JOB_STOP_WAIT_TIME_S says otherwise.
+    `ray job stop` sends SIGTERM, and SIGKILL 3 s later (RAY_JOB_STOP_WAIT_TIME_S).
     """
     task = asyncio.ensure_future(work)
 
@@ -366,7 +366,7 @@ async def _until_signal(work: Coroutine[Any, Any, Any], is_heeded: Callable[[], 
         if number == signal.SIGHUP:  # a closing terminal sends it twice, through the kernel and through the shell
             loop.remove_signal_handler(number)
             signal.signal(number, signal.SIG_IGN)
-        if not is_heeded():
+        if not is_handled():
             task.cancel()
 
     loop = asyncio.get_running_loop()

@@ -136,12 +136,12 @@ class RewardService:
     async def _carry_batch(self, is_urgent: bool) -> None:
         batch: list[_Waiting] = []
         try:
-            async with self._work.place(is_urgent=is_urgent) as place:
+            async with self._work.slot(is_urgent=is_urgent) as slot:
                 self._is_waiting = False
                 batch = self._next_batch()
                 self._carry()
                 if batch:
-                    await self._deliver(place, batch)
+                    await self._deliver(slot, batch)
         except asyncio.CancelledError:
             _fail(batch, RewardError(f"the {self._role} service was closed"))
             raise
@@ -157,13 +157,13 @@ class RewardService:
         alone = next((i for i in range(size) if self._queue[i].lost), size)
         return [self._queue.popleft() for _ in range(min(size, max(1, alone)))]
 
-    async def _deliver(self, place: WorkerSlot, batch: Sequence[_Waiting]) -> None:
-        what = f"{place.name} to score {len(batch)} groups (timeouts.reward_s)"
-        call = place.handle.score.remote([waiting.question for waiting in batch])
+    async def _deliver(self, slot: WorkerSlot, batch: Sequence[_Waiting]) -> None:
+        what = f"{slot.name} to score {len(batch)} groups (timeouts.reward_s)"
+        call = slot.handle.score.remote([waiting.question for waiting in batch])
         try:
             results = await answer(call, timeout_s=self._settings.timeout_s, what=what)
         except (WorkerDiedError, DeadlineError, StuckError) as error:
-            found = await self._work.failed(place, error)
+            found = await self._work.failed(slot, error)
             if isinstance(found, LostReplyError):
                 self._on_lost(found)
             self._again(batch, found)
@@ -171,7 +171,7 @@ class RewardService:
             if len(batch) == 1:
                 _fail(batch, error)
             for waiting in batch if len(batch) > 1 else ():  # one of them is the cause: each in a call of its own
-                await self._deliver(place, [waiting])
+                await self._deliver(slot, [waiting])
         else:
             for waiting, result in zip(batch, results, strict=True):
                 if not waiting.result.done():

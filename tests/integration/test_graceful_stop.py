@@ -107,7 +107,7 @@ def test_a_run_goes_on_from_the_checkpoint_of_its_stop_as_if_it_had_never_stoppe
         assert "stopping: waiting for " in log and f"checkpoint of step {version}: " in log
         stopped.finish(stopped.start())
         log = (stopped.run_folder / "run.log").read_text()
-        assert f"the journal led from version {version} to {version};" in log
+        assert f"recovered from version {version} to {version} by the journal;" in log
         recovered = read_run_folder(stopped.run_folder).steps[-1].counters["recovered"]
         assert recovered["steps"] == 0 and recovered.keys() <= {"steps", "groups"}, "nothing was lost"
         whole.finish(whole.start())

@@ -231,7 +231,9 @@ def test_steps_after_the_checkpoint_are_taken_again_and_not_sampled_again(resume
     assert recovered["steps"] >= 1
     assert recovered.keys() <= {"steps", "groups"}, "nothing was lost"
     # The checkpoint of version 2 is written beside training: the kill may have come before it was complete.
-    assert re.search(r"the journal led from version [02] to [3-5]", (resumed.run_folder / "run.log").read_text())
+    assert re.search(
+        r"recovered from version [02] to [3-5] by the journal", (resumed.run_folder / "run.log").read_text()
+    )
 
 
 def test_a_run_that_was_killed_and_went_on_is_replayed_to_the_very_same_weights(resumed: Job) -> None:

@@ -186,7 +186,7 @@ async def test_what_does_not_fit_is_refused_with_what_is_free(
     assert "399 more reward workers with 0.1 CPUs and 0 GPUs each do not fit" in refused.refusal
     assert "CPUs and 0 GPUs free" in refused.refusal
     assert "no autoscaler" in refused.refusal
-    assert "no role learner" in unknown.refusal
+    assert "no scalable role learner" in unknown.refusal
 
 
 async def test_the_status_is_found_by_the_run_folder_and_what_is_asked_for_survives_the_death_of_the_panel(

@@ -76,12 +76,12 @@ async def _play(lengths: list[int], plan: list[tuple[int, str, int]]) -> None:
     async def do(index: int, num_turns: int) -> None:
         is_done = False
         while not is_done:
-            async with work.place() as place:
+            async with work.slot() as slot:
                 try:
-                    await place.handle.do(num_turns)
+                    await slot.handle.do(num_turns)
                     is_done = True
                 except WorkerDiedError as error:
-                    work.lose(place, error)
+                    work.lose(slot, error)
         done[index] += 1
 
     tasks = [asyncio.create_task(do(index, num_turns)) for index, num_turns in enumerate(lengths)]

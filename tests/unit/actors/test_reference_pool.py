@@ -172,7 +172,7 @@ async def test_a_scorer_that_loses_a_reply_is_not_replaced_and_its_groups_are_sc
 
 
 async def test_replies_that_are_lost_again_and_again_end_in_an_error_not_in_a_loop() -> None:
-    message = "waited 0.05 s for reference/0 to score 1 groups, which is done with it"
+    message = "waited 0.05 s for reference/0 to score 1 groups: the worker is healthy, but its reply was lost"
     with pytest.raises(LostReplyError, match=message):
         await pool([LosesReplies(2)], timeout_s=0.05, max_attempts=2).score([make_scored("0/0/s0")])
 

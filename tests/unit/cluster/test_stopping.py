@@ -190,7 +190,7 @@ async def test_a_second_request_is_not_heeded(tmp_path: Path, caplog: pytest.Log
         await going
     assert saved(tmp_path) == 0
     first, second = (record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING)
-    assert first == "stopping: waiting for the update of step 1, then a checkpoint; again to stop at once"
+    assert first == "stopping: waiting for the update of step 1, then for a checkpoint; ask again to stop at once"
     assert second == "stopping at once, without a checkpoint: was waiting for the update of step 1"
 
 

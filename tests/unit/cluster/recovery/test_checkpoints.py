@@ -225,7 +225,7 @@ async def test_wherever_a_save_is_killed_a_resume_finds_a_complete_checkpoint(
         (lambda path: (path / "manifest.json").write_text('{"fil'), "its manifest.json cannot be read"),
         (lambda path: (path / "learner/rank1.json").unlink(), "learner/rank1.json is missing"),
         (lambda path: (path / "learner/rank1.json").write_text(""), "learner/rank1.json has 0 bytes instead of"),
-        (lambda path: swap_a_byte(path / "learner/rank0.json"), "learner/rank0.json is not what was written"),
+        (lambda path: swap_a_byte(path / "learner/rank0.json"), "learner/rank0.json was changed after it was written"),
     ],
 )
 async def test_a_damaged_checkpoint_is_skipped_by_name_and_written_again(
@@ -261,7 +261,7 @@ async def test_resume_never_starts_a_new_run_in_an_empty_folder(tmp_path: Path) 
 async def test_a_checkpoint_of_another_run_is_refused_and_the_keys_are_named(tmp_path: Path) -> None:
     await Setup(tmp_path).save(4)
     changed = {"policy.model": "big", "key.of.a.newer.version": 1}
-    with pytest.raises(PreflightError, match=r'a run with policy\.model="tiny" \(now "big"\): set them back'):
+    with pytest.raises(PreflightError, match=r'was saved with policy\.model="tiny" \(now "big"\): set these keys back'):
         await Setup(tmp_path, **changed).checkpoints.resume()
 
 

@@ -166,7 +166,7 @@ async def test_a_learner_that_waits_in_vain_for_a_receiver_is_not_lost() -> None
     bench = Bench()
     await bench.save()
     bench.ranks.is_alone = True
-    with pytest.raises(WeightSyncError, match="transfer epoch 1 did not come together"):
+    with pytest.raises(WeightSyncError, match="transfer group of epoch 1 did not form"):
         await bench.meet(1)
     assert (bench.ranks.num_respawns, bench.lost) == (0, [])
 
@@ -175,7 +175,7 @@ async def test_a_transfer_group_that_went_with_its_ranks_is_not_joined_by_the_ne
     bench = Bench()
     await bench.save()
     bench.ranks.dies_in["join_transfer"] = 1
-    with pytest.raises(WeightSyncError, match="epoch 1 went with the ranks that had opened it"):
+    with pytest.raises(WeightSyncError, match="epoch 1 was lost with the learner ranks that had opened it"):
         await bench.meet(1)
     assert (bench.ranks.num_respawns, bench.lost) == (1, ["learner_died"])
     await bench.meet(2)
@@ -235,7 +235,7 @@ async def test_ranks_that_crash_again_and_again_in_one_step_end_the_run_before_t
     crash = WorkerDiedError("its actor died: its process 7 crashed with SIGSEGV")
     crash.failure = Failure("its process 7 crashed with SIGSEGV", fingerprint="SIGSEGV|model.py:7")
     bench.ranks.dies_in["update"], bench.ranks.dies_of = 99, crash
-    with pytest.raises(RestartLoopError, match=r"lost 3 times in a row at the same place .*SIGSEGV.*resume=auto"):
+    with pytest.raises(RestartLoopError, match=r"lost 3 times in a row at the same step .*SIGSEGV.*resume=auto"):
         await bench.train("0/0/s")
     assert bench.ranks.num_respawns == MAX_EQUAL - 1 < POLICY.max_restarts
 

@@ -174,7 +174,7 @@ async def killed_after_a_step(folder: Path) -> list[ScoredGroup]:
 async def test_a_step_whose_data_changed_is_refused_with_the_next_action(tmp_path: Path) -> None:
     groups = await killed_after_a_step(tmp_path)
     again = Bench(tmp_path, FakeLearner(), KnownPrompts(groups, broken=["0/1/s1"]))
-    message = r"step 1 of the journal cannot be taken again: 0/1/s1 is corrupt; fix that, or remove .*journal"
+    message = r"step 1 of the journal cannot be repeated: 0/1/s1 is corrupt; fix that, or remove .*journal"
     with pytest.raises(JournalError, match=message) as caught:
         await again.recovery.recover(0)
     assert isinstance(caught.value.__cause__, SkippedSample)
@@ -183,7 +183,7 @@ async def test_a_step_whose_data_changed_is_refused_with_the_next_action(tmp_pat
 async def test_a_step_that_the_checkpoint_has_settled_is_refused(tmp_path: Path) -> None:
     groups = await killed_after_a_step(tmp_path)
     again = Bench(tmp_path, FakeLearner(), KnownPrompts(groups), closed=["0/1/s1"])
-    with pytest.raises(JournalError, match=r"0/1/s1 was trained on or rejected before"):
+    with pytest.raises(JournalError, match=r"0/1/s1 was trained or rejected before"):
         await again.recovery.recover(0)
 
 

@@ -88,5 +88,5 @@ def test_a_checkpoint_of_other_usable_rows_is_refused_once_they_are_known(tmp_pa
     (tmp_path / "state.json").write_text(json.dumps({"identity": identity_with_data(run, "7 of 8, 0a")}))
     refuse_other_run(tmp_path, identity_with_data(run))  # they are not checked yet
     refuse_other_run(tmp_path, identity_with_data(run, "7 of 8, 0a"))
-    with pytest.raises(PreflightError, match=r'usable rows .*="7 of 8, 0a" \(now "8 of 8, 0b"\): set them back'):
+    with pytest.raises(PreflightError, match=r'usable rows .*="7 of 8, 0a" \(now "8 of 8, 0b"\): set these keys back'):
         refuse_other_run(tmp_path, identity_with_data(run, "8 of 8, 0b"))

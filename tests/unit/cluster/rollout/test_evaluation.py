@@ -169,9 +169,7 @@ async def test_an_evaluation_without_any_score_is_an_error() -> None:
 
 
 async def test_an_accuracy_component_that_no_held_out_response_has_names_those_that_it_has() -> None:
-    with pytest.raises(
-        RewardError, match=r"accuracy_component=correct is in the recipe of none of 20 .*\['accuracy'\]"
-    ):
+    with pytest.raises(RewardError, match=r"accuracy_component=correct is in no recipe of the 20 .*\['accuracy'\]"):
         await make_evaluator(FakeRollouts(), [], accuracy_component="correct").run(0)
 
 

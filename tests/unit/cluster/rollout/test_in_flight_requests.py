@@ -63,7 +63,7 @@ def test_chunks_that_leave_a_gap_come_twice_or_too_late_are_refused() -> None:
         with pytest.raises(RolloutError, match="has 4 tokens, its next chunk begins after 0"):
             in_flight.add(chunk(first, 0, 4))
         in_flight.next_attempt()
-        with pytest.raises(RolloutError, match="a try that is over"):
+        with pytest.raises(RolloutError, match="which is not its attempt"):
             in_flight.add(chunk(first, 4, 4))
         assert in_flight.num_tokens == 4
 

@@ -228,7 +228,7 @@ async def test_an_engine_that_loses_a_reply_is_well() -> None:
     async with pool_of(1, yard, health=PATIENT) as (pool, losses):
         engine = yard.now(0)
         engine.loses_replies = True
-        message = "waited 1 s for rollout/0 to generate prompt 0/0/s0, which is well: .* timeouts.rollout_s"
+        message = "waited 1 s for rollout/0 to generate prompt 0/0/s0: the worker is healthy, .* timeouts.rollout_s"
         with pytest.raises(LostReplyError, match=message):
             await pool.generate(PROMPT, SETTINGS)
         engine.loses_replies = False

@@ -14,48 +14,48 @@ from hypothesis import strategies as st
 
 from mobula.cluster.errors import WorkerDiedError
 from mobula.cluster.recovery.step_learner import StepLearner
-from mobula.cluster.workers.colocation import NEXT, GpuLease, LeasedRollouts, LeasedWeights, Phase, Turns
+from mobula.cluster.workers.colocation import NEXT, GpuLease, LeasedRollouts, LeasedWeights, LeaseState, Phase
 
 
 @given(st.lists(st.sampled_from(["sample", "sampled", "start", "started", "begin", "end"]), max_size=60))
 def test_whatever_is_asked_nothing_samples_outside_the_engines_turn_nor_starts_in_the_learners(
     moves: list[str],
 ) -> None:
-    turns, target = Turns(), Phase.HANDOVER
+    state, target = LeaseState(), Phase.HANDOVER
     for move in moves:
-        if move == "sample" and turns.may_sample:
-            turns.sample()
-        elif move == "sampled" and turns.num_sampling:
-            turns.sampled()
-        elif move == "start" and turns.may_start:
-            turns.start()
-        elif move == "started" and turns.num_starting:
-            turns.started()
-        elif move == "begin" and not turns.is_changing:
-            target = NEXT[turns.phase]
-            turns.begin(target)
-        elif move == "end" and turns.is_changing and turns.may_change:
-            turns.end(target)
-        assert turns.num_sampling == 0 or turns.phase is Phase.GENERATING
-        assert turns.num_starting == 0 or turns.phase is not Phase.TRAINING
+        if move == "sample" and state.may_sample:
+            state.sample()
+        elif move == "sampled" and state.num_sampling:
+            state.sampled()
+        elif move == "start" and state.may_start:
+            state.start()
+        elif move == "started" and state.num_starting:
+            state.started()
+        elif move == "begin" and not state.is_changing:
+            target = NEXT[state.phase]
+            state.begin(target)
+        elif move == "end" and state.is_changing and state.may_change:
+            state.end(target)
+        assert state.num_sampling == 0 or state.phase is Phase.GENERATING
+        assert state.num_starting == 0 or state.phase is not Phase.TRAINING
 
 
 def test_sampling_out_of_turn_and_turns_out_of_order_are_refused() -> None:
-    turns = Turns()
-    with pytest.raises(AssertionError, match="weights may be dead"):
-        turns.sample()
+    state = LeaseState()
+    with pytest.raises(AssertionError, match="weights may be gone"):
+        state.sample()
     with pytest.raises(AssertionError, match="training does not follow handover"):
-        turns.begin(Phase.TRAINING)
-    turns.begin(Phase.GENERATING)
+        state.begin(Phase.TRAINING)
+    state.begin(Phase.GENERATING)
     with pytest.raises(AssertionError, match="another change"):
-        turns.begin(Phase.GENERATING)
-    turns.end(Phase.GENERATING)
-    turns.sample()
-    turns.begin(Phase.TRAINING)
-    with pytest.raises(AssertionError, match="weights may be dead"):
-        turns.sample()
-    with pytest.raises(AssertionError, match="1 requests are under way"):
-        turns.end(Phase.TRAINING)
+        state.begin(Phase.GENERATING)
+    state.end(Phase.GENERATING)
+    state.sample()
+    state.begin(Phase.TRAINING)
+    with pytest.raises(AssertionError, match="weights may be gone"):
+        state.sample()
+    with pytest.raises(AssertionError, match="1 requests are in flight"):
+        state.end(Phase.TRAINING)
 
 
 class Device:

@@ -162,7 +162,7 @@ async def test_what_a_role_refuses_is_reported_and_the_run_goes_on(error: Except
 async def test_a_role_that_the_run_does_not_have_is_refused_with_those_that_it_has() -> None:
     host = PanelHost()
     (refused,) = await outcome(host, control(host, FakeRole("reward", 1)), learner=3)
-    assert "no role learner" in refused.refusal and "it has reward" in refused.refusal
+    assert "no scalable role learner" in refused.refusal and "it has reward" in refused.refusal
 
 
 async def test_more_workers_than_a_role_may_have_are_refused_before_the_role_is_asked() -> None:

@@ -68,12 +68,12 @@ class Work:
     """A piece of work that lasts until it is finished, and remembers where it was done."""
 
     def __init__(self, queue: WorkQueue, is_urgent: bool) -> None:
-        self.place: WorkerSlot | None = None
+        self.slot: WorkerSlot | None = None
         self._done = asyncio.Event()
         self.task = asyncio.create_task(self._run(queue, is_urgent))
 
     async def _run(self, queue: WorkQueue, is_urgent: bool) -> None:
-        async with queue.place(is_urgent=is_urgent) as self.place:
+        async with queue.slot(is_urgent=is_urgent) as self.slot:
             await self._done.wait()
 
     async def finish(self) -> None:
@@ -83,7 +83,7 @@ class Work:
 
     @property
     def handle(self) -> Any:
-        return self.place.handle if self.place else None
+        return self.slot.handle if self.slot else None
 
 
 async def test_work_goes_to_the_least_loaded_worker_and_then_waits_in_line() -> None:
@@ -131,7 +131,7 @@ async def test_a_lost_worker_is_replaced_once_however_many_report_it() -> None:
     works = [team.work() for _ in range(4)]
     await settle()
     for work in works[::2]:
-        team.queue.lose(work.place, DIED)
+        team.queue.lose(work.slot, DIED)
     await settle()
     assert team.queue.handles == ("new 0", "old 1")
     assert team.hosts.stopped == [(0, "old 0")]
@@ -148,7 +148,7 @@ async def test_a_lost_worker_gets_no_more_work() -> None:
     team = Team(2, join=slow)
     first = team.work()
     await settle()
-    team.queue.lose(first.place, DIED)
+    team.queue.lose(first.slot, DIED)
     await settle()
     assert team.states() == {"judge/0": WorkerState.JOINING, "judge/1": SERVING}
     later = [team.work() for _ in range(3)]
@@ -166,11 +166,11 @@ async def test_work_does_not_wait_for_a_pool_that_is_gone() -> None:
     team = Team(1, start=fail, max_load=1)
     work, waiting = team.work(), team.work()
     await settle()
-    team.queue.lose(work.place, DIED)
+    team.queue.lose(work.slot, DIED)
     with pytest.raises(WorkerDiedError, match=r"every judge worker is lost.*judge/0: error: PlacementError: no room"):
         await waiting.task
     with pytest.raises(WorkerDiedError, match="resume=auto"):
-        async with team.queue.place():
+        async with team.queue.slot():
             pass
 
 
@@ -190,10 +190,10 @@ async def test_a_worker_that_misses_a_deadline_is_replaced_unless_it_is_free() -
     team, late = Team(3, first=workers), DeadlineError("waited 5 s for an answer")
     works = [team.work() for _ in workers]
     await settle()
-    errors = [await team.queue.failed(work.place, late) for work in works]
+    errors = [await team.queue.failed(work.slot, late) for work in works]
     await settle()
     assert errors[1:] == [late, late]
-    assert isinstance(errors[0], LostReplyError) and str(errors[0]).startswith(f"{late}, which is done with it")
+    assert isinstance(errors[0], LostReplyError) and str(errors[0]).startswith(f"{late}: the worker is healthy")
     assert team.queue.handles == (workers[0], "new 1", "new 2")
     assert team.lost == [late, DIED]
 
@@ -257,6 +257,6 @@ async def test_closing_ends_every_worker_and_fails_the_waiting_calls() -> None:
     assert sorted(team.hosts.stopped) == [(0, "old 0"), (1, "old 1")]
     with pytest.raises(WorkerDiedError, match="closed: the run is over"):
         await works[2].task
-    team.queue.lose(works[0].place, DIED)
+    team.queue.lose(works[0].slot, DIED)
     await works[0].finish()
     assert team.queue.pool.status() == [] and team.lost == []

@@ -52,7 +52,7 @@ class QueueUser:
         return [worker.handle for worker in self.pool.serving]
 
     async def work(self, done: asyncio.Event) -> None:
-        async with self._queue.place():
+        async with self._queue.slot():
             await done.wait()
 
 
@@ -331,7 +331,7 @@ async def test_an_unexpected_error_of_the_pool_itself_is_counted_and_seen_in_the
         worker = made.pool.status()[0]
         assert (worker.state, worker.detail) == (QUARANTINED, "error: no such placement group")
         assert len(made.lost) == 2
-        assert "rollout/0 cannot be maintained" in caplog.text
+        assert "rollout/0 cannot be restarted or removed" in caplog.text
 
 
 @both

@@ -126,13 +126,13 @@ def test_what_cannot_be_exported_is_named_with_the_next_action(model: Path, tmp_
     )
     run = run_folder(tmp_path, tiny_config(model))
     assert "holds no complete checkpoint: wait for the first one" in refused(run)
-    assert "no checkpoint of step 7: there are none" in refused(run, "--step", 7)
+    assert "no checkpoint of step 7; it has these steps: none" in refused(run, "--step", 7)
     assert "no adapters to merge (policy.lora.rank=0): leave out --merge" in refused(run, "--merge")
 
 
 def test_a_damaged_checkpoint_and_a_step_that_is_not_there_are_named(model: Path, tmp_path: Path) -> None:
     run = run_folder(tmp_path, tiny_config(model), (0, 1))
-    assert "no checkpoint of step 7: there are 0, 1" in refused(run, "--step", 7)
+    assert "no checkpoint of step 7; it has these steps: 0, 1" in refused(run, "--step", 7)
     [file] = (run / "checkpoints" / "step-000001" / "learner").glob("*.distcp")
     file.write_bytes(file.read_bytes()[:-1])
     assert "step-000001 is not complete" in refused(run, "--step", 1)

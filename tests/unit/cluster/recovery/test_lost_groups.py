@@ -108,7 +108,7 @@ async def test_a_trained_step_comes_with_its_log_probs_from_the_journal_or_not_a
     [recalled] = await bench.regenerator.recall([lost(group)])
     assert recalled.rewards == group.rewards
     assert [list(of_one) for of_one in recalled.reference_logprobs] == [list(of_one) for of_one in logprobs]
-    with pytest.raises(LostObjectError, match=f"{IDS[1]} went with their node after they were trained"):
+    with pytest.raises(LostObjectError, match=f"{IDS[1]} were trained and then lost with their node"):
         await bench.regenerator.recall([lost(group), lost(make_scored(IDS[1]))])
     assert bench.sampled_again == []
 

@@ -11,7 +11,6 @@ MOST_PICTURES: Mapping[str, int] = {  # a prompt; of other tasks, 1
     DataKind.DIGIT_SUM: 2,
     DataKind.DIGIT_SUM_PAIRS: 2,
     DataKind.DIGIT_LIST: 12,
-    DataKind.NLVR2: 2,
 }
 
 

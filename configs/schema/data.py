@@ -25,11 +25,7 @@ class DataKind(StrEnum):
     DIGIT_CLIPS = "digit_clips"
     DIGIT_PAIRS = "digit_pairs"
     DIGIT_SUM_PAIRS = "digit_sum_pairs"
-    NLVR2 = "nlvr2"
-    CAPTIONING = "captioning"
     GEOSPOT = "geospot"
-    TONES = "tones"
-    GLYPHS = "glyphs"
 
 
 WRITTEN = (
@@ -39,11 +35,7 @@ WRITTEN = (
     DataKind.DIGIT_CLIPS,
     DataKind.DIGIT_PAIRS,
     DataKind.DIGIT_SUM_PAIRS,
-    DataKind.NLVR2,
-    DataKind.CAPTIONING,
     DataKind.GEOSPOT,
-    DataKind.TONES,
-    DataKind.GLYPHS,
 )
 """Data that a run writes itself, as JSONL."""
 
@@ -65,9 +57,9 @@ class SourceConfig(Section):
 
     kind: DataKind | UserCode
     """The reader, which is the format of the files. `chat`, `digit_pairs` and
-    `digit_sum_pairs` are for offline jobs alone. The tasks of Mobula (digits, `nlvr2`,
-    `captioning`, `geospot`, `tones`, `glyphs`) write theirs first if their folder is missing. `environment`
-    takes the first observations of `environment.name` as prompts and reads no files."""
+    `digit_sum_pairs` are for offline jobs alone. `geospot` and the
+    kinds of digits write theirs first if their folder is missing. `environment` takes the first observations of
+    `environment.name` as prompts and reads no files."""
     path: Annotated[Path, NOT_EMPTY]
     """The folder with the files of all splits; for `huggingface` also a name on the hub."""
     subset: str

@@ -38,7 +38,7 @@ def record_run(run: Path, folder: Path) -> TrainedRun:
     if summary.status != "done" or summary.accuracy_before is None or summary.accuracy_after is None:
         raise ValueError(f"{run} is {summary.status}: give a run that ended and was evaluated at both ends")
     found = TrainedRun(
-        experiment=str(config.data.kind),
+        experiment=config.data.path.name,
         model=config.policy.tiny,
         accuracy_before=summary.accuracy_before,
         accuracy_after=summary.accuracy_after,

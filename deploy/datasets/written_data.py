@@ -7,11 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from mobula.actors.datasets.digits import write_digits
-from mobula.actors.datasets.written.captioning import write_captioning
 from mobula.actors.datasets.written.geospot import write_geospot
-from mobula.actors.datasets.written.glyphs import write_glyphs
-from mobula.actors.datasets.written.nlvr2 import write_nlvr2
-from mobula.actors.datasets.written.tones import write_tones
 from mobula.cluster.user_code import chosen
 from mobula.configs.schema.data import DataConfig, DataKind
 from mobula.rewards.functions.geography.gazetteer import installed_places
@@ -51,9 +47,5 @@ WRITERS: Mapping[str, Callable[[Path], Path]] = {
     DataKind.DIGIT_CLIPS: partial(write_digits, task="digit_clips"),
     DataKind.DIGIT_PAIRS: partial(write_digits, task="digit_pairs"),
     DataKind.DIGIT_SUM_PAIRS: partial(write_digits, task="digit_sum_pairs"),
-    DataKind.NLVR2: write_nlvr2,
-    DataKind.CAPTIONING: write_captioning,
     DataKind.GEOSPOT: _write_geospot,
-    DataKind.TONES: write_tones,
-    DataKind.GLYPHS: write_glyphs,
 }

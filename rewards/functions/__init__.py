@@ -43,7 +43,6 @@ BUILT_IN: Mapping[str, str] = {  # name -> its factory, imported when it is aske
     "relaxed_accuracy": "mobula.rewards.functions.answers.relaxed_accuracy:RelaxedAccuracy",
     "reward_model": "mobula.rewards.models.reward_model:RewardModel",
     "script_share": "mobula.rewards.functions.script_share:ScriptShare",
-    "template_digits": "mobula.rewards.functions.template_digits:TemplateDigits",
     "true_false": "mobula.rewards.functions.answers.true_false:TrueFalse",
     "vllm_judge": "mobula.rewards.models.judges.vllm_judge:VllmJudge",
 }

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from jobs import Job
 
-from mobula.actors.datasets.written.tones import write_tones
 from mobula.cluster.metrics.report.run_folder import RunFolder, read_run_folder
+from mobula.examples.tones.tones import write_tones
 
 pytestmark = [pytest.mark.slow, pytest.mark.families, pytest.mark.exhaustive, pytest.mark.timeout(900)]
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from mobula.actors.datasets.open_split import open_split
-from mobula.actors.datasets.written.tones import PATTERNS, RATE, tone, write_tones
 from mobula.actors.processors.audio import AudioLimits, check_audio
 from mobula.configs.load import load_config
+from mobula.examples.tones.tones import PATTERNS, RATE, tone, write_tones
 
 
 def write(folder: Path, seed: int = 0) -> Path:

@@ -18,7 +18,6 @@ from PIL import Image
 from taught import at_hand
 
 from mobula.actors.datasets.rows import Row
-from mobula.actors.datasets.written.glyphs import rendered, write_glyphs
 from mobula.actors.processors.flow import FlowProcessor
 from mobula.cluster.errors import PromptError, RewardError
 from mobula.cluster.records.media import MediaStore
@@ -26,6 +25,8 @@ from mobula.cluster.records.trajectory import Response, Reward, ScoredGroup
 from mobula.configs.load import ConfigError, load_config
 from mobula.configs.schema import RunConfig
 from mobula.deploy.wiring.warm_start import _examples
+from mobula.examples.glyphs.glyphs import rendered, write_glyphs
+from mobula.examples.glyphs.template_digits import template_digits as judge
 from mobula.learner.policies.flow.checkpoint import FlowCheckpoint
 from mobula.learner.policies.flow.tiny import write_tiny_flow
 from mobula.rewards.contract import RewardRequest, evaluate
@@ -106,16 +107,16 @@ def test_numbers_are_in_one_split_each_and_have_renderings(folder: Path) -> None
 def test_the_judge_and_ocr_read_what_is_rendered() -> None:
     tools = Tools(IsolatedProcess(timeout_s=5, start_timeout_s=5), "cpu", "float32")
     options = {"layout": "line", "target": "reference", "exact": True, "frame_stride": 1, "num_threads": 1}
-    ocr, judge = build_function("ocr", options, tools), build_function("template_digits", {}, tools)
+    ocr = build_function("ocr", options, tools)
     numbers = [f"{n:02d}" for n in range(3, 100, 8)]
     requests = [request(rendered(text, 11.5, (0.5, -0.5)), text) for text in numbers]
-    assert np.mean([evaluate(judge, r).value for r in requests]) >= 0.95
+    assert np.mean([judge(r).value for r in requests]) >= 0.95
     assert np.mean([evaluate(ocr, r).value for r in requests]) >= 0.9
-    assert evaluate(judge, request(rendered("42", 11.5, (0, 0)), "47")).value == 0.5
-    assert evaluate(judge, request(Image.new("L", (16, 16)), "47")).value <= 0.5
+    assert judge(request(rendered("42", 11.5, (0, 0)), "47")).value == 0.5
+    assert judge(request(Image.new("L", (16, 16)), "47")).value <= 0.5
     for bad, message in ((("",), "no number"), (("1234",), "no number"), ((), "no number")):
         with pytest.raises(RewardError, match=message):
-            evaluate(judge, RewardRequest(Response("", 1, False, (b"x",)), bad, {}, ""))
+            judge(RewardRequest(Response("", 1, False, (b"x",)), bad, {}, ""))
 
 
 def request(picture: Image.Image, text: str) -> RewardRequest:

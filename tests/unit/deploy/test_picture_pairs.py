@@ -13,12 +13,12 @@ from PIL import Image, ImageOps
 
 from mobula.actors.datasets.preferences.picture_pairs import read_picture_pairs
 from mobula.actors.datasets.rows import count_by_reason
-from mobula.actors.datasets.written.glyphs import rendered
 from mobula.cluster.errors import DatasetError
 from mobula.configs.errors import ConfigError
 from mobula.configs.load import load_config
 from mobula.configs.schema import RunConfig
 from mobula.configs.words import overridden
+from mobula.examples.glyphs.glyphs import rendered
 from mobula.learner.policies.flow.tiny import write_tiny_flow
 
 WORDS = (

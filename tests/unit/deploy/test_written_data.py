@@ -12,6 +12,7 @@ from mobula.configs.load import load_config
 from mobula.configs.schema.data import WRITTEN, DataKind
 from mobula.deploy.datasets import written_data
 from mobula.deploy.datasets.written_data import WRITERS, write_data
+from mobula.deploy.wiring.preparation import ensure_data
 from mobula.rewards.contract import RewardRequest, checked
 from mobula.rewards.functions import build_function
 from mobula.rewards.isolation.process import IsolatedProcess
@@ -30,7 +31,7 @@ def test_the_solution_of_every_row_is_worth_all_that_there_is(task: str, tmp_pat
     if task == "geospot":
         pytest.importorskip("reverse_geocoder", reason="pip install 'mobula[geospot]'")
     config = load_config([f"experiment={task}", f"data.path={tmp_path / task}"])
-    write_data(DataKind(task), tmp_path / task)
+    ensure_data(config)
     rows = open_split(config.data, "test", config.rewards.label_key).rows
     [component] = config.rewards.components
     function = build_function(component.function, component.options, TOOLS)

@@ -14,7 +14,7 @@ from random import Random
 from typing import Any
 
 from mobula.actors.datasets.written.folder import Rows, install_dataset
-from mobula.actors.datasets.written.shapes import Scene, draw, random_scene
+from mobula.examples.shapes.shapes import Scene, draw, random_scene
 
 QUESTION = "<image>Describe the image in one sentence."
 NUM_ROWS = {"train": 1000, "validation": 100, "test": 200}

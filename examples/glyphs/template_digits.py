@@ -11,7 +11,6 @@ from PIL import Image, ImageDraw, ImageFont, UnidentifiedImageError
 
 from mobula.cluster.errors import RewardError
 from mobula.rewards.contract import RewardRequest, Score
-from mobula.rewards.tools import Tools
 
 SHARES = (0.69, 0.72, 0.75)  # of the picture's height: sizes of the font
 SHIFTS = (-1.0, -0.5, 0.0, 0.5, 1.0)  # pixels off the centre, along both sides
@@ -19,8 +18,8 @@ MAX_DIGITS = 2  # of a number: there are 10^n templates of each size and place
 MAX_SIDE = 64  # pixels: a larger picture is scaled down
 
 
-class TemplateDigits:
-    """value = the share of digits of the first reference that the most similar rendered number has at their places.
+def template_digits(request: RewardRequest) -> Score:
+    """The share of digits of the first reference that the most similar rendered number has at their places.
 
     Similarity is the correlation of grey levels over numbers of as many digits, of some sizes and places. It shares
     neither weights nor features with the `ocr` reward, so it shows where a policy learns to please that alone. It is no
@@ -30,19 +29,14 @@ class TemplateDigits:
     Raises:
         RewardError: the response has no picture, or the reference is no number of one or two digits.
     """
-
-    def __init__(self, tools: Tools) -> None:
-        """It has no options."""
-
-    def __call__(self, request: RewardRequest) -> Score:
-        wanted = request.references[0] if request.references else ""
-        if not (wanted.isascii() and wanted.isdigit() and len(wanted) <= MAX_DIGITS):
-            raise RewardError(f"the reference {wanted!r} is no number of one or two digits")
-        if not request.response.pictures:
-            raise RewardError("the response has no picture to read")
-        found = [_read(picture, len(wanted)) for picture in request.response.pictures]
-        shares = [sum(a == b for a, b in zip(text, wanted, strict=True)) / len(wanted) for text in found]
-        return Score(sum(shares) / len(shares), f"most like {', '.join(found)}")
+    wanted = request.references[0] if request.references else ""
+    if not (wanted.isascii() and wanted.isdigit() and len(wanted) <= MAX_DIGITS):
+        raise RewardError(f"the reference {wanted!r} is no number of one or two digits")
+    if not request.response.pictures:
+        raise RewardError("the response has no picture to read")
+    found = [_read(picture, len(wanted)) for picture in request.response.pictures]
+    shares = [sum(a == b for a, b in zip(text, wanted, strict=True)) / len(wanted) for text in found]
+    return Score(sum(shares) / len(shares), f"most like {', '.join(found)}")
 
 
 def _read(picture: bytes, num_digits: int) -> str:

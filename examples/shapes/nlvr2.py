@@ -14,7 +14,7 @@ from random import Random
 from typing import Any
 
 from mobula.actors.datasets.written.folder import Rows, install_dataset
-from mobula.actors.datasets.written.shapes import COLORS, SHAPES, Scene, count, draw, random_scene
+from mobula.examples.shapes.shapes import COLORS, SHAPES, Scene, count, draw, random_scene
 
 QUESTION = "<image><image>Look at the two images. {statement} Answer True or False."
 NUM_ROWS = {"train": 1200, "validation": 120, "test": 200}

@@ -10,15 +10,14 @@ its own, in 16 bits at 8 kHz, so that every use resamples it. The folder that `w
 
 from __future__ import annotations
 
-import json
 import wave
+from collections.abc import Mapping
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any
 
 import numpy as np
 
-MARKER = "dataset.json"
+from mobula.actors.datasets.written.folder import Rows, install_dataset
+
 FORMAT_VERSION = 1
 RATE = 8000
 LOW, HIGH, SILENT = 1.0, 2.0, 0.0
@@ -40,27 +39,14 @@ QUESTION = r"<audio>Which pattern is this? Answer in \boxed{}."
 def write_tones(
     folder: Path, *, seed: int = 0, num_train: int = 1000, num_validation: int = 200, num_test: int = 300
 ) -> Path:
-    """Write the dataset into `folder` and return `folder`. The same arguments give the same bytes.
-
-    A folder that already holds this very dataset is left alone. The folder appears whole or not at all: it is built
-    beside its place and renamed, and of several processes that write it at once the first one wins.
+    """Write the dataset into `folder` and return it; see `install_dataset`. The same arguments give the same bytes.
 
     Raises:
         ValueError: the folder holds something else.
     """
     sizes = {"train": num_train, "validation": num_validation, "test": num_test}
     marker = {"format_version": FORMAT_VERSION, "task": "tones", "seed": seed, **sizes}
-    if _holds(folder, marker):
-        return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as staging:
-        built = _build(Path(staging) / "dataset", marker, sizes)
-        try:
-            built.rename(folder)
-        except OSError:
-            if not _holds(folder, marker):
-                raise
-    return folder
+    return install_dataset(folder, marker, lambda to: _build(to, seed, sizes))
 
 
 def tone(pattern: int, random: np.random.Generator) -> np.ndarray:
@@ -77,26 +63,15 @@ def tone(pattern: int, random: np.random.Generator) -> np.ndarray:
     return (noisy.clip(-1, 1) * np.iinfo(np.int16).max).astype(np.int16)
 
 
-def _holds(folder: Path, marker: dict[str, Any]) -> bool:
-    """Whether `folder` is this dataset, finished; False for a missing or empty folder, ValueError for anything else."""
-    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
-        return False
-    found = json.loads((folder / MARKER).read_text()) if (folder / MARKER).is_file() else None
-    if found != marker:
-        raise ValueError(f"{folder} holds {found}, asked for {marker}: choose another folder or delete this one")
-    return True
-
-
-def _build(folder: Path, marker: dict[str, Any], sizes: dict[str, int]) -> Path:
-    """Write sounds, splits and, last, the marker into a new folder."""
-    (folder / "sounds").mkdir(parents=True)
+def _build(folder: Path, seed: int, sizes: Mapping[str, int]) -> Rows:
+    """Writes sounds into a new folder; returns the rows of each split."""
+    (folder / "sounds").mkdir()
+    rows = {}
     for number, (split, size) in enumerate(sizes.items()):
-        random = np.random.default_rng([marker["seed"], number])
+        random = np.random.default_rng([seed, number])
         patterns = random.permutation(np.arange(size) % len(PATTERNS)).tolist()  # every pattern equally often
-        rows = [_row(folder, split, place, pattern, random) for place, pattern in enumerate(patterns)]
-        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / MARKER).write_text(json.dumps(marker, indent=2) + "\n")
-    return folder
+        rows[split] = [_row(folder, split, place, pattern, random) for place, pattern in enumerate(patterns)]
+    return rows
 
 
 def _row(folder: Path, split: str, place: int, pattern: int, random: np.random.Generator) -> dict[str, str]:

@@ -26,6 +26,7 @@ from mobula.configs.groups import (
     without_missing,
 )
 from mobula.configs.rules import checked
+from mobula.configs.schema.base import defaults
 from mobula.configs.schema.run import RunConfig
 
 OVERRIDE = "override /"  # opens an entry of an experiment's defaults that chooses an option
@@ -50,8 +51,8 @@ def load_bare(words: Sequence[str]) -> RunConfig:
 
 
 def _composed(chosen: Mapping[str, str]) -> dict[str, Any]:
-    """The options of all groups on top of each other, each with the options that it builds on."""
-    values = _content(FOLDER / "config.yaml")
+    """The schema's defaults, and on top the options of all groups, each with the options that it builds on."""
+    values = merge(defaults(RunConfig), _content(FOLDER / "config.yaml"))
     options = {group: option for entry in _mappings(values.pop("defaults")) for group, option in entry.items()}
     if EXPERIMENT in chosen:
         options |= _choices(chosen[EXPERIMENT])

@@ -48,11 +48,11 @@ A run is a set of YAML groups and the keys that are set on top of them:
 `GROUP=OPTION` chooses a file, `KEY=VALUE` sets one key. What is named on the command line wins, in whatever order the
 words stand. From weak to strong:
 
-1. the groups, as `configs/config.yaml` or the experiment chooses them,
+1. the schema's defaults, and on them the groups, as `configs/config.yaml` or the experiment chooses them,
 2. the keys that the experiment sets,
 3. the groups on the command line: with `experiment=digits warm_start=none` there is no warm start. An option sets the
-   keys of its own file and of the options that this file builds on. What all options share (`_base.yaml`) is no part
-   of the choice: `experiment=digits learner=deepspeed` keeps the experiment's learning rate.
+   keys of its own file and of the options that this file builds on; `experiment=digits learner=deepspeed` keeps the
+   experiment's learning rate.
 4. the keys on the command line.
 
 A word that does not stand in the result is refused: one key with two values, two options of one group, a group of which
@@ -65,9 +65,9 @@ whole value are removed, and `~/` at its start is the home folder. Other values 
 `rewards.components.1.weight=0.2`. `mobula show-config` with the same words prints every key with its value, and each
 run keeps that text beside its results.
 
-A default is the value of a key without an experiment, with `resources=laptop`. A section that has the keys of another
-section shows the defaults that differ. `KEY_options` beside a `KEY` holds the arguments of code of your own that `KEY`
-names.
+A default is the value of a key without an experiment, with `resources=laptop`. It stands in the schema, or in the
+option of its group that `configs/config.yaml` chooses. A section that has the keys of another section shows the
+defaults that differ. `KEY_options` beside a `KEY` holds the arguments of code of your own that `KEY` names.
 """
 
 
@@ -129,9 +129,9 @@ def _table(title: str, section: type[Section], rows: list[keys.Key], first: dict
             continue  # named beside its key
         if key.section is None:
             options = f"<br>`{key.name}_options`" if f"{key.name}_options" in names else ""
-            yield f"| `{key.name}`{options} | {key.expected} | {_shown(_default(key.name))} | {meaning} |"
+            yield f"| `{key.name}`{options} | {key.expected} | {_shown(_default(key))} | {meaning} |"
         elif (same := _same(key.section, first)) is not None and same[1] != key.name:
-            differing = _differing(_default(key.name), _default(same[1]))
+            differing = _differing(_value(key.name), _value(same[1]))
             absent = "".join(
                 f", without `{name}`" for name in same[0].model_fields if name not in key.section.model_fields
             )
@@ -141,13 +141,19 @@ def _table(title: str, section: type[Section], rows: list[keys.Key], first: dict
 
 
 @cache
-def _defaults() -> dict[str, Any]:
+def _values() -> dict[str, Any]:
     return load_config([], is_complete=False).model_dump(mode="json")
 
 
-def _default(name: str) -> Any:
-    """The default of a dotted key; `MISSING` where it has none."""
-    values: Any = _defaults()
+def _default(key: keys.Key) -> Any:
+    """The value of a key without an experiment; of a key in a list, or below a name, the default of its field."""
+    value = _value(key.name)
+    return key.default if value == MISSING else value
+
+
+def _value(name: str) -> Any:
+    """The value of a dotted key without an experiment; `MISSING` where it has none."""
+    values: Any = _values()
     for part in name.split("."):
         values = values.get(part, MISSING) if isinstance(values, dict) else MISSING
     return values

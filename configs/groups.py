@@ -1,8 +1,7 @@
 """The YAML groups: which options each one has, and what an option itself says.
 
-An option's file may build on other options of its group (`defaults: [held_out, _self_]`) and on the group's `_base`,
-which holds what all options share. What an option says is the content of its file and of the options that it builds on;
-what stands in `_base` says nothing about the choice.
+An option's file may build on other options of its group (`defaults: [held_out, _self_]`). What an option says is the
+content of its file and of the options that it builds on; the defaults of the schema say nothing about the choice.
 
 Options are looked up in this directory, in those of `MOBULA_TASKS` and in those of `examples/`, in this order.
 """
@@ -59,10 +58,10 @@ def roots() -> tuple[Path, ...]:
 
 @cache
 def groups() -> Mapping[str, tuple[str, ...]]:
-    """The options of every group, by the group's name; a file named `_...` is shared by options and is none itself."""
+    """The options of every group, by the group's name."""
     names = sorted(folder.name for folder in FOLDER.iterdir() if any(folder.glob("*.yaml")))
     files = {name: {file.stem for root in roots() for file in (root / name).glob("*.yaml")} for name in names}
-    return {name: tuple(sorted(stem for stem in stems if stem[0] != "_")) for name, stems in files.items()}
+    return {name: tuple(sorted(stems)) for name, stems in files.items()}
 
 
 def option_file(group: str, option: str) -> Path:
@@ -82,7 +81,7 @@ def own_values(group: str, option: str) -> dict[str, Any]:
     content = yaml.safe_load(text) or {}
     values: dict[str, Any] = {}
     for entry in content.pop("defaults", []):
-        if isinstance(entry, str) and not entry.startswith("_"):
+        if isinstance(entry, str) and entry != "_self_":
             merge(values, own_values(group, entry.partition("@")[0]))
     said = without_missing(content)
     return merge(values, said if text.startswith(GLOBAL_PACKAGE) else {group: said})

@@ -14,7 +14,8 @@ from typing import Any, Literal, Union, get_args, get_origin
 import yaml
 from pydantic.fields import FieldInfo
 
-from mobula.configs.schema.base import NOT_EMPTY, Section
+from mobula.configs.groups import MISSING
+from mobula.configs.schema.base import NOT_EMPTY, Section, defaults
 from mobula.configs.schema.run import RunConfig
 
 ITEM = "INDEX"
@@ -43,6 +44,7 @@ class Key:
     description: str
     section: type[Section] | None
     is_open: bool  # any key may stand below it
+    default: Any  # of its field, MISSING if that has none
 
     @property
     def takes_text(self) -> bool:
@@ -53,13 +55,22 @@ class Key:
 
 def walk(section: type[Section], prefix: str) -> Iterator[Key]:
     """The keys of `section` in the schema's order, each section before what it holds."""
+    fields = defaults(section)
     for field_name, info in section.model_fields.items():
         name = f"{prefix}{field_name}"
         below, item = _section_below(info.annotation)
         is_open = get_origin(info.annotation) is dict and below is None
-        yield Key(name, _expectation(info), info.description or "", below, is_open)
+        default = fields.get(field_name, MISSING)
+        yield Key(name, _expectation(info), info.description or "", below, is_open, default)
         if below is not None and item.startswith(ENTRY):
-            yield Key(f"{name}.{ENTRY}", _noun(below), f"One entry of `{name}`, under a name of its own.", None, False)
+            yield Key(
+                f"{name}.{ENTRY}",
+                _noun(below),
+                f"One entry of `{name}`, under a name of its own.",
+                None,
+                False,
+                MISSING,
+            )
         if below is not None:
             yield from walk(below, f"{name}.{item}")
 

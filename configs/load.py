@@ -4,8 +4,9 @@
     path.write_text(dump_config(config))
     assert load_resolved(path) == config
 
-What is named on the command line wins, in whatever order the words stand. From weak to strong: the groups, what the
-experiment sets, what the groups on the command line say themselves (`configs/groups.py`), the keys on the command line.
+What is named on the command line wins, in whatever order the words stand. From weak to strong: the schema's defaults,
+the groups, what the experiment sets, what the groups on the command line say themselves (`configs/groups.py`), the keys
+on the command line.
 A word that does not stand in the result is refused. Whatever is wrong with the words is one ConfigError whose message
 names the key, the value got and the next action.
 """
@@ -39,6 +40,7 @@ from mobula.configs.groups import (
 )
 from mobula.configs.rules import checked
 from mobula.configs.rules.rewards import reward_contradictions
+from mobula.configs.schema.base import defaults
 from mobula.configs.schema.rewards import RewardsConfig
 from mobula.configs.schema.run import RunConfig
 from mobula.configs.words import Word, lay_on, read_words, refuse_overruled, unknown
@@ -72,7 +74,7 @@ def load_config(overrides: Sequence[str], *, is_complete: bool = True) -> RunCon
 
 
 def _composed(words: Sequence[Word]) -> dict[str, Any]:
-    """The groups, the experiment on top of them, and on top of that what the chosen options say themselves.
+    """The schema's defaults, the groups and the experiment on top of them, and on top what the chosen options say.
 
     Numbers that a file computes from another key (`${times:...}`, `${if_positive:...}`, `${if_gpu:...}`) are computed
     from what a word says of that key.
@@ -83,7 +85,7 @@ def _composed(words: Sequence[Word]) -> dict[str, Any]:
         others = ["'file://" + str(root).replace("'", r"\'") + "'" for root in roots()[1:]]
         search = f"hydra.searchpath=[{','.join(others)}]"
         composed = compose("config", [search, *(f"{choice.name}={choice.value}" for choice in choices)])
-    values: dict[str, Any] = OmegaConf.to_container(composed, resolve=False)  # type: ignore[assignment]
+    values = merge(defaults(RunConfig), OmegaConf.to_container(composed, resolve=False))  # type: ignore[arg-type]
     chosen = {choice.name: choice.value for choice in choices if choice.name != EXPERIMENT}
     for group in layers():
         if group in chosen:
@@ -120,15 +122,14 @@ def load_resolved(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 def load_rewards(path: Path) -> RewardsConfig:
     """Read a file that holds what stands under `rewards` in a run's configuration: components, recipes and the rest.
 
-    Keys that the file leaves out are those of the `rewards` group's base.
+    Keys that the file leaves out have the schema's defaults.
 
     Raises:
         ConfigError: the file is missing, no YAML mapping, or does not fit the schema; or its parts contradict.
     """
     values = _read_mapping(path, "give a YAML file with reward components", "write components: [...] into it")
-    shared = yaml.safe_load((FOLDER / "rewards" / "_base.yaml").read_text(encoding="utf-8"))
     try:
-        rewards = RewardsConfig.model_validate_json(json.dumps({**shared, **values}), strict=True)
+        rewards = RewardsConfig.model_validate_json(json.dumps(values), strict=True)
     except ValidationError as error:
         raise ConfigError("\n".join(_sentence(d, "rewards.") for d in error.errors())) from error
     found = reward_contradictions(rewards)

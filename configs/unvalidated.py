@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from enum import Enum
 from functools import cache
 from pathlib import Path
 from types import UnionType
-from typing import Any, Self, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Self, Union, get_args, get_origin, get_type_hints
 
 NonNegativeFloat = PositiveFloat = float
 NonNegativeInt = PositiveInt = int
@@ -38,17 +39,37 @@ def model_validator(*, mode: str) -> Callable[[Any], Any]:
     return mark
 
 
+@dataclass(frozen=True)
+class FieldInfo:
+    """Type and default of a field."""
+
+    annotation: Any
+    default: Any
+
+    def is_required(self) -> bool:
+        return self.default is ...
+
+
+class _Fields:
+    """The fields of a class, which are read once all modules are imported."""
+
+    def __get__(self, _: object, section: type[BaseModel]) -> Mapping[str, FieldInfo]:
+        return _fields(section)
+
+
 class BaseModel:
     """A frozen section whose fields are its annotations."""
 
-    model_config: dict[str, Any]
+    model_config: ClassVar[dict[str, Any]]
+    model_fields: ClassVar = _Fields()
 
     def __init__(self, **values: Any) -> None:
-        fields = _fields(type(self))
+        fields = type(self).model_fields
+        values = {name: info.default for name, info in fields.items() if not info.is_required()} | values
         if values.keys() != fields.keys():
             wrong = ", ".join(sorted(values.keys() ^ fields.keys()))
             raise ValueError(f"{type(self).__name__} has the keys {', '.join(fields)}: missing or unknown are {wrong}")
-        self.__dict__.update({name: _built(hint, values[name]) for name, hint in fields.items()})
+        self.__dict__.update({name: _built(info.annotation, values[name]) for name, info in fields.items()})
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(f"{type(self).__name__}.{name} is frozen: use model_copy")
@@ -78,9 +99,10 @@ class BaseModel:
 
 
 @cache
-def _fields(section: type[BaseModel]) -> dict[str, Any]:
-    """Field -> type, those of base classes first."""
-    return {name: hint for name, hint in get_type_hints(section).items() if name != "model_config"}
+def _fields(section: type[BaseModel]) -> dict[str, FieldInfo]:
+    """The fields by name, those of base classes first."""
+    hints = {name: hint for name, hint in get_type_hints(section).items() if get_origin(hint) is not ClassVar}
+    return {name: FieldInfo(hint, getattr(section, name, ...)) for name, hint in hints.items() if hint is not ClassVar}
 
 
 @cache

@@ -5,6 +5,7 @@ They are pydantic's, or where it is not installed those of `mobula.configs.unval
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any
 
 try:
@@ -45,6 +46,7 @@ __all__ = [
     "PositiveInt",
     "Section",
     "UserCode",
+    "defaults",
     "model_validator",
 ]
 
@@ -64,11 +66,23 @@ NOT_EMPTY = BeforeValidator(_refuse_empty)
 
 
 class Section(BaseModel):
-    """One section of a run's configuration. Every field is set in a YAML group; no default hides in code."""
+    """One section of a run's configuration. A default stands in its field and nowhere else; a field without one is set
+    by every option of its YAML group, or by the user."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=False, allow_inf_nan=False, use_attribute_docstrings=True
     )
+
+
+def defaults(section: type[Section]) -> dict[str, Any]:
+    """Key -> default of every field that has one, as values of JSON; of a section without one, those of its fields."""
+    values: dict[str, Any] = {}
+    for name, info in section.model_fields.items():
+        if not info.is_required():
+            values[name] = info.default
+        elif isinstance(info.annotation, type) and issubclass(info.annotation, Section):
+            values[name] = defaults(info.annotation)
+    return json.loads(json.dumps(values, default=lambda v: v.model_dump() if isinstance(v, Section) else str(v)))
 
 
 class ByDtype(Section):

@@ -27,16 +27,16 @@ class RewardComponent(Section):
     """A built-in function (docs/algorithms.md lists them), or a user's own: `module:function` or `FILE.py:function`."""
     weight: float
     """Its weight in the sum, where no recipe gives it another. 0 measures it without rewarding it."""
-    options: dict[str, Any]
+    options: dict[str, Any] = {}
     """Arguments of the function."""
-    service: str
+    service: str = SHARED_SERVICE
     """Which workers run it: `reward` is those of `resources.reward`, any other name a key of
     `resources.reward_services`."""
-    needs_pictures: bool
+    needs_pictures: bool = False
     """Pass it the prompt's pictures as encoded files; otherwise it gets text and metadata only."""
-    retries: NonNegativeInt
+    retries: NonNegativeInt = 0
     """How often a response is scored again after a failure."""
-    cache_entries: NonNegativeInt
+    cache_entries: NonNegativeInt = 0
     """Scores that one worker remembers by content (response, prompt, references, metadata, pictures); 0 for none."""
 
     @property
@@ -62,22 +62,22 @@ class Recipe(Section):
 
     components: tuple[str, ...]
     """The components that run on responses to these rows."""
-    weights: dict[str, float]
+    weights: dict[str, float] = {}
     """Component -> weight, where it is not the component's own."""
-    gates: tuple[Gate, ...]
+    gates: tuple[Gate, ...] = ()
     """Conditions; a component with several runs if all hold."""
-    normalise: bool
+    normalise: bool = False
     """Divide the sum by the sum of the absolute weights of all components of the recipe, run or not."""
 
 
 class RewardPoolConfig(Section):
     """Batching and queueing of groups for the workers of each service."""
 
-    max_batch_groups: PositiveInt
+    max_batch_groups: PositiveInt = 4
     """Most groups sent to a worker in one call; a model scores them as one batch."""
-    batches_in_flight: PositiveInt
+    batches_in_flight: PositiveInt = 2
     """Calls in flight for each worker: one in computation, the others queued behind it."""
-    max_queued_groups: PositiveInt
+    max_queued_groups: PositiveInt = 256
     """Groups that may be queued for one service; further callers wait until there is room."""
 
 
@@ -91,17 +91,17 @@ class RewardsConfig(Section):
 
     components: tuple[RewardComponent, ...]
     """All components, from which recipes choose."""
-    recipes: dict[str, Recipe]
+    recipes: dict[str, Recipe] = {}
     """Label -> recipe; `default` is for labels without one. No recipe at all: the weighted sum of all components."""
-    label_key: str
+    label_key: str = "label"
     """The key of a row's metadata that holds its label; a row without it is `default`."""
     accuracy_component: str
     """The component whose mean is reported as accuracy, over the responses whose recipe has it."""
-    on_failure: Literal["exclude", "stop"]
+    on_failure: Literal["exclude", "stop"] = "exclude"
     """A response that cannot be scored: take it out of its group, or stop the run. It never counts as 0."""
-    processes: Annotated[int, Field(ge=1)]
+    processes: Annotated[int, Field(ge=1)] = 1
     """Processes in which one worker runs what may hang (computer algebra, a user's functions), each with a deadline."""
-    pool: RewardPoolConfig
+    pool: RewardPoolConfig = RewardPoolConfig()
     """Batching and queueing of groups for the workers."""
 
     @property

@@ -70,92 +70,92 @@ class EvaluationConfig(Section):
 class CheckpointConfig(Section):
     """Run checkpoints."""
 
-    interval_steps: NonNegativeInt
+    interval_steps: NonNegativeInt = 10
     """Write a checkpoint after every so many steps; 0 means only at the end."""
-    keep: Annotated[int, Field(ge=1)]
+    keep: Annotated[int, Field(ge=1)] = 2
     """How many complete checkpoints to keep."""
 
 
 class ReplayConfig(Section):
     """The replay buffer: finished groups on their way to the learner, in memory and on disk."""
 
-    max_bytes: PositiveInt
+    max_bytes: PositiveInt = 256 * 2**20
     """Byte budget of finished groups, pictures not counted; beyond it rollouts wait while a whole step is ready."""
-    journal: bool
+    journal: bool = True
     """Write finished groups and trained steps to disk, so that a killed run goes on exactly where it was."""
-    trajectory_log: bool
+    trajectory_log: bool = False
     """Keep every trained step as a Parquet file below the run folder, for `mobula replay` and for other tools."""
 
 
 class MetricsConfig(Section):
     """Metrics sinks, the report's samples and the artifacts of generated media."""
 
-    tensorboard: bool
+    tensorboard: bool = True
     """Write TensorBoard event files below the run folder."""
-    trackers: tuple[Literal["mlflow", "trackio", "wandb"] | UserCode, ...]
+    trackers: tuple[Literal["mlflow", "trackio", "wandb"] | UserCode, ...] = ()
     """Trackers of experiments that get the same numbers as TensorBoard. Each needs the extra of its name; keys of their
     servers are read from the environment, never from here."""
-    project: Annotated[str, NOT_EMPTY]
+    project: Annotated[str, NOT_EMPTY] = "mobula"
     """The run's project (W&B, trackio) or experiment (MLflow)."""
-    tracker_address: str
+    tracker_address: str = ""
     """URL of the server of the one tracker in `trackers`; empty keeps everything below the run folder."""
-    ray: bool
+    ray: bool = True
     """Export to `ray.util.metrics` (Prometheus, Ray dashboard)."""
-    progress: bool
+    progress: bool = True
     """Show a progress bar."""
-    json_log: bool
+    json_log: bool = False
     """Write each event of `run.log` as a JSON object to `run.log.jsonl` as well."""
-    heartbeat_s: Annotated[float, Field(gt=0, le=10)]
+    heartbeat_s: Annotated[float, Field(gt=0, le=10)] = 5.0
     """How often gauges are re-emitted; Ray drops a gauge about 20 s after its last value."""
-    num_report_samples: PositiveInt
+    num_report_samples: PositiveInt = 24
     """How many samples, good and bad, the report shows."""
-    artifacts_per_step: NonNegativeInt
+    artifacts_per_step: NonNegativeInt = 0
     """How many generated pictures or videos of each step are written to `artifacts/` of the run folder, as PNG or MP4,
     with their sha256 and rewards in `artifacts.jsonl`; 0 writes none."""
-    artifact_frame_rate: PositiveInt
+    artifact_frame_rate: PositiveInt = 16
     """Frames per second of those videos."""
 
 
 class TracingConfig(Section):
     """Traces of prompts, steps and updates. Nothing is recorded unless one of these keys enables it."""
 
-    exporter: Literal["none", "file", "otlp"]
+    exporter: Literal["none", "file", "otlp"] = "none"
     """Where OpenTelemetry spans of each prompt (queued, generated, scored, buffered, trained) and of each step's phases
     go: `traces/spans.jsonl` in the run folder, or a collector. Needs the extra `tracing`."""
-    address: str
+    address: str = ""
     """URL of the collector's traces over OTLP/HTTP, e.g. http://127.0.0.1:4318/v1/traces. Headers are read from
     OTEL_EXPORTER_OTLP_HEADERS, never from here."""
-    chrome_steps: tuple[int, ...]
+    chrome_steps: tuple[int, ...] = ()
     """Steps that are written as Chrome traces, `traces/step-000003.json`: phases of the loop and stages of prompts."""
-    profile_steps: tuple[int, ...]
+    profile_steps: tuple[int, ...] = ()
     """Updates that torch's profiler records on every learner rank, `traces/update-000003-rank-0.json`."""
 
 
 class WeightSyncConfig(Section):
     """How the learner's weights reach the rollout actors."""
 
-    payload: Literal["weights", "adapters"]
+    payload: Literal["weights", "adapters"] = "weights"
     """Content of a push: all weights (adapters merged into them), or the adapters alone, which the receiver merges into
     the weights of its own checkpoint."""
-    bucket_bytes: PositiveInt
+    bucket_bytes: PositiveInt = 64 * 2**20
     """Tensors are packed into buckets of at most this size before they are sent."""
-    timeout_s: Seconds
+    timeout_s: Seconds = 120.0
     """Deadline of one push to one wave; the error names the actors that did not answer. A quarter more has to be less
     than `supervision.probe_timeout_s` and `timeouts.rollout_s`."""
-    wave_size: NonNegativeInt
+    wave_size: NonNegativeInt = 0
     """Rollout actors that are updated together while the others generate on; 0 updates all at once."""
-    kv_cache: Literal["recompute", "keep"]
+    kv_cache: Literal["recompute", "keep"] = "recompute"
     """The KV cache of running requests after a push. `recompute`: it is computed again with the new weights; `keep`: it
     stays, which is faster, and later tokens attend to keys and values of older weights. Later requests never reuse it.
     """
-    max_attempts: PositiveInt
+    max_attempts: PositiveInt = 4
     """How often one push is sent to a wave that loses members, or to an engine that it did not reach."""
-    canary_interval: NonNegativeInt
+    canary_interval: NonNegativeInt = 5
     """After every so many pushes the engines' log-probs of a probe prompt are compared with the learner's; 0 is off."""
-    canary_tolerance: ByDtype
+    canary_tolerance: ByDtype = ByDtype(float32=0.0001, bfloat16=0.3)
     """Largest mean of absolute log-prob differences, in nat, that the canary accepts, by `resources.dtype`. In bfloat16
     it is ten times the rounding of the model, measured at the start, where that is more."""
-    canary_share: ByDtype
+    canary_share: ByDtype = ByDtype(float32=0.0, bfloat16=0.4)
     """Largest share of the probe's tokens that may differ by more than `canary_tolerance`."""
 
     @property
@@ -168,105 +168,105 @@ class WeightSyncConfig(Section):
 class ConcurrencyConfig(Section):
     """How many groups run at once."""
 
-    kind: Literal["fixed", "aimd"]
+    kind: Literal["fixed", "aimd"] = "fixed"
     """`fixed`: up to `algorithm.max_concurrent_groups`; `aimd`: a limit that grows step by step while engines are calm
     and falls by a factor when one is overloaded, up to the same number."""
-    start_groups: PositiveInt
+    start_groups: PositiveInt = 16
     """Initial limit."""
-    min_groups: PositiveInt
+    min_groups: PositiveInt = 4
     """The limit never falls below this."""
-    increase_groups: PositiveInt
+    increase_groups: PositiveInt = 4
     """Increase of the limit at each check at which it is reached and every engine is calm."""
-    decrease_factor: Annotated[float, Field(gt=0, lt=1)]
+    decrease_factor: Annotated[float, Field(gt=0, lt=1)] = 0.7
     """The limit is multiplied by this when an engine is overloaded."""
-    calm_kv_usage: Annotated[float, Field(gt=0, le=1)]
+    calm_kv_usage: Annotated[float, Field(gt=0, le=1)] = 0.6
     """An engine is calm while nothing waits in its queue and less than this share of its KV cache is taken."""
-    high_kv_usage: Annotated[float, Field(gt=0, le=1)]
+    high_kv_usage: Annotated[float, Field(gt=0, le=1)] = 0.9
     """An engine is overloaded when more than this share of its KV cache is taken, or when it had to preempt."""
-    max_waiting_responses: NonNegativeInt
+    max_waiting_responses: NonNegativeInt = 64
     """An engine is overloaded when more responses than this wait in its queue."""
-    interval_s: Seconds
+    interval_s: Seconds = 5.0
     """Time between two checks of the engines."""
 
 
 class SupervisionConfig(Section):
     """How workers are watched, and how often lost ones are started again."""
 
-    interval_s: Seconds
+    interval_s: Seconds = 5.0
     """Time between two pings of each worker's process."""
-    sign_timeout_s: Seconds
+    sign_timeout_s: Seconds = 60.0
     """How long a process may take to answer a ping, also while it computes."""
-    probe_interval_s: Seconds
+    probe_interval_s: Seconds = 60.0
     """A rollout actor that has finished nothing for this long is probed: it has to sample one token. After a missed
     deadline it is probed at once."""
-    probe_timeout_s: Seconds
+    probe_timeout_s: Seconds = 180.0
     """Deadline of such a probe; has to be longer than a weight push, during which the engine is paused."""
-    max_restarts: NonNegativeInt
+    max_restarts: NonNegativeInt = 5
     """How often one worker is started again within `restart_window_s` before it is given up."""
-    restart_window_s: Seconds
+    restart_window_s: Seconds = 3600.0
     """A restart counts towards `max_restarts` for this long."""
-    backoff_s: Seconds
+    backoff_s: Seconds = 2.0
     """Pause before the first restart of a worker; each further one within the window waits twice as long."""
-    max_backoff_s: Seconds
+    max_backoff_s: Seconds = 60.0
     """Longest pause before a restart."""
-    max_failures_in_a_row: PositiveInt
+    max_failures_in_a_row: PositiveInt = 3
     """Consecutive groups that one rollout actor may fail or lose before it is replaced, although its process is alive.
     """
-    no_worker_s: Seconds
+    no_worker_s: Seconds = 900.0
     """How long a prompt waits while no rollout actor serves; longer than starting one takes."""
-    max_logprob_gap: ByDtype
+    max_logprob_gap: ByDtype = ByDtype(float32=0.001, bfloat16=0.3)
     """Largest mean log-prob difference, in nat, of engine and learner on a step's tokens of the weights that it trains
     from, by `resources.dtype`. In float32 it is about 1e-6; in bfloat16 kernels of one trained model differ by 0.03 to
     0.1, and ten times the measured rounding is the limit where that is more. Flow models and
     `weight_sync.kv_cache=keep` have no limit."""
-    on_logprob_gap: Literal["stop", "warn"]
+    on_logprob_gap: Literal["stop", "warn"] = "stop"
     """Whether a step over that limit ends the run or writes a warning; both name the likely causes."""
 
 
 class TimeoutsConfig(Section):
     """Every wait has a deadline, in seconds."""
 
-    start_s: Seconds
+    start_s: Seconds = 600.0
     """Starting one role, engine load included."""
-    prepare_s: Seconds
+    prepare_s: Seconds = 120.0
     """Preparing one prompt on a processor worker, its videos decoded; downloads get `data.download_timeout_s` more."""
-    rollout_s: Seconds
+    rollout_s: Seconds = 180.0
     """Generating one group; the deadline is renewed whenever a response has grown by `sampler.chunk_tokens` tokens, and
     at every turn of an episode."""
-    reward_s: Seconds
+    reward_s: Seconds = 30.0
     """Scoring one group."""
-    reference_s: Seconds
+    reference_s: Seconds = 120.0
     """Reference log-probs of one step's groups."""
-    update_s: Seconds
+    update_s: Seconds = 300.0
     """One learner update."""
-    checkpoint_s: Seconds
+    checkpoint_s: Seconds = 120.0
     """Writing or reading one checkpoint."""
-    object_s: Seconds
+    object_s: Seconds = 60.0
     """Fetching one object from the object store, and one write of the journal."""
-    backpressure_s: Seconds
+    backpressure_s: Seconds = 1800.0
     """How long a finished group may wait for room in the replay buffer: the longest step, evaluation included."""
-    stop_checkpoint_s: Seconds
+    stop_checkpoint_s: Seconds = 60.0
     """From the signal that stops a run until its checkpoint is complete: the rest of an update and of an evaluation, a
     push, and the write. Past it the run ends without that checkpoint. `mobula submit --stop-wait`, Slurm and Kubernetes
     should leave a stopped run a minute more."""
-    stop_s: Seconds
+    stop_s: Seconds = 20.0
     """Graceful stop of one role before it is killed."""
 
 
 class RunConfig(Section):
     """Everything that defines a run."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "run"
     """The run's id: its folder is `<folder>/<name>`. Give a new name for a new run."""
-    folder: Annotated[Path, NOT_EMPTY]
+    folder: Annotated[Path, NOT_EMPTY] = Path("runs")
     """Parent folder of runs."""
-    seed: Annotated[int, Field(ge=0, le=4294967295)]
+    seed: Annotated[int, Field(ge=0, le=4294967295)] = 0
     """Seeds data order, sampling and initialisation."""
-    num_steps: PositiveInt
+    num_steps: PositiveInt = 100
     """Steps of RL or of the offline job: weight versions after the initial one."""
-    resume: Resume
+    resume: Resume = Resume.NEVER
     """`auto` goes on from the newest complete checkpoint of this run; `never` refuses a folder that holds one."""
-    max_rollout_retries: NonNegativeInt
+    max_rollout_retries: NonNegativeInt = 3
     """How often one prompt is tried again after a failure before the run gives up."""
     policy: PolicyConfig
     """The network that is trained."""
@@ -280,33 +280,33 @@ class RunConfig(Section):
     """The components of the reward and how they are combined."""
     algorithm: AlgorithmConfig
     """The RL algorithm."""
-    reference: ReferenceConfig
+    reference: ReferenceConfig = ReferenceConfig()
     """The frozen policy."""
     learner: LearnerConfig
     """The optimizer and how it is distributed."""
     warm_start: WarmStartConfig
     """Supervised steps before RL."""
-    offline: OfflineConfig
+    offline: OfflineConfig = OfflineConfig()
     """Training on rows of a data set in place of rollouts."""
     resources: ResourcesConfig
     """Workers of each role, and the devices that they take."""
-    weight_sync: WeightSyncConfig
+    weight_sync: WeightSyncConfig = WeightSyncConfig()
     """How the learner's weights reach the rollout actors."""
-    concurrency: ConcurrencyConfig
+    concurrency: ConcurrencyConfig = ConcurrencyConfig()
     """How many groups run at once."""
-    supervision: SupervisionConfig
+    supervision: SupervisionConfig = SupervisionConfig()
     """How workers are watched and replaced."""
-    replay: ReplayConfig
+    replay: ReplayConfig = ReplayConfig()
     """The replay buffer, its journal and the trajectory log."""
     evaluation: EvaluationConfig
     """Held-out evaluation."""
-    checkpoints: CheckpointConfig
+    checkpoints: CheckpointConfig = CheckpointConfig()
     """Run checkpoints."""
-    metrics: MetricsConfig
+    metrics: MetricsConfig = MetricsConfig()
     """Metrics sinks, the report and artifacts."""
-    tracing: TracingConfig
+    tracing: TracingConfig = TracingConfig()
     """Spans of prompts and steps, and profiles of updates."""
-    timeouts: TimeoutsConfig
+    timeouts: TimeoutsConfig = TimeoutsConfig()
     """Deadlines, in seconds."""
 
     @property

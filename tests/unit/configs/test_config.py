@@ -9,14 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mobula.configs import document, keys
 from mobula.configs.errors import ConfigError
-from mobula.configs.groups import groups, leaves, own_values
+from mobula.configs.groups import FOLDER, groups, leaves, own_values
 from mobula.configs.load import dump_config, load_config, load_resolved
-from mobula.configs.schema import DataKind, RunConfig, SamplerKind
+from mobula.configs.schema import DataKind, SamplerKind
+from mobula.configs.schema.rewards import SHARED_SERVICE
 from mobula.configs.schema.run import MAX_SECONDS
 from mobula.configs.words import overridden
 
@@ -682,9 +684,28 @@ def test_config_is_frozen() -> None:
         load_config(["experiment=digits"]).seed = 3
 
 
-def test_no_field_has_a_default_in_code() -> None:
-    sections = [RunConfig, *(key.section for key in keys.known_keys().values() if key.section is not None)]
-    assert all(info.is_required() for section in sections for info in section.model_fields.values())
+def test_the_root_file_repeats_no_default_of_the_schema() -> None:
+    values = yaml.safe_load((FOLDER / "config.yaml").read_text(encoding="utf-8"))
+    values.pop("defaults")
+    assert all(str(value).startswith("${") for _, value in leaves(values))
+
+
+def test_entries_of_lists_and_mappings_are_written_with_what_differs() -> None:
+    component = "{name: accuracy, function: exact_match, weight: 1.0}"
+    config = load_config(
+        [
+            "experiment=digits",
+            f"rewards.components=[{component}]",
+            "rewards.recipes={default: {components: [accuracy]}}",
+            "data=mixture",
+            "data.sources={a: {kind: jsonl, path: a, weight: 1.0}}",
+            "data.path=x",
+        ]
+    )
+    only = config.rewards.components[0]
+    assert (only.service, only.options, only.retries, only.needs_pictures) == (SHARED_SERVICE, {}, 0, False)
+    assert config.data.sources["a"].row_format == config.data.row_format == "question"
+    assert keys.known_keys()["rewards.components.INDEX.service"].default == SHARED_SERVICE
 
 
 def test_every_key_is_documented() -> None:

@@ -220,11 +220,11 @@ class Learner:
         return self.weights.open_transfer(epoch, num_receivers)
 
     def join_transfer(self, rendezvous: Rendezvous) -> None:
-        """Take part in a transfer group; only rank 0 does."""
+        """Take part in a transfer group; ranks that do not send have no part in it."""
         self.weights.join_transfer(rendezvous)
 
     def leave_transfer(self, epoch: int) -> None:
-        """Leave a transfer group; asked of rank 0."""
+        """Leave a transfer group."""
         self.weights.leave_transfer(epoch)
 
     def send_weights(self, bucket_bytes: int, epoch: int) -> None:
@@ -233,7 +233,7 @@ class Learner:
             self.weights.send(bucket_bytes, epoch)
 
     def export_weights(self, bucket_bytes: int) -> tuple[int, list[np.ndarray]]:
-        """The version and rank 0's packed buckets, empty on other ranks; for engines that are in no transfer group."""
+        """The version and the packed buckets, empty where another rank has them; for engines in no transfer group."""
         with self._residence.policy_here(), self._slow.in_place():
             return self.version, self.weights.export(bucket_bytes)
 
@@ -346,6 +346,8 @@ class Learner:
             device=self._device,
             transport=self._config.resources.transport,
             timeout_s=self._config.weight_sync.timeout_s,
+            num_ranks=self._world_size,
+            num_senders=self._config.weight_sync.max_senders,
         )
 
     def _named_weights(self) -> Iterator[tuple[str, Tensor]]:

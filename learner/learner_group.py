@@ -231,8 +231,8 @@ class LearnerGroup(RankGroup):
         await self._all(calls, rendezvous.timeout_s, f"to join transfer epoch {rendezvous.epoch}")
 
     async def leave_transfer(self, epoch: int) -> None:
-        call = self._workers[0].leave_transfer.remote(epoch)
-        await answer(call, timeout_s=self._timeouts.update_s, what=f"learner/0 to leave transfer epoch {epoch}")
+        calls = [w.leave_transfer.remote(epoch) for w in self._workers]
+        await self._all(calls, self._timeouts.update_s, f"to leave transfer epoch {epoch}")
 
     async def send_weights(self, bucket_bytes: int, epoch: int) -> None:
         calls = [w.send_weights.remote(bucket_bytes, epoch) for w in self._workers]
@@ -247,7 +247,7 @@ class LearnerGroup(RankGroup):
         num_buckets = sum(1 for _ in (await self.manifest()).buckets(bucket_bytes))
         calls = [w.export_buckets.options(num_returns=1 + num_buckets).remote(bucket_bytes) for w in self._workers]
         version = await self._all([version for version, *_ in calls], self._timeouts.update_s, "to gather its weights")
-        return version, calls[0][1:]
+        return version, [calls[n % len(calls)][1 + n] for n in range(num_buckets)]
 
     async def load(self, folder: Path) -> int:
         """Go on from a saved state; returns its version."""

@@ -1,4 +1,4 @@
-"""WeightPublisher: one learner rank's part in a push. All ranks gather; rank 0 packs and sends."""
+"""WeightPublisher: one learner rank's part in a push. All ranks gather; the senders among them pack and send."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from mobula.cluster.errors import WeightSyncError
 from mobula.cluster.weight_sync.digests import digest
-from mobula.cluster.weight_sync.manifest import Bucket, Manifest
+from mobula.cluster.weight_sync.manifest import Manifest
 from mobula.cluster.weight_sync.rendezvous import RendezvousStore
 from mobula.cluster.weight_sync.transport import DIGESTS, Rendezvous, TransferGroup, lone_bytes, pack, with_digest
 
@@ -19,10 +19,10 @@ NamedWeights = Callable[[], Iterator[tuple[str, torch.Tensor]]]
 
 
 class WeightPublisher:
-    """Gathers one bucket in the training group, then sends it in the transfer group, and so on.
+    """Gathers a round of buckets in the training group, then sends its own one in the transfer group, and so on.
 
-    The two groups never interleave within a bucket: ranks that still gather while others already send would wait for
-    each other for ever.
+    A round has one bucket for each sender, so the senders broadcast at the same time. Within a rank the two groups
+    never interleave: ranks that still gather while others already send would wait for each other for ever.
     """
 
     def __init__(
@@ -34,13 +34,17 @@ class WeightPublisher:
         device: torch.device,
         transport: str,
         timeout_s: float,
+        num_ranks: int = 1,
+        num_senders: int = 1,
     ) -> None:
         """`named_weights` yields (checkpoint name, whole tensor) in the manifest's order; on several ranks each
-        tensor is a collective of the training group.
+        tensor is a collective of the training group. Ranks below `num_senders` send.
         """
         self.manifest = manifest
         self._named_weights = named_weights
         self._rank = rank
+        self._num_ranks = num_ranks
+        self._num_senders = min(num_senders, num_ranks)
         self._device = device
         self._transport = transport
         self._timeout_s = timeout_s
@@ -51,12 +55,14 @@ class WeightPublisher:
     def open_transfer(self, epoch: int, num_receivers: int) -> Rendezvous:
         """Rank 0 only: listen for the members of transfer group `epoch`."""
         store = self._stores[epoch] = RendezvousStore(self._timeout_s)
-        return Rendezvous(store.host, store.port, epoch, 1 + num_receivers, self._transport, self._timeout_s)
+        size, transport = 1 + num_receivers, self._transport
+        return Rendezvous(store.host, store.port, epoch, size, transport, self._timeout_s, self._num_senders)
 
     def join_transfer(self, rendezvous: Rendezvous) -> None:
-        """Rank 0 becomes the sender, beside the groups that it is in; other ranks have no part in transfer groups."""
-        if self._rank == 0:
-            self._groups[rendezvous.epoch] = TransferGroup(rendezvous, TransferGroup.SENDER, self._device)
+        """A sender joins, beside the groups that it is in; other ranks have no part in transfer groups."""
+        if self._rank < self._num_senders:
+            group = TransferGroup(rendezvous, TransferGroup.SENDER, self._device, sender=self._rank)
+            self._groups[rendezvous.epoch] = group
 
     def leave_transfer(self, epoch: int) -> None:
         """Close one transfer group, if it is still there; members that wait in it fail at once."""
@@ -65,19 +71,25 @@ class WeightPublisher:
         self._stores.pop(epoch, None)
 
     def send(self, bucket_bytes: int, epoch: int) -> None:
-        """Broadcast to transfer group `epoch`: the buckets, then their digests, int64 [number of buckets]. Every rank
-        calls this; returns when this rank's part is done.
+        """Broadcast to transfer group `epoch`: this rank's buckets, then their digests, int64 [number of them]. Every
+        rank calls this; returns when this rank's part is done.
 
         Raises:
-            WeightSyncError: on rank 0: a member failed or the group is not there; its members fail as well.
+            WeightSyncError: on a sender: a member failed or the group is not there; its members fail as well.
         """
         failure: WeightSyncError | None = None
         digests: list[torch.Tensor] = []
-        for index, (bucket, packed) in enumerate(self._packed_buckets(bucket_bytes)):
+        packed: torch.Tensor | None = None
+        last = sum(1 for _ in self.manifest.buckets(bucket_bytes)) - 1
+        for index, own in enumerate(self._packed_buckets(bucket_bytes, self._num_senders)):
             # To the last bucket whatever happens: each is a collective in which the other ranks wait for this one.
-            if self._rank == 0 and failure is None:
+            packed = packed if own is None else own
+            is_round_over = index == last or index % self._num_senders == self._num_senders - 1
+            if is_round_over and packed is not None and failure is None:
+                sent = index - index % self._num_senders + self._rank
                 digests.append(digest(packed))
-                failure = self._broadcast(epoch, packed, f"weight bucket {index} ({bucket.num_bytes} bytes)")
+                failure = self._broadcast(epoch, packed, f"weight bucket {sent} ({packed.numel()} bytes)")
+                packed = None
         # Last: receivers compare when every tensor was loaded, so memory that was reused too early differs.
         if digests and failure is None:
             failure = self._broadcast(epoch, torch.stack(digests), DIGESTS)
@@ -95,28 +107,28 @@ class WeightPublisher:
         return None
 
     def export(self, bucket_bytes: int) -> list[np.ndarray]:
-        """The packed buckets as uint8 arrays, each with its digest behind it; every rank gathers, and those of
-        others than rank 0 are empty."""
-        packed = self._packed_buckets(bucket_bytes)
-        return [with_digest(buffer) if self._rank == 0 else NO_BYTES for _, buffer in packed]
+        """The packed buckets as uint8 arrays, each with its digest behind it; every rank gathers, and has bucket
+        `i` if it is rank `i % num_ranks`: the others are empty."""
+        packed = self._packed_buckets(bucket_bytes, self._num_ranks)
+        return [NO_BYTES if buffer is None else with_digest(buffer) for buffer in packed]
 
     def close(self) -> None:
         for epoch in tuple(self._groups):
             self.leave_transfer(epoch)
 
-    def _packed_buckets(self, bucket_bytes: int) -> Iterator[tuple[Bucket, torch.Tensor]]:
-        """Each bucket and, on rank 0, its bytes, which hold until the next one: fresh memory for each would cost more
-        than the copy, for its pages have to be mapped first.
+    def _packed_buckets(self, bucket_bytes: int, num_owners: int) -> Iterator[torch.Tensor | None]:
+        """The bytes of each bucket on the rank that has it of `num_owners`, else None. They hold until that rank's next
+        one: fresh memory for each would cost more than the copy, for its pages have to be mapped first.
         """
         weights = self._named_weights()
-        for bucket in self.manifest.buckets(bucket_bytes):
+        for index, bucket in enumerate(self.manifest.buckets(bucket_bytes)):
             full = dict(islice(weights, len(bucket.slots)))
-            if self._rank != 0:
-                yield bucket, self._staging
+            if index % num_owners != self._rank:
+                yield None
             elif (lone := lone_bytes(bucket, full)) is not None:
-                yield bucket, lone.to(self._device)  # where weights are offloaded, they come from host memory
+                yield lone.to(self._device)  # where weights are offloaded, they come from host memory
             else:
-                yield bucket, pack(bucket, full, self._staged(bucket.num_bytes))
+                yield pack(bucket, full, self._staged(bucket.num_bytes))
 
     def _staged(self, num_bytes: int) -> torch.Tensor:
         if self._staging.numel() < num_bytes:

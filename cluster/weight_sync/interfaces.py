@@ -1,4 +1,4 @@
-"""Interfaces of the participants of a push: one sender, and receivers that join and leave."""
+"""Interfaces of the participants of a push: the learner, which sends, and receivers that join and leave."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mobula.cluster.weight_sync.transport import Rendezvous
 
 
 class Sender(Protocol):
-    """The learner group as weight sync sees it. Every call addresses all ranks; rank 0 sends."""
+    """The learner group as weight sync sees it. Every call addresses all ranks."""
 
     async def manifest(self) -> Manifest: ...
 

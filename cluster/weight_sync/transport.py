@@ -1,15 +1,18 @@
-"""The transfer group: one sender and many receivers, over gloo or nccl, apart from every other process group.
+"""The transfer group: learner ranks that send and many receivers, over gloo or nccl, apart from other process groups.
 
-Rank 0 is the learner's rank 0; receivers have the ranks from 1 on: one each, or as many as an engine is split over.
-Groups are numbered by epoch: members of another epoch can never meet, because the epoch is part of every key of the
-rendezvous store. A collective runs on a helper thread and is waited for with a deadline on the calling one, since no
-backend can be trusted to give up by itself. A group whose collective failed is aborted by every member that noticed.
+Each sender has a process group of its own with all receivers, so that senders broadcast at the same time. In each of
+them the sender is rank 0; receivers have the ranks from 1 on: one each, or as many as an engine is split over. Bucket
+`i` of a push comes from sender `i % num_senders`.
+Transfer groups are numbered by epoch: members of another epoch can never meet, because the epoch is part of every key
+of the rendezvous store. A collective runs on a helper thread and is waited for with a deadline on the calling one, as
+no backend can be trusted to give up by itself. A group whose collective failed is aborted by every member that noticed.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -39,7 +42,7 @@ DIGEST_BYTES = 8
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Address and backend of one transfer group."""
+    """Address and backend of one transfer group; `world_size` counts one sender and all receivers."""
 
     host: str
     port: int
@@ -47,18 +50,28 @@ class Rendezvous:
     world_size: int
     transport: str  # gloo | nccl
     timeout_s: float
+    num_senders: int = 1
 
     def to_wire(self) -> dict[str, Any]:
         return asdict(self)
 
 
+@dataclass(frozen=True)
+class _Channel:
+    """The process group of one sender and all receivers, and the thread that runs its collectives."""
+
+    group: Any
+    thread: DaemonThread
+
+
 class TransferGroup:
-    """One member's end of the transfer group. Broadcasts always go from rank 0 to all others."""
+    """One member's end of the transfer group: a sender broadcasts to all receivers, a receiver has all senders."""
 
     SENDER = 0
 
-    def __init__(self, rendezvous: Rendezvous, rank: int, device: torch.device) -> None:
-        """Meet the others; waits for them at most `rendezvous.timeout_s`.
+    def __init__(self, rendezvous: Rendezvous, rank: int, device: torch.device, *, sender: int = 0) -> None:
+        """Meet the others, with `rank` 0 as number `sender` of the senders; each waits for them at most
+        `rendezvous.timeout_s`.
 
         It ends with a broadcast of one byte, because NCCL makes its communicator at the first collective.
 
@@ -69,14 +82,20 @@ class TransferGroup:
         self.device = device
         self._timeout_s = rendezvous.timeout_s
         self._epoch = rendezvous.epoch
+        self._channels: dict[int, _Channel] = {}
         deadline = time.monotonic() + rendezvous.timeout_s
-        self._group = _open_group(rendezvous, rank)
-        self._thread = DaemonThread(f"transfer-epoch-{rendezvous.epoch}")
-        first = torch.zeros(1, dtype=torch.uint8, device=device)
-        self._broadcast_within(deadline - time.monotonic(), first, "the first byte")
+        try:
+            for number in (sender,) if rank == self.SENDER else range(rendezvous.num_senders):
+                thread = DaemonThread(f"transfer-epoch-{rendezvous.epoch}-{number}")
+                self._channels[number] = _Channel(_open_group(rendezvous, rank, number), thread)
+                first = torch.zeros(1, dtype=torch.uint8, device=device)
+                self._begin(number, first, "the first byte", deadline - time.monotonic())()
+        except BaseException:
+            self.close()
+            raise
 
     def broadcast(self, buffer: torch.Tensor, what: str) -> None:
-        """Send `buffer` (rank 0) or fill it (others), in place; returns when the bytes have arrived.
+        """Send `buffer` (rank 0) or fill it from the first sender (others), in place; returns when the bytes arrived.
 
         It is ordered on the caller's stream: it begins after work that the caller has queued, and what the caller
         queues later sees the bytes.
@@ -84,7 +103,7 @@ class TransferGroup:
         Raises:
             WeightSyncError: some member died or did not take part in time, or the group is closed; it is closed then.
         """
-        self._broadcast_within(self._timeout_s, buffer, what)
+        self._begin(next(iter(self._channels), 0), buffer, what, self._timeout_s)()
 
     def receive(
         self,
@@ -112,67 +131,90 @@ class TransferGroup:
     def _buckets(
         self, manifest: Manifest, bucket_bytes: int, *, keeps: bool, into: Mapping[str, torch.Tensor]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        buffer = torch.empty(0, dtype=torch.uint8, device=self.device)
         buckets, digests = list(manifest.buckets(bucket_bytes)), []
-        for index, bucket in enumerate(buckets):
+        num_senders = max(1, len(self._channels))
+        memory = [torch.empty(0, dtype=torch.uint8, device=self.device) for _ in range(num_senders)]
+        arriving: deque[tuple[torch.Tensor, bool, Callable[[], None]]] = deque()
+
+        def begin(index: int) -> None:
+            bucket, sender = buckets[index], index % num_senders
             filled = lone_bytes(bucket, into)
-            if filled is not None:
-                self.broadcast(filled, f"weight bucket {index} ({bucket.num_bytes} bytes)")
-            else:
-                # One buffer for all buckets: its tensors are loaded before the next broadcast overwrites it.
-                if keeps or buffer.numel() < bucket.num_bytes:
-                    buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=self.device)
-                filled = buffer[: bucket.num_bytes]
-                self.broadcast(filled, f"weight bucket {index} ({bucket.num_bytes} bytes)")
+            is_held = filled is not None
+            if filled is None:
+                # One buffer a sender: its tensors are loaded before its next broadcast overwrites it.
+                if keeps or memory[sender].numel() < bucket.num_bytes:
+                    memory[sender] = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=self.device)
+                filled = memory[sender][: bucket.num_bytes]
+            what = f"weight bucket {index} ({bucket.num_bytes} bytes)"
+            arriving.append((filled, is_held, self._begin(sender, filled, what, self._timeout_s)))
+
+        for index in range(min(num_senders, len(buckets))):
+            begin(index)
+        for index, bucket in enumerate(buckets):
+            filled, is_held, wait = arriving.popleft()
+            wait()
+            if not is_held:
                 yield from unpack(bucket, filled)
             digests.append(digest(filled))  # once its tensors were taken: memory that was reused too early differs
-        if digests:
-            sent = torch.empty(len(digests), dtype=torch.int64, device=self.device)
-            self.broadcast(sent, DIGESTS)
-            check_arrival(buckets, sent, digests)
+            if index + num_senders < len(buckets):
+                begin(index + num_senders)
+        for sender in range(min(num_senders, len(buckets))):
+            arrived = digests[sender::num_senders]
+            sent = torch.empty(len(arrived), dtype=torch.int64, device=self.device)
+            self._begin(sender, sent, DIGESTS, self._timeout_s)()
+            check_arrival(buckets[sender::num_senders], sent, arrived)
 
-    def _broadcast_within(self, timeout_s: float, buffer: torch.Tensor, what: str) -> None:
-        if self._group is None:
+    def _begin(self, sender: int, buffer: torch.Tensor, what: str, timeout_s: float) -> Callable[[], None]:
+        """Begin one broadcast; what is returned waits for its end."""
+        if sender not in self._channels:
             raise WeightSyncError(f"{what}: this member has left transfer epoch {self._epoch}")
+        channel = self._channels[sender]
         streams = torch.get_device_module(buffer.device)  # of the CPU: a null object
         stream = streams.current_stream()  # of this thread; the helper thread has another
         options = dist.BroadcastOptions()
         options.rootRank = self.SENDER
         options.timeout = timeout = timedelta(seconds=timeout_s)
-        group = self._group
 
         def broadcast() -> None:
             with streams.stream(stream):
-                group.broadcast([buffer], options).wait(timeout)
+                channel.group.broadcast([buffer], options).wait(timeout)
 
-        try:
-            # On a helper thread: a collective cannot be cancelled, and this thread has to keep its deadline.
-            self._thread.submit(broadcast).result(timeout_s)
-        except FutureTimeoutError as error:
-            self.close()
-            raise WeightSyncError(f"waited {self._timeout_s:g} s for {what} in transfer epoch {self._epoch}") from error
-        except RuntimeError as error:
-            self.close()
-            raise WeightSyncError(f"{what} failed in transfer epoch {self._epoch}: {error}") from error
+        # On a helper thread: a collective cannot be cancelled, and this thread has to keep its deadline.
+        running = channel.thread.submit(broadcast)
+
+        def wait() -> None:
+            try:
+                running.result(timeout_s)
+            except FutureTimeoutError as error:
+                self.close()
+                waited = f"waited {self._timeout_s:g} s for {what} in transfer epoch {self._epoch}"
+                raise WeightSyncError(waited) from error
+            except RuntimeError as error:
+                self.close()
+                raise WeightSyncError(f"{what} failed in transfer epoch {self._epoch}: {error}") from error
+
+        return wait
 
     def close(self) -> None:
         """Leave the group, once or again. Over gloo the others fail at once, over NCCL at their own deadline.
 
         A collective of NCCL that hangs cannot be cancelled, but aborted: its kernels end, and the memory is free.
         """
-        group, self._group = self._group, None
-        if group is None:
-            return
-        self._thread.shutdown()
-        aborting = Thread(target=group.abort, name=f"abort-epoch-{self._epoch}", daemon=True)
-        aborting.start()
-        aborting.join(ABORT_S)
+        channels, self._channels = self._channels, {}
+        aborting = []
+        for sender, channel in channels.items():
+            channel.thread.shutdown()
+            aborting.append(Thread(target=channel.group.abort, name=f"abort-{self._epoch}-{sender}", daemon=True))
+            aborting[-1].start()
+        deadline = time.monotonic() + ABORT_S
+        for thread in aborting:
+            thread.join(max(0.0, deadline - time.monotonic()))
 
 
-def _open_group(rendezvous: Rendezvous, rank: int) -> Any:
+def _open_group(rendezvous: Rendezvous, rank: int, sender: int) -> Any:
     timeout = timedelta(seconds=rendezvous.timeout_s)
     try:
-        prefix = f"transfer-epoch-{rendezvous.epoch}"
+        prefix = f"transfer-epoch-{rendezvous.epoch}-sender-{sender}"
         store = join_store(rendezvous.host, rendezvous.port, prefix, rendezvous.timeout_s)
         if rendezvous.transport in ("gloo", "nccl"):
             # NCCL's init has no deadline and cannot be aborted, so it begins when all are there.

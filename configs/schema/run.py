@@ -139,6 +139,9 @@ class WeightSyncConfig(Section):
     the weights of its own checkpoint."""
     bucket_bytes: PositiveInt = 64 * 2**20
     """Tensors are packed into buckets of at most this size before they are sent."""
+    max_senders: PositiveInt = 4
+    """Learner ranks that send at the same time, at most: the buckets are dealt out over them. A receiver needs memory
+    for a bucket of each."""
     timeout_s: Seconds = 120.0
     """Deadline of one push to one wave; the error names the actors that did not answer. A quarter more has to be less
     than `supervision.probe_timeout_s` and `timeouts.rollout_s`."""

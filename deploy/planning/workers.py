@@ -289,11 +289,12 @@ def _engine(config: RunConfig, shape: ModelShape) -> WorkerMemory:
     awake = {"weights": weights, KV_CACHE: _kv_cache(config, shape), "activations": engine_bytes(config, shape)}
     if config.resources.device == "cuda" and not config.sampler.enforce_eager:
         awake["graphs"] = CUDA_GRAPHS
-    sync = {**awake, "sync": _staging(config, shape)}
+    buckets = min(config.weight_sync.max_senders, config.resources.learner.num_workers) * _staging(config, shape)
+    sync = {**awake, "sync": buckets}
     if not (config.resources.colocated and config.resources.device == "cuda"):
         return WorkerMemory({TRAINING: awake, SYNC: sync, SAMPLING: awake})
     kept = {"graphs": awake["graphs"]} if "graphs" in awake else {}
-    waking = {"weights": weights, "sync": _staging(config, shape), **kept}
+    waking = {"weights": weights, "sync": buckets, **kept}
     host = {"moved": whole} if config.resources.sleep_level == 1 else {}
     return WorkerMemory({TRAINING: kept, SYNC: waking, SAMPLING: awake}, host)
 

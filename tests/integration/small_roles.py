@@ -30,7 +30,8 @@ from mobula.cluster.weight_sync.transport import Rendezvous, TransferGroup, unpa
 from mobula.learner.backends.process_group import RankRendezvous
 from mobula.learner.weight_publisher import WeightPublisher
 
-MANIFEST = Manifest((TensorSpec("w", (1,), "float32"),))
+# Of 4 MiB each, so that each is a bucket and both ranks send.
+MANIFEST = Manifest((TensorSpec("w", (1 << 20,), "float32"), TensorSpec("v", (1 << 20,), "float32")))
 PRIME = 1_000_003  # keeps the policy a whole number that float32 holds exactly
 TRANSFER_S = 5.0
 
@@ -110,8 +111,9 @@ class SmallRollout(PromptServer):
         self._take(self._group.receive(manifest, bucket_bytes, keeps=True))
 
     def _take(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
-        [(_, tensor)] = tensors
-        self._weight = float(tensor[0])
+        numbers = {float(tensor[-1]) for _, tensor in tensors}
+        assert len(numbers) == 1, f"the tensors are of several versions: {numbers}"
+        self._weight = numbers.pop()
 
 
 class SmallLearner:
@@ -133,11 +135,13 @@ class SmallLearner:
         )
         self._publisher = WeightPublisher(
             MANIFEST,
-            lambda: iter([("w", torch.tensor([float(self._state["weight"])]))]),
+            lambda: iter([(s.name, torch.full(s.shape, float(self._state["weight"]))) for s in MANIFEST.tensors]),
             rank=self._rank,
             device=torch.device("cpu"),
             transport="gloo",
             timeout_s=TRANSFER_S,
+            num_ranks=self._world_size,
+            num_senders=self._world_size,
         )
 
     def update(self, groups: Sequence[ScoredGroup], version: int) -> UpdateReport:

@@ -87,7 +87,7 @@ def _serve(pipe: Connection, device: str) -> None:
                 except WeightSyncError as error:
                     pipe.send(str(error))
             case ("vanish", at, rank):
-                store = join_store(at.host, at.port, f"transfer-epoch-{at.epoch}", at.timeout_s)
+                store = join_store(at.host, at.port, f"transfer-epoch-{at.epoch}-sender-0", at.timeout_s)
                 wait_for_members(store, rank, at.world_size, at.timeout_s)
                 os._exit(1)
             case ("receive", num_bytes):

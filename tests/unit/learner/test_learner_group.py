@@ -142,4 +142,4 @@ async def test_exported_weights_are_one_object_a_bucket() -> None:
     group = LearnerGroup(lambda: [Rank(0), Rank(1)], TIMEOUTS, by_value)
     version, references = await group.export_weights(32)
     assert version == 7
-    assert [r.future().result() for r in references] == ["0: bucket 0", "0: bucket 1", "0: bucket 2"]
+    assert [r.future().result() for r in references] == ["0: bucket 0", "1: bucket 1", "0: bucket 2"]

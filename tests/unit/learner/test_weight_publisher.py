@@ -39,14 +39,16 @@ def digest_of(bucket: bytes) -> bytes:
     return digest(torch.frombuffer(bytearray(bucket), dtype=torch.uint8)).numpy().tobytes()
 
 
-def publisher(events: list[str], rank: int = 0) -> WeightPublisher:
+def publisher(events: list[str], rank: int = 0, num_ranks: int = 1) -> WeightPublisher:
     def gathered() -> Iterator[tuple[str, torch.Tensor]]:
         for n, spec in enumerate(MANIFEST.tensors):
             events.append(spec.name)
             yield spec.name, torch.full((4,), float(n))
 
     cpu = torch.device("cpu")
-    return WeightPublisher(MANIFEST, gathered, rank=rank, device=cpu, transport="gloo", timeout_s=5.0)
+    return WeightPublisher(
+        MANIFEST, gathered, rank=rank, device=cpu, transport="gloo", timeout_s=5.0, num_ranks=num_ranks, num_senders=2
+    )
 
 
 def test_a_bucket_is_sent_before_the_next_one_is_gathered() -> None:
@@ -60,6 +62,23 @@ def test_a_bucket_is_sent_before_the_next_one_is_gathered() -> None:
     assert digests == b"".join(digest_of(bucket) for bucket in buckets)
 
 
+def test_two_senders_send_once_both_of_their_buckets_are_gathered() -> None:
+    sent = []
+    for rank in range(2):
+        events: list[str] = []
+        sender, group = publisher(events, rank, num_ranks=2), Recorder(events)
+        sender._groups[1] = group  # type: ignore[assignment]
+        sender.send(BUCKET_BYTES, 1)
+        last = ["sent", "sent"] if rank == 0 else ["sent"]  # a bucket of the last round, and digests
+        assert events == ["t0", "t1", "t2", "t3", "sent", "t4", *last]
+        sent.append(group.sent)
+    assert b"".join((sent[0][0], sent[1][0], sent[0][1])) == np.repeat(np.arange(5, dtype=np.float32), 4).tobytes()
+    assert [digests for *_, digests in sent] == [
+        digest_of(sent[0][0]) + digest_of(sent[0][1]),
+        digest_of(sent[1][0]),
+    ]
+
+
 def test_a_sender_whose_group_fails_gathers_to_the_end_and_leaves() -> None:
     """The other ranks wait for it in every bucket."""
     events: list[str] = []
@@ -70,12 +89,12 @@ def test_a_sender_whose_group_fails_gathers_to_the_end_and_leaves() -> None:
     assert events == ["t0", "t1", "sent", "t2", "t3", "closed", "t4"]
 
 
-def test_every_rank_exports_as_many_buckets_and_rank_0_alone_their_bytes() -> None:
-    exported = publisher([]).export(BUCKET_BYTES)
+def test_every_rank_exports_its_part_of_the_buckets() -> None:
+    events: list[str] = []
+    ranks = [publisher(events, rank, num_ranks=2).export(BUCKET_BYTES) for rank in range(2)]
+    assert [[bucket.nbytes for bucket in rank] for rank in ranks] == [[40, 0, 24], [0, 40, 0]]
+    assert events == 2 * ["t0", "t1", "t2", "t3", "t4"], "each takes part in gathering all of them"
+    exported = [ranks[n % 2][n] for n in range(3)]
     buckets = [bucket[:-8].tobytes() for bucket in exported]
     assert b"".join(buckets) == np.repeat(np.arange(5, dtype=np.float32), 4).tobytes()
-    assert [len(bucket) for bucket in buckets] == [32, 32, 16]
     assert [bucket[-8:].tobytes() for bucket in exported] == [digest_of(bucket) for bucket in buckets]
-    events: list[str] = []
-    assert [bucket.nbytes for bucket in publisher(events, rank=1).export(BUCKET_BYTES)] == [0, 0, 0]
-    assert events == ["t0", "t1", "t2", "t3", "t4"], "it takes part in the gathering"

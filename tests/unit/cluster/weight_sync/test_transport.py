@@ -133,8 +133,8 @@ def test_a_broadcast_is_ordered_on_the_stream_of_its_caller(
 
     monkeypatch.setattr(torch, "get_device_module", lambda device: Streams())
     broadcast([sender, receiver], [torch.ones(4, dtype=torch.uint8), torch.zeros(4, dtype=torch.uint8)])
-    assert {helper for helper, _ in entered} == {"transfer-epoch-1"}
-    assert len({stream for _, stream in entered}) == 2 and "stream of transfer-epoch-1" not in dict(entered).values()
+    assert {helper for helper, _ in entered} == {"transfer-epoch-1-0"}
+    assert len({stream for _, stream in entered}) == 2 and "stream of transfer-epoch-1-0" not in dict(entered).values()
 
 
 def test_the_environment_of_other_groups_stays_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,6 +223,75 @@ def test_memory_that_is_overwritten_before_its_tensor_was_copied_is_named() -> N
 
     with pytest.raises(WeightSyncError, match=r"1 of 3 weight buckets did not arrive as they were sent \(head\)"):
         Push(pushed_weights(0)).send(overwrite, keeps=True)
+
+
+@pytest.mark.parametrize("num_senders", [2, 3])
+@pytest.mark.parametrize("holds", [True, False])
+def test_several_senders_send_a_part_of_the_buckets_each(num_senders: int, holds: bool) -> None:
+    """Of 7 buckets of one to four tensors, which no number of senders divides."""
+    specs = [TensorSpec(f"t{n}", (64, 64 * (1 + n % 4)), "float32") for n in range(7)]
+    specs[3:4] = [TensorSpec(f"small{n}", (8,), "bfloat16") for n in range(4)]
+    manifest = Manifest(tuple(specs))
+    weights = {s.name: torch.randn(s.shape).to(getattr(torch, s.dtype)) for s in specs}
+    gathered: list[list[str]] = [[] for _ in range(num_senders)]
+
+    def named(rank: int) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in weights.items():
+            gathered[rank].append(name)
+            yield name, tensor
+
+    publishers = [
+        WeightPublisher(
+            manifest,
+            lambda rank=rank: named(rank),
+            rank=rank,
+            device=CPU,
+            transport="gloo",
+            timeout_s=20.0,
+            num_ranks=4,  # those after the senders gather alone
+            num_senders=num_senders,
+        )
+        for rank in range(num_senders)
+    ]
+    at = publishers[0].open_transfer(1, 2)
+    joining = [lambda p=p: p.join_transfer(at) for p in publishers]
+    receivers = together(*joining, *(lambda r=r: TransferGroup(at, r, CPU) for r in (1, 2)))[num_senders:]
+    into = {name: torch.empty_like(tensor) for name, tensor in weights.items()} if holds else {}
+
+    def take(receiver: TransferGroup) -> dict[str, torch.Tensor]:
+        return {**into, **{n: t.clone() for n, t in receiver.receive(manifest, 1 << 14, keeps=False, into=into)}}
+
+    sending = [lambda p=p: p.send(1 << 14, 1) for p in publishers]
+    for taken in together(*sending, lambda: take(receivers[0]), lambda: take(receivers[1]))[num_senders:]:
+        assert all(torch.equal(taken[name], weights[name]) for name in weights)
+    assert all(names == list(weights) for names in gathered), "each rank takes part in gathering all of them"
+    for member in (*publishers, *receivers):
+        member.close()
+
+
+def test_one_of_two_senders_that_leaves_fails_the_push_for_all(store: RendezvousStore) -> None:
+    at = replace(rendezvous(store, world_size=2, timeout_s=20), num_senders=2)
+    first, second, receiver = together(
+        lambda: TransferGroup(at, 0, CPU, sender=0),
+        lambda: TransferGroup(at, 0, CPU, sender=1),
+        lambda: TransferGroup(at, 1, CPU),
+    )
+    manifest = Manifest(tuple(TensorSpec(f"t{n}", (1 << 20,), "float32") for n in range(4)))
+    bucket = torch.zeros(manifest.tensors[0].num_bytes, dtype=torch.uint8)
+    second.close()
+    started = time.monotonic()
+
+    def send() -> None:
+        while True:  # the receiver leaves once it has noticed
+            first.broadcast(bucket, "weight bucket 0")
+
+    def receive() -> None:
+        with pytest.raises(WeightSyncError, match="weight bucket 1 .*failed in transfer epoch 1"):
+            list(receiver.receive(manifest, bucket.numel(), keeps=True))
+
+    with pytest.raises(WeightSyncError):
+        together(receive, send)
+    assert time.monotonic() - started < 10, "well before the deadline of 20 s"
 
 
 def test_an_exported_push_is_compared_as_well() -> None:

@@ -50,7 +50,7 @@ from mobula.configs.schema.run import Resume
 from mobula.learner.learner_group import LearnerGroup
 from mobula.rewards.pool.reward_pool import RewardPool
 
-BUCKET_BYTES = 64
+BUCKET_BYTES = 64  # less than a tensor
 TIMEOUTS = ("start_s=240", "rollout_s=6", "reward_s=6", "update_s=10", "checkpoint_s=20", "object_s=10", "stop_s=1")
 CONFIG = load_config(["experiment=digits", "weight_sync.timeout_s=4", *(f"timeouts.{word}" for word in TIMEOUTS)])
 PROMPTS_PER_STEP = 3

@@ -110,7 +110,7 @@ def read_conversations(
     key: str = "data.path",
     placeholders: Mapping[str, str] = MappingProxyType(PLACEHOLDERS),
     numbers_ids: bool = False,
-) -> Split:
+) -> Split[Conversation]:
     """Read `<folder>/<split>.jsonl`, whose rows are of the `form` conversation, pair or scored; `key` names the folder,
     and `placeholders` is `data.placeholders`. With `numbers_ids` an id has the number of its line behind it.
 

@@ -37,11 +37,11 @@ def quotas_of(shares: np.ndarray) -> np.ndarray:
     return quotas
 
 
-class MixedRows(LazyRows):
+class MixedRows(LazyRows[Row]):
     """The rows of several sources. In file order they stand in proportion to the sizes of their sources."""
 
     def __init__(
-        self, parts: Mapping[str, LazyRows], weights: Mapping[str, float], *, by_rows: bool, temperature: float
+        self, parts: Mapping[str, LazyRows[Row]], weights: Mapping[str, float], *, by_rows: bool, temperature: float
     ) -> None:
         """With `by_rows` a weight counts once for each row of its source.
 
@@ -110,7 +110,7 @@ class Mixture:
     """Prompt after prompt from the sources, each PERIOD of them with the exact quota of every source, shuffled."""
 
     def __init__(
-        self, names: Sequence[str], parts: Sequence[EndlessRows], quotas: np.ndarray, num_rows: int, seed: int
+        self, names: Sequence[str], parts: Sequence[EndlessRows[Row]], quotas: np.ndarray, num_rows: int, seed: int
     ) -> None:
         self._names = names
         self._parts = parts

@@ -28,7 +28,7 @@ from mobula.configs.schema.data import DataConfig, DataKind, SourceConfig
 NUM_KEPT = 8  # rows that are asked again at once, for their id and for their prompt
 
 
-class TableRows(LazyRows):
+class TableRows(LazyRows[Row]):
     """All rows of a table, of which none is held."""
 
     def __init__(
@@ -75,7 +75,7 @@ class TableRows(LazyRows):
     def chosen(self, places: np.ndarray, difficulty: np.ndarray | None = None) -> ChosenRows:
         return ChosenRows(self, places, self._curriculum, difficulty)
 
-    def endless(self, seed: int) -> Shuffled:
+    def endless(self, seed: int) -> Shuffled[Row]:
         return self.chosen(np.arange(len(self))).endless(seed)
 
     def order_of(self, places: np.ndarray, seed: int, epoch: int) -> np.ndarray:
@@ -121,7 +121,7 @@ class TableRows(LazyRows):
         return {**kept, **{column: value for column, value in renamed.items() if value is not None}}
 
 
-class ChosenRows(LazyRows):
+class ChosenRows(LazyRows[Row]):
     """Some of the rows of a table, in its order."""
 
     def __init__(
@@ -145,7 +145,7 @@ class ChosenRows(LazyRows):
     def chosen(self, places: np.ndarray, difficulty: np.ndarray | None = None) -> ChosenRows:
         return ChosenRows(self._rows, self._places[places], self._curriculum, difficulty)
 
-    def endless(self, seed: int) -> Shuffled:
+    def endless(self, seed: int) -> Shuffled[Row]:
         return Shuffled(self, self.order, seed)
 
     def order(self, seed: int, epoch: int) -> np.ndarray:
@@ -157,7 +157,7 @@ class ChosenRows(LazyRows):
         return np.concatenate([stage[self._rows.order_of(self._places[stage], seed, epoch)] for stage in stages])
 
 
-def open_split(data: DataConfig, split: str, label_key: str, *, fetches_late: bool = False) -> Split:
+def open_split(data: DataConfig, split: str, label_key: str, *, fetches_late: bool = False) -> Split[Row]:
     """The rows of a split; nothing but an index of them is read. `label_key` is where metadata hold a row's label.
 
     Media of web URLs are downloaded when their row is asked; with `fetches_late` the row holds `WebFile`s, which the
@@ -193,7 +193,7 @@ def _path_of(data: DataConfig, source: SourceConfig) -> Path:
 
 def _open_source(
     data: DataConfig, source: SourceConfig, path: Path, split: str, label_key: str, fetches_late: bool
-) -> LazyRows:
+) -> LazyRows[Row]:
     row_format = format_of(source, data.row_format_options)
     unknown = sorted(set(source.columns) - {*row_format.columns, label_key})
     if unknown:

@@ -9,27 +9,29 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
-from mobula.actors.datasets.curricula import Curriculum
 from mobula.actors.datasets.lazy_rows import LazyRows, endless
-from mobula.actors.datasets.rows import Row, RowError, Skipped, Split, count_by_reason, first_few
+from mobula.actors.datasets.rows import AnyRow, R, R_co, RowError, Skipped, Split, count_by_reason, first_few
 from mobula.cluster.errors import DatasetError, SkippedSample
-from mobula.cluster.records.trajectory import Prompt
 
 logger = logging.getLogger(__name__)
 
 
-class PromptMaker(Protocol):
+P = TypeVar("P")  # a `Prompt`, or the `ScoredGroup` that an offline job makes of a row
+P_co = TypeVar("P_co", covariant=True)
+R_contra = TypeVar("R_contra", bound=AnyRow, contravariant=True)
+
+
+class PromptMaker(Protocol[R_contra, P_co]):
     """Turns rows into prompts (`mobula.actors.processors.chat.ChatProcessor`)."""
 
-    def prepare(self, row: Row, prompt_id: str) -> Prompt: ...
+    def prepare(self, row: R_contra, prompt_id: str) -> P_co: ...
 
 
-@runtime_checkable
-class Preparation(Protocol):
+class Preparation(Protocol[R_contra, P]):
     """Turns rows into prompts: in this process (`InDriver`), or on workers (`mobula.actors.processors.pool`)."""
 
     @property
@@ -37,44 +39,56 @@ class Preparation(Protocol):
         """How many prompts are worth being begun at a time, 1 or more."""
         ...
 
-    def begin(self, row: Row, prompt_id: str) -> Future[Prompt]:
+    def begin(self, row: R_contra, prompt_id: str) -> Future[P]:
         """Raises nothing: the future has what is wrong with the row (`SkippedSample`), or what ends the run."""
         ...
 
 
-class InDriver:
+class InDriver(Generic[R, P]):
     """Implements `Preparation`: a prompt is prepared in the caller's thread as it is begun."""
 
     num_ahead = 1
 
-    def __init__(self, processor: PromptMaker) -> None:
+    def __init__(self, processor: PromptMaker[R, P]) -> None:
         self._processor = processor
 
-    def begin(self, row: Row, prompt_id: str) -> Future[Prompt]:
+    def begin(self, row: R, prompt_id: str) -> Future[P]:
         try:
             prompt = self._processor.prepare(row, prompt_id)
         except Exception as error:  # raised where the prompt is taken, whether it skips the row or ends the run
             return failed(error)
-        begun: Future[Prompt] = Future()
+        begun: Future[P] = Future()
         begun.set_result(prompt)
         return begun
 
 
-def _preparation(prompts: PromptMaker | Preparation) -> Preparation:
-    return prompts if isinstance(prompts, Preparation) else InDriver(prompts)
-
-
-class RowChecker(Protocol):
+class RowChecker(Protocol[R_contra]):
     """Says how many tokens a row's prompt takes, or raises a `SkippedSample`."""
 
-    def check(self, row: Row) -> int: ...
+    def check(self, row: R_contra) -> int: ...
 
 
-class PromptSource:
+Difficulty = Callable[[R, int], float]
+"""(row, tokens of its prompt) -> its place in a curriculum: `Curriculum.difficulty`."""
+
+
+class Processor(PromptMaker[R_contra, P_co], RowChecker[R_contra], Protocol):
+    """A processor of `mobula.actors.processors`."""
+
+    @property
+    def media_token_ids(self) -> tuple[int, ...]:
+        """Ids that are never sampled."""
+        ...
+
+    def num_media(self, row: R_contra) -> int:
+        """How many media the prompt of a row has."""
+        ...
+
+
+class PromptSource(Generic[R, P]):
     """An endless stream of prompts whose order is a pure function of (seed, epoch, position).
 
-    Up to `num_ahead` prompts of a `Preparation` are prepared at a time, and handed out in order; those of a processor
-    are prepared when they are asked for.
+    Up to `num_ahead` prompts of `preparation` are prepared at a time, and handed out in order.
 
     Every epoch is a permutation of its own. A prompt's id carries its place in the order, so a checkpoint needs only
     `cursor` and the ids of prompts that were handed out and not yet trained on:
@@ -85,25 +99,25 @@ class PromptSource:
 
     def __init__(
         self,
-        rows: Sequence[Row],
-        prompts: PromptMaker | Preparation,
+        rows: Sequence[R],
+        preparation: Preparation[R, P],
         *,
         seed: int,
         split_name: str,
         on_skipped: Callable[[Skipped], None] = lambda skipped: None,
-        is_open: Callable[[Row], bool] | None = None,
+        is_open: Callable[[R], bool] | None = None,
     ) -> None:
         """With `is_open`, rows that are not when their turn comes are passed over, until the next epoch."""
         if not rows:
             raise DatasetError(f"the split {split_name} has no rows: set data.path to a folder that has some")
         self._rows = endless(rows, seed)
-        self._preparation = _preparation(prompts)
+        self._preparation = preparation
         self._split_name = split_name
         self._on_skipped = on_skipped
         self._is_open = is_open
         self._cursor = 0
         self._pending: deque[int] = deque()
-        self._ahead: deque[Future[Prompt] | None] = deque()  # of the indices that come next; None: a row was closed
+        self._ahead: deque[Future[P] | None] = deque()  # of the indices that come next; None: a row was closed
         self._skipped: dict[str, Skipped] = {}
 
     @property
@@ -121,7 +135,7 @@ class PromptSource:
         """The unusable samples met so far, each once."""
         return tuple(self._skipped.values())
 
-    def prompt_at(self, index: int) -> Prompt:
+    def prompt_at(self, index: int) -> P:
         """The prompt at one index of the endless order.
 
         Raises:
@@ -129,7 +143,7 @@ class PromptSource:
         """
         return self._begin(index).result()
 
-    def next(self) -> Prompt:
+    def next(self) -> P:
         """The next usable prompt; unusable rows are skipped, counted by reason and named once.
 
         Raises:
@@ -184,7 +198,7 @@ class PromptSource:
             )
         return index
 
-    def _begin(self, index: int) -> Future[Prompt]:
+    def _begin(self, index: int) -> Future[P]:
         try:
             row = self._rows.row(index)
         except Exception as error:  # it is raised where the prompt is asked for
@@ -224,22 +238,22 @@ class PromptSource:
 
 
 @dataclass(frozen=True)
-class PromptSet:
+class PromptSet(Generic[P_co]):
     """A fixed list of prompts, and the rows that were left out of it."""
 
-    prompts: tuple[Prompt, ...]
+    prompts: tuple[P_co, ...]
     skipped: tuple[Skipped, ...]
 
 
-def fixed_prompts(split: Split, maker: PromptMaker | Preparation, num_prompts: int) -> PromptSet:
+def fixed_prompts(split: Split[R], preparation: Preparation[R, P], num_prompts: int) -> PromptSet[P]:
     """The first `num_prompts` usable prompts in file order, always the same; fewer if the split has no more.
 
     Raises:
         DatasetError: no row is usable.
     """
-    prompts: list[Prompt] = []
+    prompts: list[P] = []
     skipped: list[Skipped] = []
-    for sample, begun in _begun_ahead(split, _preparation(maker)):
+    for sample, begun in _begun_ahead(split, preparation):
         try:
             prompts.append(begun.result())
         except SkippedSample as error:
@@ -251,9 +265,9 @@ def fixed_prompts(split: Split, maker: PromptMaker | Preparation, num_prompts: i
     return PromptSet(tuple(prompts), tuple(skipped))
 
 
-def _begun_ahead(split: Split, preparation: Preparation) -> Iterator[tuple[str, Future[Prompt]]]:
+def _begun_ahead(split: Split[R], preparation: Preparation[R, P]) -> Iterator[tuple[str, Future[P]]]:
     """Every row's id and prompt, in file order; a few of them are under way at a time."""
-    ahead: deque[tuple[str, Future[Prompt]]] = deque()
+    ahead: deque[tuple[str, Future[P]]] = deque()
     for position in range(len(split.rows)):
         try:
             row = split.rows[position]
@@ -274,10 +288,10 @@ def failed(error: Exception) -> Future[Any]:
 
 
 @dataclass(frozen=True)
-class PreflightReport:
+class PreflightReport(Generic[R_co]):
     """The content of a split, as it was found before training starts."""
 
-    rows: Sequence[Row]  # those that are fit to be prompts, and those that were not checked
+    rows: Sequence[R_co]  # those that are fit to be prompts, and those that were not checked
     skipped: tuple[Skipped, ...]  # records that could not be read and rows that cannot be prompts
     longest_prompt_tokens: int
     fingerprint: str = ""  # of `rows`: equal ones have the same order for the same seed
@@ -289,10 +303,10 @@ class PreflightReport:
 
 
 @dataclass(frozen=True)
-class CheckedRows:
+class CheckedRows(Generic[R_co]):
     """The rows of a split that are not known to be unusable: first those that were checked."""
 
-    rows: Sequence[Row]
+    rows: Sequence[R_co]
     num_usable: int  # of those that were checked
     skipped: tuple[Skipped, ...]
     longest_prompt_tokens: int
@@ -300,27 +314,27 @@ class CheckedRows:
 
 
 def preflight(
-    split: Split,
-    processor: RowChecker,
+    split: Split[R],
+    processor: RowChecker[R],
     *,
     max_skipped_fraction: float,
     max_checked_rows: int,
-    curriculum: Curriculum | None = None,
-) -> PreflightReport:
+    difficulty: Difficulty[R] | None = None,
+) -> PreflightReport[R]:
     """Check the rows of a split (`checked_rows`), and refuse it if too many are unusable.
 
     Raises:
         DatasetError: more than `data.max_skipped_fraction` of the checked rows is unusable, or all of them; or a
             curriculum has rows that are not checked.
     """
-    found = checked_rows(split, processor, max_checked_rows, curriculum)
+    found = checked_rows(split, processor, max_checked_rows, difficulty)
     _refuse_if_too_many_skipped(split, found.num_usable, found.skipped, max_skipped_fraction)
     return PreflightReport(found.rows, found.skipped, found.longest_prompt_tokens, found.fingerprint)
 
 
 def checked_rows(
-    split: Split, processor: RowChecker, max_checked_rows: int, curriculum: Curriculum | None = None
-) -> CheckedRows:
+    split: Split[R], processor: RowChecker[R], max_checked_rows: int, difficulty: Difficulty[R] | None = None
+) -> CheckedRows[R]:
     """Check rows: their pictures' headers, their placeholders, their length, their ids. No picture is decoded.
 
     The first `max_checked_rows` are checked, all of them for 0; those behind are checked when they are asked. A
@@ -331,12 +345,12 @@ def checked_rows(
     """
     rows, skipped = split.rows, list(split.skipped)
     num_checked = min(len(rows), max_checked_rows) if max_checked_rows else len(rows)
-    if curriculum is not None and num_checked < len(rows):
+    if difficulty is not None and num_checked < len(rows):
         raise DatasetError(
             f"data.curriculum orders rows that were checked, and data.max_checked_rows={max_checked_rows} leaves "
             f"{len(rows) - num_checked:,} of the split {split.name} unchecked: set data.max_checked_rows=0"
         )
-    usable, difficulty, seen, longest = array("q"), array("d"), set[int](), 0
+    usable, difficulties, seen, longest = array("q"), array("d"), set[int](), 0
     digest = hashlib.sha256()
     for place in range(num_checked):
         sample = ""
@@ -345,8 +359,8 @@ def checked_rows(
             sample = row.sample_id
             _refuse_duplicate(row, place, rows, seen)
             num_tokens = processor.check(row)
-            if curriculum is not None:
-                difficulty.append(curriculum.difficulty(row, num_tokens))
+            if difficulty is not None:
+                difficulties.append(difficulty(row, num_tokens))
             longest = max(longest, num_tokens)
             usable.append(place)
             digest.update(f"{place} {sample}\0".encode())
@@ -354,9 +368,9 @@ def checked_rows(
             skipped.append(_skipped(sample, error))
     num_usable = len(usable)
     usable.extend(range(num_checked, len(rows)))
-    digest.update(difficulty.tobytes())
+    digest.update(difficulties.tobytes())
     fingerprint = f"{len(usable)} of {len(rows)}, {digest.hexdigest()[:8]}"
-    return CheckedRows(_chosen(rows, usable, difficulty), num_usable, tuple(skipped), longest, fingerprint)
+    return CheckedRows(_chosen(rows, usable, difficulties), num_usable, tuple(skipped), longest, fingerprint)
 
 
 def _skipped(sample: str, error: SkippedSample) -> Skipped:
@@ -364,7 +378,7 @@ def _skipped(sample: str, error: SkippedSample) -> Skipped:
     return Skipped(error.sample if isinstance(error, RowError) else sample, error.reason, str(error))
 
 
-def _refuse_duplicate(row: Row, place: int, rows: Sequence[Row], seen: set[int]) -> None:
+def _refuse_duplicate(row: R, place: int, rows: Sequence[R], seen: set[int]) -> None:
     """Of rows with the same id the first is kept; `seen` holds the hashes of ids."""
     key = hash(row.sample_id)
     if key in seen:
@@ -373,7 +387,7 @@ def _refuse_duplicate(row: Row, place: int, rows: Sequence[Row], seen: set[int])
     seen.add(key)
 
 
-def _chosen(rows: Sequence[Row], places: Sequence[int], difficulty: Sequence[float]) -> Sequence[Row]:
+def _chosen(rows: Sequence[R], places: Sequence[int], difficulty: Sequence[float]) -> Sequence[R]:
     if isinstance(rows, LazyRows):
         hard = np.asarray(difficulty, dtype=np.float64) if difficulty else None
         return rows.chosen(np.asarray(places, dtype=np.int64), hard)
@@ -381,7 +395,7 @@ def _chosen(rows: Sequence[Row], places: Sequence[int], difficulty: Sequence[flo
 
 
 def _refuse_if_too_many_skipped(
-    split: Split, num_usable: int, skipped: Sequence[Skipped], max_skipped_fraction: float
+    split: Split[AnyRow], num_usable: int, skipped: Sequence[Skipped], max_skipped_fraction: float
 ) -> None:
     total = num_usable + len(skipped)
     if not num_usable or len(skipped) > max_skipped_fraction * total:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 from mobula.actors.datasets.audios import Audio
 from mobula.actors.datasets.pictures import Picture
@@ -15,6 +15,17 @@ from mobula.cluster.records.markup import PLACEHOLDERS
 
 IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, AUDIO_PLACEHOLDER = PLACEHOLDERS.values()
 NUM_NAMED = 3  # skipped samples that an error message names
+
+
+class AnyRow(Protocol):
+    """One sample of a dataset: a `Row`, or of an offline job a `Conversation` or a `PicturePair`."""
+
+    @property
+    def sample_id(self) -> str: ...
+
+
+R = TypeVar("R", bound=AnyRow)
+R_co = TypeVar("R_co", bound=AnyRow, covariant=True)
 
 
 @dataclass(frozen=True)
@@ -76,11 +87,11 @@ class Skipped:
 
 
 @dataclass(frozen=True)
-class Split:
+class Split(Generic[R_co]):
     """The rows of one split, in the order of the files, and what was left out."""
 
     name: str
-    rows: Sequence[Row]
+    rows: Sequence[R_co]
     skipped: tuple[Skipped, ...]
 
 

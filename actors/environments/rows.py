@@ -27,7 +27,7 @@ ENVIRONMENT = "environment"  # the key of a row's metadata
 SPLITS = ("train", "validation", "test")
 
 
-def environment_split(config: EnvironmentConfig, name: str, *, takes_pictures: bool) -> Split:
+def environment_split(config: EnvironmentConfig, name: str, *, takes_pictures: bool) -> Split[Row]:
     """The episodes of one split. The seeds of splits are disjoint; each seed is reset once, the first one twice.
 
     Rows are made before a run has a cluster: those of `environment.host=ray` come from a process of this machine.

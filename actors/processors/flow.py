@@ -19,11 +19,12 @@ from mobula.cluster.records.markup import plain
 from mobula.cluster.records.media import MediaHandle, MediaKeeper, ProcessedMedia, content_key
 from mobula.cluster.records.rgb import to_rgb
 from mobula.cluster.records.trajectory import NO_IDS, Prompt
-from mobula.configs.schema import DataConfig
+from mobula.configs.schema import DataConfig, RunConfig
 from mobula.configs.schema.rollout import FlowConfig
 from mobula.learner.policies.flow.checkpoint import FlowCheckpoint
 from mobula.learner.policies.flow.denoising import Denoising
 from mobula.learner.policies.flow.rows import CONDITION, WHERE
+from mobula.learner.policies.trained import flow_checkpoint
 
 TARGETS = "target_images"  # of a row's metadata: files with pictures that the prompt should give
 MAX_PICTURES = 4096  # whose latents are kept
@@ -41,6 +42,11 @@ class FlowProcessor:
     media_token_ids: tuple[int, ...] = ()  # nothing is sampled among tokens
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id = 0
+
+    @classmethod
+    def of(cls, config: RunConfig, media: MediaKeeper) -> FlowProcessor:
+        """The processor of a run."""
+        return cls(flow_checkpoint(config), config.data, config.sampler.flow, media, config.question_suffix)
 
     def __init__(
         self, checkpoint: FlowCheckpoint, data: DataConfig, flow: FlowConfig, media: MediaKeeper, suffix: str = ""

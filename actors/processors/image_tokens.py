@@ -57,6 +57,10 @@ class ImageTokenProcessor:
         text, ids = self._encoded(row)
         return Prompt(prompt_id, row.sample_id, text, ids, ids, (), (), row.references, row.metadata)
 
+    def num_media(self, row: Row) -> int:
+        """0: a prompt is text."""
+        return 0
+
     def prompt_text(self, row: Row) -> str:
         """The text of the row's prompt.
 

@@ -11,7 +11,6 @@ from mobula.actors.processors.image_tokens import ImageTokenProcessor
 from mobula.cluster.records.media import MediaKeeper
 from mobula.cluster.user_code import chosen
 from mobula.configs.schema import RunConfig
-from mobula.learner.policies.trained import flow_checkpoint
 
 if TYPE_CHECKING:
     from mobula.actors.processors.flow import FlowProcessor
@@ -31,7 +30,7 @@ def make_processor(
         from mobula.actors.processors.flow import FlowProcessor  # which imports diffusers
         from mobula.actors.processors.picture_pairs import PicturePairProcessor
 
-        flow = FlowProcessor(flow_checkpoint(config), config.data, config.sampler.flow, media, config.question_suffix)
+        flow = FlowProcessor.of(config, media)
         return PicturePairProcessor(flow) if config.offline.is_on else flow
     if config.sampler.draws_tokens:
         return ImageTokenProcessor(config.policy.model, config.data, config.sampler, config.question_suffix)

@@ -41,6 +41,7 @@ def _rows_replace_rollouts(config: RunConfig) -> str | None:
         "algorithm.num_epochs": (config.algorithm.num_epochs, 1),
         "algorithm.num_minibatches": (config.algorithm.num_minibatches, 1),
         "algorithm.critic.place": (config.algorithm.critic.place, "none"),
+        "data.curriculum.kind": (config.data.curriculum.kind, "none"),
         "warm_start.num_steps": (config.warm_start.num_steps, 0),
         "replay.journal": (config.replay.journal, False),
         "replay.trajectory_log": (config.replay.trajectory_log, False),

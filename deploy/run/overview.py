@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from math import prod
 
 from mobula.actors.datasets.rows import count_by_reason
-from mobula.actors.processors.conversation import ConversationProcessor
 from mobula.cluster.runtime.placement import PlacementPlan
 from mobula.cluster.weight_sync.manifest import Manifest
 from mobula.configs.schema import AlgorithmConfig, PolicyConfig, RunConfig
 from mobula.configs.schema.data import AUTO_SUFFIX
-from mobula.deploy.wiring.preparation import TRAIN, Prepared
+from mobula.deploy.wiring.preparation import TRAIN, AnyPrepared, Prepared
 from mobula.learner.policies.families import frozen_prefixes
 from mobula.learner.policies.lora import adapter_manifest
 
@@ -41,12 +40,12 @@ class Parameters:
         return cls(total, total - frozen, frozen)
 
 
-def overview(prepared: Prepared, plan: PlacementPlan, version: int) -> str:
+def overview(prepared: AnyPrepared, plan: PlacementPlan, version: int) -> str:
     """Overview of a run before its first step, one line for each topic; `version` is its first weight version."""
     return "\n".join(f"{label:<{LABEL_WIDTH}}{text}" for label, text in _topics(prepared, plan, version))
 
 
-def _topics(prepared: Prepared, plan: PlacementPlan, version: int) -> Iterator[tuple[str, str]]:
+def _topics(prepared: AnyPrepared, plan: PlacementPlan, version: int) -> Iterator[tuple[str, str]]:
     config = prepared.config
     algorithm, learner, sampler = config.algorithm, config.learner, config.sampler
     settings = json.loads((prepared.model_folder / "config.json").read_text(encoding="utf-8"))
@@ -84,7 +83,7 @@ def _topics(prepared: Prepared, plan: PlacementPlan, version: int) -> Iterator[t
     yield "roles", _roles(config, plan)
 
 
-def _offline_topics(prepared: Prepared, plan: PlacementPlan, parameters: Parameters) -> Iterator[tuple[str, str]]:
+def _offline_topics(prepared: AnyPrepared, plan: PlacementPlan, parameters: Parameters) -> Iterator[tuple[str, str]]:
     config = prepared.config
     offline, learner = config.offline, config.learner
     objectives = {
@@ -130,27 +129,23 @@ def _trained(config: RunConfig, parameters: Parameters) -> str:
     return f"{shares}; {frozen}"
 
 
-def _data(prepared: Prepared) -> str:
+def _data(prepared: AnyPrepared) -> str:
     rows = ", ".join(f"{name} {len(split.rows):,}" for name, split in prepared.splits.items())
     reasons = count_by_reason(prepared.skipped)
     named = ", ".join(f"{reason} {number}" for reason, number in sorted(reasons.items()))
     return f"{prepared.config.data.path}: {rows} rows; {f'skipped: {named}' if reasons else 'none skipped'}"
 
 
-def _prompt(prepared: Prepared) -> Iterator[tuple[str, str]]:
+def _prompt(prepared: AnyPrepared) -> Iterator[tuple[str, str]]:
     """What is put behind each question, and the end of one whole prompt; an environment makes its own."""
-    config, processor, rows = prepared.config, prepared.processor, prepared.splits[TRAIN].rows
-    if (
-        isinstance(processor, ConversationProcessor)
-        or config.environment.is_on
-        or not hasattr(processor, "prompt_text")
-    ):
+    config = prepared.config
+    if not isinstance(prepared, Prepared) or config.environment.is_on:
         return
     suffix = config.question_suffix
     reads = "reads a box" if config.rewards.reads_box else "reads no box"
     reason = f", the reward {reads}" if config.data.prompt_suffix == AUTO_SUFFIX else ""
     yield "suffix", f"{suffix!r} is put behind each question (data.prompt_suffix={config.data.prompt_suffix}{reason})"
-    text = processor.prompt_text(rows[0])
+    text = prepared.processor.prompt_text(prepared.splits[TRAIN].rows[0])
     yield "a prompt", repr(text if len(text) <= MAX_PROMPT else f"...{text[-MAX_PROMPT:]}")
 
 

@@ -79,7 +79,15 @@ from mobula.deploy.wiring.observers import build_metrics
 from mobula.deploy.wiring.offline import build_offline_controller, spawn_offline
 from mobula.deploy.wiring.persistence import reached_version
 from mobula.deploy.wiring.pooled_roles import spawn_processors
-from mobula.deploy.wiring.preparation import TRAIN, Prepared, prepare, require_model, write_skipped
+from mobula.deploy.wiring.preparation import (
+    TRAIN,
+    AnyPrepared,
+    Prepared,
+    PreparedRows,
+    prepare,
+    require_model,
+    write_skipped,
+)
 from mobula.deploy.wiring.scaling import control_loop
 from mobula.deploy.wiring.spawner import Spawner
 
@@ -220,7 +228,7 @@ def _resumed_from(config: RunConfig) -> Path | None:
 class _Cluster:
     """A connected cluster and everything that is to run on it."""
 
-    prepared: Prepared
+    prepared: AnyPrepared
     session: ClusterSession
     plan: PlacementPlan
     logs: Path | None  # the folder of the workers' logs; None where there is no run folder
@@ -279,18 +287,18 @@ def _cluster(
 
 async def _train(cluster: _Cluster, metrics: Metrics, tracer: RunTracer, stop_request: StopRequest) -> None:
     """RL on rollouts, or an offline job on rows."""
-    if cluster.prepared.config.offline.is_on:
-        await _train_on_rows(cluster, metrics, stop_request)
+    if isinstance(cluster.prepared, Prepared):
+        await _train_on_rollouts(cluster, cluster.prepared, metrics, tracer, stop_request)
     else:
-        await _train_on_rollouts(cluster, metrics, tracer, stop_request)
+        await _train_on_rows(cluster, cluster.prepared, metrics, stop_request)
 
 
-async def _train_on_rows(cluster: _Cluster, metrics: Metrics, stop_request: StopRequest) -> None:
+async def _train_on_rows(cluster: _Cluster, checked: PreparedRows, metrics: Metrics, stop_request: StopRequest) -> None:
     async with cluster.spawner() as spawner:
         on_lost = partial(metrics.count, CounterName.RESTARTS)
         on_rescore = partial(metrics.count, CounterName.REFERENCE_RETRIES)
-        processors = spawn_processors(cluster.prepared, spawner, on_lost)
-        config, prepared = cluster.prepared.config, processors.prepared
+        prepared, processors = spawn_processors(checked, spawner, on_lost)
+        config = prepared.config
         training = spawn_offline(prepared, spawner, on_lost, on_rescore, processors.watched)
         in_flight = InFlightRequests(config.sampler.chunk_tokens)  # none
         ranks = partial(rank_statuses, training.ranks, training.learner)
@@ -303,12 +311,14 @@ async def _train_on_rows(cluster: _Cluster, metrics: Metrics, stop_request: Stop
             await controller.run()
 
 
-async def _train_on_rollouts(cluster: _Cluster, metrics: Metrics, tracer: RunTracer, stop_request: StopRequest) -> None:
+async def _train_on_rollouts(
+    cluster: _Cluster, checked: Prepared, metrics: Metrics, tracer: RunTracer, stop_request: StopRequest
+) -> None:
     async with cluster.spawner() as spawner:
         on_lost = partial(metrics.count, CounterName.RESTARTS)
         on_rescore = partial(metrics.count, CounterName.REFERENCE_RETRIES)
-        processors = spawn_processors(cluster.prepared, spawner, on_lost)
-        prepared, beside = processors.prepared, processors.watched
+        prepared, processors = spawn_processors(checked, spawner, on_lost)
+        beside = processors.watched
         training = spawn_training(prepared, spawner, on_lost, on_rescore, tracer)
         inference = spawn_inference(prepared, spawner, on_lost)
         roles = {**scalable_roles(inference, training), **processors.scalable}
@@ -344,14 +354,15 @@ async def _evaluate(output: Path | None, prepared: Prepared, inference: Inferenc
 
 async def _serving(cluster: _Cluster, work: Callable[[Prepared, Inference], Awaitable[T]]) -> T:
     async with cluster.spawner() as spawner:
-        processors = spawn_processors(cluster.prepared, spawner, on_lost=lambda kind: None)
-        inference = spawn_inference(processors.prepared, spawner, on_lost=lambda kind: None)
+        assert isinstance(cluster.prepared, Prepared), "offline jobs have no engines"
+        prepared, processors = spawn_processors(cluster.prepared, spawner, on_lost=lambda kind: None)
+        inference = spawn_inference(prepared, spawner, on_lost=lambda kind: None)
         rollouts = inference.rollouts
         rollouts.admit_with(lambda engine: engine.weight_version())  # it serves the checkpoint that it was started with
         await run_all(rollouts.start(), inference.rewards.start(), processors.start())
         tune_gc()
         async with rollouts.tended():
-            return await work(processors.prepared, inference)
+            return await work(prepared, inference)
 
 
 async def _until_signal(work: Coroutine[Any, Any, Any], is_handled: Callable[[], bool] = lambda: False) -> Any:
@@ -381,7 +392,7 @@ async def _until_signal(work: Coroutine[Any, Any, Any], is_handled: Callable[[],
         ignore_signals()  # the loop's end would restore defaults, and a late signal cost summary and cluster
 
 
-def _leave_behind(prepared: Prepared, metrics: Metrics, status: Status, wall_s: float) -> Summary:
+def _leave_behind(prepared: AnyPrepared, metrics: Metrics, status: Status, wall_s: float) -> Summary:
     """Summary and report, whatever happened; neither takes the place of the error that ended the run."""
     config = prepared.config
     facts = RunFacts(

@@ -18,7 +18,6 @@ import numpy as np
 from rich.console import Console
 from rich.table import Column, Table
 
-from mobula.actors.datasets.prompts import fixed_prompts
 from mobula.cluster.errors import PreflightError, RewardError
 from mobula.cluster.metrics.evaluation_statistics import interval_of_mean
 from mobula.cluster.records.trajectory import Generated, Prompt, Reward, Trajectory
@@ -145,8 +144,7 @@ async def _answer_all(
 ) -> ModelMeasurements:
     """All prompts through the engines, `num_in_flight` at a time; what they are worth is asked afterwards."""
     config = prepared.config
-    usable = prepared.usable(config.evaluation.split)
-    held_out = await asyncio.to_thread(fixed_prompts, usable, prepared.preparation, config.evaluation.num_prompts)
+    held_out = await asyncio.to_thread(prepared.fixed_prompts, config.evaluation.split, config.evaluation.num_prompts)
     settings = SamplingSettings(1, config.evaluation.temperature, config.sampler.max_tokens, config.seed, 0)
     await inference.rollouts.generate(held_out.prompts[0], settings)  # what is compiled or filled once is not counted
     ready = time.perf_counter()

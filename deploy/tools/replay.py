@@ -15,7 +15,6 @@ from rich.table import Table
 from safetensors.torch import load_file
 from torch import Tensor
 
-from mobula.actors.datasets.prompts import PromptSource
 from mobula.cluster.errors import PreflightError
 from mobula.cluster.replay.live_groups import LiveGroups
 from mobula.cluster.replay.trajectory_log import TrajectoryLog
@@ -28,7 +27,7 @@ from mobula.deploy.host.run_lock import run_lock
 from mobula.deploy.host.terminal import outlive_output, terminal
 from mobula.deploy.wiring.build import POLICY_FOLDER, learner_group, supervised_rows
 from mobula.deploy.wiring.persistence import trajectory_log
-from mobula.deploy.wiring.preparation import TRAIN, Prepared, prepare
+from mobula.deploy.wiring.preparation import Prepared, prepare
 from mobula.deploy.wiring.spawner import Spawner
 from mobula.rewards.isolation.process_pool import IsolatedPool
 from mobula.rewards.pool.replay_evaluator import Rescoring, rescore
@@ -58,6 +57,7 @@ def replay(run_folder: Path, config: RunConfig) -> int:
         raise PreflightError(f"{run_folder / VERSION_ZERO} is missing: a replay begins with the run's version 0")
     with run_lock(output):
         prepared = prepare(config, ray.put)
+        assert isinstance(prepared, Prepared), "offline jobs keep no log"
         with _learner_place(config) as spawner:
             version = asyncio.run(_replay(run_folder, prepared, spawner, log))
     console.print(f"{version} steps trained again: {output / POLICY_FOLDER}", markup=False, soft_wrap=True)
@@ -120,9 +120,8 @@ def _learner_place(config: RunConfig) -> Iterator[Spawner]:
 
 
 async def _replay(run_folder: Path, prepared: Prepared, spawner: Spawner, log: TrajectoryLog) -> int:
-    config = prepared.config
     learner = learner_group(prepared, spawner, supervised_rows(prepared))
-    source = PromptSource(prepared.splits[TRAIN].rows, prepared.preparation, seed=config.seed, split_name=TRAIN)
+    source = prepared.source()
     output = run_folder / OUTPUT_FOLDER
     try:
         try:

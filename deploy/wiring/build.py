@@ -9,7 +9,7 @@ from typing import Any
 
 import ray
 
-from mobula.actors.datasets.prompts import InDriver, PromptSource, fixed_prompts
+from mobula.actors.datasets.prompts import InDriver, PromptSource
 from mobula.actors.datasets.rows import Row, count_by_reason
 from mobula.actors.environments.rows import ENVIRONMENT
 from mobula.actors.reference.pool import NullReference, ReferencePool
@@ -49,7 +49,7 @@ from mobula.deploy.wiring.evaluation import RESPONSES_FOLDER, build_evaluator, r
 from mobula.deploy.wiring.parity_gate import parity_gate, tolerance_of
 from mobula.deploy.wiring.persistence import age_limit, build_recovery, step_learner
 from mobula.deploy.wiring.pooled_roles import reference_folder, reference_pool, restart_policy, reward_pool, reward_role
-from mobula.deploy.wiring.preparation import SUPERVISED_PATH, TRAIN, Prepared
+from mobula.deploy.wiring.preparation import SUPERVISED_PATH, AnyPrepared, Prepared
 from mobula.deploy.wiring.rollouts import adaptive_concurrency, rollout_pool, sampling_settings
 from mobula.deploy.wiring.spawner import Spawner, learner_environment
 from mobula.deploy.wiring.warm_start import warm_start
@@ -147,7 +147,7 @@ def supervised_rows(prepared: Prepared) -> SupervisedRows | None:
 
 
 def spawn_learner(
-    prepared: Prepared,
+    prepared: AnyPrepared,
     spawner: Spawner,
     on_lost: Callable[[str], None],
     supervised: SupervisedRows | None = None,
@@ -167,7 +167,7 @@ def spawn_learner(
     return ranks, learner, watched
 
 
-def learner_group(prepared: Prepared, spawner: Spawner, supervised: SupervisedRows | None) -> LearnerGroup:
+def learner_group(prepared: AnyPrepared, spawner: Spawner, supervised: SupervisedRows | None) -> LearnerGroup:
     """The learner's ranks, and those of a critic that has its own."""
     config, start = prepared.config, partial(start_learner, prepared, spawner)
     if not config.algorithm.critic.has_own_ranks:
@@ -229,14 +229,7 @@ def build_controller(
     config = prepared.config
     curriculum = _curriculum(config, metrics)
     inference.in_flight_requests.on_attempt = tracer.attempt
-    source = PromptSource(
-        prepared.splits[TRAIN].rows,
-        prepared.preparation,
-        seed=config.seed,
-        split_name=TRAIN,
-        on_skipped=prepared.note_skipped,
-        is_open=partial(_is_open, curriculum) if curriculum else None,
-    )
+    source = prepared.source(partial(_is_open, curriculum) if curriculum else None)
     gpu_lease = GpuLease(inference.rollouts, training.learner) if config.resources.colocated else None
     if gpu_lease:
         inference.rollouts.start_within(gpu_lease.starting)
@@ -326,7 +319,7 @@ def _chunk_tokens(config: RunConfig) -> int:
     return config.sampler.max_tokens if config.environment.is_on else config.sampler.chunk_tokens
 
 
-def start_learner(prepared: Prepared, spawner: Spawner) -> list[Any]:
+def start_learner(prepared: AnyPrepared, spawner: Spawner) -> list[Any]:
     """The handles of all learner ranks, which build themselves in the background.
 
     Where the node of one is gone it blocks until all of them have another place, or raises PlacementError.
@@ -338,7 +331,7 @@ def start_learner(prepared: Prepared, spawner: Spawner) -> list[Any]:
     return [spawner.start(role, config, w.index, len(ranks), banned, worker=w, env=env) for w in ranks]
 
 
-def _start_critic(prepared: Prepared, spawner: Spawner) -> list[Any]:
+def _start_critic(prepared: AnyPrepared, spawner: Spawner) -> list[Any]:
     """The handles of all ranks of a critic with ranks of its own, as `start_learner` has those of the learner."""
     ranks = spawner.book_together("critic")
     env = learner_environment(prepared.config)
@@ -379,7 +372,7 @@ def _gate(config: RunConfig) -> StalenessGate:
 def _dispatcher(
     config: RunConfig,
     gate: StalenessGate,
-    source: PromptSource,
+    source: PromptSource[Row, Prompt],
     rollouts: Rollouts,
     inference: Inference,
     training: Training,
@@ -430,7 +423,11 @@ def _observe_stage(config: RunConfig, curriculum: StageCurriculum, prompt: Promp
 
 
 def _regenerator(
-    config: RunConfig, source: PromptSource, dispatcher: RolloutDispatcher, training: Training, metrics: Metrics
+    config: RunConfig,
+    source: PromptSource[Row, Prompt],
+    dispatcher: RolloutDispatcher,
+    training: Training,
+    metrics: Metrics,
 ) -> GroupRegenerator:
     regenerator = GroupRegenerator(
         training.replay,
@@ -484,8 +481,7 @@ def _weights(
 
 def probe_prompt(prepared: Prepared) -> Prompt:
     """The prompt on which engines and learner are compared: an early held-out one with a picture, else the first."""
-    config = prepared.config
-    prompts = fixed_prompts(prepared.usable(config.evaluation.split), prepared.preparation, PROBE_CANDIDATES).prompts
+    prompts = prepared.fixed_prompts(prepared.config.evaluation.split, PROBE_CANDIDATES).prompts
     return next((prompt for prompt in prompts if prompt.media), prompts[0])
 
 

@@ -6,10 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from mobula.actors.datasets.prompts import fixed_prompts
 from mobula.cluster.metrics.hub import Metrics
 from mobula.cluster.metrics.step_records import HELD_OUT, EvaluationRecord
-from mobula.cluster.records.trajectory import Prompt
 from mobula.cluster.roles import Rewards, Rollouts, SamplingSettings
 from mobula.cluster.rollout.contact_sheets import ContactSheets
 from mobula.cluster.rollout.evaluation import (
@@ -60,15 +58,11 @@ def _suites(prepared: Prepared) -> Iterator[Suite]:
         priority=AFTER_TRAINING,
         stop_strings=sampler.stop_strings,
     )
-    yield Suite(HELD_OUT, _prompts(prepared, evaluation.split, evaluation.num_prompts), own)
+    yield Suite(HELD_OUT, prepared.fixed_prompts(evaluation.split, evaluation.num_prompts).prompts, own)
     for name, suite in evaluation.suites.items():
-        prompts = _prompts(prepared, suite.split, suite.num_prompts)
+        prompts = prepared.fixed_prompts(suite.split, suite.num_prompts).prompts
         settings = replace(own, num_samples=suite.num_samples, temperature=suite.temperature, top_p=suite.top_p)
         yield Suite(name, [replace(prompt, prompt_id=f"{name}:{prompt.prompt_id}") for prompt in prompts], settings)
-
-
-def _prompts(prepared: Prepared, split: str, num_prompts: int) -> tuple[Prompt, ...]:
-    return fixed_prompts(prepared.usable(split), prepared.preparation, num_prompts).prompts
 
 
 def response_log(prepared: Prepared, folder: Path | None) -> ResponseLog:

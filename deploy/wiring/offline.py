@@ -10,7 +10,6 @@ from typing import Any
 
 import ray
 
-from mobula.actors.datasets.prompts import PromptSource, fixed_prompts
 from mobula.actors.datasets.rows import count_by_reason
 from mobula.actors.reference.pool import NullReference, ReferencePool
 from mobula.cluster.controller import Controller
@@ -30,7 +29,7 @@ from mobula.cluster.workers.supervisor import Supervisor, Watched
 from mobula.deploy.host.run_folder import CHECKPOINTS_FOLDER, write_config
 from mobula.deploy.wiring.build import POLICY_FOLDER, spawn_learner, watched_reference
 from mobula.deploy.wiring.pooled_roles import reference_folder, reference_pool
-from mobula.deploy.wiring.preparation import TRAIN, Prepared
+from mobula.deploy.wiring.preparation import PreparedRows
 from mobula.deploy.wiring.spawner import Spawner
 from mobula.learner.learner_group import LearnerGroup
 
@@ -54,7 +53,7 @@ class OfflineTraining:
 
 
 def spawn_offline(
-    prepared: Prepared,
+    prepared: PreparedRows,
     spawner: Spawner,
     on_lost: Callable[[str], None],
     on_rescore: Callable[[str], None],
@@ -66,19 +65,12 @@ def spawn_offline(
     ranks, learner, watched = spawn_learner(prepared, spawner, on_lost)
     frozen = reference_folder(config)
     reference = reference_pool(config, spawner, frozen, (), teachers={}, on_lost=on_lost, on_retry=on_rescore)
-    source = PromptSource(
-        prepared.splits[TRAIN].rows,
-        prepared.preparation,
-        seed=config.seed,
-        split_name=TRAIN,
-        on_skipped=prepared.note_skipped,
-    )
-    rows = RowStream(source, ray.put, total_steps=config.num_steps)
+    rows = RowStream(prepared.source(), ray.put, total_steps=config.num_steps)
     return OfflineTraining(ranks, learner, reference, rows, (*watched, *watched_reference(reference), *beside))
 
 
 def build_offline_controller(
-    prepared: Prepared,
+    prepared: PreparedRows,
     training: OfflineTraining,
     metrics: Metrics,
     stop_request: StopRequest,
@@ -89,9 +81,7 @@ def build_offline_controller(
     It prepares the held-out rows. Call it in a thread: processor workers are served by the event loop.
     """
     config = prepared.config
-    held_out = fixed_prompts(
-        prepared.usable(config.evaluation.split), prepared.preparation, config.evaluation.num_prompts
-    )
+    held_out = prepared.fixed_prompts(config.evaluation.split, config.evaluation.num_prompts)
     rows = [stored(row, 0, put) for row in held_out.prompts]
     evaluator = RowEvaluator(
         rows=rows,
@@ -132,7 +122,7 @@ def build_offline_controller(
 class _Unpushed(NoReceivers):
     """Takes the place of a push at the end of a step, and updates the metrics of the driver's own parts."""
 
-    def __init__(self, prepared: Prepared, metrics: Metrics) -> None:
+    def __init__(self, prepared: PreparedRows, metrics: Metrics) -> None:
         self._prepared = prepared
         self._metrics = metrics
 
@@ -142,7 +132,7 @@ class _Unpushed(NoReceivers):
         return version
 
 
-async def _freeze_reference(prepared: Prepared, learner: LearnerGroup) -> None:
+async def _freeze_reference(prepared: PreparedRows, learner: LearnerGroup) -> None:
     """The frozen copy of the initial policy that the reference scores with."""
     if prepared.config.needs_reference:
         await learner.export(reference_folder(prepared.config))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from mobula.actors.processors.chat import ChatProcessor
 from mobula.cluster.errors import CanaryError
 from mobula.cluster.records.trajectory import Prompt
 from mobula.cluster.recovery.restartable_learner import RestartableLearner
@@ -92,6 +93,7 @@ def parity_gate(
         )
         folder = config.run_folder / PICTURES_FOLDER
         folder.mkdir(parents=True, exist_ok=True)
+        assert isinstance(prepared.processor, ChatProcessor), "a family that draws has no gate"
         found = cases(prepared.processor, folder, min(MAX_PICTURES, config.sampler.max_images_per_prompt))
         prompts = {name: case.prompt for name, case in found.items()}
     return ParityGate(model_type, learner, receivers, prompts, tolerance)

@@ -10,8 +10,10 @@ from typing import Any
 import ray
 
 from mobula.actors.datasets.prompts import PromptSource
+from mobula.actors.datasets.rows import Row
 from mobula.cluster.metrics.definitions import CounterName
 from mobula.cluster.metrics.hub import Metrics
+from mobula.cluster.records.trajectory import Prompt
 from mobula.cluster.recovery.checkpoints import Recovery
 from mobula.cluster.recovery.restartable_learner import RestartableLearner
 from mobula.cluster.recovery.resume import JournalRecovery, NoRecovery
@@ -64,7 +66,7 @@ def step_learner(
 def build_recovery(
     config: RunConfig,
     learner: StepLearner,
-    source: PromptSource,
+    source: PromptSource[Row, Prompt],
     dispatcher: RolloutDispatcher,
     replay: ReplayBuffer,
     metrics: Metrics,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from mobula.actors.processors.pool import ProcessorPool
 from mobula.actors.processors.worker import ProcessorWorker
@@ -19,13 +19,14 @@ from mobula.cluster.workers.supervisor import Watched, watched_pool
 from mobula.configs.schema import RunConfig
 from mobula.configs.schema.resources import REWARD_SERVICE
 from mobula.configs.schema.rewards import SHARED_SERVICE
-from mobula.deploy.wiring.preparation import Prepared
+from mobula.deploy.wiring.preparation import PreparedJob
 from mobula.deploy.wiring.scaling import RoleHosts
 from mobula.deploy.wiring.spawner import Spawner
 from mobula.rewards.pool.reward_pool import LossCounter, RewardPool
 from mobula.rewards.pool.service import RewardService, ServiceSettings
 from mobula.rewards.pool.worker import RewardWorker
 
+AnyJob = TypeVar("AnyJob", bound=PreparedJob[Any, Any])
 PROCESSOR = "processor"  # the role
 REFERENCE_FOLDER = "reference"  # of the run folder: the frozen policy, in the Hugging Face layout
 
@@ -48,16 +49,17 @@ def restart_policy(config: RunConfig) -> RestartPolicy:
 
 @dataclass(frozen=True)
 class Processors:
-    """`prepared`, whose prompts are prepared where the run has chosen, and the workers that do it."""
+    """The workers that prepare prompts, where the run has some."""
 
-    prepared: Prepared
     start: Callable[[], Coroutine[Any, Any, None]]  # returns once they serve
     watched: tuple[Watched, ...] = ()
     scalable: Mapping[str, Scalable] = field(default_factory=dict)  # by the name of the role
 
 
-def spawn_processors(prepared: Prepared, spawner: Spawner, on_lost: Callable[[str], None]) -> Processors:
-    """Start the workers of `resources.processor`, which build themselves in the background; without any the driver
+def spawn_processors(prepared: AnyJob, spawner: Spawner, on_lost: Callable[[str], None]) -> tuple[AnyJob, Processors]:
+    """`prepared`, whose prompts are prepared where the run has chosen, and the workers that do it.
+
+    Start the workers of `resources.processor`, which build themselves in the background; without any the driver
     prepares prompts. Called in the event loop that the pool is to live in.
 
     `on_lost` receives the kind of each loss.
@@ -69,7 +71,7 @@ def spawn_processors(prepared: Prepared, spawner: Spawner, on_lost: Callable[[st
 
     workers = [start(worker) for worker in spawner.workers(PROCESSOR)]
     if not workers:
-        return Processors(prepared, _nothing)
+        return prepared, Processors(_nothing)
     timeouts = config.timeouts
     pool = ProcessorPool(
         workers,
@@ -84,7 +86,7 @@ def spawn_processors(prepared: Prepared, spawner: Spawner, on_lost: Callable[[st
         on_lost=on_lost,
     )
     watched = watched_pool(PROCESSOR, pool.pool.check, pool.pool.close)
-    return Processors(replace(prepared, workers=pool), pool.start, (watched,), {PROCESSOR: pool.pool})
+    return replace(prepared, workers=pool), Processors(pool.start, (watched,), {PROCESSOR: pool.pool})
 
 
 async def _nothing() -> None:

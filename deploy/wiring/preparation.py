@@ -9,16 +9,28 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic
 
 from huggingface_hub import snapshot_download
 
-from mobula.actors.datasets.conversations import read_conversations
+from mobula.actors.datasets.conversations import Conversation, read_conversations
 from mobula.actors.datasets.curricula import PROMPT_TOKENS
 from mobula.actors.datasets.open_split import curriculum_of, open_split
-from mobula.actors.datasets.preferences.picture_pairs import read_picture_pairs
-from mobula.actors.datasets.prompts import InDriver, PreflightReport, Preparation, RowChecker, preflight
-from mobula.actors.datasets.rows import Skipped, Split
+from mobula.actors.datasets.preferences.picture_pairs import PicturePair, read_picture_pairs
+from mobula.actors.datasets.prompts import (
+    Difficulty,
+    InDriver,
+    P,
+    PreflightReport,
+    Preparation,
+    Processor,
+    PromptSet,
+    PromptSource,
+    RowChecker,
+    fixed_prompts,
+    preflight,
+)
+from mobula.actors.datasets.rows import R, Row, Skipped, Split
 from mobula.actors.environments.rows import environment_split
 from mobula.actors.processors.chat import ChatProcessor
 from mobula.actors.processors.conversation import ConversationProcessor
@@ -28,6 +40,7 @@ from mobula.actors.processors.teacher import TEACHER, check_teacher
 from mobula.cluster.errors import PreflightError
 from mobula.cluster.metrics.report.run_folder import SKIPPED_FILE
 from mobula.cluster.records.media import MediaKeeper, MediaStore
+from mobula.cluster.records.trajectory import Prompt, ScoredGroup
 from mobula.cluster.weight_sync.manifest import Manifest, checkpoint_manifest
 from mobula.configs.near_paths import HUB_EXAMPLE, may_be_hub_name, near
 from mobula.configs.schema import EvaluationConfig, PolicyConfig, RunConfig
@@ -63,7 +76,6 @@ from mobula.learner.policies.trained import flow_checkpoint
 
 if TYPE_CHECKING:
     from mobula.actors.processors.flow import FlowProcessor
-    from mobula.actors.processors.picture_pairs import PicturePairProcessor
 
 _logger = logging.getLogger(__name__)
 
@@ -76,25 +88,23 @@ SUPERVISED_PATH = "algorithm.supervised.path"
 class SupervisedSource:
     """The rows that steps of RL train beside their groups."""
 
-    report: PreflightReport
+    report: PreflightReport[Conversation]
     processor: ConversationProcessor  # with a tokenizer of its own: it works beside the others, on another thread
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """The parts of a run, all of them checked."""
+class PreparedJob(Generic[R, P]):
+    """The parts of a run, all of them checked, which makes a `P` of each row."""
 
     config: RunConfig
     model_folder: Path  # the files of the network that is trained
     checkpoint: Manifest  # what they promise
-    processor: (
-        ChatProcessor | ConversationProcessor | FlowProcessor | PicturePairProcessor | ImageTokenProcessor
-    )  # by the job and the kind of model
+    processor: Processor[R, P]
     media: MediaStore
-    splits: dict[str, PreflightReport]
+    splits: dict[str, PreflightReport[R]]
     late_skips: dict[str, Skipped] = field(default_factory=dict)  # by sample, found when the prompt was prepared
     teacher_folder: Path | None = None  # the files of the teacher, if there is one
-    workers: Preparation | None = None  # that have a `processor` each; None: prompts are prepared in the driver
+    workers: Preparation[R, P] | None = None  # that have a `processor` each; None: prompts are prepared in the driver
     teachers: Mapping[str, Path] = field(default_factory=dict)  # label -> those of its own teacher
     supervised: SupervisedSource | None = None
     engine: EngineSizes | None = None  # None: engines are not planned
@@ -104,31 +114,58 @@ class Prepared:
         return self.config.run_folder
 
     @property
-    def preparation(self) -> Preparation:
+    def preparation(self) -> Preparation[R, P]:
         """The part that turns rows into prompts."""
         return self.workers or InDriver(self.processor)
 
     @property
     def skipped(self) -> list[Skipped]:
-        reports = [*self.splits.values(), *([self.supervised.report] if self.supervised else [])]
-        early = [skipped for report in reports for skipped in report.skipped]
+        supervised = self.supervised.report.skipped if self.supervised else ()
+        early = [*(skipped for report in self.splits.values() for skipped in report.skipped), *supervised]
         return [*early, *self.late_skips.values()]
 
     @property
     def identity(self) -> dict[str, Any]:
         """What may not change between the parts of the run."""
-        reports = [self.splits[TRAIN], *([self.supervised.report] if self.supervised else [])]
-        return identity_with_data(self.config, "; ".join(report.fingerprint for report in reports))
+        supervised = [self.supervised.report.fingerprint] if self.supervised else []
+        return identity_with_data(self.config, "; ".join([self.splits[TRAIN].fingerprint, *supervised]))
 
     def note_skipped(self, skipped: Skipped) -> None:
         """Keep a sample that the checks let pass; several sources may meet it."""
         self.late_skips[skipped.sample] = skipped
 
-    def usable(self, split: str) -> Split:
+    def usable(self, split: str) -> Split[R]:
         return Split(split, self.splits[split].rows, ())
 
+    def source(self, is_open: Callable[[R], bool] | None = None) -> PromptSource[R, P]:
+        """The rows that are trained on, without end; those that are not open when their turn comes are passed over."""
+        return PromptSource(
+            self.splits[TRAIN].rows,
+            self.preparation,
+            seed=self.config.seed,
+            split_name=TRAIN,
+            on_skipped=self.note_skipped,
+            is_open=is_open,
+        )
 
-def prepare(config: RunConfig, put: Callable[[Any], Any]) -> Prepared:
+    def fixed_prompts(self, split: str, num_prompts: int) -> PromptSet[P]:
+        """The first usable ones of a split. Raises: DatasetError: no row is usable."""
+        return fixed_prompts(self.usable(split), self.preparation, num_prompts)
+
+
+@dataclass(frozen=True)
+class Prepared(PreparedJob[Row, Prompt]):
+    """The parts of a run that samples responses."""
+
+    processor: ChatProcessor | FlowProcessor | ImageTokenProcessor
+
+
+PreparedRows = PreparedJob[Conversation, ScoredGroup] | PreparedJob[PicturePair, ScoredGroup]
+"""The parts of an offline job."""
+AnyPrepared = Prepared | PreparedRows
+
+
+def prepare(config: RunConfig, put: Callable[[Any], Any]) -> AnyPrepared:
     """Write what is missing, check everything, and load the processor; `put` stores a picture's tensors.
 
     Raises:
@@ -141,30 +178,35 @@ def prepare(config: RunConfig, put: Callable[[Any], Any]) -> Prepared:
         raise PreflightError(str(error)) from error
 
 
-def _prepare(config: RunConfig, put: Callable[[Any], Any]) -> Prepared:
+def _prepare(config: RunConfig, put: Callable[[Any], Any]) -> AnyPrepared:
     check_user_code(config)
     media = MediaStore(put, config.data.media_cache_bytes)
     loaded = load_checked(config, media)
     refuse(find_mismatches(config, loaded))
     teacher_folder, teachers = _checked_teachers(config)
     ensure_data(config)
-    processor = loaded.processor
+    processor, basis = loaded.processor, (config, loaded.folder, loaded.checkpoint)
+    names = (TRAIN, config.evaluation.split)
+    if isinstance(processor, ConversationProcessor):
+        chats = partial(read_conversations, config.data.path, form=config.offline.rows, **_texts_of_rows(config))
+        checked = {name: _checked(config, chats, processor, name) for name in names}
+        return PreparedJob(*basis, processor, media, checked)
+    if not isinstance(processor, ChatProcessor | ImageTokenProcessor):
+        from mobula.actors.processors.picture_pairs import PicturePairProcessor  # which imports diffusers
+
+        if isinstance(processor, PicturePairProcessor):
+            pairs = partial(read_picture_pairs, config.data.path)
+            return PreparedJob(*basis, processor, media, {n: _checked(config, pairs, processor, n) for n in names})
     reader = partial(open_split, config.data, label_key=config.rewards.label_key, fetches_late=workers_download(config))
     if config.environment.is_on:
         reader = partial(environment_split, config.environment, takes_pictures=processor.takes_pictures)
-    if config.offline.is_on and config.sampler.is_flow:
-        reader = partial(read_picture_pairs, config.data.path)
-    elif config.offline.is_on:
-        reader = partial(read_conversations, config.data.path, form=config.offline.rows, **_texts_of_rows(config))
-    names = (TRAIN, config.evaluation.split) if config.offline.is_on else _splits(config.evaluation)
-    splits = {name: _checked(config, reader, processor, name) for name in names}
+    curriculum = curriculum_of(config.data)
+    difficulty = {TRAIN: curriculum.difficulty} if curriculum else {}
     return Prepared(
-        config,
-        loaded.folder,
-        loaded.checkpoint,
+        *basis,
         processor,
         media,
-        splits,
+        {n: _checked(config, reader, processor, n, difficulty.get(n)) for n in _splits(config.evaluation)},
         teacher_folder=teacher_folder,
         teachers=teachers,
         supervised=_supervised(config, media) if config.algorithm.supervised.is_on else None,
@@ -448,13 +490,19 @@ def write_skipped(folder: Path, skipped: list[Skipped]) -> None:
     (folder / SKIPPED_FILE).write_text(json.dumps(rows, indent=1, ensure_ascii=False), encoding="utf-8")
 
 
-def _checked(config: RunConfig, reader: Callable[[str], Split], processor: RowChecker, name: str) -> PreflightReport:
+def _checked(
+    config: RunConfig,
+    reader: Callable[[str], Split[R]],
+    processor: RowChecker[R],
+    name: str,
+    difficulty: Difficulty[R] | None = None,
+) -> PreflightReport[R]:
     report = preflight(
         reader(name),
         processor,
         max_skipped_fraction=config.data.max_skipped_fraction,
         max_checked_rows=config.data.max_checked_rows,
-        curriculum=curriculum_of(config.data) if name == TRAIN else None,
+        difficulty=difficulty,
     )
     if report.skipped:
         _logger.warning("%s: %d samples are skipped: %s", name, len(report.skipped), report.num_skipped)

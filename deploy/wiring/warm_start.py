@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import numpy as np
 
 from mobula.actors.datasets.lazy_rows import epoch_order
-from mobula.actors.datasets.prompts import PromptSource, fixed_prompts
+from mobula.actors.datasets.prompts import PromptSource
 from mobula.actors.datasets.rows import Row, RowError
 from mobula.actors.processors.chat import ChatProcessor
 from mobula.actors.rollout.demonstrations import Demonstrations
@@ -54,9 +54,7 @@ async def _taught(prepared: Prepared, learner: LearnerGroup, examples: Examples)
     rows = _chosen(prepared.splits[TRAIN].rows, config.num_rows, seed)
     source = PromptSource(rows, prepared.preparation, seed=seed, split_name=TRAIN, on_skipped=prepared.note_skipped)
     # In threads: processor workers are served by the event loop.
-    held_out = await asyncio.to_thread(
-        fixed_prompts, prepared.usable(VALIDATION), prepared.preparation, config.max_checks_rows
-    )
+    held_out = await asyncio.to_thread(prepared.fixed_prompts, VALIDATION, config.max_checks_rows)
     checks = [await examples.checked(prompt, n) for n, prompt in enumerate(held_out.prompts)]
     accuracy = 0.0
 

@@ -32,7 +32,7 @@ class PicturePair:
     rejected: Path
 
 
-def read_picture_pairs(folder: Path, split: str) -> Split:
+def read_picture_pairs(folder: Path, split: str) -> Split[PicturePair]:
     """The rows of a split, in order.
 
     Raises:

@@ -27,7 +27,7 @@ from mobula.configs.load import load_config
 from mobula.configs.schema import RunConfig
 from mobula.configs.words import overridden
 from mobula.deploy.conformance.flow.plain import plain_frames
-from mobula.deploy.wiring.preparation import prepare
+from mobula.deploy.wiring.preparation import Prepared, prepare
 from mobula.deploy.wiring.rollouts import engine_settings
 from mobula.learner.learner import Learner
 from mobula.learner.policies.flow.checkpoint import FlowCheckpoint
@@ -91,7 +91,9 @@ class Measurement:
     def __init__(self, config: RunConfig, folder: Path) -> None:
         self._config = config
         self._folder = folder
-        self.prepared = prepare(config, lambda value: value)
+        prepared = prepare(config, lambda value: value)
+        assert isinstance(prepared, Prepared)
+        self.prepared = prepared
         self._actor = RolloutActor("flow", engine_settings(self.prepared, 0), object_timeout_s=5)
         self._learner = self._connected()
         rows = self.prepared.usable("train").rows

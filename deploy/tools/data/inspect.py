@@ -58,7 +58,7 @@ class SplitMeasurements:
 class MeasuringChecker:
     """Checks rows as a run does, and notes what it sees."""
 
-    def __init__(self, checker: RowChecker, config: RunConfig) -> None:
+    def __init__(self, checker: RowChecker[Row], config: RunConfig) -> None:
         self._checker = checker
         self._label_of = config.rewards.label_of
         self.measured = SplitMeasurements()
@@ -180,7 +180,7 @@ def histogram(lengths: Sequence[int]) -> LengthHistogram | None:
     return LengthHistogram(bars, ticks)
 
 
-def _checker(config: RunConfig) -> tuple[RowChecker, str]:
+def _checker(config: RunConfig) -> tuple[RowChecker[Row], str]:
     """The processor of the model where one is named, and the unit of lengths."""
     if config.policy.model == UNKNOWN_MODEL:
         return HeaderChecker(VideoLimits.of(config.data), _audio_limits(config.data)), "characters"

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mobula.actors.processors.chat import ChatProcessor
-from mobula.actors.processors.make import make_processor
 from mobula.actors.rollout.actor import RolloutActor
 from mobula.actors.samplers.settings import engine_settings
 from mobula.cluster.records.media import MediaStore
@@ -170,7 +169,7 @@ def open_checkpoint(context: Context, folder: Path, *own: str) -> Model:
     """The model of a folder in the Hugging Face layout."""
     config = run_config(context.words(*WORDS, f"policy.model={folder}", *own))
     store = MediaStore(lambda media: media, config.data.media_cache_bytes)
-    processor = make_processor(config, store)
+    processor = ChatProcessor.of(config, store)
     prompts = tuple(case.prompt for case in cases(processor, context.folder, 2).values())
     manifest = stored_model(folder).in_dtype(config.resources.dtype)
     return Model(config, folder, manifest, processor, prompts)

@@ -15,7 +15,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from mobula.actors.datasets.prompts import fixed_prompts
+from mobula.actors.datasets.prompts import InDriver, fixed_prompts
 from mobula.cluster.errors import PreflightError
 from mobula.cluster.records.actions import TokenActions
 from mobula.cluster.records.media import MediaReader
@@ -109,7 +109,7 @@ async def _episodes(
     """The episodes, and the pictures that they show by their keys."""
     config = prepared.config
     split = config.evaluation.split
-    found = fixed_prompts(prepared.usable(split), prepared.processor, options.num_episodes)
+    found = fixed_prompts(prepared.usable(split), InDriver(prepared.processor), options.num_episodes)
     places = asyncio.Semaphore(options.batch_size)
     reader = MediaReader(timeout_s=config.timeouts.object_s, max_items=MEDIA_IN_MEMORY)
     pictures: dict[str, bytes] = {}

@@ -72,6 +72,7 @@ def test_scored_rows_are_those_of_regression() -> None:
         (("data=chat",), "data.kind=chat holds conversations.*mobula sft"),
         (("experiment=dpo", "data.prompt_suffix=' x'"), "data.prompt_suffix=' x' is put behind questions"),
         (("experiment=sft", "algorithm.kl.coef=0.1"), "algorithm.kl.coef=0.1: set algorithm.kl.coef=0"),
+        (("experiment=sft", "data.curriculum.kind=easy_first"), "data.curriculum.kind=easy_first: set .*kind=none"),
         (("experiment=sft", "warm_start=supervised"), "warm_start.num_steps=200: set warm_start.num_steps=0"),
         (("experiment=sft", "replay.journal=true"), "replay.journal=true: set replay.journal=false"),
         (("experiment=dpo", "sampler.temperature=0.5"), "sampler.temperature=0.5: set sampler.temperature=1"),

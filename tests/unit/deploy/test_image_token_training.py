@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,8 @@ from flow_run import FlowRun, janus_config, redness
 from PIL import Image
 from transformers import JanusForConditionalGeneration
 
+from mobula.actors.datasets.rows import Turn
+from mobula.actors.processors.worker import ProcessorWorker
 from mobula.cluster.errors import PreflightError
 from mobula.configs.load import ConfigError
 from mobula.deploy.wiring.preparation import prepare
@@ -105,6 +108,15 @@ def test_only_what_predicts_image_tokens_is_trained(tmp_path: Path) -> None:
         "generation_head",
         "language_model",
     }
+
+
+def test_a_processor_worker_prepares_its_rows_and_skips_what_it_cannot(tmp_path: Path) -> None:
+    run = FlowRun(janus_config(tmp_path))
+    [row, *_], worker = run.prepared.usable("train").rows, ProcessorWorker(run.config)
+    [made] = worker.prepare(row, "0/0/x", frozenset())
+    assert made.prompt is not None and run.prepared.processor.num_media(row) == 0
+    [skipped] = worker.prepare(replace(row, history=(Turn("user", "Draw."),)), "0/1/x", frozenset())
+    assert skipped.prompt is None and "1 turns before the question" in skipped.detail
 
 
 @pytest.mark.parametrize("kind", ["vllm", "huggingface"])

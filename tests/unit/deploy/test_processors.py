@@ -68,9 +68,9 @@ def test_the_role_is_planned_where_it_has_workers(words: list[str]) -> None:
 async def test_without_workers_the_driver_prepares_prompts() -> None:
     config = load_config(["experiment=digits"])
     given, spawned = prepared(config), spawner(config)
-    found = spawn_processors(given, spawned, lambda kind: None)
+    same, found = spawn_processors(given, spawned, lambda kind: None)
     await found.start()
-    assert found.prepared is given and isinstance(found.prepared.preparation, InDriver)
+    assert same is given and isinstance(same.preparation, InDriver)
     assert not spawned.started and not found.watched and not found.scalable
 
 
@@ -85,9 +85,9 @@ def test_workers_download_unless_a_curriculum_needs_all_lengths_before_the_start
 async def test_workers_are_watched_scalable_and_prepare_prompts() -> None:
     config = load_config(["experiment=digits", *TWO])
     spawned = spawner(config)
-    found = spawn_processors(prepared(config), spawned, lambda kind: None)
+    with_workers, found = spawn_processors(prepared(config), spawned, lambda kind: None)
     await found.start()
-    assert isinstance(found.prepared.preparation, ProcessorPool)
+    assert isinstance(with_workers.preparation, ProcessorPool)
     assert spawned.started == [ProcessorWorker] * 2
     assert [watched.name for watched in found.watched] == ["processor"]
     assert [worker.name for worker in found.scalable["processor"].status()] == ["processor/0", "processor/1"]

@@ -58,6 +58,20 @@ async def test_a_step_has_its_rows_with_their_pictures_and_unusable_ones_are_nam
         assert np.array_equal(answer.weight_versions, np.zeros(answer.num_steps))
 
 
+def test_a_curriculum_orders_prompts_and_not_the_rows_beside_them(folder: Path) -> None:
+    file = folder / "digits" / "train.jsonl"
+    whole = file.read_text(encoding="utf-8")
+    rows = [json.loads(line) | {"level": n} for n, line in enumerate(whole.splitlines()[:20])]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    words = ("data.curriculum.kind=easy_first", "data.curriculum.key=level")
+    try:
+        prepared = prepare(config_of(folder, *words), lambda value: value)
+    finally:
+        file.write_text(whole, encoding="utf-8")
+    assert prepared.supervised is not None and len(prepared.supervised.report.rows) == 7
+    assert len(prepared.splits["train"].rows) == 20 and [one.sample for one in prepared.skipped] == ["long"]
+
+
 def test_a_run_without_rows_has_none(folder: Path) -> None:
     off = ("algorithm.supervised.coef=0", "algorithm.supervised.path=")
     config = config_of(folder, *off)

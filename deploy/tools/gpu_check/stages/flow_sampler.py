@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from mobula.actors.datasets.rows import Row
-from mobula.actors.processors.make import make_processor
+from mobula.actors.processors.flow import FlowProcessor
 from mobula.cluster.records.media import MediaStore
 from mobula.cluster.weight_sync.manifest import checkpoint_manifest
 from mobula.deploy.tools.gpu_check.context import Context, Figures, run_config
@@ -27,7 +27,7 @@ WORDS = (
 def run(context: Context) -> Figures:
     folder = write_tiny_flow("sd3_glyphs", context.folder / "sd3", seed=0)
     config = run_config(context.words(*WORDS, f"policy.model={folder}"))
-    processor = make_processor(config, MediaStore(lambda media: media, config.data.media_cache_bytes))
+    processor = FlowProcessor.of(config, MediaStore(lambda media: media, config.data.media_cache_bytes))
     rows = [Row(f"number-{n}", str(n), str(n), str(n)) for n in (7, 42)]
     prompts = tuple(processor.prepare(row, f"0/0/{row.sample_id}") for row in rows)
     manifest = checkpoint_manifest(folder / TRANSFORMER, config.resources.dtype)

@@ -37,7 +37,7 @@ def checked(folder: Path, option: str = "jsonl", **changes: object) -> Preflight
         Checker(),
         max_skipped_fraction=1.0,
         max_checked_rows=config.max_checked_rows,
-        curriculum=curriculum_of(config),
+        difficulty=found.difficulty if (found := curriculum_of(config)) else None,
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from fakes import make_prompt
 
-from mobula.actors.datasets.prompts import PromptSource
+from mobula.actors.datasets.prompts import InDriver, PromptSource
 from mobula.actors.datasets.rows import Row
 from mobula.cluster.records.trajectory import Prompt
 from mobula.cluster.rollout.curriculum import OpeningRule, StageCurriculum
@@ -66,7 +66,7 @@ def test_rows_of_closed_stages_are_passed_over_and_asked_in_a_later_epoch() -> N
     rows = tuple(Row(f"r{n}", "?", "", "", metadata={"stage": n % 3}) for n in range(9))
     found = curriculum(1, 0.0)
     source = PromptSource(
-        rows, Maker(), seed=1, split_name="train", is_open=lambda row: found.is_open(row.metadata["stage"])
+        rows, InDriver(Maker()), seed=1, split_name="train", is_open=lambda row: found.is_open(row.metadata["stage"])
     )
     first = [source.next() for _ in range(3)]
     assert {prompt.metadata["stage"] for prompt in first} == {0}
@@ -75,7 +75,7 @@ def test_rows_of_closed_stages_are_passed_over_and_asked_in_a_later_epoch() -> N
     cursor = source.cursor
     later = [source.next() for _ in range(18)]
     assert {prompt.metadata["stage"] for prompt in later} == {0, 1, 2}
-    again = PromptSource(rows, Maker(), seed=1, split_name="train")
+    again = PromptSource(rows, InDriver(Maker()), seed=1, split_name="train")
     again.restore(cursor, ())
     assert [again.next().prompt_id for _ in range(18)] == [prompt.prompt_id for prompt in later]
 

@@ -10,7 +10,6 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from functools import cache
 from pathlib import Path
 from types import UnionType
 from typing import Any, ClassVar, Self, Union, get_args, get_origin, get_type_hints
@@ -98,14 +97,12 @@ class BaseModel:
         return json.dumps(self.model_dump(), default=str)
 
 
-@cache
 def _fields(section: type[BaseModel]) -> dict[str, FieldInfo]:
     """The fields by name, those of base classes first."""
     hints = {name: hint for name, hint in get_type_hints(section).items() if get_origin(hint) is not ClassVar}
     return {name: FieldInfo(hint, getattr(section, name, ...)) for name, hint in hints.items() if hint is not ClassVar}
 
 
-@cache
 def _validators(section: type[BaseModel]) -> tuple[Any, ...]:
     """The methods that `model_validator` marked."""
     members = {name: member for base in reversed(section.__mro__) for name, member in vars(base).items()}

@@ -137,10 +137,10 @@ def _text(name: str, value: str) -> str:
     """The value of a key that takes text or a path."""
     if len(value) >= 2 and value[0] == value[-1] and value[0] in "'\"":
         try:
-            quoted = OverridesParser.create().parse_override(f"{name}={value}")
+            quoted = OverridesParser.create().parse_override(f"{name}={value}").value()
         except HydraException:
             return value
-        return quoted.value() if isinstance(quoted.value(), str) else value
+        return quoted if isinstance(quoted, str) else value
     is_at_home = value == "~" or value.startswith("~/")
     return str(Path(value).expanduser()) if is_at_home else value
 

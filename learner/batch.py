@@ -16,8 +16,8 @@ from mobula.cluster.records.trajectory import Prompt, Reward, ScoredGroup, Traje
 from mobula.cluster.runtime.object_store import fetch_or_miss
 from mobula.configs.schema import AlgorithmConfig
 from mobula.learner.algorithms.aggregation import Totals
-from mobula.learner.policies.base import PolicyRow
-from mobula.learner.policies.batch import pad_rows
+from mobula.learner.policies.base import PolicyRow, RowOutline
+from mobula.learner.policies.batch import TokenSequence, pad_rows
 from mobula.learner.policies.device_copies import on_device
 from mobula.learner.policies.trained import PolicyBatch, collate_rows, row_of
 
@@ -57,7 +57,9 @@ class LearnerItem:
     @property
     def response_ids(self) -> np.ndarray:
         """int [T]"""
-        return self.sequence.token_ids[self.sequence.num_context :]
+        row = self.sequence
+        assert isinstance(row, TokenSequence | RowOutline), "other actions than tokens have no ids"
+        return row.token_ids[row.num_context :]
 
     def num_older(self, age: int) -> int:
         """How many of the trained tokens are older."""
@@ -208,10 +210,18 @@ def select_by_entropy(items: list[LearnerItem], top_share: float) -> list[Learne
     """
     if top_share == 1:
         return items
-    entropies = np.concatenate([item.entropies[item.kept_mask] for item in items])
+    entropies = np.concatenate([filled(item.entropies)[item.kept_mask] for item in items])
     num = max(1, int(np.ceil(top_share * len(entropies))))
     least = np.partition(entropies, len(entropies) - num)[len(entropies) - num]
-    return [replace(item, policy_mask=item.kept_mask & (item.entropies >= least - SAME_ENTROPY)) for item in items]
+    return [
+        replace(item, policy_mask=item.kept_mask & (filled(item.entropies) >= least - SAME_ENTROPY)) for item in items
+    ]
+
+
+def filled(column: np.ndarray | None) -> np.ndarray:
+    """A column of an item that an earlier pass has filled."""
+    assert column is not None, "the pass that fills this column has not run"
+    return column
 
 
 def collate_items(items: Sequence[LearnerItem], reader: MediaReader, device: torch.device) -> LearnerBatch:

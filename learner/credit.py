@@ -33,7 +33,7 @@ from mobula.learner.algorithms.token_advantages import TOKEN_ADVANTAGES, TokenAd
 from mobula.learner.algorithms.turn_advantages import TURN_ADVANTAGES, StepTurns, TurnAdvantage
 from mobula.learner.algorithms.turns import turns_of
 from mobula.learner.algorithms.value_loss import explained_variance
-from mobula.learner.batch import LearnerItem
+from mobula.learner.batch import LearnerItem, filled
 
 NUM_MEASURED_TURNS = 16  # of an episode, whose rewards are metrics
 
@@ -342,8 +342,8 @@ def _measure_turns(items: Sequence[LearnerItem]) -> dict[str, float]:
 
 def _measure_values(items: Sequence[LearnerItem]) -> dict[str, float]:
     """How well the critic predicted the returns of the step's trained tokens, before it is trained on them."""
-    values = np.concatenate([item.values[:-1][item.loss_mask] for item in items])
-    returns = np.concatenate([item.returns[item.loss_mask] for item in items])
+    values = np.concatenate([filled(item.values)[:-1][item.loss_mask] for item in items])
+    returns = np.concatenate([filled(item.returns)[item.loss_mask] for item in items])
     return {
         "explained_variance": explained_variance(values, returns),
         "value_mean": float(values.mean()) if values.size else 0.0,

@@ -99,6 +99,7 @@ class Learner:
         model = load_trained_model(self._config)
         model.train()
         recompute_blocks(model, self._config.learner.activation_checkpointing)
+        self._model = model
         self._outgoing = PolicyWeights(model, self._config)
         self._rendezvous.join_as_configured(init_method, self._config, rank=self._rank, world_size=self._world_size)
         dtype, num_replicas = DTYPES[self._config.resources.dtype], self._config.resources.learner.replicas
@@ -165,14 +166,14 @@ class Learner:
                 select_by_entropy(part, algorithm.entropy.top_share)
                 for part in minibatches_of(items, algorithm, (self._config.seed, version))
             ]
-            values, num_parts = self._critic.train(parts, version), len(parts)
+            critic, num_parts = self._critic.train(parts, version), len(parts)
             parts = [] if is_alone else parts
             meter = Meter()
             losses = [Term(part, self._loss(part, meter, is_first=n == 0)) for n, part in enumerate(parts)]
             grad_norms = []
             for n, loss in enumerate(losses):
                 measures = [partial(self._fresh_gap.measure, one, version - 1, meter) for one in fresh if n == 0]
-                terms = [loss, *self._beside.terms(self._policy, examples, n, meter)]
+                terms: list[Term[Any]] = [loss, *self._beside.terms(self._policy, examples, n, meter)]
                 grad_norms.append(self._optimized(terms, rate, *measures))
             self._slow.follow(version)
             self.version = version
@@ -182,9 +183,9 @@ class Learner:
                 self._credit.kl.observe(metrics["kl"], sum(len(group) for group in items))
             planned = 0 if is_alone else algorithm.num_epochs * algorithm.num_minibatches
             taken = sum(map(math.isfinite, grad_norms))
-            num_critic = num_parts - values["critic_skipped"] if values else 0.0
+            num_critic = num_parts - critic["critic_skipped"] if critic else 0.0
             counts = {"skipped": float(planned - taken), "optimizer_steps": taken + num_critic}
-            report = {**credited.metrics, **metrics, **values, "learning_rate": rate, **counts}
+            report = {**credited.metrics, **metrics, **critic, "learning_rate": rate, **counts}
             return UpdateReport(version, report)
 
     def supervised_step(self, examples: Sequence[StoredExample]) -> dict[str, float]:
@@ -198,7 +199,7 @@ class Learner:
     def answer_accuracy(self, examples: Sequence[StoredExample]) -> float:
         """Exact-match accuracy that greedy decoding would have on these examples; of pictures, the share of their
         velocities that is predicted."""
-        return self._supervised.answer_accuracy(self._taught(examples), self._scoring.training)
+        return self._supervised.answer_accuracy(self._taught(examples))
 
     def sequence_logprobs(self, prompt: Prompt, num_copies: int = 1) -> np.ndarray:
         """float32 [P - 1]: log-probs of a prompt's tokens after the first, at temperature 1 and without bans, as they
@@ -277,7 +278,7 @@ class Learner:
                 if self._rank == 0:
                     state[name] = tensor.cpu()
         if self._rank == 0:
-            save_trained(self._policy.model, self._config, folder, state)
+            save_trained(self._model, self._config, folder, state)
 
     def close(self) -> None:
         self.weights.close()
@@ -325,8 +326,10 @@ class Learner:
     def _trainer(self) -> SupervisedTrainer | PictureTrainer:
         step = self._gradient_step(self._backend.optimizer())
         parts = (self._policy, self._backend, step, self._reader, self._device)
-        replay = self._scoring.canary
-        return PictureTrainer(*parts, replay) if isinstance(replay, StepRescoring) else SupervisedTrainer(*parts)
+        scoring = self._scoring.training
+        if isinstance(scoring, StepRescoring):
+            return PictureTrainer(*parts, scoring)
+        return SupervisedTrainer(*parts, scoring)
 
     def _weight_average(self) -> WeightAverage | NullAverage:
         decay = self._config.learner.ema_decay

@@ -10,8 +10,9 @@ from contextlib import contextmanager
 from typing import Protocol
 
 import torch
+from torch import nn
 
-from mobula.learner.policies.base import Policy
+from mobula.learner.backends.base import Optimizer
 
 HOST = torch.device("cpu")
 
@@ -31,8 +32,8 @@ class Residence:
 
     def __init__(
         self,
-        policy: Policy,
-        optimizer: torch.optim.Optimizer,
+        policy: nn.Module,
+        optimizer: Optimizer,
         device: torch.device,
         *,
         of_policy: Sequence[Movable] = (),
@@ -82,6 +83,7 @@ class Residence:
     def _move_optimizer(self, device: torch.device) -> None:
         for copy in self._of_optimizer:
             copy.to(device)
+        assert isinstance(self._optimizer, torch.optim.Optimizer), "the configuration refuses learner.backend=deepspeed"
         for state in self._optimizer.state.values():
             for name, value in state.items():
                 if isinstance(value, torch.Tensor) and value.dim() > 0:  # a step count stays where Adam keeps it

@@ -15,7 +15,10 @@ from mobula.learner.batch import LearnerItem
 from mobula.learner.gradient_step import GradientStep
 from mobula.learner.policies.adapters import without_adapters
 from mobula.learner.policies.base import PolicyOutput
+from mobula.learner.policies.flow.noising import CleanSequence
+from mobula.learner.policies.flow.rows import LatentSequence
 
+FlowRow = LatentSequence | CleanSequence
 S = TypeVar("S")
 Scores = dict[int, tuple[np.ndarray, np.ndarray, np.ndarray | None]]
 """Index of an item -> its log-probs and entropies, float32 [T] each, and what a flow model predicted, float32 [N, ...].
@@ -47,7 +50,7 @@ class ScoringPass:
     def __call__(self, groups: list[list[LearnerItem]]) -> list[list[LearnerItem]]:
         """The same items with `old_logprobs` and `entropies`."""
         scores = gathered(self._own([item for group in groups for item in group]))
-        return [[_scored(item, scores) for item in group] for group in groups]
+        return [[with_scores(item, scores) for item in group] for group in groups]
 
     def _own(self, items: Sequence[LearnerItem]) -> Scores:
         scores: Scores = {}
@@ -65,7 +68,8 @@ class ScoringPass:
         if not self._keeps_predictions:
             return [None] * len(rows)
         assert isinstance(output.predicted, Tensor), "only flow models predict what such losses compare with"
-        parts = output.predicted.float().cpu().split([row.sequence.num_predictions for row in rows])
+        flow = [row.sequence for row in rows if isinstance(row.sequence, FlowRow)]
+        parts = output.predicted.float().cpu().split([row.num_predictions for row in flow])
         return [part.numpy().copy() for part in parts]
 
 
@@ -103,9 +107,12 @@ def unscored(groups: list[list[LearnerItem]]) -> list[list[LearnerItem]]:
     return groups
 
 
-def _scored(item: LearnerItem, scores: Scores) -> LearnerItem:
+def with_scores(item: LearnerItem, scores: Scores) -> LearnerItem:
+    """The item with its scores; what a flow model predicted is kept by the rank that trains the row."""
     logprobs, entropies, predicted = scores[item.index]
-    sequence = item.sequence if predicted is None else item.sequence.with_old(predicted)
+    sequence = item.sequence
+    if predicted is not None and isinstance(sequence, FlowRow):
+        sequence = sequence.with_old(predicted)
     return replace(item, sequence=sequence, old_logprobs=logprobs, entropies=entropies)
 
 

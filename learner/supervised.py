@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mobula.cluster.records.actions import TokenActions
 from mobula.cluster.records.media import MediaHandle, MediaReader, MediaSpan
@@ -24,7 +24,6 @@ from mobula.learner.meter import Meter
 from mobula.learner.policies.batch import TokenBatch, TokenSequence, collate, pad_rows
 from mobula.learner.policies.device_copies import on_device
 from mobula.learner.policies.logprobs import PLAIN, Distribution
-from mobula.learner.policies.token import TokenPolicy
 
 
 @dataclass(frozen=True)
@@ -72,13 +71,21 @@ class SupervisedTrainer:
     """Teaches the policy answers, and says how many it knows. All methods are collective."""
 
     def __init__(
-        self, policy: TokenPolicy, backend: Backend, step: GradientStep, reader: MediaReader, device: torch.device
+        self,
+        policy: nn.Module,
+        backend: Backend,
+        step: GradientStep,
+        reader: MediaReader,
+        device: torch.device,
+        sampled: Distribution,
     ) -> None:
+        """`policy` has the forward of a TokenPolicy; responses are sampled from `sampled`."""
         self._policy = policy
         self._backend = backend
         self._step = step
         self._reader = reader
         self._device = device
+        self._sampled = sampled
 
     def step(self, examples: Sequence[SharedSupervised], learning_rate: float) -> dict[str, float]:
         """One step on the mean cross-entropy of trained answer tokens; if there are none, loss 0, `skipped` 1."""
@@ -99,7 +106,7 @@ class SupervisedTrainer:
         skipped = float(not np.isfinite(grad_norm))
         return {**meter.reduce(), "grad_norm": grad_norm, "skipped": skipped, **counts}
 
-    def answer_accuracy(self, examples: Sequence[SharedSupervised], distribution: Distribution) -> float:
+    def answer_accuracy(self, examples: Sequence[SharedSupervised]) -> float:
         """The share of examples whose every trained token is the likeliest one given those before it.
 
         Greedy decoding gives exactly those answers, so this is its exact-match accuracy without decoding.
@@ -108,7 +115,7 @@ class SupervisedTrainer:
         with self._backend.inference():
             for rows in self._step.shares(examples):
                 mask = self._mask(rows)
-                output = self._policy(self._collate(rows), distribution)
+                output = self._policy(self._collate(rows), self._sampled)
                 is_right = (output.is_argmax | ~mask).all(dim=1) & mask.any(dim=1)
                 meter.add(right=is_right.sum())
         return meter.reduce()["right"] / len(examples)

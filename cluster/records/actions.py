@@ -84,6 +84,11 @@ class Actions(Protocol):
         """Pictures and other media that an environment showed between the steps."""
         ...
 
+    @property
+    def media_spans(self) -> tuple[MediaSpan, ...]:
+        """The steps that each of `media` fills."""
+        ...
+
     @classmethod
     def packed(cls, siblings: Sequence[Self]) -> Any:
         """The actions of all `siblings` as they travel."""
@@ -203,6 +208,10 @@ class LatentActions:
 
     @property
     def media(self) -> tuple[MediaHandle, ...]:
+        return ()
+
+    @property
+    def media_spans(self) -> tuple[MediaSpan, ...]:
         return ()
 
     def stretch(self, start: int, end: int) -> LatentActions:

@@ -111,7 +111,7 @@ class TrainedStep:
         groups = [group.read() for group in self.groups]
         if self.rows.num_rows == 0:
             return groups
-        logprobs = iter(arrays(self.rows, "reference_logprobs"))
+        logprobs = (array for array in arrays(self.rows, "reference_logprobs") if array is not None)  # none is missing
         return [
             replace(recorded, reference_logprobs=tuple(next(logprobs) for _ in recorded.group.trajectories))
             for recorded in groups

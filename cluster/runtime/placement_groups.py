@@ -17,7 +17,7 @@ from uuid import uuid4
 import ray
 from ray._private.state import available_resources_per_node  # the public API has only the sum over the cluster
 from ray._private.state import state as control_store  # nor does it say whose driver is dead
-from ray.core.generated.gcs_pb2 import PlacementGroupTableData
+from ray.core.generated.gcs_pb2 import PlacementGroupTableData  # type: ignore[attr-defined]  # made when it is imported
 from ray.util.placement_group import (
     PlacementGroup,
     placement_group,

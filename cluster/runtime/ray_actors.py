@@ -122,7 +122,7 @@ def on_failure(reference: ray.ObjectRef[Any], tell: Callable[[Exception], None],
     loop = asyncio.get_running_loop()
 
     def look(call: Future[Any]) -> None:  # on a thread of Ray's
-        if (error := call.exception()) is not None and not loop.is_closed():
+        if isinstance(error := call.exception(), Exception) and not loop.is_closed():
             loop.call_soon_threadsafe(tell, _as_seen_here(error, what, reference))
 
     reference.future().add_done_callback(look)
@@ -228,7 +228,7 @@ def _hosted(role: type, name: str) -> type:
     inherited.
     """
 
-    class Hosted(role):
+    class Hosted(role):  # type: ignore[misc]  # whose base is an argument
         def __init__(self, seat: Seat, *args: Any, **kwargs: Any) -> None:
             if seat.log is not None:
                 write_to(seat.log, name)

@@ -29,7 +29,7 @@ from mobula.cluster.workers.supervisor import background_tasks
 
 _logger = logging.getLogger(__name__)
 
-_Outcomes = Mapping[Receiver, Exception | None]  # the error of each receiver, None where it succeeded
+_Outcomes = Mapping[Receiver, BaseException | None]  # the error of each receiver, None where it succeeded
 
 RECEIVER_LOST = (WorkerDiedError, DeadlineError, RolloutError)  # it is gone itself; others may be a peer's fault
 
@@ -243,7 +243,7 @@ class WeightSync:
 
     async def _send(self, push: _Underway, receivers: tuple[Receiver, ...]) -> _Sent | None:
         """Sends to one wave, in up to `max_attempts` epochs; None if all of its receivers are lost."""
-        waiting, last = receivers, Exception()
+        waiting, last = receivers, BaseException()
         for _ in range(self._max_attempts):
             attempt = await self._try_to_send(push, waiting)
             if isinstance(attempt, _Sent):
@@ -296,7 +296,7 @@ class WeightSync:
             await self._disband(sent.wave)
         await self._bring_along(push, self._living(arrived))
 
-    async def _bring_along(self, push: _Underway, failed: Mapping[Receiver, Exception]) -> None:
+    async def _bring_along(self, push: _Underway, failed: Mapping[Receiver, BaseException]) -> None:
         """Loads the learner's current weights into living receivers that missed the push, as late joiners do."""
         for _ in range(self._max_attempts):
             if not failed:
@@ -311,7 +311,7 @@ class WeightSync:
         if failed:
             raise self._not_reached(push, tuple(failed), next(iter(failed.values())))
 
-    def _living(self, results: _Outcomes) -> dict[Receiver, Exception]:
+    def _living(self, results: _Outcomes) -> dict[Receiver, BaseException]:
         """The receivers that failed and are alive, with their errors; the others that failed are lost.
 
         Raises:
@@ -325,7 +325,7 @@ class WeightSync:
                 self._members.lose(receiver, error)
         return {receiver: error for receiver, error in failed.items() if not isinstance(error, RECEIVER_LOST)}
 
-    def _not_reached(self, push: _Underway, receivers: tuple[Receiver, ...], last: Exception) -> WeightSyncError:
+    def _not_reached(self, push: _Underway, receivers: tuple[Receiver, ...], last: BaseException) -> WeightSyncError:
         error = WeightSyncError(
             f"version {push.version} did not reach {_names(receivers)} in {self._max_attempts} attempts "
             f"(weight_sync.max_attempts): {last}"
@@ -429,7 +429,7 @@ class WeightSync:
 class _NotMet(Exception):
     """A transfer group did not come together."""
 
-    def __init__(self, results: dict[Receiver, Exception | None]) -> None:
+    def __init__(self, results: dict[Receiver, BaseException | None]) -> None:
         super().__init__("a transfer group did not come together")
         self.outcomes = results
 

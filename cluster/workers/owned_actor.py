@@ -29,7 +29,8 @@ class OwnedActor:
         paths = os.pathsep.join(path for path in sys.path if path)  # so that the actor imports the user's modules
         env_vars = {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
         options = {"num_cpus": num_cpus, "max_restarts": 0, "runtime_env": {"env_vars": env_vars}}
-        self._handle = ray.remote(role).options(**options).remote(*args)
+        remote: Any = ray.remote(role)  # typed for classes that are written out
+        self._handle: ray.actor.ActorHandle[Any] = remote.options(**options).remote(*args)
 
     def call(self, method: str, *args: Any, timeout_s: float) -> Any:
         """Returns the result of a method.

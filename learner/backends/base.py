@@ -40,12 +40,14 @@ def evaluating(policy: nn.Module) -> Iterator[None]:
 class Optimizer(Protocol):
     """Interface of an optimizer: torch's own, or a backend's replacement."""
 
-    param_groups: list[dict[str, Any]]
+    @property
+    def param_groups(self) -> list[dict[str, Any]]: ...
 
 
 class Backend(Protocol):
     """How a policy lies in the memory of the ranks, and how its gradients come together.
 
+    Each backend takes back the optimizers of its own `optimizer` alone: their type is Any, since it differs by backend.
     Losses are parts of one sum over micro-batches and ranks, so gradients are summed over ranks, not averaged.
 
     Example:
@@ -68,7 +70,7 @@ class Backend(Protocol):
         """Add this loss's gradients; those of all ranks are summed once `is_last` is True."""
         ...
 
-    def step(self, optimizer: Optimizer, *, max_grad_norm: float) -> float:
+    def step(self, optimizer: Any, *, max_grad_norm: float) -> float:
         """Clip, step and clear the gradients; returns the norm before clipping. If it is not finite, nothing moves."""
         ...
 
@@ -87,7 +89,7 @@ class Backend(Protocol):
         """
         ...
 
-    def save(self, folder: Path, optimizer: Optimizer, version: int) -> Callable[[], None]:
+    def save(self, folder: Path, optimizer: Any, version: int) -> Callable[[], None]:
         """Copy this rank's part of what is trained and of the optimizer's state. Collective.
 
         What is returned writes the copy, on another thread and beside training. A backend that can only write itself
@@ -95,7 +97,7 @@ class Backend(Protocol):
         """
         ...
 
-    def load(self, folder: Path, optimizer: Optimizer) -> int:
+    def load(self, folder: Path, optimizer: Any) -> int:
         """Read what `save` wrote; returns the version. Collective.
 
         Raises:

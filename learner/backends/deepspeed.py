@@ -90,7 +90,8 @@ class DeepSpeedBackend:
         """At stage 3 the flat shards: equally long on each rank, padded at the end of the last one."""
         if self._config.zero_stage == 2:
             return self._trained
-        return {name: DTensor.from_local(p.ds_tensor, self._mesh, [Shard(0)]) for name, p in self._trained.items()}
+        shards = {name: vars(p)["ds_tensor"] for name, p in self._trained.items()}
+        return {name: DTensor.from_local(shard, self._mesh, [Shard(0)]) for name, shard in shards.items()}
 
     def full_state(self, wanted: Wanted = everything) -> Iterator[tuple[str, Tensor]]:
         state = self._policy.model.state_dict(keep_vars=True).items()

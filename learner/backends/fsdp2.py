@@ -58,7 +58,7 @@ class FSDP2Backend:
         for module in list(policy.blocks()):
             if _num_parameters(module) >= MIN_UNIT_NUMEL:
                 fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offload)
-        fully_shard(policy, mesh=mesh, mp_policy=precision, offload_policy=offload)
+        self._root = fully_shard(policy, mesh=mesh, mp_policy=precision, offload_policy=offload)  # the policy itself
         self._policy = policy
         num_trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
         self._keeps_whole_gradients = num_trained * torch.float32.itemsize <= MAX_WHOLE_GRADIENT_BYTES
@@ -69,8 +69,8 @@ class FSDP2Backend:
         return build_optimizer(self._policy.named_parameters(), self._config)
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
-        self._policy.set_requires_gradient_sync(is_last or not self._keeps_whole_gradients)
-        self._policy.set_requires_all_reduce(is_last)
+        self._root.set_requires_gradient_sync(is_last or not self._keeps_whole_gradients)
+        self._root.set_requires_all_reduce(is_last)
         (loss * self._num_ranks).backward()  # FSDP2 averages over ranks; the parts of a loss add up
 
     def step(self, optimizer: torch.optim.Optimizer, *, max_grad_norm: float) -> float:
@@ -88,7 +88,7 @@ class FSDP2Backend:
             with evaluating(self._policy):
                 yield
         finally:
-            self._policy.reshard()  # after a forward the root stays gathered: stale as soon as its shards change
+            self._root.reshard()  # after a forward the root stays gathered: stale as soon as its shards change
 
     def trained(self) -> dict[str, Tensor]:
         return self._trained

@@ -66,7 +66,7 @@ def load_sharded(folder: Path, policy: Policy, optimizer: torch.optim.Optimizer)
         CheckpointError: there is no complete state in `folder`.
     """
     _refuse_incomplete(folder)
-    state = {**_trained_state(policy, optimizer), "version": 0}
+    state: dict[str, Any] = {**_trained_state(policy, optimizer), "version": 0}
     dcp.load(state, checkpoint_id=folder, no_dist=not dist.is_initialized(), planner=_IdleWeights())
     set_state_dict(
         policy, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"], options=PARTIAL

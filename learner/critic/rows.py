@@ -46,11 +46,13 @@ class ValueRow:
     @classmethod
     def of(cls, item: LearnerItem) -> ValueRow:
         """Of an item; before it has values and returns they are empty."""
+        row = item.sequence
+        assert isinstance(row, TokenSequence | RowOutline), "a critic values tokens"
         nothing = np.zeros(0, dtype=np.float32)
         return cls(
             index=item.index,
             group=item.group,
-            sequence=item.sequence.with_end(),
+            sequence=row.with_end(),
             old_values=nothing if item.values is None else item.values,
             returns=nothing if item.returns is None else item.returns,
             mask=item.kept_mask,
@@ -72,7 +74,9 @@ class ValueBatch:
 
 def collate_rows(rows: Sequence[ValueRow], reader: MediaReader, device: torch.device) -> ValueBatch:
     """Pad rows into one micro-batch."""
-    tokens = collate([row.sequence for row in rows], reader, device)
+    sequences = [row.sequence for row in rows if isinstance(row.sequence, TokenSequence)]
+    assert len(sequences) == len(rows), "a row of another rank: no content of it was fetched"
+    tokens = collate(sequences, reader, device)
     width = tokens.targets.shape[1]
 
     def column(arrays: Sequence[np.ndarray], dtype: type) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -16,6 +16,7 @@ from mobula.learner.policies.base import RowOutline
 
 UNKNOWN = ""  # what a summary has no room for
 Parts = Sequence[Sequence[ScoredGroup]]
+T = TypeVar("T")
 X = TypeVar("X", bound=Outlined)
 
 
@@ -30,9 +31,9 @@ class _Examples(Generic[X]):
     def __len__(self) -> int:
         return sum(self._sizes)
 
-    def in_parts(self, examples: Sequence[X | ExampleOutline]) -> list[list[X | ExampleOutline]]:
+    def in_parts(self, examples: Sequence[T]) -> list[list[T]]:
         """Examples of all entries, part by part."""
-        remaining: Iterator[X | ExampleOutline] = iter(examples)
+        remaining = iter(examples)
         return [[next(remaining) for _ in range(size)] for size in self._sizes]
 
     def wanted(self, entries: Sequence[X | ExampleOutline], num_ranks: int) -> list[set[int]]:
@@ -40,7 +41,7 @@ class _Examples(Generic[X]):
         wanted: list[set[int]] = [set() for _ in range(num_ranks)]
         for part in filter(None, self.in_parts([ExampleOutline.of(entry, n) for n, entry in enumerate(entries)])):
             for own, shares in zip(wanted, shares_of_ranks(part, self._config, num_ranks), strict=True):
-                own.update(outline.index for share in shares for outline in share)  # type: ignore[union-attr]
+                own.update(outline.index for share in shares for outline in share)
         return wanted
 
     def outline(self, entry: X | ExampleOutline, place: int) -> ExampleOutline:

@@ -83,8 +83,11 @@ class Example:
     def compared(self, predicted: np.ndarray) -> Example:
         """Pictures with what the initial weights predict of all candidates, float32 [N, ...] one after the other."""
         parts = np.split(predicted, len(self.candidates))
-        rows = [(c, c.sequence.with_old(part)) for c, part in zip(self.candidates, parts, strict=True)]  # type: ignore[attr-defined]
-        return replace(self, candidates=tuple(replace(candidate, sequence=row) for candidate, row in rows))
+        candidates = []
+        for candidate, part in zip(self.candidates, parts, strict=True):
+            assert isinstance(candidate.sequence, CleanSequence), "velocities are those of pictures"
+            candidates.append(replace(candidate, sequence=candidate.sequence.with_old(part)))
+        return replace(self, candidates=tuple(candidates))
 
     def referred(self, logprobs: Sequence[np.ndarray]) -> Example:
         """The same with the log-probs of the initial policy, float32 [at least T] a candidate."""
@@ -164,6 +167,7 @@ def fetch_examples(groups: Sequence[ScoredGroup], row: Row, timeout_s: float) ->
     references = fetch_or_miss([g.reference_logprobs for g in groups], timeout_s=timeout_s, what="reference log-probs")
     examples = []
     for group, scored, logprobs in zip(fetched, groups, references, strict=True):
+        rewards = [reward for reward in scored.rewards if reward is not None]  # rows of data sets have them all
         candidates = [
             Candidate(
                 sequence=row(group.prompt, trajectory.actions),
@@ -171,7 +175,7 @@ def fetch_examples(groups: Sequence[ScoredGroup], row: Row, timeout_s: float) ->
                 label=reward.value,
                 reference_logprobs=None if logprobs is None else logprobs[n],
             )
-            for n, (trajectory, reward) in enumerate(zip(group.trajectories, scored.rewards, strict=True))
+            for n, (trajectory, reward) in enumerate(zip(group.trajectories, rewards, strict=True))
         ]
         examples.append(Example(tuple(sorted(candidates, key=lambda candidate: -candidate.label))))
     return examples

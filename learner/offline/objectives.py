@@ -28,7 +28,8 @@ Model = Callable[..., Any]
 class Objective(Protocol):
     """The loss of a job. Parts of one step's loss add up over micro-batches and ranks."""
 
-    row: Row
+    @property
+    def row(self) -> Row: ...
 
     def __call__(self, model: Model, batch: ExampleBatch, totals: ExampleTotals, meter: Meter) -> Tensor:
         """This micro-batch's part of the step's loss; its metrics go to `meter`."""

@@ -16,7 +16,7 @@ TINY = 1e-12  # what torchao makes of the scale of a block of zeros
 MOMENTS = {"exp_avg": True, "exp_avg_sq": False}  # name -> whether it has a sign
 
 
-class AdamWOfBytes(AdamW8bit):
+class AdamWOfBytes(AdamW8bit):  # type: ignore[misc]  # torchao has no types
     """torchao's AdamW8bit as a learner uses it: the learning rate is set as a number, nothing is compiled on CPUs, and
     states are saved in float32.
 
@@ -87,9 +87,9 @@ def _plain(value: Any) -> Any:
     """A quantised tensor in float32; all else as it is."""
     if isinstance(value, OptimState8bit):
         return value.dequantize(torch.float32)
-    if isinstance(value, DTensor) and isinstance(value.to_local(), OptimState8bit):
+    if isinstance(value, DTensor) and isinstance(shard := value.to_local(), OptimState8bit):
         return DTensor.from_local(
-            value.to_local().dequantize(torch.float32),
+            shard.dequantize(torch.float32),
             value.device_mesh,
             value.placements,
             run_check=False,

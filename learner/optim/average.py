@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from mobula.cluster.errors import CheckpointError
@@ -102,7 +103,8 @@ def read_average(folder: Path, tensors: dict[str, Tensor], *, no_dist: bool, nam
         )
     saved = dcp.FileSystemReader(folder / name).read_metadata().state_dict_metadata
     # What DeepSpeed shards is saved flat and padded.
-    read = {n: t if saved[n].size == t.shape else t.new_empty(saved[n].size) for n, t in tensors.items()}
+    sizes = {n: one.size for n, one in saved.items() if isinstance(one, TensorStorageMetadata)}
+    read = {n: t if sizes[n] == t.shape else t.new_empty(sizes[n]) for n, t in tensors.items()}
     dcp.load(read, checkpoint_id=folder / name, no_dist=no_dist)
     for n, t in tensors.items():
         if read[n] is not t:

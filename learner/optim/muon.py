@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import nn
@@ -29,7 +28,8 @@ class MuonWithAdamW(torch.optim.Optimizer):
         betas: tuple[float, float],
         eps: float,
     ) -> None:
-        matrices, others = [], []
+        matrices: list[nn.Parameter] = []
+        others: list[nn.Parameter] = []
         for name, parameter in named:
             is_matrix = parameter.ndim == 2 and min(parameter.shape) > 1  # one row is a scalar head, so a vector
             is_hidden = is_matrix and not any(part in name for part in NOT_HIDDEN)
@@ -46,7 +46,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         super().__init__([group for inner in self._inner for group in inner.param_groups], {})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # no caller has a closure
         """One step of each part, on the groups and the state of the whole: loading a state replaces both."""
         assert closure is None, "the gradients are computed before the step"
         for inner, group in zip(self._inner, self.param_groups, strict=True):

@@ -78,7 +78,7 @@ class PictureTrainer:
         counts = {"num_tokens": float(len(examples)), "learning_rate": learning_rate}
         return {**meter.reduce(), "grad_norm": grad_norm, "skipped": skipped, **counts}
 
-    def answer_accuracy(self, examples: Sequence[SharedPicture], replay: object) -> float:
+    def answer_accuracy(self, examples: Sequence[SharedPicture]) -> float:
         """The share of the velocities' squares that is predicted: 1 - sum (v - (noise - picture))^2 / sum (noise -
         picture)^2, and at least 0. It is 0 for a model that predicts 0, and 1 is out of reach: noise is no secret only
         where there is little else.

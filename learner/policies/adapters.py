@@ -6,6 +6,7 @@ import json
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save_file
@@ -14,6 +15,9 @@ from transformers import PreTrainedModel
 
 from mobula.configs.schema import LoRAConfig
 from mobula.learner.policies.lora import WEIGHT, A, B, merged
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
 
 NAME = "default"  # PEFT's, of the only adapter
 BASE = ".base_layer."  # PEFT's, between a module and its own weight
@@ -31,8 +35,7 @@ def add_adapters(model: nn.Module, modules: Collection[str], config: LoRAConfig,
     Raises:
         ValueError: a module is no linear layer, or is the output layer, which may share its weight.
     """
-    # It takes seconds, and loads half the field: not without adapters.
-    from peft import LoraConfig, inject_adapter_in_model
+    from peft import inject_adapter_in_model
 
     output_layer = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
     for name in modules:
@@ -42,7 +45,7 @@ def add_adapters(model: nn.Module, modules: Collection[str], config: LoRAConfig,
                 f"policy.lora.target_modules: {name} is {type(module).__name__} and takes no adapter here: "
                 "name linear layers other than the output layer"
             )
-    peft = LoraConfig(r=config.rank, lora_alpha=config.alpha, lora_dropout=0.0, target_modules=list(modules))
+    peft = _peft_config(config, modules)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         inject_adapter_in_model(peft, model)
@@ -52,8 +55,6 @@ def add_adapters(model: nn.Module, modules: Collection[str], config: LoRAConfig,
 
 def save_adapters(folder: Path, model: PreTrainedModel, config: LoRAConfig, source: str) -> None:
     """Write the adapters of `model` as PEFT does; `source` is the checkpoint that they belong to (`policy.model`)."""
-    from peft import LoraConfig
-
     factors = {split_factor(name): tensor for name, tensor in model.state_dict().items() if is_factor(name)}
     folder.mkdir(parents=True, exist_ok=True)
     save_file(
@@ -61,31 +62,34 @@ def save_adapters(folder: Path, model: PreTrainedModel, config: LoRAConfig, sour
         folder / "adapter_model.safetensors",
         metadata={"format": "pt"},
     )
-    LoraConfig(
-        r=config.rank,
-        lora_alpha=config.alpha,
-        lora_dropout=0.0,
-        target_modules=sorted({module for module, _ in factors}),
-        base_model_name_or_path=source,
-        task_type="CAUSAL_LM",
-        inference_mode=True,
-    ).save_pretrained(folder)
+    modules = sorted({module for module, _ in factors})
+    described = _peft_config(
+        config, modules, base_model_name_or_path=source, task_type="CAUSAL_LM", inference_mode=True
+    )
+    described.save_pretrained(str(folder))
 
 
 def save_pipeline_adapters(folder: Path, model: nn.Module, config: LoRAConfig) -> None:
     """Write the adapters of a pipeline's transformer as `load_lora_weights` of diffusers reads them."""
-    from peft import LoraConfig
-
     factors = {split_factor(name): tensor for name, tensor in model.state_dict().items() if is_factor(name)}
     modules = sorted({module for module, _ in factors})
-    described = LoraConfig(r=config.rank, lora_alpha=config.alpha, lora_dropout=0.0, target_modules=modules).to_dict()
-    described = {f"{DIFFUSERS_PREFIX}{key}": _listed(value) for key, value in described.items()}
+    described = {
+        f"{DIFFUSERS_PREFIX}{key}": _listed(value) for key, value in _peft_config(config, modules).to_dict().items()
+    }
     folder.mkdir(parents=True, exist_ok=True)
     save_file(
         {f"{DIFFUSERS_PREFIX}{module}.{factor}": tensor.contiguous() for (module, factor), tensor in factors.items()},
         folder / DIFFUSERS_FILE,
         metadata={"format": "pt", "lora_adapter_metadata": json.dumps(described, indent=2, sort_keys=True)},
     )
+
+
+def _peft_config(config: LoRAConfig, modules: Collection[str], **own: Any) -> LoraConfig:
+    # It takes seconds, and loads half the field: not without adapters.
+    from peft import LoraConfig
+
+    alpha: Any = config.alpha  # declared as an integer, only divided by the rank
+    return LoraConfig(r=config.rank, lora_alpha=alpha, lora_dropout=0.0, target_modules=list(modules), **own)
 
 
 def _listed(value: object) -> object:

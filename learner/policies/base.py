@@ -81,10 +81,6 @@ class RowOutline:
         """The row with one more token after its last one."""
         return replace(self, num_targets=self.num_targets + 1, num_tokens=self.num_tokens + 1)
 
-    def with_old(self, old: np.ndarray) -> RowOutline:
-        """The same: what a flow model predicted is read by the rank that trains the row."""
-        return self
-
 
 class PolicyOutput(NamedTuple):
     """The policy's outputs for each target of a batch; 0 and False behind a row's end."""

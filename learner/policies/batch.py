@@ -13,6 +13,7 @@ from torch import Tensor
 from mobula.cluster.records.actions import KeptSets, TokenActions
 from mobula.cluster.records.media import MediaHandle, MediaReader, MediaSpan, ProcessedMedia
 from mobula.cluster.records.trajectory import Prompt
+from mobula.learner.policies.base import NO_TOKENS
 from mobula.learner.policies.device_copies import on_device
 
 PADDING_ID = 0  # any id will do: attention is causal and padding is on the right, so nothing ever looks at it
@@ -140,7 +141,7 @@ def collate(sequences: Sequence[TokenSequence], reader: MediaReader, device: tor
     rows, steps = np.nonzero(target_mask)
     # The state before a token predicts it.
     columns = steps + np.array([s.num_context - 1 for s in sequences])[rows]
-    counts = pad_rows([s.kept.counts if s.kept is not None else () for s in sequences], 0, np.int64)
+    counts = pad_rows([s.kept.counts if s.kept is not None else NO_TOKENS for s in sequences], 0, np.int64)
     counts = np.pad(counts, [(0, 0), (0, targets.shape[1] - counts.shape[1])])[target_mask]
     kept_ids = [s.kept.ids for s in sequences if s.kept is not None]
     lengths = np.array([s.num_tokens for s in sequences])
@@ -182,7 +183,7 @@ def collate(sequences: Sequence[TokenSequence], reader: MediaReader, device: tor
 
 def pad_rows(rows: Sequence[np.ndarray], padding: float, dtype: type) -> np.ndarray:
     """Arrays [len_i] -> [B, max len], at least one column, padded on the right."""
-    padded = np.full((len(rows), max(1, *(len(row) for row in rows))), padding, dtype=dtype)
+    padded: np.ndarray = np.full((len(rows), max(1, *(len(row) for row in rows))), padding, dtype=dtype)
     for i, row in enumerate(rows):
         padded[i, : len(row)] = row
     return padded
@@ -226,11 +227,11 @@ def _layout(sequences: Sequence[TokenSequence], media: dict[str, ProcessedMedia]
     numbers = {IMAGE: count(), VIDEO: count(), AUDIO: count()}
     for key, medium in media.items():
         indices[key] = next(numbers[medium.modality])
-    layouts: dict[tuple[tuple[int | str | bytes, ...], ...], int] = {}
+    layouts: dict[tuple[object, ...], int] = {}
     rows, row_layouts = [], []
     shown: dict[str, list[int]] = {kind: [] for kind in numbers}
     for row, sequence in enumerate(sequences):
-        key = tuple(
+        layout = tuple(
             (
                 span.start,
                 span.end,
@@ -240,12 +241,12 @@ def _layout(sequences: Sequence[TokenSequence], media: dict[str, ProcessedMedia]
             )
             for handle, span in _placed(sequence)
         )
-        if key not in layouts:
-            layouts[key] = len(layouts)
+        if layout not in layouts:
+            layouts[layout] = len(layouts)
             rows.append(row)
             for handle, _ in _placed(sequence):
                 shown[media[handle.key].modality].append(indices[handle.key])
-        row_layouts.append(layouts[key])
+        row_layouts.append(layouts[layout])
     columns = (rows, shown[IMAGE], shown[VIDEO], row_layouts)
     return PositionLayout(*(torch.from_numpy(np.array(column, dtype=np.int64)) for column in columns))
 

@@ -31,8 +31,8 @@ class ScoringHead(nn.Module):
                 f"policy.model has the output layer {output}, and logits are computed here by a linear layer without "
                 "a bias alone: choose a checkpoint of a supported type"
             )
-        self.weight = output.weight  # float [V, H]; of tied embeddings the same parameter
-        self._chunk_tokens = chunk_tokens
+        self.weight: nn.Parameter = output.weight  # float [V, H]; of tied embeddings the same parameter
+        self._chunk_tokens: int = chunk_tokens
 
     def forward(
         self,

@@ -21,6 +21,7 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.core_model_loading import Transpose, WeightConverter, revert_weight_conversion
+from transformers.models.auto.auto_factory import _BaseAutoModelClass
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     MODEL_FOR_MULTIMODAL_LM_MAPPING,
@@ -30,6 +31,7 @@ from transformers.utils import logging
 from mobula.configs.schema import PolicyConfig
 from mobula.learner.policies.attention.packed import pack_windows, refuse_without_package
 from mobula.learner.policies.families import family_of, own_family
+from mobula.learner.policies.families.vision import method
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # resources.dtype
 RANDOM_PARTS = "drop|jitter"  # in names of attributes that hold a probability or the scale of noise
@@ -63,9 +65,11 @@ def ignore_sampling_defaults(model: PreTrainedModel) -> None:
 
 def recompute_blocks(model: nn.Module, kind: str) -> None:
     """Set what a model in training mode keeps for the backward pass; `kind` is `learner.activation_checkpointing`."""
-    if kind != "none" and not isinstance(model, PreTrainedModel):
-        model.enable_gradient_checkpointing()  # of diffusers
-    elif kind != "none":
+    if kind == "none":
+        return
+    if not isinstance(model, PreTrainedModel):
+        method(model, "enable_gradient_checkpointing")()  # of diffusers
+    else:
         reentrant = {"use_reentrant": False}  # so that blocks whose inputs have no gradient are trained too
         model.gradient_checkpointing_enable(reentrant, offload=kind == "blocks_offloaded")
 
@@ -91,7 +95,8 @@ def described_model(
     """The model that `load_model` (or `model_class`) makes of these tensors, which have no values, with transformers'
     account of keys that are missing, unexpected or of another shape."""
     own = _policy_config(source)
-    chosen: Any = model_class or auto_class(own)._model_mapping[type(own)]  # the automatic class asks for a folder
+    automatic: Any = auto_class(own)
+    chosen: Any = model_class or automatic._model_mapping[type(own)]  # the automatic class asks for a folder
     with _silent_reports():
         options = {"output_loading_info": True, "ignore_mismatched_sizes": True}
         model, info = chosen.from_pretrained(None, config=own, state_dict=state, device_map="meta", **options)
@@ -117,7 +122,7 @@ def _silent_reports() -> Iterator[None]:
         logging.set_verbosity(before)
 
 
-def auto_class(config: PretrainedConfig) -> type[AutoModelForCausalLM]:
+def auto_class(config: PretrainedConfig) -> type[_BaseAutoModelClass]:
     """By what transformers knows this architecture as: image and text to text, some other medium and text, or text."""
     if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         return AutoModelForImageTextToText
@@ -142,7 +147,7 @@ def _keep_transposed(model: PreTrainedModel) -> None:
     """
     kept = getattr(model, "_weight_conversions", None)
     if kept:
-        model._weight_conversions = [one for one in kept if not _transposes(one)]
+        vars(model)["_weight_conversions"] = [one for one in kept if not _transposes(one)]
     for name, parameter in model.named_parameters():
         if _lies_transposed(model, name) and parameter.shape[-1] == parameter.shape[-2]:
             raise ValueError(

@@ -24,8 +24,8 @@ def split_microbatches(
     """
     order = _order(sequences, [0] * len(sequences) if groups is None else groups)
     costs = _costs(sequences, config.picture_token_cost)
-    parts = _cut_evenly([row.index for row in order], [costs[row.index] for row in order], num_ranks)
-    placed = {row.index: row for row in order}
+    parts = _cut_evenly([row.number for row in order], [costs[row.number] for row in order], num_ranks)
+    placed = {row.number: row for row in order}
     parts = [sorted(part, key=lambda i: placed[i].by_length) for part in parts]
     cut = _cut_packed if config.packing else _cut_padded
     batches = [cut(part, sequences, config.tokens_per_microbatch) for part in parts]
@@ -47,8 +47,8 @@ def _costs(sequences: Sequence[PolicyRow], picture_token_cost: float) -> list[fl
 class _Placed(NamedTuple):
     """A row in the order in which ranks take their parts, and its place within the part of its rank."""
 
-    index: int
-    by_length: tuple[int, int, int]  # the place of its block, and its length and index, negative in every other block
+    number: int
+    by_length: tuple[int, int, int]  # the place of its block, and its length and number, negative in every other block
 
 
 def _order(sequences: Sequence[PolicyRow], groups: Sequence[int]) -> list[_Placed]:

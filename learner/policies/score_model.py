@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from copy import deepcopy
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ class ScoreModel(TokenModel):
 
     def forward(self, batch: TokenBatch) -> Tensor:
         """float32 [B, T]: the score at the state before each target; 0 behind a row's last target."""
-        scores = self.model.score(self.states(batch)).float()[:, 0]  # [N]
+        scores = self.model.get_submodule("score")(self.states(batch)).float()[:, 0]  # [N]
         return batch.padded(scores)
 
 
@@ -88,7 +87,9 @@ def _with_new_head(language_model: PreTrainedModel, classifier: Any, seed: int) 
     return model
 
 
-@cache
+_MADE: dict[type, type] = {}  # configuration -> classifier, of architectures for which transformers has none
+
+
 def classifier_class(config_class: type) -> Any:
     """Transformers' sequence classifier of an architecture; where it has none, the base model with a `score` head.
 
@@ -96,7 +97,10 @@ def classifier_class(config_class: type) -> Any:
     """
     if config_class in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
         return MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[config_class]
+    if config_class in _MADE:
+        return _MADE[config_class]
     base = MODEL_MAPPING[config_class]
+    assert isinstance(base, type), f"{config_class.__name__} has several models"
     family = next(c for c in base.__mro__[1:] if issubclass(c, PreTrainedModel))
     name = f"{base.__name__.removesuffix('Model')}ForSequenceClassification"
-    return type(name, (GenericForSequenceClassification, family), {})
+    return _MADE.setdefault(config_class, type(name, (GenericForSequenceClassification, family), {}))

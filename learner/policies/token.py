@@ -26,6 +26,8 @@ class TokenModel(Policy):
     the tower a blank one and adds it with weight 0. What enters the decoder is the model family's.
     """
 
+    model: PreTrainedModel
+
     def __init__(self, model: PreTrainedModel, *, packs: bool) -> None:
         """With `packs` the decoder computes rows without their padding (`learner.packing`)."""
         super().__init__()
@@ -64,4 +66,5 @@ class TokenPolicy(TokenModel):
         targets = batch.targets[batch.hidden_rows, batch.target_columns]  # [N]
         steps = Steps(batch.target_columns == 0, batch.kept_ids, batch.kept_rows, batch.kept_ends)
         flat = head(self.states(batch), targets, distribution, entropy_has_gradient, steps)
-        return PolicyOutput(*map(batch.padded, flat))
+        logprobs, entropy, is_argmax = map(batch.padded, flat)
+        return PolicyOutput(logprobs, entropy, is_argmax)

@@ -66,12 +66,13 @@ def load_trained_model(config: RunConfig) -> nn.Module:
 
 def as_policy(model: nn.Module, config: RunConfig) -> Policy:
     """The module whose forward a learner calls."""
+    if config.sampler.is_flow and config.offline.job != "reward_model":
+        return FlowPolicy(model, flow_checkpoint(config).family)
+    model = _of_tokens(model)
     if config.offline.job == "reward_model":
         return ScoreModel(model, packs=config.learner.packing)
-    if config.sampler.is_flow:
-        return FlowPolicy(model, flow_checkpoint(config).family)
     if config.sampler.draws_tokens:
-        return ImageTokenPolicy(cast(PreTrainedModel, model), config.learner, config.sampler.image_tokens.guidance)
+        return ImageTokenPolicy(model, config.learner, config.sampler.image_tokens.guidance)
     return TokenPolicy(model, config.learner)
 
 
@@ -81,7 +82,7 @@ def scoring_of(config: RunConfig, banned_ids: tuple[int, ...]) -> Scoring:
         denoising = Denoising.of(config.sampler.flow)
         divergence = config.sampler.flow.divergence if config.algorithm.kl.coef > 0 else "none"
         checkpoint, proof = flow_checkpoint(config), denoising.proof
-        canary_row = partial(checkpoint.canary, denoising=proof)
+        canary_row: Callable[[Prompt], PolicyRow] = partial(checkpoint.canary, denoising=proof)
         clean = partial(CleanSequence.of_response, rl_noising(config, checkpoint))
         row = row_of if config.algorithm.has_likelihood else clean
         return Scoring(StepRescoring(denoising, divergence), StepRescoring(proof, "none"), canary_row, row)
@@ -121,7 +122,7 @@ def save_trained(
     if config.sampler.is_flow:
         flow_checkpoint(config).save(folder, full_state, dtype)
     else:
-        save_policy(model, config.policy.model, folder, full_state, dtype)
+        save_policy(_of_tokens(model), config.policy.model, folder, full_state, dtype)
 
 
 def save_trained_adapters(model: nn.Module, config: RunConfig, folder: Path) -> None:
@@ -129,7 +130,13 @@ def save_trained_adapters(model: nn.Module, config: RunConfig, folder: Path) -> 
     if config.sampler.is_flow:
         save_pipeline_adapters(folder, model, config.policy.lora)
     else:
-        save_adapters(folder, cast(PreTrainedModel, model), config.policy.lora, config.policy.model)
+        save_adapters(folder, _of_tokens(model), config.policy.lora, config.policy.model)
+
+
+def _of_tokens(model: nn.Module) -> PreTrainedModel:
+    """A model of tokens, as `load_trained_model` gives it."""
+    assert isinstance(model, PreTrainedModel), f"{type(model).__name__} is no model of transformers"
+    return model
 
 
 def flow_checkpoint(config: RunConfig) -> FlowCheckpoint:

@@ -118,7 +118,7 @@ def wanted_by_rank(
     everything = list(chain.from_iterable(groups))
     parts = minibatches_of(without_overlong(groups, algorithm), algorithm, (config.seed, version))
     is_reference = config.reference.place == "learner_ranks"
-    passes: list[Sequence[LearnerItem] | Sequence[ValueRow]] = []
+    passes: list[Sequence[LearnerItem | ValueRow]] = []
     if role == "learner":
         passes += [*parts, *([everything] if algorithm.needs_scoring_pass or is_reference else [])]
     if role == "critic" or algorithm.critic.place == "learner_ranks":
@@ -163,7 +163,7 @@ class StepGroups:
         return planned_items(self._groups)
 
     def wanted(self, entries: Sequence[Group], num_ranks: int) -> list[set[int]]:
-        items = wanted_by_rank(entries, self._config, self._version, num_ranks, self._role)
+        items = wanted_by_rank(list(entries), self._config, self._version, num_ranks, self._role)
         return [{self._places[index] for index in own} for own in items]
 
     def fetch(self, places: Sequence[int]) -> list[Group]:

@@ -83,7 +83,9 @@ class _Candidate:
 
     @property
     def reward(self) -> Reward:
-        return self.group.rewards[self.sibling]
+        reward = self.group.rewards[self.sibling]
+        assert reward is not None, "responses without a reward are no candidates"
+        return reward
 
 
 class SampleKeeper:

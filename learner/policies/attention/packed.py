@@ -23,7 +23,7 @@ MAX_HEAD_DIM = 256  # of the kernel
 HALF = (torch.float16, torch.bfloat16)
 OLDEST = (8, 0)  # compute capability (Ampere)
 # torch 2.11 computes grouped heads without an argument for it.
-GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
 class RowBounds:
@@ -78,9 +78,10 @@ def packed_attention(
             f"policy.model: {type(module).__name__} caps its attention scores or has attention sinks, which are not "
             "computed for packed rows: set policy.attention=eager and learner.packing=false"
         )
-    is_causal = module.is_causal if is_causal is None else is_causal
+    is_causal = bool(module.is_causal) if is_causal is None else is_causal
     bounds = row_bounds
     if bounds is None and cu_seq_lens_q is not None:
+        assert max_length_q is not None, "a vision tower passes both"
         bounds = RowBounds(cu_seq_lens_q.int(), int(max_length_q))
     if bounds is not None:
         bounds.is_used = True
@@ -119,13 +120,13 @@ def _has_kernel(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= OLDEST
 
 
-def _autocast(*parts: Tensor) -> tuple[Tensor, ...]:
+def _autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The parts in the type of autocast, which does not know the kernel: position embeddings leave float32 behind."""
-    device = parts[0].device.type
+    device = query.device.type
     if not torch.is_autocast_enabled(device):
-        return parts
+        return query, key, value
     dtype = torch.get_autocast_dtype(device)
-    return tuple(part.to(dtype) for part in parts)
+    return query.to(dtype), key.to(dtype), value.to(dtype)
 
 
 def _kernel(
@@ -140,9 +141,10 @@ def _kernel(
     """[1, num_tokens, heads, D]; the kernel counts the tokens before one, and `sliding_window` counts itself too."""
     before = -1 if sliding_window is None else sliding_window - 1
     window = (before, 0) if is_causal else (-1, -1)
-    rows = (part[0].transpose(0, 1) for part in (query, key, value))  # [num_tokens, heads, D] each
+    q, k, v = (part[0].transpose(0, 1) for part in (query, key, value))  # [num_tokens, heads, D] each
     ends, longest = bounds.ends, bounds.longest
-    found = varlen_attn(*rows, ends, ends, longest, longest, scale=scaling, window_size=window, **GROUPED)
+    found = varlen_attn(q, k, v, ends, ends, longest, longest, scale=scaling, window_size=window, **GROUPED)
+    assert isinstance(found, Tensor), "the logarithms of the sums come with it on request alone"
     return found.unsqueeze(0)
 
 

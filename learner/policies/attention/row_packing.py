@@ -16,6 +16,7 @@ from mobula.learner.policies.batch import RowPlaces
 
 PER_TOKEN = ("inputs_embeds", "visual_pos_masks")  # arguments of decoders with axes [B, S, ...]
 POSITIONS = "position_ids"  # [B, S], or [3, B, S] with M-RoPE
+Args = tuple[Any, ...]
 
 
 class RowPacking:
@@ -60,7 +61,7 @@ class RowPacking:
         finally:
             self._places = None
 
-    def _pack(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    def _pack(self, decoder: nn.Module, args: Args, kwargs: dict[str, Any]) -> tuple[Args, dict[str, Any]]:
         places = self._places
         if places is None:
             return args, kwargs
@@ -83,7 +84,7 @@ class RowPacking:
             return {"row_bounds": self._bounds}
         return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
 
-    def _unpack(self, decoder: nn.Module, args: tuple[Any, ...], output: ModelOutput) -> ModelOutput:
+    def _unpack(self, decoder: nn.Module, args: Args, output: ModelOutput) -> ModelOutput:
         if self._places is None:
             return output
         if self._bounds is not None and not self._bounds.is_used:
@@ -91,10 +92,10 @@ class RowPacking:
                 f"policy.model: {type(decoder).__name__} does not tell its attention where rows end, so they cannot be "
                 "packed: set learner.packing=false"
             )
-        packed = output.last_hidden_state[0]  # [num_tokens, H]
+        packed = output["last_hidden_state"][0]  # [num_tokens, H]
         num_rows, width = self._shape
         padded = packed.new_zeros(num_rows * width, packed.shape[-1]).index_copy(0, self._places.index, packed)
-        output.last_hidden_state = padded.view(num_rows, width, -1)
+        output["last_hidden_state"] = padded.view(num_rows, width, -1)
         return output
 
 

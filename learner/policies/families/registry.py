@@ -54,7 +54,7 @@ DRAWING_TYPES = tuple(kind for kind, family in BY_MODEL_TYPE.items() if family.m
 TEXT_FAMILIES = tuple(kind for kind in BY_MODEL_TYPE if kind not in (*VISION_FAMILIES, *AUDIO_TYPES, *DRAWING_TYPES))
 
 
-def family_of(config: PreTrainedConfig, source: str = "", key: str = "policy.model") -> Family:
+def family_of(config: PreTrainedConfig, source: str | None = "", key: str = "policy.model") -> Family:
     """The family of a model with this config, which was read from `source`, the value of `key`.
 
     A model type without a file is an `UnknownFamily` if transformers loads it as image and text to text.
@@ -74,7 +74,7 @@ def family_of(config: PreTrainedConfig, source: str = "", key: str = "policy.mod
     return BY_MODEL_TYPE[kind]
 
 
-def _refuse_scaled_logits(config: PreTrainedConfig, source: str, key: str) -> None:
+def _refuse_scaled_logits(config: PreTrainedConfig, source: str | None, key: str) -> None:
     """Refuse a model that changes logits behind its output embeddings, or attention scores before their softmax."""
     text = config.get_text_config()
     found = {name: getattr(text, name, None) for name in LOGIT_SCALES}

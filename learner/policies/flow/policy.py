@@ -41,7 +41,7 @@ class FlowPolicy(Policy):
         self._family = family
 
     def blocks(self) -> Iterator[nn.Module]:
-        kinds = self.model._no_split_modules or ()
+        kinds = getattr(self.model, "_no_split_modules", None) or ()
         return (module for module in self.model.modules() if type(module).__name__ in kinds)
 
     def forward(
@@ -59,9 +59,10 @@ class FlowPolicy(Policy):
             return self._at_levels(batch, replay)
         moved = self._transition(batch, replay.denoising)
         entropy = (torch.log(moved.std) + 0.5 * math.log(2 * math.pi * math.e)).flatten()
-        parts = (moved.logprobs(batch.next_latents), entropy.detach(), torch.zeros_like(entropy, dtype=torch.bool))
         output = PolicyOutput(
-            *map(batch.padded, parts),
+            batch.padded(moved.logprobs(batch.next_latents)),
+            batch.padded(entropy.detach()),
+            batch.padded(torch.zeros_like(entropy, dtype=torch.bool)),
             predicted=moved.mean.detach(),
             moves=_moves(moved, batch),
         )

@@ -33,7 +33,7 @@ def canary_tokens(source: str) -> Tensor:
 def without_text(model: PreTrainedModel, ids: Tensor) -> Tensor:
     """Token ids of a prompt without its text: what is neither the first token nor the start of a picture is padding."""
     own = model.generation_config
-    is_kept = (ids == own.bos_token_id) | (ids == own.generation_kwargs["boi_token_id"])
+    is_kept = (ids == own.bos_token_id) | (ids == vars(own)["generation_kwargs"]["boi_token_id"])
     return torch.where(is_kept, ids, own.pad_token_id)
 
 

@@ -20,6 +20,8 @@ from mobula.learner.policies.logprobs import Distribution, TokenLogprobs, token_
 class ImageTokenPolicy(Policy):
     """Scores the image tokens behind a prompt, with the guidance that they were sampled with."""
 
+    model: PreTrainedModel
+
     def __init__(self, model: PreTrainedModel, config: LearnerConfig, guidance: float) -> None:
         super().__init__()
         self.model = model
@@ -41,8 +43,8 @@ class ImageTokenPolicy(Policy):
 
         parts = zip(states.split(self._chunk_tokens), targets.split(self._chunk_tokens), strict=True)
         found = [checkpoint(scored, *part, use_reentrant=False) for part in parts]
-        columns = (torch.cat(column) for column in zip(*found, strict=True))
-        return PolicyOutput(*map(batch.padded, columns))
+        logprobs, entropy, is_argmax = (batch.padded(torch.cat(column)) for column in zip(*found, strict=True))
+        return PolicyOutput(logprobs, entropy, is_argmax)
 
     def _states(self, batch: TokenBatch) -> Tensor:
         """float32 [N, P]: before each of the N targets."""
@@ -54,7 +56,8 @@ class ImageTokenPolicy(Policy):
             rows, columns = torch.cat([rows, rows + len(is_text)]), columns.repeat(2)
             is_text = is_text.repeat(2, 1)
         embeds = embedded(self.model, ids, is_text)
-        hidden = self.model.model.language_model(inputs_embeds=embeds, use_cache=False).last_hidden_state
+        decoder = self.model.get_submodule("model.language_model")
+        hidden = decoder(inputs_embeds=embeds, use_cache=False).last_hidden_state
         return head_states(self.model, hidden[rows, columns], self._guidance)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import diffusers
 import httpx
@@ -256,7 +255,7 @@ def test_a_stable_diffusion_3_without_its_t5_is_read(tmp_path: Path) -> None:
 
 def test_a_model_that_predicts_its_variance_gives_the_velocity_alone() -> None:
     class Doubled(torch.nn.Module):
-        config = SimpleNamespace(timestep_scale=1.0)
+        config = {"timestep_scale": 1.0}
 
         def forward(self, hidden_states: torch.Tensor, **_: object) -> tuple[torch.Tensor]:
             return (torch.cat([hidden_states, -hidden_states], 1),)

@@ -22,6 +22,7 @@ from mobula.learner.batch import LearnerItem, collate_items, fetch_items
 from mobula.learner.credit import Credit
 from mobula.learner.policies.base import RowOutline
 from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
+from mobula.learner.scoring_pass import with_scores
 from mobula.learner.shares import Exchange, ShareFetcher, StepGroups
 from mobula.learner.shares.step_groups import wanted_by_rank
 
@@ -244,7 +245,8 @@ def test_what_a_flow_model_predicted_is_kept_by_the_rank_that_trains_the_row(fol
     groups = [ScoredGroup(g.summary(), g, (Reward(1.0), Reward(0.0))) for g in siblings]
     predicted = np.ones((3, 1, 2, 2), np.float32)
     for found in Ranks(tiny_config(folder), 2, store).fetch(store.put(groups), 3):
-        rows = [i.sequence.with_old(predicted) for row in found for i in row]
+        nothing = np.empty(0, np.float32)
+        rows = [with_scores(i, {i.index: (nothing, nothing, predicted)}).sequence for row in found for i in row]
         whole = [row for row in rows if not isinstance(row, RowOutline)]
         assert len(rows) == 8 and len(whole) == 4
         assert all(row.old is predicted for row in whole)

@@ -123,6 +123,14 @@ class PackedFamily(FlowFamily):
         return bool(model.get("guidance_embeds"))
 
 
+def config_of(model: nn.Module) -> Config:
+    """The configuration of a network of diffusers; nn.Module's types have parameters and submodules alone."""
+    config = getattr(model, "config", None)
+    if not isinstance(config, Mapping):
+        raise TypeError(f"{type(model).__name__} is no network of diffusers: it has no configuration")
+    return config
+
+
 def fit(size: PictureSize, multiple: int, most: int | None = None) -> None:
     """Check the sides of a picture, and that it is one.
 

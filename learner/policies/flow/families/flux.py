@@ -13,6 +13,7 @@ from mobula.learner.policies.flow.families.base import (
     Config,
     PackedFamily,
     PictureSize,
+    config_of,
     fit,
     packed,
     scaled_latents,
@@ -47,7 +48,7 @@ class Flux(PackedFamily):
         tokens = model(
             hidden_states=packed(latents),
             timestep=(timesteps / 1000).to(latents.dtype),
-            guidance=timesteps.new_full((len(latents),), guidance) if self.embeds_guidance(model.config) else None,
+            guidance=timesteps.new_full((len(latents),), guidance) if self.embeds_guidance(config_of(model)) else None,
             txt_ids=latents.new_zeros(conditions["encoder_hidden_states"].shape[1], 3),
             img_ids=places.reshape(-1, 3),
             return_dict=False,

@@ -13,6 +13,7 @@ from mobula.learner.policies.flow.families.base import (
     Config,
     PackedFamily,
     PictureSize,
+    config_of,
     fit,
     normalised_frames,
     normalised_latents,
@@ -51,7 +52,7 @@ class QwenImage(PackedFamily):
         tokens = model(
             hidden_states=packed(latents),
             timestep=timesteps / 1000,
-            guidance=timesteps.new_full((len(latents),), guidance) if self.embeds_guidance(model.config) else None,
+            guidance=timesteps.new_full((len(latents),), guidance) if self.embeds_guidance(config_of(model)) else None,
             img_shapes=[[(1, height // 2, width // 2)]] * len(latents),
             return_dict=False,
             **{**conditions, MASK: conditions[MASK].bool()},

@@ -12,6 +12,7 @@ from mobula.learner.policies.flow.families.base import (
     Config,
     FlowFamily,
     PictureSize,
+    config_of,
     fit,
     scaled_latents,
     scaled_pictures,
@@ -42,7 +43,7 @@ class Sana(FlowFamily):
     ) -> Tensor:
         found = model(
             hidden_states=latents,
-            timestep=timesteps * model.config.timestep_scale,
+            timestep=timesteps * config_of(model)["timestep_scale"],
             return_dict=False,
             **conditions,
         )[0]

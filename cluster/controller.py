@@ -1,4 +1,4 @@
-"""Controller: the main loop of a run, and what it asks of its collaborators."""
+"""Controller: the main loop of a run, and the interfaces of its collaborators."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from mobula.cluster.workers.supervisor import Supervisor
 
 
 class HeldOutEvaluator(Protocol):
-    """Evaluates the published weights; knows its own schedule."""
+    """Evaluates the published weights, on its own schedule."""
 
     def evaluating(self) -> AbstractAsyncContextManager[None]:
-        """Evaluate beside the body."""
+        """Evaluates in the background while the body runs."""
         ...
 
     async def maybe_run(self, version: int) -> None:
-        """Begin with `version`, if it is due; it stays published until `finish` has returned."""
+        """Begins to evaluate `version` if that is due. The version stays published until `finish` has returned."""
         ...
 
     async def finish(self) -> None: ...
@@ -48,10 +48,10 @@ class GroupQueue(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Controller:
-    """Runs a run.
+    """Runs the loop of a run.
 
-    Version v is what the learner holds after v steps; step v + 1 trains from version v and makes version v + 1. There
-    is one loop for synchronous and asynchronous training, with and without a reference: modes are the collaborators'.
+    Version v is the state of the learner after v steps; step v + 1 trains from version v and makes version v + 1. The
+    loop is the same for synchronous and asynchronous training, with and without a reference: the collaborators differ.
     """
 
     total_steps: int
@@ -68,11 +68,11 @@ class Controller:
     stop: StopRequest
 
     async def run(self) -> int:
-        """Train until version `total_steps`, and return it.
+        """Trains until version `total_steps` and returns it.
 
         Raises:
-            RunStopped: it was asked to stop, and has a checkpoint of its version unless the deadline has passed.
-            MobulaError: something failed that no retry could fix; the newest complete checkpoint is untouched.
+            RunStopped: the run was asked to stop. It has a checkpoint of its version unless the deadline has passed.
+            MobulaError: a failure that no retry could fix; the newest complete checkpoint is untouched.
         """
         version = await self.checkpoints.resume()
         await self.weights.publish(version)
@@ -97,7 +97,7 @@ class Controller:
                         with step.timed("update"):
                             update = await self.learner.update(groups)
                         with step.timed("evaluation"):
-                            await self.evaluator.finish()  # with the weights that the push replaces
+                            await self.evaluator.finish()  # before the push replaces the evaluated weights
                         with step.timed("weight_sync"):
                             version = await self.weights.publish(update.version)
                         await self.replay.release(groups)

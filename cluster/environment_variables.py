@@ -1,4 +1,4 @@
-"""Environment variables of this process that hold for a while."""
+"""Sets environment variables of this process temporarily."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def environment_variables(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set these variables while the body runs, and restore their former values afterwards."""
+    """Sets these variables while the body runs, and restores the former values afterwards."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:

@@ -1,38 +1,38 @@
 """The exception tree of a run.
 
     MobulaError
-    ├── PreflightError          the run cannot start: a preset, a path or a dataset is unfit (never raised later)
+    ├── PreflightError          the run cannot start: a preset, a path or a dataset is unusable (never raised later)
     │   ├── PlacementError      the cluster cannot hold the resource preset
     │   └── DatasetError        nothing to train on, or a row that may not be skipped
     ├── SkippedSample           one sample is unusable; it is skipped, counted and named
-    │   ├── MediaError          one picture is missing, corrupt, too large or no picture
+    │   ├── MediaError          one image is missing, corrupt, too large or no image
     │   ├── PromptError         one prompt is too long or its placeholders do not match its media
     │   ├── ChangedDataError    the data no longer give the prompt that a recorded group was sampled from
-    │   └── ExcludedPromptError one prompt ended several engines in a row with the same cause
-    ├── DeadlineError           something did not answer in time; the message names what was waited for
+    │   └── ExcludedPromptError one prompt crashed several engines in a row with the same cause
+    ├── DeadlineError           an answer did not arrive in time; the message names the call
     ├── WorkerDiedError         a role's process ended or no longer answers; the message names it
-    │   └── RestartLoopError    workers end again and again with one cause, which a restart does not change
-    ├── StuckError              a worker's process answers, and only another process can go on
+    │   └── RestartLoopError    workers die repeatedly with one cause, which a restart does not remove
+    ├── StuckError              a worker's process answers but cannot work: it has to be replaced
     │   └── EngineLostError     the engine inside it failed; `failure` is the cause
-    ├── LostReplyError          a role's process is well, and one answer of it did not come
-    ├── DependencyError         a healthy role waited in vain for another one
-    ├── LostObjectError         an object went with the node that held it
+    ├── LostReplyError          a role's process is healthy, but one of its replies was lost
+    ├── DependencyError         a healthy role waited for another role until its deadline
+    ├── LostObjectError         an object was lost with the node that held it
     ├── RolloutError            a rollout actor could not finish a prompt
     │   └── EngineDiedError     its engine ended; `failure` is the cause
     ├── EnvironmentFailedError  an environment fails in too large a share of its episodes
     ├── RewardError             a reward function failed, timed out or returned something that is not a finite number
-    │   └── UnscoredGroupError  a group cost one reward worker after the other; no response of it has a reward
-    ├── ScoringError            a reference scorer could not get at the pictures of what it was to score
+    │   └── UnscoredGroupError  a group crashed several reward workers; none of its responses has a reward
+    ├── ScoringError            a reference scorer could not fetch the images of a step
     ├── WeightSyncError         weights could not be moved or verified
     │   ├── ManifestError       sender and receiver disagree on names, shapes or dtypes
-    │   └── CanaryError         after a push the engine does not equal the learner
+    │   └── CanaryError         after a push the log-probs of engine and learner differ
     ├── CheckpointError         a checkpoint cannot be written or is not complete
-    ├── JournalError            the journal cannot be written, or a step that it holds cannot be trained again
-    ├── LogprobGapError         engine and learner compute other log-probs at equal weights
+    ├── JournalError            the journal cannot be written, or one of its steps cannot be repeated
+    ├── LogprobGapError         engine and learner compute different log-probs at equal weights
     ├── NothingTrainedError     every optimizer step of a run was skipped
     └── RunOverError            a command found that the run is over, or that its driver is dead
 
-User mistakes in a configuration are `ValueError`s (`mobula.configs.load.ConfigError`); these here belong to the run.
+User mistakes in a configuration are `ValueError`s (`mobula.configs.load.ConfigError`); this tree is for the run.
 `RunStopped` is no error: it ends the loop of a run that was asked to stop.
 """
 
@@ -60,13 +60,13 @@ class DatasetError(PreflightError):
 
 
 class SkippedSample(MobulaError):
-    """Base of what makes one sample unusable: it is skipped, counted by `reason` and named in the report."""
+    """Base of errors that make one sample unusable. The sample is skipped, counted by `reason` and reported."""
 
     reason = "unusable"
 
 
 class MediaError(SkippedSample):
-    """One picture is missing, corrupt, too large or no picture."""
+    """One image is missing, corrupt, too large or no image."""
 
     reason = "bad_media"
 
@@ -84,27 +84,27 @@ class ChangedDataError(SkippedSample):
 
 
 class ExcludedPromptError(SkippedSample):
-    """One prompt was in flight at each of several deaths of engines with the same cause, at last alone of them."""
+    """One prompt was in flight at several engine crashes with the same cause, alone at the last one."""
 
     reason = "killed_engines"
 
 
 class DeadlineError(MobulaError, TimeoutError):
-    """Something did not answer in time; the message names what was waited for and for how long."""
+    """An answer did not arrive in time; the message names the call and the seconds."""
 
 
 class WorkerDiedError(MobulaError):
     """A role's process ended or no longer answers; the message names it."""
 
-    failure: Failure | None = None  # the cause, where it is known apart from the message
+    failure: Failure | None = None  # the cause, if it is known in addition to the message
 
 
 class RestartLoopError(WorkerDiedError):
-    """Workers end again and again with one cause, which a restart does not change."""
+    """Workers die repeatedly with one cause, which a restart does not remove."""
 
 
 class StuckError(MobulaError):
-    """Work of an earlier call hangs in a worker's process: it answers, but only another process is rid of it."""
+    """An earlier call still hangs in a worker's process: the process answers, but has to be replaced."""
 
 
 class EngineLostError(StuckError):
@@ -119,11 +119,11 @@ class EngineLostError(StuckError):
 
 
 class LostReplyError(MobulaError):
-    """A worker did not answer in time, and is well: the answer was lost, or would have come later."""
+    """A worker is healthy but did not answer in time: its reply was lost or late."""
 
 
 class DependencyError(MobulaError):
-    """A healthy role waited in vain for another one, so replacing it would not help."""
+    """A healthy role waited for another role until its deadline, so a replacement would not help."""
 
 
 class LostObjectError(MobulaError):
@@ -138,7 +138,7 @@ class EngineDiedError(RolloutError):
     """The engine of a rollout actor ended; `failure` is the cause."""
 
     def __init__(self, what: str, failure: Failure) -> None:
-        """`what` says what the engine did not do because of it."""
+        """`what` names the call that failed."""
         super().__init__(f"{what}: {failure}")
         self.what = what
         self.failure = failure
@@ -156,11 +156,11 @@ class RewardError(MobulaError):
 
 
 class UnscoredGroupError(RewardError):
-    """A group cost one reward worker after the other; no response of it has a reward."""
+    """A group crashed several reward workers; none of its responses has a reward."""
 
 
 class ScoringError(MobulaError):
-    """A reference scorer could not get at the pictures of what it was to score."""
+    """A reference scorer could not fetch the images of a step."""
 
 
 class WeightSyncError(MobulaError):
@@ -172,7 +172,7 @@ class ManifestError(WeightSyncError):
 
 
 class CanaryError(WeightSyncError):
-    """After a push the engine does not equal the learner."""
+    """After a push the log-probs of engine and learner differ."""
 
 
 class CheckpointError(MobulaError):
@@ -180,7 +180,7 @@ class CheckpointError(MobulaError):
 
 
 class LogprobGapError(MobulaError):
-    """Engine and learner compute other log-probs at equal weights."""
+    """Engine and learner compute different log-probs at equal weights."""
 
 
 class NothingTrainedError(MobulaError):
@@ -192,20 +192,20 @@ class RunOverError(MobulaError):
 
 
 class JournalError(MobulaError):
-    """The journal cannot be written, or a step that it holds cannot be trained again."""
+    """The journal cannot be written, or one of its steps cannot be repeated."""
 
 
 class RunStopped(Exception):
-    """The run was asked to stop; no error."""
+    """The run was asked to stop. This is not an error."""
 
 
 def as_raised_by_role(error: Exception) -> Exception:
-    """An error of a role for its caller. After a deadline or death of another role it is not replaced itself."""
+    """Converts an error inside a role for its caller: the deadline or death of another role does not replace it."""
     return DependencyError(str(error)) if isinstance(error, (DeadlineError, WorkerDiedError)) else error
 
 
 def loss_kind(error: Exception) -> str:
-    """How a worker was lost, as a word to count by."""
+    """Returns the kind of a worker's loss, for metrics."""
     match error:
         case WorkerDiedError() | EngineDiedError() | EngineLostError():
             return "died"

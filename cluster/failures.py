@@ -1,4 +1,4 @@
-"""Failure: why a process or an engine ended, in plain values that travel between processes."""
+"""Failure: the cause of the end of a process or an engine, in plain values that can be sent between processes."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-NUM_FRAMES = 3  # that a failure names
-MAX_MESSAGE = 300  # characters of an exception's message that a failure names
-MAX_TRACEBACK = 20_000  # characters of the end of a traceback that a failure holds: it fits into a pipe
-WRAPPERS = ("contextlib.py", "vllm/tracing/otel.py")  # files whose frames say nothing about a cause
+NUM_FRAMES = 3  # stack frames in a failure
+MAX_MESSAGE = 300  # characters of an exception's message in a failure
+MAX_TRACEBACK = 20_000  # last characters of a traceback in a failure, so that it fits into a pipe
+WRAPPERS = ("contextlib.py", "vllm/tracing/otel.py")  # files whose frames are not the cause
 FRAME = re.compile(r'File "(.+?)", line (\d+),? in (\S+)')  # as a printed stack shows it
 CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)  # a process causes these itself
 
@@ -21,8 +21,8 @@ CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.
 class Failure:
     """The cause of one end.
 
-    `fingerprint` is equal for equal causes. It is None where the process was ended from outside (SIGKILL, out of
-    memory): such ends say nothing about what the process was doing.
+    `fingerprint` is equal for equal causes. It is None if the process was killed from outside (SIGKILL, out of memory):
+    such an end is not caused by the work of the process.
     """
 
     summary: str  # "RuntimeError: CPU Generator does not ...", or "its process was ended by signal 9 (SIGKILL)"
@@ -32,7 +32,7 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
-        """The failure that an exception describes."""
+        """Returns the failure of an exception."""
         stack = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.endswith(WRAPPERS)]
         innermost = stack[: -NUM_FRAMES - 1 : -1]
         message = " ".join(str(error).split())
@@ -42,13 +42,13 @@ class Failure:
             summary=f"{type(error).__name__}: {message}" if message else type(error).__name__,
             frames=tuple(f"{_short(frame.filename)}:{frame.lineno} in {frame.name}" for frame in innermost),
             traceback="".join(traceback.format_exception(error))[-MAX_TRACEBACK:],
-            # Without the message: it may hold ids and numbers that differ between equal causes.
+            # Without the message: ids and numbers in it may differ between equal causes.
             fingerprint="|".join([type(error).__qualname__, *(f"{f.filename}:{f.lineno}" for f in innermost)]),
         )
 
     @classmethod
     def of_exit(cls, exit_code: int | None, process: str) -> Failure:
-        """The failure of a process that ended without an exception; `exit_code` is negative for a signal."""
+        """Returns the failure of a process that ended without an exception; `exit_code` is negative for a signal."""
         if exit_code is None:
             return cls(f"{process} does not answer, and its exit code is not known")
         if exit_code >= 0:
@@ -67,7 +67,7 @@ class Failure:
 
 
 def at_frames(frames: Sequence[str]) -> str:
-    """Text on where an exception was raised, to be appended to its message; empty without frames."""
+    """Returns text on where an exception was raised, to append to its message; empty without frames."""
     if not frames:
         return ""
     first, *callers = frames
@@ -75,7 +75,7 @@ def at_frames(frames: Sequence[str]) -> str:
 
 
 def _short(filename: str) -> str:
-    """A path as an import names it: relative to the folder of installed packages, or its last three parts."""
+    """Shortens a path: relative to the folder of installed packages, or its last three parts."""
     parts = Path(filename).parts
     for folder in ("site-packages", "dist-packages"):
         if folder in parts:
@@ -84,10 +84,10 @@ def _short(filename: str) -> str:
 
 
 def frames_in(text: str, *, is_innermost_first: bool = False) -> tuple[str, ...]:
-    """The innermost frames of a printed stack, innermost first; none if the text holds none.
+    """Returns the innermost frames of a printed stack, innermost first; none if the text has none.
 
-    A traceback ends with the innermost frame; what a crashed process prints begins with it.
+    A traceback ends with the innermost frame; the stack of a crash begins with it.
     """
-    found = [frame for frame in FRAME.findall(text) if not frame[0].endswith(WRAPPERS)]
-    innermost = found[:NUM_FRAMES] if is_innermost_first else found[: -NUM_FRAMES - 1 : -1]
+    frames = [frame for frame in FRAME.findall(text) if not frame[0].endswith(WRAPPERS)]
+    innermost = frames[:NUM_FRAMES] if is_innermost_first else frames[: -NUM_FRAMES - 1 : -1]
     return tuple(f"{_short(filename)}:{line} in {function}" for filename, line, function in innermost)

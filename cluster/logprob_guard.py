@@ -16,29 +16,30 @@ CAUSES = (
     "the checkpoint's configuration changes one of them (penalties of generation_config.json, dropout with "
     "policy.dropout=true, sliding windows, quantisation)",
     "a push left a tensor of the engine at an old value (weight_sync.canary_interval=1 tests every push)",
-    "tokens were sampled otherwise than sampler.* says",
+    "tokens were not sampled with the settings of sampler.*",
 )
 
 
 class LogprobGuard:
-    """Fails, or warns, where tokens of the version that a step trains from have other log-probs than their engine
-    recorded."""
+    """Raises or warns if, at equal weights, learner and engine computed different log-probs of a step's tokens."""
 
     def __init__(self, *, dtype: str, limit: float, rounding: Rounding, stops: bool) -> None:
-        """`limit` is the largest mean gap in nat, that of `resources.dtype=dtype`; `rounding` may widen it."""
+        """`limit` is the maximum mean gap in nat for `resources.dtype=dtype`; `rounding` may widen it."""
         self._dtype = dtype
         self._limit = limit
         self._rounding = rounding
         self._stops = stops
 
     def check(self, report: UpdateReport) -> None:
-        """Check the report of a step.
+        """Checks the report of a step.
 
         Raises:
-            LogprobGapError: the gap is over the limit, and the run is to stop there.
+            LogprobGapError: the gap is over the limit, and `stops` is set.
         """
         gap = report.metrics.get(MetricName.LOGPROB_GAP_MEAN)
-        if gap is not None and not gap <= self._rounding.widened(self._limit):  # a NaN is over it too
+        if gap is not None and not gap <= self._rounding.widened(
+            self._limit
+        ):  # `not <=`, so that a NaN is over the limit, too
             message = self._message(gap, report)
             if self._stops:
                 raise LogprobGapError(message)

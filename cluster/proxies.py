@@ -1,6 +1,6 @@
-"""HTTP proxies of the environment, chosen by request: HTTP_PROXY, HTTPS_PROXY, ALL_PROXY, and NO_PROXY before them.
+"""Selects the HTTP proxy of each request from HTTP_PROXY, HTTPS_PROXY, ALL_PROXY and NO_PROXY.
 
-Loopback addresses are never asked through a proxy.
+Requests to loopback addresses never use a proxy.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from urllib.request import (  # type: ignore[attr-defined]  # typeshed does not 
 import httpx
 
 LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
-NO_PROXY = ("NO_PROXY", "no_proxy")  # programs read one or the other
+NO_PROXY = ("NO_PROXY", "no_proxy")  # programs read either
 
 
 def bypass_loopback(environment: MutableMapping[str, str]) -> None:
-    """Add the loopback addresses to NO_PROXY where a proxy is set, for libraries and programs that read it."""
+    """Adds the loopback addresses to NO_PROXY if a proxy is set, for other libraries and programs."""
     if not any(name.lower().endswith("_proxy") and name not in NO_PROXY for name in environment):
         return
     named = ",".join(environment.get(name, "") for name in NO_PROXY)
@@ -33,7 +33,7 @@ def bypass_loopback(environment: MutableMapping[str, str]) -> None:
 
 
 def proxy_of(url: httpx.URL) -> tuple[str, str] | None:
-    """The variable and its proxy for a URL; None if it is asked directly."""
+    """Returns the variable and its proxy for a URL; None for a direct connection."""
     proxies = getproxies_environment()
     host = url.host if ":" not in url.host else f"[{url.host}]"
     if _is_loopback(url.host) or proxy_bypass_environment(host, proxies) or _is_in_network(url.host, proxies):
@@ -41,21 +41,21 @@ def proxy_of(url: httpx.URL) -> tuple[str, str] | None:
     name = next((scheme for scheme in (url.scheme, "all") if scheme in proxies), None)
     if name is None:
         return None
-    variable = next(found for found in os.environ if found.lower() == f"{name}_proxy")
+    variable = next(key for key in os.environ if key.lower() == f"{name}_proxy")
     proxy = proxies[name].strip()
-    return variable, proxy if "://" in proxy else f"http://{proxy}"  # as curl reads it
+    return variable, proxy if "://" in proxy else f"http://{proxy}"  # as in curl
 
 
 def proxied_transport(url: httpx.URL) -> httpx.HTTPTransport:
-    """A transport for one URL.
+    """Returns a transport for one URL.
 
     Raises:
-        httpx.ProxyError: its proxy is of no kind that can be used; the message names the variable.
+        httpx.ProxyError: the proxy is of an unsupported kind; the message names the variable.
     """
-    found = proxy_of(url)
-    if found is None:
+    variable_and_proxy = proxy_of(url)
+    if variable_and_proxy is None:
         return httpx.HTTPTransport()
-    variable, proxy = found
+    variable, proxy = variable_and_proxy
     shown = httpx.URL(proxy).copy_with(username=None, password=None) if "@" in proxy else proxy
     try:
         return httpx.HTTPTransport(proxy=proxy)
@@ -69,7 +69,7 @@ def proxied_transport(url: httpx.URL) -> httpx.HTTPTransport:
 
 
 class ProxiedTransport(httpx.BaseTransport):
-    """Sends each request, redirects too, through the proxy that the environment has for its host."""
+    """Sends each request, including redirects, through the environment's proxy for its host."""
 
     def __init__(self) -> None:
         self._transports: dict[tuple[str, str] | None, httpx.HTTPTransport] = {}
@@ -86,9 +86,9 @@ class ProxiedTransport(httpx.BaseTransport):
 
 
 def _is_in_network(host: str, proxies: Mapping[str, str]) -> bool:
-    """Whether NO_PROXY has a network of the address, such as 10.0.0.0/8, which urllib does not read."""
+    """Whether NO_PROXY lists a network that holds the address, such as 10.0.0.0/8: urllib ignores networks."""
     for name in proxies.get("no", "").split(","):
-        with suppress(ValueError):  # it is no network, or `host` is a name
+        with suppress(ValueError):  # the entry is not a network, or `host` is a name
             if "/" in name and ipaddress.ip_address(host) in ipaddress.ip_network(name.strip(), strict=False):
                 return True
     return False

@@ -24,13 +24,13 @@ T = TypeVar("T")
 PACKAGE = Path(__file__).parents[1]
 """The directory of `mobula`, which has `examples/` in it."""
 FOLDER_VARIABLE = "MOBULA_COMMAND_FOLDER"
-"""Environment variable of workers: the working directory of the command, where relative paths begin."""
+"""Environment variable of workers: the working directory of the command, to which paths are relative."""
 REFERENCE = re.compile(r"[^:\s]+:[A-Za-z_][\w.]*")
 NO_OPTIONS: Mapping[str, Any] = {}
 
 
 def is_user_code(name: str) -> bool:
-    """Whether a name is a reference to a user's code, and not the name of something built in."""
+    """Whether a name refers to user code, not to a built-in part."""
     return ":" in name
 
 
@@ -63,14 +63,15 @@ def chosen(
     given: Sequence[str],
     options: Mapping[str, Any] = NO_OPTIONS,
 ) -> Callable[..., T]:
-    """The entry of `registry`, or the user's function or class at `name` with `options` as keyword arguments.
+    """Returns the entry of `registry`, or the user's function or class `name` with `options` as keyword arguments.
 
     Args:
-        key: The key of the configuration whose value `name` is; the options are those of `KEY_options`.
-        given: Names of the positional arguments that it will be called with, for messages.
+        key: Configuration key with the value `name`; `KEY_options` has the options.
+        given: Names of the positional arguments of its calls, for messages.
 
     Raises:
-        ValueError: there is none, it takes other arguments, or an option is unknown, missing, or given for a built-in.
+        ValueError: the name is unknown, its parameters do not fit, or an option is unknown, missing, or given for a
+            built-in part.
     """
     if not is_user_code(name):
         if options:
@@ -87,10 +88,10 @@ def chosen(
 
 
 def load(target: str) -> Any:
-    """The object at `module:name` or `path/to/file.py:name`. Its module is imported once a process.
+    """Returns the object at `module:name` or `path/to/file.py:name`. The module is imported once per process.
 
     Raises:
-        ValueError: there is none, or its module raised; the message has the line of the user's code.
+        ValueError: the object does not exist, or its module raised; the message has the line of the user's code.
     """
     source, _, name = target.rpartition(":")
     module = _module_in(source) if source.endswith(".py") else _module(source)
@@ -104,7 +105,7 @@ def check_call(function: Any, given: Sequence[str], options: Mapping[str, Any], 
     """Compares the parameters of a user's function or class with the arguments of its calls.
 
     Raises:
-        ValueError: it cannot be called so.
+        ValueError: it cannot be called with these arguments.
     """
     if not callable(function):
         raise ValueError(f"it is a {type(function).__name__}: name what is called as ({', '.join(given)})")
@@ -123,7 +124,7 @@ def check_options(
     num_given: int = 1,
     options_key: str = "options.",
 ) -> None:
-    """Compares options with the parameters behind the first `num_given`.
+    """Compares options with the parameters after the first `num_given`.
 
     Raises:
         ValueError: an option is unknown or missing.
@@ -141,7 +142,7 @@ def check_options(
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The known name that is most like an unknown one, in brackets; empty if none is like it."""
+    """Returns the known name that is closest to an unknown name, in brackets; empty if none is close."""
     matches = difflib.get_close_matches(name, list(known), n=1)
     return f" (did you mean {matches[0]!r}?)" if matches else ""
 
@@ -175,19 +176,21 @@ def _module(name: str) -> ModuleType:
 
 
 def _module_in(path: str) -> ModuleType:
-    """The module in a file, run once; under a unique name, so that it hides no installed module."""
+    """Imports a file as a module, once, under a unique name that cannot shadow an installed module."""
     file = file_at(path)
     name = f"user_file_{file.as_posix().encode().hex()}"
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, file)
         assert spec is not None and spec.loader is not None, f"{path} ends in .py, so it has a loader"
         if str(file.parent) not in sys.path:
-            sys.path.append(str(file.parent))  # for imports of its siblings; last, so that it hides no installed module
+            sys.path.append(
+                str(file.parent)
+            )  # for imports of its neighbours; last, so that they shadow no installed module
         sys.modules[name] = module = importlib.util.module_from_spec(spec)  # as the import system does: before it runs
         try:
             spec.loader.exec_module(module)
         except BaseException as error:
-            del sys.modules[name]  # half a module is none
+            del sys.modules[name]  # the import failed half-way: a later import must run it again
             if isinstance(error, Exception | SystemExit):
                 raise _raised(error) from error
             raise
@@ -195,9 +198,9 @@ def _module_in(path: str) -> ModuleType:
 
 
 def _raised(error: BaseException) -> ValueError:
-    """The error of an import, with the line of the user's own module that raised it."""
+    """Returns the error of an import, with the line of the user's module that raised it."""
     reason = f"{type(error).__name__}: {error}"
-    if isinstance(error, SyntaxError):  # its text names the file and the line
+    if isinstance(error, SyntaxError):  # its text has the file and the line
         return ValueError(f"its import raised {reason}")
     tools = (__file__, importlib.__file__, "<frozen importlib")
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(tools)]

@@ -14,7 +14,7 @@ from mobula.cluster.records.trajectory import Prompt, ScoredGroup
 from mobula.cluster.roles import UpdateReport
 from mobula.cluster.rollout.supervised_rows import SupervisedRows
 from mobula.cluster.runtime.concurrency import outcomes
-from mobula.cluster.runtime.ray_actors import answer, beside, kill, stop
+from mobula.cluster.runtime.ray_actors import answer, in_background, kill, stop
 from mobula.cluster.runtime.vitals import Vitals
 from mobula.cluster.weight_sync.fresh_samples import FreshSamples
 from mobula.cluster.weight_sync.manifest import Manifest
@@ -89,7 +89,7 @@ class RankGroup:
 
     async def finish_save(self) -> bool:
         """Wait until every rank has written the copy that it has, if it has one."""
-        calls = [beside(w.finish_save).remote() for w in self._workers]
+        calls = [in_background(w.finish_save).remote() for w in self._workers]
         await self._all(calls, self._timeouts.checkpoint_s, "to write the copy of its state")
         return True
 

@@ -17,7 +17,7 @@ from mobula.cluster.records.partial_response import TokenChunk
 from mobula.cluster.records.trajectory import Generated, GroupReport, Prompt
 from mobula.cluster.roles import SamplingSettings
 from mobula.cluster.rollout.in_flight import InFlightRequests
-from mobula.cluster.runtime.concurrency import Patience
+from mobula.cluster.runtime.concurrency import RenewableTimeout
 from mobula.cluster.runtime.ray_actors import answer, on_failure, stop, with_attachments
 from mobula.cluster.runtime.vitals import EngineLoad, Vitals
 from mobula.cluster.weight_sync.manifest import Manifest
@@ -53,7 +53,7 @@ class RolloutClient:
         self._in_flight_requests = in_flight_requests
         self._prompts = PromptClient(handle, name)
         self._version = -1  # the newest that it is known to serve
-        self._held: list[Patience] = []  # of prompts that wait in the actor for the end of a push
+        self._held: list[RenewableTimeout] = []  # of prompts that wait in the actor for the end of a push
         self._start_s = start_s
         self._rollout_s = rollout_s
         self._sync_s = sync_s
@@ -70,15 +70,15 @@ class RolloutClient:
         The actor continues from the chunks that the in-flight request of the prompt holds, and adds new ones to it. A
         prompt that needs the weights of a push has its time from the end of that push.
         """
-        in_flight, patience = self._in_flight_requests.of(prompt, settings), self._patience(settings.min_version)
+        in_flight, timeout = self._in_flight_requests.of(prompt, settings), self._timeout(settings.min_version)
 
         def take(chunk: TokenChunk) -> None:
             in_flight.add(chunk)
-            patience.renew()
+            timeout.renew()
 
         with self._prompts.asked(GroupRequest(prompt, settings, in_flight.next_attempt()), take) as answered:
             what = f"{self.name} to generate prompt {prompt.prompt_id}"
-            group, report = await patience.wait_for(answered, what)
+            group, report = await timeout.wait_for(answered, what)
         return Generated.of(prompt, group, report)
 
     def begin_sample(self, prompt: Prompt, settings: SamplingSettings) -> Any:
@@ -137,17 +137,17 @@ class RolloutClient:
         self._version = await self._sync(self._handle.ping.remote(), "name its weight version")
         return self._version
 
-    def _patience(self, min_version: int) -> Patience:
+    def _timeout(self, min_version: int) -> RenewableTimeout:
         is_held = min_version > self._version
-        patience = Patience(self._rollout_s, is_held=is_held)
+        timeout = RenewableTimeout(self._rollout_s, is_held=is_held)
         if is_held:
-            self._held.append(patience)
-        return patience
+            self._held.append(timeout)
+        return timeout
 
     def _end_holds(self) -> None:
         """A push has ended, however it did: what waited for it is as far as it will get."""
-        for patience in self._held:
-            patience.renew()
+        for timeout in self._held:
+            timeout.renew()
         self._held.clear()
 
     async def _sync(self, reference: Any, what: str) -> Any:

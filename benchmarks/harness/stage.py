@@ -88,7 +88,7 @@ async def engines(config: RunConfig) -> AsyncIterator[tuple[Stage, Inference]]:
 async def staged(config: RunConfig, roles: tuple[str, ...]) -> AsyncIterator[Stage]:
     """Book `roles` on the cluster that `private_ray` started."""
     with ray_session(config) as session:
-        plan = plan_when_free(config.resources, roles, patience_s=config.timeouts.stop_s)
+        plan = plan_when_free(config.resources, roles, wait_s=config.timeouts.stop_s)
         bookings = create_placement_groups(plan, run_name=config.name, timeout_s=config.timeouts.start_s)
         try:
             stage = Stage(prepare(config, ray.put), Spawner(config, session, plan, bookings))

@@ -148,7 +148,7 @@ class MediaReader:
     def read_at_hand(self, wanted: Sequence[Sequence[MediaHandle]]) -> list[list[ProcessedMedia] | None]:
         """As `read`, for several readers in one go; None for a reader whose media are not all on this node at once."""
         found, missing = self._kept([handle for handles in wanted for handle in handles])
-        fetched = fetch_at_hand([[h.reference] for h in missing], patience_s=0.0)
+        fetched = fetch_at_hand([[h.reference] for h in missing], wait_s=0.0)
         found |= {h.key: media[0] for h, media in zip(missing, fetched, strict=True) if media is not None}
         self._keep(found)
         return [[found[h.key] for h in own] if all(h.key in found for h in own) else None for own in wanted]

@@ -18,7 +18,7 @@ from mobula.cluster.runtime.concurrency import DaemonThread
 from mobula.cluster.runtime.object_store import fetch_at_hand, fetch_or_miss
 
 T = TypeVar("T")
-PATIENCE_S = 0.05  # with what is not there yet: all that is written together waits for it
+WAIT_S = 0.05  # with what is not there yet: all that is written together waits for it
 MAX_TOGETHER = 32  # records, whose groups are in memory at one time
 MAX_LATE = 8  # groups that are waited for at one time
 
@@ -159,7 +159,7 @@ class JournalWriter:
 
     def _write(self, drafts: Sequence[_Draft]) -> list[bool]:
         """Runs on the writer's thread: writes the drafts whose groups are at hand, and returns which were written."""
-        fetched = fetch_at_hand([draft.references for draft in drafts], patience_s=PATIENCE_S)
+        fetched = fetch_at_hand([draft.references for draft in drafts], wait_s=WAIT_S)
         made = [_made(draft, values) for draft, values in zip(drafts, fetched, strict=True)]
         self._journal.append([record for record in made if record is not None])
         return [record is not None for record in made]

@@ -1,4 +1,4 @@
-"""Concurrency in one call: several coroutines side by side, one while it makes progress, or work on a thread."""
+"""Runs coroutines concurrently, waits with a renewable timeout, and runs work on a daemon thread."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mobula.cluster.errors import DeadlineError
 
 
 async def run_all(*calls: Coroutine[Any, Any, Any]) -> list[Any]:
-    """Results in order. The first failure cancels the rest and is raised as itself: callers catch it by type."""
+    """Returns the results in order. The first failure cancels the rest and is raised itself, not in a group."""
     try:
         async with asyncio.TaskGroup() as tasks:
             running = [tasks.create_task(call) for call in calls]
@@ -22,10 +22,10 @@ async def run_all(*calls: Coroutine[Any, Any, Any]) -> list[Any]:
     return [task.result() for task in running]
 
 
-class Patience:
-    """How long one wait may last: `timeout_s` from its begin, and from every sign of progress.
+class RenewableTimeout:
+    """A timeout of `timeout_s` that starts again with every sign of progress.
 
-    One that is held begins with the first sign: until then something else is under way, with a deadline of its own.
+    With `is_held` it starts with the first sign: until then the caller waits for other work with its own deadline.
     """
 
     def __init__(self, timeout_s: float, *, is_held: bool = False) -> None:
@@ -34,14 +34,14 @@ class Patience:
         self._deadline: asyncio.Timeout | None = None
 
     def renew(self) -> None:
-        """There was a sign of progress."""
+        """Starts the timeout again, after a sign of progress."""
         self._is_held = False
         if self._deadline is not None and not self._deadline.expired():
             self._deadline.reschedule(asyncio.get_running_loop().time() + self.timeout_s)
 
     async def wait_for(self, awaitable: Awaitable[Any], what: str) -> Any:
-        """Raises: DeadlineError, which names `what`; whatever `awaitable` raises."""
-        # Kept, so that `renew` can put it off.
+        """Raises: DeadlineError: the timeout has passed; the message has `what`. Exception: an error of `awaitable`."""
+        # Kept in the object, so that `renew` can reschedule it.
         deadline = self._deadline = asyncio.timeout(None if self._is_held else self.timeout_s)
         try:
             async with deadline:
@@ -55,19 +55,19 @@ class Patience:
 
 
 async def outcomes(*calls: Coroutine[Any, Any, Any]) -> list[Any]:
-    """Results in order, an `Exception` where a call failed; the others are waited for. Cancelling it cancels all."""
-    found = await asyncio.gather(*calls, return_exceptions=True)
-    for outcome in found:
-        # A cancellation is no outcome of a call: it has to reach the caller.
+    """Waits for all calls and returns their results or `Exception`s, in order. Cancelling it cancels all calls."""
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    for outcome in results:
+        # A cancellation is not an outcome of a call: it must reach the caller.
         if isinstance(outcome, BaseException) and not isinstance(outcome, Exception):
             raise outcome
-    return list(found)
+    return list(results)
 
 
 class DaemonThread(Executor):
-    """Runs one job after the other, in order, on one thread that does not keep the process from ending.
+    """Runs jobs in order on one daemon thread.
 
-    A `ThreadPoolExecutor` is waited for when the interpreter ends, also for a job that hangs.
+    The interpreter waits at exit for the jobs of a `ThreadPoolExecutor`, even if one hangs; not for this thread.
     """
 
     def __init__(self, name: str) -> None:
@@ -80,7 +80,7 @@ class DaemonThread(Executor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """The thread ends after the jobs that are queued; it is not waited for."""
+        """Ends the thread after the queued jobs, without waiting."""
         self._jobs.put(None)
 
     def _work(self) -> None:

@@ -1,4 +1,4 @@
-"""The text of an error in one line, for tables and logs."""
+"""Formats the text of an error as one line, for tables and logs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MAX_LINE = 400  # characters of an error of one line
 
 
 def in_one_line(error: Exception) -> str:
-    """The text of an error, short enough for a table: where it holds several lines, its first one and its last."""
+    """Returns the text of an error, shortened for a table; of several lines the first and the last."""
     lines = [line.strip() for line in COLOUR.sub("", str(error)).strip().splitlines()]
     if len(lines) < 2:
         return _cut("".join(lines), MAX_LINE)

@@ -1,4 +1,4 @@
-"""The address of this node, and the network interface that has it."""
+"""Address and network interface of this node."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ ADDRESS_VARIABLE = "VLLM_HOST_IP"
 
 
 def node_address() -> str:
-    """The address under which other nodes reach this one; the loopback address outside a cluster."""
-    ray = sys.modules.get("ray")  # a process that has not imported it is in no cluster
+    """Returns the address at which other nodes reach this node; the loopback address outside a cluster."""
+    ray = sys.modules.get("ray")  # a process without ray is not in a cluster
     return ray.util.get_node_ip_address() if ray is not None and ray.is_initialized() else LOOPBACK
 
 
 def use_node_interface() -> None:
-    """Have the collectives of this process and its children use the interface of the node's Ray address.
+    """Makes the collectives of this process and its children use the interface of the node's Ray address.
 
-    Left to themselves, gloo and NCCL take the interface that the hostname resolves to, which is the loopback one on
-    Debian (127.0.1.1): groups over several nodes then never meet. A variable that is set already stays.
+    By default gloo and NCCL take the interface to which the hostname resolves. On Debian that is loopback (127.0.1.1),
+    and groups over several nodes never connect. Variables that are already set stay.
     """
     address = node_address()
     os.environ.setdefault(ADDRESS_VARIABLE, address)
@@ -42,10 +42,10 @@ def use_node_interface() -> None:
 
 
 def interface_of(address: str) -> str | None:
-    """The network interface that has this IP address; None if none has."""
-    import psutil  # which learner and samplers do without
+    """Returns the network interface with this IP address; None if there is none."""
+    import psutil  # inside the function: learner and samplers do not need it
 
     for name, addresses in psutil.net_if_addrs().items():
-        if any(found.address == address for found in addresses):
+        if any(entry.address == address for entry in addresses):
             return name
     return None

@@ -1,8 +1,8 @@
-"""References to values that may live in Ray's object store, and how any process resolves them.
+"""Resolves references to values in Ray's object store.
 
-Roles never import ray: they call `fetch`, which takes object refs and plain values alike, so the same role runs inside
-and outside a cluster, also where ray is not installed: it is imported once there is a reference to resolve. Every fetch
-has a deadline and names what it waited for.
+Roles never import ray. They call `fetch`, which takes object refs and plain values alike, so the same role runs inside
+and outside a cluster, and without ray: it is imported when there is a reference to resolve. Every fetch has a deadline
+and a name for its error message.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ STORE = "object_store_memory"  # Ray's name of the resource
 
 
 def fetch(references: Sequence[Any], *, timeout_s: float, what: str) -> list[Any]:
-    """Resolve references to values, in order; a value that is no object ref is returned as it is.
+    """Resolves references to values, in order. Other values are returned unchanged.
 
     Raises:
-        DeadlineError: some value did not arrive within `timeout_s`.
+        DeadlineError: a value did not arrive within `timeout_s`.
         LostObjectError: the node that held a value is gone.
     """
     pending = [r for r in references if _is_reference(r)]
@@ -41,7 +41,7 @@ def fetch(references: Sequence[Any], *, timeout_s: float, what: str) -> list[Any
         values = iter(ray.get(pending, timeout=timeout_s))
     except GetTimeoutError as error:
         raise DeadlineError(f"waited {timeout_s:g} s for {what} ({len(pending)} objects)") from error
-    except (ObjectLostError, *PROCESS_GONE) as error:  # the second: its actor died with the node, too
+    except (ObjectLostError, *PROCESS_GONE) as error:  # the latter: the actor that held it died, too
         raise LostObjectError(
             f"{what} cannot be had: the node that held it is gone ({type(error).__name__})"
         ) from error
@@ -49,12 +49,12 @@ def fetch(references: Sequence[Any], *, timeout_s: float, what: str) -> list[Any
 
 
 def fetch_or_miss(references: Sequence[Any], *, timeout_s: float, what: str) -> list[Any]:
-    """As `fetch`, for values that can be made again: late is as good as lost.
+    """Like `fetch`, for values that can be regenerated: a late value counts as lost.
 
-    Before Ray has noticed that a node is dead, requests for its objects only wait.
+    Until Ray has noticed the death of a node, requests for its objects wait.
 
     Raises:
-        LostObjectError: some value is gone, or did not arrive within `timeout_s`.
+        LostObjectError: a value is gone, or did not arrive within `timeout_s`.
     """
     try:
         return fetch(references, timeout_s=timeout_s, what=what)
@@ -64,10 +64,10 @@ def fetch_or_miss(references: Sequence[Any], *, timeout_s: float, what: str) -> 
         ) from error
 
 
-def fetch_at_hand(wanted: Sequence[Sequence[Any]], *, patience_s: float) -> list[list[Any] | None]:
-    """`fetch` several lists of references in one go; None for each of which a value is not there within `patience_s`.
+def fetch_at_hand(wanted: Sequence[Sequence[Any]], *, wait_s: float) -> list[list[Any] | None]:
+    """Fetches several lists of references at once. Returns None for a list with a value that is missing after `wait_s`.
 
-    If a value turns out to be lost, whatever needed a fetch is None: a fetch of it alone gives the error.
+    If a value is lost, all lists with references are None; fetch each list alone to get the error.
     """
     pending = list({r for references in wanted for r in references if _is_reference(r)})
     values: dict[ray.ObjectRef[Any], Any] = {}
@@ -75,17 +75,17 @@ def fetch_at_hand(wanted: Sequence[Sequence[Any]], *, patience_s: float) -> list
         import ray
         from ray.exceptions import RayError
 
-        there, _ = ray.wait(pending, num_returns=len(pending), timeout=patience_s)
+        there, _ = ray.wait(pending, num_returns=len(pending), timeout=wait_s)
         with suppress(RayError):
-            values = dict(zip(there, ray.get(there, timeout=patience_s), strict=True))
+            values = dict(zip(there, ray.get(there, timeout=wait_s), strict=True))
     return [_resolved(references, values) for references in wanted]
 
 
 def object_store_use() -> ObjectStoreUse:
-    """How full the object stores are, as the nodes reported last; it asks the cluster's control store and blocks."""
+    """Returns the use of all object stores, as last reported by the nodes. Blocks: it asks Ray's control store."""
     import ray
 
-    total, free = (found.get(STORE, 0.0) for found in (ray.cluster_resources(), ray.available_resources()))
+    total, free = (resources.get(STORE, 0.0) for resources in (ray.cluster_resources(), ray.available_resources()))
     return ObjectStoreUse(max(0, int(total - free)), int(total))
 
 
@@ -96,23 +96,23 @@ def _resolved(references: Sequence[Any], values: Mapping[ray.ObjectRef[Any], Any
 
 
 def _is_reference(value: Any) -> bool:
-    """Whether `value` is an object ref; a process that has not imported ray has none."""
+    """Whether `value` is an object ref; a process without ray has none."""
     ray = sys.modules.get("ray")
     return ray is not None and isinstance(value, ray.ObjectRef)
 
 
 async def bring_here(references: Sequence[Any], *, timeout_s: float, what: str) -> None:
-    """Return once every value lies on this node, in no process: what only its maker's node has goes with that node.
+    """Copies every value to this node's object store, so that it survives the loss of the node that made it.
 
     Raises:
-        DeadlineError: some value did not arrive within `timeout_s`.
+        DeadlineError: a value did not arrive within `timeout_s`.
     """
     pending = [r for r in references if _is_reference(r)]
     if not pending:
         return
     import ray
 
-    # Without a thread where nothing is missing, which is the usual case on one node.
+    # No thread if nothing is missing: the usual case on one node.
     if len(ray.wait(pending, num_returns=len(pending), timeout=0)[0]) == len(pending):
         return
     _, missing = await asyncio.to_thread(ray.wait, pending, num_returns=len(pending), timeout=timeout_s)

@@ -1,7 +1,7 @@
-"""From a resource preset to a plan: which worker runs on which node, with which CPUs, GPUs and cores.
+"""Plans a resource preset on a cluster: node, CPUs, GPUs and cores of each worker.
 
-Pure arithmetic, done before anything starts: a preset that the cluster cannot hold is refused here in a moment, while
-a placement group that does not fit would wait for ever and say nothing.
+The plan is computed before anything starts: a preset that does not fit is refused at once, while a placement group
+that does not fit would wait for ever without an error.
 
     nodes = [NodeResources("a", num_cpus=2, num_gpus=0)]
     plan = plan_placement(config.resources, nodes, roles=needed_roles(config))
@@ -19,17 +19,17 @@ from mobula.configs.schema import ResourcesConfig, RunConfig, WorkerResources
 from mobula.configs.schema.rewards import SHARED_SERVICE
 
 TOGETHER = ("learner", "critic")
-"""Roles whose workers are one process group, and share one booking."""
+"""Roles whose workers form one process group and share one placement group."""
 EPSILON = 1e-6
-"""Shares are sums of decimal fractions; Ray itself counts in steps of 1e-4."""
+"""Tolerance of sums of decimal fractions; Ray counts in steps of 1e-4."""
 
 
 @dataclass(frozen=True)
 class NodeResources:
     """Free resources of one node, in Ray's units.
 
-    `all_cpus` are those of the node, held or not (None: they are all free): what is bound to cores is bound to
-    the same ones whatever else runs there. `name` is what people call the node, `HOSTNAME (IP)`.
+    `all_cpus` counts the CPUs of the node, reserved or not (None: all are free), so that workers are bound to the same
+    cores on a busy node. `name` is shown to users: `HOSTNAME (IP)`.
     """
 
     node_id: str
@@ -37,7 +37,7 @@ class NodeResources:
     num_gpus: float
     all_cpus: float | None = None
     name: str = ""
-    custom: tuple[tuple[str, float], ...] = ()  # further resources, as Ray books them by name
+    custom: tuple[tuple[str, float], ...] = ()  # custom resources of Ray: name, amount
     labels: tuple[tuple[str, str], ...] = ()
 
     @property
@@ -51,11 +51,10 @@ class NodeResources:
 
 @dataclass(frozen=True)
 class PlacedWorker:
-    """One worker of one role at its place.
+    """One worker of a role with its planned resources.
 
-    `cores` are positions in the list of cores that the node lets a process use; empty means not bound. `gpus` are the
-    GPUs of the node that the plan counts on, by position; Ray picks them itself, by the same rule (the fullest that
-    holds a share).
+    `cores` are indices into the list of usable cores of the node; empty means not bound. `gpus` are the planned GPUs of
+    the node by index; Ray selects them by the same rule (the fullest GPU that holds the share).
     """
 
     role: str
@@ -76,7 +75,7 @@ class PlacedWorker:
 
 @dataclass(frozen=True)
 class PlacementPlan:
-    """Every worker of a run at its place, role by role, in the order of their indices."""
+    """All workers of a run, by role and index."""
 
     workers: tuple[PlacedWorker, ...]
 
@@ -86,7 +85,7 @@ class PlacementPlan:
 
 @dataclass(frozen=True)
 class PlanRow:
-    """One role on one node, as a line of the table that people read."""
+    """One role on one node: a row of the table for users."""
 
     role: str
     node: str  # its name
@@ -98,9 +97,11 @@ class PlanRow:
 
 
 def needed_roles(config: RunConfig) -> tuple[str, ...]:
-    """The roles that this run starts: no reference without a KL term or a teacher, no critic without ranks of its own,
-    no shared reward workers without a component, and for an offline job no others than learner, reference and processor
-    workers."""
+    """Returns the roles that this run starts.
+
+    There is no reference without a KL term or a teacher, no critic without ranks of its own, and no reward worker
+    without a component. An offline job has learner, reference and processor workers only.
+    """
     idle = set() if config.needs_reference else {"reference"}
     idle |= set() if config.algorithm.critic.has_own_ranks else {"critic"}
     idle |= set() if config.resources.processor.num_workers else {"processor"}
@@ -111,22 +112,22 @@ def needed_roles(config: RunConfig) -> tuple[str, ...]:
 
 
 def inference_roles(config: RunConfig) -> tuple[str, ...]:
-    """Those of them that prepare prompts, answer and judge: all that evaluation needs."""
+    """Returns the needed roles that prepare, sample and score prompts: the roles of an evaluation."""
     needed = ("processor", "rollout", SHARED_SERVICE)
     return tuple(role for role in needed_roles(config) if role.partition(".")[0] in needed)
 
 
 def training_roles(config: RunConfig) -> tuple[str, ...]:
-    """Those of them that train: all that a replay needs."""
+    """Returns the needed roles that train: the roles of a replay."""
     return tuple(role for role in needed_roles(config) if role in TOGETHER)
 
 
 def plan_placement(resources: ResourcesConfig, nodes: Sequence[NodeResources], roles: Sequence[str]) -> PlacementPlan:
-    """Give every worker of `roles` a node that has the role's labels. Learner ranks come first; `strategy` says whether
-    a role shares few nodes or is spread over many.
+    """Assigns every worker of `roles` to a node with the role's labels. Learner ranks come first; `strategy` selects
+    whether a role is packed or spread.
 
     Raises:
-        PlacementError: some worker fits on no node; the message names its role, what it asks and what is free.
+        PlacementError: a worker fits on no node; the message has the role, the needed and the free resources.
     """
     spaces = [_Space(node) for node in nodes]
     asked = {role: resources.roles[role] for role in resources.roles if role in roles}
@@ -139,10 +140,10 @@ def plan_placement(resources: ResourcesConfig, nodes: Sequence[NodeResources], r
 
 
 def check_room(resources: ResourcesConfig, role: str, num_more: int, nodes: Sequence[NodeResources]) -> None:
-    """Whether `num_more` workers of one role fit beside what runs already.
+    """Checks that `num_more` workers of a role fit into the free resources.
 
     Raises:
-        PlacementError: they do not; the message names what they need and what is free.
+        PlacementError: they do not fit; the message has the needed and the free resources.
     """
     workers = resources.roles[role].model_copy(update={"num_workers": num_more})
     spaces = [_Space(node) for node in nodes]
@@ -156,16 +157,16 @@ def check_room(resources: ResourcesConfig, role: str, num_more: int, nodes: Sequ
 
 
 def place_at(resources: ResourcesConfig, role: str, index: int, node: NodeResources, seat: int) -> PlacedWorker:
-    """A worker that joins later, `seat`-th of its role on `node`; `node` holds what the node has, not what is free.
+    """Returns a worker that joins later, `seat`-th of its role on `node`; `node` has all resources of the node.
 
     Raises:
-        PlacementError: the node has fewer cores than the worker's threads are to be bound to.
+        PlacementError: the node has fewer cores than the worker binds threads.
     """
     return _placed(role, index, resources.roles[role], node, seat)
 
 
 def plan_table(plan: PlacementPlan) -> list[PlanRow]:
-    """The plan as rows: the workers of one role on one node together."""
+    """Returns the plan as rows, one per role and node."""
     together: dict[tuple[str, str], list[PlacedWorker]] = {}
     for worker in plan.workers:
         together.setdefault((worker.role, worker.node_id), []).append(worker)
@@ -184,8 +185,7 @@ def plan_table(plan: PlacementPlan) -> list[PlanRow]:
 
 
 class _Space:
-    """Resources of one node that are still free. GPUs are counted one by one, because a share of a GPU must lie on one
-    GPU."""
+    """Free resources of one node. GPUs are counted one by one, because a share must lie on one GPU."""
 
     def __init__(self, node: NodeResources) -> None:
         self.node = node
@@ -202,11 +202,11 @@ class _Space:
         )
 
     def is_labelled(self, workers: WorkerResources) -> bool:
-        """Whether the node has every label that the role asks for."""
+        """Whether the node has every label of the role."""
         return set(workers.node_labels.items()) <= set(self.node.labels)
 
     def take(self, workers: WorkerResources) -> tuple[int, ...]:
-        """Take what one worker needs; returns its GPUs."""
+        """Takes the resources of one worker and returns its GPUs."""
         gpus = self._gpus_for(workers.num_gpus)
         assert gpus is not None, f"{self.node.shown} was asked for GPUs that it does not have"
         self.free_cpus -= workers.num_cpus
@@ -217,7 +217,7 @@ class _Space:
         return tuple(gpus)
 
     def capacity(self, workers: WorkerResources) -> int:
-        """How many more workers of this kind fit."""
+        """Returns how many more workers of this kind fit."""
         trial = _Space(self.node)
         trial.free_cpus, trial.free_gpus = self.free_cpus, list(self.free_gpus)
         trial.free_custom = dict(self.free_custom)
@@ -234,7 +234,7 @@ class _Space:
         return f"{self.node.shown} has {self.free_cpus:g} CPUs and {sum(self.free_gpus):g} GPUs{shares}{custom} free"
 
     def _gpus_for(self, num_gpus: float) -> list[int] | None:
-        """GPUs to take: the fullest one that holds a share, or as many empty ones; None if there are too few."""
+        """Returns the GPUs to take: the fullest that holds the share, or enough empty GPUs; None: too few."""
         share = min(1.0, num_gpus)
         holding = [gpu for gpu, free in enumerate(self.free_gpus) if free + EPSILON >= share]
         holding.sort(key=lambda gpu: round(self.free_gpus[gpu], 4))
@@ -244,14 +244,14 @@ class _Space:
 
 @dataclass(frozen=True)
 class _Seat:
-    """The place of one worker."""
+    """Node and GPUs of one worker."""
 
     node: NodeResources
     gpus: tuple[int, ...]
 
 
 def _place_role(role: str, workers: WorkerResources, spaces: Sequence[_Space], preset: str) -> list[_Seat]:
-    """The place of each worker of one role, taken from `spaces`."""
+    """Assigns each worker of a role and takes its resources from `spaces`."""
     packed = workers.strategy == "pack" or (workers.strategy == "auto" and role in TOGETHER)
     chosen: list[_Space] = []
     seats: list[_Seat] = []
@@ -266,13 +266,13 @@ def _place_role(role: str, workers: WorkerResources, spaces: Sequence[_Space], p
 
 
 def _roomiest(fitting: Sequence[_Space], workers: WorkerResources) -> _Space:
-    """The node that can hold most workers of a role that is packed."""
+    """Returns the node that holds the most workers of a packed role."""
     return max(fitting, key=lambda space: space.capacity(workers))
 
 
 def _preferred(fitting: Sequence[_Space], workers: WorkerResources, chosen: Sequence[_Space], packed: bool) -> _Space:
-    """A packed role stays where it is, a spread one goes where least of it is; a worker without GPU leaves GPU nodes
-    alone; then the node with most CPUs."""
+    """Returns the preferred node: for a packed role a node that it already uses, for a spread role the node with the
+    fewest of its workers; then a node without GPUs for a worker without GPU; then the node with most free CPUs."""
     return max(
         fitting,
         key=lambda space: (
@@ -299,7 +299,7 @@ def _refusal(role: str, index: int, workers: WorkerResources, spaces: Sequence[_
 
 
 def _of_whole_gpus(role: str, workers: WorkerResources) -> str:
-    """What else to change for a worker of several GPUs, which lie on one node and hold no share of another role."""
+    """Returns further advice for a worker of several GPUs: they must be whole GPUs of one node."""
     if workers.num_gpus <= 1:
         return ""
     split = "resources.rollout.tensor_parallel with it; " if role == "rollout" else ""
@@ -311,7 +311,7 @@ def _shown(pairs: Mapping[str, Any]) -> str:
 
 
 def _workers(role: str, workers: WorkerResources, seats: Sequence[_Seat]) -> list[PlacedWorker]:
-    """The placed workers of one role; those on one node are bound to cores one after the other."""
+    """Returns the placed workers of a role; workers of one node are bound to consecutive cores."""
     taken: dict[str, int] = {}
     placed = []
     for index, seat in enumerate(seats):
@@ -336,7 +336,7 @@ def _placed(role: str, index: int, workers: WorkerResources, node: NodeResources
 
 
 def _cores(role: str, workers: WorkerResources, node: NodeResources, seat: int) -> tuple[int, ...]:
-    """Cores of the worker that sits `seat`-th on its node; beyond the last core the first ones are shared."""
+    """Returns the cores of the `seat`-th worker of its node. After the last core they start again with the first."""
     if workers.num_threads > node.num_cores:
         raise PlacementError(
             f"resources.{role}.num_threads={workers.num_threads} with bind_cores=true, but {node.shown} has "

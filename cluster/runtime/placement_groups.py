@@ -1,7 +1,7 @@
-"""Book a placement plan on a Ray cluster: placement groups, with a deadline, pinned to the planned nodes.
+"""Reserves a placement plan on a Ray cluster: placement groups with a deadline, pinned to the planned nodes.
 
-Bundles cannot be added to a placement group later, so a worker that may come and go alone has a group of its own; the
-learner ranks share one, because they only work together.
+Bundles cannot be added to a placement group later, so each worker of a scalable role has a separate group. The learner
+ranks share one group, because they start and end together.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 from uuid import uuid4
 
 import ray
-from ray._private.state import available_resources_per_node  # the public API has only the sum over the cluster
-from ray._private.state import state as control_store  # nor does it say whose driver is dead
+from ray._private.state import available_resources_per_node  # the public API has only the sum of the cluster
+from ray._private.state import state as control_store  # nor does it list dead drivers
 from ray.core.generated.gcs_pb2 import PlacementGroupTableData  # type: ignore[attr-defined]  # made when it is imported
 from ray.util.placement_group import (
     PlacementGroup,
@@ -35,14 +35,14 @@ NODE_LABEL = "ray.io/node-id"
 
 @dataclass(frozen=True)
 class Booking:
-    """Reservation of one worker's resources: pass both to `mobula.cluster.runtime.ray_actors.spawn`."""
+    """Reservation of one worker's resources, for `mobula.cluster.runtime.ray_actors.spawn`."""
 
     group: PlacementGroup
     bundle_index: int
 
 
 def cluster_nodes() -> tuple[NodeResources, ...]:
-    """Free resources of every live node of the connected cluster."""
+    """Returns the free resources of every live node of the connected cluster."""
     free = available_resources_per_node()
     nodes = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
     alive = {node_id: node["Resources"] for node_id, node in nodes.items()}
@@ -61,19 +61,19 @@ def cluster_nodes() -> tuple[NodeResources, ...]:
 
 
 def node_name(node: Mapping[str, Any]) -> str:
-    """`HOSTNAME (IP)` of a row of `ray.nodes()`."""
+    """Returns `HOSTNAME (IP)` of a row of `ray.nodes()`."""
     return f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
 
 
-def plan_when_free(config: ResourcesConfig, roles: Sequence[str], *, patience_s: float) -> PlacementPlan:
-    """The plan for the connected cluster; one that is full is asked again for `patience_s`.
+def plan_when_free(config: ResourcesConfig, roles: Sequence[str], *, wait_s: float) -> PlacementPlan:
+    """Returns the plan for the connected cluster. Retries for `wait_s` if the cluster is full.
 
-    What another run has just given back is counted as free a moment later.
+    Ray reports resources that another run has just released with a delay.
 
     Raises:
-        PlacementError: it still does not fit.
+        PlacementError: the plan still does not fit.
     """
-    deadline = time.monotonic() + patience_s
+    deadline = time.monotonic() + wait_s
     while True:
         try:
             return plan_placement(config, cluster_nodes(), roles)
@@ -84,22 +84,22 @@ def plan_when_free(config: ResourcesConfig, roles: Sequence[str], *, patience_s:
 
 
 def holders(names: Iterable[str]) -> dict[str, int]:
-    """Run -> how many of these groups, named `RUN/ROLE/INDEX/...`, are its own; others are counted under their name."""
+    """Returns run -> number of its groups, which are named `RUN/ROLE/INDEX/...`; other groups count by their name."""
     return dict(Counter(name.partition("/")[0] for name in names if name))
 
 
 def _held() -> str:
     rows = placement_group_table().values()
-    found = holders(row["name"] for row in rows if row["state"] in ("CREATED", "PENDING", "RESCHEDULING"))
-    shown = ", ".join(f"{run} ({number} groups)" for run, number in found.items())
+    runs = holders(row["name"] for row in rows if row["state"] in ("CREATED", "PENDING", "RESCHEDULING"))
+    shown = ", ".join(f"{run} ({number} groups)" for run, number in runs.items())
     return f". What is not free is held by the runs {shown}" if shown else ""
 
 
 def create_placement_groups(plan: PlacementPlan, *, run_name: str, timeout_s: float) -> Mapping[str, Booking]:
-    """Reserve every worker's resources on its planned node and wait for all of them; by worker name.
+    """Reserves the resources of every worker on its planned node. Returns worker name -> booking.
 
     Raises:
-        PlacementError: some group was still pending after `timeout_s`; nothing stays reserved.
+        PlacementError: a group was still pending after `timeout_s`; nothing stays reserved.
     """
     bookings: dict[str, Booking] = {}
     for members in _groups(plan):
@@ -118,10 +118,11 @@ def create_placement_groups(plan: PlacementPlan, *, run_name: str, timeout_s: fl
 def book_more(
     workers: WorkerResources, number: int, *, name: str, timeout_s: float
 ) -> list[tuple[Booking, NodeResources]]:
-    """Reserve the resources of `number` workers that belong together on nodes with their labels, on as few as possible
-    unless they are to be spread; returns the place of each, and all that its node has.
+    """Reserves the resources of `number` workers on nodes with their labels: on as few nodes as possible, or spread.
+    Returns the booking of each worker and all resources of its node.
 
-    `name` is `RUN/ROLE/INDEX`. Unlike the workers of a plan they are pinned to no node: others may book as well.
+    `name` is `RUN/ROLE/INDEX`. Unlike the workers of a plan they are not pinned to a node, because other runs reserve
+    at the same time.
 
     Raises:
         PlacementError: they were still pending after `timeout_s`; nothing stays reserved.
@@ -157,7 +158,7 @@ def _all_of(node: Mapping[str, Any]) -> NodeResources:
 
 
 def _custom(resources: Mapping[str, float]) -> tuple[tuple[str, float], ...]:
-    """Custom resources of a node: without CPUs, GPUs, memory and Ray's own markers."""
+    """Returns the custom resources of a node: without CPUs, GPUs, memory and Ray's own markers."""
     own = ("CPU", "GPU", "memory", "object_store_memory")
     return tuple(
         (name, amount)
@@ -171,21 +172,21 @@ def _labels(node: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
 
 
 def bundle_of(worker: PlacedWorker | WorkerResources) -> dict[str, float]:
-    """The bundle that Ray reserves for one worker."""
+    """Returns the bundle that Ray reserves for one worker."""
     custom = dict(worker.custom) if isinstance(worker, PlacedWorker) else dict(worker.custom_resources)
     return {"CPU": worker.num_cpus, **({"GPU": worker.num_gpus} if worker.num_gpus else {}), **custom}
 
 
 def remove_placement_groups(bookings: Mapping[str, Booking]) -> None:
-    """Give everything back. Actors that still run in these groups are ended."""
+    """Removes all groups. Ray kills actors that still run in them."""
     for group in {booking.group.id: booking.group for booking in bookings.values()}.values():
         remove_placement_group(group)
 
 
 def groups_of_dead_drivers() -> list[tuple[str, str]]:
-    """Id and name of every placement group that still holds resources though its driver is dead.
+    """Returns id and name of every placement group whose driver is dead.
 
-    Ray removes them itself within a moment. A group that stays listed is a leftover.
+    Ray removes such groups after a moment. A group that stays listed is a leftover.
     """
     table = control_store._connect_and_get_accessor().get_placement_group_table()
     rows = (PlacementGroupTableData.FromString(row) for row in table)
@@ -197,7 +198,7 @@ def groups_of_dead_drivers() -> list[tuple[str, str]]:
 
 
 def remove_group(group_id: str) -> None:
-    """Remove the group of this id, no matter which process made it."""
+    """Removes the group with this id, whichever process created it."""
     remove_placement_group(PlacementGroup(ray.PlacementGroupID(bytes.fromhex(group_id))))
 
 
@@ -216,14 +217,14 @@ def _reserve(members: Sequence[PlacedWorker], name: str) -> PlacementGroup:
 
 
 def _group_name(name: str) -> str:
-    """Ray refuses a name twice, and a killed run's groups linger for a moment."""
+    """Makes a unique name: Ray refuses duplicates, and the groups of a killed run exist for a moment longer."""
     return f"{name}/{uuid4().hex[:8]}"
 
 
 def _wait(bookings: Mapping[str, Booking], deadline: float) -> list[str]:
-    """Wait for all groups until `deadline` (on the monotonic clock); the names of the workers that are left.
+    """Waits for all groups until `deadline` (monotonic clock). Returns the names of workers that are still pending.
 
-    Ray counts this wait in whole seconds and drops the rest, so what is left is rounded up.
+    The remaining time is rounded up, because Ray truncates it to whole seconds.
     """
     return [
         name

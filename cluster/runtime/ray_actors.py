@@ -1,7 +1,7 @@
-"""Spawn plain role classes as Ray actors, and wait for their answers with a deadline.
+"""Runs plain role classes in Ray actors, and waits for their answers with a deadline.
 
-This is where Ray appears. A role is a plain class; `spawn` runs it in an actor of its own, at its place in the plan and
-with the threads and cores planned for it. Calls stay typed method calls on the handle; `answer` waits for them:
+A role is a plain class without Ray. `spawn` runs it in an actor on its planned node, with its planned threads and
+cores. Calls are method calls on the handle; `answer` waits for their results:
 
     handle = spawn(RewardWorker, components, worker=plan.of_role("reward")[0], booking=booking, env={})
     rewards = await answer(handle.score.remote([group]), timeout_s=30, what="reward/0 to score group 7")
@@ -35,9 +35,9 @@ from mobula.cluster.runtime.vitals import HasEngine, Vitals
 
 _logger = logging.getLogger(__name__)
 
-HEALTH = "health"  # a lane of its own in every actor: a role that is busy still answers there
-BESIDE = "beside"  # another one, for what waits for a thread of the role while the role goes on
-BOUND_THREADS = "VLLM_CPU_OMP_THREADS_BIND"  # the numbers of the cores that an engine on CPU binds its threads to
+HEALTH = "health"  # concurrency group of every actor in which a busy role still answers
+BACKGROUND = "background"  # concurrency group for calls that wait for a thread of the role while the role works
+BOUND_THREADS = "VLLM_CPU_OMP_THREADS_BIND"  # core numbers to which an engine on CPU binds its threads
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 
 
@@ -51,17 +51,16 @@ def spawn(
     max_concurrency: int = 1,
     **kwargs: Any,
 ) -> ray.actor.ActorHandle[Any]:
-    """Start `role(*args, **kwargs)` in an actor of its own; returns at once with its handle.
+    """Starts `role(*args, **kwargs)` in an actor and returns the handle at once.
 
-    The actor carries the worker's name in the dashboard and in logs. What its process writes goes to the file `log`, or
-    where Ray keeps it. It is never restarted by Ray itself: a role that
-    died has lost its state, so its supervisor builds a new one.
+    The actor has the worker's name in the dashboard and in logs. Its process writes to the file `log`, or to Ray's log
+    files. Ray never restarts it: a dead role has lost its state, so its supervisor creates a new one.
     """
     threads = str(worker.num_threads)
     env_vars = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false", **env}
     env_vars |= gpu_environment(worker.num_gpus)
-    # A group of its own for `is_alive`: a role that computes still answers its supervisor.
-    groups = {HEALTH: 1, BESIDE: 1}
+    # `is_alive` has a separate concurrency group: a role that computes still answers its supervisor.
+    groups = {HEALTH: 1, BACKGROUND: 1}
     as_actor = ray.remote(concurrency_groups=groups)  # type: ignore[call-overload]  # Ray's stub does not declare it
     actor = as_actor(_hosted(role, worker.name)).options(
         num_cpus=worker.num_cpus,
@@ -75,10 +74,10 @@ def spawn(
 
 
 def spawn_named(role: type, *, name: str, env: Mapping[str, str]) -> ray.actor.ActorHandle[Any]:
-    """Start `role()` in an actor that others find by `name` in the driver's namespace; it ends with the driver.
+    """Starts `role()` in an actor that is registered under `name` in the driver's namespace. It ends with the driver.
 
     Raises:
-        ValueError: an actor of this name is alive.
+        ValueError: an actor with this name is alive.
     """
     as_actor = ray.remote(concurrency_groups={HEALTH: 1})  # type: ignore[call-overload]  # Ray does not declare it
     actor = as_actor(_hosted(role, name)).options(
@@ -88,36 +87,36 @@ def spawn_named(role: type, *, name: str, env: Mapping[str, str]) -> ray.actor.A
 
 
 def gpu_environment(num_gpus: float) -> dict[str, str]:
-    """Environment variables with which a process sees the GPUs that it books and no others.
+    """Returns environment variables with which a process sees only the GPUs that it reserved.
 
-    Ray sets CUDA_VISIBLE_DEVICES where an actor books a GPU, unless the node was started with
-    RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES. Since 2.60 it leaves an actor that books none all GPUs of its node.
+    Ray sets CUDA_VISIBLE_DEVICES if an actor reserves a GPU, unless the node was started with
+    RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES. Since 2.60 an actor that reserves none sees all GPUs of its node.
     """
     return {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "0"} if num_gpus else {VISIBLE_GPUS: ""}
 
 
 async def answer(reference: ray.ObjectRef[Any], *, timeout_s: float, what: str) -> Any:
-    """Wait for the result of one actor call.
+    """Waits for the result of an actor call and returns it.
 
     Raises:
         DeadlineError: no answer within `timeout_s`; the message names `what`.
         WorkerDiedError: the actor died, or cannot be reached.
-        DependencyError: the role itself waited in vain for another one: it is not replaced.
-        Exception: whatever else the role raised, as it raised it.
+        DependencyError: the role waited for another role until its deadline; it is not replaced.
+        Exception: any other error of the role.
     """
     try:
         async with asyncio.timeout(timeout_s):
             return await asyncio.wrap_future(reference.future())
-    except RayError as error:  # first: it may be an instance of its cause's class as well
+    except RayError as error:  # first: it may also be an instance of its cause's class, such as TimeoutError
         raise _as_seen_here(error, what, reference) from None
     except TimeoutError as error:
         raise DeadlineError(f"waited {timeout_s:g} s for {what}") from error
 
 
 def on_failure(reference: ray.ObjectRef[Any], tell: Callable[[Exception], None], *, what: str) -> None:
-    """Call `tell`, in this event loop, if the call fails.
+    """Calls `tell` in this event loop with the error of `answer` if the call fails.
 
-    Waits without a deadline, since no caller depends on it. `tell` is given what `answer` would raise.
+    There is no deadline, since no caller waits.
     """
     loop = asyncio.get_running_loop()
 
@@ -129,7 +128,7 @@ def on_failure(reference: ray.ObjectRef[Any], tell: Callable[[Exception], None],
 
 
 def _as_seen_here(error: Exception, what: str, reference: ray.ObjectRef[Any]) -> Exception:
-    """Ray's errors of a call or a stream, as those of `mobula.cluster.errors`; `reference` is one of its results."""
+    """Converts an error of Ray to one of `mobula.cluster.errors`; `reference` is a result of the call or stream."""
     match error:
         case RayTaskError() if isinstance(error.cause, Exception):
             seen = as_raised_by_role(error.cause)
@@ -145,28 +144,28 @@ def _as_seen_here(error: Exception, what: str, reference: ray.ObjectRef[Any]) ->
             return error
 
 
-def beside(method: Any) -> Any:
-    """A method of a spawned role, to be called in a lane in which it waits for no other call of the role."""
-    return method.options(concurrency_group=BESIDE)
+def in_background(method: Any) -> Any:
+    """Returns a method of a spawned role whose calls do not wait for other calls of the role."""
+    return method.options(concurrency_group=BACKGROUND)
 
 
 async def with_attachments(
     stream: ray.ObjectRefGenerator, num_attached: Callable[[Any], int], *, what: str
 ) -> AsyncIterator[tuple[Any, list[ray.ObjectRef[Any]]]]:
-    """The values of a call that streams, as they come, each with references to the `num_attached(value)` values that
-    follow it and belong to it. Those stay where they are; all are the caller's and outlive the actor.
+    """Yields the values of a streaming call, each with references to the `num_attached(value)` values that follow it.
 
-    Waits without a deadline: the caller that needs the values has one.
+    Attached values are not fetched. All values belong to the caller and outlive the actor. There is no deadline here:
+    the caller has one.
 
     Raises:
-        WorkerDiedError: the actor died; everything that it had sent has come before, but what was lost with its node.
-        Exception: whatever the role raised.
+        WorkerDiedError: the actor died. All values that it sent were yielded before, except those lost with its node.
+        Exception: any error of the role.
     """
     try:
         async for reference in stream:
             value = await asyncio.wrap_future(reference.future())
             attached: list[ray.ObjectRef[Any]] = []
-            # References alone: the group stays on its node until a rank fetches it.
+            # References only: the group stays on its node until a rank fetches it.
             while len(attached) < num_attached(value):
                 attached.append(await _unfetched(stream, before=attached[-1] if attached else reference))
             yield value, attached
@@ -175,28 +174,28 @@ async def with_attachments(
 
 
 async def _unfetched(stream: ray.ObjectRefGenerator, *, before: ray.ObjectRef[Any]) -> ray.ObjectRef[Any]:
-    """The stream's next reference, behind `before`. To await it as `async for` does would bring its value here."""
-    # On a thread only where it may block: a switch costs more than the wait for most values.
+    """Returns the stream's next reference, after `before`. `async for` would fetch the value to this process."""
+    # On a thread only if it may block: the switch costs more than the wait for most values.
     reference = next(stream) if stream.next_ready() else await asyncio.to_thread(next, stream, None)
     if reference is None or reference == stream.completed():
-        for reason in (before, stream.completed()):  # an error that a role raised is its last value, its death is not
+        for reason in (before, stream.completed()):  # an error of the role is its last value; its death is in the other
             await asyncio.wrap_future(reason.future())
-        raise RuntimeError("a stream ended before all that belongs to its last value had come")
+        raise RuntimeError("a stream ended before the attached values of its last value")
     return reference
 
 
 async def stop(handle: ray.actor.ActorHandle[Any], *, timeout_s: float, what: str) -> None:
-    """Ask the role to `close()`, then end its process whatever it answered."""
+    """Asks the role to `close()`, then kills its process in any case."""
     try:
         await answer(handle.close.remote(), timeout_s=timeout_s, what=f"{what} to close")
     except (DeadlineError, WorkerDiedError):
-        pass  # it is ended below either way
+        pass  # the process is killed below in any case
     finally:
         kill(handle)
 
 
 def kill(handle: ray.actor.ActorHandle[Any]) -> None:
-    """End the role's process at once, whatever it does."""
+    """Kills the role's process."""
     ray.kill(handle, no_restart=True)
 
 
@@ -210,8 +209,8 @@ class Seat:
 
 
 def _claim(cores: Sequence[int]) -> None:
-    """Bind this process to the cores at these positions among those that it may use. Ray may count more CPUs than there
-    are: positions beyond them begin again with the first core.
+    """Binds this process to the usable cores with these indices. Ray may count more CPUs than there are cores: larger
+    indices start again with the first core.
     """
     usable = sorted(os.sched_getaffinity(0))
     claimed = sorted({usable[core % len(usable)] for core in cores})
@@ -223,9 +222,8 @@ def _claim(cores: Sequence[int]) -> None:
 
 
 def _hosted(role: type, name: str) -> type:
-    """`role` with a constructor that first opens its log, claims its cores and its node's network interface, and at
-    last tunes its garbage collector; and with a sign of life that says what the process uses. Everything else is
-    inherited.
+    """Returns a subclass of `role` for a process of its own. The constructor opens the log, binds the cores, selects
+    the network interface, builds the role and tunes the garbage collector. `is_alive` returns the process's vitals.
     """
 
     class Hosted(role):  # type: ignore[misc]  # whose base is an argument
@@ -234,7 +232,7 @@ def _hosted(role: type, name: str) -> type:
                 write_to(seat.log, name)
             if seat.cores:
                 _claim(seat.cores)
-            # Before the role is built: libraries read their network interface once, when they start.
+            # Before the role is built: libraries read their network interface once, at start-up.
             use_node_interface()
             try:
                 super().__init__(*args, **kwargs)

@@ -20,19 +20,19 @@ from mobula.cluster.failures import Failure, frames_in
 from mobula.cluster.runtime.error_text import COLOUR
 from mobula.cluster.runtime.role_log import POINTER, part_of
 
-# Each says that the process of an actor is gone. Ray's memory monitor ends a process without a RayActorError.
+# Errors after the end of an actor's process. Ray's memory monitor kills a process without a RayActorError.
 PROCESS_GONE = (RayActorError, OutOfMemoryError, NodeDiedError, WorkerCrashedError, LocalRayletDiedError)
-NUM_LOG_LINES = 40  # of the end of a worker's log that go into the run's log
+NUM_LOG_LINES = 40  # last lines of a worker's log that are copied to the run's log
 TRACEBACK = "Traceback (most recent call last)"
 EXCEPTION = re.compile(r"^\s*(?:[\w.]+\.)?(\w*(?:Error|Exception|Interrupt|Exit)\w*(?:: .*)?)$", re.MULTILINE)
-CRASH = re.compile(r"^\*\*\* (SIG\w+) received", re.MULTILINE)  # as Ray's signal handler writes it to the worker's log
+CRASH = re.compile(r"^\*\*\* (SIG\w+) received", re.MULTILINE)  # written by Ray's signal handler to the worker's log
 CRASH_STACK = "Stack (most recent call first):"
 EXIT = re.compile(r"Worker exit type: (\w+)\s+Worker exit detail: (.*?)(?:\s*Some common causes include|$)", re.DOTALL)
 PROCESS_ID = re.compile(r"^\s*pid: (\d+)$|\(pid=(\d+)", re.MULTILINE)
-LOST_CONNECTION = "connection error"  # how Ray describes a process that ended without a word
+LOST_CONNECTION = "connection error"  # Ray's reason for a process that ended without a message
 NODE_MEMORY = re.compile(r"was ([\d.]+)GB used / ([\d.]+)GB limit")
 KILLED = re.compile(r"\(Actor\((\w+)\).*?pid=(\d+), actual memory used=([\d.]+)GB")
-NOISE = (":", "(raylet)")  # how lines of a worker's log begin that Ray writes for itself
+NOISE = (":", "(raylet)")  # beginnings of lines in a worker's log that are Ray's own
 MEMORY_SETTINGS = {  # role -> settings that reduce the memory of its process, or of others on its node
     "rollout": ("sampler.kv_cache_bytes", "sampler.max_num_seqs", "resources.rollout.num_workers"),
     "learner": ("learner.tokens_per_microbatch", "learner.activation_checkpointing=blocks", "policy.lora.rank=16"),
@@ -44,12 +44,13 @@ OTHER_SETTINGS = ("sampler.kv_cache_bytes", "learner.tokens_per_microbatch", "re
 
 
 def actor_death(error: RayError, what: str, actor_id: str | None = None) -> WorkerDiedError:
-    """One line that names the cause; the full text of Ray and the end of the worker's own log are notes.
+    """Returns an error whose message has the cause in one line. Ray's full text and the end of the worker's log are
+    notes.
 
     Args:
         error: one of `PROCESS_GONE`.
-        what: the call that was waited for; it begins with the worker's name where it has one.
-        actor_id: the actor that died, in hexadecimal digits.
+        what: the call that failed; it begins with the worker's name if there is one.
+        actor_id: the dead actor, in hexadecimal digits.
     """
     text = COLOUR.sub("", str(error)).strip()
     path, log = _log_of(text)
@@ -65,12 +66,12 @@ def actor_death(error: RayError, what: str, actor_id: str | None = None) -> Work
 
 
 def memory_settings(what: str) -> tuple[str, str, str]:
-    """Three settings that reduce the memory of the role that `what` begins with."""
+    """Returns three settings that reduce the memory of the role with which `what` begins."""
     return MEMORY_SETTINGS.get(what.partition("/")[0], OTHER_SETTINGS)
 
 
 def _out_of_memory(text: str, what: str, actor_id: str | None) -> Failure:
-    """The failure of a process that Ray's memory monitor ended: its memory, that of its node, and settings."""
+    """Returns the failure of a process that Ray's memory monitor killed, with its memory, the node's, and settings."""
     killed = {actor: (pid, used) for actor, pid, used in KILLED.findall(text)}
     pid, used = killed.get(actor_id or "", next(iter(killed.values())) if len(killed) == 1 else ("", ""))
     process = f"its process {pid}, which used {used} GB," if pid else "its process"
@@ -101,17 +102,17 @@ def _failure(error: RayError, text: str, log: str) -> Failure:
 
 
 def _reason(lines: list[str]) -> str:
-    """The line of Ray's text that holds the reason."""
+    """Returns the line of Ray's text with the reason."""
     return next((line for line in lines if line.startswith("The actor is dead because")), "".join(lines[-1:]))
 
 
 def _process_id(text: str) -> str | None:
-    found = PROCESS_ID.search(text)
-    return None if found is None else found[1] or found[2]
+    match = PROCESS_ID.search(text)
+    return None if match is None else match[1] or match[2]
 
 
 def _log_of(text: str) -> tuple[Path | None, str]:
-    """Path and text of the process's stderr; nothing for a process on another node, whose files are not read."""
+    """Returns path and text of the process's stderr; nothing for a process on another node."""
     process_id = _process_id(text)
     path = None if process_id is None else _path_of(process_id)
     if path is None:

@@ -1,4 +1,4 @@
-"""The log file of one worker: everything that its process, its children and its libraries write."""
+"""The log file of one worker: the output of its process, its children and its libraries."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ POINTER = "mobula: the log goes on in "  # the last line in Ray's own log of the
 
 
 def role_log(folder: Path, name: str) -> Path:
-    """The file of the worker called `name`, `<role>/<index>`."""
+    """Returns the log file of the worker `name` (`<role>/<index>`)."""
     return folder / f"{name.replace('/', '-')}.log"
 
 
 def write_to(path: Path, name: str) -> None:
-    """Send what this process and its children write to stdout and stderr to the end of `path`, behind a line that names
-    the process; have its loggers write there too. A worker that is started again goes on in the same file.
+    """Appends stdout, stderr and log records of this process and its children to `path`, after a line with the process
+    id. A restarted worker appends to the same file.
 
     Raises:
         OSError: the file cannot be written on this node.
@@ -41,12 +41,12 @@ def write_to(path: Path, name: str) -> None:
 
 
 def opening(process_id: int | str) -> str:
-    """How the part of one process begins."""
+    """Returns the line with which the part of one process begins."""
     return f"===== process {process_id}"
 
 
 def part_of(path: Path, process_id: str) -> str:
-    """The text that one process wrote to a worker's log; all of it if the process has no part."""
+    """Returns the part of one process in a worker's log; the whole log if the process has no part."""
     text = path.read_text(encoding="utf-8", errors="replace")
     _, marker, part = text.rpartition(f"{opening(process_id)} on ")
     return part.partition("\n")[2].partition("\n=====")[0] if marker else text

@@ -19,9 +19,9 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class GpuReading:
-    """One GPU at one moment; what its driver does not tell is None."""
+    """One GPU at one moment; values that the driver does not report are None."""
 
-    index: int  # the driver's, in the order of the bus, whatever CUDA_VISIBLE_DEVICES makes of it
+    index: int  # of the driver, in bus order, independent of CUDA_VISIBLE_DEVICES
     name: str
     memory_total_mib: float
     memory_used_mib: float
@@ -31,7 +31,7 @@ class GpuReading:
 
 @dataclass
 class RunningStats:
-    """The average and the peak of numbers that come one by one."""
+    """Average and peak of a stream of numbers."""
 
     num: int = 0
     total: float = 0.0
@@ -44,7 +44,7 @@ class RunningStats:
             self.total += value
 
     def summary(self) -> dict[str, float] | None:
-        """None if no number came: an average of nothing is not 0."""
+        """Returns average and peak; None without any number."""
         return {"avg": round(self.total / self.num, 3), "max": round(self.peak, 3)} if self.num else None
 
 
@@ -67,11 +67,10 @@ class _GpuSeries:
 
 
 class NvidiaGpus:
-    """The NVIDIA GPUs that processes with this environment see, through NVML; none where there is no driver.
+    """The NVIDIA GPUs that processes with this environment see, read through NVML; none without a driver.
 
-    CUDA_VISIBLE_DEVICES may hold numbers or UUIDs. Its numbers are taken in the order of the bus, which is CUDA's own
-    wherever the GPUs are alike or CUDA_DEVICE_ORDER=PCI_BUS_ID is set. A MIG slice has no use figure of its own, so it
-    is not watched.
+    CUDA_VISIBLE_DEVICES may hold numbers or UUIDs. Numbers are in bus order, which is also CUDA's order if the GPUs are
+    equal or CUDA_DEVICE_ORDER=PCI_BUS_ID is set. MIG slices are left out: NVML reports no utilisation for them.
     """
 
     def __init__(self, environment: Mapping[str, str]) -> None:
@@ -110,7 +109,7 @@ class NvidiaGpus:
 
 
 def driver_version() -> str:
-    """Of the NVIDIA driver; empty where there is none."""
+    """Returns the version of the NVIDIA driver; empty without a driver."""
     try:
         pynvml.nvmlInit()
     except (pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_DriverNotLoaded):
@@ -122,37 +121,37 @@ def driver_version() -> str:
 
 
 def visible(listed: str | None, uuids: Sequence[str]) -> list[int]:
-    """Which of the GPUs with these UUIDs a value of CUDA_VISIBLE_DEVICES shows, in its order; without one, all.
+    """Returns the indices of the GPUs (with these UUIDs) that CUDA_VISIBLE_DEVICES=`listed` shows, in its order.
 
-    As CUDA does, it takes a UUID's beginning for the UUID, and ends the list at the first entry that names no GPU.
+    None shows all GPUs. As in CUDA, a UUID may be abbreviated, and the list ends at the first entry without a GPU.
     """
     if listed is None:
         return list(range(len(uuids)))
     shown: list[int] = []
-    for word in (word.strip() for word in listed.split(",")):
-        if word.isdecimal():
-            found = [int(word)] if int(word) < len(uuids) else []
+    for entry in (entry.strip() for entry in listed.split(",")):
+        if entry.isdecimal():
+            matches = [int(entry)] if int(entry) < len(uuids) else []
         else:
-            found = [index for index, uuid in enumerate(uuids) if word and uuid.startswith(word)]
-        if len(found) != 1:
+            matches = [index for index, uuid in enumerate(uuids) if entry and uuid.startswith(entry)]
+        if len(matches) != 1:
             break
-        shown += found
+        shown += matches
     return shown
 
 
 class ProcessTree:
-    """A process and all that descend from it."""
+    """A process and its descendants."""
 
     def __init__(self, pid: int) -> None:
         self._root = psutil.Process(pid)
-        self._seconds: dict[psutil.Process, float] = {}  # a Process differs from a later one with its id
+        self._seconds: dict[psutil.Process, float] = {}  # a Process differs from a later process with the same id
         self._seconds, _ = self._measure()
         self._read_at = time.monotonic()
 
     def read(self) -> tuple[float, float] | None:
-        """Percent of one core since the last reading, and MiB resident; None once the process is gone.
+        """Returns percent of one core since the last reading and resident MiB; None once the process is gone.
 
-        A process that started and ended between two readings is not seen; memory that processes share counts for each.
+        Processes that started and ended between two readings are missed. Shared memory counts for each process.
         """
         before, before_at = self._seconds, self._read_at
         self._seconds, resident_mib = self._measure()
@@ -172,7 +171,10 @@ class ProcessTree:
         for process in processes:
             try:
                 times, memory = process.cpu_times(), process.memory_info()
-            except (psutil.NoSuchProcess, psutil.AccessDenied):  # it ended meanwhile, or became another user's
+            except (
+                psutil.NoSuchProcess,
+                psutil.AccessDenied,
+            ):  # it ended in the meantime, or belongs to another user now
                 continue
             seconds[process] = times.user + times.system
             resident += memory.rss
@@ -205,10 +207,10 @@ class UsageSampler:
         self._thread.start()
 
     def stop(self) -> None:
-        """Take a last sample and end.
+        """Takes a last sample and ends the thread.
 
         Raises:
-            Exception: what stopped the sampling before its time, e.g. a GPU that fell off its bus.
+            Exception: the error that ended the sampling early, e.g. a GPU that fell off its bus.
         """
         self._is_over.set()
         self._thread.join()
@@ -224,7 +226,7 @@ class UsageSampler:
         self.stop()
 
     def summary(self) -> dict[str, Any]:
-        """Ready for JSON; call it after `stop`. A figure is null where nothing could be read."""
+        """Returns the figures for JSON; call it after `stop`. A figure is null if nothing could be read."""
         return {
             "period_s": self._period_s,
             "num_samples": self._num_samples,
@@ -238,7 +240,7 @@ class UsageSampler:
             while not self._is_over.wait(self._period_s):
                 self._sample()
             self._sample()
-        except Exception as error:  # it is raised in the call that stops this thread
+        except Exception as error:  # `stop` raises it
             self._error = error
 
     def _sample(self) -> None:
@@ -254,10 +256,10 @@ class UsageSampler:
 
 
 class VitalsMeter:
-    """Measures this process, its children and the GPUs that it sees; each reading covers the time since the last."""
+    """Measures this process, its children and its visible GPUs; each reading covers the time since the last one."""
 
     def __init__(self, node: str, num_threads: int, gpus: NvidiaGpus | None = None) -> None:
-        """`node` is the address of this node, `num_threads` what is planned for the process."""
+        """`node` is the address of this node, `num_threads` the planned threads of the process."""
         self._node = node
         self._num_threads = num_threads
         self._tree = ProcessTree(os.getpid())
@@ -265,7 +267,7 @@ class VitalsMeter:
         self._num_tokens, self._read_at = 0, time.monotonic()
 
     def read(self, load: EngineLoad | None) -> Vitals:
-        """`load` is that of the worker's engine, if it has one."""
+        """`load` is the load of the worker's engine, if it has one."""
         used, gpus = self._tree.read(), self._gpus.read()
         now, tokens_per_s = time.monotonic(), None
         if load is not None:

@@ -1,4 +1,4 @@
-"""Vitals: what a worker's process uses and has in hand, as it says with every sign of life."""
+"""Vitals: resource usage and load of a worker's process, returned by every health check."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from typing import Protocol, runtime_checkable
 
 @dataclass(frozen=True)
 class EngineLoad:
-    """How loaded one engine is."""
+    """The load of one engine."""
 
     name: str
-    kv_usage: float  # share of its KV cache that responses under way take; 0 where it has none of its own
-    num_running: int  # responses that are decoded
-    num_waiting: int  # responses that wait in its queue
-    num_preemptions: int  # of responses, for want of KV blocks, since it was started
-    num_tokens: int = 0  # sampled since it was started
+    kv_usage: float  # used share of the KV cache, 0 to 1; 0 without a KV cache
+    num_running: int  # responses being decoded
+    num_waiting: int  # responses in the queue
+    num_preemptions: int  # of responses for lack of KV blocks, since the start
+    num_tokens: int = 0  # sampled since the start
 
 
 @dataclass(frozen=True)
 class Vitals:
-    """One worker, as of one sign of life. What cannot be measured there is None."""
+    """One worker at one health check. Values that cannot be measured are None."""
 
     node: str  # the Ray address of its node
     pid: int
     rss_bytes: int | None  # of the process and its children
-    busy_share: float | None  # of the planned threads, as CPU time since the sign before
-    gpu_bytes: int | None = None  # taken on its GPUs, by all processes
+    busy_share: float | None  # CPU time since the previous check / time of the planned threads
+    gpu_bytes: int | None = None  # used on its GPUs, by all processes
     gpu_busy_share: float | None = None  # mean over its GPUs
     load: EngineLoad | None = None  # of a worker with an engine
-    tokens_per_s: float | None = None  # that its engine sampled since the sign before
+    tokens_per_s: float | None = None  # sampled by its engine since the previous check
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class ObjectStoreUse:
 
 @runtime_checkable
 class HasEngine(Protocol):
-    """A role with an engine of its own."""
+    """A role with an engine."""
 
     def engine_load(self) -> EngineLoad:
-        """Returns at once, from any thread, also before the engine is there."""
+        """Returns the load at once, from any thread, also before the engine has started."""
         ...

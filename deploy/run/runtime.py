@@ -274,7 +274,7 @@ def _cluster(
     if checkpoint is not None:
         refuse_other_run(checkpoint, prepared.identity)
     with ray_session(config) as session:
-        plan = plan_when_free(config.resources, roles, patience_s=config.timeouts.stop_s)
+        plan = plan_when_free(config.resources, roles, wait_s=config.timeouts.stop_s)
         if nodes is None:
             check_on_all_nodes(config)
             check_network(plan)

@@ -39,7 +39,7 @@ from mobula.cluster.rollout.dispatcher import AdmissionFilter, RetryingRollouts,
 from mobula.cluster.rollout.in_flight import InFlightRequests
 from mobula.cluster.rollout.rollout_pool import HealthChecks, RolloutPool
 from mobula.cluster.rollout.staleness import AgeLimit, StalenessGate
-from mobula.cluster.runtime.ray_actors import BESIDE, HEALTH, Seat, _hosted, answer, stop
+from mobula.cluster.runtime.ray_actors import BACKGROUND, HEALTH, Seat, _hosted, answer, stop
 from mobula.cluster.weight_sync.tolerance import Tolerance
 from mobula.cluster.weight_sync.weight_sync import WeightSync
 from mobula.cluster.workers.restart_policy import RestartBudget, RestartPolicy
@@ -81,7 +81,7 @@ class Shape:
 
 def start(role: type, name: str, *args: Any, max_concurrency: int = 1, options: Anywhere, **settings: Any) -> Any:
     """The role in an actor of its own that books nothing."""
-    actor = ray.remote(concurrency_groups={HEALTH: 1, BESIDE: 1})(_hosted(role, name))
+    actor = ray.remote(concurrency_groups={HEALTH: 1, BACKGROUND: 1})(_hosted(role, name))
     env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     bare = {"num_cpus": 0, "max_restarts": 0, "max_concurrency": max_concurrency, "runtime_env": {"env_vars": env}}
     return actor.options(**bare, **options).remote(Seat((), 1, None), *args, **settings)

@@ -14,11 +14,11 @@ from typing import Any
 
 from mobula.cluster.errors import MobulaError
 
-GRACE_S = 2.0  # the parent kills first; the kernel does when the parent is gone
+GRACE_S = 2.0  # after the deadline: the parent kills first, and the kernel if the parent is gone
 
 
 def serve(connection: Connection) -> None:
-    """Answer `(timeout_s, pickled (function, args, kwargs))` with `(succeeded, result or error)`."""
+    """Answers `(timeout_s, pickled (function, args, kwargs))` with `(succeeded, result or error)`."""
     owner = os.getpid()
     while True:
         try:
@@ -29,16 +29,16 @@ def serve(connection: Connection) -> None:
             signal.setitimer(signal.ITIMER_REAL, timeout_s + GRACE_S)
         reply = _run(payload)
         if os.getpid() != owner:
-            os._exit(0)  # a fork that returned from the function: its reply would be taken for the next call's
+            os._exit(0)  # a fork that returned from the function: its reply would answer the next call
         signal.setitimer(signal.ITIMER_REAL, 0)
         try:
             connection.send_bytes(reply)
         except (BrokenPipeError, ConnectionResetError):
-            return  # the reply is not awaited any more
+            return  # the parent does not wait for the reply any more
 
 
 def _run(payload: bytes) -> Any:
-    """The pickled reply."""
+    """Runs a call and returns the pickled reply."""
     try:
         function, args, kwargs = ForkingPickler.loads(payload)  # imports modules: the function's and the arguments'
         return ForkingPickler.dumps((True, function(*args, **kwargs)))
@@ -47,7 +47,7 @@ def _run(payload: bytes) -> Any:
             return ForkingPickler.dumps((False, error))
         except Exception:
             return _text_of(error)
-    except BaseException as error:  # a sys.exit() inside a function is a failure of its call as well
+    except BaseException as error:  # a sys.exit() inside the function is a failed call, too
         return _text_of(error)
 
 
@@ -56,7 +56,7 @@ def _text_of(error: BaseException) -> Any:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     os.dup2(2, 1)  # prints go to the log
     fileno, memory_limit_bytes = map(int, sys.argv[1:])
     resource.setrlimit(resource.RLIMIT_DATA, (memory_limit_bytes, memory_limit_bytes))

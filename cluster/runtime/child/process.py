@@ -1,4 +1,4 @@
-"""ChildProcess: runs functions in a process of its own, which is killed when a call overruns its deadline."""
+"""ChildProcess: runs functions in a separate process, which is killed when a call misses its deadline."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class RaisedError(MobulaError):
 
 
 class ChildProcess:
-    """Runs importable functions in another process, one at a time, in the order in which they are sent.
+    """Runs importable functions in another process, one at a time and in order.
 
-    The process is a fresh interpreter, not a fork: the parent may hold threads, an event loop or a GPU. It starts at
-    the first call, and again after `close`. It leads a process group, and everything in that group ends with it. Its
-    standard output goes to standard error (with `is_silent` both are discarded), so that no print gets into the
-    protocol or the parent's output. It exits when the parent closes the pipe or dies; a call that hangs then is ended
-    shortly after its own deadline.
+    The process is a fresh interpreter, not a fork: the parent may have threads, an event loop or a GPU. It starts at
+    the first call, and again after `close`. It leads a process group, which is killed as a whole. Its standard output
+    goes to standard error (with `is_silent` both are discarded), so that prints do not reach the protocol or the
+    parent's output. It exits when the parent closes the pipe or dies; a call that hangs then is killed soon after its
+    deadline.
 
     Example:
         with ChildProcess() as child:
@@ -40,7 +40,7 @@ class ChildProcess:
     def __init__(
         self, *, env: Mapping[str, str] | None = None, memory_limit_bytes: int = -1, is_silent: bool = False
     ) -> None:
-        """`env` is added to the environment; `memory_limit_bytes` limits the data segment (-1: no limit)."""
+        """`env` extends the environment. `memory_limit_bytes` limits the data segment (-1: no limit)."""
         self._env = env or {}
         self._memory_limit_bytes = memory_limit_bytes
         self._is_silent = is_silent
@@ -55,28 +55,29 @@ class ChildProcess:
 
     @property
     def is_running(self) -> bool:
-        """Whether a process was started and not closed since; it may have died."""
+        """Whether a process was started and not closed; it may have died."""
         return self._process is not None
 
     def call(self, timeout_s: float, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """The result of `function(*args, **kwargs)`; function, arguments and result are pickled.
+        """Returns the result of `function(*args, **kwargs)`. Function, arguments and result are pickled.
 
         Raises:
             DeadlineError: no result within `timeout_s`; the process was killed.
             WorkerDiedError: the process died; the message has its exit code.
-            RaisedError: the function raised; a `MobulaError` is raised as it is. The process goes on.
+            RaisedError: the function raised an error that is not a `MobulaError` (which is raised itself). The process
+                continues.
             Exception: an argument or the result cannot be pickled or unpickled.
         """
         self.send(timeout_s, function, *args, **kwargs)
         try:
             succeeded, result = self._reply(timeout_s)
         except BaseException:
-            self.close()  # a late reply may not answer the next call
+            self.close()  # a late reply must not answer the next call
             raise
         return self._opened(succeeded, result)
 
     def send(self, timeout_s: float, function: Callable[P, Any], *args: P.args, **kwargs: P.kwargs) -> None:
-        """Start a call without waiting for its reply. Raises what `call` does of sending."""
+        """Starts a call without waiting for its reply. Raises the errors of `call` that concern sending."""
         payload = ForkingPickler.dumps((function, args, kwargs))
         connection = self._connection or self._start()
         try:
@@ -85,11 +86,11 @@ class ChildProcess:
             raise self._died() from error
 
     def receive(self, timeout_s: float) -> Any:
-        """The result of the oldest call without a reply; as `call`, but a call that is late goes on."""
+        """Returns the result of the oldest call without a reply. Like `call`, but a late call keeps running."""
         return self._opened(*self._reply(timeout_s))
 
     def close(self) -> int:
-        """Kill the process and its group, and collect it; returns its exit code (0: there was none)."""
+        """Kills the process and its group, and reaps it. Returns its exit code (0 without a process)."""
         self.kill()
         process, self._process = self._process, None
         if self._connection is not None:
@@ -98,18 +99,18 @@ class ChildProcess:
         return 0 if process is None else process.wait()
 
     def kill(self) -> None:
-        """Kill the process and its group, also from another thread than the one that waits for a call."""
+        """Kills the process and its group. May be called from another thread while a call waits."""
         process = self._process
-        if process is not None and process.returncode is None:  # not collected, so the number of its group is its own
+        if process is not None and process.returncode is None:  # not reaped, so no other process group has its id
             os.killpg(process.pid, signal.SIGKILL)
 
     def _start(self) -> Connection:
         self._connection, theirs = Pipe()
         with theirs:
-            words = [str(theirs.fileno()), str(self._memory_limit_bytes)]
+            arguments = [str(theirs.fileno()), str(self._memory_limit_bytes)]
             output = subprocess.DEVNULL if self._is_silent else None
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "mobula.cluster.runtime.child.main", *words],
+                [sys.executable, "-P", "-m", "mobula.cluster.runtime.child.main", *arguments],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=output,

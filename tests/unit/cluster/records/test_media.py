@@ -113,7 +113,7 @@ def test_reader_reads_at_hand_for_several_and_keeps_what_it_found(monkeypatch: p
     a, b, c = (handle_of(picture(value=i), key) for i, key in enumerate("abc"))
     asked: list[Any] = []
 
-    def all_but_b(wanted: list[list[Any]], *, patience_s: float) -> list[list[Any] | None]:
+    def all_but_b(wanted: list[list[Any]], *, wait_s: float) -> list[list[Any] | None]:
         asked.append([reference for [reference] in wanted])
         return [None if reference is b.reference else [reference] for [reference] in wanted]
 

@@ -33,7 +33,7 @@ def fetch_or_lose(references: Sequence[Any], *, timeout_s: float, what: str) -> 
     return fetch(references, timeout_s=timeout_s, what=what)
 
 
-def fetch_what_is_there(wanted: Sequence[Sequence[Any]], *, patience_s: float) -> list[Sequence[Any] | None]:
+def fetch_what_is_there(wanted: Sequence[Sequence[Any]], *, wait_s: float) -> list[Sequence[Any] | None]:
     return [None if any(isinstance(r, str) for r in references) else references for references in wanted]
 
 

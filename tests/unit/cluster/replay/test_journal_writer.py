@@ -53,7 +53,7 @@ class Store:
         self.lost |= {group_id} if is_lost else set()
         return replace(group, group=group_id)
 
-    def fetch_at_hand(self, wanted: Sequence[Sequence[Any]], *, patience_s: float) -> list[list[Any] | None]:
+    def fetch_at_hand(self, wanted: Sequence[Sequence[Any]], *, wait_s: float) -> list[list[Any] | None]:
         asked = [name for names in wanted for name in names if name]
         if asked:
             self.fetched_together.append(asked)

@@ -54,7 +54,7 @@ def test_what_is_late_is_none_and_one_call_fetches_the_rest(monkeypatch: pytest.
     monkeypatch.setattr(ray, "wait", wait)
     monkeypatch.setattr(ray, "get", get)
     wanted = [[REFERENCE, "plain"], [], [REFERENCE, LATE], [None], [REFERENCE]]
-    found = fetch_at_hand(wanted, patience_s=0)
+    found = fetch_at_hand(wanted, wait_s=0)
     assert found == [["value of 01", "plain"], [], None, [None], ["value of 01"]]
     assert asked == [{REFERENCE}]
 
@@ -68,4 +68,4 @@ def test_what_turns_out_to_be_lost_is_left_to_a_fetch_of_its_own(
 
     monkeypatch.setattr(ray, "wait", lambda references, **rest: (references, []))
     monkeypatch.setattr(ray, "get", get)
-    assert fetch_at_hand([[REFERENCE], ["plain"], []], patience_s=0) == [None, ["plain"], []]
+    assert fetch_at_hand([[REFERENCE], ["plain"], []], wait_s=0) == [None, ["plain"], []]

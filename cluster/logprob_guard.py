@@ -37,9 +37,7 @@ class LogprobGuard:
             LogprobGapError: the gap is over the limit, and `stops` is set.
         """
         gap = report.metrics.get(MetricName.LOGPROB_GAP_MEAN)
-        if gap is not None and not gap <= self._rounding.widened(
-            self._limit
-        ):  # `not <=`, so that a NaN is over the limit, too
+        if gap is not None and not gap <= self._rounding.widened(self._limit):  # `not <=`: a NaN is over the limit
             message = self._message(gap, report)
             if self._stops:
                 raise LogprobGapError(message)

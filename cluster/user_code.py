@@ -183,9 +183,7 @@ def _module_in(path: str) -> ModuleType:
         spec = importlib.util.spec_from_file_location(name, file)
         assert spec is not None and spec.loader is not None, f"{path} ends in .py, so it has a loader"
         if str(file.parent) not in sys.path:
-            sys.path.append(
-                str(file.parent)
-            )  # for imports of its neighbours; last, so that they shadow no installed module
+            sys.path.append(str(file.parent))  # for imports of its neighbours; last, so that nothing is shadowed
         sys.modules[name] = module = importlib.util.module_from_spec(spec)  # as the import system does: before it runs
         try:
             spec.loader.exec_module(module)

@@ -1,4 +1,4 @@
-"""The actions of a trajectory, exactly as the engine took them. Only processor, sampler and policy read them."""
+"""The actions of a trajectory, exactly as the engine sampled them. Only processor, sampler and policy read them."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import numpy as np
 from mobula.cluster.records.media import MediaHandle, MediaSpan
 
 Column = np.ndarray | list[np.ndarray]
-"""The arrays of one kind of all siblings, for transport: concatenated, or one for each."""
+"""One array of all siblings for transport: concatenated, or one array per sibling."""
 
-MAX_BYTES_PACKED = 1 << 20  # of a column that travels as one array
+MAX_BYTES_PACKED = 1 << 20  # of a column that is sent as one array
 
 
 @dataclass(frozen=True, eq=False)
 class KeptSets:
-    """The tokens among which each step was sampled, where sampling cuts the distribution (top-k, top-p, min-p)."""
+    """The set of tokens from which each step was sampled, if top-k, top-p or min-p truncate the distribution."""
 
-    counts: np.ndarray  # int32 [T]; 0 says that nothing was cut in that step
-    ids: np.ndarray  # int32 [sum of `counts`]: one set after the other
+    counts: np.ndarray  # int32 [T]; 0: the step was sampled from all tokens
+    ids: np.ndarray  # int32 [sum of `counts`]: the concatenated sets
 
     @classmethod
     def of(cls, is_kept: np.ndarray) -> KeptSets:
@@ -31,11 +31,11 @@ class KeptSets:
 
     @classmethod
     def uncut(cls, num_steps: int) -> KeptSets:
-        """Of steps that were sampled among all tokens, or not sampled, beside steps that have sets."""
+        """Returns empty sets for steps that were sampled from all tokens, or not sampled."""
         return cls(np.zeros(num_steps, dtype=np.int32), np.zeros(0, dtype=np.int32))
 
     def between(self, start: int, end: int) -> KeptSets:
-        """The sets of the steps [start, end)."""
+        """Returns the sets of the steps [start, end)."""
         first, last = self.counts[:start].sum(), self.counts[:end].sum()
         return KeptSets(self.counts[start:end], self.ids[first:last])
 
@@ -44,7 +44,7 @@ class KeptSets:
 
 
 class CutColumn(NamedTuple):
-    """The actions of siblings with `KeptSets`, on their way."""
+    """The actions of siblings with `KeptSets`, for transport."""
 
     token_ids: Column
     counts: Column
@@ -52,7 +52,7 @@ class CutColumn(NamedTuple):
 
 
 class MediaColumn(NamedTuple):
-    """The actions of siblings with media of later turns, on their way."""
+    """The actions of siblings with media of later turns, for transport."""
 
     tokens: Column | CutColumn
     media: list[tuple[tuple[MediaHandle, ...], tuple[MediaSpan, ...]]]
@@ -68,20 +68,20 @@ class Actions(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """Of its arrays."""
+        """Size of the arrays."""
         ...
 
     def stretch(self, start: int, end: int) -> Self:
-        """Steps [start, end)."""
+        """Returns the steps [start, end)."""
         ...
 
     def followed_by(self, more: Self) -> Self:
-        """These steps, and those that came next."""
+        """Returns these steps followed by `more`."""
         ...
 
     @property
     def media(self) -> tuple[MediaHandle, ...]:
-        """Pictures and other media that an environment showed between the steps."""
+        """Images and other media that an environment showed between the steps."""
         ...
 
     @property
@@ -91,25 +91,25 @@ class Actions(Protocol):
 
     @classmethod
     def packed(cls, siblings: Sequence[Self]) -> Any:
-        """The actions of all `siblings` as they travel."""
+        """Packs the actions of all `siblings` for transport."""
         ...
 
     @classmethod
     def unpacked(cls, column: Any, num_steps: Sequence[int]) -> list[Self]:
-        """The siblings that were `packed`, which have `num_steps` each."""
+        """Restores the siblings from `packed`; `num_steps` are their lengths."""
         ...
 
 
 @dataclass(frozen=True)
 class TokenActions:
-    """The tokens that follow an expanded prompt: those that the engine sampled, and of an episode those between turns.
+    """The tokens after an expanded prompt: sampled tokens, and in an episode also the tokens between turns.
 
-    `token_ids` are the engine's own ids, never decoded and tokenised again. The prompt they follow is the group's
-    `Prompt.expanded_ids`. `media[i]`, of an observation, fills `media_spans[i]` of `token_ids`.
+    `token_ids` are the engine's ids, never decoded and tokenised again. They follow the group's `Prompt.expanded_ids`.
+    `media[i]` of an observation fills `media_spans[i]` of `token_ids`.
     """
 
     token_ids: np.ndarray  # int32 [T]
-    kept: KeptSets | None = None  # None: each step was sampled among all tokens
+    kept: KeptSets | None = None  # None: each step was sampled from all tokens
     media: tuple[MediaHandle, ...] = ()
     media_spans: tuple[MediaSpan, ...] = ()
 
@@ -123,7 +123,7 @@ class TokenActions:
         return self.token_ids.nbytes + kept
 
     def stretch(self, start: int, end: int) -> TokenActions:
-        """Steps [start, end); no medium may lie on a border."""
+        """Returns the steps [start, end). Neither border may lie inside a medium."""
         kept = None if self.kept is None else self.kept.between(start, end)
         touched = [i for i, s in enumerate(self.media_spans) if s.start < end and s.end > start]
         spans = tuple(MediaSpan(self.media_spans[i].start - start, self.media_spans[i].end - start) for i in touched)
@@ -139,7 +139,7 @@ class TokenActions:
 
     @classmethod
     def packed(cls, siblings: Sequence[TokenActions]) -> Column | CutColumn | MediaColumn:
-        """int32: the actions of all `siblings` as they travel; all of them have kept sets, or none."""
+        """Packs int32 actions of all `siblings` for transport. Either all or none have kept sets."""
         ids = packed([actions.token_ids for actions in siblings])
         column: Column | CutColumn = ids
         kept = [actions.kept for actions in siblings if actions.kept is not None]
@@ -152,7 +152,7 @@ class TokenActions:
 
     @classmethod
     def unpacked(cls, column: Column | CutColumn | MediaColumn, num_steps: Sequence[int]) -> list[TokenActions]:
-        """The siblings of `column`, which have `num_steps` each."""
+        """Restores the siblings from `column`; `num_steps` are their lengths."""
         if isinstance(column, MediaColumn):
             bare = cls.unpacked(column.tokens, num_steps)
             return [replace(own, media=m, media_spans=s) for own, (m, s) in zip(bare, column.media, strict=True)]
@@ -166,16 +166,16 @@ class TokenActions:
 
 @dataclass(frozen=True, eq=False)
 class LatentActions:
-    """T denoising steps of a flow model that sampled from a Gaussian, one after the other.
+    """T Gaussian denoising steps of a flow model.
 
-    Step t went from `latents[t]` to `latents[t + 1]`, which are the values that were scored: rounded to their type
-    before that. What the model was conditioned on is the group's `Prompt.media`.
+    Step t goes from `latents[t]` to `latents[t + 1]`. Latents are rounded to their type before their log-probs are
+    computed. The group's `Prompt.media` is the condition of the model.
     """
 
     latents: np.ndarray  # float32, float16 or uint16 [T + 1, ...]: uint16 holds the bits of bfloat16
-    step_index: np.ndarray  # int32 [T]: place of each step in the schedule; step i goes from sigmas[i] to sigmas[i + 1]
+    step_index: np.ndarray  # int32 [T]: index into the schedule; step i goes from sigmas[i] to sigmas[i + 1]
     timesteps: np.ndarray  # float32 [T]: the time of each step, as the model takes it
-    sigmas: np.ndarray  # float32 [S + 1]: the noise levels of the whole schedule, falling
+    sigmas: np.ndarray  # float32 [S + 1]: the noise levels of the whole schedule, decreasing
 
     def __post_init__(self) -> None:
         num = len(self.step_index)
@@ -189,13 +189,13 @@ class LatentActions:
 
     @classmethod
     def of_picture(cls, latents: np.ndarray) -> LatentActions:
-        """A picture [...] that was not denoised here: one step that ends with it, of a schedule of that step alone."""
+        """Returns one step that ends with the given latents [...], for an image that was not sampled by the policy."""
         levels = np.array([1, 0], dtype=np.float32)
         return cls(np.stack([latents, latents]), np.zeros(1, dtype=np.int32), levels[:1], levels)
 
     @property
     def values(self) -> np.ndarray:
-        """float32 or float16 [T + 1, ...]: the latents as numbers."""
+        """The latents as numbers, float32 or float16 [T + 1, ...]."""
         return from_bfloat16(self.latents) if self.latents.dtype == np.uint16 else self.latents
 
     @property
@@ -228,7 +228,7 @@ class LatentActions:
 
     @classmethod
     def packed(cls, siblings: Sequence[LatentActions]) -> list[LatentActions]:
-        """As they are: latents are many bytes, and to copy them takes longer than to send each array by itself."""
+        """Returns the siblings unchanged: copying large latents into one array is slower than sending each array."""
         return list(siblings)
 
     @classmethod
@@ -237,18 +237,18 @@ class LatentActions:
 
 
 def to_bfloat16(values: np.ndarray) -> np.ndarray:
-    """uint16: the bits in bfloat16 of float32 values that are rounded to it, a type that NumPy does not have."""
+    """Returns the bits of bfloat16 values as uint16, since NumPy has no bfloat16. `values` are rounded to bfloat16."""
     return (np.ascontiguousarray(values, dtype=np.float32).view(np.uint32) >> 16).astype(np.uint16)
 
 
 def from_bfloat16(bits: np.ndarray) -> np.ndarray:
-    """float32: the values that `to_bfloat16` was given."""
+    """Returns the float32 values of bits from `to_bfloat16`."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
 def packed(arrays: Sequence[np.ndarray]) -> Column:
-    """One array [T] a sibling as they travel. Few bytes go as one array, for an array takes longer than its few bytes;
-    many go as they are, for to copy them takes longer than that.
+    """Packs one array [T] per sibling for transport. Small arrays are concatenated, because each array has a fixed
+    cost; large arrays are not, because of the copy.
     """
     if sum(array.nbytes for array in arrays) > MAX_BYTES_PACKED:
         return list(arrays)
@@ -256,10 +256,10 @@ def packed(arrays: Sequence[np.ndarray]) -> Column:
 
 
 def unpacked(column: Column, lengths: Sequence[int]) -> list[np.ndarray]:
-    """The arrays that were `packed`."""
+    """Restores the arrays from `packed`."""
     return column if isinstance(column, list) else stretches(column, lengths)
 
 
 def stretches(array: np.ndarray, lengths: Sequence[int]) -> list[np.ndarray]:
-    """Views of an [N] array, one after the other, of the given lengths."""
+    """Splits an [N] array into consecutive views of the given lengths."""
     return [array[start:end] for start, end in pairwise(accumulate(lengths, initial=0))]

@@ -1,7 +1,7 @@
-"""Trajectory groups as Arrow records and back: what the journal and the trajectory log have in common.
+"""Converts trajectory groups to Arrow records and back, for the journal and the trajectory log.
 
-A record batch holds one group, one row a trajectory. Pictures of prompts are not written, only their keys and sources:
-they can be made again. Pictures of later turns are written as the model takes them, each once in a group.
+A record batch holds one group with one row per trajectory. Images of prompts are not written, only keys and sources:
+they can be processed again. Images of later turns are written as model inputs, each once per group.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ _TURN = pa.struct(
 )
 SCHEMA = pa.schema(
     [
-        ("step", pa.int32()),  # the version that training on it made; null before
+        ("step", pa.int32()),  # the version that was made by training on it; null before
         ("group_id", pa.string()),
         ("trajectory_id", pa.string()),
         ("sample_id", pa.string()),
@@ -89,10 +89,10 @@ SCHEMA = pa.schema(
         ("media", pa.list_(_MEDIUM)),
         ("references", pa.list_(pa.string())),
         ("metadata", pa.string()),  # JSON
-        ("token_ids", pa.list_(pa.int32())),  # null where a trajectory has latents
-        ("kept_counts", pa.list_(pa.int32())),  # null where the distribution is not cut
+        ("token_ids", pa.list_(pa.int32())),  # null if the trajectory has latents
+        ("kept_counts", pa.list_(pa.int32())),  # null if the distribution is not truncated
         ("kept_ids", pa.list_(pa.int32())),
-        ("latents", _LATENTS),  # null where it has tokens
+        ("latents", _LATENTS),  # null if the trajectory has tokens
         ("behavior_logprobs", pa.list_(pa.float32())),
         ("action_mask", pa.list_(pa.bool_())),
         ("weight_spans", pa.list_(_SPAN)),
@@ -102,10 +102,10 @@ SCHEMA = pa.schema(
         ("response_is_truncated", pa.bool_()),
         ("response_failure", pa.string()),
         ("turns", pa.list_(_TURN)),
-        ("later_media", pa.list_(_MEDIUM)),  # of observations; their places count from the first step
-        ("later_pictures", pa.list_(_PICTURE)),  # those of them that no row of the group before has
-        ("reward", _REWARD),  # null where it could not be scored
-        ("reference_logprobs", pa.list_(pa.float32())),  # null where nothing reads them
+        ("later_media", pa.list_(_MEDIUM)),  # of observations; spans count from the first step
+        ("later_pictures", pa.list_(_PICTURE)),  # without images in earlier rows of the group
+        ("reward", _REWARD),  # null if scoring failed
+        ("reference_logprobs", pa.list_(pa.float32())),  # null if they are not needed
     ]
 )
 _ROW = pa.struct(SCHEMA)
@@ -125,15 +125,15 @@ _OF_LATENTS = {"step_index": np.int32, "timesteps": np.float32, "sigmas": np.flo
 
 @dataclass(frozen=True)
 class RecordedGroup:
-    """One group as it was written. Media of its prompt have keys and sources but no reference."""
+    """One group read from a record. Media of its prompt have keys and sources but no reference."""
 
     group: TrajectoryGroup
     rewards: tuple[Reward | None, ...]
-    reference_logprobs: tuple[np.ndarray, ...] | None = None  # float32 [T], one a trajectory
+    reference_logprobs: tuple[np.ndarray, ...] | None = None  # float32 [T], one per trajectory
 
     @property
     def has_all_media(self) -> bool:
-        """Its prompt can be made again with all media, and pictures of later turns were written."""
+        """Whether the prompt can be prepared again with all media, and the images of later turns were written."""
         return all(h.reference is not None for t in self.group.trajectories for h in t.actions.media)
 
 
@@ -143,7 +143,7 @@ def to_rows(
     reference_logprobs: Sequence[np.ndarray] | None = None,
     step: int | None = None,
 ) -> list[dict[str, Any]]:
-    """One row a trajectory, each with the whole prompt."""
+    """Returns one row per trajectory, each with the whole prompt."""
     shared = {"step": step, "group_id": group.group_id, **_prompt_columns(group.prompt)}
     references = [None] * len(group.trajectories) if reference_logprobs is None else reference_logprobs
     written: set[str] = set()
@@ -160,19 +160,19 @@ def to_rows(
 
 
 def record_batch(rows: Sequence[Mapping[str, Any]]) -> pa.RecordBatch:
-    """Rows of `SCHEMA`; what one lacks is null. Made as structs, they take half of what they take column by column."""
+    """Builds a batch from rows of `SCHEMA`; missing values are null. Via structs it takes half the time of columns."""
     return pa.RecordBatch.from_struct_array(pa.array(rows, _ROW))
 
 
 def to_batch(group: TrajectoryGroup, rewards: Sequence[Reward | None]) -> pa.RecordBatch:
-    """A group as a record of its own: the prompt stands in its first row alone."""
+    """Converts a group to a record batch. Only the first row has the prompt."""
     first, *others = to_rows(group, rewards)
     without_prompt = dict.fromkeys(_OF_PROMPT)
     return record_batch([first, *({**row, **without_prompt} for row in others)])
 
 
 def from_batch(batch: pa.RecordBatch) -> RecordedGroup:
-    """The group of a record batch; nothing of it refers to the batch's memory."""
+    """Reads the group of a record batch. It does not reference the batch's memory."""
     scalars = batch.select([name for name in batch.schema.names if name not in _ARRAYS])
     rows = scalars.to_pylist(maps_as_pydicts="strict")
     for name in _ARRAYS:
@@ -188,7 +188,7 @@ def from_batch(batch: pa.RecordBatch) -> RecordedGroup:
 
 
 def arrays(batch: pa.RecordBatch, name: str) -> Iterable[np.ndarray | None]:
-    """The rows of a list column as numpy arrays of their own; None where the row is null."""
+    """Returns the rows of a list column as separate numpy arrays; None for a null row."""
     for scalar in batch.column(name):
         yield np.array(scalar.values, dtype=_ARRAYS[name]) if scalar.is_valid else None
 
@@ -210,8 +210,8 @@ def _media(
 
 
 def _pictures(media: Sequence[MediaHandle], written: set[str]) -> list[dict[str, Any]]:
-    """The media that travel inside their group and are not `written` yet; adds their keys to it."""
-    found = []
+    """Returns the media inside the group that are not in `written`, and adds their keys to it."""
+    rows = []
     for handle in media:
         medium = handle.reference
         if handle.key in written or not isinstance(medium, ProcessedMedia):
@@ -222,8 +222,8 @@ def _pictures(media: Sequence[MediaHandle], written: set[str]) -> list[dict[str,
             for name, array in medium.inputs.items()
         ]
         rest = {"modality": medium.modality, "thumbnail": medium.thumbnail, "files": list(medium.files)}
-        found.append({"key": handle.key, "inputs": tensors, **rest})
-    return found
+        rows.append({"key": handle.key, "inputs": tensors, **rest})
+    return rows
 
 
 def _picture(row: Mapping[str, Any]) -> ProcessedMedia:

@@ -1,9 +1,9 @@
-"""Keys of a prompt's metadata under which reward functions find the sizes of its pictures."""
+"""Metadata keys of a prompt for the sizes of its images, for reward functions."""
 
 from __future__ import annotations
 
 IMAGE_SIZES = "image_sizes"
-"""[width, height] of each picture of the prompt: of its file, upright."""
+"""[width, height] of each image file of the prompt, upright."""
 
 SHOWN_SIZES = "shown_image_sizes"
-"""[width, height] of each picture as the model's processor scaled it, for families that name places in these pixels."""
+"""[width, height] of each image after the model's processor, for families that output coordinates in these pixels."""

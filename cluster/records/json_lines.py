@@ -1,4 +1,4 @@
-"""JSON Lines as other tools write them: the one reader of their lines and values, for every command."""
+"""Reads JSON Lines and JSON values as written by common tools; used by every command."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HEAD_BYTES = 6
 
 
 class _Spelled:
-    """A number that is written as it was read: an answer of 7.50 must not become 7.5."""
+    """A number that keeps its spelling: an answer of 7.50 must not become 7.5."""
 
     def __init__(self, spelling: str) -> None:
         self.spelling = spelling
@@ -38,9 +38,9 @@ class SpelledFloat(_Spelled, float): ...
 
 
 def line_positions(file: Path) -> Iterator[tuple[int, int, int]]:
-    """Start, length and number, from 1, of every line that holds anything.
+    """Yields start, length and number (from 1) of every non-empty line.
 
-    A line ends at a line feed alone: U+2028, U+0085 and a carriage return may stand in a text.
+    Only a line feed ends a line: U+2028, U+0085 and a carriage return may be part of a text.
 
     Raises:
         ValueError: the file is compressed, or in another encoding than UTF-8.
@@ -55,7 +55,7 @@ def line_positions(file: Path) -> Iterator[tuple[int, int, int]]:
 
 
 def read_lines(file: Path) -> Iterator[tuple[int, bytes]]:
-    """Number, from 1, and content of every line that holds anything.
+    """Yields number (from 1) and content of every non-empty line.
 
     Raises:
         ValueError: as `line_positions`.
@@ -67,14 +67,14 @@ def read_lines(file: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def parse_json(text: bytes) -> Any:
-    """The JSON value of a line. NaN, which pandas and Python write for a missing value, is None.
+    """Parses the JSON value of a line. NaN, which pandas and Python write for a missing value, becomes None.
 
     Raises:
-        ValueError: it is no JSON, an object has a key twice, or it holds text that cannot be encoded.
+        ValueError: the text is not JSON, an object has a duplicate key, or a text cannot be encoded.
     """
     try:
         value = _DECODER.decode(text.removeprefix(BYTE_ORDER_MARK).decode())
-        if b"\\u" in text:  # half a surrogate pair is no text, and no tokenizer takes it
+        if b"\\u" in text:  # tokenizers refuse half a surrogate pair
             json.dumps(value, ensure_ascii=False).encode()
     except RecursionError as error:
         raise ValueError(str(error)) from error
@@ -94,10 +94,10 @@ def check_encoding(file: Path) -> None:
 
 
 def refuse_compressed(file: Path) -> None:
-    """Raises: ValueError: the file begins as one that is compressed, or in another encoding than UTF-8."""
-    found = next((what for mark, what in UNREADABLE if _head(file).startswith(mark)), None)
-    if found is not None:
-        raise ValueError(f"{file} is {found}")
+    """Raises: ValueError: the first bytes are those of a compressed file, or of another encoding than UTF-8."""
+    file_type = next((name for mark, name in UNREADABLE if _head(file).startswith(mark)), None)
+    if file_type is not None:
+        raise ValueError(f"{file} is {file_type}")
 
 
 def _head(file: Path) -> bytes:
@@ -106,7 +106,7 @@ def _head(file: Path) -> bytes:
 
 
 def _fault_of_lines(text: bytes, error: json.JSONDecodeError) -> str:
-    """Why a line is not one value, where that can be seen."""
+    """Returns why a line is not one value; empty if unknown."""
     if b"\r" in text.strip():
         return ": lines end in carriage returns alone, write line feeds"
     if error.msg == "Extra data":
@@ -115,11 +115,11 @@ def _fault_of_lines(text: bytes, error: json.JSONDecodeError) -> str:
 
 
 def _without_duplicates(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
         keys = [key for key, _ in pairs]
         raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} stands twice in an object")
-    return found
+    return fields
 
 
 def _constant(name: str) -> float | None:

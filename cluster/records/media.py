@@ -1,7 +1,7 @@
-"""Content-addressed media: one object-store copy a picture, shared by all siblings and all roles.
+"""Content-addressed media: one object-store copy per image, shared by all siblings and roles.
 
-A picture is decoded, checked and processed once. Its processed tensors (the model's own `forward()` arguments) are
-stored under a key made of the file's content and the processor's settings; prompts carry the key and a reference.
+An image is decoded, checked and processed once. The processed tensors (arguments of the model's `forward()`) are stored
+under a key of the file's content and the processor's settings; prompts carry the key and a reference.
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ from mobula.cluster.runtime.object_store import fetch, fetch_at_hand
 
 @dataclass(frozen=True)
 class ProcessedMedia:
-    """One picture or video as the model takes it: forward() argument name -> array, e.g. `pixel_values` and
-    `image_grid_thw`.
+    """One image or video as model inputs: forward() argument name -> array, e.g. `pixel_values` and `image_grid_thw`.
 
-    `thumbnail` is the picture (of a video, its first frame) as a small PNG, for reports only; `files` the whole picture
-    as it was given, or the frames that the model sees as PNG, where some reward function looks at them.
+    `thumbnail` is the image (of a video, the first frame) as a small PNG, for reports. `files` holds the original
+    image, or the sampled frames as PNG, if a reward function needs them.
     """
 
     modality: str
@@ -39,9 +38,9 @@ class ProcessedMedia:
 
 @dataclass(frozen=True)
 class MediaSpan:
-    """Position of one medium in a row of expanded ids: the half-open interval [start, end) of its expansion.
+    """Position of one medium in expanded ids: the half-open interval [start, end) of its expansion.
 
-    Some families have other tokens between the placeholders; those of the family's placeholder id take embeddings.
+    In some families it contains other tokens, too; only tokens with the placeholder id are replaced by embeddings.
     """
 
     start: int
@@ -56,39 +55,39 @@ class MediaHandle:
     modality: str
     num_bytes: int
     reference: Any = field(compare=False, repr=False)
-    source: str = field(default="", compare=False)  # where it came from, for reports and error messages
+    source: str = field(default="", compare=False)  # origin, for reports and error messages
 
 
 def content_key(content: bytes, processor_fingerprint: str) -> str:
-    """The key of a medium: sha256 over the processor's settings and the file's bytes."""
+    """Returns the key of a medium: sha256 over the processor's settings and the file's bytes."""
     return hashlib.sha256(processor_fingerprint.encode() + b"\0" + content).hexdigest()
 
 
 class MediaKeeper(Protocol):
-    """Storage of media for processors."""
+    """Stores media for processors."""
 
     def get_or_add(self, key: str, source: str, process: Callable[[], ProcessedMedia]) -> MediaHandle:
-        """The handle stored under `key`; `process` makes the medium if it is not there."""
+        """Returns the handle stored under `key`; calls `process` if there is none."""
         ...
 
 
 class MediaStore:
-    """Stores each medium once and hands out handles; the least recently used are forgotten beyond the byte budget.
+    """Stores each medium once. The least recently used media are dropped when the byte budget is exceeded.
 
-    A forgotten medium lives on while some prompt still refers to it (references are counted by the object store) and
-    is processed again when it is next asked for.
+    A dropped medium exists as long as a prompt refers to it (the object store counts references), and is processed
+    again at the next request.
     """
 
     def __init__(self, put: Callable[[Any], Any], max_bytes: int) -> None:
         self._put = put
         self._max_bytes = max_bytes
         self._handles: OrderedDict[str, MediaHandle] = OrderedDict()
-        self._lock = threading.Lock()  # prompts are prepared ahead, and made again after a loss, on threads
+        self._lock = threading.Lock()  # several threads prepare prompts: prefetching and regeneration
         self.num_bytes = 0
         self.num_bytes_unique = 0  # of all media ever stored
 
     def get_or_add(self, key: str, source: str, process: Callable[[], ProcessedMedia]) -> MediaHandle:
-        """The handle stored under `key`; `process` makes the medium if it is not there."""
+        """Returns the handle stored under `key`; calls `process` if there is none."""
         with self._lock:
             handle = self._handles.get(key)
             if handle is None:
@@ -98,12 +97,12 @@ class MediaStore:
             return handle
 
     def find(self, key: str) -> MediaHandle | None:
-        """The handle stored under `key`, if there is one."""
+        """Returns the handle stored under `key`; None if there is none."""
         with self._lock:
             return self._handles.get(key)
 
     def keep(self, handle: MediaHandle) -> MediaHandle:
-        """Store a medium that another process has made; returns the handle of its key, which may be an earlier one."""
+        """Stores a medium of another process. Returns the handle of its key, which may be an earlier handle."""
         with self._lock:
             kept = self._handles.get(handle.key) or self._add(handle)
             self._handles.move_to_end(handle.key)
@@ -120,9 +119,9 @@ class MediaStore:
 
 
 class MediaReader:
-    """Resolves handles to tensors, keeping the last few in this process so that siblings share one copy.
+    """Resolves handles to tensors, with a cache in this process, so that siblings share one copy.
 
-    Any number of threads may read at a time; what one of them evicts, another still gets.
+    Several threads may read at a time; a thread still gets a medium that another thread evicts.
     """
 
     def __init__(self, *, timeout_s: float, max_items: int) -> None:
@@ -132,32 +131,32 @@ class MediaReader:
         self._lock = threading.Lock()
 
     def read(self, handles: Sequence[MediaHandle]) -> list[ProcessedMedia]:
-        """The media of `handles`, in order; each missing one is fetched once.
+        """Returns the media of `handles`, in order; each missing medium is fetched once.
 
         Raises:
-            DeadlineError: some medium did not arrive in time.
-            LostObjectError: the node that held one is gone.
+            DeadlineError: a medium did not arrive in time.
+            LostObjectError: the node that held a medium is gone.
         """
-        found, missing = self._kept(handles)
+        by_key, missing = self._kept(handles)
         sources = ", ".join(h.source for h in missing)
         fetched = fetch([h.reference for h in missing], timeout_s=self._timeout_s, what=f"media {sources}")
-        found |= {h.key: media for h, media in zip(missing, fetched, strict=True)}
-        self._keep(found)
-        return [found[h.key] for h in handles]
+        by_key |= {h.key: media for h, media in zip(missing, fetched, strict=True)}
+        self._keep(by_key)
+        return [by_key[h.key] for h in handles]
 
     def read_at_hand(self, wanted: Sequence[Sequence[MediaHandle]]) -> list[list[ProcessedMedia] | None]:
-        """As `read`, for several readers in one go; None for a reader whose media are not all on this node at once."""
-        found, missing = self._kept([handle for handles in wanted for handle in handles])
+        """Like `read`, for several readers at once. Returns None for a reader whose media are not all on this node."""
+        by_key, missing = self._kept([handle for handles in wanted for handle in handles])
         fetched = fetch_at_hand([[h.reference] for h in missing], wait_s=0.0)
-        found |= {h.key: media[0] for h, media in zip(missing, fetched, strict=True) if media is not None}
-        self._keep(found)
-        return [[found[h.key] for h in own] if all(h.key in found for h in own) else None for own in wanted]
+        by_key |= {h.key: media[0] for h, media in zip(missing, fetched, strict=True) if media is not None}
+        self._keep(by_key)
+        return [[by_key[h.key] for h in own] if all(h.key in by_key for h in own) else None for own in wanted]
 
     def _kept(self, handles: Sequence[MediaHandle]) -> tuple[dict[str, ProcessedMedia], list[MediaHandle]]:
-        """The media of `handles` that are kept, by key, and the handles of the others, once each."""
+        """Returns the cached media of `handles` by key, and the handles of the others without duplicates."""
         with self._lock:
-            found = {h.key: self._items[h.key] for h in handles if h.key in self._items}
-        return found, list({h.key: h for h in handles if h.key not in found}.values())
+            cached = {h.key: self._items[h.key] for h in handles if h.key in self._items}
+        return cached, list({h.key: h for h in handles if h.key not in cached}.values())
 
     def _keep(self, media: Mapping[str, ProcessedMedia]) -> None:
         with self._lock:

@@ -1,4 +1,4 @@
-"""Partial responses: the chunks that an engine has sampled so far, how they are sent, and how they are joined.
+"""Partial responses: chunks of a response that an engine sends while it samples, and their concatenation.
 
 sequence.until(k).followed_by(sequence.since(k)) == sequence      for every k
 """
@@ -16,23 +16,23 @@ from mobula.cluster.records.trajectory import FinishReason, Response, WeightSpan
 
 @dataclass(frozen=True)
 class PlayedTurn:
-    """One turn of an episode that its environment has answered: playing it again must give the same observation."""
+    """One answered turn of an episode. A replay of the turn must give the same observation."""
 
     num_tokens: int
     is_cut: bool  # at the length limit
-    observation: str  # a hash of what the environment answered
+    observation: str  # hash of the environment's answer
 
 
 @dataclass(frozen=True, eq=False)
 class SampledSequence:
-    """One response as the engine sampled it, or a stretch of it; `weight_spans` count from its own first step.
+    """One sampled response, or a part of it; `weight_spans` count from its first step.
 
-    A step of a text model is a token, and EOS is one if the policy sampled it. `pictures` are what a visual model shows
-    at its end, as in `Response`. Of an episode the steps are those of its `turns`, without what stands between them.
+    A step of a text model is a token, including a sampled EOS. `pictures` are the images of a visual model at the end,
+    as in `Response`. In an episode the steps are those of `turns`, without the tokens between them.
     """
 
     actions: Actions  # T steps
-    logprobs: np.ndarray  # float32 [T], of the distribution that was sampled from
+    logprobs: np.ndarray  # float32 [T], of the sampled distribution
     weight_spans: tuple[WeightSpan, ...]  # cover [0, T)
     finish_reason: FinishReason | None  # None: more steps follow
     pictures: tuple[bytes, ...] = ()
@@ -48,7 +48,7 @@ class SampledSequence:
 
     @property
     def num_tokens(self) -> int:
-        """How many steps it has."""
+        """Number of steps."""
         return self.actions.num_steps
 
     @property
@@ -56,7 +56,7 @@ class SampledSequence:
         return self.finish_reason is not None
 
     def followed_by(self, more: SampledSequence) -> SampledSequence:
-        """This stretch and the next one as one; spans of one version that meet become one."""
+        """Concatenates this part and the next one; adjacent spans of one version are merged."""
         if self.is_finished:
             raise ValueError(
                 f"a response that ended ({self.finish_reason}) cannot go on: {more.num_tokens} more tokens"
@@ -73,40 +73,40 @@ class SampledSequence:
         )
 
     def since(self, start: int) -> SampledSequence:
-        """The steps after the first `start` tokens; a stretch of an episode has no turns."""
+        """Returns the steps after the first `start` tokens. A part of an episode has no turns."""
         spans = shifted(clipped(self.weight_spans, start, self.num_tokens), -start)
         rest = self.actions.stretch(start, self.num_tokens)
         return SampledSequence(rest, self.logprobs[start:], spans, self.finish_reason, self.pictures)
 
     def until(self, end: int) -> SampledSequence:
-        """The first `end` tokens, as if no more were known."""
+        """Returns the first `end` tokens as an unfinished response."""
         spans = clipped(self.weight_spans, 0, end)
         return SampledSequence(self.actions.stretch(0, end), self.logprobs[:end], spans, None)
 
 
 NOTHING = SampledSequence(TokenActions(np.empty(0, dtype=np.int32)), np.empty(0, dtype=np.float32), (), None)
-"""The beginning of a response, for steps of any kind."""
+"""An empty response, for steps of any kind."""
 
 
 @dataclass(frozen=True)
 class TokenChunk:
-    """A chunk of one sibling: what it has sampled since its last chunk."""
+    """The steps of one sibling since its last chunk."""
 
     request_id: str  # of the attempt that sampled it
     sibling: int
-    start: int  # how many tokens of the sibling come before
+    start: int  # number of earlier tokens of the sibling
     tokens: SampledSequence
-    response: Response | None = None  # all of it as text, with the chunk that ends it
-    is_restart: bool = False  # what was known of the sibling counts no longer: it was begun again
+    response: Response | None = None  # the whole response as text, in the last chunk
+    is_restart: bool = False  # the sibling was started again: earlier chunks are void
 
 
 Emit = Callable[[Sequence[TokenChunk], Sequence[SampledSequence]], None]
-"""Takes new chunks, and all siblings as they are with them."""
+"""Takes new chunks, and all siblings including them."""
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """One try at a prompt: an id that no other try has, and what earlier ones left of each sibling (empty: nothing)."""
+    """One attempt at a prompt: a unique id, and the tokens of each sibling from earlier attempts (may be empty)."""
 
     request_id: str
     siblings: tuple[SampledSequence, ...] = ()
@@ -117,7 +117,7 @@ def shifted(spans: Sequence[WeightSpan], by: int) -> tuple[WeightSpan, ...]:
 
 
 def clipped(spans: Sequence[WeightSpan], start: int, end: int) -> tuple[WeightSpan, ...]:
-    """The parts of `spans` that lie within [start, end)."""
+    """Returns the parts of `spans` within [start, end)."""
     within = (WeightSpan(s.version, max(s.start, start), min(s.end, end)) for s in spans)
     return tuple(span for span in within if span.start < span.end)
 

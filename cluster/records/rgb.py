@@ -1,4 +1,4 @@
-"""Converts any decoded picture to RGB, identically for the policy, a reward model and a judge."""
+"""Converts any decoded image to RGB, identically for the policy, a reward model and a judge."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from PIL import Image, ImageOps
 from PIL.ExifTags import Base
 from PIL.PngImagePlugin import PngImageFile
 
-# Only formats that are pictures and nothing else: Pillow would also run PostScript and read several plain-text formats.
+# Only pure image formats: Pillow would also run PostScript and read several plain-text formats.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 SIXTEEN_BIT_MODES = ("I", "I;16", "I;16L", "I;16B", "I;16N")
-ON_ITS_SIDE = (5, 6, 7, 8)  # EXIF orientations whose upright picture has width and height exchanged
-PNG_METADATA = (b"eXIf", b"iTXt", b"tEXt", b"zTXt")  # chunks in which an orientation may stand
+ON_ITS_SIDE = (5, 6, 7, 8)  # EXIF orientations that exchange width and height
+PNG_METADATA = (b"eXIf", b"iTXt", b"tEXt", b"zTXt")  # chunks that may hold an orientation
 
 
 def upright_size(image: Image.Image) -> tuple[int, int]:
-    """(width, height) of `to_rgb(image)`, of an image that was opened and not loaded. No pixel is decoded, except of a
-    PNG file with metadata behind its pixels.
+    """Returns (width, height) of `to_rgb(image)` for an opened image that is not loaded. Pixels are decoded only for a
+    PNG file with metadata after its pixels.
 
     Raises:
-        Exception: of nearly any kind, the metadata are damaged.
+        Exception: of nearly any type: the metadata are damaged.
     """
     width, height = image.size
     tags = getattr(image, "tag_v2", {})  # of a TIFF file, whose size Pillow has exchanged by this tag
@@ -38,10 +38,10 @@ def upright_size(image: Image.Image) -> tuple[int, int]:
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """The loaded picture as RGB: upright by its EXIF orientation, transparency on white, 16-bit grey scaled to 8.
+    """Converts a loaded image to RGB: upright by its EXIF orientation, transparency on white, 16-bit grey scaled to 8.
 
     Raises:
-        ValueError: its pixels are floating-point numbers of unknown range.
+        ValueError: the pixels are floating-point numbers of unknown range.
     """
     image = ImageOps.exif_transpose(image)
     if image.mode in SIXTEEN_BIT_MODES:  # Pillow's own conversion would clip at 255
@@ -57,13 +57,13 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
 
 def _has_metadata_behind_pixels(png: IO[bytes]) -> bool:
-    """Whether the file has a chunk of metadata behind its first chunk of pixels; several tools write EXIF there."""
-    position, is_behind, found = png.tell(), False, False
+    """Whether the file has metadata after its first chunk of pixels, where several tools write EXIF."""
+    position, is_behind, has_metadata = png.tell(), False, False
     png.seek(8)  # the signature
-    while not found and len(head := png.read(8)) == 8:
+    while not has_metadata and len(head := png.read(8)) == 8:
         length, kind = unpack(">I4s", head)
         is_behind |= kind == b"IDAT"
-        found = is_behind and kind in PNG_METADATA
+        has_metadata = is_behind and kind in PNG_METADATA
         png.seek(length + 4, 1)
     png.seek(position)
-    return found
+    return has_metadata

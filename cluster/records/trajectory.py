@@ -1,7 +1,7 @@
-"""The records that flow between roles: Prompt, Trajectory, TrajectoryGroup, Response, Reward, WeightSpan.
+"""The records that roles exchange: Prompt, Trajectory, TrajectoryGroup, Response, Reward, WeightSpan.
 
-Everything an RL formula needs lies on one axis, T: the decision steps of one trajectory (generated tokens, or denoising
-steps). What the policy did in each step is opaque here (`actions`).
+All arrays of the RL formulas have the axis T: the decision steps of one trajectory (generated tokens, or denoising
+steps). The policy's actions in these steps are opaque here (`actions`).
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ NO_IDS = np.empty(0, dtype=np.int32)
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt, processed once and shared by all its siblings and all roles.
+    """One prompt, processed once and shared by its siblings and all roles.
 
-    Two token spaces are kept: `compact_ids` holds one placeholder a medium (what an engine expands itself),
-    `expanded_ids` one placeholder a vision embedding (what a policy trains on). `media[i]` fills `media_spans[i]`.
+    It has two token sequences: `compact_ids` with one placeholder per medium (for engines, which expand it) and
+    `expanded_ids` with one placeholder per vision embedding (for policies). `media[i]` fills `media_spans[i]`.
     """
 
     prompt_id: str  # unique in the run: "<epoch>/<index>/<sample_id>"
@@ -43,7 +43,7 @@ class Prompt:
         return int(self.expanded_ids.shape[0])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """How it travels, which it does more often than anything else: as plain values, which pickle is quick with."""
+        """Pickles as plain values, which is fast: prompts are sent more often than any other record."""
         ids = [np.asarray(ids, dtype=np.int32).tobytes() for ids in (self.compact_ids, self.expanded_ids)]
         media = [(h.key, h.modality, h.num_bytes, h.reference, h.source) for h in self.media]
         spans = [(span.start, span.end) for span in self.media_spans]
@@ -70,8 +70,8 @@ def _prompt(
 
 
 class FinishReason(StrEnum):
-    """Why a trajectory ended. Only STOP always ends in an EOS token that the policy itself sampled; STOP_STRING ends in
-    the token with which a text of `sampler.stop_strings` was complete.
+    """Why a trajectory ended. Only STOP guarantees a sampled EOS token at the end; STOP_STRING ends with the token that
+    completed a text of `sampler.stop_strings`.
     """
 
     STOP = "stop"
@@ -79,7 +79,7 @@ class FinishReason(StrEnum):
     LENGTH = "length"
     ABORT = "abort"
     TERMINATED = "terminated"  # an episode came to its end
-    TRUNCATED = "truncated"  # an episode was cut: by its environment, its turns, its length or its pictures
+    TRUNCATED = "truncated"  # an episode was cut by its environment, or by a limit of turns, tokens or images
 
 
 @dataclass(frozen=True)
@@ -93,9 +93,9 @@ class WeightSpan:
 
 @dataclass(frozen=True)
 class EpisodeTurn:
-    """One turn of an episode: steps [start, end) are what the policy wrote, and an observation followed them.
+    """One turn of an episode: the policy's steps [start, end) and the observation after them.
 
-    `rewards` are the parts of what the environment paid for it. `status` is that of its tool calls: `none` without any.
+    `rewards` are the parts of the environment's reward. `status` is the status of the tool calls; `none` without calls.
     """
 
     start: int
@@ -110,9 +110,9 @@ class EpisodeTurn:
 class Response:
     """The input of a reward function: the response alone, without prompt and special tokens.
 
-    `pictures` are what a visual generative policy answered with, each a whole encoded file (PNG, JPEG), a video's
-    frames in order. Of an episode, `text` and `num_tokens` are those of the policy's turns alone, which `turns` has one
-    by one; `failure` says why it cannot be scored: the kind, and what happened.
+    `pictures` are the images of a visual generative policy, each an encoded file (PNG, JPEG); of a video, its frames in
+    order. In an episode `text` and `num_tokens` count the policy's turns alone, which are listed in `turns`. `failure`
+    has the kind and the message of the failure of an episode that cannot be scored.
     """
 
     text: str
@@ -123,14 +123,13 @@ class Response:
     failure: str = ""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """How it travels: by position, since a few hundred of them travel at a time."""
-        said = (self.text, self.num_tokens, self.is_truncated, self.pictures)
-        return Response, (*said, self.turns, self.failure)
+        """Pickles by position, which is fast: hundreds of responses are sent at a time."""
+        return Response, (self.text, self.num_tokens, self.is_truncated, self.pictures, self.turns, self.failure)
 
 
 @dataclass(frozen=True)
 class EndedResponse:
-    """A response that has ended while siblings of it are still sampled, as reward functions read it."""
+    """A response that ended before its siblings, as the input of reward functions."""
 
     prompt: Prompt
     sibling: int
@@ -139,10 +138,10 @@ class EndedResponse:
 
 @dataclass(frozen=True)
 class Answers:
-    """Responses to one prompt, some or all, as reward functions read them: what of a group may travel by value."""
+    """Some or all responses to one prompt, as the input of reward functions. May be sent by value."""
 
     prompt: Prompt
-    siblings: tuple[int, ...]  # the places of `responses` in the group
+    siblings: tuple[int, ...]  # indices of `responses` in the group
     responses: tuple[Response, ...]
 
     @property
@@ -150,7 +149,7 @@ class Answers:
         return tuple(f"{self.prompt.prompt_id}#{sibling}" for sibling in self.siblings)
 
     def lean(self, *, with_media: bool) -> Answers:
-        """The same without the prompt's tokens, which no reward function reads, and without media unless wanted."""
+        """Returns the answers without the prompt's tokens, which reward functions do not need; media are optional."""
         media = self.prompt.media if with_media else ()
         prompt = replace(self.prompt, compact_ids=NO_IDS, expanded_ids=NO_IDS, media=media, media_spans=())
         return replace(self, prompt=prompt)
@@ -167,11 +166,10 @@ class Reward:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """One sampled response with what learning needs of it.
+    """One sampled response with the arrays for training.
 
-    `behavior_logprobs` are those of the distribution that was sampled from (temperature, banned ids and cuts
-    included).
-    `action_mask` is False where a step is not trained on.
+    `behavior_logprobs` belong to the sampled distribution (with temperature, banned ids and truncation).
+    `action_mask` is False for steps that are not trained.
     """
 
     trajectory_id: str  # "<prompt_id>#<sibling>"
@@ -198,12 +196,12 @@ class Trajectory:
 
     @property
     def is_truncated(self) -> bool:
-        """It was cut before its end."""
+        """Whether the trajectory was cut before its end."""
         return self.finish_reason in (FinishReason.LENGTH, FinishReason.TRUNCATED)
 
     @property
     def turn_media(self) -> list[tuple[MediaHandle, ...]]:
-        """For each turn of an episode the media of the observation that follows it."""
+        """Returns for each turn of an episode the media of the observation after it."""
         turns, actions = self.response.turns, self.actions
         ends = [*(turn.start for turn in turns[1:]), self.num_steps][: len(turns)]
         shown = list(zip(actions.media, actions.media_spans, strict=True)) if turns else []
@@ -223,7 +221,7 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class TrajectoryGroup:
-    """The siblings of one prompt: the unit of admission, scoring, filtering and credit. Grouping is by id."""
+    """The siblings of one prompt: the unit of admission, scoring, filtering and credit assignment."""
 
     prompt: Prompt
     trajectories: tuple[Trajectory, ...]
@@ -233,7 +231,7 @@ class TrajectoryGroup:
         return self.prompt.prompt_id
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """How it travels: column by column, and siblings share an array where it is few bytes (`actions.packed`)."""
+        """Pickles column by column; small arrays of siblings are concatenated (`actions.packed`)."""
         siblings = self.trajectories
         if not siblings:
             return TrajectoryGroup, (self.prompt, ())
@@ -253,7 +251,7 @@ class TrajectoryGroup:
         return _put_together, (self.prompt, [t.num_steps for t in siblings], actions, logprobs, masks, rest)
 
     def small_responses(self) -> tuple[Response, ...] | None:
-        """The responses, if they are small enough to travel by value with a message; otherwise None."""
+        """Returns the responses if they are small enough to be sent by value in a message, else None."""
         responses = tuple(trajectory.response for trajectory in self.trajectories)
         num_characters = sum(
             len(response.text) + sum(len(turn.action) + len(turn.observation) for turn in response.turns)
@@ -264,7 +262,7 @@ class TrajectoryGroup:
         return responses
 
     def summary(self) -> GroupSummary:
-        """The few numbers that the driver keeps while the bytes stay in the object store."""
+        """Returns the numbers that the driver keeps; the arrays stay in the object store."""
         tokens_by_version: dict[int, int] = {}
         for trajectory in self.trajectories:
             for span in trajectory.weight_spans:
@@ -295,8 +293,7 @@ def _put_together(
     masks: Column,
     rest: Sequence[tuple[str, Sequence[tuple[int, int, int]], str, Response]],
 ) -> TrajectoryGroup:
-    """Rebuilds a group from `TrajectoryGroup.__reduce__`. It was valid when it was taken apart, so it is not checked
-    again."""
+    """Rebuilds a group from `TrajectoryGroup.__reduce__`, without the checks of the constructor."""
     kind, steps = actions
     columns = (kind.unpacked(steps, num_steps), unpacked(logprobs, num_steps), unpacked(masks, num_steps))
     trajectories = []
@@ -317,21 +314,21 @@ def _put_together(
 
 @dataclass(frozen=True)
 class GroupSummary:
-    """Metadata of one group; small enough to travel with every message."""
+    """Metadata of one group, small enough for every message."""
 
     group_id: str
     sample_id: str
     num_trajectories: int
     num_steps: tuple[int, ...]  # T of each trajectory
     num_prompt_tokens: int
-    num_media_tokens: int  # those of the prompt's tokens that stand for its media
+    num_media_tokens: int  # media placeholders among the prompt's tokens
     num_tokens: int  # sampled by the policy, all siblings
     num_truncated: int
     tokens_by_version: Mapping[int, int]
     media_keys: tuple[str, ...]
-    num_media_bytes: int  # of the media it refers to, each counted once for this group
-    num_bytes: int  # of the group itself, with media of later turns, without those of its prompt
-    failures: Mapping[str, int] = field(default_factory=dict)  # of episodes by kind, tries that came before included
+    num_media_bytes: int  # of its media, each counted once per group
+    num_bytes: int  # of the group with media of later turns, without media of its prompt
+    failures: Mapping[str, int] = field(default_factory=dict)  # failed episodes by kind, with those of earlier tries
 
     @property
     def oldest_version(self) -> int:
@@ -339,19 +336,19 @@ class GroupSummary:
 
 
 GroupReport = tuple[GroupSummary, tuple[Response, ...] | None]
-"""Returned by an actor beside a group: its summary, and its responses if they are small."""
+"""Returned by an actor with a group: its summary, and its responses if they are small."""
 
 
 class Generated(NamedTuple):
-    """A group that has just been sampled, as the driver receives it."""
+    """A sampled group as received by the driver."""
 
     group: Any  # a reference to the `TrajectoryGroup`, or the value itself in one process
     summary: GroupSummary
-    answers: Answers | None = None  # all of its responses, where they are few bytes
+    answers: Answers | None = None  # all responses, if they are small
 
     @classmethod
     def of(cls, prompt: Prompt, group: Any, report: GroupReport) -> Generated:
-        """`group` of this `prompt`, as its actor reported it."""
+        """Builds the record from an actor's report on `group`."""
         summary, responses = report
         if responses is None:
             return cls(group, summary)
@@ -359,17 +356,17 @@ class Generated(NamedTuple):
 
     @property
     def to_score(self) -> Any:
-        """The input of a reward pool: the answers by value if there are any, otherwise the group."""
+        """The input of a reward pool: the answers by value if there are any, else the group."""
         return self.group if self.answers is None else self.answers
 
 
 @dataclass(frozen=True)
 class ScoredGroup:
-    """A finished group on its way to the learner: a reference to the bytes, and what was said about them.
+    """A finished group for the learner: a reference to its arrays, and its rewards.
 
-    `group` is whatever `cluster.runtime.object_store.fetch` resolves to a `TrajectoryGroup` (an object ref, or the
-    value itself in one process). `reference_logprobs`, once scored, resolves to one float32 [T] array a trajectory.
-    `rewards[i]` belongs to trajectory i; None says that it could not be scored: it takes no part in learning.
+    `cluster.runtime.object_store.fetch` resolves `group` to a `TrajectoryGroup` (it is an object ref, or the value in
+    one process) and `reference_logprobs`, once scored, to one float32 [T] array per trajectory. `rewards[i]` belongs to
+    trajectory i; None: scoring failed, and the trajectory is not trained.
     """
 
     summary: GroupSummary
@@ -379,12 +376,12 @@ class ScoredGroup:
 
     @property
     def scored_rewards(self) -> tuple[Reward, ...]:
-        """The rewards of the siblings that could be scored."""
+        """The rewards of the scored siblings."""
         return tuple(reward for reward in self.rewards if reward is not None)
 
 
 def group_num_bytes(group: TrajectoryGroup) -> int:
-    """Bytes of a group's arrays; media are stored elsewhere, once."""
+    """Returns the bytes of a group's arrays, without media."""
     arrays: Sequence[np.ndarray] = [group.prompt.compact_ids, group.prompt.expanded_ids]
     per_trajectory = (
         t.actions.num_bytes + t.behavior_logprobs.nbytes + t.action_mask.nbytes for t in group.trajectories

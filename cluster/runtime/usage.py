@@ -171,10 +171,7 @@ class ProcessTree:
         for process in processes:
             try:
                 times, memory = process.cpu_times(), process.memory_info()
-            except (
-                psutil.NoSuchProcess,
-                psutil.AccessDenied,
-            ):  # it ended in the meantime, or belongs to another user now
+            except (psutil.NoSuchProcess, psutil.AccessDenied):  # it ended meanwhile, or its id has another owner
                 continue
             seconds[process] = times.user + times.system
             resident += memory.rss

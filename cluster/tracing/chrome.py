@@ -1,4 +1,4 @@
-"""ChromeTraceSink: single steps as JSON that chrome://tracing and Perfetto open."""
+"""ChromeTraceSink: writes single steps as JSON for chrome://tracing and Perfetto."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 from mobula.cluster.tracing.spans import Span
 
-LOOP, PROMPTS = 1, 2  # processes of the picture
+LOOP, PROMPTS = 1, 2  # process ids in the trace
 
 
 class ChromeTraceSink:
-    """Writes `step-000003.json` for each of `steps`: the phases of the loop, and a row for each prompt that overlaps.
+    """Writes `step-000003.json` for each of `steps`: the phases of the loop, and a row per overlapping prompt.
 
-    A prompt's stage is known once it has ended, which may be after the step: a step is written when the next one has
+    A stage of a prompt is recorded at its end, which may be after the step. So a step is written when the next step has
     ended, or at the end of the run. Spans of other steps are not kept.
     """
 
@@ -25,15 +25,15 @@ class ChromeTraceSink:
         self._folder = folder
         self._steps = frozenset(steps)
         self._spans: list[Span] = []
-        self._step = 0  # that is under way
-        self._waiting: dict[int, Span] = {}  # steps that have ended and are not written
+        self._step = 0  # current
+        self._waiting: dict[int, Span] = {}  # ended steps that are not written yet
 
     def record(self, span: Span) -> None:
         if self._step in self._steps or self._waiting:
             self._spans.append(span)
 
     def finish(self, whole: Span) -> None:
-        """Its stages are rows already."""
+        """Does nothing: the stages are already recorded."""
 
     def begin_step(self, step: int) -> None:
         self._step = step
@@ -53,13 +53,13 @@ class ChromeTraceSink:
         for step, whole in self._waiting.items():
             path = self._folder / f"step-{step:06d}.json"
             path.parent.mkdir(parents=True, exist_ok=True)
-            found = [s for s in self._spans if s.start_ns < whole.end_ns and s.end_ns > whole.start_ns]
-            path.write_text(json.dumps({"traceEvents": list(_events(whole, found))}) + "\n", encoding="utf-8")
+            overlapping = [s for s in self._spans if s.start_ns < whole.end_ns and s.end_ns > whole.start_ns]
+            path.write_text(json.dumps({"traceEvents": list(_events(whole, overlapping))}) + "\n", encoding="utf-8")
         self._waiting.clear()
 
 
 def _events(whole: Span, spans: Sequence[Span]) -> Iterator[dict[str, Any]]:
-    """Complete events, and the names of the rows; times begin with the step."""
+    """Yields complete events and the names of the rows; times count from the start of the step."""
     rows: dict[tuple[int, str], int] = {}
     for span in [whole, *sorted(spans, key=lambda span: span.start_ns)]:
         process = LOOP if span.trace.startswith("step ") else PROMPTS

@@ -1,4 +1,4 @@
-"""UpdateProfiler: torch's profiler around single updates of a learner rank."""
+"""UpdateProfiler: runs torch's profiler for single updates of a learner rank."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ ACTIVITIES = {"cpu": [ProfilerActivity.CPU], "cuda": [ProfilerActivity.CPU, Prof
 
 
 class UpdateProfiler:
-    """Profiles the updates that make the versions `steps`, into a Chrome trace a rank below `folder`.
+    """Profiles the updates that make the versions `steps`, and writes one Chrome trace per rank below `folder`.
 
-    A profiled update takes several times as long. Other updates cost one look at `steps`.
+    A profiled update takes several times as long; other updates are not affected.
     """
 
     def __init__(self, steps: Sequence[int], folder: Path, rank: int, device: str) -> None:
@@ -32,11 +32,11 @@ class UpdateProfiler:
         if version not in self._steps:
             yield
             return
-        with profile(activities=self._activities, record_shapes=True) as found:
+        with profile(activities=self._activities, record_shapes=True) as profiler:
             yield
         path = self._folder / f"update-{version:06d}-rank-{self._rank}.json"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            found.export_chrome_trace(str(path))
-        except (OSError, RuntimeError) as error:  # a full disk costs the trace, never the run
+            profiler.export_chrome_trace(str(path))
+        except (OSError, RuntimeError) as error:  # a full disk must not end the run
             _logger.warning("the profile of update %d could not be written to %s: %s", version, path, error)

@@ -1,4 +1,4 @@
-"""Spans of prompts and steps, and RunTracer, which measures them and hands them to its sinks."""
+"""RunTracer: measures spans of prompts and steps and passes them to sinks."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ Value = str | int | float
 
 
 class Stage(StrEnum):
-    """Stages of a prompt, in order. Between `BUFFERED` and `TRAINED` its reference log-probs are computed."""
+    """Stages of a prompt, in order. Reference log-probs are computed between `BUFFERED` and `TRAINED`."""
 
-    QUEUED = "queued"  # it has a slot and waits for a rollout actor
-    GENERATED = "generated"  # from the first attempt on an actor until all siblings are there
+    QUEUED = "queued"  # has a slot and waits for a rollout actor
+    GENERATED = "generated"  # from the first attempt on an actor until all siblings are complete
     SCORED = "scored"
-    BUFFERED = "buffered"  # it waits for its step, and for room in the buffer
+    BUFFERED = "buffered"  # waits for its step, and for space in the buffer
     TRAINED = "trained"  # the update of its step
 
 
@@ -37,16 +37,16 @@ class Span:
 
 
 class SpanSink(Protocol):
-    """A destination of spans. If it raises, it is dropped and the run continues."""
+    """A destination of spans. A sink that raises is dropped and the run continues."""
 
     name: str
 
     def record(self, span: Span) -> None:
-        """A stage or phase has ended."""
+        """Called at the end of a stage or phase."""
         ...
 
     def finish(self, whole: Span) -> None:
-        """Nothing more of this trace comes: `whole` covers all of its spans."""
+        """Called at the end of a trace; `whole` covers all of its spans."""
         ...
 
     def begin_step(self, step: int) -> None: ...
@@ -59,7 +59,7 @@ class SpanSink(Protocol):
 class RunTracer:
     """Measures spans by trace and name, and passes them to its sinks. Without sinks it measures nothing.
 
-    It keeps nothing of a trace that is finished. `clock` gives nanoseconds.
+    Finished traces are not kept. `clock` returns nanoseconds.
 
     Example:
         with tracer.span([group_id], Stage.SCORED) as attributes:
@@ -70,12 +70,12 @@ class RunTracer:
     def __init__(self, sinks: Sequence[SpanSink] = (), clock: Callable[[], int] = time.time_ns) -> None:
         self._sinks = list(sinks)
         self._clock = clock
-        self._first: dict[str, int] = {}  # trace -> when it began
+        self._first: dict[str, int] = {}  # trace -> start
         self._open: dict[tuple[str, str], int] = {}
 
     @contextmanager
     def span(self, traces: Collection[str], name: str) -> Iterator[dict[str, Value]]:
-        """The body is a span `name` of each of `traces`. Yields the attributes of the spans, to be filled in."""
+        """Measures the body as span `name` of each of `traces`. Yields the attributes of the spans, to be filled in."""
         attributes: dict[str, Value] = {}
         for trace in traces:
             self.begin(trace, name)
@@ -87,7 +87,8 @@ class RunTracer:
 
     @contextmanager
     def sampling(self, prompt_id: str) -> Iterator[dict[str, Value]]:
-        """The body samples a prompt: `queued` until its first attempt, then `generated`; an error ends the trace."""
+        """Measures the sampling of a prompt: `queued` until the first attempt, then `generated`. An error ends the
+        trace."""
         attributes: dict[str, Value] = {}
         self.begin(prompt_id, Stage.QUEUED)
         try:
@@ -98,7 +99,7 @@ class RunTracer:
         self.end(prompt_id, Stage.GENERATED, **attributes)
 
     def attempt(self, prompt_id: str) -> None:
-        """A rollout actor gets a prompt. Prompts of an evaluation have no trace."""
+        """Called when a rollout actor gets a prompt. Prompts of an evaluation have no trace."""
         if (prompt_id, Stage.QUEUED) in self._open:
             self.end(prompt_id, Stage.QUEUED)
             self.begin(prompt_id, Stage.GENERATED)
@@ -111,13 +112,13 @@ class RunTracer:
         self._open[trace, name] = now
 
     def end(self, trace: str, name: str, **attributes: Value) -> None:
-        """End an open span. A span that was begun before a resume is not open here, and ignored."""
+        """Ends an open span. Spans that were begun before a resume are ignored."""
         if (trace, name) in self._open:
             span = Span(trace, name, self._open.pop((trace, name)), self._clock(), attributes)
             self._each(lambda sink: sink.record(span))
 
     def finish(self, trace: str, **attributes: Value) -> None:
-        """End the trace, and what is open of it."""
+        """Ends the trace and its open spans."""
         if trace not in self._first:
             return
         for name in [name for known, name in self._open if known == trace]:
@@ -127,7 +128,7 @@ class RunTracer:
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """The body is a step; its phases are spans of the trace `step N`."""
+        """Measures the body as a step; its phases are spans of the trace `step N`."""
         trace, start = f"step {step}", self._clock()
         self._each(lambda sink: sink.begin_step(step))
         try:
@@ -138,7 +139,7 @@ class RunTracer:
             self._each(lambda sink: sink.end_step(step, whole))
 
     def close(self) -> None:
-        """Stages in progress have no end and are left out."""
+        """Closes the sinks. Stages in progress have no end and are left out."""
         self._each(lambda sink: sink.close())
         self._sinks.clear()
 
@@ -146,10 +147,10 @@ class RunTracer:
         for sink in list(self._sinks):
             try:
                 call(sink)
-            except Exception:  # a full disk or a lost collector costs its spans, never the run
+            except Exception:  # a full disk or a lost collector must not end the run
                 _logger.exception("trace sink %s failed and is dropped; the run goes on without it", sink.name)
                 self._sinks.remove(sink)
 
 
 UNTRACED = RunTracer()
-"""The tracer of parts that no configuration traces."""
+"""A tracer without sinks."""

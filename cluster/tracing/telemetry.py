@@ -1,4 +1,4 @@
-"""TelemetrySink: OpenTelemetry spans, to a collector or to a file with a line a span."""
+"""TelemetrySink: exports OpenTelemetry spans to a collector, or to a file with one line per span."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from opentelemetry.trace import set_span_in_context
 from mobula.cluster.tracing.spans import Span
 
 STEP = "step "
-CLOSE_MS = 10_000  # for what the collector has not taken yet
+CLOSE_MS = 10_000  # for the export of the remaining spans
 
 
 class TelemetrySink:
-    """One trace a prompt and one a step; each stage or phase is a child of its root, which ends last."""
+    """Exports one trace per prompt and per step. Each stage or phase is a child of the root span, which ends last."""
 
     name = "opentelemetry"
 
@@ -39,7 +39,7 @@ class TelemetrySink:
         del self._roots[whole.trace]
 
     def begin_step(self, step: int) -> None:
-        """Its first phase makes the root."""
+        """Does nothing: the first phase creates the root span."""
 
     def end_step(self, step: int, whole: Span) -> None:
         self.finish(whole)
@@ -50,7 +50,7 @@ class TelemetrySink:
         self._provider.shutdown()
 
     def _root(self, span: Span) -> OpenSpan:
-        """The first span of a trace begins when the trace does."""
+        """Returns the root span of a trace; it begins with the first span."""
         if span.trace not in self._roots:
             name = "step" if span.trace.startswith(STEP) else "prompt"
             self._roots[span.trace] = self._tracer.start_span(name, start_time=span.start_ns)
@@ -58,7 +58,7 @@ class TelemetrySink:
 
 
 def file_exporter(path: Path) -> SpanExporter:
-    """Appends a line of JSON a span."""
+    """Returns an exporter that appends one line of JSON per span."""
     path.parent.mkdir(parents=True, exist_ok=True)
     return _FileExporter(path)
 
@@ -77,7 +77,7 @@ def _line(span: ReadableSpan) -> str:
 
 
 def otlp_exporter(address: str) -> SpanExporter:
-    """Sends to a collector over HTTP; headers, and with them keys, come from OTEL_EXPORTER_OTLP_HEADERS."""
+    """Returns an exporter to a collector over HTTP. OTEL_EXPORTER_OTLP_HEADERS has its headers, such as keys."""
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
     return OTLPSpanExporter(endpoint=address)

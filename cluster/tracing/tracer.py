@@ -51,5 +51,5 @@ def refuse_missing_exporter(config: TracingConfig) -> None:
 def _is_installed(name: str) -> bool:
     try:
         return find_spec(name) is not None
-    except ModuleNotFoundError:  # a package above it is missing
+    except ModuleNotFoundError:  # the parent package is missing
         return False

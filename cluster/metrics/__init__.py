@@ -1,1 +1,1 @@
-"""Metrics of a run, their sinks, and the report that is made from them."""
+"""Metrics of a run, their sinks, and the report."""

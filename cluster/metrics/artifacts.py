@@ -1,4 +1,4 @@
-"""ArtifactWriter: pictures and videos that a policy made, as files beside their hashes and rewards."""
+"""ArtifactWriter: writes images and videos of a policy as files, with an index of hashes and rewards."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ POSTER_SIDE = 512  # pixels at most
 
 
 class ArtifactWriter:
-    """Writes the pictures of the first `per_step` responses of a step, one of each group before the second of any.
+    """Writes the images of the first `per_step` responses of a step: the first of each group, then the second of each.
 
     `<folder>/step-000001/<prompt>-<sibling>.png`, or `.mp4` of several frames with its first frame as `.jpg`;
     `artifacts.jsonl` has a row for each: step, trajectory, prompt, file, sha256, number of frames, reward and
-    components, and the poster of a video. A run that goes on from `version` takes later rows out.
+    components, and the poster of a video. A run that resumes from `version` removes later rows.
     """
 
     def __init__(
@@ -44,21 +44,21 @@ class ArtifactWriter:
         self._rows = [row for row in read_artifacts(folder) if row["step"] <= version]
 
     def offer(self, step: int, groups: Sequence[ScoredGroup]) -> Sequence[SampleRecord]:
-        """Writes files of the groups of one step; none of them is a sample."""
+        """Writes files of the groups of one step. Returns no samples."""
         chosen = list(islice(_in_turn(groups), self._per_step))
         wanted = list({id(group): group for group, _ in chosen}.values())
         references = [group.group for group in wanted]
         fetched: list[TrajectoryGroup] = self._fetch(
             references, timeout_s=self._timeout_s, what=f"pictures of step {step}"
         )
-        found = {id(group): whole for group, whole in zip(wanted, fetched, strict=True)}
+        groups_by_id = {id(group): whole for group, whole in zip(wanted, fetched, strict=True)}
         for group, sibling in chosen:
-            trajectory = found[id(group)].trajectories[sibling]
+            trajectory = groups_by_id[id(group)].trajectories[sibling]
             if trajectory.response.pictures:
                 name = f"step-{step:06d}/{_as_file(group.summary.sample_id)}-{sibling}"
                 row = self._written(name, trajectory.response)
                 described = {"step": step, "trajectory_id": trajectory.trajectory_id}
-                described["prompt"] = found[id(group)].prompt.text
+                described["prompt"] = groups_by_id[id(group)].prompt.text
                 self._rows.append(described | row | _scores(group.rewards[sibling]))
         write_atomically(
             self._folder / INDEX, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in self._rows)
@@ -81,7 +81,7 @@ class ArtifactWriter:
 
 
 class Offered:
-    """Several that look at the groups of a step."""
+    """Passes the groups of a step to several takers."""
 
     def __init__(self, takers: Sequence[Samples]) -> None:
         self._takers = takers
@@ -91,7 +91,7 @@ class Offered:
 
 
 def as_mp4(frames: Sequence[bytes], rate: int) -> bytes:
-    """H.264 of encoded pictures of one size, whose sides are even."""
+    """Encodes frames (image files of one size with even sides) as H.264 in MP4."""
     import av
 
     file = io.BytesIO()
@@ -109,14 +109,14 @@ def as_mp4(frames: Sequence[bytes], rate: int) -> bytes:
 def _poster(frame: bytes) -> bytes:
     file = io.BytesIO()
     with Image.open(io.BytesIO(frame)) as opened:
-        picture = opened.convert("RGB")
-    picture.thumbnail((POSTER_SIDE, POSTER_SIDE))
-    picture.save(file, "JPEG", quality=90)
+        image = opened.convert("RGB")
+    image.thumbnail((POSTER_SIDE, POSTER_SIDE))
+    image.save(file, "JPEG", quality=90)
     return file.getvalue()
 
 
 def refuse_without_encoder() -> None:
-    """Check that videos can be written.
+    """Checks that videos can be written.
 
     Raises:
         ValueError: PyAV is not installed.
@@ -129,7 +129,7 @@ def refuse_without_encoder() -> None:
 
 
 def _in_turn(groups: Sequence[ScoredGroup]) -> Iterator[tuple[ScoredGroup, int]]:
-    """The first sibling of each group, then the second of each."""
+    """Yields the first sibling of each group, then the second of each."""
     most = max((len(group.rewards) for group in groups), default=0)
     return ((group, sibling) for sibling in range(most) for group in groups if sibling < len(group.rewards))
 

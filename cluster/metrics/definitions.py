@@ -1,7 +1,7 @@
-"""Every metric of a run: its name, its unit and what it says.
+"""Every metric of a run: name, unit and description.
 
 Names are the keys of `StepRecord.values`, of `metrics.jsonl`, of TensorBoard tags and (with the prefix `mobula_`) of
-Prometheus series. A learner may report more than is listed here; such a number is carried under its own name.
+Prometheus series. Further numbers of a learner keep their own names.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class MetricName(StrEnum):
 
 
 class CounterName(StrEnum):
-    """Counts since the run began, each split by a reason."""
+    """Counts since the start of the run, each split by a reason."""
 
     REJECTED = "rejected"
     REJECTED_RESPONSES = "rejected_responses"
@@ -91,7 +91,7 @@ class CounterName(StrEnum):
 
 
 class LiveName(StrEnum):
-    """Names of the Ray gauges that have a value at every moment from the start of the process on."""
+    """Ray gauges that have a value from the start of the process on."""
 
     UP = "up"
     PHASE = "phase"
@@ -119,7 +119,7 @@ class LiveName(StrEnum):
 
 
 class SplitName(StrEnum):
-    """Gauges of a step or an evaluation that are no single value of `MetricName`."""
+    """Gauges of a step or an evaluation that are split by a tag, or are not in `MetricName`."""
 
     SECONDS = "seconds"
     REWARD_COMPONENT = "reward_component"
@@ -130,8 +130,7 @@ class SplitName(StrEnum):
 
 @dataclass(frozen=True)
 class Metric:
-    """Description of a metric. `unit` is empty where it has none; `tag` is the tag that splits it beside the run's
-    tags."""
+    """Description of a metric. `unit` may be empty; `tag` is the tag that splits it, in addition to the run's tags."""
 
     unit: str
     help: str
@@ -205,7 +204,7 @@ METRICS: Mapping[str, Metric] = {
 }
 
 ALL_REASONS = "all"
-"""The reason under which the Ray gauge of a counter has its sum: there from the start on, at 0."""
+"""Reason under which a counter's Ray gauge has the sum; it exists from the start, at 0."""
 
 LIVE: Mapping[str, Metric] = {
     LiveName.UP: Metric("", "1 while the run's process lives"),
@@ -264,7 +263,7 @@ COUNTERS: Mapping[str, Metric] = {
 
 
 def describe(name: str) -> Metric:
-    """The meaning of a value; one that only the learner knows is described by where it comes from."""
+    """Returns the description of a value; unknown names are described as the learner's."""
     for known in (METRICS, LIVE, SPLIT):
         if name in known:
             return known[name]

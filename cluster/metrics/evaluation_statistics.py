@@ -12,7 +12,7 @@ Z_95 = 1.959964  # two-sided 95 % quantile of the normal distribution
 
 
 def wilson_interval(share: float, num: int) -> tuple[float, float]:
-    """The 95 % score interval of a share of `num` independent trials (Wilson 1927).
+    """Returns the 95 % score interval of a share of `num` independent trials (Wilson 1927).
 
         (share + z^2 / 2n  -+  z * sqrt(share * (1 - share) / n + z^2 / 4n^2)) / (1 + z^2 / n)
 
@@ -26,20 +26,21 @@ def wilson_interval(share: float, num: int) -> tuple[float, float]:
 
 
 def interval_of_mean(values: Sequence[float], seed: int) -> tuple[float, float]:
-    """The 95 % interval of the mean of independent `values` [N]: Wilson's where all are within [0, 1], as an accuracy's
-    are, and a bootstrap for rewards of any other range."""
+    """Returns the 95 % interval of the mean of independent `values` [N]: Wilson's if all are in [0, 1], else a
+    bootstrap."""
     if all(0 <= value <= 1 for value in values):
         return wilson_interval(math.fsum(values) / len(values), len(values))
     return bootstrap_interval(values, seed)
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """The unbiased estimate of the chance that one of `k` responses is correct (Chen et al. 2021, arXiv:2107.03374).
+    """Returns the unbiased estimate of the probability that one of `k` responses is correct (Chen et al. 2021,
+    arXiv:2107.03374).
 
         1 - C(n - c, k) / C(n, k)    for c correct responses of n >= k
 
     Raises:
-        ValueError: `k` is not within 1 and `num_samples`, or more are correct than there are.
+        ValueError: `k` is not in [1, num_samples], or `num_correct` is larger than `num_samples`.
     """
     if not 1 <= k <= num_samples or not 0 <= num_correct <= num_samples:
         raise ValueError(f"pass@{k} of {num_correct} correct among {num_samples} responses is not defined")
@@ -47,13 +48,13 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
 
 def ks(num_samples: int) -> list[int]:
-    """The k for which pass@k is reported: powers of two below `num_samples`, and `num_samples` itself."""
+    """Returns the k of the reported pass@k: powers of two below `num_samples`, and `num_samples`."""
     return [*(2**i for i in range(num_samples.bit_length()) if 2**i < num_samples), num_samples]
 
 
 def bootstrap_interval(values: Sequence[float], seed: int) -> tuple[float, float]:
-    """The 95 % percentile interval of the mean of `values` [N], one for each prompt (or seed), resampled with
-    replacement (Efron 1979). The same arguments give the same interval; one value gives an interval of no width.
+    """Returns the 95 % percentile bootstrap interval (Efron 1979) of the mean of `values` [N], one per prompt or seed.
+    It is deterministic; a single value gives an interval of width 0.
     """
     samples = np.asarray(values, dtype=np.float64)  # [N]
     random = np.random.default_rng(seed)
@@ -63,8 +64,8 @@ def bootstrap_interval(values: Sequence[float], seed: int) -> tuple[float, float
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
-    """The mean of `values` [N], one for each prompt, and its standard error, std / sqrt(N) with N - 1 degrees of
-    freedom; the error of one value is not known, and 0."""
+    """Returns the mean of `values` [N], one per prompt, and its standard error std / sqrt(N) with N - 1 degrees of
+    freedom; 0 for a single value."""
     samples = np.asarray(values, dtype=np.float64)
     if samples.size < 2:
         return float(samples.mean()), 0.0
@@ -74,27 +75,27 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
 def paired_gains(
     before: Mapping[str, Mapping[str, float]], after: Mapping[str, Mapping[str, float]]
 ) -> dict[str, float]:
-    """Gain of each component between two evaluations of the same prompts with the same seeds.
+    """Returns the gain of each component between two evaluations of the same prompts with the same seeds.
 
-    Prompt -> component -> mean over its responses. Each component has its mean `NAME_mean` and that mean's standard
-    error `NAME_se`, both of `after`, and `NAME_gain` and `NAME_gain_se` of the differences by prompt, which do not hold
-    what makes one prompt harder than another. A component counts where all prompts of `after` have it.
+    Arguments map prompt -> component -> mean over the responses. The result has `NAME_mean` and its standard error
+    `NAME_se` of `after`, and `NAME_gain` and `NAME_gain_se` of the differences by prompt, from which the difficulty of
+    prompts cancels. Components that some prompt of `after` lacks are left out.
     """
-    found: dict[str, float] = {}
+    gains: dict[str, float] = {}
     names = set.intersection(*({*components} for components in after.values())) if after else set()
     for name in sorted(names):
-        found[f"{name}_mean"], found[f"{name}_se"] = mean_and_error([after[prompt][name] for prompt in after])
+        gains[f"{name}_mean"], gains[f"{name}_se"] = mean_and_error([after[prompt][name] for prompt in after])
         both = [p for p in after if name in before.get(p, {})]
         if both:
             gain, error = mean_and_error([after[p][name] - before[p][name] for p in both])
-            found |= {f"{name}_gain": gain, f"{name}_gain_se": error}
-    return found
+            gains |= {f"{name}_gain": gain, f"{name}_gain_se": error}
+    return gains
 
 
 def reflection_ratios(correct: Sequence[bool], reflects: Sequence[bool]) -> dict[str, float]:
-    """How often responses reflect, and how often they are correct if they do (MAYE, arXiv:2504.02587).
+    """Returns how often responses reflect, and how often reflecting responses are correct (MAYE, arXiv:2504.02587).
 
-    `correct` and `reflects` are [N], in the same order. A ratio of no responses at all is 0.
+    `correct` and `reflects` are [N], in the same order. A ratio over no response is 0.
     """
     both = sum(c and r for c, r in zip(correct, reflects, strict=True))
     num, num_correct, num_reflecting = len(correct), sum(correct), sum(reflects)

@@ -1,4 +1,4 @@
-"""Files of a run, written in one step, and read only if they are what was written."""
+"""Writes files of a run atomically, and reads them with a check of their digest."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replace `path` with `text` in one step; its folder is made if it is missing. If this fails, nothing is left."""
+    """Replaces the content of `path` atomically, and creates its folder if needed. An error leaves no partial file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -23,10 +23,10 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def read_verified(path: Path, sha256: str, index: str) -> bytes:
-    """The content of `path`, whose digest the file `index` names.
+    """Returns the content of `path`. `index` names the file that lists its digest, for the error message.
 
     Raises:
-        ValueError: it differs from what was written.
+        ValueError: the content has another digest.
     """
     content = path.read_bytes()
     digest = hashlib.sha256(content).hexdigest()

@@ -1,4 +1,4 @@
-"""Metrics: where the loop's numbers come together, become one record a step, and leave for the sinks.
+"""Metrics: collects the numbers of the loop into one record per step and passes it to the sinks.
 
 with metrics.step(version + 1) as step:
     with step.timed("update"):
@@ -42,10 +42,10 @@ ENDING = "ending"
 
 
 class Samples(Protocol):
-    """Keeps a few responses of the run to look at."""
+    """Keeps a few responses of the run for the report."""
 
     def offer(self, step: int, groups: Sequence[ScoredGroup]) -> Sequence[SampleRecord]:
-        """Look at the groups of one step; returns what is kept of them."""
+        """Selects responses from the groups of one step and returns them."""
         ...
 
 
@@ -57,7 +57,7 @@ class NoSamples:
 
 
 class MeasuredStep:
-    """One step while it runs: phases are timed, then what it did is recorded once."""
+    """One running step: its phases are timed, then its result is recorded once."""
 
     def __init__(self, step: int, clock: Clock, accuracy_component: str, tracer: RunTracer) -> None:
         self.groups: Sequence[ScoredGroup] = ()
@@ -73,7 +73,7 @@ class MeasuredStep:
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
-        """Add the seconds of the body to `phase`; phases follow each other and do not nest."""
+        """Adds the seconds of the body to `phase`. Phases do not nest."""
         start = self._clock()
         self._phase, self._phase_start = phase, start
         try:
@@ -84,23 +84,23 @@ class MeasuredStep:
             self._seconds[phase] += self._phase_start - start
 
     def progress(self) -> Progress:
-        """The phase that runs now."""
+        """Returns the current phase."""
         return Progress(self._step, self._phase, self._clock() - self._phase_start)
 
     def record(self, groups: Sequence[ScoredGroup], update: UpdateReport, replay: ReplayStats) -> None:
-        """State what the step trained on and what came of it."""
+        """Records the trained groups and the result of the step."""
         assert groups, f"step {self._step} recorded no groups"
         self.groups, self.replay, self._update = groups, replay, update.metrics
 
     def finish(self, observed: Mapping[str, float], counters: Mapping[str, Counter[str]]) -> StepRecord:
-        """The step's record; `observed` are the run's gauges."""
+        """Returns the step's record. `observed` are the run's gauges."""
         assert self.replay is not None, f"step {self._step} ended without step.record(...)"
         total = self._clock() - self._start
         other = max(0.0, total - math.fsum(self._seconds.values()))
         staleness = staleness_of(self.groups, trained_version=self._step - 1)
         components = component_means(self.groups)
         values = step_values(self.groups, self.replay, staleness, total)
-        if self._accuracy_component in components:  # else no response of this step has a recipe with it
+        if self._accuracy_component in components:  # recipes may leave it out
             values[MetricName.ACCURACY] = components[self._accuracy_component]
         return StepRecord(
             step=self._step,
@@ -113,10 +113,10 @@ class MeasuredStep:
 
 
 class Metrics:
-    """The hub. It keeps the run's totals, and emits one `StepRecord` a step that ended well.
+    """The hub of all metrics: keeps the run's totals and emits one `StepRecord` per successful step.
 
-    `clock` gives seconds that never run backwards (`time.perf_counter`). A sink that fails is logged, counted and
-    dropped; a report sample that cannot be fetched is logged and counted. Neither ends the run.
+    `clock` is monotonic, in seconds (`time.perf_counter`). A sink that fails is logged, counted and dropped; a report
+    sample that cannot be fetched is logged and counted. Neither ends the run.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class Metrics:
         signal: Signal | None = None,
         tracer: RunTracer = UNTRACED,
     ) -> None:
-        """`watchers` get the run's status between steps; `signal` finds that nothing is learned."""
+        """`watchers` get the run's status between steps; `signal` detects that nothing is learned."""
         self.totals = RunTotals()
         self._watchers = watchers
         self._sinks = FanOut(sinks, on_dropped=lambda name: self.count(CounterName.DROPPED_SINKS, name))
@@ -146,7 +146,7 @@ class Metrics:
         self._outside, self._outside_start = STARTING, clock()
 
     def resume(self, records: Sequence[MetricsRecord]) -> None:
-        """Take up the totals and counters of an earlier part of this run (what `JsonlSink` kept of it)."""
+        """Restores totals and counters of an earlier part of this run from the records that `JsonlSink` kept."""
         for record in records:
             if isinstance(record, EvaluationRecord):
                 self.totals.add_evaluation(record)
@@ -157,9 +157,9 @@ class Metrics:
 
     @contextmanager
     def step(self, step: int) -> Iterator[MeasuredStep]:
-        """Measure the step that makes version `step`; nothing is emitted if its body raises, or if an earlier part of
-        this run has recorded it: a resume takes such steps again. A step that was recorded before the run was stopped
-        is emitted, for it is not taken again.
+        """Measures the step that makes version `step`. Emits nothing if the body raises, or if an earlier part of this
+        run has recorded the step (a resume repeats steps). A step that was recorded before the run was stopped is
+        emitted, because it is not repeated.
         """
         scope = self._scope = MeasuredStep(step, self._clock, self._accuracy_component, self._tracer)
         try:
@@ -187,32 +187,32 @@ class Metrics:
         self._warn_of_idle_steps(record, scope.groups)
 
     def progress(self) -> Progress:
-        """The current phase of the step, `starting` before the first step, or `ending` after the last."""
+        """Returns the current phase of the step; `starting` before the first step, `ending` after the last."""
         if self._scope is not None:
-            found = self._scope.progress()
+            progress = self._scope.progress()
         else:
-            found = Progress(self.totals.version, self._outside, self._clock() - self._outside_start)
+            progress = Progress(self.totals.version, self._outside, self._clock() - self._outside_start)
         if self.totals.num_steps == 0:
-            return found
+            return progress
         step_s = self.totals.seconds["total"] / self.totals.num_steps
-        return replace(found, step_s=step_s, tokens_per_s=self.totals.last_values[MetricName.TOKENS_PER_S])
+        return replace(progress, step_s=step_s, tokens_per_s=self.totals.last_values[MetricName.TOKENS_PER_S])
 
     def post(self, status: RunStatus) -> None:
-        """Hand the run's status to what shows it."""
+        """Passes the run status to every watcher."""
         for watcher in self._watchers:
             watcher.post(status)
 
     def record_evaluation(self, record: EvaluationRecord) -> None:
-        """State the accuracy of one version on one suite."""
+        """Records the accuracy of one version on one suite."""
         self.totals.add_evaluation(record)
         self._sinks.emit_evaluation(record)
 
     def count(self, name: CounterName, reason: str, n: int = 1) -> None:
-        """Add `n` to a counter; it appears in the next step's record and in the summary."""
+        """Adds `n` to a counter. The next step's record and the summary have the sum."""
         self._counters.setdefault(name, Counter())[reason] += n
 
     def count_up_to(self, name: CounterName, totals: Mapping[str, int]) -> None:
-        """Follow a role that counts by itself since it was started: add what is new, and all of it when it is new."""
+        """Adds the increase of totals that a role counts since its start; a restarted role counts from 0 again."""
         last = self._sources[name] if name in self._sources else {}
         is_new = any(totals[r] < n if r in totals else n > 0 for r, n in last.items())
         known = Counter({} if is_new else last)
@@ -222,36 +222,36 @@ class Metrics:
         self._sources[name] = dict(totals)
 
     def set_counts(self, name: CounterName, totals: Mapping[str, int]) -> None:
-        """State a counter's value as it is, for what does not depend on how often the run was started."""
+        """Sets a counter's values, for counts that do not depend on restarts of the run."""
         self._counters[name] = Counter(totals)
 
     def observe(self, name: MetricName, value: float) -> None:
-        """Set a gauge of the run (e.g. media bytes); every later step carries its newest value."""
+        """Sets a gauge of the run (e.g. media bytes). Every later step record has the newest value."""
         self._observed[name] = value
 
     def observed(self, name: MetricName) -> float | None:
-        """The newest value of a gauge or step value; None if it was never set, here or before a resume."""
+        """Returns the newest value of a gauge or step value; None if it was never set, also before a resume."""
         known = {**self.totals.last_values, **self._observed}
         return known[name] if name in known else None
 
     def counts(self, name: CounterName) -> dict[str, int]:
-        """Reason -> count since the run began."""
+        """Returns reason -> count since the start of the run."""
         return dict(self._counters[name]) if name in self._counters else {}
 
     @property
     def warnings(self) -> Sequence[str]:
-        """Findings for the end of the run."""
+        """Warnings for the end of the run."""
         conclusion = self._signal.conclusion()
         return () if conclusion is None else (conclusion,)
 
     def close(self) -> None:
-        """Flush and close every sink."""
+        """Flushes and closes every sink."""
         self._sinks.close()
 
     def _kept_samples(self, step: int, groups: Sequence[ScoredGroup]) -> Sequence[SampleRecord]:
         try:
             return self._samples.offer(step, groups)
-        except Exception:  # a picture for the report is not worth the run
+        except Exception:  # a sample of the report must not end the run
             _logger.exception("step %d: a report sample could not be kept", step)
             self.count(CounterName.DROPPED_SAMPLES, "error")
             return ()
@@ -259,7 +259,7 @@ class Metrics:
     def _warn_of_idle_steps(self, record: StepRecord, groups: Sequence[ScoredGroup]) -> None:
         try:
             warning = self._signal.look(record, groups)
-        except Exception:  # a sample for a warning is not worth the run
+        except Exception:  # a sample of a warning must not end the run
             _logger.exception("step %d: the samples of a warning cannot be fetched", record.step)
             return
         if warning is not None:

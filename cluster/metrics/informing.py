@@ -1,4 +1,4 @@
-"""Output that only informs: summary, report, plan, traces. It may fail, and the run goes on without it."""
+"""Writes informative output (summary, report, plan, traces), whose failure does not end the run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _logger = logging.getLogger(__name__)
 
 @contextmanager
 def informing(what: str) -> Iterator[None]:
-    """Log an error of the body, such as a full disk, with its traceback in the log file; `what` names the output."""
+    """Logs an error of the body, such as a full disk, with its traceback; `what` names the output."""
     try:
         yield
     except Exception:

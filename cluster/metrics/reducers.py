@@ -1,4 +1,4 @@
-"""Means with their uncertainty, and means that can be added to."""
+"""Means with their uncertainty, and running means."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Estimate:
 
 
 def wilson(num_correct: float, num: int) -> Estimate:
-    """A share of `num` trials with Wilson's score interval, which stays inside [0, 1] and holds at both ends.
+    """Returns a share of `num` trials with Wilson's score interval, which stays in [0, 1] and is valid at 0 and 1.
 
     (p + z^2/2n +- z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n); Wilson (1927).
     """
@@ -34,7 +34,7 @@ def wilson(num_correct: float, num: int) -> Estimate:
 
 
 def mean_interval(values: Sequence[float]) -> Estimate:
-    """The mean of independent values with its normal 95 % interval, which is infinite for a single value."""
+    """Returns the mean of independent values with its normal 95 % interval; infinite for a single value."""
     if not values:
         raise ValueError("a mean needs at least one value, got none")
     num = len(values)
@@ -53,7 +53,7 @@ def standard_deviation(values: Sequence[float]) -> float:
 
 
 class WeightedMean:
-    """A mean that is added to; equal to the mean over all observations when each weight is their number."""
+    """A running weighted mean. With the number of observations as weight it is the mean over all observations."""
 
     def __init__(self) -> None:
         self._total = 0.0
@@ -65,5 +65,5 @@ class WeightedMean:
 
     @property
     def value(self) -> float | None:
-        """The mean so far; None before the first observation."""
+        """Mean so far; None before the first observation."""
         return self._total / self._weight if self._weight > 0 else None

@@ -1,4 +1,4 @@
-"""SignalWatch: finds steps that train nothing, names the likely cause, and shows a few of their samples."""
+"""SignalWatch: detects steps that train nothing, and reports the likely cause with a few samples."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ if TYPE_CHECKING:
     from mobula.cluster.records.trajectory import Reward, ScoredGroup
 
 NUM_IDLE = 3  # steps in a row that train nothing, before the warning
-NUM_SAMPLES = 3  # that a warning shows, each of another group
-MAX_CHARACTERS = 300  # of a prompt's end and of a response's end in a warning
-MOST = 0.9  # share of responses from which on a property is a likely cause
+NUM_SAMPLES = 3  # in a warning, each of a different group
+MAX_CHARACTERS = 300  # last characters of a prompt or response in a warning
+MOST = 0.9  # a property of at least this share of responses is a likely cause
 
 
 class Signal(Protocol):
-    """Judges from the steps of a run whether anything is learned."""
+    """Detects from the steps of a run that nothing is learned."""
 
     def look(self, record: StepRecord, groups: Sequence[ScoredGroup]) -> str | None:
         """Counts a step; returns the text of a warning if one is due."""
         ...
 
     def conclusion(self) -> str | None:
-        """The finding for the end of the run."""
+        """Returns the warning for the end of the run, if any."""
         ...
 
 
 class NoSignalWatch:
-    """Warns of nothing."""
+    """Never warns."""
 
     def look(self, record: StepRecord, groups: Sequence[ScoredGroup]) -> str | None:
         return None
@@ -41,7 +41,7 @@ class NoSignalWatch:
 
 
 class SignalWatch:
-    """Warns once in each series of idle steps: those whose update changes nothing, or whose rewards are all equal.
+    """Warns once in each series of idle steps: the update changes nothing, or all rewards are equal.
 
     Example:
         if (warning := watch.look(record, groups)) is not None:
@@ -49,7 +49,7 @@ class SignalWatch:
     """
 
     def __init__(self, *, learns_from_rewards: bool, fetch: Callable[..., list[Any]], timeout_s: float) -> None:
-        """`learns_from_rewards` is False for offline jobs and distillation; `fetch` is that of the object store."""
+        """`learns_from_rewards` is False for offline jobs and distillation; `fetch` reads the object store."""
         self._learns_from_rewards = learns_from_rewards
         self._fetch = fetch
         self._timeout_s = timeout_s
@@ -72,7 +72,7 @@ class SignalWatch:
         return "\n".join([first, *self._samples(groups)])
 
     def conclusion(self) -> str | None:
-        """The finding, if the last steps of the run were idle."""
+        """Returns a warning if the last steps of the run were idle."""
         if self._num_idle == 0 or self._num_idle < min(NUM_IDLE, self._num_steps):
             return None
         return f"nothing was learned in the last {self._num_idle} of {self._num_steps} steps: {self._cause}"
@@ -81,17 +81,17 @@ class SignalWatch:
         chosen = [group for group in groups if group.scored_rewards][:NUM_SAMPLES]
         loaded = self._fetch([group.group for group in chosen], timeout_s=self._timeout_s, what="groups of a warning")
         for scored, group in zip(chosen, loaded, strict=True):
-            place = next(i for i, reward in enumerate(scored.rewards) if reward is not None)
-            reward, trajectory = scored.scored_rewards[0], group.trajectories[place]
-            said = "".join(f", {name}: {reason}" for name, reason in reward.reasons.items())
-            yield f"  sample {group.prompt.sample_id}: reward {reward.value:g} ({_parts(reward)}{said})"
+            index = next(i for i, reward in enumerate(scored.rewards) if reward is not None)
+            reward, trajectory = scored.scored_rewards[0], group.trajectories[index]
+            reasons = "".join(f", {name}: {reason}" for name, reason in reward.reasons.items())
+            yield f"  sample {group.prompt.sample_id}: reward {reward.value:g} ({_parts(reward)}{reasons})"
             yield f"    prompt ends: {_tail(group.prompt.text)!r}"
             yield f"    response ({trajectory.finish_reason}): {_tail(trajectory.response.text)!r}"
             yield f"    references: {group.prompt.references!r}"
 
 
 def idle_cause(record: StepRecord, *, learns_from_rewards: bool) -> str | None:
-    """Why a step trained nothing; None if it trained something."""
+    """Returns why a step trained nothing; None if it trained something."""
     values = record.values
     if values.get(MetricName.OPTIMIZER_STEPS) == 0:
         return "every optimizer step was skipped, so the gradients are not finite or no token is trained"
@@ -109,7 +109,7 @@ def idle_cause(record: StepRecord, *, learns_from_rewards: bool) -> str | None:
 
 
 def _hints(record: StepRecord, rewards: Sequence[Reward]) -> Iterator[str]:
-    """Properties of most responses that may be the cause, each with the keys to change."""
+    """Yields properties of most responses that may be the cause, each with the keys to change."""
     if record.values[MetricName.TRUNCATED_FRACTION] >= MOST:
         share = record.values[MetricName.TRUNCATED_FRACTION]
         yield f"{share:.0%} of the responses were cut at their longest length: raise sampler.max_tokens"

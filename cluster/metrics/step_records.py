@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-HELD_OUT = "held_out"  # the suite whose accuracy is that of the run
-Counters = Mapping[str, Mapping[str, int]]  # counter -> reason -> count since the run began
+HELD_OUT = "held_out"  # the suite that gives the accuracy of the run
+Counters = Mapping[str, Mapping[str, int]]  # counter -> reason -> count since the start of the run
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class StepRecord:
 class EvaluationRecord:
     """Accuracy of one weight version on one suite of held-out prompts, with its 95 % interval.
 
-    `values` holds what else was measured there: `pass_at_<k>`, `response_length` (tokens), `truncated` and ratios.
+    `values` holds further metrics: `pass_at_<k>`, `response_length` (tokens), `truncated` and ratios.
     """
 
     version: int
@@ -56,7 +56,7 @@ MetricsRecord = StepRecord | EvaluationRecord
 
 @dataclass(frozen=True)
 class SampleRecord:
-    """One response of a step to look at, with the pictures of its prompt as PNG."""
+    """One response of a step for the report, with the images of its prompt as PNG."""
 
     step: int
     kind: str  # best, worst or random of its step
@@ -68,12 +68,12 @@ class SampleRecord:
 
 
 def record_version(record: MetricsRecord) -> int:
-    """The weight version that a record belongs to: step s makes version s."""
+    """Returns the weight version of a record: step s makes version s."""
     return record.step if isinstance(record, StepRecord) else record.version
 
 
 def to_line(record: MetricsRecord) -> str:
-    """One line of strict JSON; numbers that are not finite become the strings "nan", "inf" and "-inf"."""
+    """Formats a record as one line of strict JSON; non-finite numbers become the strings "nan", "inf" and "-inf"."""
     kind = "step" if isinstance(record, StepRecord) else "evaluation"
     return json.dumps({"kind": kind, **strict(asdict(record))}, allow_nan=False)
 
@@ -99,7 +99,7 @@ def from_line(line: str) -> MetricsRecord:
 
 
 def strict(value: Any) -> Any:
-    """`value` with string keys and without numbers that JSON does not know."""
+    """Returns `value` for strict JSON: keys are strings, non-finite numbers are replaced by strings."""
     if isinstance(value, Mapping):
         return {str(key): strict(item) for key, item in value.items()}
     if isinstance(value, float) and not math.isfinite(value):

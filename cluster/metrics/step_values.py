@@ -1,4 +1,4 @@
-"""The numbers of one step, from the groups it trained on: pure functions of their metadata, no tensor is fetched."""
+"""Computes the numbers of one step from the metadata of its groups, without fetching tensors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def step_values(
     groups: Sequence[ScoredGroup], replay: ReplayStats, staleness: dict[int, int], total_s: float
 ) -> dict[str, float]:
-    """Rewards, lengths, ages, throughput and queue of one step that took `total_s` seconds."""
+    """Returns rewards, lengths, ages, throughput and queue of one step that took `total_s` seconds."""
     summaries = [group.summary for group in groups]
     num_samples = sum(s.num_trajectories for s in summaries)
     num_tokens = sum(s.num_tokens for s in summaries)
@@ -45,7 +45,7 @@ def step_values(
 
 
 def staleness_of(groups: Sequence[ScoredGroup], *, trained_version: int) -> dict[int, int]:
-    """Lag -> generated tokens, where lag is the version that is trained from less the one that sampled the token."""
+    """Returns lag -> generated tokens; the lag of a token is `trained_version` minus the version that sampled it."""
     tokens: Counter[int] = Counter()
     for group in groups:
         for version, num_tokens in group.summary.tokens_by_version.items():
@@ -54,7 +54,7 @@ def staleness_of(groups: Sequence[ScoredGroup], *, trained_version: int) -> dict
 
 
 def component_means(groups: Sequence[ScoredGroup]) -> dict[str, float]:
-    """Each reward component's mean over the responses that have it."""
+    """Returns each reward component's mean over the responses that have it."""
     totals: Counter[str] = Counter()
     counts: Counter[str] = Counter()
     for group in groups:

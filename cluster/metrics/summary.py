@@ -1,4 +1,4 @@
-"""Summary: the run in one small typed record, `summary.json`."""
+"""Summary: the result of a run in one small record, `summary.json`."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from mobula.cluster.metrics.files import write_atomically
 from mobula.cluster.metrics.hub import Metrics
 from mobula.cluster.metrics.step_records import strict
 
-Status = Literal["done", "stopped", "failed", "killed"]  # a driver that was killed has left no summary.json
+Status = Literal["done", "stopped", "failed", "killed"]  # a killed driver leaves no summary.json
 
 
 @dataclass(frozen=True)
 class RunFacts:
-    """Facts of a run that are not measured."""
+    """Facts of a run that are not metrics."""
 
     seed: int
     sampler: str
     learner_backend: str
     learner_ranks: int
     rollout_actors: int
-    train_prompts: int | None  # one epoch; None where the data were not read
+    train_prompts: int | None  # of one epoch; None if the data were not read
 
 
 @dataclass(frozen=True)
 class Summary:
-    """The whole run, resumed parts included. A number is None where nothing was measured.
+    """The whole run with its resumed parts. A number is None if it was not measured.
 
-    `accuracy_before` is the held-out accuracy of the first evaluated version, `accuracy_after` that of the newest later
-    one. `seconds` sums each phase over all steps, with `other` and `total`; throughput is over that total.
-    `response_length` is the mean over trained responses, `rejected_length` that over the others by reason: where they
-    differ, what was dropped has biased the lengths. A resumed part stores pictures again: `media_bytes_unique` is that
-    of the part that stored most, `media_bytes_referenced` that of all parts.
+    `accuracy_before` is the held-out accuracy of the first evaluated version, `accuracy_after` of the newest later
+    version. `seconds` sums each phase over all steps, with `other` and `total`; throughput refers to this total.
+    `response_length` is the mean over trained responses, `rejected_length` over rejected responses by reason; a
+    difference means that rejection has biased the lengths. Resumed parts store images again: `media_bytes_unique` is
+    the maximum over the parts, `media_bytes_referenced` the sum.
     """
 
     accuracy_before: float | None
@@ -68,13 +68,13 @@ class Summary:
     version: int
     skipped: Mapping[str, int]
     canary_max: float | None
-    values_before: Mapping[str, float] = field(default_factory=dict)  # the other metrics of the same evaluation
+    values_before: Mapping[str, float] = field(default_factory=dict)  # further metrics of the same evaluation
     values_after: Mapping[str, float] = field(default_factory=dict)
     warnings: Sequence[str] = ()  # why the run may have learned nothing, newest last
 
 
 def summarize(metrics: Metrics, facts: RunFacts, *, status: Status, version: int, wall_s: float) -> Summary:
-    """Summary of the current state of `metrics`."""
+    """Returns the summary of the current state of `metrics`."""
     totals = metrics.totals
     evaluations = totals.evaluations
     return Summary(
@@ -114,13 +114,13 @@ def summarize(metrics: Metrics, facts: RunFacts, *, status: Status, version: int
 
 
 def rejected_length(metrics: Metrics) -> dict[str, float]:
-    """Reason -> mean tokens of the responses that were not trained on for it."""
+    """Returns reason -> mean tokens of the responses that were rejected for it."""
     tokens = metrics.counts(CounterName.REJECTED_TOKENS)
     return {reason: tokens[reason] / num for reason, num in metrics.counts(CounterName.REJECTED_RESPONSES).items()}
 
 
 def write_summary(path: Path, summary: Summary) -> None:
-    """Write it whole or not at all."""
+    """Writes the summary atomically."""
     write_atomically(path, json.dumps(strict(asdict(summary)), indent=2, allow_nan=False) + "\n")
 
 

@@ -1,4 +1,4 @@
-"""RunTotals: the whole run's means, maxima and sums, kept step by step from the records alone."""
+"""RunTotals: means, maxima and sums of the whole run, updated from the step records."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from mobula.cluster.metrics.step_records import HELD_OUT, EvaluationRecord, Step
 
 
 class RunTotals:
-    """Everything the summary says; built again from `metrics.jsonl` after a resume by adding the kept records."""
+    """The numbers of the summary. After a resume they are rebuilt from the records in `metrics.jsonl`."""
 
     def __init__(self) -> None:
         self.num_steps = 0
-        self.version = 0  # that the newest step made
+        self.version = 0  # made by the newest step
         self.num_samples = 0
         self.num_tokens = 0
         self.optimizer_steps = 0
@@ -46,19 +46,19 @@ class RunTotals:
         self.staleness.update(record.staleness)
         self.last_values.update(values)
         if MetricName.LOGPROB_GAP_MEAN in values:
-            # A step of older tokens alone has the gap of a few fresh ones: it counts as one token.
+            # A step without tokens of version lag 0 has a gap from a few fresh samples: it counts as one token.
             self._gap.add(values[MetricName.LOGPROB_GAP_MEAN], max(1, record.staleness.get(0, 0)))
         for name, value in values.items():
             known = self._maxima.setdefault(name, value)
             self._maxima[name] = float(np.maximum(known, value))  # NaN stays NaN: a broken number must not look good
 
     def add_evaluation(self, record: EvaluationRecord) -> None:
-        """Keep it; of a version and suite that is evaluated again the newer result is kept."""
+        """Adds an evaluation; it replaces an earlier result of the same version and suite."""
         self._evaluations[record.version, record.suite] = record
 
     @property
     def evaluations(self) -> Sequence[EvaluationRecord]:
-        """Those of the run's own held-out suite, by version, oldest first."""
+        """Evaluations of the run's own held-out suite, oldest version first."""
         return [self._evaluations[key] for key in sorted(self._evaluations) if key[1] == HELD_OUT]
 
     def has_evaluation(self, version: int, suite: str) -> bool:
@@ -66,11 +66,11 @@ class RunTotals:
 
     @property
     def logprob_gap_mean(self) -> float | None:
-        """Over all trained tokens of version lag 0, and fresh ones; None before there are some."""
+        """Mean over all trained tokens of version lag 0 and fresh samples; None without any."""
         return self._gap.value
 
     def maximum(self, name: MetricName) -> float | None:
-        """Largest value that any step had; None where no step had one."""
+        """Returns the largest value over all steps; None if no step has one."""
         return self._maxima[name] if name in self._maxima else None
 
     @property

@@ -1,1 +1,1 @@
-"""The report of a run: its data, its charts and the page."""
+"""The report of a run: data, charts and page."""

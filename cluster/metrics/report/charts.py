@@ -1,4 +1,4 @@
-"""Charts of a page: curves over steps, thinned and written as the JSON that `report.js` draws with uPlot."""
+"""Charts of a page: curves over steps, thinned, as JSON for `report.js`, which draws them with uPlot."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_POINTS = 500  # of one drawn curve
 
 @dataclass(frozen=True)
 class Point:
-    """One value at a step, with the range it stands for (an interval, or the extremes of thinned steps)."""
+    """One value at a step with a range (an interval, or the extremes of thinned steps)."""
 
     step: float
     value: float
@@ -24,12 +24,12 @@ class Point:
 
     @property
     def is_finite(self) -> bool:
-        return abs(self.value) < 1e300  # False for NaN; beyond it a scale would overflow
+        return abs(self.value) < 1e300  # False for NaN; larger values overflow the scale
 
 
 @dataclass(frozen=True)
 class Curve:
-    """One named curve. `colour` is the number of a colour of the style sheet; `keeps_peaks` thins by maximum."""
+    """One named curve. `colour` is the index of a colour in the style sheet; `keeps_peaks` thins by maximum."""
 
     label: str
     colour: int
@@ -43,7 +43,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Chart:
-    """One chart. Stacked curves have the same steps; the first one is the lowest."""
+    """One chart. Stacked curves have equal steps; the first curve is the lowest."""
 
     key: str
     title: str
@@ -61,7 +61,7 @@ class Chart:
 
     @property
     def data(self) -> dict[str, Any]:
-        """Input of `drawChart` in report.js. Values that cannot be drawn are null, which leaves a gap."""
+        """Returns the input of `drawChart` in report.js. Values that cannot be drawn are null, which leaves a gap."""
         curves = [_curve_data(curve, self.is_log) for curve in self.series if curve.has_values]
         shown = {"axis": self.axis, "unit": self.unit, "domain": self.domain}
         return {**shown, "isLog": self.is_log, "isStacked": self.is_stacked, "curves": curves}
@@ -87,7 +87,7 @@ def curve(label: str, colour: int, values: Sequence[tuple[int, float]], *, keeps
 
 
 def thin(points: Sequence[Point], keeps_peaks: bool) -> list[Point]:
-    """At most MAX_POINTS points: neighbours become their mean (or maximum) with their extremes as range."""
+    """Returns at most MAX_POINTS points: neighbours are merged to their mean (or maximum) with the extremes as range."""
     if len(points) <= MAX_POINTS:
         return list(points)
     bounds = [round(i * len(points) / MAX_POINTS) for i in range(MAX_POINTS + 1)]
@@ -115,6 +115,6 @@ def _curve_data(curve: Curve, is_log: bool) -> dict[str, Any]:
 
 
 def _number(value: float, is_log: bool) -> float | None:
-    """Six significant digits; None where an axis has no place for the value."""
+    """Rounds to six significant digits; returns None if the axis cannot show the value."""
     is_drawable = abs(value) < 1e300 and (value > 0 or not is_log)
     return float(f"{value:.6g}") if is_drawable else None

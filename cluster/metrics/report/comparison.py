@@ -1,7 +1,7 @@
-"""A comparison of runs: one HTML file that opens offline, with curves, intervals and a table.
+"""Compares runs in one offline HTML file with curves, intervals and a table.
 
-Runs that differ in their seed alone form one line of the comparison: its curves are means over the runs with one
-standard deviation on each side, its table entries are means with a bootstrap interval over the runs.
+Runs that differ only in their seed form one line of the comparison. Its curves are means over the runs with one
+standard deviation on each side; its table entries are means with a bootstrap interval over the runs.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _Values = Mapping[int, float]  # by step or version
 
 @dataclass(frozen=True)
 class ComparedRuns:
-    """Runs that are shown as one, with what they are called."""
+    """Runs that are shown as one line, with its label."""
 
     label: str
     runs: Sequence[RunFolder]
@@ -47,7 +47,7 @@ class ComparedRuns:
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean over runs with its 95 % interval; of one run it has no width unless the run itself measured one."""
+    """A mean over runs with its 95 % interval. For one run it is the run's own interval, or has the width 0."""
 
     value: float
     low: float
@@ -59,7 +59,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class SuiteAccuracy:
-    """One line's accuracy on one suite: before RL, after it, mean and maximum over all later evaluations."""
+    """Accuracy of one line on one suite: before RL, after it, mean and maximum over all later evaluations."""
 
     label: str
     suite: str
@@ -73,7 +73,7 @@ class SuiteAccuracy:
 
 @dataclass(frozen=True)
 class Course:
-    """How far and how fast one line's runs went; means over its runs."""
+    """Steps and throughput of one line, as means over its runs."""
 
     label: str
     runs: Sequence[str]
@@ -84,10 +84,10 @@ class Course:
 
 
 def render_comparison(lines: Sequence[ComparedRuns], *, by_epoch: bool) -> str:
-    """The page as HTML. `by_epoch` draws over epochs of the training data instead of steps.
+    """Renders the page as HTML. `by_epoch` draws over epochs of the training data instead of steps.
 
     Raises:
-        ValueError: there is no run, there are more lines than colours, or an epoch's length is not known.
+        ValueError: there is no run, there are more lines than colours, or the length of an epoch is unknown.
     """
     if not 1 <= len(lines) <= MAX_LINES:
         raise ValueError(f"{len(lines)} lines cannot be compared: give 1 to {MAX_LINES}, seeds of one setting as one")
@@ -108,27 +108,27 @@ def _unit(lines: Sequence[ComparedRuns]) -> str:
 
 
 def table(lines: Sequence[ComparedRuns]) -> list[SuiteAccuracy]:
-    """One row for each line and suite that was evaluated, suites together."""
+    """Returns one row per line and evaluated suite, sorted by suite."""
     suites = dict.fromkeys(suite for line in lines for run in line.runs for suite in _evaluations(run))
     return [row for suite in suites for line in lines if (row := _row(line, suite)) is not None]
 
 
 def _evaluations(run: RunFolder) -> dict[str, Sequence[EvaluationRecord]]:
-    return {suite: found for suite, found in {HELD_OUT: run.evaluations, **run.suites}.items() if found}
+    return {suite: records for suite, records in {HELD_OUT: run.evaluations, **run.suites}.items() if records}
 
 
 def _row(line: ComparedRuns, suite: str) -> SuiteAccuracy | None:
-    found = [evaluations[suite] for run in line.runs if suite in (evaluations := _evaluations(run))]
-    if not found:
+    by_run = [evaluations[suite] for run in line.runs if suite in (evaluations := _evaluations(run))]
+    if not by_run:
         return None
-    later = [records[1:] for records in found if len(records) > 1]
-    newest = [records[-1] for records in found]
+    later = [records[1:] for records in by_run if len(records) > 1]
+    newest = [records[-1] for records in by_run]
     names = dict.fromkeys(name for record in newest for name in record.values)
     return SuiteAccuracy(
         line.label,
         suite,
-        len(found),
-        _over_runs([records[0] for records in found]),
+        len(by_run),
+        _over_runs([records[0] for records in by_run]),
         _over_runs([records[-1] for records in later]) if later else None,
         _interval([mean(record.accuracy for record in records) for records in later]) if later else None,
         _interval([max(record.accuracy for record in records) for records in later]) if later else None,
@@ -137,7 +137,7 @@ def _row(line: ComparedRuns, suite: str) -> SuiteAccuracy | None:
 
 
 def _over_runs(records: Sequence[EvaluationRecord]) -> Interval:
-    """Of one run its own interval over prompts, of several a bootstrap over runs."""
+    """Returns the interval over prompts of a single run, or a bootstrap interval over several runs."""
     if len(records) == 1:
         return Interval(records[0].accuracy, records[0].low, records[0].high)
     return _interval([record.accuracy for record in records])
@@ -169,7 +169,7 @@ class _Charts:
         self._by_epoch = by_epoch
 
     def accuracy(self) -> Iterator[Chart]:
-        """Training accuracy (over epochs: cumulative within each), then each suite."""
+        """Yields training accuracy (over epochs: cumulative within each), then each suite."""
         text = "Sampled responses that were trained on" + (", cumulative within an epoch." if self._by_epoch else ".")
         yield self._chart("accuracy", "Training accuracy", text, self._training_accuracy, domain=(0.0, 1.0))
         for suite in dict.fromkeys(suite for line in self._lines for run in line.runs for suite in _evaluations(run)):
@@ -177,7 +177,7 @@ class _Charts:
             yield self._chart(f"suite_{suite}", title, text, partial(_suite_accuracy, suite), domain=(0.0, 1.0))
 
     def curves(self) -> Iterator[Chart]:
-        """Metrics of the steps, those that any run has."""
+        """Yields the metrics of the steps that any run has."""
         for name, title in _CURVES:
             metric = METRICS[name]
             title, text, unit = (counted_in(_unit(self._lines), words) for words in (title, metric.help, metric.unit))
@@ -198,16 +198,14 @@ class _Charts:
         return Chart(key, title, text, series, unit, domain=domain, axis=axis)
 
     def _points(self, line: ComparedRuns, values: Callable[[RunFolder], _Values]) -> list[Point]:
-        """The mean over the runs that have a value there, with one standard deviation on each side."""
-        found: dict[float, list[float]] = {}
+        """Returns the mean over the runs that have a value at a step, with one standard deviation on each side."""
+        values_at: dict[float, list[float]] = {}
         for run in line.runs:
             length = _steps_per_epoch(run) if self._by_epoch else 1.0
             for step, value in values(run).items():
                 if math.isfinite(value):
-                    found.setdefault(step / length, []).append(value)
-        return [
-            Point(place, mean(at), mean(at) - pstdev(at), mean(at) + pstdev(at)) for place, at in sorted(found.items())
-        ]
+                    values_at.setdefault(step / length, []).append(value)
+        return [Point(x, mean(at), mean(at) - pstdev(at), mean(at) + pstdev(at)) for x, at in sorted(values_at.items())]
 
     def _training_accuracy(self, run: RunFolder) -> _Values:
         if not self._by_epoch:
@@ -225,7 +223,7 @@ def _suite_accuracy(suite: str, run: RunFolder) -> _Values:
 
 
 def _cumulative(steps: Sequence[StepRecord], steps_per_epoch: float) -> Iterator[tuple[int, float]]:
-    """(step, accuracy over all responses of its epoch so far)."""
+    """Yields (step, accuracy over all responses of its epoch so far)."""
     epoch, correct, num = -1, 0.0, 0.0
     for record in steps:
         if (now := int((record.step - 1) // steps_per_epoch)) != epoch:
@@ -236,10 +234,10 @@ def _cumulative(steps: Sequence[StepRecord], steps_per_epoch: float) -> Iterator
 
 
 def _steps_per_epoch(run: RunFolder) -> float:
-    """Steps in which each training prompt is used once.
+    """Returns the number of steps of an epoch.
 
     Raises:
-        ValueError: the run has left no summary or no configuration.
+        ValueError: the run has no summary or no configuration.
     """
     if run.summary is None or run.summary.train_prompts is None or not run.config:
         raise ValueError(f"run {run.name} has no summary.json or no config.yaml: compare it over steps, not epochs")

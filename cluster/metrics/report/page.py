@@ -1,4 +1,4 @@
-"""Offline HTML pages: templates with all data escaped, the style sheet, and one script that is named by its hash."""
+"""Renders offline HTML pages from templates with escaped data, a style sheet, and one script, allowed by its hash."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ STYLE = ASSETS / "report.css"
 
 
 def environment(folder: Path) -> Environment:
-    """Templates of `folder`; a name that a template lacks is an error."""
-    found = Environment(
+    """Returns the template environment of `folder`; an undefined name in a template is an error."""
+    templates = Environment(
         loader=FileSystemLoader(folder),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    found.filters.update(number=write_number, duration=write_duration, bytes=write_bytes)
-    return found
+    templates.filters.update(number=write_number, duration=write_duration, bytes=write_bytes)
+    return templates
 
 
 def render(template: str, **values: Any) -> str:
-    """A page of this folder with its style and script. The browser may run no other script."""
+    """Renders a template of this folder with style and script. The browser may run no other script."""
     style, script = (
         "\n".join((ASSETS / name).read_text(encoding="utf-8") for name in names)
         for names in (("uplot.min.css", "report.css"), ("uplot.min.js", "report.js"))

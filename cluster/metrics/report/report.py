@@ -1,4 +1,4 @@
-"""The report of a run: one HTML file that opens offline and shows what the run did."""
+"""Writes the report of a run: one offline HTML file."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from mobula.cluster.workers.faults import Fault
 
 _MAX_SKIPPED_ROWS = 200
 _MAX_FAULT_ROWS = 200  # the newest ones
-_UNFINISHED = "unfinished"  # without a summary
+_UNFINISHED = "unfinished"  # no summary
 _STATUS_TEXTS = {"killed": "the driver was killed"}  # others are shown as they are
 
 
@@ -42,7 +42,7 @@ class Fact:
 
 @dataclass(frozen=True)
 class PhaseShare:
-    """One phase's part of the whole run's wall time."""
+    """The share of one phase in the wall time of the run."""
 
     label: str
     colour: int
@@ -52,7 +52,7 @@ class PhaseShare:
 
 @dataclass(frozen=True)
 class CounterTable:
-    """One counter's reasons."""
+    """One counter by reason."""
 
     label: str
     rows: Sequence[tuple[str, int]]
@@ -60,7 +60,7 @@ class CounterTable:
 
 @dataclass(frozen=True)
 class FaultRow:
-    """Losses of one worker in a row with the same cause."""
+    """Consecutive losses of one worker with the same cause."""
 
     worker: str
     kind: str
@@ -73,10 +73,9 @@ class FaultRow:
 
 
 def write_report(run_folder: Path, summary: Summary | None = None) -> Path:
-    """Make `report.html` and the CSV files from the files of a run folder, whatever of them is there; returns the
-    path of the report.
+    """Writes `report.html` and the CSV files from the existing files of a run folder. Returns the path of the report.
 
-    `summary` takes the place of that in `summary.json`.
+    `summary` replaces the content of `summary.json`.
     """
     run = read_run_folder(run_folder)
     run = run if summary is None else replace(run, summary=summary)
@@ -90,7 +89,7 @@ def write_report(run_folder: Path, summary: Summary | None = None) -> Path:
 def render_report(
     run: RunFolder, sheets: Sequence[Sheet] = (), videos: Sequence[tuple[int, Sequence[Video]]] = ()
 ) -> str:
-    """The report as HTML. All data is escaped; the only script that may run is ours, named by its hash."""
+    """Renders the report as HTML. All data is escaped; only our own script may run, allowed by its hash."""
     status, unit = run.summary.status if run.summary else _UNFINISHED, unit_of([run])
     return render(
         "report.html.j2",
@@ -98,7 +97,7 @@ def render_report(
         summary=run.summary,
         status=status,
         status_text=_STATUS_TEXTS.get(status, status),
-        sheets=[(suite, list(found)) for suite, found in groupby(sheets, key=lambda sheet: sheet.suite)],
+        sheets=[(suite, list(of_suite)) for suite, of_suite in groupby(sheets, key=lambda sheet: sheet.suite)],
         videos=videos,
         data_uri=_data_uri,
         before=run.evaluations[0] if run.evaluations else None,
@@ -122,7 +121,7 @@ def render_report(
 
 
 def _facts(run: RunFolder) -> list[Fact]:
-    """The headline's numbers; without a summary only those that the records give."""
+    """Returns the numbers of the headline; without a summary, the number of steps alone."""
     if run.summary is None:
         return [Fact("steps", f"{len(run.steps):,}")]
     s, unit = run.summary, unit_of([run])
@@ -145,7 +144,7 @@ def _facts(run: RunFolder) -> list[Fact]:
 
 
 def _stage(run: RunFolder) -> list[Fact]:
-    """How far a curriculum has come; nothing without one."""
+    """Returns the stage of the curriculum; nothing without a curriculum."""
     values = run.steps[-1].values if run.steps else {}
     if MetricName.CURRICULUM_STAGE not in values:
         return []
@@ -159,10 +158,10 @@ def _wall_time_of(summary: Summary) -> str:
 
 
 def _lengths_not_trained(lengths: Mapping[str, float], unit: str) -> str:
-    """Mean lengths of dropped and of trained responses: a longer mean of the dropped ones is a bias towards short
-    responses."""
-    found = ", ".join(f"{reason.replace('_', ' ')} {_optional(length)}" for reason, length in sorted(lengths.items()))
-    return f"{unit}s; not trained: {found}" if found else f"{unit}s"
+    """Returns mean lengths of rejected responses. If they are longer than trained responses, training is biased towards
+    short responses."""
+    shown = ", ".join(f"{reason.replace('_', ' ')} {_optional(length)}" for reason, length in sorted(lengths.items()))
+    return f"{unit}s; not trained: {shown}" if shown else f"{unit}s"
 
 
 def _phase_shares(run: RunFolder) -> list[PhaseShare]:
@@ -179,7 +178,7 @@ def _phase_shares(run: RunFolder) -> list[PhaseShare]:
 
 
 def _staleness_rows(run: RunFolder) -> list[tuple[int, int, float]]:
-    """(lag, tokens, per cent of all trained tokens)."""
+    """Returns (lag, tokens, per cent of all trained tokens)."""
     tokens: Counter[int] = Counter()
     for record in run.steps:
         tokens.update(record.staleness)
@@ -188,7 +187,7 @@ def _staleness_rows(run: RunFolder) -> list[tuple[int, int, float]]:
 
 
 def _tallies(run: RunFolder) -> list[CounterTable]:
-    """Every counter of the last step that counted something, reasons by size."""
+    """Returns every non-empty counter of the last step, with its reasons by size."""
     counters = run.steps[-1].counters if run.steps else {}
     return [
         CounterTable(name.replace("_", " "), sorted(reasons.items(), key=lambda item: -item[1]))
@@ -198,12 +197,12 @@ def _tallies(run: RunFolder) -> list[CounterTable]:
 
 
 def _fault_rows(faults: Sequence[Fault]) -> list[FaultRow]:
-    """Faults in order of time; those of one worker that follow each other with the same cause are one row."""
+    """Returns faults in order of time; consecutive faults of one worker with the same cause are one row."""
     rows: list[FaultRow] = []
     for (worker, kind, cause), group in groupby(faults, key=lambda fault: (fault.worker, fault.kind, fault.cause)):
-        found = list(group)
-        first, last = _local_time(found[0].at_s), _local_time(found[-1].at_s)
-        rows.append(FaultRow(worker, kind, cause, _steps(found), _phases(found), len(found), first, last))
+        equal = list(group)
+        first, last = _local_time(equal[0].at_s), _local_time(equal[-1].at_s)
+        rows.append(FaultRow(worker, kind, cause, _steps(equal), _phases(equal), len(equal), first, last))
     return rows
 
 
@@ -223,7 +222,7 @@ def _local_time(at_s: float) -> str:
 
 
 def _sample_order(sample: ReportSample) -> tuple[bool, int, int]:
-    """Late before early, best before worst before random, newest first."""
+    """Sort key: late before early, best before worst before random, newest first."""
     return (sample.period == "early", ("best", "worst", "random").index(sample.kind), -sample.step)
 
 

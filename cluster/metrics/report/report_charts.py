@@ -21,7 +21,7 @@ _OTHER_COLOUR = 6
 
 
 def accuracy_chart(steps: Sequence[StepRecord], evaluations: Sequence[EvaluationRecord]) -> Chart:
-    """Training accuracy, and held-out accuracy with its 95 % intervals."""
+    """Returns the chart of training accuracy and of held-out accuracy with 95 % intervals."""
     held_out = Curve("held out", 2, [Point(e.version, e.accuracy, e.low, e.high) for e in evaluations])
     text = "Training: sampled responses that were trained on. Held out: held-out prompts with 95 % intervals."
     training = curve("training", 1, _values(steps, MetricName.ACCURACY))
@@ -29,7 +29,7 @@ def accuracy_chart(steps: Sequence[StepRecord], evaluations: Sequence[Evaluation
 
 
 def curves(steps: Sequence[StepRecord], unit: str = TOKEN) -> list[Chart]:
-    """The other curves, in reading order; one without a value is left out. `unit` is what a response is counted in."""
+    """Returns the other charts in reading order, without empty charts. `unit` is the unit of response lengths."""
     charts = [
         _reward(steps),
         _preference(steps),
@@ -56,25 +56,25 @@ def _counted_in(unit: str, chart: Chart) -> Chart:
 
 
 def phases_chart(steps: Sequence[StepRecord]) -> Chart:
-    """Seconds of each phase, stacked."""
+    """Returns the stacked chart of the seconds of each phase."""
     series = [curve(phase_label(name), colour, values) for name, colour, values in _phase_seconds(steps)]
     text = "Wall time of each step, split by what it was spent on. Steps that take far longer than most are cut off."
     return Chart("seconds", "Seconds per phase", text, series, "s", is_stacked=True)
 
 
 def phase_label(name: str) -> str:
-    """A phase as people say it; one that is not known here keeps its name."""
+    """Returns the label of a phase; an unknown phase keeps its name."""
     return _PHASE_LABELS[name] if name in _PHASE_LABELS else name
 
 
 def phase_colours(steps: Sequence[StepRecord]) -> dict[str, int]:
-    """Each phase's colour in the order in which phases run; `other` comes last and is grey."""
+    """Returns the colour of each phase in the order of the loop; `other` is last and grey."""
     names = dict.fromkeys(name for record in steps for name in record.phases if name != "other")
     return {name: 1 + i % 5 for i, name in enumerate(names)} | {"other": _OTHER_COLOUR}
 
 
 def _phase_seconds(steps: Sequence[StepRecord]) -> list[tuple[str, int, list[tuple[int, float]]]]:
-    """Per phase its colour and (step, seconds); a step that did not have the phase spent 0 s in it."""
+    """Returns per phase the colour and (step, seconds); 0 s for a step without the phase."""
     return [
         (name, colour, [(r.step, r.phases[name] if name in r.phases else 0.0) for r in steps])
         for name, colour in phase_colours(steps).items()
@@ -82,7 +82,7 @@ def _phase_seconds(steps: Sequence[StepRecord]) -> list[tuple[str, int, list[tup
 
 
 def _reward(steps: Sequence[StepRecord]) -> Chart:
-    """The reward, drawn over its components where there is more than one."""
+    """Returns the chart of the reward, and of its components if there are several."""
     series = []
     names = list(dict.fromkeys(name for record in steps for name in record.components))
     if len(names) > 1:
@@ -136,7 +136,7 @@ def _pair(
     *,
     is_log: bool,
 ) -> Chart:
-    """A mean with the largest value beside it."""
+    """Returns the chart of a mean and the largest value."""
     series = [
         curve("largest", 2, _values(steps, largest), keeps_peaks=True),
         curve("mean", 1, _values(steps, mean)),

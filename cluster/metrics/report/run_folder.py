@@ -1,4 +1,4 @@
-"""RunFolder: everything that a run left behind, read for its report."""
+"""RunFolder: reads the files of a run for its report."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ REPORT_FILE = "report.html"
 
 @dataclass(frozen=True)
 class RecordedPlanRow:
-    """One worker of the role plan and what it was given."""
+    """One worker of the role plan with its resources."""
 
     role: str
     index: int
@@ -46,7 +46,7 @@ class SkippedRow:
 
 @dataclass(frozen=True)
 class RunFolder:
-    """A run as its files tell it; what a run did not come to write is empty (or None)."""
+    """A run read from its folder. Missing files give empty values or None."""
 
     name: str
     steps: Sequence[StepRecord]
@@ -61,10 +61,10 @@ class RunFolder:
 
 
 def read_run_folder(folder: Path) -> RunFolder:
-    """Read it; a run that failed early may lack any of the files.
+    """Reads a run folder. A run that failed early may lack any of the files.
 
     Raises:
-        ValueError: the folder is missing, or a file in it holds something else than a run writes.
+        ValueError: the folder does not exist, or a file has unexpected content.
     """
     if not folder.is_dir():
         raise ValueError(f"there is no run folder {folder}: give the folder that holds {METRICS_FILE}")
@@ -73,7 +73,7 @@ def read_run_folder(folder: Path) -> RunFolder:
     for record in records:
         if isinstance(record, EvaluationRecord):
             evaluations.setdefault(record.suite, {})[record.version] = record
-    by_suite = {suite: [found[version] for version in sorted(found)] for suite, found in evaluations.items()}
+    by_suite = {suite: [results[version] for version in sorted(results)] for suite, results in evaluations.items()}
     summary, config = folder / SUMMARY_FILE, folder / CONFIG_FILE
     return RunFolder(
         name=folder.resolve().name,

@@ -1,6 +1,6 @@
-"""SampleKeeper: a few responses of the run to look at, best, worst and random, early and late, with their pictures.
+"""SampleKeeper: keeps a few responses for the report: best, worst and random, early and late, with their images.
 
-Choosing needs only the rewards that the driver already has; the bytes of a group are fetched once it was chosen.
+The choice needs only the rewards, which the driver has; a group is fetched once it is chosen.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ Kind = Literal["best", "worst", "random"]
 PERIODS: tuple[Period, ...] = ("early", "late")
 KINDS: tuple[Kind, ...] = ("best", "worst", "random")
 MAX_CHARACTERS = 4000  # of one prompt or response in the report
-NUM_LOOKS = 48  # steps of a whole run that are looked at, so that long runs do not fetch more than short ones
+NUM_LOOKS = 48  # steps of a whole run from which samples are taken, so that long runs do not fetch more
 
 
 @dataclass(frozen=True)
 class ReportTurn:
-    """One turn of an episode: what the policy wrote, and what the environment answered and paid."""
+    """One turn of an episode: action, observation and rewards."""
 
     action: str
     observation: str
     rewards: Mapping[str, float]
     status: str  # of its tool calls
-    media_keys: tuple[str, ...]  # of the answer
+    media_keys: tuple[str, ...]  # of the observation
 
 
 @dataclass(frozen=True)
 class ReportSample:
-    """One response as the report shows it. `media_keys` name thumbnails."""
+    """One response in the report. `media_keys` are keys of thumbnails."""
 
     step: int
     period: Period
@@ -76,7 +76,7 @@ class Fetch(Protocol):
 
 @dataclass(frozen=True)
 class _Candidate:
-    """One response that a bucket may want; `sibling` is its place in its group."""
+    """One response that may enter a bucket; `sibling` is its index in the group."""
 
     group: ScoredGroup
     sibling: int
@@ -89,11 +89,11 @@ class _Candidate:
 
 
 class SampleKeeper:
-    """Keeps at most `limit` samples of a run of `num_steps`, and writes them to `path` whenever they change.
+    """Keeps at most `limit` samples of a run of `num_steps`, and writes them to `path` at each change.
 
-    There is one bucket for each half of the run and each kind. `best` and `worst` prefer the extreme reward and then
-    the outermost step (earliest in the early half, latest in the late one); `random` is a uniform reservoir. A run that
-    goes on from `version` keeps what it had until then.
+    There is one bucket per half of the run and kind. `best` and `worst` prefer the extreme reward and then the
+    outermost step (earliest in the early half, latest in the late half); `random` is a uniform reservoir. A run that
+    resumes from `version` keeps the samples up to it.
     """
 
     def __init__(
@@ -106,21 +106,21 @@ class SampleKeeper:
         self._seed = seed
         self._fetch = fetch
         self._timeout_s = timeout_s
-        found = read_samples(path)
-        self._samples = [sample for sample in found.samples if sample.step <= version]
-        self._thumbnails = dict(found.thumbnails)
+        earlier = read_samples(path)
+        self._samples = [sample for sample in earlier.samples if sample.step <= version]
+        self._thumbnails = dict(earlier.thumbnails)
 
     @property
     def samples(self) -> tuple[ReportSample, ...]:
         return tuple(self._samples)
 
     def offer(self, step: int, groups: Sequence[ScoredGroup]) -> list[SampleRecord]:
-        """Look at the groups of one step; fetches and writes only what is worth keeping, and returns it."""
+        """Selects samples from the groups of one step, fetches and writes them, and returns them."""
         is_due = (step - 1) % self._interval == 0 or step == self._num_steps
         if not is_due or not groups:
             return []
         choice = random.Random(f"{self._seed}/{step}")
-        kept = [found for kind in KINDS if (found := self._offer_one(step, kind, groups, choice)) is not None]
+        kept = [sample for kind in KINDS if (sample := self._offer_one(step, kind, groups, choice)) is not None]
         if kept:
             shown = [keys for s in self._samples for keys in (s.media_keys, *(turn.media_keys for turn in s.turns))]
             used = {key for keys in shown for key in keys}
@@ -131,7 +131,7 @@ class SampleKeeper:
     def _offer_one(
         self, step: int, kind: Kind, groups: Sequence[ScoredGroup], choice: random.Random
     ) -> ReportSample | None:
-        """Put one response of this step into the bucket of `kind`, if it belongs there; returns it."""
+        """Puts one response of this step into the bucket of `kind` and returns it; None if no response qualifies."""
         period: Period = "early" if 2 * step <= self._num_steps else "late"
         bucket = [s for s in self._samples if (s.period, s.kind) == (period, kind)]
         candidate = _choose(kind, groups, choice, known={s.sample_id for s in bucket})
@@ -147,10 +147,10 @@ class SampleKeeper:
         return sample
 
     def _record(self, sample: ReportSample) -> SampleRecord:
-        """As trackers show it; a picture without a thumbnail is left out."""
-        pictures = tuple(self._thumbnails[key] for key in sample.media_keys if key in self._thumbnails)
+        """Converts a sample for trackers; images without a thumbnail are left out."""
+        images = tuple(self._thumbnails[key] for key in sample.media_keys if key in self._thumbnails)
         return SampleRecord(
-            sample.step, sample.kind, sample.prompt, sample.response, sample.references, sample.reward, pictures
+            sample.step, sample.kind, sample.prompt, sample.response, sample.references, sample.reward, images
         )
 
     def _displaced(
@@ -162,12 +162,12 @@ class SampleKeeper:
         step: int,
         choice: random.Random,
     ) -> ReportSample | None:
-        """The kept sample that makes room in a full bucket, or None if the candidate is not wanted."""
+        """Returns the sample that the candidate replaces in a full bucket; None if the candidate is not kept."""
         if kind == "random":
             first = 1 if period == "early" else self._num_steps // 2 + 1
             num_seen = 1 + (step - first) // self._interval
-            place = choice.randrange(max(num_seen, len(bucket) + 1))
-            return bucket[place] if place < len(bucket) else None
+            index = choice.randrange(max(num_seen, len(bucket) + 1))
+            return bucket[index] if index < len(bucket) else None
         least = min(bucket, key=lambda s: _rank(kind, period, s.reward, s.step))
         is_better = _rank(kind, period, candidate.reward.value, step) > _rank(kind, period, least.reward, least.step)
         return least if is_better else None
@@ -200,14 +200,14 @@ class SampleKeeper:
         handles = (*group.prompt.media, *trajectory.actions.media)
         missing = [handle for handle in handles if handle.key not in self._thumbnails]
         if missing:
-            what = f"pictures of {group.prompt.sample_id}"
+            what = f"images of {group.prompt.sample_id}"
             references = [handle.reference for handle in missing]
             media: list[ProcessedMedia] = self._fetch(references, timeout_s=self._timeout_s, what=what)
             self._thumbnails |= {h.key: m.thumbnail for h, m in zip(missing, media, strict=True) if m.thumbnail}
 
 
 def write_samples(path: Path, content: SampleFile) -> None:
-    """Write thumbnails and samples, one line each, whole or not at all."""
+    """Writes thumbnails and samples atomically, one line each."""
     thumbnails = [
         {"kind": "thumbnail", "key": key, "png": base64.b64encode(png).decode()}
         for key, png in content.thumbnails.items()
@@ -217,7 +217,7 @@ def write_samples(path: Path, content: SampleFile) -> None:
 
 
 def read_samples(path: Path) -> SampleFile:
-    """The inverse of `write_samples`; empty if there is no such file."""
+    """The inverse of `write_samples`; empty if the file does not exist."""
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     rows = [json.loads(line) for line in lines]
     return SampleFile(
@@ -227,9 +227,9 @@ def read_samples(path: Path) -> SampleFile:
 
 
 def _choose(kind: Kind, groups: Sequence[ScoredGroup], choice: random.Random, known: set[str]) -> _Candidate | None:
-    """One response of this step for a bucket that does not hold its prompt yet; None if there is no such response.
+    """Returns a response of this step whose prompt is not in the bucket yet; None if there is none.
 
-    `best` lies in the upper half of the step's rewards and `worst` in the lower: where all are equal there is neither.
+    `best` is in the upper half of the step's rewards and `worst` in the lower half; if all are equal there is neither.
     """
     every = [_Candidate(g, i) for g in groups for i, reward in enumerate(g.rewards) if reward is not None]
     rewards = [c.reward.value for c in every]
@@ -247,7 +247,7 @@ def _choose(kind: Kind, groups: Sequence[ScoredGroup], choice: random.Random, kn
 
 
 def _rank(kind: Kind, period: Period, reward: float, step: int) -> tuple[float, int]:
-    """Larger is kept longer."""
+    """Rank in a bucket; the smallest is replaced first."""
     return (reward if kind == "best" else -reward, step if period == "late" else -step)
 
 

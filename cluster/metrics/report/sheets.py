@@ -1,4 +1,4 @@
-"""Contact sheets of a run's evaluations, as its report shows them."""
+"""Reads the contact sheets of a run's evaluations for its report."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SHEETS_FILE = "sheets.json"  # in it: a row for each sheet
 
 @dataclass(frozen=True)
 class Sheet:
-    """The pictures of one evaluation."""
+    """The images of one evaluation."""
 
     suite: str
     version: int
@@ -26,10 +26,10 @@ class Sheet:
 
 
 def read_sheets(run_folder: Path) -> list[Sheet]:
-    """The first and the last sheet of each suite.
+    """Returns the first and the last sheet of each suite.
 
     Raises:
-        ValueError: the content of a file differs from what was written.
+        ValueError: a file was changed after it was written.
     """
     folder = run_folder / EVALUATIONS_FOLDER
     if not (folder / SHEETS_FILE).exists():
@@ -38,7 +38,7 @@ def read_sheets(run_folder: Path) -> list[Sheet]:
     by_suite: dict[str, list[dict[str, object]]] = {}
     for row in sorted(rows, key=lambda row: row["version"]):
         by_suite.setdefault(row["suite"], []).append(row)
-    chosen = [row for found in by_suite.values() for row in (found if len(found) == 1 else (found[0], found[-1]))]
+    chosen = [row for sheets in by_suite.values() for row in (sheets if len(sheets) == 1 else (sheets[0], sheets[-1]))]
     return [_sheet(folder, row) for row in chosen]
 
 

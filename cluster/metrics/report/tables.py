@@ -1,4 +1,4 @@
-"""A run's numbers as CSV: `metrics.csv`, a row for each step, and `eval_metrics.csv`, one for each evaluation."""
+"""Writes a run's numbers as CSV: `metrics.csv` with a row per step, `eval_metrics.csv` with a row per evaluation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Cell = float | int | str
 
 
 def write_tables(folder: Path, run: RunFolder) -> None:
-    """Write both, with a column for each number that some row has; other rows leave it empty."""
+    """Writes both files, with a column for each number of any row; missing numbers are empty."""
     suites = {HELD_OUT: run.evaluations, **run.suites}
     write_atomically(folder / STEPS_FILE, table([_step(record) for record in run.steps]))
     rows = [_evaluation(record) for records in suites.values() for record in records]
@@ -24,7 +24,7 @@ def write_tables(folder: Path, run: RunFolder) -> None:
 
 
 def table(rows: Sequence[Mapping[str, Cell]]) -> str:
-    """CSV with a head."""
+    """Formats rows as CSV with a header."""
     columns = list(dict.fromkeys(name for row in rows for name in row))
     text = io.StringIO()
     writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")

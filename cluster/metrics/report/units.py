@@ -1,4 +1,4 @@
-"""The unit in which responses are counted: tokens, or the denoising steps of a flow model."""
+"""The unit of response lengths: tokens, or denoising steps of a flow model."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ DENOISING_STEP = "denoising step"
 
 
 def unit_of(runs: Sequence[RunFolder]) -> str:
-    """The unit of runs, in the singular: that of their sampler."""
+    """Returns the unit of runs, in the singular; it depends on the sampler."""
     samplers = {run.summary.sampler for run in runs if run.summary is not None}
     return DENOISING_STEP if samplers == {SamplerKind.FLOW.value} else TOKEN
 
 
 def counted_in(unit: str, text: str) -> str:
-    """A text about tokens, as one about `unit`."""
+    """Replaces tokens by `unit` in a text."""
     return text.replace(TOKEN, unit)

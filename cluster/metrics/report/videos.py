@@ -1,4 +1,4 @@
-"""Videos that a policy made in the first and in the last step that left some, as a run's report shows them."""
+"""Reads the videos of the first and the last step with videos for a run's report."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from mobula.cluster.metrics.files import read_verified
 from mobula.cluster.records.json_lines import read_lines
 
 ARTIFACTS_FOLDER = "artifacts"  # of the run folder
-INDEX = "artifacts.jsonl"  # in it: a row for each picture or video
-MAX_VIDEOS = 4  # of a step
-MAX_BYTES = 4 << 20  # of a video in the report; of a larger one only the file is named
+INDEX = "artifacts.jsonl"  # in it: a row per image or video
+MAX_VIDEOS = 4  # per step
+MAX_BYTES = 4 << 20  # of an embedded video; for a larger video the report has only the file name
 
 
 @dataclass(frozen=True)
 class Video:
     """One video."""
 
-    file: str  # below the run folder
+    file: str  # relative to the run folder
     prompt: str
     reward: float | None
     sha256: str
@@ -29,25 +29,25 @@ class Video:
 
 
 def read_artifacts(folder: Path) -> list[dict[str, Any]]:
-    """The rows of artifacts.jsonl; empty if there is none."""
+    """Reads the rows of artifacts.jsonl; empty if the file does not exist."""
     path = folder / INDEX
     return [json.loads(line) for _, line in read_lines(path)] if path.exists() else []
 
 
 def read_videos(run_folder: Path) -> list[tuple[int, list[Video]]]:
-    """(step, its videos) of the first and of the last step.
+    """Returns (step, videos) of the first and the last step with videos.
 
     Raises:
-        ValueError: the content of a file differs from what was written.
+        ValueError: a file was changed after it was written.
     """
     rows = [row for row in read_artifacts(run_folder / ARTIFACTS_FOLDER) if "poster" in row]
     steps = sorted({int(str(row["step"])) for row in rows})
     chosen = steps if len(steps) == 1 else [steps[0], steps[-1]] if steps else []
-    found: list[tuple[int, list[Video]]] = []
+    videos: list[tuple[int, list[Video]]] = []
     for step in chosen:
         of_step = [row for row in rows if row["step"] == step]
-        found.append((step, [_video(run_folder, row) for row in of_step[:MAX_VIDEOS]]))
-    return found
+        videos.append((step, [_video(run_folder, row) for row in of_step[:MAX_VIDEOS]]))
+    return videos
 
 
 def _video(run_folder: Path, row: dict[str, object]) -> Video:

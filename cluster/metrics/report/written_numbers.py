@@ -1,4 +1,4 @@
-"""Numbers, sizes and durations as short texts."""
+"""Formats numbers, sizes and durations as short texts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 
 def write_number(value: float) -> str:
-    """A number with about three significant digits: 0.0312, 1.25, 12.5, 1,250, 3.1e-7."""
+    """Formats a number with about three significant digits: 0.0312, 1.25, 12.5, 1,250, 3.1e-7."""
     if not math.isfinite(value):
         return str(value)
     size = abs(value)
@@ -23,7 +23,7 @@ def write_number(value: float) -> str:
 
 
 def write_bytes(value: float) -> str:
-    """A size in binary units: 3.2 MiB."""
+    """Formats a size in binary units: 3.2 MiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(value) < 1024:
             return f"{write_number(value)} {unit}"
@@ -32,7 +32,7 @@ def write_bytes(value: float) -> str:
 
 
 def write_duration(seconds: float) -> str:
-    """4.2 s, 3 min 05 s, 2 h 10 min."""
+    """Formats a duration: 4.2 s, 3 min 05 s, 2 h 10 min."""
     if not math.isfinite(seconds) or seconds < 60:
         return f"{write_number(seconds)} s"
     minutes, rest = divmod(round(seconds), 60)

@@ -1,4 +1,4 @@
-"""Sink: one place that records are written to."""
+"""Sink: a destination of metrics records."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mobula.cluster.metrics.step_records import EvaluationRecord, SampleRecord, 
 
 
 class Sink(Protocol):
-    """One place that records are written to; it may raise, and is then dropped by the hub."""
+    """A destination of metrics records. The hub drops a sink that raises."""
 
     name: str
 
@@ -22,8 +22,8 @@ class Sink(Protocol):
 
 @runtime_checkable
 class SampleSink(Sink, Protocol):
-    """A sink that also shows responses with their pictures."""
+    """A sink that also shows responses with their images."""
 
     def emit_samples(self, samples: Sequence[SampleRecord]) -> None:
-        """Responses of one step, at least one."""
+        """Shows responses of one step, at least one."""
         ...

@@ -1,4 +1,4 @@
-"""ConsoleSink: one line that says how the run goes."""
+"""ConsoleSink: shows the progress of the run in one line."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _logger = logging.getLogger(__name__)
 class ConsoleSink:
     """A progress bar on a terminal; elsewhere one log line at most every `interval_s` seconds, and one at the end.
 
-    `version` is where the run starts from, `num_steps` where it ends. The time left is estimated from how long steps
-    took so far: what comes before the first one (engines, warm start) does not come again.
+    The run starts at `version` and ends at `num_steps`. The time left is estimated from the steps so far, without the
+    start-up (engines, warm start).
     """
 
     name = "console"
@@ -31,7 +31,7 @@ class ConsoleSink:
         self._num_steps = num_steps
         self._interval_s = interval_s
         self._num_done = 0
-        self._steps_s = 0.0  # that they took
+        self._steps_s = 0.0  # seconds of all steps so far
         self._last_line_s = -math.inf
         self._progress = _bar(console) if console.is_terminal else None
         if self._progress is not None:

@@ -1,4 +1,4 @@
-"""EstimateSink: one log line that says how long the rest of the run takes, once a few steps are measured."""
+"""EstimateSink: logs the estimated rest of the run once a few steps are measured."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from mobula.cluster.metrics.step_records import EvaluationRecord, StepRecord
 
 _logger = logging.getLogger(__name__)
 
-NUM_MEASURED = 3  # steps; the first one fills caches and is left out of the mean
+NUM_MEASURED = 3  # steps; the first fills caches and is left out of the mean
 
 
 class EstimateSink:
-    """Logs once, after the third step of this start. `num_steps` is where the run ends."""
+    """Logs once, after the third step of this start. The run ends at step `num_steps`."""
 
     name = "estimate"
 

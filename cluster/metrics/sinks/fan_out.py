@@ -1,4 +1,4 @@
-"""FanOut: hands every record to every sink, and takes a sink that fails out of the run."""
+"""FanOut: passes every record to every sink, and drops a sink that fails."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class FanOut:
         self._each(lambda sink: sink.emit_evaluation(record))
 
     def emit_samples(self, samples: Sequence[SampleRecord]) -> None:
-        """To the sinks that show responses."""
+        """Passes responses to the sinks that show them."""
         self._each(lambda sink: sink.emit_samples(samples) if isinstance(sink, SampleSink) else None)
 
     def close(self) -> None:
@@ -36,7 +36,7 @@ class FanOut:
         for sink in list(self._sinks):
             try:
                 call(sink)
-            except Exception:  # a full disk or a lost tracker costs its own curve, never the run
+            except Exception:  # a full disk or a lost tracker must not end the run
                 _logger.exception("metrics sink %s failed and is dropped; the run goes on without it", sink.name)
                 self._sinks.remove(sink)
                 self._on_dropped(sink.name)

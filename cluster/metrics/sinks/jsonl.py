@@ -1,4 +1,4 @@
-"""JsonlSink: `metrics.jsonl`, one line a record, of which the report is made."""
+"""JsonlSink: writes `metrics.jsonl`, one line per record, the source of the report."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _logger = logging.getLogger(__name__)
 
 
 class JsonlSink:
-    """Appends to `path`, one flushed line a record.
+    """Appends to `path`, one flushed line per record.
 
-    A run that goes on from `version` did not keep what came later: those lines are cut, so that no curve has two
-    values at one step. `kept` holds the earlier records.
+    A run that resumes from `version` removes later lines, so that no curve has two values at one step. `kept` holds
+    the earlier records.
     """
 
     name = "jsonl"
@@ -57,9 +57,9 @@ class JsonlSink:
 
 
 def read_records(path: Path) -> list[MetricsRecord]:
-    """All records of a `metrics.jsonl`, in order; none if there is no such file.
+    """Reads all records of a `metrics.jsonl`, in order; none if the file does not exist.
 
-    The last line may be half written by a process that was killed: it is left out. A broken line before it is an error.
+    A partial last line (of a killed process) is ignored. A broken line before it is an error.
     """
     if not path.exists():
         return []

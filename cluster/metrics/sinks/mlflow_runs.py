@@ -1,4 +1,4 @@
-"""MlflowSink: MLflow, as files below the run folder or on a tracking server."""
+"""MlflowSink: logs to MLflow, in files below the run folder or on a tracking server."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ UNFIT = re.compile(r"[^\w\-./ ]")  # characters that MLflow refuses in a name
 
 
 class MlflowSink:
-    """One MLflow run a run, found again by its name within the experiment, which is the project."""
+    """Logs to one MLflow run per run. A resumed run finds it by name in the experiment, which is the project."""
 
     name = "mlflow"
 
     def __init__(self, run: TrackedRun) -> None:
         if not run.address:
-            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # it asks for a data base otherwise
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # otherwise MLflow requires a database
         uri = run.address or (run.folder / FOLDER).absolute().as_uri()
         self._client = mlflow.MlflowClient(tracking_uri=uri)
-        found = self._client.get_experiment_by_name(run.project)
-        experiment = found.experiment_id if found is not None else self._client.create_experiment(run.project)
+        known = self._client.get_experiment_by_name(run.project)
+        experiment = known.experiment_id if known is not None else self._client.create_experiment(run.project)
         earlier = self._client.search_runs([experiment], f"attributes.run_name = '{run.name}'", max_results=1)
         if earlier:
             self._run_id = earlier[0].info.run_id
@@ -48,7 +48,7 @@ class MlflowSink:
         self._log(evaluation_scalars(record), record.version)
 
     def emit_samples(self, samples: Sequence[SampleRecord]) -> None:
-        """Artifacts below `samples/step-000003`: a table, and each picture under the kind of its response."""
+        """Writes artifacts below `samples/step-000003`: a table, and each image under the kind of its response."""
         folder = f"{TABLE}/step-{samples[0].step:06d}"
         rows = [dict(zip(COLUMNS, cells(sample), strict=True)) for sample in samples]
         self._client.log_dict(self._run_id, {TABLE: rows}, f"{folder}/{TABLE}.json")

@@ -1,4 +1,4 @@
-"""RaySink: gauges in `ray.util.metrics`, which Ray exports to Prometheus and its dashboard."""
+"""RaySink: sets gauges of `ray.util.metrics`, which Ray exports to Prometheus and its dashboard."""
 
 from __future__ import annotations
 
@@ -15,23 +15,22 @@ from mobula.cluster.metrics.definitions import ALL_REASONS, COUNTERS, LIVE, SPLI
 from mobula.cluster.metrics.step_records import HELD_OUT, EvaluationRecord, StepRecord
 from mobula.cluster.workers.status import RunStatus, WorkerState, WorkerStatus
 
-Key = tuple[str, str]  # (series, value of its extra tag; empty where it has none)
-WorkerKey = tuple[str, str, str, str, str]  # series, role, index of a worker or nothing, its node, the extra tag
+Key = tuple[str, str]  # (series, value of the extra tag or "")
+WorkerKey = tuple[str, str, str, str, str]  # (series, role, index of the worker or "", node, extra tag)
 
 
 def ray_series(name: str, description: str, tag_keys: tuple[str, ...]) -> Gauge:
-    """A gauge of Ray; it needs a connected driver or worker to be exported."""
+    """Returns a gauge of Ray; Ray exports it from a connected driver or worker only."""
     return Gauge(name, description=description, tag_keys=tag_keys)
 
 
 class RaySink:
-    """Sets one gauge a number, tagged with run, role and index.
+    """Sets one gauge per number, tagged with run, role and index.
 
-    Ray forgets a gauge about 20 s after it was last set, and a step may take longer: a thread sets all of them again
-    every `heartbeat_s` (at most 10 s, `metrics.heartbeat_s`) until `close()`. What fails in the thread is raised by the
-    next `emit`. Counts are gauges too: after a resume a counter of Ray could not start where the run stood; their sum
-    over all reasons is there from the start, at 0. What is said of workers is tagged with their role, index and
-    node.
+    Ray forgets a gauge about 20 s after its last value, and a step may take longer. So a thread sets all gauges again
+    every `heartbeat_s` (at most 10 s, `metrics.heartbeat_s`) until `close()`. An error of the thread is raised by the
+    next `emit`. Counts are gauges, too, because a counter of Ray always starts at 0, also after a resume. Their sum
+    over all reasons exists from the start, at 0. Gauges of workers are tagged with the worker's role, index and node.
     """
 
     name = "ray"
@@ -44,7 +43,7 @@ class RaySink:
         make_series: Callable[[str, str, tuple[str, ...]], Gauge] = ray_series,
         now: Callable[[], float] = time.time,
     ) -> None:
-        """`now` is in seconds since the epoch."""
+        """`now()` returns seconds since the epoch."""
         if {"run", "role", "index"} != set(tags):
             raise ValueError(f"Ray metrics are tagged with run, role and index, got {sorted(tags)}")
         self._tags = dict(tags)
@@ -62,18 +61,18 @@ class RaySink:
         self._thread.start()
 
     def post(self, status: RunStatus) -> None:
-        """Take what a run says of itself between steps; it goes out with the next heartbeat."""
+        """Takes the run status between steps; the next heartbeat exports it."""
         with self._lock:
             phases = {key: 0.0 for key in self._latest if key[0] == LiveName.PHASE}
             self._latest.update({**phases, **_of_run(status)})
             self._of_workers = dict(_of_workers(status))
 
     def emit(self, record: StepRecord) -> None:
-        gone = {key: 0.0 for key in self._latest if key[0] == "staleness_tokens"}  # a lag that this step did not have
+        gone = {key: 0.0 for key in self._latest if key[0] == "staleness_tokens"}  # lags without tokens in this step
         self._publish({**gone, **_flat(record), (LiveName.LAST_STEP_TIME, ""): self._now()})
 
     def emit_evaluation(self, record: EvaluationRecord) -> None:
-        """Gauges of the run's own suite; the others are in metrics.jsonl and TensorBoard."""
+        """Sets the gauges of the run's own suite; other suites are in metrics.jsonl and TensorBoard only."""
         if record.suite != HELD_OUT:
             return
         accuracy, version = SplitName.EVALUATION_ACCURACY, SplitName.EVALUATION_VERSION
@@ -96,7 +95,7 @@ class RaySink:
                 with self._lock:
                     self._set_all(self._latest)
                     self._set_workers()
-            except Exception as error:  # carried to the next emit, which drops this sink
+            except Exception as error:  # the next `emit` raises it, which drops this sink
                 self._failure = error
                 return
 
@@ -122,19 +121,19 @@ class RaySink:
 
 
 def _series_name(name: str) -> str:
-    """Prometheus knows letters, digits and underscores only."""
+    """Returns a name for Prometheus, which allows letters, digits and underscores only."""
     return "mobula_" + re.sub(r"[^a-zA-Z0-9_]", "_", name)
 
 
 def _extra_tag(name: str, extra: str) -> dict[str, str]:
-    """The fourth tag of a series that has one; that of a counter is the reason."""
+    """Returns the extra tag of a series, if it has one; the tag of a counter is the reason."""
     known = {**LIVE, **SPLIT}
     key = known[name].tag if name in known else "reason"
     return {key: extra} if extra else {}
 
 
 def _at_start(now: float) -> dict[Key, float]:
-    """Gauges that have a value before the first step."""
+    """Returns the gauges that have a value before the first step."""
     counters = {(f"{name}_total", ALL_REASONS): 0.0 for name in COUNTERS}
     return {(LiveName.UP, ""): 1.0, (LiveName.STEP, ""): 0.0, (LiveName.LAST_STEP_TIME, ""): now, **counters}
 
@@ -162,7 +161,7 @@ def _of_run(status: RunStatus) -> dict[Key, float]:
 
 
 def _of_workers(status: RunStatus) -> Iterator[tuple[WorkerKey, float]]:
-    """Every worker, and the number of workers of each role in each state. A state without workers reads 0."""
+    """Yields the gauges of every worker, and the number of workers by role and state (0 for a state without any)."""
     states: dict[str, Counter[str]] = {}
     for worker in status.workers:
         role, _, index = worker.name.partition("/")
@@ -170,13 +169,13 @@ def _of_workers(status: RunStatus) -> Iterator[tuple[WorkerKey, float]]:
         node = "" if worker.vitals is None else worker.vitals.node
         for name, value in _of_worker(worker):
             yield (name, role, index, node, ""), value
-    for role, found in states.items():
+    for role, num_by_state in states.items():
         for state in WorkerState:
-            yield (LiveName.WORKERS, role, "", "", state.value), float(found[state])
+            yield (LiveName.WORKERS, role, "", "", state.value), float(num_by_state[state])
 
 
 def _of_worker(worker: WorkerStatus) -> Iterator[tuple[LiveName, float]]:
-    """Gauges of one worker."""
+    """Yields the gauges of one worker."""
     vitals = worker.vitals
     load = None if vitals is None else vitals.load
     known: dict[LiveName, float | None] = {
@@ -204,7 +203,7 @@ def _of_worker(worker: WorkerStatus) -> Iterator[tuple[LiveName, float]]:
 
 
 def _flat(record: StepRecord) -> dict[Key, float]:
-    """Every number of a record under its series and extra tag; a counter also as the sum over its reasons."""
+    """Returns every number of a record by series and extra tag, and the sum of each counter over its reasons."""
     return {
         (LiveName.STEP, ""): record.step,
         **{(name, ""): value for name, value in record.values.items()},

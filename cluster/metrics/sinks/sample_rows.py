@@ -1,4 +1,4 @@
-"""Responses as rows of a table that trackers show."""
+"""Formats responses as table rows for trackers."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from PIL import Image
 from mobula.cluster.metrics.step_records import SampleRecord
 
 TABLE = "samples"
-COLUMNS = ("step", "kind", "prompt", "response", "references", "reward")  # the pictures come last
+COLUMNS = ("step", "kind", "prompt", "response", "references", "reward")  # images come last
 
 
 def cells(sample: SampleRecord) -> list[Any]:
-    """The values of `COLUMNS`."""
+    """Returns the values of `COLUMNS`."""
     references = "\n".join(sample.references)
     return [sample.step, sample.kind, sample.prompt, sample.response, references, sample.reward]
 

@@ -1,4 +1,4 @@
-"""The numbers of a record under the names that trackers show: `group/name`."""
+"""Names the numbers of a record for trackers: `group/name`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from mobula.cluster.metrics.step_records import HELD_OUT, EvaluationRecord, Step
 
 
 def step_scalars(record: StepRecord) -> dict[str, float]:
-    """Values of the step, of each reward component, seconds by phase, and counts by reason."""
+    """Returns values of the step and of each reward component, seconds by phase, and counts by reason."""
     scalars = {f"step/{name}": value for name, value in record.values.items()}
     scalars |= {f"reward/{name}": value for name, value in record.components.items()}
     scalars |= {f"seconds/{phase}": seconds for phase, seconds in record.seconds.items()}
@@ -16,6 +16,6 @@ def step_scalars(record: StepRecord) -> dict[str, float]:
 
 
 def evaluation_scalars(record: EvaluationRecord) -> dict[str, float]:
-    """`evaluation/<name>`, and `evaluation_<suite>/<name>` for suites beside the run's own."""
+    """Returns `evaluation/<name>`, or `evaluation_<suite>/<name>` for other suites than the run's own."""
     group = "evaluation" if record.suite == HELD_OUT else f"evaluation_{record.suite}"
     return {f"{group}/{name}": value for name, value in {"accuracy": record.accuracy, **record.values}.items()}

@@ -1,4 +1,4 @@
-"""TensorBoardSink: scalars, responses and their pictures in TensorBoard event files."""
+"""TensorBoardSink: writes scalars, responses and their images to TensorBoard event files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mobula.cluster.metrics.step_records import EvaluationRecord, SampleRecord, 
 
 
 class TensorBoardSink:
-    """Writes below `folder`. A run that goes on from `version` has TensorBoard forget what came later."""
+    """Writes below `folder`. A run that resumes from `version` makes TensorBoard drop later values."""
 
     name = "tensorboard"
 
@@ -23,7 +23,7 @@ class TensorBoardSink:
         self._writer = SummaryWriter(str(folder), purge_step=version + 1)
 
     def emit(self, record: StepRecord) -> None:
-        """One event a step, with all its scalars."""
+        """Writes one event per step, with all scalars."""
         values = [Summary.Value(tag=tag, simple_value=value) for tag, value in step_scalars(record).items()]
         self._add(values, record.step)
 
@@ -32,7 +32,7 @@ class TensorBoardSink:
             self._writer.add_scalar(tag, value, record.version)
 
     def emit_samples(self, samples: Sequence[SampleRecord]) -> None:
-        """`samples/best` and others: a text, and the pictures of its prompt under the same name."""
+        """Writes `samples/best` and other kinds: a text, and the images of its prompt under the same name."""
         for sample in samples:
             name = f"samples/{sample.kind}"
             self._writer.add_text(name, _as_code(sample), sample.step)
@@ -51,7 +51,7 @@ class TensorBoardSink:
 
 
 def _as_code(sample: SampleRecord) -> str:
-    """Markdown that shows everything as it is: each line of a sample is indented, which makes it code."""
+    """Formats a sample as Markdown code: each line is indented, so that nothing is interpreted."""
     parts = {
         "prompt": sample.prompt,
         "response": sample.response,
@@ -64,6 +64,6 @@ def _as_code(sample: SampleRecord) -> str:
 
 
 def _picture(png: bytes) -> Summary.Image:
-    with Image.open(io.BytesIO(png)) as found:
-        width, height = found.size
+    with Image.open(io.BytesIO(png)) as image:
+        width, height = image.size
     return Summary.Image(width=width, height=height, colorspace=3, encoded_image_string=png)

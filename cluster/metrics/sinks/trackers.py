@@ -1,4 +1,4 @@
-"""Trackers of experiments by name: each is one file beside this one, with a library that is installed as an extra."""
+"""Experiment trackers by name. Each is one module of this package, with a library that is an optional extra."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ TRACKERS: Mapping[str, str] = {
     "trackio": "mobula.cluster.metrics.sinks.trackio_runs:TrackioSink",
     "wandb": "mobula.cluster.metrics.sinks.wandb_runs:WandbSink",
 }
-"""Name, which is also the library's and the extra's -> the class of the sink, made with a `TrackedRun`."""
+"""Name of the tracker, its library and its extra -> class of the sink, created with a `TrackedRun`."""
 
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """How a run is found in a tracker. A run that is resumed goes on under the same name."""
+    """Identity of a run in a tracker. A resumed run continues under the same name."""
 
     name: str
     project: str
-    folder: Path  # of the run: what is kept on this machine lies below it
-    address: str  # of the tracker's server; empty keeps everything on this machine
+    folder: Path  # run folder; local files are below it
+    address: str  # of the tracker's server; empty: local files only
     config: Mapping[str, Any]  # resolved
 
 
@@ -45,9 +45,9 @@ def refuse_missing(names: Sequence[str]) -> None:
 
 
 def tracker(name: str) -> Callable[[TrackedRun], Sink]:
-    """The class of the sink of one tracker.
+    """Returns the class of a tracker's sink.
 
     Raises:
-        ValueError: it is the user's own, and cannot be called.
+        ValueError: it is user code that cannot be called with a `TrackedRun`.
     """
     return chosen({}, TRACKERS.get(name, name), "metrics.trackers", ("run",))

@@ -1,4 +1,4 @@
-"""TrackioSink: trackio, in a file below the run folder or on a server."""
+"""TrackioSink: logs to trackio, in a file below the run folder or on a server."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STEP = "trained_step"
 
 
 class TrackioSink:
-    """`TRACKIO_DIR=RUN/trackio trackio show` serves what is kept below the run folder."""
+    """Logs to trackio. `TRACKIO_DIR=RUN/trackio trackio show` shows the files below the run folder."""
 
     name = "trackio"
 
@@ -42,9 +42,9 @@ class TrackioSink:
         self._run.log({STEP: record.version, **evaluation_scalars(record)}, step=record.version)
 
     def emit_samples(self, samples: Sequence[SampleRecord]) -> None:
-        """A table of the step's responses with their pictures."""
+        """Logs a table of the step's responses with their images."""
         image = self._library.Image
-        rows = [[*cells(sample), [image(picture) for picture in pictures(sample)]] for sample in samples]
+        rows = [[*cells(sample), [image(opened) for opened in pictures(sample)]] for sample in samples]
         table = self._library.Table(columns=[*COLUMNS, "pictures"], data=rows)
         self._run.log({STEP: samples[0].step, TABLE: table}, step=samples[0].step)
 

@@ -1,4 +1,4 @@
-"""WandbSink: Weights & Biases, offline below the run folder or on a server."""
+"""WandbSink: logs to Weights & Biases, offline below the run folder or on a server."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from mobula.cluster.metrics.sinks.trackers import TrackedRun
 from mobula.cluster.metrics.step_records import EvaluationRecord, SampleRecord, StepRecord
 
 STEP = "trained_step"
-STAGED = "wandb/data"  # tables with pictures, until they are sent
+STAGED = "wandb/data"  # tables with images before they are sent
 
 
 class WandbSink:
-    """Without an address nothing leaves the machine: `wandb sync` sends the folder later. The key of a server is read
-    from WANDB_API_KEY or ~/.netrc. The axis of every chart is the step, as evaluations end behind later steps.
+    """Logs offline without an address: `wandb sync` sends the folder later. WANDB_API_KEY or ~/.netrc has the key of a
+    server. The axis of every chart is the step, because an evaluation may end after later steps.
     """
 
     name = "wandb"
 
     def __init__(self, run: TrackedRun) -> None:
         run.folder.mkdir(parents=True, exist_ok=True)
-        os.environ.setdefault("WANDB_DATA_DIR", str((run.folder / STAGED).absolute()))  # else it is the home folder
+        os.environ.setdefault("WANDB_DATA_DIR", str((run.folder / STAGED).absolute()))  # the default is the home folder
         server = {"base_url": run.address} if run.address else {}
         settings = wandb.Settings(console="off", disable_code=True, disable_git=True, silent=True, **server)
         self._run = wandb.init(
@@ -47,7 +47,7 @@ class WandbSink:
         self._run.log({STEP: record.version, **evaluation_scalars(record)})
 
     def emit_samples(self, samples: Sequence[SampleRecord]) -> None:
-        """A table of the step's responses, each with its first picture; all pictures also by kind of response."""
+        """Logs a table of the step's responses, each with its first image, and all images by kind of response."""
         shown = {s.kind: [wandb.Image(picture, caption=s.response) for picture in pictures(s)] for s in samples}
         rows = [[*cells(sample), next(iter(shown[sample.kind]), None)] for sample in samples]
         table = wandb.Table(columns=[*COLUMNS, "picture"], data=rows)

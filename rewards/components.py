@@ -1,4 +1,4 @@
-"""A component: a reward function under a name, tried again where it failed and remembered by content."""
+"""Component: a named reward function with retries and a cache of scores by content."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mobula.rewards.tools import Tools
 
 
 class Component:
-    """Scores responses; what it could not score is tried `retries` times more, and scores are kept up to a number."""
+    """Scores responses. Failed responses are retried `retries` times, and scores are cached up to a maximum number."""
 
     def __init__(
         self, name: str, function: RewardFunction | BatchRewardFunction, *, retries: int, cache_entries: int
@@ -36,17 +36,17 @@ class Component:
         self.num_retried = 0
 
     def evaluate(self, requests: Sequence[RewardRequest]) -> list[Outcome]:
-        """One outcome a request, in order; raises what `evaluate_batch` does."""
+        """Returns one outcome per request, in order. Raises the errors of `evaluate_batch`."""
         if self._cache_entries == 0:
             return self._tried(requests)
         keys = [content_key(request) for request in requests]
         new = {key: request for key, request in zip(keys, requests, strict=True) if key not in self._cache}
         self.num_cache_hits += len(keys) - len(new)
-        found: dict[bytes, Outcome] = {key: self._cache[key] for key in keys if key in self._cache}
-        found |= dict(zip(new, self._tried(list(new.values())), strict=True))
+        outcomes: dict[bytes, Outcome] = {key: self._cache[key] for key in keys if key in self._cache}
+        outcomes |= dict(zip(new, self._tried(list(new.values())), strict=True))
         for key in keys:
-            self._remember(key, found[key])
-        return [found[key] for key in keys]
+            self._remember(key, outcomes[key])
+        return [outcomes[key] for key in keys]
 
     def _tried(self, requests: Sequence[RewardRequest]) -> list[Outcome]:
         outcomes = list(evaluate_batch(self._function, requests))
@@ -60,7 +60,7 @@ class Component:
         return outcomes
 
     def _remember(self, key: bytes, outcome: Outcome) -> None:
-        if isinstance(outcome, ScoringFailure):  # the next one may be luckier
+        if isinstance(outcome, ScoringFailure):  # not cached: a later try may succeed
             return
         self._cache[key] = outcome
         self._cache.move_to_end(key)
@@ -69,10 +69,10 @@ class Component:
 
 
 def build_components(rewards: RewardsConfig, service: str | None, tools: Tools) -> tuple[Component, ...]:
-    """The components of one service, or with None of all, each behind those that its gates look at.
+    """Returns the components of a service (None: of all services), each after the components of its gates.
 
     Raises:
-        ValueError: a function is unknown, or its options are unfit; the message names the component.
+        ValueError: a function is unknown, or its options are wrong; the message names the component.
     """
     order = rewards.gate_order()
     chosen = [c for c in rewards.components if service in (None, c.service)]
@@ -80,7 +80,7 @@ def build_components(rewards: RewardsConfig, service: str | None, tools: Tools) 
 
 
 def content_key(request: RewardRequest) -> bytes:
-    """Equal for requests that no reward function can tell apart."""
+    """Returns a key that is equal for requests that are equal to every reward function."""
     response = request.response
     said = [response.text, response.num_tokens, response.is_truncated, response.turns, response.failure]
     known = [request.prompt_text, request.references, dict(request.metadata)]

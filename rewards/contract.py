@@ -1,4 +1,4 @@
-"""The contract of a reward function: a request in, a finite score out, and a refusal that is never a silent zero."""
+"""The contract of a reward function: it returns a finite score for a request, or fails, which is never scored as 0."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ if TYPE_CHECKING:  # the records pull in the object store, which a reward functi
     from mobula.cluster.records.trajectory import Response
 
 
-# At the start of a line or behind a special token: a question may end in the name of a tag as well.
+# At the start of a line or after a special token: a question may also end with the name of a tag.
 _OPENED_BY_PROMPT = re.compile(r"(?:^|(?<=[\n>|\]\uff5c]))(<([A-Za-z][\w-]*)>(?:\s*|\s+</think>\s*))\Z")
 
 
 @dataclass(frozen=True)
 class RewardRequest:
-    """Input of a reward function: the response is scored, the other fields describe the prompt and the expected answer.
+    """Input of a reward function: the response to score, with its prompt and the expected answer.
 
-    Pictures, the prompt's in `prompt_pictures` and generated ones in `response.pictures`, are whole encoded files.
+    `prompt_pictures` (images of the prompt) and `response.pictures` (generated images) are encoded files.
     """
 
     response: Response
@@ -35,8 +35,8 @@ class RewardRequest:
     prompt_pictures: tuple[bytes, ...] = field(default=(), repr=False)
 
     def text_with(self, tags: Collection[str]) -> str:
-        """The response, behind the tag that its prompt opens for it if that is one of `tags`: `<think>` of a reasoning
-        model, or the empty thought with which a prompt turns reasoning off.
+        """Returns the response, with the tag that its prompt has opened prepended if it is in `tags`: `<think>` of a
+        reasoning model, or the empty thought with which a prompt turns reasoning off.
         """
         opened = _OPENED_BY_PROMPT.search(self.prompt_text)
         return f"{opened[1]}{self.response.text}" if opened and opened[2] in tags else self.response.text
@@ -46,7 +46,7 @@ class RewardRequest:
 class Score:
     """One component's value for one response.
 
-    `breakdown` holds the finite parts that made the value, by name; `reason` is for reports and may be empty.
+    `breakdown` holds the finite parts of the value by name; `reason` is for reports and may be empty.
     """
 
     value: float
@@ -56,13 +56,13 @@ class Score:
 
 RewardFunction = Callable[[RewardRequest], float | Score]
 
-MAX_VALUE = 1e18  # float32 holds the squares, of which the statistics of groups are made
-SCORE, REASON = "score", "reason"  # keys of a mapping that stands for a Score; its other keys are the breakdown
+MAX_VALUE = 1e18  # so that its square, for the statistics of groups, is finite in float32
+SCORE, REASON = "score", "reason"  # keys of a mapping in place of a Score; other keys are the breakdown
 RETURN = "return a finite number, a mapping with 'score', or a Score"
 
 
 class FailureKind(StrEnum):
-    """Why something could not be scored. The first three cost a response, the next two a worker, the last one time."""
+    """Why scoring failed. The first three concern a response, the next two a worker, the last one a lost reply."""
 
     FAILED = "failed"
     TIMED_OUT = "timed_out"
@@ -74,7 +74,7 @@ class FailureKind(StrEnum):
 
 @dataclass(frozen=True)
 class ScoringFailure:
-    """Why one component could not score one response: never a number."""
+    """Why one component could not score one response; it is never replaced by a number."""
 
     kind: FailureKind
     reason: str
@@ -85,15 +85,15 @@ Outcome = Score | ScoringFailure
 
 @runtime_checkable
 class BatchRewardFunction(Protocol):
-    """A reward function that is cheaper for many responses at once: a model, a server, a process that was sent for."""
+    """A reward function that scores batches: a model, a server or a separate process."""
 
     def score_batch(self, requests: Sequence[RewardRequest]) -> Sequence[float | Outcome]:
-        """One outcome a request, in order; a response that cannot be scored costs no other one its score."""
+        """Returns one outcome per request, in order. A response that cannot be scored does not affect the others."""
         ...
 
 
 class TimedOutError(RewardError):
-    """A reward function did not answer in its time."""
+    """A reward function did not answer before its deadline."""
 
 
 class NotFiniteError(RewardError):
@@ -101,37 +101,37 @@ class NotFiniteError(RewardError):
 
 
 def failure_kind(error: RewardError) -> FailureKind:
-    """The name under which a refusal is counted."""
+    """Returns the kind under which an error is counted."""
     if isinstance(error, TimedOutError):
         return FailureKind.TIMED_OUT
     return FailureKind.NOT_FINITE if isinstance(error, NotFiniteError) else FailureKind.FAILED
 
 
 def evaluate(function: RewardFunction, request: RewardRequest) -> Score:
-    """Call a reward function at the boundary of the run: a finite score, or a `RewardError` with the reason.
+    """Calls a reward function and returns its finite score.
 
     Raises:
         TimedOutError: the function was stopped at its deadline.
-        NotFiniteError: it returned NaN or an infinity.
-        RewardError: it raised something, or returned no number.
+        NotFiniteError: the function returned NaN or an infinity.
+        RewardError: the function raised an error, or returned no number.
     """
     try:
         return checked(function(request))
     except RewardError:
         raise
-    except Exception as error:  # whatever a reward function raises costs its response, never the run
+    except Exception as error:  # any error of a reward function fails its response, never the run
         raise RewardError(f"raised {type(error).__name__}: {error}") from error
 
 
 def evaluate_batch(
     function: RewardFunction | BatchRewardFunction, requests: Sequence[RewardRequest]
 ) -> tuple[Outcome, ...]:
-    """One outcome a request, in order, whatever the function does.
+    """Returns one outcome per request, in order, for any behaviour of the function.
 
     Raises:
-        StuckError: this process cannot go on, so that nothing is known of the responses.
+        StuckError: this process cannot continue, so the responses have no outcome.
     """
-    if not hasattr(function, "score_batch"):  # what the protocol's own check asks, at a twentieth of its price
+    if not hasattr(function, "score_batch"):  # like isinstance() with the protocol, but twenty times faster
         return tuple(_outcome(evaluate, function, request) for request in requests)
     try:
         results = function.score_batch(requests)
@@ -147,11 +147,11 @@ def evaluate_batch(
 
 
 def portable(result: Any) -> Any:
-    """The result of a function with Python numbers in the place of scalars of array libraries (numpy, torch), so that
-    a process without the library reads it.
+    """Replaces scalars of array libraries (numpy, torch) in a result by Python numbers, so that a process without the
+    library can unpickle it.
 
     Raises:
-        TypeError: it is an array of several numbers.
+        TypeError: the result is an array of several numbers.
     """
     if isinstance(result, Score):
         breakdown = portable(result.breakdown)
@@ -162,19 +162,19 @@ def portable(result: Any) -> Any:
 
 
 def checked(result: Any) -> Score:
-    """The result of a reward function as a finite score. Any number is one: bool, int, float, Fraction, Decimal, a
-    scalar of numpy or torch. A mapping has `score`, may have `reason`, and its other keys are the breakdown.
+    """Converts the result of a reward function to a finite score. It may be any number (bool, int, float, Fraction,
+    Decimal, a scalar of numpy or torch) or a mapping with `score`, optionally `reason`, and the breakdown.
 
     Raises:
-        NotFiniteError: it, or a part of it, is NaN, an infinity, or too large.
-        RewardError: it is no number.
+        NotFiniteError: the number or a part is NaN, an infinity, or too large.
+        RewardError: the result is no number.
     """
     if type(result) is float and abs(result) <= MAX_VALUE:
         return Score(result)
     score = result if isinstance(result, Score) else _as_score(result)
     is_plain = type(score.value) is float and type(score.reason) is str and score.breakdown == {}
     if is_plain and abs(score.value) <= MAX_VALUE:
-        return score  # as nearly all are: what follows takes longer than a cheap rule
+        return score  # the usual case; the checks below take longer than a cheap reward function
     named = isinstance(score.breakdown, Mapping) and all(isinstance(name, str) for name in score.breakdown)
     if not named or not isinstance(score.reason, str):
         given = f"reason={score.reason!r} and breakdown={score.breakdown!r}"
@@ -213,10 +213,10 @@ def _finite(number: Any, where: str) -> float:
 
 
 def _python_number(number: Any) -> Any:
-    """A scalar of an array library (`item()` of numpy, torch, jax) as a Python number; anything else as it is.
+    """Converts a scalar of an array library (`item()` of numpy, torch, jax) to a Python number; returns other values.
 
     Raises:
-        TypeError: an array of several numbers.
+        TypeError: it is an array of several numbers.
     """
     if isinstance(number, bool | int | float) or not callable(item := getattr(number, "item", None)):
         return number
@@ -232,5 +232,5 @@ def _outcome(score: Callable[..., Score], *given: Any) -> Outcome:
         return score(*given)
     except RewardError as error:
         return ScoringFailure(failure_kind(error), str(error))
-    except Exception as error:  # a result can be of any type, and raise whatever it likes when it is looked at
+    except Exception as error:  # a result may be of any type, and its methods may raise anything
         return ScoringFailure(FailureKind.FAILED, f"returned what raises {type(error).__name__}: {error}")

@@ -1,4 +1,4 @@
-"""Encoded picture files for reward models and services: decoded to RGB, or as a file that any library reads."""
+"""Decodes image files for reward models and services, or converts them to portable files."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from PIL import Image
 from mobula.cluster.errors import RewardError
 from mobula.cluster.records.rgb import FORMATS, to_rgb
 
-MAX_PIXELS = 100_000_000  # 300 MB once decoded; a file that claims more is refused before a pixel is read
+MAX_PIXELS = 100_000_000  # 300 MB when decoded; a larger image is refused before a pixel is read
 _ORIENTATION = 0x0112  # the EXIF tag; 1 is upright
 _MEDIA_TYPES = {"JPEG": "image/jpeg", "PNG": "image/png"}
 
 
 def decode_picture(content: bytes, what: str) -> Image.Image:
-    """The picture as RGB; `what` names it in errors, e.g. "picture 2 of the prompt".
+    """Decodes an image to RGB. `what` names it in errors, e.g. "picture 2 of the prompt".
 
     Raises:
-        RewardError: it is no picture, is damaged, or decodes to more than `MAX_PIXELS`.
+        RewardError: the content is not an image, is damaged, or has more than `MAX_PIXELS`.
     """
     try:
         with _open(content, what) as image:
@@ -27,12 +27,12 @@ def decode_picture(content: bytes, what: str) -> Image.Image:
             return to_rgb(image)
     except RewardError:
         raise
-    except Exception as error:  # decoders of damaged files raise nearly everything
+    except Exception as error:  # decoders of damaged files raise errors of nearly any type
         raise RewardError(f"{what} is damaged ({error})") from error
 
 
 def portable_picture(content: bytes, what: str) -> tuple[str, bytes]:
-    """(media type, file) of an upright RGB or grey JPEG or PNG: unchanged if it is one, else a PNG of the same pixels.
+    """Returns (media type, file). An upright RGB or grey JPEG or PNG is unchanged; others become a PNG of equal pixels.
 
     Raises:
         RewardError: as `decode_picture`.
@@ -47,7 +47,7 @@ def portable_picture(content: bytes, what: str) -> tuple[str, bytes]:
 
 
 def data_url(content: bytes, what: str) -> str:
-    """The picture inside a URL, as chat services take it.
+    """Encodes an image as a data URL, for chat services.
 
     Raises:
         RewardError: as `decode_picture`.
@@ -57,10 +57,10 @@ def data_url(content: bytes, what: str) -> str:
 
 
 def _open(content: bytes, what: str) -> Image.Image:
-    """Read the header; no pixel is decoded yet."""
+    """Reads the header without decoding pixels."""
     try:
         image = Image.open(BytesIO(content), formats=FORMATS)
-    except Exception as error:  # a damaged header raises nearly everything
+    except Exception as error:  # a damaged header raises errors of nearly any type
         raise RewardError(f"{what} is no {', '.join(FORMATS)} picture ({len(content)} bytes)") from error
     if not 0 < image.width * image.height <= MAX_PIXELS:
         raise RewardError(f"{what} decodes to {image.width} x {image.height} pixels, more than {MAX_PIXELS:,}")

@@ -1,8 +1,8 @@
-"""Recipes: which components a response gets, and how what they say becomes one reward.
+"""Recipes: select the components of a response and combine their values to one reward.
 
     reward = sum of weight * value over the recipe's components   [/ sum of |weight| with `normalise`]
 
-A component whose gate is shut does not run and counts 0.
+A component with a closed gate does not run and counts as 0.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from mobula.configs.schema.rewards import DEFAULT_RECIPE, RewardsConfig, for_lab
 from mobula.configs.schema.rewards import Recipe as RecipeConfig
 from mobula.rewards.contract import FailureKind, Outcome, Score, ScoringFailure
 
-RECIPE = "recipe"  # stands for a component where a response has no recipe, or its sum is not finite
+RECIPE = "recipe"  # component name in errors if a response has no recipe, or its sum is not finite
 
 
 class ComponentError(RewardError):
-    """A component could not score a response, so it has no reward: a sum without one of its parts is another reward."""
+    """A component could not score a response. It gets no reward: a sum without a part would be another reward."""
 
     def __init__(self, component: str, kind: FailureKind, reason: str) -> None:
         super().__init__(component, kind, reason)
@@ -36,20 +36,20 @@ class ComponentError(RewardError):
 
 @dataclass(frozen=True)
 class BuiltRecipe:
-    """One recipe, ready to use. `gates` holds, by component, which other one must reach which value."""
+    """One recipe. `gates` maps a component to conditions: the minimum values of other components."""
 
     weights: Mapping[str, float]
     gates: Mapping[str, tuple[tuple[str, float], ...]]
     scale: float  # of the sum
 
     def wants(self, component: str, outcomes: Mapping[str, Outcome]) -> bool:
-        """Whether a component is to run, given the outcomes of the components before it."""
+        """Whether a component has to run, given the outcomes of earlier components."""
         if component not in self.weights:
             return False
         return component not in self.gates or self._shut_gate(component, outcomes) is None
 
     def reward(self, outcomes: Mapping[str, Outcome]) -> Reward:
-        """The outcomes of all components, as one reward; `Reward.components` keeps each unweighted value that there is.
+        """Combines the outcomes of all components to one reward. `Reward.components` has the unweighted values.
 
         Raises:
             ComponentError: a component could not score the response, or the sum is not finite.
@@ -78,7 +78,7 @@ class BuiltRecipe:
         return total
 
     def _shut_gate(self, component: str, outcomes: Mapping[str, Outcome]) -> tuple[str, float] | None:
-        """The first condition of a component that does not hold."""
+        """Returns the first condition of a component that is not met; None if all are met."""
         for needs, at_least in self.gates.get(component, ()):
             outcome = outcomes.get(needs)
             if not isinstance(outcome, Score) or outcome.value < at_least:
@@ -94,15 +94,15 @@ class RecipeBook:
         self._recipes = {label: _ready(rewards, recipe) for label, recipe in rewards.active_recipes.items()}
 
     def label(self, metadata: Mapping[str, Any]) -> str:
-        """The label that a row's metadata holds."""
+        """Returns the label in a row's metadata."""
         return self._rewards.label_of(metadata)
 
     def find(self, label: str) -> BuiltRecipe | None:
-        """The recipe of a label, or else the default one, if there is one."""
+        """Returns the recipe of a label, or the default recipe; None if there is neither."""
         return for_label(self._recipes, label)
 
     def reward(self, label: str, outcomes: Mapping[str, Outcome]) -> Reward:
-        """The reward of a response.
+        """Returns the reward of a response.
 
         Raises:
             ComponentError: a component could not score it, or its label has no recipe.

@@ -1,4 +1,4 @@
-"""Scoring: responses to outcomes by component, each component run only where a response's recipe asks for it."""
+"""RewardScoring: runs the components of each response's recipe."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mobula.rewards.tools import Tools
 
 
 class RewardScoring:
-    """The components of one service, or of all, with the recipes that need them.
+    """Components of one service, or of all services, with the recipes.
 
     Example:
         scoring = Scoring(load_rewards(path), None, tools)
@@ -22,38 +22,38 @@ class RewardScoring:
     """
 
     def __init__(self, rewards: RewardsConfig, service: str | None, tools: Tools) -> None:
-        """With a `service`, only its components run, and others' outcomes come in as `earlier`.
+        """With a `service` only its components run; outcomes of other services are passed as `earlier`.
 
         Raises:
-            ValueError: a function is unknown, or its options are unfit.
+            ValueError: a function is unknown, or its options are wrong.
         """
         self.book = RecipeBook(rewards)
         self.components: tuple[Component, ...] = build_components(rewards, service, tools)
 
     @property
     def num_retried(self) -> int:
-        """Responses that a component was given again, so far."""
+        """Number of retried responses so far."""
         return sum(component.num_retried for component in self.components)
 
     def outcomes(
         self, requests: Sequence[RewardRequest], earlier: Sequence[Mapping[str, Outcome]] | None = None
     ) -> list[dict[str, Outcome]]:
-        """One mapping a request, component -> outcome, of the components that ran; `earlier` ones are not repeated."""
+        """Returns component -> outcome for each request, for the components that ran, without `earlier` outcomes."""
         recipes = [self.book.find(self.book.label(request.metadata)) for request in requests]
-        found: list[dict[str, Outcome]] = [{} for _ in requests]
-        known: Sequence[Mapping[str, Outcome]] = found
+        outcomes: list[dict[str, Outcome]] = [{} for _ in requests]
+        known: Sequence[Mapping[str, Outcome]] = outcomes
         if earlier is not None:
-            known = [ChainMap(own, dict(others)) for own, others in zip(found, earlier, strict=True)]
+            known = [ChainMap(own, dict(others)) for own, others in zip(outcomes, earlier, strict=True)]
         for component in self.components:
             wanted = [
                 i for i, recipe in enumerate(recipes) if recipe is not None and recipe.wants(component.name, known[i])
             ]
             for i, outcome in zip(wanted, component.evaluate([requests[i] for i in wanted]), strict=True):
-                found[i][component.name] = outcome
-        return found
+                outcomes[i][component.name] = outcome
+        return outcomes
 
     def rewards(self, requests: Sequence[RewardRequest]) -> list[Reward | ComponentError]:
-        """One reward a request, in order, of a scoring that has all components."""
+        """Returns one reward per request, in order. The scoring must have all components."""
         outcomes = self.outcomes(requests)
         return [self._reward(request, outcome) for request, outcome in zip(requests, outcomes, strict=True)]
 

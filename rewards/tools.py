@@ -1,4 +1,4 @@
-"""Tools that every reward function is constructed with."""
+"""Tools: resources that every reward function gets at construction."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from mobula.rewards.isolation.process import Isolated
 
 @dataclass(frozen=True)
 class Tools:
-    """`isolated` runs what may hang, in one process or in a pool; models compute on `device` in `dtype`. Of each of its
-    GPUs the process takes `gpu_share` of the memory.
+    """Resources of a reward function. `isolated` runs calls that may hang, in one process or a pool. Models compute on
+    `device` in `dtype`, and take `gpu_share` of the memory of each GPU.
 
-    How many answers are worked on side by side is how many processes `isolated` has (`IsolatedPool.num_processes`).
-    What cannot leave the process, a model or an engine, computes through `in_time`.
+    The number of processes of `isolated` (`IsolatedPool.num_processes`) bounds the concurrent calls. Models and
+    engines, which cannot move to another process, compute through `in_time`.
     """
 
     isolated: Isolated
@@ -27,7 +27,7 @@ class Tools:
     _shared: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     def shared(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """The result of `make`, computed once for all functions that have these tools."""
+        """Returns the result of `make`, computed once per key for all functions with these tools."""
         if key not in self._shared:
             self._shared[key] = make()
         return self._shared[key]

@@ -1,1 +1,1 @@
-"""Reward functions with a deadline, in processes of their own."""
+"""Runs reward functions with a deadline, in separate processes."""

@@ -1,4 +1,4 @@
-"""Many isolated calls as outcomes: a call that failed or timed out is its own request's failure."""
+"""Runs many isolated calls. A call that fails or times out gives a failure for its own request only."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from mobula.rewards.isolation.process import Isolated
 def call_each(
     isolated: Isolated, target: str, calls: Sequence[tuple[Any, ...]], score: Callable[[Any], Any], **kwargs: Any
 ) -> list[Outcome | Any]:
-    """`score` of each call's result, or the `ScoringFailure` that it met, in order; the calls go side by side in a
-    pool."""
+    """Returns `score` of each call's result, or its `ScoringFailure`, in order; a pool runs the calls concurrently."""
     results = isolated.call_many(target, calls, **kwargs)
     return [failure(result) if isinstance(result, RewardError) else score(result) for result in results]
 
 
 def failure(error: RewardError) -> ScoringFailure:
-    """A refusal as an outcome."""
+    """Converts a `RewardError` to an outcome."""
     return ScoringFailure(failure_kind(error), str(error))

@@ -1,4 +1,4 @@
-"""The functions that an isolated process runs for `IsolatedProcess`: import a target, or call it."""
+"""Functions that `IsolatedProcess` runs in its child process: import a target, or call it."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from mobula.cluster import user_code
 from mobula.rewards.contract import portable
 
 Reply = tuple[bool, Any]
-"""Whether it succeeded, and the result or the text of the error."""
+"""(whether the call succeeded, its result or the text of its error)."""
 
 
 def load(target: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Reply:
-    """Import the target's module; the modules of the arguments' classes were imported to unpickle them."""
+    """Imports the target's module. Unpickling has already imported the modules of the arguments' classes."""
     return _settled(lambda: user_code.load(target) and None)
 
 
 def call(target: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Reply:
-    """Call the target, wait for the result of an `async def`, and return plain numbers."""
+    """Calls the target, awaits a coroutine, and converts the result to plain numbers."""
     return _settled(lambda: _result(user_code.load(target)(*args, **kwargs)))
 
 
 def _settled(work: Callable[[], Any]) -> Reply:
     try:
         return True, work()
-    except BaseException as error:  # a sys.exit() inside an answer's check is that answer's failure as well
+    except BaseException as error:  # a sys.exit() in a reward function is a failure of its call, too
         return False, f"{type(error).__name__}: {error}"
 
 
@@ -38,7 +38,7 @@ def _result(result: Any) -> Any:
 
 @cache
 def _loop() -> asyncio.AbstractEventLoop:
-    """One event loop for all calls: a client that a module keeps belongs to the loop of its first call."""
+    """Returns the event loop of all calls: an HTTP client of a module is bound to the loop of its first call."""
     return asyncio.new_event_loop()
 
 

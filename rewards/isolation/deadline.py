@@ -1,4 +1,4 @@
-"""Work in this process that may hang, a model's or an engine's: it has a deadline, and what hangs on is known."""
+"""InTime: runs work of a model or engine in this process with a deadline, and counts threads that hang."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ T = TypeVar("T")
 
 
 class InTime:
-    """Runs work in a thread, each response with `timeout_s`, all of it until `deadline` (on `time.monotonic`'s clock).
+    """Runs work in a thread, with `timeout_s` per response and a common `deadline` (`time.monotonic`).
 
-    A thread cannot be ended. One that is late is left behind, and `num_stuck` counts those that are still at it:
-    the owner of the process has to replace it. Without a timeout and a deadline everything happens in the thread that
-    asks.
+    A thread cannot be killed. A late thread is abandoned and counted in `num_stuck` until it ends; the owner has to
+    replace the process. Without timeout and deadline the work runs in the calling thread.
 
     Example:
         in_time = InTime(timeout_s=5)
@@ -35,12 +34,12 @@ class InTime:
 
     @property
     def num_stuck(self) -> int:
-        """Threads that were late and have not come back since."""
+        """Number of late threads that still run."""
         self._late = [future for future in self._late if not future.done()]
         return len(self._late)
 
     def call(self, work: Callable[[], T], what: str, num_responses: int = 1) -> T:
-        """The result of `work`, which scores `num_responses` responses; what it raises travels as it is.
+        """Returns the result of `work`, which scores `num_responses` responses. Errors of `work` are raised unchanged.
 
         Raises:
             TimedOutError: no result in time.
@@ -55,8 +54,8 @@ class InTime:
         try:
             return future.result(timeout_s)
         except FutureTimeoutError:
-            if future.done():  # it is what the work itself raised
+            if future.done():  # a TimeoutError of the work itself
                 raise
             self._late.append(future)
-            self._thread = None  # the next work gets another one
+            self._thread = None  # the next work gets a new thread
             raise TimedOutError(f"waited {timeout_s:.3g} s for {what}") from None

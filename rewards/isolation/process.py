@@ -1,4 +1,4 @@
-"""A process of its own for reward functions that may hang: each call has a deadline and is killed at it."""
+"""IsolatedProcess: runs reward functions that may hang in a child process, with a deadline for each call."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mobula.cluster.runtime.child.process import ChildProcess
 from mobula.rewards.contract import TimedOutError
 from mobula.rewards.isolation import child
 
-MEMORY_LIMIT_BYTES = 4 * 2**30  # a power tower in an answer must not push the run's engines out of memory
+MEMORY_LIMIT_BYTES = 4 * 2**30  # a huge expression in an answer must not take the memory of the engines
 
 
 class Isolated(Protocol):
@@ -23,35 +23,35 @@ class Isolated(Protocol):
     deadline: float
 
     def call(self, target: str, *args: Any, **kwargs: Any) -> Any:
-        """As `IsolatedProcess.call`."""
+        """Like `IsolatedProcess.call`."""
         ...
 
     def call_many(self, target: str, calls: Sequence[tuple[Any, ...]], **kwargs: Any) -> list[Any]:
-        """`target(*args, **kwargs)` for each args of `calls`, in order; a call that failed is its `RewardError`."""
+        """Returns `target(*args, **kwargs)` for each args in `calls`; a failed call gives its `RewardError`."""
         ...
 
     def load(self, target: str, *examples: Any) -> None:
-        """As `IsolatedProcess.load`, in every process."""
+        """Like `IsolatedProcess.load`, in every process."""
         ...
 
     def close(self) -> None:
-        """End every process; a later call starts new ones."""
+        """Ends every process; a later call starts new processes."""
         ...
 
 
 @dataclass(frozen=True)
 class _Import:
-    """An import that was begun and not answered yet."""
+    """An import in progress."""
 
     target: str
-    until: float  # on `time.monotonic`'s clock
+    until: float  # deadline (`time.monotonic`)
 
 
 class IsolatedProcess:
     """Runs `module:function` outside this process, one call at a time.
 
-    The process starts at the first call and again after a call that was killed, so one answer that hangs costs its own
-    timeout. `deadline` (on `time.monotonic`'s clock) shortens every wait further; its owner moves it.
+    The process starts at the first call and again after a killed call, so a hanging call costs its own timeout only.
+    `deadline` (`time.monotonic`) bounds every wait; the owner sets it.
 
     Example:
         isolated = IsolatedProcess(timeout_s=5, start_timeout_s=60)
@@ -68,20 +68,20 @@ class IsolatedProcess:
 
     @property
     def is_running(self) -> bool:
-        """Whether the process was started, and not closed since."""
+        """Whether the process was started and not closed."""
         return self._child.is_running
 
     def call(self, target: str, *args: Any, **kwargs: Any) -> Any:
-        """The result of `target(*args, **kwargs)`; arguments and result are pickled, and a coroutine is awaited.
+        """Returns the result of `target(*args, **kwargs)`. Arguments and result are pickled; a coroutine is awaited.
 
-        Importing the target's module has `start_timeout_s`, the call itself `timeout_s`. An import that goes on at the
-        deadline is not broken off: a later call waits for it.
+        The import of the target's module has `start_timeout_s`, the call `timeout_s`. An import that still runs at the
+        deadline is not killed: a later call waits for it.
 
         Raises:
             TimedOutError: no result in time; the process was killed, unless it still imports.
             RewardError: the target raised, or its process died.
         """
-        self._load(target, args, kwargs)  # the arguments go along: to unpickle them is to import as well
+        self._load(target, args, kwargs)  # with the arguments: unpickling them imports modules, too
         timeout_s = max(0.0, min(self._timeout_s, self.deadline - time.monotonic()))
         with self._failures(target):
             try:
@@ -93,29 +93,27 @@ class IsolatedProcess:
         return result
 
     def load(self, target: str, *examples: Any) -> None:
-        """Import the target's module, and those of the examples' classes, within `start_timeout_s`.
-
-        No later call has to wait for these imports.
+        """Imports the modules of the target and of the examples' classes within `start_timeout_s`, ahead of calls.
 
         Raises:
-            TimedOutError: it took longer; the process was killed.
-            RewardError: the import raised, there is no such target, or the process died.
+            TimedOutError: the import took longer; the process was killed.
+            RewardError: the import raised, the target does not exist, or the process died.
         """
         self._load(target, examples, {})
 
     def call_many(self, target: str, calls: Sequence[tuple[Any, ...]], **kwargs: Any) -> list[Any]:
-        """One call after another: a result each, or the `RewardError` that kept it from having one."""
+        """Runs calls one after the other. Returns the result of each, or its `RewardError`."""
         return [self.call_or_error(target, args, kwargs) for args in calls]
 
     def call_or_error(self, target: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """As `call`, but what it would raise is the result."""
+        """Like `call`, but returns a `RewardError` instead of raising it."""
         try:
             return self.call(target, *args, **kwargs)
         except RewardError as error:
             return error
 
     def close(self) -> None:
-        """End the process; a later call starts a new one."""
+        """Ends the process; a later call starts a new process."""
         self._child.close()
         self._loaded.clear()
         self._importing = None
@@ -136,7 +134,7 @@ class IsolatedProcess:
                 raise RewardError(f"{what} raised {result}")
 
     def _import_reply(self, asked: _Import) -> tuple[bool, Any]:
-        """Waits for an import until its own end, or until the deadline."""
+        """Waits for the reply of an import until its own deadline, or until `deadline`."""
         waited_s = max(0.0, min(asked.until, self.deadline) - time.monotonic())
         try:
             reply: tuple[bool, Any] = self._child.receive(waited_s)
@@ -149,18 +147,18 @@ class IsolatedProcess:
 
     @contextmanager
     def _failures(self, what: str) -> Iterator[None]:
-        """End the process after any failure to talk to it: a late reply may not answer the next call."""
+        """Ends the process after a failed exchange: a late reply must not answer the next call."""
         try:
             yield
         except _StillImportingError:
-            raise  # its reply is awaited by the next call
+            raise  # the next call waits for this reply
         except BaseException as error:
             self.close()
             if isinstance(error, WorkerDiedError):
                 raise RewardError(f"{what}: {error}") from error
             if isinstance(error, RewardError) or not isinstance(error, Exception):
                 raise
-            # pickling runs code of the argument's and the result's own class
+            # Pickling runs code of the classes of arguments and result, which may raise anything.
             raise RewardError(f"{what}: cannot be sent or read, {type(error).__name__}: {error}") from error
 
 

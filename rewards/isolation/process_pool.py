@@ -1,4 +1,4 @@
-"""Several isolated processes side by side: of many calls that may hang, each costs its own timeout and no other's."""
+"""IsolatedPool: runs calls that may hang in several processes; a hanging call costs its own timeout only."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from mobula.rewards.isolation.process import IsolatedProcess
 
 
 class IsolatedPool:
-    """As `IsolatedProcess`, for up to `num_processes` calls at a time; a process starts when it is first needed.
+    """Like `IsolatedProcess`, for up to `num_processes` calls at a time. Processes start on demand.
 
-    A thread waits for each process. The timeouts hold for each call from the moment at which a process takes it up;
-    `deadline` (on `time.monotonic`'s clock) ends them all.
+    A thread waits for each process. The timeout of a call starts when a process takes it; `deadline`
+    (`time.monotonic`) bounds all calls.
 
     Example:
         pool = IsolatedPool(num_processes=2, timeout_s=5, start_timeout_s=60)
@@ -31,12 +31,12 @@ class IsolatedPool:
         self.deadline = math.inf
 
     def call(self, target: str, *args: Any, **kwargs: Any) -> Any:
-        """As `IsolatedProcess.call`, by the first process."""
+        """Like `IsolatedProcess.call`, in the first process."""
         self._processes[0].deadline = self.deadline
         return self._processes[0].call(target, *args, **kwargs)
 
     def call_many(self, target: str, calls: Sequence[tuple[Any, ...]], **kwargs: Any) -> list[Any]:
-        """`target(*args, **kwargs)` for each args of `calls`, in order; a call that failed is its `RewardError`."""
+        """Returns `target(*args, **kwargs)` for each args in `calls`; a failed call gives its `RewardError`."""
         if len(calls) < 2 or len(self._processes) == 1:
             self._processes[0].deadline = self.deadline
             return self._processes[0].call_many(target, calls, **kwargs)
@@ -46,7 +46,7 @@ class IsolatedPool:
             idle.put(process)
 
         def call(args: tuple[Any, ...]) -> Any:
-            process = idle.get_nowait()  # as many threads as processes: there is always one
+            process = idle.get_nowait()  # never empty: there are as many threads as processes
             try:
                 return process.call_or_error(target, args, kwargs)
             finally:
@@ -56,13 +56,13 @@ class IsolatedPool:
             return list(threads.map(call, calls))
 
     def load(self, target: str, *examples: Any) -> None:
-        """As `IsolatedProcess.load`, in every process, side by side."""
+        """Like `IsolatedProcess.load`, in every process, concurrently."""
         for process in self._processes:
             process.deadline = self.deadline
         with ThreadPoolExecutor(len(self._processes)) as threads:
             list(threads.map(lambda process: process.load(target, *examples), self._processes))
 
     def close(self) -> None:
-        """End every process; a later call starts new ones."""
+        """Ends every process; a later call starts new processes."""
         for process in self._processes:
             process.close()

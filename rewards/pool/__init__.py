@@ -1,1 +1,1 @@
-"""The reward pool: services, workers, and responses that are scored ahead of their group."""
+"""The reward pool: services, workers, and responses that are scored before their group is complete."""

@@ -1,4 +1,4 @@
-"""Replay evaluation: recorded responses scored once more, and what came out otherwise, component by component."""
+"""Replay evaluation: scores recorded responses again and compares the components."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class RewardsScorer(Protocol):
 
 @dataclass
 class Difference:
-    """One component's values then and now, over the responses that have both."""
+    """Recorded and new values of one component, over the responses that have both."""
 
     name: str
     pairs: list[tuple[float, float]] = field(default_factory=list)  # (then, now)
@@ -48,7 +48,7 @@ class Difference:
 
 @dataclass
 class Rescoring:
-    """All recorded responses. A component that only one side has is named, not compared."""
+    """The comparison over all recorded responses. Components of only one side are listed, not compared."""
 
     num_responses: int = 0
     num_unscored_then: int = 0
@@ -57,7 +57,7 @@ class Rescoring:
     not_compared: set[str] = field(default_factory=set)
 
     def add(self, then: Reward | None, now: Reward | None) -> None:
-        """State what one response got then and gets now; None where it could not be scored."""
+        """Adds the recorded and the new reward of one response; None if scoring failed."""
         self.num_responses += 1
         self.num_unscored_then += then is None
         self.num_unscored_now += now is None
@@ -70,7 +70,7 @@ class Rescoring:
 
 
 def rescore(scorer: RewardsScorer, groups: Iterable[RecordedGroup]) -> Rescoring:
-    """Score each group again, by text alone, and compare with its record."""
+    """Scores each group again, by text alone, and compares the rewards with the record."""
     result = Rescoring()
     for recorded in groups:
         now = scorer.rewards(group_requests(recorded.group, pictures=()))

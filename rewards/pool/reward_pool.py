@@ -1,4 +1,4 @@
-"""The reward pool: brings each group to the services that score it, makes rewards of what they say, counts failures."""
+"""RewardPool: sends each group to the services, combines their outcomes to rewards, and counts failures."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from mobula.rewards.recipes import ComponentError, RecipeBook
 logger = logging.getLogger(__name__)
 
 USED, UNUSED = "used", "unused"
-RETRIED = "retried"  # a component failed and was asked again
+RETRIED = "retried"  # a component failed and was run again
 DIED, HUNG = "reward_died", "reward_hung"
 
 
 class LossCounter:
-    """`failures` of a pool, and the way in which services report lost workers and answers to it."""
+    """Counts the `failures` of a pool. Services report lost workers and replies here."""
 
     def __init__(self, on_lost: Callable[[str], None] = lambda kind: None) -> None:
-        """`on_lost` is called with the kind of each loss of a worker."""
+        """`on_lost` gets the kind of each loss of a worker."""
         self._on_lost = on_lost
         self.failures: Counter[str] = Counter(dict.fromkeys([*(kind.value for kind in FailureKind), RETRIED], 0))
 
@@ -44,14 +44,14 @@ class LossCounter:
 
 
 class RewardPool:
-    """Implements `mobula.cluster.roles.Rewards` over services, which are asked side by side unless gates set an order.
+    """Implements `mobula.cluster.roles.Rewards` over services, which run concurrently unless gates need an order.
 
-    A response that could not be scored is counted in `failures` by kind and never becomes a number: with
-    `rewards.on_failure=exclude` there is None in its place, with `stop` it raises.
+    A response that could not be scored is counted in `failures` by kind and never gets a number: with
+    `rewards.on_failure=exclude` its reward is None, with `stop` an error is raised.
     """
 
     def __init__(self, rewards: RewardsConfig, services: Mapping[str, RewardService], losses: LossCounter) -> None:
-        """`services` are by the name that components give; `losses` is what they report to."""
+        """`services` maps the service names of components to services, which report to `losses`."""
         self._book = RecipeBook(rewards)
         self._stages = rewards.service_stages()
         self._on_failure = rewards.on_failure
@@ -63,32 +63,31 @@ class RewardPool:
 
     @property
     def failures(self) -> Counter[str]:
-        """How often each failure of a response or a worker occurred since the pool was built."""
+        """Failures of responses and workers by kind, since the pool was built."""
         return self._losses.failures
 
     async def start(self) -> None:
-        """Wait until the first workers of every service are built.
+        """Waits until the first workers of every service are built.
 
         Raises:
-            PreflightError: a worker cannot be built: a reward function does not exist, or its options do not fit.
+            PreflightError: a worker cannot be built: a reward function does not exist, or its options are wrong.
         """
         await run_all(*(service.start() for service in self.services.values()))
 
     def score_ahead(self, ended: EndedResponse) -> None:
-        """Begin to score a response before its group is there. Its outcome counts if the group holds it."""
+        """Begins to score a response before its group is complete. The outcome is used if the group contains it."""
         self._ahead.begin(ended)
 
     async def score(self, group: Any, group_id: str) -> tuple[Reward | None, ...]:
-        """One reward a trajectory, in order; None where it could not be scored and failures exclude.
+        """Returns one reward per trajectory, in order; None if scoring failed and `rewards.on_failure=exclude`.
 
-        Waits for a free place at a worker of each service.
+        Waits for a free slot at a worker of each service.
 
         Raises:
-            UnscoredGroupError: too many workers were lost over this group, and failures exclude.
-            RewardError: a response, or the group, could not be scored and failures stop the run; or a worker could not
-                get at the group.
+            UnscoredGroupError: too many workers were lost over this group, with `rewards.on_failure=exclude`.
+            RewardError: scoring failed with `rewards.on_failure=stop`, or a worker could not fetch the group.
             WorkerDiedError: every worker of a service was lost too often.
-            LostObjectError: the group went with the node that held it.
+            LostObjectError: the group was lost with the node that held it.
         """
         try:
             with self._ahead.taken(group_id) as ahead:
@@ -105,7 +104,7 @@ class RewardPool:
         )
 
     async def check(self) -> None:
-        """Replace workers that do not answer."""
+        """Checks all workers; workers that do not answer are replaced."""
         await asyncio.gather(*(service.pool.check() for service in self.services.values()))
 
     async def close(self) -> None:
@@ -119,24 +118,22 @@ class RewardPool:
         return outcomes
 
     def _as_read(self, group: Any) -> Any:
-        """The group, of answers by value only the media that some component reads: each reference has to be counted."""
+        """Returns the group; answers by value without media that no component needs (Ray counts each reference)."""
         return group.lean(with_media=self._needs_pictures) if isinstance(group, Answers) else group
 
     async def _ask(self, group: Any, known: Mapping[int, bytes]) -> GroupOutcomes:
-        """The outcomes of all services for the responses that are not `known`."""
-        found: list[GroupOutcomes] = []
+        """Returns the outcomes of all services for the responses that are not `known`."""
+        by_service: list[GroupOutcomes] = []
         for stage in self._stages:
-            earlier = [outcomes or {} for outcomes in _merged(found).outcomes] if found else None
+            earlier = [outcomes or {} for outcomes in _merged(by_service).outcomes] if by_service else None
             question = Question(group, earlier, known)
             asked = [self.services[name].score(question) for name in stage]
-            found += [await asked[0]] if len(asked) == 1 else await asyncio.gather(*asked)
-        self.failures[RETRIED] += sum(said.num_retried for said in found)
-        return _merged(found)
+            by_service += [await asked[0]] if len(asked) == 1 else await asyncio.gather(*asked)
+        self.failures[RETRIED] += sum(outcomes.num_retried for outcomes in by_service)
+        return _merged(by_service)
 
     async def _completed(self, group: Any, said: GroupOutcomes, ahead: Mapping[int, Ahead]) -> list[Said]:
-        """`said` completed with the outcomes that were scored ahead; where the way to the components failed then, they
-        are asked again.
-        """
+        """Completes `said` with outcomes that were scored ahead; responses whose workers failed are scored again."""
         if not ahead:
             return _complete(said.outcomes)
         ahead_outcomes = {i: await ahead[i].said for i, outcomes in enumerate(said.outcomes) if outcomes is None}
@@ -162,16 +159,16 @@ class RewardPool:
 
 
 def _complete(outcomes: Iterable[Said | None]) -> list[Said]:
-    """The outcomes of a group of which each response has been scored."""
-    found: list[Said] = []
+    """Checks that every response of a group has outcomes, and returns them."""
+    complete: list[Said] = []
     for said in outcomes:
         assert said is not None, "a response has no outcomes"
-        found.append(said)
-    return found
+        complete.append(said)
+    return complete
 
 
 def _merged(parts: Sequence[GroupOutcomes]) -> GroupOutcomes:
-    """The outcomes of all services for each response; a response that is known is known to all of them."""
+    """Merges the outcomes of all services for each response; a response is known to all services or to none."""
     if len(parts) == 1:
         return parts[0]
     whole = [

@@ -1,4 +1,4 @@
-"""Responses that are scored while their siblings are still sampled, kept until their group is complete."""
+"""Scores responses while their siblings are still sampled, and keeps the outcomes until the group is complete."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ Said = Mapping[str, Outcome]
 
 
 def response_digest(response: Response) -> bytes:
-    """Equal for responses that no reward function can tell apart."""
+    """Returns a digest that is equal for responses that are equal to every reward function."""
     turns = [[turn.action, turn.observation, dict(turn.rewards)] for turn in response.turns]
     parts = [response.text, response.num_tokens, response.is_truncated, response.failure, turns]
     digest = hashlib.sha256(json.dumps(parts).encode())
     for picture in response.pictures:
-        digest.update(hashlib.sha256(picture).digest())
+        digest.update(hashlib.sha256(picture).digest())  # of each file, so that file borders count
     return digest.digest()
 
 
 @dataclass(frozen=True)
 class Ahead:
-    """One response that is scored, or was; `said` is None where the way to the components failed."""
+    """One response that is being scored, or was; the outcome is None if its workers failed."""
 
     digest: bytes  # of the response
     said: asyncio.Task[Said | None]
 
 
 class ScoringAhead:
-    """Begins to score responses as they end, and gives a group what was begun for it."""
+    """Begins to score responses when they end, and returns the outcomes when the group is complete."""
 
     def __init__(self, score: Callable[[EndedResponse], Awaitable[Said]]) -> None:
         self._score = score
@@ -48,15 +48,14 @@ class ScoringAhead:
     def begin(self, ended: EndedResponse) -> None:
         prompt_id = ended.prompt.prompt_id
         siblings = self._begun.setdefault(prompt_id, {})
-        if ended.sibling in siblings:  # an episode that was begun again has another end
+        if ended.sibling in siblings:  # a restarted episode has another end
             siblings[ended.sibling].said.cancel()
         task = asyncio.create_task(self._said(ended), name=f"score {prompt_id}#{ended.sibling} ahead")
         siblings[ended.sibling] = Ahead(response_digest(ended.response), task)
 
     @contextmanager
     def taken(self, prompt_id: str) -> Iterator[Mapping[int, Ahead]]:
-        """The scores that were started for the group, by sibling. It is then dropped, and calls in progress are
-        cancelled."""
+        """Yields the started scores of a group by sibling. On exit they are dropped and calls in progress cancelled."""
         siblings = self._begun.pop(prompt_id, {})
         try:
             yield siblings
@@ -72,7 +71,7 @@ class ScoringAhead:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _said(self, ended: EndedResponse) -> Said | None:
-        """Failures of workers are counted where they happen; the group tries again, and only then has a policy."""
+        """Scores a response. Failures of workers are logged here; the group is scored again and then raises them."""
         try:
             return await self._score(ended)
         except (RewardError, LostObjectError, WorkerDiedError) as error:

@@ -1,4 +1,4 @@
-"""One service of the reward pool: its workers, the bounded queue before them, and the batches that travel."""
+"""RewardService: the workers of one service of the reward pool, behind a bounded queue with batching."""
 
 from __future__ import annotations
 
@@ -25,33 +25,33 @@ from mobula.rewards.pool.worker import GroupOutcomes, Question
 
 @dataclass(frozen=True)
 class ServiceSettings:
-    """Deadlines and sizes of one service. `timeout_s` is for one call, the wait behind the calls before it included."""
+    """Deadlines and sizes of one service. `timeout_s` bounds one call, including the wait for earlier calls."""
 
     start_s: float
     alive_s: float
     timeout_s: float
-    max_batch: int  # groups in one call
-    max_in_flight: int  # calls at one worker
+    max_batch: int  # groups per call
+    max_in_flight: int  # calls per worker
     max_queued: int  # groups that wait for a worker
-    max_attempts: int  # workers, or answers of them, that may be lost over one group
+    max_attempts: int  # lost workers or replies per group
 
 
 @dataclass(eq=False)
 class _Waiting:
-    """A question on its way to a worker."""
+    """A question in the queue or at a worker."""
 
     question: Question
     result: asyncio.Future[GroupOutcomes]
-    lost: list[str] = field(default_factory=list)  # why workers that had it, or their answers, were lost
+    lost: list[str] = field(default_factory=list)  # reasons of lost workers or replies
 
 
 class RewardService:
-    """Scores groups on `RewardWorker` actors that run the same components; `pool` holds them.
+    """Scores groups on `RewardWorker` actors with the same components.
 
-    A group goes to an idle worker, together with the groups that wait as well, up to `max_batch`: batches form while
-    workers are busy, and no group waits for a batch. Only a full batch is sent to a busy worker: a smaller one would
-    wait there instead, and could not grow. A worker that died or hangs is replaced. Groups that were not answered are
-    sent first, each in a call of its own, because one of them may be the cause.
+    An idle worker gets all waiting groups, up to `max_batch`: batches form while workers are busy, and no group waits
+    for a batch. A busy worker gets full batches only: a smaller batch would wait there and could not grow. A worker
+    that died or hangs is replaced. Its unanswered groups are sent again first, each in a separate call, because one of
+    them may be the cause.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class RewardService:
         settings: ServiceSettings,
         on_lost: Callable[[Exception], None],
     ) -> None:
-        """`on_lost` is called for every loss of a worker, and with a LostReplyError for every answer that was lost."""
+        """`on_lost` is called for every loss of a worker, and with a LostReplyError for every lost reply."""
         self._role = role
         self._settings = settings
         self._on_lost = on_lost
@@ -86,20 +86,21 @@ class RewardService:
         self._is_waiting = False  # a carrier task waits for a worker
 
     async def start(self) -> None:
-        """Wait until the first workers are built; raises what `WorkQueue.start` does."""
+        """Waits until the first workers are built. Raises the errors of `WorkQueue.start`."""
         await self._work.start()
 
     @property
     def workers(self) -> tuple[Any, ...]:
-        """The handles that serve now; replaced ones are gone."""
+        """The handles of the serving workers."""
         return self._work.handles
 
     async def score(self, question: Question) -> GroupOutcomes:
-        """The outcomes of the service's components for a group; waits for room in the queue, then for a worker.
+        """Returns the outcomes of the service's components for a group. Waits for space in the queue, then for a
+        worker.
 
         Raises:
-            UnscoredGroupError: `max_attempts` workers, or their answers, were lost over this group.
-            RewardError: the worker could not fetch it.
+            UnscoredGroupError: `max_attempts` workers or replies were lost over this group.
+            RewardError: the worker could not fetch the group.
             WorkerDiedError: every worker was lost too often.
             LostObjectError: the group was lost with its node.
         """
@@ -125,7 +126,7 @@ class RewardService:
         return len(self._queue) >= self._settings.max_batch
 
     def _carry(self, *, is_urgent: bool = False) -> None:
-        """Have one task wait for a worker if any group is queued and no task waits yet."""
+        """Starts a task that waits for a worker, if a group is queued and no task waits yet."""
         if self._is_waiting or not self._queue:
             return
         self._is_waiting = True
@@ -146,13 +147,13 @@ class RewardService:
             _fail(batch, RewardError(f"the {self._role} service was closed"))
             raise
         except Exception as error:  # no caller waits for this task: the error goes to the callers of its groups
-            if self._is_waiting and not batch:  # no worker will be free any more
+            if self._is_waiting and not batch:  # no worker will become free again
                 self._is_waiting = False
                 batch = [self._queue.popleft() for _ in range(len(self._queue))]
             _fail(batch, error)
 
     def _next_batch(self) -> list[_Waiting]:
-        """The groups of the next call; a group over which a worker was lost is alone in its call."""
+        """Takes the groups of the next call; a group over which a worker was lost is sent alone."""
         size = min(len(self._queue), self._settings.max_batch)
         alone = next((i for i in range(size) if self._queue[i].lost), size)
         return [self._queue.popleft() for _ in range(min(size, max(1, alone)))]
@@ -163,14 +164,14 @@ class RewardService:
         try:
             results = await answer(call, timeout_s=self._settings.timeout_s, what=what)
         except (WorkerDiedError, DeadlineError, StuckError) as error:
-            found = await self._work.failed(slot, error)
-            if isinstance(found, LostReplyError):
-                self._on_lost(found)
-            self._again(batch, found)
+            loss = await self._work.failed(slot, error)
+            if isinstance(loss, LostReplyError):
+                self._on_lost(loss)
+            self._again(batch, loss)
         except (LostObjectError, RewardError) as error:
             if len(batch) == 1:
                 _fail(batch, error)
-            for waiting in batch if len(batch) > 1 else ():  # one of them is the cause: each in a call of its own
+            for waiting in batch if len(batch) > 1 else ():  # one of them is the cause: send each in a separate call
                 await self._deliver(slot, [waiting])
         else:
             for waiting, result in zip(batch, results, strict=True):
@@ -178,7 +179,7 @@ class RewardService:
                     waiting.result.set_result(result)
 
     def _again(self, batch: Sequence[_Waiting], error: Exception) -> None:
-        """Queue unanswered groups before all others, except those over which too many workers or answers were lost."""
+        """Queues unanswered groups first. Groups over which too many workers or replies were lost fail."""
         for waiting in reversed(batch):
             waiting.lost.append(str(error))
             if len(waiting.lost) < self._settings.max_attempts:

@@ -1,4 +1,4 @@
-"""One reward worker: groups in, the outcomes of every component of the worker's service out."""
+"""RewardWorker: scores groups with the components of one service."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from mobula.rewards.pool.scoring_ahead import response_digest
 from mobula.rewards.scoring import RewardScoring
 from mobula.rewards.tools import Tools
 
-MAX_PICTURES = 64  # that one worker keeps at hand
+MAX_PICTURES = 64  # cached images of one worker
 
 
 @dataclass(frozen=True)
 class Question:
-    """Input of a service: a `TrajectoryGroup`, or `Answers`, as object ref or value.
+    """Input of a service: a `TrajectoryGroup` or `Answers`, as object ref or value.
 
-    `earlier[i]` holds the outcomes of other services for response i, where gates look at it. `known` holds the digests
-    of responses, by position, that need not be scored: a response that does not match its digest is scored.
+    `earlier[i]` holds the outcomes of other services for response i, if gates need them. `known` maps indices of
+    responses that need no score to digests; a response with another digest is scored.
     """
 
     group: Any
@@ -37,17 +37,15 @@ class Question:
 
 @dataclass(frozen=True)
 class GroupOutcomes:
-    """The outcomes of one service for a group: for each trajectory, in order, component -> outcome; None where it is
-    known.
-    """
+    """The outcomes of one service for a group: component -> outcome for each trajectory, in order; None if known."""
 
     label: str  # of the group's recipe
     trajectory_ids: tuple[str, ...]
     outcomes: tuple[Mapping[str, Outcome] | None, ...]
-    num_retried: int = 0  # responses that a component was given again; all of a call are counted with its first group
+    num_retried: int = 0  # retried responses; the first group of a call has the number of the whole call
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """How it travels: scores as plain values, for each object among them takes longer than its few bytes."""
+        """Pickles scores as plain values, which is faster than an object per score."""
         plain = [said if said is None else {name: _plain(o) for name, o in said.items()} for said in self.outcomes]
         return _group_outcomes, (self.label, self.trajectory_ids, plain, self.num_retried)
 
@@ -70,11 +68,11 @@ def _outcome(plain: Any) -> Outcome:
 
 
 class RewardWorker:
-    """Scores groups, one call at a time, and never takes much longer than `group_timeout_s` for each of them.
+    """Scores groups, one call at a time, in little more than `group_timeout_s` per group.
 
-    Functions that may hang run in `rewards.processes` processes that the worker owns: each call has
-    `function_timeout_s`, importing what it needs `start_timeout_s`. Models and engines compute in a thread that has the
-    same for each response. Once the time of a call's groups is used up, what is left is counted as timed out.
+    Functions that may hang run in `rewards.processes` child processes: each call has `function_timeout_s`, an import
+    `start_timeout_s`. Models and engines compute in a thread with the same timeout per response. When the time of a
+    call is used up, the remaining responses count as timed out.
     """
 
     def __init__(
@@ -103,19 +101,19 @@ class RewardWorker:
         self._group_timeout_s = group_timeout_s
 
     def score(self, questions: Sequence[Question]) -> list[GroupOutcomes]:
-        """Score groups; refs come in a sequence, so that fetching has our deadline.
+        """Scores groups. Refs come inside a sequence, so that Ray does not fetch them and the fetch has our deadline.
 
         Raises:
-            RewardError: pictures did not arrive within `object_timeout_s`.
-            LostObjectError: a group did not, or went with its node.
-            StuckError: a model still hangs since an earlier call, or an engine failed: another process has to go on.
+            RewardError: images did not arrive within `object_timeout_s`.
+            LostObjectError: a group did not arrive within `object_timeout_s`, or was lost with its node.
+            StuckError: a model hangs since an earlier call, or an engine failed: the process has to be replaced.
         """
         if num_stuck := self._in_time.num_stuck:
             raise StuckError(f"{num_stuck} computations of service {self._service!r} hang since an earlier call")
         try:
             groups = [question.group for question in questions]
-            found = fetch_or_miss(groups, timeout_s=self._object_timeout_s, what="groups to score")
-            asked = [_Asked.of(group, question) for group, question in zip(found, questions, strict=True)]
+            fetched = fetch_or_miss(groups, timeout_s=self._object_timeout_s, what="groups to score")
+            asked = [_Asked.of(group, question) for group, question in zip(fetched, questions, strict=True)]
             pictures = [self._pictures(group.prompt) for group in asked]
         except DeadlineError as error:
             raise RewardError(f"{error}: raise timeouts.object_s, or see whether their node is alive") from error
@@ -123,21 +121,21 @@ class RewardWorker:
         return self._score(asked, pictures)
 
     def ping(self) -> bool:
-        """Answers once the worker is built and free."""
+        """Returns once the worker is built and free."""
         return True
 
     def close(self) -> None:
-        """End the isolated processes."""
+        """Ends the isolated processes."""
         self._isolated.close()
 
     def _pictures(self, prompt: Prompt) -> tuple[bytes, ...]:
-        """Those of the prompt; of a video, the frames that the policy saw."""
+        """Returns the image files of the prompt; of a video, the frames that the policy saw."""
         if not self._needs_pictures:
             return ()
         return tuple(file for media in self._media.read(prompt.media) for file in media.files)
 
     def _score(self, asked: Sequence[_Asked], pictures: Sequence[tuple[bytes, ...]]) -> list[GroupOutcomes]:
-        """All responses of all groups together: what a model scores as one batch."""
+        """Scores all responses of all groups together, so that a model gets one batch."""
         wanted = [(group, i, files) for group, files in zip(asked, pictures, strict=True) for i in group.wanted]
         requests = [reward_request(group.prompt, group.responses[i], files) for group, i, files in wanted]
         before = None
@@ -151,21 +149,21 @@ class RewardWorker:
                 label=self._scoring.book.label(group.prompt.metadata),
                 trajectory_ids=group.trajectory_ids,
                 outcomes=tuple(next(outcomes) if i in group.wanted else None for i in range(len(group.responses))),
-                num_retried=0 if place else num_retried,
+                num_retried=0 if index else num_retried,
             )
-            for place, group in enumerate(asked)
+            for index, group in enumerate(asked)
         ]
 
 
 @dataclass(frozen=True)
 class _Asked:
-    """A question whose group is there."""
+    """A question with its fetched group."""
 
     prompt: Prompt
     trajectory_ids: tuple[str, ...]
     responses: tuple[Response, ...]
     earlier: Sequence[Mapping[str, Outcome]] | None
-    wanted: Sequence[int]  # positions of the responses that are not known, ascending
+    wanted: Sequence[int]  # indices of the responses that are not known, ascending
 
     @classmethod
     def of(cls, group: TrajectoryGroup | Answers, question: Question) -> _Asked:
@@ -182,7 +180,7 @@ class _Asked:
 
 
 def group_requests(group: TrajectoryGroup, pictures: tuple[bytes, ...]) -> list[RewardRequest]:
-    """One request a response; `pictures` are the files of the prompt's."""
+    """Builds one request per response; `pictures` are the image files of the prompt."""
     return [reward_request(group.prompt, trajectory.response, pictures) for trajectory in group.trajectories]
 
 

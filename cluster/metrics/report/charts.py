@@ -87,7 +87,7 @@ def curve(label: str, colour: int, values: Sequence[tuple[int, float]], *, keeps
 
 
 def thin(points: Sequence[Point], keeps_peaks: bool) -> list[Point]:
-    """Returns at most MAX_POINTS points: neighbours are merged to their mean (or maximum) with the extremes as range."""
+    """Returns at most MAX_POINTS points: neighbours are merged to mean or maximum, with the extremes as range."""
     if len(points) <= MAX_POINTS:
         return list(points)
     bounds = [round(i * len(points) / MAX_POINTS) for i in range(MAX_POINTS + 1)]

@@ -13,7 +13,6 @@ ENVIRONMENTS: Mapping[str, str] = {  # name -> its class, imported when it is as
     "gymnasium": "mobula.actors.environments.adapters.gymnasium_adapter:GymnasiumEnvironment",
     "miniwob": "mobula.actors.environments.tasks.miniwob.task:MiniWoB",
     "openenv": "mobula.actors.environments.adapters.openenv:OpenEnv",
-    "pixel_maze": "mobula.actors.environments.tasks.pixel_maze:PixelMaze",
     "program": "mobula.actors.environments.adapters.program:Program",
     "reasoning_gym": "mobula.actors.environments.adapters.reasoning_gym_adapter:ReasoningGym",
     "textarena": "mobula.actors.environments.adapters.textarena_adapter:TextArena",
@@ -24,7 +23,6 @@ ENVIRONMENTS: Mapping[str, str] = {  # name -> its class, imported when it is as
 EXTRAS: Mapping[str, str] = {  # name -> the extra that installs what it needs
     "gymnasium": "environments",
     "miniwob": "miniwob",
-    "pixel_maze": "environments",
     "reasoning_gym": "reasoning_gym",
     "textarena": "textarena",
 }

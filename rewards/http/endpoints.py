@@ -1,4 +1,4 @@
-"""Balances requests over the servers of one service: the least busy first; a failing server is avoided for a while."""
+"""Balances requests over the servers of a service: least busy first, failing servers are avoided for a while."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(eq=False)
 class Endpoint:
-    """One URL with what is known of its server; times are on the clock of its `Endpoints`."""
+    """One URL with the state of its server; times are on the clock of its `Endpoints`."""
 
     url: str
     num_in_flight: int = 0
@@ -19,10 +19,10 @@ class Endpoint:
 
 
 class Endpoints:
-    """Balances over URLs by what is in flight, the longest unused first among equals.
+    """Balances over URLs by requests in flight; of equal URLs the longest unused is first.
 
-    A URL that failed `max_failures` times in a row is set aside for `aside_s`; then one request at a time finds out
-    whether it is back. Where all are set aside, the one that is due first is asked all the same.
+    A URL that failed `max_failures` times in a row is set aside for `aside_s`; then one request at a time tests whether
+    it is back. If all URLs are set aside, the one that is due first is used.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class Endpoints:
         self._num_taken = 0
 
     def take(self) -> Endpoint:
-        """The endpoint to ask now; give it back with `succeeded`, `failed` or `rested`."""
+        """Returns the endpoint of the next request. Release it with `succeeded`, `failed`, `rested` or `released`."""
         free = self._free()
         if free:
             endpoint = min(free, key=lambda e: (e.num_in_flight, e.last_used))
@@ -47,7 +47,7 @@ class Endpoints:
         return endpoint
 
     def is_any_free(self) -> bool:
-        """Whether an endpoint is there that is not set aside."""
+        """Whether an endpoint is not set aside."""
         return bool(self._free())
 
     def succeeded(self, endpoint: Endpoint) -> None:
@@ -56,19 +56,19 @@ class Endpoints:
         endpoint.aside_until = 0.0
 
     def failed(self, endpoint: Endpoint) -> None:
-        """Its server is not there, or out of order."""
+        """Releases the endpoint: its server is unreachable or broken."""
         endpoint.num_in_flight -= 1
         endpoint.num_failures += 1
         if endpoint.num_failures >= self._max_failures:
             endpoint.aside_until = self._clock() + self._aside_s
 
     def rested(self, endpoint: Endpoint, seconds: float) -> None:
-        """Its server is well and asks to be left alone for so long."""
+        """Releases the endpoint: its healthy server asks for a pause of `seconds`."""
         endpoint.num_in_flight -= 1
         endpoint.aside_until = max(endpoint.aside_until, self._clock() + seconds)
 
     def released(self, endpoint: Endpoint) -> None:
-        """Nothing was learnt of its server."""
+        """Releases the endpoint without information about its server."""
         endpoint.num_in_flight -= 1
 
     def _free(self) -> list[Endpoint]:

@@ -1,4 +1,4 @@
-"""Threads that score beside a server's event loop: a bounded number of requests waits, each until its deadline."""
+"""Lanes: a thread pool that scores for a server's event loop, with a bounded queue and a deadline per request."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from mobula.rewards.contract import Outcome, RewardRequest
 
 
 class BatchScorer(Protocol):
-    """Scores one batch at a time; each lane has its own. `is_stuck` while it refuses to, for what hangs in it."""
+    """Scores one batch at a time; each thread has its own. `is_stuck` is True while a hanging call blocks it."""
 
     is_stuck: bool
 
     def score(self, requests: Sequence[RewardRequest], deadline: float) -> Sequence[Outcome]:
-        """One outcome a request; whatever can be stopped is stopped at `deadline` (on `time.monotonic`'s clock)."""
+        """Returns one outcome per request. Stops isolated calls at `deadline` (`time.monotonic`)."""
         ...
 
     def close(self) -> None: ...
 
 
 class BusyError(Exception):
-    """Every lane is busy and enough requests wait already."""
+    """Every lane is busy and the queue is full."""
 
 
 class _Lane:
@@ -38,8 +38,7 @@ _Job = tuple["Future[Sequence[Outcome]]", Sequence[RewardRequest], float]
 
 
 class Lanes:
-    """Scores batches in as many threads as there are scorers. The threads are daemons: one that hangs ends with the
-    process, and until then its lane is busy."""
+    """Scores batches in one daemon thread (lane) per scorer. A lane that hangs stays busy until the process ends."""
 
     def __init__(self, scorers: Sequence[BatchScorer], *, max_waiting: int) -> None:
         self._lanes = [_Lane(scorer) for scorer in scorers]
@@ -61,7 +60,7 @@ class Lanes:
         return sum(lane.busy_since is not None for lane in self._lanes)
 
     def num_stuck(self, seconds: float) -> int:
-        """Lanes that have been at one batch for longer than this, or whose scorer is stuck."""
+        """Returns the number of lanes that score one batch for longer than `seconds`, or whose scorer is stuck."""
         now = time.monotonic()
         starts = [(lane.scorer.is_stuck, lane.busy_since) for lane in self._lanes]
         return sum(is_stuck or (start is not None and now - start > seconds) for is_stuck, start in starts)
@@ -73,10 +72,10 @@ class Lanes:
         return self.num_waiting >= self._max_waiting
 
     def submit(self, requests: Sequence[RewardRequest], deadline: float) -> Future[Sequence[Outcome]]:
-        """The outcomes to come; a cancelled future that still waits is never scored.
+        """Queues requests and returns the future of their outcomes. A future that is cancelled in time is not scored.
 
         Raises:
-            BusyError: too many wait.
+            BusyError: the queue is full.
         """
         if self.is_full():
             raise BusyError(f"{self.num_busy} lanes are busy and {self.num_waiting} requests wait")
@@ -85,7 +84,7 @@ class Lanes:
         return future
 
     def close(self, timeout_s: float) -> None:
-        """End the lanes once what was submitted is done, or at the timeout."""
+        """Ends the lanes after the submitted requests, or at the timeout."""
         until = time.monotonic() + timeout_s
         for _ in self._threads:
             self._jobs.put(None)
@@ -102,7 +101,7 @@ class Lanes:
             lane.busy_since = time.monotonic()
             try:
                 future.set_result(lane.scorer.score(requests, deadline))
-            except BaseException as error:  # the waiting call gets it
+            except BaseException as error:  # raised in the waiting call
                 future.set_exception(error)
             finally:
                 lane.busy_since = None

@@ -19,23 +19,23 @@ QueryForm = Literal["full", "response"]
 
 
 class LightrftBody(WireModel):
-    """A request in columns, a row a sample; what else a client of that protocol sends is not looked at."""
+    """A request in columns, one row per sample; further fields of a client are ignored."""
 
     model_config = ConfigDict(extra="ignore")
 
     queries: Annotated[list[str], Field(min_length=1)]
-    """Prompt and response as they were decoded, special tokens and padding included; or the response alone."""
+    """Decoded prompt and response with special tokens and padding, or the response alone."""
     prompts: list[str] | None = None
-    """The prompts as they stand in the queries."""
+    """The prompts, as in the queries."""
     references: list[str | list[str] | None] | None = None
     images: list[str | list[str] | None] | None = None
-    """Each sample's pictures, base64 files or data URLs; a single one may stand for itself."""
+    """Images of each sample as base64 files or data URLs; a single image needs no list."""
 
     def requests(self, queries_are: QueryForm) -> list[RewardRequest]:
-        """One request a query; only what follows its prompt is its response.
+        """Returns one request per query. The response is the text after the prompt.
 
         Raises:
-            RewardError: columns differ in length, or a sample is unfit; the message names it.
+            RewardError: columns differ in length, or a sample is invalid; the message names it.
         """
         for name, column in self._columns().items():
             if column is not None and len(column) != len(self.queries):
@@ -58,19 +58,19 @@ class LightrftBody(WireModel):
             text = without_markers(text[len(prompt) :])
         references = columns["references"] or []
         references = (references,) if isinstance(references, str) else tuple(references)
-        # The protocol has no length, so a response is as long as it has words.
+        # The protocol has no token count, so the length of a response is its number of words.
         response = Response(text.strip(), num_tokens=len(text.split()), is_truncated=False)
         return RewardRequest(response, references, {}, prompt, _pictures(columns["images"], row))
 
 
 class LightrftReply(WireModel):
-    """A reply: a number each, and no way to say that there is none."""
+    """A reply with one number per sample; it cannot express a failure."""
 
     rewards: list[FiniteFloat]
 
 
 class LightrftReplyOfAnybody(BaseModel):
-    """A reply as it may come: what else stands in it is not ours, and each reward is looked at by itself."""
+    """A reply of any server: further fields are ignored, and each reward is checked separately."""
 
     rewards: list[Any]
 
@@ -79,7 +79,7 @@ class LightrftReplyOfAnybody(BaseModel):
 
 
 class ColumnRow:
-    """One request as its rows of the columns, encoded, so that its size is known."""
+    """One request as encoded rows of the columns, so that its size is known."""
 
     def __init__(self, request: RewardRequest, queries_are: QueryForm) -> None:
         if request.response.pictures:
@@ -98,7 +98,7 @@ class ColumnRow:
 
 
 def join_rows(rows: Sequence[ColumnRow]) -> bytes:
-    """Rows as one request body."""
+    """Joins rows to one request body."""
     columns = (b'"%b":[%b]' % (name.encode(), b",".join(row.columns[name] for row in rows)) for name in rows[0].columns)
     return b"{" + b",".join(columns) + b"}"
 
@@ -106,7 +106,7 @@ def join_rows(rows: Sequence[ColumnRow]) -> bytes:
 def _outcome(reward: Any) -> float | ScoringFailure:
     if isinstance(reward, bool) or not isinstance(reward, int | float):
         return ScoringFailure(FailureKind.FAILED, f"the service replied with {reward!r} for a reward")
-    return reward  # the contract refuses what is not finite
+    return reward  # the contract refuses non-finite numbers
 
 
 def _pictures(images: str | list[str] | None, row: int) -> tuple[bytes, ...]:

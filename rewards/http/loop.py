@@ -1,4 +1,4 @@
-"""An event loop in a thread of its own, for callers that have none and may be many."""
+"""LoopThread: an event loop in a separate thread, for callers in several threads without a loop."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CLOSE_S = 2.0
 
 
 class LoopThread:
-    """Runs coroutines for any thread; the thread is a daemon and ends with this object, or with the process."""
+    """Runs coroutines for any thread. The daemon thread ends with this object or with the process."""
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
@@ -24,16 +24,16 @@ class LoopThread:
         self.close = weakref.finalize(self, _stop, self._loop, thread)
 
     def at_close(self, closer: Closer) -> None:
-        """Await `closer()` on the loop as the last thing it does."""
+        """Registers `closer`, which the loop awaits at its end."""
         self._closers.append(closer)
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """The coroutine's result; it has its own deadline."""
+        """Returns the result of a coroutine, which has its own deadline."""
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
             return future.result()
         finally:
-            future.cancel()  # the waiting call is gone, e.g. by an interrupt; harmless once it is done
+            future.cancel()  # the waiting call was interrupted; without effect on a finished coroutine
 
 
 def _serve(loop: asyncio.AbstractEventLoop, closers: list[Closer]) -> None:
@@ -52,5 +52,5 @@ def _serve(loop: asyncio.AbstractEventLoop, closers: list[Closer]) -> None:
 
 def _stop(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
     loop.call_soon_threadsafe(loop.stop)
-    if thread is not threading.current_thread():  # the garbage collector may run anywhere
+    if thread is not threading.current_thread():  # the garbage collector may call this in any thread
         thread.join(CLOSE_S)

@@ -1,4 +1,4 @@
-"""JSON to servers and back: concurrent, balanced, tried again where that may help, never longer than its deadline."""
+"""JsonPoster: posts JSON to servers concurrently, with balancing, retries and a deadline."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from mobula.rewards.http.loop import LoopThread
 
 T = TypeVar("T")
 READ_BYTES = 1 << 16
-QUOTED_CHARS = 300  # of a server's own words in an error
+QUOTED_CHARS = 300  # of a server's message in an error
 
 
 class RefusedError(RewardError):
-    """A server understood a request and refuses it (4xx): the same request would be refused again."""
+    """A server refuses a request (4xx) and would refuse it again."""
 
     def __init__(self, url: str, status: int, said: str) -> None:
         super().__init__(url, status, said)
@@ -34,7 +34,7 @@ class RefusedError(RewardError):
 
 
 class _AgainError(Exception):
-    """An attempt that failed and may succeed later; `retry_after_s` is what the server asked for."""
+    """A failed attempt that may succeed later; `retry_after_s` is the pause that the server asks for."""
 
     def __init__(self, error: RewardError, retry_after_s: float | None = None) -> None:
         super().__init__(error)
@@ -45,8 +45,8 @@ class _AgainError(Exception):
 class JsonPoster:
     """Posts request bodies; usable from any thread.
 
-    Connection errors, timeouts, 5xx and 429 are tried again after a random pause of up to `backoff_s` * 2^attempt
-    ("full jitter"), or after Retry-After; any other 4xx is final.
+    Connection errors, timeouts, 5xx and 429 are retried after a random pause of up to `backoff_s` * 2^attempt ("full
+    jitter"), or after Retry-After; any other 4xx is final.
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -59,19 +59,19 @@ class JsonPoster:
         self._starting = threading.Lock()
 
     def run(self, work: Callable[[], Awaitable[T]]) -> T:
-        """Await `work()`, which may call `post`, on this poster's loop."""
+        """Runs `work()`, which may call `post`, on this poster's loop."""
         with self._starting:
             if self._loop is None:
                 self._loop = LoopThread("mobula-http-rewards")
         return self._loop.run(self._enter(work))
 
     async def post(self, body: bytes, deadline: float) -> bytes:
-        """The reply to `body`, by `deadline` on the loop's clock.
+        """Posts `body` and returns the reply, by `deadline` on the loop's clock.
 
         Raises:
             RefusedError: a server answered with a 4xx other than 429.
             TimedOutError: no attempt was answered in time.
-            RewardError: the last attempt failed otherwise.
+            RewardError: the last attempt failed for another reason.
         """
         try:
             async with asyncio.timeout_at(deadline):
@@ -162,6 +162,6 @@ class JsonPoster:
 
 
 def _retry_after(response: aiohttp.ClientResponse) -> float | None:
-    """Seconds that a busy server (429, 503) asks for; None where there is none, or a date."""
+    """Returns the seconds that a busy server (429, 503) asks for; None without a header, or for a date."""
     said = response.headers.get("Retry-After", "")
     return float(said) if response.status in (429, 503) and said.isdecimal() else None

@@ -1,4 +1,4 @@
-"""Checks every request before it is parsed: the token, the size of its body, the time it takes."""
+"""RequestGate: checks token, body size and read time of every request before it is parsed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 
 DRAIN_FACTOR = 4  # times the largest allowed body
 OPEN_PATHS = ("/health", "/docs", "/openapi.json")
-VIEWER_PATH = "/docs-viewer"  # the parts of the page at /docs, open as well
+VIEWER_PATH = "/docs-viewer"  # files of the page at /docs; open without a token
 
 
 class _Refusal(Exception):
@@ -31,11 +31,10 @@ class _Refusal(Exception):
 
 @dataclass(frozen=True)
 class RequestGate:
-    """ASGI middleware. Without a `token` every request is admitted; health and the API's description are open to all.
+    """ASGI middleware. Without a `token` every request is admitted; health and API description never need it.
 
-    401 without the token, 413 for a body above `max_request_bytes`, 408 for one that takes longer than `read_s`; 503
-    while `is_full()`, so that no body is read for nothing. `on_status` is called with the status of every POST, refused
-    or not.
+    Answers 401 without the token, 413 for a body above `max_request_bytes`, 408 for a body that takes longer than
+    `read_s`, and 503 while `is_full()`, before the body is read. `on_status` gets the status of every POST.
     """
 
     app: App
@@ -102,7 +101,7 @@ class RequestGate:
             raise _Refusal(408, f"the body took longer than {self.read_s:g} s", is_more_to_come=False) from error
 
     async def _drain(self, receive: Receive) -> None:
-        """Let a client that is still sending come to an end, within reason: cut off, it might never read why."""
+        """Reads the rest of a body up to a limit: a client that is cut off while it sends may not read the reply."""
         num_bytes = 0
         try:
             async with asyncio.timeout(self.read_s):
@@ -112,7 +111,7 @@ class RequestGate:
                     if not message.get("more_body", False):
                         return
         except TimeoutError:
-            return  # the client was answered
+            return  # the reply was already sent
 
     def _too_large(self, num_bytes: int, *, is_more_to_come: bool = True) -> _Refusal:
         said = f"the body has {num_bytes} bytes or more, {self.max_request_bytes} are allowed: send fewer samples"
@@ -120,7 +119,7 @@ class RequestGate:
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """Hands out the body that was read, then whatever comes after it."""
+    """Returns a `receive` that gives the body that was read, then later messages."""
     unread = [body]
 
     async def replay() -> Message:

@@ -1,4 +1,4 @@
-"""The reward service: the functions of a `rewards` section behind HTTP, with health, metrics and an OpenAPI page."""
+"""The reward service: serves the functions of a `rewards` section by HTTP, with health, metrics and an OpenAPI page."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from mobula.rewards.http.request_gate import VIEWER_PATH, RequestGate
 from mobula.rewards.http.wire import OutcomeMessage, ScoreBody, ScoreReply
 
 RETRY_AFTER_S = 1
-GRACE_S = 1.0  # what a scorer that stops at the deadline may take to say so
-STATUS_OF = {FailureKind.TIMED_OUT: 504}  # where a reply can hold numbers only; any other failure is the sample's: 422
+GRACE_S = 1.0  # after the deadline, for the reply of a scorer that stops at it
+STATUS_OF = {FailureKind.TIMED_OUT: 504}  # for replies with numbers only; any other failure is 422
 
 
 def _dialect(body: Any) -> str:
@@ -41,14 +41,14 @@ Queries = Annotated[QueryForm, Query(description="Whether LightRFT's queries beg
 
 @dataclass(frozen=True)
 class ServerLimits:
-    """`timeout_s` bounds reading a request and scoring it, each."""
+    """Limits of a server. `timeout_s` bounds the reading and, separately, the scoring of a request."""
 
     timeout_s: float
     max_request_bytes: int
 
 
 class ServerMetrics:
-    """Its own registry, so that several servers fit one process."""
+    """Prometheus metrics in a separate registry, so that one process can run several servers."""
 
     def __init__(self, lanes: Lanes) -> None:
         self.registry = CollectorRegistry()
@@ -71,10 +71,10 @@ class RewardServer:
         self.metrics = ServerMetrics(lanes)
 
     async def score(self, requests: Sequence[RewardRequest]) -> Sequence[Outcome]:
-        """One outcome a request by the deadline; what is not scored by then has timed out.
+        """Returns one outcome per request by the deadline; requests without a score by then time out.
 
         Raises:
-            BusyError: too many requests wait already.
+            BusyError: the queue is full.
         """
         seconds = self.limits.timeout_s
         future = self.lanes.submit(requests, time.monotonic() + seconds)
@@ -88,7 +88,7 @@ class RewardServer:
         return outcomes
 
     def health(self) -> tuple[int, dict[str, Any]]:
-        """(HTTP status, what to say): out of order once every lane hangs."""
+        """Returns (HTTP status, body); unhealthy once every lane hangs."""
         stuck = self.lanes.num_stuck(self.limits.timeout_s + GRACE_S)
         is_well = stuck < len(self.lanes)
         counts = {"lanes": len(self.lanes), "busy": self.lanes.num_busy, "waiting": self.lanes.num_waiting}
@@ -96,7 +96,7 @@ class RewardServer:
 
 
 def make_app(service: RewardServer, token: str | None) -> RequestGate:
-    """The service as an ASGI application behind its gate; without a `token` it admits every request."""
+    """Returns the service as an ASGI application behind its gate; without a `token` it admits every request."""
 
     @asynccontextmanager
     async def life(_: FastAPI) -> AsyncIterator[None]:
@@ -169,12 +169,12 @@ async def _reply(service: RewardServer, body: ScoreBody | LightrftBody, queries:
 
 
 async def _name_the_field(_: Request, error: RequestValidationError) -> Response:
-    """FastAPI would send back what it was sent, pictures included."""
+    """Replies with the invalid field only; FastAPI's own reply repeats the whole request with its images."""
     return JSONResponse({"detail": [{key: d[key] for key in ("loc", "msg", "type")} for d in error.errors()]}, 422)
 
 
 def _numbers(outcomes: Sequence[Outcome]) -> Response:
-    """Rewards, or an error that names the first sample that has none: a made-up number would be trained on."""
+    """Replies with the rewards, or with an error for the first sample without one: any number would be trained on."""
     rewards: list[float] = []
     for row, outcome in enumerate(outcomes):
         if isinstance(outcome, ScoringFailure):

@@ -1,4 +1,4 @@
-"""The protocol of our reward service: samples in, one typed outcome a sample out."""
+"""The protocol of our reward service: samples in, one typed outcome per sample out."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _STATUSES: Mapping[FailureKind, Literal["failed", "timed_out", "not_finite"]] = 
 
 
 def decode_base64(text: Any) -> bytes:
-    """The bytes; anything but the alphabet and whole groups of four is refused, where Python would skip over it."""
+    """Decodes base64 strictly: other characters and incomplete groups are refused, which Python would skip."""
     if not isinstance(text, str):
         raise ValueError(f"expected base64 text, got {type(text).__name__}")
     try:
@@ -42,27 +42,27 @@ Base64 = Annotated[
 
 
 class WireModel(BaseModel):
-    """Base of everything on the wire: exact types, unknown fields refused."""
+    """Base of all messages: exact types, unknown fields are refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
 
 
 class Sample(WireModel):
-    """One response to score, with what it should have been."""
+    """One response to score, with its references."""
 
     response: str
     """The response alone: no prompt, no special tokens."""
     num_tokens: NonNegativeInt
     """Tokens of the response."""
     is_truncated: bool = False
-    """Whether it was cut off at its length limit."""
+    """Whether it was cut at its length limit."""
     prompt: str = ""
     references: list[str] = []
     metadata: dict[str, Any] = {}
     pictures: list[Base64] = []
-    """The prompt's pictures."""
+    """Images of the prompt."""
     response_pictures: list[Base64] = []
-    """Pictures that were generated; a video's frames in order."""
+    """Generated images; of a video its frames in order."""
 
     def request(self) -> RewardRequest:
         response = Response(self.response, self.num_tokens, self.is_truncated, tuple(self.response_pictures))
@@ -91,10 +91,10 @@ class OutcomeMessage(WireModel):
         return cls(status=_STATUSES.get(outcome.kind, "failed"), reason=outcome.reason)
 
     def outcome(self) -> Outcome:
-        """As the contract has it.
+        """Converts the message to an outcome of the contract.
 
         Raises:
-            RewardError: it is ok and has no value.
+            RewardError: the status is ok and there is no value.
         """
         if self.status != "ok":
             return ScoringFailure(FailureKind(self.status), self.reason)
@@ -110,10 +110,10 @@ class ScoreReply(WireModel):
 
 
 def encode_sample(request: RewardRequest) -> bytes:
-    """One request as JSON.
+    """Encodes one request as JSON.
 
     Raises:
-        RewardError: its metadata are no JSON.
+        RewardError: its metadata cannot be encoded as JSON.
     """
     response = request.response
     sample = {
@@ -133,5 +133,5 @@ def encode_sample(request: RewardRequest) -> bytes:
 
 
 def join_samples(samples: Sequence[bytes]) -> bytes:
-    """Encoded samples as one request body."""
+    """Joins encoded samples to one request body."""
     return b'{"samples":[' + b",".join(samples) + b"]}"

@@ -1,4 +1,4 @@
-"""The pictures of a record, frames of videos included: what it names them by, and the files behind the names."""
+"""Reads the images of a record, including frames of videos."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ VIDEO_KEYS = ("video", "videos")
 FRAME_KEYS = ("frames", "video")  # under which a mapping holds frames
 FRAME_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
 MAX_BYTES = 64 << 20  # of one file
-NUM_AT_HAND = 64  # files that one process keeps: the responses to one prompt follow each other
+NUM_AT_HAND = 64  # cached files of one process: responses to one prompt are consecutive
 _URL = "data:"
 VIDEO = "video"
 

@@ -1,4 +1,4 @@
-"""Rows of recorded responses as requests to reward functions."""
+"""Converts rows of recorded responses to requests for reward functions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ReadPictures = Callable[[Sequence[Any]], tuple[bytes, ...]]
 
 
 class BrokenRowError(MobulaError):
-    """A row that is no record; the message names its fault."""
+    """A row is not a valid record; the message names the fault."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ def _text(value: Any, name: str) -> str:
 
 
 def _references(value: Any) -> tuple[str, ...]:
-    """The references that say something, without white space around them."""
+    """Returns the non-empty references, without surrounding white space."""
     if isinstance(value, str):
         value = value.strip()
         return (value,) if value else ()

@@ -1,4 +1,4 @@
-"""Summary of scored rows: exact means, counts and examples, whatever the order and the size of the batches."""
+"""Summary of scored rows: exact means, counts and examples, independent of order and size of the batches."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class ScoreSummary:
     worst: list[dict[str, Any]] = field(default_factory=list)
 
     def merge(self, other: ScoreSummary, top_k: int, max_ids: int) -> None:
-        """Add the rows that follow."""
+        """Adds the next rows."""
         for name in ("num_records", "num_broken", "num_passed", "num_right", "num_right_below"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.broken = [*self.broken, *other.broken][:MAX_BROKEN]
@@ -67,7 +67,7 @@ class ScoreSummary:
         self.worst = worst[max(0, len(worst) - top_k) :]
 
     def report(self, accuracy_component: str, pass_threshold: float) -> dict[str, Any]:
-        """The figures by name; shares are of the records that have a score."""
+        """Returns the figures by name; shares refer to the records with a score."""
         num = max(1, self.total.num)
         return {
             "num_records": self.num_records,
@@ -92,7 +92,7 @@ class ScoreSummary:
 
 
 def shortened(values: Mapping[str, Any], max_chars: int) -> dict[str, Any]:
-    """Texts that are longer end in how much was left out."""
+    """Shortens a text and appends the number of omitted characters."""
     return {
         name: f"{value[:max_chars]} [... {len(value) - max_chars} characters more]"
         if isinstance(value, str) and len(value) > max_chars

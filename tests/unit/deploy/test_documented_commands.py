@@ -99,10 +99,19 @@ def missing(values: Any, words: list[Word]) -> list[str]:
         f"{word.text}: {name}"
         for word, own in zip(words, chosen, strict=True)
         for name, value in own.items()
-        if value_at(values, name) != computed(value, values)
+        if not holds(value_at(values, name), computed(value, values))
         and not any(word.is_group and name in other for other in chosen if other is not own)
         and not any(other.name.startswith(f"{name}.") for other in words)  # a part of a list is set
     ]
+
+
+def holds(value: Any, own: Any) -> bool:
+    """Whether a value is what a file says; mappings in lists have the defaults of the schema besides."""
+    if isinstance(value, list) and isinstance(own, list):
+        return len(value) == len(own) and all(map(holds, value, own))
+    if isinstance(value, dict) and isinstance(own, dict):
+        return all(key in value and holds(value[key], item) for key, item in own.items())
+    return bool(value == own)
 
 
 def computed(value: Any, values: Any) -> Any:

@@ -182,16 +182,17 @@ def settings_of(config: RunConfig, body: ChatBody, *, is_kept: bool) -> Sampling
         ValueError: a trajectory of these settings cannot be recorded.
     """
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
-    asked: dict[str, Any] = {
-        "temperature": body.temperature,
-        "max_tokens": body.max_completion_tokens or body.max_tokens,
-        "seed": uuid4().int % MAX_SEED if body.seed is None else body.seed,
-        "top_p": body.top_p,
-        "top_k": body.top_k,
-        "stop_strings": stop or None,
-    }
-    given = {key: value for key, value in asked.items() if value is not None}
-    settings = replace(sampling_settings(config), num_samples=1, **given)
+    own = sampling_settings(config)
+    settings = replace(
+        own,
+        num_samples=1,
+        temperature=own.temperature if body.temperature is None else body.temperature,
+        max_tokens=body.max_completion_tokens or body.max_tokens or own.max_tokens,
+        seed=uuid4().int % MAX_SEED if body.seed is None else body.seed,
+        top_p=own.top_p if body.top_p is None else body.top_p,
+        top_k=own.top_k if body.top_k is None else body.top_k,
+        stop_strings=stop or own.stop_strings,
+    )
     is_cut = settings.top_p < 1 or settings.top_k > 0 or settings.min_p > 0
     if is_kept and is_cut and config.sampler.kind is SamplerKind.VLLM and settings.top_k == 0:
         raise ValueError(

@@ -102,6 +102,7 @@ DECLARED: Mapping[OnResume, tuple[str, ...]] = {
         "environment.retries",
         "learner.tokens_per_microbatch",
         "learner.packing",
+        "learner.sequence_parallel",
         "learner.picture_token_cost",
         "learner.logprob_chunk_tokens",
         "learner.activation_checkpointing",

@@ -44,8 +44,7 @@ class FreshGap:
         is_current = torch.from_numpy(current)
         gaps = (self._score(group).cpu() - behavior).abs()[is_current]
         if len(gaps) > 0:
-            num_ranks = dist.get_world_size() if dist.is_initialized() else 1
-            meter.add(logprob_gap_mean=gaps.mean() / num_ranks)
+            meter.add_shared(logprob_gap_mean=gaps.mean())
             meter.keep_max(logprob_gap_max=gaps.max())
 
     def _fetched(self, reference: Any) -> TrajectoryGroup | None:

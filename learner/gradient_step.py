@@ -80,14 +80,19 @@ class GradientStep:
 
 
 def shares_of_ranks(rows: Sequence[R], config: LearnerConfig, num_ranks: int) -> list[list[list[R]]]:
-    """For each rank its micro-batches, as many as every other rank has; the shortest row, untrained, fills them up."""
-    plan = split_microbatches([row.sequence for row in rows], config, num_ranks, _groups(rows))
+    """For each rank its micro-batches, as many as every other rank has; the shortest row, untrained, fills them up.
+
+    Ranks that share the tokens of rows (`learner.sequence_parallel`) have the same ones.
+    """
+    num_sharing = config.sequence_parallel
+    plan = split_microbatches([row.sequence for row in rows], config, num_ranks // num_sharing, _groups(rows))
 
     def stand_in() -> R:
         return min(rows, key=lambda row: row.sequence.num_tokens).untrained()
 
     # Every forward and backward is a collective: a rank without rows computes one that teaches nothing.
-    return [[[rows[i] for i in share] if share else [stand_in()] for share in shares] for shares in plan]
+    own = [[[rows[i] for i in share] if share else [stand_in()] for share in shares] for shares in plan]
+    return [shares for shares in own for _ in range(num_sharing)]
 
 
 def _groups(rows: Sequence[TrainableRow]) -> list[int] | None:

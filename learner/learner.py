@@ -47,6 +47,7 @@ from mobula.learner.optim import learning_rate
 from mobula.learner.optim.average import NullAverage, WeightAverage
 from mobula.learner.optim.slow import NullSlow, SlowWeights
 from mobula.learner.pictures.teaching import PictureTrainer
+from mobula.learner.policies.attention.sequence_ranks import SequenceRanks
 from mobula.learner.policies.base import PolicyOutput
 from mobula.learner.policies.flow.policy import StepRescoring
 from mobula.learner.policies.loading import DTYPES, recompute_blocks
@@ -104,7 +105,9 @@ class Learner:
         self._rendezvous.join_as_configured(init_method, self._config, rank=self._rank, world_size=self._world_size)
         dtype, num_replicas = DTYPES[self._config.resources.dtype], self._config.resources.learner.replicas
         self._backend = build_backend(self._config.learner, self._device, dtype, num_replicas)
-        self._policy = self._backend.wrap(as_policy(model, self._config))
+        num_sharing = self._config.learner.sequence_parallel
+        ranks = SequenceRanks(num_sharing, self._device) if num_sharing > 1 else None
+        self._policy = self._backend.wrap(as_policy(model, self._config, ranks))
         self._optimizer = self._backend.optimizer()
         self._step = self._gradient_step(self._optimizer)
         scoring = ScoringPass(
@@ -168,7 +171,7 @@ class Learner:
             ]
             critic, num_parts = self._critic.train(parts, version), len(parts)
             parts = [] if is_alone else parts
-            meter = Meter()
+            meter = Meter(self._config.learner.sequence_parallel)
             losses = [Term(part, self._loss(part, meter, is_first=n == 0)) for n, part in enumerate(parts)]
             grad_norms = []
             for n, loss in enumerate(losses):
@@ -329,7 +332,7 @@ class Learner:
         scoring = self._scoring.training
         if isinstance(scoring, StepRescoring):
             return PictureTrainer(*parts, scoring)
-        return SupervisedTrainer(*parts, scoring)
+        return SupervisedTrainer(*parts, scoring, self._config.learner.sequence_parallel)
 
     def _weight_average(self) -> WeightAverage | NullAverage:
         decay = self._config.learner.ema_decay

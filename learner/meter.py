@@ -13,7 +13,9 @@ class Meter:
     Every rank must report the same names in the same order.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_copies: int = 1) -> None:
+        """`num_copies` ranks report the same numbers (`learner.sequence_parallel`), which count once."""
+        self._num_copies = num_copies
         self._sums: dict[str, Tensor] = {}
         self._maxima: dict[str, Tensor] = {}
 
@@ -22,6 +24,11 @@ class Meter:
             value = value.detach()
             self._sums[name] = self._sums[name] + value if name in self._sums else value
 
+    def add_shared(self, **values: Tensor) -> None:
+        """Add what every rank reports, once."""
+        num_ranks = dist.get_world_size() if dist.is_initialized() else 1
+        self.add(**{name: value * self._num_copies / num_ranks for name, value in values.items()})
+
     def keep_max(self, **values: Tensor) -> None:
         for name, value in values.items():
             value = value.detach()
@@ -29,7 +36,10 @@ class Meter:
 
     def reduce(self) -> dict[str, float]:
         """Totals and maxima over all ranks. Collective."""
-        return _reduced(self._sums, dist.ReduceOp.SUM) | _reduced(self._maxima, dist.ReduceOp.MAX)
+        sums = _reduced(self._sums, dist.ReduceOp.SUM)
+        return {name: value / self._num_copies for name, value in sums.items()} | _reduced(
+            self._maxima, dist.ReduceOp.MAX
+        )
 
 
 def _reduced(values: dict[str, Tensor], operation: dist.ReduceOp.RedOpType) -> dict[str, float]:

@@ -78,6 +78,7 @@ class SupervisedTrainer:
         reader: MediaReader,
         device: torch.device,
         sampled: Distribution,
+        sequence_parallel: int,
     ) -> None:
         """`policy` has the forward of a TokenPolicy; responses are sampled from `sampled`."""
         self._policy = policy
@@ -86,6 +87,7 @@ class SupervisedTrainer:
         self._reader = reader
         self._device = device
         self._sampled = sampled
+        self._sequence_parallel = sequence_parallel
 
     def step(self, examples: Sequence[SharedSupervised], learning_rate: float) -> dict[str, float]:
         """One step on the mean cross-entropy of trained answer tokens; if there are none, loss 0, `skipped` 1."""
@@ -94,7 +96,7 @@ class SupervisedTrainer:
         counts = {"num_tokens": float(totals.num_tokens), "learning_rate": learning_rate}
         if totals.num_tokens == 0:
             return {"loss": 0.0, "grad_norm": 0.0, "skipped": 1.0, **counts}
-        meter = Meter()
+        meter = Meter(self._sequence_parallel)
 
         def loss(rows: Sequence[SharedSupervised]) -> Tensor:
             output = self._policy(self._collate(rows), PLAIN)
@@ -111,7 +113,7 @@ class SupervisedTrainer:
 
         Greedy decoding gives exactly those answers, so this is its exact-match accuracy without decoding.
         """
-        meter = Meter()
+        meter = Meter(self._sequence_parallel)
         with self._backend.inference():
             for rows in self._step.shares(examples):
                 mask = self._mask(rows)

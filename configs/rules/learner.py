@@ -42,6 +42,31 @@ def _replicas_divide_the_ranks(config: RunConfig) -> str | None:
     )
 
 
+def _rows_can_be_split(config: RunConfig) -> str | None:
+    num_sharing = config.learner.sequence_parallel
+    if num_sharing == 1:
+        return None
+    key = f"learner.sequence_parallel={num_sharing}"
+    if config.learner.backend != "fsdp2":
+        return f"{key} but learner.backend={config.learner.backend}: use learner=fsdp2, or set it to 1"
+    if config.sampler.is_flow or config.sampler.draws_tokens:
+        return (
+            f"{key} splits the tokens of a text, and sampler.kind={config.sampler.kind} trains pictures: set "
+            "learner.sequence_parallel=1"
+        )
+    if config.policy.attention != "sdpa":
+        return f"{key} exchanges heads in sdpa alone, and policy.attention={config.policy.attention}: set it to sdpa"
+    for role in config.algorithm.training_roles:
+        replicas = config.resources.learner.replicas if role == "learner" else 1
+        num_ranks = config.resources.roles[role].num_workers // replicas
+        if num_ranks % num_sharing > 0:
+            return (
+                f"{key} does not divide the {num_ranks} ranks of resources.{role} that hold one model: choose "
+                f"resources.{role}.num_workers as a multiple of {num_sharing * replicas}"
+            )
+    return None
+
+
 def _activations_have_a_host_apart(config: RunConfig) -> str | None:
     if config.learner.activation_checkpointing != "blocks_offloaded" or config.resources.device == "cuda":
         return None
@@ -126,6 +151,7 @@ RULES = (
     _turns_move_the_learner,
     _single_learner_is_one,
     _replicas_divide_the_ranks,
+    _rows_can_be_split,
     _activations_have_a_host_apart,
     _offload_has_a_host_apart,
     _backend_can_offload,

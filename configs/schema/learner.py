@@ -42,7 +42,11 @@ class LearnerConfig(Section):
     max_grad_norm: PositiveFloat = 1.0
     """Global gradient norm is clipped to this."""
     tokens_per_microbatch: PositiveInt = 8192
-    """Tokens in one forward and backward pass of one rank; without `packing`, padding counts."""
+    """Tokens in one forward and backward pass of one rank, or of the ranks of `sequence_parallel` together; without
+    `packing`, padding counts."""
+    sequence_parallel: PositiveInt = 1
+    """Neighbouring ranks that share the tokens of the same rows, so that each keeps activations of its part alone. It
+    divides the attention heads of `policy.model`; 1 splits no row."""
     packing: bool = False
     """Compute rows of different lengths without padding; each attends to itself alone. `policy.attention=eager` does
     not take it."""

@@ -25,13 +25,16 @@ class Microbatch:
     """The largest micro-batch of one learner rank, all its rows at the longest length."""
 
     rows: int
-    tokens: int  # padded
+    tokens: int  # padded; this rank's, where ranks share the tokens of rows
     targets: int  # tokens whose log-probs are computed
     patches: int  # of all pictures and videos that the vision tower encodes
 
     @classmethod
-    def of(cls, config: RunConfig, shape: ModelShape) -> Microbatch:
-        """A picture is encoded once a micro-batch, and the siblings of a group share their pictures."""
+    def of(cls, config: RunConfig, shape: ModelShape, num_sharing: int = 1) -> Microbatch:
+        """A picture is encoded once a micro-batch, and the siblings of a group share their pictures.
+
+        `num_sharing` ranks share the tokens of rows; each of them encodes all pictures.
+        """
         length = min(config.data.max_prompt_tokens + config.sampler.max_tokens, config.sampler.max_model_len)
         rows = max(1, config.learner.tokens_per_microbatch // length)
         rows = min(rows, step_rows(config))
@@ -39,7 +42,8 @@ class Microbatch:
         patches = 0
         if shape.vision is not None:
             patches = groups * media_patches(config, shape)
-        return cls(rows, rows * length, rows * min(config.sampler.max_tokens, length), patches)
+        tokens = ceil(rows * length / num_sharing)
+        return cls(rows, tokens, min(tokens, rows * min(config.sampler.max_tokens, length)), patches)
 
 
 def media_patches(config: RunConfig, shape: ModelShape) -> int:
@@ -54,7 +58,7 @@ def step_rows(config: RunConfig) -> int:
     """Responses that one rank trains on in one optimizer step."""
     algorithm = config.algorithm
     rows = algorithm.prompts_per_step * algorithm.samples_per_prompt / algorithm.num_minibatches
-    return ceil(rows / config.resources.learner.num_workers)
+    return ceil(rows * config.learner.sequence_parallel / config.resources.learner.num_workers)
 
 
 def checkpointing(config: RunConfig) -> str:

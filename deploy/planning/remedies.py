@@ -80,6 +80,8 @@ def _settings(config: RunConfig, shape: ModelShape, nodes: Sequence[PlannedNode]
         yield CHECKPOINTING
     yield from _of_roles(config, nodes)
     longest = config.data.max_prompt_tokens + config.sampler.max_tokens
+    if learner.backend != "single" and not config.sampler.is_flow:
+        yield {"learner.sequence_parallel": 2 * learner.sequence_parallel}
     tokens = learner.tokens_per_microbatch // 2
     while tokens >= longest:
         yield {"learner.tokens_per_microbatch": tokens}

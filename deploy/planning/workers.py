@@ -180,7 +180,7 @@ def has_unsharded_gradients(config: RunConfig, batch: Microbatch, trained: list[
 
 
 def _learner(config: RunConfig, shape: ModelShape) -> WorkerMemory:
-    batch = Microbatch.of(config, shape)
+    batch = Microbatch.of(config, shape, config.learner.sequence_parallel)
     trained = trained_parameters(config, shape)
     num_trained = sum(prod(spec.shape) for spec in trained)
     num_all = shape.num_parameters + (num_trained if config.policy.lora.is_on else 0)

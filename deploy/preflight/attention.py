@@ -1,4 +1,4 @@
-"""Checks of `policy.attention` and `learner.packing`: is the kernel there, and can the model take packed rows."""
+"""Checks of `policy.attention`, `learner.packing` and `learner.sequence_parallel` with the model."""
 
 from __future__ import annotations
 
@@ -23,11 +23,18 @@ def check_attention(config: RunConfig, loaded: LoadedModel) -> Iterator[Prefligh
 
 
 def check_packing(config: RunConfig, loaded: LoadedModel) -> Iterator[PreflightFinding]:
-    """Whether the model keeps packed rows apart; the GPU presets pack."""
-    if config.learner.packing and loaded.chat and not family_at(str(loaded.folder)).keeps_packed_rows_apart:
-        yield PreflightFinding(
-            "learner.packing",
-            f"learner.packing=true, and layers of a {model_type_at(str(loaded.folder))} (policy.model="
-            f"{config.policy.model}) carry a state from one row into the next",
-            "set learner.packing=false",
-        )
+    """Whether the model keeps packed rows apart, which the GPU presets ask for, and ranks can share their tokens."""
+    values = {
+        "learner.packing": (config.learner.packing, False),
+        "learner.sequence_parallel": (config.learner.sequence_parallel, 1),
+    }
+    if not loaded.chat or family_at(str(loaded.folder)).keeps_packed_rows_apart:
+        return
+    for key, (value, off) in values.items():
+        if value != off:
+            yield PreflightFinding(
+                key,
+                f"{key}={str(value).lower()}, and layers of a {model_type_at(str(loaded.folder))} (policy.model="
+                f"{config.policy.model}) carry a state from token to token",
+                f"set {key}={str(off).lower()}",
+            )

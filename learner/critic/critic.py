@@ -24,6 +24,7 @@ from mobula.learner.critic.value_model import ValueModel
 from mobula.learner.gradient_step import GradientStep
 from mobula.learner.meter import Meter
 from mobula.learner.optim import learning_rate
+from mobula.learner.policies.attention.sequence_ranks import SequenceRanks
 from mobula.learner.policies.loading import DTYPES, load_policy_model, recompute_blocks
 from mobula.learner.policy_weights import PolicyWeights
 from mobula.learner.residence import Residence
@@ -56,6 +57,8 @@ class Critic:
 
     def connect(self) -> None:
         """Build it from `policy.model`, after the ranks have met."""
+        num_sharing = self._settings.sequence_parallel
+        self._sequence_ranks = SequenceRanks(num_sharing, self._device) if num_sharing > 1 else None
         self._wrap(self._loaded())
 
     def begin(self, policy: Iterable[tuple[str, Tensor]]) -> None:
@@ -73,7 +76,8 @@ class Critic:
         """One optimizer step on each minibatch; returns means over them, over all ranks."""
         if not parts:
             return {}
-        meter, rate = Meter(), learning_rate(self._settings, version - 1, self._config.num_steps)
+        meter = Meter(self._settings.sequence_parallel)
+        rate = learning_rate(self._settings, version - 1, self._config.num_steps)
         norms = [
             self._step([ValueRow.of(i) for i in part], partial(self._loss, totals(part), meter), rate) for part in parts
         ]
@@ -113,7 +117,8 @@ class Critic:
     def _loaded(self) -> ValueModel:
         model = load_policy_model(self._config.policy, torch.float32)
         recompute_blocks(model, self._config.learner.activation_checkpointing)
-        return ValueModel(model, self._config.seed, packs=self._config.learner.packing).train()
+        packs = self._config.learner.packing
+        return ValueModel(model, self._config.seed, packs=packs, sequence_ranks=self._sequence_ranks).train()
 
     def _wrap(self, critic: ValueModel) -> None:
         PolicyWeights(critic.model, self._config)  # puts adapters in, where the policy has them

@@ -54,7 +54,7 @@ class OfflineLearner(Learner):
         assert not more, f"a step of an offline job has rows alone, not {sorted(more)}"
         with self._profiler.update(version):
             examples = self._compared(self._examples(groups))
-            totals, meter = totals_of(examples), Meter()
+            totals, meter = totals_of(examples), Meter(self._config.learner.sequence_parallel)
             rate = learning_rate(self._config.learner, version - 1, self._config.num_steps)
             is_taken, metrics = False, {"loss": 0.0, "grad_norm": 0.0}
             if totals.num_tokens > 0:
@@ -67,7 +67,7 @@ class OfflineLearner(Learner):
     def assess(self, groups: Sequence[ScoredGroup]) -> Mapping[str, float]:
         """The job's metrics on these rows, with the weights as they are."""
         examples = self._compared(self._examples(groups))
-        totals, meter = totals_of(examples), Meter()
+        totals, meter = totals_of(examples), Meter(self._config.learner.sequence_parallel)
         with self._backend.inference():
             for rows in self._step.shares(examples):
                 self._part(totals, meter, rows)

@@ -112,6 +112,8 @@ class TokenBatch:
     targets: Tensor  # int64 [B, T]
     target_mask: Tensor  # bool [B, T]: False behind a row's last target
     places: RowPlaces
+    host_target_places: np.ndarray  # int64 [N], on the host: of the states before the N targets in packed rows
+    target_places: Tensor  # int64 [N]: the same
     hidden_rows: Tensor  # int64 [N]: where the N targets are predicted, in the order of `target_mask`
     hidden_columns: Tensor  # int64 [N]
     target_columns: Tensor  # int64 [N]: where they are in their rows of [B, T]
@@ -145,6 +147,7 @@ def collate(sequences: Sequence[TokenSequence], reader: MediaReader, device: tor
     counts = np.pad(counts, [(0, 0), (0, targets.shape[1] - counts.shape[1])])[target_mask]
     kept_ids = [s.kept.ids for s in sequences if s.kept is not None]
     lengths = np.array([s.num_tokens for s in sequences])
+    target_places = (lengths.cumsum() - lengths)[rows] + columns
     in_rows = np.arange(input_ids.shape[1]) < lengths[:, None]
     in_media, in_video = np.zeros((2, *input_ids.shape), dtype=bool)
     for row, sequence in enumerate(sequences):
@@ -168,6 +171,8 @@ def collate(sequences: Sequence[TokenSequence], reader: MediaReader, device: tor
             index=_tensor(np.flatnonzero(in_rows), device),
             ends=_tensor(np.append(0, lengths.cumsum()).astype(np.int32), device),
         ),
+        host_target_places=target_places,
+        target_places=_tensor(target_places, device),
         hidden_rows=_tensor(rows, device),
         hidden_columns=_tensor(columns, device),
         target_columns=_tensor(steps, device),

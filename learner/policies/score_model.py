@@ -28,7 +28,7 @@ class ScoreModel(TokenModel):
     def forward(self, batch: TokenBatch) -> Tensor:
         """float32 [B, T]: the score at the state before each target; 0 behind a row's last target."""
         scores = self.model.get_submodule("score")(self.states(batch)).float()[:, 0]  # [N]
-        return batch.padded(scores)
+        return self.padded(batch, scores)
 
 
 def load_score_model(config: PolicyConfig, dtype: torch.dtype, seed: int) -> PreTrainedModel:

@@ -11,6 +11,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from mobula.configs.schema import LearnerConfig
 from mobula.learner.policies.attention.row_packing import RowPacking
+from mobula.learner.policies.attention.sequence_ranks import SequenceRanks
 from mobula.learner.policies.base import Policy, PolicyOutput
 from mobula.learner.policies.batch import TokenBatch
 from mobula.learner.policies.families import family_of
@@ -28,8 +29,9 @@ class TokenModel(Policy):
 
     model: PreTrainedModel
 
-    def __init__(self, model: PreTrainedModel, *, packs: bool) -> None:
-        """With `packs` the decoder computes rows without their padding (`learner.packing`)."""
+    def __init__(self, model: PreTrainedModel, *, packs: bool, sequence_ranks: SequenceRanks | None = None) -> None:
+        """With `packs` the decoder computes rows without their padding (`learner.packing`); it always does so where
+        ranks have a part of their tokens each."""
         super().__init__()
         self.model = model
         self.family = family_of(model.config, model.config.name_or_path)
@@ -38,24 +40,49 @@ class TokenModel(Policy):
                 f"policy.model is of type {model.config.model_type}, whose layers run through rows that lie behind one "
                 "another: set learner.packing=false"
             )
-        self._packing = RowPacking(model) if packs else None
+        if sequence_ranks is not None and not self.family.keeps_packed_rows_apart:
+            raise ValueError(
+                f"policy.model is of type {model.config.model_type}, whose layers carry a state from token to token: "
+                "set learner.sequence_parallel=1"
+            )
+        self._ranks = sequence_ranks
+        self._packing = RowPacking(model, sequence_ranks) if packs or sequence_ranks is not None else None
 
     def blocks(self) -> Iterator[nn.Module]:
         return (module for module in self.modules() if isinstance(module, GradientCheckpointingLayer))
 
     def states(self, batch: TokenBatch) -> Tensor:
-        """[N, H]: the decoder's last state before each of the N targets, in the order of `batch.target_mask`."""
+        """[N, H]: the decoder's last state before each of the N targets, in the order of `batch.target_mask`; of the
+        `own_targets` where ranks have a part of the tokens each."""
         with self._packing.rows(batch.places) if self._packing is not None else nullcontext():
             hidden = self.family.hidden_states(self.model, batch)  # [B, S, H]
-        return hidden[batch.hidden_rows, batch.hidden_columns]
+        if self._ranks is None:
+            return hidden[batch.hidden_rows, batch.hidden_columns]
+        own, first = self.own_targets(batch), self._ranks.chunk(sum(batch.row_lengths)).start
+        return hidden[0].index_select(0, batch.target_places[own] - first)
+
+    def own_targets(self, batch: TokenBatch) -> slice:
+        """Targets of the batch that this rank computes."""
+        return slice(None) if self._ranks is None else self._ranks.own(self._ends(batch, self._ranks))
+
+    def padded(self, batch: TokenBatch, values: Tensor) -> Tensor:
+        """[n] of this rank's targets -> [B, T] of all, 0 or False behind a row's last target."""
+        whole = values if self._ranks is None else self._ranks.gathered(values, self._ends(batch, self._ranks))
+        return batch.padded(whole)
+
+    @staticmethod
+    def _ends(batch: TokenBatch, ranks: SequenceRanks) -> list[int]:
+        return ranks.ends(batch.host_target_places, sum(batch.row_lengths))
 
 
 class TokenPolicy(TokenModel):
     """Scores targets given everything before them."""
 
-    def __init__(self, model: PreTrainedModel, config: LearnerConfig) -> None:
+    def __init__(
+        self, model: PreTrainedModel, config: LearnerConfig, sequence_ranks: SequenceRanks | None = None
+    ) -> None:
         """From here on the model's output layer is a `ScoringHead`."""
-        super().__init__(model, packs=config.packing)
+        super().__init__(model, packs=config.packing, sequence_ranks=sequence_ranks)
         model.set_output_embeddings(ScoringHead(model.get_output_embeddings(), config.logprob_chunk_tokens))
 
     def forward(
@@ -63,8 +90,10 @@ class TokenPolicy(TokenModel):
     ) -> PolicyOutput:
         """Log-probs of the batch's targets under `distribution`; there are logits for a chunk of these at a time."""
         head = self.model.get_output_embeddings()
-        targets = batch.targets[batch.hidden_rows, batch.target_columns]  # [N]
+        own = self.own_targets(batch)
+        targets = batch.targets[batch.hidden_rows[own], batch.target_columns[own]]  # [N]
         steps = Steps(batch.target_columns == 0, batch.kept_ids, batch.kept_rows, batch.kept_ends)
+        steps = steps if self._ranks is None else steps.part(own)
         flat = head(self.states(batch), targets, distribution, entropy_has_gradient, steps)
-        logprobs, entropy, is_argmax = map(batch.padded, flat)
+        logprobs, entropy, is_argmax = (self.padded(batch, values) for values in flat)
         return PolicyOutput(logprobs, entropy, is_argmax)

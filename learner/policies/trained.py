@@ -18,6 +18,7 @@ from mobula.cluster.records.media import MediaReader
 from mobula.cluster.records.trajectory import Prompt
 from mobula.configs.schema import RunConfig
 from mobula.learner.policies.adapters import save_adapters, save_pipeline_adapters
+from mobula.learner.policies.attention.sequence_ranks import SequenceRanks
 from mobula.learner.policies.base import Policy, PolicyRow, RowOutline
 from mobula.learner.policies.batch import TokenBatch, TokenSequence, collate
 from mobula.learner.policies.checkpoint.saving import save_policy
@@ -64,16 +65,16 @@ def load_trained_model(config: RunConfig) -> nn.Module:
     return freeze_the_rest(model) if config.sampler.draws_tokens else model
 
 
-def as_policy(model: nn.Module, config: RunConfig) -> Policy:
-    """The module whose forward a learner calls."""
+def as_policy(model: nn.Module, config: RunConfig, sequence_ranks: SequenceRanks | None = None) -> Policy:
+    """The module whose forward a learner calls, on one of `sequence_ranks` if they share the tokens of rows."""
     if config.sampler.is_flow and config.offline.job != "reward_model":
         return FlowPolicy(model, flow_checkpoint(config).family)
     model = _of_tokens(model)
     if config.offline.job == "reward_model":
-        return ScoreModel(model, packs=config.learner.packing)
+        return ScoreModel(model, packs=config.learner.packing, sequence_ranks=sequence_ranks)
     if config.sampler.draws_tokens:
         return ImageTokenPolicy(model, config.learner, config.sampler.image_tokens.guidance)
-    return TokenPolicy(model, config.learner)
+    return TokenPolicy(model, config.learner, sequence_ranks)
 
 
 def scoring_of(config: RunConfig, banned_ids: tuple[int, ...]) -> Scoring:

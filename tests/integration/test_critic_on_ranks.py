@@ -17,6 +17,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 BACKENDS = {
     "fsdp2": ("learner=fsdp2",),
+    "halves of rows": ("learner=fsdp2", "learner.sequence_parallel=2"),
     "zero_2": ("learner=deepspeed", "learner.zero_stage=2"),
     "zero_3": ("learner=deepspeed", "learner.zero_stage=3"),
 }
@@ -39,7 +40,9 @@ def one(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict:
     return torch.load(out / "seen.pt")
 
 
-@pytest.fixture(scope="module", params=["fsdp2", "zero_3", pytest.param("zero_2", marks=pytest.mark.exhaustive)])
+@pytest.fixture(
+    scope="module", params=["fsdp2", "halves of rows", "zero_3", pytest.param("zero_2", marks=pytest.mark.exhaustive)]
+)
 def two(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict:
     out = tmp_path_factory.mktemp(request.param)
     multiprocessing.set_forkserver_preload(["critic_run", "deepspeed"])  # imported once, not by every rank

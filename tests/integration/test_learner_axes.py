@@ -1,4 +1,4 @@
-"""Ranks on more than one axis train as one process does: replicas of a sharded model, over gloo."""
+"""Ranks on more than one axis train as one process does: replicas of a sharded model, and parts of rows, over gloo."""
 
 from __future__ import annotations
 
@@ -19,39 +19,50 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 FOUR = ("learner=fsdp2", "resources.learner.num_workers=4")
 TWO_BY_TWO = (*FOUR, "resources.learner.replicas=2")
-AXES = {  # name -> overrides of four ranks
-    "four shards": (*FOUR, "learner.ema_decay=0.5"),
-    "two replicas": (*TWO_BY_TWO, "learner.ema_decay=0.5"),
-    "two replicas, adapters": (*TWO_BY_TWO, *LORA),
+HALVES, QUARTERS = "learner.sequence_parallel=2", "learner.sequence_parallel=4"
+AVERAGE, PACKED = "learner.ema_decay=0.5", "learner.packing=true"
+BELOW = (*LORA, "warm_start=none", "algorithm.kl.coef=0.5", "reference.place=learner_ranks")
+MODELS = {"all weights": (AVERAGE,), "adapters": LORA, "reference": BELOW}  # name -> overrides on any number of ranks
+AXES = {  # name -> of `MODELS`, and overrides of four ranks
+    "two replicas": ("all weights", TWO_BY_TWO),
+    "two replicas, adapters": ("adapters", TWO_BY_TWO),
+    "quarters of padded rows": ("all weights", (*FOUR, QUARTERS)),
+    "two replicas, halves": ("all weights", (*TWO_BY_TWO, HALVES, PACKED, "learner.activation_checkpointing=blocks")),
+    "halves, reference": ("reference", (*FOUR, HALVES)),
 }
 
 
-def _rank(rank: int, model: Path, out: Path) -> None:
+def _words(name: str) -> tuple[str, ...]:
+    model, overrides = AXES[name]
+    return (*overrides, *MODELS[model])
+
+
+def _rank(rank: int, name: str, model: Path, out: Path) -> None:
     torch.set_num_threads(1)
     fsdp2.MIN_UNIT_NUMEL = 0  # every block is a unit
     fsdp2.MAX_WHOLE_GRADIENT_BYTES = 0  # gradients are sharded after every micro-batch, and summed over replicas once
-    for name, overrides in AXES.items():
-        train(config_of(model, *overrides), rank, 4, out / name)
+    train(config_of(model, *_words(name)), rank, 4, out / name)
 
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model, below `one` and `one, adapters` what one process made of it, and what four ranks did below the names
-    of `AXES`."""
+    """The model, below the names of `MODELS` what one process made of it, and below those of `AXES` what four ranks
+    did."""
     out = tmp_path_factory.mktemp("axes")
     model = write_tiny_qwen2_5_vl(out / "model", seed=0)
-    for name in ("one", "one, adapters", *AXES):
+    for name in (*MODELS, *AXES):
         (out / name).mkdir()
-    train(config_of(model, "learner.ema_decay=0.5"), 0, 1, out / "one")
-    train(config_of(model, *LORA), 0, 1, out / "one, adapters")
+    for name, overrides in MODELS.items():
+        train(config_of(model, *overrides), 0, 1, out / name)
     multiprocessing.set_forkserver_preload(["backend_run"])
-    mp.start_processes(_rank, args=(model, out), nprocs=4, start_method="forkserver")
+    for name in AXES:  # in processes of their own: torch keeps the groups of a mesh for the life of a process
+        mp.start_processes(_rank, args=(name, model, out), nprocs=4, start_method="forkserver")
     return out
 
 
 @pytest.mark.parametrize("name", AXES)
 def test_four_ranks_equal_one_process(ran: Path, name: str) -> None:
-    one, four = (torch.load(ran / at / "seen.pt") for at in ("one, adapters" if "adapters" in name else "one", name))
+    one, four = (torch.load(ran / at / "seen.pt") for at in (AXES[name][0], name))
     assert equal(one["weights"], four["weights"], atol=1e-6)
     assert not equal(one["weights"], one["before"], atol=1e-4)
     torch.testing.assert_close(four["canary"], one["canary"], atol=1e-5, rtol=0)
@@ -66,7 +77,7 @@ def test_a_checkpoint_and_an_export_hold_the_weights(ran: Path, name: str, tmp_p
     assert equal(seen["reloaded"], seen["weights"], atol=0)
     assert equal(seen["third_again"], seen["third"], atol=0)
     assert equal(seen["not_finite"], seen["third_again"], atol=0)
-    export_state(config_of(ran / "model", *AXES[name]), ran / name / "state", tmp_path, merge=True, average=False)
+    export_state(config_of(ran / "model", *_words(name)), ran / name / "state", tmp_path, merge=True, average=False)
     exported, state = (load_file(at / "model.safetensors") for at in (ran / name / "export", tmp_path))
     assert equal(exported, seen["weights"], atol=0)
     assert equal(state, exported, atol=0)

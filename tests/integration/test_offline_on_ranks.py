@@ -21,6 +21,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 BACKENDS = {
     "fsdp2": ("learner=fsdp2",),
+    "halves of rows": ("learner=fsdp2", "learner.sequence_parallel=2"),
     "stage 2": ("learner=deepspeed", "learner.zero_stage=2"),
     "stage 3": ("learner=deepspeed", "learner.zero_stage=3"),
 }
@@ -55,7 +56,7 @@ def _rank(rank: int, model: Path, words: tuple[str, ...], jobs: tuple[str, ...],
 
 @pytest.mark.parametrize(
     "backend",
-    ["fsdp2", *(pytest.param(name, marks=pytest.mark.matrix) for name in ("stage 2", "stage 3"))],
+    ["fsdp2", "halves of rows", *(pytest.param(name, marks=pytest.mark.matrix) for name in ("stage 2", "stage 3"))],
 )
 def test_two_ranks_train_as_one_process_does_and_resume_exactly(tmp_path: Path, backend: str) -> None:
     model = write_tiny_qwen2_5_vl(tmp_path / "model", seed=0)
@@ -65,7 +66,7 @@ def test_two_ranks_train_as_one_process_does_and_resume_exactly(tmp_path: Path, 
         train(config_of(model, job), job, 0, 1, tmp_path / "one" / job)
     multiprocessing.set_forkserver_preload(["offline_rows", "mobula.learner.offline.learner"])
     # DeepSpeed keeps its settings for a whole process: each job there has processes of its own.
-    together = [tuple(JOBS)] if backend == "fsdp2" else [(job,) for job in JOBS]
+    together = [tuple(JOBS)] if "learner=fsdp2" in BACKENDS[backend] else [(job,) for job in JOBS]
     for jobs in together:
         arguments = (model, BACKENDS[backend], jobs, tmp_path / "two")
         mp.start_processes(_rank, args=arguments, nprocs=2, start_method="forkserver")

@@ -26,13 +26,17 @@ def mixed(folder: Path, data: Path) -> list[ScoredGroup]:
     return [group(p, answers, [float(n % 2), 1.0 - n % 2], n) for n, p in enumerate([*text, *prompts[1:]])]
 
 
-def update_all(rank: int, world_size: int, names: Sequence[str], models: Path, out: Path) -> None:
-    """Train each model of `names` for a step; rank 0 writes its weights to `out`/NAME.pt."""
+def update_all(rank: int, world_size: int, names: Sequence[str], models: Path, out: Path, num_sharing: int = 1) -> None:
+    """Train each model of `names` for a step; rank 0 writes its weights to `out`/NAME.pt.
+
+    `num_sharing` ranks share the tokens of a row.
+    """
     torch.set_num_threads(1)
     fsdp2.MIN_UNIT_NUMEL = 0  # every block is a unit
     for name in names:
         family = family_at(str(models / name))
-        words = ("learner=fsdp2", "resources.learner.num_workers=2") if world_size > 1 else ()
+        ranks = (f"resources.learner.num_workers={world_size}", f"learner.sequence_parallel={num_sharing}")
+        words = ("learner=fsdp2", *ranks) if world_size > 1 else ()
         config = config_of(
             models / name,
             "data.max_prompt_tokens=512",

@@ -13,6 +13,8 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from mobula.learner.policies.attention.sequence_ranks import SequenceRanks
+
 # The name under which transformers finds `packed_attention`. Its vision towers pass the bounds of their windows to
 # implementations with "flash" in their name, and split queries, keys and values themselves for all others.
 PACKED = "packed_flash"
@@ -25,18 +27,28 @@ OLDEST = (8, 0)  # compute capability (Ampere)
 # torch 2.11 computes grouped heads without an argument for it.
 GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
+UNSHARED = nn.Module()  # to transformers an attention whose queries have keys and values of their own
+
 
 class RowBounds:
     """Where packed rows end, for an attention that keeps them apart."""
 
-    def __init__(self, ends: Tensor, longest: int, lengths: tuple[int, ...] | None = None) -> None:
+    def __init__(
+        self,
+        ends: Tensor,
+        longest: int,
+        lengths: tuple[int, ...] | None = None,
+        sequence_ranks: SequenceRanks | None = None,
+    ) -> None:
         """Args:
         ends: int32 [R + 1]: 0 and the cumulative lengths, on the device of the rows.
         longest: the largest length.
         lengths: the R lengths, where the host has them; otherwise they are read from `ends` when they are needed.
+        sequence_ranks: the ranks that have a part of the rows' tokens each.
         """
         self.ends = ends
         self.longest = longest
+        self.sequence_ranks = sequence_ranks
         self.is_used = False
         self._known = lengths
 
@@ -63,7 +75,8 @@ def packed_attention(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention within each packed row; without bounds, within each row of the batch.
+    """Attention within each packed row, also of ranks with a part of it each; without bounds, within each row of the
+    batch.
 
     Shapes are those of transformers' attention functions: [1, heads, num_tokens, D] -> [1, num_tokens, heads, D].
     Bounds come from `RowPacking` (`row_bounds`) or from a vision tower (`cu_seq_lens_q`, `max_length_q`). The kernel
@@ -83,19 +96,45 @@ def packed_attention(
     if bounds is None and cu_seq_lens_q is not None:
         assert max_length_q is not None, "a vision tower passes both"
         bounds = RowBounds(cu_seq_lens_q.int(), int(max_length_q))
+    ranks = None if bounds is None else bounds.sequence_ranks
+    if ranks is not None:
+        query, key, value = ranks.to_heads(query, key, value)
+    output = _of_rows(module, query, key, value, bounds, is_causal, sliding_window, scaling, dropout, **kwargs)
+    return (output if ranks is None else ranks.to_tokens(output)), None
+
+
+def _of_rows(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bounds: RowBounds | None,
+    is_causal: bool,
+    sliding_window: int | None,
+    scaling: float | None,
+    dropout: float,
+    **kwargs: Any,
+) -> Tensor:
+    """Attention [1, num_tokens, heads, D] of whole rows."""
     if bounds is not None:
         bounds.is_used = True
         parts = _autocast(query, key, value)
         # The kernel has no dropout.
         if dropout == 0 and kernel_takes(*parts):
-            return _kernel(*parts, bounds, is_causal, sliding_window, scaling), None
+            return _kernel(*parts, bounds, is_causal, sliding_window, scaling)
+    num_sharing = query.shape[1] // key.shape[1]
+    if bounds is not None and bounds.sequence_ranks is not None and num_sharing > 1:
+        # A rank's queries may share a head with fewer of them than the module says.
+        key, value = (part.repeat_interleave(num_sharing, dim=1) for part in (key, value))
+    if bounds is not None and bounds.sequence_ranks is not None:
+        module = UNSHARED
     rows = [
         sdpa_attention_forward(
             module, q, k, v, _window(q, sliding_window), dropout, scaling, is_causal=is_causal, **kwargs
         )[0]
         for q, k, v in _split(bounds, query, key, value)
     ]
-    return torch.cat(rows, dim=1), None
+    return torch.cat(rows, dim=1)
 
 
 def kernel_takes(query: Tensor, key: Tensor, value: Tensor) -> bool:

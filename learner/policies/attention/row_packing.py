@@ -8,13 +8,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from mobula.learner.policies.attention.packed import PACKAGES, PACKED, RowBounds
+from mobula.learner.policies.attention.sequence_ranks import SequenceRanks
 from mobula.learner.policies.batch import RowPlaces
 
 PER_TOKEN = ("inputs_embeds", "visual_pos_masks")  # arguments of decoders with axes [B, S, ...]
+VISUAL_MASK, PER_VISUAL_TOKEN = "visual_pos_masks", "deepstack_visual_embeds"  # the latter: of the mask's tokens alone
 POSITIONS = "position_ids"  # [B, S], or [3, B, S] with M-RoPE
 Args = tuple[Any, ...]
 
@@ -26,13 +29,15 @@ class RowPacking:
     computed by a kernel that takes their bounds: torch's own (`sdpa`, by `packed_attention`) or that of a package
     (`flash_attention_2`); everything else of the decoder is computed for tokens and not for padding.
 
+    With `sequence_ranks` the decoder computes this rank's tokens of that row alone, and what leaves it stays packed.
+
     Example:
         packing = RowPacking(model)
         with packing.rows(batch.places):  # of two rows, 17 and 4 tokens long
             hidden = decoder(inputs_embeds=embeds, position_ids=positions).last_hidden_state  # [2, 17, H]
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, sequence_ranks: SequenceRanks | None = None) -> None:
         """From here on the model's decoder takes packed rows within `rows`, and padded ones outside of it.
 
         Raises:
@@ -40,11 +45,14 @@ class RowPacking:
         """
         decoder = model.get_decoder()
         self._attention = decoder.config._attn_implementation
+        self._ranks = sequence_ranks
         if self._attention not in ("sdpa", *PACKAGES):
             raise ValueError(
                 f"learner.packing=true keeps rows apart in sdpa and {', '.join(PACKAGES)}, and policy.attention="
                 f"{self._attention}: set policy.attention=sdpa or learner.packing=false"
             )
+        if sequence_ranks is not None:
+            _refuse_unsplit(decoder, self._attention, sequence_ranks.size)
         if self._attention == "sdpa":
             decoder.config._attn_implementation = PACKED
         self._places: RowPlaces | None = None
@@ -68,19 +76,48 @@ class RowPacking:
         embeds = kwargs["inputs_embeds"]  # [B, S, H]
         num_rows, width = self._shape = embeds.shape[:2]
         assert len(places.lengths) == num_rows and max(places.lengths) == width, "a length for each row of the batch"
-        packed = {name: _taken(kwargs[name], places, axis=0) for name in PER_TOKEN if kwargs.get(name) is not None}
+        index = self._index_of(places)
+        packed = {name: _taken(kwargs[name], index, axis=0) for name in PER_TOKEN if kwargs.get(name) is not None}
         positions = kwargs.get(POSITIONS)
         if positions is None:
             positions = torch.arange(width, device=embeds.device).expand(num_rows, width)
-        packed[POSITIONS] = _taken(positions, places, axis=positions.ndim - 2)
+        packed[POSITIONS] = _taken(positions, index, axis=positions.ndim - 2)
+        if self._ranks is not None and kwargs.get(VISUAL_MASK) is not None:
+            packed |= self._own_visual(kwargs[VISUAL_MASK], kwargs[PER_VISUAL_TOKEN], places)
         return args, {**kwargs, **packed, **self._bounds_of(places)}
+
+    def _index_of(self, places: RowPlaces) -> Tensor:
+        """int64 [n]: the tokens that the decoder computes, among the B * S of the padded rows."""
+        if self._ranks is None:
+            return places.index
+        num_tokens = sum(places.lengths)
+        # The first token fills up the last rank's part, as a row of its own behind the others.
+        filled = pad(places.index, (0, self._ranks.num_padded(num_tokens) - num_tokens))
+        return filled[self._ranks.chunk(num_tokens)]
+
+    def _own_visual(self, mask: Tensor, features: list[Tensor], places: RowPlaces) -> dict[str, Any]:
+        """The mask of this rank's visual tokens [1, n], and their features of each layer."""
+        assert self._ranks is not None
+        num_tokens = sum(places.lengths)
+        chunk = self._ranks.chunk(num_tokens)
+        visual = mask.flatten().index_select(0, places.index)
+        own = pad(visual, (0, self._ranks.num_padded(num_tokens) - num_tokens))[chunk]
+        first = int(visual[: chunk.start].sum())
+        shown = slice(first, first + int(own.sum()))
+        return {VISUAL_MASK: own.unsqueeze(0), PER_VISUAL_TOKEN: [layer[shown] for layer in features]}
 
     def _bounds_of(self, places: RowPlaces) -> dict[str, Any]:
         """Row bounds for the attention; they are passed with each call, so that a block that is recomputed in the
         backward pass has them too."""
-        ends, longest = places.ends, max(places.lengths)
+        ends, longest, lengths = places.ends, max(places.lengths), places.lengths
+        if self._ranks is not None and (num_fill := self._ranks.num_padded(sum(lengths)) - sum(lengths)) > 0:
+            ends, longest, lengths = (
+                torch.cat([ends, ends[-1:] + num_fill]),
+                max(longest, num_fill),
+                (*lengths, num_fill),
+            )
         if self._attention == "sdpa":
-            self._bounds = RowBounds(ends, longest, places.lengths)
+            self._bounds = RowBounds(ends, longest, lengths, self._ranks)
             return {"row_bounds": self._bounds}
         return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
 
@@ -92,6 +129,8 @@ class RowPacking:
                 f"policy.model: {type(decoder).__name__} does not tell its attention where rows end, so they cannot be "
                 "packed: set learner.packing=false"
             )
+        if self._ranks is not None:
+            return output
         packed = output["last_hidden_state"][0]  # [num_tokens, H]
         num_rows, width = self._shape
         padded = packed.new_zeros(num_rows * width, packed.shape[-1]).index_copy(0, self._places.index, packed)
@@ -99,6 +138,20 @@ class RowPacking:
         return output
 
 
-def _taken(tensor: Tensor, places: RowPlaces, axis: int) -> Tensor:
-    """The tokens of all rows as one row: axes [B, S] at `axis` become [1, num_tokens]."""
-    return tensor.flatten(axis, axis + 1).index_select(axis, places.index).unsqueeze(axis)
+def _taken(tensor: Tensor, index: Tensor, axis: int) -> Tensor:
+    """Tokens of all rows as one row: axes [B, S] at `axis` become [1, num_tokens]."""
+    return tensor.flatten(axis, axis + 1).index_select(axis, index).unsqueeze(axis)
+
+
+def _refuse_unsplit(decoder: PreTrainedModel, attention: str, num_ranks: int) -> None:
+    """Raises: ValueError: `learner.sequence_parallel` cannot split this decoder's attention."""
+    if attention != "sdpa":
+        raise ValueError(
+            f"learner.sequence_parallel={num_ranks} exchanges heads in sdpa alone, and policy.attention={attention}: "
+            "set policy.attention=sdpa"
+        )
+    if decoder.config.num_attention_heads % num_ranks > 0:
+        raise ValueError(
+            f"learner.sequence_parallel={num_ranks} does not divide the {decoder.config.num_attention_heads} attention "
+            "heads of policy.model: choose a divisor of them"
+        )

@@ -81,7 +81,7 @@ class Gemma3(VisionFamily):
         if batch.media.inputs and attention not in MASKED:
             raise ValueError(
                 f"policy.model is a Gemma 3, whose pictures need a mask that the attention {attention} does not take: "
-                "set policy.attention=sdpa and learner.packing=false"
+                "set policy.attention=sdpa, learner.packing=false and learner.sequence_parallel=1"
             )
         # Rows of text alone are causal, which every attention computes without a mask.
         return {"token_type_ids": token_types.to(batch.input_ids.device)} if batch.media.inputs else {}

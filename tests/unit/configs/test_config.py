@@ -24,6 +24,7 @@ from mobula.configs.words import overridden
 
 CRITIC = ("algorithm=ppo_gae",)
 OWN_RANKS = (*CRITIC, "algorithm.critic.place=own_ranks")
+SHARING = ("resources.learner.num_workers=2", "learner.sequence_parallel=2")
 TWO_RANKS = ("learner=single", "resources.learner.num_workers=1", "resources.critic.num_workers=2")
 ROWS = ("algorithm.supervised.path=x", "algorithm.supervised.coef=1")
 CHAT = ("data=chat", "data.path=x")
@@ -177,6 +178,13 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["learner=single"], ["learner.backend=single", "learner=fsdp2"]),
     (["learner=deepspeed", "resources.learner.replicas=2"], ["learner.backend=deepspeed", "learner=fsdp2"]),
     (["resources.learner.num_workers=3", "resources.learner.replicas=2"], ["does not divide", "a multiple"]),
+    (
+        ["learner.sequence_parallel=3"],
+        ["learner.sequence_parallel=3", "resources.learner.num_workers as a multiple of 3"],
+    ),
+    (["learner=single", "learner.sequence_parallel=2"], ["but learner.backend=single", "learner=fsdp2"]),
+    ([*SHARING, "policy.attention=eager"], ["learner.sequence_parallel=2", "policy.attention=eager", "sdpa"]),
+    ([*SHARING, "resources.learner.replicas=2"], ["the 1 ranks of resources.learner", "as a multiple of 4"]),
     (["reference.quantisation=int4"], ["reference.quantisation=int4", "set reference.quantisation=int8"]),
     (["reference.quantisation=int8", "algorithm.kl.coef=0"], ["nothing reads a reference", "quantisation=none"]),
     (["resources.reference.num_workers=0"], ["algorithm.kl.coef=0.01", "resources.reference.num_workers=1"]),

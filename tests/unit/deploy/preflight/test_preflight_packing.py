@@ -23,3 +23,6 @@ def test_a_model_with_a_state_takes_no_packed_rows(tmp_path: Path, name: str, pa
     findings = [str(finding) for finding in check_packing(config, loaded)]
     assert len(findings) == found
     assert all("qwen3_5" in text and "set learner.packing=false" in text for text in findings)
+    shared = config.learner.model_copy(update={"packing": False, "sequence_parallel": 2})
+    findings = [str(found) for found in check_packing(config.model_copy(update={"learner": shared}), loaded)]
+    assert [("set learner.sequence_parallel=1" in text) for text in findings] == [True] * (name == "qwen3.5")

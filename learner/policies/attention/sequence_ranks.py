@@ -1,0 +1,110 @@
+"""Sequence parallelism: ranks that share the tokens of the same rows, and exchange heads around attention."""
+
+from __future__ import annotations
+
+from math import gcd
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+
+class SequenceRanks:
+    """N neighbouring ranks with the same rows, each of which computes an N-th of their tokens.
+
+    Attention needs all tokens of a row: before it every rank gives away the tokens that it has of other heads and gets
+    those that others have of its own heads, and after it the other way round. Everything else in a decoder is computed
+    for each token alone. The outputs for targets are exchanged too, so each rank computes the loss of whole rows.
+    Gradients are summed over all ranks: each output passes its gradient to the rank that computed it, and to no other.
+
+    Source: DeepSpeed Ulysses, arXiv:2309.14509.
+    """
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        """Of this rank; `size` ranks (`learner.sequence_parallel`) are together. Collective over all ranks."""
+        shape = (dist.get_world_size() // size, size)
+        mesh = init_device_mesh(device.type, shape, mesh_dim_names=("data", "sequence"))
+        self.size = size
+        self._group = mesh.get_group("sequence")
+        self._rank = mesh.get_local_rank("sequence")
+
+    def chunk(self, num_tokens: int) -> slice:
+        """This rank's tokens; the last ones of the group may lie beyond `num_tokens`."""
+        length = self._length(num_tokens)
+        return slice(self._rank * length, (self._rank + 1) * length)
+
+    def num_padded(self, num_tokens: int) -> int:
+        """The tokens of all ranks together."""
+        return self._length(num_tokens) * self.size
+
+    def to_heads(self, *parts: Tensor) -> tuple[Tensor, ...]:
+        """[1, heads, n, D] of this rank's n tokens -> [1, heads / N, N * n, D] of its heads; heads of keys and values
+        that N does not divide are repeated."""
+        return tuple(self._to_heads(part) for part in parts)
+
+    def _to_heads(self, part: Tensor) -> Tensor:
+        part = part[0].repeat_interleave(self.size // gcd(part.shape[1], self.size), dim=0)  # [heads, n, D]
+        num_heads, num_tokens, width = part.shape
+        sent = part.reshape(self.size, num_heads // self.size, num_tokens, width)
+        return _AllToAll.apply(sent, self._group).transpose(0, 1).flatten(1, 2).unsqueeze(0)
+
+    def to_tokens(self, output: Tensor) -> Tensor:
+        """[1, N * n, heads / N, D] of this rank's heads -> [1, n, heads, D] of its tokens."""
+        sent = output[0].unflatten(0, (self.size, -1))
+        return _AllToAll.apply(sent, self._group).transpose(0, 1).flatten(1, 2).unsqueeze(0)
+
+    def ends(self, places: np.ndarray, num_tokens: int) -> list[int]:
+        """For each rank how many of the sorted `places` are of its tokens or of those before them."""
+        length = self._length(num_tokens)
+        return np.searchsorted(places, length * np.arange(1, self.size + 1)).tolist()
+
+    def own(self, ends: list[int]) -> slice:
+        """What `ends` gives to this rank."""
+        return slice(ends[self._rank - 1] if self._rank > 0 else 0, ends[self._rank])
+
+    def gathered(self, values: Tensor, ends: list[int]) -> Tensor:
+        """[n] of each rank, as many as `ends` says -> [N] of all of them, in order."""
+        return _Gather.apply(values, ends, self.own(ends), self._group)
+
+    def _length(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.size)
+
+
+class _AllToAll(torch.autograd.Function):
+    """Part j of axis 0 goes to rank j, and part i of the result comes from rank i; so do gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _exchanged(parts, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _exchanged(gradient, ctx.group), None
+
+
+def _exchanged(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
+    received = torch.empty_like(parts, memory_format=torch.contiguous_format)
+    dist.all_to_all_single(received, parts.contiguous(), group=group)
+    return received
+
+
+class _Gather(torch.autograd.Function):
+    """The values of all ranks behind one another; each rank keeps the gradient of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, ends: list[int], own: slice, group: dist.ProcessGroup) -> Tensor:
+        ctx.own = own
+        counts = np.diff(ends, prepend=0).tolist()
+        padded = torch.nn.functional.pad(values, (0, max(counts) - len(values)))
+        received = padded.new_empty(len(ends) * max(counts))
+        dist.all_gather_single(received, padded, group)
+        parts = received.view(len(ends), -1)
+        return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return gradient[ctx.own], None, None, None

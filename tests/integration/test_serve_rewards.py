@@ -26,18 +26,10 @@ components:
     function: math_answer
     weight: 1.0
     options: {require_boxed: true}
-    service: reward
-    needs_pictures: false
-    retries: 0
-    cache_entries: 0
   - name: format
     function: format
     weight: 0.5
     options: {preset: boxed}
-    service: reward
-    needs_pictures: false
-    retries: 0
-    cache_entries: 0
 accuracy_component: accuracy
 """
 CONNECTION = {

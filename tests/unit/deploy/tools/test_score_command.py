@@ -30,18 +30,10 @@ components:
     function: exact_match
     weight: 1.0
     options: {ignore_case: true, whole_response: false}
-    service: reward
-    needs_pictures: false
-    retries: 0
-    cache_entries: 0
   - name: shape
     function: format
     weight: 1.0
     options: {preset: boxed}
-    service: reward
-    needs_pictures: false
-    retries: 0
-    cache_entries: 0
 recipes:
   default:
     components: [accuracy, shape]

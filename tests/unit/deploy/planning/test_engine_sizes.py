@@ -58,7 +58,7 @@ def share_of(monkeypatch: pytest.MonkeyPatch, total: int, sizes: EngineSizes, fr
     """The share that an engine of these sizes asks of a GPU with so many bytes."""
     monkeypatch.setattr(arguments, "current_platform", SimpleNamespace(get_device_total_memory=lambda: total))
     settings = SimpleNamespace(device="cuda", memory_bytes=sizes.memory_bytes, memory_fraction=fraction)
-    return arguments._memory_share(settings)["gpu_memory_utilization"]  # type: ignore[arg-type]
+    return arguments._memory_share(settings)  # type: ignore[arg-type]
 
 
 def others(plan: MemoryPlan, total: int) -> int:

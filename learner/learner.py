@@ -51,7 +51,7 @@ from mobula.learner.policies.attention.sequence_ranks import SequenceRanks
 from mobula.learner.policies.base import PolicyOutput
 from mobula.learner.policies.flow.policy import StepRescoring
 from mobula.learner.policies.loading import DTYPES, recompute_blocks
-from mobula.learner.policies.trained import as_policy, collate_rows, load_trained_model, save_trained, scoring_of
+from mobula.learner.policies.trained import as_policy, collate_rows, save_trained, scoring_of, unread_trained_model
 from mobula.learner.policy_weights import PolicyWeights
 from mobula.learner.residence import Residence
 from mobula.learner.scoring_pass import ReferencePass, ScoringPass, unscored
@@ -97,7 +97,7 @@ class Learner:
         """Load the policy, meet the other ranks and share it out among them."""
         torch.set_num_threads(self._config.resources.learner.num_threads)
         torch.manual_seed(self._config.seed + self._rank)
-        model = load_trained_model(self._config)
+        model, weights = unread_trained_model(self._config)
         model.train()
         recompute_blocks(model, self._config.learner.activation_checkpointing)
         self._model = model
@@ -107,7 +107,7 @@ class Learner:
         self._backend = build_backend(self._config.learner, self._device, dtype, num_replicas)
         num_sharing = self._config.learner.sequence_parallel
         ranks = SequenceRanks(num_sharing, self._device) if num_sharing > 1 else None
-        self._policy = self._backend.wrap(as_policy(model, self._config, ranks))
+        self._policy = self._backend.wrap(as_policy(model, self._config, ranks), weights)
         self._optimizer = self._backend.optimizer()
         self._step = self._gradient_step(self._optimizer)
         scoring = ScoringPass(

@@ -17,7 +17,7 @@ from mobula.learner.optim.average import read_average
 from mobula.learner.policies.adapters import add_adapters, as_merged, is_factor, split_factor
 from mobula.learner.policies.loading import as_stored, checkpoint_names
 from mobula.learner.policies.lora import WEIGHT, adapted_modules, adapter_manifest
-from mobula.learner.policies.trained import as_policy, load_trained_model, save_trained, save_trained_adapters
+from mobula.learner.policies.trained import as_policy, save_trained, save_trained_adapters, unread_trained_model
 
 Named = Iterator[tuple[str, Tensor]]
 
@@ -29,7 +29,7 @@ class PolicyWeights:
 
     Example:
         weights = PolicyWeights(model, config)  # puts adapters in, if there are to be any
-        backend.wrap(TokenPolicy(model, config.learner))
+        backend.wrap(TokenPolicy(model, config.learner), stored)
         WeightPublisher(weights.manifest, lambda: weights.pushed(backend), ...)
     """
 
@@ -84,10 +84,10 @@ def export_state(config: RunConfig, state: Path, folder: Path, *, merge: bool, a
     Raises:
         CheckpointError: there is no complete state in `state`, or no average in it.
     """
-    model = load_trained_model(config)
+    model, stored = unread_trained_model(config)
     weights = PolicyWeights(model, config)
     backend = SingleBackend(torch.device("cpu"), torch.float32, config.learner)
-    policy = backend.wrap(as_policy(model, config))
+    policy = backend.wrap(as_policy(model, config), stored)
     load_weights(config.learner, state, policy)
     if average:
         trained = {name: p.detach() for name, p in trained_parameters(policy).items()}

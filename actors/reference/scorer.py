@@ -17,7 +17,8 @@ from mobula.cluster.records.trajectory import ScoredGroup, TrajectoryGroup
 from mobula.cluster.runtime.object_store import fetch_or_miss
 from mobula.configs.schema import RunConfig
 from mobula.learner.policies.base import PolicyRow
-from mobula.learner.policies.loading import DTYPES, load_policy_model
+from mobula.learner.policies.checkpoint.reading import load_policy_model
+from mobula.learner.policies.loading import DTYPES
 from mobula.learner.policies.logprobs import Distribution
 from mobula.learner.policies.packing import split_microbatches
 from mobula.learner.policies.token import TokenPolicy
@@ -57,7 +58,7 @@ class ReferenceScorer:
     def _loaded(self, folder: Path) -> nn.Module:
         config = self._config
         frozen = config.policy.model_copy(update={"model": str(folder), "freeze": ()})
-        model = load_policy_model(frozen, DTYPES[config.resources.dtype]).to(self._device)  # type: ignore[arg-type]  # transformers: `to` is no method to mypy
+        model = load_policy_model(frozen, DTYPES[config.resources.dtype], self._device)
         quantise(model, config.reference.quantisation)
         return TokenPolicy(model, config.learner).eval()
 

@@ -48,11 +48,12 @@ from mobula.deploy.wiring.rollouts import engine_settings
 from mobula.learner.backends.single import SingleBackend
 from mobula.learner.policies.adapters import is_factor, save_adapters, with_saved_adapters
 from mobula.learner.policies.batch import TokenSequence, collate
+from mobula.learner.policies.checkpoint.reading import load_policy_model
 from mobula.learner.policies.checkpoint.saving import save_policy
 from mobula.learner.policies.checkpoint.stored import stored_model
 from mobula.learner.policies.families import family_at
 from mobula.learner.policies.families.base import AudioFamily, Family, PictureFamily, VideoFamily
-from mobula.learner.policies.loading import DTYPES, load_model, load_policy_model
+from mobula.learner.policies.loading import DTYPES, load_model
 from mobula.learner.policies.logprobs import PLAIN, Distribution
 from mobula.learner.policies.tiny import write_tiny
 from mobula.learner.policies.token import TokenPolicy

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mobula.learner.policies.base import Policy
+from mobula.learner.policies.checkpoint.reading import Weights
 
 Wanted = Callable[[str], bool]
 
@@ -51,15 +52,16 @@ class Backend(Protocol):
     Losses are parts of one sum over micro-batches and ranks, so gradients are summed over ranks, not averaged.
 
     Example:
-        policy = backend.wrap(policy)
+        policy = backend.wrap(policy, weights)
         optimizer = backend.optimizer()
         for i, loss in enumerate(losses):
             backend.backward(loss, is_last=i == len(losses) - 1)
         grad_norm = backend.step(optimizer, max_grad_norm=1.0)
     """
 
-    def wrap(self, policy: Policy) -> nn.Module:
-        """Move the policy to its device and distribute it, in place; returns what is called in its place."""
+    def wrap(self, policy: Policy, weights: Weights = ()) -> nn.Module:
+        """Distribute the policy, in place, and give its parameters on the meta device memory and the values of
+        `weights`; returns what is called in its place. No rank holds more than its shard and one block."""
         ...
 
     def optimizer(self) -> Optimizer:

@@ -28,6 +28,7 @@ from mobula.learner.backends.base import Wanted, evaluating, everything, trained
 from mobula.learner.backends.gather import BUCKET_BYTES
 from mobula.learner.optim import build_optimizer
 from mobula.learner.policies.base import Policy
+from mobula.learner.policies.checkpoint.reading import Rows, Weights, allocate, fill, plain_name, refuse_lacking
 
 ENVIRONMENT = {  # what DeepSpeed would otherwise look for by itself, or log
     "DS_IGNORE_CUDA_DETECTION": "1",  # no nvcc: torch's optimizer needs none of DeepSpeed's own kernels
@@ -51,10 +52,14 @@ class DeepSpeedBackend:
         self._config = config
         self._turn: _Turn | None = None
 
-    def wrap(self, policy: Policy) -> nn.Module:
+    def wrap(self, policy: Policy, weights: Weights = ()) -> nn.Module:
         deepspeed = self._deepspeed = _imported(self._device)
         self._num_ranks = dist.get_world_size()
         self._mesh = init_device_mesh(self._device.type, (self._num_ranks,))
+        if self._config.zero_stage == 3:
+            self._fill(policy, weights)
+        else:
+            fill(policy.model, weights, self._device)
         self._policy = policy.to(self._device)
         self._trained = trained_parameters(policy)
         if self._dtype is not torch.float32:
@@ -121,6 +126,27 @@ class DeepSpeedBackend:
         self._turn = optimizer
         _, client_state = self._engine.load_checkpoint(str(folder), TAG, load_module_strict=False)
         return int(client_state["version"])
+
+    @torch.no_grad()
+    def _fill(self, policy: Policy, weights: Weights) -> None:
+        """Shares out the parameters block by block, then reads one weight at a time on rank 0. Collective."""
+        lacking = set()
+        for module in (*policy.blocks(), policy):
+            lacking |= allocate(module, self._device)
+            self._deepspeed.zero.Init(module=module, config_dict_or_path=self._settings())
+        state = {plain_name(name): tensor for name, tensor in policy.model.state_dict(keep_vars=True).items()}
+        for name, rows in weights:
+            if name in state:
+                self._copy(state[name], rows)
+                lacking.discard(state[name])
+        refuse_lacking(policy.model, lacking)
+
+    def _copy(self, target: Tensor, rows: Rows) -> None:
+        """Of a parameter, rank 0's copy is shared out; each rank has the whole of a buffer."""
+        is_sharded = hasattr(target, "ds_id")
+        with self._deepspeed.zero.GatheredParameters([target] if is_sharded else [], modifier_rank=0):
+            if not is_sharded or dist.get_rank() == 0:
+                target.copy_(rows[...])
 
     def _layout(self) -> dict[str, int]:
         return {"num_ranks": self._num_ranks, "zero_stage": self._config.zero_stage}

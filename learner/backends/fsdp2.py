@@ -20,6 +20,7 @@ from mobula.learner.backends.gather import gather_whole
 from mobula.learner.backends.sharded import ShardedWriter, load_sharded
 from mobula.learner.optim import build_optimizer
 from mobula.learner.policies.base import Policy
+from mobula.learner.policies.checkpoint.reading import Weights, fill
 
 MAX_WHOLE_GRADIENT_BYTES = 1 << 30  # a rank keeps whole gradients up to this between the micro-batches of a step
 MIN_UNIT_NUMEL = 1 << 20  # exchanging fewer parameters costs its latency: smaller blocks are exchanged with the root
@@ -45,7 +46,7 @@ class FSDP2Backend:
         self._device = device
         self._dtype = dtype
 
-    def wrap(self, policy: Policy) -> Policy:
+    def wrap(self, policy: Policy, weights: Weights = ()) -> Policy:
         self._num_ranks = dist.get_world_size()
         self._states = ShardedWriter()
         shape = (self._num_replicas, self._num_ranks // self._num_replicas)
@@ -54,11 +55,11 @@ class FSDP2Backend:
         mesh = both if self._num_replicas > 1 else both["shard"]
         precision = MixedPrecisionPolicy(param_dtype=self._dtype, reduce_dtype=torch.float32)
         offload = OffloadPolicy() if self._config.offload == "none" else CPUOffloadPolicy()
-        policy.to(self._device)
         for module in list(policy.blocks()):
             if _num_parameters(module) >= MIN_UNIT_NUMEL:
                 fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offload)
         self._root = fully_shard(policy, mesh=mesh, mp_policy=precision, offload_policy=offload)  # the policy itself
+        fill(policy.model, weights, self._device if self._config.offload == "none" else torch.device("cpu"))
         self._policy = policy
         num_trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
         self._keeps_whole_gradients = num_trained * torch.float32.itemsize <= MAX_WHOLE_GRADIENT_BYTES

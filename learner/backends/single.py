@@ -15,6 +15,7 @@ from mobula.learner.backends.base import Wanted, evaluating, everything, trained
 from mobula.learner.backends.sharded import ShardedWriter, load_sharded
 from mobula.learner.optim import build_optimizer
 from mobula.learner.policies.base import Policy
+from mobula.learner.policies.checkpoint.reading import Weights, fill
 
 
 class SingleBackend:
@@ -25,7 +26,8 @@ class SingleBackend:
         self._device = device
         self._dtype = dtype
 
-    def wrap(self, policy: Policy) -> Policy:
+    def wrap(self, policy: Policy, weights: Weights = ()) -> Policy:
+        fill(policy.model, weights, self._device)
         self._policy = policy.to(self._device)
         if self._dtype is not torch.float32:
             policy.forward = torch.autocast(self._device.type, self._dtype)(policy.forward)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,8 @@ from mobula.learner.gradient_step import GradientStep
 from mobula.learner.meter import Meter
 from mobula.learner.optim import learning_rate
 from mobula.learner.policies.attention.sequence_ranks import SequenceRanks
-from mobula.learner.policies.loading import DTYPES, load_policy_model, recompute_blocks
+from mobula.learner.policies.checkpoint.reading import StoredWeights, Weights, unread_policy_model
+from mobula.learner.policies.loading import DTYPES, recompute_blocks
 from mobula.learner.policy_weights import PolicyWeights
 from mobula.learner.residence import Residence
 from mobula.learner.scoring_pass import gathered
@@ -59,13 +60,12 @@ class Critic:
         """Build it from `policy.model`, after the ranks have met."""
         num_sharing = self._settings.sequence_parallel
         self._sequence_ranks = SequenceRanks(num_sharing, self._device) if num_sharing > 1 else None
-        self._wrap(self._loaded())
+        self._wrap(*self._unread())
 
-    def begin(self, policy: Iterable[tuple[str, Tensor]]) -> None:
-        """Start again, from the policy: (state-dict name, whole tensor) of the model without adapters."""
-        critic = self._loaded()
-        _copy(policy, critic.model.state_dict())
-        self._wrap(critic)
+    def begin(self, policy: Weights) -> None:
+        """Start again, from the policy's weights."""
+        critic, _ = self._unread()
+        self._wrap(critic, policy)
 
     def valued(self, groups: Groups) -> Groups:
         """The same items with the values of this moment, which every rank gets of all."""
@@ -114,17 +114,17 @@ class Critic:
         """Move everything to the device."""
         self._residence.onload()
 
-    def _loaded(self) -> ValueModel:
-        model = load_policy_model(self._config.policy, torch.float32)
+    def _unread(self) -> tuple[ValueModel, StoredWeights]:
+        model, weights = unread_policy_model(self._config.policy, torch.float32)
         recompute_blocks(model, self._config.learner.activation_checkpointing)
         packs = self._config.learner.packing
-        return ValueModel(model, self._config.seed, packs=packs, sequence_ranks=self._sequence_ranks).train()
+        return ValueModel(model, self._config.seed, packs=packs, sequence_ranks=self._sequence_ranks).train(), weights
 
-    def _wrap(self, critic: ValueModel) -> None:
+    def _wrap(self, critic: ValueModel, weights: Weights) -> None:
         PolicyWeights(critic.model, self._config)  # puts adapters in, where the policy has them
         dtype, num_replicas = DTYPES[self._config.resources.dtype], self._config.resources.learner.replicas
         self._backend = build_backend(self._settings, self._device, dtype, num_replicas)
-        self._model = self._backend.wrap(critic)
+        self._model = self._backend.wrap(critic, weights)
         self._optimizer = self._backend.optimizer()
         self._step = GradientStep(self._backend, self._optimizer, self._settings, self._rank, self._world_size)
         self._residence = Residence(self._model, self._optimizer, self._device)
@@ -153,7 +153,7 @@ class NullCritic:
 
     def connect(self) -> None: ...
 
-    def begin(self, policy: Iterable[tuple[str, Tensor]]) -> None: ...
+    def begin(self, policy: Weights) -> None: ...
 
     def valued(self, groups: Groups) -> Groups:
         return groups
@@ -181,14 +181,3 @@ def _settings(config: RunConfig) -> LearnerConfig:
             "learning_rate": critic.learning_rate,
         }
     )
-
-
-@torch.no_grad()
-def _copy(weights: Iterable[tuple[str, Tensor]], state: Mapping[str, Tensor]) -> None:
-    """Fill `state` with the weights of a model that has these and an output layer."""
-    missing = set(state)
-    for name, tensor in weights:
-        if name in state:
-            state[name].copy_(tensor)
-            missing.discard(name)
-    assert not missing, f"the policy has no weights of the names {sorted(missing)}"

@@ -16,7 +16,7 @@ from mobula.learner.batch import LearnerItem, minibatches_of, without_overlong
 from mobula.learner.credit import Credit
 from mobula.learner.critic.critic import FOLDER, Critic
 from mobula.learner.critic.rows import Values
-from mobula.learner.policies.loading import load_policy_model
+from mobula.learner.policies.checkpoint.reading import unread_policy_model
 from mobula.learner.shares import ShareFetcher, StepGroups, all_ranks
 from mobula.learner.state import StateWriter, load_algorithm, load_random_state
 
@@ -65,7 +65,8 @@ class CriticRank:
     def begin(self, folder: Path) -> None:
         """RL begins with the policy of the checkpoint `folder`, and so does the critic."""
         policy = self._config.policy.model_copy(update={"model": str(folder)})
-        self._critic.begin(load_policy_model(policy, torch.float32).state_dict().items())
+        _, weights = unread_policy_model(policy, torch.float32)
+        self._critic.begin(weights)
 
     def value(self, groups: Sequence[ScoredGroup], version: int, kl: float | None) -> tuple[int, Values]:
         """The values of the groups that make `version`; from rank 0 those of all, from the others none. `kl` is what

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from mobula.configs.schema import LoRAConfig
+from mobula.learner.policies.checkpoint.reading import BASE, plain_name
 from mobula.learner.policies.lora import WEIGHT, A, B, merged
 
 if TYPE_CHECKING:
     from peft import LoraConfig
 
 NAME = "default"  # PEFT's, of the only adapter
-BASE = ".base_layer."  # PEFT's, between a module and its own weight
 PEFT_PREFIX = "base_model.model."  # before a module's name in a saved adapter
 DIFFUSERS_FILE = "pytorch_lora_weights.safetensors"
 DIFFUSERS_PREFIX = "transformer."  # the part of a pipeline that the adapter belongs to
@@ -36,6 +36,7 @@ def add_adapters(model: nn.Module, modules: Collection[str], config: LoRAConfig,
         ValueError: a module is no linear layer, or is the output layer, which may share its weight.
     """
     from peft import inject_adapter_in_model
+    from peft.tuners.lora import LoraLayer
 
     output_layer = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
     for name in modules:
@@ -49,6 +50,11 @@ def add_adapters(model: nn.Module, modules: Collection[str], config: LoRAConfig,
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         inject_adapter_in_model(peft, model)
+        for layer in map(model.get_submodule, modules):
+            assert isinstance(layer, LoraLayer)
+            for factors in (layer.lora_A, layer.lora_B):  # on the meta device, if their weight is
+                factors.to_empty(device="cpu")
+            layer.reset_lora_parameters(NAME, init_lora_weights=True)
     found = {name.partition(".lora_A.")[0] for name, _ in model.named_parameters() if ".lora_A." in name}
     assert found == set(modules), "PEFT matches names by their ends, and these are whole names"
 
@@ -151,4 +157,4 @@ def as_merged(state: Iterable[tuple[str, Tensor]], scale: float) -> Iterator[tup
         elif name.endswith(f"{BASE}{WEIGHT}"):
             held[WEIGHT] = tensor
         else:
-            yield name.replace(BASE, "."), tensor
+            yield plain_name(name), tensor

@@ -28,22 +28,12 @@ from transformers.models.auto.modeling_auto import (
 )
 from transformers.utils import logging
 
-from mobula.configs.schema import PolicyConfig
 from mobula.learner.policies.attention.packed import pack_windows, refuse_without_package
 from mobula.learner.policies.families import family_of, own_family
 from mobula.learner.policies.families.vision import method
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # resources.dtype
 RANDOM_PARTS = "drop|jitter"  # in names of attributes that hold a probability or the scale of noise
-
-
-def load_policy_model(config: PolicyConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The model of `policy.model`, on the CPU, frozen parameters marked, ready to train."""
-    model = load_model(config.model, dtype, config.attention)
-    freeze(model, config.freeze)
-    if not config.dropout:
-        disable_dropout(model)
-    return model
 
 
 def disable_dropout(model: nn.Module) -> None:
@@ -90,7 +80,11 @@ def load_model(source: str, dtype: torch.dtype, attention: str) -> PreTrainedMod
 
 
 def described_model(
-    source: str, state: dict[str, Tensor], model_class: type[PreTrainedModel] | None
+    source: str,
+    state: dict[str, Tensor],
+    model_class: type[PreTrainedModel] | None,
+    dtype: torch.dtype,
+    attention: str | None,
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """The model that `load_model` (or `model_class`) makes of these tensors, which have no values, with transformers'
     account of keys that are missing, unexpected or of another shape."""
@@ -98,8 +92,10 @@ def described_model(
     automatic: Any = auto_class(own)
     chosen: Any = model_class or automatic._model_mapping[type(own)]  # the automatic class asks for a folder
     with _silent_reports():
-        options = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+        options = {"output_loading_info": True, "ignore_mismatched_sizes": True, "dtype": dtype}
+        options |= {"attn_implementation": attention} if attention is not None else {}
         model, info = chosen.from_pretrained(None, config=own, state_dict=state, device_map="meta", **options)
+        model.tie_weights(recompute_mapping=False)  # transformers leaves both sides where the files have both
     model.config.name_or_path = source
     _keep_transposed(model)
     return model, info

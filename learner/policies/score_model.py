@@ -12,9 +12,9 @@ from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, MODEL_MAPPIN
 from transformers.modeling_layers import GenericForSequenceClassification
 
 from mobula.configs.schema import PolicyConfig
-from mobula.learner.policies.attention.packed import pack_windows, refuse_without_package
 from mobula.learner.policies.batch import TokenBatch
-from mobula.learner.policies.loading import disable_dropout, freeze, load_policy_model
+from mobula.learner.policies.checkpoint.reading import StoredWeights, unread_model, unread_policy_model
+from mobula.learner.policies.loading import disable_dropout, freeze
 from mobula.learner.policies.token import TokenModel
 
 
@@ -31,38 +31,31 @@ class ScoreModel(TokenModel):
         return self.padded(batch, scores)
 
 
-def load_score_model(config: PolicyConfig, dtype: torch.dtype, seed: int) -> PreTrainedModel:
-    """The backbone of `policy.model` with a score head, on the CPU, frozen parameters marked, ready to train.
+def unread_score_model(config: PolicyConfig, dtype: torch.dtype, seed: int) -> tuple[PreTrainedModel, StoredWeights]:
+    """The backbone of `policy.model` with a score head, its parameters on the meta device and frozen ones marked, and
+    their weights.
 
     A checkpoint of a reward model keeps its head. A new head starts from N(0, 1 / (H + 1)^2), the same on every rank.
     Source: Learning to Summarize from Human Feedback, arXiv:2009.01325, appendix B.1.
 
     Raises:
-        ValueError: a checkpoint of a reward model lacks a weight, or has several labels.
+        ValueError: a checkpoint of a reward model has several labels.
     """
-    model = _score_model(config, dtype, seed)
+    classifier = score_class(config.model)
+    if classifier is None:
+        model, weights = unread_policy_model(config, dtype)
+        model = _with_new_head(model, classifier_class(type(model.config)), seed)
+    else:
+        model, weights = unread_model(config.model, dtype, config.attention, classifier)
+        if model.num_labels != 1:
+            raise ValueError(
+                f"policy.model={config.model} is a {classifier.__name__} with {model.num_labels} labels: name a reward "
+                "model with one label, or a language model"
+            )
+        freeze(model, config.freeze)
     if not config.dropout:
         disable_dropout(model)
-    return model
-
-
-def _score_model(config: PolicyConfig, dtype: torch.dtype, seed: int) -> PreTrainedModel:
-    classifier = score_class(config.model)
-    if classifier is not None:
-        refuse_without_package(config.attention)
-        model, info = classifier.from_pretrained(
-            config.model, dtype=dtype, attn_implementation=config.attention, output_loading_info=True
-        )
-        if info["missing_keys"] or model.num_labels != 1:
-            raise ValueError(
-                f"policy.model={config.model} is a {classifier.__name__} with {model.num_labels} labels that lacks "
-                f"{sorted(info['missing_keys'])[:5]}: name a reward model with one label, or a language model"
-            )
-        pack_windows(model)
-        freeze(model, config.freeze)
-        return model
-    model = load_policy_model(config, dtype)
-    return _with_new_head(model, classifier_class(type(model.config)), seed)
+    return model, weights
 
 
 def score_class(source: str | Path) -> Any:

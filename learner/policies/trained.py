@@ -21,6 +21,7 @@ from mobula.learner.policies.adapters import save_adapters, save_pipeline_adapte
 from mobula.learner.policies.attention.sequence_ranks import SequenceRanks
 from mobula.learner.policies.base import Policy, PolicyRow, RowOutline
 from mobula.learner.policies.batch import TokenBatch, TokenSequence, collate
+from mobula.learner.policies.checkpoint.reading import StoredWeights, unread_policy_model
 from mobula.learner.policies.checkpoint.saving import save_policy
 from mobula.learner.policies.flow.denoising import Denoising
 from mobula.learner.policies.flow.noising import CleanSequence, NoisedBatch, Noising, collate_noised
@@ -28,9 +29,9 @@ from mobula.learner.policies.flow.policy import FlowPolicy, StepRescoring
 from mobula.learner.policies.flow.rows import LatentBatch, LatentSequence, collate_latents
 from mobula.learner.policies.image_tokens.guidance import canary_tokens
 from mobula.learner.policies.image_tokens.policy import ImageTokenPolicy, freeze_the_rest
-from mobula.learner.policies.loading import disable_dropout, load_policy_model
+from mobula.learner.policies.loading import disable_dropout
 from mobula.learner.policies.logprobs import PLAIN, Distribution
-from mobula.learner.policies.score_model import ScoreModel, load_score_model
+from mobula.learner.policies.score_model import ScoreModel, unread_score_model
 from mobula.learner.policies.token import TokenPolicy
 
 if TYPE_CHECKING:
@@ -52,17 +53,17 @@ class Scoring:
     row: Callable[[Prompt, Any], PolicyRow]  # of a prompt and what the policy did after it
 
 
-def load_trained_model(config: RunConfig) -> nn.Module:
-    """The model in float32 on the CPU, frozen parameters marked."""
+def unread_trained_model(config: RunConfig) -> tuple[nn.Module, StoredWeights]:
+    """The model with its parameters on the meta device in float32, frozen ones marked, and their weights."""
     if config.offline.job == "reward_model":
-        return load_score_model(config.policy, torch.float32, config.seed)
+        return unread_score_model(config.policy, torch.float32, config.seed)
     if config.sampler.is_flow:
-        transformer = flow_checkpoint(config).transformer(torch.float32)
+        transformer, weights = flow_checkpoint(config).unread_transformer()
         if not config.policy.dropout:
             disable_dropout(transformer)
-        return transformer
-    model = load_policy_model(config.policy, torch.float32)
-    return freeze_the_rest(model) if config.sampler.draws_tokens else model
+        return transformer, weights
+    model, weights = unread_policy_model(config.policy, torch.float32)
+    return freeze_the_rest(model) if config.sampler.draws_tokens else model, weights
 
 
 def as_policy(model: nn.Module, config: RunConfig, sequence_ranks: SequenceRanks | None = None) -> Policy:

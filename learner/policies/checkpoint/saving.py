@@ -9,11 +9,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import save_torch_state_dict, snapshot_download
+from huggingface_hub import save_torch_state_dict
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
-from mobula.learner.policies.checkpoint.stored import SavedDtypes
+from mobula.learner.policies.checkpoint.stored import SavedDtypes, checkpoint_folder
 from mobula.learner.policies.families import own_family
 from mobula.learner.policies.loading import as_stored, saved_names
 
@@ -46,7 +46,7 @@ def save_policy(
         dtype: that of all tensors, if they are not to keep theirs.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    original = Path(source) if Path(source).is_dir() else Path(snapshot_download(source))
+    original = checkpoint_folder(source)
     dtypes, tied = SavedDtypes.of_model(original, dtype), set(model.all_tied_weights_keys)
     family = own_family(model.config)
     prefix = "" if family is None else family.checkpoint_prefix

@@ -7,8 +7,10 @@ from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -80,6 +82,38 @@ class SavedDtypes:
         return tensor.to(dtype)
 
 
+@dataclass(frozen=True)
+class DescribedFiles:
+    """A model without values beside the files of its checkpoint."""
+
+    model: PreTrainedModel
+    info: Mapping[str, Any]  # transformers' account of keys that are missing, unexpected or of another shape
+    tensors: Mapping[str, StoredTensor]  # by their names in the files
+    pushed: Mapping[str, str]  # state-dict name -> name in a push
+    names: Mapping[str, str]  # name in the files -> name in a push
+    copies: Mapping[str, str]  # as in `StoredModel`
+
+
+def checkpoint_folder(source: str) -> Path:
+    """The folder of `policy.model`, which may be a hub name."""
+    return Path(source) if Path(source).is_dir() else Path(snapshot_download(source))
+
+
+def described_files(
+    folder: Path,
+    model_class: type[PreTrainedModel] | None = None,
+    dtype: torch.dtype = torch.float32,
+    attention: str | None = None,
+) -> DescribedFiles:
+    """Loads tensors without values into the model of `folder`; see `stored_model`."""
+    tensors = stored_tensors(folder)
+    state = {name: torch.empty(tensor.shape, device="meta") for name, tensor in tensors.items()}
+    model, info = described_model(str(folder), state, model_class, dtype, attention)
+    pushed = checkpoint_names(model)
+    copies = _copies(model, pushed)
+    return DescribedFiles(model, info, tensors, pushed, _names(model, pushed, copies, tensors), copies)
+
+
 def stored_model(folder: Path, model_class: type[PreTrainedModel] | None = None) -> StoredModel:
     """Compares the files of `folder` with the model of its config.json, by loading tensors without values.
 
@@ -89,12 +123,9 @@ def stored_model(folder: Path, model_class: type[PreTrainedModel] | None = None)
         PreflightError: the folder lacks files of weights, or has a damaged one.
         ValueError: the model cannot be pushed by name.
     """
-    tensors = stored_tensors(folder)
-    state = {name: torch.empty(tensor.shape, device="meta") for name, tensor in tensors.items()}
-    model, info = described_model(str(folder), state, model_class)
-    pushed = checkpoint_names(model)  # state-dict name -> name in a push
-    copies = _copies(model, pushed)
-    names = _names(model, pushed, copies, tensors)
+    described = described_files(folder, model_class)
+    model, info, tensors, pushed = described.model, described.info, described.tensors, described.pushed
+    names, copies = described.names, described.copies
     family = own_family(model.config)
     prefix = "" if family is None else family.checkpoint_prefix
     spare = {*names, *(name for name in tensors if not name.startswith(prefix))}

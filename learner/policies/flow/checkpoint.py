@@ -11,13 +11,16 @@ from typing import Any
 
 import diffusers
 import torch
+from accelerate import init_empty_weights
 from diffusers import AutoModel, DiffusionPipeline
-from diffusers.models.modeling_utils import ModelMixin
+from diffusers.models.modeling_utils import ModelMixin, no_init_weights
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import GatedRepoError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
 from torch import Tensor, nn
 
 from mobula.cluster.records.trajectory import Prompt
+from mobula.cluster.weight_sync.manifest import stored_tensors
+from mobula.learner.policies.checkpoint.reading import StoredWeights
 from mobula.learner.policies.checkpoint.stored import SavedDtypes
 from mobula.learner.policies.flow.denoising import Denoising, canary_actions
 from mobula.learner.policies.flow.families import TRANSFORMER, Schedule, flow_family_at, pipeline_index
@@ -46,8 +49,16 @@ class FlowCheckpoint:
                 "copy or download the whole checkpoint"
             )
 
+    def unread_transformer(self) -> tuple[ModelMixin, StoredWeights]:
+        """The network that is trained, its parameters on the meta device in float32, and their weights."""
+        network = getattr(diffusers, self._index[TRANSFORMER][1])
+        with no_init_weights(), init_empty_weights(include_buffers=False):
+            model = network.from_config(self._config(TRANSFORMER))
+        folder = self.folder / TRANSFORMER
+        return model.eval(), StoredWeights(folder, {name: name for name in stored_tensors(folder)}, model)
+
     def transformer(self, dtype: torch.dtype) -> ModelMixin:
-        """The network that is trained, on the CPU."""
+        """The network with its weights, on the CPU."""
         return AutoModel.from_pretrained(str(self.folder), subfolder=TRANSFORMER, dtype=dtype)
 
     def vae(self, dtype: torch.dtype) -> ModelMixin:

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from mobula.actors.reference.quantised import num_weight_bytes, quantise
 from mobula.actors.reference.scorer import ReferenceScorer
-from mobula.learner.policies.loading import load_policy_model
+from mobula.learner.policies.checkpoint.reading import load_policy_model
 from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 
 pytest.importorskip("torchao")

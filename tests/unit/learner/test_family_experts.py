@@ -13,8 +13,9 @@ from mobula.cluster.weight_sync.manifest import checkpoint_manifest
 from mobula.configs.load import load_config
 from mobula.configs.schema import RunConfig
 from mobula.learner.backends.single import SingleBackend
+from mobula.learner.policies.checkpoint.reading import load_policy_model
 from mobula.learner.policies.checkpoint.saving import save_policy
-from mobula.learner.policies.loading import load_model, load_policy_model
+from mobula.learner.policies.loading import load_model
 from mobula.learner.policies.tiny import qwen3_vl_moe, write_tiny
 from mobula.learner.policies.token import TokenPolicy
 from mobula.learner.policy_weights import PolicyWeights

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from mobula.cluster.weight_sync.manifest import Manifest, TensorSpec
 from mobula.configs.load import ConfigError, load_config
-from mobula.learner.policies.loading import load_policy_model
+from mobula.learner.policies.checkpoint.reading import load_policy_model
 from mobula.learner.policies.lora import adapted_modules
 from mobula.learner.policies.shapes import shape_of, tiny_shape
 from mobula.learner.policies.tiny import TINY, write_tiny

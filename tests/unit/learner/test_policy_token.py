@@ -14,8 +14,9 @@ from mobula.cluster.records.media import MediaHandle, MediaReader, MediaSpan
 from mobula.configs.load import load_config
 from mobula.configs.schema import LearnerConfig, PolicyConfig
 from mobula.learner.policies.batch import TokenSequence, collate
+from mobula.learner.policies.checkpoint.reading import load_policy_model
 from mobula.learner.policies.checkpoint.saving import save_policy
-from mobula.learner.policies.loading import checkpoint_names, freeze, load_policy_model
+from mobula.learner.policies.loading import checkpoint_names, freeze
 from mobula.learner.policies.logprobs import PLAIN, Distribution, token_logprobs
 from mobula.learner.policies.packing import split_microbatches
 from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl

@@ -13,7 +13,7 @@ from mobula.learner.backends.single import SingleBackend
 from mobula.learner.policies.checkpoint.saving import save_policy
 from mobula.learner.policies.loading import load_model
 from mobula.learner.policies.tiny import write_tiny
-from mobula.learner.policies.trained import as_policy, load_trained_model
+from mobula.learner.policies.trained import as_policy, unread_trained_model
 from mobula.learner.policy_weights import PolicyWeights
 
 WEIGHTS, NORM = "model.safetensors", "model.norm.weight"
@@ -86,10 +86,10 @@ def test_the_files_beside_the_weights_are_copied_as_they_are(tmp_path: Path) -> 
 def test_merged_adapters_keep_the_dtypes_as_well(tmp_path: Path) -> None:
     folder = rounded(tmp_path / "model", "qwen2.5-vl", torch.bfloat16)
     config = tiny_config(folder, "policy.lora.rank=4")
-    model = load_trained_model(config)
+    model, stored = unread_trained_model(config)
     weights = PolicyWeights(model, config)
     backend = SingleBackend(torch.device("cpu"), torch.float32, config.learner)
-    backend.wrap(as_policy(model, config))
+    backend.wrap(as_policy(model, config), stored)
     save_policy(model, str(folder), tmp_path / "out", dict(weights.plain_state(backend)))
     assert dtypes(tmp_path / "out") == dtypes(folder)
 

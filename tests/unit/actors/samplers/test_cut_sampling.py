@@ -24,7 +24,7 @@ from mobula.cluster.records.trajectory import FinishReason, Prompt, WeightSpan
 from mobula.cluster.roles import SamplingSettings
 from mobula.cluster.weight_sync.manifest import Manifest
 from mobula.learner.policies.batch import TokenSequence, collate
-from mobula.learner.policies.loading import load_policy_model
+from mobula.learner.policies.checkpoint.reading import load_policy_model
 from mobula.learner.policies.logprobs import Distribution
 from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 from mobula.learner.policies.token import TokenPolicy

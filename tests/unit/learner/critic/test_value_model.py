@@ -15,7 +15,7 @@ from mobula.cluster.records.media import MediaReader
 from mobula.learner.critic.head import ScalarHead
 from mobula.learner.critic.value_model import ValueModel
 from mobula.learner.policies.batch import TokenSequence, collate
-from mobula.learner.policies.loading import load_policy_model
+from mobula.learner.policies.checkpoint.reading import load_policy_model
 from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 
 CPU = torch.device("cpu")

@@ -1,0 +1,162 @@
+"""Models without values, and their weights from a checkpoint's files, of which a rank reads its own rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import EllipsisType
+from typing import Protocol
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.utils import swap_tensors
+from transformers import PreTrainedModel
+
+from mobula.cluster.weight_sync.manifest import checkpoint_files
+from mobula.configs.schema import PolicyConfig
+from mobula.learner.policies.attention.packed import pack_windows, refuse_without_package
+from mobula.learner.policies.checkpoint.stored import checkpoint_folder, described_files
+from mobula.learner.policies.loading import as_stored, disable_dropout, freeze
+
+CPU = torch.device("cpu")
+BASE = ".base_layer."  # PEFT's, between a module with adapters and its own weight
+
+
+class Rows(Protocol):
+    """A weight whose rows are read when they are indexed; a whole tensor is one."""
+
+    def __getitem__(self, index: slice | EllipsisType, /) -> Tensor: ...
+
+
+Weights = Iterable[tuple[str, Rows]]
+"""(state-dict name in the model without adapters, rows) of each weight, tied weights once."""
+
+
+@dataclass(frozen=True)
+class StoredWeights:
+    """The weights in a checkpoint's files; each is read when its rows are indexed."""
+
+    folder: Path
+    names: Mapping[str, str]  # name in the files -> state-dict name
+    model: nn.Module
+
+    def __iter__(self) -> Iterator[tuple[str, Rows]]:
+        for file in checkpoint_files(self.folder):
+            # `pread` and not `mmap`: mapped pages would count as memory of this process.
+            with safe_open(file, framework="pt", backend="pread") as tensors:
+                for name in filter(self.names.__contains__, tensors.keys()):
+                    yield self.names[name], _StoredRows(self.model, self.names[name], tensors.get_slice(name))
+
+
+@dataclass(frozen=True)
+class _StoredRows:
+    """Rows of a file in the layout of the model; experts that lie transposed keep their first axis."""
+
+    model: nn.Module
+    name: str
+    stored: Rows
+
+    def __getitem__(self, index: slice | EllipsisType) -> Tensor:
+        return as_stored(self.model, self.name, self.stored[index])
+
+
+def load_policy_model(config: PolicyConfig, dtype: torch.dtype, device: torch.device = CPU) -> PreTrainedModel:
+    """The whole model of `policy.model` on one device, frozen parameters marked, ready to train."""
+    model, weights = unread_policy_model(config, dtype)
+    fill(model, weights, device)
+    return model.to(device)  # its buffers
+
+
+def unread_policy_model(config: PolicyConfig, dtype: torch.dtype) -> tuple[PreTrainedModel, StoredWeights]:
+    """The model of `policy.model` with its parameters on the meta device, frozen ones marked, and their weights."""
+    model, weights = unread_model(config.model, dtype, config.attention)
+    freeze(model, config.freeze)
+    if not config.dropout:
+        disable_dropout(model)
+    return model, weights
+
+
+def unread_model(
+    source: str, dtype: torch.dtype, attention: str, model_class: type[PreTrainedModel] | None = None
+) -> tuple[PreTrainedModel, StoredWeights]:
+    """The model of a checkpoint folder or hub name with its parameters on the meta device, and their weights.
+
+    `model_class` is the class that loads it, if it is not that of a policy.
+
+    Raises:
+        ValueError: `attention` needs a package that is not installed.
+    """
+    refuse_without_package(attention)
+    folder = checkpoint_folder(source)
+    described = described_files(folder, model_class, dtype, attention)
+    model = described.model
+    model.config.name_or_path = source
+    _compute_buffers(model)
+    pack_windows(model)
+    states = {name: state for state, name in described.pushed.items()}
+    names = {file_name: states[name] for file_name, name in described.names.items()}
+    return model, StoredWeights(folder, names, model)
+
+
+def _compute_buffers(model: PreTrainedModel) -> None:
+    """Compute the buffers on the CPU, as `from_pretrained` does: most of them are in no file."""
+    for buffer in model.buffers():
+        swap_tensors(buffer, torch.empty_like(buffer, device=CPU))
+    for module in model.modules():
+        vars(module).pop("_is_hf_initialized", None)  # set when the buffers had no values
+    model.initialize_weights()  # parameters have none still
+
+
+@torch.no_grad()
+def fill(model: nn.Module, weights: Weights, device: torch.device) -> None:
+    """Gives memory on `device` to the parameters that are on the meta device, and copies this rank's rows into them.
+
+    Not collective. Parameters that have values keep them where `weights` lacks them.
+
+    Raises:
+        ValueError: `weights` lacks a parameter.
+    """
+    lacking = allocate(model, device)
+    state = {plain_name(name): tensor for name, tensor in model.state_dict(keep_vars=True).items()}
+    for name, rows in weights:
+        if name in state:
+            _copy(state[name], rows)
+            lacking.discard(state[name])
+    refuse_lacking(model, lacking)
+
+
+def plain_name(name: str) -> str:
+    """The state-dict name that a weight has in the model without adapters."""
+    return name.replace(BASE, ".")
+
+
+def allocate(model: nn.Module, device: torch.device) -> set[Tensor]:
+    """Gives memory on `device` to the parameters that are on the meta device; returns these."""
+    empty = {parameter for parameter in model.parameters() if parameter.device.type == "meta"}
+    for parameter in empty:
+        # Swapped, so that tied weights, optimizers and shards stay the tensors that they are.
+        memory = torch.empty_like(parameter, device=device)
+        swap_tensors(parameter, nn.Parameter(memory, requires_grad=parameter.requires_grad))
+    return empty
+
+
+def refuse_lacking(model: nn.Module, lacking: set[Tensor]) -> None:
+    """Raises: ValueError: parameters of the model were in no file."""
+    if lacking:
+        names = [name for name, parameter in model.named_parameters() if parameter in lacking]
+        raise ValueError(
+            f"policy.model lacks {names[0]} and {len(names) - 1} more weights of its config.json: download it again, "
+            "or save the whole model"
+        )
+
+
+def _copy(target: Tensor, rows: Rows) -> None:
+    if not isinstance(target, DTensor):
+        target.copy_(rows[...])
+        return
+    shape, offset = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)
+    target.to_local().copy_(rows[offset[0] : offset[0] + shape[0]])

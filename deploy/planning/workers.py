@@ -202,17 +202,12 @@ def _learner(config: RunConfig, shape: ModelShape) -> WorkerMemory:
     checkpoint = ceil(3 * FLOAT32 * num_trained / share)
     writes_alone = config.resources.device == "cpu" and config.algorithm.max_staleness == 0
     host = {"activations": offloaded, **({} if writes_alone else {"checkpoint": checkpoint})}
-    # Every rank loads the whole model into host memory and moves it to its device; only then it is sharded.
-    whole = FLOAT32 * shape.num_parameters
-    loading = {"weights": whole}
-    staging = _staging(config, shape) + min(GATHER_BYTES, 2 * whole)
+    staging = _staging(config, shape) + min(GATHER_BYTES, 2 * FLOAT32 * shape.num_parameters)
     sync = {"weights": weights, "optimizer": moments, "critic": critic + critic_moments, "sync": staging}
     if writes_alone:  # the copy of the state is on disk before the engines have sampled the next step
         sync["checkpoint"] = checkpoint
-    if config.resources.device == "cuda":
-        host["loading"] = max(0, whole - checkpoint)
     if not config.resources.colocated:
-        return WorkerMemory({TRAINING: training, SYNC: sync, "loading": loading}, host)
+        return WorkerMemory({TRAINING: training, SYNC: sync}, host)
     if config.resources.device == "cuda":
         host["moved"] = ceil(FLOAT32 * num_all / share) + moments + critic + critic_moments
     sync.pop("optimizer")  # it is moved before engines wake up
@@ -220,7 +215,7 @@ def _learner(config: RunConfig, shape: ModelShape) -> WorkerMemory:
     away |= {"checkpoint": checkpoint} if writes_alone else {}
     # An engine that joins late is awake as a whole while the policy comes back for it.
     joining = {"joining": sync} if config.resources.device == "cuda" else {}
-    return WorkerMemory({TRAINING: training, SYNC: sync, SAMPLING: away, "loading": loading, **joining}, host)
+    return WorkerMemory({TRAINING: training, SYNC: sync, SAMPLING: away, **joining}, host)
 
 
 def _critic(config: RunConfig, shape: ModelShape) -> WorkerMemory:

@@ -68,7 +68,8 @@ def load_policy_model(config: PolicyConfig, dtype: torch.dtype, device: torch.de
     """The whole model of `policy.model` on one device, frozen parameters marked, ready to train."""
     model, weights = unread_policy_model(config, dtype)
     fill(model, weights, device)
-    return model.to(device)  # its buffers
+    nn.Module.to(model, device)  # its buffers
+    return model
 
 
 def unread_policy_model(config: PolicyConfig, dtype: torch.dtype) -> tuple[PreTrainedModel, StoredWeights]:
@@ -136,7 +137,7 @@ def plain_name(name: str) -> str:
 
 def allocate(model: nn.Module, device: torch.device) -> set[Tensor]:
     """Gives memory on `device` to the parameters that are on the meta device; returns these."""
-    empty = {parameter for parameter in model.parameters() if parameter.device.type == "meta"}
+    empty: set[Tensor] = {parameter for parameter in model.parameters() if parameter.device.type == "meta"}
     for parameter in empty:
         # Swapped, so that tied weights, optimizers and shards stay the tensors that they are.
         memory = torch.empty_like(parameter, device=device)

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils import swap_tensors
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from mobula.cluster.weight_sync.manifest import checkpoint_files
 from mobula.configs.schema import PolicyConfig
 from mobula.learner.policies.attention.packed import pack_windows, refuse_without_package
-from mobula.learner.policies.checkpoint.stored import checkpoint_folder, described_files
+from mobula.learner.policies.checkpoint.stored import GENERATION_FILE, checkpoint_folder, described_files
 from mobula.learner.policies.loading import as_stored, disable_dropout, freeze
 
 CPU = torch.device("cpu")
@@ -96,6 +96,8 @@ def unread_model(
     described = described_files(folder, model_class, dtype, attention)
     model = described.model
     model.config.name_or_path = source
+    if model.can_generate() and (folder / GENERATION_FILE).is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
     _compute_buffers(model)
     pack_windows(model)
     states = {name: state for state, name in described.pushed.items()}

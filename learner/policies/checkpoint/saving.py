@@ -13,11 +13,11 @@ from huggingface_hub import save_torch_state_dict
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
-from mobula.learner.policies.checkpoint.stored import SavedDtypes, checkpoint_folder
+from mobula.learner.policies.checkpoint.stored import GENERATION_FILE, SavedDtypes, checkpoint_folder
 from mobula.learner.policies.families import own_family
 from mobula.learner.policies.loading import as_stored, saved_names
 
-CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
+CONFIG_FILE = "config.json"
 TEMPLATES_FOLDER = "additional_chat_templates"
 WEIGHT_SUFFIXES = (
     ".safetensors",

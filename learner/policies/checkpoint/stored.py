@@ -19,6 +19,7 @@ from mobula.cluster.weight_sync.manifest import Manifest, StoredTensor, TensorSp
 from mobula.learner.policies.families import own_family
 from mobula.learner.policies.loading import as_stored, checkpoint_names, described_model, saved_names
 
+GENERATION_FILE = "generation_config.json"
 FLOATING = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 

@@ -36,6 +36,7 @@ def test_a_model_read_by_rows_equals_one_that_transformers_loads(
     folder = write_tiny(name, tmp_path, seed=3, tie_word_embeddings=tied)
     config = tiny_config(folder).policy
     read, loaded = load_policy_model(config, dtype), load_model(str(folder), dtype, config.attention)
+    assert read.generation_config.to_dict() == loaded.generation_config.to_dict()
     for kind in ("named_parameters", "named_buffers"):
         ours, theirs = dict(getattr(read, kind)()), dict(getattr(loaded, kind)())
         assert ours.keys() == theirs.keys()

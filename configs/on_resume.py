@@ -104,6 +104,7 @@ DECLARED: Mapping[OnResume, tuple[str, ...]] = {
         "learner.packing",
         "learner.sequence_parallel",
         "learner.picture_token_cost",
+        "learner.attention_token_cost",
         "learner.logprob_chunk_tokens",
         "learner.activation_checkpointing",
         "learner.offload",

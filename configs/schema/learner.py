@@ -53,6 +53,9 @@ class LearnerConfig(Section):
     picture_token_cost: NonNegativeFloat = 0.4
     """Cost of encoding one token of a picture, in tokens of the decoder; ranks get equal sums of both. About 4 times
     the vision tower's parameters over the decoder's."""
+    attention_token_cost: NonNegativeFloat = 2.0e-5
+    """Cost of a token's attention for each token of its row, in tokens of the decoder without attention; ranks get
+    equal sums. About 1 / (12 * hidden size) of `policy.model`."""
     logprob_chunk_tokens: PositiveInt = 1024
     """Tokens whose logits exist at one time: a chunk takes a few times this many times the vocabulary in float32. The
     backward pass computes them again."""

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 from mobula.configs.schema import LearnerConfig
 from mobula.learner.policies.base import PolicyRow
+
+MAX_LOAD = 1.1  # of a rank, over the mean; up to it siblings and their pictures stay together
+LONG_ROW = 2.0  # costs so many times the mean of the rows
 
 Microbatch = tuple[int, ...]  # indices of the rows; empty where a rank only keeps step with the others
 
@@ -18,13 +23,14 @@ def split_microbatches(
     """For each rank its micro-batches, of at most `learner.tokens_per_microbatch` tokens each (or a single longer row).
 
     Rows are ordered so that neighbours share their pictures and have similar lengths, cut into one part of nearly
-    equal cost a rank, and each part into micro-batches. `groups` are those of the rows: siblings stay together, so that
-    a rank needs few groups. Every rank gets equally many micro-batches, because each one is a collective; what a rank
-    lacks are empty ones. Depends on lengths, media and groups alone, so all ranks agree unasked.
+    equal cost a rank, and each part into micro-batches. Where a few long rows leave a part above `MAX_LOAD`, these are
+    placed first. `groups` are those of the rows: siblings stay together, so that a rank needs few groups.
+    Every rank gets equally many micro-batches, because each one is a collective; what a rank lacks are empty ones.
+    Depends on lengths, media and groups alone, so all ranks agree unasked.
     """
     order = _order(sequences, [0] * len(sequences) if groups is None else groups)
-    costs = _costs(sequences, config.picture_token_cost)
-    parts = _cut_evenly([row.number for row in order], [costs[row.number] for row in order], num_ranks)
+    costs = _costs(sequences, config)
+    parts = _cut_evenly([row.number for row in order], costs, num_ranks)
     placed = {row.number: row for row in order}
     parts = [sorted(part, key=lambda i: placed[i].by_length) for part in parts]
     cut = _cut_packed if config.packing else _cut_padded
@@ -34,12 +40,14 @@ def split_microbatches(
     return [b + [()] * (most - len(b)) for b in batches]
 
 
-def _costs(sequences: Sequence[PolicyRow], picture_token_cost: float) -> list[float]:
-    """Tokens of each row, and its share of its pictures' encoding: rows with the same ones encode them together."""
+def _costs(sequences: Sequence[PolicyRow], config: LearnerConfig) -> list[float]:
+    """Cost of each row, in tokens of the decoder: its tokens, its attention, which grows with their square, and its
+    share of its pictures' encoding: rows with the same ones encode them together."""
     media = [tuple(handle.key for handle in s.media) for s in sequences]
     sharing = Counter(media)
     return [
-        s.num_tokens + picture_token_cost * s.num_media_tokens / sharing[keys]
+        s.num_tokens * (1 + config.attention_token_cost * s.num_tokens)
+        + config.picture_token_cost * s.num_media_tokens / sharing[keys]
         for s, keys in zip(sequences, media, strict=True)
     ]
 
@@ -72,13 +80,35 @@ def _order(sequences: Sequence[PolicyRow], groups: Sequence[int]) -> list[_Place
 
 
 def _cut_evenly(order: list[int], costs: list[float], num_parts: int) -> list[list[int]]:
-    """Contiguous parts; a row belongs to the part that its middle falls into."""
-    total = max(sum(costs), 1)
-    parts: list[list[int]] = [[] for _ in range(num_parts)]
+    """Contiguous parts of the rows; if one costs more than `MAX_LOAD` times the mean, only of the short rows, around
+    the long ones, each of which goes to the part that has least so far (longest processing time first, Graham 1969).
+    """
+    mean = sum(costs) / num_parts
+    parts = _cut_into(order, costs, [mean] * num_parts)
+    if max(sum(costs[row] for row in part) for part in parts) <= MAX_LOAD * mean:
+        return parts
+    least_of_long = max((MAX_LOAD - 1) * mean, LONG_ROW * sum(costs) / len(order))
+    long = sorted((row for row in order if costs[row] > least_of_long), key=lambda row: (-costs[row], row))
+    placed: list[list[int]] = [[] for _ in range(num_parts)]
+    loads = [0.0] * num_parts
+    for row in long:
+        least = loads.index(min(loads))
+        placed[least].append(row)
+        loads[least] += costs[row]
+    is_long = set(long)
+    short = _cut_into([row for row in order if row not in is_long], costs, [max(0.0, mean - load) for load in loads])
+    return [own + rest for own, rest in zip(placed, short, strict=True)]
+
+
+def _cut_into(order: list[int], costs: list[float], sizes: list[float]) -> list[list[int]]:
+    """Contiguous parts, in proportion to `sizes`; a row belongs to the part that its middle falls into."""
+    scale = sum(costs[row] for row in order) / max(sum(sizes), 1e-9)
+    ends = [scale * end for end in accumulate(sizes)]
+    parts: list[list[int]] = [[] for _ in sizes]
     done = 0.0
-    for row, cost in zip(order, costs, strict=True):
-        parts[min(int((done + cost / 2) * num_parts / total), num_parts - 1)].append(row)
-        done += cost
+    for row in order:
+        parts[min(bisect_right(ends, done + costs[row] / 2), len(sizes) - 1)].append(row)
+        done += costs[row]
     return parts
 
 

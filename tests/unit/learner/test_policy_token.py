@@ -205,6 +205,20 @@ def test_every_row_is_in_one_microbatch_and_ranks_have_equally_many(num_ranks: i
     assert max(loads) - min(loads) <= 2 * max(lengths)
 
 
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+@pytest.mark.parametrize("attention_cost", [0.0, 1e-3])
+def test_ranks_compute_alike_where_some_rows_are_eight_times_as_long(num_ranks: int, attention_cost: float) -> None:
+    """An eighth of the rows is long, as responses are in RL of reasoning."""
+    rng = np.random.default_rng(num_ranks)
+    lengths = [int(n * (8 if i % 8 == 0 else 1)) for i, n in enumerate(rng.integers(100, 200, size=16 * num_ranks))]
+    config = learner_config(f"learner.attention_token_cost={attention_cost}", "learner.tokens_per_microbatch=2000")
+    plan = split_microbatches(rows_of(lengths), config, num_ranks)
+    costs = [n * (1 + attention_cost * n) for n in lengths]
+    loads = [sum(costs[i] for batch in share for i in batch) for share in plan]
+    assert max(loads) <= 1.1 * sum(loads) / num_ranks
+    assert sorted(i for share in plan for batch in share for i in batch) == list(range(len(lengths)))
+
+
 @pytest.mark.parametrize("num_ranks", [2, 3, 5])
 def test_siblings_stay_on_one_rank_where_parts_allow_it(num_ranks: int) -> None:
     lengths = np.random.default_rng(num_ranks).integers(2, 60, size=48).tolist()

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HFValidationError
 from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -96,8 +97,18 @@ class DescribedFiles:
 
 
 def checkpoint_folder(source: str) -> Path:
-    """The folder of `policy.model`, which may be a hub name."""
-    return Path(source) if Path(source).is_dir() else Path(snapshot_download(source))
+    """The folder of `policy.model`, which may be a hub name.
+
+    Raises:
+        OSError: it is neither a folder nor a model that can be downloaded.
+    """
+    if Path(source).is_dir():
+        return Path(source)
+    try:
+        # Without the other formats that a repository may have beside the files that are read.
+        return Path(snapshot_download(source, allow_patterns=["*.json", "model*.safetensors"], ignore_patterns=["*/*"]))
+    except HFValidationError as error:  # a path: of a name that the hub lacks the error is an OSError
+        raise FileNotFoundError(f"{source} is neither a folder nor a name of a model on the hub") from error
 
 
 def described_files(

@@ -76,7 +76,7 @@ def test_pictures_in_packed_rows_are_refused_and_text_is_not(
     folder: Path, asked: FamilyPrompts, words: list[str]
 ) -> None:
     np.testing.assert_allclose(logprobs(folder, asked, "text", *words), logprobs(folder, asked, "text"), atol=1e-5)
-    with pytest.raises(ValueError, match=r"Gemma 3, .* mask .*policy\.attention=sdpa and learner\.packing=false"):
+    with pytest.raises(ValueError, match=r"Gemma 3, .* mask .*policy\.attention=sdpa, learner\.packing=false"):
         logprobs(folder, asked, "one picture", *words)
 
 

@@ -17,7 +17,7 @@ class RewardScoring:
     """Components of one service, or of all services, with the recipes.
 
     Example:
-        scoring = Scoring(load_rewards(path), None, tools)
+        scoring = RewardScoring(load_rewards(path), None, tools)
         rewards = scoring.rewards(requests)   # a Reward each, or the ComponentError with the reason why there is none
     """
 

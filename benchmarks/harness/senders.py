@@ -1,7 +1,7 @@
 """A push of sharded weights by one learner rank, and by two that send at the same time.
 
-Two ranks hold a shard of each tensor, gather them as FSDP2's backend does, and send; one receiver copies what arrives
-into its parameters. Each is a process of its own.
+Two ranks hold a shard of each tensor, gather them as FSDP2's backend does, and send; one receiver copies the tensors
+into its parameters. Each is a separate process.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The transfer group: learner ranks that send and many receivers, over gloo or nccl, apart from other process groups.
 
-Each sender has a process group of its own with all receivers, so that senders broadcast at the same time. In each of
-them the sender is rank 0; receivers have the ranks from 1 on: one each, or as many as an engine is split over. Bucket
+Each sender shares a separate process group with all receivers, so that senders broadcast at the same time. In each
+group the sender is rank 0; receivers have the ranks from 1 on: one each, or as many as an engine is split over. Bucket
 `i` of a push comes from sender `i % num_senders`.
 Transfer groups are numbered by epoch: members of another epoch can never meet, because the epoch is part of every key
 of the rendezvous store. A collective runs on a helper thread and is waited for with a deadline on the calling one, as
@@ -165,7 +165,7 @@ class TransferGroup:
             check_arrival(buckets[sender::num_senders], sent, arrived)
 
     def _begin(self, sender: int, buffer: torch.Tensor, what: str, timeout_s: float) -> Callable[[], None]:
-        """Begin one broadcast; what is returned waits for its end."""
+        """Begin one broadcast; returns a function that waits for its end."""
         if sender not in self._channels:
             raise WeightSyncError(f"{what}: this member has left transfer epoch {self._epoch}")
         channel = self._channels[sender]

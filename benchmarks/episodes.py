@@ -17,7 +17,7 @@ import numpy as np
 
 from benchmarks.harness.measure import Claim, Effort, Findings, Measurements, interleave, share
 from benchmarks.harness.stage import Stage, engines, private_ray, scratch_config
-from benchmarks.simulation.slow_environment import SlowPictures
+from benchmarks.simulation.slow_environment import SlowImages
 from mobula.actors.environments.rows import ENVIRONMENT
 from mobula.actors.rollout.episode import Episode, ObservationBudget
 from mobula.cluster.records.actions import TokenActions
@@ -36,7 +36,7 @@ MAX_TURN_TOKENS = 8
 NUM_BRIDGED = 300
 SETTINGS = (
     "resources.rollout.num_workers=1", "data=environment", "rewards=environment", "environment.host=inline",
-    "environment.name=benchmarks.simulation.slow_environment:SlowPictures",
+    "environment.name=benchmarks.simulation.slow_environment:SlowImages",
     f"environment.options={{num_turns: {NUM_TURNS}}}", f"environment.max_concurrent={NUM_CONCURRENT}",
     "environment.max_tokens=512", f"sampler.max_tokens={MAX_TURN_TOKENS}", "sampler.max_images_per_prompt=12",
     "environment.num_validation=8", "environment.num_test=8",
@@ -58,19 +58,19 @@ async def _measure(effort: Effort, config: RunConfig) -> Findings:
             "immediate": partial(_turns_per_s, config, inference.rollouts, rounds, 0.0),
         }
         found = await interleave(sides, effort)
-        copies = await _picture_copies(config, inference.rollouts, rounds[0][0])
+        copies = await _image_copies(config, inference.rollouts, rounds[0][0])
         bridge_ms = _bridge_ms(stage, rounds[0][0])
-    what = f"{NUM_CONCURRENT} episodes of {NUM_TURNS} turns at a time, a picture a turn, steps of"
+    what = f"{NUM_CONCURRENT} episodes of {NUM_TURNS} turns at a time, an image a turn, steps of"
     seconds = {"delayed": STEP_S, "immediate": 0.0}
     series = {
         name: Measurements(f"{what} {1000 * seconds[name]:g} ms", "turns/s", values) for name, values in found.items()
     }
-    series["bridge"] = Measurements("tokens and picture of one observation, from its message", "ms", bridge_ms)
+    series["bridge"] = Measurements("tokens and image of one observation, from its message", "ms", bridge_ms)
     busy = share(found["delayed"], found["immediate"])
     claims = (
         Claim("turns/s with steps of 50 ms / with none", busy, BUSY_TARGET),
         Claim("ms of the bridge a turn", series["bridge"].median, BRIDGE_TARGET_MS, at_least=False),
-        Claim("bytes of a group as it travels / bytes of its distinct pictures", copies, BYTES_TARGET, at_least=False),
+        Claim("bytes of a group as it travels / bytes of its distinct images", copies, BYTES_TARGET, at_least=False),
     )
     settings = {
         "prompts": NUM_PROMPTS,
@@ -100,8 +100,8 @@ def _delayed(prompt: Prompt, step_s: float) -> Prompt:
     return replace(prompt, prompt_id=name, metadata={**prompt.metadata, ENVIRONMENT: task})
 
 
-async def _picture_copies(config: RunConfig, pool: RolloutPool, prompt: Prompt) -> float:
-    """Bytes of a group in transport over the bytes of the distinct pictures of its later turns."""
+async def _image_copies(config: RunConfig, pool: RolloutPool, prompt: Prompt) -> float:
+    """Bytes of a group in transport over the bytes of the distinct images of its later turns."""
     generated = await pool.generate(replace(prompt, prompt_id="bytes"), sampling_settings(config))
     [group] = await asyncio.to_thread(fetch, [generated.group], timeout_s=60, what="a group of episodes")
     bare: Any = replace(group, prompt=replace(group.prompt, media=(), media_spans=()))
@@ -110,10 +110,10 @@ async def _picture_copies(config: RunConfig, pool: RolloutPool, prompt: Prompt) 
 
 
 def _bridge_ms(stage: Stage, prompt: Prompt) -> tuple[float, ...]:
-    """The time of `ObservationBudget.admit` for one observation, with pictures that were processed before."""
+    """The time of `ObservationBudget.admit` for one observation, with images that were processed before."""
     config, chat = stage.prepared.config, stage.prepared.processor
     budget = ObservationBudget(config.environment, chat, model=config.policy.model, max_images=NUM_BRIDGED)
-    environment = SlowPictures(num_turns=NUM_TURNS)
+    environment = SlowImages(num_turns=NUM_TURNS)
     observation = environment.reset(seed=0, options={}).observation
     found = []
     for _ in range(NUM_BRIDGED):

@@ -1,4 +1,4 @@
-"""Flow models: pictures a second of the sampler over the plain pipeline, a training step over a plain forward and
+"""Flow models: images a second of the sampler over the plain pipeline, a training step over a plain forward and
 backward pass, and bytes of a trajectory.
 
 The glyphs' model in one process: what the project adds to diffusers is largest where the model is small. The sampler
@@ -32,7 +32,7 @@ from mobula.deploy.wiring.preparation import prepare
 from mobula.deploy.wiring.rollouts import engine_settings
 from mobula.learner.learner import Learner
 
-NUM_PICTURES, QUICK_PICTURES = 16, 8  # of a group
+NUM_IMAGES, QUICK_IMAGES = 16, 8  # of a group
 NUM_CALLS = 3  # of one round
 BUCKET_BYTES = 1 << 24
 WORDS = (
@@ -44,7 +44,7 @@ WORDS = (
     "algorithm.num_minibatches=1",
     "sampler.flow.guidance=4.5",
 )
-PICTURES, STEPS = "pictures/s", "denoising steps/s"
+IMAGES, STEPS = "images/s", "denoising steps/s"
 
 
 @dataclass
@@ -56,39 +56,39 @@ class Bench:
     learner: Learner
     pipeline: Any
     prompt: Prompt
-    num_pictures: int
+    num_images: int
     version: int = 0
 
     async def group(self, seed: int) -> TrajectoryGroup:
-        settings = SamplingSettings(self.num_pictures, 1.0, 1, seed)
+        settings = SamplingSettings(self.num_images, 1.0, 1, seed)
         return (await self.actor.generate(self.prompt, settings, Attempt(str(seed))))[0]
 
     async def sampled(self, round_number: int) -> float:
         started = time.perf_counter()
         for call in range(NUM_CALLS):
             await self.group(NUM_CALLS * round_number + call)
-        return NUM_CALLS * self.num_pictures / (time.perf_counter() - started)
+        return NUM_CALLS * self.num_images / (time.perf_counter() - started)
 
     async def piped(self, round_number: int) -> float:
         started = time.perf_counter()
         for _ in range(NUM_CALLS):
-            self._pipe(self.num_pictures)
-        return NUM_CALLS * self.num_pictures / (time.perf_counter() - started)
+            self._pipe(self.num_images)
+        return NUM_CALLS * self.num_images / (time.perf_counter() - started)
 
     async def piped_alone(self, round_number: int) -> float:
         started = time.perf_counter()
-        for _ in range(self.num_pictures):
+        for _ in range(self.num_images):
             self._pipe(1)
-        return self.num_pictures / (time.perf_counter() - started)
+        return self.num_images / (time.perf_counter() - started)
 
     async def trained(self, round_number: int) -> float:
         """One step of the learner on a group, and nothing else: sampling is not in the time."""
         group = await self.group(1000 + round_number)
-        rewards = tuple(Reward(float(n % 3)) for n in range(self.num_pictures))
+        rewards = tuple(Reward(float(n % 3)) for n in range(self.num_images))
         self.version += 1
         started = time.perf_counter()
         self.learner.update([ScoredGroup(group.summary(), group, rewards)], self.version)
-        return self.num_pictures * group.trajectories[0].num_steps / (time.perf_counter() - started)
+        return self.num_images * group.trajectories[0].num_steps / (time.perf_counter() - started)
 
     async def passed(self, round_number: int) -> float:
         """A forward and backward pass of the plain transformer on as many rows, with guidance."""
@@ -128,9 +128,9 @@ class Bench:
         return {n: torch.tensor(a).expand(num, *a.shape[1:]).contiguous() for n, a in medium.inputs.items()}
 
 
-async def _bench(folder: Path, num_pictures: int, overrides: Sequence[str]) -> Bench:
+async def _bench(folder: Path, num_images: int, overrides: Sequence[str]) -> Bench:
     own = (f"policy.model={folder / 'model'}", f"data.path={folder / 'data'}", f"folder={folder / 'runs'}")
-    words = [*WORDS, *own, f"algorithm.samples_per_prompt={num_pictures}"]
+    words = [*WORDS, *own, f"algorithm.samples_per_prompt={num_images}"]
     config = load_config(overridden(words, overrides))
     prepared = prepare(config, lambda value: value)
     actor = RolloutActor("flow", engine_settings(prepared, 0), object_timeout_s=5)
@@ -140,7 +140,7 @@ async def _bench(folder: Path, num_pictures: int, overrides: Sequence[str]) -> B
     row = prepared.usable("train").rows[0]
     pipeline = DiffusionPipeline.from_pretrained(config.policy.model)
     pipeline.set_progress_bar_config(disable=True)
-    return Bench(config, actor, learner, pipeline, prepared.processor.prepare(row, "0/0/x"), num_pictures)
+    return Bench(config, actor, learner, pipeline, prepared.processor.prepare(row, "0/0/x"), num_images)
 
 
 async def _bytes(bench: Bench) -> dict[str, int]:
@@ -165,9 +165,9 @@ def measure(effort: Effort, overrides: Sequence[str]) -> Findings:
 
 
 async def _measure(effort: Effort, overrides: Sequence[str]) -> Findings:
-    num_pictures = QUICK_PICTURES if effort == QUICK else NUM_PICTURES
+    num_images = QUICK_IMAGES if effort == QUICK else NUM_IMAGES
     with tempfile.TemporaryDirectory() as folder:
-        bench = await _bench(Path(folder), num_pictures, overrides)
+        bench = await _bench(Path(folder), num_images, overrides)
         sides = {
             "sampler": bench.sampled,
             "pipeline": bench.piped,
@@ -177,16 +177,16 @@ async def _measure(effort: Effort, overrides: Sequence[str]) -> Findings:
         }
         found = await interleave(sides, effort)
         num_bytes = await _bytes(bench)
-    units = {name: STEPS if name in ("learner", "forward and backward") else PICTURES for name in sides}
+    units = {name: STEPS if name in ("learner", "forward and backward") else IMAGES for name in sides}
     series = {name: Measurements(name, units[name], values) for name, values in found.items()}
     small, large = sorted(num_bytes.values())
     claims = (
-        Claim("pictures: sampler / pipeline", share(found["sampler"], found["pipeline"]), 0.9),
-        Claim("pictures: sampler / pipeline, one by one", share(found["sampler"], found["pipeline, one by one"]), 1.5),
+        Claim("images: sampler / pipeline", share(found["sampler"], found["pipeline"]), 0.9),
+        Claim("images: sampler / pipeline, one by one", share(found["sampler"], found["pipeline, one by one"]), 1.5),
         Claim("steps: learner / forward and backward", share(found["learner"], found["forward and backward"]), 0.85),
         Claim("bytes: window of 2 in bfloat16 / all steps in float32", small / large, 0.25, at_least=False),
     )
     flow = bench.config.sampler.flow
     size = f"{flow.width}x{flow.height}"
-    settings = {"num_pictures": num_pictures, "num_steps": flow.num_steps, "size": size, "bytes": num_bytes}
+    settings = {"num_images": num_images, "num_steps": flow.num_steps, "size": size, "bytes": num_bytes}
     return Findings(settings, series, claims)

@@ -38,7 +38,7 @@ CONCURRENCY = 4
 START_S = 120.0
 TOKEN = "BENCHMARK_TOKEN"
 UNIT = "samples/s"
-REST = "service: reward, needs_pictures: false, retries: 0, cache_entries: 0"
+REST = "service: reward, needs_images: false, retries: 0, cache_entries: 0"
 ANYWHERE = "{ignore_case: true, whole_response: false}"
 REWARDS = f"""
 components:

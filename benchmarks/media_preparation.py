@@ -1,4 +1,4 @@
-"""Preparing prompts of large pictures and videos: samples/s in the driver, on one and on two processor workers.
+"""Preparing prompts of large images and videos: samples/s in the driver, on one and on two processor workers.
 
 A sample is a row's prompt with its media decoded, processed and stored. Every measurement begins without any. Beside
 it what a group of n = 8 siblings costs that is prepared once, over preparing each of them apart, and how many bytes all
@@ -37,8 +37,8 @@ from mobula.deploy.wiring.preparation import TRAIN, Prepared
 
 NUM_WORKERS = 2
 NUM_GROUPS, NUM_SIBLINGS = 8, 8
-NUM_PICTURES, NUM_VIDEOS = 24, 8
-PICTURE, FRAME, NUM_FRAMES, RATE = (1600, 1200), (480, 360), 64, 16
+NUM_IMAGES, NUM_VIDEOS = 24, 8
+IMAGE, FRAME, NUM_FRAMES, RATE = (1600, 1200), (480, 360), 64, 16
 ANSWERS = Load("answers", num_groups=1, num_tokens=64, num_trips=1)  # of the groups whose bytes are counted
 SETTLE_S = 0.5  # between readings, three of which have to be equal
 STORE_BYTES = 1 << 30
@@ -86,9 +86,9 @@ async def _measure(effort: Effort, config: Any) -> Findings:
 
 
 def _findings(found: dict[str, tuple[float, ...]]) -> Findings:
-    rows = f"{NUM_PICTURES} pictures of {PICTURE[0]} x {PICTURE[1]}, {NUM_VIDEOS} videos of {NUM_FRAMES} frames"
+    rows = f"{NUM_IMAGES} images of {IMAGE[0]} x {IMAGE[1]}, {NUM_VIDEOS} videos of {NUM_FRAMES} frames"
     return Findings(
-        settings={"pictures": NUM_PICTURES, "videos": NUM_VIDEOS, "siblings": NUM_SIBLINGS},
+        settings={"images": NUM_IMAGES, "videos": NUM_VIDEOS, "siblings": NUM_SIBLINGS},
         series={
             "driver": Measurements(f"rows prepared in the driver: {rows}", "samples/s", found["driver"]),
             "one": Measurements("the same on one worker", "samples/s", found["one"]),
@@ -117,7 +117,7 @@ def _findings(found: dict[str, tuple[float, ...]]) -> Findings:
 
 
 async def _rate(prepared: Prepared, preparation: Any, _: int) -> float:
-    num = NUM_PICTURES + NUM_VIDEOS
+    num = NUM_IMAGES + NUM_VIDEOS
     source = PromptSource(prepared.splits[TRAIN].rows, preparation(), seed=0, split_name=TRAIN)
     started = time.perf_counter()
     prompts = await asyncio.to_thread(lambda: [source.next() for _ in range(num)])
@@ -144,7 +144,7 @@ async def _siblings(prepared: Prepared, _: int, *, is_apart: bool) -> float:
 async def _stored_bytes(prepared: Prepared, workers: list[Any], num_siblings: int) -> float:
     """Bytes of Ray's object store that a group of every row takes, its prompt prepared by the workers."""
     before = await _used_bytes()
-    pool, num = _pool(prepared, workers), NUM_PICTURES + NUM_VIDEOS
+    pool, num = _pool(prepared, workers), NUM_IMAGES + NUM_VIDEOS
     source = PromptSource(prepared.splits[TRAIN].rows, pool, seed=0, split_name=TRAIN)
     prompts = await asyncio.to_thread(lambda: [source.next() for _ in range(num)])
     source.restore(source.cursor, [])  # prompts that were begun ahead are given up
@@ -206,8 +206,8 @@ class _NoHosts:
 
 def _write(folder: Path) -> None:
     rows: list[dict[str, Any]] = []
-    for number in range(NUM_PICTURES):
-        _noise(number, PICTURE).save(folder / f"{number}.jpg", quality=90)
+    for number in range(NUM_IMAGES):
+        _noise(number, IMAGE).save(folder / f"{number}.jpg", quality=90)
         rows.append({"question": "<image>What is this?", "image": f"{number}.jpg"})
     for number in range(NUM_VIDEOS):
         _write_video(folder / f"{number}.mp4", number)

@@ -1,6 +1,6 @@
 """Media of a group: prompts of eight siblings prepared once and shared, over each sibling prepared apart.
 
-Both sides begin with picture files and end with the arrays of every sibling as a forward pass takes them: decoded,
+Both sides begin with image files and end with the arrays of every sibling as a forward pass takes them: decoded,
 checked, turned upright, resized, cut into patches and stored. Ours does what a run does: one prompt a group, a store
 under the content's hash, and a reader that siblings share. The other side prepares every sibling from the file.
 """
@@ -27,18 +27,18 @@ from mobula.learner.policies.tiny import write_tiny
 
 MODEL = "qwen2.5-vl"  # its processor is that of the released checkpoints
 NUM_SIBLINGS, NUM_GROUPS, QUICK_GROUPS = 8, 8, 2
-SIZE = (800, 600)  # of a picture
+SIZE = (800, 600)  # of an image
 MIN_RATIO = 5.0
 UNIT = "siblings/s"
 SIDES = {
-    "shared": "one prompt a group, its picture processed and stored once, read by eight siblings",
-    "apart": "every sibling's picture read, processed and stored by itself",
+    "shared": "one prompt a group, its image processed and stored once, read by eight siblings",
+    "apart": "every sibling's image read, processed and stored by itself",
 }
 
 
 @dataclass(frozen=True)
 class Groups:
-    """Prepare these picture files, a group each."""
+    """Prepare these image files, a group each."""
 
     files: tuple[Path, ...]
 
@@ -82,7 +82,7 @@ class Preparation:
 
     def _group(self, processor: ChatProcessor, file: Path, number: int) -> float:
         """Sum over all siblings' arrays."""
-        row = Row(file.name, "<image>Which colours does this picture have?", "none", "none", (file,))
+        row = Row(file.name, "<image>Which colours does this image have?", "none", "none", (file,))
         shared = processor.prepare(row, f"0/{number}/{file.name}") if self._is_shared else None
         reader = MediaReader(timeout_s=1, max_items=1)
         found = 0.0
@@ -110,15 +110,15 @@ def measure(effort: Effort, overrides: Sequence[str]) -> Findings:
     assert sums["shared"] == sums["apart"], f"the sides prepared other arrays: {sums}"
     series = {name: Measurements(what, UNIT, found[name]) for name, what in SIDES.items()}
     claims = (Claim(f"shared / apart, {NUM_SIBLINGS} siblings", rates(series["shared"], series["apart"]), MIN_RATIO),)
-    return Findings({"groups": num_groups, "siblings": NUM_SIBLINGS, "picture": SIZE, "format": "jpeg"}, series, claims)
+    return Findings({"groups": num_groups, "siblings": NUM_SIBLINGS, "image": SIZE, "format": "jpeg"}, series, claims)
 
 
 def _write(folder: Path, number: int) -> Path:
-    """A picture of smooth colours with noise, as JPEG."""
+    """An image of smooth colours with noise, as JPEG."""
     rng = np.random.default_rng(number)
     coarse = Image.fromarray(rng.integers(0, 256, size=(6, 8, 3), dtype=np.uint8)).resize(SIZE)
     noisy = np.asarray(coarse).astype(np.int16) + rng.integers(-12, 13, size=(SIZE[1], SIZE[0], 3))
-    file = folder / f"picture-{number}.jpg"
+    file = folder / f"image-{number}.jpg"
     Image.fromarray(noisy.clip(0, 255).astype(np.uint8)).save(file)
     return file
 

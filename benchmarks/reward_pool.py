@@ -48,7 +48,7 @@ COMPONENTS = """rewards.components=[
   {name: accuracy, function: exact_match, weight: 1.0, options: {ignore_case: true, whole_response: false}, REST},
   {name: boxed, function: format, weight: 0.1, options: {preset: boxed}, REST},
   {name: tags, function: format, weight: 0.1, options: {preset: think_answer}, REST}]"""
-REST = "service: reward, needs_pictures: false, retries: 0, cache_entries: 0"
+REST = "service: reward, needs_images: false, retries: 0, cache_entries: 0"
 
 
 def measure(effort: Effort, overrides: Sequence[str]) -> Findings:

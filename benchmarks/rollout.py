@@ -104,10 +104,10 @@ def _findings(
     config: RunConfig, found: dict[int, dict[str, tuple[float, ...]]], lengths: dict[int, dict[str, float]]
 ) -> Findings:
     what = {
-        "ours": "Ray actor with AsyncLLM, through RolloutPool; pictures processed beforehand, by the driver",
-        "raw": "LLM.generate alone in a process on the same core, with the very parameters of ours; PIL pictures "
+        "ours": "Ray actor with AsyncLLM, through RolloutPool; images processed beforehand, by the driver",
+        "raw": "LLM.generate alone in a process on the same core, with the very parameters of ours; PIL images "
         "processed within the clock",
-        "raw_processed": "the same, with the pictures in vLLM's processor cache; no prompt or embedding is cached",
+        "raw_processed": "the same, with the images in vLLM's processor cache; no prompt or embedding is cached",
     }
     series: dict[str, Measurements] = {}
     claims: list[Claim] = []
@@ -115,8 +115,8 @@ def _findings(
         own = {name: Measurements(f"{max_tokens} tokens: {what[name]}", UNIT, values) for name, values in sides.items()}
         series |= {f"{name}_{max_tokens}": side for name, side in own.items()}
         processed, raw = (share(sides["ours"], sides[name]) for name in ("raw_processed", "raw"))
-        claims.append(Claim(f"ours / raw with processed pictures, {max_tokens} tokens", processed, TARGET))
-        claims.append(Claim(f"ours / raw that processes pictures, {max_tokens} tokens", raw))
+        claims.append(Claim(f"ours / raw with processed images, {max_tokens} tokens", processed, TARGET))
+        claims.append(Claim(f"ours / raw that processes images, {max_tokens} tokens", raw))
     settings = {
         "prompts": NUM_PROMPTS,
         "samples_per_prompt": config.algorithm.samples_per_prompt,

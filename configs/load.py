@@ -52,7 +52,7 @@ for _name, _computation in COMPUTATIONS.items():
     OmegaConf.register_new_resolver(_name, _computation, replace=True)
 NAME_BOTH = (
     "`experiment=own policy.model=CHECKPOINT data.path=FOLDER` trains a checkpoint on your own data; "
-    "`experiment=digits` trains a small model on pictures that it writes itself"
+    "`experiment=digits` trains a small model on images that it writes itself"
 )
 
 

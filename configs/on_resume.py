@@ -103,7 +103,7 @@ DECLARED: Mapping[OnResume, tuple[str, ...]] = {
         "learner.tokens_per_microbatch",
         "learner.packing",
         "learner.sequence_parallel",
-        "learner.picture_token_cost",
+        "learner.image_token_cost",
         "learner.attention_token_cost",
         "learner.logprob_chunk_tokens",
         "learner.activation_checkpointing",

@@ -41,12 +41,12 @@ from mobula.learner.examples.entries import StoredExample, TaughtExamples
 from mobula.learner.examples.supervised_term import SupervisedTerm
 from mobula.learner.fresh_gap import FreshGap
 from mobula.learner.gradient_step import GradientStep, Term
+from mobula.learner.images.teaching import ImageTrainer
 from mobula.learner.meter import Meter
 from mobula.learner.objective import PolicyObjective, measure_gap
 from mobula.learner.optim import learning_rate
 from mobula.learner.optim.average import NullAverage, WeightAverage
 from mobula.learner.optim.slow import NullSlow, SlowWeights
-from mobula.learner.pictures.teaching import PictureTrainer
 from mobula.learner.policies.attention.sequence_ranks import SequenceRanks
 from mobula.learner.policies.base import PolicyOutput
 from mobula.learner.policies.flow.policy import StepRescoring
@@ -200,7 +200,7 @@ class Learner:
         return self._supervised.step(self._taught(examples), rate)
 
     def answer_accuracy(self, examples: Sequence[StoredExample]) -> float:
-        """Exact-match accuracy that greedy decoding would have on these examples; of pictures, the share of their
+        """Exact-match accuracy that greedy decoding would have on these examples; of images, the share of their
         velocities that is predicted."""
         return self._supervised.answer_accuracy(self._taught(examples))
 
@@ -326,12 +326,12 @@ class Learner:
         has_bonus = self._config.algorithm.entropy.bonus > 0
         return self._policy(batch.inputs, self._scoring.training, entropy_has_gradient=has_bonus), batch
 
-    def _trainer(self) -> SupervisedTrainer | PictureTrainer:
+    def _trainer(self) -> SupervisedTrainer | ImageTrainer:
         step = self._gradient_step(self._backend.optimizer())
         parts = (self._policy, self._backend, step, self._reader, self._device)
         scoring = self._scoring.training
         if isinstance(scoring, StepRescoring):
-            return PictureTrainer(*parts, scoring)
+            return ImageTrainer(*parts, scoring)
         return SupervisedTrainer(*parts, scoring, self._config.learner.sequence_parallel)
 
     def _weight_average(self) -> WeightAverage | NullAverage:

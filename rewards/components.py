@@ -85,10 +85,10 @@ def content_key(request: RewardRequest) -> bytes:
     said = [response.text, response.num_tokens, response.is_truncated, response.turns, response.failure]
     known = [request.prompt_text, request.references, dict(request.metadata)]
     digest = hashlib.sha256(json.dumps([*said, *known], sort_keys=True, default=repr).encode())
-    for pictures in (response.pictures, request.prompt_pictures):
-        digest.update(len(pictures).to_bytes(4, "big"))
-        for picture in pictures:
-            digest.update(hashlib.sha256(picture).digest())
+    for images in (response.images, request.prompt_images):
+        digest.update(len(images).to_bytes(4, "big"))
+        for image in images:
+            digest.update(hashlib.sha256(image).digest())
     return digest.digest()
 
 

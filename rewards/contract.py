@@ -25,14 +25,14 @@ _OPENED_BY_PROMPT = re.compile(r"(?:^|(?<=[\n>|\]\uff5c]))(<([A-Za-z][\w-]*)>(?:
 class RewardRequest:
     """Input of a reward function: the response to score, with its prompt and the expected answer.
 
-    `prompt_pictures` (images of the prompt) and `response.pictures` (generated images) are encoded files.
+    `prompt_images` (images of the prompt) and `response.images` (generated images) are encoded files.
     """
 
     response: Response
     references: tuple[str, ...]
     metadata: Mapping[str, Any]
     prompt_text: str
-    prompt_pictures: tuple[bytes, ...] = field(default=(), repr=False)
+    prompt_images: tuple[bytes, ...] = field(default=(), repr=False)
 
     def text_with(self, tags: Collection[str]) -> str:
         """Returns the response, with the tag that its prompt has opened prepended if it is in `tags`: `<think>` of a

@@ -1,4 +1,4 @@
-"""Sounds as datasets name them: files as pictures are named, and samples as arrays with their rate."""
+"""Sounds as datasets name them: files as images are named, and samples as arrays with their rate."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from mobula.actors.datasets.pictures import EncodedFile, Picture, PictureError, PictureInputs, array_of, is_absent
+from mobula.actors.datasets.images import EncodedFile, ImageError, ImageInputs, ImageSource, array_of, is_absent
 
-Audio = Picture
+Audio = ImageSource
 """A path below the data root, or the encoded bytes of a file."""
 
 ARRAY_KEYS = ("array", "samples")  # under which a mapping holds samples
@@ -21,7 +21,7 @@ MAX_CHANNELS = 32
 WAV_FLOAT = 3  # the format code of 32-bit samples
 
 
-class AudioInputs(PictureInputs):
+class AudioInputs(ImageInputs):
     """Resolves what rows name as sounds."""
 
     def resolve_audios(self, value: Any, name: str) -> tuple[Audio, ...]:
@@ -31,7 +31,7 @@ class AudioInputs(PictureInputs):
         Face's `datasets` gives them, or a pair `(array, rate)`; an array alone says nothing of its rate and is refused.
 
         Raises:
-            PictureError: a value is no sound, or a path is missing or leads out of the root.
+            ImageError: a value is no sound, or a path is missing or leads out of the root.
             MediaError: a web URL is not allowed or cannot be fetched.
         """
         values = list(each_sound(value))
@@ -44,7 +44,7 @@ class AudioInputs(PictureInputs):
         if _is_pair(value):
             return EncodedFile(encode_wav(*value), name)
         if hasattr(value, "__array__") or isinstance(value, list | tuple | Real):
-            raise PictureError(
+            raise ImageError(
                 "bad_audio", "samples without a rate are no sound: write {'array': SAMPLES, 'sampling_rate': 16000}"
             )
         return self._one(value, name)
@@ -86,16 +86,16 @@ def encode_wav(samples: Any, rate: Any) -> bytes:
     """Samples as a WAV file of 32-bit numbers; whole numbers are scaled to [-1, 1]. The shorter axis is the channels.
 
     Raises:
-        PictureError: these are no samples, or no rate.
+        ImageError: these are no samples, or no rate.
     """
     rate = _plain(rate)
     if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 < rate < 1 << 31 or rate != int(rate):
-        raise PictureError("bad_audio", f"`sampling_rate` is {rate!r}: write how many samples a second there are")
+        raise ImageError("bad_audio", f"`sampling_rate` is {rate!r}: write how many samples a second there are")
     array = array_of(samples)
     if array.ndim == 2 and array.shape[0] < array.shape[1]:
         array = array.T
     if array.ndim not in (1, 2) or array.dtype.kind not in "fi" or (array.ndim == 2 and array.shape[1] > MAX_CHANNELS):
-        raise PictureError(
+        raise ImageError(
             "bad_audio",
             f"an array of {array.dtype} {list(array.shape)} is no sound: give numbers [N] or [N, channels]",
         )

@@ -9,7 +9,7 @@ Lines of `<folder>/<split>.jsonl`, by the job that reads them (docs/offline_trai
     {"messages": [..., {"role": "assistant", "content": "4"}], "score": 0.9}               a scored answer
 
 `content` is a text or a list of parts, `{"type": "text", "text": ...}`, `{"type": "image_url", "image_url": {"url":
-PATH}}`, `{"type": "video", "video": PATH}` and `{"type": "audio", "audio": PATH}`. A picture is such a part, or an
+PATH}}`, `{"type": "video", "video": PATH}` and `{"type": "audio", "audio": PATH}`. An image is such a part, or an
 `<image>` in a text and a path in `images`, in order; a video such a part, or a `<video>` in a text and an entry of
 `videos`: a file, a folder of frames or a list of frames; a sound such a part, or an `<audio>` in a text and an entry of
 `audios`. `image`, `video` and `audio` are other names of these columns, and hold one medium or a list. Paths are
@@ -29,7 +29,7 @@ from typing import Any
 from mobula.actors.datasets.audios import Audio, AudioInputs, each_sound
 from mobula.actors.datasets.formats.base import first_of, present
 from mobula.actors.datasets.formats.turns import AUDIO_PARTS, IMAGE_PARTS, TEXT_PARTS, VIDEO_PARTS, medium_of
-from mobula.actors.datasets.pictures import Picture, PictureError, PictureInputs, flat
+from mobula.actors.datasets.images import ImageError, ImageInputs, ImageSource, flat
 from mobula.actors.datasets.readers.base import refuse_unread
 from mobula.actors.datasets.readers.json_files import read_objects
 from mobula.actors.datasets.rows import (
@@ -53,7 +53,7 @@ CHOSEN, REJECTED = 1.0, 0.0
 
 @dataclass(frozen=True)
 class Turn:
-    """One message; `text` holds `<image>`, `<video>` or `<audio>` where a picture, a video or a sound stands."""
+    """One message; `text` holds `<image>`, `<video>` or `<audio>` where an image, a video or a sound stands."""
 
     role: str
     text: str
@@ -75,7 +75,7 @@ class Conversation:
     sample_id: str
     context: tuple[Turn, ...]
     endings: tuple[Ending, ...]
-    images: tuple[Picture, ...]  # one for each `<image>` of context and endings, in order
+    images: tuple[ImageSource, ...]  # one for each `<image>` of context and endings, in order
     videos: tuple[Video, ...] = ()  # one for each `<video>`
     audios: tuple[Audio, ...] = ()  # one for each `<audio>`
 
@@ -84,19 +84,19 @@ class Conversation:
 class Named:
     """The media in the parts of messages, in order."""
 
-    pictures: list[Any] = field(default_factory=list)
+    images: list[Any] = field(default_factory=list)
     videos: list[Any] = field(default_factory=list)
     audios: list[Any] = field(default_factory=list)
 
 
 class NoDownloads:
-    """Implements `mobula.actors.datasets.pictures.Downloads`: nothing is fetched for offline jobs."""
+    """Implements `mobula.actors.datasets.images.Downloads`: nothing is fetched for offline jobs."""
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
 
     def fetch(self, url: str) -> Path:
-        raise PictureError(
+        raise ImageError(
             f"remote_{self._kind}",
             f"{url[:80]!r} is no path: save the {self._kind} below the data folder and name it",
         )
@@ -164,10 +164,10 @@ def _read_row(
         for turn in ending.turns:
             if turn.role == "assistant" and PART in turn.text:
                 raise RowError(
-                    "picture_in_answer", "an assistant's message holds a picture, a video or a sound: write texts alone"
+                    "image_in_answer", "an assistant's message holds an image, a video or a sound: write texts alone"
                 )
     num_media = {
-        "image": len(named.pictures) + len(list(flat(first_of(fields, "images", "image")))),
+        "image": len(named.images) + len(list(flat(first_of(fields, "images", "image")))),
         "video": len(named.videos) + len(each_video(first_of(fields, "videos", "video"))),
         "audio": len(named.audios) + len(list(each_sound(first_of(fields, "audios", "audio")))),
     }
@@ -175,9 +175,9 @@ def _read_row(
     context, rest = tuple(written[: len(context)]), written[len(context) :]
     endings = tuple(replace(ending, turns=tuple(rest.pop(0) for _ in ending.turns)) for ending in endings)
     shown = [*context, *endings[0].turns]
-    pictures = _images(fields, folder, shown, named.pictures, name)
+    images = _images(fields, folder, shown, named.images, name)
     videos = _videos(fields, folder, shown, named.videos, name)
-    return Conversation(name, context, endings, pictures, videos, _audios(fields, folder, shown, named.audios, name))
+    return Conversation(name, context, endings, images, videos, _audios(fields, folder, shown, named.audios, name))
 
 
 def _with_placeholders(turns: Turns, placeholders: Mapping[str, str], num_media: Mapping[str, int]) -> list[Turn]:
@@ -237,7 +237,7 @@ def _answer(given: Any, key: str) -> Turn:
     message = given[0] if isinstance(given, list) and len(given) == 1 else given
     named = Named()
     turn = _turn({"role": "assistant", "content": message} if isinstance(message, str) else message, named)
-    if turn.role != "assistant" or named.pictures or named.videos or named.audios:
+    if turn.role != "assistant" or named.images or named.videos or named.audios:
         raise RowError("bad_pair", f"`{key}` is no text and no assistant's message: write one answer")
     return turn
 
@@ -265,7 +265,7 @@ def _part(part: Any, named: Named) -> str:
     names = next((names for names in (IMAGE_PARTS, VIDEO_PARTS, AUDIO_PARTS) if kind in names), ())
     given = medium_of(part, names) if names else None
     if kind in IMAGE_PARTS and isinstance(given, str | dict | None):
-        named.pictures += [] if given is None else [given]
+        named.images += [] if given is None else [given]
         return PLACEHOLDERS["image"] + PART
     if kind in VIDEO_PARTS:
         held = given.get("url", given) if isinstance(given, dict) else given
@@ -281,17 +281,17 @@ def _part(part: Any, named: Named) -> str:
 
 def _images(
     fields: Mapping[str, Any], folder: Path, shown: Sequence[Turn], named: Sequence[Any], name: str
-) -> tuple[Picture, ...]:
-    """The pictures of a row: those that parts name, or those of `images`, one for each placeholder.
+) -> tuple[ImageSource, ...]:
+    """The images of a row: those that parts name, or those of `images`, one for each placeholder.
 
     Raises:
-        RowError, PictureError: there are more or fewer, or one of them is no picture below the folder.
+        RowError, ImageError: there are more or fewer, or one of them is no image below the folder.
     """
     listed = list(flat(first_of(fields, "images", "image")))
     if not all(isinstance(item, str | dict) for item in listed):
         raise RowError("bad_images", f"`images` is {listed!r:.80}: write a list of paths, data URLs or objects")
-    _refuse_mismatch(shown, IMAGE_PLACEHOLDER, "images", "picture", len(named), len(listed))
-    inputs = PictureInputs(folder, NoDownloads("picture"), takes_absolute=False)
+    _refuse_mismatch(shown, IMAGE_PLACEHOLDER, "images", "image", len(named), len(listed))
+    inputs = ImageInputs(folder, NoDownloads("image"), takes_absolute=False)
     return inputs.resolve([*named, *listed], name)
 
 
@@ -301,7 +301,7 @@ def _videos(
     """The videos of a row: those that parts name, or those of `videos`, one for each placeholder.
 
     Raises:
-        RowError, PictureError: there are more or fewer, or one of them is no video below the folder.
+        RowError, ImageError: there are more or fewer, or one of them is no video below the folder.
     """
     listed = each_video(first_of(fields, "videos", "video"))
     inputs = VideoInputs(folder, NoDownloads("video"), takes_absolute=False)
@@ -316,7 +316,7 @@ def _audios(
     """The sounds of a row: those that parts name, or those of `audios`, one for each placeholder.
 
     Raises:
-        RowError, PictureError: there are more or fewer, or one of them is no sound below the folder.
+        RowError, ImageError: there are more or fewer, or one of them is no sound below the folder.
     """
     listed = list(each_sound(first_of(fields, "audios", "audio")))
     inputs = AudioInputs(folder, NoDownloads("audio"), takes_absolute=False)

@@ -1,9 +1,9 @@
-"""Handwritten digits as a question answering dataset: pictures or clips and JSONL rows, made from scikit-learn.
+"""Handwritten digits as a question answering dataset: images or clips and JSONL rows, made from scikit-learn.
 
-The 1,797 pictures of `sklearn.datasets.load_digits` are the smallest data on which a vision-language policy has
+The 1,797 images of `sklearn.datasets.load_digits` are the smallest data on which a vision-language policy has
 something real to learn. The folder that `write_digits` makes:
 
-    images/digit_0000.png ...   one 56x56 picture for each digit; of `digit_clips` clips/digit_0000.gif ...
+    images/digit_0000.png ...   one 56x56 image for each digit; of `digit_clips` clips/digit_0000.gif ...
     train.jsonl validation.jsonl test.jsonl
     dataset.json                what the folder holds; its presence says that the folder is whole
 """
@@ -28,7 +28,7 @@ DigitsTask = Literal["digits", "digit_sum", "digit_list", "digit_clips", "digit_
 FORMAT_VERSION = 1
 UPSCALE = 7
 WHITE = 16  # the brightest value in load_digits
-PICTURE_LABELS = "ABCDEFGHIJKL"  # of a digit_list prompt, which has 1 to 12 pictures
+IMAGE_LABELS = "ABCDEFGHIJKL"  # of a digit_list prompt, which has 1 to 12 images
 
 
 class DigitRow(TypedDict):
@@ -58,11 +58,11 @@ def write_digits(
 ) -> Path:
     """Write the dataset of `task` into `folder` and return `folder`.
 
-    `digits` asks which digit one picture shows; `digit_sum` asks for the sum of two; `digit_list` asks for a sentence
-    on each of 1 to 12 pictures and one with their sum; `digit_clips` asks which digit of a clip is shown longest.
+    `digits` asks which digit one image shows; `digit_sum` asks for the sum of two; `digit_list` asks for a sentence
+    on each of 1 to 12 images and one with their sum; `digit_clips` asks which digit of a clip is shown longest.
     `digit_pairs` and `digit_sum_pairs` are the first two for offline jobs: a right answer and a wrong one beside it.
-    Splits are stratified by digit and share no picture; train takes what validation and test leave. A split has as many
-    rows as pictures. The same arguments give the same bytes.
+    Splits are stratified by digit and share no image; train takes what validation and test leave. A split has as many
+    rows as images. The same arguments give the same bytes.
 
     A folder that already holds this very dataset is left alone. The folder appears whole or not at all: it is built
     beside its place and renamed, and of several processes that write it at once the first one wins.
@@ -79,20 +79,20 @@ def write_digits(
 
 
 def _build(folder: Path, marker: Marker) -> Mapping[str, Sequence[DigitRow] | Sequence[PairRow]]:
-    """Write pictures or clips into a new folder; returns the rows of each split."""
+    """Write images or clips into a new folder; returns the rows of each split."""
     pixels, labels = load_digits(return_X_y=True)  # [N, 64] in 0..16, [N]
     splits = _split(labels, marker)
     if marker["task"] == "digit_clips":
         _write_clips(folder, marker["seed"], splits, pixels, labels)
     else:
-        _write_pictures(folder, pixels)
+        _write_images(folder, pixels)
     return {split: _rows(marker, split, indices, labels) for split, indices in splits.items()}
 
 
-def _write_pictures(folder: Path, pixels: np.ndarray) -> None:
+def _write_images(folder: Path, pixels: np.ndarray) -> None:
     (folder / "images").mkdir()
-    for index, picture in enumerate(pixels):
-        _to_picture(picture).save(folder / _image_path(index))
+    for index, image in enumerate(pixels):
+        _to_image(image).save(folder / _image_path(index))
 
 
 def _write_clips(
@@ -105,14 +105,14 @@ def _write_clips(
             write_clip(folder / _clip_path(index), index, indices, pixels, labels, Random(f"{seed} {index}"))
 
 
-def _to_picture(pixels: np.ndarray) -> Image.Image:
-    """A grey 56x56 picture of one digit, `pixels` [64] in 0..16; every source pixel becomes a 7x7 square."""
+def _to_image(pixels: np.ndarray) -> Image.Image:
+    """A grey 56x56 image of one digit, `pixels` [64] in 0..16; every source pixel becomes a 7x7 square."""
     grey = (pixels.reshape(8, 8) * 255 / WHITE).round().astype(np.uint8)  # [8, 8]
     return Image.fromarray(grey.repeat(UPSCALE, axis=0).repeat(UPSCALE, axis=1))
 
 
 def _split(labels: np.ndarray, marker: Marker) -> dict[str, list[int]]:
-    """Picture indices of each split, in random order, every split with the same share of each digit."""
+    """Image indices of each split, in random order, every split with the same share of each digit."""
     seed = marker["seed"]
     rest, test = train_test_split(
         np.arange(len(labels)), test_size=marker["num_test"], stratify=labels, random_state=seed
@@ -126,7 +126,7 @@ def _split(labels: np.ndarray, marker: Marker) -> dict[str, list[int]]:
 def _rows(
     marker: Marker, split: str, indices: Sequence[int], labels: np.ndarray
 ) -> Sequence[DigitRow] | Sequence[PairRow]:
-    """The questions of one split on the pictures `indices`."""
+    """The questions of one split on the images `indices`."""
     random = Random(f"{marker['seed']} {split}")
     if marker["task"] == "digit_pairs":
         return [pair_row(row, range(10), random) for row in _digit_rows(indices, labels)]
@@ -142,7 +142,7 @@ def _rows(
 
 
 def _digit_rows(indices: Sequence[int], labels: np.ndarray) -> list[DigitRow]:
-    """One question for each picture."""
+    """One question for each image."""
     return [
         _row(
             f"digit-{index:04d}",
@@ -155,7 +155,7 @@ def _digit_rows(indices: Sequence[int], labels: np.ndarray) -> list[DigitRow]:
 
 
 def _sum_rows(indices: Sequence[int], labels: np.ndarray) -> list[DigitRow]:
-    """Each picture with the next one, the last with the first: every picture is once the left and once the right."""
+    """Each image with the next one, the last with the first: every image is once the left and once the right."""
     return [
         _row(
             f"digit_sum-{left:04d}-{right:04d}",
@@ -183,18 +183,18 @@ def _clip_rows(indices: Sequence[int], labels: np.ndarray) -> list[DigitRow]:
 
 
 def _list_rows(indices: Sequence[int], labels: np.ndarray, *, split: str, random: Random) -> list[DigitRow]:
-    """As many questions as pictures, each on 1 to 12 of them; every picture is used equally often, give or take one.
+    """As many questions as images, each on 1 to 12 of them; every image is used equally often, give or take one.
 
-    A question on n pictures is drawn with a probability in proportion to 1 / n: most answers are short and some are ten
+    A question on n images is drawn with a probability in proportion to 1 / n: most answers are short and some are ten
     times as long, and a policy that cannot read one digit yet meets enough questions on a single one.
     """
-    pictures = _shuffled_forever(indices, random)
-    sizes = range(1, len(PICTURE_LABELS) + 1)
+    images = _shuffled_forever(indices, random)
+    sizes = range(1, len(IMAGE_LABELS) + 1)
     rows = []
     for number, size in enumerate(random.choices(sizes, [1 / size for size in sizes], k=len(indices))):
-        shown = [next(pictures) for _ in range(size)]
+        shown = [next(images) for _ in range(size)]
         digits = [int(labels[index]) for index in shown]
-        question = "".join(f"<image>{label}" for label in PICTURE_LABELS[:size])
+        question = "".join(f"<image>{label}" for label in IMAGE_LABELS[:size])
         rows.append(
             DigitRow(
                 id=f"digit_list-{split}-{number:04d}",
@@ -208,13 +208,13 @@ def _list_rows(indices: Sequence[int], labels: np.ndarray, *, split: str, random
 
 
 def _list_answer(digits: Sequence[int]) -> str:
-    """The right answer to a question on pictures of these digits.
+    """The right answer to a question on images of these digits.
 
     Example:
         >>> _list_answer([7, 3])
         'Picture A is the digit 7.\\nPicture B is the digit 3.\\nThe sum is 10.'
     """
-    named = zip(PICTURE_LABELS, digits, strict=False)
+    named = zip(IMAGE_LABELS, digits, strict=False)
     sentences = [f"Picture {label} is the digit {digit}." for label, digit in named]
     return "\n".join([*sentences, f"The sum is {sum(digits)}."])
 

@@ -13,7 +13,7 @@ from tempfile import NamedTemporaryFile
 
 import httpx
 
-from mobula.actors.datasets.pictures import NUM_SHOWN_OF_URL, PictureError, WebFile
+from mobula.actors.datasets.images import NUM_SHOWN_OF_URL, ImageError, WebFile
 from mobula.actors.datasets.videos import FrameList, Video
 from mobula.cluster.proxies import ProxiedTransport
 
@@ -42,7 +42,7 @@ class MediaDownloads:
         """The file of a URL.
 
         Raises:
-            PictureError: its host, or that of a redirect, is not allowed; or it cannot be had within the limits.
+            ImageError: its host, or that of a redirect, is not allowed; or it cannot be had within the limits.
         """
         self.check(url)
         path = self._folder / hashlib.sha256(url.encode()).hexdigest()
@@ -54,7 +54,7 @@ class MediaDownloads:
         return path
 
     def check(self, url: str) -> None:
-        """Raises: PictureError: the host of the URL is not allowed. No connection is opened."""
+        """Raises: ImageError: the host of the URL is not allowed. No connection is opened."""
         self._check_host(httpx.URL(url) if _is_url(url) else None, url)
 
     def _download(self, url: str, path: Path) -> None:
@@ -89,7 +89,7 @@ class MediaDownloads:
     def _check_host(self, url: httpx.URL | None, asked: str) -> None:
         host = url.host.lower() if url is not None else ""
         if url is None or url.scheme not in ("http", "https") or host not in self._allowed:
-            raise PictureError(
+            raise ImageError(
                 "host_not_allowed",
                 f"{asked[:NUM_SHOWN_OF_URL]} is on {host or 'no host'}, which data.allowed_hosts does not have: "
                 "add the host, or store the file in the data folder",
@@ -106,14 +106,14 @@ class LateDownloads:
         """The file of a URL, not downloaded yet.
 
         Raises:
-            PictureError: its host is not allowed.
+            ImageError: its host is not allowed.
         """
         self._downloads.check(url)
         return WebFile(url, self._downloads.fetch)
 
 
 def web_files(media: Iterable[Video]) -> list[WebFile]:
-    """The web files among pictures, videos, their frames and sounds; each URL once."""
+    """The web files among images, videos, their frames and sounds; each URL once."""
     files = (file for medium in media for file in (medium.frames if isinstance(medium, FrameList) else (medium,)))
     return list({file.url: file for file in files if isinstance(file, WebFile)}.values())
 
@@ -122,7 +122,7 @@ def fetch_together(media: Iterable[Video]) -> None:
     """Download the web files among `media`, several at a time.
 
     Raises:
-        PictureError: a file cannot be downloaded.
+        ImageError: a file cannot be downloaded.
     """
     files = web_files(media)
     if files:
@@ -138,7 +138,7 @@ def _is_url(url: str) -> bool:
     return True
 
 
-def _failed(url: str, reason: str) -> PictureError:
-    return PictureError(
+def _failed(url: str, reason: str) -> ImageError:
+    return ImageError(
         "download_failed", f"{url[:NUM_SHOWN_OF_URL]} cannot be downloaded ({reason}): check the URL, or remove its row"
     )

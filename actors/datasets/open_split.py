@@ -15,9 +15,9 @@ from mobula.actors.datasets.curricula import CURRICULA, Curriculum
 from mobula.actors.datasets.downloads import DownloadLimits, LateDownloads, MediaDownloads
 from mobula.actors.datasets.formats import format_of
 from mobula.actors.datasets.formats.base import Record, RowFormat, finish, first_of, named
+from mobula.actors.datasets.images import Downloads, ImageInputs
 from mobula.actors.datasets.lazy_rows import LazyRows, Shuffled, windowed_order
 from mobula.actors.datasets.mixture import MixedRows
-from mobula.actors.datasets.pictures import Downloads, PictureInputs
 from mobula.actors.datasets.readers import reader_of
 from mobula.actors.datasets.readers.base import Opened, Table, without_nulls
 from mobula.actors.datasets.rows import Row, Split
@@ -35,7 +35,7 @@ class TableRows(LazyRows[Row]):
         self,
         table: Table,
         row_format: RowFormat,
-        pictures: PictureInputs,
+        images: ImageInputs,
         videos: VideoInputs,
         audios: AudioInputs,
         *,
@@ -51,7 +51,7 @@ class TableRows(LazyRows[Row]):
         its texts; with `numbers_ids` an id has its place behind it; `label`, if not empty, is the label of all rows."""
         self._table = table
         self._format = row_format
-        self._pictures = pictures
+        self._images = images
         self._videos = videos
         self._audios = audios
         self._columns = dict(columns)
@@ -97,7 +97,7 @@ class TableRows(LazyRows[Row]):
             default_id = f"{PurePath(file).stem}-{number}"
             row = finish(
                 draft,
-                self._pictures,
+                self._images,
                 self._videos,
                 self._audios,
                 placeholders=self._placeholders,
@@ -222,13 +222,13 @@ def _open_source(
         found = MediaDownloads((data.cache_path / "downloads").absolute(), data.allowed_hosts, limits)
         return LateDownloads(found) if fetches_late else found
 
-    pictures = downloads(data.max_image_bytes, "data.max_image_bytes")
+    images = downloads(data.max_image_bytes, "data.max_image_bytes")
     videos = downloads(data.video.max_file_bytes, "data.video.max_file_bytes")
     sounds = downloads(data.audio.max_file_bytes, "data.audio.max_file_bytes")
     return TableRows(
         table,
         row_format,
-        PictureInputs(root, pictures, takes_absolute=takes_absolute),
+        ImageInputs(root, images, takes_absolute=takes_absolute),
         VideoInputs(root, videos, takes_absolute=takes_absolute),
         AudioInputs(root, sounds, takes_absolute=takes_absolute),
         columns=source.columns,

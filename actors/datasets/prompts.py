@@ -335,7 +335,7 @@ def preflight(
 def checked_rows(
     split: Split[R], processor: RowChecker[R], max_checked_rows: int, difficulty: Difficulty[R] | None = None
 ) -> CheckedRows[R]:
-    """Check rows: their pictures' headers, their placeholders, their length, their ids. No picture is decoded.
+    """Check rows: their images' headers, their placeholders, their length, their ids. No image is decoded.
 
     The first `max_checked_rows` are checked, all of them for 0; those behind are checked when they are asked. A
     curriculum orders rows by what the check says of them.

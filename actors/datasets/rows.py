@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
 from mobula.actors.datasets.audios import Audio
-from mobula.actors.datasets.pictures import Picture
+from mobula.actors.datasets.images import ImageSource
 from mobula.actors.datasets.videos import Video
 from mobula.cluster.errors import SkippedSample
 from mobula.cluster.records.markup import PLACEHOLDERS
@@ -18,7 +18,7 @@ NUM_NAMED = 3  # skipped samples that an error message names
 
 
 class AnyRow(Protocol):
-    """One sample of a dataset: a `Row`, or of an offline job a `Conversation` or a `PicturePair`."""
+    """One sample of a dataset: a `Row`, or of an offline job a `Conversation` or an `ImagePair`."""
 
     @property
     def sample_id(self) -> str: ...
@@ -30,7 +30,7 @@ R_co = TypeVar("R_co", bound=AnyRow, covariant=True)
 
 @dataclass(frozen=True)
 class Turn:
-    """One turn of a conversation; `text` holds one `<image>` for each picture, `<video>` for each video and
+    """One turn of a conversation; `text` holds one `<image>` for each image, `<video>` for each video and
     `<audio>` for each sound of it, and is otherwise marked up as `mobula.cluster.records.markup` says."""
 
     role: str  # system, user, assistant or tool
@@ -50,7 +50,7 @@ class Row:
     question: str  # the last user turn
     answer: str
     solution: str  # the response that a supervised step teaches
-    images: tuple[Picture, ...] = ()
+    images: tuple[ImageSource, ...] = ()
     metadata: Mapping[str, Any] = field(default_factory=dict, hash=False)
     history: tuple[Turn, ...] = ()  # the turns before the question
     chosen: str | None = None

@@ -1,4 +1,4 @@
-"""Videos as datasets name them: files as pictures are named, and frames as folders, lists of pictures and arrays."""
+"""Videos as datasets name them: files as images are named, and frames as folders, lists of images and arrays."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from mobula.actors.datasets.pictures import (
+from mobula.actors.datasets.images import (
     KEYS,
     EncodedFile,
-    Picture,
-    PictureError,
-    PictureInputs,
+    ImageError,
+    ImageInputs,
+    ImageSource,
     WebFile,
     array_of,
     is_absent,
 )
 
 FRAME_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")  # .gif is a video here
-FRAME_MARKS = (b"\x89PNG", b"\xff\xd8\xff", b"BM", b"II*\0", b"MM\0*")  # which files of pictures begin with
+FRAME_MARKS = (b"\x89PNG", b"\xff\xd8\xff", b"BM", b"II*\0", b"MM\0*")  # which files of images begin with
 FRAME_KEYS = ("video", "frames", "video_url")  # under which a mapping holds frames, or a video in any form
 
 
 @dataclass(frozen=True)
 class FrameList:
-    """A video as pictures in order; `frame_rate` is how many are shown a second, None for `data.video.frame_rate`."""
+    """A video as images in order; `frame_rate` is how many are shown a second, None for `data.video.frame_rate`."""
 
-    frames: tuple[Picture, ...]
+    frames: tuple[ImageSource, ...]
     frame_rate: float | None
     name: str
 
@@ -41,16 +41,16 @@ class FrameList:
 Video = Path | EncodedFile | WebFile | FrameList
 
 
-class VideoInputs(PictureInputs):
+class VideoInputs(ImageInputs):
     """Resolves what rows name as videos; a path may be a file or a folder of frames."""
 
     def resolve_videos(self, value: Any, name: str) -> tuple[Video, ...]:
-        """The videos of one value, in order: none for None, one for a list of pictures, several for any other list.
+        """The videos of one value, in order: none for None, one for a list of images, several for any other list.
 
         `name` says whose videos they are, for those that have no name of their own.
 
         Raises:
-            PictureError: a value is no video, or a path is missing or leads out of the root.
+            ImageError: a value is no video, or a path is missing or leads out of the root.
             MediaError: a web URL is not allowed or cannot be fetched.
         """
         values = each_video(value)
@@ -64,7 +64,7 @@ class VideoInputs(PictureInputs):
             video, rate = self._video(held[0], name), value.get("fps")
             return replace(video, frame_rate=_rate(rate)) if isinstance(video, FrameList) and rate else video
         if isinstance(value, Image.Image):
-            raise PictureError("bad_video", "one picture is no video: write a list of frames, or the column `images`")
+            raise ImageError("bad_video", "one image is no video: write a list of frames, or the column `images`")
         if hasattr(value, "__array__"):
             return self._frames(list(_four_axes(array_of(value))), name)
         file = self._one(value, name)
@@ -76,9 +76,9 @@ class VideoInputs(PictureInputs):
     def _frames(self, frames: Sequence[Any], name: str) -> FrameList:
         return self._frame_list([self._one(f, f"{name}, frame {n}") for n, f in enumerate(frames, start=1)], name)
 
-    def _frame_list(self, found: Sequence[Picture], name: str) -> FrameList:
+    def _frame_list(self, found: Sequence[ImageSource], name: str) -> FrameList:
         if not found:
-            raise PictureError("bad_video", f"{name} has no frames: add pictures to the folder or list, or a file")
+            raise ImageError("bad_video", f"{name} has no frames: add images to the folder or list, or a file")
         return FrameList(tuple(found), None, name)
 
     def _is_fit(self, path: Path) -> bool:
@@ -86,7 +86,7 @@ class VideoInputs(PictureInputs):
 
 
 def each_video(value: Any) -> list[Any]:
-    """The videos of one value: none for None, one for a list of pictures, several for any other list."""
+    """The videos of one value: none for None, one for a list of images, several for any other list."""
     if is_absent(value):
         return []
     if not isinstance(value, list | tuple):
@@ -96,7 +96,7 @@ def each_video(value: Any) -> list[Any]:
 
 
 def _is_frame(value: Any) -> bool:
-    """Whether an item of a list is a picture, so that the list is one video. A GIF is a video."""
+    """Whether an item of a list is an image, so that the list is one video. A GIF is a video."""
     if isinstance(value, str) and value.startswith("data:"):
         return value.startswith("data:image/") and not value.startswith("data:image/gif")
     if isinstance(value, str | Path):
@@ -112,7 +112,7 @@ def _is_frame(value: Any) -> bool:
 
 def _four_axes(array: np.ndarray) -> np.ndarray:
     if array.ndim != 4:
-        raise PictureError("bad_video", f"an array of {array.dtype} {list(array.shape)} is no video: give [T, H, W, C]")
+        raise ImageError("bad_video", f"an array of {array.dtype} {list(array.shape)} is no video: give [T, H, W, C]")
     return array
 
 
@@ -122,5 +122,5 @@ def _rate(value: Any) -> float:
     except (TypeError, ValueError):
         rate = 0.0
     if not 0 < rate < float("inf"):
-        raise PictureError("bad_video", f"`fps` is {value!r}: write how many frames are shown a second")
+        raise ImageError("bad_video", f"`fps` is {value!r}: write how many frames are shown a second")
     return rate

@@ -17,7 +17,7 @@ from mobula.cluster.errors import MobulaError
 from mobula.cluster.records.markup import PLACEHOLDERS, literal, verbatim
 
 IMAGE_PLACEHOLDER = PLACEHOLDERS["image"]
-IMAGE_MARK = "\ufdd2"  # stands for a picture where `<image>` is text
+IMAGE_MARK = "\ufdd2"  # stands for an image where `<image>` is text
 ROLES_OF_RESET = ("system", "user")
 ROLES_OF_STEP = ("user", "tool")
 SEEDS_A_SPLIT = 1_000_000  # the seeds of the train, validation and test split begin at 0, 1 and 2 of these
@@ -36,14 +36,14 @@ class EpisodeError(MobulaError):
 
 @dataclass(frozen=True)
 class Message:
-    """One chat message of an environment; `text` holds one `<image>` for each of `pictures` (encoded files).
+    """One chat message of an environment; `text` holds one `<image>` for each of `images` (encoded files).
 
-    A text without pictures may hold any markup. In a text with images, a literal `<image>` is written as IMAGE_MARK.
+    A text without images may hold any markup. In a text with images, a literal `<image>` is written as IMAGE_MARK.
     """
 
     role: str
     text: str
-    pictures: tuple[bytes, ...] = field(default=(), repr=False)
+    images: tuple[bytes, ...] = field(default=(), repr=False)
 
 
 Observation = tuple[Message, ...]
@@ -144,22 +144,22 @@ class Demonstrator(Environment, Protocol):
         ...
 
 
-def marked_message(role: str, text: str, pictures: Sequence[bytes]) -> Message:
-    """A message whose `text` holds IMAGE_MARK for each picture, so that all else in it is text."""
+def marked_message(role: str, text: str, images: Sequence[bytes]) -> Message:
+    """A message whose `text` holds IMAGE_MARK for each image, so that all else in it is text."""
     is_plain = IMAGE_PLACEHOLDER not in text
-    return Message(role, text.replace(IMAGE_MARK, IMAGE_PLACEHOLDER) if is_plain else text, tuple(pictures))
+    return Message(role, text.replace(IMAGE_MARK, IMAGE_PLACEHOLDER) if is_plain else text, tuple(images))
 
 
 def place_of(message: Message) -> str:
-    """The text that stands for each picture of a message that has pictures."""
+    """The text that stands for each image of a message that has images."""
     return IMAGE_MARK if IMAGE_MARK in message.text else IMAGE_PLACEHOLDER
 
 
 def row_text(message: Message) -> str:
     """The text of a message as a row holds it (`cluster.records.markup`): no part of it becomes a medium or a special
-    token but the placeholders of its pictures.
+    token but the placeholders of its images.
     """
-    pieces = message.text.split(place_of(message)) if message.pictures else [message.text.replace(IMAGE_MARK, "")]
+    pieces = message.text.split(place_of(message)) if message.images else [message.text.replace(IMAGE_MARK, "")]
     return verbatim(IMAGE_PLACEHOLDER.join(map(literal, pieces)))
 
 
@@ -176,22 +176,22 @@ def encoded(pixels: np.ndarray, *, scale: int = 1) -> bytes:
 
 
 def observation_hash(observation: Observation) -> str:
-    """Equal for equal roles, texts and pictures."""
+    """Equal for equal roles, texts and images."""
     digest = hashlib.sha256()
     for message in observation:
-        for part in (message.role.encode(), message.text.encode(), *message.pictures):
+        for part in (message.role.encode(), message.text.encode(), *message.images):
             digest.update(len(part).to_bytes(8, "big") + part)
         digest.update(b"\0" * 8)
     return digest.hexdigest()
 
 
 def checked_observation(
-    observation: Sequence[Message], roles: Sequence[str], *, max_bytes: int, takes_pictures: bool
+    observation: Sequence[Message], roles: Sequence[str], *, max_bytes: int, takes_images: bool
 ) -> Observation:
     """The observation, if it can be rendered.
 
     Raises:
-        EpisodeError: a role, a number of placeholders, a size or a picture does not fit.
+        EpisodeError: a role, a number of placeholders, a size or an image does not fit.
     """
     num_bytes = 0
     for message in observation:
@@ -200,18 +200,18 @@ def checked_observation(
         if message.role not in roles:
             raise EpisodeError("unknown_role", f"the role {message.role!r} is none of {', '.join(roles)}: use one")
         num_places = message.text.count(place_of(message))
-        if message.pictures and num_places != len(message.pictures):
+        if message.images and num_places != len(message.images):
             raise EpisodeError(
                 "bad_observation",
-                f"a message has {len(message.pictures)} pictures and {num_places} {IMAGE_PLACEHOLDER}: write one each, "
+                f"a message has {len(message.images)} images and {num_places} {IMAGE_PLACEHOLDER}: write one each, "
                 f"or IMAGE_MARK of actors.environments.base where {IMAGE_PLACEHOLDER} is text",
             )
-        if message.pictures and not takes_pictures:
+        if message.images and not takes_images:
             raise EpisodeError(
-                "picture_in_text_model",
-                "an observation has a picture and policy.model takes none: choose a vision-language model",
+                "image_in_text_model",
+                "an observation has an image and policy.model takes none: choose a vision-language model",
             )
-        num_bytes += len(message.text.encode()) + sum(map(len, message.pictures))
+        num_bytes += len(message.text.encode()) + sum(map(len, message.images))
     if num_bytes > max_bytes:
         raise EpisodeError(
             "observation_too_large",

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from mobula.actors.datasets.pictures import EncodedFile
+from mobula.actors.datasets.images import EncodedFile
 from mobula.actors.environments.base import IMAGE_PLACEHOLDER, ROLES_OF_STEP, EpisodeError, Message, row_text
 from mobula.actors.processors.chat import ChatProcessor, expand
 from mobula.cluster.errors import SkippedSample
@@ -24,7 +24,7 @@ class Delta:
 
     ids: np.ndarray  # int32 [D], one placeholder a vision embedding
     spans: tuple[MediaSpan, ...]
-    pictures: tuple[EncodedFile, ...]
+    images: tuple[EncodedFile, ...]
 
 
 class TurnBridge:
@@ -32,10 +32,10 @@ class TurnBridge:
 
     The next prompt is the exact ids so far and the delta. This holds only for templates that write an observation in
     the same way whatever the turn before it says, which the constructor tries. A `tool` message that a template does
-    not take, or whose picture it drops, goes into a `user` turn.
+    not take, or whose image it drops, goes into a `user` turn.
 
     Raises:
-        ValueError: the chat template of the model changes with the earlier turn, drops pictures, or has no token that
+        ValueError: the chat template of the model changes with the earlier turn, drops images, or has no token that
             ends a turn.
     """
 
@@ -55,10 +55,10 @@ class TurnBridge:
         self.end_id: int = end[1]
 
     def delta(self, observation: Sequence[Message]) -> Delta:
-        """The tokens of an observation, whose text stays text; its pictures are measured, not yet processed.
+        """The tokens of an observation, whose text stays text; its images are measured, not yet processed.
 
         Raises:
-            EpisodeError: a picture cannot be used.
+            EpisodeError: an image cannot be used.
         """
         try:
             return self._delta(observation)
@@ -66,27 +66,27 @@ class TurnBridge:
             raise EpisodeError(error.reason, str(error)) from error
 
     def stored(self, delta: Delta) -> tuple[MediaHandle, ...]:
-        """The pictures of an admitted delta, processed; equal files are processed once.
+        """The images of an admitted delta, processed; equal files are processed once.
 
         Raises:
-            EpisodeError: a picture is damaged.
+            EpisodeError: an image is damaged.
         """
         try:
-            return tuple(self._chat.store_picture(picture.content, picture) for picture in delta.pictures)
+            return tuple(self._chat.store_image(image.content, image) for image in delta.images)
         except SkippedSample as error:
             raise EpisodeError(error.reason, str(error)) from error
 
     def _delta(self, observation: Sequence[Message]) -> Delta:
         observation = [replace(m, text=self._chat.checked_text(row_text(m))) for m in observation]
-        pictures = tuple(EncodedFile(p, "a picture of an observation") for m in observation for p in m.pictures)
+        images = tuple(EncodedFile(p, "an image of an observation") for m in observation for p in m.images)
         text = self._rendered(self._merged(observation), MARK)
         end = self._chat.end_of_turn(text)
         assert end is not None, "the probe has found it"
         compact = self._chat.tokenize(text[len(end[0]) :])
-        _, sizes = self._chat.read_pictures(pictures)
-        places, expansions = self._chat.expansions(compact, pictures, sizes, "an observation")
+        _, sizes = self._chat.read_images(images)
+        places, expansions = self._chat.expansions(compact, images, sizes, "an observation")
         ids, spans = expand(compact, places, expansions)
-        return Delta(ids.astype(np.int32), spans, pictures)
+        return Delta(ids.astype(np.int32), spans, images)
 
     def _merged(self, observation: Sequence[Message]) -> list[Message]:
         """Messages under the roles that the template takes; neighbours of one role are one turn."""
@@ -95,9 +95,9 @@ class TurnBridge:
             role = self._roles[message.role]
             if turns and turns[-1].role == role:
                 before = turns.pop()
-                turns.append(Message(role, f"{before.text}\n{message.text}", (*before.pictures, *message.pictures)))
+                turns.append(Message(role, f"{before.text}\n{message.text}", (*before.images, *message.images)))
             else:
-                turns.append(Message(role, message.text, message.pictures))
+                turns.append(Message(role, message.text, message.images))
         return turns
 
     def _rendered(self, turns: Sequence[Message], earlier: str) -> str:
@@ -109,7 +109,7 @@ class TurnBridge:
     def _problem(self, role: str) -> str | None:
         """Why a turn of `role` cannot follow a turn of the policy; None if it can."""
         assert role in ROLES_OF_STEP
-        text = f"{PROBED}{IMAGE_PLACEHOLDER}" if self._chat.takes_pictures else PROBED
+        text = f"{PROBED}{IMAGE_PLACEHOLDER}" if self._chat.takes_images else PROBED
         turns = (Message(role, text),)
         try:
             rendered = [self._rendered(turns, earlier) for earlier in EARLIER]
@@ -122,8 +122,8 @@ class TurnBridge:
             return f"it writes {rendered[0][:40]!r} behind a turn, which begins with no token that ends one"
         if PROBED not in rendered[0]:
             return f"it drops the text of a {role} turn"
-        if not self._chat.takes_pictures:
+        if not self._chat.takes_images:
             return None
         ids = self._chat.tokenize(rendered[0])
         num = int(np.count_nonzero(ids == self._chat.image_token_id))
-        return None if num == 1 else f"it writes {num} placeholders for the one picture of a {role} turn"
+        return None if num == 1 else f"it writes {num} placeholders for the one image of a {role} turn"

@@ -16,10 +16,10 @@ DATA_URL = "data:"
 
 
 def message_of(role: str, content: Any) -> Message:
-    """A message; pictures are parts of type image_url with a data: URL.
+    """A message; images are parts of type image_url with a data: URL.
 
     Raises:
-        ValueError: a part is of another kind, or a picture is no data: URL.
+        ValueError: a part is of another kind, or an image is no data: URL.
     """
     if content is None or isinstance(content, str):
         return Message(role, content or "")
@@ -72,8 +72,8 @@ def _part(part: Any) -> tuple[str, Sequence[bytes]]:
     url = str(url.get("url", "")) if isinstance(url, Mapping) else str(url)
     head, comma, content = url.partition(",")
     if not comma or not head.startswith(DATA_URL) or not head.endswith(";base64"):
-        raise ValueError(f"a picture is at {url[:60]!r}: send data:image/png;base64,..., nothing is fetched")
+        raise ValueError(f"an image is at {url[:60]!r}: send data:image/png;base64,..., nothing is fetched")
     try:
         return IMAGE_MARK, (base64.b64decode(content, validate=True),)
     except binascii.Error as error:
-        raise ValueError(f"a picture is no base64 ({error})") from error
+        raise ValueError(f"an image is no base64 ({error})") from error

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import MappingProxyType
 from typing import Any
 
-from mobula.actors.datasets.pictures import EncodedFile
+from mobula.actors.datasets.images import EncodedFile
 from mobula.actors.datasets.rows import Row, Split, Turn
 from mobula.actors.environments.base import (
     SEEDS_A_SPLIT,
@@ -27,7 +27,7 @@ ENVIRONMENT = "environment"  # the key of a row's metadata
 SPLITS = ("train", "validation", "test")
 
 
-def environment_split(config: EnvironmentConfig, name: str, *, takes_pictures: bool) -> Split[Row]:
+def environment_split(config: EnvironmentConfig, name: str, *, takes_images: bool) -> Split[Row]:
     """The episodes of one split. The seeds of splits are disjoint; each seed is reset once, the first one twice.
 
     Rows are made before a run has a cluster: those of `environment.host=ray` come from a process of this machine.
@@ -44,17 +44,17 @@ def environment_split(config: EnvironmentConfig, name: str, *, takes_pictures: b
     seeds = range(first, first + counts[name])
     try:
         with ThreadPoolExecutor(1) as thread:  # whether or not a loop runs in this one
-            rows = thread.submit(asyncio.run, _rows(config, seeds, takes_pictures=takes_pictures)).result()
+            rows = thread.submit(asyncio.run, _rows(config, seeds, takes_images=takes_images)).result()
     except EpisodeError as error:
         raise DatasetError(f"environment.name={config.name} cannot be reset ({error.kind}): {error}") from error
     return Split(name, rows, ())
 
 
-async def _rows(config: EnvironmentConfig, seeds: range, *, takes_pictures: bool) -> tuple[Row, ...]:
+async def _rows(config: EnvironmentConfig, seeds: range, *, takes_images: bool) -> tuple[Row, ...]:
     """The stages of a curriculum take turns over the training seeds; held-out episodes are of the last one."""
     stages = config.curriculum.stages or ({},)
     is_train = seeds.start == 0
-    pool = EnvironmentPool(config, takes_pictures=takes_pictures)
+    pool = EnvironmentPool(config, takes_images=takes_images)
     rows = []
     try:
         async with pool.session() as session:
@@ -80,13 +80,13 @@ def _row(name: str, task: Mapping[str, Any], start: Reset) -> Row:
     if question.role != "user":
         raise DatasetError(f"environment.name={name} begins with no user message: let the last message of reset be one")
     answer, solution = str(start.info.get("answer", "")), str(start.info.get("solution", ""))
-    pictures = [picture for message in start.observation for picture in message.pictures]
+    images = [image for message in start.observation for image in message.images]
     return Row(
         sample_id=f"{name}-{seed}",
         question=row_text(question),
         answer=answer,
         solution=solution,
-        images=tuple(EncodedFile(content, f"{name}-{seed}, picture {n}") for n, content in enumerate(pictures, 1)),
+        images=tuple(EncodedFile(content, f"{name}-{seed}, image {n}") for n, content in enumerate(images, 1)),
         metadata={ENVIRONMENT: task},
         history=tuple(Turn(message.role, row_text(message)) for message in history),
     )

@@ -51,7 +51,7 @@ class EnvironmentServer:
     def __init__(self, config: EnvironmentConfig, *, idle_s: float) -> None:
         self._config = config
         self._idle_s = idle_s
-        self._pool = EnvironmentPool(config, takes_pictures=True)
+        self._pool = EnvironmentPool(config, takes_images=True)
         self._held: dict[str, _Held] = {}
         self._num_opening = 0
 

@@ -1,4 +1,4 @@
-"""Observations, actions and steps as JSON; pictures are base64."""
+"""Observations, actions and steps as JSON; images are base64."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ Json = dict[str, Any]
 
 def observation_to_json(observation: Sequence[Message]) -> list[Json]:
     return [
-        {"role": m.role, "text": m.text, "pictures": [base64.b64encode(p).decode("ascii") for p in m.pictures]}
+        {"role": m.role, "text": m.text, "images": [base64.b64encode(p).decode("ascii") for p in m.images]}
         for m in observation
     ]
 
 
 def observation_from_json(messages: Sequence[Mapping[str, Any]]) -> Observation:
     return tuple(
-        Message(str(m["role"]), str(m["text"]), tuple(base64.b64decode(p, validate=True) for p in m["pictures"]))
+        Message(str(m["role"]), str(m["text"]), tuple(base64.b64decode(p, validate=True) for p in m["images"]))
         for m in messages
     )
 

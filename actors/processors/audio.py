@@ -157,7 +157,7 @@ def whole_audio(source: Audio, audio: AudioConfig) -> tuple[bytes, str]:
 
 
 def draw_sound(samples: np.ndarray, size: tuple[int, int]) -> Image.Image:
-    """A picture of the loudness over time, for reports; `samples` float32 [N]."""
+    """An image of the loudness over time, for reports; `samples` float32 [N]."""
     width, height = size
     edges = np.linspace(0, len(samples), width + 1).astype(int)[:-1]
     peaks = np.maximum.reduceat(np.abs(samples), edges)  # [width]

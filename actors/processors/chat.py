@@ -24,7 +24,7 @@ from transformers import (
 
 from mobula.actors.datasets.audios import Audio
 from mobula.actors.datasets.downloads import fetch_together, web_files
-from mobula.actors.datasets.pictures import Picture
+from mobula.actors.datasets.images import ImageSource
 from mobula.actors.datasets.rows import AUDIO_PLACEHOLDER, IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, Row, Turn
 from mobula.actors.datasets.videos import Video
 from mobula.actors.processors.audio import (
@@ -49,7 +49,7 @@ from mobula.configs.schema import RunConfig
 from mobula.configs.schema.data import DataConfig
 from mobula.configs.schema.rollout import SamplerConfig
 from mobula.learner.policies.families import AUDIO_TYPES, VIDEO_TYPES, family_at, model_type_at
-from mobula.learner.policies.families.base import AudioFamily, Clip, Family, PictureFamily, VideoFamily
+from mobula.learner.policies.families.base import AudioFamily, Clip, Family, ImageFamily, VideoFamily
 
 THUMBNAIL_SIZE = (128, 128)
 NUM_CACHED_QUESTIONS = 4096
@@ -63,7 +63,7 @@ class HasMedia(Protocol):
     @property
     def sample_id(self) -> str: ...
     @property
-    def images(self) -> Sequence[Picture]: ...
+    def images(self) -> Sequence[ImageSource]: ...
     @property
     def videos(self) -> Sequence[Video]: ...
     @property
@@ -74,7 +74,7 @@ class HasMedia(Protocol):
 class MeasuredMedia:
     """The properties of a row's media that determine how many tokens they take."""
 
-    sizes: Sequence[tuple[int, int]]  # (width, height) of each picture
+    sizes: Sequence[tuple[int, int]]  # (width, height) of each image
     clips: Sequence[Clip]  # what a prompt shows of each video
     lengths: Sequence[int]  # samples of each sound
 
@@ -83,8 +83,8 @@ class MeasuredMedia:
 class LoadedMedia:
     """A row's media, read and not decoded."""
 
-    pictures: Sequence[bytes]
-    sizes: Sequence[tuple[int, int]]  # (width, height) of each picture
+    images: Sequence[bytes]
+    sizes: Sequence[tuple[int, int]]  # (width, height) of each image
     videos: Sequence[LoadedVideo]
     audios: Sequence[LoadedAudio]
 
@@ -102,15 +102,15 @@ class _Layout:
     compact_ids: np.ndarray  # int32 [P_compact]
     expanded_ids: np.ndarray  # int32 [P]
     spans: tuple[MediaSpan, ...]
-    order: np.ndarray  # int64 [M]: which of the row's media, pictures, videos, then sounds, is in each span
+    order: np.ndarray  # int64 [M]: which of the row's media, images, videos, then sounds, is in each span
 
 
 class ChatProcessor:
-    """The one place where questions become tokens and pictures become tensors.
+    """The one place where questions become tokens and images become tensors.
 
-    Text is rendered and tokenised once, with one placeholder a picture; the placeholders are then expanded by number,
-    so both token spaces agree by construction and equal what the model's processor makes of the same text and pictures.
-    Processed pictures go through `media`, so that equal files are decoded and stored once; with `keep_files`, the files
+    Text is rendered and tokenised once, with one placeholder an image; the placeholders are then expanded by number,
+    so both token spaces agree by construction and equal what the model's processor makes of the same text and images.
+    Processed images go through `media`, so that equal files are decoded and stored once; with `keep_files`, the files
     as well, for reward functions that look at them. A video is decoded once into the frames that the prompt shows;
     engine, learner and reward functions all have these. A sound is decoded, resampled and processed once.
 
@@ -129,7 +129,7 @@ class ChatProcessor:
             config.data,
             config.sampler,
             media,
-            keep_files=config.rewards.needs_pictures,
+            keep_files=config.rewards.needs_images,
             device=config.resources.device,
             suffix=config.question_suffix,
         )
@@ -158,9 +158,9 @@ class ChatProcessor:
         self._video_limits = VideoLimits.of(data)
         self._limits = self._video_limits.frame
         self._family = family_at(model)
-        self._without_pictures = self._family.without_pictures_on(device, sampler.kind)
-        self.takes_pictures = not self._without_pictures
-        self._takes_parts = self.takes_pictures or isinstance(self._family, AudioFamily)
+        self._without_images = self._family.without_images_on(device, sampler.kind)
+        self.takes_images = not self._without_images
+        self._takes_parts = self.takes_images or isinstance(self._family, AudioFamily)
         renderer = _load(self._family, model, data) if self._takes_parts else _load_tokenizer(model)
         self._renderer: ProcessorMixin | PreTrainedTokenizerBase = renderer
         self._tokenizer: PreTrainedTokenizerBase = (
@@ -175,14 +175,14 @@ class ChatProcessor:
             self.eos_token_ids = tuple(dict.fromkeys((written_end[1], *self.eos_token_ids)))
         self.pad_token_id = pad_token_id(self._tokenizer, self.eos_token_ids)
         self._hidden = frozenset((*self.eos_token_ids, self.pad_token_id, *self.media_token_ids))
-        media_types = {"image": self.takes_pictures, "video": self.takes_videos, "audio": self.takes_audios}
+        media_types = {"image": self.takes_images, "video": self.takes_videos, "audio": self.takes_audios}
         written = self.template.written([kind for kind, is_taken in media_types.items() if is_taken])
         self._reserved = reserved_tokens(self._tokenizer, self._hidden, written)
         added = [token.content for token in self._tokenizer.added_tokens_decoder.values() if token.special]
         self._special = re.compile("|".join([self._reserved.pattern, *map(re.escape, added)]))
         self._refuse_unfit_config()
         self._encode = lru_cache(maxsize=NUM_CACHED_QUESTIONS)(self._render_and_tokenize)
-        if isinstance(self._family, PictureFamily) and isinstance(renderer, ProcessorMixin):
+        if isinstance(self._family, ImageFamily) and isinstance(renderer, ProcessorMixin):
             self._expansion = lru_cache(maxsize=NUM_CACHED_SIZES)(partial(self._family.expansion, renderer))
             self._shown_size = lru_cache(maxsize=NUM_CACHED_SIZES)(partial(self._family.shown_size, renderer))
         if self.max_videos:
@@ -193,15 +193,15 @@ class ChatProcessor:
         self._video_fingerprint = f"{self.fingerprint} {data.video.model_dump_json()}"
         config = self._model_config = AutoConfig.from_pretrained(model)
         self.image_token_id: int | None = (
-            self._family.compact_placeholder_id(config) if isinstance(self._family, PictureFamily) else None
+            self._family.compact_placeholder_id(config) if isinstance(self._family, ImageFamily) else None
         )
 
     def prepare(self, row: Row, prompt_id: str) -> Prompt:
-        """The row as a prompt, its pictures processed and stored.
+        """The row as a prompt, its images processed and stored.
 
         Raises:
-            MediaError: a picture cannot be used.
-            PromptError: the prompt is too long, has too many pictures, or its text imitates special tokens.
+            MediaError: an image cannot be used.
+            PromptError: the prompt is too long, has too many images, or its text imitates special tokens.
         """
         self._check_row(row)
         loaded = self.load_media(row)
@@ -228,20 +228,20 @@ class ChatProcessor:
         return self._encode(row.history, row.question)[0]
 
     def _sizes(self, sizes: Sequence[tuple[int, int]]) -> dict[str, list[list[int]]]:
-        """What reward functions are given of the sizes of a prompt's pictures."""
-        if not sizes or not isinstance(self._family, PictureFamily):
+        """What reward functions are given of the sizes of a prompt's images."""
+        if not sizes or not isinstance(self._family, ImageFamily):
             return {}
         shown = [self._shown_size(size) for size in sizes]
         found = {IMAGE_SIZES: [list(size) for size in sizes]}
         return found | ({SHOWN_SIZES: [list(size) for size in shown if size]} if all(shown) else {})
 
     def check(self, row: Row) -> int:
-        """The prompt's length in tokens, from the text and the headers of its pictures; nothing is decoded.
+        """The prompt's length in tokens, from the text and the headers of its images; nothing is decoded.
 
         Of a row with web files it is that of the text: `prepare` downloads them and checks the rest.
 
         Raises:
-            MediaError, PromptError: as `prepare`, except for pictures that are damaged behind their header.
+            MediaError, PromptError: as `prepare`, except for images that are damaged behind their header.
         """
         self._check_row(row)
         if web_files((*row.images, *row.videos, *row.audios)):
@@ -285,8 +285,8 @@ class ChatProcessor:
         return self.template.render([(role, as_parts(text)) for role, text in turns], is_open=is_open)
 
     def tokenize(self, text: str) -> np.ndarray:
-        """int32 [T]: the ids of rendered text, one placeholder a picture."""
-        if self.takes_pictures and isinstance(self._family, PictureFamily):
+        """int32 [T]: the ids of rendered text, one placeholder an image."""
+        if self.takes_images and isinstance(self._family, ImageFamily):
             text = self._family.spaced(text, self._tokenizer)
         return np.array(self._ids(text), dtype=np.int32)
 
@@ -328,30 +328,30 @@ class ChatProcessor:
             ((text, i) for text, i in found if isinstance(text, str) and text and rendered.startswith(text)), None
         )
 
-    def check_pictures(self, images: Sequence[Picture], name: str) -> None:
-        """Whether the model takes pictures, and so many; `name` is that of the row.
+    def check_images(self, images: Sequence[ImageSource], name: str) -> None:
+        """Whether the model takes images, and so many; `name` is that of the row.
 
         Raises:
             PromptError: it does not.
         """
-        if images and not self.takes_pictures:
+        if images and not self.takes_images:
             raise PromptError(
-                f"{name} has {len(images)} pictures, and {self._without_pictures}: "
+                f"{name} has {len(images)} images, and {self._without_images}: "
                 "remove the row, or choose a vision-language model"
             )
         if len(images) > self._max_images:
             raise PromptError(
-                f"{name} has {len(images)} pictures, sampler.max_images_per_prompt is {self._max_images}: "
+                f"{name} has {len(images)} images, sampler.max_images_per_prompt is {self._max_images}: "
                 "raise it or remove the row"
             )
 
     def check_media(self, row: HasMedia) -> None:
-        """Whether the model takes the row's pictures, videos and sounds, and so many.
+        """Whether the model takes the row's images, videos and sounds, and so many.
 
         Raises:
             PromptError: it does not.
         """
-        self.check_pictures(row.images, row.sample_id)
+        self.check_images(row.images, row.sample_id)
         if len(row.videos) > self.max_videos:
             raise PromptError(
                 f"{row.sample_id} has {len(row.videos)} videos, sampler.max_videos_per_prompt is {self.max_videos}: "
@@ -370,7 +370,7 @@ class ChatProcessor:
             MediaError: a file cannot be used.
         """
         return MeasuredMedia(
-            self.picture_sizes(row.images),
+            self.image_sizes(row.images),
             [check_video(video, self._video_limits) for video in row.videos],
             [check_audio(audio, self._audio_limits) for audio in row.audios],
         )
@@ -380,20 +380,20 @@ class ChatProcessor:
 
         Raises:
             MediaError: a file cannot be used.
-            PictureError: a web file cannot be downloaded.
+            ImageError: a web file cannot be downloaded.
         """
         fetch_together((*row.images, *row.videos, *row.audios))
-        contents, sizes = self.read_pictures(row.images)
+        contents, sizes = self.read_images(row.images)
         videos = [load_video(video, self._video_limits) for video in row.videos]
         return LoadedMedia(contents, sizes, videos, [load_audio(audio, self._audio_limits) for audio in row.audios])
 
     def store_media(self, row: HasMedia, loaded: LoadedMedia) -> list[MediaHandle]:
-        """Handles of the row's processed media: its pictures, its videos, then its audio clips."""
-        stored = [self.store_picture(content, path) for content, path in zip(loaded.pictures, row.images, strict=True)]
+        """Handles of the row's processed media: its images, its videos, then its audio clips."""
+        stored = [self.store_image(content, path) for content, path in zip(loaded.images, row.images, strict=True)]
         stored += [self._store_video(video) for video in loaded.videos]
         return [*stored, *(self._store_audio(audio) for audio in loaded.audios)]
 
-    def picture_sizes(self, images: Sequence[Picture]) -> list[tuple[int, int]]:
+    def image_sizes(self, images: Sequence[ImageSource]) -> list[tuple[int, int]]:
         """(width, height) of each file, from its header.
 
         Raises:
@@ -401,7 +401,7 @@ class ChatProcessor:
         """
         return [check_image(path, self._limits) for path in images]
 
-    def read_pictures(self, images: Sequence[Picture]) -> tuple[list[bytes], list[tuple[int, int]]]:
+    def read_images(self, images: Sequence[ImageSource]) -> tuple[list[bytes], list[tuple[int, int]]]:
         """Content and (width, height) of each file.
 
         Raises:
@@ -411,20 +411,20 @@ class ChatProcessor:
         return contents, [measure_image(c, path, self._limits) for c, path in zip(contents, images, strict=True)]
 
     def expansions(
-        self, compact_ids: np.ndarray, images: Sequence[Picture], sizes: Sequence[tuple[int, int]], name: str
+        self, compact_ids: np.ndarray, images: Sequence[ImageSource], sizes: Sequence[tuple[int, int]], name: str
     ) -> tuple[np.ndarray, list[np.ndarray]]:
         """The positions of placeholders in `compact_ids`, and the ids that replace each one.
 
         Raises:
-            PromptError: there is not one placeholder a picture.
-            MediaError: a picture has a size that cannot be used.
+            PromptError: there is not one placeholder an image.
+            MediaError: an image has a size that cannot be used.
         """
         expansions = [self._expanded(size, path) for size, path in zip(sizes, images, strict=True)]
         places = np.flatnonzero(compact_ids == self.image_token_id)
         if len(places) != len(expansions):
             raise PromptError(
-                f"{name} has {len(expansions)} pictures and its rendered text {len(places)} placeholders: "
-                f"write one {IMAGE_PLACEHOLDER} a picture into the question"
+                f"{name} has {len(expansions)} images and its rendered text {len(places)} placeholders: "
+                f"write one {IMAGE_PLACEHOLDER} an image into the question"
             )
         return places, expansions
 
@@ -432,7 +432,7 @@ class ChatProcessor:
         self, compact_ids: np.ndarray, row: HasMedia, measured: MeasuredMedia
     ) -> tuple[np.ndarray, list[np.ndarray], np.ndarray]:
         """The positions of placeholders in `compact_ids`, the ids that replace each one, and the index of each one's
-        medium among those of the row, which are counted in the order pictures, videos, audio clips.
+        medium among those of the row, which are counted in the order images, videos, audio clips.
 
         Raises:
             PromptError: there is not one placeholder a medium.
@@ -504,13 +504,13 @@ class ChatProcessor:
     def _check_length(self, row: Row, num_tokens: int, num_of_media: int) -> None:
         if num_tokens > self._data.max_prompt_tokens:
             raise PromptError(
-                f"{row.sample_id} has {num_tokens} tokens ({num_of_media} of them pictures, videos and sounds), "
+                f"{row.sample_id} has {num_tokens} tokens ({num_of_media} of them images, videos and sounds), "
                 f"data.max_prompt_tokens is {self._data.max_prompt_tokens}: raise it, or lower data.max_pixels, "
                 "data.video.max_tokens or data.audio.max_seconds"
             )
 
     def _render_and_tokenize(self, history: Sequence[Turn], question: str) -> tuple[str, np.ndarray]:
-        """The chat prompt as text and as ids, one placeholder a picture; a row's own system turn is the only one."""
+        """The chat prompt as text and as ids, one placeholder an image; a row's own system turn is the only one."""
         given = [*((turn.role, turn.text) for turn in history), ("user", question + self._suffix)]
         turns = [(role, self.checked_text(turn_text)) for role, turn_text in given]
         if self._data.system_prompt and turns[0][0] != "system":
@@ -520,21 +520,21 @@ class ChatProcessor:
         ids.flags.writeable = False  # shared by all prompts of this question
         return plain(text), ids
 
-    def _expanded(self, size: tuple[int, int], source: Picture) -> np.ndarray:
-        """The ids that a picture of (width, height) becomes."""
+    def _expanded(self, size: tuple[int, int], source: ImageSource) -> np.ndarray:
+        """The ids that an image of (width, height) becomes."""
         try:
             return self._expansion(size)
         except ValueError as error:
             width, height = size
             raise MediaError(f"{source} is {width} x {height}: {error}; crop it or remove its row") from error
 
-    def store_picture(self, content: bytes, path: Picture) -> MediaHandle:
-        """Handle of the processed picture; equal files are processed once."""
+    def store_image(self, content: bytes, path: ImageSource) -> MediaHandle:
+        """Handle of the processed image; equal files are processed once."""
         key = content_key(content, self.fingerprint)
         return self._media.get_or_add(key, str(path), partial(self._process, content, path))
 
-    def _process(self, content: bytes, path: Picture) -> ProcessedMedia:
-        assert isinstance(self._family, PictureFamily)
+    def _process(self, content: bytes, path: ImageSource) -> ProcessedMedia:
+        assert isinstance(self._family, ImageFamily)
         image = decode_image(content, path, self._limits)
         return ProcessedMedia(
             modality="image",
@@ -551,12 +551,12 @@ class ChatProcessor:
     def _process_video(self, video: LoadedVideo) -> ProcessedMedia:
         assert isinstance(self._family, VideoFamily)
         frames = decode_video(video, self._video_limits)
-        pictures = [Image.fromarray(frame) for frame in (frames if self._keep_files else frames[:1])]
+        images = [Image.fromarray(frame) for frame in (frames if self._keep_files else frames[:1])]
         return ProcessedMedia(
             modality="video",
             inputs=self._family.process_video(self._processor, frames, video.clip, self._data.video),
-            thumbnail=_thumbnail(pictures[0]),
-            files=tuple(map(_png, pictures)) if self._keep_files else (),
+            thumbnail=_thumbnail(images[0]),
+            files=tuple(map(_png, images)) if self._keep_files else (),
         )
 
     def _store_audio(self, audio: LoadedAudio) -> MediaHandle:
@@ -655,7 +655,7 @@ def _text_part(text: str) -> list[dict[str, str]]:
 
 
 def _content(question: str) -> list[dict[str, str]]:
-    """The parts of a user turn: text, pictures, videos and sounds in the order of the question."""
+    """The parts of a user turn: text, images, videos and sounds in the order of the question."""
     kinds = {
         IMAGE_PLACEHOLDER: {"type": "image"},
         VIDEO_PLACEHOLDER: {"type": "video"},
@@ -668,7 +668,7 @@ def _content(question: str) -> list[dict[str, str]]:
 def _load(family: Family, model: str, data: DataConfig) -> ProcessorMixin:
     """The model's processor, with the pixel budget of `data` where the family has one."""
     try:
-        options = family.processor_options(model, data) if isinstance(family, PictureFamily) else {}
+        options = family.processor_options(model, data) if isinstance(family, ImageFamily) else {}
         processor = AutoProcessor.from_pretrained(model, **options)
     except Exception as error:  # of any kind, by which of its files is damaged
         raise ValueError(
@@ -676,7 +676,7 @@ def _load(family: Family, model: str, data: DataConfig) -> ProcessorMixin:
             "download it again, its processor or tokenizer files are damaged"
         ) from error
     parts = processor.get_attributes() if isinstance(processor, ProcessorMixin) else ()
-    if isinstance(family, PictureFamily) and "image_processor" not in parts:
+    if isinstance(family, ImageFamily) and "image_processor" not in parts:
         raise ValueError(
             f"policy.model={model} is of a vision-language type but has no image processor: download it again with its "
             "preprocessor_config.json"
@@ -689,7 +689,7 @@ def _load(family: Family, model: str, data: DataConfig) -> ProcessorMixin:
     config = AutoConfig.from_pretrained(model)
     if isinstance(family, AudioFamily):
         _refuse_unfit_tokenizer(processor, model, processor.audio_token, family.audio_placeholder_id(config))
-    if not isinstance(family, PictureFamily):
+    if not isinstance(family, ImageFamily):
         return processor
     if family.has_pixel_budget:
         size = processor.image_processor.size
@@ -726,7 +726,7 @@ def _refuse_unfit_tokenizer(processor: ProcessorMixin, model: str, placeholder: 
 
 
 def _fingerprint(processor: ProcessorMixin | PreTrainedTokenizerBase, tokenizer: PreTrainedTokenizerBase) -> str:
-    """A hash of all that decides what this processor makes of a question and its pictures."""
+    """A hash of all that decides what this processor makes of a question and its images."""
     settings = {
         "processor": type(processor).__name__,
         "images": processor.image_processor.to_dict() if hasattr(processor, "image_processor") else None,

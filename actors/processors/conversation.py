@@ -35,7 +35,7 @@ class TooLongError(PromptError):
 
 @dataclass(frozen=True)
 class _Pieces:
-    """Rendered text and its tokens, one placeholder a picture."""
+    """Rendered text and its tokens, one placeholder an image."""
 
     text: str
     ids: np.ndarray  # int32 [T]
@@ -50,7 +50,7 @@ class _Whole:
     mask: np.ndarray  # bool [S]
     num_context: int
     spans: tuple[MediaSpan, ...]
-    order: np.ndarray  # int64 [M]: which of the row's media, pictures before videos before sounds, stands in each span
+    order: np.ndarray  # int64 [M]: which of the row's media, images before videos before sounds, stands in each span
 
 
 class ConversationProcessor:
@@ -62,7 +62,7 @@ class ConversationProcessor:
     turns stand behind all of an earlier answer, also where the template would drop its thought. No policy has sampled
     them: `behavior_logprobs` are 0.
 
-    `media_spans` of the prompt count on through the actions, where later turns have pictures.
+    `media_spans` of the prompt count on through the actions, where later turns have images.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class ConversationProcessor:
         """The row as a group, its media processed and stored.
 
         Raises:
-            MediaError: a picture, video or sound cannot be used.
+            MediaError: an image, video or sound cannot be used.
             PromptError: the row is too long, has too many media, or its text imitates special tokens.
         """
         self._check(row)
@@ -115,10 +115,10 @@ class ConversationProcessor:
         return ScoredGroup(group.summary(), group, tuple(Reward(ending.label) for ending in row.endings))
 
     def check(self, row: Conversation) -> int:
-        """Tokens of the longest ending with its context, from texts and headers of pictures; nothing is decoded.
+        """Tokens of the longest ending with its context, from texts and headers of images; nothing is decoded.
 
         Raises:
-            MediaError, PromptError: as `prepare`, except for pictures that are damaged behind their header.
+            MediaError, PromptError: as `prepare`, except for images that are damaged behind their header.
         """
         self._check(row)
         _, wholes = self._laid_out(row, self.chat.measure_media(row))
@@ -184,7 +184,7 @@ class ConversationProcessor:
         ids, spans = expand(compact, places, expansions)
         if len(ids) > self._max_tokens:
             raise TooLongError(
-                f"{row.sample_id} has {len(ids)} tokens ({sum(map(len, expansions))} of them pictures, videos and "
+                f"{row.sample_id} has {len(ids)} tokens ({sum(map(len, expansions))} of them images, videos and "
                 f"sounds), offline.max_tokens is {self._max_tokens}: raise it, or lower data.max_pixels, "
                 "data.video.max_tokens or data.audio.max_seconds"
             )

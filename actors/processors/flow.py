@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from mobula.actors.datasets.pictures import path_below
+from mobula.actors.datasets.images import path_below
 from mobula.actors.datasets.rows import Row
 from mobula.cluster.errors import PromptError
 from mobula.cluster.records.markup import plain
@@ -26,8 +26,8 @@ from mobula.learner.policies.flow.denoising import Denoising
 from mobula.learner.policies.flow.rows import CONDITION, WHERE
 from mobula.learner.policies.trained import flow_checkpoint
 
-TARGETS = "target_images"  # of a row's metadata: files with pictures that the prompt should give
-MAX_PICTURES = 4096  # whose latents are kept
+TARGETS = "target_images"  # of a row's metadata: files with images that the prompt should give
+MAX_IMAGES = 4096  # whose latents are kept
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class FlowProcessor:
     A prompt has no tokens. Its media are its encoded text and, with guidance, the encoded negative prompt.
     """
 
-    takes_pictures = False
+    takes_images = False
     media_token_ids: tuple[int, ...] = ()  # nothing is sampled among tokens
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id = 0
@@ -54,7 +54,7 @@ class FlowProcessor:
         """`suffix` is appended to every prompt."""
         self._checkpoint = checkpoint
         self._family = checkpoint.family
-        self._codec: Any = None  # loaded for the first picture
+        self._codec: Any = None  # loaded for the first image
         self._root = data.path.resolve()
         self._pipeline: Any = checkpoint.encoder()
         self._suffix = suffix
@@ -70,7 +70,7 @@ class FlowProcessor:
         """The row as a prompt, its text encoded and stored.
 
         Raises:
-            PromptError: the row has pictures or no text.
+            PromptError: the row has images or no text.
         """
         self.check(row)
         text = self.prompt_text(row)
@@ -91,11 +91,11 @@ class FlowProcessor:
         """
         if row.images or row.history:
             raise PromptError(
-                f"{row.sample_id} has {len(row.images)} pictures and {len(row.history)} turns before the question: a "
+                f"{row.sample_id} has {len(row.images)} images and {len(row.history)} turns before the question: a "
                 "flow model takes one text, so remove the row"
             )
         if not self.prompt_text(row).strip():
-            raise PromptError(f"{row.sample_id} has no text: write what the picture shows, or remove the row")
+            raise PromptError(f"{row.sample_id} has no text: write what the image shows, or remove the row")
         return 0
 
     def num_media(self, row: Row) -> int:
@@ -103,7 +103,7 @@ class FlowProcessor:
         return 1 if self._flow.guidance == 1 else 2
 
     def clean(self, prompt: Prompt, choice: int) -> np.ndarray:
-        """float32 [...]: latents of one of the pictures that a prompt's row names under `target_images`.
+        """float32 [...]: latents of one of the images that a prompt's row names under `target_images`.
 
         Raises:
             PromptError: the row names none, one lies outside `data.path` or cannot be read, or is of another size.
@@ -111,7 +111,7 @@ class FlowProcessor:
         names = prompt.metadata.get(TARGETS)
         if not isinstance(names, list | tuple) or not names:
             raise PromptError(
-                f"{prompt.sample_id} names no pictures to learn from: write {TARGETS}, a list of files below "
+                f"{prompt.sample_id} names no images to learn from: write {TARGETS}, a list of files below "
                 "data.path, into its metadata, or set warm_start=none"
             )
         name = str(names[choice % len(names)])
@@ -121,12 +121,12 @@ class FlowProcessor:
         return self.latents(path)
 
     def latents(self, path: Path) -> np.ndarray:
-        """float32 [...]: those of a picture, or those in a NumPy file.
+        """float32 [...]: those of an image, or those in a NumPy file.
 
         Raises:
             PromptError: the file cannot be read, or is of another size.
         """
-        return self._stored(path) if path.suffix == ".npy" else self._encoded_picture(path)
+        return self._stored(path) if path.suffix == ".npy" else self._encoded_image(path)
 
     def _stored(self, path: Path) -> np.ndarray:
         try:
@@ -137,16 +137,16 @@ class FlowProcessor:
         if found.shape != wanted or not np.isfinite(found).all():
             raise PromptError(
                 f"{path} has latents of shape {found.shape}, finite or not, and those of this run are finite and "
-                f"{wanted}: encode the picture again, or set sampler.flow.width and height"
+                f"{wanted}: encode the image again, or set sampler.flow.width and height"
             )
         return found.astype(np.float32)
 
-    @lru_cache(maxsize=MAX_PICTURES)  # noqa: B019 - one processor a run
+    @lru_cache(maxsize=MAX_IMAGES)  # noqa: B019 - one processor a run
     @torch.no_grad()
-    def _encoded_picture(self, path: Path) -> np.ndarray:
+    def _encoded_image(self, path: Path) -> np.ndarray:
         if self._flow.num_frames > 1:
             raise PromptError(
-                f"{path} is one picture, and a video of this run has sampler.flow.num_frames={self._flow.num_frames}: "
+                f"{path} is one image, and a video of this run has sampler.flow.num_frames={self._flow.num_frames}: "
                 "name a .npy file with the latents of a video, or set sampler.flow.num_frames=1"
             )
         size = (self._flow.width, self._flow.height)
@@ -154,16 +154,16 @@ class FlowProcessor:
             with Image.open(path) as opened:
                 pixels = np.asarray(to_rgb(opened))
         except (OSError, ValueError, Image.DecompressionBombError) as error:
-            raise PromptError(f"{path} cannot be read as a picture: {error}") from error
+            raise PromptError(f"{path} cannot be read as an image: {error}") from error
         if pixels.shape[1::-1] != size:
             raise PromptError(
-                f"{path} is {pixels.shape[1]} x {pixels.shape[0]}, and pictures of this run are {size[0]} x {size[1]}: "
+                f"{path} is {pixels.shape[1]} x {pixels.shape[0]}, and images of this run are {size[0]} x {size[1]}: "
                 "scale it, or set sampler.flow.width and height"
             )
         with self._lock:
             if self._codec is None:
                 self._codec = self._checkpoint.vae(torch.float32)
-            return self._family.encode_pictures(self._codec, pixels[None])[0].float().numpy()
+            return self._family.encode_images(self._codec, pixels[None])[0].float().numpy()
 
     def _condition(self, text: str) -> MediaHandle:
         key = content_key(text.encode(), self.fingerprint)

@@ -1,4 +1,4 @@
-"""Picture files to RGB pictures, safely: nothing is read or decoded before its size is known to be in bounds."""
+"""Image files to RGB images, safely: nothing is read or decoded before its size is known to be in bounds."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from typing import IO
 
 from PIL import Image
 
-from mobula.actors.datasets.pictures import EncodedFile, Picture, WebFile
+from mobula.actors.datasets.images import EncodedFile, ImageSource, WebFile
 from mobula.cluster.errors import MediaError
 from mobula.cluster.records.rgb import FORMATS, to_rgb, upright_size
 
 
 @dataclass(frozen=True)
 class ImageLimits:
-    """Limits of a picture: `data.max_image_bytes` on disk and `data.max_decoded_pixels` in memory."""
+    """Limits of an image: `data.max_image_bytes` on disk and `data.max_decoded_pixels` in memory."""
 
     max_image_bytes: int
     max_decoded_pixels: int
 
 
-def check_image(source: Picture, limits: ImageLimits) -> tuple[int, int]:
-    """(width, height) of the upright picture from the file's header alone; for checks of a whole dataset.
+def check_image(source: ImageSource, limits: ImageLimits) -> tuple[int, int]:
+    """(width, height) of the upright image from the file's header alone; for checks of a whole dataset.
 
     Raises:
-        MediaError: the file is missing, empty, too large or no picture.
+        MediaError: the file is missing, empty, too large or no image.
     """
     with _open_file(source, limits) as file:
         return _measured(file, source, limits)
 
 
-def read_image(source: Picture, limits: ImageLimits) -> bytes:
+def read_image(source: ImageSource, limits: ImageLimits) -> bytes:
     """The file's bytes.
 
     Raises:
@@ -44,21 +44,21 @@ def read_image(source: Picture, limits: ImageLimits) -> bytes:
         return file.read()
 
 
-def measure_image(content: bytes, source: Picture, limits: ImageLimits) -> tuple[int, int]:
-    """(width, height) of the upright picture from the header in `content`, the bytes of the file `source`.
+def measure_image(content: bytes, source: ImageSource, limits: ImageLimits) -> tuple[int, int]:
+    """(width, height) of the upright image from the header in `content`, the bytes of the file `source`.
 
     Raises:
-        MediaError: it is no picture, or decodes to too many pixels.
+        MediaError: it is no image, or decodes to too many pixels.
     """
     return _measured(BytesIO(content), source, limits)
 
 
 def decode_image(content: bytes, source: object, limits: ImageLimits) -> Image.Image:
-    """The picture as RGB: turned upright by its EXIF orientation, transparency on white, the first frame of several;
+    """The image as RGB: turned upright by its EXIF orientation, transparency on white, the first frame of several;
     `source` names it.
 
     Raises:
-        MediaError: it is no picture, is corrupt or truncated, or decodes to too many pixels.
+        MediaError: it is no image, is corrupt or truncated, or decodes to too many pixels.
     """
     with _open_image(BytesIO(content), source, limits) as image:
         with _refusing_corrupt(source):
@@ -66,7 +66,7 @@ def decode_image(content: bytes, source: object, limits: ImageLimits) -> Image.I
             return to_rgb(image)
 
 
-def _measured(file: IO[bytes], source: Picture, limits: ImageLimits) -> tuple[int, int]:
+def _measured(file: IO[bytes], source: ImageSource, limits: ImageLimits) -> tuple[int, int]:
     with _open_image(file, source, limits) as image, _refusing_corrupt(source):
         return upright_size(image)
 
@@ -79,17 +79,17 @@ def _refusing_corrupt(source: object) -> Iterator[None]:
         raise MediaError(f"{source} is corrupt ({error}): replace the file or remove its row") from error
 
 
-def _open_file(source: Picture, limits: ImageLimits) -> AbstractContextManager[IO[bytes]]:
+def _open_file(source: ImageSource, limits: ImageLimits) -> AbstractContextManager[IO[bytes]]:
     return open_bounded(source, limits.max_image_bytes, "data.max_image_bytes")
 
 
 @contextmanager
-def open_bounded(source: Picture, max_bytes: int, key: str) -> Iterator[IO[bytes]]:
+def open_bounded(source: ImageSource, max_bytes: int, key: str) -> Iterator[IO[bytes]]:
     """The open file, once its size is known to be in bounds; `key` is where `max_bytes` is set.
 
     Raises:
         MediaError: the file is missing, empty or too large.
-        PictureError: a file of the web cannot be downloaded.
+        ImageError: a file of the web cannot be downloaded.
     """
     if isinstance(source, EncodedFile):
         _check_num_bytes(source, len(source.content), max_bytes, key)
@@ -106,7 +106,7 @@ def open_bounded(source: Picture, max_bytes: int, key: str) -> Iterator[IO[bytes
         raise MediaError(f"{path} cannot be read ({error}): make it readable or remove its row") from error
 
 
-def _check_num_bytes(path: Picture, num_bytes: int, max_bytes: int, key: str) -> None:
+def _check_num_bytes(path: ImageSource, num_bytes: int, max_bytes: int, key: str) -> None:
     if num_bytes == 0:
         raise MediaError(f"{path} is empty: replace the file or remove its row")
     if num_bytes > max_bytes:
@@ -122,11 +122,11 @@ def _open_image(file: IO[bytes], source: object, limits: ImageLimits) -> Image.I
     except Image.DecompressionBombError as error:
         raise MediaError(f"{source} is a decompression bomb ({error}): replace the file or remove its row") from error
     except Exception as error:  # a damaged header raises nearly everything
-        raise MediaError(f"{source} is no {', '.join(FORMATS)} picture: replace the file or remove its row") from error
+        raise MediaError(f"{source} is no {', '.join(FORMATS)} image: replace the file or remove its row") from error
     width, height = image.size
     if not 0 < width * height <= limits.max_decoded_pixels:
         raise MediaError(
             f"{source} decodes to {width} x {height} = {width * height:,} pixels, "
-            f"data.max_decoded_pixels is {limits.max_decoded_pixels:,}: make the picture smaller or raise the limit"
+            f"data.max_decoded_pixels is {limits.max_decoded_pixels:,}: make the image smaller or raise the limit"
         )
     return image

@@ -1,4 +1,4 @@
-"""ImageTokenProcessor: turns rows into prompts that end where a picture begins."""
+"""ImageTokenProcessor: turns rows into prompts that end where an image begins."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from mobula.learner.policies.image_tokens.guidance import num_image_tokens
 
 
 class ImageTokenProcessor:
-    """A prompt is one turn of the user, the start of the answer, and the token that opens a picture.
+    """A prompt is one turn of the user, the start of the answer, and the token that opens an image.
 
     Raises:
-        ValueError: `sampler.max_model_len` has no room for a picture.
+        ValueError: `sampler.max_model_len` has no room for an image.
     """
 
-    takes_pictures = False
+    takes_images = False
     media_token_ids: tuple[int, ...] = ()  # what is sampled are image tokens
     eos_token_ids: tuple[int, ...] = ()
 
@@ -37,7 +37,7 @@ class ImageTokenProcessor:
         self._longest = min(data.max_prompt_tokens, sampler.max_model_len - needed)
         if self._longest < 1:
             raise ValueError(
-                f"sampler.max_model_len={sampler.max_model_len} has no room for the {needed} tokens of a picture of "
+                f"sampler.max_model_len={sampler.max_model_len} has no room for the {needed} tokens of an image of "
                 f"policy.model={model}: raise it"
             )
         tokenizer = self._processor.tokenizer
@@ -52,7 +52,7 @@ class ImageTokenProcessor:
         """The row as a prompt.
 
         Raises:
-            PromptError: the row has pictures, earlier turns or no text, or is too long.
+            PromptError: the row has images, earlier turns or no text, or is too long.
         """
         text, ids = self._encoded(row)
         return Prompt(prompt_id, row.sample_id, text, ids, ids, (), (), row.references, row.metadata)
@@ -81,8 +81,8 @@ class ImageTokenProcessor:
         text = plain(row.question) + self._suffix
         if row.images or row.history or not text.strip():
             raise PromptError(
-                f"{row.sample_id} has {len(row.images)} pictures, {len(row.history)} turns before the question and a "
-                f"text of {len(text.strip())} characters: a picture is drawn of one text, so change or remove the row"
+                f"{row.sample_id} has {len(row.images)} images, {len(row.history)} turns before the question and a "
+                f"text of {len(text.strip())} characters: an image is drawn of one text, so change or remove the row"
             )
         turn = [{"role": "user", "content": [{"type": "text", "text": text}]}]
         rendered = self._processor.apply_chat_template(

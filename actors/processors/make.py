@@ -14,12 +14,12 @@ from mobula.configs.schema import RunConfig
 
 if TYPE_CHECKING:
     from mobula.actors.processors.flow import FlowProcessor
-    from mobula.actors.processors.picture_pairs import PicturePairProcessor
+    from mobula.actors.processors.image_pairs import ImagePairProcessor
 
 
 def make_processor(
     config: RunConfig, media: MediaKeeper
-) -> ChatProcessor | ConversationProcessor | FlowProcessor | PicturePairProcessor | ImageTokenProcessor:
+) -> ChatProcessor | ConversationProcessor | FlowProcessor | ImagePairProcessor | ImageTokenProcessor:
     """The processor that turns the run's rows into prompts (of an offline job: into groups) and stores their media in
     `media`.
 
@@ -28,10 +28,10 @@ def make_processor(
     """
     if config.sampler.is_flow:
         from mobula.actors.processors.flow import FlowProcessor  # which imports diffusers
-        from mobula.actors.processors.picture_pairs import PicturePairProcessor
+        from mobula.actors.processors.image_pairs import ImagePairProcessor
 
         flow = FlowProcessor.of(config, media)
-        return PicturePairProcessor(flow) if config.offline.is_on else flow
+        return ImagePairProcessor(flow) if config.offline.is_on else flow
     if config.sampler.draws_tokens:
         return ImageTokenProcessor(config.policy.model, config.data, config.sampler, config.question_suffix)
     chat = processor_maker(config)(config, media)

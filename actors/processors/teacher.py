@@ -1,4 +1,4 @@
-"""Checks that a teacher fits the policy: vocabulary, pictures, length."""
+"""Checks that a teacher fits the policy: vocabulary, images, length."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer
 
 from mobula.cluster.errors import PreflightError
 from mobula.configs.schema import RunConfig
-from mobula.learner.policies.families import family_at, max_positions, model_type_at, takes_pictures
+from mobula.learner.policies.families import family_at, max_positions, model_type_at, takes_images
 
 TEACHER = "algorithm.distillation.teacher"
-# What pictures become on their way into a model; size limits are not among it, since the policy's alone are applied.
-PICTURE_SETTINGS = (
+# What images become on their way into a model; size limits are not among it, since the policy's alone are applied.
+IMAGE_SETTINGS = (
     "patch_size",
     "temporal_patch_size",
     "merge_size",
@@ -26,7 +26,7 @@ PICTURE_SETTINGS = (
 
 
 def check_teacher(config: RunConfig, teacher: Path, key: str) -> None:
-    """The teacher in the folder `teacher`, which `key` names, reads the token ids and picture tensors that are made for
+    """The teacher in the folder `teacher`, which `key` names, reads the token ids and image tensors that are made for
     `policy.model`.
 
     Raises:
@@ -35,11 +35,11 @@ def check_teacher(config: RunConfig, teacher: Path, key: str) -> None:
     """
     policy = config.policy.model
     _check_vocabulary(policy, teacher, key)
-    sees = takes_pictures(str(teacher), key)
-    if takes_pictures(policy):
+    sees = takes_images(str(teacher), key)
+    if takes_images(policy):
         if not sees:
-            raise PreflightError(f"{key}={teacher} takes no pictures and policy.model={policy} does: {_another(key)}")
-        _check_pictures(policy, teacher, key)
+            raise PreflightError(f"{key}={teacher} takes no images and policy.model={policy} does: {_another(key)}")
+        _check_images(policy, teacher, key)
     most, wanted = max_positions(str(teacher)), config.sampler.max_model_len
     if most is not None and wanted > most:
         raise PreflightError(
@@ -67,24 +67,24 @@ def _check_vocabulary(policy: str, teacher: Path, key: str) -> None:
         )
 
 
-def _check_pictures(policy: str, teacher: Path, key: str) -> None:
+def _check_images(policy: str, teacher: Path, key: str) -> None:
     if family_at(policy) is not family_at(str(teacher), key):
         kinds = [model_type_at(str(source)) for source in (teacher, policy)]
         raise PreflightError(f"{key}={teacher} is a {kinds[0]} and policy.model={policy} a {kinds[1]}: {_another(key)}")
-    ours, theirs = (_picture_settings(source) for source in (policy, teacher))
-    differing = [name for name in PICTURE_SETTINGS if ours[name] != theirs[name]]
+    ours, theirs = (_image_settings(source) for source in (policy, teacher))
+    differing = [name for name in IMAGE_SETTINGS if ours[name] != theirs[name]]
     if differing:
         name = differing[0]
         raise PreflightError(
-            f"{key}={teacher} takes pictures with {name}={theirs[name]} and policy.model={policy} with "
+            f"{key}={teacher} takes images with {name}={theirs[name]} and policy.model={policy} with "
             f"{ours[name]}: {_another(key)}"
         )
 
 
-def _picture_settings(source: str | Path) -> dict[str, str]:
+def _image_settings(source: str | Path) -> dict[str, str]:
     """As text: some classes keep a list where others keep a tuple."""
     settings = AutoImageProcessor.from_pretrained(source).to_dict()
-    return {name: json.dumps(settings.get(name)) for name in PICTURE_SETTINGS}
+    return {name: json.dumps(settings.get(name)) for name in IMAGE_SETTINGS}
 
 
 def _shown(token_id: int | None) -> str:

@@ -26,7 +26,7 @@ class VideoLimits:
     """Limits of a video, and how its frames are sampled."""
 
     video: VideoConfig
-    frame: ImageLimits  # of a video that comes as pictures
+    frame: ImageLimits  # of a video that comes as images
 
     @classmethod
     def of(cls, data: DataConfig) -> VideoLimits:
@@ -39,7 +39,7 @@ class LoadedVideo:
 
     source: Video
     clip: Clip
-    contents: tuple[bytes, ...]  # the file, or the picture files of the frames that are taken
+    contents: tuple[bytes, ...]  # the file, or the image files of the frames that are taken
     taken: tuple[int, ...]  # presentation times of the frames that are taken of a file, in its own unit
 
 
@@ -88,9 +88,9 @@ def decode_video(video: LoadedVideo, limits: VideoLimits) -> np.ndarray:
     """
     source, clip = video.source, video.clip
     if isinstance(source, FrameList):
-        pictures = [np.asarray(decode_image(content, source, limits.frame)) for content in video.contents]
-        _check_frames(pictures, source, clip)
-        return np.stack(pictures)
+        images = [np.asarray(decode_image(content, source, limits.frame)) for content in video.contents]
+        _check_frames(images, source, clip)
+        return np.stack(images)
     wanted, frames = set(video.taken), dict[int, np.ndarray]()
     with _opened(BytesIO(video.contents[0]), source) as (container, stream):
         for frame in container.decode(stream):
@@ -164,7 +164,7 @@ def _plan_file(file: IO[bytes], source: Video, limits: VideoLimits) -> _Plan:
 
 
 def _check_frames(frames: list[np.ndarray], source: Video, clip: Clip) -> None:
-    """Pictures that EXIF marks as lying on their side have another size than their header says."""
+    """Images that EXIF marks as lying on their side have another size than their header says."""
     if any(frame.shape != (clip.height, clip.width, 3) for frame in frames):
         raise MediaError(
             f"{source} has frames of another size than {clip.width} x {clip.height}, as its header says: write it again"

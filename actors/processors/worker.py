@@ -55,7 +55,7 @@ class _Keeper:
 
 
 class ProcessorWorker:
-    """Reads, decodes and processes pictures and videos; one call at a time. It keeps nothing of a call."""
+    """Reads, decodes and processes images and videos; one call at a time. It keeps nothing of a call."""
 
     def __init__(self, config: RunConfig) -> None:
         torch.set_num_threads(config.resources.processor.num_threads)

@@ -66,7 +66,7 @@ class ReferenceScorer:
         """For each group one float32 [T] array a trajectory, in order.
 
         Raises:
-            ScoringError: pictures did not arrive within `timeouts.object_s`.
+            ScoringError: images did not arrive within `timeouts.object_s`.
             LostObjectError: groups did not, or went with their node.
         """
         try:

@@ -69,7 +69,7 @@ class MediaBatcher:
             return [None] * len(wanted)
 
 
-MEDIA_IN_MEMORY = 512  # processed pictures that one actor keeps at hand; each is also in the object store
+MEDIA_IN_MEMORY = 512  # processed images that one actor keeps at hand; each is also in the object store
 
 
 class RolloutActor(PromptServer):
@@ -167,9 +167,9 @@ class RolloutActor(PromptServer):
 
     def _response(self, sequence: SampledSequence) -> Response:
         is_truncated, text = sequence.finish_reason is FinishReason.LENGTH, ""
-        if self._tokenizer is not None and isinstance(sequence.actions, TokenActions) and not sequence.pictures:
+        if self._tokenizer is not None and isinstance(sequence.actions, TokenActions) and not sequence.images:
             text = decode_response(self._tokenizer, sequence.actions.token_ids, self._hidden_ids)
-        return Response(text, sequence.num_tokens, is_truncated, sequence.pictures)
+        return Response(text, sequence.num_tokens, is_truncated, sequence.images)
 
     def _trajectory(self, prompt: Prompt, index: int, sequence: SampledSequence) -> Trajectory:
         assert sequence.finish_reason is not None

@@ -42,7 +42,7 @@ class Demonstrations:
         self._max_turn_tokens = sampler.max_tokens
         self._chat = chat
         self._budget = ObservationBudget(config, chat, model=model, max_images=sampler.max_images_per_prompt)
-        self._pool = EnvironmentPool(config, takes_pictures=chat.takes_pictures)
+        self._pool = EnvironmentPool(config, takes_images=chat.takes_images)
         self._made: dict[int, Demonstration] = {}
 
     async def of(self, prompt: Prompt) -> Demonstration:

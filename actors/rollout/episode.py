@@ -1,4 +1,4 @@
-"""Episode: the tokens, pictures and turns of one episode as far as it has come, and which observations it admits."""
+"""Episode: the tokens, images and turns of one episode as far as it has come, and which observations it admits."""
 
 from __future__ import annotations
 
@@ -103,12 +103,12 @@ class ObservationBudget:
         A turn that did not end in a token of its own (a limit, a stop string) gets the token that ends a turn.
 
         Raises:
-            EpisodeError: a text of the observation imitates special tokens, or a picture cannot be used.
+            EpisodeError: a text of the observation imitates special tokens, or an image cannot be used.
         """
         delta = self._bridge.delta(observation)
         is_open = episode.token_ids[-1] not in self._eos_token_ids
         num_more = len(delta.ids) + is_open
-        num_images = len(prompt.media) + len(episode.media) + len(delta.pictures)
+        num_images = len(prompt.media) + len(episode.media) + len(delta.images)
         if episode.num_steps + num_more >= self._max_tokens or num_images > self._max_images:
             return False
         media = self._bridge.stored(delta)

@@ -26,11 +26,11 @@ class EpisodeSettings:
     environment: EnvironmentConfig
     data: DataConfig
     sampler: SamplerConfig
-    keeps_files: bool  # of pictures, for reward functions that look at them
+    keeps_files: bool  # of images, for reward functions that look at them
 
 
 class EpisodeActor(RolloutActor):
-    """Pictures of observations travel inside their group, each once: what an actor puts into the object store would die
+    """Images of observations travel inside their group, each once: what an actor puts into the object store would die
     with it.
     """
 

@@ -135,7 +135,7 @@ class EpisodeRunner:
         self._sampler = sampler
         self._media = media
         self._budget = ObservationBudget(config, chat, model=model, max_images=max_images)
-        self._pool = EnvironmentPool(config, takes_pictures=chat.takes_pictures)
+        self._pool = EnvironmentPool(config, takes_images=chat.takes_images)
         self._has_failed: deque[bool] = deque(maxlen=NUM_WATCHED)
         self.failures: Counter[str] = Counter()  # by kind, retried ones included
 

@@ -1,4 +1,4 @@
-"""FlowSampler: denoises pictures with a flow model of diffusers, and keeps the steps that a policy is trained on."""
+"""FlowSampler: denoises images with a flow model of diffusers, and keeps the steps that a policy is trained on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mobula.actors.samplers.base import EngineSettings
-from mobula.actors.samplers.pictures import PictureSampler, png
+from mobula.actors.samplers.images import ImageSampler, png
 from mobula.cluster.errors import RolloutError
 from mobula.cluster.records.actions import LatentActions, to_bfloat16
 from mobula.cluster.records.media import MediaHandle, ProcessedMedia
@@ -28,10 +28,10 @@ from mobula.learner.policies.sde import KERNELS, FlowStep
 ROUNDED = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
-class FlowSampler(PictureSampler):
+class FlowSampler(ImageSampler):
     """Denoises the siblings of a prompt side by side.
 
-    Each sibling has random numbers of its own, so its picture does not depend on those beside it. At temperature 0, and
+    Each sibling has random numbers of its own, so its image does not depend on those beside it. At temperature 0, and
     with the kernel ddim, all steps follow the ODE; the steps of the window are stored with a log-prob of 0.
     """
 
@@ -98,9 +98,9 @@ class FlowSampler(PictureSampler):
                 f"prompt {prompt.prompt_id}: the latents are not finite after {how.num_steps} steps in {how.dtype}: "
                 "use float32 latents, or a smaller learning rate if the policy has diverged"
             )
-        pictures = self._family.decode(self._vae, latents)
+        images = self._family.decode(self._vae, latents)
         steps, scores = torch.stack(kept, 1).cpu().numpy(), torch.stack(logprobs, 1).cpu().numpy()
-        return [self._sequence(how, *one) for one in zip(steps, scores, pictures, strict=True)]
+        return [self._sequence(how, *one) for one in zip(steps, scores, images, strict=True)]
 
     def _sequence(
         self, how: Denoising, latents: np.ndarray, logprobs: np.ndarray, frames: np.ndarray
@@ -112,8 +112,8 @@ class FlowSampler(PictureSampler):
         stored = to_bfloat16(latents) if how.dtype == "bfloat16" else latents.astype(how.dtype)
         actions = LatentActions(stored, index, timesteps, sigmas)
         spans = (WeightSpan(self._served.number, 0, len(index)),)
-        pictures = tuple(map(png, frames))
-        return SampledSequence(actions, logprobs.astype(np.float32), spans, FinishReason.STOP, pictures)
+        images = tuple(map(png, frames))
+        return SampledSequence(actions, logprobs.astype(np.float32), spans, FinishReason.STOP, images)
 
     def _rounded(self, latents: Tensor) -> Tensor:
         """float32 with the values that are stored."""
@@ -137,7 +137,7 @@ class FlowSampler(PictureSampler):
 
     @torch.no_grad()
     def _work_a_little(self) -> None:
-        """Decode one picture of noise."""
+        """Decode one image of noise."""
         self._family.decode(self._vae, torch.zeros((1, *self._shape), device=self._device))
 
 

@@ -28,7 +28,7 @@ from mobula.cluster.records.trajectory import FinishReason, Prompt, WeightSpan
 from mobula.cluster.roles import SamplingSettings
 from mobula.learner.policies.batch import joined
 from mobula.learner.policies.families import family_of
-from mobula.learner.policies.families.base import PictureFamily
+from mobula.learner.policies.families.base import ImageFamily
 from mobula.learner.policies.loading import DTYPES, ignore_sampling_defaults, load_model
 from mobula.learner.policies.logprobs import PLAIN, target_logprobs
 
@@ -157,7 +157,7 @@ class HuggingFaceSampler(InProcessSampler):
             is_placeholder = torch.zeros_like(ids, dtype=torch.bool)
             for span in prompt.media_spans:
                 is_placeholder[:, span.start : span.end] = True
-            assert isinstance(self._family, PictureFamily), "sounds are sampled with vLLM"
+            assert isinstance(self._family, ImageFamily), "sounds are sampled with vLLM"
             is_placeholder &= ids == self._family.placeholder_id(self._model.config)
             arrays = {key: joined([m.inputs[key] for m in media] * num_copies) for key in media[0].inputs}
             copied = {key: torch.tensor(array) for key, array in arrays.items()}

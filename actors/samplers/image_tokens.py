@@ -1,4 +1,4 @@
-"""ImageTokenSampler: draws pictures token by token with a model of transformers, under classifier-free guidance."""
+"""ImageTokenSampler: draws images token by token with a model of transformers, under classifier-free guidance."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import DynamicCache, JanusForConditionalGeneration
 
 from mobula.actors.samplers.base import EngineSettings
-from mobula.actors.samplers.pictures import PictureSampler, png
+from mobula.actors.samplers.images import ImageSampler, png
 from mobula.cluster.records.actions import TokenActions
 from mobula.cluster.records.media import ProcessedMedia
 from mobula.cluster.records.partial_response import SampledSequence
@@ -29,7 +29,7 @@ from mobula.learner.policies.image_tokens.guidance import (
 from mobula.learner.policies.loading import DTYPES, load_model
 
 
-class ImageTokenSampler(PictureSampler):
+class ImageTokenSampler(ImageSampler):
     """Draws the siblings of a prompt side by side, each with random numbers of its own."""
 
     _model: JanusForConditionalGeneration
@@ -63,8 +63,8 @@ class ImageTokenSampler(PictureSampler):
             again = chosen.repeat(len(inputs) // len(siblings))[:, None].to(self._device)
             inputs = self._model.prepare_embeddings_for_image_generation(again)
         drawn = torch.stack(tokens, 1)
-        pictures = self._pictures(drawn.to(self._device))
-        rows = zip(drawn.numpy(), torch.stack(logprobs, 1).numpy(), pictures, strict=True)
+        images = self._images(drawn.to(self._device))
+        rows = zip(drawn.numpy(), torch.stack(logprobs, 1).numpy(), images, strict=True)
         return [self._sequence(*row) for row in rows]
 
     def _prompt_embeds(self, prompt: Prompt, num: int) -> Tensor:
@@ -74,18 +74,18 @@ class ImageTokenSampler(PictureSampler):
             ids = torch.cat([ids, without_text(self._model, ids)])
         return self._model.get_input_embeddings()(ids)
 
-    def _pictures(self, tokens: Tensor) -> np.ndarray:
+    def _images(self, tokens: Tensor) -> np.ndarray:
         """uint8 [n, H, W, 3]"""
         pixels = self._model.decode_image_tokens(tokens).float()  # in -1 .. 1
         return ((pixels / 2 + 0.5).clamp(0, 1) * 255).round().to(torch.uint8).cpu().numpy()
 
-    def _sequence(self, tokens: np.ndarray, logprobs: np.ndarray, picture: np.ndarray) -> SampledSequence:
+    def _sequence(self, tokens: np.ndarray, logprobs: np.ndarray, image: np.ndarray) -> SampledSequence:
         return SampledSequence(
             TokenActions(tokens.astype(np.int32)),
             logprobs.astype(np.float32),
             (WeightSpan(self._served.number, 0, len(tokens)),),
             FinishReason.STOP,
-            (png(picture),),
+            (png(image),),
         )
 
     @torch.no_grad()

@@ -10,7 +10,7 @@ from typing import Any
 
 NUM_BUCKETS = 100
 VERBOSE = (  # 19 words
-    "Looking at the whole picture again and again from each corner this answer seems the right one to me"
+    "Looking at the whole image again and again from each corner this answer seems the right one to me"
 )
 
 

@@ -22,7 +22,7 @@ TRAIN_STEPS = 2  # optimizer steps in one measurement
 GENERATE, TRAIN = "generate", "train"
 ONE_CORE_ENGINE, ONE_CORE_TRAINER = f"{GENERATE}_one_core", f"{TRAIN}_1_threads"
 WHAT = {
-    f"{GENERATE}_one_engine": "LLM.generate, one engine with all cores; pictures processed beforehand",
+    f"{GENERATE}_one_engine": "LLM.generate, one engine with all cores; images processed beforehand",
     f"{GENERATE}_engine_a_core": "the same, with an engine on every core and the prompts shared out",
     ONE_CORE_ENGINE: "the same, with a single engine on one core",
     ONE_CORE_TRAINER: "forward, backward, clip and AdamW of a step's sequences in plain transformers, 1 thread",

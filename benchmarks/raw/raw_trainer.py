@@ -69,7 +69,7 @@ def _length(pair: tuple[Prompt, np.ndarray]) -> int:
 
 
 def _rows(pairs: Sequence[tuple[Prompt, np.ndarray]], reader: MediaReader) -> Rows:
-    """Each sibling is a row with pictures of its own, as transformers takes them."""
+    """Each sibling is a row with images of its own, as transformers takes them."""
     width = max(map(_length, pairs))
     ids, attended, types = (np.zeros((len(pairs), width), dtype=np.int64) for _ in range(3))
     is_response = np.zeros((len(pairs), width), dtype=bool)
@@ -82,9 +82,9 @@ def _rows(pairs: Sequence[tuple[Prompt, np.ndarray]], reader: MediaReader) -> Ro
             types[row, span.start : span.end] = IMAGE_TOKEN_TYPE
     media = [reader.read(prompt.media) for prompt, _ in pairs]
     names = media[0][0].inputs if media[0] else ()
-    pictures = {name: np.concatenate([m.inputs[name] for row in media for m in row]) for name in names}
-    types_of_tokens = {"mm_token_type_ids": types} if pictures else {}
-    return Rows({"input_ids": ids, "attention_mask": attended, **types_of_tokens, **pictures}, is_response)
+    images = {name: np.concatenate([m.inputs[name] for row in media for m in row]) for name in names}
+    types_of_tokens = {"mm_token_type_ids": types} if images else {}
+    return Rows({"input_ids": ids, "attention_mask": attended, **types_of_tokens, **images}, is_response)
 
 
 def raw_trainer(config: RunConfig) -> AbstractContextManager[Peer[StepJob, float]]:

@@ -1,4 +1,4 @@
-"""vLLM as anyone would use it: `LLM.generate` on tokens and PIL pictures, alone in a process of its own."""
+"""vLLM as anyone would use it: `LLM.generate` on tokens and PIL images, alone in a process of its own."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class RawPrompt:
 
     compact_ids: list[int]
     expanded_ids: list[int]  # only to see that the engine makes the same of it
-    pictures: tuple[str, ...]  # files
+    images: tuple[str, ...]  # files
 
     @classmethod
     def of(cls, prompt: Prompt) -> RawPrompt:
@@ -40,7 +40,7 @@ class RawPrompt:
 
 @dataclass(frozen=True)
 class GenerateJob:
-    """Sample all prompts in one call. `is_processed`: their pictures are processed before the clock starts."""
+    """Sample all prompts in one call. `is_processed`: their images are processed before the clock starts."""
 
     prompts: Sequence[RawPrompt]
     settings: Sequence[SamplingSettings]  # by prompt
@@ -80,7 +80,7 @@ def raw_engine(prepared: Prepared, worker: PlacedWorker) -> AbstractContextManag
 
 
 def _build(settings: EngineSettings) -> Callable[[GenerateJob], Generated]:
-    """The engine, asked as ours is, with its arguments and vLLM's default cache of processed pictures, as it comes:
+    """The engine, asked as ours is, with its arguments and vLLM's default cache of processed images, as it comes:
     without what `mobula.actors.samplers` adds to a worker.
     """
     from vllm import LLM, EngineArgs, SamplingParams
@@ -98,7 +98,7 @@ def _build(settings: EngineSettings) -> Callable[[GenerateJob], Generated]:
     llm = LLM(**{field.name: getattr(args, field.name) for field in fields(EngineArgs)})
 
     def generate(job: GenerateJob) -> Generated:
-        prompts = [_with_pictures(prompt) for prompt in job.prompts]
+        prompts = [_with_images(prompt) for prompt in job.prompts]
         params = [sampling_params(settings, own) for own in job.settings]
         llm.reset_mm_cache()
         if job.is_processed:
@@ -117,9 +117,9 @@ def _build(settings: EngineSettings) -> Callable[[GenerateJob], Generated]:
     return generate
 
 
-def _with_pictures(prompt: RawPrompt) -> dict[str, Any]:
+def _with_images(prompt: RawPrompt) -> dict[str, Any]:
     from PIL import Image
 
-    pictures = [Image.open(path).convert("RGB") for path in prompt.pictures]
-    media = {"multi_modal_data": {"image": pictures}} if pictures else {}
+    images = [Image.open(path).convert("RGB") for path in prompt.images]
+    media = {"multi_modal_data": {"image": images}} if images else {}
     return {"prompt_token_ids": prompt.compact_ids, **media}

@@ -1,4 +1,4 @@
-"""An environment that shows a picture in every turn, and whose steps take as long as its reset was asked for."""
+"""An environment that shows an image in every turn, and whose steps take as long as its reset was asked for."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import numpy as np
 from mobula.actors.environments.base import Action, EnvironmentSpec, Message, Reset, Step, encoded
 
 
-class SlowPictures:
-    """`num_turns` turns, each answered with a picture of its own; `step_s` is an option of a reset."""
+class SlowImages:
+    """`num_turns` turns, each answered with an image of its own; `step_s` is an option of a reset."""
 
     def __init__(self, *, num_turns: int) -> None:
         self.spec = EnvironmentSpec(max_turns=num_turns)
@@ -21,17 +21,17 @@ class SlowPictures:
 
     def reset(self, *, seed: int, options: Mapping[str, Any]) -> Reset:
         self._turn, self._step_s = 0, options.get("step_s", 0.0)
-        return Reset((Message("user", f"<image>Episode {seed}: go on.", (self._picture(),)),), {})
+        return Reset((Message("user", f"<image>Episode {seed}: go on.", (self._image(),)),), {})
 
     def step(self, action: Action) -> Step:
         time.sleep(self._step_s)
         self._turn += 1
         is_over = self._turn == self._num_turns
-        return Step((Message("user", "<image>", (self._picture(),)),), 1.0, is_over, False, {})
+        return Step((Message("user", "<image>", (self._image(),)),), 1.0, is_over, False, {})
 
     def close(self) -> None:
         """Nothing is held."""
 
-    def _picture(self) -> bytes:
+    def _image(self) -> bytes:
         pixels = np.full((2, 2, 3), 20 * self._turn, dtype=np.uint8)
         return encoded(pixels, scale=28)

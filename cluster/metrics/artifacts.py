@@ -49,12 +49,12 @@ class ArtifactWriter:
         wanted = list({id(group): group for group, _ in chosen}.values())
         references = [group.group for group in wanted]
         fetched: list[TrajectoryGroup] = self._fetch(
-            references, timeout_s=self._timeout_s, what=f"pictures of step {step}"
+            references, timeout_s=self._timeout_s, what=f"images of step {step}"
         )
         groups_by_id = {id(group): whole for group, whole in zip(wanted, fetched, strict=True)}
         for group, sibling in chosen:
             trajectory = groups_by_id[id(group)].trajectories[sibling]
-            if trajectory.response.pictures:
+            if trajectory.response.images:
                 name = f"step-{step:06d}/{_as_file(group.summary.sample_id)}-{sibling}"
                 row = self._written(name, trajectory.response)
                 described = {"step": step, "trajectory_id": trajectory.trajectory_id}
@@ -66,7 +66,7 @@ class ArtifactWriter:
         return ()
 
     def _written(self, name: str, response: Response) -> dict[str, object]:
-        frames = response.pictures
+        frames = response.images
         kind, content = (".png", frames[0]) if len(frames) == 1 else (".mp4", as_mp4(frames, self._frame_rate))
         path = self._folder / f"{name}{kind}"
         path.parent.mkdir(parents=True, exist_ok=True)

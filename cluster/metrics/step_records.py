@@ -64,7 +64,7 @@ class SampleRecord:
     response: str
     references: tuple[str, ...]
     reward: float
-    pictures: tuple[bytes, ...]
+    images: tuple[bytes, ...]
 
 
 def record_version(record: MetricsRecord) -> int:

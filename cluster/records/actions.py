@@ -188,7 +188,7 @@ class LatentActions:
             raise ValueError(f"steps {self.step_index.tolist()} do not lie in a schedule of {len(self.sigmas) - 1}")
 
     @classmethod
-    def of_picture(cls, latents: np.ndarray) -> LatentActions:
+    def of_image(cls, latents: np.ndarray) -> LatentActions:
         """Returns one step that ends with the given latents [...], for an image that was not sampled by the policy."""
         levels = np.array([1, 0], dtype=np.float32)
         return cls(np.stack([latents, latents]), np.zeros(1, dtype=np.int32), levels[:1], levels)

@@ -40,7 +40,7 @@ _MEDIUM = pa.struct(
 _TENSOR = pa.struct(
     [("name", pa.string()), ("dtype", pa.string()), ("shape", pa.list_(pa.int32())), ("values", pa.binary())]
 )
-_PICTURE = pa.struct(
+_IMAGE = pa.struct(
     [
         ("key", pa.string()),
         ("modality", pa.string()),
@@ -103,7 +103,7 @@ SCHEMA = pa.schema(
         ("response_failure", pa.string()),
         ("turns", pa.list_(_TURN)),
         ("later_media", pa.list_(_MEDIUM)),  # of observations; spans count from the first step
-        ("later_pictures", pa.list_(_PICTURE)),  # without images in earlier rows of the group
+        ("later_images", pa.list_(_IMAGE)),  # without images in earlier rows of the group
         ("reward", _REWARD),  # null if scoring failed
         ("reference_logprobs", pa.list_(pa.float32())),  # null if they are not needed
     ]
@@ -151,7 +151,7 @@ def to_rows(
         {
             **shared,
             **_trajectory_columns(t),
-            "later_pictures": _pictures(t.actions.media, written),
+            "later_images": _images(t.actions.media, written),
             "reward": _reward_value(reward),
             "reference_logprobs": reference,
         }
@@ -179,9 +179,9 @@ def from_batch(batch: pa.RecordBatch) -> RecordedGroup:
         for row, array in zip(rows, arrays(batch, name), strict=True):
             row[name] = array
     references = tuple(row["reference_logprobs"] for row in rows)
-    pictures = {p["key"]: _picture(p) for row in rows for p in row["later_pictures"] or ()}
+    images = {p["key"]: _image(p) for row in rows for p in row["later_images"] or ()}
     return RecordedGroup(
-        TrajectoryGroup(_prompt(rows[0]), tuple(_trajectory(row, pictures) for row in rows)),
+        TrajectoryGroup(_prompt(rows[0]), tuple(_trajectory(row, images) for row in rows)),
         tuple(None if row["reward"] is None else Reward(**row["reward"]) for row in rows),
         None if any(array is None for array in references) else references,
     )
@@ -201,15 +201,15 @@ def _media_column(media: Sequence[MediaHandle], spans: Sequence[MediaSpan]) -> l
 
 
 def _media(
-    column: Sequence[Mapping[str, Any]], pictures: Mapping[str, ProcessedMedia]
+    column: Sequence[Mapping[str, Any]], images: Mapping[str, ProcessedMedia]
 ) -> tuple[tuple[MediaHandle, ...], tuple[MediaSpan, ...]]:
     media = tuple(
-        MediaHandle(m["key"], m["modality"], m["num_bytes"], pictures.get(m["key"]), m["source"]) for m in column
+        MediaHandle(m["key"], m["modality"], m["num_bytes"], images.get(m["key"]), m["source"]) for m in column
     )
     return media, tuple(MediaSpan(m["start"], m["end"]) for m in column)
 
 
-def _pictures(media: Sequence[MediaHandle], written: set[str]) -> list[dict[str, Any]]:
+def _images(media: Sequence[MediaHandle], written: set[str]) -> list[dict[str, Any]]:
     """Returns the media inside the group that are not in `written`, and adds their keys to it."""
     rows = []
     for handle in media:
@@ -226,7 +226,7 @@ def _pictures(media: Sequence[MediaHandle], written: set[str]) -> list[dict[str,
     return rows
 
 
-def _picture(row: Mapping[str, Any]) -> ProcessedMedia:
+def _image(row: Mapping[str, Any]) -> ProcessedMedia:
     inputs = {t["name"]: np.frombuffer(t["values"], t["dtype"]).reshape(t["shape"]) for t in row["inputs"]}
     return ProcessedMedia(row["modality"], inputs, row["thumbnail"], tuple(row["files"]))
 
@@ -271,10 +271,10 @@ def _action_columns(actions: Actions) -> dict[str, Any]:
     return {"latents": {**columns, **{name: getattr(actions, name) for name in _OF_LATENTS}}}
 
 
-def _actions(row: Mapping[str, Any], pictures: Mapping[str, ProcessedMedia]) -> Actions:
+def _actions(row: Mapping[str, Any], images: Mapping[str, ProcessedMedia]) -> Actions:
     if (written := row["latents"]) is None:
         kept = None if row["kept_ids"] is None else KeptSets(row["kept_counts"], row["kept_ids"])
-        return TokenActions(row["token_ids"], kept, *_media(row["later_media"], pictures))
+        return TokenActions(row["token_ids"], kept, *_media(row["later_media"], images))
     latents = np.frombuffer(written["values"], dtype=written["dtype"]).reshape(written["shape"])
     return LatentActions(latents, **{name: np.array(written[name], dtype) for name, dtype in _OF_LATENTS.items()})
 
@@ -304,10 +304,10 @@ def _prompt(row: Mapping[str, Any]) -> Prompt:
     )
 
 
-def _trajectory(row: Mapping[str, Any], pictures: Mapping[str, ProcessedMedia]) -> Trajectory:
+def _trajectory(row: Mapping[str, Any], images: Mapping[str, ProcessedMedia]) -> Trajectory:
     return Trajectory(
         trajectory_id=row["trajectory_id"],
-        actions=_actions(row, pictures),
+        actions=_actions(row, images),
         behavior_logprobs=row["behavior_logprobs"],
         action_mask=row["action_mask"],
         weight_spans=tuple(WeightSpan(**span) for span in row["weight_spans"]),

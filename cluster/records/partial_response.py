@@ -27,7 +27,7 @@ class PlayedTurn:
 class SampledSequence:
     """One sampled response, or a part of it; `weight_spans` count from its first step.
 
-    A step of a text model is a token, including a sampled EOS. `pictures` are the images of a visual model at the end,
+    A step of a text model is a token, including a sampled EOS. `images` are the images of a visual model at the end,
     as in `Response`. In an episode the steps are those of `turns`, without the tokens between them.
     """
 
@@ -35,7 +35,7 @@ class SampledSequence:
     logprobs: np.ndarray  # float32 [T], of the sampled distribution
     weight_spans: tuple[WeightSpan, ...]  # cover [0, T)
     finish_reason: FinishReason | None  # None: more steps follow
-    pictures: tuple[bytes, ...] = ()
+    images: tuple[bytes, ...] = ()
     turns: tuple[PlayedTurn, ...] = ()
 
     def __post_init__(self) -> None:
@@ -68,7 +68,7 @@ class SampledSequence:
             np.concatenate([self.logprobs, more.logprobs]),
             _joined(self.weight_spans, shifted(more.weight_spans, self.num_tokens)),
             more.finish_reason,
-            more.pictures,
+            more.images,
             (*self.turns, *more.turns),
         )
 
@@ -76,7 +76,7 @@ class SampledSequence:
         """Returns the steps after the first `start` tokens. A part of an episode has no turns."""
         spans = shifted(clipped(self.weight_spans, start, self.num_tokens), -start)
         rest = self.actions.stretch(start, self.num_tokens)
-        return SampledSequence(rest, self.logprobs[start:], spans, self.finish_reason, self.pictures)
+        return SampledSequence(rest, self.logprobs[start:], spans, self.finish_reason, self.images)
 
     def until(self, end: int) -> SampledSequence:
         """Returns the first `end` tokens as an unfinished response."""

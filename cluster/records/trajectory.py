@@ -110,7 +110,7 @@ class EpisodeTurn:
 class Response:
     """The input of a reward function: the response alone, without prompt and special tokens.
 
-    `pictures` are the images of a visual generative policy, each an encoded file (PNG, JPEG); of a video, its frames in
+    `images` are the images of a visual generative policy, each an encoded file (PNG, JPEG); of a video, its frames in
     order. In an episode `text` and `num_tokens` count the policy's turns alone, which are listed in `turns`. `failure`
     has the kind and the message of the failure of an episode that cannot be scored.
     """
@@ -118,13 +118,13 @@ class Response:
     text: str
     num_tokens: int
     is_truncated: bool
-    pictures: tuple[bytes, ...] = field(default=(), repr=False)
+    images: tuple[bytes, ...] = field(default=(), repr=False)
     turns: tuple[EpisodeTurn, ...] = ()
     failure: str = ""
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles by position, which is fast: hundreds of responses are sent at a time."""
-        return Response, (self.text, self.num_tokens, self.is_truncated, self.pictures, self.turns, self.failure)
+        return Response, (self.text, self.num_tokens, self.is_truncated, self.images, self.turns, self.failure)
 
 
 @dataclass(frozen=True)
@@ -257,7 +257,7 @@ class TrajectoryGroup:
             len(response.text) + sum(len(turn.action) + len(turn.observation) for turn in response.turns)
             for response in responses
         )
-        if num_characters > MAX_CHARACTERS_BY_VALUE or any(response.pictures for response in responses):
+        if num_characters > MAX_CHARACTERS_BY_VALUE or any(response.images for response in responses):
             return None
         return responses
 

@@ -3,7 +3,7 @@
     journal/000000.arrows, 000001.arrows, ...     segments, see `mobula.cluster.replay.journal_segments`
 
 It says which groups are finished, which of them were trained in which step, which were rejected, and from which version
-the run went on after a kill. A step is replayed from it: the groups are there, pictures excepted, which are made again
+the run went on after a kill. A step is replayed from it: the groups are there, images excepted, which are made again
 from the data. What a checkpoint holds is forgotten segment by segment, the oldest first.
 
 One process writes; another may read only before that one's first append.

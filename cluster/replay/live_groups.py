@@ -1,4 +1,4 @@
-"""LiveGroups: recorded groups made fit to be trained on again, with their prompts' pictures."""
+"""LiveGroups: recorded groups made fit to be trained on again, with their prompts' images."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mobula.cluster.roles import Prompts
 
 
 class LiveGroups:
-    """Records hold no pictures of prompts: each prompt is made again from its id, and must be the one it was then."""
+    """Records hold no images of prompts: each prompt is made again from its id, and must be the one it was then."""
 
     def __init__(self, prompts: Prompts, put: Callable[[Any], Any]) -> None:
         """`put` stores a value for the other roles and returns the reference that `cluster.runtime.object_store.fetch`
@@ -32,7 +32,7 @@ class LiveGroups:
         group = recorded.group
         if not recorded.has_all_media:
             raise ChangedDataError(
-                f"group {group.group_id} has pictures of later turns that its record does not hold: it can only "
+                f"group {group.group_id} has images of later turns that its record does not hold: it can only "
                 "be sampled again"
             )
         prompt = self._prompts.prompt_at(self._prompts.index_of(group.group_id))
@@ -51,11 +51,11 @@ def _refuse_if_changed(now: Prompt, then: Prompt) -> None:
     is_equal = {
         "tokens": np.array_equal(now.expanded_ids, then.expanded_ids)
         and np.array_equal(now.compact_ids, then.compact_ids),
-        "pictures": now.media == then.media and now.media_spans == then.media_spans,
+        "images": now.media == then.media and now.media_spans == then.media_spans,
     }
     changed = [name for name, equal in is_equal.items() if not equal]
     if changed:
         raise ChangedDataError(
             f"prompt {then.prompt_id} has other {' and '.join(changed)} than when it was sampled: "
-            f"restore the row {then.sample_id} and its pictures, or the data.* keys, as they were"
+            f"restore the row {then.sample_id} and its images, or the data.* keys, as they were"
         )

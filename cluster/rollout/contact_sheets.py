@@ -67,7 +67,7 @@ class ContactSheets:
         else:
             assert isinstance(group, TrajectoryGroup), f"{what} are a {type(group).__name__}"
             responses = tuple(trajectory.response for trajectory in group.trajectories)
-        return [response.pictures[0] for response in responses if response.pictures]
+        return [response.images[0] for response in responses if response.images]
 
 
 def contact_sheet(images: Sequence[bytes], columns: int) -> bytes:

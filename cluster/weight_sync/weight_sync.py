@@ -77,7 +77,7 @@ class WeightSync:
 
     While one wave receives, the engines of the others go on generating. The order within a wave: every receiver agrees
     to the manifest; sender and receivers broadcast; every receiver names its version; the canary compares log-probs of
-    a probe prompt (with a picture) with the learner's. The learner is needed until it has sent the last wave and scored
+    a probe prompt (with an image) with the learner's. The learner is needed until it has sent the last wave and scored
     the probe: within `settling()` it may go on then, while the receivers of that wave load what they have and score it.
 
     A transfer group is numbered by its epoch and never repaired. When the sender fails, the receivers that died or did

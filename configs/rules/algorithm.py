@@ -222,7 +222,7 @@ def _supervised_rows_have_a_policy_of_tokens(config: RunConfig) -> str | None:
         )
     return (
         f"algorithm.supervised.coef={supervised.coef:g} trains the tokens of conversations, and sampler.kind="
-        f"{sampler.kind} makes pictures: set algorithm.supervised.coef=0 and path='', or sampler=vllm"
+        f"{sampler.kind} makes images: set algorithm.supervised.coef=0 and path='', or sampler=vllm"
     )
 
 

@@ -7,20 +7,20 @@ from collections.abc import Mapping
 from mobula.configs.schema.data import WITHOUT_FILES_OF_ROWS, WRITTEN, DataConfig, DataKind, SourceConfig
 from mobula.configs.schema.run import RunConfig
 
-MOST_PICTURES: Mapping[str, int] = {  # a prompt; of other tasks, 1
+MOST_IMAGES: Mapping[str, int] = {  # a prompt; of other tasks, 1
     DataKind.DIGIT_SUM: 2,
     DataKind.DIGIT_SUM_PAIRS: 2,
     DataKind.DIGIT_LIST: 12,
 }
 
 
-def _pictures_of_the_task_fit(config: RunConfig) -> str | None:
-    num_pictures = MOST_PICTURES.get(config.data.kind, 1)
-    if config.sampler.max_images_per_prompt >= num_pictures:
+def _images_of_the_task_fit(config: RunConfig) -> str | None:
+    num_images = MOST_IMAGES.get(config.data.kind, 1)
+    if config.sampler.max_images_per_prompt >= num_images:
         return None
     return (
-        f"data.kind={config.data.kind} shows up to {num_pictures} pictures in a prompt but "
-        f"sampler.max_images_per_prompt={config.sampler.max_images_per_prompt}: set it to {num_pictures}"
+        f"data.kind={config.data.kind} shows up to {num_images} images in a prompt but "
+        f"sampler.max_images_per_prompt={config.sampler.max_images_per_prompt}: set it to {num_images}"
     )
 
 
@@ -113,7 +113,7 @@ def _instead(source: SourceConfig, name: str) -> str:
 
 
 RULES = (
-    _pictures_of_the_task_fit,
+    _images_of_the_task_fit,
     _videos_of_the_task_fit,
     _pixel_range_is_open,
     _mixture_has_sources,

@@ -39,13 +39,13 @@ def _window_lies_in_the_schedule(config: RunConfig) -> str | None:
 
 
 def _window_has_the_last_step(config: RunConfig) -> str | None:
-    """A loss on clean pictures needs the last denoising step, whose result they are."""
+    """A loss on clean images needs the last denoising step, whose result they are."""
     flow, algorithm = config.sampler.flow, config.algorithm
     if not config.sampler.is_flow or algorithm.has_likelihood:
         return None
     if flow.window_end != flow.num_steps or flow.window_size > 0:
         return (
-            f"algorithm.loss={algorithm.loss} trains on clean pictures, and sampler.flow.window_end={flow.window_end} "
+            f"algorithm.loss={algorithm.loss} trains on clean images, and sampler.flow.window_end={flow.window_end} "
             f"with window_size={flow.window_size} does not keep them: set sampler.flow.window_start="
             f"{flow.num_steps - 1}, window_end={flow.num_steps} and window_size=0"
         )

@@ -51,7 +51,7 @@ def _rows_can_be_split(config: RunConfig) -> str | None:
         return f"{key} but learner.backend={config.learner.backend}: use learner=fsdp2, or set it to 1"
     if config.sampler.is_flow or config.sampler.draws_tokens:
         return (
-            f"{key} splits the tokens of a text, and sampler.kind={config.sampler.kind} trains pictures: set "
+            f"{key} splits the tokens of a text, and sampler.kind={config.sampler.kind} trains images: set "
             "learner.sequence_parallel=1"
         )
     if config.policy.attention != "sdpa":

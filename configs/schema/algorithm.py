@@ -152,9 +152,9 @@ class NFTConfig(Section):
     beta: PositiveFloat = 1.0
     """Distance of the implicit positive and negative policies from the policy that sampled (beta of the paper)."""
     max_advantage: PositiveFloat = 5.0
-    """Advantages are clipped to this magnitude, at which a picture counts as entirely positive or negative."""
+    """Advantages are clipped to this magnitude, at which an image counts as entirely positive or negative."""
     num_draws: PositiveInt = 2
-    """Noise levels at which one picture is trained."""
+    """Noise levels at which one image is trained."""
     decay_rate: NonNegativeFloat = 0.0
     """The policy that samples is a slow copy: slow = d * slow + (1 - d) * trained after step v, d = min(max_decay,
     decay_rate * v)."""

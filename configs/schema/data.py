@@ -82,7 +82,7 @@ class PlaceholdersConfig(Section):
     """
 
     image: str = "<image>"
-    """The text that stands for a picture."""
+    """The text that stands for an image."""
     video: str = "<video>"
     """The text that stands for a video."""
     audio: str = "<audio>"
@@ -199,20 +199,20 @@ class DataConfig(SourceConfig):
     max_prompt_tokens: PositiveInt = 512
     """A longer prompt (vision tokens included) is skipped and counted, never cut."""
     min_pixels: PositiveInt = 784
-    """Smaller pictures are scaled up to this many pixels by the model's image processor."""
+    """Smaller images are scaled up to this many pixels by the model's image processor."""
     max_pixels: PositiveInt = 200704
-    """Larger pictures are scaled down to this many pixels by the model's image processor. Families that
-    scale every picture to whole tiles take as many tiles as have at most this many pixels together, or one;
+    """Larger images are scaled down to this many pixels by the model's image processor. Families that
+    scale every image to whole tiles take as many tiles as have at most this many pixels together, or one;
     where config.json names the resolutions (`image_grid_pinpoints`), these alone decide."""
     max_image_bytes: PositiveInt = 20 * 2**20
-    """A larger picture file is refused before it is read, and a larger download of one is stopped."""
+    """A larger image file is refused before it is read, and a larger download of one is stopped."""
     max_decoded_pixels: PositiveInt = 50000000
-    """A picture that would decode to more pixels is refused before it is decoded (decompression bombs)."""
+    """An image that would decode to more pixels is refused before it is decoded (decompression bombs)."""
     video: VideoConfig = VideoConfig()
     """Videos: how frames are taken and scaled, and what is refused."""
     audio: AudioConfig = AudioConfig()
     """Audio: what is refused."""
     media_cache_bytes: PositiveInt = 256 * 2**20
-    """Byte budget of processed pictures, videos and audio clips that are kept for later epochs."""
+    """Byte budget of processed images, videos and audio clips that are kept for later epochs."""
     max_skipped_fraction: Annotated[float, Field(ge=0, le=1)] = 0.1
     """If a larger share of a split is unusable the run refuses to start."""

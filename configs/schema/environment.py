@@ -47,7 +47,7 @@ class EnvironmentConfig(Section):
     token_env: str = ""
     """The environment variable with the bearer token of that server; empty for none."""
     max_tokens: PositiveInt = 512
-    """Longest episode behind its prompt, tokens of observations and pictures included; `sampler.max_tokens` bounds one
+    """Longest episode behind its prompt, tokens of observations and images included; `sampler.max_tokens` bounds one
     turn."""
     max_concurrent: PositiveInt = 64
     """Environments that one rollout actor runs at a time."""
@@ -62,7 +62,7 @@ class EnvironmentConfig(Section):
     max_failed_fraction: Annotated[float, Field(gt=0, le=1)] = 0.5
     """A rollout actor whose last 100 episodes failed more often ends the run."""
     max_observation_bytes: PositiveInt = 4 * 2**20
-    """Text and picture files of one observation; an episode with a larger one fails."""
+    """Text and image files of one observation; an episode with a larger one fails."""
     num_train: PositiveInt = 1024
     """Training episodes of one epoch, each with a seed of its own."""
     num_validation: PositiveInt = 64

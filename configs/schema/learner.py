@@ -50,8 +50,8 @@ class LearnerConfig(Section):
     packing: bool = False
     """Compute rows of different lengths without padding; each attends to itself alone. `policy.attention=eager` does
     not take it."""
-    picture_token_cost: NonNegativeFloat = 0.4
-    """Cost of encoding one token of a picture, in tokens of the decoder; ranks get equal sums of both. About 4 times
+    image_token_cost: NonNegativeFloat = 0.4
+    """Cost of encoding one token of an image, in tokens of the decoder; ranks get equal sums of both. About 4 times
     the vision tower's parameters over the decoder's."""
     attention_token_cost: NonNegativeFloat = 2.0e-5
     """Cost of a token's attention for each token of its row, in tokens of the decoder without attention; ranks get
@@ -71,7 +71,7 @@ class LearnerConfig(Section):
 
 
 class WarmStartConfig(Section):
-    """Supervised steps before RL, for a policy that would get no reward otherwise. A flow model is taught the pictures
+    """Supervised steps before RL, for a policy that would get no reward otherwise. A flow model is taught the images
     that rows name (`target_images`), by flow matching; its accuracy is the share of the velocities' squares that it
     predicts."""
 
@@ -92,5 +92,5 @@ class WarmStartConfig(Section):
     max_checks_rows: PositiveInt = 100
     """Rows of the validation split in one check."""
     text_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of the pictures of a flow model that are taught with the negative prompt in place of their own, which
+    """Share of the images of a flow model that are taught with the negative prompt in place of their own, which
     trains the unconditional prediction of classifier-free guidance; needs `sampler.flow.guidance` above 1."""

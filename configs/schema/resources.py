@@ -80,7 +80,7 @@ class ResourcesConfig(Section):
     reward: WorkerResources = WorkerResources()
     """The reward workers of all components that name no service of their own."""
     processor: WorkerResources = WorkerResources(num_workers=0)
-    """The processor workers, which read, decode and process pictures and videos. Without any the driver does it, one
+    """The processor workers, which read, decode and process images and videos. Without any the driver does it, one
     prompt after the other."""
     reward_services: dict[str, WorkerResources] = {}
     """Workers of their own for components that name the key as their `service`: a reward model on a share of a GPU."""

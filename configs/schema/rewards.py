@@ -32,12 +32,12 @@ class RewardComponent(Section):
     service: str = SHARED_SERVICE
     """Which workers run it: `reward` is those of `resources.reward`, any other name a key of
     `resources.reward_services`."""
-    needs_pictures: bool = False
-    """Pass it the prompt's pictures as encoded files; otherwise it gets text and metadata only."""
+    needs_images: bool = False
+    """Pass it the prompt's images as encoded files; otherwise it gets text and metadata only."""
     retries: NonNegativeInt = 0
     """How often a response is scored again after a failure."""
     cache_entries: NonNegativeInt = 0
-    """Scores that one worker remembers by content (response, prompt, references, metadata, pictures); 0 for none."""
+    """Scores that one worker remembers by content (response, prompt, references, metadata, images); 0 for none."""
 
     @property
     def reads_box(self) -> bool:
@@ -120,9 +120,9 @@ class RewardsConfig(Section):
         return tuple(dict.fromkeys(component.service for component in self.components))
 
     @property
-    def needs_pictures(self) -> bool:
-        """Whether some component looks at the prompt's pictures."""
-        return any(component.needs_pictures for component in self.components)
+    def needs_images(self) -> bool:
+        """Whether some component looks at the prompt's images."""
+        return any(component.needs_images for component in self.components)
 
     @property
     def reads_box(self) -> bool:

@@ -78,18 +78,18 @@ class SamplerKind(StrEnum):
 
 
 class FlowConfig(Section):
-    """How a flow model denoises pictures (`sampler.kind=flow`). Learner and sampler compute the same steps."""
+    """How a flow model denoises images (`sampler.kind=flow`). Learner and sampler compute the same steps."""
 
     height: PositiveInt = 512
-    """Height of a picture or frame, in pixels."""
+    """Height of an image or frame, in pixels."""
     width: PositiveInt = 512
-    """Width of a picture or frame, in pixels."""
+    """Width of an image or frame, in pixels."""
     num_frames: PositiveInt = 1
     """Frames of a video; 1 for image models."""
     num_steps: PositiveInt = 10
-    """Denoising steps of a picture."""
+    """Denoising steps of an image."""
     evaluation_steps: Annotated[int, Field(ge=0)] = 0
-    """Denoising steps of a picture at temperature 0, as in evaluations; 0 takes `num_steps`."""
+    """Denoising steps of an image at temperature 0, as in evaluations; 0 takes `num_steps`."""
     guidance: Annotated[float, Field(ge=1)] = 4.5
     """Scale of classifier-free guidance, in the sampler and in the learner; 1 for none. Its meaning is that of
     `guidance_scale` (or `true_cfg_scale`) of the model's pipeline; models that take it as an input compute no negative
@@ -122,7 +122,7 @@ class FlowConfig(Section):
 
 
 class ImageTokensConfig(Section):
-    """How a model draws a picture token by token (`sampler.kind=image_tokens`)."""
+    """How a model draws an image token by token (`sampler.kind=image_tokens`)."""
 
     guidance: Annotated[float, Field(ge=1)] = 5.0
     """Scale of classifier-free guidance on the logits, in the sampler and in the learner; 1 for none."""
@@ -132,7 +132,7 @@ class SamplerConfig(Section):
     """How responses are sampled. Learner and engine use the same distribution."""
 
     kind: SamplerKind | UserCode
-    """The engine: `vllm`, or `huggingface` where vLLM cannot be installed; `flow` for pictures of a flow model;
+    """The engine: `vllm`, or `huggingface` where vLLM cannot be installed; `flow` for images of a flow model;
     `image_tokens` for those of a model that draws token by token, with transformers."""
     kind_options: dict[str, Any] = {}
     """Arguments of `kind`, where it is your own code."""
@@ -156,7 +156,7 @@ class SamplerConfig(Section):
     max_model_len: PositiveInt = 1024
     """Longest prompt and response together."""
     max_images_per_prompt: PositiveInt = 2
-    """Most pictures in one prompt."""
+    """Most images in one prompt."""
     max_videos_per_prompt: Annotated[int, Field(ge=0)] = 0
     """Most videos in one prompt; 0 refuses rows with videos, and engines reserve no memory for them."""
     max_audios_per_prompt: Annotated[int, Field(ge=0)] = 0
@@ -180,9 +180,9 @@ class SamplerConfig(Section):
     block_size: PositiveInt = 32
     """Tokens in one KV cache block."""
     flow: FlowConfig = FlowConfig()
-    """Pictures of a flow model."""
+    """Images of a flow model."""
     image_tokens: ImageTokensConfig = ImageTokensConfig()
-    """Pictures of a model that draws token by token."""
+    """Images of a model that draws token by token."""
 
     @property
     def is_cut(self) -> bool:
@@ -199,5 +199,5 @@ class SamplerConfig(Section):
 
     @property
     def max_media_per_prompt(self) -> int:
-        """Most pictures, videos and sounds in one prompt."""
+        """Most images, videos and sounds in one prompt."""
         return self.max_images_per_prompt + self.max_videos_per_prompt + self.max_audios_per_prompt

@@ -80,7 +80,7 @@ class ReplayConfig(Section):
     """The replay buffer: finished groups on their way to the learner, in memory and on disk."""
 
     max_bytes: PositiveInt = 256 * 2**20
-    """Byte budget of finished groups, pictures not counted; beyond it rollouts wait while a whole step is ready."""
+    """Byte budget of finished groups, images not counted; beyond it rollouts wait while a whole step is ready."""
     journal: bool = True
     """Write finished groups and trained steps to disk, so that a killed run goes on exactly where it was."""
     trajectory_log: bool = False
@@ -110,7 +110,7 @@ class MetricsConfig(Section):
     num_report_samples: PositiveInt = 24
     """How many samples, good and bad, the report shows."""
     artifacts_per_step: NonNegativeInt = 0
-    """How many generated pictures or videos of each step are written to `artifacts/` of the run folder, as PNG or MP4,
+    """How many generated images or videos of each step are written to `artifacts/` of the run folder, as PNG or MP4,
     with their sha256 and rewards in `artifacts.jsonl`; 0 writes none."""
     artifact_frame_rate: PositiveInt = 16
     """Frames per second of those videos."""

@@ -29,7 +29,7 @@ def play(
     seed: Annotated[int, typer.Option(min=0, help="The first episode.")] = 0,
     watch: Annotated[bool, typer.Option("--watch", help="Let the policy play the episode to its end.")] = False,
 ) -> None:
-    """Play an environment in the terminal; see its pictures and rewards as the policy does."""
+    """Play an environment in the terminal; see its images and rewards as the policy does."""
     with explained("the game is over"):
         from mobula.deploy.tools.environments import play as playing
 
@@ -52,7 +52,7 @@ def rollout(
         "rollout"
     ),
 ) -> None:
-    """Let policy.model play or answer held-out episodes, and write down turns, pictures and rewards."""
+    """Let policy.model play or answer held-out episodes, and write down turns, images and rewards."""
     from mobula.configs.load import load_config
 
     short = {

@@ -52,7 +52,7 @@ from mobula.learner.policies.checkpoint.reading import load_policy_model
 from mobula.learner.policies.checkpoint.saving import save_policy
 from mobula.learner.policies.checkpoint.stored import stored_model
 from mobula.learner.policies.families import family_at
-from mobula.learner.policies.families.base import AudioFamily, Family, PictureFamily, VideoFamily
+from mobula.learner.policies.families.base import AudioFamily, Family, ImageFamily, VideoFamily
 from mobula.learner.policies.loading import DTYPES, load_model
 from mobula.learner.policies.logprobs import PLAIN, Distribution
 from mobula.learner.policies.tiny import write_tiny
@@ -214,9 +214,9 @@ class Measurement:
     def _same_ids(self, case: Case) -> bool:
         media: dict[str, list[Any]] = {}
         options: dict[str, Any] = {}
-        if case.pictures and isinstance(self.family, PictureFamily):
+        if case.images and isinstance(self.family, ImageFamily):
             options |= self.family.processor_options(str(self.model), self.config.data)
-            media["image"] = list(case.pictures)
+            media["image"] = list(case.images)
         if case.videos and isinstance(self.family, VideoFamily):
             options |= self.family.engine_video_options(self.config.data.video)
             media["video"] = [_video(frames) for frames in case.videos]
@@ -265,7 +265,7 @@ def read_report(file: Path) -> Report:
 
 def takes_media(family: Family) -> bool:
     """Whether its parts are pushed one by one; those of a family that is trained on text alone on CPU are not."""
-    return not family.without_pictures_on("cpu", SamplerKind.VLLM) or isinstance(family, AudioFamily)
+    return not family.without_images_on("cpu", SamplerKind.VLLM) or isinstance(family, AudioFamily)
 
 
 def _config(model: Path, *words: str) -> RunConfig:

@@ -109,7 +109,7 @@ def _lines(reports: Sequence[Report]) -> Iterator[str]:
     yield (
         "Accepted, compared with the forward pass of transformers in the tests, and never measured with an engine: "
         f"{_names(others)}. Every other model that transformers loads as image-text-to-text passes a parity gate: a "
-        "run compares engine and learner on text, one picture and two before its first step, and is refused if they "
+        "run compares engine and learner on text, one image and two before its first step, and is refused if they "
         "differ."
     )
     yield ""

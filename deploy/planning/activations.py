@@ -15,7 +15,7 @@ from mobula.learner.policies.shapes import ModelShape, TowerShape
 
 FLOAT32 = 4
 MLP_TENSORS = 4  # gate, its activation, up, their product
-PATCH_CHANNELS = 6  # three colours of two frames: a still picture is shown twice
+PATCH_CHANNELS = 6  # three colours of two frames: a still image is shown twice
 WINDOW_COPIES = 3  # of the vision attention's width: queries, keys and values together, and the windows' outputs
 HEAD_COPIES = 3  # float32 tensors as large as the logits: scaled logits, log-probs, and one for the entropy
 
@@ -27,13 +27,13 @@ class Microbatch:
     rows: int
     tokens: int  # padded; this rank's, where ranks share the tokens of rows
     targets: int  # tokens whose log-probs are computed
-    patches: int  # of all pictures and videos that the vision tower encodes
+    patches: int  # of all images and videos that the vision tower encodes
 
     @classmethod
     def of(cls, config: RunConfig, shape: ModelShape, num_sharing: int = 1) -> Microbatch:
-        """A picture is encoded once a micro-batch, and the siblings of a group share their pictures.
+        """An image is encoded once a micro-batch, and the siblings of a group share their images.
 
-        `num_sharing` ranks share the tokens of rows; each of them encodes all pictures.
+        `num_sharing` ranks share the tokens of rows; each of them encodes all images.
         """
         length = min(config.data.max_prompt_tokens + config.sampler.max_tokens, config.sampler.max_model_len)
         rows = max(1, config.learner.tokens_per_microbatch // length)

@@ -107,5 +107,5 @@ def _in_hosts(
 
 
 def driver_bytes(config: RunConfig) -> int:
-    """The driver: its libraries, the pictures that it keeps processed, and the replay buffer."""
+    """The driver: its libraries, the images that it keeps processed, and the replay buffer."""
     return DRIVER_PROCESS + config.data.media_cache_bytes + config.replay.max_bytes

@@ -12,7 +12,7 @@ from mobula.learner.policies.tiny import TINY
 
 def policy_shape(config: RunConfig) -> ModelShape | None:
     """The shape of `policy.model`, of which config.json alone is read; None while no model is named, and of
-    models that make pictures, whose memory is not planned.
+    models that make images, whose memory is not planned.
 
     Raises:
         PreflightError: it has no config.json that can be used.

@@ -10,7 +10,7 @@ from mobula.deploy.preflight.findings import PreflightFinding
 from mobula.deploy.preflight.loaded import LoadedModel
 from mobula.deploy.preflight.templates import (
     check_answers,
-    check_pictures,
+    check_images,
     check_question,
     check_system_prompt,
     check_template_kwargs,
@@ -32,7 +32,7 @@ CHECKS: tuple[Check, ...] = (
     check_system_prompt,
     check_answers,
     check_turns,
-    check_pictures,
+    check_images,
 )
 """In the order in which findings are shown. Each takes a second at most: it reads files and encodes short texts."""
 

@@ -14,7 +14,7 @@ from mobula.learner.policies.checkpoint.stored import StoredModel
 
 if TYPE_CHECKING:
     from mobula.actors.processors.flow import FlowProcessor  # which imports diffusers
-    from mobula.actors.processors.picture_pairs import PicturePairProcessor
+    from mobula.actors.processors.image_pairs import ImagePairProcessor
 
 
 @dataclass(frozen=True)
@@ -24,13 +24,13 @@ class LoadedModel:
     folder: Path  # with the files of the trained network
     checkpoint: Manifest
     processor: (
-        ChatProcessor | ConversationProcessor | FlowProcessor | PicturePairProcessor | ImageTokenProcessor
+        ChatProcessor | ConversationProcessor | FlowProcessor | ImagePairProcessor | ImageTokenProcessor
     )  # by the job and the kind of model
     stored: StoredModel | None  # the tensors in its files; None of a flow model
 
     @property
     def chat(self) -> ChatProcessor | None:
-        """The processor of text, and of media in it; None for a model that draws pictures."""
+        """The processor of text, and of media in it; None for a model that draws images."""
         if isinstance(self.processor, ConversationProcessor):
             return self.processor.chat
         return self.processor if isinstance(self.processor, ChatProcessor) else None

@@ -82,10 +82,10 @@ def check_turns(config: RunConfig, loaded: LoadedModel) -> Iterator[PreflightFin
         yield PreflightFinding(MODEL, problem, action)
 
 
-def check_pictures(config: RunConfig, loaded: LoadedModel) -> Iterator[PreflightFinding]:
-    """The template of a model that takes pictures places them."""
+def check_images(config: RunConfig, loaded: LoadedModel) -> Iterator[PreflightFinding]:
+    """The template of a model that takes images places them."""
     chat = loaded.chat
-    if chat is None or not chat.takes_pictures or config.sampler.max_images_per_prompt == 0:
+    if chat is None or not chat.takes_images or config.sampler.max_images_per_prompt == 0:
         return
     try:
         text = chat.render([("user", f"{IMAGE_PLACEHOLDER}{QUESTION}")], is_open=True)
@@ -95,8 +95,8 @@ def check_pictures(config: RunConfig, loaded: LoadedModel) -> Iterator[Preflight
     if num_placed != 1:
         yield PreflightFinding(
             MODEL,
-            _of_template(config, f"writes {num_placed} placeholders for one picture"),
-            "rows with pictures will be skipped; use a template that takes parts for those",
+            _of_template(config, f"writes {num_placed} placeholders for one image"),
+            "rows with images will be skipped; use a template that takes parts for those",
             Severity.WARN,
         )
 

@@ -77,9 +77,9 @@ def score(run_folder: Path, config: RunConfig) -> int:
     log = trajectory_log(run_folder, config)
     steps = recorded_steps(log)
     log.check(steps)
-    if config.rewards.needs_pictures:
-        named = ", ".join(c.name for c in config.rewards.components if c.needs_pictures)
-        raise PreflightError(f"{named} needs pictures, which the log does not hold: leave it out of rewards.components")
+    if config.rewards.needs_images:
+        named = ", ".join(c.name for c in config.rewards.components if c.needs_images)
+        raise PreflightError(f"{named} needs images, which the log does not hold: leave it out of rewards.components")
     timeouts, resources = config.timeouts, config.resources
     isolated = IsolatedPool(
         num_processes=config.rewards.processes, timeout_s=timeouts.reward_s / 4, start_timeout_s=timeouts.start_s

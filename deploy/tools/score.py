@@ -53,7 +53,7 @@ def score(command: ScoreCommand, console: Console) -> int:
         WorkerDiedError, DeadlineError: a process died or hung.
     """
     rewards = chosen_rewards(command)
-    source = open_source(command.source, needs_pictures=rewards.needs_pictures)
+    source = open_source(command.source, needs_images=rewards.needs_images)
     options = ScoringOptions(
         rewards=rewards,
         folder=(command.source if command.source.is_dir() else command.source.parent).absolute(),

@@ -96,7 +96,7 @@ def _summary() -> Iterator[Row]:
 
 def _models() -> Iterator[Row]:
     by_model = "`policy.model`"
-    yield "text and still pictures, by `model_type`", VISION_FAMILIES, by_model
+    yield "text and still images, by `model_type`", VISION_FAMILIES, by_model
     yield "videos, by `model_type`", VIDEO_TYPES, by_model
     yield "sounds, by `model_type`", AUDIO_TYPES, by_model
     yield "text only, by `model_type`", TEXT_FAMILIES, by_model

@@ -480,7 +480,7 @@ def _weights(
 
 
 def probe_prompt(prepared: Prepared) -> Prompt:
-    """The prompt on which engines and learner are compared: an early held-out one with a picture, else the first."""
+    """The prompt on which engines and learner are compared: an early held-out one with an image, else the first."""
     prompts = prepared.fixed_prompts(prepared.config.evaluation.split, PROBE_CANDIDATES).prompts
     return next((prompt for prompt in prompts if prompt.media), prompts[0])
 

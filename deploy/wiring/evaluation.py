@@ -66,7 +66,7 @@ def _suites(prepared: Prepared) -> Iterator[Suite]:
 
 
 def response_log(prepared: Prepared, folder: Path | None) -> ResponseLog:
-    """The log of responses in `folder`: of a flow model the pictures; of others the texts, if they are asked for."""
+    """The log of responses in `folder`: of a flow model the images; of others the texts, if they are asked for."""
     config = prepared.config
     if folder is not None and config.sampler.is_flow:
         return ContactSheets(folder, timeout_s=config.timeouts.object_s)

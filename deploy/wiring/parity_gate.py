@@ -21,8 +21,8 @@ from mobula.learner.policies.families import family_at, model_type_at
 _logger = logging.getLogger(__name__)
 
 
-PICTURES_FOLDER = "parity"  # of the run folder
-MAX_PICTURES = 2
+IMAGES_FOLDER = "parity"  # of the run folder
+MAX_IMAGES = 2
 
 
 class ParityGate:
@@ -91,9 +91,9 @@ def parity_gate(
         _logger.warning(
             "log-probs of engine and learner of a %s are compared before the first step (docs/models.md)", model_type
         )
-        folder = config.run_folder / PICTURES_FOLDER
+        folder = config.run_folder / IMAGES_FOLDER
         folder.mkdir(parents=True, exist_ok=True)
         assert isinstance(prepared.processor, ChatProcessor), "a family that draws has no gate"
-        found = cases(prepared.processor, folder, min(MAX_PICTURES, config.sampler.max_images_per_prompt))
+        found = cases(prepared.processor, folder, min(MAX_IMAGES, config.sampler.max_images_per_prompt))
         prompts = {name: case.prompt for name, case in found.items()}
     return ParityGate(model_type, learner, receivers, prompts, tolerance)

@@ -1,4 +1,4 @@
-"""The prompts on which engine and learner are compared: text, pictures, a video, sounds, and several of these."""
+"""The prompts on which engine and learner are compared: text, images, a video, sounds, and several of these."""
 
 from __future__ import annotations
 
@@ -10,63 +10,63 @@ import numpy as np
 from PIL import Image
 
 from mobula.actors.datasets.audios import encode_wav
-from mobula.actors.datasets.pictures import EncodedFile
+from mobula.actors.datasets.images import EncodedFile
 from mobula.actors.datasets.rows import Row
 from mobula.actors.datasets.videos import FrameList
 from mobula.actors.processors.chat import ChatProcessor
 from mobula.cluster.records.trajectory import Prompt
 
-SIZES = ((70, 50), (101, 133), (56, 56))  # (width, height), so that no two pictures expand alike
-CASES: dict[str, tuple[str, tuple[int, ...]]] = {  # question, and which of the pictures it shows
+SIZES = ((70, 50), (101, 133), (56, 56))  # (width, height), so that no two images expand alike
+CASES: dict[str, tuple[str, tuple[int, ...]]] = {  # question, and which of the images it shows
     "text": ("What is this?", ()),
-    "one picture": ("<image>Which digit is this?", (0,)),
-    "two pictures": ("<image>Which digit is this? And this? <image>", (1, 0)),
+    "one image": ("<image>Which digit is this?", (0,)),
+    "two images": ("<image>Which digit is this? And this? <image>", (1, 0)),
     "several sizes": ("First <image>and <image> What is the sum? <image>!", (0, 1, 2)),
-    "same picture twice": ("First <image>and <image> What is the sum?", (0, 0)),
-    "picture at the end": ("Which digit is this?<image>", (1,)),
+    "same image twice": ("First <image>and <image> What is the sum?", (0, 0)),
+    "image at the end": ("Which digit is this?<image>", (1,)),
 }
 
 
 VIDEO, SEVERAL_VIDEOS = "video", "several videos"
 NUM_FRAMES = (6, 3)  # of each video
 FRAME_RATE = 2.0  # as many as are taken: all of them are
-VIDEOS: dict[str, tuple[str, tuple[int, ...], tuple[int, ...]]] = {  # question, its pictures, its videos
+VIDEOS: dict[str, tuple[str, tuple[int, ...], tuple[int, ...]]] = {  # question, its images, its videos
     VIDEO: ("<video>Which digit is shown longest?", (), (0,)),
-    "picture and video": ("<image><video>Which of these?", (1,), (0,)),
+    "image and video": ("<image><video>Which of these?", (1,), (0,)),
     SEVERAL_VIDEOS: ("<video>And then:\n<video>And again:\n<video>", (), (1, 0, 1)),
 }
-"""The cases of families with videos; those with pictures are for prompts that may have some."""
+"""The cases of families with videos; those with images are for prompts that may have some."""
 MOST_VIDEOS = max(len(shown) for _, _, shown in VIDEOS.values())  # of a prompt
 SOUND_RATE = 16_000  # samples a second
 SOUND_LENGTHS = (13_000, 6_001)  # samples
-SOUNDS: dict[str, tuple[str, tuple[int, ...], tuple[int, ...]]] = {  # question, its pictures, its sounds
+SOUNDS: dict[str, tuple[str, tuple[int, ...], tuple[int, ...]]] = {  # question, its images, its sounds
     "sound": ("<audio>Which pattern is this?", (), (0,)),
     "two sounds": ("First <audio>and <audio> What is this?", (), (1, 0)),
-    "picture and sound": ("<image>and <audio>What is this?", (0,), (0,)),
+    "image and sound": ("<image>and <audio>What is this?", (0,), (0,)),
 }
-"""The cases of families with sounds; the last one is for those with pictures too."""
+"""The cases of families with sounds; the last one is for those with images too."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A prompt, and the pictures, the frames of the videos and the sounds in it."""
+    """A prompt, and the images, the frames of the videos and the sounds in it."""
 
     prompt: Prompt
-    pictures: tuple[Image.Image, ...]
+    images: tuple[Image.Image, ...]
     videos: tuple[tuple[Image.Image, ...], ...] = ()
     sounds: tuple[np.ndarray, ...] = ()  # float32 [N] at SOUND_RATE
 
 
 def cases(processor: ChatProcessor, folder: Path, most: int = len(SIZES)) -> dict[str, Case]:
-    """Those that the processor's family takes, with `most` pictures at most; pictures are written to `folder`."""
-    paths = [_picture(folder / f"picture{n}.png", n, size) for n, size in enumerate(SIZES)]
+    """Those that the processor's family takes, with `most` images at most; images are written to `folder`."""
+    paths = [_image(folder / f"image{n}.png", n, size) for n, size in enumerate(SIZES)]
     found = {}
     for number, (name, (question, shown)) in enumerate(CASES.items()):
-        if len(shown) > (most if processor.takes_pictures else 0):
+        if len(shown) > (most if processor.takes_images else 0):
             continue
         row = Row(f"case{number}", question, "7", "7", tuple(paths[i] for i in shown))
-        pictures = tuple(Image.open(paths[i]).convert("RGB") for i in shown)
-        found[name] = Case(processor.prepare(row, f"0/{row.sample_id}"), pictures)
+        images = tuple(Image.open(paths[i]).convert("RGB") for i in shown)
+        found[name] = Case(processor.prepare(row, f"0/{row.sample_id}"), images)
     if processor.takes_videos:
         found |= _video_cases(processor, folder, paths, most)
     if processor.takes_audios:
@@ -79,13 +79,13 @@ def _sound_cases(processor: ChatProcessor, paths: Sequence[Path]) -> dict[str, C
     files = [EncodedFile(encode_wav(one, SOUND_RATE), f"sound {n}") for n, one in enumerate(samples)]
     found = {}
     for name, (question, shown, played) in SOUNDS.items():
-        if shown and not processor.takes_pictures:
+        if shown and not processor.takes_images:
             continue
         audios = tuple(files[i] for i in played)
         row = Row(f"case-{name}", question, "7", "7", tuple(paths[i] for i in shown), audios=audios)
-        pictures = tuple(Image.open(paths[i]).convert("RGB") for i in shown)
+        images = tuple(Image.open(paths[i]).convert("RGB") for i in shown)
         sounds = tuple(samples[i] for i in played)
-        found[name] = Case(processor.prepare(row, f"0/{row.sample_id}"), pictures, sounds=sounds)
+        found[name] = Case(processor.prepare(row, f"0/{row.sample_id}"), images, sounds=sounds)
     return found
 
 
@@ -100,22 +100,22 @@ def _video_cases(processor: ChatProcessor, folder: Path, paths: Sequence[Path], 
     videos, shown = [], []
     for number, num_frames in enumerate(NUM_FRAMES):
         start = len(SIZES) + sum(NUM_FRAMES[:number])
-        frames = tuple(_picture(folder / f"frame{start + n}.png", start + n, SIZES[0]) for n in range(num_frames))
+        frames = tuple(_image(folder / f"frame{start + n}.png", start + n, SIZES[0]) for n in range(num_frames))
         videos.append(FrameList(frames, FRAME_RATE, f"video {number}"))
         shown.append(tuple(Image.open(frame).convert("RGB") for frame in frames))
     found = {}
-    for name, (question, pictures, played) in VIDEOS.items():
-        if len(pictures) > (most if processor.takes_pictures else 0) or len(played) > processor.max_videos:
+    for name, (question, images, played) in VIDEOS.items():
+        if len(images) > (most if processor.takes_images else 0) or len(played) > processor.max_videos:
             continue
         own = tuple(videos[i] for i in played)
-        row = Row(f"case-{name}", question, "7", "7", tuple(paths[i] for i in pictures), videos=own)
-        images = tuple(Image.open(paths[i]).convert("RGB") for i in pictures)
+        row = Row(f"case-{name}", question, "7", "7", tuple(paths[i] for i in images), videos=own)
+        opened = tuple(Image.open(paths[i]).convert("RGB") for i in images)
         prompt = processor.prepare(row, f"0/{row.sample_id}")
-        found[name] = Case(prompt, images, tuple(shown[i] for i in played))
+        found[name] = Case(prompt, opened, tuple(shown[i] for i in played))
     return found
 
 
-def _picture(path: Path, seed: int, size: tuple[int, int]) -> Path:
+def _image(path: Path, seed: int, size: tuple[int, int]) -> Path:
     """Smooth noise as a file."""
     width, height = size
     pixels = np.random.default_rng(seed).integers(0, 256, (height // 8 + 1, width // 8 + 1, 3), dtype=np.uint8)

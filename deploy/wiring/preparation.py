@@ -16,7 +16,7 @@ from huggingface_hub import snapshot_download
 from mobula.actors.datasets.conversations import Conversation, read_conversations
 from mobula.actors.datasets.curricula import PROMPT_TOKENS
 from mobula.actors.datasets.open_split import curriculum_of, open_split
-from mobula.actors.datasets.preferences.picture_pairs import PicturePair, read_picture_pairs
+from mobula.actors.datasets.preferences.image_pairs import ImagePair, read_image_pairs
 from mobula.actors.datasets.prompts import (
     Difficulty,
     InDriver,
@@ -160,13 +160,13 @@ class Prepared(PreparedJob[Row, Prompt]):
     processor: ChatProcessor | FlowProcessor | ImageTokenProcessor
 
 
-PreparedRows = PreparedJob[Conversation, ScoredGroup] | PreparedJob[PicturePair, ScoredGroup]
+PreparedRows = PreparedJob[Conversation, ScoredGroup] | PreparedJob[ImagePair, ScoredGroup]
 """The parts of an offline job."""
 AnyPrepared = Prepared | PreparedRows
 
 
 def prepare(config: RunConfig, put: Callable[[Any], Any]) -> AnyPrepared:
-    """Write what is missing, check everything, and load the processor; `put` stores a picture's tensors.
+    """Write what is missing, check everything, and load the processor; `put` stores an image's tensors.
 
     Raises:
         PreflightError: model or data cannot be had or written, or too much of the data is unusable.
@@ -192,14 +192,14 @@ def _prepare(config: RunConfig, put: Callable[[Any], Any]) -> AnyPrepared:
         checked = {name: _checked(config, chats, processor, name) for name in names}
         return PreparedJob(*basis, processor, media, checked)
     if not isinstance(processor, ChatProcessor | ImageTokenProcessor):
-        from mobula.actors.processors.picture_pairs import PicturePairProcessor  # which imports diffusers
+        from mobula.actors.processors.image_pairs import ImagePairProcessor  # which imports diffusers
 
-        if isinstance(processor, PicturePairProcessor):
-            pairs = partial(read_picture_pairs, config.data.path)
+        if isinstance(processor, ImagePairProcessor):
+            pairs = partial(read_image_pairs, config.data.path)
             return PreparedJob(*basis, processor, media, {n: _checked(config, pairs, processor, n) for n in names})
     reader = partial(open_split, config.data, label_key=config.rewards.label_key, fetches_late=workers_download(config))
     if config.environment.is_on:
-        reader = partial(environment_split, config.environment, takes_pictures=processor.takes_pictures)
+        reader = partial(environment_split, config.environment, takes_images=processor.takes_images)
     curriculum = curriculum_of(config.data)
     difficulty = {TRAIN: curriculum.difficulty} if curriculum else {}
     return Prepared(
@@ -293,15 +293,15 @@ def _check_window(config: RunConfig) -> None:
 
 def _check_answers(config: RunConfig) -> None:
     """A model that draws needs the sampler that does, and the other way round."""
-    makes_pictures = family_at(config.policy.model).makes_pictures
-    if makes_pictures and not config.sampler.draws_tokens:
+    makes_images = family_at(config.policy.model).makes_images
+    if makes_images and not config.sampler.draws_tokens:
         raise PreflightError(
             f"policy.model={config.policy.model} answers with image tokens, which sampler.kind={config.sampler.kind} "
             "cannot sample: set sampler=image_tokens"
         )
-    if config.sampler.draws_tokens and not makes_pictures:
+    if config.sampler.draws_tokens and not makes_images:
         raise PreflightError(
-            f"policy.model={config.policy.model} draws no pictures, as sampler.kind=image_tokens asks: name a "
+            f"policy.model={config.policy.model} draws no images, as sampler.kind=image_tokens asks: name a "
             f"checkpoint of type {', '.join(DRAWING_TYPES)}, or set sampler=vllm"
         )
 
@@ -321,7 +321,7 @@ def _check_trained(checkpoint: Manifest, policy: PolicyConfig) -> None:
 
 
 def _check_flow(checkpoint: Manifest, config: RunConfig) -> None:
-    """Pictures of this size, and adapters at layers that are there."""
+    """Images of this size, and adapters at layers that are there."""
     flow_checkpoint(config).latent_shape(Denoising.of(config.sampler.flow))
     if config.policy.lora.is_on:
         adapted_modules(checkpoint, config.policy)

@@ -103,7 +103,7 @@ def _role(config: RunConfig) -> tuple[Any, ...]:
     if not config.environment.is_on:
         return (RolloutActor,)
     return EpisodeActor, EpisodeSettings(
-        config.environment, config.data, config.sampler, keeps_files=config.rewards.needs_pictures
+        config.environment, config.data, config.sampler, keeps_files=config.rewards.needs_images
     )
 
 

@@ -21,8 +21,8 @@ from mobula.cluster.records.trajectory import Prompt
 from mobula.cluster.runtime.seeds import SEED_BITS, derived_seed
 from mobula.configs.schema import RunConfig
 from mobula.deploy.wiring.preparation import TRAIN, VALIDATION, Prepared
+from mobula.learner.images.teaching import ImageExample
 from mobula.learner.learner_group import LearnerGroup
-from mobula.learner.pictures.teaching import PictureExample
 from mobula.learner.policies.flow.noising import CleanSequence, Noising
 from mobula.learner.policies.flow.rows import condition_of
 from mobula.learner.policies.trained import teaching_noising
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 
 ORDER_SEED_OFFSET = 1 << 20  # keeps the warm start's data order apart from that of RL
-CHECKED_LEVELS = 16  # noise levels at which a picture is checked
+CHECKED_LEVELS = 16  # noise levels at which an image is checked
 
 
 async def warm_start(prepared: Prepared, learner: LearnerGroup) -> float:
@@ -104,7 +104,7 @@ class Examples(Protocol):
 def _examples(prepared: Prepared) -> Examples:
     config = prepared.config
     if config.sampler.is_flow:
-        return Pictures(cast("FlowProcessor", prepared.processor), config)
+        return Images(cast("FlowProcessor", prepared.processor), config)
     processor = cast(ChatProcessor, prepared.processor)
     if config.environment.is_on:
         return Episodes(Demonstrations(config.environment, config.sampler, processor, model=config.policy.model))
@@ -145,8 +145,8 @@ class Episodes:
         self._demonstrations.close()
 
 
-class Pictures:
-    """One of the pictures of a row, at one noise level to teach it and at several to check it."""
+class Images:
+    """One of the images of a row, at one noise level to teach it and at several to check it."""
 
     def __init__(self, processor: FlowProcessor, config: RunConfig) -> None:
         self._processor = processor
@@ -158,18 +158,18 @@ class Pictures:
             )
         self._taught, self._checked = (teaching_noising(config, num) for num in (1, CHECKED_LEVELS))
 
-    async def taught(self, prompt: Prompt, seed: int) -> PictureExample:
+    async def taught(self, prompt: Prompt, seed: int) -> ImageExample:
         drawn = derived_seed(seed, "text") / (1 << SEED_BITS)
         return self._example(self._taught, prompt, seed, without_text=drawn < self._text_dropout)
 
-    async def checked(self, prompt: Prompt, seed: int) -> PictureExample:
+    async def checked(self, prompt: Prompt, seed: int) -> ImageExample:
         return self._example(self._checked, prompt, seed)
 
-    def _example(self, noising: Noising, prompt: Prompt, seed: int, *, without_text: bool = False) -> PictureExample:
+    def _example(self, noising: Noising, prompt: Prompt, seed: int, *, without_text: bool = False) -> ImageExample:
         """`without_text`: with the negative prompt, the second condition."""
-        clean = self._processor.clean(prompt, derived_seed(seed, "picture"))
+        clean = self._processor.clean(prompt, derived_seed(seed, "image"))
         conditions = condition_of(prompt)
-        return PictureExample(CleanSequence(clean, conditions[-1:] if without_text else conditions[:1], noising, seed))
+        return ImageExample(CleanSequence(clean, conditions[-1:] if without_text else conditions[:1], noising, seed))
 
     def close(self) -> None:
         """Nothing is held."""

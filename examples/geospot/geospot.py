@@ -1,7 +1,7 @@
 """Places to recognise on rendered maps: where in the world, and what lies around.
 
     images/train-0000.png ...                   a map of the world with a mark, and two maps of its surroundings
-    train.jsonl validation.jsonl test.jsonl     question, solution, metadata with the place and its stage, one picture
+    train.jsonl validation.jsonl test.jsonl     question, solution, metadata with the place and its stage, one image
 
 The maps show the cities of a gazetteer as points: coasts and dense regions are visible, names are not. Each training
 row is in a stage, `metadata.stage` and `metadata.stage_number`, and `data.curriculum` puts the stages in order; the

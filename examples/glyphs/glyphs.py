@@ -1,4 +1,4 @@
-"""Numbers as pictures for flow models: prompts, and renderings of what they should give, made offline.
+"""Numbers as images for flow models: prompts, and renderings of what they should give, made offline.
 
 The folder that `write_glyphs` makes:
 
@@ -61,14 +61,14 @@ def write_glyphs(
 
 def rendered(text: str, size: float, shift: tuple[float, float]) -> Image.Image:
     """White on black, 16x16; `shift` is how far right and down of the centre the text stands, in pixels."""
-    picture = Image.new("L", (SIDE, SIDE), 0)
+    image = Image.new("L", (SIDE, SIDE), 0)
     where = (SIDE / 2 + shift[0], SIDE / 2 + shift[1])
-    ImageDraw.Draw(picture).text(where, text, fill=255, font=ImageFont.load_default(size), anchor="mm")
-    return picture
+    ImageDraw.Draw(image).text(where, text, fill=255, font=ImageFont.load_default(size), anchor="mm")
+    return image
 
 
 def _build(folder: Path, marker: GlyphMarker) -> dict[str, list[dict[str, object]]]:
-    """Write the pictures into a new folder; returns the rows of each split."""
+    """Write the images into a new folder; returns the rows of each split."""
     (folder / "images").mkdir()
     numbers = [f"{number:02d}" for number in range(NUM_NUMBERS)]
     Random(marker["seed"]).shuffle(numbers)

@@ -1,9 +1,9 @@
-"""Pictures of coloured shapes to describe, with the keywords that a description has to hold.
+"""Images of coloured shapes to describe, with the keywords that a description has to hold.
 
     images/train-0000.png ...
-    train.jsonl validation.jsonl test.jsonl     question, solution (a description), metadata.keywords, one picture
+    train.jsonl validation.jsonl test.jsonl     question, solution (a description), metadata.keywords, one image
 
-Own pictures are read with `data=jsonl`: rows of the same columns.
+Own images are read with `data=jsonl`: rows of the same columns.
 """
 
 from __future__ import annotations

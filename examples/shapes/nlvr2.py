@@ -1,7 +1,7 @@
-"""Statements about two rendered pictures that are true or false, in the form of NLVR2 (Suhr et al., 2019).
+"""Statements about two rendered images that are true or false, in the form of NLVR2 (Suhr et al., 2019).
 
     images/train-0000-left.png images/train-0000-right.png ...
-    train.jsonl validation.jsonl test.jsonl     question, answer "True" or "False", two pictures
+    train.jsonl validation.jsonl test.jsonl     question, answer "True" or "False", two images
 
 The real NLVR2 is read with `data=jsonl`: rows of the same columns with its statements and photographs.
 """
@@ -18,7 +18,7 @@ from mobula.examples.shapes.shapes import COLORS, SHAPES, Scene, count, draw, ra
 
 QUESTION = "<image><image>Look at the two images. {statement} Answer True or False."
 NUM_ROWS = {"train": 1200, "validation": 120, "test": 200}
-MAX_SHAPES = 3  # of one picture
+MAX_SHAPES = 3  # of one image
 
 Claim = tuple[str, Callable[[Scene, Scene], bool]]
 

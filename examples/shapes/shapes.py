@@ -1,4 +1,4 @@
-"""Pictures of coloured shapes on a grid of 2 x 2 squares, and what they show."""
+"""Images of coloured shapes on a grid of 2 x 2 squares, and what they show."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def count(scene: Scene, *, color: str = "", kind: str = "") -> int:
 
 def draw(scene: Scene, path: Path) -> None:
     """Write the scene as a PNG of 56 x 56 pixels."""
-    picture = Image.new("RGB", (2 * SQUARE, 2 * SQUARE), BACKGROUND)
-    pen = ImageDraw.Draw(picture)
+    image = Image.new("RGB", (2 * SQUARE, 2 * SQUARE), BACKGROUND)
+    pen = ImageDraw.Draw(image)
     for place, shape in enumerate(scene):
         if shape is None:
             continue
@@ -54,4 +54,4 @@ def draw(scene: Scene, path: Path) -> None:
             pen.rectangle((left, top, right, bottom), fill=fill)
         else:
             pen.polygon(((left, bottom), (right, bottom), ((left + right) // 2, top)), fill=fill)
-    picture.save(path)
+    image.save(path)

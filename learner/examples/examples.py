@@ -81,11 +81,11 @@ class Example:
         return replace(first, token_ids=np.broadcast_to(np.int32(PADDING_ID), len(self.candidates) * longest))
 
     def compared(self, predicted: np.ndarray) -> Example:
-        """Pictures with what the initial weights predict of all candidates, float32 [N, ...] one after the other."""
+        """Images with what the initial weights predict of all candidates, float32 [N, ...] one after the other."""
         parts = np.split(predicted, len(self.candidates))
         candidates = []
         for candidate, part in zip(self.candidates, parts, strict=True):
-            assert isinstance(candidate.sequence, CleanSequence), "velocities are those of pictures"
+            assert isinstance(candidate.sequence, CleanSequence), "velocities are those of images"
             candidates.append(replace(candidate, sequence=candidate.sequence.with_old(part)))
         return replace(self, candidates=tuple(candidates))
 
@@ -149,8 +149,8 @@ def answer_row(prompt: Prompt, actions: TokenActions) -> TokenSequence:
     return TokenSequence.of_response(prompt, actions.token_ids)
 
 
-def picture_row(noising: Noising, prompt: Prompt, actions: LatentActions) -> CleanSequence:
-    """The picture is scored at noise levels that all candidates of the row share, other ones in every epoch."""
+def image_row(noising: Noising, prompt: Prompt, actions: LatentActions) -> CleanSequence:
+    """The image is scored at noise levels that all candidates of the row share, other ones in every epoch."""
     seed = derived_seed(0, prompt.prompt_id)
     return replace(CleanSequence.of_response(noising, prompt, actions), seed=seed)
 

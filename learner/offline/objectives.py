@@ -12,9 +12,9 @@ from torch import Tensor
 from mobula.configs.schema import OfflineConfig, RunConfig
 from mobula.learner.algorithms.aggregation import Totals, token_mean
 from mobula.learner.algorithms.offline_losses import PREFERENCE_LOSSES, SCORE_LOSSES
-from mobula.learner.examples.examples import ExampleBatch, ExampleTotals, Row, answer_row, end_row, picture_row
+from mobula.learner.examples.examples import ExampleBatch, ExampleTotals, Row, answer_row, end_row, image_row
+from mobula.learner.images.teaching import errors
 from mobula.learner.meter import Meter
-from mobula.learner.pictures.teaching import errors
 from mobula.learner.policies.flow.noising import Noising
 from mobula.learner.policies.flow.policy import StepRescoring
 from mobula.learner.policies.logprobs import PLAIN
@@ -90,18 +90,18 @@ class PreferenceObjective:
         return loss
 
 
-class PicturePreferenceObjective:
-    """Diffusion-DPO: `offline.dpo.loss` on pictures. Both of a pair are seen at the same noise levels with the same
-    noise, and the log-ratio of a picture to the initial policy is
+class ImagePreferenceObjective:
+    """Diffusion-DPO: `offline.dpo.loss` on images. Both of a pair are seen at the same noise levels with the same
+    noise, and the log-ratio of an image to the initial policy is
 
-        -1/2 mean over levels of (|v - (noise - picture)|^2 - |v_initial - (noise - picture)|^2),
+        -1/2 mean over levels of (|v - (noise - image)|^2 - |v_initial - (noise - image)|^2),
 
     with |.|^2 as a mean over the latents' numbers. Source: arXiv:2311.12908, equation 14.
     """
 
     def __init__(self, config: OfflineConfig, noising: Noising, replay: StepRescoring) -> None:
         parameters = config.dpo
-        self.row = partial(picture_row, noising)
+        self.row = partial(image_row, noising)
         self._replay = replay
         self._beta = parameters.beta
         self._loss = partial(
@@ -160,7 +160,7 @@ def build_objective(run: RunConfig, replay: object) -> Objective:
     """The objective of `offline.job`; `replay` is how the run's policy scores rows without a divergence."""
     config = run.offline
     if isinstance(replay, StepRescoring):
-        return PicturePreferenceObjective(config, teaching_noising(run, PAIR_LEVELS), replay)
+        return ImagePreferenceObjective(config, teaching_noising(run, PAIR_LEVELS), replay)
     name = f"{config.job}.{config.reward_model.loss}" if config.job == "reward_model" else config.job
     return OBJECTIVES[name](config)
 

@@ -33,7 +33,7 @@ class PolicyRow(Protocol):
 
 
 class Velocities(NamedTuple):
-    """Velocities of a flow model at K noise levels of each of B clean pictures: noise less picture, as predicted."""
+    """Velocities of a flow model at K noise levels of each of B clean images: noise less image, as predicted."""
 
     predicted: Tensor  # float32 [B, K, ...]
     old: Tensor | None  # float32 [B, K, ...]: of the weights that a step trains from, or of the reference

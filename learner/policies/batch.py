@@ -1,4 +1,4 @@
-"""Batches of a token policy: rows of tokens, right-padded, with pictures placed by recorded spans."""
+"""Batches of a token policy: rows of tokens, right-padded, with images placed by recorded spans."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mobula.learner.policies.base import NO_TOKENS
 from mobula.learner.policies.device_copies import on_device
 
 PADDING_ID = 0  # any id will do: attention is causal and padding is on the right, so nothing ever looks at it
-# what M-RoPE positions depend on beside the places of pictures and videos
+# what M-RoPE positions depend on beside the places of images and videos
 POSITION_INPUTS = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
 """They stay on the host: shapes follow from them, for which the host would wait for the device."""
 HOST = torch.device("cpu")
@@ -73,7 +73,7 @@ class TokenSequence:
 
 @dataclass(frozen=True)
 class MediaBatch:
-    """The unique pictures, videos or sounds of a batch, and the order in which it holds them, row by row."""
+    """The unique images, videos or sounds of a batch, and the order in which it holds them, row by row."""
 
     inputs: dict[str, Tensor]  # forward() argument -> all unique ones along axis 0; empty without any. On the device,
     # but for `POSITION_INPUTS`
@@ -86,7 +86,7 @@ class PositionLayout:
     """The inputs of M-RoPE positions, on the host. Rows whose media have equal sizes and places share one layout."""
 
     rows: Tensor  # int64 [L]: one row of each layout
-    pictures: Tensor  # int64 [K]: the unique pictures of these rows, in order
+    images: Tensor  # int64 [K]: the unique images of these rows, in order
     videos: Tensor  # int64 [V]: their unique videos, in order
     row_layouts: Tensor  # int64 [B]
 
@@ -120,7 +120,7 @@ class TokenBatch:
     kept_ids: Tensor  # int64 [M]: the kept sets of the N targets, one after the other
     kept_rows: Tensor  # int64 [M]: the target of each of them
     kept_ends: np.ndarray  # int64 [N]: where each set ends; an empty one stands for all tokens
-    media: MediaBatch  # pictures
+    media: MediaBatch  # images
     videos: MediaBatch
     audios: MediaBatch
     layout: PositionLayout
@@ -135,7 +135,7 @@ class TokenBatch:
 
 
 def collate(sequences: Sequence[TokenSequence], reader: MediaReader, device: torch.device) -> TokenBatch:
-    """Pad rows and resolve their media; each unique picture is read and placed once."""
+    """Pad rows and resolve their media; each unique image is read and placed once."""
     input_ids = pad_rows([s.token_ids for s in sequences], PADDING_ID, np.int64)
     targets = pad_rows([s.token_ids[s.num_context :] for s in sequences], PADDING_ID, np.int64)
     num_targets = np.array([s.num_targets for s in sequences])
@@ -155,7 +155,7 @@ def collate(sequences: Sequence[TokenSequence], reader: MediaReader, device: tor
             # By position, never by token id: text may hold the id of a placeholder, too.
             in_media[row, span.start : span.end] = True
             in_video[row, span.start : span.end] = handle.modality == VIDEO
-    # Siblings share their pictures: each is read once a micro-batch.
+    # Siblings share their images: each is read once a micro-batch.
     unique = list({handle.key: handle for s in sequences for handle in s.media}.values())
     media = {h.key: m for h, m in zip(unique, reader.read(unique), strict=True)} if unique else {}
     return TokenBatch(
@@ -195,7 +195,7 @@ def pad_rows(rows: Sequence[np.ndarray], padding: float, dtype: type) -> np.ndar
 
 
 def joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    """Tensors of several pictures along axis 0; other axes are filled up with zeros behind the shorter ones.
+    """Tensors of several images along axis 0; other axes are filled up with zeros behind the shorter ones.
 
     One alone is not copied: it lies in the object store, which is read-only.
     """

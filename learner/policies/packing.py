@@ -11,7 +11,7 @@ from typing import NamedTuple
 from mobula.configs.schema import LearnerConfig
 from mobula.learner.policies.base import PolicyRow
 
-MAX_LOAD = 1.1  # of a rank, over the mean; up to it siblings and their pictures stay together
+MAX_LOAD = 1.1  # of a rank, over the mean; up to it siblings and their images stay together
 LONG_ROW = 2.0  # costs so many times the mean of the rows
 
 Microbatch = tuple[int, ...]  # indices of the rows; empty where a rank only keeps step with the others
@@ -22,7 +22,7 @@ def split_microbatches(
 ) -> list[list[Microbatch]]:
     """For each rank its micro-batches, of at most `learner.tokens_per_microbatch` tokens each (or a single longer row).
 
-    Rows are ordered so that neighbours share their pictures and have similar lengths, cut into one part of nearly
+    Rows are ordered so that neighbours share their images and have similar lengths, cut into one part of nearly
     equal cost a rank, and each part into micro-batches. Where a few long rows leave a part above `MAX_LOAD`, these are
     placed first. `groups` are those of the rows: siblings stay together, so that a rank needs few groups.
     Every rank gets equally many micro-batches, because each one is a collective; what a rank lacks are empty ones.
@@ -42,12 +42,12 @@ def split_microbatches(
 
 def _costs(sequences: Sequence[PolicyRow], config: LearnerConfig) -> list[float]:
     """Cost of each row, in tokens of the decoder: its tokens, its attention, which grows with their square, and its
-    share of its pictures' encoding: rows with the same ones encode them together."""
+    share of its images' encoding: rows with the same ones encode them together."""
     media = [tuple(handle.key for handle in s.media) for s in sequences]
     sharing = Counter(media)
     return [
         s.num_tokens * (1 + config.attention_token_cost * s.num_tokens)
-        + config.picture_token_cost * s.num_media_tokens / sharing[keys]
+        + config.image_token_cost * s.num_media_tokens / sharing[keys]
         for s, keys in zip(sequences, media, strict=True)
     ]
 

@@ -95,9 +95,9 @@ def guided(conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
 
 
 def flow_level(edm_sigmas: Tensor) -> Tensor:
-    """t = s / (1 + s): the noise level of (picture + s noise) / (1 + s).
+    """t = s / (1 + s): the noise level of (image + s noise) / (1 + s).
 
-    EDM keeps y = picture + s noise, so x = y / (1 + s) are the latents of a flow model at t.
+    EDM keeps y = image + s noise, so x = y / (1 + s) are the latents of a flow model at t.
     Source: Elucidating the Design Space of Diffusion-Based Generative Models, arXiv:2206.00364.
     """
     return edm_sigmas / (1 + edm_sigmas)

@@ -23,7 +23,7 @@ class TokenModel(Policy):
     """A model that is read at the states before a batch's targets.
 
     A subclass has the `forward`, which is the only way in. It reads `states` once, and that enters the vision tower
-    exactly once, so that sharded parameters are gathered equally often on every rank: a batch without pictures shows
+    exactly once, so that sharded parameters are gathered equally often on every rank: a batch without images shows
     the tower a blank one and adds it with weight 0. What enters the decoder is the model family's.
     """
 

@@ -98,14 +98,14 @@ def scoring_of(config: RunConfig, banned_ids: tuple[int, ...]) -> Scoring:
 
 
 def rl_noising(config: RunConfig, checkpoint: FlowCheckpoint) -> Noising:
-    """The noise levels that pictures are trained at: those of the sampler, but the last."""
+    """The noise levels that images are trained at: those of the sampler, but the last."""
     sigmas, timesteps = _tables(checkpoint, Denoising.of(config.sampler.flow))
     num = max(1, len(timesteps) - 1)
     return Noising(sigmas[:num], timesteps[:num], "uniform", config.algorithm.losses.nft.num_draws)
 
 
 def teaching_noising(config: RunConfig, num_draws: int) -> Noising:
-    """The noise levels at which pictures of a data set are taught: all of the checkpoint's schedule."""
+    """The noise levels at which images of a data set are taught: all of the checkpoint's schedule."""
     continuous = replace(Denoising.of(config.sampler.flow), num_steps=NUM_LEVELS)
     sigmas, timesteps = _tables(flow_checkpoint(config), continuous)
     return Noising(sigmas[: len(timesteps)], timesteps, "logit_normal", num_draws)

@@ -41,8 +41,8 @@ class Iou:
     `bbox` or `box`. `boxes` is the key of the
     metadata with the wanted ones. `form` is xyxy (two corners) or xywh (a corner, width, height). `response_scale` and
     `scale`, that of the wanted boxes, are relative (0 to 1), thousandths (0 to 1000), pixels (of the file, upright) or
-    shown_pixels (of the picture as the model's processor scaled it). Where they differ, the file's size is `width` and
-    `height` of the metadata, else that of the prompt's first picture, and the scaled one is the first of the metadata's
+    shown_pixels (of the image as the model's processor scaled it). Where they differ, the file's size is `width` and
+    `height` of the metadata, else that of the prompt's first image, and the scaled one is the first of the metadata's
     `shown_image_sizes`, which a run gives.
 
     A malformed box of the response (not four finite numbers, out of range, without area) is worth 0, and so are all.
@@ -89,7 +89,7 @@ class Iou:
 
 
 def _shares(boxes: Sequence[BoundingBox], scale: Scale, request: RewardRequest) -> list[BoundingBox]:
-    """The boxes as shares of the picture."""
+    """The boxes as shares of the image."""
     sizes = {"pixels": _file_size, "shown_pixels": _shown_size}
     width, height = sizes[scale](request) if scale in sizes else (LIMITS[scale], LIMITS[scale])
     return [rescaled(box, 1 / width, 1 / height) for box in boxes]
@@ -108,16 +108,16 @@ def _file_size(request: RewardRequest) -> tuple[float, float]:
     size = request.metadata.get("width"), request.metadata.get("height")
     if size == (None, None):
         size = _first_size(request, IMAGE_SIZES)
-    if size == (None, None) and request.prompt_pictures:
+    if size == (None, None) and request.prompt_images:
         try:
-            with Image.open(io.BytesIO(request.prompt_pictures[0])) as picture:
-                return upright_size(picture)
+            with Image.open(io.BytesIO(request.prompt_images[0])) as image:
+                return upright_size(image)
         except UnidentifiedImageError as error:
-            raise RewardError("the prompt's first picture cannot be opened: it is of no known kind") from error
+            raise RewardError("the prompt's first image cannot be opened: it is of no known kind") from error
         except (OSError, Image.DecompressionBombError) as error:
-            raise RewardError(f"the prompt's first picture cannot be opened: {error}") from error
+            raise RewardError(f"the prompt's first image cannot be opened: {error}") from error
     if not _is_size(size):
-        raise RewardError(f"the picture's size is not known: metadata has width={size[0]!r} and height={size[1]!r}")
+        raise RewardError(f"the image's size is not known: metadata has width={size[0]!r} and height={size[1]!r}")
     return size
 
 
@@ -125,8 +125,8 @@ def _shown_size(request: RewardRequest) -> tuple[float, float]:
     size = _first_size(request, SHOWN_SIZES)
     if not _is_size(size):
         raise RewardError(
-            f"the size of the picture that the model saw is not known: metadata has no {SHOWN_SIZES}, which runs of "
-            "models that scale pictures to a budget of pixels give; for others use relative or thousandths"
+            f"the size of the image that the model saw is not known: metadata has no {SHOWN_SIZES}, which runs of "
+            "models that scale images to a budget of pixels give; for others use relative or thousandths"
         )
     return size
 

@@ -1,4 +1,4 @@
-"""JPEG size: how well the pictures of a response can be compressed, or how badly."""
+"""JPEG size: how well the images of a response can be compressed, or how badly."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 from mobula.cluster.errors import RewardError
 from mobula.rewards.contract import RewardRequest, Score
 from mobula.rewards.functions.parsing.references import check_number
-from mobula.rewards.pictures import decode_picture
+from mobula.rewards.images import decode_image
 from mobula.rewards.tools import Tools
 
 BYTES = 1000  # of a kilobyte
@@ -17,11 +17,11 @@ BYTES = 1000  # of a kilobyte
 class JpegSize:
     """value = -k / `scale` with `wanted: small`, and k / `scale` with `large`; k kilobytes as a JPEG of `quality`.
 
-    Of several pictures (a video's frames) the mean counts. It needs no model and no reference, so it is cheap to try a
+    Of several images (a video's frames) the mean counts. It needs no model and no reference, so it is cheap to try a
     flow model with. DDPO's compressibility (arXiv:2305.13301) has the quality 95, Flow-GRPO's the scale 500 as well.
 
     Raises:
-        RewardError: the response has no picture, or one cannot be opened.
+        RewardError: the response has no image, or one cannot be opened.
     """
 
     def __init__(self, tools: Tools, *, wanted: Literal["small", "large"], quality: int, scale: float) -> None:
@@ -36,14 +36,14 @@ class JpegSize:
         self._quality = quality
 
     def __call__(self, request: RewardRequest) -> Score:
-        pictures = request.response.pictures
-        if not pictures:
-            raise RewardError("the response has no picture to compress")
-        sizes = [self._size(picture, f"picture {n + 1} of the response") for n, picture in enumerate(pictures)]
+        images = request.response.images
+        if not images:
+            raise RewardError("the response has no image to compress")
+        sizes = [self._size(image, f"image {n + 1} of the response") for n, image in enumerate(images)]
         kilobytes = sum(sizes) / len(sizes)
         return Score(self._per_kilobyte * kilobytes, f"{kilobytes:.1f} kB as JPEG")
 
-    def _size(self, picture: bytes, what: str) -> float:
+    def _size(self, image: bytes, what: str) -> float:
         file = BytesIO()
-        decode_picture(picture, what).save(file, "JPEG", quality=self._quality)
+        decode_image(image, what).save(file, "JPEG", quality=self._quality)
         return file.tell() / BYTES

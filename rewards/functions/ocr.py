@@ -1,4 +1,4 @@
-"""OCR: how far a generated picture shows the text that it was asked to show."""
+"""OCR: how far a generated image shows the text that it was asked to show."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ _QUOTED = re.compile(r'"([^"]+)"|\N{LEFT DOUBLE QUOTATION MARK}([^\N{RIGHT DOUBL
 
 
 class Ocr:
-    """Reads each picture of the response with PP-OCRv6 (by RapidOCR, whose wheel has the models) and compares.
+    """Reads each image of the response with PP-OCRv6 (by RapidOCR, whose wheel has the models) and compares.
 
     value = 1 - min(d, n) / n, without white space and case: n is the target's length, d 0 where the text that was read
     has the target in it, else their edit distance (the reward of Flow-GRPO, Liu et al. 2025). `exact` asks for equality
     instead: 1 or 0, and the target within more text is 0. Of several references the nearest counts.
 
-    `layout` says what a picture holds: a `page` is searched for lines of text; a `line` is one line that fills the
-    picture, and is read as it is, at a tenth of the time or less.
+    `layout` says what an image holds: a `page` is searched for lines of text; a `line` is one line that fills the
+    image, and is read as it is, at a tenth of the time or less.
 
     `target` names what should be there: `reference`, or `quoted_prompt`, the prompt's first text in double quotes. Of
-    several pictures (a video's frames) every `frame_stride`-th is read, from the first on; the value is their mean, and
+    several images (a video's frames) every `frame_stride`-th is read, from the first on; the value is their mean, and
     a frame in which nothing is read counts 0. `num_threads` is for the network.
 
     Raises:
-        TimedOutError: a picture was not read in time.
-        RewardError: the response has no picture, one cannot be opened or is a line, or there is no target.
+        TimedOutError: an image was not read in time.
+        RewardError: the response has no image, one cannot be opened or is a line, or there is no target.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Ocr:
         num_threads: int,
     ) -> None:
         if layout not in ("page", "line"):
-            raise ValueError(f"layout={layout!r} is unknown: use page, or line for pictures of one line of text")
+            raise ValueError(f"layout={layout!r} is unknown: use page, or line for images of one line of text")
         if target not in ("reference", "quoted_prompt"):
             raise ValueError(f"target={target!r} is unknown: use reference or quoted_prompt")
         check_true_or_false(exact=exact)
@@ -74,12 +74,12 @@ class Ocr:
 
     def __call__(self, request: RewardRequest) -> Score:
         targets = self._targets(request)
-        frames = request.response.pictures[:: self._frame_stride]
+        frames = request.response.images[:: self._frame_stride]
         if not frames:
-            raise RewardError("the response has no picture to read")
+            raise RewardError("the response has no image to read")
         texts = [_fold(self._read(frame)) for frame in frames]
         value = sum(max(self._similarity(text, target) for target in targets) for text in texts) / len(texts)
-        return Score(value, "" if any(texts) else "no text in the picture")
+        return Score(value, "" if any(texts) else "no text in the image")
 
     def _targets(self, request: RewardRequest) -> list[str]:
         if not self._reads_prompt:
@@ -87,21 +87,21 @@ class Ocr:
         quoted = _QUOTED.search(request.prompt_text)
         target = _fold(quoted[1] or quoted[2]) if quoted else ""
         if not target:
-            raise RewardError("the prompt has no text in double quotes that a picture could show")
+            raise RewardError("the prompt has no text in double quotes that an image could show")
         return [target]
 
-    def _read(self, picture: bytes) -> str:
+    def _read(self, image: bytes) -> str:
         try:
-            with Image.open(io.BytesIO(picture)) as opened:
+            with Image.open(io.BytesIO(image)) as opened:
                 pixels = np.asarray(opened.convert("RGB"))[:, :, ::-1]  # [H, W, BGR], as the engine takes it
         except UnidentifiedImageError as error:
-            raise RewardError("a picture of the response cannot be opened: it is of no known kind") from error
+            raise RewardError("an image of the response cannot be opened: it is of no known kind") from error
         except (OSError, ValueError, Image.DecompressionBombError) as error:
-            raise RewardError(f"a picture of the response cannot be opened: {error}") from error
+            raise RewardError(f"an image of the response cannot be opened: {error}") from error
         height, width = pixels.shape[:2]
         if max(height, width) > MAX_ASPECT * min(height, width):
-            raise RewardError(f"a picture of the response is {width} x {height}: too narrow to be read")
-        found = self._in_time.call(lambda: self._texts(np.ascontiguousarray(pixels)), "OCR of a picture")
+            raise RewardError(f"an image of the response is {width} x {height}: too narrow to be read")
+        found = self._in_time.call(lambda: self._texts(np.ascontiguousarray(pixels)), "OCR of an image")
         return " ".join(found)
 
     def _texts(self, pixels: np.ndarray) -> tuple[str, ...]:

@@ -12,8 +12,8 @@ from mobula.cluster.errors import RewardError
 from mobula.cluster.records.trajectory import Response
 from mobula.rewards.contract import FailureKind, RewardRequest, ScoringFailure
 from mobula.rewards.http.wire import WireModel, decode_base64, encode_base64
+from mobula.rewards.images import portable_image
 from mobula.rewards.markers import without_markers
-from mobula.rewards.pictures import portable_picture
 
 QueryForm = Literal["full", "response"]
 
@@ -60,7 +60,7 @@ class LightrftBody(WireModel):
         references = (references,) if isinstance(references, str) else tuple(references)
         # The protocol has no token count, so the length of a response is its number of words.
         response = Response(text.strip(), num_tokens=len(text.split()), is_truncated=False)
-        return RewardRequest(response, references, {}, prompt, _pictures(columns["images"], row))
+        return RewardRequest(response, references, {}, prompt, _images(columns["images"], row))
 
 
 class LightrftReply(WireModel):
@@ -82,12 +82,12 @@ class ColumnRow:
     """One request as encoded rows of the columns, so that its size is known."""
 
     def __init__(self, request: RewardRequest, queries_are: QueryForm) -> None:
-        if request.response.pictures:
-            raise RewardError("this protocol has no place for generated pictures: use dialect mobula")
+        if request.response.images:
+            raise RewardError("this protocol has no place for generated images: use dialect mobula")
         prompt = request.prompt_text
         images = []
-        for number, picture in enumerate(request.prompt_pictures, start=1):
-            _, file = portable_picture(picture, f"picture {number} of the prompt")
+        for number, image in enumerate(request.prompt_images, start=1):
+            _, file = portable_image(image, f"image {number} of the prompt")
             images.append(encode_base64(file))
         query = prompt + request.response.text if queries_are == "full" else request.response.text
         values = {"queries": query, "prompts": prompt, "references": list(request.references), "images": images}
@@ -109,9 +109,9 @@ def _outcome(reward: Any) -> float | ScoringFailure:
     return reward  # the contract refuses non-finite numbers
 
 
-def _pictures(images: str | list[str] | None, row: int) -> tuple[bytes, ...]:
+def _images(images: str | list[str] | None, row: int) -> tuple[bytes, ...]:
     files = [images] if isinstance(images, str) else images or []
     try:
         return tuple(decode_base64(f.partition(";base64,")[2] if f.startswith("data:") else f) for f in files)
     except ValueError as error:
-        raise RewardError(f"sample {row}: a picture is {error}: send base64 of whole files") from error
+        raise RewardError(f"sample {row}: an image is {error}: send base64 of whole files") from error

@@ -59,14 +59,14 @@ class Sample(WireModel):
     prompt: str = ""
     references: list[str] = []
     metadata: dict[str, Any] = {}
-    pictures: list[Base64] = []
+    images: list[Base64] = []
     """Images of the prompt."""
-    response_pictures: list[Base64] = []
+    response_images: list[Base64] = []
     """Generated images; of a video its frames in order."""
 
     def request(self) -> RewardRequest:
-        response = Response(self.response, self.num_tokens, self.is_truncated, tuple(self.response_pictures))
-        return RewardRequest(response, tuple(self.references), self.metadata, self.prompt, tuple(self.pictures))
+        response = Response(self.response, self.num_tokens, self.is_truncated, tuple(self.response_images))
+        return RewardRequest(response, tuple(self.references), self.metadata, self.prompt, tuple(self.images))
 
 
 class ScoreBody(WireModel):
@@ -123,8 +123,8 @@ def encode_sample(request: RewardRequest) -> bytes:
         "prompt": request.prompt_text,
         "references": list(request.references),
         "metadata": dict(request.metadata),
-        "pictures": [encode_base64(picture) for picture in request.prompt_pictures],
-        "response_pictures": [encode_base64(picture) for picture in response.pictures],
+        "images": [encode_base64(image) for image in request.prompt_images],
+        "response_images": [encode_base64(image) for image in response.images],
     }
     try:
         return json.dumps(sample, allow_nan=False).encode()

@@ -23,7 +23,7 @@ class InTime:
 
     Example:
         in_time = InTime(timeout_s=5)
-        in_time.call(lambda: engine.read(picture), "the OCR engine")
+        in_time.call(lambda: engine.read(image), "the OCR engine")
     """
 
     def __init__(self, *, timeout_s: float = math.inf) -> None:

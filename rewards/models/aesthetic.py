@@ -1,4 +1,4 @@
-"""The aesthetic head: a small network on CLIP's picture embedding that predicts how people rate a picture, 1 to 10.
+"""The aesthetic head: a small network on CLIP's image embedding that predicts how people rate an image, 1 to 10.
 
 Schuhmann (2022), "Improved Aesthetic Predictor": 768 -> 1024 -> 128 -> 64 -> 16 -> 1 without activations, with dropout
 in training, on the normalised embedding of CLIP ViT-L/14.
@@ -20,7 +20,7 @@ from mobula.rewards.contract import Outcome, RewardRequest, Score
 from mobula.rewards.models.batching import score_in_batches
 from mobula.rewards.models.clip import ClipEmbedder
 from mobula.rewards.models.loading import existing_file, one_of, positive_int
-from mobula.rewards.models.question import PICTURES_FROM, decoded_pictures
+from mobula.rewards.models.question import IMAGES_FROM, decoded_images
 from mobula.rewards.tools import Tools
 
 WIDTHS = (768, 1024, 128, 64, 16, 1)
@@ -45,11 +45,11 @@ class AestheticHead(nn.Module):
 
 
 class Aesthetic:
-    """The head's rating, the mean over a request's pictures.
+    """The head's rating, the mean over a request's images.
 
     `model` is the CLIP checkpoint (ViT-L/14, whose projection has 768 dimensions), `processor` another one with the
     image processor or null, `head` the file of the head's weights (.safetensors, or .pth, of which only tensors are
-    read), `pictures` those of the prompt or of the response. Of several (a video's frames) every `frame_stride`-th is
+    read), `images` those of the prompt or of the response. Of several (a video's frames) every `frame_stride`-th is
     rated, from the first on.
     """
 
@@ -60,12 +60,12 @@ class Aesthetic:
         model: str,
         processor: str | None,
         head: str,
-        pictures: str,
+        images: str,
         batch_size: int,
         frame_stride: int = 1,
     ) -> None:
         self._in_time = tools.in_time
-        self._pictures = one_of("pictures", pictures, PICTURES_FROM)
+        self._images = one_of("images", images, IMAGES_FROM)
         self._batch_size = positive_int("batch_size", batch_size)
         self._frame_stride = positive_int("frame_stride", frame_stride)
         self._head = load_head(existing_file("head", head)).to(tools.device)
@@ -88,10 +88,10 @@ class Aesthetic:
         )
 
     def _encode(self, request: RewardRequest) -> tuple[Image.Image, ...]:
-        return decoded_pictures(request, self._pictures, self._frame_stride)
+        return decoded_images(request, self._images, self._frame_stride)
 
     def _score(self, batch: Sequence[tuple[Image.Image, ...]]) -> list[Outcome]:
-        ratings = self._head(self._clip.pictures([image for images in batch for image in images]))
+        ratings = self._head(self._clip.embed_images([image for images in batch for image in images]))
         return [Score(float(own.mean())) for own in ratings.split([len(images) for images in batch])]
 
 

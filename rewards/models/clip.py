@@ -1,4 +1,4 @@
-"""CLIP: how well pictures and a text go together, on a fixed scale (CLIPScore) or the one it learnt (PickScore).
+"""CLIP: how well images and a text go together, on a fixed scale (CLIPScore) or the one it learnt (PickScore).
 
 CLIPScore (Hessel et al. 2021): w * max(cos(E_image, E_text), 0) with w = 2.5; others report 100 * cos. PickScore
 (Kirstain et al. 2023): exp(logit_scale) * cos, by a CLIP that was trained on people's choices.
@@ -18,14 +18,14 @@ from transformers import AutoProcessor, CLIPModel
 from mobula.rewards.contract import Outcome, RewardRequest, Score
 from mobula.rewards.models.batching import score_in_batches
 from mobula.rewards.models.loading import load_processor, load_strictly, one_of, positive_int
-from mobula.rewards.models.question import PICTURES_FROM, QuestionFinder, decoded_pictures
+from mobula.rewards.models.question import IMAGES_FROM, QuestionFinder, decoded_images
 from mobula.rewards.tools import Tools
 
 TEXTS_FROM = ("question", "response")
 
 
 class ClipEmbedder:
-    """A CLIP checkpoint: pictures and texts to vectors of length 1, float32 [N, projection]."""
+    """A CLIP checkpoint: images and texts to vectors of length 1, float32 [N, projection]."""
 
     def __init__(self, model: str, processor: str | None, tools: Tools) -> None:
         self._processor: Any = load_processor(AutoProcessor, processor or model)
@@ -34,12 +34,12 @@ class ClipEmbedder:
         self.learnt_scale = math.exp(float(self.model.get_parameter("logit_scale")))
         self._device = torch.device(tools.device)
 
-    def pictures(self, images: Sequence[Image.Image]) -> torch.Tensor:
+    def embed_images(self, images: Sequence[Image.Image]) -> torch.Tensor:
         pixels = self._processor.image_processor(images=list(images), return_tensors="pt")["pixel_values"]
         found = self.model.get_image_features(pixel_values=pixels.to(self._device, self.model.dtype)).pooler_output
         return torch.nn.functional.normalize(found.float(), dim=-1)
 
-    def texts(self, texts: Sequence[str]) -> torch.Tensor:
+    def embed_texts(self, texts: Sequence[str]) -> torch.Tensor:
         """Texts of more than `max_tokens` lose their end."""
         tokens = self._processor.tokenizer(
             list(texts), padding=True, truncation=True, max_length=self.max_tokens, return_tensors="pt"
@@ -60,12 +60,12 @@ class _Pair:
 
 
 class ClipScore:
-    """scale * cos(picture, text), the mean over a request's pictures.
+    """scale * cos(image, text), the mean over a request's images.
 
     `model` is a CLIP checkpoint; `processor` another one with tokenizer and image processor, or null. `text` is
-    question or response, `pictures` those of the prompt or of the response. `clamp` raises negative values to 0.
+    question or response, `images` those of the prompt or of the response. `clamp` raises negative values to 0.
     CLIPScore as published is `scale` 2.5 with `clamp`; the common percentage is 100. `question_pattern` is as in
-    `QuestionFinder`. Of several pictures (a video's frames) every `frame_stride`-th is scored, from the first on. Texts
+    `QuestionFinder`. Of several images (a video's frames) every `frame_stride`-th is scored, from the first on. Texts
     beyond CLIP's length lose their end, which the score's reason states.
     """
 
@@ -78,7 +78,7 @@ class ClipScore:
         scale: float,
         clamp: bool,
         text: str,
-        pictures: str,
+        images: str,
         question_pattern: str | None,
         batch_size: int,
         frame_stride: int = 1,
@@ -91,7 +91,7 @@ class ClipScore:
         self._scale = float(scale)
         self._clamp = clamp
         self._text = one_of("text", text, TEXTS_FROM)
-        self._pictures = one_of("pictures", pictures, PICTURES_FROM)
+        self._images = one_of("images", images, IMAGES_FROM)
         self._questions = QuestionFinder(question_pattern)
         self._batch_size = positive_int("batch_size", batch_size)
         self._frame_stride = positive_int("frame_stride", frame_stride)
@@ -112,11 +112,11 @@ class ClipScore:
         text = request.response.text if self._text == "response" else self._questions.find(request)
         num_tokens, limit = self._clip.num_tokens(text), self._clip.max_tokens
         note = f"the text was cut from {num_tokens} to {limit} tokens" if num_tokens > limit else ""
-        return _Pair(decoded_pictures(request, self._pictures, self._frame_stride), text, note)
+        return _Pair(decoded_images(request, self._images, self._frame_stride), text, note)
 
     def _score(self, pairs: Sequence[_Pair]) -> list[Outcome]:
-        texts = self._clip.texts([pair.text for pair in pairs])  # [B, D]
-        images = self._clip.pictures([image for pair in pairs for image in pair.images])  # [pictures, D]
+        texts = self._clip.embed_texts([pair.text for pair in pairs])  # [B, D]
+        images = self._clip.embed_images([image for pair in pairs for image in pair.images])  # [images, D]
         outcomes: list[Outcome] = []
         for pair, text, own in zip(pairs, texts, images.split([len(pair.images) for pair in pairs]), strict=True):
             values = self._scale * (own @ text)
@@ -126,7 +126,7 @@ class ClipScore:
 
 
 class PickScore(ClipScore):
-    """exp(logit_scale) * cos(picture, question), unclamped: `ClipScore` with the scale that the checkpoint learnt."""
+    """exp(logit_scale) * cos(image, question), unclamped: `ClipScore` with the scale that the checkpoint learnt."""
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class PickScore(ClipScore):
         *,
         model: str,
         processor: str | None,
-        pictures: str,
+        images: str,
         question_pattern: str | None,
         batch_size: int,
         frame_stride: int = 1,
@@ -146,7 +146,7 @@ class PickScore(ClipScore):
             scale=1.0,
             clamp=False,
             text="question",
-            pictures=pictures,
+            images=images,
             question_pattern=question_pattern,
             batch_size=batch_size,
             frame_stride=frame_stride,

@@ -11,8 +11,8 @@ import torch
 
 from mobula.cluster.errors import RewardError
 from mobula.rewards.contract import RewardRequest
+from mobula.rewards.images import decode_image
 from mobula.rewards.models.question import QuestionFinder
-from mobula.rewards.pictures import decode_picture
 
 PER_TOKEN = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")  # [1, T] each; the rest has its own
 CUT_ROUNDS = 8  # decoding and encoding again may move a token or two; each round cuts what is still too much
@@ -37,7 +37,7 @@ class ConversationReader(Protocol):
         """One request.
 
         Raises:
-            RewardError: it does not fit, or its pictures cannot be read.
+            RewardError: it does not fit, or its images cannot be read.
         """
         ...
 
@@ -65,18 +65,18 @@ class PairReader:
 
 
 class ChatReader:
-    """A user's turn with the question (and the prompt's pictures) and an assistant's turn with the answer.
+    """A user's turn with the question (and the prompt's images) and an assistant's turn with the answer.
 
-    `processor` is a tokenizer, or a processor with one where the model takes pictures. The answer alone is cut, at its
+    `processor` is a tokenizer, or a processor with one where the model takes images. The answer alone is cut, at its
     end, so that the whole conversation with the template's closing tokens has `max_tokens` at most.
     """
 
-    def __init__(self, processor: Any, questions: QuestionFinder, max_tokens: int, *, takes_pictures: bool) -> None:
+    def __init__(self, processor: Any, questions: QuestionFinder, max_tokens: int, *, takes_images: bool) -> None:
         self._processor = processor
-        self._tokenizer = processor.tokenizer if takes_pictures else processor
+        self._tokenizer = processor.tokenizer if takes_images else processor
         self._questions = questions
         self._max_tokens = max_tokens
-        self._takes_pictures = takes_pictures
+        self._takes_images = takes_images
         self._content = content_form(processor)
         added = self._tokenizer.added_tokens_decoder.values()
         special = {token.content for token in added if token.special} | set(self._tokenizer.all_special_tokens)
@@ -84,8 +84,8 @@ class ChatReader:
 
     def read(self, request: RewardRequest) -> EncodedConversation:
         question = self._plain(self._questions.find(request))
-        pictures = request.prompt_pictures if self._takes_pictures else ()
-        images = [decode_picture(picture, f"picture {n} of the prompt") for n, picture in enumerate(pictures, start=1)]
+        encoded = request.prompt_images if self._takes_images else ()
+        images = [decode_image(image, f"image {n} of the prompt") for n, image in enumerate(encoded, start=1)]
         answer = self._plain(request.response.text)
         inputs = self._encode(question, answer, images)
         num_cut = 0
@@ -101,7 +101,7 @@ class ChatReader:
         raise RewardError(f"the response cannot be cut to max_tokens={self._max_tokens}: raise it")
 
     def _plain(self, text: str) -> str:
-        """Text in which nothing imitates a turn's end or a picture."""
+        """Text in which nothing imitates a turn's end or an image."""
         return self._special.sub("", text)
 
     def _encode(self, question: str, answer: str, images: Sequence[Any]) -> dict[str, torch.Tensor]:
@@ -110,7 +110,7 @@ class ChatReader:
             content = [*({"type": "image"} for _ in images), *_parts(question)]
         turns = [{"role": "user", "content": content}, {"role": "assistant", "content": self._content(answer)}]
         text = self._processor.apply_chat_template(turns, tokenize=False)
-        if self._takes_pictures:
+        if self._takes_images:
             return dict(self._processor(text=[text], images=list(images) or None, return_tensors="pt"))
         return dict(self._tokenizer(text, add_special_tokens=False, return_tensors="pt"))
 
@@ -139,7 +139,7 @@ def _parts(text: str) -> list[dict[str, str]]:
 
 
 def pad(conversations: Sequence[EncodedConversation], pad_token_id: int) -> dict[str, torch.Tensor]:
-    """One batch: rows of tokens padded on the right, everything about pictures one behind the other."""
+    """One batch: rows of tokens padded on the right, everything about images one behind the other."""
     longest = max(conversation.num_tokens for conversation in conversations)
     batch = {}
     for name in {name for conversation in conversations for name in conversation.inputs}:

@@ -8,10 +8,10 @@ from PIL import Image
 
 from mobula.cluster.errors import RewardError
 from mobula.rewards.contract import RewardRequest
+from mobula.rewards.images import decode_image
 from mobula.rewards.markers import without_markers
-from mobula.rewards.pictures import decode_picture
 
-PICTURES_FROM = ("prompt", "response")
+IMAGES_FROM = ("prompt", "response")
 
 
 class QuestionFinder:
@@ -47,15 +47,15 @@ class QuestionFinder:
         return without_markers(found["question"] or "").strip()
 
 
-def decoded_pictures(request: RewardRequest, source: str, frame_stride: int) -> tuple[Image.Image, ...]:
-    """The pictures to score, of the prompt or of the response, as RGB; every `frame_stride`-th, from the first on.
+def decoded_images(request: RewardRequest, source: str, frame_stride: int) -> tuple[Image.Image, ...]:
+    """The images to score, of the prompt or of the response, as RGB; every `frame_stride`-th, from the first on.
 
     Raises:
         RewardError: there are none, or one cannot be read.
     """
-    files = request.prompt_pictures if source == "prompt" else request.response.pictures
+    files = request.prompt_images if source == "prompt" else request.response.images
     if not files:
-        hint = "set needs_pictures for the component" if source == "prompt" else "only generated pictures can be scored"
-        raise RewardError(f"the {source} has no pictures: {hint}")
+        hint = "set needs_images for the component" if source == "prompt" else "only generated images can be scored"
+        raise RewardError(f"the {source} has no images: {hint}")
     chosen = list(enumerate(files, start=1))[::frame_stride]
-    return tuple(decode_picture(file, f"picture {n} of the {source}") for n, file in chosen)
+    return tuple(decode_image(file, f"image {n} of the {source}") for n, file in chosen)

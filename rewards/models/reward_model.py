@@ -1,4 +1,4 @@
-"""The reward function `reward_model`: a sequence classifier, of text or of pictures and text, judges an answer."""
+"""The reward function `reward_model`: a sequence classifier, of text or of images and text, judges an answer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mobula.rewards.models.batching import score_in_batches
 from mobula.rewards.models.conversation import ChatReader, ConversationReader, EncodedConversation, PairReader, pad
 from mobula.rewards.models.loading import load_processor, load_strictly, one_of, positive_int
 from mobula.rewards.models.question import QuestionFinder
-from mobula.rewards.models.score_head import classifier_class, read_config, takes_pictures
+from mobula.rewards.models.score_head import classifier_class, read_config, takes_images
 from mobula.rewards.tools import Tools
 
 FORMS = ("chat", "pair")
@@ -89,17 +89,17 @@ def _outcome(value: float, note: str) -> Outcome:
 def _reader(
     model: str, config: PreTrainedConfig, form: str, questions: QuestionFinder, max_tokens: int
 ) -> ConversationReader:
-    with_pictures = takes_pictures(config)
+    with_images = takes_images(config)
     if one_of("form", form, FORMS) == "pair":
-        if with_pictures:
-            raise ValueError(f"options.form='pair' has no place for pictures, which {model!r} takes: use chat")
+        if with_images:
+            raise ValueError(f"options.form='pair' has no place for images, which {model!r} takes: use chat")
         return PairReader(load_processor(AutoTokenizer, model), questions, max_tokens)
-    processor = load_processor(AutoProcessor if with_pictures else AutoTokenizer, model)
-    if not processor.chat_template and with_pictures:
+    processor = load_processor(AutoProcessor if with_images else AutoTokenizer, model)
+    if not processor.chat_template and with_images:
         processor.chat_template = processor.tokenizer.chat_template  # of a checkpoint whose tokenizer alone has one
     if not processor.chat_template:
         raise ValueError(f"options.model={model!r} has no chat template: add it to its tokenizer, or use form pair")
-    return ChatReader(processor, questions, max_tokens, takes_pictures=with_pictures)
+    return ChatReader(processor, questions, max_tokens, takes_images=with_images)
 
 
 def _fitting(config: PreTrainedConfig, max_tokens: int) -> int:

@@ -28,7 +28,7 @@ def read_config(name: str) -> PreTrainedConfig:
         raise ValueError(f"options.model={name!r} is no checkpoint ({reason}): name a folder with its files") from error
 
 
-def takes_pictures(config: PreTrainedConfig) -> bool:
+def takes_images(config: PreTrainedConfig) -> bool:
     return getattr(config, "vision_config", None) is not None
 
 

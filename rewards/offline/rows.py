@@ -15,11 +15,11 @@ from mobula.cluster.errors import MobulaError
 from mobula.cluster.records.json_lines import parse_json
 from mobula.cluster.records.trajectory import Response
 from mobula.rewards.contract import RewardRequest
-from mobula.rewards.offline.pictures import named_frames, named_pictures
-from mobula.rewards.offline.sources import PICTURE_COLUMNS, Row
+from mobula.rewards.offline.images import named_frames, named_images
+from mobula.rewards.offline.sources import IMAGE_COLUMNS, Row
 
 _decode = msgspec.json.Decoder().decode
-ReadPictures = Callable[[Sequence[Any]], tuple[bytes, ...]]
+ReadImages = Callable[[Sequence[Any]], tuple[bytes, ...]]
 
 
 class BrokenRowError(MobulaError):
@@ -28,28 +28,28 @@ class BrokenRowError(MobulaError):
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A recorded response, without its pictures, which `pictures` and `response_pictures` name."""
+    """A recorded response, without its images, which `images` and `response_images` name."""
 
     id: str | int | None
     text: str
     references: tuple[str, ...]
     metadata: Mapping[str, Any]
     prompt: str
-    pictures: tuple[Any, ...]
-    response_pictures: tuple[Any, ...]
+    images: tuple[Any, ...]
+    response_images: tuple[Any, ...]
 
-    def request(self, read: ReadPictures, *, needs_pictures: bool) -> RewardRequest:
-        """Raises: RewardError: a picture cannot be read."""
+    def request(self, read: ReadImages, *, needs_images: bool) -> RewardRequest:
+        """Raises: RewardError: an image cannot be read."""
         tokens = self.metadata.get("generated_tokens")
         num_tokens = len(self.text.split()) if tokens is None else int(tokens)
-        drawn = read(self.response_pictures) if self.response_pictures else ()
+        drawn = read(self.response_images) if self.response_images else ()
         response = Response(self.text, num_tokens, bool(self.metadata.get("is_truncated", False)), drawn)
-        shown = read(self.pictures) if needs_pictures and self.pictures else ()
+        shown = read(self.images) if needs_images and self.images else ()
         return RewardRequest(response, self.references, self.metadata, self.prompt, shown)
 
 
 def read_row(row: Row) -> Record:
-    """The record of a row: `response`, and `id`, `prompt`, `reference`, `metadata` and pictures where it has them.
+    """The record of a row: `response`, and `id`, `prompt`, `reference`, `metadata` and images where it has them.
 
     Numbers may stand for texts, one text for a list, chat messages for a prompt, JSON for metadata.
 
@@ -62,15 +62,15 @@ def read_row(row: Row) -> Record:
     response = values.get("response")
     if response is None or response != response:
         raise BrokenRowError("it has no response")
-    has_pictures = not values.keys().isdisjoint(PICTURE_COLUMNS)
+    has_images = not values.keys().isdisjoint(IMAGE_COLUMNS)
     return Record(
         id=_id(values.get("id")),
         text=_text(response, "response"),
         references=_references(values.get("reference")),
         metadata=_metadata(values),
         prompt=_prompt(values.get("prompt")),
-        pictures=(*named_pictures(values, "image", "images"), *named_frames(values)) if has_pictures else (),
-        response_pictures=named_pictures(values, "response_image", "response_images") if has_pictures else (),
+        images=(*named_images(values, "image", "images"), *named_frames(values)) if has_images else (),
+        response_images=named_images(values, "response_image", "response_images") if has_images else (),
     )
 
 

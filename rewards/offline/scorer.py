@@ -20,7 +20,7 @@ from mobula.configs.schema.rewards import RewardsConfig
 from mobula.rewards.contract import FailureKind, RewardRequest
 from mobula.rewards.isolation.deadline import InTime
 from mobula.rewards.isolation.process_pool import IsolatedPool
-from mobula.rewards.offline.pictures import PictureFiles
+from mobula.rewards.offline.images import ImageFiles
 from mobula.rewards.offline.rows import BrokenRowError, Record, read_row
 from mobula.rewards.offline.sources import Batch
 from mobula.rewards.offline.summary import DIGITS, MAX_BROKEN, RIGHT, Mean, ScoreSummary, shortened
@@ -30,7 +30,7 @@ from mobula.rewards.tools import Tools
 
 START_TIMEOUT_S = 120.0  # to import what a reward function needs; a batch's own deadline comes first
 FUNCTION_SHARE, BATCH_SHARE = 1 / 20, 0.8  # of `timeout_s`
-PICTURES = "pictures"  # stands for a component where a record's pictures cannot be read
+IMAGES = "images"  # stands for a component where a record's images cannot be read
 DEVICE, DTYPE = "cpu", "float32"  # of models: each process has its own copy
 MAX_TEXT_CHARS = 2000  # of a prompt or a response that is shown
 MAX_REFERENCES = 10
@@ -40,7 +40,7 @@ _encode = msgspec.json.Encoder().encode
 
 @dataclass(frozen=True)
 class ScoringOptions:
-    """What is scored by, and what is kept of it. Paths of pictures begin in `folder`."""
+    """What is scored by, and what is kept of it. Paths of images begin in `folder`."""
 
     rewards: RewardsConfig
     folder: Path
@@ -71,8 +71,8 @@ class RecordScorer:
     def __init__(self, options: ScoringOptions) -> None:
         """Raises: ValueError: a function is unknown, or its options are unfit."""
         self._options = options
-        self._needs_pictures = options.rewards.needs_pictures
-        self._files = PictureFiles(options.folder)
+        self._needs_images = options.rewards.needs_images
+        self._files = ImageFiles(options.folder)
         share_s = FUNCTION_SHARE * options.timeout_s
         self._isolated = IsolatedPool(
             num_processes=options.rewards.processes,
@@ -107,12 +107,12 @@ class RecordScorer:
 
     def _request(self, record: Record) -> RewardRequest | ComponentError:
         try:
-            return record.request(self._files.read, needs_pictures=self._needs_pictures)
+            return record.request(self._files.read, needs_images=self._needs_images)
         except RewardError as error:
-            return ComponentError(PICTURES, FailureKind.FAILED, str(error))
+            return ComponentError(IMAGES, FailureKind.FAILED, str(error))
 
     def _rewards(self, requests: Sequence[RewardRequest | ComponentError]) -> list[Reward | ComponentError]:
-        """One result a record; pictures that cannot be read cost their record alone."""
+        """One result a record; images that cannot be read cost their record alone."""
         self._isolated.deadline = self._in_time.deadline = time.monotonic() + BATCH_SHARE * self._options.timeout_s
         scored = iter(self._scoring.rewards([r for r in requests if isinstance(r, RewardRequest)]))
         return [next(scored) if isinstance(request, RewardRequest) else request for request in requests]

@@ -14,7 +14,7 @@ BATCH_BYTES = 4 << 20  # of one batch; a row that is larger is a batch of its ow
 BUFFER_BYTES = 1 << 20  # read of a Parquet column at a time
 TRAJECTORIES_FOLDER = "trajectories"  # of a run folder
 COLUMNS = ("id", "prompt", "response", "reference", "metadata")
-PICTURE_COLUMNS = ("image", "images", "video", "videos", "response_image", "response_images")
+IMAGE_COLUMNS = ("image", "images", "video", "videos", "response_image", "response_images")
 # of cluster.records.arrow.SCHEMA: column -> field of a row
 TRAJECTORY_COLUMNS = {
     "trajectory_id": "id",
@@ -65,15 +65,15 @@ class Source:
             yield Batch(first, batch, size)
 
 
-def open_source(path: Path, *, needs_pictures: bool) -> Source:
-    """Find out what `path` is. Pictures of Parquet are read only where they are needed.
+def open_source(path: Path, *, needs_images: bool) -> Source:
+    """Find out what `path` is. Images of Parquet are read only where they are needed.
 
     Raises:
         PreflightError: it is not there, or nothing that can be scored.
     """
     try:
         if path.is_dir() or path.suffix == ".parquet":
-            return _parquet(path, needs_pictures)
+            return _parquet(path, needs_images)
         if path.is_file():  # a pipe has no beginning to look at
             check_encoding(path)
         return Source(path, "jsonl", path.stat().st_size, lambda: _lines(path))
@@ -91,7 +91,7 @@ def _lines(path: Path) -> Iterator[tuple[Row, int, int]]:
             yield line, size, size
 
 
-def _parquet(path: Path, needs_pictures: bool) -> Source:
+def _parquet(path: Path, needs_images: bool) -> Source:
     """A file, or the files of a folder of trajectories."""
     import pyarrow as pa  # JSONL does not need it
     import pyarrow.parquet as pq
@@ -108,7 +108,7 @@ def _parquet(path: Path, needs_pictures: bool) -> Source:
     for file in files:
         try:
             with pq.ParquetFile(file) as opened:
-                names[file] = _columns(file, opened.schema_arrow.names, needs_pictures)
+                names[file] = _columns(file, opened.schema_arrow.names, needs_images)
                 size += opened.metadata.num_rows
         except pa.ArrowInvalid as error:
             raise PreflightError(f"{file} is no Parquet file ({error}): write it again") from error
@@ -127,10 +127,10 @@ def _parquet(path: Path, needs_pictures: bool) -> Source:
     return Source(path, kind, size, rows)
 
 
-def _columns(file: Path, names: Sequence[str], needs_pictures: bool) -> dict[str, str]:
+def _columns(file: Path, names: Sequence[str], needs_images: bool) -> dict[str, str]:
     """The columns to read, and the field of a row that each one is."""
-    own = {name: name for name in (*COLUMNS, *PICTURE_COLUMNS) if name in names}
+    own = {name: name for name in (*COLUMNS, *IMAGE_COLUMNS) if name in names}
     columns = {n: TRAJECTORY_COLUMNS[n] for n in names if n in TRAJECTORY_COLUMNS} if "response_text" in names else own
     if "response" not in columns.values():
         raise PreflightError(f"{file} has no column `response`, only {', '.join(sorted(names))}: name one so")
-    return {name: field for name, field in columns.items() if needs_pictures or field not in PICTURE_COLUMNS[:4]}
+    return {name: field for name, field in columns.items() if needs_images or field not in IMAGE_COLUMNS[:4]}

@@ -73,7 +73,7 @@ def rescore(scorer: RewardsScorer, groups: Iterable[RecordedGroup]) -> Rescoring
     """Scores each group again, by text alone, and compares the rewards with the record."""
     result = Rescoring()
     for recorded in groups:
-        now = scorer.rewards(group_requests(recorded.group, pictures=()))
+        now = scorer.rewards(group_requests(recorded.group, images=()))
         for before, after in zip(recorded.rewards, now, strict=True):
             result.add(before, after if isinstance(after, Reward) else None)
     return result

@@ -55,7 +55,7 @@ class RewardPool:
         self._book = RecipeBook(rewards)
         self._stages = rewards.service_stages()
         self._on_failure = rewards.on_failure
-        self._needs_pictures = any(component.needs_pictures for component in rewards.components)
+        self._needs_images = any(component.needs_images for component in rewards.components)
         self._losses = losses
         self._ahead = ScoringAhead(self._score_ended)
         self.services = services
@@ -119,7 +119,7 @@ class RewardPool:
 
     def _as_read(self, group: Any) -> Any:
         """Returns the group; answers by value without media that no component needs (Ray counts each reference)."""
-        return group.lean(with_media=self._needs_pictures) if isinstance(group, Answers) else group
+        return group.lean(with_media=self._needs_images) if isinstance(group, Answers) else group
 
     async def _ask(self, group: Any, known: Mapping[int, bytes]) -> GroupOutcomes:
         """Returns the outcomes of all services for the responses that are not `known`."""

@@ -25,8 +25,8 @@ def response_digest(response: Response) -> bytes:
     turns = [[turn.action, turn.observation, dict(turn.rewards)] for turn in response.turns]
     parts = [response.text, response.num_tokens, response.is_truncated, response.failure, turns]
     digest = hashlib.sha256(json.dumps(parts).encode())
-    for picture in response.pictures:
-        digest.update(hashlib.sha256(picture).digest())  # of each file, so that file borders count
+    for image in response.images:
+        digest.update(hashlib.sha256(image).digest())  # of each file, so that file borders count
     return digest.digest()
 
 

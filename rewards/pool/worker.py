@@ -19,7 +19,7 @@ from mobula.rewards.pool.scoring_ahead import response_digest
 from mobula.rewards.scoring import RewardScoring
 from mobula.rewards.tools import Tools
 
-MAX_PICTURES = 64  # cached images of one worker
+MAX_IMAGES = 64  # cached images of one worker
 
 
 @dataclass(frozen=True)
@@ -95,8 +95,8 @@ class RewardWorker:
         self._service = service
         self._scoring = RewardScoring(rewards, service, Tools(self._isolated, device, dtype, self._in_time, gpu_share))
         own = [component for component in rewards.components if component.service == service]
-        self._needs_pictures = any(component.needs_pictures for component in own)
-        self._media = MediaReader(timeout_s=object_timeout_s, max_items=MAX_PICTURES)
+        self._needs_images = any(component.needs_images for component in own)
+        self._media = MediaReader(timeout_s=object_timeout_s, max_items=MAX_IMAGES)
         self._object_timeout_s = object_timeout_s
         self._group_timeout_s = group_timeout_s
 
@@ -114,11 +114,11 @@ class RewardWorker:
             groups = [question.group for question in questions]
             fetched = fetch_or_miss(groups, timeout_s=self._object_timeout_s, what="groups to score")
             asked = [_Asked.of(group, question) for group, question in zip(fetched, questions, strict=True)]
-            pictures = [self._pictures(group.prompt) for group in asked]
+            images = [self._images(group.prompt) for group in asked]
         except DeadlineError as error:
             raise RewardError(f"{error}: raise timeouts.object_s, or see whether their node is alive") from error
         self._isolated.deadline = self._in_time.deadline = time.monotonic() + len(asked) * self._group_timeout_s
-        return self._score(asked, pictures)
+        return self._score(asked, images)
 
     def ping(self) -> bool:
         """Returns once the worker is built and free."""
@@ -128,15 +128,15 @@ class RewardWorker:
         """Ends the isolated processes."""
         self._isolated.close()
 
-    def _pictures(self, prompt: Prompt) -> tuple[bytes, ...]:
+    def _images(self, prompt: Prompt) -> tuple[bytes, ...]:
         """Returns the image files of the prompt; of a video, the frames that the policy saw."""
-        if not self._needs_pictures:
+        if not self._needs_images:
             return ()
         return tuple(file for media in self._media.read(prompt.media) for file in media.files)
 
-    def _score(self, asked: Sequence[_Asked], pictures: Sequence[tuple[bytes, ...]]) -> list[GroupOutcomes]:
+    def _score(self, asked: Sequence[_Asked], images: Sequence[tuple[bytes, ...]]) -> list[GroupOutcomes]:
         """Scores all responses of all groups together, so that a model gets one batch."""
-        wanted = [(group, i, files) for group, files in zip(asked, pictures, strict=True) for i in group.wanted]
+        wanted = [(group, i, files) for group, files in zip(asked, images, strict=True) for i in group.wanted]
         requests = [reward_request(group.prompt, group.responses[i], files) for group, i, files in wanted]
         before = None
         if any(group.earlier is not None for group in asked):
@@ -179,10 +179,10 @@ class _Asked:
         return cls(group.prompt, ids, responses, question.earlier, wanted)
 
 
-def group_requests(group: TrajectoryGroup, pictures: tuple[bytes, ...]) -> list[RewardRequest]:
-    """Builds one request per response; `pictures` are the image files of the prompt."""
-    return [reward_request(group.prompt, trajectory.response, pictures) for trajectory in group.trajectories]
+def group_requests(group: TrajectoryGroup, images: tuple[bytes, ...]) -> list[RewardRequest]:
+    """Builds one request per response; `images` are the image files of the prompt."""
+    return [reward_request(group.prompt, trajectory.response, images) for trajectory in group.trajectories]
 
 
-def reward_request(prompt: Prompt, response: Response, pictures: tuple[bytes, ...]) -> RewardRequest:
-    return RewardRequest(response, prompt.references, prompt.metadata, prompt.text, pictures)
+def reward_request(prompt: Prompt, response: Response, images: tuple[bytes, ...]) -> RewardRequest:
+    return RewardRequest(response, prompt.references, prompt.metadata, prompt.text, images)

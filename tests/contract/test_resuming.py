@@ -52,7 +52,7 @@ async def resumed(
 
 
 async def test_an_interrupted_greedy_response_equals_the_uninterrupted_one_wherever_it_was_cut(engine: Engine) -> None:
-    for prompt in engine.model.prompts:  # with no, one and two pictures
+    for prompt in engine.model.prompts:  # with no, one and two images
         whole = await engine.decode(prompt, max_tokens=NUM_TOKENS)
         assert whole.num_steps > CHUNK_TOKENS, "nothing is left to resume"
         group = await resumed(engine, prompt, GREEDY, [as_sampled(whole)] * len(CUTS))

@@ -114,9 +114,7 @@ async def test_one_request_gives_as_many_siblings_as_asked_for(engine: Engine) -
         assert [t.trajectory_id for t in group.trajectories] == [f"{group.group_id}#{n}" for n in range(6)]
 
 
-async def test_logprobs_are_the_learners_own_on_text_one_and_two_pictures_mixed(
-    engine: Engine, learner: Learner
-) -> None:
+async def test_logprobs_are_the_learners_own_on_text_one_and_two_images_mixed(engine: Engine, learner: Learner) -> None:
     groups = await sample_all(engine, num_samples=8)
     found = gaps(learner, engine.model, groups)
     assert found.size > 100
@@ -146,7 +144,7 @@ async def test_the_load_is_that_of_the_requests_under_way(engine: Engine) -> Non
     assert idle.num_preemptions == 0, "its KV cache holds them all"
 
 
-async def test_logprobs_depend_on_the_picture(engine: Engine, learner: Learner) -> None:
+async def test_logprobs_depend_on_the_image(engine: Engine, learner: Learner) -> None:
     """Without this the comparison above could be one of two policies that see nothing."""
     asked = engine.model.probe
     other = replace(asked, media=engine.model.prompts[2].media[:1])

@@ -125,7 +125,7 @@ def test_a_program_that_forgets_its_conversation_is_refused(tasksets: Path) -> N
 async def test_a_rollout_that_hangs_costs_its_episode(tasksets: Path) -> None:
     words = ["environment=verifiers", "data=environment", "rewards=environment", "environment.step_timeout_s=20"]
     config = load_config(words, is_complete=False).environment
-    pool = EnvironmentPool(config.model_copy(update={"options": options(tasksets)}), takes_pictures=True)
+    pool = EnvironmentPool(config.model_copy(update={"options": options(tasksets)}), takes_images=True)
     try:
         with pytest.raises(EpisodeError) as raised:
             async with pool.session() as session:
@@ -190,7 +190,7 @@ def test_calls_become_trajectories_with_the_exact_tokens(tasksets: Path, tmp_pat
             runner.close()
             await sampler.close()
 
-    row = environment_split(config.environment, "train", takes_pictures=True).rows[1]
+    row = environment_split(config.environment, "train", takes_images=True).rows[1]
     group = asyncio.run(generate())
     for trajectory in group.trajectories:
         first, second = trajectory.response.turns

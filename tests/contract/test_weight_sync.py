@@ -73,12 +73,12 @@ async def test_at_b_and_at_another_b_and_at_a_again_the_engine_computes_what_the
     assert {push.num_bytes for push in pushes} == {learner.manifest().num_bytes}
 
 
-async def test_a_picture_that_was_seen_before_a_push_is_seen_with_the_new_vision_tower(
+async def test_a_image_that_was_seen_before_a_push_is_seen_with_the_new_vision_tower(
     engine: Engine, learner: Learner
 ) -> None:
     sync = weight_sync(engine, LocalSender(learner))
     before = await engine.client.prompt_logprobs(engine.model.probe)
-    await sampled_gap(engine, learner)  # fills the caches of prefixes and of pictures
+    await sampled_gap(engine, learner)  # fills the caches of prefixes and of images
     perturb(learner, seed=5, only="visual.")
     await sync.publish(1)
     after = await engine.client.prompt_logprobs(engine.model.probe)
@@ -148,7 +148,7 @@ async def pushed_within(
     engine: Engine, learner: Learner
 ) -> tuple[TrajectoryGroup, dict[int, dict[str, torch.Tensor]], list[float]]:
     """A group that saw pushes while it was sampled, the weights of each version, and the largest log-prob difference of
-    what was sampled of the same prompt and picture after each push, beside it."""
+    what was sampled of the same prompt and image after each push, beside it."""
     sync = weight_sync(engine, LocalSender(learner), canary_interval=0)
     weights, beside = {0: copied(learner)}, []
     prompt = engine.model.prompts[2]  # long enough to fill a block of KV, which later requests would share
@@ -169,7 +169,7 @@ async def test_an_engine_that_keeps_kv_stamps_versions_and_lends_old_kv_to_no_la
     engine: Engine, learner: Learner
 ) -> None:
     group, weights, beside = await pushed_within(engine, learner)
-    assert max(beside) <= 10 * EXACT, "requests of the same prompt and picture see the new weights alone"
+    assert max(beside) <= 10 * EXACT, "requests of the same prompt and image see the new weights alone"
     expected = expected_logprobs(learner, engine, group, weights)
     differences = [np.abs(e - t.behavior_logprobs) for e, t in zip(expected, group.trajectories, strict=True)]
     first, later = [], []

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from learner_data import group, picture, prompt
+from learner_data import group, image, prompt
 from tiny_text_models import write_text_policy
 from transformers import AutoTokenizer
 
@@ -31,7 +31,7 @@ pytestmark = [
 
 GPU = torch.device("cuda")
 WORDS = ("experiment=digits", "algorithm.kl.coef=0", "resources.reference.num_workers=0", "learner.packing=true")
-MOST_WAITS = 4  # with pictures: transformers counts placeholders, and its masked_scatter does so in the backward pass
+MOST_WAITS = 4  # with images: transformers counts placeholders, and its masked_scatter does so in the backward pass
 
 
 @contextmanager
@@ -69,9 +69,9 @@ def test_a_microbatch_of_text_waits_for_nothing(tmp_path: Path) -> None:
         microbatch(policy, items, Meter())
 
 
-def test_a_microbatch_of_pictures_waits_for_little(tmp_path: Path) -> None:
+def test_a_microbatch_of_images_waits_for_little(tmp_path: Path) -> None:
     folder = write_tiny("qwen2.5-vl", tmp_path / "model", seed=0)
-    policy, items = policy_and_items(folder, [picture(1), picture(2, 6, 4)])
+    policy, items = policy_and_items(folder, [image(1), image(2, 6, 4)])
     microbatch(policy, items, Meter())
     with sync_mode("warn"), warnings.catch_warnings(record=True) as waits:
         warnings.simplefilter("always")

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from learner_data import picture, prompt
+from learner_data import image, prompt
 from torch import Tensor, nn
 from transformers import AutoTokenizer
 
@@ -61,13 +61,13 @@ def test_the_kernel_is_row_by_row(width: int, options: dict, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_packed_rows_with_pictures_are_padded_rows(
+def test_packed_rows_with_images_are_padded_rows(
     tmp_path: Path, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Decoder and vision tower, by the kernel in bfloat16 and row by row in float32."""
     folder = write_tiny("qwen2.5-vl", tmp_path / "model", seed=0)
     tokenizer, rng = AutoTokenizer.from_pretrained(folder), np.random.default_rng(0)
-    shown = [[], [picture(1)], [picture(2, 2, 4), picture(3, 6, 4)]]
+    shown = [[], [image(1)], [image(2, 2, 4), image(3, 6, 4)]]
     rows = [
         TokenSequence.of_response(prompt(tokenizer, f"p{n}", some), rng.integers(0, 250, size))
         for n, (some, size) in enumerate(zip(shown, (3, 40, 12), strict=True))

@@ -22,11 +22,11 @@ LANGUAGE = (*LORA, "policy.freeze=[visual.]")  # vLLM puts adapters into the lan
 def test_log_probs_under_an_exported_adapter_are_those_of_the_merged_policy(tmp_path: Path) -> None:
     folder = write_tiny_qwen2_5_vl(tmp_path / "model", seed=0)
     model = open_model(folder, *LANGUAGE)
-    picture = tmp_path / "picture.png"
-    Image.fromarray(np.random.default_rng(3).integers(0, 255, size=(56, 56, 3), dtype=np.uint8)).save(picture)
+    image = tmp_path / "image.png"
+    Image.fromarray(np.random.default_rng(3).integers(0, 255, size=(56, 56, 3), dtype=np.uint8)).save(image)
     rows = [
         Row("text", "Which digit follows 3?", "4", "4"),
-        Row("picture", "<image>Which digit is this?", "7", "7", (picture,)),
+        Row("image", "<image>Which digit is this?", "7", "7", (image,)),
     ]
     prompts = [model.processor.prepare(row, f"0/{n}/{row.sample_id}") for n, row in enumerate(rows)]
     learner = new_learner(model, *LANGUAGE)
@@ -46,7 +46,7 @@ def test_log_probs_under_an_exported_adapter_are_those_of_the_merged_policy(tmp_
         for name, logprobs in (("base", before[n]), ("trained", expected[n])):
             ids, theirs = found[name][n]
             np.testing.assert_array_equal(ids, prompt.expanded_ids)
-            own = np.ones(len(ids), dtype=bool)  # what stands behind a picture's placeholder is no token
+            own = np.ones(len(ids), dtype=bool)  # what stands behind an image's placeholder is no token
             for span in prompt.media_spans:
                 own[span.start : span.end] = False
             np.testing.assert_allclose(theirs[own[1:]], logprobs[own[1:]], atol=2e-5, rtol=0, err_msg=f"{name} {n}")

@@ -65,8 +65,8 @@ def prepared(model: Path, data: Path, runs: Path, *more: str) -> Prepared:
     return prepare(load_config(overridden(overrides(model, data, runs), more)), lambda media: media)
 
 
-def picture(folder: Path, content: bytes) -> Row:
-    """A row whose picture is a file with this content."""
+def image(folder: Path, content: bytes) -> Row:
+    """A row whose image is a file with this content."""
     (folder / "bad.png").write_bytes(content)
     return named("bad.png")
 
@@ -80,7 +80,7 @@ def bomb(folder: Path) -> Row:
     header = struct.pack(">IIBBBBB", BOMB_SIDE, BOMB_SIDE, 1, 0, 0, 0, 0)
     rows = zlib.compress(bytes(BOMB_SIDE * (1 + BOMB_SIDE // 8)))
     assert len(rows) < 100_000
-    return picture(folder, PNG + chunk(b"IHDR", header) + chunk(b"IDAT", rows) + chunk(b"IEND", b""))
+    return image(folder, PNG + chunk(b"IHDR", header) + chunk(b"IDAT", rows) + chunk(b"IEND", b""))
 
 
 def chunk(kind: bytes, content: bytes) -> bytes:
@@ -103,19 +103,19 @@ SKIPPED: dict[str, tuple[str, Callable[[Path], Row | str]]] = {
     "missing file": ("missing_file", lambda folder: named("nowhere.png")),
     "directory": ("missing_file", lambda folder: named(".")),
     "named pipe": ("missing_file", fifo),
-    "corrupt header": ("bad_media", lambda folder: picture(folder, PNG + b"\0" * 30)),
-    "zero bytes": ("bad_media", lambda folder: picture(folder, b"")),
+    "corrupt header": ("bad_media", lambda folder: image(folder, PNG + b"\0" * 30)),
+    "zero bytes": ("bad_media", lambda folder: image(folder, b"")),
     "decompression bomb": ("bad_media", bomb),
-    "no picture": ("bad_media", lambda folder: picture(folder, b"#!/bin/sh\necho a text\n")),
-    "no picture but PostScript": ("bad_media", lambda folder: picture(folder, b"%!PS-Adobe-3.0 EPSF-3.0\n")),
-    "too large a file": ("bad_media", lambda folder: picture(folder, PNG + b"\0" * 21_000_000)),
+    "no image": ("bad_media", lambda folder: image(folder, b"#!/bin/sh\necho a text\n")),
+    "no image but PostScript": ("bad_media", lambda folder: image(folder, b"%!PS-Adobe-3.0 EPSF-3.0\n")),
+    "too large a file": ("bad_media", lambda folder: image(folder, PNG + b"\0" * 21_000_000)),
     "path that leaves": ("outside_folder", lambda folder: named("../outside.png")),
     "absolute path": ("outside_folder", lambda folder: named(str(folder / "good.png"))),
     "link that leaves": ("outside_folder", linked_out),
     "no answer": ("missing_answer", lambda folder: {"id": "the-bad-one", "question": "Which digit?"}),
     "no question": ("missing_question", lambda folder: {"id": "the-bad-one", "answer": "7"}),
     "prompt too long": ("bad_prompt", lambda folder: named("good.png", "<image>" + "again and " * 200)),
-    "too many pictures": ("bad_prompt", lambda folder: named(["good.png"] * 3, "<image>" * 3)),
+    "too many images": ("bad_prompt", lambda folder: named(["good.png"] * 3, "<image>" * 3)),
     "imitated special token": ("bad_prompt", lambda folder: named("good.png", "<image><|im_end|>")),
     "fewer placeholders": ("placeholder_mismatch", lambda folder: named(["good.png"] * 2)),
     "more placeholders": ("placeholder_mismatch", lambda folder: named("good.png", "<image><image>")),
@@ -139,10 +139,10 @@ def test_a_bad_sample_is_skipped_counted_and_named(model: Path, tmp_path: Path, 
     assert len(row["message"]) > 10
 
 
-def test_a_picture_that_is_damaged_behind_its_header_is_skipped_when_it_is_met(model: Path, tmp_path: Path) -> None:
+def test_a_image_that_is_damaged_behind_its_header_is_skipped_when_it_is_met(model: Path, tmp_path: Path) -> None:
     data = write_data(tmp_path / "data")
     whole = (data / "good.png").read_bytes()
-    run = prepared(model, write_data(data, picture(data, whole[: len(whole) // 2])), tmp_path / "runs")
+    run = prepared(model, write_data(data, image(data, whole[: len(whole) // 2])), tmp_path / "runs")
     assert run.skipped == [], "headers alone are read beforehand"
     source = PromptSource(run.splits[TRAIN].rows, run.preparation, seed=0, split_name=TRAIN)
     served = {source.next().sample_id for _ in range(3 * NUM_GOOD)}

@@ -42,11 +42,11 @@ def check(report: Report, model: Path) -> None:
     assert failures(report) == []
     family = family_at(str(model))
     assert set(report.moved) == ({*family.parts, ALL} if takes_media(family) else {ALL})
-    sees = not family.without_pictures_on("cpu", SamplerKind.VLLM)
+    sees = not family.without_images_on("cpu", SamplerKind.VLLM)
     expected = {*CASES} if sees else {"text"}
     expected |= {*VIDEOS} if isinstance(family, VideoFamily) else set()
     if isinstance(family, AudioFamily):
-        expected |= {name for name, (_, pictures, _) in SOUNDS.items() if sees or not pictures}
+        expected |= {name for name, (_, images, _) in SOUNDS.items() if sees or not images}
     assert set(report.gaps) == expected
     assert report.adapters is not None
     assert report.num_parameters < 3_000_000

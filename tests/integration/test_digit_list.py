@@ -15,7 +15,7 @@ from mobula.cluster.metrics.report.run_folder import RunFolder, read_run_folder
 pytestmark = [pytest.mark.load, pytest.mark.exhaustive, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 NUM_STEPS = 3
-MAX_PICTURES = 2
+MAX_IMAGES = 2
 SMALL = (
     # Enough to write the sentences; the digits in them are still right by chance.
     "warm_start.num_steps=50",
@@ -45,11 +45,11 @@ def lists(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
 
 
 def short_lists(folder: Path) -> Path:
-    """Only the questions on one or two pictures."""
+    """Only the questions on one or two images."""
     write_digits(folder, task="digit_list")
     for split in ("train", "validation", "test"):
         lines = (folder / f"{split}.jsonl").read_text().splitlines(keepends=True)
-        short = [line for line in lines if len(json.loads(line)["image"]) <= MAX_PICTURES]
+        short = [line for line in lines if len(json.loads(line)["image"]) <= MAX_IMAGES]
         (folder / f"{split}.jsonl").write_text("".join(short))
     return folder
 
@@ -69,7 +69,7 @@ def test_the_warm_start_teaches_the_sentences_and_their_reward_is_partial(found:
 
 
 def test_answers_end_and_differ_in_length(found: RunFolder) -> None:
-    """24 or 25 tokens on one picture, 40 or 41 on two."""
+    """24 or 25 tokens on one image, 40 or 41 on two."""
     ended = {sample.num_tokens for sample in found.samples.samples if sample.finish_reason == "stop"}
     assert ended & {24, 25}
     assert ended & {40, 41}

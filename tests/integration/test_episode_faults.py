@@ -71,7 +71,7 @@ class Rollouts:
         return RolloutClient(handle, name, in_flight_requests=self.in_flight, **DEADLINES_S)
 
     def prompt(self, name: str, **options: Any) -> Prompt:
-        row = environment_split(self.config.environment, "train", takes_pictures=True).rows[0]
+        row = environment_split(self.config.environment, "train", takes_images=True).rows[0]
         prompt = self.chat.prepare(row, f"0/0/{name}")
         return replace(prompt, metadata={ENVIRONMENT: {**prompt.metadata[ENVIRONMENT], "options": options}})
 

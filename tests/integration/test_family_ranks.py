@@ -19,7 +19,7 @@ from mobula.learner.policies.tiny import TINY, write_tiny
 
 pytestmark = [pytest.mark.slow, pytest.mark.families, pytest.mark.exhaustive, pytest.mark.timeout(1800)]
 
-UNSPLIT = ("qwen3.5", "gemma3")  # layers with a state, a mask for pictures: refused by name
+UNSPLIT = ("qwen3.5", "gemma3")  # layers with a state, a mask for images: refused by name
 NAMES = [name for name in TINY if name != "smolvlm" or importlib.util.find_spec("num2words")]
 
 

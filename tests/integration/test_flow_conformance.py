@@ -33,7 +33,7 @@ def test_a_family_conforms(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.exhaustive
 async def test_janus_conforms(tmp_path: Path) -> None:
-    """Adapters on a tiny Janus: replay, a push proven by the canary, resume, and the same picture in transformers."""
+    """Adapters on a tiny Janus: replay, a push proven by the canary, resume, and the same image in transformers."""
     words = ("policy.lora.rank=4", "policy.lora.alpha=8", "weight_sync.payload=adapters", "learner.learning_rate=0.05")
     run = await FlowRun(janus_config(tmp_path, *words)).start()
     [prompt] = run.prompts(1)

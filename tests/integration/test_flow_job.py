@@ -1,4 +1,4 @@
-"""`mobula train` on a flow model: pictures are sampled, scored by a function of the user, trained on and pushed."""
+"""`mobula train` on a flow model: images are sampled, scored by a function of the user, trained on and pushed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A judge behind vLLM's own server: texts and pictures go in, the forced output of the engine comes out as a score."""
+"""A judge behind vLLM's own server: texts and images go in, the forced output of the engine comes out as a score."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from engine_judge import OF_ANY_JUDGE
-from tiny_reward_models import picture
+from tiny_reward_models import encoded_image
 
 from mobula.cluster.records.trajectory import Response
 from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
@@ -101,8 +101,8 @@ def test_a_judge_on_vllm_sees_and_scores(chat_url: str) -> None:
     tools = Tools(IsolatedProcess(timeout_s=1, start_timeout_s=1), "cpu", "float32")
     requests = [
         RewardRequest(Response("four", 1, False), (), {}, "2 + 2?"),
-        RewardRequest(Response("noise", 1, False), (), {}, "What is it?", (picture(1),)),
-        RewardRequest(Response("noise", 1, False), (), {}, "What are they?", (picture(1), picture(2))),
+        RewardRequest(Response("noise", 1, False), (), {}, "What is it?", (encoded_image(1),)),
+        RewardRequest(Response("noise", 1, False), (), {}, "What are they?", (encoded_image(1), encoded_image(2))),
     ]
     made_to = evaluate_batch(build_function("judge", options, tools), requests)
     assert all(isinstance(outcome, Score) and 1 <= outcome.value <= 5 for outcome in made_to), made_to

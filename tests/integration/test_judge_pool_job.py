@@ -1,4 +1,4 @@
-"""A run whose reward has a judge in a worker pool of its own: a real engine that sees the pictures, and is killed."""
+"""A run whose reward has a judge in a worker pool of its own: a real engine that sees the images, and is killed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WORKERS = {
 
 
 def component(name: str, function: str, weight: float, options: dict[str, Any], **fields: Any) -> dict[str, Any]:
-    rest = {"service": "reward", "needs_pictures": False, "retries": 0, "cache_entries": 0, **fields}
+    rest = {"service": "reward", "needs_images": False, "retries": 0, "cache_entries": 0, **fields}
     return {"name": name, "function": function, "weight": weight, "options": options, **rest}
 
 
@@ -40,12 +40,12 @@ def word(value: Any) -> str:
 
 
 def job_with(folder: Path, judge: Path) -> Job:
-    """Two components: the length of the answer, and the judge's choice of a digit with the picture before it."""
+    """Two components: the length of the answer, and the judge's choice of a digit with the image before it."""
     own = {"model": str(judge), "temperature": 1.0, "verdict": "regex:Score: (?P<score>[0-9])"}
     options = {**engine_judge.OPTIONS, **own}
     components = [
         component("odd", "job_reward:score", 1.0, {}),
-        component("judge", "vllm_judge", WEIGHT, options, service="judge", needs_pictures=True),
+        component("judge", "vllm_judge", WEIGHT, options, service="judge", needs_images=True),
     ]
     words = ("experiment=digits", "resources=laptop", "learner=single", f"data.path={folder / 'digits'}")
     words += ("resources.rollout.num_workers=1", "resources.learner.num_workers=1", f"num_steps={NUM_STEPS}")

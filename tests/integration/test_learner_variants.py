@@ -26,7 +26,7 @@ START_S = 120.0
 URLS = "rewards.components.3.options.urls"
 SERVED = """
 components:
-  - {name: length, function: "job_reward:score", weight: 1.0, options: {}, service: reward, needs_pictures: false,
+  - {name: length, function: "job_reward:score", weight: 1.0, options: {}, service: reward, needs_images: false,
      retries: 0, cache_entries: 0}
 accuracy_component: length
 """

@@ -113,16 +113,16 @@ def test_the_canary_compared_engine_and_learner_after_every_push(report: RunFold
     assert all("canary" in step.values for step in report.steps)
 
 
-def test_a_picture_is_stored_once_however_many_siblings_share_it(report: RunFolder, summary: Summary) -> None:
+def test_a_image_is_stored_once_however_many_siblings_share_it(report: RunFolder, summary: Summary) -> None:
     referenced = [step.values["media_bytes_referenced"] for step in report.steps]
     unique = [step.values["media_bytes_unique"] for step in report.steps]
-    one_picture = max(referenced) / (PROMPTS_PER_STEP * NUM_SAMPLES)
-    assert one_picture > 16 * 1176 * 4, "56 x 56 pixels are 16 patches of 1176 numbers"
+    one_image = max(referenced) / (PROMPTS_PER_STEP * NUM_SAMPLES)
+    assert one_image > 16 * 1176 * 4, "56 x 56 pixels are 16 patches of 1176 numbers"
     grown = [later - earlier for earlier, later in zip(unique, unique[1:], strict=False)]
-    assert max(grown) <= 1.1 * PROMPTS_PER_STEP * one_picture
+    assert max(grown) <= 1.1 * PROMPTS_PER_STEP * one_image
     assert summary.media_bytes_referenced == sum(referenced)
     num_prompts = 2 * 16 + 8 + 16 + 4 * PROMPTS_PER_STEP  # warm start, its checks, evaluation, RL
-    assert summary.media_bytes_unique <= 1.1 * num_prompts * one_picture
+    assert summary.media_bytes_unique <= 1.1 * num_prompts * one_image
 
 
 def test_every_worker_has_a_log_and_the_console_has_the_runs_lines_alone(on_policy: Job) -> None:
@@ -163,7 +163,7 @@ def test_a_run_that_is_done_leaves_no_process_behind(on_policy: Job) -> None:
 
 @pytest.fixture(scope="module")
 def resumed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
-    """transformers as the engine, two pictures a prompt, max_staleness=1; the driver is killed after step 3 of 6 and
+    """transformers as the engine, two images a prompt, max_staleness=1; the driver is killed after step 3 of 6 and
     the same command is given again at once."""
     folder = tmp_path_factory.mktemp("resumed")
     data = f"data.path={few_rows(folder / 'sums')}"
@@ -201,7 +201,7 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
 
 
 def few_rows(folder: Path) -> Path:
-    """Eight questions with two pictures each, one whose picture is gone and one whose picture is half a file."""
+    """Eight questions with two images each, one whose image is gone and one whose image is half a file."""
     write_digits(folder, task="digit_sum")
     rows = (folder / "train.jsonl").read_text().splitlines()[:10]
     lost, damaged = json.loads(rows[8]), json.loads(rows[9])
@@ -272,7 +272,7 @@ def test_with_max_staleness_1_no_trained_token_is_older_than_one_step(resumed: J
     assert set(found.summary.staleness) == lags
 
 
-def test_two_pictures_a_prompt_agree_in_engine_and_learner(resumed: Job) -> None:
+def test_two_images_a_prompt_agree_in_engine_and_learner(resumed: Job) -> None:
     """Every step is compared: on its tokens of the current version, or on fresh ones where it has none. Steps that are
     taken again from the journal have no engine that could sample fresh ones."""
     steps = read_run_folder(resumed.run_folder).steps

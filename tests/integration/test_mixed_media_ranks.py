@@ -1,4 +1,4 @@
-"""A step of text, one picture, three pictures and a video on two ranks of FSDP2 and of ZeRO-3 equals one process's."""
+"""A step of text, one image, three images and a video on two ranks of FSDP2 and of ZeRO-3 equals one process's."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def write_sums(folder: Path) -> Path:
-    """Questions without pictures, in every split."""
+    """Questions without images, in every split."""
     folder.mkdir()
     lines = [
         json.dumps({"question": f"What is the sum of {n} and {n % 7}?", "answer": n + n % 7}) + "\n" for n in range(20)

@@ -34,7 +34,7 @@ def job(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Job]:
 
 def gaps(text: str) -> dict[str, float]:
     """What the gate measured, by what the prompt shows."""
-    return {name: float(gap) for name, gap in re.findall(r"(text|one picture|two pictures|video): ([0-9.e-]+)", text)}
+    return {name: float(gap) for name, gap in re.findall(r"(text|one image|two images|video): ([0-9.e-]+)", text)}
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_a_model_that_agrees_trains_a_step_with_a_note(job: Job, most: float) ->
     assert "are compared before the first step" in log
     [line] = [line for line in log.splitlines() if "trains because engine and learner agree" in line]
     found = gaps(line)
-    assert {"text", "one picture", "two pictures"} <= set(found)
+    assert {"text", "one image", "two images"} <= set(found)
     assert max(found.values()) <= most
 
 
@@ -65,6 +65,6 @@ def test_a_model_whose_tower_is_disturbed_is_refused_with_the_measured_gap(job: 
     output = " ".join(job.output.split())
     refusal = output[output.index("engine and learner compute other log-probs") :]
     found = gaps(refusal)
-    assert found["text"] <= 1e-4 < 1e-3 < found["one picture"]
+    assert found["text"] <= 1e-4 < 1e-3 < found["one image"]
     assert "cannot be trained; choose a supported type" in refusal
     assert job.steps == []

@@ -1,4 +1,4 @@
-"""A run on verl's Parquet with pictures in it: read by row groups, prepared by a worker, trained."""
+"""A run on verl's Parquet with images in it: read by row groups, prepared by a worker, trained."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def verl_record(folder: Path, row: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def test_parquet_with_pictures_is_trained_on(tmp_path: Path) -> None:
+def test_parquet_with_images_is_trained_on(tmp_path: Path) -> None:
     digits, data = write_digits(tmp_path / "digits", task="digit_sum"), tmp_path / "verl"
     data.mkdir()
     for split in ("train", "test"):

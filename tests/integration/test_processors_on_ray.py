@@ -1,4 +1,4 @@
-"""Processor workers as real actors: pictures and videos come by reference, a killed worker and damaged files lose
+"""Processor workers as real actors: images and videos come by reference, a killed worker and damaged files lose
 nothing else."""
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from mobula.configs.load import load_config
 from mobula.configs.schema import RunConfig
 from mobula.deploy.wiring.preparation import Prepared, prepare
 
-NUM_PICTURES = 20
+NUM_IMAGES = 20
 
 
 def write_rows(folder: Path) -> None:
-    """Rows of one large picture each, one of a video, one of a picture that is cut behind its header."""
+    """Rows of one large image each, one of a video, one of an image that is cut behind its header."""
     folder.mkdir()
-    for place, picture in enumerate(noise_frames(NUM_PICTURES, (640, 480))):
-        picture.save(folder / f"{place}.png")
+    for place, image in enumerate(noise_frames(NUM_IMAGES, (640, 480))):
+        image.save(folder / f"{place}.png")
     whole = (folder / "0.png").read_bytes()
     (folder / "cut.png").write_bytes(whole[: len(whole) // 2])
     write_clip(folder / "clip.mkv", noise_frames(8, (96, 64)))
-    rows = [{"question": "<image>?", "image": f"{place}.png"} for place in range(NUM_PICTURES)]
+    rows = [{"question": "<image>?", "image": f"{place}.png"} for place in range(NUM_IMAGES)]
     rows += [{"question": "<video>?", "video": "clip.mkv"}, {"question": "<image>?", "image": "cut.png"}]
     lines = (json.dumps({"id": f"r{place}", "answer": "1", **row}) for place, row in enumerate(rows))
     for split in ("train", "validation", "test"):
@@ -94,7 +94,7 @@ async def test_prompts_of_workers_equal_those_of_the_driver_through_a_loss(local
     prepared = prepare(config, lambda value: value)
     rows = prepared.splits["train"].rows
     expected = PromptSource(rows, prepared.preparation, seed=0, split_name="train")
-    want = [expected.next() for _ in range(NUM_PICTURES + 1)]
+    want = [expected.next() for _ in range(NUM_IMAGES + 1)]
 
     workers, losses = [spawn(config) for _ in range(2)], list[str]()
     store = MediaStore(lambda value: pytest.fail("the driver processed a medium"), 1 << 30)
@@ -102,7 +102,7 @@ async def test_prompts_of_workers_equal_those_of_the_driver_through_a_loss(local
     await pool.start()
     source = PromptSource(rows, pool, seed=0, split_name="train")
     got: list[Prompt] = []
-    for place in range(NUM_PICTURES + 1):
+    for place in range(NUM_IMAGES + 1):
         got.append(await asyncio.to_thread(source.next))
         if place == 5:
             ray.kill(workers[0])
@@ -166,12 +166,12 @@ def web_words(folder: Path, cache: str) -> list[str]:
 
 
 def write_web_rows(folder: Path) -> dict[str, bytes]:
-    """Rows of two web pictures each, the last of one that is not there; the files by their path."""
+    """Rows of two web images each, the last of one that is not there; the files by their path."""
     folder.mkdir()
     whole = {}
-    for place, picture in enumerate(noise_frames(2 * NUM_WEB, (96, 64))):
+    for place, image in enumerate(noise_frames(2 * NUM_WEB, (96, 64))):
         content = BytesIO()
-        picture.save(content, format="PNG")
+        image.save(content, format="PNG")
         whole[f"/{place}.png"] = content.getvalue()
     pairs = [[f"SERVER/{2 * n}.png", f"SERVER/{2 * n + 1}.png"] for n in range(NUM_WEB)]
     rows = [{"question": "<image> or <image>?", "images": pair} for pair in pairs]

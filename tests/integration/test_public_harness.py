@@ -1,4 +1,4 @@
-"""`mobula lmms-eval` runs the real harness, offline, on a tiny random Qwen2.5-VL and a task of local pictures."""
+"""`mobula lmms-eval` runs the real harness, offline, on a tiny random Qwen2.5-VL and a task of local images."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mobula.deploy.tools.lmms_eval import ENVIRONMENT
 from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 
 PINS = Path(__file__).parents[2] / "deploy" / "lmms_eval.txt"
-REDS = (0, 51, 102, 255)  # of the pictures; their mean is what the task's second metric must give
+REDS = (0, 51, 102, 255)  # of the images; their mean is what the task's second metric must give
 
 TASK = """
 task: mobula_colours
@@ -28,7 +28,7 @@ dataset_kwargs:
     test: {data}
 test_split: test
 output_type: generate_until
-doc_to_visual: !function colours.pictures
+doc_to_visual: !function colours.images
 doc_to_text: question
 doc_to_target: answer
 process_results: !function colours.scores
@@ -49,12 +49,12 @@ import io
 from PIL import Image
 
 
-def pictures(doc):
-    return [Image.open(io.BytesIO(doc["picture"])).convert("RGB")]
+def images(doc):
+    return [Image.open(io.BytesIO(doc["image"])).convert("RGB")]
 
 
 def scores(doc, results):
-    red = pictures(doc)[0].getpixel((0, 0))[0]
+    red = images(doc)[0].getpixel((0, 0))[0]
     return {"exact_match": float(results[0].strip() == doc["answer"]), "red": red / 255}
 """
 
@@ -68,23 +68,23 @@ pytestmark = [
 
 
 def write_task(folder: Path) -> Path:
-    """A task of four pictures of one colour each."""
+    """A task of four images of one colour each."""
     rows = []
     for red in REDS:
-        picture = io.BytesIO()
-        Image.new("RGB", (56, 56), (red, 20, 30)).save(picture, "PNG")
-        rows.append({"question": "Which colour is it?", "answer": f"red {red}", "picture": picture.getvalue()})
+        image = io.BytesIO()
+        Image.new("RGB", (56, 56), (red, 20, 30)).save(image, "PNG")
+        rows.append({"question": "Which colour is it?", "answer": f"red {red}", "image": image.getvalue()})
     tasks = folder / "tasks"
     tasks.mkdir()
-    pq.write_table(pa.Table.from_pylist(rows), folder / "pictures.parquet")
-    (tasks / "colours.yaml").write_text(TASK.format(data=folder / "pictures.parquet"))
+    pq.write_table(pa.Table.from_pylist(rows), folder / "images.parquet")
+    (tasks / "colours.yaml").write_text(TASK.format(data=folder / "images.parquet"))
     (tasks / "colours.py").write_text(FUNCTIONS)
     return tasks
 
 
 def run(folder: Path, *more: str) -> dict[str, Any]:
     words = ["lmms-eval", "--output", str(folder / "runs"), "--cache", str(folder / "cache"), "--device", "cpu"]
-    pixels = ["--model-args", "min_pixels=784,max_pixels=3136"]  # the harness's smallest picture is otherwise 448 x 448
+    pixels = ["--model-args", "min_pixels=784,max_pixels=3136"]  # the harness's smallest image is otherwise 448 x 448
     done = CliRunner().invoke(app, [*words, *pixels, "--timeout", "500", *more])
     assert done.exit_code == 0, done.output
     (path,) = (folder / "runs").glob("*/lmms-eval.json")
@@ -92,7 +92,7 @@ def run(folder: Path, *more: str) -> dict[str, Any]:
     return {**artifact, "folder": path.parent}
 
 
-def test_the_real_harness_scores_a_local_model_on_local_pictures_without_a_hub(tmp_path: Path) -> None:
+def test_the_real_harness_scores_a_local_model_on_local_images_without_a_hub(tmp_path: Path) -> None:
     tasks = write_task(tmp_path)
     model = write_tiny_qwen2_5_vl(tmp_path / "model", seed=0)
     artifact = run(tmp_path, "--model", str(model), "--tasks", "mobula_colours", "--include-path", str(tasks))

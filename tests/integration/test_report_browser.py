@@ -62,15 +62,15 @@ def test_every_curve_is_drawn_without_errors_and_without_the_network(browser: Br
 @pytest.mark.parametrize("is_dark", [False, True])
 def test_it_looks_like_something_in_light_and_dark(browser: Browser, page: str, is_dark: bool) -> None:
     browser.open(page, is_dark=is_dark)
-    picture = browser.screenshot()
-    assert picture.shape == (1800, 1280, 3)
-    assert (np.median(picture) < 60) == is_dark
-    assert len(np.unique(picture.reshape(-1, 3), axis=0)) > 200
-    spread = picture.max(axis=2).astype(int) - picture.min(axis=2)
+    image = browser.screenshot()
+    assert image.shape == (1800, 1280, 3)
+    assert (np.median(image) < 60) == is_dark
+    assert len(np.unique(image.reshape(-1, 3), axis=0)) > 200
+    spread = image.max(axis=2).astype(int) - image.min(axis=2)
     assert (spread > 80).sum() > 2000  # the curves' own colours
 
 
-def picture(level: int, side: int) -> bytes:
+def image(level: int, side: int) -> bytes:
     """PNG of a square of one level on black, so that its brightness identifies what is drawn."""
     pixels = np.zeros((side, side, 3), dtype=np.uint8)
     pixels[side // 4 : -side // 4, side // 4 : -side // 4] = level
@@ -81,7 +81,7 @@ def picture(level: int, side: int) -> bytes:
 
 @pytest.fixture(scope="module")
 def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that made pictures in two evaluations, darker before and brighter after, and videos in three steps."""
+    """A run that made images in two evaluations, darker before and brighter after, and videos in three steps."""
     folder = tmp_path_factory.mktemp("runs") / "glyphs"
     write_run(folder, num_steps=4)
     sheets = ContactSheets(folder / "evaluations", timeout_s=1)
@@ -90,7 +90,7 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
             ScoredPrompt(
                 prompt := make_prompt(f"test/{n}/write {n}"),
                 [Reward(1.0)] * 2,
-                Generated(None, None, Answers(prompt, (0, 1), (Response("", 1, False, (picture(level, 16),)),) * 2)),
+                Generated(None, None, Answers(prompt, (0, 1), (Response("", 1, False, (image(level, 16),)),) * 2)),
             )
             for n in range(8)
         ]
@@ -98,15 +98,13 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
     writer = ArtifactWriter(folder / "artifacts", per_step=2, frame_rate=4, version=0, fetch=fetch_value, timeout_s=1.0)
     for step in (1, 2, 4):
         group = make_group("a", [0.25, 1.0])
-        frames = tuple(picture(40 * (n + 1), 64) for n in range(5))
-        trajectories = tuple(
-            replace(t, response=replace(t.response, pictures=frames)) for t in group.group.trajectories
-        )
+        frames = tuple(image(40 * (n + 1), 64) for n in range(5))
+        trajectories = tuple(replace(t, response=replace(t.response, images=frames)) for t in group.group.trajectories)
         writer.offer(step, [replace(group, group=replace(group.group, trajectories=trajectories))])
     return folder
 
 
-def test_pictures_of_both_evaluations_stand_side_by_side(browser: Browser, drawn: Path) -> None:
+def test_images_of_both_evaluations_stand_side_by_side(browser: Browser, drawn: Path) -> None:
     page = write_report(drawn).as_uri()
     browser.open(page)
     found = browser.evaluate(

@@ -15,7 +15,7 @@ import pytest
 from episode_data import Scripted
 
 from mobula.actors.environments.base import Action, Reset, Step
-from mobula.deploy.tools.policy.transcripts import JSON_FILE, PAGE_FILE, PICTURES
+from mobula.deploy.tools.policy.transcripts import IMAGES, JSON_FILE, PAGE_FILE
 from mobula.learner.policies.tiny import TINY
 
 pytestmark = [pytest.mark.slow, pytest.mark.matrix, pytest.mark.timeout(600)]
@@ -62,9 +62,9 @@ def test_episodes_are_written_down_and_a_hung_environment_costs_its_episode(tmp_
     assert [(e["reward"], e["failure"].partition(":")[0], len(e["turns"])) for e in hung] == [
         (None, "timed_out", 1)
     ] * 2
-    assert all(len(e["turns"]) == 3 and len(e["turns"][0]["pictures"]) == 1 for e in good)
-    named = {name for e in found["episodes"] for t in e["turns"] for name in t["pictures"]}
-    assert named <= {path.name for path in (tmp_path / "seen" / PICTURES).iterdir()}
+    assert all(len(e["turns"]) == 3 and len(e["turns"][0]["images"]) == 1 for e in good)
+    named = {name for e in found["episodes"] for t in e["turns"] for name in t["images"]}
+    assert named <= {path.name for path in (tmp_path / "seen" / IMAGES).iterdir()}
     assert "top-p 0.9, top-k 64" in found["summary"]["sampler"]
     assert found["summary"]["without a reward"] == 2 and found["summary"]["mean reward"] == 6.0
     page = (tmp_path / "seen" / PAGE_FILE).read_text()

@@ -129,5 +129,5 @@ def test_a_rank_fetches_its_share_alone(folder: Path) -> None:
     everything = ranks[0]["everything"][2]
     assert ranks[1]["everything"][2] == everything
     own = [rank["shares"][2] for rank in ranks]
-    assert max(own) < 0.9 * everything, "pictures lie in the groups here, and one rank has most of them"
+    assert max(own) < 0.9 * everything, "images lie in the groups here, and one rank has most of them"
     assert everything <= sum(own) < 1.25 * everything

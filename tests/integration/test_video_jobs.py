@@ -23,7 +23,7 @@ from PIL import Image
 
 
 def score(request, **options):
-    frames = [np.asarray(Image.open(io.BytesIO(f))).astype(float) / 255 for f in request.response.pictures]
+    frames = [np.asarray(Image.open(io.BytesIO(f))).astype(float) / 255 for f in request.response.images]
     assert len(frames) == 5, "a video has five frames here"
     return float(np.mean([f[..., 0].mean() - f[..., 1].mean() for f in frames]))
 '''

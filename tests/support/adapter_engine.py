@@ -30,7 +30,7 @@ def prompt_logprobs(
     """For each adapter, and for `base` without any: the ids of each prompt as the engine expanded them, and the
     log-probs of all but the first, float32 [P - 1].
 
-    A prompt has its `ids`, one placeholder a picture, and the files of its `images`.
+    A prompt has its `ids`, one placeholder an image, and the files of its `images`.
     """
     asked = {"model": str(model), "prompts": list(prompts), "adapters": {n: str(p) for n, p in adapters.items()}}
     (folder / "asked.json").write_text(json.dumps(asked))

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from learner_data import group, picture, prompt, random_groups, tiny_config
+from learner_data import group, image, prompt, random_groups, tiny_config
 from taught import at_hand
 from transformers import AutoTokenizer
 
@@ -22,10 +22,10 @@ LORA = ("policy.lora.rank=4", "policy.lora.alpha=64.0")
 
 
 def steps(tokenizer) -> list[list[ScoredGroup]]:
-    """Two updates. In the first one rank gets all the text and the other all the pictures; the second is uneven."""
+    """Two updates. In the first one rank gets all the text and the other all the images; the second is uneven."""
     text = [group(prompt(tokenizer, f"t{n}"), [[1, 2], [3, 4]], [1.0, 0.0], n) for n in range(3)]
-    pictures = [group(prompt(tokenizer, f"p{n}", [picture(n)]), [[5, 6], [7]], [0.0, 1.0], n) for n in range(3)]
-    return [text + pictures, random_groups(tokenizer, 3, 3, seed=5)]
+    images = [group(prompt(tokenizer, f"p{n}", [image(n)]), [[5, 6], [7]], [0.0, 1.0], n) for n in range(3)]
+    return [text + images, random_groups(tokenizer, 3, 3, seed=5)]
 
 
 def train(config: RunConfig, rank: int, world_size: int, out: Path) -> None:
@@ -55,7 +55,7 @@ def follow(learner: Learner, updates: list[list[ScoredGroup]], tokenizer, out: P
     """A supervised step, save, two updates, save, a third update; load, the third update again, and one that is not
     finite; then back to the first checkpoint."""
     answer = updates[0][0].group.trajectories[0].actions.token_ids
-    asked = prompt(tokenizer, "canary", [picture(9)])
+    asked = prompt(tokenizer, "canary", [image(9)])
     rows = [SupervisedExample(asked, answer, answer > 0), SupervisedExample(prompt(tokenizer, "t"), answer, answer > 0)]
     seen = {"before": weights(learner)}
     seen |= {"supervised": learner.supervised_step(at_hand(rows)), "accuracy": learner.answer_accuracy(at_hand(rows))}

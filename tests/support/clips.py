@@ -11,7 +11,7 @@ from PIL import Image
 
 
 def noise_frames(num: int, size: tuple[int, int] = (70, 50), seed: int = 0) -> list[Image.Image]:
-    """`num` pictures of (width, height), no two alike."""
+    """`num` images of (width, height), no two alike."""
     width, height = size
     pixels = np.random.default_rng(seed).integers(0, 256, (num, height // 8 + 1, width // 8 + 1, 3), dtype=np.uint8)
     return [Image.fromarray(frame).resize(size, Image.Resampling.BICUBIC) for frame in pixels]

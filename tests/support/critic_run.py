@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from backend_run import met_at, steps, weights
-from learner_data import picture, prompt
+from learner_data import image, prompt
 from taught import at_hand
 from transformers import AutoTokenizer
 
@@ -43,7 +43,7 @@ def train(config: RunConfig, rank: int, world_size: int, out: Path) -> None:
 def follow(learner: Learner, updates: list[list[ScoredGroup]], tokenizer, out: Path) -> dict:
     """RL begins from a supervised step; two updates, save, a third one; load, and the third one again."""
     answer = np.array([1, 2, 3], np.int32)
-    asked = [prompt(tokenizer, "a", [picture(9)]), prompt(tokenizer, "b")]
+    asked = [prompt(tokenizer, "a", [image(9)]), prompt(tokenizer, "b")]
     learner.supervised_step(at_hand([SupervisedExample(a, answer, answer > 0) for a in asked]))
     before = values(learner, updates[1])
     learner.begin_rl()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mobula.learner.learner import Learner
 
-FACTOR = 1.5  # on the features of every picture
+FACTOR = 1.5  # on the features of every image
 
 
 class DisturbedLearner(Learner):

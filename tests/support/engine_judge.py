@@ -30,7 +30,7 @@ ENGINE = {
 OF_ANY_JUDGE: dict[str, Any] = {
     "system": None,
     "template": "{question} {response}",
-    "pictures": "prompt",
+    "images": "prompt",
     "verdict": r"regex:Score: (?P<score>\d)",
     "minimum": 1,
     "maximum": 5,

@@ -49,7 +49,7 @@ from mobula.learner.policies.token import PolicyOutput
 
 TEMPERATURE = 0.8
 LORA = ("policy.lora.rank=4", "policy.lora.alpha=6.0")
-SIZES = ((), ((56, 56),), ((56, 56), (112, 84)))  # of the pictures of each prompt, (width, height)
+SIZES = ((), ((56, 56),), ((56, 56), (112, 84)))  # of the images of each prompt, (width, height)
 CALLS_IN_FLIGHT = 64
 EXACT = Tolerance(1e-5, 0.0)  # float32
 CHUNK_TOKENS = 8  # responses of more tokens are reported while they grow
@@ -73,7 +73,7 @@ OFFLINE = {
 
 @dataclass(frozen=True)
 class Model:
-    """A checkpoint, its processor, and a prompt with no, one and two pictures."""
+    """A checkpoint, its processor, and a prompt with no, one and two images."""
 
     prepared: Prepared  # as for a run, but without data
     prompts: tuple[Prompt, ...]
@@ -162,7 +162,7 @@ def dropped(tensors: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
 
 
 def open_model(folder: Path, *overrides: str) -> Model:
-    """The model of a checkpoint folder; its pictures are written beside it."""
+    """The model of a checkpoint folder; its images are written beside it."""
     own = (
         f"sampler.temperature={TEMPERATURE}",
         "sampler.kv_cache_bytes=134217728",
@@ -314,11 +314,11 @@ async def refusal(engine: Engine, sender: LocalSender) -> str:
 
 
 def _row(index: int, sizes: Sequence[tuple[int, int]], folder: Path) -> Row:
-    paths = tuple(_picture(folder / f"prompt{index}-{n}.png", index + n, size) for n, size in enumerate(sizes))
+    paths = tuple(_image(folder / f"prompt{index}-{n}.png", index + n, size) for n, size in enumerate(sizes))
     return Row(f"r{index}", "<image>" * len(paths) + "Which digit is this?", "7", r"\boxed{7}", paths)
 
 
-def _picture(path: Path, index: int, size: tuple[int, int]) -> Path:
+def _image(path: Path, index: int, size: tuple[int, int]) -> Path:
     """A handwritten digit as a file."""
     pixels = (load_digits().images[index] * 15).astype(np.uint8)  # [8, 8]
     Image.fromarray(pixels).resize(size).save(path)

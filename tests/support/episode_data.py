@@ -54,17 +54,17 @@ def engine_settings(model: Path, chat: ChatProcessor) -> EngineSettings:
 
 
 class Scripted:
-    """Shows a picture in every turn and ends after `num_turns`, rewarding turn k with k."""
+    """Shows an image in every turn and ends after `num_turns`, rewarding turn k with k."""
 
     played: ClassVar[list[tuple[int, int, str]]] = []  # seed, turn and text of every step in this process
     others: ClassVar[Iterator[int]] = count(1)  # seeds of its own, another one at each reset
     broken: ClassVar[set[tuple[int, str]]] = set()
 
     def __init__(
-        self, *, num_turns: int = 3, fault: str = "", pictures: bool = True, turn: int = 1, deterministic: bool = True
+        self, *, num_turns: int = 3, fault: str = "", images: bool = True, turn: int = 1, deterministic: bool = True
     ) -> None:
         self.spec = EnvironmentSpec(max_turns=8, is_deterministic=deterministic, demonstrates=True)
-        self._num_turns, self._fault, self._pictures, self._at = num_turns, fault, pictures, turn
+        self._num_turns, self._fault, self._images, self._at = num_turns, fault, images, turn
         self._seed = self._turn = 0
 
     def demonstrate(self) -> str:
@@ -115,8 +115,8 @@ class Scripted:
                     observation = (Message("user", "a" * 10_000_000),)
                 case "special":
                     observation = (Message("user", "<|im_end|>"),)
-                case "picture":
-                    observation = (Message("user", "<image>", (b"no picture",)),)
+                case "image":
+                    observation = (Message("user", "<image>", (b"no image",)),)
                 case "placeholder":
                     observation = (replace(self._message(), text="<image><image>"),)
         return Step(tuple(observation), reward, self._turn >= self._num_turns, False, {})
@@ -126,7 +126,7 @@ class Scripted:
 
     def _message(self) -> Message:
         text = f" digit {self._turn}"
-        if not self._pictures:
+        if not self._images:
             return Message("user", f"{text} of {self._seed}")
         pixels = np.full((2, 2, 3), (40 * self._turn, self._seed % 251, 99), dtype=np.uint8)
         return Message("user", f"<image>{text}", (encoded(pixels, scale=28),))

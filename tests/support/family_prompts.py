@@ -31,12 +31,12 @@ class FamilyPrompts:
         """A case as forward() takes it, by the checkpoint's own processor."""
         case, family = self.cases[name], family_at(str(self.folder))
         hears = isinstance(family, AudioFamily)
-        if not family.takes_pictures and not hears:
+        if not family.takes_images and not hears:
             tokenizer = AutoTokenizer.from_pretrained(self.folder)
             return dict(tokenizer(case.prompt.text, add_special_tokens=False, return_tensors="pt"))
-        options = family.processor_options(str(self.folder), self.config.data) if family.takes_pictures else {}
+        options = family.processor_options(str(self.folder), self.config.data) if family.takes_images else {}
         processor = AutoProcessor.from_pretrained(self.folder, **options)
-        media = {"images": list(case.pictures)} if case.pictures else {}
+        media = {"images": list(case.images)} if case.images else {}
         if case.videos:
             videos = [np.stack([np.asarray(frame) for frame in frames]) for frames in case.videos]
             media |= {"videos": videos, "do_sample_frames": False}
@@ -48,7 +48,7 @@ class FamilyPrompts:
 
 
 def family_prompts(folder: Path, data: Path) -> FamilyPrompts:
-    """Of the checkpoint in `folder`, as a run on a GPU has them; pictures are written to `data`."""
+    """Of the checkpoint in `folder`, as a run on a GPU has them; images are written to `data`."""
     family = family_at(str(folder))
     config = load_config([
         "experiment=digits", f"policy.model={folder}", "policy.tiny=none", "sampler.max_images_per_prompt=3",

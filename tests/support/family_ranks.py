@@ -18,8 +18,8 @@ from mobula.learner.policies.families.base import AudioFamily, VideoFamily
 
 
 def mixed(folder: Path, data: Path) -> list[ScoredGroup]:
-    """Text, one picture, several of different sizes, one twice, one at the end, and of families with them a video, a
-    picture with a video, and sounds; as many groups of text as of media, so that one of two ranks may have none."""
+    """Text, one image, several of different sizes, one twice, one at the end, and of families with them a video, a
+    image with a video, and sounds; as many groups of text as of media, so that one of two ranks may have none."""
     prompts = [case.prompt for case in family_prompts(folder, data).cases.values()]
     text = [prompts[0]] * max(1, len(prompts) - 1)
     answers = [[1, 2], [3, 4, 5]]

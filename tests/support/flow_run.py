@@ -1,4 +1,4 @@
-"""A run of a tiny model that makes pictures, in this process: prompts, a sampler, a learner, a reward of pictures."""
+"""A run of a tiny model that makes images, in this process: prompts, a sampler, a learner, a reward of images."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ JANUS_WORDS = (
 
 
 REDNESS = '''
-"""How much redder than green a picture is."""
+"""How much redder than green an image is."""
 
 import io
 
@@ -67,14 +67,14 @@ from PIL import Image
 
 
 def score(request, **options):
-    [picture] = request.response.pictures
-    pixels = np.asarray(Image.open(io.BytesIO(picture))).astype(float) / 255
+    [image] = request.response.images
+    pixels = np.asarray(Image.open(io.BytesIO(image))).astype(float) / 255
     return float(pixels[..., 0].mean() - pixels[..., 1].mean())
 '''
 
 
 def write_texts(folder: Path) -> Path:
-    """A data set whose questions are what pictures should show."""
+    """A data set whose questions are what images should show."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = [{"id": f"t{n}", "question": text, "answer": text} for n, text in enumerate(TEXTS)]
     for split in ("train", "validation", "test"):
@@ -96,9 +96,9 @@ def _folders(folder: Path) -> tuple[str, ...]:
     return (f"policy.model={folder / 'model'}", f"data.path={folder / 'texts'}", f"folder={folder / 'runs'}")
 
 
-def redness(picture: bytes) -> float:
-    """How much redder than green and blue a picture is on average, in levels of 0 to 1."""
-    pixels = np.asarray(Image.open(io.BytesIO(picture)).convert("RGB")).astype(float) / 255
+def redness(image: bytes) -> float:
+    """How much redder than green and blue an image is on average, in levels of 0 to 1."""
+    pixels = np.asarray(Image.open(io.BytesIO(image)).convert("RGB")).astype(float) / 255
     return float(pixels[..., 0].mean() - pixels[..., 1:].mean())
 
 
@@ -142,7 +142,7 @@ class FlowRun:
         """One step of training on `redness`, and a push; returns the learner's metrics and the mean reward."""
         groups = await self.groups(self.prompts(self.config.algorithm.prompts_per_step), version)
         scored = [
-            ScoredGroup(g.summary(), g, tuple(Reward(redness(t.response.pictures[0])) for t in g.trajectories))
+            ScoredGroup(g.summary(), g, tuple(Reward(redness(t.response.images[0])) for t in g.trajectories))
             for g in groups
         ]
         report = self.learner.update(scored, version)

@@ -1,4 +1,4 @@
-"""A group with a picture, and what it means that two groups are equal."""
+"""A group with an image, and what it means that two groups are equal."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from mobula.cluster.records.media import MediaHandle
 from mobula.cluster.records.trajectory import MediaSpan, Prompt, TrajectoryGroup
 
 
-def picture_prompt() -> Prompt:
-    """Prompt 0/3/row-3 with one picture of two tokens."""
+def image_prompt() -> Prompt:
+    """Prompt 0/3/row-3 with one image of two tokens."""
     return Prompt(
         prompt_id="0/3/row-3",
         sample_id="row-3",

@@ -32,7 +32,7 @@ def latent_actions(seed: int, *, first: int = 0, num_steps: int = 3, dtype: type
 
 
 def sampled(actions: LatentActions) -> SampledSequence:
-    """A finished response of these steps with a picture."""
+    """A finished response of these steps with an image."""
     spans = (WeightSpan(2, 0, actions.num_steps),)
     logprobs = -np.arange(actions.num_steps, dtype=np.float32)
     return SampledSequence(actions, logprobs, spans, FinishReason.STOP, (b"png",))
@@ -54,7 +54,7 @@ def latent_prompt(text: str, negative: str | None = None) -> Prompt:
 
 
 def latent_group(prompt: Prompt, siblings: Sequence[LatentActions]) -> TrajectoryGroup:
-    """Siblings with a picture each."""
+    """Siblings with an image each."""
     return TrajectoryGroup(
         prompt,
         tuple(
@@ -65,7 +65,7 @@ def latent_group(prompt: Prompt, siblings: Sequence[LatentActions]) -> Trajector
                 action_mask=np.ones(actions.num_steps, dtype=bool),
                 weight_spans=(WeightSpan(0, 0, actions.num_steps),),
                 finish_reason=FinishReason.STOP,
-                response=Response("", actions.num_steps, is_truncated=False, pictures=(b"png",)),
+                response=Response("", actions.num_steps, is_truncated=False, images=(b"png",)),
             )
             for n, actions in enumerate(siblings)
         ),

@@ -45,29 +45,27 @@ def add_dropout(folder: Path) -> Path:
     return folder
 
 
-def picture(seed: int, rows: int = 4, columns: int = 4) -> MediaHandle:
-    """A random picture of rows x columns patches; it takes rows * columns / 4 tokens."""
+def image(seed: int, rows: int = 4, columns: int = 4) -> MediaHandle:
+    """A random image of rows x columns patches; it takes rows * columns / 4 tokens."""
     pixels = np.random.default_rng(seed).normal(size=(rows * columns, PATCH_VALUES)).astype(np.float32)
     grid = np.array([[1, rows, columns]], dtype=np.int64)
     media = ProcessedMedia("image", {"pixel_values": pixels, "image_grid_thw": grid})
-    return MediaHandle(f"picture-{seed}-{rows}x{columns}", "image", media.num_bytes, media, f"picture-{seed}.png")
+    return MediaHandle(f"image-{seed}-{rows}x{columns}", "image", media.num_bytes, media, f"image-{seed}.png")
 
 
-def prompt(
-    tokenizer, prompt_id: str, pictures: Sequence[MediaHandle] = (), text: str = "Which digit is this?"
-) -> Prompt:
-    """A prompt in the chat layout of the tiny model, pictures first."""
+def prompt(tokenizer, prompt_id: str, images: Sequence[MediaHandle] = (), text: str = "Which digit is this?") -> Prompt:
+    """A prompt in the chat layout of the tiny model, images first."""
     special = tokenizer.convert_tokens_to_ids
     ids = [special("<|im_start|>"), *tokenizer.encode("user\n")]
     spans = []
-    for handle in pictures:
+    for handle in images:
         num_tokens = int(handle.reference.inputs["image_grid_thw"].prod()) // 4
         ids.append(special("<|vision_start|>"))
         spans.append(MediaSpan(len(ids), len(ids) + num_tokens))
         ids += [special("<|image_pad|>")] * num_tokens + [special("<|vision_end|>")]
     ids += [*tokenizer.encode(text), special("<|im_end|>")]
     tokens = np.array(ids, dtype=np.int32)
-    return Prompt(prompt_id, prompt_id, text, tokens, tokens, tuple(pictures), tuple(spans))
+    return Prompt(prompt_id, prompt_id, text, tokens, tokens, tuple(images), tuple(spans))
 
 
 def group(
@@ -101,9 +99,9 @@ def with_logprobs(scored: ScoredGroup, logprobs: Sequence[np.ndarray]) -> Scored
 
 
 def random_groups(tokenizer, num_groups: int, num_siblings: int, seed: int = 0, longest: int = 8) -> list[ScoredGroup]:
-    """Groups with no, one and two pictures in turn, responses of different lengths, rewards of 0 and 1."""
+    """Groups with no, one and two images in turn, responses of different lengths, rewards of 0 and 1."""
     rng = np.random.default_rng(seed)
-    sets = [[], [picture(seed + 1)], [picture(seed + 2, 2, 4), picture(seed + 3, 6, 4)]]
+    sets = [[], [image(seed + 1)], [image(seed + 2, 2, 4), image(seed + 3, 6, 4)]]
     groups = []
     for n in range(num_groups):
         asked = prompt(tokenizer, f"0/{n}/row-{n}", sets[n % 3])

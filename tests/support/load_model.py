@@ -15,7 +15,7 @@ from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 
 MAX_POSITIONS = 8192
 NUM_ROWS = 96  # prompts of one epoch
-PICTURE_SIDE = 448  # pixels: 256 tokens
+IMAGE_SIDE = 448  # pixels: 256 tokens
 LONG = 3000
 CONSTANT = 0.3  # in the first channel of every token
 
@@ -31,24 +31,24 @@ def write_load_model(folder: Path, mean_length: int) -> Path:
 
 
 def write_load_data(folder: Path, prompt_tokens: int) -> Path:
-    """Train, validation and test splits whose prompts have about 20, 600 (of which 128 are of two pictures) or 3,000
-    (of which 2,816 are of eleven pictures) tokens."""
+    """Train, validation and test splits whose prompts have about 20, 600 (of which 128 are of two images) or 3,000
+    (of which 2,816 are of eleven images) tokens."""
     folder.mkdir(parents=True)
-    num_pictures, num_letters = {20: (0, 4), 600: (2, 420), LONG: (11, 100)}[prompt_tokens]
-    side = PICTURE_SIDE if prompt_tokens == LONG else PICTURE_SIDE // 2
+    num_images, num_letters = {20: (0, 4), 600: (2, 420), LONG: (11, 100)}[prompt_tokens]
+    side = IMAGE_SIDE if prompt_tokens == LONG else IMAGE_SIDE // 2
     generator = np.random.default_rng(0)
-    pictures = [_write_picture(folder / f"{n}.png", side, generator) for n in range(24 if num_pictures else 0)]
+    paths = [_write_image(folder / f"{n}.png", side, generator) for n in range(24 if num_images else 0)]
     rows = []
     for n in range(NUM_ROWS):
-        images = [pictures[(n * 5 + k) % len(pictures)] for k in range(num_pictures)]
+        images = [paths[(n * 5 + k) % len(paths)] for k in range(num_images)]
         letters = "".join(generator.choice(list("abcdefghijklmnop "), num_letters))
-        rows.append({"id": f"{n:03}", "question": "<image>" * num_pictures + letters, "answer": "7", "image": images})
+        rows.append({"id": f"{n:03}", "question": "<image>" * num_images + letters, "answer": "7", "image": images})
     for split, part in (("train", rows), ("validation", rows[:8]), ("test", rows[:8])):
         (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
     return folder
 
 
-def _write_picture(path: Path, side: int, generator: np.random.Generator) -> str:
+def _write_image(path: Path, side: int, generator: np.random.Generator) -> str:
     coarse = generator.integers(0, 255, (16, 16, 3), dtype=np.uint8)
     Image.fromarray(coarse).resize((side, side)).save(path)
     return path.name

@@ -81,7 +81,7 @@ def make_metrics(sinks: Sequence[Sink], clock: Callable[[], float], tracer: RunT
     return Metrics(sinks, clock, accuracy_component="answer", samples=NoSamples(), tracer=tracer)
 
 
-def digit_picture(digit: str, size: int = 56) -> bytes:
+def digit_image(digit: str, size: int = 56) -> bytes:
     """A PNG with `digit` drawn on it."""
     image = Image.new("L", (size, size), 16)
     ImageDraw.Draw(image).text((size // 3, size // 5), digit, fill=235, font_size=size // 2)
@@ -96,13 +96,13 @@ def make_group(
     *,
     spans: Sequence[tuple[int, int]] = ((0, 4),),
     text: str = r"\boxed{3}",
-    pictures: Sequence[bytes] = (),
+    images: Sequence[bytes] = (),
     finish_reason: FinishReason = FinishReason.STOP,
 ) -> ScoredGroup:
     """A scored group with one response a reward; `spans` are (version, number of tokens) of every response."""
     media = tuple(
         MediaHandle(f"{sample_id}-{i}", "image", len(png), ProcessedMedia("image", {}, png))
-        for i, png in enumerate(pictures)
+        for i, png in enumerate(images)
     )
     prompt_text = f"<|im_start|>user\n{'<image>' * len(media)}Which digit is this?<|im_end|>"
     ids = np.arange(6, dtype=np.int32)
@@ -160,13 +160,13 @@ def _one_step(metrics: Metrics, clock: FakeClock, step: int, skill: float, noise
     groups = []
     for i in range(4):
         digit = str(noise.randrange(10))
-        answer = response or f"The picture shows the digit {digit}.\nThe answer is \\boxed{{{digit}}}."
+        answer = response or f"The image shows the digit {digit}.\nThe answer is \\boxed{{{digit}}}."
         rewards = [float(noise.random() < skill) for _ in range(4)]
         spans = ((step - 1, 12), (max(0, step - 2), noise.randrange(1, 9))) if step > 1 else ((0, 14),)
         finish = FinishReason.LENGTH if noise.random() < 0.06 else FinishReason.STOP
-        pictures = [digit_picture(digit)] * (1 + (i == 0))
+        images = [digit_image(digit)] * (1 + (i == 0))
         name = f"train-{4 * step + i:05d}"
-        groups.append(make_group(name, rewards, spans=spans, text=answer, pictures=pictures, finish_reason=finish))
+        groups.append(make_group(name, rewards, spans=spans, text=answer, images=images, finish_reason=finish))
     with metrics.step(step) as scope:
         for phase, seconds in {"wait_for_rollouts": 0.9, "reference": 0.2, "update": 0.7, "weight_sync": 0.15}.items():
             with scope.timed(phase):
@@ -194,7 +194,7 @@ def _write_side_files(folder: Path) -> None:
     skipped = [
         {"sample_id": "train-00017", "reason": "bad_media", "message": "images/17.png is empty (0 bytes)"},
         {"sample_id": "train-00230", "reason": "bad_media", "message": "images/230.png would decode to 4e9 pixels"},
-        {"sample_id": "train-00911", "reason": "bad_prompt", "message": "2 placeholders, 1 picture"},
+        {"sample_id": "train-00911", "reason": "bad_prompt", "message": "2 placeholders, 1 image"},
     ]
     (folder / "skipped.json").write_text(json.dumps(skipped))
     config = "name: digits-seed7\nseed: 7\nalgorithm:\n  advantage: grpo\n  max_staleness: 1\n"

@@ -1,4 +1,4 @@
-"""One update of text, one picture, three pictures and a video by one or two ranks of a backend."""
+"""One update of text, one image, three images and a video by one or two ranks of a backend."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mobula.deploy.wiring.parity_prompts import VIDEO, cases
 from mobula.learner.backends import fsdp2
 from mobula.learner.learner import Learner
 
-SHOWN = ("text", "text", "text", "text", "one picture", "several sizes", VIDEO, "picture and video")
+SHOWN = ("text", "text", "text", "text", "one image", "several sizes", VIDEO, "image and video")
 """More groups of text than of media, so that one of two ranks may have no medium in a micro-batch."""
 MEDIA = ("sampler.max_images_per_prompt=3", "sampler.max_videos_per_prompt=1", "data.max_prompt_tokens=512")
 BACKENDS = {

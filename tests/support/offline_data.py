@@ -16,30 +16,30 @@ Rows = Callable[[str, int, np.random.Generator], dict[str, Any]]
 QUESTION = "<image>Which digit is this? Answer in \\boxed{}."
 
 
-def conversation(picture: str, digit: int, rng: np.random.Generator) -> dict[str, Any]:
+def conversation(image: str, digit: int, rng: np.random.Generator) -> dict[str, Any]:
     """A row of `sft`: the digit is named."""
-    return {"messages": [_asked(picture), {"role": "assistant", "content": boxed(digit)}]}
+    return {"messages": [_asked(image), {"role": "assistant", "content": boxed(digit)}]}
 
 
-def pair(picture: str, digit: int, rng: np.random.Generator) -> dict[str, Any]:
+def pair(image: str, digit: int, rng: np.random.Generator) -> dict[str, Any]:
     """A row of `dpo` and `reward_model`: the digit against another one."""
-    return {"messages": [_asked(picture)], "chosen": boxed(digit), "rejected": boxed(_other(digit, rng))}
+    return {"messages": [_asked(image)], "chosen": boxed(digit), "rejected": boxed(_other(digit, rng))}
 
 
-def form_pair(picture: str, digit: int, rng: np.random.Generator) -> dict[str, Any]:
+def form_pair(image: str, digit: int, rng: np.random.Generator) -> dict[str, Any]:
     """A pair that a small model separates soon: an answer in its box against the bare digit."""
-    return {"messages": [_asked(picture)], "chosen": boxed(digit), "rejected": str(digit)}
+    return {"messages": [_asked(image)], "chosen": boxed(digit), "rejected": str(digit)}
 
 
-def scored(picture: str, digit: int, rng: np.random.Generator) -> dict[str, Any]:
+def scored(image: str, digit: int, rng: np.random.Generator) -> dict[str, Any]:
     """A row of `reward_model` with loss regression: half of the answers are boxed and have the score 1."""
     is_boxed = bool(rng.integers(2))
     answer = boxed(digit) if is_boxed else str(digit)
-    return {"messages": [_asked(picture), {"role": "assistant", "content": answer}], "score": float(is_boxed)}
+    return {"messages": [_asked(image), {"role": "assistant", "content": answer}], "score": float(is_boxed)}
 
 
 def write_rows(folder: Path, digits: Path, rows: Rows, **num_rows: int) -> Path:
-    """`<split>.jsonl` with `num_rows[split]` rows each, beside copies of the digits' pictures."""
+    """`<split>.jsonl` with `num_rows[split]` rows each, beside copies of the digits' images."""
     write_digits(digits, task="digits")
     shutil.copytree(digits / "images", folder / "images", dirs_exist_ok=True)
     rng = np.random.default_rng(0)
@@ -55,9 +55,9 @@ def boxed(digit: int) -> str:
     return rf"\boxed{{{digit}}}"
 
 
-def _asked(picture: str) -> dict[str, Any]:
+def _asked(image: str) -> dict[str, Any]:
     parts = [
-        {"type": "image_url", "image_url": {"url": picture}},
+        {"type": "image_url", "image_url": {"url": image}},
         {"type": "text", "text": QUESTION.removeprefix("<image>")},
     ]
     return {"role": "user", "content": parts}

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from learner_data import group, picture, prompt
+from learner_data import group, image, prompt
 
 from mobula.cluster.records.trajectory import ScoredGroup
 from mobula.configs.load import load_config
@@ -51,11 +51,11 @@ def config_of(folder: Path, job: str, *overrides: str) -> RunConfig:
 
 
 def rows(tokenizer, job: str, num: int = 6, seed: int = 0) -> list[ScoredGroup]:
-    """Text and pictures in turn; answers of several lengths, some tokens of which are not trained."""
+    """Text and images in turn; answers of several lengths, some tokens of which are not trained."""
     rng = np.random.default_rng(seed)
     made = []
     for n in range(num):
-        asked = prompt(tokenizer, f"{seed}/{n}/row", [[], [picture(n)], [picture(n), picture(n + 1, 2, 4)]][n % 3])
+        asked = prompt(tokenizer, f"{seed}/{n}/row", [[], [image(n)], [image(n), image(n + 1, 2, 4)]][n % 3])
         answers = [
             rng.integers(0, 250, size=rng.integers(2, 9)) for _ in range(1 if job in ("sft", "regression") else 2)
         ]

@@ -22,7 +22,7 @@ def component(name: str, function: str, weight: float = 1.0, /, **options: Any) 
 
 def component_of(name: str, function: str, **changes: Any) -> RewardComponent:
     least = {"weight": 1.0, "options": {}, "service": "reward"}
-    least |= {"needs_pictures": False, "retries": 0, "cache_entries": 0}
+    least |= {"needs_images": False, "retries": 0, "cache_entries": 0}
     return RewardComponent(name=name, function=function, **{**least, **changes})
 
 

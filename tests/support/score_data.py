@@ -66,6 +66,6 @@ def options(words: Sequence[str], folder: Path, **changes: Any) -> ScoringOption
 def score_file(path: Path, words: Sequence[str], *, num_processes: int = 1, **changes: Any) -> dict[str, Any]:
     """The report of a file."""
     chosen = options(words, path.parent, **changes)
-    source = open_source(path, needs_pictures=chosen.rewards.needs_pictures)
+    source = open_source(path, needs_images=chosen.rewards.needs_images)
     summary = score_source(source, chosen, num_processes=num_processes)
     return summary.report(chosen.rewards.accuracy_component, chosen.pass_threshold)

@@ -1,4 +1,4 @@
-"""Reward checkpoints of random weights, written as released ones are laid out, and pictures to score."""
+"""Reward checkpoints of random weights, written as released ones are laid out, and images to score."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from mobula.rewards.models.score_head import classifier_class
 LETTERS = "abcdefghijklmnopqrstuvwxyz "
 
 
-def picture(seed: int, size: tuple[int, int] = (64, 48)) -> bytes:
+def encoded_image(seed: int, size: tuple[int, int] = (64, 48)) -> bytes:
     """Noise as a PNG."""
     pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
     buffer = BytesIO()

@@ -16,7 +16,7 @@ from uuid import UUID
 import numpy as np
 
 from mobula.actors.datasets.audios import AudioInputs
-from mobula.actors.datasets.pictures import PictureError, PictureInputs, flat, is_absent
+from mobula.actors.datasets.images import ImageError, ImageInputs, flat, is_absent
 from mobula.actors.datasets.readers.base import is_missing
 from mobula.actors.datasets.rows import Row, RowError, Turn
 from mobula.actors.datasets.videos import VideoInputs
@@ -28,7 +28,7 @@ Record = Mapping[str, Any]
 ROLES = ("system", "user", "assistant", "tool")
 VALUES = (str, bool, Real, Decimal, Mapping, list, tuple, np.ndarray)  # types that `text_of` writes
 COLUMN = re.compile(r"`(\w+)`")  # of the format, in an error message
-NAMES = {"image": "picture", "video": "video", "audio": "sound"}  # in error messages
+NAMES = {"image": "image", "video": "video", "audio": "sound"}  # in error messages
 MEDIA_COLUMNS = ("images", "image", "videos", "video", "audios", "audio")
 
 
@@ -61,7 +61,7 @@ class RowFormat:
 
 def finish(
     draft: Draft,
-    pictures: PictureInputs,
+    inputs: ImageInputs,
     videos: VideoInputs,
     audios: AudioInputs,
     *,
@@ -77,7 +77,7 @@ def finish(
         MediaError: a web URL is not allowed or cannot be fetched.
     """
     answer = text_of(draft.answer, "answer")
-    images, shown = pictures.resolve(draft.images, name), videos.resolve_videos(draft.videos, name)
+    images, shown = inputs.resolve(draft.images, name), videos.resolve_videos(draft.videos, name)
     played = audios.resolve_audios(draft.audios, name)
     turns = list(draft.turns)
     for kind, media in (("audio", played), ("video", shown), ("image", images)):
@@ -129,7 +129,7 @@ def _placed(turns: Sequence[Turn], kind: str, own: str, num_media: int, in_front
 
 def named(error: SkippedSample, sample: str, columns: Mapping[str, str]) -> RowError:
     """The error with the name of its record. `columns` says what a column of the format is called in the data."""
-    detail = error.detail if isinstance(error, RowError | PictureError) else str(error)
+    detail = error.detail if isinstance(error, RowError | ImageError) else str(error)
     return RowError(error.reason, COLUMN.sub(lambda found: f"`{columns.get(found[1], found[1])}`", detail), sample)
 
 
@@ -250,7 +250,7 @@ def plain(value: Any) -> Any:
 
 
 def images_of(record: Record, in_turns: Sequence[Any]) -> Any:
-    """The pictures that stand in the turns, or in the columns `images` and `image`; None if there are none.
+    """The images that stand in the turns, or in the columns `images` and `image`; None if there are none.
 
     Raises:
         RowError: they stand in both.

@@ -3,7 +3,7 @@
     {"prompt": "Which digit?", "images": ["a.png"], "reference": "7", "label": "digit"}
 
 The prompt is a text or chat turns (`role`/`content` or `from`/`value`); answers of the assistant are left out. A prompt
-without `<image>` has its pictures in front of the question, one
+without `<image>` has its images in front of the question, one
 without `<video>` its videos. The reference is looked up in `reference`, `answer`,
 `extra_info.reference`, `reward_model.ground_truth`, `ground_truth` and `extra_info.constraints`; the label in `label`
 and `extra_info.label`.
@@ -57,7 +57,7 @@ def read(record: Record) -> Draft:
     if prompt is None:
         raise RowError("missing_prompt", "the row has no `prompt`: add it")
     asked_in = ([Turn("user", prompt)], [], [], []) if isinstance(prompt, str) else turns_of(prompt, "prompt")
-    turns, pictures, videos, audios = asked_in
+    turns, images, videos, audios = asked_in
     asked, _ = split_response(turns, "prompt")
     info = record.get("extra_info")
     info = info if isinstance(info, Mapping) else {}
@@ -65,7 +65,7 @@ def read(record: Record) -> Draft:
         turns=asked,
         answer=only_one(first_of(record, *REFERENCES)),
         sample_id=present(record, "id"),
-        images=images_of(record, pictures),
+        images=images_of(record, images),
         videos=videos_of(record, videos),
         audios=audios_of(record, audios),
         label=first_of(record, "label", "extra_info.label"),

@@ -1,4 +1,4 @@
-"""Records of chat turns, as in OpenAI's API: `messages`, pictures in their parts or in `images`.
+"""Records of chat turns, as in OpenAI's API: `messages`, images in their parts or in `images`.
 
     {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a.png"}},
                                                {"type": "text", "text": "Which digit?"}]}], "answer": "7"}
@@ -38,7 +38,7 @@ COLUMNS = (
 
 
 def read(record: Record) -> Draft:
-    turns, pictures, videos, audios = turns_of(record.get("messages"), "messages")
+    turns, images, videos, audios = turns_of(record.get("messages"), "messages")
     asked, response = split_response(turns, "messages")
     chosen, rejected = (response_of(record.get(column), column) for column in ("chosen", "rejected"))
     solution = first_given(present(record, "solution"), response, chosen)
@@ -48,7 +48,7 @@ def read(record: Record) -> Draft:
         answer=first_given(first_of(record, "answer"), solution),
         sample_id=present(record, "id"),
         solution=solution,
-        images=images_of(record, pictures),
+        images=images_of(record, images),
         videos=videos_of(record, videos),
         audios=audios_of(record, audios),
         chosen=chosen,

@@ -2,7 +2,7 @@ r"""Records of a question and its answer, as in MAYE: `question`, `answer`, `ima
 
     {"id": "12", "question": "<image>Which digit?", "answer": "7", "solution": "\\boxed{7}", "image": "images/12.png"}
 
-`image` (or `images`) is one picture, a list of pictures, one for each `<image>` in order, or absent; `video` (or
+`image` (or `images`) is one image, a list of images, one for each `<image>` in order, or absent; `video` (or
 `videos`) the same for each `<video>`, `audio` (or `audios`) for each `<audio>`. A record without
 `solution` gets its answer in a `\boxed{}`. `metadata`, a mapping, and every column beyond these travel with the row to
 the reward functions.

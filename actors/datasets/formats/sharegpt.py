@@ -1,6 +1,6 @@
 """Records of LLaMA-Factory's sharegpt format: `conversations` of `from` and `value`, `system`, `images`.
 
-`image` is another name of `images`; both hold one picture or a list.
+`image` is another name of `images`; both hold one image or a list.
 
     {"conversations": [{"from": "human", "value": "<image>Which digit?"}, {"from": "gpt", "value": "It is 7."}],
      "images": ["a.png"]}
@@ -41,7 +41,7 @@ COLUMNS = (
 
 
 def read(record: Record) -> Draft:
-    turns, pictures, videos, audios = turns_of(record.get("conversations"), "conversations")
+    turns, images, videos, audios = turns_of(record.get("conversations"), "conversations")
     asked, response = split_response(turns, "conversations")
     system = first_of(record, "system")
     chosen, rejected = (response_of(record.get(column), column) for column in ("chosen", "rejected"))
@@ -51,7 +51,7 @@ def read(record: Record) -> Draft:
         answer=first_given(first_of(record, "answer"), solution),
         sample_id=present(record, "id"),
         solution=solution,
-        images=images_of(record, pictures),
+        images=images_of(record, images),
         videos=videos_of(record, videos),
         audios=audios_of(record, audios),
         chosen=chosen,

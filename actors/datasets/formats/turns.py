@@ -26,10 +26,10 @@ FROM_ROLES = {
 
 
 def turns_of(messages: Any, column: str) -> tuple[list[Turn], list[Any], list[Any], list[Any]]:
-    """The turns, and the pictures, the videos and the sounds that stand in their parts, in order.
+    """The turns, and the images, the videos and the sounds that stand in their parts, in order.
 
-    A turn is `{"role", "content"}` or `{"from", "value"}`; content is a text or a list of parts. A picture part without
-    a picture is a placeholder for one of the row's own pictures, and so is one of a video or a sound.
+    A turn is `{"role", "content"}` or `{"from", "value"}`; content is a text or a list of parts. An image part without
+    an image is a placeholder for one of the row's own images, and so is one of a video or a sound.
 
     Raises:
         RowError: something else stands there.

@@ -33,7 +33,7 @@ COLUMNS = ("prompt", *MEDIA_COLUMNS, "reward_model", "data_source", "extra_info"
 def read(record: Record) -> Draft:
     prompt = record.get("prompt")
     asked_in = ([Turn("user", prompt)], [], [], []) if isinstance(prompt, str) else turns_of(prompt, "prompt")
-    turns, pictures, videos, audios = asked_in
+    turns, images, videos, audios = asked_in
     asked, response = split_response(turns, "prompt")
     truth = only_one(first_of(record, "reward_model.ground_truth"))
     info = record.get("extra_info") or {}
@@ -51,7 +51,7 @@ def read(record: Record) -> Draft:
         answer=truth,
         sample_id=info.get("id"),
         solution=response,
-        images=images_of(record, pictures),
+        images=images_of(record, images),
         videos=videos_of(record, videos),
         audios=audios_of(record, audios),
         label=record.get("data_source"),

@@ -38,7 +38,7 @@ class Table(Protocol):
 
     @property
     def root(self) -> Path:
-        """The folder in which the paths of pictures begin."""
+        """The folder in which the paths of images begin."""
         ...
 
     @property

@@ -95,7 +95,7 @@ def _texts_of_csv(datasets: Any, info: Any) -> Any:
 
 
 def as_files(datasets: Any, feature: Any) -> Any:
-    """The feature with the files of pictures, sounds and videos in their place, at any depth of lists and structs.
+    """The feature with the files of images, sounds and videos in their place, at any depth of lists and structs.
 
     Decoded ones would be encoded again, and lose what they were; and sounds and videos need torchcodec.
     """

@@ -1,6 +1,6 @@
 """WebDataset shards: tar files in which the members of one sample follow each other and share the name up to a dot.
 
-`000012.json` holds the record, `000012.png` (or `000012.0.jpg`, `000012.1.jpg`) its pictures in order, `000012.mp4` (or
+`000012.json` holds the record, `000012.png` (or `000012.0.jpg`, `000012.1.jpg`) its images in order, `000012.mp4` (or
 `000012.0.mp4`, ...) its videos, `000012.wav` (or `000012.0.flac`, ...) its sounds; a GIF is a video if `video` is in
 its name, `000012.video.gif`. A text member such as `000012.question.txt` or `000012.answer` is the column
 `question.txt` or `answer`, without the byte order mark and the end of its last line.
@@ -15,14 +15,14 @@ from pathlib import Path
 
 import numpy as np
 
-from mobula.actors.datasets.pictures import EncodedFile
+from mobula.actors.datasets.images import EncodedFile
 from mobula.actors.datasets.readers.base import SUFFIXES, Opened, Record, Table, files_of, read_one_by_one
 from mobula.actors.datasets.readers.json_files import parse_object
 from mobula.actors.datasets.rows import RowError
 from mobula.cluster.errors import DatasetError
 from mobula.cluster.records.json_lines import refuse_compressed
 
-PICTURES = ("png", "jpg", "jpeg", "webp", "gif", "bmp", "tif", "tiff")
+IMAGES = ("png", "jpg", "jpeg", "webp", "gif", "bmp", "tif", "tiff")
 VIDEOS = ("mp4", "mkv", "avi", "mov", "webm", "mpeg", "mpg", "ogv", "flv")
 SOUNDS = ("wav", "flac", "mp3", "ogg", "aiff", "aif", "m4a", "mka", "aac")
 
@@ -73,7 +73,7 @@ class ShardTable:
 
     def record(self, place: int) -> Record:
         record: dict[str, object] = {}
-        pictures: list[EncodedFile] = []
+        images: list[EncodedFile] = []
         videos: list[EncodedFile] = []
         audios: list[EncodedFile] = []
         for member in range(self._first[place], self._first[place + 1]):
@@ -84,13 +84,13 @@ class ShardTable:
                 videos.append(EncodedFile(content, f"{self.name(place)} .{extension}"))
             elif last in SOUNDS:
                 audios.append(EncodedFile(content, f"{self.name(place)} .{extension}"))
-            elif last in PICTURES:
-                pictures.append(EncodedFile(content, f"{self.name(place)} .{extension}"))
+            elif last in IMAGES:
+                images.append(EncodedFile(content, f"{self.name(place)} .{extension}"))
             elif last == "json":
                 record.update(parse_object(content, f".{extension} of the sample"))
             else:
                 record[extension] = _text(content, extension)
-        media = {"images": pictures, "videos": videos, "audios": audios}
+        media = {"images": images, "videos": videos, "audios": audios}
         return {**record, **{column: files for column, files in media.items() if files}}
 
     def name(self, place: int) -> str:

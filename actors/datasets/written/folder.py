@@ -14,7 +14,7 @@ Rows = Mapping[str, Sequence[Mapping[str, Any]]]  # split -> the lines of its JS
 
 
 def install_dataset(folder: Path, marker: Mapping[str, Any], build: Callable[[Path], Rows]) -> Path:
-    """`build` writes pictures below a new folder and returns the rows; the folder is then renamed to its place.
+    """`build` writes images below a new folder and returns the rows; the folder is then renamed to its place.
 
     `marker` holds the arguments that decide the content. A folder that already holds this very dataset is left alone;
     of several processes that write it at once the first one wins.

@@ -1,4 +1,4 @@
-"""Shared parts of adapters of a user's environment class: PIL pictures, an event loop of its own."""
+"""Shared parts of adapters of a user's environment class: PIL images, an event loop of its own."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from PIL import Image
 T = TypeVar("T")
 
 
-def as_png(picture: Image.Image) -> bytes:
+def as_png(image: Image.Image) -> bytes:
     file = BytesIO()
-    picture.convert("RGB").save(file, format="PNG")
+    image.convert("RGB").save(file, format="PNG")
     return file.getvalue()
 
 

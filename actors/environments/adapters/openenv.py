@@ -28,7 +28,7 @@ class OpenEnv:
 
     A turn becomes an action: with `action_format=text` it is the field `action_field`, with `json` the turn is a JSON
     object. An observation shows `instruction` at first and the fields of `text_fields`, or all but its metadata as JSON
-    where it names none; `picture_fields` hold pictures in base64. `timeout_s` bounds a message; the host's deadlines
+    where it names none; `image_fields` hold images in base64. `timeout_s` bounds a message; the host's deadlines
     come first.
 
     Raises:
@@ -46,7 +46,7 @@ class OpenEnv:
         action_format: Literal["text", "json"] = "text",
         action_field: str = "message",
         text_fields: Sequence[str] = (),
-        picture_fields: Sequence[str] = (),
+        image_fields: Sequence[str] = (),
         max_message_bytes: int = 16 << 20,
         timeout_s: float = 60.0,
     ) -> None:
@@ -55,7 +55,7 @@ class OpenEnv:
         self._url = _websocket_url(url)
         self._instruction = instruction
         self._action_field = action_field if action_format == "text" else ""
-        self._text_fields, self._picture_fields = tuple(text_fields), tuple(picture_fields)
+        self._text_fields, self._image_fields = tuple(text_fields), tuple(image_fields)
         self._max_message_bytes = max_message_bytes
         self._timeout_s = timeout_s
         self.spec = EnvironmentSpec(max_turns=max_turns)
@@ -66,7 +66,7 @@ class OpenEnv:
     def reset(self, *, seed: int, options: Mapping[str, Any]) -> Reset:
         answer = self._loop.run(self._exchange({"type": "reset", "data": {"seed": seed}}))
         message = self._message(answer)
-        first = Message("user", f"{self._instruction}\n{message.text}".strip(), message.pictures)
+        first = Message("user", f"{self._instruction}\n{message.text}".strip(), message.images)
         return Reset((first,), {})
 
     def step(self, action: Action) -> Step:
@@ -92,13 +92,13 @@ class OpenEnv:
 
     def _message(self, answer: Mapping[str, Any]) -> Message:
         observation = answer["observation"]
-        pictures = tuple(base64.b64decode(observation[name]) for name in self._picture_fields if observation.get(name))
+        images = tuple(base64.b64decode(observation[name]) for name in self._image_fields if observation.get(name))
         if self._text_fields:
             text = "\n".join(str(observation[name]) for name in self._text_fields)
         else:
-            shown = {k: v for k, v in observation.items() if k not in (*self._picture_fields, "metadata")}
+            shown = {k: v for k, v in observation.items() if k not in (*self._image_fields, "metadata")}
             text = json.dumps(shown, ensure_ascii=False)
-        return marked_message("user", IMAGE_MARK * len(pictures) + text, pictures)
+        return marked_message("user", IMAGE_MARK * len(images) + text, images)
 
     async def _exchange(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Send a message; the data of the observation that answers it."""

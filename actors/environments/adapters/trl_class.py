@@ -65,13 +65,13 @@ class TRLClass:
     def reset(self, *, seed: int, options: Mapping[str, Any]) -> Reset:
         self._turn = 0
         row = self._rows[seed % len(self._rows)] if self._rows else {"seed": seed}
-        text, pictures = _content(self._environment.reset(**row))
+        text, images = _content(self._environment.reset(**row))
         parts = [
             describe_tools(self.spec.tools) if self.spec.tools else "",
             _prompt_of(row, self._instruction),
             text,
         ]
-        message = marked_message("user", "\n".join(part for part in parts if part), pictures)
+        message = marked_message("user", "\n".join(part for part in parts if part), images)
         return Reset((message,), {key: str(row[key]) for key in ("answer", "solution") if row.get(key) is not None})
 
     def step(self, action: Action) -> Step:
@@ -134,14 +134,14 @@ def _prompt_of(row: Mapping[str, Any], instruction: str) -> str:
 
 
 def _content(given: Any) -> tuple[str, tuple[bytes, ...]]:
-    """Text with a placeholder for each picture, and the pictures: of None, a text, a picture, or a list of parts."""
+    """Text with a placeholder for each image, and the images: of None, a text, an image, or a list of parts."""
     if given is None:
         return "", ()
     if isinstance(given, Image.Image):
         return IMAGE_MARK, (as_png(given),)
     if isinstance(given, Sequence) and not isinstance(given, str):
         parts = [_content(part) for part in given]
-        return "".join(text for text, _ in parts), tuple(p for _, pictures in parts for p in pictures)
+        return "".join(text for text, _ in parts), tuple(p for _, images in parts for p in images)
     if isinstance(given, Mapping) and given.get("type") == "image":
         return _content(given["image"])
     if isinstance(given, Mapping) and given.get("type") == "text":

@@ -14,7 +14,7 @@ class VAGENClass:
     """`target` is the class, made with `config` as its only argument.
 
     An observation is `{"obs_str": ..., "multi_modal_input": {"<image>": [PIL images]}}` with a placeholder for each
-    picture. `step` returns 4 values, `done` of which ends the episode, or 5, with `terminated` and `truncated`.
+    image. `step` returns 4 values, `done` of which ends the episode, or 5, with `terminated` and `truncated`.
 
     Source: VAGEN, `vagen/envs/gym_image_env.py`.
     """
@@ -43,8 +43,8 @@ class VAGENClass:
 def _message(role: str, observation: Any) -> Message:
     if isinstance(observation, str):
         return Message(role, observation)
-    pictures = (observation.get("multi_modal_input") or {}).get(IMAGE_PLACEHOLDER, ())
-    return Message(role, str(observation["obs_str"]), tuple(as_png(picture) for picture in pictures))
+    images = (observation.get("multi_modal_input") or {}).get(IMAGE_PLACEHOLDER, ())
+    return Message(role, str(observation["obs_str"]), tuple(as_png(image) for image in images))
 
 
 def _texts(info: Mapping[str, Any]) -> dict[str, str]:

@@ -42,14 +42,12 @@ class EnvironmentSession:
         run: Callable[..., Awaitable[Any]],
         config: EnvironmentConfig,
         *,
-        takes_pictures: bool,
+        takes_images: bool,
     ) -> None:
         self._environment = environment
         self._run = run
         self._config = config
-        self._checked = partial(
-            checked_observation, max_bytes=config.max_observation_bytes, takes_pictures=takes_pictures
-        )
+        self._checked = partial(checked_observation, max_bytes=config.max_observation_bytes, takes_images=takes_images)
 
     @property
     def spec(self) -> EnvironmentSpec:
@@ -87,9 +85,9 @@ class EnvironmentPool:
     thread is lost until the call returns.
     """
 
-    def __init__(self, config: EnvironmentConfig, *, takes_pictures: bool) -> None:
+    def __init__(self, config: EnvironmentConfig, *, takes_images: bool) -> None:
         self._config = config
-        self._takes_pictures = takes_pictures
+        self._takes_images = takes_images
         self._idle: list[Environment] = []
         self._slots = asyncio.Semaphore(config.max_concurrent)
         self._threads = ThreadPoolExecutor(config.max_concurrent, thread_name_prefix="environment")
@@ -100,7 +98,7 @@ class EnvironmentPool:
         async with self._slots:
             environment = self._idle.pop() if self._idle else await self._make()
             try:
-                yield EnvironmentSession(environment, self._run, self._config, takes_pictures=self._takes_pictures)
+                yield EnvironmentSession(environment, self._run, self._config, takes_images=self._takes_images)
             except BaseException:
                 self._threads.submit(environment.close)
                 raise

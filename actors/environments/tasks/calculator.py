@@ -31,21 +31,21 @@ NUMBER = re.compile(r"-?\d+")
 class Calculator:
     """The reward is 1 for an answer whose last number is right, and `tool_bonus` more if the calculator was used.
 
-    With `pictures` the operands are handwritten digits of scikit-learn, which the policy has to read. An option of a
+    With `images` the operands are handwritten digits of scikit-learn, which the policy has to read. An option of a
     reset is `max_operand`.
     """
 
-    def __init__(self, *, pictures: bool, max_operand: int, max_turns: int, tool_bonus: float) -> None:
+    def __init__(self, *, images: bool, max_operand: int, max_turns: int, tool_bonus: float) -> None:
         if max_turns < 1:
             raise ValueError(f"max_turns={max_turns} is unfit: give 1 or more")
         self.spec = EnvironmentSpec(max_turns=max_turns, tools=(CALCULATOR,), demonstrates=True)
-        self._pictures = pictures
+        self._images = images
         self._max_operand = self._checked(max_operand)
         self._tool_bonus = tool_bonus
         self._expression = ""
         self._result = 0
         self._has_used_tool = False
-        self._digits = _digits() if pictures else {}
+        self._digits = _digits() if images else {}
 
     def reset(self, *, seed: int, options: Mapping[str, Any]) -> Reset:
         choice, largest = Random(seed), self._checked(options.get("max_operand", self._max_operand))
@@ -53,10 +53,10 @@ class Calculator:
         sign = choice.choice(SIGNS)
         expression = f"{first} {sign} {second}"
         self._expression, self._result, self._has_used_tool = expression, evaluate(expression), False
-        pictures = tuple(choice.choice(self._digits[value]) for value in (first, second)) if self._pictures else ()
-        task = f"<image> {sign} <image>" if self._pictures else expression
+        images = tuple(choice.choice(self._digits[value]) for value in (first, second)) if self._images else ()
+        task = f"<image> {sign} <image>" if self._images else expression
         text = f"{describe_tools(self.spec.tools)}\nCompute {task} and answer with the number alone."
-        return Reset((Message("user", text, pictures),), {"answer": str(self._result), "solution": self.demonstrate()})
+        return Reset((Message("user", text, images),), {"answer": str(self._result), "solution": self.demonstrate()})
 
     def step(self, action: Action) -> Step:
         if action.tool_calls:
@@ -76,8 +76,8 @@ class Calculator:
         """Nothing is held."""
 
     def _checked(self, max_operand: int) -> int:
-        if not 0 <= max_operand <= (9 if self._pictures else MAX_VALUE):
-            raise ValueError(f"max_operand={max_operand} is unfit: give 0 to 9 with pictures, else 0 to {MAX_VALUE}")
+        if not 0 <= max_operand <= (9 if self._images else MAX_VALUE):
+            raise ValueError(f"max_operand={max_operand} is unfit: give 0 to 9 with images, else 0 to {MAX_VALUE}")
         return max_operand
 
     def _called(self, action: Action) -> str:
@@ -129,13 +129,13 @@ def _equal(text: str, value: int) -> bool:
 
 
 def _digits() -> dict[int, list[bytes]]:
-    """Encoded pictures of scikit-learn's handwritten digits, by value."""
-    from sklearn.datasets import load_digits  # slow to import, and only pictures need it
+    """Encoded images of scikit-learn's handwritten digits, by value."""
+    from sklearn.datasets import load_digits  # slow to import, and only images need it
 
     images, labels = load_digits(return_X_y=True)
     grey = (images.reshape(-1, 8, 8) * 255 / WHITE).astype(np.uint8)
     pixels = np.repeat(grey[..., None], 3, axis=-1)
     found: dict[int, list[bytes]] = {digit: [] for digit in range(10)}
-    for picture, label in zip(pixels, labels.tolist(), strict=True):
-        found[label].append(encoded(picture, scale=SCALE))
+    for image, label in zip(pixels, labels.tolist(), strict=True):
+        found[label].append(encoded(image, scale=SCALE))
     return found

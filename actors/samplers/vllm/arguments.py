@@ -49,7 +49,7 @@ def engine_args(settings: EngineSettings) -> AsyncEngineArgs:
         logprobs_mode="processed_logprobs",
         max_logprobs=-1,  # a cut distribution is reported whole
         generation_config="vllm",  # the checkpoint's own sampling defaults must not leak in
-        mm_processor_cache_gb=0,  # pictures arrive processed, ...
+        mm_processor_cache_gb=0,  # images arrive processed, ...
         mm_device_do_normalize=False,  # ... normalised included
         weight_transfer_config=WeightTransferConfig(backend=WEIGHT_TRANSFER),
         worker_extension_cls="mobula.actors.samplers.vllm.weights.WorkerExtension",

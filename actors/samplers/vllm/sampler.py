@@ -1,7 +1,7 @@
 """Sampling with vLLM's AsyncLLM: token in, token out, one request a group, continuous batching across prompts.
 
 The engine gets the expanded prompt ids and the very tensors that the learner trains on, so nothing is tokenised or
-processed twice and the two sides cannot disagree about a picture.
+processed twice and the two sides cannot disagree about an image.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ from mobula.cluster.runtime.vitals import EngineLoad
 from mobula.cluster.weight_sync.manifest import Manifest
 from mobula.cluster.weight_sync.transport import Rendezvous
 from mobula.learner.policies.families import family_of
-from mobula.learner.policies.families.base import AudioFamily, PictureFamily, VideoFamily
+from mobula.learner.policies.families.base import AudioFamily, ImageFamily, VideoFamily
 
 _logger = logging.getLogger(__name__)
 
 LAST_TO_WAKE = "kv_cache"
 CORE_WATCH_S = 0.5  # how often the core is checked
-MAX_LAYOUTS = 1024  # of the pictures of a prompt, as sizes
+MAX_LAYOUTS = 1024  # of the images of a prompt, as sizes
 DRAIN_S = 0.05  # that responses which are about to end have, once a push is there: cut, they would be computed again
 MAX_BYTES_BESIDE = 1 << 30  # of weights that may arrive in host memory while the engine samples on with those it has
 
@@ -92,7 +92,7 @@ class VLLMSampler:
             keep_sampled_logprobs_alone()
         warnings.filterwarnings(
             "ignore", message="The given NumPy array is not writable"
-        )  # one picture alone is not copied
+        )  # one image alone is not copied
         start = in_process_engine if self._settings.device == "cpu" else engine_in_its_own_process
         loggers = [lambda config, index: self._load] if self._settings.reports_load else None
         try:
@@ -108,7 +108,7 @@ class VLLMSampler:
             self._model = self._engine.model_config.hf_config
             self._family = family_of(self._model, self._settings.model)
             self._placeholder_ids: dict[str, int] = {}  # none where a family takes text alone
-            if isinstance(self._family, PictureFamily):
+            if isinstance(self._family, ImageFamily):
                 self._placeholder_ids["image"] = self._family.placeholder_id(self._model)
             if isinstance(self._family, VideoFamily):
                 self._placeholder_ids["video"] = self._family.video_placeholder_id(self._model)
@@ -237,7 +237,7 @@ class VLLMSampler:
         """The safe order: freeze, reload, stamp, drop every cache that saw the old weights, go on. Returns the stamp.
 
         `clear_cache` preempts running requests, so that all they hold is computed again; what they keep otherwise is
-        not shared with later requests (`_cache_salt`). Pictures are embedded again in either case. What comes to a
+        not shared with later requests (`_cache_salt`). Images are embedded again in either case. What comes to a
         frozen engine waits in it, and is sampled with the new weights. An engine whose reload fails stays frozen: its
         weights are neither old nor new.
         """
@@ -355,7 +355,7 @@ class VLLMSampler:
                 assert isinstance(self._family, AudioFamily)
                 arrays |= self._family.audio_engine_inputs(self._model, inputs)
             else:
-                assert isinstance(self._family, PictureFamily)
+                assert isinstance(self._family, ImageFamily)
                 arrays |= self._family.engine_inputs(self._model, inputs)
         features = BatchFeature({key: _tensors(array) for key, array in arrays.items()})
         return mm_input(
@@ -372,10 +372,10 @@ class VLLMSampler:
         self, compact_ids: list[int], media: Mapping[str, list[Any]], options: Mapping[str, int]
     ) -> list[int]:
         """The ids that vLLM's own processing makes of a compact prompt, with our placeholders of videos; `media` has
-        pictures (`image`), videos (`video`, each frames and metadata) and audio clips (`audio`, each samples and rate);
+        images (`image`), videos (`video`, each frames and metadata) and audio clips (`audio`, each samples and rate);
         `options` are settings of the image processor.
 
-        Requests do not use it: they bring expanded ids and processed pictures.
+        Requests do not use it: they bring expanded ids and processed images.
         """
         processor = MULTIMODAL_REGISTRY.create_processor(self._engine.model_config)
         items = processor.info.parse_mm_data(dict(media))
@@ -392,7 +392,7 @@ class VLLMSampler:
         return PlaceholderRange(span.start, span.end - span.start, None if is_embed.all() else is_embed)
 
     def _fields(self, features: BatchFeature, arrays: Mapping[str, np.ndarray | list[np.ndarray]]) -> Any:
-        """How vLLM cuts the tensors of a prompt into pictures: by their sizes (shapes and whole numbers), never by
+        """How vLLM cuts the tensors of a prompt into images: by their sizes (shapes and whole numbers), never by
         their pixels. It takes longer to work out than all else about an input, and sizes come again and again.
         """
         layout = tuple((name, _layout_of(array)) for name, array in arrays.items())

@@ -113,7 +113,7 @@ def render_report(
         faults=_fault_rows(run.faults)[-_MAX_FAULT_ROWS:],
         num_faults=len(run.faults),
         samples=sorted(run.samples.samples, key=_sample_order),
-        pictures={key: _data_uri(png) for key, png in run.samples.thumbnails.items()},
+        images={key: _data_uri(png) for key, png in run.samples.thumbnails.items()},
         skipped_counts=sorted(Counter(row.reason for row in run.skipped).items()),
         skipped=run.skipped[:_MAX_SKIPPED_ROWS],
         num_skipped=len(run.skipped),
@@ -138,7 +138,7 @@ def _facts(run: RunFolder) -> list[Fact]:
         Fact("learner", f"{s.learner_ranks} × {s.learner_backend}", "ranks"),
         Fact("canary", _optional(s.canary_max), "largest gap after a push"),
         Fact("mean length", _optional(s.response_length), _lengths_not_trained(s.rejected_length, unit)),
-        Fact("pictures stored", _size(s.media_bytes_unique), f"unshared {_size(s.media_bytes_referenced)}"),
+        Fact("images stored", _size(s.media_bytes_unique), f"unshared {_size(s.media_bytes_referenced)}"),
         *_stage(run),
     ]
 

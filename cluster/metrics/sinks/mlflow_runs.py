@@ -11,7 +11,7 @@ import mlflow
 import yaml
 from mlflow.entities import Metric
 
-from mobula.cluster.metrics.sinks.sample_rows import COLUMNS, TABLE, cells, pictures
+from mobula.cluster.metrics.sinks.sample_rows import COLUMNS, TABLE, cells, images
 from mobula.cluster.metrics.sinks.scalars import evaluation_scalars, step_scalars
 from mobula.cluster.metrics.sinks.trackers import TrackedRun
 from mobula.cluster.metrics.step_records import EvaluationRecord, SampleRecord, StepRecord
@@ -53,8 +53,8 @@ class MlflowSink:
         rows = [dict(zip(COLUMNS, cells(sample), strict=True)) for sample in samples]
         self._client.log_dict(self._run_id, {TABLE: rows}, f"{folder}/{TABLE}.json")
         for sample in samples:
-            for number, picture in enumerate(pictures(sample)):
-                self._client.log_image(self._run_id, picture, artifact_file=f"{folder}/{sample.kind}-{number}.png")
+            for number, image in enumerate(images(sample)):
+                self._client.log_image(self._run_id, image, artifact_file=f"{folder}/{sample.kind}-{number}.png")
 
     def close(self) -> None:
         self._client.set_terminated(self._run_id)

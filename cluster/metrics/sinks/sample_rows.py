@@ -19,5 +19,5 @@ def cells(sample: SampleRecord) -> list[Any]:
     return [sample.step, sample.kind, sample.prompt, sample.response, references, sample.reward]
 
 
-def pictures(sample: SampleRecord) -> list[Image.Image]:
-    return [Image.open(io.BytesIO(png)) for png in sample.pictures]
+def images(sample: SampleRecord) -> list[Image.Image]:
+    return [Image.open(io.BytesIO(png)) for png in sample.images]

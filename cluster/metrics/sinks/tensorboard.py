@@ -36,9 +36,7 @@ class TensorBoardSink:
         for sample in samples:
             name = f"samples/{sample.kind}"
             self._writer.add_text(name, _as_code(sample), sample.step)
-            values = [
-                Summary.Value(tag=f"{name}/picture_{n}", image=_picture(png)) for n, png in enumerate(sample.pictures)
-            ]
+            values = [Summary.Value(tag=f"{name}/image_{n}", image=_image(png)) for n, png in enumerate(sample.images)]
             if values:
                 self._add(values, sample.step)
 
@@ -63,7 +61,7 @@ def _as_code(sample: SampleRecord) -> str:
     )
 
 
-def _picture(png: bytes) -> Summary.Image:
+def _image(png: bytes) -> Summary.Image:
     with Image.open(io.BytesIO(png)) as image:
         width, height = image.size
     return Summary.Image(width=width, height=height, colorspace=3, encoded_image_string=png)

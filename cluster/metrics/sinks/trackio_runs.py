@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from mobula.cluster.metrics.sinks.sample_rows import COLUMNS, TABLE, cells, pictures
+from mobula.cluster.metrics.sinks.sample_rows import COLUMNS, TABLE, cells, images
 from mobula.cluster.metrics.sinks.scalars import evaluation_scalars, step_scalars
 from mobula.cluster.metrics.sinks.trackers import TrackedRun
 from mobula.cluster.metrics.step_records import EvaluationRecord, SampleRecord, StepRecord
@@ -44,8 +44,8 @@ class TrackioSink:
     def emit_samples(self, samples: Sequence[SampleRecord]) -> None:
         """Logs a table of the step's responses with their images."""
         image = self._library.Image
-        rows = [[*cells(sample), [image(opened) for opened in pictures(sample)]] for sample in samples]
-        table = self._library.Table(columns=[*COLUMNS, "pictures"], data=rows)
+        rows = [[*cells(sample), [image(opened) for opened in images(sample)]] for sample in samples]
+        table = self._library.Table(columns=[*COLUMNS, "images"], data=rows)
         self._run.log({STEP: samples[0].step, TABLE: table}, step=samples[0].step)
 
     def close(self) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import wandb
 
-from mobula.cluster.metrics.sinks.sample_rows import COLUMNS, TABLE, cells, pictures
+from mobula.cluster.metrics.sinks.sample_rows import COLUMNS, TABLE, cells, images
 from mobula.cluster.metrics.sinks.scalars import evaluation_scalars, step_scalars
 from mobula.cluster.metrics.sinks.trackers import TrackedRun
 from mobula.cluster.metrics.step_records import EvaluationRecord, SampleRecord, StepRecord
@@ -48,10 +48,10 @@ class WandbSink:
 
     def emit_samples(self, samples: Sequence[SampleRecord]) -> None:
         """Logs a table of the step's responses, each with its first image, and all images by kind of response."""
-        shown = {s.kind: [wandb.Image(picture, caption=s.response) for picture in pictures(s)] for s in samples}
+        shown = {s.kind: [wandb.Image(image, caption=s.response) for image in images(s)] for s in samples}
         rows = [[*cells(sample), next(iter(shown[sample.kind]), None)] for sample in samples]
-        table = wandb.Table(columns=[*COLUMNS, "picture"], data=rows)
-        by_kind = {f"{TABLE}_{kind}": images for kind, images in shown.items() if images}
+        table = wandb.Table(columns=[*COLUMNS, "image"], data=rows)
+        by_kind = {f"{TABLE}_{kind}": panel for kind, panel in shown.items() if panel}
         self._run.log({STEP: samples[0].step, TABLE: table, **by_kind})
 
     def close(self) -> None:

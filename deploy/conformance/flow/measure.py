@@ -1,7 +1,7 @@
 """Measures flow models: `python -m mobula.deploy.conformance.flow.measure FOLDER NAME ...` writes their reports.
 
 A sampler and a learner in this process train a tiny checkpoint for one step, its weights and then adapters; plain
-diffusers makes the same pictures of what they export.
+diffusers makes the same images of what they export.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Trained:
     push_gap: float  # the same on the canary after the push of the trained weights
     moved: float  # largest change of the canary's log-probs by that push
     is_resumed: bool  # a learner that loads the saved state scores the canary alike
-    picture_gap: int  # levels of 0 to 255, between the sampler's picture and that of plain diffusers from the export
+    image_gap: int  # levels of 0 to 255, between the sampler's image and that of plain diffusers from the export
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class Measurement:
             push_gap=float(np.abs(after - expected).max()),
             moved=float(np.abs(after - before).max()),
             is_resumed=bool(np.array_equal(self._canary(again), expected)),
-            picture_gap=await self._picture_gap(state),
+            image_gap=await self._image_gap(state),
         )
 
     def _connected(self) -> Learner:
@@ -139,16 +139,16 @@ class Measurement:
         return (await self._actor.generate(prompt, settings, attempt))[0]
 
     def _scored(self, group: TrajectoryGroup) -> ScoredGroup:
-        values = (float(_frames(t.response.pictures)[..., 0].mean()) for t in group.trajectories)
+        values = (float(_frames(t.response.images)[..., 0].mean()) for t in group.trajectories)
         return ScoredGroup(group.summary(), group, tuple(map(Reward, values)))
 
-    async def _picture_gap(self, state: Path) -> int:
+    async def _image_gap(self, state: Path) -> int:
         """Pixel difference between the exported model in plain diffusers and the sampler without noise."""
         config, out, flow = self._config, self._folder / "export", self._config.sampler.flow
         export_state(config, state, out, merge=False, average=False)
         is_adapter = config.policy.lora.is_on
         [own] = (await self._group(self._prompts[0], 1, 0.0)).trajectories
-        frames = _frames(own.response.pictures)
+        frames = _frames(own.response.images)
         self.num_frames_seen = frames.shape
         checkpoint, denoising = FlowCheckpoint(config.policy.model), Denoising.of(flow)
         assert isinstance(own.actions, LatentActions)
@@ -193,8 +193,8 @@ def read_report(file: Path) -> FlowReport:
     return FlowReport(**found | {"frames": tuple(found["frames"])})
 
 
-def _frames(pictures: tuple[bytes, ...]) -> np.ndarray:
-    return np.stack([np.asarray(Image.open(io.BytesIO(picture))) for picture in pictures])
+def _frames(images: tuple[bytes, ...]) -> np.ndarray:
+    return np.stack([np.asarray(Image.open(io.BytesIO(image))) for image in images])
 
 
 def _make_loud(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Pictures by the pipeline of diffusers itself, from latents that a sampler began with."""
+"""Images by the pipeline of diffusers itself, from latents that a sampler began with."""
 
 from __future__ import annotations
 

@@ -37,8 +37,8 @@ def _failures(trained: Trained, limit: float) -> Iterator[str]:
         yield f"a push moves the canary by {trained.moved:.1e} only"
     if not trained.is_resumed:
         yield "a learner that loads the saved state scores otherwise"
-    if trained.picture_gap > LEVELS:
-        yield f"plain diffusers makes another picture of the export ({trained.picture_gap} levels)"
+    if trained.image_gap > LEVELS:
+        yield f"plain diffusers makes another image of the export ({trained.image_gap} levels)"
 
 
 def _lines(reports: Sequence[FlowReport]) -> Iterator[str]:
@@ -51,14 +51,14 @@ def _lines(reports: Sequence[FlowReport]) -> Iterator[str]:
         "`policy=tiny_NAME sampler=flow`) on CPU in float32: one step of training, of all weights and then of "
         "adapters at the family's usual layers. `replay` is the largest difference of log-probs between sampler and "
         "learner before it; `push` the same on a canary after the push of the trained weights (the sampler merges "
-        "adapters, the learner does not), and in brackets how far the push moved it; `picture` the largest "
-        "difference, in levels of 0 to 255, between a picture of the sampler without noise and that of plain "
+        "adapters, the learner does not), and in brackets how far the push moved it; `image` the largest "
+        "difference, in levels of 0 to 255, between an image of the sampler without noise and that of plain "
         "diffusers from the exported pipeline or LoRA. A learner that loads the saved state scores the canary as "
         "before. Released checkpoints have not been run."
     )
     yield ""
     columns = ["pipeline class", "tiny model", "parameters", "frames", "adapters"]
-    columns += ["replay", "push, weights", "picture", "push, adapters", "picture, adapters"]
+    columns += ["replay", "push, weights", "image", "push, adapters", "image, adapters"]
     yield "| " + " | ".join(columns) + " |"
     yield "|---" * len(columns) + "|"
     for report in reports:
@@ -66,7 +66,7 @@ def _lines(reports: Sequence[FlowReport]) -> Iterator[str]:
         cells = [f"`{report.pipeline}`", f"`{report.name}`", f"{report.num_parameters / 1e6:.2f} M", frames]
         cells += [str(report.num_adapted), f"{max(report.weights.replay_gap, report.adapters.replay_gap):g}"]
         for trained in (report.weights, report.adapters):
-            cells += [f"{trained.push_gap:.0e} ({trained.moved:.0e})", str(trained.picture_gap)]
+            cells += [f"{trained.push_gap:.0e} ({trained.moved:.0e})", str(trained.image_gap)]
         yield "| " + " | ".join(cells) + " |"
     yield ""
     yield (
@@ -85,6 +85,6 @@ def _lines(reports: Sequence[FlowReport]) -> Iterator[str]:
     )
     for name, family in FAMILIES.items():
         targets = ", ".join(f"`{target}`" for target in family.lora_targets)
-        yield f"| `{name}` | {targets} | {'videos' if family.is_video else 'pictures'} |"
+        yield f"| `{name}` | {targets} | {'videos' if family.is_video else 'images'} |"
     yield from ("", "## Refused at start", "", "| pipeline class | reason |", "|---|---|")
     yield from (f"| `{name}` | {reason} |" for name, reason in REFUSED.items())

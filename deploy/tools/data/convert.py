@@ -14,8 +14,8 @@ from typing import Any, TextIO
 from PIL import Image
 from rich.console import Console
 
+from mobula.actors.datasets.images import ImageSource
 from mobula.actors.datasets.open_split import open_split
-from mobula.actors.datasets.pictures import Picture
 from mobula.actors.datasets.rows import Row, RowError, Skipped
 from mobula.actors.datasets.videos import FrameList, Video
 from mobula.actors.processors.audio import whole_audio
@@ -28,7 +28,7 @@ from mobula.configs.schema import DataConfig, RunConfig
 from mobula.deploy.wiring.preparation import ensure_data
 
 NUM_NAMED = 20
-PICTURE_EXTENSIONS = {"JPEG": "jpg", "TIFF": "tif"}  # of the others it is their name
+IMAGE_EXTENSIONS = {"JPEG": "jpg", "TIFF": "tif"}  # of the others it is their name
 VIDEO_EXTENSIONS = (".mp4", ".mkv", ".avi", ".mov", ".webm", ".mpeg", ".mpg", ".ogv", ".flv", ".gif")
 
 File = tuple[bytes, str]  # content and extension
@@ -105,7 +105,7 @@ def _write(config: RunConfig, split: str, folder: Path, file: TextIO) -> tuple[i
 def _stored_media(row: Row, data: DataConfig, folder: Path) -> dict[str, list[Any]]:
     """Column -> paths of the row's media in `folder`. Nothing is stored unless all media of the row are usable."""
     limits = VideoLimits.of(data)
-    images = [_image_file(picture, limits.frame) for picture in row.images]
+    images = [_image_file(image, limits.frame) for image in row.images]
     videos = [_video_files(video, limits) for video in row.videos]
     audios = [whole_audio(sound, data.audio) for sound in row.audios]
     frames = [[_stored(folder, "videos", file) for file in files] for files in videos]
@@ -116,12 +116,12 @@ def _stored_media(row: Row, data: DataConfig, folder: Path) -> dict[str, list[An
     }
 
 
-def _image_file(picture: Picture, limits: ImageLimits) -> File:
-    content = read_image(picture, limits)
-    decode_image(content, picture, limits)
+def _image_file(source: ImageSource, limits: ImageLimits) -> File:
+    content = read_image(source, limits)
+    decode_image(content, source, limits)
     with Image.open(BytesIO(content), formats=FORMATS) as image:
         kind = str(image.format)
-    return content, PICTURE_EXTENSIONS.get(kind, kind.lower())
+    return content, IMAGE_EXTENSIONS.get(kind, kind.lower())
 
 
 def _video_files(video: Video, limits: VideoLimits) -> list[File]:

@@ -1,4 +1,4 @@
-"""`mobula data inspect`: an offline page on a data set: samples with pictures, lengths, labels, what is skipped."""
+"""`mobula data inspect`: an offline page on a data set: samples with images, lengths, labels, what is skipped."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from PIL import Image
 from rich.console import Console
 
 from mobula.actors.datasets.audios import Audio
+from mobula.actors.datasets.images import ImageSource
 from mobula.actors.datasets.open_split import open_split
-from mobula.actors.datasets.pictures import Picture
 from mobula.actors.datasets.prompts import RowChecker, checked_rows
 from mobula.actors.datasets.rows import Row, Skipped, count_by_reason
 from mobula.actors.datasets.videos import Video
@@ -49,7 +49,7 @@ class SplitMeasurements:
     """Measurements of a split's rows."""
 
     lengths: list[int] = field(default_factory=list)
-    pictures: Counter[int] = field(default_factory=Counter)  # pictures of a row -> rows
+    images: Counter[int] = field(default_factory=Counter)  # images of a row -> rows
     labels: Counter[str] = field(default_factory=Counter)
     num_videos: int = 0
     num_sounds: int = 0
@@ -66,7 +66,7 @@ class MeasuringChecker:
     def check(self, row: Row) -> int:
         length = self._checker.check(row)
         self.measured.lengths.append(length)
-        self.measured.pictures[len(row.images)] += 1
+        self.measured.images[len(row.images)] += 1
         self.measured.num_videos += len(row.videos)
         self.measured.num_sounds += len(row.audios)
         self.measured.labels[self._label_of(row.metadata)] += 1
@@ -81,8 +81,8 @@ class HeaderChecker:
         self._audio = audio
 
     def check(self, row: Row) -> int:
-        for picture in row.images:
-            check_image(picture, self._limits.frame)
+        for image in row.images:
+            check_image(image, self._limits.frame)
         for video in row.videos:
             check_video(video, self._limits)
         for audio in row.audios:
@@ -96,7 +96,7 @@ class ShownRow:
 
     row: Row
     label: str
-    pictures: Sequence[str]  # data URLs; an empty text for a picture that cannot be decoded
+    images: Sequence[str]  # data URLs; an empty text for an image that cannot be decoded
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ def render(
             lengths=histogram(measured.lengths),
             labels=labels[:MAX_LABELS],
             num_labels=len(labels),
-            pictures=sorted(measured.pictures.items()),
+            images=sorted(measured.images.items()),
             reasons=sorted(count_by_reason(skipped).items(), key=lambda item: -item[1]),
             skipped=skipped[:MAX_SKIPPED_ROWS],
             num_skipped=len(skipped),
@@ -198,17 +198,17 @@ def _samples(rows: Sequence[Row], config: RunConfig, num: int, num_usable: int) 
     found = []
     for position in range(num):
         row = rows[position * num_usable // num]
-        pictures = [_thumbnail(partial(_picture, picture, limits.frame)) for picture in row.images]
-        pictures += [_thumbnail(partial(_strip, video, limits)) for video in row.videos]
-        pictures += [_thumbnail(partial(_drawn, sound, audio)) for sound in row.audios]
+        images = [_thumbnail(partial(_image, image, limits.frame)) for image in row.images]
+        images += [_thumbnail(partial(_strip, video, limits)) for video in row.videos]
+        images += [_thumbnail(partial(_drawn, sound, audio)) for sound in row.audios]
         turns = tuple(replace(turn, text=plain(turn.text)) for turn in row.history)
         row = replace(row, question=plain(row.question), history=turns)
-        found.append(ShownRow(row, config.rewards.label_of(row.metadata), pictures))
+        found.append(ShownRow(row, config.rewards.label_of(row.metadata), images))
     return found
 
 
-def _picture(picture: Picture, limits: ImageLimits) -> Image.Image:
-    return decode_image(read_image(picture, limits), picture, limits)
+def _image(image: ImageSource, limits: ImageLimits) -> Image.Image:
+    return decode_image(read_image(image, limits), image, limits)
 
 
 def _strip(video: Video, limits: VideoLimits) -> Image.Image:
@@ -243,12 +243,12 @@ def _facts(
 ) -> list[tuple[str, str, str]]:
     """Label, value and help of each number of the headline."""
     lengths, num_checked = measured.lengths, len(measured.lengths) + len(skipped)
-    num_pictures = sum(num * rows for num, rows in measured.pictures.items())
+    num_images = sum(num * rows for num, rows in measured.images.items())
     return [
         ("rows", f"{num_rows:,}", "of the split"),
         ("usable", f"{len(lengths):,}", f"of {num_checked:,} that were checked"),
         ("skipped", f"{len(skipped):,}", f"{100 * len(skipped) / max(1, num_checked):.1f} %"),
-        ("pictures", f"{num_pictures:,}", "of usable rows"),
+        ("images", f"{num_images:,}", "of usable rows"),
         ("videos", f"{measured.num_videos:,}", "of usable rows"),
         ("sounds", f"{measured.num_sounds:,}", "of usable rows"),
         ("shortest", f"{min(lengths):,}" if lengths else "–", f"prompt, in {unit}"),

@@ -40,7 +40,7 @@ class Game:
     """Ends the episode before when another one begins. Deadlines and checks are those of a run."""
 
     def __init__(self, config: EnvironmentConfig, player: Player | None = None) -> None:
-        self._pool = EnvironmentPool(config, takes_pictures=True)
+        self._pool = EnvironmentPool(config, takes_images=True)
         self._player = player
         self._stack = AsyncExitStack()
         self._session: EnvironmentSession | None = None

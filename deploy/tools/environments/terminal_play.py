@@ -1,4 +1,4 @@
-"""Play in the terminal: observations as text and pictures as coloured half blocks; a line is a turn."""
+"""Play in the terminal: observations as text and images as coloured half blocks; a line is a turn."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rich.text import Text
 
 from mobula.deploy.tools.environments.game import ASSISTANT, Game, PlayedEpisode
 
-MAX_COLUMNS = 56  # of a picture
+MAX_COLUMNS = 56  # of an image
 HALF_BLOCK = "\u2580"  # its upper half has the colour of the text, its lower half that of the background
 HELP = "A line is your turn. :policy lets the policy act, :reset [SEED] begins again, :quit ends."
 
@@ -63,8 +63,8 @@ def _show(console: Console, episode: PlayedEpisode, start: int) -> None:
     for message in episode.messages[start:]:
         style = {"system": "dim", ASSISTANT: "bold cyan"}.get(message.role, "")
         console.print(Text(f"{message.role}: ", style="dim") + Text(message.text, style=style))
-        for picture in message.pictures:
-            console.print(blocks(picture), end="")
+        for image in message.images:
+            console.print(blocks(image), end="")
     if episode.rewards and not episode.failure:
         parts = ", ".join(f"{name} {value:g}" for name, value in episode.rewards[-1].items())
         console.print(f"turn {episode.num_turns}: {parts} (sum {episode.total:g})", style="green", markup=False)
@@ -74,9 +74,9 @@ def _show(console: Console, episode: PlayedEpisode, start: int) -> None:
         console.print(shown, style=style, markup=False)
 
 
-def blocks(picture: bytes) -> Segments:
-    """A picture as rows of half blocks, two pixels each, at most `MAX_COLUMNS` wide."""
-    with Image.open(BytesIO(picture)) as opened:
+def blocks(encoded: bytes) -> Segments:
+    """An image as rows of half blocks, two pixels each, at most `MAX_COLUMNS` wide."""
+    with Image.open(BytesIO(encoded)) as opened:
         image = opened.convert("RGB")
     if image.width > MAX_COLUMNS:
         height = max(1, round(image.height * MAX_COLUMNS / image.width))

@@ -116,7 +116,7 @@ class OneMember:
 
 @dataclass(frozen=True)
 class Model:
-    """A checkpoint, its configuration, and prompts without and, if its family takes them, with pictures."""
+    """A checkpoint, its configuration, and prompts without and, if its family takes them, with images."""
 
     config: RunConfig
     folder: Path
@@ -161,7 +161,7 @@ class Model:
 
 
 def open_model(context: Context, *own: str) -> Model:
-    """A tiny model, which takes pictures if the installed transformers can train it with them."""
+    """A tiny model, which takes images if the installed transformers can train it with them."""
     return open_checkpoint(context, write_checked(context.folder / "tiny"), *own)
 
 

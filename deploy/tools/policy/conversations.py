@@ -167,7 +167,7 @@ class Conversations:
         episode = _copied(found.episode)
         if not self._budget.admit(episode, found.start, after):
             raise PromptError(
-                "the conversation is longer than environment.max_tokens behind its first prompt, or has more pictures "
+                "the conversation is longer than environment.max_tokens behind its first prompt, or has more images "
                 "than sampler.max_images_per_prompt: raise them, or begin another conversation"
             )
         found.is_leaf = False
@@ -191,7 +191,7 @@ def _digest(messages: Sequence[Message]) -> str:
 
 
 def _start_of(prompt: Prompt) -> str:
-    """Equal for prompts of equal tokens and pictures."""
+    """Equal for prompts of equal tokens and images."""
     keys = ",".join(handle.key for handle in prompt.media)
     return hashlib.sha256(prompt.expanded_ids.tobytes() + keys.encode()).hexdigest()[:16]
 

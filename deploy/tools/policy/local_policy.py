@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mobula.actors.datasets.pictures import EncodedFile
+from mobula.actors.datasets.images import EncodedFile
 from mobula.actors.datasets.rows import Row, Turn
 from mobula.actors.environments.base import Message, row_text
 from mobula.actors.processors.chat import ChatProcessor
@@ -50,7 +50,7 @@ class LocalPolicy:
 
     def __init__(self, config: RunConfig) -> None:
         if config.sampler.is_flow:
-            raise PreflightError("sampler=flow answers with pictures, not with text: use sampler=huggingface or vllm")
+            raise PreflightError("sampler=flow answers with images, not with text: use sampler=huggingface or vllm")
         require_model(config)
         folder = ensure_model(config)
         media = MediaStore(lambda processed: processed, config.data.media_cache_bytes)
@@ -83,16 +83,16 @@ class LocalPolicy:
         """The conversation as a prompt; its last message is put as the user's.
 
         Raises:
-            SkippedSample: it is too long, a picture is unfit, or a text holds special tokens.
+            SkippedSample: it is too long, an image is unfit, or a text holds special tokens.
         """
         *history, question = messages
-        pictures = [picture for message in messages for picture in message.pictures]
+        images = [image for message in messages for image in message.images]
         row = Row(
             sample_id=name,
             question=row_text(question),
             answer="",
             solution="",
-            images=tuple(EncodedFile(content, f"{name}, picture {n}") for n, content in enumerate(pictures, 1)),
+            images=tuple(EncodedFile(content, f"{name}, image {n}") for n, content in enumerate(images, 1)),
             history=tuple(Turn(message.role, row_text(message)) for message in history),
         )
         return self.chat.prepare(row, name)

@@ -69,8 +69,8 @@ def rollout(config: RunConfig, options: RolloutOptions, folder: Path, console: C
     if config.sampler.is_flow:
         raise PreflightError("mobula rollout writes down texts: use sampler=huggingface or vllm, or mobula evaluate")
     started = time.perf_counter()
-    rolled, pictures = runtime.with_engines(config, partial(_episodes, options))
-    writer = TranscriptWriter(pictures)
+    rolled, images = runtime.with_engines(config, partial(_episodes, options))
+    writer = TranscriptWriter(images)
     for one in rolled:
         writer.add(one.prompt, one.trajectory, one.reward, seed=one.seed, seconds=one.seconds)
     summary = summarise(config, options, rolled, time.perf_counter() - started)
@@ -106,20 +106,20 @@ def summarise(config: RunConfig, options: RolloutOptions, rolled: Sequence[Rolle
 async def _episodes(
     options: RolloutOptions, prepared: Prepared, inference: Inference
 ) -> tuple[list[Rolled], dict[str, bytes]]:
-    """The episodes, and the pictures that they show by their keys."""
+    """The episodes, and the images that they show by their keys."""
     config = prepared.config
     split = config.evaluation.split
     found = fixed_prompts(prepared.usable(split), InDriver(prepared.processor), options.num_episodes)
     places = asyncio.Semaphore(options.batch_size)
     reader = MediaReader(timeout_s=config.timeouts.object_s, max_items=MEDIA_IN_MEMORY)
-    pictures: dict[str, bytes] = {}
+    images: dict[str, bytes] = {}
 
     def fetched(group: Any, prompt: Prompt) -> Trajectory:
         [whole] = fetch([group], timeout_s=config.timeouts.object_s, what="an episode")
         [trajectory] = whole.trajectories
         handles = [*prompt.media, *(trajectory.actions.media if isinstance(trajectory.actions, TokenActions) else ())]
         media = reader.read(handles)
-        pictures.update({handle.key: medium.thumbnail for handle, medium in zip(handles, media, strict=True)})
+        images.update({handle.key: medium.thumbnail for handle, medium in zip(handles, media, strict=True)})
         return trajectory
 
     async def one(number: int) -> Rolled:
@@ -132,7 +132,7 @@ async def _episodes(
         [reward] = await inference.rewards.score(generated.to_score, prompt.prompt_id)
         return Rolled(prompt, await asyncio.to_thread(fetched, generated.group, prompt), reward, seed, seconds)
 
-    return await run_all(*map(one, range(options.num_episodes))), pictures
+    return await run_all(*map(one, range(options.num_episodes))), images
 
 
 def settings_of(config: RunConfig, options: RolloutOptions, seed: int) -> SamplingSettings:

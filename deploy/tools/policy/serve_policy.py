@@ -36,7 +36,7 @@ Session = Annotated[str | None, Header(alias="X-Mobula-Session")]
 
 
 class ChatMessage(BaseModel):
-    """One message; pictures are parts of type image_url with a data: URL."""
+    """One message; images are parts of type image_url with a data: URL."""
 
     model_config = ConfigDict(extra="ignore")
 

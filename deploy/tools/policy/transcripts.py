@@ -1,4 +1,4 @@
-"""Transcripts of episodes: turns, pictures and rewards as JSON with pictures beside it, and as one page."""
+"""Transcripts of episodes: turns, images and rewards as JSON with images beside it, and as one page."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mobula.cluster.metrics.step_records import strict
 from mobula.cluster.records.media import MediaHandle
 from mobula.cluster.records.trajectory import Prompt, Reward, Trajectory
 
-JSON_FILE, PAGE_FILE, PICTURES = "transcripts.json", "transcripts.html", "pictures"
+JSON_FILE, PAGE_FILE, IMAGES = "transcripts.json", "transcripts.html", "images"
 TEMPLATE = "transcripts.html.j2"
 
 
@@ -27,7 +27,7 @@ class TranscriptTurn:
 
     action: str
     observation: str
-    pictures: tuple[str, ...]  # of the observation; their names
+    images: tuple[str, ...]  # of the observation; their names
     rewards: Mapping[str, float]
     status: str  # of its tool calls
 
@@ -40,7 +40,7 @@ class Transcript:
     sample_id: str
     seed: int
     prompt: str
-    pictures: tuple[str, ...]
+    images: tuple[str, ...]
     references: tuple[str, ...]
     turns: tuple[TranscriptTurn, ...]
     finish_reason: str
@@ -53,12 +53,12 @@ class Transcript:
 
 
 class TranscriptWriter:
-    """Collects transcripts. `thumbnails` has the pictures (PNG) of prompts and observations by their keys."""
+    """Collects transcripts. `thumbnails` has the images (PNG) of prompts and observations by their keys."""
 
     def __init__(self, thumbnails: Mapping[str, bytes]) -> None:
         self._thumbnails = thumbnails
         self._transcripts: list[Transcript] = []
-        self._pictures: dict[str, bytes] = {}  # by the names of their files
+        self._images: dict[str, bytes] = {}  # by the names of their files
 
     def add(
         self,
@@ -76,7 +76,7 @@ class TranscriptWriter:
                 sample_id=prompt.sample_id,
                 seed=seed,
                 prompt=prompt.text,
-                pictures=self._named(prompt.media),
+                images=self._named(prompt.media),
                 references=tuple(reference for reference in prompt.references if reference),
                 turns=self._turns(trajectory),
                 finish_reason=trajectory.finish_reason.value,
@@ -90,10 +90,10 @@ class TranscriptWriter:
         )
 
     def write(self, folder: Path, summary: Mapping[str, Any]) -> None:
-        """Write `transcripts.json`, `transcripts.html` and the folder `pictures`."""
-        (folder / PICTURES).mkdir(parents=True, exist_ok=True)
-        for name, content in self._pictures.items():
-            (folder / PICTURES / name).write_bytes(content)
+        """Write `transcripts.json`, `transcripts.html` and the folder `images`."""
+        (folder / IMAGES).mkdir(parents=True, exist_ok=True)
+        for name, content in self._images.items():
+            (folder / IMAGES / name).write_bytes(content)
         episodes = [asdict(transcript) for transcript in self._transcripts]
         found = strict({"summary": dict(summary), "episodes": episodes})
         text = json.dumps(found, indent=1, ensure_ascii=False, allow_nan=False)
@@ -113,11 +113,11 @@ class TranscriptWriter:
         names = []
         for handle in handles:
             name = f"{handle.key[:32]}.png"
-            self._pictures[name] = self._thumbnails[handle.key]
+            self._images[name] = self._thumbnails[handle.key]
             names.append(name)
         return tuple(names)
 
     def _page(self, summary: Mapping[str, Any]) -> str:
-        inlined = {name: base64.b64encode(content).decode("ascii") for name, content in self._pictures.items()}
+        inlined = {name: base64.b64encode(content).decode("ascii") for name, content in self._images.items()}
         templates = Templates(loader=FileSystemLoader(Path(__file__).parent), autoescape=True)
-        return templates.get_template(TEMPLATE).render(summary=summary, transcripts=self._transcripts, pictures=inlined)
+        return templates.get_template(TEMPLATE).render(summary=summary, transcripts=self._transcripts, images=inlined)

@@ -1,4 +1,4 @@
-"""DiffusionNFT: good pictures pull the velocity towards them, bad ones push it away, without any likelihood."""
+"""DiffusionNFT: good images pull the velocity towards them, bad ones push it away, without any likelihood."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def nft(
         rho = clip(A / (2 A_max) + 1/2, 0, 1)
         E(w) = mean (x - sigma w - clean)^2 / sg(mean |x - sigma w - clean|)
 
-    All of the picture counts in the means of E. `predicted`, `old`, `noised` and `clean` are [B, K, ...], `sigmas` [B,
+    All of the image counts in the means of E. `predicted`, `old`, `noised` and `clean` are [B, K, ...], `sigmas` [B,
     K, 1, ...], `advantages` [B, 1]. The ratio that is reported is 1: there is none.
 
     Source: DiffusionNFT, arXiv:2509.16117.

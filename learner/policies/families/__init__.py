@@ -14,7 +14,7 @@ from mobula.learner.policies.families.registry import (
     max_positions,
     model_type_at,
     own_family,
-    takes_pictures,
+    takes_images,
     unequal_window,
 )
 
@@ -32,6 +32,6 @@ __all__ = [
     "max_positions",
     "model_type_at",
     "own_family",
-    "takes_pictures",
+    "takes_images",
     "unequal_window",
 ]

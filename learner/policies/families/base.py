@@ -17,7 +17,7 @@ from mobula.configs.schema import DataConfig
 from mobula.configs.schema.data import VideoConfig
 from mobula.learner.policies.batch import TokenBatch, joined
 
-Size = tuple[int, int]  # (width, height) of a picture as it is in its file
+Size = tuple[int, int]  # (width, height) of an image as it is in its file
 
 
 @dataclass(frozen=True)
@@ -41,20 +41,20 @@ class Family(ABC):
     """`model_type` of the checkpoints' config.json."""
     media_tokens: str
     """Pattern of the added tokens that stand for media or frame them. They are never sampled: a policy that sampled
-    one would claim a picture that is not there."""
+    one would claim an image that is not there."""
     parts: Mapping[str, tuple[str, ...]]
     """Parts that can be frozen: name -> the beginnings of their parameters' checkpoint names."""
-    takes_pictures: bool
-    without_pictures = "policy.model is a text-only model"
-    """Why a family without pictures takes none."""
+    takes_images: bool
+    without_images = "policy.model is a text-only model"
+    """Why a family without images takes none."""
     inner_types: tuple[str, ...] = ()
     """`model_type` of the part of a checkpoint that is the policy, where it holds more than that."""
     checkpoint_prefix = ""
     """Prefixes of the checkpoint names of that part."""
     transposed: str = r"(?!)"
     """Pattern of the checkpoint names whose last two axes lie in the other order there than in the model."""
-    makes_pictures = False
-    """Whether its answers are pictures, which are drawn with `sampler=image_tokens`."""
+    makes_images = False
+    """Whether its answers are images, which are drawn with `sampler=image_tokens`."""
     needs_gate = False
     """Whether a run compares engine and learner before its first step. It does where no conformance run has done so, or
     where that depends on the weights."""
@@ -75,9 +75,9 @@ class Family(ABC):
         parameters are gathered equally often on every rank.
         """
 
-    def without_pictures_on(self, device: str, sampler: str) -> str:
-        """Why prompts have no pictures in a run on this `resources.device` with this sampler; empty if they may."""
-        return "" if self.takes_pictures else self.without_pictures
+    def without_images_on(self, device: str, sampler: str) -> str:
+        """Why prompts have no images in a run on this `resources.device` with this sampler; empty if they may."""
+        return "" if self.takes_images else self.without_images
 
     def policy_config(self, config: PreTrainedConfig) -> PreTrainedConfig:
         """The configuration of the part of a checkpoint that is the policy."""
@@ -89,24 +89,24 @@ class Family(ABC):
         return tuple(i for i, token in added if re.fullmatch(self.media_tokens, token.content))
 
 
-class PictureFamily(Family):
-    """A family whose prompts hold pictures: a processor, expansions and tensors beside the tokens."""
+class ImageFamily(Family):
+    """A family whose prompts hold images: a processor, expansions and tensors beside the tokens."""
 
-    takes_pictures = True
+    takes_images = True
     has_pixel_budget = False
-    """Whether `data.min_pixels` and `data.max_pixels` decide how pictures are scaled; else the checkpoint's own rules
+    """Whether `data.min_pixels` and `data.max_pixels` decide how images are scaled; else the checkpoint's own rules
     do."""
 
     def placeholder_id(self, config: PreTrainedConfig) -> int:
-        """The token whose places the embeddings of pictures take."""
+        """The token whose places the embeddings of images take."""
         return int(config.image_token_id)
 
     def compact_placeholder_id(self, config: PreTrainedConfig) -> int:
-        """The token that stands for a picture in a prompt before its expansion."""
+        """The token that stands for an image in a prompt before its expansion."""
         return self.placeholder_id(config)
 
     def spaced(self, text: str, tokenizer: PreTrainedTokenizerBase) -> str:
-        """Rendered text as it is tokenised, with what the processor writes around the placeholders of pictures."""
+        """Rendered text as it is tokenised, with what the processor writes around the placeholders of images."""
         return text
 
     def processor_options(self, model: str, data: DataConfig) -> dict[str, Any]:
@@ -122,34 +122,34 @@ class PictureFamily(Family):
 
     @abstractmethod
     def expansion(self, processor: ProcessorMixin, size: Size) -> np.ndarray:
-        """int32 [N]: what a picture of this size becomes in a prompt, in the place of its one compact placeholder.
+        """int32 [N]: what an image of this size becomes in a prompt, in the place of its one compact placeholder.
 
         Raises:
-            ValueError: pictures of this size cannot be used.
+            ValueError: images of this size cannot be used.
         """
 
     def shown_size(self, processor: ProcessorMixin, size: Size) -> Size | None:
-        """(width, height) that a picture of this size is scaled to, where the model names places in those pixels; None
+        """(width, height) that an image of this size is scaled to, where the model names places in those pixels; None
         where it sees tiles, or one size for all."""
         return None
 
     @abstractmethod
     def process(self, processor: ProcessorMixin, image: Image.Image) -> dict[str, np.ndarray]:
-        """The tensors of one picture by the names that the model's forward() gives them; pictures join along axis 0."""
+        """The tensors of one image by the names that the model's forward() gives them; images join along axis 0."""
 
     def engine_inputs(
-        self, config: PreTrainedConfig, pictures: Sequence[Mapping[str, np.ndarray]]
+        self, config: PreTrainedConfig, images: Sequence[Mapping[str, np.ndarray]]
     ) -> dict[str, np.ndarray | list[np.ndarray]]:
-        """The tensors of a prompt's pictures together, by the names that the inference engine gives them; a list has
+        """The tensors of a prompt's images together, by the names that the inference engine gives them; a list has
         one for each, where their shapes differ."""
-        return {name: joined([picture[name] for picture in pictures]) for name in pictures[0]}
+        return {name: joined([image[name] for image in images]) for name in images[0]}
 
     def forward_inputs(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The joined tensors of pictures in the shapes that forward() takes."""
+        """The joined tensors of images in the shapes that forward() takes."""
         return dict(inputs)
 
     def generate_inputs(self, model: PreTrainedModel, token_types: Tensor) -> dict[str, Tensor]:
-        """Arguments of forward() beside token ids and pictures; `token_types` int64 [B, S] is 1 at placeholders."""
+        """Arguments of forward() beside token ids and images; `token_types` int64 [B, S] is 1 at placeholders."""
         return {}
 
 
@@ -180,7 +180,7 @@ class AudioFamily(Family):
         return {name: joined([sound[name] for sound in sounds]) for name in sounds[0]}
 
 
-class VideoFamily(PictureFamily):
+class VideoFamily(ImageFamily):
     """A family whose prompts hold videos as well."""
 
     engine_video_token = ""
@@ -189,7 +189,7 @@ class VideoFamily(PictureFamily):
     """The most videos in a prompt that the engine's own processing takes; None: any number."""
 
     def video_placeholder_id(self, config: PreTrainedConfig) -> int:
-        """The token whose places the embeddings of videos take; with some models that of pictures."""
+        """The token whose places the embeddings of videos take; with some models that of images."""
         return int(config.video_token_id)
 
     def compact_video_placeholder_id(self, processor: ProcessorMixin) -> int:

@@ -1,4 +1,4 @@
-"""GLM-4.1V: one placeholder an embedding, M-RoPE positions from the grids of pictures and of single pairs of frames."""
+"""GLM-4.1V: one placeholder an embedding, M-RoPE positions from the grids of images and of single pairs of frames."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from copy import copy
 
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.models.glm4v.image_processing_glm4v import smart_resize as scaled_picture
+from transformers.models.glm4v.image_processing_glm4v import smart_resize as scaled_image
 from transformers.models.glm4v.video_processing_glm4v import smart_resize
 from transformers.utils import ModelOutput
 
@@ -17,7 +17,7 @@ from mobula.learner.policies.families.vision import interleaved, method, submode
 
 class Glm4v(LongVideos):
     """Source: arXiv:2507.01006. A video has the whole second of each pair of frames as text behind its embeddings, and
-    these in the places of the token of pictures."""
+    these in the places of the token of images."""
 
     model_types = ("glm4v",)
     media_tokens = r"<\|(image|video|begin_of_image|end_of_image|begin_of_video|end_of_video)\|>"
@@ -38,7 +38,7 @@ class Glm4v(LongVideos):
     def scaled_size(self, images: PatchProcessor, height: int, width: int) -> tuple[int, int]:
         factor, frames = images.patch_size * images.merge_size, images.temporal_patch_size
         bounds = images.size["shortest_edge"], images.size["longest_edge"]
-        return scaled_picture(frames, height, width, frames, factor, *bounds)
+        return scaled_image(frames, height, width, frames, factor, *bounds)
 
     def video_placeholder_id(self, config: PreTrainedConfig) -> int:
         return self.placeholder_id(config)
@@ -47,14 +47,14 @@ class Glm4v(LongVideos):
         return (self.placeholder_id(config),)
 
     def encode(self, core: PreTrainedModel, inputs: Mapping[str, Tensor]) -> ModelOutput:
-        """Pictures are videos of one pair of frames: the tower sees each pair alone."""
+        """Images are videos of one pair of frames: the tower sees each pair alone."""
         pixels, grids = inputs["pixel_values"], inputs["image_grid_thw"]
         worked_out = tower_inputs(submodel(core, "visual"), grids, pixels.device)
         # Its position embeddings are sampled at the sizes of the grids, on the device.
         return method(core, "get_video_features")(pixels, grids.to(pixels.device), **worked_out, return_dict=True)
 
     def as_taken(self, encoded: dict[str, ModelOutput], token_types: Tensor) -> dict[str, ModelOutput]:
-        """As pictures: the model's forward() looks for the token of pictures, and would put videos over them."""
+        """As images: the model's forward() looks for the token of images, and would put videos over them."""
         if "video" not in encoded:
             return encoded
         taken = copy(encoded["video"])

@@ -1,4 +1,4 @@
-"""Idefics 3 and SmolVLM: pictures in rows and columns of tiles, each behind tokens that name its place."""
+"""Idefics 3 and SmolVLM: images in rows and columns of tiles, each behind tokens that name its place."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mobula.learner.policies.families.vision import VisionFamily
 class Idefics(VisionFamily):
     """Source: arXiv:2408.12637, arXiv:2504.05299.
 
-    `pixel_values` is float32 [tiles, 3, H, W], `pixel_attention_mask` int64 [tiles, H, W], of a picture as of several;
+    `pixel_values` is float32 [tiles, 3, H, W], `pixel_attention_mask` int64 [tiles, H, W], of an image as of several;
     forward() wants an axis of rows before both.
     """
 
@@ -31,11 +31,11 @@ class Idefics(VisionFamily):
         "connector": ("model.connector.",),
         "language": ("model.text_model.", "lm_head."),
     }
-    picture_inputs = ("pixel_values", "pixel_attention_mask")
+    image_inputs = ("pixel_values", "pixel_attention_mask")
 
     def processor_options(self, model: str, data: DataConfig) -> dict[str, Any]:
-        """The longest edge that pictures are scaled to, small ones too: whole tiles, which together have at most
-        `data.max_pixels`, or one tile. The picture as a whole is one tile more."""
+        """The longest edge that images are scaled to, small ones too: whole tiles, which together have at most
+        `data.max_pixels`, or one tile. The image as a whole is one tile more."""
         images = AutoImageProcessor.from_pretrained(model)
         tile, longest = images.max_image_size["longest_edge"], images.size["longest_edge"]
         bounded = tile * max(1, isqrt(data.max_pixels) // tile)
@@ -51,15 +51,15 @@ class Idefics(VisionFamily):
         return {name: array[0] for name, array in super().process(processor, image).items()}
 
     def engine_inputs(
-        self, config: PreTrainedConfig, pictures: Sequence[Mapping[str, np.ndarray]]
+        self, config: PreTrainedConfig, images: Sequence[Mapping[str, np.ndarray]]
     ) -> dict[str, np.ndarray | list[np.ndarray]]:
-        num_tiles = [picture["pixel_values"].shape[0] for picture in pictures]
-        return super().engine_inputs(config, pictures) | {"num_patches": np.array(num_tiles)}
+        num_tiles = [image["pixel_values"].shape[0] for image in images]
+        return super().engine_inputs(config, images) | {"num_patches": np.array(num_tiles)}
 
     def forward_inputs(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: tensor[None] for name, tensor in inputs.items()}
 
-    def blank_picture(self, config: PreTrainedConfig, device: torch.device) -> dict[str, Tensor]:
+    def blank_image(self, config: PreTrainedConfig, device: torch.device) -> dict[str, Tensor]:
         vision = config.vision_config
         side = vision.image_size
         return {

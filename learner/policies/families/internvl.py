@@ -16,15 +16,15 @@ from mobula.configs.schema import DataConfig
 from mobula.configs.schema.data import VideoConfig
 from mobula.learner.policies.batch import TokenBatch
 from mobula.learner.policies.families.base import Clip, Size, VideoFamily
-from mobula.learner.policies.families.vision import VisionFamily, interleaved, picture_settings, place, refuse_long
+from mobula.learner.policies.families.vision import VisionFamily, image_settings, interleaved, place, refuse_long
 
 
 class InternVL(VisionFamily, VideoFamily):
     """Source: arXiv:2504.10479, arXiv:2508.18265.
 
-    `pixel_values` of a picture is float32 [tiles, 3, H, W], `pixel_values_videos` float32 [frames, 3, H, W]. A video
+    `pixel_values` of an image is float32 [tiles, 3, H, W], `pixel_values_videos` float32 [frames, 3, H, W]. A video
     has the number of each frame as text, tokenised apart from the text in front of it, as engines do, and embeddings in
-    the places of the token of pictures.
+    the places of the token of images.
     """
 
     model_types = ("internvl",)
@@ -37,7 +37,7 @@ class InternVL(VisionFamily, VideoFamily):
     }
 
     def processor_options(self, model: str, data: DataConfig) -> dict[str, Any]:
-        """The number of tiles that have at most `data.max_pixels` together, or one. The picture as a whole is one tile
+        """The number of tiles that have at most `data.max_pixels` together, or one. The image as a whole is one tile
         more."""
         images = AutoImageProcessor.from_pretrained(model)
         bounded = max(1, data.max_pixels // (images.size["height"] * images.size["width"]))
@@ -48,7 +48,7 @@ class InternVL(VisionFamily, VideoFamily):
     def expansion(self, processor: ProcessorMixin, size: Size) -> np.ndarray:
         assert isinstance(processor, InternVLProcessor)
         width, height = size
-        num_tiles = processor.image_processor.get_number_of_image_patches(height, width, picture_settings(processor))
+        num_tiles = processor.image_processor.get_number_of_image_patches(height, width, image_settings(processor))
         places = np.full(processor.image_seq_length * num_tiles, processor.image_token_id)
         frame = (processor.start_image_token_id, processor.end_image_token_id)
         return np.array([frame[0], *places, frame[1]], dtype=np.int32)
@@ -76,11 +76,11 @@ class InternVL(VisionFamily, VideoFamily):
         return {"pixel_values_videos": made["pixel_values_videos"][0].numpy()}
 
     def engine_inputs(
-        self, config: PreTrainedConfig, pictures: Sequence[Mapping[str, np.ndarray]]
+        self, config: PreTrainedConfig, images: Sequence[Mapping[str, np.ndarray]]
     ) -> dict[str, np.ndarray | list[np.ndarray]]:
-        kind = "video" if "pixel_values_videos" in pictures[0] else "image"
-        num_tiles = [next(iter(picture.values())).shape[0] for picture in pictures]
-        return super().engine_inputs(config, pictures) | {
+        kind = "video" if "pixel_values_videos" in images[0] else "image"
+        num_tiles = [next(iter(image.values())).shape[0] for image in images]
+        return super().engine_inputs(config, images) | {
             f"{kind}_num_patches": np.array(num_tiles),
             f"{kind}_token_id": np.array(config.image_token_id),
         }
@@ -107,6 +107,6 @@ class InternVL(VisionFamily, VideoFamily):
         taken["pooler_output"] = interleaved(encoded, token_types)[None]
         return {"image": taken}
 
-    def blank_picture(self, config: PreTrainedConfig, device: torch.device) -> dict[str, Tensor]:
+    def blank_image(self, config: PreTrainedConfig, device: torch.device) -> dict[str, Tensor]:
         vision = config.vision_config
         return {"pixel_values": torch.zeros(1, vision.num_channels, *vision.image_size, device=device)}

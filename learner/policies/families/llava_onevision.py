@@ -1,4 +1,4 @@
-"""LLaVA-OneVision: a whole picture and its tiles at the best of several resolutions, a token at each end of a line."""
+"""LLaVA-OneVision: a whole image and its tiles at the best of several resolutions, a token at each end of a line."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mobula.learner.policies.families.vision import VisionFamily, method, place,
 
 
 class LlavaOneVision(VisionFamily, VideoFamily):
-    """Source: arXiv:2408.03326. Every picture is cut into tiles, however many a prompt has; a frame is one tile, whose
+    """Source: arXiv:2408.03326. Every image is cut into tiles, however many a prompt has; a frame is one tile, whose
     tokens are pooled to a quarter.
 
     `pixel_values` is float32 [1, tiles, 3, H, W], `image_sizes` int64 [1, 2] (height, width), `pixel_values_videos`
@@ -36,9 +36,9 @@ class LlavaOneVision(VisionFamily, VideoFamily):
     }
     note = (
         "`data.max_pixels` has no effect: the model finds tiles by `image_grid_pinpoints` of its config.json, so a "
-        "smaller budget needs pictures that are smaller files"
+        "smaller budget needs images that are smaller files"
     )
-    picture_inputs = ("pixel_values", "image_sizes")
+    image_inputs = ("pixel_values", "image_sizes")
 
     def expansion(self, processor: ProcessorMixin, size: Size) -> np.ndarray:
         assert isinstance(processor, LlavaOnevisionProcessor)
@@ -64,14 +64,14 @@ class LlavaOneVision(VisionFamily, VideoFamily):
         return {"pixel_values_videos": made["pixel_values_videos"][0].numpy()}
 
     def engine_inputs(
-        self, config: PreTrainedConfig, pictures: Sequence[Mapping[str, np.ndarray]]
+        self, config: PreTrainedConfig, images: Sequence[Mapping[str, np.ndarray]]
     ) -> dict[str, np.ndarray | list[np.ndarray]]:
-        if "pixel_values_videos" not in pictures[0]:
-            return super().engine_inputs(config, pictures)
-        return {"pixel_values_videos": [video["pixel_values_videos"] for video in pictures]}
+        if "pixel_values_videos" not in images[0]:
+            return super().engine_inputs(config, images)
+        return {"pixel_values_videos": [video["pixel_values_videos"] for video in images]}
 
     def encode_all(self, core: PreTrainedModel, config: PreTrainedConfig, batch: TokenBatch) -> dict[str, ModelOutput]:
-        """Tiles and frames in one call of the tower: a frame goes in as a picture of a prompt with many, which has one
+        """Tiles and frames in one call of the tower: a frame goes in as an image of a prompt with many, which has one
         tile and the token at the end of a line behind it."""
         if not batch.videos.inputs:
             return super().encode_all(core, config, batch)
@@ -100,13 +100,13 @@ class LlavaOneVision(VisionFamily, VideoFamily):
         return encoded
 
     def _tiles(self, config: PreTrainedConfig, batch: TokenBatch) -> tuple[list[Tensor], Tensor]:
-        """The tiles of each unique picture without padding, and int64 [pictures, 2]: their sizes."""
+        """The tiles of each unique image without padding, and int64 [images, 2]: their sizes."""
         if not batch.media.inputs:
             return [], torch.empty(0, 2, dtype=torch.int64, device=batch.input_ids.device)
         sizes, side = batch.media.inputs["image_sizes"], config.vision_config.image_size
         counts = [image_size_to_num_patches(size, config.image_grid_pinpoints, side) for size in sizes]
         pixels = batch.media.inputs["pixel_values"]
-        return [picture[:count] for picture, count in zip(pixels, counts, strict=True)], sizes
+        return [image[:count] for image, count in zip(pixels, counts, strict=True)], sizes
 
     def encode(self, core: PreTrainedModel, inputs: Mapping[str, Tensor]) -> ModelOutput:
         if (
@@ -118,7 +118,7 @@ class LlavaOneVision(VisionFamily, VideoFamily):
             )
         return super().encode(core, inputs)
 
-    def blank_picture(self, config: PreTrainedConfig, device: torch.device) -> dict[str, torch.Tensor]:
+    def blank_image(self, config: PreTrainedConfig, device: torch.device) -> dict[str, torch.Tensor]:
         """One tile and the whole."""
         side = config.vision_config.image_size
         return {

@@ -1,4 +1,4 @@
-"""Qwen3.5: Qwen3-VL's pictures and videos without DeepStack, and gated delta rules in three of four decoder layers."""
+"""Qwen3.5: Qwen3-VL's images and videos without DeepStack, and gated delta rules in three of four decoder layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qwen2-VL and Qwen2.5-VL: one placeholder an embedding, M-RoPE positions from the grids of pictures and videos."""
+"""Qwen2-VL and Qwen2.5-VL: one placeholder an embedding, M-RoPE positions from the grids of images and videos."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel, ProcessorMixin
-from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize as scaled_picture
+from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize as scaled_image
 from transformers.models.qwen2_vl.video_processing_qwen2_vl import smart_resize
 from transformers.utils import ModelOutput
 from transformers.video_utils import VideoMetadata
@@ -35,7 +35,7 @@ MEDIA_TOKENS = r"<\|(image_pad|video_pad|vision_start|vision_end|vision_pad)\|>"
 
 
 class PatchProcessor(Protocol):
-    """An image or video processor of transformers that cuts pictures into patches."""
+    """An image or video processor of transformers that cuts images into patches."""
 
     patch_size: int
     merge_size: int  # patches of a token, along each side
@@ -44,10 +44,10 @@ class PatchProcessor(Protocol):
 
 
 class GridFamily(VisionFamily):
-    """Pictures as rows of patches with a grid (t, h, w), scaled to a budget of pixels; three positions a token."""
+    """Images as rows of patches with a grid (t, h, w), scaled to a budget of pixels; three positions a token."""
 
     has_pixel_budget = True
-    picture_inputs = ("pixel_values", "image_grid_thw")  # float32 [num_patches, patch_dim], int64 [1, 3]
+    image_inputs = ("pixel_values", "image_grid_thw")  # float32 [num_patches, patch_dim], int64 [1, 3]
 
     def processor_options(self, model: str, data: DataConfig) -> dict[str, Any]:
         return {"min_pixels": data.min_pixels, "max_pixels": data.max_pixels}
@@ -64,9 +64,9 @@ class GridFamily(VisionFamily):
         return columns, rows
 
     def scaled_size(self, images: PatchProcessor, height: int, width: int) -> tuple[int, int]:
-        """(height, width) that the image processor scales pictures to."""
+        """(height, width) that the image processor scales images to."""
         factor = images.patch_size * images.merge_size
-        return scaled_picture(height, width, factor, images.size["shortest_edge"], images.size["longest_edge"])
+        return scaled_image(height, width, factor, images.size["shortest_edge"], images.size["longest_edge"])
 
     def generate_inputs(self, model: PreTrainedModel, token_types: Tensor) -> dict[str, Tensor]:
         return {"mm_token_type_ids": token_types}
@@ -74,12 +74,12 @@ class GridFamily(VisionFamily):
     def decoder_inputs(self, core: PreTrainedModel, batch: TokenBatch, token_types: Tensor) -> dict[str, Tensor]:
         """M-RoPE positions [3, B, S] by the model's own rule.
 
-        Positions depend on where pictures stand and how large they are, not on the tokens: one row a layout is enough.
+        Positions depend on where images stand and how large they are, not on the tokens: one row a layout is enough.
         Without an attention mask the rule counts on through the padding, which nothing looks at.
         """
         layout = batch.layout
         types = token_types[layout.rows]  # [L, S]
-        grids = batch.media.inputs["image_grid_thw"][layout.pictures] if batch.media.inputs else None
+        grids = batch.media.inputs["image_grid_thw"][layout.images] if batch.media.inputs else None
         videos = batch.videos.inputs["video_grid_thw"][layout.videos] if batch.videos.inputs else None
         rope_index = method(core, "get_rope_index")
         positions, _ = rope_index(types, mm_token_type_ids=types, image_grid_thw=grids, video_grid_thw=videos)
@@ -91,7 +91,7 @@ class GridFamily(VisionFamily):
         worked_out = tower_inputs(submodel(core, "visual"), made["image_grid_thw"], made["pixel_values"].device)
         return method(core, "get_image_features")(**made, **worked_out, return_dict=True)
 
-    def blank_picture(self, config: PreTrainedConfig, device: torch.device) -> dict[str, Tensor]:
+    def blank_image(self, config: PreTrainedConfig, device: torch.device) -> dict[str, Tensor]:
         vision = config.vision_config
         side = vision.spatial_merge_size
         channels = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
@@ -102,7 +102,7 @@ class GridFamily(VisionFamily):
 
 
 class QwenVideos(GridFamily, VideoFamily):
-    """Videos as pictures whose grids have a time axis: the vision tower encodes both in one call."""
+    """Videos as images whose grids have a time axis: the vision tower encodes both in one call."""
 
     video_options: Mapping[str, bool] = {"cap_pixels_per_frame": False}
     """Settings of the video processor."""
@@ -200,7 +200,7 @@ class QwenVL(QwenVideos):
     def decoder_inputs(self, core: PreTrainedModel, batch: TokenBatch, token_types: Tensor) -> dict[str, Tensor]:
         """As released: what follows a video begins behind its largest position, which for a long one is its last time.
 
-        transformers 5 goes on behind the larger side of a frame, engines do not; with pictures the two are one.
+        transformers 5 goes on behind the larger side of a frame, engines do not; with images the two are one.
         """
         if not batch.videos.inputs:
             return super().decoder_inputs(core, batch, token_types)
@@ -223,15 +223,15 @@ def frame_pixels(videos: PatchProcessor, clip: Clip, limits: VideoConfig) -> tup
 def released_positions(batch: TokenBatch, token_types: Tensor, merge_size: int, a_second: float) -> Tensor:
     """int64 [3, B, S]: time, row and column of each token; what follows a medium begins behind its largest position.
 
-    `token_types` [B, S] is 1 at placeholders of pictures and 2 at those of videos, `a_second` the positions of time
+    `token_types` [B, S] is 1 at placeholders of images and 2 at those of videos, `a_second` the positions of time
     that a second of video has.
     """
-    layout, pictures, videos = batch.layout, batch.media.inputs, batch.videos.inputs
+    layout, images, videos = batch.layout, batch.media.inputs, batch.videos.inputs
     seconds = videos.get("second_per_grid_ts")
     steps = [1.0] * len(layout.videos) if seconds is None else seconds[layout.videos].tolist()
     grids = _rows(videos.get("video_grid_thw"), layout.videos)
     media = {
-        1: iter([(grid, 1.0) for grid in _rows(pictures.get("image_grid_thw"), layout.pictures)]),
+        1: iter([(grid, 1.0) for grid in _rows(images.get("image_grid_thw"), layout.images)]),
         2: iter([(grid, step * a_second) for grid, step in zip(grids, steps, strict=True)]),
     }
     rows = [_positions(row, media, merge_size) for row in token_types[layout.rows].tolist()]
@@ -297,7 +297,7 @@ def _rows(grids: Tensor | None, places: Tensor) -> list[list[int]]:
 def _positions(
     types: Sequence[int], media: Mapping[int, Iterator[tuple[list[int], float]]], merge_size: int
 ) -> np.ndarray:
-    """int64 [3, S]: time, row and column of each token; `media` gives the grids of pictures (1) and videos (2) with the
+    """int64 [3, S]: time, row and column of each token; `media` gives the grids of images (1) and videos (2) with the
     positions from one time to the next."""
     parts, start = [], 0
     for kind, run in groupby(types):

@@ -47,10 +47,10 @@ WINDOWS_BY_LAYER = ("gemma3", "gemma3_text")  # text types whose `layer_types` v
 WINDOWS_EVERYWHERE = ("mistral",)  # text types without `layer_types`, in which transformers applies the window too
 BY_MODEL_TYPE = {kind: family for family in FAMILIES for kind in family.model_types}
 INNER = {kind: family for family in FAMILIES for kind in family.inner_types}
-VISION_FAMILIES = tuple(kind for kind, family in BY_MODEL_TYPE.items() if family.takes_pictures)
+VISION_FAMILIES = tuple(kind for kind, family in BY_MODEL_TYPE.items() if family.takes_images)
 VIDEO_TYPES = tuple(kind for kind, family in BY_MODEL_TYPE.items() if isinstance(family, VideoFamily))
 AUDIO_TYPES = tuple(kind for kind, family in BY_MODEL_TYPE.items() if isinstance(family, AudioFamily))
-DRAWING_TYPES = tuple(kind for kind, family in BY_MODEL_TYPE.items() if family.makes_pictures)
+DRAWING_TYPES = tuple(kind for kind, family in BY_MODEL_TYPE.items() if family.makes_images)
 TEXT_FAMILIES = tuple(kind for kind in BY_MODEL_TYPE if kind not in (*VISION_FAMILIES, *AUDIO_TYPES, *DRAWING_TYPES))
 
 
@@ -126,13 +126,13 @@ def model_type_at(source: str) -> str:
     return AutoConfig.from_pretrained(source).model_type
 
 
-def takes_pictures(source: str, key: str = "policy.model") -> bool:
+def takes_images(source: str, key: str = "policy.model") -> bool:
     """Whether the checkpoint at `source` (the value of `key`) is of a vision-language family; else it is text-only.
 
     Raises:
         ValueError: it is of a family that cannot be computed here.
     """
-    return family_at(source, key).takes_pictures
+    return family_at(source, key).takes_images
 
 
 def frozen_prefixes(policy: PolicyConfig) -> tuple[str, ...]:

@@ -16,13 +16,13 @@ class TextFamily(Family):
     # Tokenizers of text models may have the tokens of their vision-language siblings.
     media_tokens = r"<\|(image_pad|video_pad|vision_start|vision_end|vision_pad)\|>"
     parts = {}
-    takes_pictures = False
+    takes_images = False
 
     def hidden_states(self, model: PreTrainedModel, batch: TokenBatch) -> Tensor:
         if batch.media.inputs:
             raise ValueError(
-                f"policy.model is of type {model.config.model_type}, which takes no pictures here, "
-                "but a prompt has some: use a vision-language model, or remove pictures from the data"
+                f"policy.model is of type {model.config.model_type}, which takes no images here, "
+                "but a prompt has some: use a vision-language model, or remove images from the data"
             )
         embeds = model.get_input_embeddings()(batch.input_ids)
         return model.get_decoder()(inputs_embeds=embeds, use_cache=False).last_hidden_state
@@ -38,9 +38,9 @@ class Janus(Family):
         "vq": ("model.vqmodel.",),
         "language": ("model.language_model.", "lm_head."),
     }
-    takes_pictures = False
-    without_pictures = "policy.model=janus is trained on texts here"
-    makes_pictures = True
+    takes_images = False
+    without_images = "policy.model=janus is trained on texts here"
+    makes_images = True
 
     def hidden_states(self, model: PreTrainedModel, batch: TokenBatch) -> Tensor:
         raise ValueError("a policy of type janus answers with image tokens here: set sampler=image_tokens")

@@ -23,17 +23,17 @@ from transformers.utils import ModelOutput
 
 from mobula.learner.policies.batch import TokenBatch
 from mobula.learner.policies.device_copies import on_device
-from mobula.learner.policies.families.vision import VisionFamily, method, picture_settings
+from mobula.learner.policies.families.vision import VisionFamily, image_settings, method
 
-BLANK_SIDE = 56  # pixels of the picture that a batch without pictures shows the tower
+BLANK_SIDE = 56  # pixels of the image that a batch without images shows the tower
 TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")
-GRIDS = ("image_grid_thw", "image_sizes")  # arguments of forward() that say how large each picture is
+GRIDS = ("image_grid_thw", "image_sizes")  # arguments of forward() that say how large each image is
 
 
 class UnknownFamily(VisionFamily):
     """A model that transformers loads as image-text-to-text and whose base takes `mm_encoder_outputs`.
 
-    Every argument of forward() that depends on pictures is given by its name. Whether that is enough is not known from
+    Every argument of forward() that depends on images is given by its name. Whether that is enough is not known from
     the code: a run compares the engine with the learner before its first step, and is refused if they differ.
     """
 
@@ -57,16 +57,16 @@ class UnknownFamily(VisionFamily):
         if type(processor).replace_image_token is ProcessorMixin.replace_image_token:
             raise ValueError(
                 f"policy.model is of type {config.model_type}, which has no family file, and its "
-                f"{type(processor).__name__} does not say what a picture becomes in a prompt: choose a supported type"
+                f"{type(processor).__name__} does not say what an image becomes in a prompt: choose a supported type"
             )
         if self.placeholder_id(config) not in self.media_token_ids(processor.tokenizer):
             raise ValueError(
-                f"policy.model is of type {config.model_type}, which has no family file, and the token of its pictures "
+                f"policy.model is of type {config.model_type}, which has no family file, and the token of its images "
                 f"({self.placeholder_id(config)}) is not a special one named after them: choose a supported type"
             )
 
     def process(self, processor: ProcessorMixin, image: Image.Image) -> dict[str, np.ndarray]:
-        made = processor.image_processor(images=[image], return_tensors="pt", **picture_settings(processor))
+        made = processor.image_processor(images=[image], return_tensors="pt", **image_settings(processor))
         tensors = {name: value.numpy() for name, value in made.items() if isinstance(value, Tensor) and value.dim()}
         return {"pixel_values": tensors.pop("pixel_values"), **tensors}
 
@@ -96,7 +96,7 @@ class UnknownFamily(VisionFamily):
         taken = inspect.signature(type(self.core(model)).forward).parameters
         return {name: token_types for name in TOKEN_TYPES if name in taken}
 
-    def blank_picture(self, config: PreTrainedConfig, device: torch.device) -> dict[str, Tensor]:
+    def blank_image(self, config: PreTrainedConfig, device: torch.device) -> dict[str, Tensor]:
         processor = AutoProcessor.from_pretrained(config.name_or_path)
         made = self.process(processor, Image.new("RGB", (BLANK_SIDE, BLANK_SIDE)))
         return {name: on_device(array, device) for name, array in made.items()}

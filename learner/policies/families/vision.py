@@ -1,4 +1,4 @@
-"""Vision-language models of transformers: one vision call on unique pictures, placed by the model's own forward()."""
+"""Vision-language models of transformers: one vision call on unique images, placed by the model's own forward()."""
 
 from __future__ import annotations
 
@@ -18,42 +18,42 @@ from transformers.utils import ModelOutput
 from mobula.configs.schema.data import VideoConfig
 from mobula.learner.policies.batch import MediaBatch, TokenBatch
 from mobula.learner.policies.device_copies import on_device
-from mobula.learner.policies.families.base import Clip, PictureFamily, Size
+from mobula.learner.policies.families.base import Clip, ImageFamily, Size
 
 MODALITIES = ("image", "video")  # the n-th of them is n in token types
 
 
-def takes_encoded_pictures(core: type[nn.Module]) -> bool:
+def takes_encoded_images(core: type[nn.Module]) -> bool:
     """Whether forward() of this class has `mm_encoder_outputs`; older ones ignore it, as any unknown argument."""
     return "mm_encoder_outputs" in signature(core.forward).parameters
 
 
-class VisionFamily(PictureFamily):
+class VisionFamily(ImageFamily):
     """A model whose base takes `mm_encoder_outputs`: what `get_image_features` returned, once for each placeholder run.
 
-    Each unique picture of a batch is encoded once. Its features are repeated for every place where it stands, and the
-    model puts them (and whatever else its decoder takes of pictures) at its placeholder tokens, row by row.
+    Each unique image of a batch is encoded once. Its features are repeated for every place where it stands, and the
+    model puts them (and whatever else its decoder takes of images) at its placeholder tokens, row by row.
     """
 
     def expansion(self, processor: ProcessorMixin, size: Size) -> np.ndarray:
-        """By the processor itself: what it makes of a black picture of this size."""
+        """By the processor itself: what it makes of a black image of this size."""
         blank = Image.new("RGB", size)
-        pictures = processor.image_processor(images=[blank], return_tensors="pt", **picture_settings(processor))
-        text = processor.replace_image_token(pictures, 0)
+        images = processor.image_processor(images=[blank], return_tensors="pt", **image_settings(processor))
+        text = processor.replace_image_token(images, 0)
         return np.array(processor.tokenizer(text, add_special_tokens=False).input_ids, dtype=np.int32)
 
     def process(self, processor: ProcessorMixin, image: Image.Image) -> dict[str, np.ndarray]:
-        made = processor.image_processor(images=[image], return_tensors="pt", **picture_settings(processor))
-        return {name: made[name].numpy() for name in self.picture_inputs}
+        made = processor.image_processor(images=[image], return_tensors="pt", **image_settings(processor))
+        return {name: made[name].numpy() for name in self.image_inputs}
 
-    picture_inputs: tuple[str, ...] = ("pixel_values",)
+    image_inputs: tuple[str, ...] = ("pixel_values",)
     """The arguments of `get_image_features`."""
 
     def hidden_states(self, model: PreTrainedModel, batch: TokenBatch) -> Tensor:
         core, ids = self.core(model), batch.host_ids.copy()
-        if not takes_encoded_pictures(type(core)):
+        if not takes_encoded_images(type(core)):
             raise ValueError(
-                f"{type(core).__name__} of transformers {transformers.__version__} would leave out the pictures, which "
+                f"{type(core).__name__} of transformers {transformers.__version__} would leave out the images, which "
                 "are encoded before its forward(): install transformers 5.18 or newer"
             )
         kinds = np.zeros_like(ids)  # [B, S]; on the host, which would wait for the device at every check
@@ -63,7 +63,7 @@ class VisionFamily(PictureFamily):
             # The last token of a row is never looked at: it may be any but a placeholder outside of media.
             ids[(ids == placeholder) & ~is_placeholder] = 0
             kinds[is_placeholder] = number
-        kinds[(kinds == 1) & batch.in_video] = 2  # if videos have the placeholder of pictures
+        kinds[(kinds == 1) & batch.in_video] = 2  # if videos have the placeholder of images
         encoded = self.encode_all(core, model.config, batch)
         for number, modality in enumerate(MODALITIES, start=1):
             check_count(encoded.get(modality), int((kinds == number).sum()))
@@ -74,7 +74,7 @@ class VisionFamily(PictureFamily):
         return core(input_ids=input_ids, mm_encoder_outputs=taken, **extra, use_cache=False).last_hidden_state
 
     def placeholder_ids(self, config: PreTrainedConfig) -> tuple[int, ...]:
-        """The placeholder of pictures, and that of videos if the family has another one for them."""
+        """The placeholder of images, and that of videos if the family has another one for them."""
         return (self.placeholder_id(config),)
 
     def encode_all(self, core: PreTrainedModel, config: PreTrainedConfig, batch: TokenBatch) -> dict[str, ModelOutput]:
@@ -90,12 +90,12 @@ class VisionFamily(PictureFamily):
         return encoded
 
     def encode_nothing(self, core: PreTrainedModel, config: PreTrainedConfig, device: torch.device) -> ModelOutput:
-        """Features of a blank picture, of which nothing is placed.
+        """Features of a blank image, of which nothing is placed.
 
-        Modules are entered and inputs have gradients as in a batch with pictures, since ZeRO-3 gathers parameters in
+        Modules are entered and inputs have gradients as in a batch with images, since ZeRO-3 gathers parameters in
         the order of both passes, which has to be one order on all ranks.
         """
-        encoded = self.encode(core, self.blank_picture(config, device))
+        encoded = self.encode(core, self.blank_image(config, device))
         place_nothing(encoded)
         return encoded
 
@@ -104,17 +104,17 @@ class VisionFamily(PictureFamily):
         return submodel(model, "model")
 
     def encode(self, core: PreTrainedModel, inputs: Mapping[str, Tensor]) -> ModelOutput:
-        """The features of pictures, before they have places."""
+        """The features of images, before they have places."""
         return method(core, "get_image_features")(**self.forward_inputs(inputs), return_dict=True)
 
     def decoder_inputs(self, core: PreTrainedModel, batch: TokenBatch, token_types: Tensor) -> dict[str, Tensor]:
         """Positions and masks that the model would work out otherwise; `token_types` [B, S], on the host, is 1 at
-        placeholders of pictures and 2 at those of videos."""
+        placeholders of images and 2 at those of videos."""
         return {}
 
     @abstractmethod
-    def blank_picture(self, config: PreTrainedConfig, device: torch.device) -> dict[str, Tensor]:
-        """The smallest picture that the vision tower takes, by the names of `process`."""
+    def blank_image(self, config: PreTrainedConfig, device: torch.device) -> dict[str, Tensor]:
+        """The smallest image that the vision tower takes, by the names of `process`."""
 
 
 def submodel(model: nn.Module, name: str) -> PreTrainedModel:
@@ -141,22 +141,22 @@ def method(model: nn.Module, name: str) -> Callable[..., Any]:
     return own
 
 
-def picture_settings(processor: ProcessorMixin) -> dict[str, Any]:
+def image_settings(processor: ProcessorMixin) -> dict[str, Any]:
     """The settings that a processor calls its image processor with, where these differ from the checkpoint's: several
-    released checkpoints leave it to their processor to cut pictures into tiles."""
+    released checkpoints leave it to their processor to cut images into tiles."""
     defaults: Mapping[str, Mapping[str, Any]] = vars(processor.valid_processor_kwargs)["_defaults"]
     return dict(defaults.get("images_kwargs", {}))
 
 
 def place(encoded: ModelOutput, media: MediaBatch) -> None:
-    """Features of unique pictures to features of all places, in the order in which the batch holds them."""
+    """Features of unique images to features of all places, in the order in which the batch holds them."""
     encoded["pooler_output"] = _in_order(encoded["pooler_output"], media)
     if "deepstack_features" in encoded:
         encoded["deepstack_features"] = [_in_order(layer, media) for layer in encoded["deepstack_features"]]
 
 
 def interleaved(encoded: Mapping[str, ModelOutput], token_types: Tensor) -> Tensor:
-    """[N, H]: features of pictures and videos in the order of their places, for a model with one token for both."""
+    """[N, H]: features of images and videos in the order of their places, for a model with one token for both."""
     kinds = token_types[token_types > 0]  # [N], row by row, on the host
     found = {MODALITIES.index(modality) + 1: _flat(output["pooler_output"]) for modality, output in encoded.items()}
     [some, *_] = found.values()
@@ -173,7 +173,7 @@ def _flat(features: Tensor | Sequence[Tensor]) -> Tensor:
 
 
 def place_nothing(encoded: ModelOutput) -> None:
-    """Features of a picture to features of no place, through which gradients are zeros."""
+    """Features of an image to features of no place, through which gradients are zeros."""
     encoded["pooler_output"] = _none_of(encoded["pooler_output"])
     if "deepstack_features" in encoded:
         encoded["deepstack_features"] = [_none_of(layer) for layer in encoded["deepstack_features"]]
@@ -184,7 +184,7 @@ def _none_of(features: Tensor | Sequence[Tensor]) -> Tensor | list[Tensor]:
 
 
 def _in_order(features: Tensor | Sequence[Tensor], media: MediaBatch) -> Tensor | list[Tensor]:
-    """Models give one tensor a picture, or all parts (tiles) of all pictures in one."""
+    """Models give one tensor an image, or all parts (tiles) of all images in one."""
     if not isinstance(features, Tensor):
         return [features[i] for i in media.order]
     parts = features.split(list(media.num_parts))
@@ -213,11 +213,11 @@ def refuse_long(clip: Clip, num_tokens: int, limits: VideoConfig) -> None:
 
 
 def _refuse_stray(ids: np.ndarray, is_placeholder: np.ndarray, placeholder: int, batch: TokenBatch) -> None:
-    """The model would put a picture at a placeholder that no picture was recorded for."""
+    """The model would put an image at a placeholder that no image was recorded for."""
     is_stray = (ids == placeholder) & ~is_placeholder
     is_seen = np.arange(ids.shape[1]) < np.array(batch.row_lengths)[:, None] - 1
     if (is_stray & is_seen).any():
         raise ValueError(
-            f"a row holds the placeholder {placeholder} outside of its recorded pictures and videos: it is banned from "
+            f"a row holds the placeholder {placeholder} outside of its recorded images and videos: it is banned from "
             "sampling, so remove it from the responses of your data"
         )

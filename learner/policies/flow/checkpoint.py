@@ -97,7 +97,7 @@ class FlowCheckpoint:
         return found
 
     def latent_shape(self, denoising: Denoising) -> tuple[int, ...]:
-        """Of the latents of one picture or video.
+        """Of the latents of one image or video.
 
         Raises:
             ValueError: there are none of this size.
@@ -105,7 +105,7 @@ class FlowCheckpoint:
         if denoising.num_frames > 1 and not self.family.is_video:
             raise ValueError(
                 f"sampler.flow.num_frames={denoising.num_frames}, and policy.model={self.folder} is a "
-                f"{self._index['_class_name']}, which makes pictures: set sampler.flow.num_frames=1"
+                f"{self._index['_class_name']}, which makes images: set sampler.flow.num_frames=1"
             )
         return self.family.latent_shape(self._config(TRANSFORMER), self._config(VAE), denoising.size)
 

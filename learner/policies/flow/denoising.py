@@ -1,4 +1,4 @@
-"""How pictures are denoised: what sampler and policy must have alike, and the velocity that both compute."""
+"""How images are denoised: what sampler and policy must have alike, and the velocity that both compute."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from mobula.cluster.records.actions import LatentActions
 from mobula.cluster.runtime.seeds import derived_seed
 from mobula.configs.schema.rollout import FlowConfig
-from mobula.learner.policies.flow.families import FlowFamily, PictureSize
+from mobula.learner.policies.flow.families import FlowFamily, ImageSize
 from mobula.learner.policies.sde import KERNELS, FlowStep, Transition
 
 MIN_ROWS = 4  # of a forward pass; fewer are multiplied by other kernels, and a row would depend on how many there are
@@ -20,13 +20,13 @@ MIN_ROWS = 4  # of a forward pass; fewer are multiplied by other kernels, and a 
 
 @dataclass(frozen=True)
 class Denoising:
-    """How a picture is denoised.
+    """How an image is denoised.
 
     Steps [window_start, window_end) of the schedule are stochastic, by `kernel`; only those are decisions of the
     policy. The others follow the ODE. With a `window_size` above 0 a group has so many of them (`for_group`).
     """
 
-    height: int  # of pictures
+    height: int  # of images
     width: int
     num_steps: int
     guidance: float  # 1: none
@@ -71,8 +71,8 @@ class Denoising:
         )
 
     @property
-    def size(self) -> PictureSize:
-        return PictureSize(self.height, self.width, self.num_frames)
+    def size(self) -> ImageSize:
+        return ImageSize(self.height, self.width, self.num_frames)
 
     @property
     def proof(self) -> Denoising:
@@ -83,7 +83,7 @@ class Denoising:
 
     @property
     def without_noise(self) -> Denoising:
-        """How pictures that nothing is trained on are made: by the ODE, in steps of their own number."""
+        """How images that nothing is trained on are made: by the ODE, in steps of their own number."""
         if self.evaluation_steps in (0, self.num_steps):
             return self
         num = self.evaluation_steps

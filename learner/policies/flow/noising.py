@@ -1,4 +1,4 @@
-"""Clean pictures at drawn noise levels: what a flow model is trained on where it needs no likelihood of its steps."""
+"""Clean images at drawn noise levels: what a flow model is trained on where it needs no likelihood of its steps."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LevelDraw = Literal["uniform", "logit_normal"]
 
 @dataclass(frozen=True)
 class Noising:
-    """x = (1 - sigma) clean + sigma noise, for `num_draws` levels sigma of each picture.
+    """x = (1 - sigma) clean + sigma noise, for `num_draws` levels sigma of each image.
 
     `uniform` draws a level of the table as likely as any other. `logit_normal` draws more in the middle of it: the
     place in the table is the sigmoid of a normal number (Stable Diffusion 3, arXiv:2403.03206).
@@ -44,7 +44,7 @@ class Noising:
 
 @dataclass(frozen=True)
 class CleanSequence:
-    """One row: a clean picture. `seed` decides levels and noise, so every rank and every pass draws the same.
+    """One row: a clean image. `seed` decides levels and noise, so every rank and every pass draws the same.
 
     `old` are velocities at these levels of another model: the one that sampled, or the reference.
     """
@@ -57,14 +57,14 @@ class CleanSequence:
 
     @classmethod
     def of_response(cls, noising: Noising, prompt: Prompt, actions: LatentActions) -> CleanSequence:
-        """The picture at the end of some denoising steps. The picture itself is the seed: no two are alike."""
+        """The image at the end of some denoising steps. The image itself is the seed: no two are alike."""
         clean = actions.values[-1]
         seed = zlib.crc32(np.ascontiguousarray(clean).tobytes())
         return cls(clean, condition_of(prompt), noising, seed)
 
     @property
     def num_targets(self) -> int:
-        """1: a picture is one decision."""
+        """1: an image is one decision."""
         return 1
 
     @property
@@ -83,13 +83,13 @@ class CleanSequence:
         return replace(self, old=old)
 
     def drawn(self, num_draws: int) -> CleanSequence:
-        """The same picture at so many levels."""
+        """The same image at so many levels."""
         return replace(self, noising=replace(self.noising, num_draws=num_draws))
 
 
 @dataclass(frozen=True)
 class NoisedBatch:
-    """B clean pictures, each at K noise levels: N = B K rows, picture by picture."""
+    """B clean images, each at K noise levels: N = B K rows, image by image."""
 
     clean: Tensor  # float32 [N, ...]
     noise: Tensor  # float32 [N, ...]
@@ -108,7 +108,7 @@ class NoisedBatch:
 
 
 def collate_noised(sequences: Sequence[CleanSequence], reader: Reader, device: torch.device) -> NoisedBatch:
-    """Draw levels and noise of each picture, and resolve the conditions; each unique one is read and placed once."""
+    """Draw levels and noise of each image, and resolve the conditions; each unique one is read and placed once."""
     handles = list({s.media[0].key: s.media[0] for s in sequences}.values())
     media = reader.read(handles)
     places = {handle.key: place for place, handle in enumerate(handles)}

@@ -48,7 +48,7 @@ class FlowPolicy(Policy):
         self, batch: LatentBatch | NoisedBatch, replay: StepRescoring, *, entropy_has_gradient: bool = False
     ) -> PolicyOutput:
         """Log-probs of the batch's steps, all N of them side by side, and their divergence where it is asked for. Of
-        clean pictures: velocities at their noise levels, without guidance, and log-probs of 0.
+        clean images: velocities at their noise levels, without guidance, and log-probs of 0.
 
         The entropy is that of one number of the latents. It depends on the schedule alone, so it has no gradient.
 
@@ -84,18 +84,18 @@ class FlowPolicy(Policy):
             nothing.bool(),
             predicted=velocity.detach(),
             velocities=Velocities(
-                _by_picture(velocity, batch),
-                None if batch.old is None else _by_picture(batch.old, batch),
-                _by_picture(batch.clean, batch),
-                _by_picture(batch.noise, batch),
-                _by_picture(batch.sigmas.view(-1, *(1,) * (velocity.ndim - 1)), batch),
+                _by_image(velocity, batch),
+                None if batch.old is None else _by_image(batch.old, batch),
+                _by_image(batch.clean, batch),
+                _by_image(batch.noise, batch),
+                _by_image(batch.sigmas.view(-1, *(1,) * (velocity.ndim - 1)), batch),
             ),
         )
         if replay.divergence == "none":
             return output
         with self._as_reference():
             reference = self._velocity(batch)
-        squares = _by_picture((velocity - reference) ** 2, batch)
+        squares = _by_image((velocity - reference) ** 2, batch)
         return output._replace(divergence=squares.flatten(1).mean(1, keepdim=True))
 
     def _velocity(self, batch: NoisedBatch) -> Tensor:
@@ -137,6 +137,6 @@ def _moves(moved: Transition, batch: LatentBatch) -> Moves:
     )
 
 
-def _by_picture(values: Tensor, batch: NoisedBatch) -> Tensor:
+def _by_image(values: Tensor, batch: NoisedBatch) -> Tensor:
     """[N, ...] -> [B, K, ...]"""
     return values.unflatten(0, (-1, batch.num_draws))

@@ -38,7 +38,7 @@ class LatentSequence:
 
     @classmethod
     def of_response(cls, prompt: Prompt, actions: LatentActions) -> LatentSequence:
-        """A prompt and how one picture of it was denoised.
+        """A prompt and how one image of it was denoised.
 
         Raises:
             ValueError: the prompt has other media than one or two conditions.
@@ -51,7 +51,7 @@ class LatentSequence:
 
     @property
     def num_tokens(self) -> int:
-        """Places of the latent picture, in all steps: what a row takes of `learner.tokens_per_microbatch`."""
+        """Places of the latent image, in all steps: what a row takes of `learner.tokens_per_microbatch`."""
         return self.num_targets * int(np.prod(self.actions.latents.shape[2:]))
 
     @property

@@ -1,1 +1,1 @@
-"""Models that draw a picture token by token."""
+"""Models that draw an image token by token."""

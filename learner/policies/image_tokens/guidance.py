@@ -20,7 +20,7 @@ TRAINED = ("model.language_model.", "model.generation_")
 
 
 def num_image_tokens(config: PretrainedConfig) -> int:
-    """T: tokens of one picture."""
+    """T: tokens of one image."""
     return int(config.vision_config.num_image_tokens)
 
 
@@ -31,7 +31,7 @@ def canary_tokens(source: str) -> Tensor:
 
 
 def without_text(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    """Token ids of a prompt without its text: what is neither the first token nor the start of a picture is padding."""
+    """Token ids of a prompt without its text: what is neither the first token nor the start of an image is padding."""
     own = model.generation_config
     is_kept = (ids == own.bos_token_id) | (ids == vars(own)["generation_kwargs"]["boi_token_id"])
     return torch.where(is_kept, ids, own.pad_token_id)
@@ -40,8 +40,8 @@ def without_text(model: PreTrainedModel, ids: Tensor) -> Tensor:
 def embedded(model: Any, ids: Tensor, is_text: Tensor) -> Tensor:
     """float [B, S, H] of ids [B, S], which are text where `is_text` and image tokens elsewhere."""
     text = model.get_input_embeddings()(torch.where(is_text, ids, 0))
-    picture = model.prepare_embeddings_for_image_generation(torch.where(is_text, 0, ids))
-    return torch.where(is_text[..., None], text, picture)
+    image = model.prepare_embeddings_for_image_generation(torch.where(is_text, 0, ids))
+    return torch.where(is_text[..., None], text, image)
 
 
 def head_states(model: Any, hidden: Tensor, guidance: float) -> Tensor:

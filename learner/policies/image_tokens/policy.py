@@ -1,4 +1,4 @@
-"""ImageTokenPolicy: a model that draws a picture token by token, as a policy over these tokens."""
+"""ImageTokenPolicy: a model that draws an image token by token, as a policy over these tokens."""
 
 from __future__ import annotations
 

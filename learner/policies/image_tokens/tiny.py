@@ -1,4 +1,4 @@
-"""A Janus of random weights that draws pictures of 16 x 16 in 16 tokens of 64 codes."""
+"""A Janus of random weights that draws images of 16 x 16 in 16 tokens of 64 codes."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def smolvlm_model(seed: int) -> SmolVLMForConditionalGeneration:
 
 
 def _processor(tokenizer: PreTrainedTokenizerBase) -> SmolVLMProcessor:
-    """A picture is scaled to one tile; turns are written as SmolLM2 knows them, without its system prompt."""
+    """An image is scaled to one tile; turns are written as SmolLM2 knows them, without its system prompt."""
     side = {"longest_edge": TILE}
     return SmolVLMProcessor(
         image_processor=SmolVLMImageProcessor(size=side, max_image_size=side),

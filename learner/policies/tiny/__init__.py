@@ -11,7 +11,7 @@ from typing import Protocol
 
 from transformers import Qwen2_5_VLModel
 
-from mobula.learner.policies.families.vision import takes_encoded_pictures
+from mobula.learner.policies.families.vision import takes_encoded_images
 from mobula.learner.policies.tiny.audio.qwen2_5_omni import write_tiny_qwen2_5_omni
 from mobula.learner.policies.tiny.audio.qwen2_audio import write_tiny_qwen2_audio
 from mobula.learner.policies.tiny.gemma3 import write_tiny_gemma3
@@ -59,8 +59,8 @@ TINY: dict[str, Writer] = {
 
 
 def write_checked(folder: Path) -> Path:
-    """Write the model of a machine check: with pictures, or of text where transformers cannot train with pictures."""
-    return write_tiny("qwen2.5-vl" if takes_encoded_pictures(Qwen2_5_VLModel) else "qwen2.5", folder)
+    """Write the model of a machine check: with images, or of text where transformers cannot train with images."""
+    return write_tiny("qwen2.5-vl" if takes_encoded_images(Qwen2_5_VLModel) else "qwen2.5", folder)
 
 
 def write_tiny(name: str, folder: Path, *, seed: int = 0, tie_word_embeddings: bool = False) -> Path:

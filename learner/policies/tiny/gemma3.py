@@ -11,7 +11,7 @@ from mobula.learner.policies.tiny.tokenizer import build_tokenizer, token_id
 from mobula.learner.policies.tiny.writing import decoder_config, vision_config, write_checkpoint
 
 SIDE = 56
-TOKENS_PER_PICTURE = 4
+TOKENS_PER_IMAGE = 4
 TEMPLATE = """\
 {{- '<bos>' -}}
 {%- for message in messages -%}
@@ -37,14 +37,14 @@ def write_tiny_gemma3(folder: Path, *, seed: int = 0, tie_word_embeddings: bool 
     special = ("<pad>", "<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>")
     named = {"image_token": "<image_soft_token>", "boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}
     tokenizer = build_tokenizer(special, named, eos="<end_of_turn>", pad="<pad>", bos="<bos>")
-    # As in the released tokenizer: blank lines around a picture are one token.
+    # As in the released tokenizer: blank lines around an image are one token.
     lines = [AddedToken("\n" * n, special=False, normalized=False) for n in (4, 3, 2, 1)]
     tokenizer.add_tokens(lines)
     tokenizer.chat_template = TEMPLATE
     processor = Gemma3Processor(
         image_processor=Gemma3ImageProcessor(size={"height": SIDE, "width": SIDE}),
         tokenizer=tokenizer,
-        image_seq_length=TOKENS_PER_PICTURE,
+        image_seq_length=TOKENS_PER_IMAGE,
         chat_template=TEMPLATE,
     )
     ids = {name: token_id(tokenizer, token) for name, token in named.items()}
@@ -59,7 +59,7 @@ def write_tiny_gemma3(folder: Path, *, seed: int = 0, tie_word_embeddings: bool 
     config = Gemma3Config(
         text_config=text,
         vision_config=vision_config(image_size=SIDE, patch_size=14, vision_use_head=False),
-        mm_tokens_per_image=TOKENS_PER_PICTURE,
+        mm_tokens_per_image=TOKENS_PER_IMAGE,
         boi_token_index=ids["boi_token"],
         eoi_token_index=ids["eoi_token"],
         image_token_index=ids["image_token"],

@@ -16,7 +16,7 @@ from mobula.learner.policies.tiny.tokenizer import INITIALIZER_RANGE, build_toke
 from mobula.learner.policies.tiny.writing import HIDDEN_SIZE, decoder_config, write_checkpoint
 
 PIXELS_PER_TOKEN = 28 * 28
-MAX_PICTURE_TOKENS = 64
+MAX_IMAGE_TOKENS = 64
 MEDIA = ("begin_of_image", "end_of_image", "begin_of_video", "end_of_video", "image", "video")
 TEMPLATE = """\
 {{- '[gMASK]<sop>' -}}
@@ -43,10 +43,10 @@ TEMPLATE = """\
 
 
 def write_tiny_glm4v(folder: Path, *, seed: int = 0, tie_word_embeddings: bool = False) -> Path:
-    """Write a checkpoint of 0.6 M parameters into `folder`; a picture takes one token for each 28x28 pixels."""
+    """Write a checkpoint of 0.6 M parameters into `folder`; an image takes one token for each 28x28 pixels."""
     special = ("<|endoftext|>", "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>")
     tokenizer = build_tokenizer((*special, *(f"<|{name}|>" for name in MEDIA)), eos="<|endoftext|>")
-    size = {"shortest_edge": PIXELS_PER_TOKEN, "longest_edge": MAX_PICTURE_TOKENS * PIXELS_PER_TOKEN}
+    size = {"shortest_edge": PIXELS_PER_TOKEN, "longest_edge": MAX_IMAGE_TOKENS * PIXELS_PER_TOKEN}
     patches = {"patch_size": 14, "merge_size": 2, "temporal_patch_size": 2}
     processor = Glm4vProcessor(
         image_processor=Glm4vImageProcessor(size=size, **patches),

@@ -1,4 +1,4 @@
-"""An Idefics 3 and a SmolVLM of random weights: pictures in rows and columns of tiles, a Llama decoder."""
+"""An Idefics 3 and a SmolVLM of random weights: images in rows and columns of tiles, a Llama decoder."""
 
 from __future__ import annotations
 

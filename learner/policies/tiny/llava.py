@@ -14,7 +14,7 @@ PATCH_SIZE = 14
 
 
 def write_tiny_llava(folder: Path, *, seed: int = 0, tie_word_embeddings: bool = False) -> Path:
-    """Write a checkpoint of 0.5 M parameters into `folder`; every picture takes 16 tokens."""
+    """Write a checkpoint of 0.5 M parameters into `folder`; every image takes 16 tokens."""
     tokenizer = build_tokenizer(("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<image>"))
     size = {"height": SIDE, "width": SIDE}
     processor = LlavaProcessor(

@@ -21,7 +21,7 @@ PINPOINTS = [[TILE * i, TILE * j] for i in (1, 2) for j in (1, 2)]
 
 
 def write_tiny_llava_onevision(folder: Path, *, seed: int = 0, tie_word_embeddings: bool = False) -> Path:
-    """Write a checkpoint of 0.5 M parameters into `folder`; a picture takes at least two tiles of 16 tokens."""
+    """Write a checkpoint of 0.5 M parameters into `folder`; an image takes at least two tiles of 16 tokens."""
     tokenizer = build_tokenizer(("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<image>", "<video>"))
     size = {"size": {"height": TILE, "width": TILE}}
     processor = LlavaOnevisionProcessor(

@@ -30,7 +30,7 @@ PATCH_SIZE = 14
 MERGE_SIZE = 2
 TEMPORAL_PATCH_SIZE = 2
 PIXELS_PER_TOKEN = (PATCH_SIZE * MERGE_SIZE) ** 2
-MAX_PICTURE_TOKENS = 64
+MAX_IMAGE_TOKENS = 64
 
 
 def write_tiny_qwen2_5_vl(folder: Path, *, seed: int = 0, tie_word_embeddings: bool = False) -> Path:
@@ -95,9 +95,9 @@ def build_config(tokenizer: Qwen2Tokenizer, *, tie_word_embeddings: bool) -> Qwe
 def build_processor() -> Qwen2_5_VLProcessor:
     """Tokenizer, image and video processor, and the Qwen2.5-VL chat template without a default system prompt.
 
-    A picture takes 1 to `MAX_PICTURE_TOKENS` tokens, one for each 28x28 pixels.
+    An image takes 1 to `MAX_IMAGE_TOKENS` tokens, one for each 28x28 pixels.
     """
-    size = {"shortest_edge": PIXELS_PER_TOKEN, "longest_edge": MAX_PICTURE_TOKENS * PIXELS_PER_TOKEN}
+    size = {"shortest_edge": PIXELS_PER_TOKEN, "longest_edge": MAX_IMAGE_TOKENS * PIXELS_PER_TOKEN}
     patches = {"patch_size": PATCH_SIZE, "merge_size": MERGE_SIZE, "temporal_patch_size": TEMPORAL_PATCH_SIZE}
     return Qwen2_5_VLProcessor(
         image_processor=Qwen2VLImageProcessor(size=size, **patches),

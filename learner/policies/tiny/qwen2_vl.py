@@ -12,13 +12,13 @@ from transformers import (
     Qwen2VLVideoProcessor,
 )
 
-from mobula.learner.policies.tiny.qwen2_5_vl import MAX_PICTURE_TOKENS, MERGE_SIZE, PATCH_SIZE, PIXELS_PER_TOKEN
+from mobula.learner.policies.tiny.qwen2_5_vl import MAX_IMAGE_TOKENS, MERGE_SIZE, PATCH_SIZE, PIXELS_PER_TOKEN
 from mobula.learner.policies.tiny.tokenizer import INITIALIZER_RANGE, VISION_TEMPLATE, build_tokenizer, media_token_ids
 from mobula.learner.policies.tiny.writing import HIDDEN_SIZE, decoder_config, write_checkpoint
 
 
 def write_tiny_qwen2_vl(folder: Path, *, seed: int = 0, tie_word_embeddings: bool = False) -> Path:
-    """Write a checkpoint of 0.6 M parameters into `folder`; a picture takes one token for each 28x28 pixels."""
+    """Write a checkpoint of 0.6 M parameters into `folder`; an image takes one token for each 28x28 pixels."""
     tokenizer = build_tokenizer()
     rope = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [4, 6, 6]}
     config = Qwen2VLConfig(
@@ -38,7 +38,7 @@ def write_tiny_qwen2_vl(folder: Path, *, seed: int = 0, tie_word_embeddings: boo
         dtype="float32",
         **media_token_ids(tokenizer),
     )
-    size = {"shortest_edge": PIXELS_PER_TOKEN, "longest_edge": MAX_PICTURE_TOKENS * PIXELS_PER_TOKEN}
+    size = {"shortest_edge": PIXELS_PER_TOKEN, "longest_edge": MAX_IMAGE_TOKENS * PIXELS_PER_TOKEN}
     patches = {"patch_size": PATCH_SIZE, "merge_size": MERGE_SIZE, "temporal_patch_size": 2}
     processor = Qwen2VLProcessor(
         image_processor=Qwen2VLImageProcessor(size=size, **patches),

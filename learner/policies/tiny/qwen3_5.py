@@ -21,7 +21,7 @@ DELTA_HEAD = 128  # of the kernels on CPU, which refuse 32
 
 
 def write_tiny_qwen3_5(folder: Path, *, seed: int = 0, tie_word_embeddings: bool = False) -> Path:
-    """Write a checkpoint of 1.5 M parameters into `folder`; a picture takes one token for each 32x32 pixels."""
+    """Write a checkpoint of 1.5 M parameters into `folder`; an image takes one token for each 32x32 pixels."""
     tokenizer = build_tokenizer()
     text = decoder_config(
         tokenizer,

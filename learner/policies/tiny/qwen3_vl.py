@@ -18,12 +18,12 @@ from mobula.learner.policies.tiny.tokenizer import INITIALIZER_RANGE, VISION_TEM
 from mobula.learner.policies.tiny.writing import HIDDEN_SIZE, decoder_config, write_checkpoint
 
 PIXELS_PER_TOKEN = 32 * 32
-MAX_PICTURE_TOKENS = 64
+MAX_IMAGE_TOKENS = 64
 ROPE = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [6, 5, 5], "mrope_interleaved": True}
 
 
 def write_tiny_qwen3_vl(folder: Path, *, seed: int = 0, tie_word_embeddings: bool = False) -> Path:
-    """Write a checkpoint of 0.7 M parameters into `folder`; a picture takes one token for each 32x32 pixels."""
+    """Write a checkpoint of 0.7 M parameters into `folder`; an image takes one token for each 32x32 pixels."""
     tokenizer = build_tokenizer()
     config = Qwen3VLConfig(
         text_config=decoder_config(
@@ -56,7 +56,7 @@ def vision_of(**own: Any) -> dict[str, Any]:
 
 def build_processor(tokenizer: PreTrainedTokenizerBase) -> Qwen3VLProcessor:
     """Patches of 16x16, four of them a token."""
-    size = {"shortest_edge": PIXELS_PER_TOKEN, "longest_edge": MAX_PICTURE_TOKENS * PIXELS_PER_TOKEN}
+    size = {"shortest_edge": PIXELS_PER_TOKEN, "longest_edge": MAX_IMAGE_TOKENS * PIXELS_PER_TOKEN}
     patches = {"patch_size": 16, "merge_size": 2, "temporal_patch_size": 2}
     return Qwen3VLProcessor(
         image_processor=Qwen2VLImageProcessor(size=size, image_mean=[0.5] * 3, image_std=[0.5] * 3, **patches),

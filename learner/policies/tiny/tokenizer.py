@@ -135,7 +135,7 @@ def token_id(tokenizer: PreTrainedTokenizerBase, token: str) -> int:
 
 
 class MediaTokenIds(TypedDict):
-    """The ids by which forward() of a Qwen finds the pictures and videos in a row of tokens."""
+    """The ids by which forward() of a Qwen finds the images and videos in a row of tokens."""
 
     image_token_id: int
     video_token_id: int

@@ -1,1 +1,1 @@
-"""Geolocation of a picture: answers about places, their positions, and a reward that falls with distance."""
+"""Geolocation of an image: answers about places, their positions, and a reward that falls with distance."""

@@ -1,4 +1,4 @@
-"""Reads bounding boxes out of strict JSON and brings them to one form: corners, as shares of the picture."""
+"""Reads bounding boxes out of strict JSON and brings them to one form: corners, as shares of the image."""
 
 from __future__ import annotations
 

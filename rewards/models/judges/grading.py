@@ -9,12 +9,12 @@ from typing import Any
 from mobula.cluster.errors import RewardError
 from mobula.rewards.contract import RewardRequest, Score
 from mobula.rewards.functions.parsing.extraction import WAYS, Extractor, extractor
+from mobula.rewards.images import data_url
 from mobula.rewards.models.loading import one_of, positive_int
 from mobula.rewards.models.question import QuestionFinder
-from mobula.rewards.pictures import data_url
 
 PLACEHOLDERS = ("question", "response", "references")
-PICTURES = ("none", "prompt", "response", "both")
+IMAGES = ("none", "prompt", "response", "both")
 QUOTED_CHARS = 300  # of a reply in a reason
 _PLACEHOLDER = re.compile(r"\{([a-z_]+)\}")
 _NUMBER = re.compile(r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)")
@@ -24,7 +24,7 @@ class Grading:
     r"""Builds a judge's conversation about a response, and reads the score in its reply.
 
     `template` is the user's turn, with {question}, {response} and {references} in it; `system` goes before it, or null.
-    `pictures` are sent ahead of the text: none, prompt, response or both; of those of a response (a video's frames)
+    `images` are sent ahead of the text: none, prompt, response or both; of those of a response (a video's frames)
     every `frame_stride`-th, from the first on. `verdict` names where in the reply the score stands: a way of
     `rewards/functions/parsing/extraction.py`, or `regex:` and an expression whose last match has a group `score`. A
     score outside of `minimum` and `maximum`, or none at all, is a failure. `question_pattern`: see `QuestionFinder`.
@@ -35,7 +35,7 @@ class Grading:
         *,
         system: str | None,
         template: str,
-        pictures: str,
+        images: str,
         verdict: str,
         minimum: float,
         maximum: float,
@@ -44,8 +44,8 @@ class Grading:
     ) -> None:
         if not minimum < maximum:
             raise ValueError(f"options.minimum={minimum} is not below maximum={maximum}: say what scores there are")
-        self._pictures = one_of("pictures", pictures, PICTURES)
-        self._template = _checked_template(template, self._pictures)
+        self._images = one_of("images", images, IMAGES)
+        self._template = _checked_template(template, self._images)
         self._system = system
         self._find_score = _verdict(verdict)
         self._range = (float(minimum), float(maximum))
@@ -53,13 +53,13 @@ class Grading:
         self._questions = QuestionFinder(question_pattern)
 
     def messages(self, request: RewardRequest) -> list[dict[str, Any]]:
-        """The conversation about one response, in the form of OpenAI's chat API, with pictures as data URLs.
+        """The conversation about one response, in the form of OpenAI's chat API, with images as data URLs.
 
         Raises:
-            RewardError: the question, a reference or a picture is missing or cannot be read.
+            RewardError: the question, a reference or an image is missing or cannot be read.
         """
         content: Any = self._filled(request)
-        urls = self._picture_urls(request)
+        urls = self._image_urls(request)
         if urls:
             parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
             content = [*parts, {"type": "text", "text": content}]
@@ -94,14 +94,14 @@ class Grading:
             values["references"] = "\n".join(request.references)
         return _PLACEHOLDER.sub(lambda found: values.get(found[1], found[0]), self._template)
 
-    def _picture_urls(self, request: RewardRequest) -> list[str]:
+    def _image_urls(self, request: RewardRequest) -> list[str]:
         chosen: list[tuple[str, Sequence[bytes]]] = []
-        if self._pictures in ("prompt", "both"):
-            chosen.append(("prompt", request.prompt_pictures))
-        if self._pictures in ("response", "both"):
-            chosen.append(("response", request.response.pictures[:: self._frame_stride]))
+        if self._images in ("prompt", "both"):
+            chosen.append(("prompt", request.prompt_images))
+        if self._images in ("response", "both"):
+            chosen.append(("response", request.response.images[:: self._frame_stride]))
         return [
-            data_url(file, f"picture {number} of the {source}")
+            data_url(file, f"image {number} of the {source}")
             for source, files in chosen
             for number, file in enumerate(files, start=1)
         ]
@@ -119,13 +119,13 @@ def checked_extra(extra: Mapping[str, Any], own: Collection[str]) -> dict[str, A
     return dict(extra)
 
 
-def _checked_template(template: str, pictures: str) -> str:
+def _checked_template(template: str, images: str) -> str:
     named = set(_PLACEHOLDER.findall(template))
     unknown = sorted(named - set(PLACEHOLDERS))
     if unknown:
         known = ", ".join(f"{{{name}}}" for name in PLACEHOLDERS)
         raise ValueError(f"options.template has {{{unknown[0]}}}: use {known}")
-    if "response" not in named and pictures not in ("response", "both"):
+    if "response" not in named and images not in ("response", "both"):
         raise ValueError("options.template has no {response}, so every answer would get one score: put it in")
     return template
 

@@ -38,7 +38,7 @@ class Judge:
 
     `extra` is added to the request, e.g. {seed: 0, response_format: {...}}. See `Grading` for the conversation and the
     verdict, and `Connection` for the other options, of which `max_request_bytes` bounds one answer with its
-    pictures.
+    images.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Judge:
         model: str,
         system: str | None,
         template: str,
-        pictures: str,
+        images: str,
         verdict: str,
         minimum: float,
         maximum: float,
@@ -62,7 +62,7 @@ class Judge:
         self._grading = Grading(
             system=system,
             template=template,
-            pictures=pictures,
+            images=images,
             verdict=verdict,
             minimum=minimum,
             maximum=maximum,

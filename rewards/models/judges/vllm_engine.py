@@ -63,7 +63,7 @@ class ChatEngine:
     def replies(
         self, conversations: Sequence[list[dict[str, Any]]], params: SamplingParams, template: Mapping[str, Any]
     ) -> list[Reply | RewardError]:
-        """One reply a conversation, in order, or why the engine refuses it: it is too long, has too many pictures.
+        """One reply a conversation, in order, or why the engine refuses it: it is too long, has too many images.
 
         `template` holds further arguments of the chat template.
 
@@ -184,7 +184,7 @@ def _arguments(model: str, options: Mapping[str, Any], tools: Tools) -> dict[str
 
 
 def _load(model: str, arguments: Mapping[str, Any], device: str) -> LLM:
-    set_num_threads = torch.set_num_threads  # vLLM replaces it on CPU, by one that logs a warning for each picture
+    set_num_threads = torch.set_num_threads  # vLLM replaces it on CPU, by one that logs a warning for each image
     try:
         with _environment(ENVIRONMENT | (CPU_ENVIRONMENT if device == "cpu" else {})):
             return LLM(**arguments)

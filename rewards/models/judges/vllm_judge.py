@@ -34,7 +34,7 @@ class VllmJudge:
         engine: dict[str, Any],
         system: str | None,
         template: str,
-        pictures: str,
+        images: str,
         verdict: str,
         minimum: float,
         maximum: float,
@@ -47,7 +47,7 @@ class VllmJudge:
         self._grading = Grading(
             system=system,
             template=template,
-            pictures=pictures,
+            images=images,
             verdict=verdict,
             minimum=minimum,
             maximum=maximum,

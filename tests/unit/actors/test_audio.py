@@ -13,7 +13,7 @@ import soundfile
 import torch
 
 from mobula.actors.datasets.audios import AudioInputs, encode_wav
-from mobula.actors.datasets.pictures import EncodedFile, PictureError
+from mobula.actors.datasets.images import EncodedFile, ImageError
 from mobula.actors.processors.audio import AudioLimits, check_audio, decode_audio, draw_sound, load_audio, whole_audio
 from mobula.cluster.errors import MediaError
 from mobula.configs.load import load_config
@@ -53,11 +53,11 @@ def test_the_length_from_the_header_is_that_of_the_samples(
     assert samples.dtype == np.float32
 
 
-def encoded(path: Path, codec: str, length: int, *, with_picture: bool = False, **options: str) -> Path:
+def encoded(path: Path, codec: str, length: int, *, with_image: bool = False, **options: str) -> Path:
     """The sine in any format of FFmpeg."""
     with av.open(str(path), "w", options=options) as container:
         stream = container.add_stream(codec, rate=44_100, layout="mono")
-        if with_picture:
+        if with_image:
             shown = container.add_stream("mpeg4", rate=4)
             shown.width, shown.height, shown.pix_fmt = 16, 16, "yuv420p"
             frame = av.VideoFrame.from_ndarray(np.zeros((16, 16, 3), dtype=np.uint8), format="rgb24")
@@ -89,14 +89,14 @@ def test_an_mp3_file_without_a_count_is_as_long_as_it_decodes(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("name", "codec", "with_picture"),
+    ("name", "codec", "with_image"),
     [("a.m4a", "aac", False), ("a.aac", "aac", False), ("a.mp4", "aac", True), ("a.mkv", "aac", True)],
 )
 def test_sounds_that_libsndfile_does_not_read_are_read_by_ffmpeg(
-    tmp_path: Path, name: str, codec: str, with_picture: bool
+    tmp_path: Path, name: str, codec: str, with_image: bool
 ) -> None:
     options = {"movflags": "faststart"} if name.endswith(("m4a", "mp4")) else {}
-    file = encoded(tmp_path / name, codec, 88_200, with_picture=with_picture, **options)
+    file = encoded(tmp_path / name, codec, 88_200, with_image=with_image, **options)
     loaded = load_audio(file, limits())
     samples = decode_audio(loaded, limits())
     assert len(samples) == loaded.num_samples == check_audio(file, limits())
@@ -190,7 +190,7 @@ def test_arrays_mappings_and_parts_are_sounds(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_no_sound_is_named(tmp_path: Path, value: object, message: str) -> None:
-    with pytest.raises(PictureError, match=message):
+    with pytest.raises(ImageError, match=message):
         AudioInputs(tmp_path, None, takes_absolute=False).resolve_audios(value, "row")
 
 

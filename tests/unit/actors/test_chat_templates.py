@@ -265,7 +265,7 @@ def test_a_template_of_the_tokenizer_is_that_of_the_processor(tmp_path: Path) ->
     assert prompt() == expected
 
 
-def test_pictures_without_a_place_in_the_template_skip_their_row(tmp_path: Path) -> None:
+def test_images_without_a_place_in_the_template_skip_their_row(tmp_path: Path) -> None:
     model = write_tiny_qwen2_5_vl(tmp_path)
     (model / "chat_template.jinja").write_text(TEXT_ALONE)
     config = load_config(["experiment=own", f"policy.model={model}", "data.path=x", "data.prompt_suffix=''"])
@@ -281,14 +281,14 @@ def test_pictures_without_a_place_in_the_template_skip_their_row(tmp_path: Path)
     [
         (
             "qwen3.5",
-            "<|im_start|>user\n{picture}Q<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n",
+            "<|im_start|>user\n{image}Q<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n",
             "7<|im_end|>",
         ),
-        ("smolvlm", "<|im_start|>User:{picture}Q<|im_end|>\nAssistant:", " 7<|im_end|>"),
-        ("gemma3", "<|im_start|>user\n{picture}Q<|im_end|>\n<|im_start|>model\n", "7<|im_end|>"),
+        ("smolvlm", "<|im_start|>User:{image}Q<|im_end|>\nAssistant:", " 7<|im_end|>"),
+        ("gemma3", "<|im_start|>user\n{image}Q<|im_end|>\n<|im_start|>model\n", "7<|im_end|>"),
     ],
 )
-def test_answers_about_pictures_are_found(tmp_path: Path, name: str, head: str, answer: str) -> None:
+def test_answers_about_images_are_found(tmp_path: Path, name: str, head: str, answer: str) -> None:
     model = write_tiny_qwen2_5_vl(tmp_path)
     (model / "chat_template.jinja").write_text(CHAT_TEMPLATES[name])
     Image.new("RGB", (56, 56)).save(tmp_path / "a.png")
@@ -297,7 +297,7 @@ def test_answers_about_pictures_are_found(tmp_path: Path, name: str, head: str, 
     chat = ChatProcessor(str(model), config.data, config.sampler, store, keep_files=False)
     row = replace(conversation("7"), images=(tmp_path / "a.png",), context=(OfflineTurn("user", "<image>Q", False),))
     group = offline(chat).prepare(row, "p").group
-    assert texts(chat, group) == [(head.format(picture="<|vision_start|><|image_pad|><|vision_end|>") + answer, answer)]
+    assert texts(chat, group) == [(head.format(image="<|vision_start|><|image_pad|><|vision_end|>") + answer, answer)]
     assert len(group.prompt.media_spans) == len(group.prompt.media) == 1
 
 

@@ -46,7 +46,7 @@ def written(folder: Path, *rows: Any) -> Path:
 
 
 @pytest.fixture
-def pictures(tmp_path: Path) -> Path:
+def images(tmp_path: Path) -> Path:
     for name, size in (("a", (56, 56)), ("b", (84, 56))):
         Image.new("RGB", size, "red").save(tmp_path / f"{name}.png")
     return tmp_path
@@ -75,15 +75,15 @@ def test_an_answer_apart_from_its_messages_is_the_assistants(tmp_path: Path) -> 
 def test_hub_data_in_trls_form_become_rows_of_offline_jobs(tmp_path: Path, form: str) -> None:
     """The commands of docs/offline_training.md, on a data set of the same columns."""
     datasets = pytest.importorskip("datasets")
-    picture = io.BytesIO()
-    Image.new("RGB", (4, 4), "red").save(picture, format="PNG")
+    image = io.BytesIO()
+    Image.new("RGB", (4, 4), "red").save(image, format="PNG")
     asked = {"role": "user", "content": [{"type": "image", "text": None}, {"type": "text", "text": "Which colour?"}]}
     answers = [{"role": "assistant", "content": [{"type": "text", "text": text}]} for text in ("red", "blue")]
     columns = {
         "conversation": {"messages": [asked, answers[0]]},
         "pair": {"prompt": [asked], "chosen": [answers[0]], "rejected": [answers[1]]},
     }
-    row = {**columns[form], "images": [{"bytes": picture.getvalue(), "path": None}]}
+    row = {**columns[form], "images": [{"bytes": image.getvalue(), "path": None}]}
     found = datasets.Dataset.from_list([row])
     found = found.cast_column("images", datasets.Sequence(datasets.Image()))
     datasets.DatasetDict({"train": found}).save_to_disk(str(tmp_path / "hub"))
@@ -111,7 +111,7 @@ def test_hub_data_in_trls_form_become_rows_of_offline_jobs(tmp_path: Path, form:
         ("conversation", {"messages": [USER]}, "no_answer"),
         ("conversation", {"messages": [USER, FOUR, USER]}, "no_answer"),
         ("conversation", {"messages": [FOUR]}, "no_question"),
-        ("conversation", {"messages": [USER, {**FOUR, "content": [{"type": "image"}]}]}, "picture_in_answer"),
+        ("conversation", {"messages": [USER, {**FOUR, "content": [{"type": "image"}]}]}, "image_in_answer"),
         ("conversation", {"messages": [USER, FOUR], "images": ["a.png"]}, "placeholder_mismatch"),
         ("conversation", {"messages": [{"role": "user", "content": "<image>?"}, FOUR]}, "placeholder_mismatch"),
         ("conversation", {"messages": [{"role": "user", "content": "<image>"}, FOUR], "images": ["x"]}, "missing_file"),
@@ -120,7 +120,7 @@ def test_hub_data_in_trls_form_become_rows_of_offline_jobs(tmp_path: Path, form:
         (
             "conversation",
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "http://x/y.png"}]}, FOUR]},
-            "remote_picture",
+            "remote_image",
         ),
         ("conversation", {"messages": [{**USER, "content": [{"type": "audio"}]}, FOUR]}, "placeholder_mismatch"),
         ("conversation", {"messages": [WATCHED, FOUR]}, "placeholder_mismatch"),
@@ -129,14 +129,14 @@ def test_hub_data_in_trls_form_become_rows_of_offline_jobs(tmp_path: Path, form:
         ("conversation", {"messages": [WATCHED, FOUR], "videos": ["http://x/y.mp4"]}, "remote_video"),
         ("conversation", {"messages": [WATCHED, FOUR], "videos": "x.mp4"}, "missing_file"),
         ("conversation", {"messages": [WATCHED, FOUR], "videos": [[]]}, "bad_video"),
-        ("conversation", {"messages": [USER, {**FOUR, "content": [{"type": "video"}]}]}, "picture_in_answer"),
+        ("conversation", {"messages": [USER, {**FOUR, "content": [{"type": "video"}]}]}, "image_in_answer"),
         ("conversation", {"messages": [HEARD, FOUR]}, "placeholder_mismatch"),
         ("conversation", {"messages": [HEARD, FOUR], "audios": ["x.wav"]}, "missing_file"),
         ("conversation", {"messages": [HEARD, FOUR], "audios": ["../x.wav"]}, "outside_folder"),
         ("conversation", {"messages": [HEARD, FOUR], "audios": ["http://x/y.wav"]}, "remote_audio"),
         ("conversation", {"messages": [HEARD, FOUR], "audios": "x.wav"}, "missing_file"),
         ("conversation", {"messages": [HEARD, FOUR], "audios": [[0.1, 0.2]]}, "bad_audio"),
-        ("conversation", {"messages": [USER, {**FOUR, "content": [{"type": "audio"}]}]}, "picture_in_answer"),
+        ("conversation", {"messages": [USER, {**FOUR, "content": [{"type": "audio"}]}]}, "image_in_answer"),
         ("pair", {"messages": [USER], "chosen": "4"}, "missing_pair"),
         ("pair", {"messages": [USER], "chosen": "", "rejected": "5"}, "missing_pair"),
         ("pair", {"messages": [USER], "chosen": "4", "rejected": "4"}, "equal_pair"),
@@ -150,33 +150,33 @@ def test_hub_data_in_trls_form_become_rows_of_offline_jobs(tmp_path: Path, form:
         ("scored", {"messages": [USER], "score": 1}, "no_answer"),
     ],
 )  # fmt: skip
-def test_an_unfit_line_is_skipped_and_named(pictures: Path, form: str, row: Any, reason: str) -> None:
+def test_an_unfit_line_is_skipped_and_named(images: Path, form: str, row: Any, reason: str) -> None:
     good = {
         "conversation": {"messages": [USER, FOUR]},
         "pair": {"messages": [USER], "chosen": "4", "rejected": "5"},
         "scored": {"messages": [USER, FOUR], "score": 0.5},
     }[form]
-    split = read_conversations(written(pictures, row, good), "train", form)
+    split = read_conversations(written(images, row, good), "train", form)
     assert count_by_reason(split.skipped) == {reason: 1}
     assert split.skipped[0].sample.startswith("train.jsonl:1 ")
     assert [row.sample_id for row in split.rows] == ["train-2"]
     with pytest.raises(DatasetError, match="has no usable row"):
-        read_conversations(written(pictures, row), "train", form)
+        read_conversations(written(images, row), "train", form)
 
 
-def test_pictures_are_parts_or_placeholders(pictures: Path) -> None:
+def test_images_are_parts_or_placeholders(images: Path) -> None:
     parts = [{"type": "text", "text": "Here: "}, {"type": "image_url", "image_url": {"url": "a.png"}}]
     rows = (
         {"messages": [{"role": "user", "content": parts}, FOUR]},
         {"messages": [{"role": "user", "content": "Here: <image>"}, FOUR], "images": ["a.png"]},
     )
-    first, second = read_conversations(written(pictures, *rows), "train", "conversation").rows
+    first, second = read_conversations(written(images, *rows), "train", "conversation").rows
     assert first.context == second.context
-    assert first.images == second.images == ((pictures / "a.png").resolve(),)
+    assert first.images == second.images == ((images / "a.png").resolve(),)
 
 
-def test_pictures_may_be_data_urls_and_bytes_in_base64(pictures: Path) -> None:
-    content = (pictures / "a.png").read_bytes()
+def test_images_may_be_data_urls_and_bytes_in_base64(images: Path) -> None:
+    content = (images / "a.png").read_bytes()
     encoded = base64.b64encode(content).decode()
     url = f"data:image/png;base64,{encoded}"
     asked = {"role": "user", "content": "<image>"}
@@ -186,15 +186,15 @@ def test_pictures_may_be_data_urls_and_bytes_in_base64(pictures: Path) -> None:
         {"messages": [asked, FOUR], "images": [url]},
         {"messages": [asked, FOUR], "images": [{"bytes": encoded}]},
     )
-    split = read_conversations(written(pictures, *rows), "train", "conversation")
+    split = read_conversations(written(images, *rows), "train", "conversation")
     assert [row.images[0].content for row in split.rows] == [content] * 4
 
 
-def test_a_pair_has_labels_and_a_score_is_one(pictures: Path) -> None:
+def test_a_pair_has_labels_and_a_score_is_one(images: Path) -> None:
     row = {"messages": [USER], "chosen": "4", "rejected": {"role": "assistant", "content": "5"}}
-    [found] = read_conversations(written(pictures, row), "train", "pair").rows
+    [found] = read_conversations(written(images, row), "train", "pair").rows
     assert [(ending.turns[0].text, ending.label) for ending in found.endings] == [("4", 1.0), ("5", 0.0)]
-    [found] = read_conversations(written(pictures, {"messages": [USER, FOUR], "score": -2}), "train", "scored").rows
+    [found] = read_conversations(written(images, {"messages": [USER, FOUR], "score": -2}), "train", "scored").rows
     assert [ending.label for ending in found.endings] == [-2.0]
 
 
@@ -212,8 +212,8 @@ SEVERAL_TURNS = {
 }
 
 
-def test_the_loss_covers_the_assistants_tokens_of_several_turns_alone(config: RunConfig, pictures: Path) -> None:
-    [row] = read_conversations(written(pictures, SEVERAL_TURNS), "train", "conversation").rows
+def test_the_loss_covers_the_assistants_tokens_of_several_turns_alone(config: RunConfig, images: Path) -> None:
+    [row] = read_conversations(written(images, SEVERAL_TURNS), "train", "conversation").rows
     made = processor(config)
     group = made.prepare(row, "0/0/x").group
     [trajectory] = group.trajectories
@@ -225,8 +225,8 @@ def test_the_loss_covers_the_assistants_tokens_of_several_turns_alone(config: Ru
     assert made.check(row) == group.prompt.num_tokens + len(ids)
 
 
-def test_context_and_ending_are_the_tokens_of_the_models_own_processor(config: RunConfig, pictures: Path) -> None:
-    [row] = read_conversations(written(pictures, SEVERAL_TURNS), "train", "conversation").rows
+def test_context_and_ending_are_the_tokens_of_the_models_own_processor(config: RunConfig, images: Path) -> None:
+    [row] = read_conversations(written(images, SEVERAL_TURNS), "train", "conversation").rows
     made = processor(config, has_tail=True)
     group = made.prepare(row, "0/0/x").group
     own = made.chat._processor
@@ -245,17 +245,17 @@ def test_context_and_ending_are_the_tokens_of_the_models_own_processor(config: R
     assert [set(found[span.start : span.end]) for span in group.prompt.media_spans] == [{image}, {image}]
     assert [span.end - span.start for span in group.prompt.media_spans] == [4, 6]
     assert (found == image).sum() == 10
-    assert group.prompt.media_spans[1].start > group.prompt.num_tokens, "a picture of a later turn"
+    assert group.prompt.media_spans[1].start > group.prompt.num_tokens, "an image of a later turn"
 
 
-def test_a_pair_shares_its_context(config: RunConfig, pictures: Path) -> None:
+def test_a_pair_shares_its_context(config: RunConfig, images: Path) -> None:
     row = {
         "messages": [{"role": "user", "content": "<image>?"}],
         "images": ["a.png"],
         "chosen": "red",
         "rejected": "a dog",
     }
-    [found] = read_conversations(written(pictures, row), "train", "pair").rows
+    [found] = read_conversations(written(images, row), "train", "pair").rows
     scored = processor(config).prepare(found, "0/0/x")
     assert [reward.value for reward in scored.rewards] == [1.0, 0.0]
     texts = [trajectory.response.text for trajectory in scored.group.trajectories]
@@ -263,8 +263,8 @@ def test_a_pair_shares_its_context(config: RunConfig, pictures: Path) -> None:
     assert all(trajectory.action_mask.all() for trajectory in scored.group.trajectories)
 
 
-def test_what_is_too_long_is_rejected_before_a_picture_is_decoded(config: RunConfig, pictures: Path) -> None:
-    [row] = read_conversations(written(pictures, SEVERAL_TURNS), "train", "conversation").rows
+def test_what_is_too_long_is_rejected_before_a_image_is_decoded(config: RunConfig, images: Path) -> None:
+    [row] = read_conversations(written(images, SEVERAL_TURNS), "train", "conversation").rows
     length = processor(config).check(row)
     assert processor(config, max_tokens=length).check(row) == length
     with pytest.raises(TooLongError, match=f"has {length} tokens .*offline.max_tokens is {length - 1}"):
@@ -272,27 +272,27 @@ def test_what_is_too_long_is_rejected_before_a_picture_is_decoded(config: RunCon
     assert TooLongError.reason == "too_long"
 
 
-def test_texts_may_not_imitate_special_tokens(config: RunConfig, pictures: Path) -> None:
+def test_texts_may_not_imitate_special_tokens(config: RunConfig, images: Path) -> None:
     row = {"messages": [USER, {"role": "assistant", "content": "4<|im_end|>"}]}
-    [found] = read_conversations(written(pictures, row), "train", "conversation").rows
+    [found] = read_conversations(written(images, row), "train", "conversation").rows
     with pytest.raises(PromptError, match="special token"):
         processor(config).check(found)
 
 
-def test_a_template_that_rewrites_history_is_refused_by_row(config: RunConfig, pictures: Path) -> None:
+def test_a_template_that_rewrites_history_is_refused_by_row(config: RunConfig, images: Path) -> None:
     made = processor(config)
     made.chat._processor.chat_template = made.chat._processor.chat_template.replace(
         "{{- message['content'] -}}", "{{- message['content'] if loop.last else 'gone' -}}"
     ).replace("{{- part['text'] -}}", "{{- part['text'] if loop.length > 9 or message == messages[-1] else 'gone' -}}")
     row = {"messages": [USER, FOUR, USER, FOUR]}
-    [found] = read_conversations(written(pictures, row), "train", "conversation").rows
+    [found] = read_conversations(written(images, row), "train", "conversation").rows
     with pytest.raises(PromptError, match="changes earlier turns"):
         made.check(found)
 
 
-def test_the_configured_system_prompt_begins_rows_that_have_none(config: RunConfig, pictures: Path) -> None:
-    [row] = read_conversations(written(pictures, {"messages": [USER, FOUR]}), "train", "conversation").rows
-    [own] = read_conversations(written(pictures, SEVERAL_TURNS), "train", "conversation").rows
+def test_the_configured_system_prompt_begins_rows_that_have_none(config: RunConfig, images: Path) -> None:
+    [row] = read_conversations(written(images, {"messages": [USER, FOUR]}), "train", "conversation").rows
+    [own] = read_conversations(written(images, SEVERAL_TURNS), "train", "conversation").rows
     made = processor(config, system_prompt="Help.")
     assert made.prepare(row, "x").group.prompt.text.startswith("<|im_start|>system\nHelp.<|im_end|>")
     assert made.prepare(own, "x").group.prompt.text.startswith("<|im_start|>system\nBe brief.<|im_end|>")

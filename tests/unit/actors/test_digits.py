@@ -17,7 +17,7 @@ from mobula.learner.policies.tiny.tokenizer import build_tokenizer
 
 SPLITS = {"train": 1297, "validation": 200, "test": 300}
 TASKS: tuple[DigitsTask, ...] = ("digits", "digit_sum", "digit_list")
-NUM_PICTURES = {"digits": range(1, 2), "digit_sum": range(2, 3), "digit_list": range(1, 13)}
+NUM_IMAGES = {"digits": range(1, 2), "digit_sum": range(2, 3), "digit_list": range(1, 13)}
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def read(folder: Path, split: str) -> list[dict]:
     return [json.loads(line) for line in (folder / f"{split}.jsonl").read_text().splitlines()]
 
 
-def pictures_of(row: dict) -> list[str]:
+def images_of(row: dict) -> list[str]:
     return [row["image"]] if isinstance(row["image"], str) else row["image"]
 
 
@@ -45,8 +45,8 @@ def test_rows_follow_the_schema(folders: dict[DigitsTask, Path], task: DigitsTas
     assert len(rows) == SPLITS[split]
     for row in rows:
         assert row.keys() == {"id", "question", "answer", "solution", "image"}
-        assert row["question"].count("<image>") == len(pictures_of(row))
-        assert len(pictures_of(row)) in NUM_PICTURES[task]
+        assert row["question"].count("<image>") == len(images_of(row))
+        assert len(images_of(row)) in NUM_IMAGES[task]
         if task != "digit_list":
             assert row["solution"] == rf"\boxed{{{row['answer']}}}"
 
@@ -58,10 +58,10 @@ def test_ids_are_unique(folders: dict[DigitsTask, Path], task: DigitsTask) -> No
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_splits_share_no_picture_and_use_all(folders: dict[DigitsTask, Path], task: DigitsTask) -> None:
-    pictures = {split: {path for row in read(folders[task], split) for path in pictures_of(row)} for split in SPLITS}
-    assert {split: len(paths) for split, paths in pictures.items()} == SPLITS
-    assert len(set.union(*pictures.values())) == sum(SPLITS.values())
+def test_splits_share_no_image_and_use_all(folders: dict[DigitsTask, Path], task: DigitsTask) -> None:
+    images = {split: {path for row in read(folders[task], split) for path in images_of(row)} for split in SPLITS}
+    assert {split: len(paths) for split, paths in images.items()} == SPLITS
+    assert len(set.union(*images.values())) == sum(SPLITS.values())
 
 
 def test_splits_are_stratified(folders: dict[DigitsTask, Path]) -> None:
@@ -71,18 +71,18 @@ def test_splits_are_stratified(folders: dict[DigitsTask, Path]) -> None:
         assert all(0.08 < count / size < 0.12 for count in counts.values())
 
 
-def test_pictures_show_the_digit_of_the_answer(folders: dict[DigitsTask, Path]) -> None:
+def test_images_show_the_digit_of_the_answer(folders: dict[DigitsTask, Path]) -> None:
     pixels, labels = load_digits(return_X_y=True)
     for row in read(folders["digits"], "test"):
         index = int(row["id"].removeprefix("digit-"))
-        with Image.open(folders["digits"] / row["image"]) as picture:
-            assert picture.size == (56, 56)
-            shown = np.asarray(picture)[3::7, 3::7]  # [8, 8]
+        with Image.open(folders["digits"] / row["image"]) as image:
+            assert image.size == (56, 56)
+            shown = np.asarray(image)[3::7, 3::7]  # [8, 8]
         assert np.abs(shown / 255 * 16 - pixels[index].reshape(8, 8)).max() < 0.1
         assert row["answer"] == str(labels[index])
 
 
-def test_sums_add_two_different_pictures(folders: dict[DigitsTask, Path]) -> None:
+def test_sums_add_two_different_images(folders: dict[DigitsTask, Path]) -> None:
     digit = {row["image"]: int(row["answer"]) for split in SPLITS for row in read(folders["digits"], split)}
     for split in SPLITS:
         for row in read(folders["digit_sum"], split):
@@ -91,7 +91,7 @@ def test_sums_add_two_different_pictures(folders: dict[DigitsTask, Path]) -> Non
             assert int(row["answer"]) == digit[left] + digit[right]
 
 
-def test_lists_name_every_picture_in_its_place_and_the_sum(folders: dict[DigitsTask, Path]) -> None:
+def test_lists_name_every_image_in_its_place_and_the_sum(folders: dict[DigitsTask, Path]) -> None:
     digit = {row["image"]: int(row["answer"]) for split in SPLITS for row in read(folders["digits"], split)}
     for split in SPLITS:
         for row in read(folders["digit_list"], split):
@@ -103,10 +103,10 @@ def test_lists_name_every_picture_in_its_place_and_the_sum(folders: dict[DigitsT
             assert row["question"].startswith("".join(f"<image>{label}" for label in "ABCDEFGHIJKL"[: len(digits)]))
 
 
-def test_lists_differ_in_length_and_use_all_pictures_equally_often(folders: dict[DigitsTask, Path]) -> None:
+def test_lists_differ_in_length_and_use_all_images_equally_often(folders: dict[DigitsTask, Path]) -> None:
     for split in SPLITS:
         rows = read(folders["digit_list"], split)
-        assert {len(row["image"]) for row in rows} == set(NUM_PICTURES["digit_list"])
+        assert {len(row["image"]) for row in rows} == set(NUM_IMAGES["digit_list"])
         uses = Counter(path for row in rows for path in row["image"])
         assert max(uses.values()) - min(uses.values()) <= 1
 

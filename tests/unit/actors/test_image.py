@@ -1,4 +1,4 @@
-"""Picture files: every mode comes out as the right RGB, and every unfit file as one clear MediaError."""
+"""Image files: every mode comes out as the right RGB, and every unfit file as one clear MediaError."""
 
 import os
 import struct
@@ -16,7 +16,7 @@ from mobula.actors.processors.image import ImageLimits, check_image, decode_imag
 from mobula.cluster.errors import MediaError
 
 LIMITS = ImageLimits(max_image_bytes=100_000, max_decoded_pixels=1_000_000)
-SOURCE = Path("picture")
+SOURCE = Path("image")
 
 
 def encode(image: Image.Image, format: str = "PNG", **options: object) -> bytes:
@@ -86,7 +86,7 @@ def test_every_mode_becomes_rgb_on_white(content: bytes, expected: list[tuple[in
     assert pixels(image) == [expected]
 
 
-def test_a_picture_is_turned_upright_and_its_area_measured_without_decoding() -> None:
+def test_a_image_is_turned_upright_and_its_area_measured_without_decoding() -> None:
     sideways = Image.new("RGB", (40, 20))
     exif = sideways.getexif()
     exif[0x0112] = 6  # shown turned by a quarter
@@ -109,8 +109,8 @@ def png(num: int = 64) -> bytes:
 UNFIT = {
     "is empty": b"",
     "data.max_image_bytes": b"\x89PNG" + bytes(LIMITS.max_image_bytes),
-    "no PNG": b"just some text, not a picture",
-    "no .* picture": b"P3\n1 1\n255\n255 0 0\n",  # a picture format that is text
+    "no PNG": b"just some text, not an image",
+    "no .* image": b"P3\n1 1\n255\n255 0 0\n",  # an image format that is text
     "no JPEG|no PNG": b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n",
     "data.max_decoded_pixels": png_header(2_000, 1_000),
     "decompression bomb": png_header(60_000, 60_000),
@@ -134,13 +134,13 @@ def test_a_bomb_that_pillow_only_warns_about_is_refused() -> None:
 
 
 @pytest.mark.parametrize("content", [png()[:-2000], png_header(100, 100)], ids=["truncated", "too little data"])
-def test_a_damaged_picture_is_refused_when_it_is_decoded(content: bytes) -> None:
-    with pytest.raises(MediaError, match="picture is corrupt"):
+def test_a_damaged_image_is_refused_when_it_is_decoded(content: bytes) -> None:
+    with pytest.raises(MediaError, match="image is corrupt"):
         decode(content)
 
 
 @given(st.binary(min_size=1, max_size=30), st.integers(0, 2000))
-def test_damage_anywhere_gives_a_picture_or_a_media_error(damage: bytes, place: int) -> None:
+def test_damage_anywhere_gives_a_image_or_a_media_error(damage: bytes, place: int) -> None:
     content = bytearray(png(32))
     place %= len(content)
     content[place : place + len(damage)] = damage

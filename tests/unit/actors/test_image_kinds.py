@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
-from mobula.actors.datasets.pictures import EncodedFile
+from mobula.actors.datasets.images import EncodedFile
 from mobula.actors.datasets.rows import Row
 from mobula.actors.processors.chat import ChatProcessor
 from mobula.cluster.errors import MediaError

@@ -64,11 +64,11 @@ def read(folder: Path, row_format: str, *records: Mapping[str, Any], words: Sequ
     return list(split.rows)
 
 
-def is_text(chat: ChatProcessor, ids: Any, text: str, num_pictures: int = 0) -> bool:
-    """Whether the ids hold the characters of `text`, and a placeholder for each picture alone."""
+def is_text(chat: ChatProcessor, ids: Any, text: str, num_images: int = 0) -> bool:
+    """Whether the ids hold the characters of `text`, and a placeholder for each image alone."""
     shown = chat._tokenizer.decode(ids, skip_special_tokens=True)
     num_media = sum(int(i) in chat.media_token_ids for i in ids)
-    return "".join(text.split()) in "".join(shown.split()) and (num_media > 0) == (num_pictures > 0)
+    return "".join(text.split()) in "".join(shown.split()) and (num_media > 0) == (num_images > 0)
 
 
 def test_markup_of_an_observation_is_text(chat: ChatProcessor) -> None:
@@ -87,22 +87,22 @@ def test_the_first_observation_of_an_environment_is_text(chat: ChatProcessor) ->
         assert plain(prompt.text) == prompt.text
 
 
-def test_markup_beside_pictures_is_text(chat: ChatProcessor) -> None:
-    if not chat.takes_pictures:
-        pytest.skip("the model takes no pictures")
+def test_markup_beside_images_is_text(chat: ChatProcessor) -> None:
+    if not chat.takes_images:
+        pytest.skip("the model takes no images")
     bridge = TurnBridge(chat, "model")
     marked = Message("user", f"Shown: {IMAGE_MARK}\n{MARKUP}", (png(),))
-    assert checked_observation([marked], ["user"], max_bytes=1 << 20, takes_pictures=True) == (marked,)
+    assert checked_observation([marked], ["user"], max_bytes=1 << 20, takes_images=True) == (marked,)
     for message in (marked, Message("user", "<image>The <video> tag", (png(),))):
         delta = bridge.delta([message])
         assert len(delta.spans) == 1
         assert is_text(chat, delta.ids, message.text.replace(IMAGE_MARK, "").removeprefix("<image>"), 1)
     with pytest.raises(EpisodeError, match="IMAGE_MARK"):
         unclear = Message("user", f"<image>{MARKUP}", (png(),))
-        checked_observation([unclear], ["user"], max_bytes=1 << 20, takes_pictures=True)
+        checked_observation([unclear], ["user"], max_bytes=1 << 20, takes_images=True)
 
 
-def test_parts_of_a_request_say_what_is_a_picture() -> None:
+def test_parts_of_a_request_say_what_is_a_image() -> None:
     url = "data:image/png;base64,iVBORw0KGgo="
     parts = [{"type": "text", "text": MARKUP}, {"type": "image_url", "image_url": {"url": url}}]
     assert message_of("user", parts).text == MARKUP + IMAGE_MARK
@@ -110,11 +110,11 @@ def test_parts_of_a_request_say_what_is_a_picture() -> None:
     assert message_of("user", MARKUP) == Message("user", MARKUP)
 
 
-def test_where_parts_say_what_is_a_picture_text_is_text(chat: ChatProcessor, folder: Path) -> None:
-    if not chat.takes_pictures:
-        pytest.skip("the model takes no pictures")
-    picture = {"type": "image_url", "image_url": {"url": "a.png"}}
-    asked = [{"role": "user", "content": [picture, {"type": "text", "text": MARKUP}]}]
+def test_where_parts_say_what_is_a_image_text_is_text(chat: ChatProcessor, folder: Path) -> None:
+    if not chat.takes_images:
+        pytest.skip("the model takes no images")
+    image = {"type": "image_url", "image_url": {"url": "a.png"}}
+    asked = [{"role": "user", "content": [image, {"type": "text", "text": MARKUP}]}]
     [row] = read(folder, "messages", {"messages": asked, "answer": MARKUP})
     prompt = chat.prepare(row, "0/0/r")
     assert len(prompt.media) == 1 and is_text(chat, prompt.compact_ids, MARKUP, 1)
@@ -125,8 +125,8 @@ def test_where_parts_say_what_is_a_picture_text_is_text(chat: ChatProcessor, fol
 
 @pytest.mark.parametrize("form", ["conversation", "pair", "scored"])
 def test_answers_of_offline_rows_may_hold_markup(chat: ChatProcessor, folder: Path, form: str) -> None:
-    picture = [{"type": "image", "image": "a.png"}] if chat.takes_pictures else []
-    asked = {"role": "user", "content": [*picture, {"type": "text", "text": MARKUP}]}
+    image = [{"type": "image", "image": "a.png"}] if chat.takes_images else []
+    asked = {"role": "user", "content": [*image, {"type": "text", "text": MARKUP}]}
     answer = {"role": "assistant", "content": MARKUP}
     row = {"messages": [asked, *([answer] if form != "pair" else [])], "chosen": MARKUP, "rejected": "No.", "score": 1}
     (folder / "train.jsonl").write_text(json.dumps(row))
@@ -135,7 +135,7 @@ def test_answers_of_offline_rows_may_hold_markup(chat: ChatProcessor, folder: Pa
     first = group.group.trajectories[0]
     assert first.response.text == MARKUP
     assert is_text(chat, first.actions.token_ids[first.action_mask], MARKUP)
-    assert is_text(chat, group.group.prompt.expanded_ids, MARKUP, len(picture))
+    assert is_text(chat, group.group.prompt.expanded_ids, MARKUP, len(image))
 
 
 def test_a_key_says_what_stands_for_a_medium(folder: Path) -> None:

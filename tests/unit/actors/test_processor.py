@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from transformers import AutoProcessor
 
-from mobula.actors.datasets.pictures import EncodedFile, PictureError, WebFile
+from mobula.actors.datasets.images import EncodedFile, ImageError, WebFile
 from mobula.actors.datasets.rows import Row, Turn
 from mobula.actors.processors import chat
 from mobula.actors.processors.chat import ChatProcessor
@@ -26,7 +26,7 @@ from mobula.configs.schema.rollout import SamplerKind
 from mobula.learner.policies.tiny import SPECIAL_TOKENS, write_tiny_qwen2_5_vl
 
 MIN_PIXELS, MAX_PIXELS = 4 * 28 * 28, 24 * 28 * 28
-Pictures = Callable[..., tuple[Path, ...]]
+Images = Callable[..., tuple[Path, ...]]
 
 
 def data_config(**changes: object) -> DataConfig:
@@ -102,8 +102,8 @@ def image_pad(model: str) -> int:
 
 
 @pytest.fixture
-def pictures(tmp_path: Path) -> Pictures:
-    """Picture files of the given sizes; `seed` makes equal sizes differ."""
+def images(tmp_path: Path) -> Images:
+    """Image files of the given sizes; `seed` makes equal sizes differ."""
 
     def write(*sizes: tuple[int, int], seed: int = 0) -> tuple[Path, ...]:
         return tuple(save(tmp_path / f"{seed}_{i}.png", size, seed + i) for i, size in enumerate(sizes))
@@ -142,8 +142,8 @@ def check_token_spaces(prompt: Prompt, image_pad: int) -> None:
 TINY, SMALL, WIDE, BIG = (5, 3), (56, 56), (120, 33), (480, 380)
 
 
-def test_files_travel_only_where_some_reward_looks_at_them_and_metadata_always(model: str, pictures: Pictures) -> None:
-    paths = pictures((56, 56))
+def test_files_travel_only_where_some_reward_looks_at_them_and_metadata_always(model: str, images: Images) -> None:
+    paths = images((56, 56))
     row = Row("r", "<image>Which?", "7", "7", paths, {"label": "digits"})
     for keep_files, expected in ((True, (paths[0].read_bytes(),)), (False, ())):
         store = MediaStore(put=lambda medium: medium, max_bytes=100_000_000)
@@ -155,9 +155,9 @@ def test_files_travel_only_where_some_reward_looks_at_them_and_metadata_always(m
 
 @pytest.mark.parametrize("sizes", [(), (SMALL,), (SMALL, WIDE), (SMALL, SMALL), (TINY,), (BIG,), (BIG, TINY, WIDE)])
 def test_ids_and_tensors_equal_those_of_the_models_own_processor(
-    model: str, processor: ChatProcessor, pictures: Pictures, sizes: tuple[tuple[int, int], ...]
+    model: str, processor: ChatProcessor, images: Images, sizes: tuple[tuple[int, int], ...]
 ) -> None:
-    files = pictures(*sizes)
+    files = images(*sizes)
     prompt = processor.prepare(row("What" + "<image> is" * len(files) + "?", files), "0/0/r")
     oracle = AutoProcessor.from_pretrained(model, min_pixels=MIN_PIXELS, max_pixels=MAX_PIXELS)
     expected = oracle(text=[prompt.text], images=[Image.open(f) for f in files] or None, return_tensors="np")
@@ -169,19 +169,18 @@ def test_ids_and_tensors_equal_those_of_the_models_own_processor(
             assert np.array_equal(ours, expected[name])
 
 
-def test_tensors_are_float32_patches_and_int64_grids(processor: ChatProcessor, pictures: Pictures) -> None:
-    (medium,) = media_of(processor.prepare(row("<image>?", pictures(SMALL)), "p"))
+def test_tensors_are_float32_patches_and_int64_grids(processor: ChatProcessor, images: Images) -> None:
+    (medium,) = media_of(processor.prepare(row("<image>?", images(SMALL)), "p"))
     pixel_values, grid = medium.inputs["pixel_values"], medium.inputs["image_grid_thw"]
     assert (pixel_values.dtype, pixel_values.shape) == (np.float32, (16, 3 * 2 * 14 * 14))
     assert (grid.dtype, grid.tolist()) == (np.int64, [[1, 4, 4]])
 
 
-def test_pictures_stand_where_the_question_puts_them(processor: ChatProcessor, pictures: Pictures) -> None:
-    prompt = processor.prepare(row("Is <image>more than\n <image> ?", pictures(SMALL, WIDE)), "p")
-    picture = "<|vision_start|><|image_pad|><|vision_end|>"
+def test_images_stand_where_the_question_puts_them(processor: ChatProcessor, images: Images) -> None:
+    prompt = processor.prepare(row("Is <image>more than\n <image> ?", images(SMALL, WIDE)), "p")
+    image = "<|vision_start|><|image_pad|><|vision_end|>"
     assert prompt.text == (
-        f"<|im_start|>user\nIs {picture}more than\n {picture} ? Answer in \\boxed{{}}.<|im_end|>\n"
-        "<|im_start|>assistant\n"
+        f"<|im_start|>user\nIs {image}more than\n {image} ? Answer in \\boxed{{}}.<|im_end|>\n<|im_start|>assistant\n"
     )
 
 
@@ -190,10 +189,10 @@ def test_the_system_prompt_is_a_turn_of_its_own(model: str) -> None:
     assert prompt.text.startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n2+2?<|im_end|>")
 
 
-def test_turns_before_the_question_are_part_of_the_prompt_and_their_pictures_come_first(
-    model: str, pictures: Pictures
+def test_turns_before_the_question_are_part_of_the_prompt_and_their_images_come_first(
+    model: str, images: Images
 ) -> None:
-    first, second = pictures((56, 56), (84, 56))
+    first, second = images((56, 56), (84, 56))
     history = (Turn("system", "Be brief."), Turn("user", "<image>Which?"), Turn("assistant", "A 7."))
     row = Row("r", "And<image>?", "8", "8", (first, EncodedFile(second.read_bytes(), "second")), history=history)
     processor, _ = build(model, system_prompt="Be kind.")
@@ -205,7 +204,7 @@ def test_turns_before_the_question_are_part_of_the_prompt_and_their_pictures_com
     assert [span.end - span.start for span in prompt.media_spans] == [4, 6]
     assert prompt.media[1].source == "second"
     alone = build(model)[0].prepare(Row("r", "And<image>?", "8", "8", (second,)), "0/0/r")
-    assert alone.media[0].key == prompt.media[1].key, "a picture is one medium, as a file and as bytes"
+    assert alone.media[0].key == prompt.media[1].key, "an image is one medium, as a file and as bytes"
 
 
 def test_a_turn_before_the_question_may_not_imitate_special_tokens(processor: ChatProcessor) -> None:
@@ -224,10 +223,10 @@ def test_a_prompt_carries_ids_and_references(processor: ChatProcessor) -> None:
     st.lists(st.tuples(st.integers(1, 150), st.integers(1, 150)), max_size=3),
     st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=12), min_size=4, max_size=4),
 )
-def test_any_text_and_pictures_make_a_consistent_prompt_or_are_refused(
-    processor: ChatProcessor, image_pad: int, pictures: Pictures, sizes: list[tuple[int, int]], texts: list[str]
+def test_any_text_and_images_make_a_consistent_prompt_or_are_refused(
+    processor: ChatProcessor, image_pad: int, images: Images, sizes: list[tuple[int, int]], texts: list[str]
 ) -> None:
-    files = pictures(*sizes)
+    files = images(*sizes)
     question = "<image>".join(texts[: len(files) + 1])
     # Hypothesis also draws the constants of the code under test, placeholders and special tokens among them.
     if question.count("<image>") != len(files) or any(token in question for token in SPECIAL_TOKENS):
@@ -239,14 +238,14 @@ def test_any_text_and_pictures_make_a_consistent_prompt_or_are_refused(
     assert processor.check(row(question, files)) == prompt.num_tokens
 
 
-def test_a_picture_in_two_prompts_is_decoded_and_stored_once(
-    model: str, pictures: Pictures, monkeypatch: pytest.MonkeyPatch
+def test_a_image_in_two_prompts_is_decoded_and_stored_once(
+    model: str, images: Images, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decoded: list[Path] = []
     decode = chat.decode_image
     monkeypatch.setattr(chat, "decode_image", lambda c, path, limits: decoded.append(path) or decode(c, path, limits))
     processor, store = build(model)
-    (file,) = pictures(SMALL)
+    (file,) = images(SMALL)
     copy = file.with_name("copy.png")
     copy.write_bytes(file.read_bytes())
     first = processor.prepare(row("<image>?", [file]), "0/0/r")
@@ -256,11 +255,11 @@ def test_a_picture_in_two_prompts_is_decoded_and_stored_once(
     assert store.num_bytes == store.num_bytes_unique == first.media[0].num_bytes
 
 
-def test_stored_bytes_grow_with_unique_pictures(model: str, pictures: Pictures) -> None:
+def test_stored_bytes_grow_with_unique_images(model: str, images: Images) -> None:
     processor, store = build(model)
     sizes = []
     for seed in (0, 10, 0, 10, 20):
-        processor.prepare(row("<image>?", pictures(SMALL, seed=seed)), "p")
+        processor.prepare(row("<image>?", images(SMALL, seed=seed)), "p")
         sizes.append(store.num_bytes_unique)
     assert sizes[0] < sizes[1] == sizes[2] == sizes[3] < sizes[4]
 
@@ -272,10 +271,10 @@ def test_a_changed_file_is_another_medium(processor: ChatProcessor, tmp_path: Pa
     assert len(keys) == 2
 
 
-def test_thumbnails_are_small_pictures(processor: ChatProcessor, pictures: Pictures) -> None:
+def test_thumbnails_are_small_images(processor: ChatProcessor, images: Images) -> None:
     thumbnails = [
         Image.open(BytesIO(m.thumbnail))
-        for m in media_of(processor.prepare(row("<image><image>", pictures(BIG, SMALL)), "p"))
+        for m in media_of(processor.prepare(row("<image><image>", images(BIG, SMALL)), "p"))
     ]
     assert [(t.format, max(t.size)) for t in thumbnails] == [("PNG", 128), ("PNG", 56)]
 
@@ -330,17 +329,17 @@ def test_configured_text_with_placeholders_or_special_tokens_is_refused(model: s
 
 
 def test_files_of_the_web_are_downloaded_for_the_prompt_and_not_for_the_check(
-    model: str, pictures: Pictures, tmp_path: Path
+    model: str, images: Images, tmp_path: Path
 ) -> None:
     asked: list[str] = []
 
     def fetch(url: str) -> Path:
         asked.append(url)
         if url == "absent":
-            raise PictureError("download_failed", "absent cannot be downloaded")
+            raise ImageError("download_failed", "absent cannot be downloaded")
         return tmp_path / url
 
-    pictures(SMALL, WIDE)
+    images(SMALL, WIDE)
     local = row("<image> or <image>?", [tmp_path / "0_0.png", tmp_path / "0_1.png"])
     late = row("<image> or <image>?", [WebFile("0_0.png", fetch), WebFile("0_1.png", fetch)])
     processor = build(model)[0]
@@ -350,7 +349,7 @@ def test_files_of_the_web_are_downloaded_for_the_prompt_and_not_for_the_check(
     assert set(asked) == {"0_0.png", "0_1.png"}
     assert [handle.key for handle in there.media] == [handle.key for handle in here.media]
     assert np.array_equal(there.expanded_ids, here.expanded_ids)
-    with pytest.raises(PictureError, match="absent cannot be downloaded"):
+    with pytest.raises(ImageError, match="absent cannot be downloaded"):
         processor.prepare(row("<image>?", [WebFile("absent", fetch)]), "p")
     with pytest.raises(PromptError, match="data.max_prompt_tokens"):
         build(model, max_prompt_tokens=length - 1)[0].check(late)
@@ -358,8 +357,8 @@ def test_files_of_the_web_are_downloaded_for_the_prompt_and_not_for_the_check(
         processor.check(row("<image>" * 4, [WebFile("0_0.png", fetch)] * 4))
 
 
-def test_a_prompt_of_exactly_the_limit_passes_and_one_token_more_is_refused(model: str, pictures: Pictures) -> None:
-    fits = row("<image>?", pictures(SMALL))
+def test_a_prompt_of_exactly_the_limit_passes_and_one_token_more_is_refused(model: str, images: Images) -> None:
+    fits = row("<image>?", images(SMALL))
     length = build(model)[0].check(fits)
     assert build(model, max_prompt_tokens=length)[0].prepare(fits, "p").num_tokens == length
     processor, store = build(model, max_prompt_tokens=length - 1)
@@ -369,20 +368,20 @@ def test_a_prompt_of_exactly_the_limit_passes_and_one_token_more_is_refused(mode
     assert store.num_bytes_unique == 0  # refused before anything was decoded
 
 
-def test_too_many_pictures_are_refused(processor: ChatProcessor, pictures: Pictures) -> None:
+def test_too_many_images_are_refused(processor: ChatProcessor, images: Images) -> None:
     with pytest.raises(PromptError, match="sampler.max_images_per_prompt is 3"):
-        processor.prepare(row("<image>" * 4, pictures(*[SMALL] * 4)), "p")
+        processor.prepare(row("<image>" * 4, images(*[SMALL] * 4)), "p")
 
 
-def test_placeholders_that_do_not_match_the_pictures_are_refused(processor: ChatProcessor, pictures: Pictures) -> None:
-    with pytest.raises(PromptError, match="2 pictures and its rendered text 1 placeholders"):
-        processor.prepare(row("<image>?", pictures(SMALL, WIDE)), "p")
+def test_placeholders_that_do_not_match_the_images_are_refused(processor: ChatProcessor, images: Images) -> None:
+    with pytest.raises(PromptError, match="2 images and its rendered text 1 placeholders"):
+        processor.prepare(row("<image>?", images(SMALL, WIDE)), "p")
 
 
-def test_unfit_pictures_are_refused_by_name(processor: ChatProcessor, pictures: Pictures, tmp_path: Path) -> None:
-    stripe = pictures((1, 300))[0]
+def test_unfit_images_are_refused_by_name(processor: ChatProcessor, images: Images, tmp_path: Path) -> None:
+    stripe = images((1, 300))[0]
     text = tmp_path / "text.png"
-    text.write_text("no picture")
+    text.write_text("no image")
     for path, message in ((stripe, "aspect ratio"), (text, "no PNG"), (tmp_path / "absent.png", "missing")):
         with pytest.raises(MediaError, match=f"{path.name}.*{message}"):
             processor.check(row("<image>", [path]))
@@ -390,10 +389,10 @@ def test_unfit_pictures_are_refused_by_name(processor: ChatProcessor, pictures: 
             processor.prepare(row("<image>", [path]), "p")
 
 
-def test_a_truncated_picture_passes_the_header_check_and_is_refused_when_decoded(
-    processor: ChatProcessor, pictures: Pictures
+def test_a_truncated_image_passes_the_header_check_and_is_refused_when_decoded(
+    processor: ChatProcessor, images: Images
 ) -> None:
-    (file,) = pictures(SMALL)
+    (file,) = images(SMALL)
     file.write_bytes(file.read_bytes()[:2000])
     assert processor.check(row("<image>", [file])) > 0
     with pytest.raises(MediaError, match="corrupt"):

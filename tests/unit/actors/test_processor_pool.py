@@ -23,8 +23,8 @@ from mobula.cluster.records.trajectory import Prompt
 NUM_ROWS = 12
 
 
-class Pictures:
-    """A processor: each name in a question is a picture, `bad` ones cannot be used."""
+class Images:
+    """A processor: each name in a question is an image, `bad` ones cannot be used."""
 
     def __init__(self, media: MediaKeeper) -> None:
         self.media = media
@@ -51,11 +51,11 @@ def _names(row: Row) -> list[str]:
 
 
 class Worker(ProcessorWorker):
-    """A worker with `Pictures`, which fails with what `fate` makes of a row."""
+    """A worker with `Images`, which fails with what `fate` makes of a row."""
 
     def __init__(self, fate: Callable[[Row], Exception | None] = lambda row: None) -> None:
         self._media = _keeper()
-        self._processor = Pictures(self._media)
+        self._processor = Images(self._media)
         self._fate = fate
 
     @property
@@ -81,8 +81,8 @@ def _keeper() -> Any:
     return _Keeper()
 
 
-def rows(*pictures: str) -> tuple[Row, ...]:
-    return tuple(Row(f"r{place}", names, "1", "1") for place, names in enumerate(pictures))
+def rows(*images: str) -> tuple[Row, ...]:
+    return tuple(Row(f"r{place}", names, "1", "1") for place, names in enumerate(images))
 
 
 MIXED = rows(*(f"p{place}" for place in range(NUM_ROWS - 4)), "", "shared shared", "p1 shared", "bad")
@@ -116,7 +116,7 @@ def asked(source: PromptSource, num: int) -> list[Prompt]:
 @pytest.mark.parametrize("num_workers", [1, 2, 3])
 async def test_workers_give_the_prompts_of_the_driver_in_its_order(num_workers: int) -> None:
     store = MediaStore(lambda value: value, 1 << 20)
-    expected = PromptSource(MIXED, InDriver(Pictures(store)), seed=3, split_name="train")
+    expected = PromptSource(MIXED, InDriver(Images(store)), seed=3, split_name="train")
     pool = make_pool([Worker() for _ in range(num_workers)])
     found = PromptSource(MIXED, pool, seed=3, split_name="train")
     want = asked(expected, 2 * NUM_ROWS)

@@ -25,7 +25,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_scorer_in_8_bits_is_close_to_one_in_full_precision_and_smaller(folder: Path) -> None:
-    groups = random_groups(AutoTokenizer.from_pretrained(folder), 3, 2)  # none, one and two pictures
+    groups = random_groups(AutoTokenizer.from_pretrained(folder), 3, 2)  # none, one and two images
     found, sizes = {}, {}
     for kind in ("none", "int8"):
         scorer = ReferenceScorer(tiny_config(folder, *KL, f"reference.quantisation={kind}"), ())

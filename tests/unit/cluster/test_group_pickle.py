@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 
 import numpy as np
 import pytest
-from group_data import assert_equal, picture_prompt
+from group_data import assert_equal, image_prompt
 
 from mobula.cluster.records.actions import MAX_BYTES_PACKED, KeptSets, TokenActions
 from mobula.cluster.records.arrow import from_batch, to_batch
@@ -27,7 +27,7 @@ from mobula.cluster.records.trajectory import (
 
 
 def group(*lengths: int) -> TrajectoryGroup:
-    return TrajectoryGroup(picture_prompt(), tuple(trajectory(i, length) for i, length in enumerate(lengths)))
+    return TrajectoryGroup(image_prompt(), tuple(trajectory(i, length) for i, length in enumerate(lengths)))
 
 
 def trajectory(sibling: int, length: int) -> Trajectory:
@@ -41,7 +41,7 @@ def trajectory(sibling: int, length: int) -> Trajectory:
         action_mask=np.arange(length) < half,
         weight_spans=tuple(span for span in spans if span.start < span.end),
         finish_reason=FinishReason.STOP if sibling % 2 else FinishReason.LENGTH,
-        response=Response(f"answer {sibling}", length, is_truncated=sibling % 2 == 0, pictures=(b"png",) * sibling),
+        response=Response(f"answer {sibling}", length, is_truncated=sibling % 2 == 0, images=(b"png",) * sibling),
     )
 
 
@@ -60,7 +60,7 @@ def test_kept_sets_arrive_as_they_left(num_kept: int) -> None:
         kept = KeptSets(counts, np.arange(counts.sum(), dtype=np.int32) + len(one.trajectory_id))
         return replace(one, actions=replace(one.actions, kept=kept))
 
-    left = TrajectoryGroup(picture_prompt(), tuple(map(with_sets, group(2, 1, 3).trajectories)))
+    left = TrajectoryGroup(image_prompt(), tuple(map(with_sets, group(2, 1, 3).trajectories)))
     arrived = pickle.loads(pickle.dumps(left, protocol=5))
     for before, after in zip(left.trajectories, arrived.trajectories, strict=True):
         np.testing.assert_array_equal(after.actions.token_ids, before.actions.token_ids)
@@ -97,7 +97,7 @@ def test_long_responses_are_not_copied_on_the_way() -> None:
 
 
 def test_ids_of_another_width_arrive_as_the_same_ids() -> None:
-    left = replace(picture_prompt(), compact_ids=np.array([5, 99, 6]), expanded_ids=np.array([5, 99, 99, 6]))
+    left = replace(image_prompt(), compact_ids=np.array([5, 99, 6]), expanded_ids=np.array([5, 99, 99, 6]))
     arrived = pickle.loads(pickle.dumps(left, protocol=5))
     assert (arrived.compact_ids.tolist(), arrived.expanded_ids.tolist()) == ([5, 99, 6], [5, 99, 99, 6])
 
@@ -117,22 +117,22 @@ def test_no_field_stays_behind() -> None:
 
 
 def test_responses_are_sent_beside_their_group_where_they_are_few_bytes() -> None:
-    def generated(*texts: str, pictures: tuple[bytes, ...] = ()) -> Generated:
-        responses = [Response(text, 4, is_truncated=False, pictures=pictures) for text in texts]
+    def generated(*texts: str, images: tuple[bytes, ...] = ()) -> Generated:
+        responses = [Response(text, 4, is_truncated=False, images=images) for text in texts]
         siblings = zip(responses, group(*[4] * len(texts)).trajectories, strict=True)
-        sampled = TrajectoryGroup(picture_prompt(), tuple(replace(t, response=response) for response, t in siblings))
+        sampled = TrajectoryGroup(image_prompt(), tuple(replace(t, response=response) for response, t in siblings))
         return Generated.of(sampled.prompt, "a reference", (sampled.summary(), sampled.small_responses()))
 
     half = "x" * (MAX_CHARACTERS_BY_VALUE // 2)
     answers = generated(half, half).to_score
     assert [response.text for response in answers.responses] == [half, half]
-    assert answers.trajectory_ids == tuple(f"{picture_prompt().prompt_id}#{i}" for i in (0, 1))
+    assert answers.trajectory_ids == tuple(f"{image_prompt().prompt_id}#{i}" for i in (0, 1))
     assert generated(half, half + "x").to_score == "a reference"
-    assert generated("a", pictures=(b"png",)).to_score == "a reference"
+    assert generated("a", images=(b"png",)).to_score == "a reference"
 
 
 def test_answers_travel_without_what_no_reward_function_reads() -> None:
-    answers = Answers(picture_prompt(), (1,), (Response("a", 1, is_truncated=False),))
+    answers = Answers(image_prompt(), (1,), (Response("a", 1, is_truncated=False),))
     prompt = answers.prompt
     for with_media in (False, True):
         lean = answers.lean(with_media=with_media)

@@ -720,7 +720,7 @@ def test_entries_of_lists_and_mappings_are_written_with_what_differs() -> None:
         ]
     )
     only = config.rewards.components[0]
-    assert (only.service, only.options, only.retries, only.needs_pictures) == (SHARED_SERVICE, {}, 0, False)
+    assert (only.service, only.options, only.retries, only.needs_images) == (SHARED_SERVICE, {}, 0, False)
     assert config.data.sources["a"].row_format == config.data.row_format == "question"
     assert keys.known_keys()["rewards.components.INDEX.service"].default == SHARED_SERVICE
 

@@ -81,7 +81,7 @@ def test_scored_rows_are_those_of_regression() -> None:
         (("experiment=dpo", "offline.dpo.loss=ipo", "offline.dpo.label_smoothing=0.1"), "offline.dpo.loss=sigmoid"),
         (("experiment=dpo", "resources.reference.num_workers=0"), "offline.job=dpo compares with the initial policy"),
         (("experiment=sft", *ROWS), "algorithm.supervised.coef=1 adds rows to steps of RL, and offline.job=sft"),
-        (("experiment=glyphs_nft", *ROWS), "sampler.kind=flow makes pictures: set algorithm.supervised.coef=0"),
+        (("experiment=glyphs_nft", *ROWS), "sampler.kind=flow makes images: set algorithm.supervised.coef=0"),
         (("experiment=dpo", "offline.dpo.beta=0"), "offline.dpo.beta got 0"),
         (("experiment=dpo", "offline.dpo.label_smoothing=0.5"), "less than 0.5"),
     ],

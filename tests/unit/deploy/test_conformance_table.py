@@ -60,7 +60,7 @@ def test_a_row_in_bfloat16_has_a_wider_tolerance() -> None:
 @pytest.mark.parametrize(
     ("own", "message"),
     [
-        ({"same_ids": {"one picture": False}}, "the engine expands 'one picture' otherwise"),
+        ({"same_ids": {"one image": False}}, "the engine expands 'one image' otherwise"),
         ({"gaps": {"text": Gap(2e-2, 4e-2)}}, "text: the mean gap is 2.0e-02, more than 1e-05"),
         ({"pushes": {ALL: Gap(float("nan"), 0.0)}}, "a push of all weights: the mean gap is nan"),
         ({"moved": {"vision": 0.0}}, "a push of vision does not move the engine"),

@@ -29,9 +29,9 @@ async def test_steps_raise_the_reward_and_replay_is_exact(tmp_path: Path, words:
 
 
 async def rewards(run: FlowRun) -> np.ndarray:
-    """[N]: of pictures with seeds that training does not use."""
+    """[N]: of images with seeds that training does not use."""
     groups = await run.groups(run.prompts(4), 1000)
-    return np.array([redness(t.response.pictures[0]) for group in groups for t in group.trajectories])
+    return np.array([redness(t.response.images[0]) for group in groups for t in group.trajectories])
 
 
 async def test_a_canary_proves_a_push(tmp_path: Path) -> None:

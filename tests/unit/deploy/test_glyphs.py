@@ -70,10 +70,10 @@ class GlyphRun(FlowRun):
 
 
 async def update(run: FlowRun, version: int) -> dict[str, float]:
-    """One step on how bright the pictures are."""
+    """One step on how bright the images are."""
     groups = await run.groups(run.prompts(run.config.algorithm.prompts_per_step), version)
     scored = [
-        ScoredGroup(g.summary(), g, tuple(Reward(brightness(t.response.pictures[0])) for t in g.trajectories))
+        ScoredGroup(g.summary(), g, tuple(Reward(brightness(t.response.images[0])) for t in g.trajectories))
         for g in groups
     ]
     metrics = run.learner.update(scored, version).metrics
@@ -81,13 +81,13 @@ async def update(run: FlowRun, version: int) -> dict[str, float]:
     return metrics
 
 
-def brightness(picture: bytes) -> float:
-    return float(np.asarray(Image.open(io.BytesIO(picture)).convert("L")).mean() / 255)
+def brightness(image: bytes) -> float:
+    return float(np.asarray(Image.open(io.BytesIO(image)).convert("L")).mean() / 255)
 
 
 async def mean_brightness(run: FlowRun) -> np.ndarray:
     groups = await run.groups(run.prompts(8), 1000, temperature=0.0)
-    return np.array([brightness(t.response.pictures[0]) for group in groups for t in group.trajectories])
+    return np.array([brightness(t.response.images[0]) for group in groups for t in group.trajectories])
 
 
 def test_numbers_are_in_one_split_each_and_have_renderings(folder: Path) -> None:
@@ -96,9 +96,9 @@ def test_numbers_are_in_one_split_each_and_have_renderings(folder: Path) -> None
     assert len(numbers["test"]) >= 40 and len(numbers["train"]) >= 50 and not numbers["train"] & numbers["test"]
     row = rows["train"][0]
     assert row["question"] == f"write {row['answer']}"
-    pictures = [folder / "data" / name for name in row["metadata"]["target_images"]]
-    assert len({path.read_bytes() for path in pictures}) > len(pictures) / 2
-    assert Image.open(pictures[0]).size == (16, 16)
+    images = [folder / "data" / name for name in row["metadata"]["target_images"]]
+    assert len({path.read_bytes() for path in images}) > len(images) / 2
+    assert Image.open(images[0]).size == (16, 16)
     assert write_glyphs(folder / "data") == folder / "data", "what is there is left alone"
     with pytest.raises(ValueError, match="choose another folder"):
         write_glyphs(folder / "data", seed=1)
@@ -119,27 +119,27 @@ def test_the_judge_and_ocr_read_what_is_rendered() -> None:
             judge(RewardRequest(Response("", 1, False, (b"x",)), bad, {}, ""))
 
 
-def request(picture: Image.Image, text: str) -> RewardRequest:
+def request(image: Image.Image, text: str) -> RewardRequest:
     file = io.BytesIO()
-    picture.save(file, "PNG")
+    image.save(file, "PNG")
     return RewardRequest(Response("", 1, False, (file.getvalue(),)), (text,), {}, "")
 
 
-def test_latents_are_the_pictures(folder: Path) -> None:
+def test_latents_are_the_images(folder: Path) -> None:
     checkpoint = FlowCheckpoint(str(folder / "model"))
-    picture = np.asarray(rendered("42", 12.0, (0, 0)).convert("RGB"))[None]
+    image = np.asarray(rendered("42", 12.0, (0, 0)).convert("RGB"))[None]
     with torch.no_grad():
         vae = checkpoint.vae(torch.float32)
-        latents = checkpoint.family.encode_pictures(vae, picture)
+        latents = checkpoint.family.encode_images(vae, image)
         again = checkpoint.family.decode(vae, latents)[:, 0]
     assert latents.shape == (1, 1, 16, 16)
-    np.testing.assert_allclose(latents[0, 0].numpy(), picture[0, ..., 0] / 127.5 - 1, atol=1e-5)
-    assert np.abs(again.astype(int) - picture).max() <= 1
+    np.testing.assert_allclose(latents[0, 0].numpy(), image[0, ..., 0] / 127.5 - 1, atol=1e-5)
+    assert np.abs(again.astype(int) - image).max() <= 1
     pipeline = DiffusionPipeline.from_pretrained(folder / "model")
     assert pipeline("write 42", height=16, width=16, num_inference_steps=2).images[0].size == (16, 16)
 
 
-async def test_a_warm_start_teaches_pictures(folder: Path) -> None:
+async def test_a_warm_start_teaches_images(folder: Path) -> None:
     run = GlyphRun(config(folder, "glyphs_nft", *NFT, model="model"))
     run.learner.connect("")
     examples = _examples(run.prepared)
@@ -154,7 +154,7 @@ async def test_a_warm_start_teaches_pictures(folder: Path) -> None:
     assert run.learner.answer_accuracy(checks) > 0.3
 
 
-async def test_a_share_of_the_pictures_is_taught_with_the_negative_prompt(folder: Path) -> None:
+async def test_a_share_of_the_images_is_taught_with_the_negative_prompt(folder: Path) -> None:
     words = (*GRPO, "sampler.flow.guidance=2", "warm_start.text_dropout=0.25")
     run = GlyphRun(config(folder, "glyphs_grpo", *words, model="model"))
     examples, [prompt] = _examples(run.prepared), run.prompts(1)
@@ -172,13 +172,13 @@ async def test_a_share_of_the_pictures_is_taught_with_the_negative_prompt(folder
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
-        ({}, "names no pictures to learn from"),
+        ({}, "names no images to learn from"),
         ({"target_images": ["../secret.png"]}, "is not below data.path"),
         ({"target_images": ["images/none.png"]}, "cannot be read"),
-        ({"target_images": ["large.png"]}, "is 20 x 16, and pictures of this run are 16 x 16"),
+        ({"target_images": ["large.png"]}, "is 20 x 16, and images of this run are 16 x 16"),
     ],
 )
-def test_pictures_that_cannot_be_taught_are_named(folder: Path, metadata: dict, message: str) -> None:
+def test_images_that_cannot_be_taught_are_named(folder: Path, metadata: dict, message: str) -> None:
     run = GlyphRun(config(folder, "glyphs_nft", *NFT))
     Image.new("L", (20, 16)).save(folder / "data" / "large.png")
     assert isinstance(run.prepared.processor, FlowProcessor)

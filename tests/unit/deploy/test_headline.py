@@ -13,7 +13,7 @@ from mobula.deploy.run.headline import headline
 OWN = ["experiment=own", "policy.model=m", "data.path=d"]
 MINE = (
     "rewards.components=[{name: mine, function: f.py:f, weight: 1.0, options: {}, service: reward, "
-    "needs_pictures: false, retries: 0, cache_entries: 0}]"
+    "needs_images: false, retries: 0, cache_entries: 0}]"
 )
 
 

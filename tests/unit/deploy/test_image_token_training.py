@@ -24,9 +24,9 @@ GAP = 1e-5  # of log-probs: sampled with a cache, replayed in one forward pass
 
 
 async def redness_of(run: FlowRun) -> np.ndarray:
-    """[N]: of pictures with seeds that training does not use."""
+    """[N]: of images with seeds that training does not use."""
     groups = await run.groups(run.prompts(6), 1000)
-    return np.array([redness(t.response.pictures[0]) for group in groups for t in group.trajectories])
+    return np.array([redness(t.response.images[0]) for group in groups for t in group.trajectories])
 
 
 @pytest.mark.parametrize("words", [(), ("policy.lora.rank=8", "learner.learning_rate=0.005")], ids=["full", "lora"])
@@ -51,7 +51,7 @@ async def test_adapters_are_held_to_the_model_without_them(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("guidance", [2.0, 5.0])
-async def test_greedy_pictures_are_those_of_transformers(tmp_path: Path, guidance: float) -> None:
+async def test_greedy_images_are_those_of_transformers(tmp_path: Path, guidance: float) -> None:
     run = await FlowRun(janus_config(tmp_path, f"sampler.image_tokens.guidance={guidance}")).start()
     [prompt] = run.prompts(1)
     [group] = await run.groups([prompt], 1, temperature=0.0)
@@ -62,7 +62,7 @@ async def test_greedy_pictures_are_those_of_transformers(tmp_path: Path, guidanc
     expected = model.generate(ids, attention_mask=torch.ones_like(ids), **words)
     assert own.actions.token_ids.tolist() == expected[0].tolist()
     pixels = (model.decode_image_tokens(expected)[0].detach() / 2 + 0.5).clamp(0, 1) * 255
-    shown = np.asarray(Image.open(io.BytesIO(own.response.pictures[0])))
+    shown = np.asarray(Image.open(io.BytesIO(own.response.images[0])))
     np.testing.assert_allclose(shown, pixels.numpy(), atol=0.51)
     assert own.response.text == "" and own.finish_reason == "stop"
 
@@ -128,7 +128,7 @@ def test_other_samplers_are_refused_by_name(tmp_path: Path, kind: str) -> None:
 
 def test_a_model_of_text_draws_nothing(tmp_path: Path) -> None:
     config = janus_config(tmp_path, "policy=tiny_qwen3", f"policy.model={tmp_path / 'qwen'}")
-    with pytest.raises(PreflightError, match="draws no pictures, as sampler.kind=image_tokens asks: name a checkpoint"):
+    with pytest.raises(PreflightError, match="draws no images, as sampler.kind=image_tokens asks: name a checkpoint"):
         prepare(config, lambda value: value)
 
 

@@ -40,7 +40,7 @@ QUESTION_PATTERN = r"user\n(?:<\|vision_start\|><\|image_pad\|><\|vision_end\|>)
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model, the digits' pictures, and a folder with rows of each kind."""
+    """A model, the digits' images, and a folder with rows of each kind."""
     folder = tmp_path_factory.mktemp("offline")
     write_tiny_qwen2_5_vl(folder / "model")
     for name, rows in (("sft", conversation), ("pairs", pair), ("forms", form_pair), ("scored", scored)):

@@ -19,7 +19,7 @@ from mobula.learner.policies.tiny.llava import write_tiny_llava
 
 
 class Scores:
-    """Engine or learner: log-probs of -1, and `off` at the last token of a prompt with two pictures."""
+    """Engine or learner: log-probs of -1, and `off` at the last token of a prompt with two images."""
 
     def __init__(self, off: float = 0.0) -> None:
         self._off = off
@@ -39,7 +39,7 @@ def prompts(tmp_path_factory) -> dict[str, Prompt]:
     folder = write_tiny_llava(tmp_path_factory.mktemp("tiny") / "model")
     assert family_at(str(folder)).needs_gate
     cases = family_prompts(folder, folder.parent).cases
-    return {name: cases[name].prompt for name in ("text", "one picture", "two pictures")}
+    return {name: cases[name].prompt for name in ("text", "one image", "two images")}
 
 
 async def test_agreement_passes_once_with_a_note(prompts: dict[str, Prompt], caplog) -> None:
@@ -50,15 +50,14 @@ async def test_agreement_passes_once_with_a_note(prompts: dict[str, Prompt], cap
         await gate(0)
     assert (learner.num_asked, engine.num_asked) == (3, 3)
     assert (
-        "llava trains because engine and learner agree (text: 0 nat in the mean, 0 at most, one picture: 0"
-        in caplog.text
+        "llava trains because engine and learner agree (text: 0 nat in the mean, 0 at most, one image: 0" in caplog.text
     )
 
 
 @pytest.mark.parametrize("off", [0.03, np.nan])
 async def test_a_gap_is_refused_with_its_size(prompts: dict[str, Prompt], off: float) -> None:
     gate = ParityGate("llava", Scores(), lambda: [Scores(off)], prompts, Tolerance(1e-4, 0.0))
-    with pytest.raises(CanaryError, match=rf"model type llava.*two pictures: .* {off:.3g} at most.*cannot be trained"):
+    with pytest.raises(CanaryError, match=rf"model type llava.*two images: .* {off:.3g} at most.*cannot be trained"):
         await gate(0)
 
 

@@ -42,7 +42,7 @@ def config(shared: Path, folder: Path, *overrides: str) -> RunConfig:
     return load_config(overridden(["experiment=digits", "name=first", *paths], overrides))
 
 
-def test_a_run_is_made_of_what_the_config_names_and_stores_pictures_through_the_given_function(
+def test_a_run_is_made_of_what_the_config_names_and_stores_images_through_the_given_function(
     shared: Path, tmp_path: Path
 ) -> None:
     stored: list[object] = []
@@ -51,7 +51,7 @@ def test_a_run_is_made_of_what_the_config_names_and_stores_pictures_through_the_
     assert set(prepared.splits) == {TRAIN, VALIDATION, "test"}
     assert [len(prepared.splits[name].rows) for name in (TRAIN, VALIDATION, "test")] == [1297, 200, 300]
     assert prepared.skipped == []
-    assert stored == [], "headers are enough to check a picture"
+    assert stored == [], "headers are enough to check an image"
     [handle] = prepared.processor.prepare(prepared.usable("test").rows[0], "0/0/x").media
     assert isinstance(handle, MediaHandle)
     assert (handle.reference, len(stored)) == (1, 1)
@@ -298,7 +298,7 @@ def test_a_teacher_with_another_vocabulary_is_refused(shared: Path, tmp_path: Pa
 def test_a_text_only_teacher_of_a_policy_that_sees_is_refused(shared: Path, tmp_path: Path) -> None:
     teacher = write_text_policy(tmp_path / "teacher", "qwen2")
     with pytest.raises(
-        PreflightError, match=r"takes no pictures and policy\.model=.* does: set algorithm\.distillation\.teacher to"
+        PreflightError, match=r"takes no images and policy\.model=.* does: set algorithm\.distillation\.teacher to"
     ):
         prepare(taught(shared, tmp_path, teacher), lambda media: media)
 
@@ -306,7 +306,7 @@ def test_a_text_only_teacher_of_a_policy_that_sees_is_refused(shared: Path, tmp_
 @pytest.mark.parametrize(
     ("name", "section", "change", "message"),
     [
-        ("processor_config.json", "image_processor", {"image_mean": [0.1] * 3}, r"pictures with image_mean=\[0\.1, "),
+        ("processor_config.json", "image_processor", {"image_mean": [0.1] * 3}, r"images with image_mean=\[0\.1, "),
         ("config.json", "text_config", {"max_position_embeddings": 64}, r"more than the 64 positions of algorithm"),
         ("config.json", "text_config", {"vocab_size": 100}, r"computes 100 logits and policy\.model=.* so the policy"),
     ],

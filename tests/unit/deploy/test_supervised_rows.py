@@ -39,7 +39,7 @@ def config_of(folder: Path, *words: str) -> RunConfig:
     return load_config(overridden(shared, words))
 
 
-async def test_a_step_has_its_rows_with_their_pictures_and_unusable_ones_are_named(
+async def test_a_step_has_its_rows_with_their_images_and_unusable_ones_are_named(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(build.ray, "put", lambda value: value)

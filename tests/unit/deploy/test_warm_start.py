@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from metrics_data import FakeClock, digit_picture, make_metrics
+from metrics_data import FakeClock, digit_image, make_metrics
 
 from mobula.cluster.errors import DatasetError
 from mobula.cluster.metrics.report.run_folder import SKIPPED_FILE
@@ -123,10 +123,10 @@ async def test_rows_are_spread_over_the_answers(prepared: Prepared) -> None:
     assert sorted(counts.values()) == [1] * 5 + [2] * 5
 
 
-async def test_a_run_that_ends_because_every_picture_is_damaged_names_them(tmp_path: Path) -> None:
+async def test_a_run_that_ends_because_every_image_is_damaged_names_them(tmp_path: Path) -> None:
     data = tmp_path / "data"
     data.mkdir()
-    (data / "cut.png").write_bytes(digit_picture("3")[:-40])
+    (data / "cut.png").write_bytes(digit_image("3")[:-40])
     rows = [{"id": f"r{n}", "question": "<image>Which?", "answer": "3", "image": "cut.png"} for n in range(3)]
     (data / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (data / "validation.jsonl").write_text('{"question": "1 + 1?", "answer": 2}')

@@ -264,8 +264,8 @@ EPISODES = ("data=environment", "environment=calculator", "warm_start=none")
 ACCURACY = "rewards.accuracy_component=paid"
 RECIPE = (
     "rewards.components=[{name: paid, function: environment, weight: 2.0, options: {discount: 1.0}, service: reward, "
-    "needs_pictures: false, retries: 0, cache_entries: 0}, {name: brief, function: exact_match, weight: 1.0, options: "
-    "{}, service: reward, needs_pictures: false, retries: 0, cache_entries: 0}]"
+    "needs_images: false, retries: 0, cache_entries: 0}, {name: brief, function: exact_match, weight: 1.0, options: "
+    "{}, service: reward, needs_images: false, retries: 0, cache_entries: 0}]"
 )
 
 

@@ -41,12 +41,12 @@ from mobula.learner.policies.token import TokenPolicy
 META = torch.device("meta")
 FIRE = Distribution(0.7, (5, 9), first_token_temperature=2.0)
 WORDS = ("experiment=digits", "algorithm.kl.coef=0", "resources.reference.num_workers=0")
-UNPACKED = ("gemma3", "qwen3.5")  # packing refuses their pictures or their layers
-PICTURES = [name for name in TINY if name not in ("qwen3", "qwen2.5", "llama")]
+UNPACKED = ("gemma3", "qwen3.5")  # packing refuses their images or their layers
+IMAGES = [name for name in TINY if name not in ("qwen3", "qwen2.5", "llama")]
 WAITS = {
     "qwen3-vl": "qwen3_vl",  # DeepStack adds features by a mask
     "qwen3-vl-moe": "qwen3_vl_moe",
-    "llava-onevision": "llava_onevision",  # the sizes of pictures, of which it cuts padding off
+    "llava-onevision": "llava_onevision",  # the sizes of images, of which it cuts padding off
     "idefics3": "idefics3",  # the sizes of tiles
     "smolvlm": "smolvlm",
     "glm4v": "glm4v",  # repeats grids
@@ -107,9 +107,9 @@ def test_kept_sets_are_cut_without_the_host(tmp_path: Path) -> None:
 
 @pytest.mark.families
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == "qwen2.5-vl" else [pytest.mark.exhaustive]) for name in PICTURES]
+    "name", [pytest.param(name, marks=[] if name == "qwen2.5-vl" else [pytest.mark.exhaustive]) for name in IMAGES]
 )
-def test_pictures_and_sounds_are_computed_without_the_host_but_for_transformers(tmp_path: Path, name: str) -> None:
+def test_images_and_sounds_are_computed_without_the_host_but_for_transformers(tmp_path: Path, name: str) -> None:
     if name == "smolvlm":
         pytest.importorskip("num2words", reason="its processor needs mobula[smolvlm]")
     folder = write_tiny(name, tmp_path / name, seed=0)

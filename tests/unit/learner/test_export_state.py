@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from learner_data import picture, prompt, random_groups, tiny_config
+from learner_data import image, prompt, random_groups, tiny_config
 from peft import PeftModel
 from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
@@ -40,7 +40,7 @@ def saved(learner: Learner, folder: Path) -> Path:
 
 
 def logprobs(model: torch.nn.Module, folder: Path) -> torch.Tensor:
-    """float32 [P - 1]: of the tokens of a prompt with a picture after the first, by the model's own forward."""
+    """float32 [P - 1]: of the tokens of a prompt with an image after the first, by the model's own forward."""
     asked, handle = canary(folder)
     ids = torch.from_numpy(asked.expanded_ids).long()[None]
     inputs = {name: torch.from_numpy(array) for name, array in handle.reference.inputs.items()}
@@ -53,7 +53,7 @@ def logprobs(model: torch.nn.Module, folder: Path) -> torch.Tensor:
 
 
 def canary(folder: Path):
-    handle = picture(9)
+    handle = image(9)
     return prompt(AutoTokenizer.from_pretrained(folder), "canary", [handle]), handle
 
 

@@ -20,7 +20,7 @@ from mobula.configs.load import load_config
 from mobula.configs.schema import RunConfig
 from mobula.deploy.wiring.preparation import prepare
 from mobula.learner.policies.batch import TokenSequence, collate
-from mobula.learner.policies.families import max_positions, takes_pictures
+from mobula.learner.policies.families import max_positions, takes_images
 from mobula.learner.policies.families.text import TextFamily
 from mobula.learner.policies.loading import load_model
 from mobula.learner.policies.logprobs import PLAIN
@@ -53,7 +53,7 @@ def test_the_policy_of_a_text_family_equals_its_plain_forward(tmp_path: Path, fa
             torch.testing.assert_close(row[: len(expected)], expected, atol=1e-5, rtol=0)
 
 
-def test_a_text_model_takes_prompts_without_pictures(tmp_path: Path) -> None:
+def test_a_text_model_takes_prompts_without_images(tmp_path: Path) -> None:
     run = config(write_text_policy(tmp_path / "model", "qwen3"), tmp_path, "data.system_prompt=Be brief.")
     chat = processor(run)
     prompt = chat.prepare(Row("r", "What is 2 + 2?", "4", "4"), "p")
@@ -65,7 +65,7 @@ def test_a_text_model_takes_prompts_without_pictures(tmp_path: Path) -> None:
     assert chat.check(Row("r", "What is 2 + 2?", "4", "4")) == prompt.num_tokens
     assert chat.eos_token_ids[0] == chat.encode_answer("4")[-1]
     Image.new("L", (56, 56)).save(tmp_path / "a.png")
-    with pytest.raises(PromptError, match="r has 1 pictures, and policy.model is a text-only model"):
+    with pytest.raises(PromptError, match="r has 1 images, and policy.model is a text-only model"):
         chat.check(Row("r", "<image>?", "4", "4", (tmp_path / "a.png",)))
 
 
@@ -110,7 +110,7 @@ def test_precision_and_packing_that_do_not_fit_a_family_are_refused(tmp_path: Pa
 
 def test_a_model_with_too_few_positions_is_refused(tmp_path: Path) -> None:
     model = write_text_policy(tmp_path, "qwen2")
-    assert not takes_pictures(str(model))
+    assert not takes_images(str(model))
     assert max_positions(str(model)) == max_positions(str(write_tiny_qwen2_5_vl(tmp_path / "vl"))) == MAX_POSITIONS
     words = [f"sampler.max_model_len={MAX_POSITIONS + 1}"]
     with pytest.raises(PreflightError, match=f"max_model_len={MAX_POSITIONS + 1} is more than the {MAX_POSITIONS}"):

@@ -17,7 +17,7 @@ from mobula.learner.policies.logprobs import PLAIN
 from mobula.learner.policies.tiny import TINY, write_tiny
 from mobula.learner.policies.token import TokenPolicy
 
-USUAL = ("qwen2.5-vl", "gemma3", "qwen3.5")  # windows; masks of pictures; linear attention
+USUAL = ("qwen2.5-vl", "gemma3", "qwen3.5")  # windows; masks of images; linear attention
 ANSWER = range(20, 36)
 
 

@@ -124,12 +124,12 @@ def test_the_tower_runs_once_a_batch_and_every_parameter_gets_a_gradient(
 
 
 @pytest.mark.parametrize("folder", ["qwen2-vl", "qwen2.5-vl", "qwen3-vl", "glm4v"], indirect=True)
-def test_positions_of_pictures_are_those_of_the_papers(policy: TokenPolicy) -> None:
-    """M-RoPE (arXiv:2409.12191, section 2.1): text counts on in all three; a picture of t x h x w embeddings has the
+def test_positions_of_images_are_those_of_the_papers(policy: TokenPolicy) -> None:
+    """M-RoPE (arXiv:2409.12191, section 2.1): text counts on in all three; an image of t x h x w embeddings has the
     time, row and column of each, from where the text stopped; what follows begins behind the largest of them."""
     placeholder = policy.family.placeholder_id(policy.model.config)
     grid = np.array([[1, 4, 6]])  # patches; 2 x 3 embeddings
-    pixels = np.zeros((24, policy.family.blank_picture(policy.model.config, CPU)["pixel_values"].shape[1]))
+    pixels = np.zeros((24, policy.family.blank_image(policy.model.config, CPU)["pixel_values"].shape[1]))
     medium = ProcessedMedia("image", {"pixel_values": pixels.astype(np.float32), "image_grid_thw": grid})
     handle = MediaHandle("k", "image", 0, medium)
     ids = np.array([5, 6, 7, *[placeholder] * 6, 8, 9], dtype=np.int32)
@@ -156,7 +156,7 @@ def test_parts_and_media_tokens_are_there(folder: Path, asked: FamilyPrompts, po
     for part, starts in family.parts.items():
         assert any(name.startswith(starts) for name in names), (part, names[:3])
     assert all(name.startswith(tuple(s for starts in family.parts.values() for s in starts)) for name in names)
-    sees = family.takes_pictures
+    sees = family.takes_images
     placeholder = (family.placeholder_id if sees else family.audio_placeholder_id)(policy.model.config)
     assert placeholder in asked.processor.media_token_ids
     prompt = asked.cases["several sizes" if sees else "two sounds"].prompt

@@ -1,4 +1,4 @@
-"""Gemma 3 with pictures: their mask, the blank lines around them, the sampler that has both, and what is refused."""
+"""Gemma 3 with images: their mask, the blank lines around them, the sampler that has both, and what is refused."""
 
 from __future__ import annotations
 
@@ -59,47 +59,47 @@ def run_of(folder: Path, *words: str) -> RunConfig:
     return load_config(["experiment=digits", f"policy.model={folder}", "policy.tiny=none", *words])
 
 
-def test_tokens_of_a_picture_see_each_other(folder: Path, asked: FamilyPrompts, monkeypatch) -> None:
-    both_ways = logprobs(folder, asked, "two pictures")
+def test_tokens_of_a_image_see_each_other(folder: Path, asked: FamilyPrompts, monkeypatch) -> None:
+    both_ways = logprobs(folder, asked, "two images")
     monkeypatch.setattr("mobula.learner.policies.families.gemma3.Gemma3.decoder_inputs", lambda *_: {})
-    assert np.abs(both_ways - logprobs(folder, asked, "two pictures")).max() > 1e-3
+    assert np.abs(both_ways - logprobs(folder, asked, "two images")).max() > 1e-3
 
 
 def test_a_blank_line_is_one_token_with_the_line_end_before_it(asked: FamilyPrompts) -> None:
-    ids, [span] = (asked.cases["one picture"].prompt.expanded_ids, asked.cases["one picture"].prompt.media_spans)
+    ids, [span] = (asked.cases["one image"].prompt.expanded_ids, asked.cases["one image"].prompt.media_spans)
     tokens = asked.processor._tokenizer.convert_ids_to_tokens(ids[span.start - 1 : span.end + 1].tolist())
     assert tokens == ["\n\n\n", "<start_of_image>", *["<image_soft_token>"] * 4, "<end_of_image>", "\n\n"]
 
 
 @pytest.mark.parametrize("words", [["learner.packing=true"], ["learner.packing=true", "policy.attention=sdpa"]])
-def test_pictures_in_packed_rows_are_refused_and_text_is_not(
+def test_images_in_packed_rows_are_refused_and_text_is_not(
     folder: Path, asked: FamilyPrompts, words: list[str]
 ) -> None:
     np.testing.assert_allclose(logprobs(folder, asked, "text", *words), logprobs(folder, asked, "text"), atol=1e-5)
     with pytest.raises(ValueError, match=r"Gemma 3, .* mask .*policy\.attention=sdpa, learner\.packing=false"):
-        logprobs(folder, asked, "one picture", *words)
+        logprobs(folder, asked, "one image", *words)
 
 
-def test_pictures_are_refused_with_vllm_on_cpu_alone(folder: Path, asked: FamilyPrompts, tmp_path: Path) -> None:
-    asked.cases["one picture"].pictures[0].save(tmp_path / "a.png")
+def test_images_are_refused_with_vllm_on_cpu_alone(folder: Path, asked: FamilyPrompts, tmp_path: Path) -> None:
+    asked.cases["one image"].images[0].save(tmp_path / "a.png")
     row = Row("r", "<image>?", "4", "4", (tmp_path / "a.png",))
     on_cpu = chat_of(run_of(folder))
     with pytest.raises(PromptError, match=r"resources\.device=cpu and sampler=vllm.*use a GPU, or sampler=huggingface"):
         on_cpu.check(row)
     assert on_cpu.check(Row("r", "What?", "4", "4")) > 0
-    assert not on_cpu.takes_pictures
+    assert not on_cpu.takes_images
     for chat in (chat_of(run_of(folder), "cuda"), chat_of(run_of(folder, "sampler=huggingface"))):
         assert chat.check(row) > 10
     assert family_at(str(folder)).needs_gate
 
 
-async def test_the_transformers_sampler_sees_pictures_as_the_learner_does(folder: Path, asked: FamilyPrompts) -> None:
+async def test_the_transformers_sampler_sees_images_as_the_learner_does(folder: Path, asked: FamilyPrompts) -> None:
     run = run_of(folder, "sampler=huggingface")
     chat = chat_of(run)
     prepared = Prepared(run, folder, checkpoint_manifest(folder, "float32"), chat, None, {})
     sampler = HuggingFaceSampler(engine_settings(prepared, 0))
     await sampler.start()
-    for case in ("text", "one picture", "same picture twice"):
+    for case in ("text", "one image", "same image twice"):
         prompt = asked.cases[case].prompt
         found = await sampler.prompt_logprobs(prompt, [handle.reference for handle in prompt.media])
         np.testing.assert_allclose(found, logprobs(folder, asked, case), atol=1e-5)

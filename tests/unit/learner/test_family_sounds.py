@@ -128,23 +128,23 @@ def test_a_model_that_does_not_hear_is_refused_by_name(tmp_path: Path) -> None:
         processor(silent)
 
 
-def test_positions_of_pictures_beside_sounds_are_those_of_the_paper(folders: dict[str, Path], tmp_path: Path) -> None:
-    """A sound counts on like text; a picture has rows and columns from where it begins."""
+def test_positions_of_images_beside_sounds_are_those_of_the_paper(folders: dict[str, Path], tmp_path: Path) -> None:
+    """A sound counts on like text; an image has rows and columns from where it begins."""
     folder = folders["qwen2.5-omni"]
     from mobula.learner.policies.families.qwen_vl import released_positions
 
-    prompt = family_prompts(folder, tmp_path).cases["picture and sound"].prompt
-    picture, sound = prompt.media_spans
+    prompt = family_prompts(folder, tmp_path).cases["image and sound"].prompt
+    image, sound = prompt.media_spans
     shown = collate([TokenSequence.of_prompt(prompt)], MediaReader(timeout_s=1, max_items=2), CPU)
     types = torch.zeros_like(shown.input_ids)
-    types[:, picture.start : picture.end] = 1
+    types[:, image.start : image.end] = 1
     found = released_positions(shown, types, 2, 25)[:, 0]
     _, height, width = (shown.media.inputs["image_grid_thw"][0] // torch.tensor([1, 2, 2])).tolist()
-    assert picture.end - picture.start == height * width
-    rows = np.indices((1, height, width)).reshape(3, -1) + picture.start
-    assert found[:, : picture.start].tolist() == [list(range(picture.start))] * 3
-    assert found[:, picture.start : picture.end].tolist() == rows.tolist()
-    behind = picture.start + max(height, width)
-    expected = list(range(behind, behind + prompt.num_tokens - picture.end))
-    assert found[:, picture.end :].tolist() == [expected] * 3
-    assert isinstance(sound, MediaSpan) and sound.start > picture.end
+    assert image.end - image.start == height * width
+    rows = np.indices((1, height, width)).reshape(3, -1) + image.start
+    assert found[:, : image.start].tolist() == [list(range(image.start))] * 3
+    assert found[:, image.start : image.end].tolist() == rows.tolist()
+    behind = image.start + max(height, width)
+    expected = list(range(behind, behind + prompt.num_tokens - image.end))
+    assert found[:, image.end :].tolist() == [expected] * 3
+    assert isinstance(sound, MediaSpan) and sound.start > image.end

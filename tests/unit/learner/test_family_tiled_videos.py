@@ -1,4 +1,4 @@
-"""Videos whose frames are tiles: of any number in a prompt and a batch, with pictures in one call of the tower."""
+"""Videos whose frames are tiles: of any number in a prompt and a batch, with images in one call of the tower."""
 
 from __future__ import annotations
 

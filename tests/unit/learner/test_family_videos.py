@@ -30,7 +30,7 @@ NAMES = ("qwen2-vl", "qwen2.5-vl", "qwen3-vl", "qwen3.5", "glm4v")
 LONG = ("qwen3-vl", "qwen3.5", "glm4v")  # whose own bounds are those of all frames together
 RATE = 4
 FRAMES = noise_frames(24, (70, 50))
-PICTURE = noise_frames(1, (101, 133), seed=1)[0]
+IMAGE = noise_frames(1, (101, 133), seed=1)[0]
 
 
 @pytest.fixture(scope="module")
@@ -54,14 +54,14 @@ def processor_of(folder: Path, *words: str, keep_files: bool = False) -> ChatPro
 
 @pytest.fixture
 def prompts(folder: Path, tmp_path: Path) -> list[Prompt]:
-    """A video, a picture, both in one prompt with the video first, the video twice, and text."""
+    """A video, an image, both in one prompt with the video first, the video twice, and text."""
     clip = write_clip(tmp_path / "clip.mkv", FRAMES, rate=RATE)
-    picture = tmp_path / "picture.png"
-    PICTURE.save(picture)
+    image = tmp_path / "image.png"
+    IMAGE.save(image)
     rows = [
         Row("video", "<video>Which?", "7", "7", videos=(clip,)),
-        Row("picture", "<image>Which?", "7", "7", (picture,)),
-        Row("both", "First <video> and <image>Which?", "7", "7", (picture,), videos=(clip,)),
+        Row("image", "<image>Which?", "7", "7", (image,)),
+        Row("both", "First <video> and <image>Which?", "7", "7", (image,), videos=(clip,)),
         Row("twice", "<video> and <video>Which?", "7", "7", videos=(clip, clip)),
         Row("text", "Which?", "7", "7"),
     ]
@@ -88,12 +88,12 @@ def own_inputs(folder: Path, prompt: Prompt) -> dict[str, torch.Tensor]:
     meta = VideoMetadata(total_num_frames=24, fps=RATE, frames_indices=taken.tolist())
     num_videos = sum(handle.modality == "video" for handle in prompt.media)
     videos = [np.stack([np.asarray(FRAMES[i]) for i in taken])] * num_videos
-    pictures = [PICTURE] * (len(prompt.media) - num_videos)
+    images = [IMAGE] * (len(prompt.media) - num_videos)
     most = config.video.max_frame_pixels, config.video.min_frame_pixels
     per = 12 if folder.name in LONG else 1
     cap = {} if folder.name == "glm4v" else {"cap_pixels_per_frame": False}
     made = processor(
-        text=[prompt.text], images=pictures or None, videos=videos or None, return_tensors="pt",
+        text=[prompt.text], images=images or None, videos=videos or None, return_tensors="pt",
         add_special_tokens=False,
         videos_kwargs={
             "video_metadata": [meta] * num_videos, "do_sample_frames": False, **cap,
@@ -138,7 +138,7 @@ def test_ids_tensors_and_log_probs_equal_the_familys_own(folder: Path, prompts: 
                 expected = np.asarray(inputs[name], dtype=np.float64)[: len(array)]
                 np.testing.assert_allclose(array, expected, atol=1e-6, err_msg=name)
         if folder.name == "glm4v" and prompt.sample_id == "both":
-            continue  # transformers looks for pictures and videos at the same token: the conformance suite compares it
+            continue  # transformers looks for images and videos at the same token: the conformance suite compares it
         inputs["input_ids"] = torch.cat([inputs["input_ids"], answer], dim=1)
         inputs["mm_token_type_ids"] = torch.cat([inputs["mm_token_type_ids"], answer * 0], dim=1)
         inputs.pop("attention_mask")
@@ -150,7 +150,7 @@ def test_ids_tensors_and_log_probs_equal_the_familys_own(folder: Path, prompts: 
         torch.testing.assert_close(found[row], expected, atol=1e-5, rtol=0, msg=named)
 
 
-def test_one_tower_call_encodes_pictures_and_videos_and_gradients_add_up(folder: Path, prompts: list[Prompt]) -> None:
+def test_one_tower_call_encodes_images_and_videos_and_gradients_add_up(folder: Path, prompts: list[Prompt]) -> None:
     policy, calls = policy_of(folder), []
     policy.model.model.visual.register_forward_pre_hook(lambda *_: calls.append(1))
     policy(batch_of(prompts), PLAIN).logprobs.sum().backward()
@@ -177,8 +177,8 @@ def test_a_video_is_stored_once_and_rewards_get_the_frames_of_the_policy(folder:
 
 
 @pytest.mark.parametrize("folder", ["glm4v"], indirect=True)
-def test_pairs_of_frames_with_times_between_have_the_positions_of_pictures(folder: Path) -> None:
-    """M-RoPE of GLM-4.1V (arXiv:2507.01006): each pair of frames is a picture, which text follows."""
+def test_pairs_of_frames_with_times_between_have_the_positions_of_images(folder: Path) -> None:
+    """M-RoPE of GLM-4.1V (arXiv:2507.01006): each pair of frames is an image, which text follows."""
     policy = policy_of(folder)
     place = policy.family.placeholder_id(policy.model.config)
     videos = []

@@ -19,7 +19,7 @@ from mobula.configs.load import load_config
 from mobula.deploy.conformance.flow.plain import CALLS
 from mobula.learner.policies.flow import checkpoint as checkpoint_module
 from mobula.learner.policies.flow.checkpoint import FlowCheckpoint
-from mobula.learner.policies.flow.families import FAMILIES, REFUSED, PictureSize, flow_family_at
+from mobula.learner.policies.flow.families import FAMILIES, REFUSED, ImageSize, flow_family_at
 from mobula.learner.policies.flow.families.base import packed, unpacked
 from mobula.learner.policies.flow.tiny import TINY_FLOW, write_tiny_flow
 from mobula.learner.policies.sde import KERNELS, FlowStep, flow_level
@@ -39,16 +39,16 @@ def flux(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("pipeline", "size", "expected"),
     [
-        ("StableDiffusion3Pipeline", PictureSize(512, 768), (64, 64, 96)),
-        ("FluxPipeline", PictureSize(512, 768), (16, 64, 96)),
-        ("QwenImagePipeline", PictureSize(512, 768), (16, 64, 96)),
-        ("SanaPipeline", PictureSize(512, 768), (64, 16, 24)),
-        ("WanPipeline", PictureSize(480, 832, 81), (16, 21, 60, 104)),
-        ("Cosmos2TextToImagePipeline", PictureSize(768, 1360), (16, 1, 96, 170)),
-        ("Cosmos2_5_PredictBasePipeline", PictureSize(704, 1280, 93), (16, 24, 88, 160)),
+        ("StableDiffusion3Pipeline", ImageSize(512, 768), (64, 64, 96)),
+        ("FluxPipeline", ImageSize(512, 768), (16, 64, 96)),
+        ("QwenImagePipeline", ImageSize(512, 768), (16, 64, 96)),
+        ("SanaPipeline", ImageSize(512, 768), (64, 16, 24)),
+        ("WanPipeline", ImageSize(480, 832, 81), (16, 21, 60, 104)),
+        ("Cosmos2TextToImagePipeline", ImageSize(768, 1360), (16, 1, 96, 170)),
+        ("Cosmos2_5_PredictBasePipeline", ImageSize(704, 1280, 93), (16, 24, 88, 160)),
     ],
 )
-def test_latents_have_the_shape_of_the_released_models(pipeline: str, size: PictureSize, expected: tuple) -> None:
+def test_latents_have_the_shape_of_the_released_models(pipeline: str, size: ImageSize, expected: tuple) -> None:
     family = FAMILIES[pipeline]
     model = VIDEO if len(expected) == 4 else MODEL | {"patch_size": 1 if pipeline == "SanaPipeline" else 2}
     assert family.latent_shape(model, VAE, size) == expected
@@ -59,7 +59,7 @@ def test_latents_have_the_shape_of_the_released_models(pipeline: str, size: Pict
 @pytest.mark.parametrize("num_frames", [4, 6, 4 * 1024 + 1])
 def test_a_video_has_a_multiple_of_four_frames_and_one_more(num_frames: int) -> None:
     with pytest.raises(ValueError, match=f"num_frames={num_frames}: a video has a multiple of 4 frames and one more"):
-        FAMILIES["WanPipeline"].latent_shape(VIDEO, VAE, PictureSize(32, 32, num_frames))
+        FAMILIES["WanPipeline"].latent_shape(VIDEO, VAE, ImageSize(32, 32, num_frames))
 
 
 def test_each_family_has_a_tiny_model_a_preset_and_a_plain_call() -> None:
@@ -105,13 +105,13 @@ def test_schedulers_of_released_checkpoints_give_levels_of_a_flow(scheduler: obj
 
 
 @pytest.mark.parametrize("name", [name for name in TINY_FLOW if name != "sd3_glyphs"])
-def test_latents_of_pictures_are_those_of_plain_diffusers_and_are_decoded_as_by_it(name: str, tmp_path: Path) -> None:
+def test_latents_of_images_are_those_of_plain_diffusers_and_are_decoded_as_by_it(name: str, tmp_path: Path) -> None:
     checkpoint = FlowCheckpoint(str(write_tiny_flow(name, tmp_path / name)))
     own, vae = checkpoint.family, checkpoint.vae(torch.float32).eval()
     pixels = np.random.default_rng(0).integers(0, 256, (2, 32, 32, 3), dtype=np.uint8)
     given = diffusers.image_processor.VaeImageProcessor().preprocess(list(map(Image.fromarray, pixels)))
     with torch.no_grad():
-        latents = own.encode_pictures(vae, pixels)
+        latents = own.encode_images(vae, pixels)
         assert latents.shape == (2, *checkpoint.latent_shape(replace(DENOISING, num_frames=1)))
         if hasattr(vae.config, "scaling_factor") and getattr(vae.config, "latents_mean", None) is None:
             found, shift = vae.encode(given), vae.config.get("shift_factor") or 0
@@ -201,8 +201,8 @@ def test_a_model_with_embedded_guidance_takes_no_negative_prompt(flux: Path) -> 
     assert not FAMILIES["FluxPipeline"].embeds_guidance(config | {"guidance_embeds": False})
 
 
-def test_a_picture_model_makes_no_videos(flux: Path) -> None:
-    with pytest.raises(ValueError, match=r"a FluxPipeline, which makes pictures: set sampler\.flow\.num_frames=1"):
+def test_a_image_model_makes_no_videos(flux: Path) -> None:
+    with pytest.raises(ValueError, match=r"a FluxPipeline, which makes images: set sampler\.flow\.num_frames=1"):
         FlowCheckpoint(str(flux)).latent_shape(replace(DENOISING, num_frames=5))
 
 

@@ -1,4 +1,4 @@
-"""Losses of flow models: their numbers by hand, and clean pictures at drawn noise levels."""
+"""Losses of flow models: their numbers by hand, and clean images at drawn noise levels."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ def test_nft_is_the_weighted_sum_of_both_errors(beta: float) -> None:
     assert found.is_clipped.tolist() == [[False], [True]]
 
 
-def test_nft_pulls_towards_good_pictures_and_pushes_away_from_bad_ones() -> None:
+def test_nft_pulls_towards_good_images_and_pushes_away_from_bad_ones() -> None:
     clean, noise, sigmas = random(1, 1, 1, 4, 4), random(1, 1, 1, 4, 4, seed=1), torch.full((1, 1, 1, 1, 1), 0.5)
     old = random(1, 1, 1, 4, 4, seed=2)
     wanted = noise - clean
 
     def along(advantage: float) -> float:
-        """How far a step down the gradient goes towards the velocity of the picture."""
+        """How far a step down the gradient goes towards the velocity of the image."""
         predicted = old.clone().requires_grad_()
         noised = (1 - sigmas) * clean + sigmas * noise
         advantages = torch.tensor([[advantage]])
@@ -100,7 +100,7 @@ def actions(seed: int) -> LatentActions:
     return LatentActions(latents, np.array([3], np.int32), 1000 * SIGMAS[3:], np.append(SIGMAS, 0).astype(np.float32))
 
 
-def test_noise_of_a_picture_depends_on_nothing_beside_it() -> None:
+def test_noise_of_a_image_depends_on_nothing_beside_it() -> None:
     noising = Noising(SIGMAS, 1000 * SIGMAS, "uniform", 3)
     rows = [CleanSequence.of_response(noising, prompt(name), actions(n)) for n, name in enumerate("abb")]
     reader = MediaReader(timeout_s=1, max_items=4)

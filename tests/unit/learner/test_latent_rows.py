@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from group_data import picture_prompt
+from group_data import image_prompt
 from latent_data import SIGMAS, latent_actions, latent_group, latent_prompt
 
 from mobula.cluster.records.media import MediaReader
@@ -68,7 +68,7 @@ def test_without_guidance_there_is_no_negative_prompt() -> None:
     assert collate_items([item], reader(), CPU).inputs.negative_rows is None
 
 
-def test_a_micro_batch_holds_as_many_places_of_latent_pictures_as_it_may() -> None:
+def test_a_micro_batch_holds_as_many_places_of_latent_images_as_it_may() -> None:
     asked = latent_prompt("71")
     rows = [row_of(asked, latent_actions(n)) for n in range(4)]  # 3 steps of 2 x 2 places each
     assert [row.num_tokens for row in rows] == [12] * 4
@@ -79,4 +79,4 @@ def test_a_micro_batch_holds_as_many_places_of_latent_pictures_as_it_may() -> No
 
 def test_denoising_steps_of_a_prompt_that_was_not_encoded_are_refused() -> None:
     with pytest.raises(ValueError, match=r"has the media \['image'\]: denoising steps need its encoded text"):
-        row_of(picture_prompt(), latent_actions(0))
+        row_of(image_prompt(), latent_actions(0))

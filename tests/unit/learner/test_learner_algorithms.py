@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from learner_data import group, picture, prompt, random_groups, tiny_config, with_logprobs
+from learner_data import group, image, prompt, random_groups, tiny_config, with_logprobs
 from transformers import AutoTokenizer
 
 from mobula.actors.reference.scorer import ReferenceScorer
@@ -213,7 +213,7 @@ def test_only_the_tokens_of_highest_entropy_have_a_policy_loss(folder, scores) -
 
 
 def test_an_entropy_bonus_raises_the_entropy(folder, tokenizer) -> None:
-    groups = [group(prompt(tokenizer, f"p{n}", [picture(n)]), [[1, 2], [3]], [1.0, 1.0], n) for n in range(3)]
+    groups = [group(prompt(tokenizer, f"p{n}", [image(n)]), [[1, 2], [3]], [1.0, 1.0], n) for n in range(3)]
     after = {}
     for bonus in (0.0, 1.0):
         learner = connected(folder, f"algorithm.entropy.bonus={bonus}", "algorithm.max_staleness=9")
@@ -286,7 +286,7 @@ def test_a_recipe_makes_rewarded_answers_likelier(folder, tokenizer, name: str) 
     sizes = ("algorithm.max_staleness=9", "algorithm.samples_per_prompt=4", "algorithm.num_minibatches=1")
     learner = connected(folder, *words, *sizes)
     learner.begin_rl()
-    asked = [prompt(tokenizer, f"p{n}", [picture(n)][: n % 2]) for n in range(2)]
+    asked = [prompt(tokenizer, f"p{n}", [image(n)][: n % 2]) for n in range(2)]
     groups = [group(a, [[1, 2], [3, 4], [5, 6], [7, 8]], [1.0, 0.0, 1.0, 0.0], n) for n, a in enumerate(asked)]
     before = logprobs_of(learner, groups)
     behaviour = [with_logprobs(g, rows) for g, rows in zip(groups, before, strict=True)]

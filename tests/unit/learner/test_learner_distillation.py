@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from learner_data import group, picture, prompt, random_groups, tiny_config, with_logprobs
+from learner_data import group, image, prompt, random_groups, tiny_config, with_logprobs
 from transformers import AutoTokenizer
 
 from mobula.actors.reference.scorer import ReferenceScorer
@@ -98,7 +98,7 @@ def test_rows_of_a_label_have_the_teacher_of_that_label(folder, teacher, tokeniz
     run = config(folder, teacher, f"algorithm.distillation.teachers={{geometry: '{other}'}}")
     groups = []
     for n, label in enumerate(("geometry", "charts", None, "geometry")):
-        asked = prompt(tokenizer, f"p{n}", [picture(n)][: n % 2])
+        asked = prompt(tokenizer, f"p{n}", [image(n)][: n % 2])
         labelled = dataclasses.replace(asked, metadata={} if label is None else {run.rewards.label_key: label})
         groups.append(group(labelled, [[1, 2, 3], [4 + n]], [0.0, 0.0], n))
     both = ReferenceScorer(run, (), {"geometry": other})
@@ -141,7 +141,7 @@ def test_the_policy_approaches_the_distribution_of_its_teacher(folder, teacher, 
     scorer.load(teacher)
     learner = Learner(run, 0, 1, ())
     learner.connect("")
-    asked, num_tokens, rng = prompt(tokenizer, "a", [picture(1)]), len(tokenizer), np.random.default_rng(0)
+    asked, num_tokens, rng = prompt(tokenizer, "a", [image(1)]), len(tokenizer), np.random.default_rng(0)
     [whole] = scorer.score([every_token(asked, num_tokens)])
     goal = np.concatenate(whole).astype(np.float64)
     assert np.exp(goal).sum() == pytest.approx(1, abs=1e-4)

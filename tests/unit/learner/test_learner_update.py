@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from learner_data import add_dropout, group, picture, prompt, random_groups, tiny_config, with_logprobs
+from learner_data import add_dropout, group, image, prompt, random_groups, tiny_config, with_logprobs
 from taught import at_hand
 from transformers import AutoTokenizer
 
@@ -68,7 +68,7 @@ def sampled(config: RunConfig, folder: Path, groups: list[ScoredGroup]) -> list[
 def examples(tokenizer, num: int) -> list[SupervisedExample]:
     answers = [np.array([*tokenizer.encode(str(n % 10)), tokenizer.eos_token_id], dtype=np.int32) for n in range(num)]
     return [
-        SupervisedExample(prompt(tokenizer, f"e{n}", [picture(n)][: n % 2], f"What is {n}?"), a, np.ones(len(a), bool))
+        SupervisedExample(prompt(tokenizer, f"e{n}", [image(n)][: n % 2], f"What is {n}?"), a, np.ones(len(a), bool))
         for n, a in enumerate(answers)
     ]
 
@@ -128,7 +128,7 @@ def test_sampling_replay_and_fire_keep_the_ratio_at_one_and_the_kl_at_zero(folde
 
 
 def test_a_step_of_text_alone_trains_every_sibling_with_its_own_reward(folder, tokenizer, tmp_path) -> None:
-    """LightRFT defect B4: without pictures prompts and references were not repeated for the siblings, and the text
+    """LightRFT defect B4: without images prompts and references were not repeated for the siblings, and the text
     trainers did not run at all."""
     answers = [[1, 2], [3], [4, 5, 6], [7, 8]]
     rewards = [[1.0, 0.0, 1.0, 0.0], [0.0, 1.0, 0.0, 1.0], [0.0, 0.0, 1.0, 1.0]]  # of the same answers
@@ -158,7 +158,7 @@ def test_log_probs_of_passes_without_a_gradient_have_no_dropout(tmp_path, tokeni
         np.testing.assert_array_equal(a.old_logprobs, b.old_logprobs)
         [[alone]] = learner._scored([[dataclasses.replace(a, old_logprobs=None)]])
         np.testing.assert_allclose(alone.old_logprobs, a.old_logprobs, atol=1e-5)
-    asked = prompt(tokenizer, "a", [picture(1)])
+    asked = prompt(tokenizer, "a", [image(1)])
     assert np.array_equal(learner.sequence_logprobs(asked), learner.sequence_logprobs(asked))
     drawn = [learner._forward(once)[0].logprobs for _ in range(2)]
     assert not torch.equal(*drawn)
@@ -211,7 +211,7 @@ def policy_gradient(folder: Path, groups: list[ScoredGroup], version: int, *over
 
 
 def test_the_gap_is_of_current_tokens_and_the_drift_of_older_ones(folder, tokenizer) -> None:
-    asked = prompt(tokenizer, "a", [picture(1)])
+    asked = prompt(tokenizer, "a", [image(1)])
     [whole] = sampled(tiny_config(folder), folder, [group(asked, [[5, 6, 7, 8], [9, 1]], [1.0, 0.0])])
     aged = sampled_at(whole, [(WeightSpan(4, 0, 2), WeightSpan(5, 2, 4)), (WeightSpan(5, 0, 2),)])
     first, second = aged.group.trajectories
@@ -226,7 +226,7 @@ def test_the_gap_is_of_current_tokens_and_the_drift_of_older_ones(folder, tokeni
 
 
 def test_a_masked_token_has_no_part_in_the_gradient_but_counts_in_the_mean(folder, tokenizer) -> None:
-    asked = prompt(tokenizer, "a", [picture(1)])
+    asked = prompt(tokenizer, "a", [image(1)])
     [whole] = sampled(tiny_config(folder), folder, [group(asked, [[5, 6, 7, 8], [9, 1]], [1.0, 0.0])])
     spans = [(WeightSpan(3, 0, 2), WeightSpan(5, 2, 4)), (WeightSpan(5, 0, 2),)]
     aged = sampled_at(whole, spans)
@@ -258,7 +258,7 @@ def test_a_reweighted_token_keeps_a_gradient_where_the_clip_takes_it_away(folder
 
 def test_training_makes_rewarded_answers_likelier(folder, tokenizer) -> None:
     config = tiny_config(folder)
-    asked = prompt(tokenizer, "a", [picture(1)])
+    asked = prompt(tokenizer, "a", [image(1)])
     [groups] = [sampled(config, folder, [group(asked, [[1, 2], [3, 4]], [1.0, 0.0])])]
     learner = connected(config)
     learner.update(groups, 1)

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from learner_data import group, picture, prompt, tiny_config, with_logprobs
+from learner_data import group, image, prompt, tiny_config, with_logprobs
 from transformers import AutoTokenizer
 
 from mobula.cluster.records.trajectory import ScoredGroup
@@ -27,7 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def episodes(folder: Path, garbage: float) -> ScoredGroup:
     """Two episodes; log-probs of the policy and of the reference under False are `garbage`."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    scored = group(prompt(tokenizer, "a", [picture(1)]), [[1, 2, 60, 61, 3], [4, 62, 63, 5]], [1.0, 0.0])
+    scored = group(prompt(tokenizer, "a", [image(1)]), [[1, 2, 60, 61, 3], [4, 62, 63, 5]], [1.0, 0.0])
     masks = [np.array(mask) for mask in MASKS]
     logprobs = [np.where(mask, -5.0, garbage).astype(np.float32) for mask in masks]
     trajectories = tuple(

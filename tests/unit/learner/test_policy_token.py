@@ -1,4 +1,4 @@
-"""TokenPolicy equals the plain transformers forward, pictures shared, padded and mixed as they come."""
+"""TokenPolicy equals the plain transformers forward, images shared, padded and mixed as they come."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from learner_data import picture, prompt, tiny_config
+from learner_data import image, prompt, tiny_config
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from mobula.cluster.records.media import MediaHandle, MediaReader, MediaSpan
@@ -57,10 +57,10 @@ def reader() -> MediaReader:
 
 
 def mixed_sequences(tokenizer) -> list[TokenSequence]:
-    """Text only, one picture, two pictures of different sizes, and a sibling; the answers differ in length."""
+    """Text only, one image, two images of different sizes, and a sibling; the answers differ in length."""
     image_pad = tokenizer.convert_tokens_to_ids("<|image_pad|>")
-    pictures = [[], [picture(1)], [picture(2, 2, 4), picture(3, 6, 4)]]
-    asked = [prompt(tokenizer, f"p{n}", shown) for n, shown in enumerate(pictures)]
+    images = [[], [image(1)], [image(2, 2, 4), image(3, 6, 4)]]
+    asked = [prompt(tokenizer, f"p{n}", shown) for n, shown in enumerate(images)]
     answers = [[1, 2, 3], [4], [10, 11, 12, 13, 14], [20, 21, image_pad]]
     prompts = [*asked, asked[2]]
     return [TokenSequence.of_response(p, np.array(a)) for p, a in zip(prompts, answers, strict=True)]
@@ -80,7 +80,7 @@ def plain_logprobs(model, sequence: TokenSequence) -> torch.Tensor:
 
 
 @torch.no_grad()
-def test_log_probs_equal_transformers_for_text_one_and_two_pictures_in_one_batch(policy, folder, tokenizer) -> None:
+def test_log_probs_equal_transformers_for_text_one_and_two_images_in_one_batch(policy, folder, tokenizer) -> None:
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
     image_pad = model.config.image_token_id
     sequences = [s for s in mixed_sequences(tokenizer) if image_pad not in s.token_ids[s.num_context :]]
@@ -94,7 +94,7 @@ def test_log_probs_equal_transformers_for_text_one_and_two_pictures_in_one_batch
 @torch.no_grad()
 def test_a_whole_prompt_is_scored_like_transformers_scores_it(policy, folder, tokenizer) -> None:
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
-    sequence = TokenSequence.of_prompt(prompt(tokenizer, "c", [picture(2, 2, 4), picture(3, 6, 4)]))
+    sequence = TokenSequence.of_prompt(prompt(tokenizer, "c", [image(2, 2, 4), image(3, 6, 4)]))
     scored = policy(collate([sequence], reader(), CPU), PLAIN).logprobs[0]
     torch.testing.assert_close(scored, plain_logprobs(model, sequence), atol=1e-5, rtol=0)
 
@@ -110,13 +110,13 @@ def test_a_batch_scores_each_row_as_if_it_were_alone(policy, tokenizer) -> None:
         torch.testing.assert_close(together.entropy[row, :n], alone.entropy[0], atol=1e-5, rtol=0)
 
 
-def test_the_vision_tower_runs_once_a_batch_and_sees_each_picture_once(policy, tokenizer) -> None:
+def test_the_vision_tower_runs_once_a_batch_and_sees_each_image_once(policy, tokenizer) -> None:
     patches = []
     policy.model.model.visual.register_forward_pre_hook(lambda _, args: patches.append(args[0].shape[0]))
     policy(collate(mixed_sequences(tokenizer), reader(), CPU), PLAIN)
-    assert patches == [16 + 8 + 24]  # four rows, three pictures, one of the rows a sibling
+    assert patches == [16 + 8 + 24]  # four rows, three images, one of the rows a sibling
     policy(collate(mixed_sequences(tokenizer)[:1], reader(), CPU), PLAIN)
-    assert patches[1:] == [4]  # the blank picture of a text-only batch
+    assert patches[1:] == [4]  # the blank image of a text-only batch
 
 
 def test_text_only_batches_reach_every_parameter_and_move_no_vision_weight(policy, tokenizer) -> None:
@@ -125,17 +125,17 @@ def test_text_only_batches_reach_every_parameter_and_move_no_vision_weight(polic
     assert all(p.grad.abs().max() == 0 for p in policy.model.model.visual.parameters())
 
 
-def test_a_placeholder_that_no_picture_was_recorded_for_is_refused(policy, tokenizer) -> None:
+def test_a_placeholder_that_no_image_was_recorded_for_is_refused(policy, tokenizer) -> None:
     image_pad = tokenizer.convert_tokens_to_ids("<|image_pad|>")
-    row = TokenSequence.of_response(prompt(tokenizer, "p", [picture(1)]), np.array([20, image_pad, 21]))
-    with pytest.raises(ValueError, match=f"placeholder {image_pad} outside of its recorded pictures"):
+    row = TokenSequence.of_response(prompt(tokenizer, "p", [image(1)]), np.array([20, image_pad, 21]))
+    with pytest.raises(ValueError, match=f"placeholder {image_pad} outside of its recorded images"):
         policy(collate([row], reader(), CPU), PLAIN)
-    foreign = TokenSequence(row.token_ids[:-2], row.num_context, (picture(1, 6, 4),), row.media_spans)
+    foreign = TokenSequence(row.token_ids[:-2], row.num_context, (image(1, 6, 4),), row.media_spans)
     with pytest.raises(ValueError, match="spans hold 4 placeholders but the vision tower made 6 embeddings"):
         policy(collate([foreign], reader(), CPU), PLAIN)
 
 
-def test_gradients_reach_the_vision_tower_through_shared_pictures(policy, tokenizer) -> None:
+def test_gradients_reach_the_vision_tower_through_shared_images(policy, tokenizer) -> None:
     sequences = mixed_sequences(tokenizer)[2:]
     policy(collate(sequences, reader(), CPU), PLAIN).logprobs.sum().backward()
     together = [p.grad.clone() for p in policy.model.model.visual.parameters()]
@@ -235,20 +235,20 @@ def test_siblings_stay_on_one_rank_where_parts_allow_it(num_ranks: int) -> None:
         assert found == sorted(found), "neighbours in a micro-batch are alike"
 
 
-def test_groups_with_pictures_of_their_own_are_shared_out_by_these(handles: list[MediaHandle]) -> None:
+def test_groups_with_images_of_their_own_are_shared_out_by_these(handles: list[MediaHandle]) -> None:
     rng = np.random.default_rng(0)
     rows, groups = [], []
     for n, handle in enumerate(handles):
         for length in rng.integers(9, 60, size=5):
             rows.append(TokenSequence(np.zeros(length, np.int32), 5, (handle,), (MediaSpan(1, 5),)))
             groups.append(n)
-    config = learner_config("learner.tokens_per_microbatch=100", "learner.picture_token_cost=3")
+    config = learner_config("learner.tokens_per_microbatch=100", "learner.image_token_cost=3")
     assert split_microbatches(rows, config, 3, groups) == split_microbatches(rows, config, 3)
 
 
 @pytest.fixture
 def handles() -> list[MediaHandle]:
-    return [picture(n) for n in range(6)]
+    return [image(n) for n in range(6)]
 
 
 def test_one_row_longer_than_the_budget_goes_alone_and_idle_ranks_keep_step() -> None:

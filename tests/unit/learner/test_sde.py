@@ -48,7 +48,7 @@ def rate_of(kind: str, sigma: float, max_sigma: float) -> float:
 
 
 def by_hand(kind: str, x: np.ndarray, v: np.ndarray, sigma: float, following: float, max_sigma: float):
-    """(mean, std) of one step, from the predicted clean picture, the score and the drift of the reverse SDE."""
+    """(mean, std) of one step, from the predicted clean image, the score and the drift of the reverse SDE."""
     clean, noise = x - sigma * v, x + (1 - sigma) * v
     if kind == "cps":
         std = following * math.sin(LEVEL * math.pi / 2)
@@ -115,7 +115,7 @@ LEVELS_BELOW_1 = (  # UniPC as Wan 2.1 and Cosmos Predict 2.5 have it, DPMSolver
 def test_latents_stay_within_the_flow_where_a_schedule_begins_just_below_1(
     scheduler: Any, kind: str, level: float, num_steps: int
 ) -> None:
-    """Along an exact velocity, pictures and noise of a deviation of 1: that of the latents is within 0.6 to 1.2."""
+    """Along an exact velocity, images and noise of a deviation of 1: that of the latents is within 0.6 to 1.2."""
     scheduler.set_timesteps(num_steps)
     sigmas, generator = scheduler.sigmas, torch.Generator().manual_seed(0)
     clean, noise = torch.randn(2, 1, 10_000, generator=generator)
@@ -161,7 +161,7 @@ def test_a_model_that_is_right_keeps_the_marginals(kind: str) -> None:
     assert x.std().item() == pytest.approx(deviation(0.4), rel=0.015)
 
 
-def test_cps_keeps_the_coefficients_of_picture_and_noise() -> None:
+def test_cps_keeps_the_coefficients_of_image_and_noise() -> None:
     noise, fresh = torch.randn(2, 100_000, 1, generator=torch.Generator().manual_seed(0))
     rows = [torch.full((100_000,), value) for value in (0.8, 0.5, 0.9)]
     move = KERNELS["cps"](FlowStep(0.2 * 2 + 0.8 * noise, noise - 2, *rows), LEVEL)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from latent_data import latent_actions, latent_group, latent_prompt
-from learner_data import group, picture, prompt, random_groups, tiny_config
+from learner_data import group, image, prompt, random_groups, tiny_config
 from ranks_in_threads import RanksInThreads, Store
 from transformers import AutoTokenizer
 
@@ -87,7 +87,7 @@ def is_whole(item: LearnerItem) -> bool:
 
 
 def large_groups(tokenizer, num_groups: int, num_siblings: int = 4, longest: int = 300) -> list[ScoredGroup]:
-    """Groups with other lengths each, no pictures."""
+    """Groups with other lengths each, no images."""
     rng = np.random.default_rng(3)
     return [
         group(
@@ -191,7 +191,7 @@ def test_distillation_has_the_log_probs_of_all_rows(folder, tokenizer, store, tm
 
 def test_media_of_later_turns_are_fetched_although_no_summary_has_them(folder, tokenizer, store) -> None:
     """Summaries say nothing of them, so a rank first fetches other groups than it trains."""
-    config = tiny_config(folder, "learner.picture_token_cost=5", "learner.tokens_per_microbatch=60")
+    config = tiny_config(folder, "learner.image_token_cost=5", "learner.tokens_per_microbatch=60")
     groups = random_groups(tokenizer, 6, 2, seed=2, longest=4)
     later = []
     for n, scored in enumerate(groups):
@@ -199,7 +199,7 @@ def test_media_of_later_turns_are_fetched_although_no_summary_has_them(folder, t
             dataclasses.replace(
                 t,
                 actions=dataclasses.replace(
-                    t.actions, media=(picture(50 + n, 6, 4),), media_spans=(MediaSpan(0, 1 + 200 * (n % 2)),)
+                    t.actions, media=(image(50 + n, 6, 4),), media_spans=(MediaSpan(0, 1 + 200 * (n % 2)),)
                 ),
             )
             for t in scored.group.trajectories

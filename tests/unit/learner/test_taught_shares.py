@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from learner_data import picture, prompt, tiny_config
+from learner_data import image, prompt, tiny_config
 from ranks_in_threads import RanksInThreads, Store, Stored
 from transformers import AutoTokenizer
 
@@ -16,7 +16,7 @@ from mobula.learner.examples import entries
 from mobula.learner.examples.entries import StoredExample, TaughtExamples, stored_examples
 from mobula.learner.examples.examples import ExampleOutline
 from mobula.learner.gradient_step import shares_of_ranks
-from mobula.learner.pictures.teaching import PictureExample
+from mobula.learner.images.teaching import ImageExample
 from mobula.learner.policies.flow.noising import CleanSequence, Noising
 from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 from mobula.learner.shares import Exchange, ShareFetcher
@@ -33,12 +33,12 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
 
 @pytest.fixture(scope="module")
 def examples(config: RunConfig) -> list[SupervisedExample]:
-    """Answers of many lengths, part of them after a picture, some tokens not trained."""
+    """Answers of many lengths, part of them after an image, some tokens not trained."""
     tokenizer, rng = AutoTokenizer.from_pretrained(config.policy.model), np.random.default_rng(0)
     made = []
     for n in range(11):
         answer = rng.integers(1, 250, size=rng.integers(2, 60)).astype(np.int32)
-        asked = prompt(tokenizer, f"row {n}", [picture(n)] if n % 3 == 0 else [])
+        asked = prompt(tokenizer, f"row {n}", [image(n)] if n % 3 == 0 else [])
         made.append(SupervisedExample(asked, answer, answer > 50))
     return made
 
@@ -99,10 +99,10 @@ def test_an_example_that_one_rank_cannot_fetch_is_missed_by_all_of_them(
     assert [str(error) for error in found] == ["learner/2: examples of the warm start cannot be had"] * NUM_RANKS
 
 
-def test_pictures_are_shared_out_as_answers_are(config: RunConfig, store: Store) -> None:
+def test_images_are_shared_out_as_answers_are(config: RunConfig, store: Store) -> None:
     noising = Noising(np.linspace(1, 0.1, 10, dtype=np.float32), np.arange(10, dtype=np.float32), "uniform", 2)
-    pictures = [PictureExample(CleanSequence(np.full((4, 8, 8), n, np.float32), (), noising, n)) for n in range(6)]
-    for found in fetched(config, store, stored_examples(pictures, put)):
-        whole = [row for row in found if isinstance(row, PictureExample)]
+    images = [ImageExample(CleanSequence(np.full((4, 8, 8), n, np.float32), (), noising, n)) for n in range(6)]
+    for found in fetched(config, store, stored_examples(images, put)):
+        whole = [row for row in found if isinstance(row, ImageExample)]
         assert len(whole) == 2 and sum(isinstance(row, ExampleOutline) for row in found) == 4
         assert all(row.sequence.clean[0, 0, 0] == row.sequence.seed for row in whole)

@@ -1,4 +1,4 @@
-"""`data.max_pixels` bounds the tokens of pictures that are cut into tiles, in the prompt and in the tensors alike."""
+"""`data.max_pixels` bounds the tokens of images that are cut into tiles, in the prompt and in the tensors alike."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoProcessor
 
 from mobula.configs.load import load_config
 from mobula.learner.policies.families import family_at
-from mobula.learner.policies.families.base import PictureFamily
+from mobula.learner.policies.families.base import ImageFamily
 from mobula.learner.policies.tiny import write_tiny
 
 RELEASED = {"size": {"longest_edge": 2048}, "max_image_size": {"longest_edge": 512}}  # SmolVLM-256M
@@ -20,7 +20,7 @@ TOKENS_PER_TILE = 64
 
 
 def released_sizes(name: str, folder: Path) -> Path:
-    """The tiny model with the picture sizes of SmolVLM-256M."""
+    """The tiny model with the image sizes of SmolVLM-256M."""
     write_tiny(name, folder)
     file = folder / "processor_config.json"
     settings = json.loads(file.read_text())
@@ -36,18 +36,18 @@ def released_sizes(name: str, folder: Path) -> Path:
     [
         (602112, (64, 64), 1),  # those of `experiment=own`: 775 x 775 pixels hold one tile of 512 x 512
         (200704, (3000, 2000), 1),  # less than a tile: one is the least
-        (1048576, (64, 64), 2 * 2 + 1),  # small pictures are scaled up, and the picture as a whole is a tile more
+        (1048576, (64, 64), 2 * 2 + 1),  # small images are scaled up, and the image as a whole is a tile more
         (1048576, (1000, 300), 2 * 1 + 1),
         (9999999, (64, 64), 4 * 4 + 1),  # never more than the checkpoint's own 2,048
     ],
 )
-def test_a_picture_takes_the_tokens_of_its_bounded_tiles(
+def test_a_image_takes_the_tokens_of_its_bounded_tiles(
     name: str, max_pixels: int, size: tuple[int, int], num_tiles: int, tmp_path: Path
 ) -> None:
     folder = released_sizes(name, tmp_path / "model")
     data = load_config(["experiment=digits", f"data.max_pixels={max_pixels}"]).data
     family = family_at(str(folder))
-    assert isinstance(family, PictureFamily)
+    assert isinstance(family, ImageFamily)
     processor = AutoProcessor.from_pretrained(folder, **family.processor_options(str(folder), data))
     placeholder = family.placeholder_id(AutoConfig.from_pretrained(folder))
     ids = family.expansion(processor, size)
@@ -61,14 +61,14 @@ def test_a_picture_takes_the_tokens_of_its_bounded_tiles(
     ("max_tiles", "size", "num_tiles"),
     [
         (1, (300, 300), 1),
-        (2, (300, 150), 2 + 1),  # the picture as a whole is a tile more
+        (2, (300, 150), 2 + 1),  # the image as a whole is a tile more
         (3, (300, 150), 2 + 1),
         (3, (56, 168), 3 + 1),
         (99, (300, 300), 4 + 1),  # never more than the checkpoint's own 4
         (0.5, (300, 300), 1),  # less than a tile: one is the least
     ],
 )
-def test_internvl_cuts_pictures_as_its_processor_does_within_the_budget(
+def test_internvl_cuts_images_as_its_processor_does_within_the_budget(
     cuts: bool, max_tiles: float, size: tuple[int, int], num_tiles: int, tmp_path: Path
 ) -> None:
     folder = write_tiny("internvl3", tmp_path / "model")
@@ -78,7 +78,7 @@ def test_internvl_cuts_pictures_as_its_processor_does_within_the_budget(
     file.write_text(json.dumps(settings))
     data = load_config(["experiment=digits", f"data.max_pixels={int(max_tiles * 56 * 56)}", "data.min_pixels=1"]).data
     family = family_at(str(folder))
-    assert isinstance(family, PictureFamily)
+    assert isinstance(family, ImageFamily)
     processor = AutoProcessor.from_pretrained(folder, **family.processor_options(str(folder), data))
     image = Image.effect_noise(size, 64).convert("RGB")
     made = processor(text=["<IMG_CONTEXT>"], images=[image], return_tensors="np")

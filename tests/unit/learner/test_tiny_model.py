@@ -43,10 +43,10 @@ def load_model(folder: Path) -> PreTrainedModel:
     return AutoModelForImageTextToText.from_pretrained(folder, dtype="float32").eval()
 
 
-def encode(processor: ProcessorMixin, pictures: list[Image.Image]) -> dict[str, torch.Tensor]:
-    content = [{"type": "image"} for _ in pictures] + [{"type": "text", "text": "Which digit is this?"}]
+def encode(processor: ProcessorMixin, images: list[Image.Image]) -> dict[str, torch.Tensor]:
+    content = [{"type": "image"} for _ in images] + [{"type": "text", "text": "Which digit is this?"}]
     prompt = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
-    return processor(text=[prompt], images=pictures or None, return_tensors="pt")
+    return processor(text=[prompt], images=images or None, return_tensors="pt")
 
 
 def checkpoint_names(folder: Path) -> set[str]:
@@ -54,7 +54,7 @@ def checkpoint_names(folder: Path) -> set[str]:
         return set(checkpoint.keys())
 
 
-def picture(width: int, height: int) -> Image.Image:
+def image(width: int, height: int) -> Image.Image:
     return Image.linear_gradient("L").resize((width, height))
 
 
@@ -126,30 +126,30 @@ def test_chat_template_is_qwens_without_a_system_prompt(processor: ProcessorMixi
 
 
 @pytest.mark.parametrize(("width", "height", "num_tokens"), [(56, 56, 4), (28, 28, 1), (84, 112, 12), (900, 900, 64)])
-def test_a_picture_takes_one_token_for_28x28_pixels(
+def test_a_image_takes_one_token_for_28x28_pixels(
     processor: ProcessorMixin, width: int, height: int, num_tokens: int
 ) -> None:
-    ids = encode(processor, [picture(width, height)])["input_ids"]
+    ids = encode(processor, [image(width, height)])["input_ids"]
     assert (ids == processor.image_token_id).sum() == num_tokens
 
 
-@pytest.mark.parametrize("num_pictures", [0, 1, 2])
+@pytest.mark.parametrize("num_images", [0, 1, 2])
 @pytest.mark.parametrize("tied", [False, True])
-def test_forward_takes_text_and_pictures(
-    request: pytest.FixtureRequest, processor: ProcessorMixin, tied: bool, num_pictures: int
+def test_forward_takes_text_and_images(
+    request: pytest.FixtureRequest, processor: ProcessorMixin, tied: bool, num_images: int
 ) -> None:
     model = load_model(request.getfixturevalue("tied_folder" if tied else "folder"))
-    inputs = encode(processor, [picture(56, 56), picture(84, 112)][:num_pictures])
+    inputs = encode(processor, [image(56, 56), image(84, 112)][:num_images])
     with torch.no_grad():
         logits = model(**inputs).logits
     assert logits.shape == (*inputs["input_ids"].shape, model.config.text_config.vocab_size)
     assert logits.isfinite().all()
 
 
-def test_model_sees_the_picture(folder: Path, processor: ProcessorMixin) -> None:
+def test_model_sees_the_image(folder: Path, processor: ProcessorMixin) -> None:
     model = load_model(folder)
-    upright = encode(processor, [picture(56, 56)])
-    rotated = encode(processor, [picture(56, 56).rotate(90)])
+    upright = encode(processor, [image(56, 56)])
+    rotated = encode(processor, [image(56, 56).rotate(90)])
     with torch.no_grad():
         assert not torch.equal(model(**upright).logits[:, -1], model(**rotated).logits[:, -1])
 

@@ -1,4 +1,4 @@
-"""Packed rows give what padded rows and single rows give, in values and gradients, pictures and windows included."""
+"""Packed rows give what padded rows and single rows give, in values and gradients, images and windows included."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 import varlen_reference
 from family_prompts import family_prompts
-from learner_data import picture, prompt, random_groups, tiny_config, with_logprobs
+from learner_data import image, prompt, random_groups, tiny_config, with_logprobs
 from tiny_text_models import write_text_policy
 from transformers import AutoTokenizer
 
@@ -35,7 +35,7 @@ from mobula.learner.policies.token import TokenPolicy
 CPU = torch.device("cpu")
 HOT = Distribution(0.7, (5, 9))
 VISION = "qwen2.5-vl"
-# Text alone, and families whose pictures or layers packing refuses.
+# Text alone, and families whose images or layers packing refuses.
 UNPACKED = ("qwen3", "qwen2.5", "llama", "gemma3", "qwen3.5")
 # gemma3_text has a layer with a window of 16 tokens, which is shorter than the rows.
 FAMILIES = (VISION, "gemma", "gemma3_text", "llama", "mistral", "qwen2", "qwen3")
@@ -52,9 +52,9 @@ def config(*overrides: str) -> LearnerConfig:
 
 
 def sequences(folder: Path) -> list[TokenSequence]:
-    """Rows of very different lengths; of a vision model some have one picture, two, or one that a sibling has too."""
+    """Rows of very different lengths; of a vision model some have one image, two, or one that a sibling has too."""
     tokenizer, rng = AutoTokenizer.from_pretrained(folder), np.random.default_rng(0)
-    shown = [[], [picture(1)], [picture(2, 2, 4), picture(3, 6, 4)], [picture(1)], []]
+    shown = [[], [image(1)], [image(2, 2, 4), image(3, 6, 4)], [image(1)], []]
     if "vl" not in folder_type(folder):
         shown = [[]] * len(shown)
     prompts = [prompt(tokenizer, f"p{n}", some) for n, some in enumerate(shown)]
@@ -117,7 +117,7 @@ def folder_type(folder: Path) -> str:
 @pytest.mark.exhaustive
 @pytest.mark.families
 @pytest.mark.parametrize("name", [name for name in TINY if name not in UNPACKED])
-def test_every_family_with_pictures_computes_packed_rows_as_padded_ones(tmp_path: Path, name: str) -> None:
+def test_every_family_with_images_computes_packed_rows_as_padded_ones(tmp_path: Path, name: str) -> None:
     if name == "smolvlm":
         pytest.importorskip("num2words", reason="its processor needs mobula[smolvlm]")
     at = write_tiny(name, tmp_path / name, seed=1)
@@ -240,10 +240,10 @@ def test_every_response_of_a_pack_is_trained_with_its_own_reward_and_kl(tmp_path
                 torch.testing.assert_close(found[name], gradient, atol=2e-6, rtol=1e-4)
 
 
-def row(num_tokens: int, *pictures: int) -> TokenSequence:
-    """Pictures of 16 tokens each, behind one another."""
-    spans = tuple(MediaSpan(16 * n, 16 * n + 16) for n in range(len(pictures)))
-    return TokenSequence(np.zeros(num_tokens, dtype=np.int32), 1, tuple(picture(n, 8, 8) for n in pictures), spans)
+def row(num_tokens: int, *images: int) -> TokenSequence:
+    """Images of 16 tokens each, behind one another."""
+    spans = tuple(MediaSpan(16 * n, 16 * n + 16) for n in range(len(images)))
+    return TokenSequence(np.zeros(num_tokens, dtype=np.int32), 1, tuple(image(n, 8, 8) for n in images), spans)
 
 
 def test_packed_microbatches_hold_tokens_up_to_the_budget() -> None:
@@ -255,19 +255,19 @@ def test_packed_microbatches_hold_tokens_up_to_the_budget() -> None:
     assert max(sums) <= 100 and all(a + b > 100 for a, b in zip(sums, sums[1:], strict=False))
 
 
-def test_ranks_share_pictures_and_tokens_evenly() -> None:
-    """24 rows of 40 tokens: four have a picture of 16 tokens each, which costs 20 tokens of the decoder a token."""
+def test_ranks_share_images_and_tokens_evenly() -> None:
+    """24 rows of 40 tokens: four have an image of 16 tokens each, which costs 20 tokens of the decoder a token."""
     rows = [row(40, n) if n < 4 else row(40) for n in range(24)]
     loads = {}
     for cost in (20, 0):
-        plan = split_microbatches(rows, config(f"learner.picture_token_cost={cost}"), 2)
+        plan = split_microbatches(rows, config(f"learner.image_token_cost={cost}"), 2)
         loads[cost] = [sum(40 + 16 * 20 * (i < 4) for batch in share for i in batch) for share in plan]
     assert abs(loads[20][0] - loads[20][1]) <= 360, "they differ by one row at most"
-    assert abs(loads[0][0] - loads[0][1]) > 360, "by tokens alone one rank has most of the pictures"
+    assert abs(loads[0][0] - loads[0][1]) > 360, "by tokens alone one rank has most of the images"
 
 
-def test_siblings_share_what_their_picture_costs() -> None:
-    """Eight rows of 40 tokens and 320 / 8 for their picture, and eight of 40: 960 in all, 480 are six of the first."""
+def test_siblings_share_what_their_image_costs() -> None:
+    """Eight rows of 40 tokens and 320 / 8 for their image, and eight of 40: 960 in all, 480 are six of the first."""
     rows = [row(40, 1) for _ in range(8)] + [row(40) for _ in range(8)]
-    plan = split_microbatches(rows, config("learner.picture_token_cost=20"), 2)
+    plan = split_microbatches(rows, config("learner.image_token_cost=20"), 2)
     assert [sum(i < 8 for batch in share for i in batch) for share in plan] == [6, 2]

@@ -52,7 +52,7 @@ def test_the_whole_truth_scores_1(separator: str) -> None:
         ((B, A, C, SUM), 2),
         ((SUM, A, B, C), 0),
         ((A, SUM, B, C), 1),
-        # the same picture twice
+        # the same image twice
         ((A, A, B, C, SUM), 1),
         ((A, B, B, SUM), 3),
         ((A, A.replace("7", "3"), C, SUM), 3),

@@ -1,4 +1,4 @@
-"""JPEG size as a reward: flat pictures are small, noise is large."""
+"""JPEG size as a reward: flat images are small, noise is large."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ FLAT = Image.new("RGB", (64, 64), (40, 90, 160))
 NOISE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8))
 
 
-def request(*pictures: Image.Image) -> RewardRequest:
+def request(*images: Image.Image) -> RewardRequest:
     files = []
-    for picture in pictures:
+    for image in images:
         file = io.BytesIO()
-        picture.save(file, "PNG")
+        image.save(file, "PNG")
         files.append(file.getvalue())
     return RewardRequest(Response("", 1, False, tuple(files)), (), {}, "")
 
 
-def kilobytes(picture: Image.Image, quality: int) -> float:
+def kilobytes(image: Image.Image, quality: int) -> float:
     file = io.BytesIO()
-    picture.save(file, format="JPEG", quality=quality)
+    image.save(file, format="JPEG", quality=quality)
     return len(file.getvalue()) / 1000
 
 
@@ -45,9 +45,9 @@ def test_it_is_the_size_of_the_file_and_frames_count_by_their_mean() -> None:
     assert evaluate(small, request(FLAT)).value > 4 * evaluate(small, request(NOISE)).value
 
 
-def test_a_response_without_a_picture_or_with_a_damaged_one_has_no_reward() -> None:
+def test_a_response_without_a_image_or_with_a_damaged_one_has_no_reward() -> None:
     small = build_function("jpeg_size", {"wanted": "small", "quality": 95, "scale": 500.0}, TOOLS)
-    with pytest.raises(RewardError, match="no picture to compress"):
+    with pytest.raises(RewardError, match="no image to compress"):
         evaluate(small, request())
-    with pytest.raises(RewardError, match="picture 1 of the response"):
+    with pytest.raises(RewardError, match="image 1 of the response"):
         evaluate(small, RewardRequest(Response("", 1, False, (b"\x89PNG",)), (), {}, ""))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from http_servers import CONNECTION, Reply, Scripted, serving
-from tiny_reward_models import picture
+from tiny_reward_models import encoded_image
 
 from mobula.cluster.records.trajectory import Response
 from mobula.configs.load import load_config
@@ -22,7 +22,7 @@ OPTIONS: dict[str, Any] = {
     "model": "judge-1",
     "system": "You grade.",
     "template": 'Q: {question}\nTruth: {references}\nA: {response}\nReply {"score": 1} to {"score": 5}.',
-    "pictures": "none",
+    "images": "none",
     "verdict": r"regex:Score: (?P<score>\S+)",
     "minimum": 1,
     "maximum": 5,
@@ -73,7 +73,7 @@ def test_a_video_is_judged_by_every_third_frame_and_a_rating_of_5_is_1() -> None
     """By `rewards=unified_judge`."""
     config = load_config(["experiment=sd3_5_ocr_grpo", "data.path=some/folder", "rewards=unified_judge"]).rewards
     [component] = config.components
-    frames = tuple(picture(seed) for seed in range(7))
+    frames = tuple(encoded_image(seed) for seed in range(7))
     asked = RewardRequest(Response("", 1, False, frames), (), {}, "a red cube")
     server = Scripted(lambda *_: verdict_reply("The cube is red.\nFinal Score: 4.5"))
     with serving(server) as running:
@@ -86,14 +86,14 @@ def test_a_video_is_judged_by_every_third_frame_and_a_rating_of_5_is_1() -> None
     assert isinstance(found, Score) and component.weight * found.value == pytest.approx(0.9)
 
 
-def test_pictures_travel_as_data_urls() -> None:
+def test_images_travel_as_data_urls() -> None:
     server = Scripted(lambda *_: verdict_reply("Score: 3"))
-    asked = request("a", prompt_pictures=(picture(1), picture(2)), drawn=(picture(3),))
+    asked = request("a", prompt_images=(encoded_image(1), encoded_image(2)), drawn=(encoded_image(3),))
     with serving(server) as running:
-        for pictures in ("none", "prompt", "response", "both"):
-            assert isinstance(ask([running.url], [asked], pictures=pictures)[0], Score)
-        (broken,) = ask([running.url], [request("a", prompt_pictures=(b"nothing",))], pictures="prompt")
-    assert isinstance(broken, ScoringFailure) and "picture 1 of the prompt" in broken.reason
+        for images in ("none", "prompt", "response", "both"):
+            assert isinstance(ask([running.url], [asked], images=images)[0], Score)
+        (broken,) = ask([running.url], [request("a", prompt_images=(b"nothing",))], images="prompt")
+    assert isinstance(broken, ScoringFailure) and "image 1 of the prompt" in broken.reason
     sent = []
     for body in server.bodies:
         content = body["messages"][1]["content"]
@@ -101,7 +101,7 @@ def test_pictures_travel_as_data_urls() -> None:
         urls = [part["image_url"]["url"] for part in parts if part["type"] == "image_url"]
         assert all(url.startswith("data:image/png;base64,") for url in urls)
         sent.append([base64.b64decode(url.partition(",")[2]) for url in urls])
-    one, two, three = (picture(seed) for seed in (1, 2, 3))
+    one, two, three = (encoded_image(seed) for seed in (1, 2, 3))
     assert sent == [[], [one, two], [three], [one, two, three]]
 
 
@@ -175,7 +175,7 @@ def test_without_references_a_template_that_needs_them_has_no_score() -> None:
         ({"verdict": "guess"}, "no way to find a score"),
         ({"minimum": 5}, "not below maximum"),
         ({"extra": {"messages": []}}, "judge sets itself"),
-        ({"pictures": "some"}, "options.pictures='some'"),
+        ({"images": "some"}, "options.images='some'"),
         ({"timeout": 3}, "no option 'timeout'"),
     ],
 )

@@ -35,8 +35,8 @@ def config(**recipes: Recipe) -> RewardsConfig:
     )
 
 
-def request(text: str, pictures: tuple[bytes, ...] = (), **metadata: Any) -> RewardRequest:
-    return RewardRequest(Response(text, 1, False), ("7",), metadata, "?", pictures)
+def request(text: str, images: tuple[bytes, ...] = (), **metadata: Any) -> RewardRequest:
+    return RewardRequest(Response(text, 1, False), ("7",), metadata, "?", images)
 
 
 def scored(rewards: RewardsConfig, *requests: RewardRequest) -> list[Reward | ComponentError]:
@@ -174,7 +174,7 @@ def test_what_any_reward_function_could_tell_apart_is_not_equal() -> None:
     base = request("a", (b"1", b"2"), label="x")
     others = [request("b", (b"1", b"2"), label="x"), request("a", (b"12",), label="x"), request("a", (b"1", b"2"))]
     longer = RewardRequest(
-        Response("a", 2, False), base.references, base.metadata, base.prompt_text, base.prompt_pictures
+        Response("a", 2, False), base.references, base.metadata, base.prompt_text, base.prompt_images
     )
     assert len({content_key(r) for r in (base, *others, longer)}) == 5
     assert content_key(base) == content_key(request("a", (b"1", b"2"), label="x"))

@@ -14,7 +14,7 @@ from chat_templates import PARTS_ALONE, TEXT_ALONE
 from learner_data import add_dropout
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from tiny_reward_models import picture, write_clip, write_pair_model, write_text_model, write_vision_model
+from tiny_reward_models import encoded_image, write_clip, write_pair_model, write_text_model, write_vision_model
 from transformers import AutoModelForSequenceClassification, AutoProcessor, AutoTokenizer, CLIPModel
 
 from mobula.cluster.records.trajectory import Response
@@ -37,10 +37,10 @@ CHAT = {
 
 
 def request(
-    answer: str, question: str = "q", pictures: Sequence[bytes] = (), drawn: Sequence[bytes] = ()
+    answer: str, question: str = "q", images: Sequence[bytes] = (), drawn: Sequence[bytes] = ()
 ) -> RewardRequest:
     prompt = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
-    return RewardRequest(Response(answer, 1, False, tuple(drawn)), (), {}, prompt, tuple(pictures))
+    return RewardRequest(Response(answer, 1, False, tuple(drawn)), (), {}, prompt, tuple(images))
 
 
 def ask(name: str, requests: Sequence[RewardRequest], **options: Any) -> tuple[Outcome, ...]:
@@ -169,13 +169,13 @@ def test_a_single_logits_probability_is_its_sigmoid(text_model: Path) -> None:
 # Sequence classifiers that see.
 
 
-def test_a_vision_model_scores_pictures_and_text(vision_model: tuple[Path, Any]) -> None:
+def test_a_vision_model_scores_images_and_text(vision_model: tuple[Path, Any]) -> None:
     folder, model = vision_model
     requests = [
-        request("red", "What?", [picture(1)]),
-        request("two of them", "What?", [picture(1), picture(2, (90, 60))]),
+        request("red", "What?", [encoded_image(1)]),
+        request("two of them", "What?", [encoded_image(1), encoded_image(2, (90, 60))]),
         request("nothing to see", "What?"),
-        request("red", "What?", [picture(3)]),
+        request("red", "What?", [encoded_image(3)]),
     ]
     function = build_function("reward_model", {"model": str(folder), **CHAT, "batch_size": 4}, TOOLS)
     found = values(evaluate_batch(function, requests))
@@ -186,18 +186,18 @@ def test_a_vision_model_scores_pictures_and_text(vision_model: tuple[Path, Any])
         "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>What?<|im_end|>\n"
         "<|im_start|>assistant\nred<|im_end|>\n"
     )
-    image = Image.open(BytesIO(picture(1))).convert("RGB")
+    image = Image.open(BytesIO(encoded_image(1))).convert("RGB")
     with torch.no_grad():
         hidden = model.model(**processor(text=[text], images=[image], return_tensors="pt")).last_hidden_state[0, -1]
         expected = float(model.score.weight[0] @ hidden)
     assert found[0] == pytest.approx(expected, abs=1e-5)
-    assert abs(found[0] - found[3]) > 1e-4, "another picture, another score"
+    assert abs(found[0] - found[3]) > 1e-4, "another image, another score"
 
 
-def test_a_damaged_picture_costs_only_its_request(vision_model: tuple[Path, Any]) -> None:
+def test_a_damaged_image_costs_only_its_request(vision_model: tuple[Path, Any]) -> None:
     folder, _ = vision_model
     found = ask("reward_model", [request("a", "b", [b"GIF89a"]), request("a", "b")], model=folder, **CHAT)
-    assert isinstance(found[0], ScoringFailure) and "picture 1 of the prompt" in found[0].reason
+    assert isinstance(found[0], ScoringFailure) and "image 1 of the prompt" in found[0].reason
     assert isinstance(found[1], Score)
 
 
@@ -272,19 +272,19 @@ def _copy(folder: Path, target: Path) -> dict[str, torch.Tensor]:
 
 CLIP = {"processor": None, "question_pattern": QUESTION, "batch_size": 2}
 DRAWN = [
-    request("", "a cat", drawn=[picture(1)]),
-    request("", "a dog with a very long tail", drawn=[picture(2), picture(3)]),
-    request("", "b", drawn=[picture(4, (30, 80))]),
+    request("", "a cat", drawn=[encoded_image(1)]),
+    request("", "a dog with a very long tail", drawn=[encoded_image(2), encoded_image(3)]),
+    request("", "b", drawn=[encoded_image(4, (30, 80))]),
 ]
 
 
 def cosines(folder: Path) -> tuple[list[float], float]:
-    """The mean cosine of each of `DRAWN`, one picture and one text at a time, and the learnt scale."""
+    """The mean cosine of each of `DRAWN`, one image and one text at a time, and the learnt scale."""
     model, processor = CLIPModel.from_pretrained(folder).eval(), AutoProcessor.from_pretrained(folder)
     found = []
     for one, text in zip(DRAWN, ("a cat", "a dog with a very long tail", "b"), strict=True):
         own = []
-        for file in one.response.pictures:
+        for file in one.response.images:
             image = Image.open(BytesIO(file)).convert("RGB")
             inputs = processor(text=[text], images=[image], return_tensors="pt", truncation=True, max_length=16)
             with torch.no_grad():
@@ -295,7 +295,7 @@ def cosines(folder: Path) -> tuple[list[float], float]:
 
 
 def test_clip_score_is_the_scaled_cosine(clip: Path) -> None:
-    options = {"model": clip, "text": "question", "pictures": "response", "clamp": False, **CLIP}
+    options = {"model": clip, "text": "question", "images": "response", "clamp": False, **CLIP}
     expected, _ = cosines(clip)
     found = ask("clip_score", DRAWN, scale=100, **options)
     assert values(found) == pytest.approx([100 * cosine for cosine in expected], abs=1e-3)
@@ -306,17 +306,17 @@ def test_clip_score_is_the_scaled_cosine(clip: Path) -> None:
     assert [isinstance(o, Score) and "cut from 29 to 16 tokens" in o.reason for o in found] == [False, True, False]
 
 
-def test_clip_score_reads_captions_of_the_prompts_pictures(clip: Path) -> None:
+def test_clip_score_reads_captions_of_the_prompts_images(clip: Path) -> None:
     options = {"model": clip, "clamp": False, "scale": 1, **CLIP}
-    caption = request("a cat", "Describe.", pictures=[picture(1)])
-    (found,) = ask("clip_score", [caption], text="response", pictures="prompt", **options)
+    caption = request("a cat", "Describe.", images=[encoded_image(1)])
+    (found,) = ask("clip_score", [caption], text="response", images="prompt", **options)
     assert values([found]) == pytest.approx(cosines(clip)[0][:1], abs=1e-5)
-    (missing,) = ask("clip_score", [request("a cat")], text="response", pictures="prompt", **options)
-    assert isinstance(missing, ScoringFailure) and "needs_pictures" in missing.reason
+    (missing,) = ask("clip_score", [request("a cat")], text="response", images="prompt", **options)
+    assert isinstance(missing, ScoringFailure) and "needs_images" in missing.reason
 
 
 def test_functions_of_one_worker_share_a_checkpoint(clip: Path) -> None:
-    tools, shared = Tools(TOOLS.isolated, "cpu", "float32"), {"model": str(clip), "pictures": "response", **CLIP}
+    tools, shared = Tools(TOOLS.isolated, "cpu", "float32"), {"model": str(clip), "images": "response", **CLIP}
     first = build_function("pick_score", shared, tools)
     second = build_function("clip_score", {**shared, "scale": 1, "text": "question", "clamp": False}, tools)
     assert first._clip.model is second._clip.model
@@ -326,24 +326,24 @@ def test_functions_of_one_worker_share_a_checkpoint(clip: Path) -> None:
 
 def test_pick_score_uses_the_scale_that_was_learnt(clip: Path) -> None:
     expected, scale = cosines(clip)
-    found = ask("pick_score", DRAWN, model=clip, pictures="response", **CLIP)
+    found = ask("pick_score", DRAWN, model=clip, images="response", **CLIP)
     assert scale != 1.0
     assert values(found) == pytest.approx([scale * cosine for cosine in expected], abs=1e-3)
 
 
 def test_every_second_frame_of_a_video_is_scored(clip: Path, wide_clip: Path, tmp_path: Path) -> None:
-    frames = [picture(seed) for seed in range(5)]
+    frames = [encoded_image(seed) for seed in range(5)]
     video, chosen = (request("", "a cat", drawn=drawn) for drawn in (frames, frames[::2]))
     torch.save(head_weights(), tmp_path / "head.pth")
     fixed = {"scale": 100, "clamp": False, "text": "question"}
     for function, options in {
-        "clip_score": {"model": clip, "pictures": "response", **fixed, **CLIP},
-        "pick_score": {"model": clip, "pictures": "response", **CLIP},
+        "clip_score": {"model": clip, "images": "response", **fixed, **CLIP},
+        "pick_score": {"model": clip, "images": "response", **CLIP},
         "aesthetic": {
             "model": wide_clip,
             "processor": None,
             "head": tmp_path / "head.pth",
-            "pictures": "response",
+            "images": "response",
             "batch_size": 2,
         },
     }.items():
@@ -373,11 +373,11 @@ def head_weights() -> dict[str, torch.Tensor]:
 def test_the_aesthetic_head_is_a_chain_of_matrices(suffix: str, wide_clip: Path, tmp_path: Path) -> None:
     weights, head = head_weights(), tmp_path / f"head{suffix}"
     save_file(weights, head) if suffix == ".safetensors" else torch.save(weights, head)
-    found = ask("aesthetic", DRAWN, model=wide_clip, processor=None, head=head, pictures="response", batch_size=2)
+    found = ask("aesthetic", DRAWN, model=wide_clip, processor=None, head=head, images="response", batch_size=2)
     model, processor = CLIPModel.from_pretrained(wide_clip).eval(), AutoProcessor.from_pretrained(wide_clip)
     expected = []
     for one in DRAWN:
-        images = [Image.open(BytesIO(file)).convert("RGB") for file in one.response.pictures]
+        images = [Image.open(BytesIO(file)).convert("RGB") for file in one.response.images]
         pixels = processor.image_processor(images=images, return_tensors="pt")["pixel_values"]
         with torch.no_grad():
             x = model.visual_projection(model.vision_model(pixels).pooler_output)
@@ -389,7 +389,7 @@ def test_the_aesthetic_head_is_a_chain_of_matrices(suffix: str, wide_clip: Path,
 
 
 def test_only_the_heads_own_weights_are_taken(wide_clip: Path, clip: Path, tmp_path: Path) -> None:
-    options = {"processor": None, "pictures": "response", "batch_size": 2}
+    options = {"processor": None, "images": "response", "batch_size": 2}
     weights = head_weights()
     renamed = {name.replace("layers.7", "layers.8"): weight for name, weight in weights.items()}
     torch.save(renamed, tmp_path / "renamed.pth")

@@ -53,8 +53,8 @@ def score(request, *, bonus):
 def pid(*arguments):
     return os.getpid()
 
-def num_picture_bytes(request):
-    return float(sum(map(len, request.prompt_pictures)))
+def num_image_bytes(request):
+    return float(sum(map(len, request.prompt_images)))
 '''
 
 SPINNER = """
@@ -216,14 +216,14 @@ def test_groups_of_one_call_get_each_their_own(make_worker: Callable[..., OneWor
     assert [r and r.value for r in second.rewards] == [1.0]
 
 
-def test_pictures_come_to_the_components_that_look_at_them(make_worker: Callable[..., OneWorker], plugin: str) -> None:
+def test_images_come_to_the_components_that_look_at_them(make_worker: Callable[..., OneWorker], plugin: str) -> None:
     media = ProcessedMedia("image", {}, files=(b"12345",))
     handle = MediaHandle("key", "image", media.num_bytes, media)
     asked = group("0")
     asked = replace(asked, prompt=replace(asked.prompt, media=(handle,)))
-    name = plugin.replace(":score", ":num_picture_bytes")
-    for needs_pictures, expected in ((True, 5.0), (False, 0.0)):
-        worker = make_worker(component_of("seen", name, needs_pictures=needs_pictures))
+    name = plugin.replace(":score", ":num_image_bytes")
+    for needs_images, expected in ((True, 5.0), (False, 0.0)):
+        worker = make_worker(component_of("seen", name, needs_images=needs_images))
         (score,) = worker.score(asked)
         assert [r and r.value for r in score.rewards] == [expected]
 

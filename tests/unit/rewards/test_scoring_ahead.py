@@ -270,7 +270,7 @@ async def test_with_stop_a_failure_ends_the_run_when_the_group_is_there() -> Non
 @pytest.mark.parametrize(
     ("errors", "losses"),
     [
-        ([LostObjectError("a picture is gone")], 0),
+        ([LostObjectError("an image is gone")], 0),
         ([RewardError("no such object")], 0),
         ([WorkerDiedError("SIGKILL")] * 3, 3),
     ],
@@ -336,8 +336,8 @@ async def test_closing_gives_up_what_was_begun(bench: Bench) -> None:
     assert asyncio.all_tasks() == before
 
 
-def test_pictures_are_part_of_what_a_response_is() -> None:
-    found = {response_digest(Response("a", 1, False, pictures)) for pictures in ((), (b"1",), (b"2",), (b"1", b"2"))}
+def test_images_are_part_of_what_a_response_is() -> None:
+    found = {response_digest(Response("a", 1, False, images)) for images in ((), (b"1",), (b"2",), (b"1", b"2"))}
     assert len(found) == 4
 
 

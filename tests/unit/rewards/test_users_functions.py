@@ -183,7 +183,7 @@ def test_a_function_that_takes_no_request_is_refused_before_a_role_starts(
 
 def test_a_run_checks_users_functions_before_it_looks_at_the_model(users_file: Path, tmp_path: Path) -> None:
     component = f"{{name: mine, function: {users_file}:nothing, weight: 1.0, options: {{}}, service: reward, "
-    component += "needs_pictures: false, retries: 0, cache_entries: 0}"
+    component += "needs_images: false, retries: 0, cache_entries: 0}"
     own = ["experiment=own", f"policy.model={tmp_path / 'no-model'}", f"data.path={tmp_path}", f"folder={tmp_path}"]
     config = load_config([*own, f"rewards.components=[{component}]", "rewards.accuracy_component=mine"])
     with pytest.raises(

@@ -11,7 +11,7 @@ from typing import Any
 
 import engine_judge
 import pytest
-from tiny_reward_models import picture
+from tiny_reward_models import encoded_image
 
 from mobula.cluster.records.trajectory import Response
 from mobula.configs.load import load_config
@@ -45,12 +45,12 @@ def apart() -> Iterator[Call]:
             yield lambda function, *args, **kwargs: process.submit(function, *args, **kwargs).result()
 
 
-def request(text: str, *pictures: bytes, drawn: tuple[bytes, ...] = ()) -> RewardRequest:
-    return RewardRequest(Response(text, 1, False, drawn), (), {}, "What is it?", pictures)
+def request(text: str, *images: bytes, drawn: tuple[bytes, ...] = ()) -> RewardRequest:
+    return RewardRequest(Response(text, 1, False, drawn), (), {}, "What is it?", images)
 
 
 def test_a_batch_is_scored_and_each_flaw_costs_its_own_response(apart: Call, model: Path) -> None:
-    one, two, three = (picture(seed) for seed in (1, 2, 3))
+    one, two, three = (encoded_image(seed) for seed in (1, 2, 3))
     requests = [
         request("four"),
         request("x" * 3000, one),
@@ -64,20 +64,20 @@ def test_a_batch_is_scored_and_each_flaw_costs_its_own_response(apart: Call, mod
     assert all(1 <= found[i].value <= 5 and found[i].reason == f"Score: {found[i].value:g}" for i in (0, 2, 5))
     reasons = [outcome.reason for outcome in found if isinstance(outcome, ScoringFailure)]
     assert "maximum context length is 512 tokens" in reasons[0]
-    assert "At most 2 image(s)" in reasons[1]
-    assert "picture 1 of the prompt is no PNG" in reasons[2]
+    assert "At most 2 encoded_image(s)" in reasons[1]
+    assert "image 1 of the prompt is no PNG" in reasons[2]
     alone = [apart(engine_judge.outcomes, model, [asked])[0] for asked in requests]
     assert [outcome for outcome in alone if isinstance(outcome, Score)] == [found[0], found[2], found[5]]
 
 
-def test_the_engine_sees_the_pictures_of_a_response(apart: Call, model: Path) -> None:
-    drawn = {"pictures": "response", "template": "Rate it.", "extra": {}, "verdict": "last_line"}
-    asked = [request("", drawn=(picture(seed),)) for seed in range(6)]
+def test_the_engine_sees_the_images_of_a_response(apart: Call, model: Path) -> None:
+    drawn = {"images": "response", "template": "Rate it.", "extra": {}, "verdict": "last_line"}
+    asked = [request("", drawn=(encoded_image(seed),)) for seed in range(6)]
     replies = [outcome.reason for outcome in apart(engine_judge.outcomes, model, asked, **drawn)]
-    assert len(set(replies)) > 1, "greedy replies differ by nothing but the picture"
-    frames = request("", drawn=(picture(0), picture(1), picture(2)))
+    assert len(set(replies)) > 1, "greedy replies differ by nothing but the image"
+    frames = request("", drawn=(encoded_image(0), encoded_image(1), encoded_image(2)))
     whole, cut = (apart(engine_judge.outcomes, model, [frames], **drawn, frame_stride=n)[0] for n in (1, 3))
-    assert "At most 2 image(s)" in whole.reason
+    assert "At most 2 encoded_image(s)" in whole.reason
     assert cut.reason == replies[0], "of three frames the first is shown"
 
 
@@ -144,7 +144,7 @@ def test_the_pool_is_asked_what_the_server_is_asked() -> None:
     words = ("experiment=sd3_5_ocr_grpo", "data.path=some/folder")
     served, pooled = (load_config([*words, f"rewards={name}"]) for name in ("unified_judge", "unified_judge_pool"))
     (server,), (pool,) = served.rewards.components, pooled.rewards.components
-    same = ("system", "template", "pictures", "verdict", "minimum", "maximum", "max_tokens", "temperature", "extra")
+    same = ("system", "template", "images", "verdict", "minimum", "maximum", "max_tokens", "temperature", "extra")
     assert [server.options[name] for name in same] == [pool.options[name] for name in same]
     assert (pool.service, pooled.resources.reward_services["judge"].num_gpus) == ("judge", 1)
     assert not served.resources.reward_services

@@ -75,16 +75,16 @@ class MiniWoB:
         self.spec = EnvironmentSpec(max_turns=max_turns)
 
     def reset(self, *, seed: int, options: Mapping[str, Any]) -> Reset:
-        task, target, picture = self._run(self._begin(seed))
+        task, target, image = self._run(self._begin(seed))
         info = {} if target is None else dict.fromkeys(("answer", "solution"), f"click {target[0]} {target[1]}")
-        return Reset((Message("user", f"<image>{task}\n{HELP}", (picture,)),), info)
+        return Reset((Message("user", f"<image>{task}\n{HELP}", (image,)),), info)
 
     def step(self, action: Action) -> Step:
         matches = list(ACTIONS.finditer(action.text))
         if not matches:
             return Step((Message("user", HELP),), 0.0, False, False, {"is_valid": False})
-        is_done, reward, picture = self._run(self._act(matches[-1]))
-        observation = () if is_done else (Message("user", "<image>", (picture,)),)
+        is_done, reward, image = self._run(self._act(matches[-1]))
+        observation = () if is_done else (Message("user", "<image>", (image,)),)
         return Step(observation, float(reward) if is_done else 0.0, is_done, False, {"is_valid": True})
 
     def close(self) -> None:
@@ -101,7 +101,7 @@ class MiniWoB:
         return self._browser.run(work, self._timeout_s)
 
     async def _begin(self, seed: int) -> tuple[str, list[int] | None, bytes]:
-        """What the task asks for, the click that solves it if its text names one, and the picture."""
+        """What the task asks for, the click that solves it if its text names one, and the image."""
         if self._page is None:
             assert self._browser is not None, "`_run` has set it"
             self._page = await self._browser.new_page(*WINDOW)
@@ -111,7 +111,7 @@ class MiniWoB:
         return task, target, await self._page.screenshot(clip=CLIP)
 
     async def _act(self, match: re.Match[str]) -> tuple[bool, float, bytes]:
-        """Whether the task is over, its reward, and the picture."""
+        """Whether the task is over, its reward, and the image."""
         assert self._page is not None, "reset comes first"
         page = self._page
         *numbers, text, key = match.groups()

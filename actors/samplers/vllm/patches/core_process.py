@@ -1,9 +1,9 @@
-"""vLLM's engine core in a process of its own: it sends its last exception to the actor's process, and keeps pictures.
+"""vLLM's engine core in a process of its own: it sends its last exception to the actor's process, and keeps images.
 
 Replaces `EngineCoreProc.run_engine_core` while an engine starts, and `EngineCoreProc._send_engine_dead` in the core's
 process. vLLM 0.32 logs the exception of a core in the core's process alone; the client gets an `EngineDeadError`
 without a cause. `run_core` sends the exception through a pipe before vLLM reports the death. The scheduler runs in this
-process, so the patch of `patches.pictures` is applied here.
+process, so the patch of `patches.images` is applied here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from vllm import AsyncEngineArgs
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core import EngineCoreProc
 
-from mobula.actors.samplers.vllm.patches.pictures import keep_pictures
+from mobula.actors.samplers.vllm.patches.images import keep_images
 from mobula.cluster.errors import EngineDiedError
 from mobula.cluster.failures import Failure
 
@@ -65,7 +65,7 @@ def core_failure(engine: AsyncLLM) -> Failure:
 
 def run_core(sender: Connection, *args: Any, **kwargs: Any) -> None:
     """`EngineCoreProc.run_engine_core` in the core's process; an exception that ends it goes to `sender`."""
-    keep_pictures()
+    keep_images()
     send_dead = EngineCoreProc._send_engine_dead
     is_sent = False
 

@@ -2,7 +2,7 @@
 
 vLLM 0.32 offers this for `LLM` (VLLM_ENABLE_V1_MULTIPROCESSING=0) but not for `AsyncLLM`. On CPU it is worth having: a
 second process means a second import of everything at the start, and a serialised copy of every request with its
-pictures, once for each sibling, on the very core that should compute. The core's own loop runs here unchanged; only
+images, once for each sibling, on the very core that should compute. The core's own loop runs here unchanged; only
 its sockets are replaced by queues.
 """
 
@@ -27,7 +27,7 @@ from vllm.v1.engine.core import EngineCore, EngineCoreProc, EngineShutdownState
 from vllm.v1.engine.core_client import AsyncMPClient, EngineCoreClient, _process_utility_output
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from mobula.actors.samplers.vllm.patches.pictures import keep_pictures
+from mobula.actors.samplers.vllm.patches.images import keep_images
 from mobula.cluster.runtime.vitals import EngineLoad
 
 JOIN_S = 10.0
@@ -37,7 +37,7 @@ BURST_S = 0.1  # longest wait for a burst to end
 
 def in_process_engine(arguments: AsyncEngineArgs, *, stat_loggers: list[Any] | None = None) -> AsyncLLM:
     """An `AsyncLLM` without a second process; call it in a running event loop."""
-    keep_pictures()
+    keep_images()
     with _made_by(InProcessClient):
         return AsyncLLM.from_engine_args(arguments, stat_loggers=stat_loggers)
 

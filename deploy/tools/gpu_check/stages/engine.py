@@ -1,4 +1,4 @@
-"""A vLLM engine and a learner on one device: parity, pushes and their canary, with text, one and two pictures."""
+"""A vLLM engine and a learner on one device: parity, pushes and their canary, with text, one and two images."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A learner of a flow model and the flow sampler: sample pictures, train on their steps, push."""
+"""A learner of a flow model and the flow sampler: sample images, train on their steps, push."""
 
 from __future__ import annotations
 

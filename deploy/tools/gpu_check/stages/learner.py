@@ -1,4 +1,4 @@
-"""A learner and the transformers sampler: sample, train, push, with text, one and two pictures."""
+"""A learner and the transformers sampler: sample, train, push, with text, one and two images."""
 
 from __future__ import annotations
 

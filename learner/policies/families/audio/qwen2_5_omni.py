@@ -1,4 +1,4 @@
-"""The thinker of Qwen2.5-Omni: pictures and videos as in Qwen2.5-VL, sounds beside them."""
+"""The thinker of Qwen2.5-Omni: images and videos as in Qwen2.5-VL, sounds beside them."""
 
 from __future__ import annotations
 

@@ -28,8 +28,8 @@ class Qwen2Audio(AudioFamily):
         "connector": ("multi_modal_projector.",),
         "language": ("language_model.",),
     }
-    takes_pictures = False
-    without_pictures = "policy.model takes sounds and no pictures"
+    takes_images = False
+    without_images = "policy.model takes sounds and no images"
 
     def audio_placeholder_id(self, config: PreTrainedConfig) -> int:
         return int(config.audio_token_id)

@@ -1,6 +1,6 @@
 """Families of flow models, one file for each."""
 
-from mobula.learner.policies.flow.families.base import Conditions, FlowFamily, PictureSize, Schedule
+from mobula.learner.policies.flow.families.base import Conditions, FlowFamily, ImageSize, Schedule
 from mobula.learner.policies.flow.families.registry import (
     FAMILIES,
     INDEX,
@@ -17,7 +17,7 @@ __all__ = [
     "TRANSFORMER",
     "Conditions",
     "FlowFamily",
-    "PictureSize",
+    "ImageSize",
     "Schedule",
     "flow_family_at",
     "pipeline_index",

@@ -18,8 +18,8 @@ Config = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class PictureSize:
-    """Of what is denoised: a picture, or a video of several frames."""
+class ImageSize:
+    """Of what is denoised: an image, or a video of several frames."""
 
     height: int
     width: int
@@ -36,7 +36,7 @@ class Schedule:
 
 
 class FlowFamily(ABC):
-    """A family of flow models of diffusers. Its latents are (1 - sigma) picture + sigma noise."""
+    """A family of flow models of diffusers. Its latents are (1 - sigma) image + sigma noise."""
 
     lora_targets: tuple[str, ...]
     """Linear layers that adapters are usually put at."""
@@ -63,8 +63,8 @@ class FlowFamily(ABC):
         return max(0, len(pipeline.tokenizer(text).input_ids) - max_tokens)
 
     @abstractmethod
-    def latent_shape(self, model: Config, vae: Config, size: PictureSize) -> tuple[int, ...]:
-        """Of the latents of one picture or video, given the configurations of transformer and VAE.
+    def latent_shape(self, model: Config, vae: Config, size: ImageSize) -> tuple[int, ...]:
+        """Of the latents of one image or video, given the configurations of transformer and VAE.
 
         Raises:
             ValueError: there are none of this size.
@@ -74,18 +74,18 @@ class FlowFamily(ABC):
     def velocity(
         self, model: nn.Module, latents: Tensor, timesteps: Tensor, conditions: Conditions, guidance: float
     ) -> Tensor:
-        """[N, ...]: noise less picture, as the model predicts it for `latents` [N, ...].
+        """[N, ...]: noise less image, as the model predicts it for `latents` [N, ...].
 
         Only models that take the guidance as an input (`embeds_guidance`) read `guidance`.
         """
 
     @abstractmethod
     def decode(self, vae: Any, latents: Tensor) -> np.ndarray:
-        """uint8 [N, F, H, W, 3]: the frames of clean latents; one of a picture."""
+        """uint8 [N, F, H, W, 3]: the frames of clean latents; one of an image."""
 
     @abstractmethod
-    def encode_pictures(self, vae: Any, pixels: np.ndarray) -> Tensor:
-        """[N, ...]: clean latents of pictures, uint8 [N, H, W, 3]; `decode` gives the pictures again. Of a family of
+    def encode_images(self, vae: Any, pixels: np.ndarray) -> Tensor:
+        """[N, ...]: clean latents of images, uint8 [N, H, W, 3]; `decode` gives the images again. Of a family of
         videos they are those of videos of one frame.
         """
 
@@ -108,7 +108,7 @@ class FlowFamily(ABC):
 
 
 MMDIT_TARGETS = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
-"""Linear layers of blocks that attend over text and picture together."""
+"""Linear layers of blocks that attend over text and image together."""
 
 
 class PackedFamily(FlowFamily):
@@ -131,8 +131,8 @@ def config_of(model: nn.Module) -> Config:
     return config
 
 
-def fit(size: PictureSize, multiple: int, most: int | None = None) -> None:
-    """Check the sides of a picture, and that it is one.
+def fit(size: ImageSize, multiple: int, most: int | None = None) -> None:
+    """Check the sides of an image, and that it is one.
 
     Raises:
         ValueError: they do not fit.
@@ -141,12 +141,12 @@ def fit(size: PictureSize, multiple: int, most: int | None = None) -> None:
     limit = "" if most is None else f" and at most {most}"
     if any(side % multiple for side in sides) or (most is not None and max(sides) > most):
         raise ValueError(
-            f"pictures of {size.height} x {size.width}: each side must be a multiple of {multiple}{limit}: "
+            f"images of {size.height} x {size.width}: each side must be a multiple of {multiple}{limit}: "
             "set sampler.flow.height and sampler.flow.width"
         )
 
 
-def fit_frames(size: PictureSize, per_latent: int, most: int) -> int:
+def fit_frames(size: ImageSize, per_latent: int, most: int) -> int:
     """How many latent frames there are.
 
     Raises:
@@ -161,7 +161,7 @@ def fit_frames(size: PictureSize, per_latent: int, most: int) -> int:
 
 
 def with_dynamic_shift(scheduler: Any, num_steps: int, num_places: int) -> Schedule:
-    """The schedule of a model whose noise levels depend on how many tokens a picture has.
+    """The schedule of a model whose noise levels depend on how many tokens an image has.
 
     Source: FluxPipeline of diffusers.
     """
@@ -193,14 +193,14 @@ def levels(pixels: Tensor) -> np.ndarray:
     return found.permute(0, 2, 3, 4, 1).cpu().numpy()
 
 
-def scaled_pictures(vae: Any, latents: Tensor) -> np.ndarray:
+def scaled_images(vae: Any, latents: Tensor) -> np.ndarray:
     """Decode [N, C, H, W] by a VAE with one scale and shift for all channels."""
     scaled = latents.to(vae.dtype) / vae.config.scaling_factor + (vae.config.get("shift_factor") or 0.0)
     return levels(vae.decode(scaled, return_dict=False)[0].unsqueeze(2))
 
 
 def scaled_latents(vae: Any, pixels: np.ndarray) -> Tensor:
-    """Inverse of `scaled_pictures`: latents [N, C, H, W] of uint8 [N, H, W, 3]."""
+    """Inverse of `scaled_images`: latents [N, C, H, W] of uint8 [N, H, W, 3]."""
     found = vae.encode(_of_levels(vae, pixels), return_dict=False)[0]  # latents, or a distribution of them
     latents = found if isinstance(found, Tensor) else found.mode()
     return (latents - (vae.config.get("shift_factor") or 0.0)) * vae.config.scaling_factor

@@ -1,4 +1,4 @@
-"""Cosmos Predict 2 (pictures) and 2.5 (videos), from a text.
+"""Cosmos Predict 2 (images) and 2.5 (videos), from a text.
 
 Cosmos Predict 2 is written in the noise levels s of EDM; `learner.policies.sde` has the mapping. Its network is given
 the mapped latents and predicts their velocity, so it is a flow model on the levels s / (1 + s).
@@ -16,7 +16,7 @@ from mobula.learner.policies.flow.families.base import (
     Conditions,
     Config,
     FlowFamily,
-    PictureSize,
+    ImageSize,
     Schedule,
     fit,
     fit_frames,
@@ -32,7 +32,7 @@ MIN_SIGMA, MAX_SIGMA = 0.002, 80.0  # EDM levels of Cosmos2TextToImagePipeline
 class CosmosPredict2(FlowFamily):
     """`guidance` is the pipeline's `guidance_scale`: c + g (c - u).
 
-    The safety checker belongs to the pipeline that serves pictures, and does not run in training.
+    The safety checker belongs to the pipeline that serves images, and does not run in training.
     """
 
     lora_targets = ("to_q", "to_k", "to_v", "to_out.0")
@@ -47,7 +47,7 @@ class CosmosPredict2(FlowFamily):
         )
         return {"encoder_hidden_states": embeds}
 
-    def latent_shape(self, model: Config, vae: Config, size: PictureSize) -> tuple[int, ...]:
+    def latent_shape(self, model: Config, vae: Config, size: ImageSize) -> tuple[int, ...]:
         factor = 2 ** len(vae["temperal_downsample"])
         patch, most = model["patch_size"], model["max_size"]
         fit(size, factor * max(patch[1:]), factor * min(most[1:]))
@@ -78,7 +78,7 @@ class CosmosPredict2(FlowFamily):
     def guided(self, conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
         return guided(conditional, unconditional, 1 + scale)
 
-    def encode_pictures(self, vae: Any, pixels: np.ndarray) -> Tensor:
+    def encode_images(self, vae: Any, pixels: np.ndarray) -> Tensor:
         return normalised_latents(vae, pixels)
 
     def decode(self, vae: Any, latents: Tensor) -> np.ndarray:

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from mobula.learner.policies.flow.families.base import (
     Conditions,
     Config,
+    ImageSize,
     PackedFamily,
-    PictureSize,
     config_of,
     fit,
     packed,
+    scaled_images,
     scaled_latents,
-    scaled_pictures,
     unpacked,
 )
 
@@ -33,7 +33,7 @@ class Flux(PackedFamily):
         """By the T5."""
         return max(0, len(pipeline.tokenizer_2(text).input_ids) - max_tokens)
 
-    def latent_shape(self, model: Config, vae: Config, size: PictureSize) -> tuple[int, ...]:
+    def latent_shape(self, model: Config, vae: Config, size: ImageSize) -> tuple[int, ...]:
         factor = 2 ** (len(vae["block_out_channels"]) - 1)
         fit(size, 2 * factor)
         return (model["in_channels"] // 4, size.height // factor, size.width // factor)
@@ -56,8 +56,8 @@ class Flux(PackedFamily):
         )[0]
         return unpacked(tokens, height, width)
 
-    def encode_pictures(self, vae: Any, pixels: np.ndarray) -> Tensor:
+    def encode_images(self, vae: Any, pixels: np.ndarray) -> Tensor:
         return scaled_latents(vae, pixels)
 
     def decode(self, vae: Any, latents: Tensor) -> np.ndarray:
-        return scaled_pictures(vae, latents)
+        return scaled_images(vae, latents)

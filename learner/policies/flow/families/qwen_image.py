@@ -11,8 +11,8 @@ from torch.nn.functional import pad
 from mobula.learner.policies.flow.families.base import (
     Conditions,
     Config,
+    ImageSize,
     PackedFamily,
-    PictureSize,
     config_of,
     fit,
     normalised_frames,
@@ -40,7 +40,7 @@ class QwenImage(PackedFamily):
         whole = pipeline.prompt_template_encode.format(text)
         return super().num_cut(pipeline, whole, max_tokens + pipeline.prompt_template_encode_start_idx)
 
-    def latent_shape(self, model: Config, vae: Config, size: PictureSize) -> tuple[int, ...]:
+    def latent_shape(self, model: Config, vae: Config, size: ImageSize) -> tuple[int, ...]:
         factor = 2 ** len(vae["temperal_downsample"])
         fit(size, 2 * factor)
         return (model["in_channels"] // 4, size.height // factor, size.width // factor)
@@ -65,7 +65,7 @@ class QwenImage(PackedFamily):
         kept = both * (own.norm(dim=-1, keepdim=True) / both.norm(dim=-1, keepdim=True))
         return unpacked(kept, *conditional.shape[-2:])
 
-    def encode_pictures(self, vae: Any, pixels: np.ndarray) -> Tensor:
+    def encode_images(self, vae: Any, pixels: np.ndarray) -> Tensor:
         return normalised_latents(vae, pixels).squeeze(2)
 
     def decode(self, vae: Any, latents: Tensor) -> np.ndarray:

@@ -27,14 +27,14 @@ FAMILIES: dict[str, FlowFamily] = {
     "Cosmos2_5_PredictBasePipeline": CosmosPredict25(),
 }
 
-_TAKES_PICTURES = "it is conditioned on a picture or video as well, and a row of a flow model has a text alone"
+_TAKES_IMAGES = "it is conditioned on an image or video as well, and a row of a flow model has a text alone"
 REFUSED: dict[str, str] = {
-    "WanImageToVideoPipeline": _TAKES_PICTURES,
-    "WanVideoToVideoPipeline": _TAKES_PICTURES,
-    "WanVACEPipeline": _TAKES_PICTURES,
-    "FluxKontextPipeline": _TAKES_PICTURES,
-    "QwenImageEditPipeline": _TAKES_PICTURES,
-    "Cosmos2VideoToWorldPipeline": _TAKES_PICTURES,
+    "WanImageToVideoPipeline": _TAKES_IMAGES,
+    "WanVideoToVideoPipeline": _TAKES_IMAGES,
+    "WanVACEPipeline": _TAKES_IMAGES,
+    "FluxKontextPipeline": _TAKES_IMAGES,
+    "QwenImageEditPipeline": _TAKES_IMAGES,
+    "Cosmos2VideoToWorldPipeline": _TAKES_IMAGES,
     "CosmosTextToWorldPipeline": "Cosmos Predict 1 predicts noise on EDM levels; use Cosmos Predict 2 or 2.5",
     "SanaSprintPipeline": "a model of one or two distilled steps has no schedule of stochastic steps",
     "StableDiffusionPipeline": "it predicts noise and is no flow model",

@@ -1,4 +1,4 @@
-"""Sana: prompts encoded by a Gemma, and a VAE that makes a picture 32 times smaller."""
+"""Sana: prompts encoded by a Gemma, and a VAE that makes an image 32 times smaller."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from mobula.learner.policies.flow.families.base import (
     Conditions,
     Config,
     FlowFamily,
-    PictureSize,
+    ImageSize,
     config_of,
     fit,
+    scaled_images,
     scaled_latents,
-    scaled_pictures,
 )
 
 MASK = "encoder_attention_mask"
@@ -33,7 +33,7 @@ class Sana(FlowFamily):
         )
         return {"encoder_hidden_states": embeds, MASK: mask.to(embeds.dtype)}
 
-    def latent_shape(self, model: Config, vae: Config, size: PictureSize) -> tuple[int, ...]:
+    def latent_shape(self, model: Config, vae: Config, size: ImageSize) -> tuple[int, ...]:
         factor = 2 ** (len(vae["encoder_block_out_channels"]) - 1)
         fit(size, factor * model["patch_size"])
         return (model["in_channels"], size.height // factor, size.width // factor)
@@ -49,8 +49,8 @@ class Sana(FlowFamily):
         )[0]
         return found[:, : latents.shape[1]]  # a model that predicts its variance has as many channels more
 
-    def encode_pictures(self, vae: Any, pixels: np.ndarray) -> Tensor:
+    def encode_images(self, vae: Any, pixels: np.ndarray) -> Tensor:
         return scaled_latents(vae, pixels)
 
     def decode(self, vae: Any, latents: Tensor) -> np.ndarray:
-        return scaled_pictures(vae, latents)
+        return scaled_images(vae, latents)

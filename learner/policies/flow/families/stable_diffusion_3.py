@@ -12,10 +12,10 @@ from mobula.learner.policies.flow.families.base import (
     Conditions,
     Config,
     FlowFamily,
-    PictureSize,
+    ImageSize,
     fit,
+    scaled_images,
     scaled_latents,
-    scaled_pictures,
 )
 
 
@@ -43,7 +43,7 @@ class StableDiffusion3(FlowFamily):
             return by_clip
         return min(by_clip, max(0, len(pipeline.tokenizer_3(text).input_ids) - max_tokens))
 
-    def latent_shape(self, model: Config, vae: Config, size: PictureSize) -> tuple[int, ...]:
+    def latent_shape(self, model: Config, vae: Config, size: ImageSize) -> tuple[int, ...]:
         factor = 2 ** (len(vae["block_out_channels"]) - 1)
         multiple = factor * model["patch_size"]
         fit(size, multiple, multiple * model["pos_embed_max_size"])
@@ -54,8 +54,8 @@ class StableDiffusion3(FlowFamily):
     ) -> Tensor:
         return model(hidden_states=latents, timestep=timesteps, return_dict=False, **conditions)[0]
 
-    def encode_pictures(self, vae: Any, pixels: np.ndarray) -> Tensor:
+    def encode_images(self, vae: Any, pixels: np.ndarray) -> Tensor:
         return scaled_latents(vae, pixels)
 
     def decode(self, vae: Any, latents: Tensor) -> np.ndarray:
-        return scaled_pictures(vae, latents)
+        return scaled_images(vae, latents)

@@ -11,7 +11,7 @@ from mobula.learner.policies.flow.families.base import (
     Conditions,
     Config,
     FlowFamily,
-    PictureSize,
+    ImageSize,
     fit,
     fit_frames,
     normalised_frames,
@@ -31,7 +31,7 @@ class Wan(FlowFamily):
         )
         return {"encoder_hidden_states": embeds}
 
-    def latent_shape(self, model: Config, vae: Config, size: PictureSize) -> tuple[int, ...]:
+    def latent_shape(self, model: Config, vae: Config, size: ImageSize) -> tuple[int, ...]:
         factor = 2 ** len(vae["temperal_downsample"])
         patch, most = model["patch_size"], model["rope_max_seq_len"]
         fit(size, factor * max(patch[1:]), factor * min(patch[1:]) * most)
@@ -43,7 +43,7 @@ class Wan(FlowFamily):
     ) -> Tensor:
         return model(hidden_states=latents, timestep=timesteps, return_dict=False, **conditions)[0]
 
-    def encode_pictures(self, vae: Any, pixels: np.ndarray) -> Tensor:
+    def encode_images(self, vae: Any, pixels: np.ndarray) -> Tensor:
         return normalised_latents(vae, pixels)
 
     def decode(self, vae: Any, latents: Tensor) -> np.ndarray:

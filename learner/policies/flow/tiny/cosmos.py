@@ -24,7 +24,7 @@ T5_SIZE = 64
 
 
 def write_tiny_cosmos2(folder: Path, *, seed: int = 0) -> Path:
-    """Write a Cosmos Predict 2 for pictures of 32 x 32 and more into `folder`, and return `folder`."""
+    """Write a Cosmos Predict 2 for images of 32 x 32 and more into `folder`, and return `folder`."""
     tokenizer = t5_tokenizer()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

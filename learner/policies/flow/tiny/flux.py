@@ -8,13 +8,13 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
 
 from mobula.learner.policies.flow.tiny.text_encoders import clip_tokenizer, plain_clip_encoder, t5_encoder, t5_tokenizer
-from mobula.learner.policies.flow.tiny.vaes import CHANNELS, picture_vae
+from mobula.learner.policies.flow.tiny.vaes import CHANNELS, image_vae
 
 CLIP_SIZE, T5_SIZE = 32, 32
 
 
 def write_tiny_flux(folder: Path, *, seed: int = 0) -> Path:
-    """Write a pipeline for pictures of 32 x 32 into `folder`, and return `folder`."""
+    """Write a pipeline for images of 32 x 32 into `folder`, and return `folder`."""
     clip, t5 = clip_tokenizer(), t5_tokenizer()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -32,7 +32,7 @@ def write_tiny_flux(folder: Path, *, seed: int = 0) -> Path:
                 guidance_embeds=True,
             ),
             scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0, use_dynamic_shifting=True),
-            vae=picture_vae(),
+            vae=image_vae(),
             text_encoder=plain_clip_encoder(clip, CLIP_SIZE),
             tokenizer=clip,
             text_encoder_2=t5_encoder(t5, T5_SIZE),

@@ -12,7 +12,7 @@ from mobula.learner.policies.flow.tiny.vaes import CHANNELS, qwen_image_vae
 
 
 def write_tiny_qwen_image(folder: Path, *, seed: int = 0) -> Path:
-    """Write a pipeline for pictures of 32 x 32 and more into `folder`, and return `folder`."""
+    """Write a pipeline for images of 32 x 32 and more into `folder`, and return `folder`."""
     encoder, tokenizer = qwen_encoder(seed)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

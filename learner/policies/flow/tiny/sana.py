@@ -17,7 +17,7 @@ GEMMA_SIZE = 32
 
 
 def write_tiny_sana(folder: Path, *, seed: int = 0) -> Path:
-    """Write a pipeline for pictures of 32 x 32 into `folder`, and return `folder`."""
+    """Write a pipeline for images of 32 x 32 into `folder`, and return `folder`."""
     tokenizer = gemma_tokenizer()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

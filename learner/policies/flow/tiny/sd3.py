@@ -8,20 +8,20 @@ import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
 
 from mobula.learner.policies.flow.tiny.text_encoders import clip_encoder, clip_tokenizer, t5_encoder, t5_tokenizer
-from mobula.learner.policies.flow.tiny.vaes import CHANNELS, picture_vae
+from mobula.learner.policies.flow.tiny.vaes import CHANNELS, image_vae
 
 CLIP_SIZE, HIDDEN_SIZE = 32, 64
 
 
 def write_tiny_sd3(folder: Path, *, seed: int = 0) -> Path:
-    """Write a pipeline of 0.6 M parameters into `folder`, for pictures of 32 x 32, and return `folder`."""
+    """Write a pipeline of 0.6 M parameters into `folder`, for images of 32 x 32, and return `folder`."""
     clip, t5 = clip_tokenizer(), t5_tokenizer()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         pipeline = StableDiffusion3Pipeline(
             transformer=_transformer(),
             scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
-            vae=picture_vae(),
+            vae=image_vae(),
             text_encoder=clip_encoder(clip, CLIP_SIZE),
             tokenizer=clip,
             text_encoder_2=clip_encoder(clip, CLIP_SIZE),

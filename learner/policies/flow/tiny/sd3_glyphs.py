@@ -1,4 +1,4 @@
-"""A Stable Diffusion 3 that learns to write numbers on a CPU: latents are grey pictures of 16x16 themselves."""
+"""A Stable Diffusion 3 that learns to write numbers on a CPU: latents are grey images of 16x16 themselves."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SCALE = 0.1  # of latents in the decoder, whose tanh is a straight line there
 
 
 def write_tiny_sd3_glyphs(folder: Path, *, seed: int = 0) -> Path:
-    """Write a pipeline of 0.6 M parameters into `folder`, for pictures of 16 x 16, and return `folder`.
+    """Write a pipeline of 0.6 M parameters into `folder`, for images of 16 x 16, and return `folder`.
 
     Its text encoders are frozen, so they are made to tell prompts apart: weights are drawn large. Blocks and output of
     the transformer begin at 0, as in Scalable Diffusion Models with Transformers, arXiv:2212.09748.
@@ -45,7 +45,7 @@ def write_tiny_sd3_glyphs(folder: Path, *, seed: int = 0) -> Path:
 
 @torch.no_grad()
 def grey_codec() -> AutoencoderTiny:
-    """A VAE whose latents are the grey levels of the pixels, from -1 to 1: one channel, as large as the picture."""
+    """A VAE whose latents are the grey levels of the pixels, from -1 to 1: one channel, as large as the image."""
     vae = AutoencoderTiny(
         latent_channels=1,
         encoder_block_out_channels=(2,),

@@ -7,7 +7,7 @@ from diffusers import AutoencoderDC, AutoencoderKL, AutoencoderKLQwenImage, Auto
 CHANNELS = 16  # of latents
 
 
-def picture_vae() -> AutoencoderKL:
+def image_vae() -> AutoencoderKL:
     """One halving; scale and shift are those of Stable Diffusion 3."""
     return AutoencoderKL(
         block_out_channels=(16, 16),

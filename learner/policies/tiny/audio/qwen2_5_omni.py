@@ -1,4 +1,4 @@
-"""The thinker of a Qwen2.5-Omni of random weights: towers for pictures and sounds, M-RoPE with time in seconds."""
+"""The thinker of a Qwen2.5-Omni of random weights: towers for images and sounds, M-RoPE with time in seconds."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mobula.learner.policies.tiny.tokenizer import INITIALIZER_RANGE, audio_temp
 from mobula.learner.policies.tiny.writing import HIDDEN_SIZE, decoder_config
 
 PIXELS_PER_TOKEN = 28 * 28
-MAX_PICTURE_TOKENS = 64
+MAX_IMAGE_TOKENS = 64
 MEL_BINS = 32
 WINDOW_S = 30
 NAMED = {
@@ -41,7 +41,7 @@ def write_tiny_qwen2_5_omni(folder: Path, *, seed: int = 0, tie_word_embeddings:
     A released checkpoint holds a talker beside the thinker, this one does not.
     """
     tokenizer = build_tokenizer(("<|endoftext|>", "<|im_start|>", "<|im_end|>"), NAMED)
-    size = {"shortest_edge": PIXELS_PER_TOKEN, "longest_edge": MAX_PICTURE_TOKENS * PIXELS_PER_TOKEN}
+    size = {"shortest_edge": PIXELS_PER_TOKEN, "longest_edge": MAX_IMAGE_TOKENS * PIXELS_PER_TOKEN}
     patches = {"patch_size": 14, "merge_size": 2, "temporal_patch_size": 2}
     processor = Qwen2_5OmniProcessor(
         image_processor=Qwen2VLImageProcessor(size=size, **patches),

@@ -15,11 +15,11 @@ from mobula.deploy.datasets.written_data import write_data
 
 
 @pytest.mark.parametrize(
-    ("task", "asked_in", "num_pictures", "largest"),
+    ("task", "asked_in", "num_images", "largest"),
     [("digit_pairs", "digits", 1, 9), ("digit_sum_pairs", "digit_sum", 2, 18)],
 )
 def test_each_question_has_a_right_and_a_wrong_answer(
-    tmp_path: Path, task: str, asked_in: str, num_pictures: int, largest: int
+    tmp_path: Path, task: str, asked_in: str, num_images: int, largest: int
 ) -> None:
     folder = write_digits(tmp_path / task, task=task)  # type: ignore[arg-type]
     questions = write_digits(tmp_path / "questions", task=asked_in)  # type: ignore[arg-type]
@@ -32,7 +32,7 @@ def test_each_question_has_a_right_and_a_wrong_answer(
         assert set(wrong) <= set(range(largest + 1)) and len(set(wrong)) > largest / 2
         pairs = read_conversations(folder, split, "pair")
         assert len(pairs.rows) == len(rows) and not pairs.skipped
-        assert {len(row.images) for row in pairs.rows} == {num_pictures}
+        assert {len(row.images) for row in pairs.rows} == {num_images}
         assert not read_conversations(folder, split, "conversation").skipped
 
 

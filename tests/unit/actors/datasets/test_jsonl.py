@@ -21,9 +21,9 @@ GOOD: dict[str, Any] = {
 
 
 def write(folder: Path, *lines: dict[str, Any] | str | bytes) -> None:
-    """Write train.jsonl with two picture files beside it; reading a split does not look into them."""
+    """Write train.jsonl with two image files beside it; reading a split does not look into them."""
     for name in ("a.png", "b.png"):
-        (folder / name).write_bytes(b"picture")
+        (folder / name).write_bytes(b"image")
     encoded = [json.dumps(line) if isinstance(line, dict) else line for line in lines]
     content = b"\n".join(line.encode() if isinstance(line, str) else line for line in encoded)
     (folder / "train.jsonl").write_bytes(content + b"\n")
@@ -38,15 +38,15 @@ def without(key: str) -> dict[str, Any]:
     return {k: v for k, v in GOOD.items() if k != key} | ({} if key == "id" else {"id": "bad"})
 
 
-def test_a_row_has_its_fields_and_absolute_picture_paths(tmp_path: Path) -> None:
+def test_a_row_has_its_fields_and_absolute_image_paths(tmp_path: Path) -> None:
     split = read(tmp_path, GOOD)
-    picture = (tmp_path / "a.png").resolve()
-    assert split.rows == (Row("good", "<image>Which?", "7", r"\boxed{7}", (picture,)),)
+    image = (tmp_path / "a.png").resolve()
+    assert split.rows == (Row("good", "<image>Which?", "7", r"\boxed{7}", (image,)),)
     assert split.rows[0].references == ("7", r"\boxed{7}")
     assert split.skipped == ()
 
 
-def test_pictures_are_one_path_a_list_or_absent(tmp_path: Path) -> None:
+def test_images_are_one_path_a_list_or_absent(tmp_path: Path) -> None:
     two = GOOD | {"id": "two", "question": "<image>or<image>?", "image": ["b.png", "a.png"]}
     text = without("image") | {"id": "text", "question": "2+2?"}
     null = GOOD | {"id": "null", "question": "2+2?", "image": None}
@@ -96,7 +96,7 @@ def test_a_row_without_id_and_solution_gets_its_line_and_a_boxed_answer(tmp_path
     ],
 )
 def test_an_unusable_line_is_skipped_counted_and_named(tmp_path: Path, line: Any, reason: str) -> None:
-    (tmp_path / "outside.png").write_bytes(b"picture")
+    (tmp_path / "outside.png").write_bytes(b"image")
     folder = tmp_path / "data"
     folder.mkdir()
     (folder / "link.png").symlink_to(tmp_path / "outside.png")

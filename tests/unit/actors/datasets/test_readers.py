@@ -157,15 +157,15 @@ def test_values_that_json_does_not_have_become_text_and_files_are_no_metadata(tm
     assert json.loads(json.dumps(found.metadata)) == {"day": "2026-01-02", "nested": {}}
 
 
-def test_a_sample_of_a_shard_has_the_pictures_beside_it(tmp_path: Path) -> None:
-    pictures = []
+def test_a_sample_of_a_shard_has_the_images_beside_it(tmp_path: Path) -> None:
+    images = []
     for colour in (0, 255):
         content = io.BytesIO()
         Image.new("L", (4, 4), colour).save(content, format="PNG")
-        pictures.append(content.getvalue())
+        images.append(content.getvalue())
     with tarfile.open(tmp_path / "train.tar", "w") as tar:
-        add(tar, "s1.0.png", pictures[0])
-        add(tar, "s1.1.png", pictures[1])
+        add(tar, "s1.0.png", images[0])
+        add(tar, "s1.1.png", images[1])
         add(tar, "s1.json", b'{"question": "<image><image>Which?", "answer": 7.50}')
         add(tar, "s2.txt", b"Say 3.")
         add(tar, "s2.answer", b"3")
@@ -177,7 +177,7 @@ def test_a_sample_of_a_shard_has_the_pictures_beside_it(tmp_path: Path) -> None:
     assert [(row.question, row.answer) for row in split.rows] == [
         ("<image><image>Which?", "7.50"), ("Say 3.", "3"), ("<audio><audio>?", "a"),
     ]  # fmt: skip
-    assert [picture.content for picture in split.rows[0].images] == pictures
+    assert [image.content for image in split.rows[0].images] == images
     assert [sound.content for sound in split.rows[2].audios] == [b"sound", b"other"]
     assert count_by_reason(split.skipped) == {"broken_json": 1}
     assert [skipped.sample for skipped in split.skipped] == ["train.tar:3"]
@@ -188,10 +188,10 @@ def test_a_sample_of_a_shard_has_the_videos_beside_it(tmp_path: Path) -> None:
         add(tar, "s1.json", b'{"question": "<video><image>Which? <video>", "answer": 7}')
         add(tar, "s1.0.MP4", b"first")
         add(tar, "s1.1.video.gif", b"second")
-        add(tar, "s1.2.gif", b"picture")
+        add(tar, "s1.2.gif", b"image")
     [row] = read_split(tmp_path, "train", "webdataset").rows
     assert [video.content for video in row.videos] == [b"first", b"second"]
-    assert [picture.content for picture in row.images] == [b"picture"]
+    assert [image.content for image in row.images] == [b"image"]
 
 
 def test_a_compressed_shard_is_refused_by_name(tmp_path: Path) -> None:
@@ -331,7 +331,7 @@ def test_a_stream_is_cut_and_kept(tmp_path: Path) -> None:
         (tmp_path / "data" / "train.jsonl").unlink(missing_ok=True)  # the second time it is read from the cache
 
 
-def test_pictures_of_a_hugging_face_dataset_stay_files(tmp_path: Path) -> None:
+def test_images_of_a_hugging_face_dataset_stay_files(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     content = io.BytesIO()
     Image.new("RGB", (4, 4)).save(content, format="JPEG")
@@ -386,7 +386,7 @@ def test_media_in_the_messages_of_a_hugging_face_dataset_stay_files(tmp_path: Pa
     columns = {"messages": datasets.List({"role": text, "content": datasets.List(part)}), "answer": text}
     empty = dict.fromkeys(part)
     content = [
-        {**empty, "type": "image", "image": {"bytes": b"picture", "path": None}},
+        {**empty, "type": "image", "image": {"bytes": b"image", "path": None}},
         {**empty, "type": "audio", "audio": {"bytes": b"sound", "path": None}},
         {**empty, "type": "text", "text": "?"},
     ]
@@ -394,7 +394,7 @@ def test_media_in_the_messages_of_a_hugging_face_dataset_stay_files(tmp_path: Pa
         tmp_path / "d", columns, {"messages": [{"role": "user", "content": content}], "answer": "7"}, is_hub=False
     )
     [row] = read_split(tmp_path / "d", "train", "huggingface", row_format="messages").rows
-    assert (row.question, row.images[0].content, row.audios[0].content) == ("<image><audio>?", b"picture", b"sound")
+    assert (row.question, row.images[0].content, row.audios[0].content) == ("<image><audio>?", b"image", b"sound")
 
 
 @pytest.mark.parametrize("streamed", [0, 1])
@@ -436,7 +436,7 @@ def test_values_of_csv_files_are_texts(tmp_path: Path) -> None:
     assert count_by_reason(split.skipped) == {"missing_answer": 1}
 
 
-def test_pictures_of_an_image_folder_are_read(tmp_path: Path) -> None:
+def test_images_of_an_image_folder_are_read(tmp_path: Path) -> None:
     pytest.importorskip("datasets")
     folder = tmp_path / "d" / "train"
     folder.mkdir(parents=True)

@@ -16,20 +16,20 @@ from PIL import Image
 
 from mobula.actors.datasets.downloads import DownloadLimits, MediaDownloads
 from mobula.actors.datasets.formats import FORMATS
+from mobula.actors.datasets.images import ImageError
 from mobula.actors.datasets.open_split import open_split
-from mobula.actors.datasets.pictures import PictureError
 from mobula.actors.datasets.rows import Row, Turn, count_by_reason
 from mobula.actors.datasets.videos import VideoInputs
 from mobula.cluster.errors import DatasetError
 from mobula.configs.schema import DataConfig
 from mobula.deploy.tools.data.convert import message_record
 
-PICTURE_PART = {"type": "image_url", "image_url": {"url": "a.png"}}
+IMAGE_PART = {"type": "image_url", "image_url": {"url": "a.png"}}
 TEXT_PART = {"type": "text", "text": "Which?"}
 NO_DOWNLOADS = MediaDownloads(Path("unused"), (), DownloadLimits(1, "data.max_image_bytes", 0, 1.0))
-ONE_PICTURE: dict[str, dict[str, Any]] = {  # the same question with the same picture
+ONE_IMAGE: dict[str, dict[str, Any]] = {  # the same question with the same image
     "question": {"question": "<image>Which?", "answer": 7, "image": "a.png"},
-    "messages": {"messages": [{"role": "user", "content": [PICTURE_PART, TEXT_PART]}], "answer": "7"},
+    "messages": {"messages": [{"role": "user", "content": [IMAGE_PART, TEXT_PART]}], "answer": "7"},
     "verl": {
         "prompt": [{"role": "user", "content": "<image>Which?"}],
         "images": [{"path": "a.png", "bytes": None}],
@@ -59,7 +59,7 @@ def read(folder: Path, row_format: str, *records: dict[str, Any], **changes: Any
 
 
 def reasons(folder: Path, row_format: str, record: dict[str, Any]) -> dict[str, int]:
-    good = ONE_PICTURE[row_format]
+    good = ONE_IMAGE[row_format]
     return count_by_reason(read_split(folder_of(folder, good, record), row_format=row_format).skipped)
 
 
@@ -70,7 +70,7 @@ def test_the_schema_of_the_configuration_names_every_format() -> None:
 
 @pytest.mark.parametrize("row_format", FORMATS)
 def test_every_format_gives_the_same_row(tmp_path: Path, row_format: str) -> None:
-    [row] = read(tmp_path, row_format, ONE_PICTURE[row_format])
+    [row] = read(tmp_path, row_format, ONE_IMAGE[row_format])
     assert row == Row("train-1", "<image>Which?", "7", r"\boxed{7}", ((tmp_path / "a.png").resolve(),), row.metadata)
     assert not row.metadata
 
@@ -127,11 +127,11 @@ def test_a_preference_pair_keeps_both_responses(tmp_path: Path, row_format: str)
     assert (again.chosen, again.rejected) == ("2", "3")
 
 
-def test_pictures_of_messages_keep_their_order_over_turns_and_parts(tmp_path: Path) -> None:
+def test_images_of_messages_keep_their_order_over_turns_and_parts(tmp_path: Path) -> None:
     Image.new("L", (4, 4)).save(tmp_path / "b.png")
-    parts = [TEXT_PART, {"type": "image", "image": "b.png"}, TEXT_PART, PICTURE_PART]
+    parts = [TEXT_PART, {"type": "image", "image": "b.png"}, TEXT_PART, IMAGE_PART]
     messages = [
-        {"role": "user", "content": [PICTURE_PART, TEXT_PART]},
+        {"role": "user", "content": [IMAGE_PART, TEXT_PART]},
         {"role": "assistant", "content": "7"},
         {"role": "user", "content": parts},
     ]
@@ -140,27 +140,27 @@ def test_pictures_of_messages_keep_their_order_over_turns_and_parts(tmp_path: Pa
     assert (row.history[0].text, row.question) == ("<image>Which?", "Which?<image>Which?<image>")
 
 
-def test_an_empty_picture_part_stands_for_a_picture_of_the_row(tmp_path: Path) -> None:
+def test_an_empty_image_part_stands_for_a_image_of_the_row(tmp_path: Path) -> None:
     record = {"messages": [{"role": "user", "content": [{"type": "image"}, TEXT_PART]}], "images": ["a.png"]}
     [row] = read(tmp_path, "messages", record | {"answer": "7"})
     assert (row.question, [path.name for path in row.images]) == ("<image>Which?", ["a.png"])
 
 
 def test_the_data_source_of_verl_is_the_label_and_extra_info_is_metadata(tmp_path: Path) -> None:
-    record = ONE_PICTURE["verl"] | {"data_source": "geo3k", "extra_info": {"split": "train", "index": 3, "id": "g3"}}
+    record = ONE_IMAGE["verl"] | {"data_source": "geo3k", "extra_info": {"split": "train", "index": 3, "id": "g3"}}
     [row] = read(tmp_path, "verl", record)
     assert row.sample_id == "g3"
     assert row.metadata == {"data_source": "geo3k", "split": "train", "index": 3, "id": "g3", "label": "geo3k"}
-    several = ONE_PICTURE["verl"] | {"reward_model": {"ground_truth": ["7", "seven"]}}
+    several = ONE_IMAGE["verl"] | {"reward_model": {"ground_truth": ["7", "seven"]}}
     [row] = read(tmp_path, "verl", several)
     assert (row.answer, row.metadata["ground_truth"]) == ("7", ["7", "seven"])
 
 
-def test_bytes_in_parquet_are_the_picture(tmp_path: Path) -> None:
+def test_bytes_in_parquet_are_the_image(tmp_path: Path) -> None:
     pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     content = BytesIO()
     Image.new("L", (4, 4)).save(content, format="PNG")
-    record = ONE_PICTURE["verl"] | {"images": [{"bytes": content.getvalue(), "path": None}], "videos": []}
+    record = ONE_IMAGE["verl"] | {"images": [{"bytes": content.getvalue(), "path": None}], "videos": []}
     pq.write_table(
         pa.Table.from_pylist([record | {"extra_info": {"answer": None, "index": 0}}]), tmp_path / "train.parquet"
     )
@@ -181,7 +181,7 @@ def test_bytes_in_parquet_are_the_picture(tmp_path: Path) -> None:
         ),
         ("messages", {"messages": [{"role": "nurse", "content": "Which?"}]}, "bad_messages"),
         ("messages", {"messages": [{"role": "assistant", "content": "7"}]}, "bad_messages"),
-        ("messages", {"messages": [{"role": "user", "content": [PICTURE_PART]}], "images": ["a.png"]}, "bad_image"),
+        ("messages", {"messages": [{"role": "user", "content": [IMAGE_PART]}], "images": ["a.png"]}, "bad_image"),
         ("messages", {"messages": [{"role": "user", "content": "Which?"}], "answer": None}, "missing_answer"),
         ("verl", {"reward_model": None}, "missing_answer"),
         ("verl", {"images": []}, "placeholder_mismatch"),
@@ -201,19 +201,19 @@ def test_bytes_in_parquet_are_the_picture(tmp_path: Path) -> None:
 def test_an_unusable_record_is_skipped_and_its_reason_named(
     tmp_path: Path, row_format: str, change: dict[str, Any], reason: str
 ) -> None:
-    assert reasons(tmp_path, row_format, ONE_PICTURE[row_format] | change) == {reason: 1}
+    assert reasons(tmp_path, row_format, ONE_IMAGE[row_format] | change) == {reason: 1}
 
 
 def test_columns_are_read_under_their_names_in_the_data(tmp_path: Path) -> None:
-    record = {"problem": "<image>Which?", "meta": {"truth": "7"}, "pictures": ["a.png"], "source": "geo", "id": 3}
-    columns = {"question": "problem", "answer": "meta.truth", "image": "pictures", "label": "source"}
+    record = {"problem": "<image>Which?", "meta": {"truth": "7"}, "images": ["a.png"], "source": "geo", "id": 3}
+    columns = {"question": "problem", "answer": "meta.truth", "image": "images", "label": "source"}
     [row] = read(tmp_path, "question", record, columns=columns)
     assert (row.question, row.answer, len(row.images)) == ("<image>Which?", "7", 1)
     assert row.metadata == {"label": "geo", "meta": {"truth": "7"}}
 
 
 def test_a_column_that_the_format_does_not_have_is_refused(tmp_path: Path) -> None:
-    folder_of(tmp_path, ONE_PICTURE["question"])
+    folder_of(tmp_path, ONE_IMAGE["question"])
     with pytest.raises(
         DatasetError, match=r"data\.columns has questoin.*data\.row_format=question: it has id, question"
     ):
@@ -221,7 +221,7 @@ def test_a_column_that_the_format_does_not_have_is_refused(tmp_path: Path) -> No
 
 
 def test_the_label_of_a_source_is_the_label_of_all_its_rows(tmp_path: Path) -> None:
-    [row] = read(tmp_path, "verl", ONE_PICTURE["verl"] | {"data_source": "geo3k"}, label="maths")
+    [row] = read(tmp_path, "verl", ONE_IMAGE["verl"] | {"data_source": "geo3k"}, label="maths")
     assert row.metadata["label"] == "maths"
 
 
@@ -276,14 +276,14 @@ def test_frames_in_lists_folders_and_arrays_are_one_video(tmp_path: Path) -> Non
     assert len(video.frames) == 3
     assert len(inputs.resolve_videos([frames, "a.gif", "clip"], "row")) == 3
     for value in ([[]], {"video": frames, "fps": -1}, np.zeros((4, 4)), Image.new("L", (4, 4))):
-        with pytest.raises(PictureError) as found:
+        with pytest.raises(ImageError) as found:
             inputs.resolve_videos(value, "row")
         assert found.value.reason == "bad_video"
-    with pytest.raises(PictureError, match="leads out of the data folder"):
+    with pytest.raises(ImageError, match="leads out of the data folder"):
         inputs.resolve_videos(["../a.png"], "row")
 
 
-def test_lists_of_encoded_pictures_are_one_video_and_lists_of_files_several(tmp_path: Path) -> None:
+def test_lists_of_encoded_images_are_one_video_and_lists_of_files_several(tmp_path: Path) -> None:
     folder_of(tmp_path)
     inputs = VideoInputs(tmp_path, NO_DOWNLOADS, takes_absolute=False)
     png, gif = (tmp_path / "a.png").read_bytes(), (tmp_path / "a.gif").read_bytes()
@@ -303,7 +303,7 @@ def test_tensors_of_frames_may_be_floats_and_need_gradients(tmp_path: Path) -> N
     for value in (frames, frames.bfloat16(), frames.clone().requires_grad_(), [frame.numpy() for frame in frames]):
         [video] = inputs.resolve_videos(value, "row")
         assert len(video.frames) == 3
-    with pytest.raises(PictureError, match="no values that can be read"):
+    with pytest.raises(ImageError, match="no values that can be read"):
         inputs.resolve_videos(torch.zeros(3, 3, 4, 6, device="meta"), "row")
 
 

@@ -1,4 +1,4 @@
-"""Rows as pandas, Arrow and datasets write them: missing values, one picture or a list, and values of many types."""
+"""Rows as pandas, Arrow and datasets write them: missing values, one image or a list, and values of many types."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from mobula.actors.datasets.rows import Row
 from mobula.cluster.errors import DatasetError
 
 TURN = {"role": "user", "content": "<image>Which?"}
-WITH_A_PICTURE: dict[str, dict[str, Any]] = {  # without the picture
+WITH_A_IMAGE: dict[str, dict[str, Any]] = {  # without the image
     "question": {"question": "<image>Which?", "answer": "7"},
     "messages": {"messages": [TURN], "answer": "7"},
     "verl": {"prompt": [TURN], "reward_model": {"ground_truth": "7"}},
@@ -55,22 +55,22 @@ def read(folder: Path, row_format: str, *records: Any, **changes: Any) -> list[R
     return list(split.rows)
 
 
-@pytest.mark.parametrize("row_format", WITH_A_PICTURE)
+@pytest.mark.parametrize("row_format", WITH_A_IMAGE)
 @pytest.mark.parametrize("column", ["image", "images"])
 @pytest.mark.parametrize(
     "value", ["a.png", ["a.png"], [["a.png"]], {"path": "a.png", "bytes": None}, [{"path": "a.png"}, None]]
 )
-def test_one_picture_or_a_list_is_read_under_both_names(
+def test_one_image_or_a_list_is_read_under_both_names(
     folder: Path, row_format: str, column: str, value: Any
 ) -> None:  # fmt: skip
-    [row] = read(folder, row_format, WITH_A_PICTURE[row_format] | {column: value})
+    [row] = read(folder, row_format, WITH_A_IMAGE[row_format] | {column: value})
     assert (row.question, row.images, row.answer) == ("<image>Which?", ((folder / "a.png").resolve(),), "7")
 
 
-@pytest.mark.parametrize("row_format", WITH_A_PICTURE)
+@pytest.mark.parametrize("row_format", WITH_A_IMAGE)
 @pytest.mark.parametrize("missing", ["null", "NaN", "[]", "[null]", '""', '{"path": null, "bytes": null}'])
 def test_a_column_of_media_without_a_value_is_absent(folder: Path, row_format: str, missing: str) -> None:
-    text = json.dumps(WITH_A_PICTURE[row_format]).replace("<image>", "")[:-1]
+    text = json.dumps(WITH_A_IMAGE[row_format]).replace("<image>", "")[:-1]
     nulls = "".join(f', "{column}": {missing}' for column in MEDIA)
     rows = read(
         folder, row_format, *[f'{text}{nulls}, "id": null, "solution": NaN, "metadata": null, "system": null}}'] * 3
@@ -91,8 +91,8 @@ def test_fields_that_arrow_fills_in_are_absent(folder: Path) -> None:
 @pytest.mark.parametrize("row_format", ["question", "verl"])
 def test_a_frame_of_pandas_with_missing_values_is_read(folder: Path, row_format: str) -> None:
     rows = [
-        WITH_A_PICTURE[row_format] | {"images": ["a.png"], "id": "x"},
-        {**WITH_A_PICTURE[row_format], "image": "a.png"},
+        WITH_A_IMAGE[row_format] | {"images": ["a.png"], "id": "x"},
+        {**WITH_A_IMAGE[row_format], "image": "a.png"},
     ]
     pd.DataFrame(rows).to_parquet(folder / "train.parquet")
     split = read_split(folder, "train", "parquet", row_format=row_format)
@@ -146,7 +146,7 @@ def test_a_ground_truth_of_a_file_is_kept_to_the_letter(folder: Path, literal: s
     ],
 )
 def test_turns_and_columns_of_all_rows_are_no_question(folder: Path, row_format: str, record: Any) -> None:
-    usable = WITH_A_PICTURE[row_format] | {"image": "a.png"}
+    usable = WITH_A_IMAGE[row_format] | {"image": "a.png"}
     (folder / "train.jsonl").write_text(json.dumps(record) + "\n" + json.dumps(usable))
     skipped = read_split(folder, row_format=row_format).skipped
     assert "write a text, or chat turns with data.row_format=messages" in skipped[0].detail
@@ -163,7 +163,7 @@ def test_turns_and_columns_of_all_rows_are_no_question(folder: Path, row_format:
         {"type": "input_image", "image_url": f"data:image/png;base64,{BASE64}"},
     ],
 )
-def test_the_parts_of_every_api_hold_a_picture(folder: Path, part: dict[str, Any]) -> None:
+def test_the_parts_of_every_api_hold_a_image(folder: Path, part: dict[str, Any]) -> None:
     turn = {"role": "user", "content": [part, {"type": "text", "text": "?"}]}
     [row] = read(folder, "messages", {"messages": [turn], "answer": "7"})
     assert (row.question, len(row.images)) == ("<image>?", 1)
@@ -205,7 +205,7 @@ def test_the_message_of_a_skipped_row_has_the_users_own_column(folder: Path) -> 
     ]
 
 
-def test_pictures_under_another_name_are_asked_for_by_the_key(folder: Path) -> None:
+def test_images_under_another_name_are_asked_for_by_the_key(folder: Path) -> None:
     rows = [{"question": "<image>?", "answer": "7", "photo": "a.png"}, {"question": "?", "answer": "7"}]
     (folder / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
     [skipped] = read_split(folder).skipped
@@ -228,7 +228,7 @@ def test_compressed_rows_of_offline_jobs_are_refused_by_name(tmp_path: Path) -> 
         read_conversations(tmp_path, "train", "conversation")
 
 
-def test_one_picture_of_an_offline_row_needs_no_list(folder: Path) -> None:
+def test_one_image_of_an_offline_row_needs_no_list(folder: Path) -> None:
     row = {"messages": [TURN, {"role": "assistant", "content": "7"}]}
     rows = [row | {"image": "a.png"}, row | {"images": "a.png"}, row | {"image": ["a.png", None]}]
     (folder / "train.jsonl").write_text("\ufeff" + "\r\n".join(map(json.dumps, rows)), encoding="utf-8")

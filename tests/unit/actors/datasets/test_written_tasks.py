@@ -1,4 +1,4 @@
-"""The data of nlvr2, captioning and geospot: true to their pictures, balanced, the same for the same seed."""
+"""The data of nlvr2, captioning and geospot: true to their images, balanced, the same for the same seed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def read(folder: Path, split: str) -> list[dict[str, Any]]:
 
 
 def colors_in(path: Path) -> Counter[str]:
-    """Squares of the picture by the color of their middle."""
+    """Squares of the image by the color of their middle."""
     pixels = np.asarray(Image.open(path).convert("RGB"))
     names = {rgb: name for name, rgb in COLORS.items()} | {BACKGROUND: "none"}
     return Counter(names[tuple(int(v) for v in pixels[y, x])] for y in (14, 42) for x in (14, 42))
@@ -43,7 +43,7 @@ def test_half_of_the_statements_are_true(nlvr2: Path) -> None:
         assert len({row["id"] for row in rows}) == len(rows)
 
 
-def test_statements_hold_of_their_pictures(nlvr2: Path) -> None:
+def test_statements_hold_of_their_images(nlvr2: Path) -> None:
     """Those on colors and numbers, read back from the pixels."""
     num_checked = 0
     for row in read(nlvr2, "test"):
@@ -59,7 +59,7 @@ def test_statements_hold_of_their_pictures(nlvr2: Path) -> None:
     assert num_checked == 100
 
 
-def test_captions_name_what_the_picture_shows(tmp_path: Path) -> None:
+def test_captions_name_what_the_image_shows(tmp_path: Path) -> None:
     folder = write_captioning(tmp_path / "data")
     for row in read(folder, "test"):
         shown = {color for color in colors_in(folder / row["image"]) if color != "none"}
@@ -91,9 +91,9 @@ def test_places_are_asked_once_and_stages_begin_where_they_should(tmp_path: Path
 @pytest.mark.parametrize(("latitude", "longitude"), [(0.0, 0.0), (-41.3, 174.8), (71.0, -179.9), (-77.8, 179.99)])
 def test_a_map_marks_the_place(latitude: float, longitude: float) -> None:
     points = np.array([(latitude, longitude), (latitude + 1.0, -longitude)])
-    picture = draw_map(draw_world(points), points, latitude, longitude)
-    assert picture.shape == (112, 112, 3)
-    rows, columns = np.nonzero((picture[:56] == MARK).all(-1))
+    image = draw_map(draw_world(points), points, latitude, longitude)
+    assert image.shape == (112, 112, 3)
+    rows, columns = np.nonzero((image[:56] == MARK).all(-1))
     assert 90 - rows.mean() * 180 / 56 == pytest.approx(latitude, abs=5)
     assert columns.mean() * 360 / 112 - 180 == pytest.approx(longitude, abs=5)
 

@@ -33,7 +33,7 @@ from mobula.actors.environments.registry import build_environment
 def reset(environment: Environment, seed: int) -> Reset:
     """A reset that fits the contract."""
     found = environment.reset(seed=seed, options={})
-    checked_observation(found.observation, ROLES_OF_RESET, max_bytes=1 << 22, takes_pictures=True)
+    checked_observation(found.observation, ROLES_OF_RESET, max_bytes=1 << 22, takes_images=True)
     return found
 
 
@@ -42,7 +42,7 @@ def play(environment: Environment, *texts: str) -> tuple[list[float], bool, bool
     rewards, step = [], None
     for text in texts:
         step = environment.step(Action(text))
-        checked_observation(step.observation, ROLES_OF_STEP, max_bytes=1 << 22, takes_pictures=True)
+        checked_observation(step.observation, ROLES_OF_STEP, max_bytes=1 << 22, takes_images=True)
         rewards.append(sum(checked_rewards(step.reward).values()))
     assert step is not None
     return rewards, step.terminated, step.truncated
@@ -113,8 +113,8 @@ class Counter:
 
     def reset(self, target: int = 3, **row: Any) -> list[dict[str, Any]]:
         self._target, self._count = target, 0
-        picture = Image.new("RGB", (8, 8), (target, 0, 0))
-        return [{"type": "text", "text": f"Count to {target}."}, {"type": "image", "image": picture}]
+        image = Image.new("RGB", (8, 8), (target, 0, 0))
+        return [{"type": "text", "text": f"Count to {target}."}, {"type": "image", "image": image}]
 
     def add(self, amount: int) -> str:
         """Add to the count.
@@ -126,7 +126,7 @@ class Counter:
         return f"The count is {self._count}."
 
     def show(self) -> Image.Image:
-        """Show the count as a picture."""
+        """Show the count as an image."""
         return Image.new("RGB", (8, 8), (self._count, 0, 0))
 
     def get_reward(self) -> float:
@@ -137,7 +137,7 @@ def called(name: str, **arguments: Any) -> Action:
     return Action("", (ToolCall(name, arguments, "ok"),))
 
 
-def test_a_trl_class_has_tools_pictures_and_its_reward_at_the_end(tmp_path: Path) -> None:
+def test_a_trl_class_has_tools_images_and_its_reward_at_the_end(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "A task.", "target": 2}\n{"prompt": [{"role": "user", "content": "B"}], "target": 4}\n')
     options = {"target": f"{__name__}:Counter", "max_turns": 3, "instruction": "", "rows": str(rows)}
@@ -147,10 +147,10 @@ def test_a_trl_class_has_tools_pictures_and_its_reward_at_the_end(tmp_path: Path
         "show": {},
     }
     start = reset(environment, 0)
-    assert "A task.\nCount to 2.<image>" in start.observation[0].text and len(start.observation[0].pictures) == 1
+    assert "A task.\nCount to 2.<image>" in start.observation[0].text and len(start.observation[0].images) == 1
     step = environment.step(called("add", amount=2))
     assert step.observation[0].role == "tool" and step.observation[0].text == "The count is 2."
-    assert environment.step(called("show")).observation[0].pictures
+    assert environment.step(called("show")).observation[0].images
     assert play(environment, "Done.") == ([1.0], True, False)
     assert "B\nCount to 4." in reset(environment, 1).observation[0].text
     assert "error: TypeError" in environment.step(called("add")).observation[0].text
@@ -170,8 +170,8 @@ class Echo:
 
     async def reset(self, seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
         await asyncio.sleep(0)
-        picture = Image.new("RGB", (8, 8), (seed % 256, 0, 0))
-        return {"obs_str": f"<image> seed {seed}", "multi_modal_input": {"<image>": [picture]}}, {}
+        image = Image.new("RGB", (8, 8), (seed % 256, 0, 0))
+        return {"obs_str": f"<image> seed {seed}", "multi_modal_input": {"<image>": [image]}}, {}
 
     async def step(self, text: str) -> tuple[dict[str, Any], float, bool, dict[str, Any]]:
         done = self._goal in text
@@ -181,12 +181,12 @@ class Echo:
         """Nothing is held."""
 
 
-def test_a_vagen_class_keeps_its_system_prompt_and_pictures() -> None:
+def test_a_vagen_class_keeps_its_system_prompt_and_images() -> None:
     options = {"target": f"{__name__}:Echo", "max_turns": 4, "config": {"goal": "yes"}}
     environment = build_environment("vagen", options)
     start = reset(environment, 9)
     assert [message.role for message in start.observation] == ["system", "user"]
-    assert len(start.observation[1].pictures) == 1
+    assert len(start.observation[1].images) == 1
     assert play(environment, "no", "yes") == ([0.0, 1.0], True, False)
     environment.close()
 
@@ -257,7 +257,7 @@ def openenv_url() -> Iterator[tuple[str, OpenEnvServer]]:
 
 def openenv(url: str, **options: Any) -> OpenEnv:
     return OpenEnv(
-        url=url, instruction="Echo.", max_turns=5, text_fields=["echoed"], picture_fields=["screen"], **options
+        url=url, instruction="Echo.", max_turns=5, text_fields=["echoed"], image_fields=["screen"], **options
     )
 
 
@@ -265,7 +265,7 @@ def test_openenv_speaks_the_messages_of_its_server(openenv_url: tuple[str, OpenE
     url, server = openenv_url
     environment = openenv(url)
     start = reset(environment, 7)
-    assert start.observation[0].text == "Echo.\n<image>seed 7" and start.observation[0].pictures == (PNG,)
+    assert start.observation[0].text == "Echo.\n<image>seed 7" and start.observation[0].images == (PNG,)
     assert play(environment, "hello", "end") == ([0.5, 0.3], True, False)
     with pytest.raises(EpisodeError, match="no such move") as caught:
         environment.step(Action("fail"))

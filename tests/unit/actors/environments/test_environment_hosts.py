@@ -30,10 +30,10 @@ from mobula.actors.environments.hosts.ray_actor import RayEnvironment
 from mobula.actors.environments.rows import environment_split
 from mobula.cluster.errors import PreflightError
 
-options = {"pictures": False, "max_operand": 9, "max_turns": 2, "tool_bonus": 0.0}
+options = {"images": False, "max_operand": 9, "max_turns": 2, "tool_bonus": 0.0}
 asked = episode_config(Path("model"), "environment.host=ray").environment
 asked = asked.model_copy(update={"num_train": 1, "name": "calculator", "options": options})
-[row] = environment_split(asked, "train", takes_pictures=True).rows
+[row] = environment_split(asked, "train", takes_images=True).rows
 assert row.question and not ray.is_initialized()
 print("made")
 try:
@@ -52,15 +52,15 @@ def config(fault: str = "", *, host: str = "inline") -> EnvironmentConfig:
     return episode_config(Path("model"), *words, *limits).environment
 
 
-async def failure(fault: str, host: str, *, takes_pictures: bool = True) -> EpisodeError:
-    pool = EnvironmentPool(config(fault, host=host), takes_pictures=takes_pictures)
+async def failure(fault: str, host: str, *, takes_images: bool = True) -> EpisodeError:
+    pool = EnvironmentPool(config(fault, host=host), takes_images=takes_images)
     try:
         with pytest.raises(EpisodeError) as caught:
             async with pool.session() as session:
                 await session.reset(1)
                 await session.step(Action("go"))
         async with pool.session() as session:  # the slot is free, and the environment a new one
-            if fault != "reset" and takes_pictures:
+            if fault != "reset" and takes_images:
                 await session.reset(2)
     finally:
         pool.close()
@@ -76,12 +76,12 @@ async def test_a_fault_is_named(fault: str, kind: str) -> None:
     assert (await failure(fault, "inline")).kind == kind
 
 
-async def test_a_picture_in_a_text_only_model_is_refused() -> None:
-    assert (await failure("", "inline", takes_pictures=False)).kind == "picture_in_text_model"
+async def test_a_image_in_a_text_only_model_is_refused() -> None:
+    assert (await failure("", "inline", takes_images=False)).kind == "image_in_text_model"
 
 
 async def test_a_process_that_hangs_is_killed_at_its_deadline() -> None:
-    pool = EnvironmentPool(config("hang", host="process"), takes_pictures=True)
+    pool = EnvironmentPool(config("hang", host="process"), takes_images=True)
     with pytest.raises(EpisodeError) as caught:
         async with pool.session() as session:
             await session.reset(1)
@@ -99,7 +99,7 @@ async def test_a_process_that_hangs_or_dies_is_replaced() -> None:
 
 
 async def test_a_fork_that_returns_from_a_step_gives_no_answer() -> None:
-    pool = EnvironmentPool(config("fork", host="process"), takes_pictures=True)
+    pool = EnvironmentPool(config("fork", host="process"), takes_images=True)
     async with pool.session() as session:
         await session.reset(1)
         assert [(await session.step(Action("go"))).reward for _ in range(3)] == [1, 2, 3]
@@ -109,7 +109,7 @@ async def test_a_fork_that_returns_from_a_step_gives_no_answer() -> None:
 async def test_a_process_gives_the_same_episode_as_the_thread() -> None:
     found = []
     for host in ("inline", "process"):
-        pool = EnvironmentPool(config(host=host), takes_pictures=True)
+        pool = EnvironmentPool(config(host=host), takes_images=True)
         async with pool.session() as session:
             found.append(((await session.reset(5)), (await session.step(Action("go")))))
         pool.close()
@@ -117,7 +117,7 @@ async def test_a_process_gives_the_same_episode_as_the_thread() -> None:
 
 
 def test_rows_carry_seed_and_hash_and_splits_share_no_seed() -> None:
-    train, test = (environment_split(config(), name, takes_pictures=True).rows for name in ("train", "test"))
+    train, test = (environment_split(config(), name, takes_images=True).rows for name in ("train", "test"))
     assert [row.sample_id for row in train] == [f"episode_data:Scripted-{seed}" for seed in range(3)]
     assert {row.metadata["environment"]["seed"] for row in train}.isdisjoint(
         row.metadata["environment"]["seed"] for row in test
@@ -135,12 +135,12 @@ def test_rows_for_ray_actors_are_made_before_there_is_a_cluster() -> None:
 
 def test_a_reset_that_ignores_its_seed_is_refused_before_the_run() -> None:
     with pytest.raises(DatasetError, match="gives two observations for seed 0"):
-        environment_split(config("seed"), "train", takes_pictures=True)
+        environment_split(config("seed"), "train", takes_images=True)
 
 
 def test_a_reset_that_raises_is_refused_before_the_run() -> None:
     with pytest.raises(DatasetError, match="no reset today"):
-        environment_split(config("reset"), "train", takes_pictures=True)
+        environment_split(config("reset"), "train", takes_images=True)
 
 
 def test_stages_take_turns_over_training_seeds_and_held_out_episodes_are_of_the_last() -> None:
@@ -148,7 +148,7 @@ def test_stages_take_turns_over_training_seeds_and_held_out_episodes_are_of_the_
     stages = "environment.curriculum.stages=[{size: 2, hole_share: 0.0}, {size: 4, hole_share: 0.0}]"
     words = ["experiment=pixel_maze", "environment.curriculum.kind=success", stages, "environment.num_train=5"]
     found = load_config([*words, "environment.num_test=2"]).environment
-    train, test = (environment_split(found, name, takes_pictures=True).rows for name in ("train", "test"))
+    train, test = (environment_split(found, name, takes_images=True).rows for name in ("train", "test"))
     tasks = [row.metadata["environment"] for row in (*train, *test)]
     assert [task["stage"] for task in tasks] == [0, 1, 0, 1, 0, 1, 1]
     assert [task["options"]["size"] for task in tasks] == [2, 4, 2, 4, 2, 4, 4]
@@ -160,4 +160,4 @@ def test_an_option_of_a_stage_that_is_unknown_is_refused_before_the_run() -> Non
     stages = "environment.curriculum.stages=[{size: 2}, {colour: 4}]"
     words = ["experiment=pixel_maze", "environment.curriculum.kind=success", stages]
     with pytest.raises(DatasetError, match="colour"):
-        environment_split(load_config(words).environment, "train", takes_pictures=True)
+        environment_split(load_config(words).environment, "train", takes_images=True)

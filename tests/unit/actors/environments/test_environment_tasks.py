@@ -22,7 +22,7 @@ PIXEL_MAZE = "examples/pixel_maze/pixel_maze.py:PixelMaze"
 LAKE = {
     "layout": "frozen_lake", "size": 3, "hole_share": 0.2, "square_pixels": 4, "max_turns": 9, "invalid_reward": -0.5,
 }  # fmt: skip
-CALCULATOR = {"pictures": False, "max_operand": 9, "max_turns": 3, "tool_bonus": 0.5}
+CALCULATOR = {"images": False, "max_operand": 9, "max_turns": 3, "tool_bonus": 0.5}
 
 
 def pixels(content: bytes) -> np.ndarray:
@@ -95,7 +95,7 @@ def test_the_shortest_way_of_a_lake_leads_to_its_goal_and_pays_once() -> None:
     environment = build_environment(PIXEL_MAZE, LAKE)
     for seed in range(30):
         start = environment.reset(seed=seed, options={})
-        goal = np.argwhere((pixels(start.observation[0].pictures[0]) == (40, 180, 60)).all(-1))
+        goal = np.argwhere((pixels(start.observation[0].images[0]) == (40, 180, 60)).all(-1))
         assert len(goal) == 16, "one square of 4 x 4 pixels"
         step = environment.step(Action(f"I go {start.info['solution']}."))
         assert not step.terminated or step.reward == 1.0, "the first move of a shortest way meets no hole"
@@ -106,13 +106,13 @@ def test_a_turn_without_a_move_costs_what_the_options_set() -> None:
     environment.reset(seed=0, options={})
     step = environment.step(Action("hmm"))
     assert step.reward == -0.5
-    assert step.observation[0].pictures == ()
+    assert step.observation[0].images == ()
 
 
 def test_minigrid_is_seen_from_above() -> None:
     environment = build_environment(PIXEL_MAZE, {**LAKE, "layout": "minigrid"})
     start = environment.reset(seed=0, options={})
-    assert pixels(start.observation[0].pictures[0]).shape == (36, 36, 3)
+    assert pixels(start.observation[0].images[0]).shape == (36, 36, 3)
     assert environment.step(Action("forward")).info["is_valid"]
     environment.close()
 
@@ -122,7 +122,7 @@ def test_minigrid_is_seen_from_above() -> None:
     [
         ("nowhere", {}, "is unknown"),
         ("tests_missing:Thing", {}, "there is no module 'tests_missing'"),
-        ("calculator", {"picture": True}, "environment.options of calculator"),
+        ("calculator", {"image": True}, "environment.options of calculator"),
         ("calculator", {**CALCULATOR, "max_operand": -1}, "max_operand=-1 is unfit"),
         (PIXEL_MAZE, {**LAKE, "layout": "sea"}, "layout='sea' is unknown"),
         (

@@ -66,7 +66,7 @@ def test_a_program_without_a_reward_is_a_failure_and_no_reward_of_0(
 async def test_a_program_that_hangs_is_killed_at_the_deadline_with_what_it_started(tmp_path: Path) -> None:
     words = ["environment=program", "data=environment", "rewards=environment", "environment.step_timeout_s=3"]
     config = load_config(words, is_complete=False).environment
-    pool = EnvironmentPool(config.model_copy(update={"options": write_program(tmp_path, "hang")}), takes_pictures=True)
+    pool = EnvironmentPool(config.model_copy(update={"options": write_program(tmp_path, "hang")}), takes_images=True)
     try:
         with pytest.raises(EpisodeError) as raised:
             async with pool.session() as session:

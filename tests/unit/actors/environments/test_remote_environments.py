@@ -121,7 +121,7 @@ def test_a_server_that_is_down_is_named_at_the_deadline_and_one_that_comes_back_
 async def test_a_pool_of_remote_environments_counts_what_fails_and_goes_on() -> None:
     with served(config(fault="raise")) as (url, server):
         words = ("environment.host=remote", f"environment.url={url}", "environment.max_concurrent=4")
-        pool = EnvironmentPool(config(*words, fault="raise"), takes_pictures=True)
+        pool = EnvironmentPool(config(*words, fault="raise"), takes_images=True)
 
         async def episode(seed: int) -> str:
             try:

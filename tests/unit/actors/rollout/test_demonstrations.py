@@ -1,4 +1,4 @@
-"""Demonstrated episodes have the tokens, masks and pictures that sampled episodes have."""
+"""Demonstrated episodes have the tokens, masks and images that sampled episodes have."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def demonstrated(config: RunConfig, num: int = 1) -> tuple[ChatProcessor, 
     chat = ChatProcessor(config.policy.model, config.data, config.sampler, store, keep_files=False)
     found = Demonstrations(config.environment, config.sampler, chat, model=config.policy.model)
     try:
-        rows = environment_split(config.environment, "train", takes_pictures=True).rows[:num]
+        rows = environment_split(config.environment, "train", takes_images=True).rows[:num]
         return chat, [await found.of(chat.prepare(row, f"0/{n}/x")) for n, row in enumerate(rows)]
     finally:
         found.close()

@@ -1,4 +1,4 @@
-"""Whole episodes with transformers' sampler: the learner sees the exact tokens, masks and pictures of each turn."""
+"""Whole episodes with transformers' sampler: the learner sees the exact tokens, masks and images of each turn."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Bench:
         runner = EpisodeRunner(config.environment, chat, self.sampler, media, model=str(self.model), max_images=8)
         options = {key: value for key, value in config.environment.options.items() if key != "fault"}
         honest = config.environment.model_copy(update={"options": options})
-        row = environment_split(honest, "train", takes_pictures=True).rows[0]
+        row = environment_split(honest, "train", takes_images=True).rows[0]
         return runner, chat.prepare(row, "0/0/x")
 
     def run(
@@ -105,7 +105,7 @@ def group(bench: Bench) -> TrajectoryGroup:
     return bench.run()
 
 
-def test_episodes_have_turns_masks_pictures_and_rewards(group: TrajectoryGroup) -> None:
+def test_episodes_have_turns_masks_images_and_rewards(group: TrajectoryGroup) -> None:
     for trajectory in group.trajectories:
         actions, turns = trajectory.actions, trajectory.response.turns
         assert isinstance(actions, TokenActions)
@@ -123,7 +123,7 @@ def test_episodes_have_turns_masks_pictures_and_rewards(group: TrajectoryGroup) 
     assert group.summary().num_tokens == sum(int(t.action_mask.sum()) for t in group.trajectories)
 
 
-def test_siblings_share_the_pictures_of_later_turns_also_when_they_travel(group: TrajectoryGroup) -> None:
+def test_siblings_share_the_images_of_later_turns_also_when_they_travel(group: TrajectoryGroup) -> None:
     travelled = pickle.loads(pickle.dumps(group))
     for found in (group, travelled):
         first, second = (t.actions.media for t in found.trajectories)
@@ -200,7 +200,7 @@ def test_the_learner_does_not_train_what_the_environment_wrote(group: Trajectory
     assert not items[1].loss_mask.any()
 
 
-def test_records_keep_turns_and_pictures_of_later_turns_once(group: TrajectoryGroup) -> None:
+def test_records_keep_turns_and_images_of_later_turns_once(group: TrajectoryGroup) -> None:
     recorded = from_batch(to_batch(group, [Reward(1.0), None]))
     for found, trajectory in zip(recorded.group.trajectories, group.trajectories, strict=True):
         assert found.response == trajectory.response
@@ -217,7 +217,7 @@ def test_records_keep_turns_and_pictures_of_later_turns_once(group: TrajectoryGr
 
 
 def test_an_episode_is_trained_from_its_record_as_from_itself(bench: Bench, group: TrajectoryGroup) -> None:
-    """The loss of the learner needs the pictures of later turns."""
+    """The loss of the learner needs the images of later turns."""
     recorded = from_batch(to_batch(group, [Reward(1.0), None])).group
     policy = TokenPolicy(
         load_model(str(bench.model), torch.float32, "sdpa").eval(), episode_config(bench.model).learner
@@ -231,7 +231,7 @@ def test_an_episode_is_trained_from_its_record_as_from_itself(bench: Bench, grou
     assert torch.equal(*found)
 
 
-def test_an_observation_that_does_not_fit_leaves_no_token_and_no_picture(bench: Bench) -> None:
+def test_an_observation_that_does_not_fit_leaves_no_token_and_no_image(bench: Bench) -> None:
     for trajectory in bench.run("environment.max_tokens=16").trajectories:
         assert trajectory.finish_reason is FinishReason.TRUNCATED
         assert trajectory.is_truncated
@@ -249,7 +249,7 @@ def test_episodes_are_a_function_of_the_seed(bench: Bench, group: TrajectoryGrou
 
 @pytest.mark.parametrize(
     ("fault", "kind"),
-    [("raise", "raised"), ("nan", "reward_not_finite"), ("picture", "bad_media"),
+    [("raise", "raised"), ("nan", "reward_not_finite"), ("image", "bad_media"),
      ("seed", "seed_ignored"), ("reset", "raised")],
 )  # fmt: skip
 def test_a_failed_episode_has_no_reward_and_is_no_error_of_the_run(bench: Bench, fault: str, kind: str) -> None:
@@ -271,7 +271,7 @@ def test_an_environment_that_always_fails_ends_the_run(bench: Bench) -> None:
         bench.run("environment.options={fault: raise}", "environment.max_failed_fraction=0.015", num_samples=2)
 
 
-def test_a_template_that_drops_pictures_or_changes_with_the_turn_before_is_refused(bench: Bench) -> None:
+def test_a_template_that_drops_images_or_changes_with_the_turn_before_is_refused(bench: Bench) -> None:
     for change, message in (
         (lambda messages: [(role, text.replace("<image>", "")) for role, text in messages], "0 placeholders"),
         (lambda messages: [(role, text + messages[1][1]) for role, text in messages], "depends on the text"),

@@ -43,17 +43,15 @@ class Reader:
         ]
 
 
-def picture(key: str) -> tuple[MediaHandle, ...]:
+def image(key: str) -> tuple[MediaHandle, ...]:
     media = ProcessedMedia("image", {"pixel_values": np.zeros(1, np.float32)})
     return (MediaHandle(key, "image", media.num_bytes, media, key),)
 
 
 async def read(reads: MediaBatcher, *keys: str) -> list[list[ProcessedMedia] | BaseException]:
-    pictures = [picture(key) for key in keys]
-    found = await asyncio.wait_for(
-        asyncio.gather(*map(reads.read, pictures), return_exceptions=True), timeout=PATIENCE_S
-    )
-    for own, media in zip(pictures, found, strict=True):
+    images = [image(key) for key in keys]
+    found = await asyncio.wait_for(asyncio.gather(*map(reads.read, images), return_exceptions=True), timeout=PATIENCE_S)
+    for own, media in zip(images, found, strict=True):
         assert isinstance(media, BaseException) or media == [own[0].reference]
     return found
 
@@ -101,7 +99,7 @@ async def test_a_loss_reaches_its_own_caller_alone_and_the_next_are_read_togethe
 async def test_one_who_gave_up_does_not_hold_up_the_others() -> None:
     reader = Reader()
     reads = MediaBatcher(reader)
-    gone = asyncio.create_task(reads.read(picture("a")))
+    gone = asyncio.create_task(reads.read(image("a")))
     await asyncio.sleep(0)
     gone.cancel()
     await read(reads, "b")
@@ -109,7 +107,7 @@ async def test_one_who_gave_up_does_not_hold_up_the_others() -> None:
         await gone
 
 
-async def test_a_prompt_without_pictures_reads_nothing() -> None:
+async def test_a_prompt_without_images_reads_nothing() -> None:
     reader = Reader()
     assert await MediaBatcher(reader).read(()) == []
     assert reader.together == []

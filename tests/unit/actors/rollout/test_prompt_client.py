@@ -116,7 +116,7 @@ async def test_a_request_that_is_given_up_before_it_is_sent_is_not_sent() -> Non
     ("raised", "seen"),
     [
         (RolloutError("the engine is dead"), RolloutError),
-        (DeadlineError("a picture did not come"), DependencyError),
+        (DeadlineError("an image did not come"), DependencyError),
         (WorkerDiedError("the node that held it"), DependencyError),
         (KeyError("a mistake"), KeyError),
     ],

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from learner_data import picture, prompt, tiny_config
+from learner_data import image, prompt, tiny_config
 from transformers import AutoTokenizer
 
 from mobula.actors.samplers.base import EngineSettings
@@ -46,7 +46,7 @@ def tokenizer(folder: Path):
 
 @pytest.fixture(scope="module")
 def asked(tokenizer) -> Prompt:
-    return prompt(tokenizer, "p", [picture(1)])
+    return prompt(tokenizer, "p", [image(1)])
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Pictures of a flow model: the policy scores their steps as they were sampled, and new weights change what follows."""
+"""Images of a flow model: the policy scores their steps as they were sampled, and new weights change what follows."""
 
 from __future__ import annotations
 
@@ -100,12 +100,12 @@ async def test_a_sibling_does_not_depend_on_those_beside_it(folder: Path, prompt
     for one, other in zip(whole, await sample(parts, prompts[0]), strict=True):
         np.testing.assert_array_equal(one.actions.latents, other.actions.latents)
         np.testing.assert_array_equal(one.logprobs, other.logprobs)
-        assert one.pictures == other.pictures
+        assert one.images == other.images
     others = await sample(parts, prompts[1])
     assert not np.array_equal(others[0].actions.latents[-1], whole[0].actions.latents[-1])
 
 
-async def test_without_noise_the_pictures_are_those_of_plain_diffusers(folder: Path) -> None:
+async def test_without_noise_the_images_are_those_of_plain_diffusers(folder: Path) -> None:
     denoising = replace(DENOISING, window_end=6)
     sampler, [prompt] = await flow_sampler(folder, denoising), encoded_prompts(folder, ["71"])
     [found] = await sample(sampler, prompt, replace(SETTINGS, num_samples=1, temperature=0.0))
@@ -117,9 +117,9 @@ async def test_without_noise_the_pictures_are_those_of_plain_diffusers(folder: P
     first = torch.from_numpy(found.actions.latents[:1].copy())
     clean = pipeline(**shared, latents=first, output_type="latent").images
     np.testing.assert_allclose(found.actions.latents[-1], clean[0], atol=1e-4)
-    picture = np.asarray(Image.open(io.BytesIO(found.pictures[0]))).astype(int)
+    image = np.asarray(Image.open(io.BytesIO(found.images[0]))).astype(int)
     expected = np.asarray(pipeline(**shared, latents=first).images[0]).astype(int)
-    assert picture.shape == (32, 32, 3) and np.abs(picture - expected).max() <= 1
+    assert image.shape == (32, 32, 3) and np.abs(image - expected).max() <= 1
 
 
 async def test_evaluations_take_steps_of_their_own_number_and_training_does_not(folder: Path) -> None:
@@ -129,7 +129,7 @@ async def test_evaluations_take_steps_of_their_own_number_and_training_does_not(
     for temperature, num in ((0.0, 9), (1.0, 6)):
         settings = replace(SETTINGS, temperature=temperature)
         found, expected = await sample(both, prompt, settings), await sample(plain[num], prompt, settings)
-        assert [one.pictures for one in found] == [one.pictures for one in expected]
+        assert [one.images for one in found] == [one.images for one in expected]
     assert found[0].actions.latents.shape == expected[0].actions.latents.shape
 
 
@@ -171,8 +171,8 @@ async def test_a_prompt_without_its_negative_is_refused(folder: Path) -> None:
         await sample(await flow_sampler(folder), prompt)
 
 
-async def test_pictures_of_an_unfit_size_are_refused(folder: Path) -> None:
-    with pytest.raises(ValueError, match="pictures of 30 x 32: each side must be a multiple of 4 and at most 128"):
+async def test_images_of_an_unfit_size_are_refused(folder: Path) -> None:
+    with pytest.raises(ValueError, match="images of 30 x 32: each side must be a multiple of 4 and at most 128"):
         await flow_sampler(folder, replace(DENOISING, height=30))
 
 

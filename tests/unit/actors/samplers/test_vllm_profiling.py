@@ -1,4 +1,4 @@
-"""The pictures, videos and sounds that vLLM makes up to measure a GPU's memory at its start; engines on CPU skip it."""
+"""The images, videos and sounds that vLLM makes up to measure a GPU's memory at its start; engines on CPU skip it."""
 
 from __future__ import annotations
 

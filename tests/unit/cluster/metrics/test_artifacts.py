@@ -1,4 +1,4 @@
-"""Artifacts of a run: which pictures are written, as what, with which hash, and what a resume keeps."""
+"""Artifacts of a run: which images are written, as what, with which hash, and what a resume keeps."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def drawn(name: str, rewards: list[float], num_frames: int = 1) -> ScoredGroup:
     """A group whose sibling n answers with frames of the level 40 n and more."""
     group = make_group(name, rewards)
     trajectories = tuple(
-        replace(t, response=replace(t.response, pictures=tuple(png(40 * n + 20 * f) for f in range(num_frames))))
+        replace(t, response=replace(t.response, images=tuple(png(40 * n + 20 * f) for f in range(num_frames))))
         for n, t in enumerate(group.group.trajectories)
     )
     return replace(group, group=replace(group.group, trajectories=trajectories))

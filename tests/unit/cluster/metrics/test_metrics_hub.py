@@ -17,7 +17,7 @@ from metrics_data import (
     REPLAY,
     FakeClock,
     MemorySink,
-    digit_picture,
+    digit_image,
     fetch_value,
     make_group,
     make_metrics,
@@ -219,14 +219,14 @@ def test_what_is_kept_of_a_step_goes_to_the_sinks_that_show_responses(tmp_path: 
         tmp_path / "samples.jsonl", limit=6, num_steps=4, seed=1, version=0, fetch=fetch_value, timeout_s=1
     )
     metrics = Metrics([plain, shown], clock, accuracy_component="answer", samples=keeper)
-    picture = digit_picture("7")
-    run_step(metrics, clock, 1, [make_group("a", [1.0, 0.0], text="seven", pictures=[picture])])
+    image = digit_image("7")
+    run_step(metrics, clock, 1, [make_group("a", [1.0, 0.0], text="seven", images=[image])])
     run_step(metrics, clock, 2, [make_group("a", [1.0, 0.0])])
     assert [(s.step, s.kind, s.reward) for s in shown.samples if s.kind != "random"] == [
         (1, "best", 1.0),
         (1, "worst", 0.0),
     ]
-    assert shown.samples[0].response == "seven" and shown.samples[0].pictures == (picture,)
+    assert shown.samples[0].response == "seven" and shown.samples[0].images == (image,)
     assert len(plain.records) == len(shown.records) == 2
 
 
@@ -292,19 +292,19 @@ def test_the_summary_holds_what_the_issue_asks_for_and_survives_the_file(tmp_pat
     metrics.record_evaluation(EvaluationRecord(0, 0.5, 0.4, 0.6, 100))
     metrics.observe(MetricName.MEDIA_BYTES_UNIQUE, 100.0)
     metrics.count(CounterName.WEIGHT_SYNCS, "published", 2)
-    run_step(metrics, clock, 1, [make_group("a", [1.0, 0.0], pictures=[b"a picture"])])
+    run_step(metrics, clock, 1, [make_group("a", [1.0, 0.0], images=[b"an image"])])
     metrics.record_evaluation(EvaluationRecord(1, 0.9, 0.8, 0.95, 100))
     summary = summarize(metrics, FACTS, status="done", version=1, wall_s=9.0)
     write_summary(tmp_path / "summary.json", summary)
     row = json.loads((tmp_path / "summary.json").read_text())
     assert set(ISSUE_KEYS) <= set(row)
     assert (row["accuracy_before"], row["accuracy_after"], row["weight_syncs"]) == (0.5, 0.9, 2)
-    assert (row["media_bytes_unique"], row["media_bytes_referenced"]) == (100, 2 * len(b"a picture"))
+    assert (row["media_bytes_unique"], row["media_bytes_referenced"]) == (100, 2 * len(b"an image"))
     assert row["staleness"] == {"0": 8} and row["seconds"]["total"] == 3.5
     assert read_summary(tmp_path / "summary.json") == summary
 
 
-def test_a_resumed_run_that_has_stored_few_pictures_again_keeps_what_it_had_stored(tmp_path: Path) -> None:
+def test_a_resumed_run_that_has_stored_few_images_again_keeps_what_it_had_stored(tmp_path: Path) -> None:
     clock = FakeClock()
     first = make_metrics([JsonlSink(tmp_path / "metrics.jsonl", version=0)], clock)
     first.observe(MetricName.MEDIA_BYTES_UNIQUE, 100.0)

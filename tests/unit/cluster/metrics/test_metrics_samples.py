@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from metrics_data import digit_picture, fetch_value, make_group, write_run
+from metrics_data import digit_image, fetch_value, make_group, write_run
 
 from mobula.cluster.metrics.report.report import write_report
 from mobula.cluster.metrics.report.samples import NUM_LOOKS, SampleKeeper, read_samples
@@ -22,8 +22,8 @@ def keeper(path: Path, *, num_steps: int = 20, limit: int = 12, version: int = 0
 
 
 def mixed(step: int) -> list:
-    """Two prompts of this step, each with a right and a wrong answer and the same picture."""
-    return [make_group(f"s{step}-{i}", [1.0, 0.0], pictures=[digit_picture("3")]) for i in range(2)]
+    """Two prompts of this step, each with a right and a wrong answer and the same image."""
+    return [make_group(f"s{step}-{i}", [1.0, 0.0], images=[digit_image("3")]) for i in range(2)]
 
 
 def test_what_is_kept_is_bounded_and_has_best_worst_and_random_of_both_halves(tmp_path: Path) -> None:
@@ -59,19 +59,19 @@ def test_a_bucket_does_not_show_one_prompt_twice(tmp_path: Path) -> None:
     assert Counter(s.kind for s in samples.samples) == {"best": 1, "worst": 1, "random": 1}
 
 
-def test_samples_carry_answer_reward_reasons_and_pictures_through_the_file(tmp_path: Path) -> None:
-    picture = digit_picture("7")
-    keeper(tmp_path / "samples.jsonl").offer(1, [make_group("a", [1.0, 0.0], text="seven", pictures=[picture])])
+def test_samples_carry_answer_reward_reasons_and_images_through_the_file(tmp_path: Path) -> None:
+    image = digit_image("7")
+    keeper(tmp_path / "samples.jsonl").offer(1, [make_group("a", [1.0, 0.0], text="seven", images=[image])])
     found = read_samples(tmp_path / "samples.jsonl")
     best = next(s for s in found.samples if s.kind == "best")
     assert (best.response, best.references, best.reward) == ("seven", ("3",), 1.0)
     assert best.components == {"answer": 1.0, "format": 1.0} and best.reasons == {"answer": "equal"}
-    assert [found.thumbnails[key] for key in best.media_keys] == [picture]
+    assert [found.thumbnails[key] for key in best.media_keys] == [image]
 
 
-def test_a_picture_that_several_samples_share_is_written_once(tmp_path: Path) -> None:
+def test_a_image_that_several_samples_share_is_written_once(tmp_path: Path) -> None:
     samples = keeper(tmp_path / "samples.jsonl")
-    samples.offer(1, [make_group("a", [1.0, 0.0], pictures=[digit_picture("7")])])
+    samples.offer(1, [make_group("a", [1.0, 0.0], images=[digit_image("7")])])
     assert len(samples.samples) == 3
     assert (tmp_path / "samples.jsonl").read_text().count('"thumbnail"') == 1
 
@@ -107,10 +107,10 @@ def test_a_very_long_answer_is_cut_and_marked_with_how_much_is_missing(tmp_path:
     assert samples.samples[0].response.endswith("[…5000 more]")
 
 
-def episode(picture: bytes) -> ScoredGroup:
-    """Two turns of two tokens with a picture of one token between them, of one sibling."""
+def episode(image: bytes) -> ScoredGroup:
+    """Two turns of two tokens with an image of one token between them, of one sibling."""
     scored = make_group("e", [1.0, 0.0], spans=((0, 5),))
-    handle = MediaHandle("later", "image", len(picture), ProcessedMedia("image", {}, picture))
+    handle = MediaHandle("later", "image", len(image), ProcessedMedia("image", {}, image))
     turns = (
         EpisodeTurn(0, 2, "left", "user: <image> & go on", {"step": -0.5}, "none"),
         EpisodeTurn(3, 5, "<b>right</b>", "", {"goal": 2.0, "step": -0.5}, "unknown_tool"),
@@ -121,10 +121,10 @@ def episode(picture: bytes) -> ScoredGroup:
     return replace(scored, group=replace(scored.group, trajectories=(played, second)))
 
 
-def test_an_episode_is_shown_turn_by_turn_with_the_pictures_of_its_answers(tmp_path: Path) -> None:
+def test_an_episode_is_shown_turn_by_turn_with_the_images_of_its_answers(tmp_path: Path) -> None:
     write_run(tmp_path, num_steps=1)
     (tmp_path / "samples.jsonl").unlink()
-    keeper(tmp_path / "samples.jsonl", num_steps=1).offer(1, [episode(digit_picture("7"))])
+    keeper(tmp_path / "samples.jsonl", num_steps=1).offer(1, [episode(digit_image("7"))])
     found = read_samples(tmp_path / "samples.jsonl")
     best = next(s for s in found.samples if s.kind == "best")
     assert [(t.action, t.observation, t.media_keys) for t in best.turns] == [
@@ -132,8 +132,8 @@ def test_an_episode_is_shown_turn_by_turn_with_the_pictures_of_its_answers(tmp_p
         ("<b>right</b>", "", ()),
     ]
     assert best.turns[1].rewards == {"goal": 2.0, "step": -0.5}
-    assert found.thumbnails == {"later": digit_picture("7")}
+    assert found.thumbnails == {"later": digit_image("7")}
     page = write_report(tmp_path).read_text(encoding="utf-8")
     assert "user: &lt;image&gt; &amp; go on" in page and "&lt;b&gt;right&lt;/b&gt;" in page
-    assert "tool call unknown tool" in page and 'alt="Picture 1 of turn 1 of sample e"' in page
-    assert f"data:image/png;base64,{base64.b64encode(digit_picture('7')).decode()}" in page
+    assert "tool call unknown tool" in page and 'alt="Image 1 of turn 1 of sample e"' in page
+    assert f"data:image/png;base64,{base64.b64encode(digit_image('7')).decode()}" in page

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from metrics_data import FakeClock, digit_picture
+from metrics_data import FakeClock, digit_image
 from rich.console import Console
 from waiting import wait_until
 
@@ -148,14 +148,14 @@ def test_tensorboard_reads_back_what_was_written_and_forgets_steps_that_a_resume
     )
 
 
-def test_tensorboard_shows_responses_as_text_with_their_pictures(tmp_path: Path) -> None:
+def test_tensorboard_shows_responses_as_text_with_their_images(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     from mobula.cluster.metrics.sinks.tensorboard import TensorBoardSink
 
     hostile = "</code><script>alert(1)</script>\n# not a title"
     sink = TensorBoardSink(tmp_path, version=0)
-    sink.emit_samples([SampleRecord(4, "best", "Which digit?", hostile, ("7",), 1.0, (digit_picture("7"),))])
+    sink.emit_samples([SampleRecord(4, "best", "Which digit?", hostile, ("7",), 1.0, (digit_image("7"),))])
     sink.close()
     events = EventAccumulator(str(tmp_path))
     events.Reload()
@@ -163,9 +163,9 @@ def test_tensorboard_shows_responses_as_text_with_their_pictures(tmp_path: Path)
     lines = text.tensor_proto.string_val[0].decode().splitlines()
     assert text.step == 4
     assert "    </code><script>alert(1)</script>" in lines and "    # not a title" in lines
-    [picture] = events.Images("samples/best/picture_0")
-    assert (picture.step, picture.width, picture.height) == (4, 56, 56)
-    assert picture.encoded_image_string == digit_picture("7")
+    [image] = events.Images("samples/best/image_0")
+    assert (image.step, image.width, image.height) == (4, 56, 56)
+    assert image.encoded_image_string == digit_image("7")
 
 
 def test_a_console_that_is_no_terminal_gets_a_line_now_and_then_and_always_the_last(

@@ -67,19 +67,19 @@ def test_a_full_run_shows_every_curve_table_and_sample(tmp_path: Path) -> None:
     assert {f"chart-{key}" for key in keys} <= page.ids()
     assert len(page.with_class("sample")) == 24
     assert {attrs["data-kind"] for attrs in page.with_class("sample")} == {"best", "worst", "random"}
-    pictures = [attrs["src"] or "" for tag, attrs in page.elements if tag == "img"]
-    assert len(pictures) >= 24 and all(src.startswith("data:image/png;base64,") for src in pictures)
+    images = [attrs["src"] or "" for tag, attrs in page.elements if tag == "img"]
+    assert len(images) >= 24 and all(src.startswith("data:image/png;base64,") for src in images)
     for needle in ("rollout/1", "learner/0", "train-00911", "bad_prompt", "uniform_rewards", "max_staleness: 1"):
         assert needle in text
     assert "<b>0.520</b>" in text
 
 
 def test_a_flow_model_is_counted_in_denoising_steps(tmp_path: Path) -> None:
-    write_run(tmp_path / "pictures", num_steps=3)
-    assert "tokens" in report(tmp_path / "pictures")
-    path = tmp_path / "pictures" / "summary.json"
+    write_run(tmp_path / "images", num_steps=3)
+    assert "tokens" in report(tmp_path / "images")
+    path = tmp_path / "images" / "summary.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"sampler": "flow"}))
-    text = re.sub(r"<style>.*?</style>", "", report(tmp_path / "pictures"), flags=re.DOTALL)
+    text = re.sub(r"<style>.*?</style>", "", report(tmp_path / "images"), flags=re.DOTALL)
     assert "token" not in text.replace("tokens_per_s", "").replace("max_tokens", "")
     for needle in ("denoising steps/s", "Mean number of denoising steps of a response", "Clipped denoising steps"):
         assert needle in text

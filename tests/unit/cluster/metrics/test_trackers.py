@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-from metrics_data import digit_picture
+from metrics_data import digit_image
 from PIL import Image
 
 from mobula.cluster.errors import PreflightError
@@ -36,10 +36,10 @@ def record(step: int, reward: float) -> StepRecord:
 
 
 def samples(step: int) -> list[SampleRecord]:
-    """A response with the picture of its prompt, and one without."""
-    picture = (digit_picture("7"),)
+    """A response with the image of its prompt, and one without."""
+    image = (digit_image("7"),)
     return [
-        SampleRecord(step, "best", "Which digit is this?", "seven", ("7",), 1.0, picture),
+        SampleRecord(step, "best", "Which digit is this?", "seven", ("7",), 1.0, image),
         SampleRecord(step, "worst", "Say a word.", HOSTILE, (), 0.0, ()),
     ]
 
@@ -142,7 +142,7 @@ def test_wandb_keeps_an_offline_run_under_one_id(tmp_path: Path, monkeypatch: py
     assert rows[3]["samples/_type"] == "table-file" and rows[3]["samples/nrows"] == 2
     [table] = (tmp_path / "run").rglob("samples*.table.json")
     written = json.loads(table.read_text())
-    assert written["columns"] == ["step", "kind", "prompt", "response", "references", "reward", "picture"]
+    assert written["columns"] == ["step", "kind", "prompt", "response", "references", "reward", "image"]
     assert [row[1:6] for row in written["data"]] == [
         ["best", "Which digit is this?", "seven", "7", 1.0],
         ["worst", "Say a word.", HOSTILE, "", 0.0],
@@ -181,7 +181,7 @@ from trackio.sqlite_storage import SQLiteStorage
 [name] = SQLiteStorage.get_runs("mobula")
 rows = SQLiteStorage.get_logs("mobula", name)
 [table] = [row["samples"]["_value"] for row in rows if "samples" in row]
-print("SAMPLES", [(row["kind"], row["reward"], len(row["pictures"])) for row in table])
+print("SAMPLES", [(row["kind"], row["reward"], len(row["images"])) for row in table])
 print("READ", name, [(row["step"], row["step/reward_mean"]) for row in rows if "step/reward_mean" in row])
 """
 
@@ -195,5 +195,5 @@ def test_trackio_keeps_a_file_and_goes_on_with_the_run(tmp_path: Path) -> None:
     assert "READ digits [(1, 0.25), (2, 0.5), (3, 0.75)]" in done.stdout, done.stdout + done.stderr
     assert "SAMPLES [('best', 1.0, 1), ('worst', 0.0, 0)]" in done.stdout, done.stdout + done.stderr
     assert list((tmp_path / "trackio").glob("*.db")), "it lies below the run folder"
-    [picture] = (tmp_path / "trackio" / "media").rglob("*.png")
-    assert Image.open(picture).size == (56, 56)
+    [image] = (tmp_path / "trackio" / "media").rglob("*.png")
+    assert Image.open(image).size == (56, 56)

@@ -29,8 +29,8 @@ def test_steps_cut_anywhere_and_joined_are_the_same(cut: int) -> None:
     whole = sampled(latent_actions(0, num_steps=4))
     joined = whole.until(cut).followed_by(whole.since(cut))
     assert_same_actions(joined.actions, whole.actions)
-    assert (joined.weight_spans, joined.finish_reason, joined.pictures) == (whole.weight_spans, "stop", (b"png",))
-    assert whole.until(cut).pictures == ()
+    assert (joined.weight_spans, joined.finish_reason, joined.images) == (whole.weight_spans, "stop", (b"png",))
+    assert whole.until(cut).images == ()
     assert_same_actions(NOTHING.followed_by(whole).actions, whole.actions)
 
 
@@ -102,14 +102,14 @@ class Actor(RolloutActor):
         self._media = MediaBatcher(MediaReader(timeout_s=1, max_items=2))
 
 
-async def test_a_rollout_actor_makes_a_group_of_denoising_steps_with_pictures_and_no_text() -> None:
+async def test_a_rollout_actor_makes_a_group_of_denoising_steps_with_images_and_no_text() -> None:
     settings = SamplingSettings(num_samples=2, temperature=1.0, max_tokens=3, seed=0)
     attempt = InFlightRequests(chunk_tokens=4).of(PROMPT, settings).next_attempt()
     group, (summary, responses) = await Actor().generate(PROMPT, settings, attempt)
-    assert [t.response.pictures for t in group.trajectories] == [(b"png",)] * 2
+    assert [t.response.images for t in group.trajectories] == [(b"png",)] * 2
     assert [t.response.text for t in group.trajectories] == ["", ""]
     assert_same_actions(group.trajectories[1].actions, latent_actions(1))
-    assert (summary.num_tokens, responses) == (6, None)  # pictures do not travel with a message
+    assert (summary.num_tokens, responses) == (6, None)  # images do not travel with a message
 
 
 def test_an_attempt_after_a_loss_begins_at_the_noise() -> None:

@@ -11,7 +11,7 @@ from mobula.cluster.records import media as media_module
 from mobula.cluster.records.media import MediaHandle, MediaReader, MediaStore, ProcessedMedia, content_key
 
 
-def picture(num_floats: int = 25, value: float = 0.0) -> ProcessedMedia:
+def image(num_floats: int = 25, value: float = 0.0) -> ProcessedMedia:
     return ProcessedMedia("image", {"pixel_values": np.full(num_floats, value, dtype=np.float32)})
 
 
@@ -47,7 +47,7 @@ def test_an_equal_key_is_stored_and_processed_once() -> None:
         return len(stored)
 
     store = MediaStore(put=put, max_bytes=10_000)
-    first = store.get_or_add("k", "a.png", picture)
+    first = store.get_or_add("k", "a.png", image)
     second = store.get_or_add("k", "copy_of_a.png", never)
     assert first is second
     assert (first.source, first.num_bytes, len(stored)) == ("a.png", 100, 1)
@@ -56,24 +56,24 @@ def test_an_equal_key_is_stored_and_processed_once() -> None:
 def test_stored_bytes_grow_with_unique_media_not_with_uses() -> None:
     store = in_process_store()
     for key in ("a", "b", "a", "a"):
-        store.get_or_add(key, key, picture)
+        store.get_or_add(key, key, image)
     assert (store.num_bytes, store.num_bytes_unique) == (200, 200)
 
 
 def test_beyond_the_budget_the_least_recently_used_medium_is_forgotten() -> None:
     store = in_process_store(max_bytes=250)
     for key in ("a", "b", "a", "c"):
-        store.get_or_add(key, key, picture)
+        store.get_or_add(key, key, image)
     assert store.num_bytes == 200
     store.get_or_add("a", "a", never)
-    store.get_or_add("b", "b", picture)
+    store.get_or_add("b", "b", image)
     assert store.num_bytes_unique == 400  # b was forgotten and made again
 
 
 def test_a_medium_larger_than_the_budget_is_still_handed_out() -> None:
     store = in_process_store(max_bytes=10)
-    assert store.get_or_add("a", "a", picture).num_bytes == 100
-    assert store.get_or_add("b", "b", picture).num_bytes == 100
+    assert store.get_or_add("a", "a", image).num_bytes == 100
+    assert store.get_or_add("b", "b", image).num_bytes == 100
     assert store.num_bytes == 100
 
 
@@ -82,11 +82,11 @@ def test_a_failed_medium_leaves_nothing_behind() -> None:
     with pytest.raises(AssertionError):
         store.get_or_add("a", "a", never)
     assert store.num_bytes_unique == 0
-    assert store.get_or_add("a", "a", picture).key == "a"
+    assert store.get_or_add("a", "a", image).key == "a"
 
 
 def test_reader_returns_media_in_order_with_repeats() -> None:
-    media = {key: picture(value=ord(key)) for key in "abc"}
+    media = {key: image(value=ord(key)) for key in "abc"}
     reader = MediaReader(timeout_s=1, max_items=8)
     read = reader.read([handle_of(media[key], key) for key in "cabca"])
     assert [m.inputs["pixel_values"][0] for m in read] == [ord(key) for key in "cabca"]
@@ -100,7 +100,7 @@ def test_reader_fetches_each_medium_once_while_it_is_kept(monkeypatch: pytest.Mo
         return references
 
     monkeypatch.setattr(media_module, "fetch", fetch)
-    a, b, c = (handle_of(picture(value=i), key) for i, key in enumerate("abc"))
+    a, b, c = (handle_of(image(value=i), key) for i, key in enumerate("abc"))
     reader = MediaReader(timeout_s=1, max_items=2)
     for handles in ([a, a], [a, b], [c], [b, c]):  # c pushes a out
         reader.read(handles)
@@ -110,7 +110,7 @@ def test_reader_fetches_each_medium_once_while_it_is_kept(monkeypatch: pytest.Mo
 
 
 def test_reader_reads_at_hand_for_several_and_keeps_what_it_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    a, b, c = (handle_of(picture(value=i), key) for i, key in enumerate("abc"))
+    a, b, c = (handle_of(image(value=i), key) for i, key in enumerate("abc"))
     asked: list[Any] = []
 
     def all_but_b(wanted: list[list[Any]], *, wait_s: float) -> list[list[Any] | None]:
@@ -126,12 +126,12 @@ def test_reader_reads_at_hand_for_several_and_keeps_what_it_found(monkeypatch: p
 
 def test_reader_returns_more_media_than_it_keeps() -> None:
     reader = MediaReader(timeout_s=1, max_items=1)
-    read = reader.read([handle_of(picture(value=i), str(i)) for i in range(4)])
+    read = reader.read([handle_of(image(value=i), str(i)) for i in range(4)])
     assert [m.inputs["pixel_values"][0] for m in read] == [0, 1, 2, 3]
 
 
 def test_a_medium_that_another_thread_evicts_meanwhile_is_read_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    a, b, c = (handle_of(picture(value=i), key) for i, key in enumerate("abc"))
+    a, b, c = (handle_of(image(value=i), key) for i, key in enumerate("abc"))
     reader = MediaReader(timeout_s=1, max_items=1)
     reader.read([a])
 
@@ -155,7 +155,7 @@ def test_two_threads_that_need_one_medium_process_it_once() -> None:
         nonlocal num_processed
         num_processed += 1
         time.sleep(0.05)  # the other thread comes meanwhile
-        return picture()
+        return image()
 
     def get() -> None:
         both.wait(10)

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from fakes import make_group, make_prompt
-from group_data import assert_equal, picture_prompt
+from group_data import assert_equal, image_prompt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -60,7 +60,7 @@ def test_a_new_run_has_nothing_to_recover(tmp_path: Path) -> None:
 
 
 def test_a_trained_step_comes_back_with_its_groups_in_order_and_their_reference_logprobs(tmp_path: Path) -> None:
-    group, other = make_group(picture_prompt(), versions=(3, 3, 4, 5)), make_group(make_prompt("0/4/s4"))
+    group, other = make_group(image_prompt(), versions=(3, 3, 4, 5)), make_group(make_prompt("0/4/s4"))
     logprobs = [[t.behavior_logprobs - n for n, t in enumerate(g.trajectories)] for g in (other, group)]
     groups = [finished(group, REWARDS), finished(other, REWARDS)]
     write(tmp_path, *groups, trained(6, [other.group_id, group.group_id], logprobs))
@@ -71,7 +71,7 @@ def test_a_trained_step_comes_back_with_its_groups_in_order_and_their_reference_
     assert_equal(second.group, group)
     assert second.rewards == REWARDS
     np.testing.assert_array_equal(second.reference_logprobs, logprobs[1])
-    assert second.group.prompt.media[0].reference is None, "pictures are not written"
+    assert second.group.prompt.media[0].reference is None, "images are not written"
 
 
 def test_finished_and_rejected_groups_come_back_in_the_order_in_which_they_ended(tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def record_of_everything() -> list[JournalRecord]:
         done("0/0/s0"),
         rejected("0/1/s1", "uniform"),
         trained(1, ["0/0/s0"], [logprobs]),
-        finished(make_group(picture_prompt()), REWARDS),
+        finished(make_group(image_prompt()), REWARDS),
     ]
 
 

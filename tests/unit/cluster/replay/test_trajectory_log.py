@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from fakes import make_group, make_prompt, make_scored
-from group_data import assert_equal, picture_prompt
+from group_data import assert_equal, image_prompt
 
 from mobula.cluster.errors import PreflightError
 from mobula.cluster.records.arrow import SCHEMA
@@ -17,7 +17,7 @@ from mobula.cluster.replay.trajectory_log import TrajectoryLog
 
 
 def test_a_group_comes_back_as_it_was_trained_on(tmp_path: Path) -> None:
-    group = make_group(picture_prompt(), versions=(3, 3, 4, 5))
+    group = make_group(image_prompt(), versions=(3, 3, 4, 5))
     rewards = (Reward(0.75, {"accuracy": 1.0, "format": 0.5}, {"accuracy": "7 = 7"}), None)
     log = TrajectoryLog(tmp_path, timeout_s=1)
     logprobs = [t.behavior_logprobs - 1 for t in group.trajectories]

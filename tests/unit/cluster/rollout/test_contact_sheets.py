@@ -1,4 +1,4 @@
-"""Pictures of evaluations on one sheet, its hash, gains of pairs, and both in report and tables."""
+"""Images of evaluations on one sheet, its hash, gains of pairs, and both in report and tables."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def scored(number: int, *levels: int) -> ScoredPrompt:
     return ScoredPrompt(prompt, [Reward(1.0)] * len(levels), Generated(None, None, answers))
 
 
-async def test_a_sheet_has_all_pictures_and_the_report_shows_it_with_its_hash(tmp_path: Path) -> None:
+async def test_a_sheet_has_all_images_and_the_report_shows_it_with_its_hash(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     write_run(folder, num_steps=4)
     sheets = ContactSheets(folder / "evaluations", timeout_s=1)
@@ -43,11 +43,11 @@ async def test_a_sheet_has_all_pictures_and_the_report_shows_it_with_its_hash(tm
         await sheets.write(HELD_OUT, version, [scored(n, level, level + n) for n in range(7)])
     sheet = folder / "evaluations" / "held_out-4.png"
     pixels = np.asarray(Image.open(sheet).convert("L"))
-    assert pixels.shape == (2 * 34 + 2, 12 * 34 + 2), "six prompts of two pictures in a row, each 32 pixels wide"
+    assert pixels.shape == (2 * 34 + 2, 12 * 34 + 2), "six prompts of two images in a row, each 32 pixels wide"
     assert (pixels[10, 10], pixels[10, 44], pixels[50, 10], pixels[50, 44]) == (200, 200, 200, 206)
     text = write_report(folder).read_text(encoding="utf-8")
     digest = hashlib.sha256(sheet.read_bytes()).hexdigest()
-    assert digest in text and "Pictures before and after" in text
+    assert digest in text and "Images before and after" in text
     rows = json.loads((folder / "evaluations" / "sheets.json").read_text())
     assert [row["version"] for row in rows] == [0, 2, 4] and rows[2]["sha256"] == digest
     assert rows[1]["sha256"] not in text, "the first and the last are shown"
@@ -56,7 +56,7 @@ async def test_a_sheet_has_all_pictures_and_the_report_shows_it_with_its_hash(tm
         write_report(folder)
 
 
-async def test_an_excluded_prompt_has_no_pictures_and_no_pictures_no_sheet(tmp_path: Path) -> None:
+async def test_an_excluded_prompt_has_no_images_and_no_images_no_sheet(tmp_path: Path) -> None:
     await ContactSheets(tmp_path, timeout_s=1).write(HELD_OUT, 0, [ScoredPrompt(make_prompt("a/0/b"), [None])])
     assert not list(tmp_path.iterdir())
 

@@ -118,7 +118,7 @@ async def test_losses_of_engines_do_not_use_up_the_tries_of_a_prompt(caplog: pyt
 
 
 async def test_a_poison_prompt_stops_the_run_with_its_id_and_cause() -> None:
-    poison = RolloutError("bad picture")
+    poison = RolloutError("bad image")
     bench = Bench(
         FakeRollouts(fault=lambda prompt_id, attempt: poison if prompt_id == "0/1/s1" else None),
         FakeRewards(),

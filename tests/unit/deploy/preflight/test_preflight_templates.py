@@ -83,12 +83,12 @@ def test_an_answer_without_a_known_end_is_a_warning(text_model: Path) -> None:
     assert "eos_token_id" in message
 
 
-def test_a_template_without_a_place_for_pictures_is_a_warning(vision_model: Path, tmp_path: Path) -> None:
+def test_a_template_without_a_place_for_images_is_a_warning(vision_model: Path, tmp_path: Path) -> None:
     assert found(vision_model) == []
     shutil.copytree(vision_model, tmp_path, dirs_exist_ok=True)
     [(key, message)] = found(tmp_path, TEXT_ALONE)
     assert (key, message.split(":")[0]) == ("policy.model", "warn")
-    assert "writes 0 placeholders for one picture" in message
+    assert "writes 0 placeholders for one image" in message
 
 
 def test_tokens_without_embeddings_are_refused(text_model: Path, tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ LIMITS = ImageLimits(1_000_000, 1_000_000)
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Rows with none, one and two pictures, and two that cannot be used."""
+    """Rows with none, one and two images, and two that cannot be used."""
     data = tmp_path / "data"
     (data / "images").mkdir(parents=True)
     for name, colour, suffix in (("a", 0, "png"), ("b", 200, "jpg")):
@@ -48,7 +48,7 @@ def run(*words: str) -> Result:
     return CliRunner().invoke(app, ["data", *words])
 
 
-def test_converted_rows_are_read_again_with_their_pictures(folder: Path, tmp_path: Path) -> None:
+def test_converted_rows_are_read_again_with_their_images(folder: Path, tmp_path: Path) -> None:
     words = (f"data.path={folder}", "data.max_skipped_fraction=0.5", "--split", "train")
     result = run("convert", str(tmp_path / "out"), "data=jsonl", *words)
     assert result.exit_code == 0, result.output
@@ -58,8 +58,8 @@ def test_converted_rows_are_read_again_with_their_pictures(folder: Path, tmp_pat
     for old, new in zip(before.rows, after.rows, strict=True):
         assert (new.question, new.answer, new.solution) == (old.question, old.answer, old.solution)
         assert new.metadata.get("label") == old.metadata.get("label")
-        for picture, wanted in zip(new.images, old.images, strict=True):
-            pixels = [np.asarray(decode_image(read_image(p, LIMITS), p, LIMITS)) for p in (picture, wanted)]
+        for image, wanted in zip(new.images, old.images, strict=True):
+            pixels = [np.asarray(decode_image(read_image(p, LIMITS), p, LIMITS)) for p in (image, wanted)]
             np.testing.assert_array_equal(*pixels)
 
 

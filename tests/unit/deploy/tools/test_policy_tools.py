@@ -26,7 +26,7 @@ from mobula.deploy.tools.policy.verifiers import VerifiersOptions, play
 from mobula.learner.policies.loading import load_model
 from mobula.learner.policies.tiny import TINY
 
-PICTURE = base64.b64encode(encoded(np.full((2, 2, 3), 90, dtype=np.uint8), scale=28)).decode()
+IMAGE = base64.b64encode(encoded(np.full((2, 2, 3), 90, dtype=np.uint8), scale=28)).decode()
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +59,8 @@ def ask(client: TestClient, messages: list[Any], session: str = "", **fields: An
     return reply.json()
 
 
-def user(text: str, *, picture: bool = False) -> dict[str, Any]:
-    parts = [{"type": "image_url", "image_url": {"url": f"data:image/png;base64,{PICTURE}"}}] if picture else []
+def user(text: str, *, image: bool = False) -> dict[str, Any]:
+    parts = [{"type": "image_url", "image_url": {"url": f"data:image/png;base64,{IMAGE}"}}] if image else []
     return {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
 
 
@@ -74,9 +74,9 @@ def test_a_session_is_sampled_behind_its_own_tokens_and_becomes_a_trajectory(ser
     for session in ("one", "two"):
         client.post("/v1/sessions", json={"session": session, "task": "sum"}).raise_for_status()
         seed = len(first_seen)
-        messages = [user("Which digit?", picture=True)]
+        messages = [user("Which digit?", image=True)]
         first = ask(client, messages, session, seed=seed)
-        messages += [answer_of(first), user("And this?", picture=True)]
+        messages += [answer_of(first), user("And this?", image=True)]
         second = ask(client, messages, session, seed=seed)
         first_seen.append(first)
         begun = first["prompt_token_ids"] + first["choices"][0]["token_ids"]

@@ -19,7 +19,7 @@ from mobula.deploy.tools import replay as command
 from mobula.deploy.wiring.persistence import trajectory_log
 
 OPTIONS = "{ignore_case: false, whole_response: true}"
-REST = "service: reward, needs_pictures: false, retries: 0, cache_entries: 0"
+REST = "service: reward, needs_images: false, retries: 0, cache_entries: 0"
 CONFIG = load_config(
     ["experiment=digits"]
     + [f"rewards.components=[{{name: accuracy, function: exact_match, weight: 2.0, options: {OPTIONS}, {REST}}}]"]

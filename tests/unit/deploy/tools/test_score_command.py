@@ -169,9 +169,9 @@ def test_a_run_folder_is_scored_by_its_own_rewards_unless_others_are_named(tmp_p
     assert "contains takes 1 for right" in mobula("score", tmp_path, *AERORL, "--quiet").output
 
 
-PICTURES_RECIPE = """
+IMAGES_RECIPE = """
 components:
-  - {name: seen, function: FILE, weight: 1.0, options: {}, service: reward, needs_pictures: true, retries: 0,
+  - {name: seen, function: FILE, weight: 1.0, options: {}, service: reward, needs_images: true, retries: 0,
      cache_entries: 0}
 accuracy_component: seen
 processes: 2
@@ -186,26 +186,26 @@ def score(request):
         open(request.metadata["folder"] + "/" + request.response.text, "w").close()
         while len([name for name in os.listdir(request.metadata["folder"]) if name.startswith("meet")]) < 2:
             time.sleep(0.01)
-    sizes = [len(picture) for picture in request.prompt_pictures]
-    return sum(sizes) + 1000 * len(request.response.pictures)
+    sizes = [len(image) for image in request.prompt_images]
+    return sum(sizes) + 1000 * len(request.response.images)
 """
 
 
-def test_a_recipe_sees_the_pictures_of_records_and_what_hangs_is_counted(tmp_path: Path) -> None:
+def test_a_recipe_sees_the_images_of_records_and_what_hangs_is_counted(tmp_path: Path) -> None:
     (tmp_path / "plugin.py").write_text(PLUGIN)
-    (tmp_path / "recipe.yaml").write_text(PICTURES_RECIPE.replace("FILE", f'"{tmp_path}/plugin.py:score"'))
-    (tmp_path / "pictures").mkdir()
-    (tmp_path / "pictures" / "a.png").write_bytes(b"12345")
+    (tmp_path / "recipe.yaml").write_text(IMAGES_RECIPE.replace("FILE", f'"{tmp_path}/plugin.py:score"'))
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images" / "a.png").write_bytes(b"12345")
     metadata = {"folder": str(tmp_path)}
     rows = [
-        {"id": "path", "response": "x", "image": "pictures/a.png"},
-        {"id": "two", "response": "x", "images": [str(tmp_path / "pictures/a.png"), "data:image/png;base64,QUJD"]},
-        {"id": "drawn", "response": "x", "response_images": ["pictures/a.png"]},
-        {"id": "clip", "response": "x", "videos": [["pictures/a.png", "pictures/a.png"]], "image": "pictures/a.png"},
-        {"id": "frames", "response": "x", "video": {"frames": ["pictures/a.png"], "fps": 4}},
-        {"id": "film", "response": "x", "video": "pictures/a.mp4"},
+        {"id": "path", "response": "x", "image": "images/a.png"},
+        {"id": "two", "response": "x", "images": [str(tmp_path / "images/a.png"), "data:image/png;base64,QUJD"]},
+        {"id": "drawn", "response": "x", "response_images": ["images/a.png"]},
+        {"id": "clip", "response": "x", "videos": [["images/a.png", "images/a.png"]], "image": "images/a.png"},
+        {"id": "frames", "response": "x", "video": {"frames": ["images/a.png"], "fps": 4}},
+        {"id": "film", "response": "x", "video": "images/a.mp4"},
         {"id": "none", "response": "x"},
-        {"id": "gone", "response": "x", "image": "pictures/b.png"},
+        {"id": "gone", "response": "x", "image": "images/b.png"},
         {"id": "no URL", "response": "x", "image": "data:,A"},
         {"id": "m1", "response": "meet 1", "metadata": metadata},
         {"id": "m2", "response": "meet 2", "metadata": metadata},
@@ -231,7 +231,7 @@ def test_a_recipe_sees_the_pictures_of_records_and_what_hangs_is_counted(tmp_pat
         results = [json.loads(line) for line in (tmp_path / "r.jsonl").read_text().splitlines()]
         totals = {row["id"]: row.get("reward") for row in results}
         assert {name: total for name, total in totals.items() if total is not None} == found
-        unscored = {"pictures: failed": 3, "seen: timed_out": 1} if len(found) > 1 else {}
+        unscored = {"images: failed": 3, "seen: timed_out": 1} if len(found) > 1 else {}
         assert json.loads((tmp_path / "r.json").read_text())["unscored"] == unscored
 
 
@@ -239,7 +239,7 @@ def test_a_slow_function_is_not_late_while_it_gets_on(tmp_path: Path, monkeypatc
     monkeypatch.setattr(run, "LEAST_ROWS", 4)
     monkeypatch.setattr(run, "MOST_ROWS", 4)
     (tmp_path / "plugin.py").write_text("import time\n\ndef score(request):\n    time.sleep(0.2)\n    return 1.0\n")
-    recipe = PICTURES_RECIPE.replace("FILE", f'"{tmp_path}/plugin.py:score"').replace("processes: 2", "processes: 1")
+    recipe = IMAGES_RECIPE.replace("FILE", f'"{tmp_path}/plugin.py:score"').replace("processes: 2", "processes: 1")
     (tmp_path / "recipe.yaml").write_text(recipe)
     path = write_jsonl(tmp_path / "rows.jsonl", [{"id": i, "response": "x"} for i in range(60)])
     with path.open("a") as file:

@@ -14,7 +14,7 @@ from mobula.deploy.tools.serve_rewards import ServeRewardsOptions, serve
 
 REWARDS = """
 components:
-  - {name: a, function: format, weight: 1.0, options: {preset: boxed}, service: reward, needs_pictures: false,
+  - {name: a, function: format, weight: 1.0, options: {preset: boxed}, service: reward, needs_images: false,
      retries: 0, cache_entries: 0}
 accuracy_component: a
 """

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from learner_data import add_dropout, group, picture, prompt, random_groups, tiny_config, with_logprobs
+from learner_data import add_dropout, group, image, prompt, random_groups, tiny_config, with_logprobs
 from taught import at_hand
 from transformers import AutoTokenizer
 
@@ -41,7 +41,7 @@ def tokenizer(folder: Path):
 
 @pytest.fixture(scope="module")
 def groups(tokenizer) -> list[ScoredGroup]:
-    """Six groups of four, with no, one and two pictures, sampled by another policy."""
+    """Six groups of four, with no, one and two images, sampled by another policy."""
     return random_groups(tokenizer, 6, 4)
 
 
@@ -85,9 +85,9 @@ def critic_gradient(folder: Path, groups: list[ScoredGroup], *overrides: str) ->
 
 
 def test_a_critic_learns_what_the_returns_are(folder, tokenizer) -> None:
-    """Each prompt has one reward, so a critic that sees the picture can predict it; the policy stays as it is."""
+    """Each prompt has one reward, so a critic that sees the image can predict it; the policy stays as it is."""
     steady = [
-        group(prompt(tokenizer, f"p{n}", [picture(n)]), [[1, 2, 3], [4, 5]], [float(n % 2)] * 2, n) for n in range(8)
+        group(prompt(tokenizer, f"p{n}", [image(n)]), [[1, 2, 3], [4, 5]], [float(n % 2)] * 2, n) for n in range(8)
     ]
     learner = connected(folder, "algorithm.critic.warmup_steps=30", "learner.warmup_steps=0")
     found = [learner.update(steady, version).metrics for version in range(1, 26)]
@@ -156,7 +156,7 @@ def test_a_token_that_was_not_sampled_has_no_value_loss(folder, groups) -> None:
 
 
 def test_without_a_reward_there_is_nothing_to_predict(folder, tokenizer) -> None:
-    asked = prompt(tokenizer, "a", [picture(1)])
+    asked = prompt(tokenizer, "a", [image(1)])
     scored = group(asked, [[1, 2], [3]], [1.0, None])
     items = items_of(connected(folder), [scored])
     assert not items[1].loss_mask.any() and not items[1].advantages.any()
@@ -300,7 +300,7 @@ def test_the_critic_starts_from_the_policy_that_rl_begins_with(folder, tokenizer
     learner = connected(folder, *words, "warm_start.learning_rate=0.01")
     loaded = copied(critic_of(learner)._model)
     answer = np.array([1, 2, 3], np.int32)
-    rows = [SupervisedExample(prompt(tokenizer, "t", [picture(1)]), answer, answer > 0)]
+    rows = [SupervisedExample(prompt(tokenizer, "t", [image(1)]), answer, answer > 0)]
     learner.supervised_step(at_hand(rows))
     assert difference(loaded, copied(critic_of(learner)._model)) == 0
     learner.begin_rl()
@@ -377,8 +377,8 @@ def test_kl_in_the_loss_goes_with_a_critic(folder, groups) -> None:
     assert metrics["kl"] > 0 and metrics["skipped"] == 0 and math.isfinite(metrics["value_loss"])
 
 
-def test_text_and_pictures_both_train_the_critic(folder, tokenizer) -> None:
-    for shown in ([], [picture(3)]):
+def test_text_and_images_both_train_the_critic(folder, tokenizer) -> None:
+    for shown in ([], [image(3)]):
         own = [group(prompt(tokenizer, f"p{n}", shown), [[1, 2], [3]], [1.0, 0.0], n) for n in range(2)]
         gradient, _ = critic_gradient(folder, own)
         vision = max(g.abs().max().item() for name, g in gradient.items() if "visual" in name)

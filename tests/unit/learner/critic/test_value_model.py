@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from learner_data import picture, prompt, tiny_config
+from learner_data import image, prompt, tiny_config
 from tiny_text_models import write_text_policy
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
@@ -32,13 +32,13 @@ def model(folder: Path) -> ValueModel:
 
 
 def sequences(folder: Path) -> list[TokenSequence]:
-    """Text, one picture, and two pictures of different sizes, with answers of different lengths."""
+    """Text, one image, and two images of different sizes, with answers of different lengths."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    shown = [[], [picture(1)], [picture(2, 2, 4), picture(3, 6, 4)]]
+    shown = [[], [image(1)], [image(2, 2, 4), image(3, 6, 4)]]
     answers = [[1, 2, 3], [4], [10, 11, 12, 13, 14]]
     return [
-        TokenSequence.of_response(prompt(tokenizer, f"p{n}", pictures), np.array(answer))
-        for n, (pictures, answer) in enumerate(zip(shown, answers, strict=True))
+        TokenSequence.of_response(prompt(tokenizer, f"p{n}", images), np.array(answer))
+        for n, (images, answer) in enumerate(zip(shown, answers, strict=True))
     ]
 
 
@@ -61,7 +61,7 @@ def plain_states(model, row: TokenSequence) -> torch.Tensor:
 
 
 @torch.no_grad()
-def test_values_are_those_of_the_plain_forward_for_text_and_pictures(model, folder) -> None:
+def test_values_are_those_of_the_plain_forward_for_text_and_images(model, folder) -> None:
     """LightRFT defect B6: the critic had plain positions in the place of M-RoPE's."""
     rows = sequences(folder)
     plain = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()

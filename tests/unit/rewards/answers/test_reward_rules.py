@@ -419,7 +419,7 @@ def test_malformed_boxes_score_0_with_a_reason(text: str) -> None:
 
 
 def test_boxes_come_in_forms_and_scales() -> None:
-    wanted = [10, 20, 30, 60]  # of a picture of 100 x 200
+    wanted = [10, 20, 30, 60]  # of an image of 100 x 200
     size = {"width": 100, "height": 200}
     thousandths = {**IOU, "response_scale": "thousandths"}
     assert score("iou", thousandths, request("[100, 100, 300, 300]", wanted=wanted, **size)).value == pytest.approx(1)
@@ -438,7 +438,7 @@ def test_boxes_come_in_forms_and_scales() -> None:
         score("iou", IOU, request("[0, 0, 1, 1]"))
 
 
-def test_boxes_in_pixels_of_the_scaled_picture_are_compared_with_those_of_the_file() -> None:
+def test_boxes_in_pixels_of_the_scaled_image_are_compared_with_those_of_the_file() -> None:
     """A photo of 1920 x 1080, seen as 644 x 364: the box in those pixels is worth 1, that of the file is not."""
     shown = {**IOU, "response_scale": "shown_pixels"}
     wanted, sizes = [1000, 600, 1400, 1000], {"image_sizes": [[1920, 1080]], "shown_image_sizes": [[644, 364]]}
@@ -454,25 +454,25 @@ def test_boxes_in_pixels_of_the_scaled_picture_are_compared_with_those_of_the_fi
         score("iou", shown, request(str(box), wanted=wanted, width=1920, height=1080))
 
 
-def test_the_size_of_a_file_is_that_of_the_upright_picture() -> None:
+def test_the_size_of_a_file_is_that_of_the_upright_image() -> None:
     image, file = Image.new("RGB", (200, 100)), io.BytesIO()
     exif = image.getexif()
     exif[0x0112] = 6  # shown as 100 x 200
     image.save(file, "JPEG", exif=exif)
-    asked = replace(request("[0.1, 0.1, 0.3, 0.3]", wanted=[10, 20, 30, 60]), prompt_pictures=(file.getvalue(),))
+    asked = replace(request("[0.1, 0.1, 0.3, 0.3]", wanted=[10, 20, 30, 60]), prompt_images=(file.getvalue(),))
     assert score("iou", {**IOU, "response_scale": "relative"}, asked).value == pytest.approx(1)
 
 
-def test_a_pictures_size_is_that_of_the_prompts_first_picture() -> None:
-    picture = io.BytesIO()
-    Image.new("RGB", (100, 200)).save(picture, "PNG")
+def test_a_images_size_is_that_of_the_prompts_first_image() -> None:
+    image = io.BytesIO()
+    Image.new("RGB", (100, 200)).save(image, "PNG")
     response = Response("[0.1, 0.1, 0.3, 0.3]", 1, False)
     wanted = {"wanted": [10, 20, 30, 60]}
     relative = {**IOU, "response_scale": "relative"}
-    asked = RewardRequest(response, (), wanted, "", (picture.getvalue(),))
+    asked = RewardRequest(response, (), wanted, "", (image.getvalue(),))
     assert score("iou", relative, asked).value == pytest.approx(1)
     with pytest.raises(RewardError, match="cannot be opened"):
-        score("iou", relative, RewardRequest(response, (), wanted, "", (b"no picture",)))
+        score("iou", relative, RewardRequest(response, (), wanted, "", (b"no image",)))
 
 
 def test_a_pair_below_the_least_iou_counts_nothing() -> None:
@@ -506,7 +506,7 @@ def test_another_language_is_named() -> None:
     assert found.reason == "also german"
 
 
-def picture(text: str, kind: str = "PNG") -> bytes:
+def drawn(text: str, kind: str = "PNG") -> bytes:
     image = Image.new("RGB", (400, 100), "white")
     ImageDraw.Draw(image).text((20, 20), text, fill="black", font=ImageFont.load_default(40))
     encoded = io.BytesIO()
@@ -514,47 +514,47 @@ def picture(text: str, kind: str = "PNG") -> bytes:
     return encoded.getvalue()
 
 
-def pictured(*pictures: bytes, references: tuple[str, ...] = (), prompt: str = "") -> RewardRequest:
-    return RewardRequest(Response("", 1, False, pictures), references, {}, prompt)
+def image_request(*images: bytes, references: tuple[str, ...] = (), prompt: str = "") -> RewardRequest:
+    return RewardRequest(Response("", 1, False, images), references, {}, prompt)
 
 
-def test_the_text_of_a_picture_is_read() -> None:
+def test_the_text_of_a_image_is_read() -> None:
     options = {"layout": "page", "target": "reference", "exact": False, "frame_stride": 1, "num_threads": 1}
     ocr, exact = (build_function("ocr", {**options, "exact": e}, TOOLS) for e in (False, True))
-    shown = picture("New Haven 42")
-    assert evaluate(ocr, pictured(shown, references=("new haven 42",))).value == 1.0
-    assert evaluate(exact, pictured(picture("New Haven 42", "JPEG"), references=("NEW HAVEN 42",))).value == 1.0
-    assert evaluate(ocr, pictured(shown, references=("Haven",))).value == 1.0
-    assert evaluate(exact, pictured(shown, references=("Haven",))).value == 0.0
-    assert evaluate(ocr, pictured(shown, references=("New Heaven 42",))).value == pytest.approx(1 - 1 / 11)
-    assert evaluate(ocr, pictured(shown, references=("q",))).value == 0.0
-    assert evaluate(ocr, pictured(picture(""), references=("New",))) == Score(0.0, "no text in the picture")
-    assert evaluate(ocr, pictured(shown, picture(""), references=("Haven",))).value == 0.5
+    shown = drawn("New Haven 42")
+    assert evaluate(ocr, image_request(shown, references=("new haven 42",))).value == 1.0
+    assert evaluate(exact, image_request(drawn("New Haven 42", "JPEG"), references=("NEW HAVEN 42",))).value == 1.0
+    assert evaluate(ocr, image_request(shown, references=("Haven",))).value == 1.0
+    assert evaluate(exact, image_request(shown, references=("Haven",))).value == 0.0
+    assert evaluate(ocr, image_request(shown, references=("New Heaven 42",))).value == pytest.approx(1 - 1 / 11)
+    assert evaluate(ocr, image_request(shown, references=("q",))).value == 0.0
+    assert evaluate(ocr, image_request(drawn(""), references=("New",))) == Score(0.0, "no text in the image")
+    assert evaluate(ocr, image_request(shown, drawn(""), references=("Haven",))).value == 0.5
     quoted = build_function("ocr", {**options, "target": "quoted_prompt", "frame_stride": 2}, TOOLS)
-    assert evaluate(quoted, pictured(shown, picture(""), prompt='A sign that says "New Haven 42".')).value == 1.0
+    assert evaluate(quoted, image_request(shown, drawn(""), prompt='A sign that says "New Haven 42".')).value == 1.0
     line = io.BytesIO()
     Image.new("RGB", (1, 2000)).save(line, "PNG")
     for unfit, message in [
-        (pictured(references=("a",)), "no picture"),
-        (pictured(b"junk", references=("a",)), "of no known kind"),
-        (pictured(shown[:200], references=("a",)), "cannot be opened"),
-        (pictured(line.getvalue(), references=("a",)), "1 x 2000: too narrow"),
-        (pictured(shown), "no reference"),
-        (pictured(shown, references=(" ",)), "no reference"),
+        (image_request(references=("a",)), "no image"),
+        (image_request(b"junk", references=("a",)), "of no known kind"),
+        (image_request(shown[:200], references=("a",)), "cannot be opened"),
+        (image_request(line.getvalue(), references=("a",)), "1 x 2000: too narrow"),
+        (image_request(shown), "no reference"),
+        (image_request(shown, references=(" ",)), "no reference"),
     ]:
         with pytest.raises(RewardError, match=message):
             evaluate(ocr, unfit)
     with pytest.raises(RewardError, match="no text in double quotes"):
-        evaluate(quoted, pictured(shown, prompt='A sign that says "'))
+        evaluate(quoted, image_request(shown, prompt='A sign that says "'))
 
 
-def test_a_picture_of_one_line_is_read_as_it_is() -> None:
+def test_a_image_of_one_line_is_read_as_it_is() -> None:
     options = {"target": "reference", "exact": True, "frame_stride": 1, "num_threads": 1}
     line, page = (build_function("ocr", {**options, "layout": layout}, TOOLS) for layout in ("line", "page"))
     texts = ("42", "07", "New Haven 42")
-    requests = [pictured(one_line(text), references=(text,)) for text in texts]
+    requests = [image_request(one_line(text), references=(text,)) for text in texts]
     assert [evaluate(line, request).value for request in requests] == [1.0, 1.0, 1.0]
-    assert evaluate(line, pictured(one_line("43"), references=("42",))).value == 0.0
+    assert evaluate(line, image_request(one_line("43"), references=("42",))).value == 0.0
     assert seconds(lambda: evaluate(line, requests[0])) < 0.5 * seconds(lambda: evaluate(page, requests[0]))
 
 

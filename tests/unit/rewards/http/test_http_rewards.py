@@ -269,7 +269,7 @@ def test_unfit_options_are_refused(options: dict[str, Any], message: str) -> Non
     assert build_function("http", {**OPTIONS, "urls": "http://127.0.0.1:1/score"}, TOOLS), "one URL may stand alone"
 
 
-# LightRFT's protocol: columns of queries, prompts, references and pictures; numbers come back.
+# LightRFT's protocol: columns of queries, prompts, references and images; numbers come back.
 
 
 def png(image: Image.Image) -> bytes:
@@ -278,7 +278,7 @@ def png(image: Image.Image) -> bytes:
     return buffer.getvalue()
 
 
-def test_lightrft_gets_one_query_a_sample_and_each_picture_by_itself() -> None:
+def test_lightrft_gets_one_query_a_sample_and_each_image_by_itself() -> None:
     red, blue = (png(Image.new("RGB", (4, 4), colour)) for colour in ("red", "blue"))
     server = Scripted(lambda _, body: Reply(body={"rewards": [0.25] * len(body["queries"])}))
     asked = [
@@ -310,7 +310,7 @@ def grey16() -> Image.Image:
     ],
     ids=["RGBA", "LA", "P", "I;16"],
 )
-def test_every_kind_of_picture_arrives_as_it_looks(image: Image.Image, pixel: tuple[int, int, int] | None) -> None:
+def test_every_kind_of_image_arrives_as_it_looks(image: Image.Image, pixel: tuple[int, int, int] | None) -> None:
     server = Scripted(lambda _, body: Reply(body={"rewards": [1.0]}))
     asked = RewardRequest(Response("x", 1, False), (), {}, "", (png(image),))
     with serving(server) as running:
@@ -320,12 +320,12 @@ def test_every_kind_of_picture_arrives_as_it_looks(image: Image.Image, pixel: tu
     assert sent.getpixel((0, 0)) == (pixel or image.convert("RGB").getpixel((0, 0)))
 
 
-def test_a_broken_picture_costs_only_its_sample() -> None:
+def test_a_broken_image_costs_only_its_sample() -> None:
     server = Scripted(lambda _, body: Reply(body={"rewards": [1.0] * len(body["queries"])}))
-    broken = RewardRequest(Response("x", 1, False), (), {}, "", (b"no picture",))
+    broken = RewardRequest(Response("x", 1, False), (), {}, "", (b"no image",))
     with serving(server) as running:
         outcomes = ask([running.url], [broken, *requests("y")], dialect="lightrft")
-    assert "picture 1 of the prompt is no PNG" in str(outcomes[0]) and values(outcomes[1:]) == [1.0]
+    assert "image 1 of the prompt is no PNG" in str(outcomes[0]) and values(outcomes[1:]) == [1.0]
 
 
 def test_rewards_of_lightrft_are_checked_one_by_one() -> None:

@@ -85,7 +85,7 @@ def test_lightrft_is_answered_with_the_score_of_responses_alone(server: Running)
         ({"queries": ["ok", "p:ok"]}, 422, "sample 0: its query does not begin with its prompt"),
         ({"prompts": None}, 422, "does not begin with its prompt"),
         ({"prompts": ["p:"]}, 422, "prompts has 1 rows for 2 queries"),
-        ({"images": [["####"], None]}, 422, "sample 0: a picture is no base64"),
+        ({"images": [["####"], None]}, 422, "sample 0: an image is no base64"),
     ],
 )
 def test_lightrft_gets_an_error_where_it_cannot_get_a_number(
@@ -96,7 +96,7 @@ def test_lightrft_gets_an_error_where_it_cannot_get_a_number(
     assert got == status and message in reply["detail"]
 
 
-def test_lightrft_pictures_and_references_come_in_every_form() -> None:
+def test_lightrft_images_and_references_come_in_every_form() -> None:
     body = LightrftBody(
         queries=["p1", "p2", "p3"],
         prompts=["p", "p", "p"],
@@ -105,7 +105,7 @@ def test_lightrft_pictures_and_references_come_in_every_form() -> None:
     )
     found = body.requests("full")
     assert [request.references for request in found] == [("a string",), ("a", "b"), ()]
-    assert [request.prompt_pictures for request in found] == [(b"abc",), (b"a", b"b"), ()]
+    assert [request.prompt_images for request in found] == [(b"abc",), (b"a", b"b"), ()]
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_special_tokens_go_and_nothing_else(text: str, cleaned: str) -> None:
     [
         ({"samples": [{**SAMPLE, "response": 1}]}, ["body", "mobula", "samples", 0, "response"]),
         ({"samples": [SAMPLE, {"response": "x"}]}, ["body", "mobula", "samples", 1, "num_tokens"]),
-        ({"samples": [{**SAMPLE, "pictures": ["###"]}]}, ["body", "mobula", "samples", 0, "pictures", 0]),
+        ({"samples": [{**SAMPLE, "images": ["###"]}]}, ["body", "mobula", "samples", 0, "images", 0]),
         ({"samples": [{**SAMPLE, "referenes": []}]}, ["body", "mobula", "samples", 0, "referenes"]),
         ({"samples": []}, ["body", "mobula", "samples"]),
         ({"queries": "abc"}, ["body", "lightrft", "queries"]),

@@ -19,7 +19,7 @@ TOOLS = Tools(None, "cpu", "float32")
 
 def score(name: str, row: dict[str, Any], **options: Any) -> float:
     """The value of one of the preset's components for a row."""
-    request = read_row(row).request(lambda named: (), needs_pictures=False)
+    request = read_row(row).request(lambda named: (), needs_images=False)
     return build_function(f"aerorl_{name}", options, TOOLS)(request)
 
 

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from fakes import make_group, make_scored
-from group_data import picture_prompt
+from group_data import image_prompt
 from score_data import AERORL, answer, options, record, score_file, write_jsonl
 
 from mobula.cluster.errors import PreflightError
@@ -23,21 +23,21 @@ from mobula.rewards.offline.scorer import RecordScorer, ScoredBatch
 from mobula.rewards.offline.sources import Batch, Source, open_source
 
 
-def read(path: Path, *, needs_pictures: bool = False) -> list[Record]:
-    source = open_source(path, needs_pictures=needs_pictures)
+def read(path: Path, *, needs_images: bool = False) -> list[Record]:
+    source = open_source(path, needs_images=needs_images)
     return [read_row(row) for batch in source.batches(lambda: 3) for row in batch.rows]
 
 
 def scored(path: Path) -> ScoredBatch:
     """All of a file as one batch."""
-    [batch] = open_source(path, needs_pictures=False).batches(lambda: 1 << 20)
+    [batch] = open_source(path, needs_images=False).batches(lambda: 1 << 20)
     return RecordScorer(options(AERORL, path.parent)).score(batch)
 
 
 @pytest.mark.parametrize("num_rows", [1, 7, 1000])
 def test_every_line_is_read_once_however_large_the_batches_are(tmp_path: Path, num_rows: int) -> None:
     path = write_jsonl(tmp_path / "rows.jsonl", [record(str(i), "x" * (i % 50), "x") for i in range(40)])
-    source = open_source(path, needs_pictures=False)
+    source = open_source(path, needs_images=False)
     batches = list(source.batches(lambda: num_rows))
     assert [read_row(row).id for batch in batches for row in batch.rows] == [str(i) for i in range(40)]
     assert [batch.first for batch in batches] == list(range(1, 41, num_rows))
@@ -48,10 +48,10 @@ def test_a_batch_is_bounded_by_its_bytes_as_well(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(sources, "BATCH_BYTES", 1 << 20)
     rows = [{"response": str(n), "image": {"bytes": os.urandom(100_000), "path": "a.png"}} for n in range(40)]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
-    sizes = [len(b.rows) for b in open_source(tmp_path / "rows.parquet", needs_pictures=True).batches(lambda: 1000)]
+    sizes = [len(b.rows) for b in open_source(tmp_path / "rows.parquet", needs_images=True).batches(lambda: 1000)]
     assert sum(sizes) == 40 and max(sizes) in (9, 10)
     lines = write_jsonl(tmp_path / "rows.jsonl", [record("a", "x" * 400_000, "x"), *[record("b", "x", "x")] * 3])
-    source: Source = open_source(lines, needs_pictures=False)
+    source: Source = open_source(lines, needs_images=False)
     assert [len(batch.rows) for batch in source.batches(lambda: 1000)] == [4]
     monkeypatch.setattr(sources, "BATCH_BYTES", 1 << 10)
     assert [len(batch.rows) for batch in source.batches(lambda: 1000)] == [1, 3]
@@ -124,20 +124,20 @@ def test_a_row_of_recorded_trajectories_whose_metadata_is_broken_is_skipped_and_
 
 def test_the_trajectories_of_a_run(tmp_path: Path) -> None:
     log = TrajectoryLog(tmp_path / "trajectories", timeout_s=1)
-    group = make_group(picture_prompt())
+    group = make_group(image_prompt())
     log.append(2, [ScoredGroup(group.summary(), group, (Reward(1.0),) * len(group.trajectories))])
     log.append(10, [make_scored("0/1/b")])
     for folder in (tmp_path, tmp_path / "trajectories"):
-        found = read(folder, needs_pictures=True)
+        found = read(folder, needs_images=True)
         first, trajectory = found[0], group.trajectories[0]
         assert first.id == trajectory.trajectory_id
         assert first.text == trajectory.response.text
         assert first.prompt == group.prompt.text
         assert first.references == group.prompt.references
-        request = first.request(lambda named: tuple(name.encode() for name in named), needs_pictures=True)
+        request = first.request(lambda named: tuple(name.encode() for name in named), needs_images=True)
         assert request.response.num_tokens == trajectory.response.num_tokens
         assert request.response.is_truncated == trajectory.response.is_truncated
-        assert request.prompt_pictures == (b"images/3.png",)
+        assert request.prompt_images == (b"images/3.png",)
         assert found[-1].id == "0/1/b#1"
 
 
@@ -155,20 +155,20 @@ def test_what_cannot_be_read_is_refused_with_a_way_out(tmp_path: Path, name: str
     (tmp_path / "bad.parquet").write_text("hello")
     (tmp_path / "packed.jsonl").write_bytes(b"\x1f\x8b")
     with pytest.raises(PreflightError, match=fault):
-        open_source(tmp_path / name, needs_pictures=False)
+        open_source(tmp_path / name, needs_images=False)
 
 
 def test_parquet_without_responses_is_refused(tmp_path: Path) -> None:
     pq.write_table(pa.table({"text": ["x"]}), tmp_path / "rows.parquet")
     with pytest.raises(PreflightError, match="no column `response`, only text"):
-        open_source(tmp_path / "rows.parquet", needs_pictures=False)
+        open_source(tmp_path / "rows.parquet", needs_images=False)
 
 
 def test_a_prompt_of_chat_messages_is_their_text() -> None:
-    picture = {"type": "image", "image": "a.png"}
+    image = {"type": "image", "image": "a.png"}
     asked: list[dict[str, Any]] = [
         {"role": "system", "content": "Be short."},
-        {"role": "user", "content": [picture, {"type": "text", "text": "Which digit?"}]},
+        {"role": "user", "content": [image, {"type": "text", "text": "Which digit?"}]},
     ]
     found = read_row(json.dumps({"prompt": asked, "response": "7", "reference": "7"}).encode())
     assert found.prompt == "Be short.\nWhich digit?"

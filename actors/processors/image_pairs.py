@@ -1,11 +1,11 @@
-"""PicturePairProcessor: rows of picture pairs to groups, prompts encoded and pictures as latents."""
+"""ImagePairProcessor: rows of image pairs to groups, prompts encoded and images as latents."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from mobula.actors.datasets.conversations import CHOSEN, REJECTED
-from mobula.actors.datasets.preferences.picture_pairs import PicturePair
+from mobula.actors.datasets.preferences.image_pairs import ImagePair
 from mobula.actors.datasets.rows import Row
 from mobula.actors.processors.flow import FlowProcessor
 from mobula.cluster.records.actions import LatentActions
@@ -20,8 +20,8 @@ from mobula.cluster.records.trajectory import (
 )
 
 
-class PicturePairProcessor:
-    """Makes a group of each row: two trajectories of one step that ends in a picture; rewards are the labels.
+class ImagePairProcessor:
+    """Makes a group of each row: two trajectories of one step that ends in an image; rewards are the labels.
 
     No policy has sampled them: `behavior_logprobs` are 0.
     """
@@ -31,11 +31,11 @@ class PicturePairProcessor:
     def __init__(self, flow: FlowProcessor) -> None:
         self._flow = flow
 
-    def prepare(self, row: PicturePair, prompt_id: str) -> ScoredGroup:
+    def prepare(self, row: ImagePair, prompt_id: str) -> ScoredGroup:
         """The row as a group.
 
         Raises:
-            PromptError: a picture or file of latents cannot be used.
+            PromptError: an image or file of latents cannot be used.
         """
         prompt = self._flow.prepare(_asked(row), prompt_id)
         both = (row.chosen, row.rejected)
@@ -43,11 +43,11 @@ class PicturePairProcessor:
         group = TrajectoryGroup(prompt, trajectories)
         return ScoredGroup(group.summary(), group, (Reward(CHOSEN), Reward(REJECTED)))
 
-    def num_media(self, row: PicturePair) -> int:
+    def num_media(self, row: ImagePair) -> int:
         """How many media the prompt of a row has."""
         return self._flow.num_media(_asked(row))
 
-    def check(self, row: PicturePair) -> int:
+    def check(self, row: ImagePair) -> int:
         """0: a prompt has no tokens.
 
         Raises:
@@ -58,14 +58,14 @@ class PicturePairProcessor:
         return self._flow.check(_asked(row))
 
 
-def _asked(row: PicturePair) -> Row:
+def _asked(row: ImagePair) -> Row:
     return Row(row.sample_id, row.question, "", "")
 
 
 def _trajectory(name: str, latents: np.ndarray) -> Trajectory:
     return Trajectory(
         trajectory_id=name,
-        actions=LatentActions.of_picture(latents),
+        actions=LatentActions.of_image(latents),
         behavior_logprobs=np.zeros(1, dtype=np.float32),
         action_mask=np.ones(1, dtype=bool),
         weight_spans=(WeightSpan(0, 0, 1),),

@@ -1,4 +1,4 @@
-"""Diffusion-DPO from end to end in one process, on pairs of pictures and of latents."""
+"""Diffusion-DPO from end to end in one process, on pairs of images and of latents."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flow_model import made_loud
 from offline_run import OfflineRun
 from PIL import Image, ImageOps
 
-from mobula.actors.datasets.preferences.picture_pairs import read_picture_pairs
+from mobula.actors.datasets.preferences.image_pairs import read_image_pairs
 from mobula.actors.datasets.rows import count_by_reason
 from mobula.cluster.errors import DatasetError
 from mobula.configs.errors import ConfigError
@@ -48,16 +48,16 @@ WORDS = (
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model, and pairs whose better picture is white on black and the other black on white."""
+    """A model, and pairs whose better image is white on black and the other black on white."""
     found = tmp_path_factory.mktemp("pairs")
     made_loud(write_tiny_flow("sd3_glyphs", found / "model"))
     for split, numbers in (("train", range(0, 80)), ("validation", range(80, 100))):
         rows = []
         for number in numbers:
             better, worse = found / f"{number}.png", found / f"{number}.npy"
-            picture = rendered(f"{number:02d}", 11.5, (0, 0))
-            picture.save(better)
-            inverted = np.asarray(ImageOps.invert(picture), dtype=np.float32)[None] / 127.5 - 1
+            image = rendered(f"{number:02d}", 11.5, (0, 0))
+            image.save(better)
+            inverted = np.asarray(ImageOps.invert(image), dtype=np.float32)[None] / 127.5 - 1
             np.save(worse, inverted)
             rows.append({"prompt": f"write {number:02d}", "chosen": better.name, "rejected": worse.name})
         (found / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
@@ -70,7 +70,7 @@ def config(folder: Path, runs: Path, *words: str) -> RunConfig:
 
 
 @pytest.mark.parametrize("words", [(), ("policy.lora.rank=8", "learner.learning_rate=0.01")], ids=["full", "lora"])
-async def test_pairs_teach_which_picture_is_preferred(folder: Path, tmp_path: Path, words: tuple[str, ...]) -> None:
+async def test_pairs_teach_which_image_is_preferred(folder: Path, tmp_path: Path, words: tuple[str, ...]) -> None:
     found = config(folder, tmp_path, *words)
     metrics = await OfflineRun(found).go()
     first, last = metrics.totals.evaluations
@@ -93,18 +93,18 @@ def test_rows_that_cannot_be_used_are_named(folder: Path, tmp_path: Path) -> Non
         [],
     ]
     (tmp_path / "train.jsonl").write_text("\n".join([*map(json.dumps, (good, *bad)), "{"]), encoding="utf-8")
-    found = read_picture_pairs(tmp_path, "train")
+    found = read_image_pairs(tmp_path, "train")
     assert [row.question for row in found.rows] == ["write 42"]
     assert count_by_reason(found.skipped) == {
         "missing_prompt": 1,
         "outside_folder": 1,
         "missing_file": 1,
-        "same_picture": 1,
-        "missing_picture": 1,
+        "same_image": 1,
+        "missing_image": 1,
         "broken_json": 2,
     }
     with pytest.raises(DatasetError, match="does not exist"):
-        read_picture_pairs(tmp_path, "test")
+        read_image_pairs(tmp_path, "test")
 
 
 def test_sharded_weights_of_deepspeed_are_not_exchanged_with_the_initial_ones(folder: Path, tmp_path: Path) -> None:

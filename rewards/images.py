@@ -15,8 +15,8 @@ _ORIENTATION = 0x0112  # the EXIF tag; 1 is upright
 _MEDIA_TYPES = {"JPEG": "image/jpeg", "PNG": "image/png"}
 
 
-def decode_picture(content: bytes, what: str) -> Image.Image:
-    """Decodes an image to RGB. `what` names it in errors, e.g. "picture 2 of the prompt".
+def decode_image(content: bytes, what: str) -> Image.Image:
+    """Decodes an image to RGB. `what` names it in errors, e.g. "image 2 of the prompt".
 
     Raises:
         RewardError: the content is not an image, is damaged, or has more than `MAX_PIXELS`.
@@ -31,18 +31,18 @@ def decode_picture(content: bytes, what: str) -> Image.Image:
         raise RewardError(f"{what} is damaged ({error})") from error
 
 
-def portable_picture(content: bytes, what: str) -> tuple[str, bytes]:
+def portable_image(content: bytes, what: str) -> tuple[str, bytes]:
     """Returns (media type, file). An upright RGB or grey JPEG or PNG is unchanged; others become a PNG of equal pixels.
 
     Raises:
-        RewardError: as `decode_picture`.
+        RewardError: as `decode_image`.
     """
     with _open(content, what) as image:
         is_plain = image.mode in ("RGB", "L") and not image.has_transparency_data
         if is_plain and image.format in _MEDIA_TYPES and image.getexif().get(_ORIENTATION, 1) == 1:
             return _MEDIA_TYPES[image.format], content
-    buffer = BytesIO()  # one for each picture
-    decode_picture(content, what).save(buffer, format="PNG")
+    buffer = BytesIO()  # one for each image
+    decode_image(content, what).save(buffer, format="PNG")
     return _MEDIA_TYPES["PNG"], buffer.getvalue()
 
 
@@ -50,9 +50,9 @@ def data_url(content: bytes, what: str) -> str:
     """Encodes an image as a data URL, for chat services.
 
     Raises:
-        RewardError: as `decode_picture`.
+        RewardError: as `decode_image`.
     """
-    media_type, file = portable_picture(content, what)
+    media_type, file = portable_image(content, what)
     return f"data:{media_type};base64,{base64.b64encode(file).decode('ascii')}"
 
 
@@ -61,7 +61,7 @@ def _open(content: bytes, what: str) -> Image.Image:
     try:
         image = Image.open(BytesIO(content), formats=FORMATS)
     except Exception as error:  # a damaged header raises errors of nearly any type
-        raise RewardError(f"{what} is no {', '.join(FORMATS)} picture ({len(content)} bytes)") from error
+        raise RewardError(f"{what} is no {', '.join(FORMATS)} image ({len(content)} bytes)") from error
     if not 0 < image.width * image.height <= MAX_PIXELS:
         raise RewardError(f"{what} decodes to {image.width} x {image.height} pixels, more than {MAX_PIXELS:,}")
     return image

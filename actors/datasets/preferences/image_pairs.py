@@ -1,8 +1,8 @@
-"""Pairs of pictures for preference optimisation of flow models, one JSON object a line of `<folder>/<split>.jsonl`:
+"""Pairs of images for preference optimisation of flow models, one JSON object a line of `<folder>/<split>.jsonl`:
 
     {"id": "12", "prompt": "write 42", "chosen": "images/12a.png", "rejected": "images/12b.png"}
 
-A path is relative to the folder and may not leave it. It names a picture, or latents as a NumPy file (`.npy`). A line
+A path is relative to the folder and may not leave it. It names an image, or latents as a NumPy file (`.npy`). A line
 that cannot be used is skipped and named; only a split without any usable row is an error.
 """
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mobula.actors.datasets.formats.base import present
-from mobula.actors.datasets.pictures import path_below
+from mobula.actors.datasets.images import path_below
 from mobula.actors.datasets.readers.base import refuse_unread
 from mobula.actors.datasets.readers.json_files import read_objects
 from mobula.actors.datasets.rows import RowError, Skipped, Split, first_few
@@ -23,8 +23,8 @@ from mobula.configs.near_paths import near
 
 
 @dataclass(frozen=True)
-class PicturePair:
-    """One row: what was asked, and two files, the better picture first."""
+class ImagePair:
+    """One row: what was asked, and two files, the better image first."""
 
     sample_id: str
     question: str
@@ -32,7 +32,7 @@ class PicturePair:
     rejected: Path
 
 
-def read_picture_pairs(folder: Path, split: str) -> Split[PicturePair]:
+def read_image_pairs(folder: Path, split: str) -> Split[ImagePair]:
     """The rows of a split, in order.
 
     Raises:
@@ -42,7 +42,7 @@ def read_picture_pairs(folder: Path, split: str) -> Split[PicturePair]:
     if not file.is_file():
         refuse_unread(folder, split)
         raise DatasetError(f"{file} does not exist: set data.path to a folder that holds {split}.jsonl{near(file)}")
-    rows: dict[str, PicturePair] = {}
+    rows: dict[str, ImagePair] = {}
     skipped: list[Skipped] = []
     for number, fields in read_objects(file):
         name = f"{split}-{number}"
@@ -60,20 +60,20 @@ def read_picture_pairs(folder: Path, split: str) -> Split[PicturePair]:
     return Split(split, tuple(rows.values()), tuple(skipped))
 
 
-def _pair(fields: Mapping[str, Any], folder: Path, name: str) -> PicturePair:
+def _pair(fields: Mapping[str, Any], folder: Path, name: str) -> ImagePair:
     prompt = fields.get("prompt")
     if not isinstance(prompt, str) or not prompt.strip():
-        raise RowError("missing_prompt", f"`prompt` is {prompt!r}: write what the pictures should show")
+        raise RowError("missing_prompt", f"`prompt` is {prompt!r}: write what the images should show")
     chosen, rejected = (_file(fields, key, folder) for key in ("chosen", "rejected"))
     if chosen == rejected:
-        raise RowError("same_picture", f"`chosen` and `rejected` are both {chosen.name}: a pair has two")
-    return PicturePair(name, prompt, chosen, rejected)
+        raise RowError("same_image", f"`chosen` and `rejected` are both {chosen.name}: a pair has two")
+    return ImagePair(name, prompt, chosen, rejected)
 
 
 def _file(fields: Mapping[str, Any], key: str, folder: Path) -> Path:
     value = fields.get(key)
     if not isinstance(value, str) or not value:
-        raise RowError("missing_picture", f"`{key}` is {value!r}: write the path of a picture, or of latents")
+        raise RowError("missing_image", f"`{key}` is {value!r}: write the path of an image, or of latents")
     path = path_below(folder, value)
     if path is None:
         raise RowError(

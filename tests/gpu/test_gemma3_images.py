@@ -1,4 +1,4 @@
-"""Gemma 3 with pictures: engine and learner agree where vLLM has the bidirectional mask of pictures."""
+"""Gemma 3 with images: engine and learner agree where vLLM has the bidirectional mask of images."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ pytestmark = [
     pytest.mark.timeout(1200),
     pytest.mark.skipif(
         not torch.cuda.is_available(),
-        reason="needs an NVIDIA GPU: vLLM's attention on CPU ignores the bidirectional mask of Gemma 3's pictures",
+        reason="needs an NVIDIA GPU: vLLM's attention on CPU ignores the bidirectional mask of Gemma 3's images",
     ),
 ]
 
 CLOSE = 2e-3  # nat, mean; without the mask 7e-3 were measured
 
 
-async def test_engine_and_learner_agree_on_text_one_and_two_pictures(local_ray: str, tmp_path: Path) -> None:
+async def test_engine_and_learner_agree_on_text_one_and_two_images(local_ray: str, tmp_path: Path) -> None:
     write_tiny("gemma3", tmp_path / "model", seed=0)
     words = (
         "resources=gpu_1",
@@ -35,7 +35,7 @@ async def test_engine_and_learner_agree_on_text_one_and_two_pictures(local_ray: 
         "sampler.gpu_memory_fraction=0.3",
     )
     model = open_model(tmp_path / "model", *words, "weight_sync.bucket_bytes=1048576")
-    assert model.prepared.processor.takes_pictures
+    assert model.prepared.processor.takes_images
     engine = await asyncio.to_thread(start_actor, model, "vllm", 0)
     learner = new_learner(model)
     try:

@@ -1,9 +1,9 @@
-"""vLLM's scheduler sends every picture of a new request to the worker. Runs in the process of the engine core.
+"""vLLM's scheduler sends every image of a new request to the worker. Runs in the process of the engine core.
 
-Replaces `vllm.v1.core.sched.output.strip_covered_mm_data`. vLLM 0.32 does not send a picture to the worker when the
+Replaces `vllm.v1.core.sched.output.strip_covered_mm_data`. vLLM 0.32 does not send an image to the worker when the
 prefix cache covers its tokens, as it does for every sibling but the first. If such a request is preempted later, by a
 weight push or for lack of KV blocks, and the prefix cache no longer covers them, the worker has nothing to embed and
-the engine dies. With one rank the worker shares the core's process, so a picture that is sent costs nothing; with
+the engine dies. With one rank the worker shares the core's process, so an image that is sent costs nothing; with
 `resources.rollout.tensor_parallel` above 1 it is copied to the worker processes once for each sibling.
 """
 
@@ -14,8 +14,8 @@ from typing import Any
 from vllm.v1.core.sched import output
 
 
-def keep_pictures() -> None:
-    """From now on the scheduler of this process sends every picture of a new request, covered or not."""
+def keep_images() -> None:
+    """From now on the scheduler of this process sends every image of a new request, covered or not."""
     output.strip_covered_mm_data = _all_of_them
 
 

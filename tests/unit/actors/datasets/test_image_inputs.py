@@ -1,4 +1,4 @@
-"""Every form in which a row may name a picture, and everything that is refused by name."""
+"""Every form in which a row may name an image, and everything that is refused by name."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from media_server import PROXIES, media_server
 from PIL import Image
 
 from mobula.actors.datasets.downloads import DownloadLimits, LateDownloads, MediaDownloads, fetch_together
+from mobula.actors.datasets.images import EncodedFile, ImageError, ImageInputs, WebFile
 from mobula.actors.datasets.open_split import open_split
-from mobula.actors.datasets.pictures import EncodedFile, PictureError, PictureInputs, WebFile
 from mobula.actors.datasets.rows import RowError, count_by_reason
 from mobula.actors.processors.image import ImageLimits, check_image, decode_image, read_image
 from mobula.cluster.errors import MediaError
@@ -50,9 +50,9 @@ def root(tmp_path: Path) -> Path:
     return folder
 
 
-def inputs(root: Path, *hosts: str, takes_absolute: bool = False) -> PictureInputs:
+def inputs(root: Path, *hosts: str, takes_absolute: bool = False) -> ImageInputs:
     downloads = MediaDownloads(root.parent / "cache", hosts, DOWNLOADS)
-    return PictureInputs(root, downloads, takes_absolute=takes_absolute)
+    return ImageInputs(root, downloads, takes_absolute=takes_absolute)
 
 
 class Tensor:
@@ -100,43 +100,43 @@ FORMS = (
 
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_gives_the_same_pixels(root: Path, form: str) -> None:
-    [picture] = inputs(root).resolve(forms(root)[form], "row")
-    assert check_image(picture, LIMITS) == (7, 5)
-    pixels = np.asarray(decode_image(read_image(picture, LIMITS), picture, LIMITS))
+    [image] = inputs(root).resolve(forms(root)[form], "row")
+    assert check_image(image, LIMITS) == (7, 5)
+    pixels = np.asarray(decode_image(read_image(image, LIMITS), image, LIMITS))
     np.testing.assert_array_equal(pixels, PIXELS)
 
 
-def test_tensors_of_bfloat16_are_pictures_and_those_without_values_are_refused(root: Path) -> None:
-    [picture] = inputs(root).resolve(torch.full((3, 4, 6), 0.5).bfloat16(), "row")
-    assert decode_image(read_image(picture, LIMITS), picture, LIMITS).getpixel((0, 0)) == (128, 128, 128)
-    with pytest.raises(PictureError, match="no values that can be read"):
+def test_tensors_of_bfloat16_are_images_and_those_without_values_are_refused(root: Path) -> None:
+    [image] = inputs(root).resolve(torch.full((3, 4, 6), 0.5).bfloat16(), "row")
+    assert decode_image(read_image(image, LIMITS), image, LIMITS).getpixel((0, 0)) == (128, 128, 128)
+    with pytest.raises(ImageError, match="no values that can be read"):
         inputs(root).resolve(torch.zeros(3, 4, 6, device="meta"), "row")
     for values in (np.full((4, 6), 255.0), np.full((4, 6), -0.1), np.full((4, 6), np.nan)):
-        with pytest.raises(PictureError, match=r"bring them to \[0, 1\]"):
+        with pytest.raises(ImageError, match=r"bring them to \[0, 1\]"):
             inputs(root).resolve(values, "row")
 
 
 @pytest.mark.parametrize("mode", ["CMYK", "YCbCr", "HSV"])
-def test_pictures_of_modes_that_png_does_not_have_are_converted(root: Path, mode: str) -> None:
+def test_images_of_modes_that_png_does_not_have_are_converted(root: Path, mode: str) -> None:
     image = Image.new("RGB", (6, 4), (200, 100, 50)).convert(mode)
-    [picture] = inputs(root).resolve(image, "row")
-    found = decode_image(read_image(picture, LIMITS), picture, LIMITS).getpixel((0, 0))
+    [resolved] = inputs(root).resolve(image, "row")
+    found = decode_image(read_image(resolved, LIMITS), resolved, LIMITS).getpixel((0, 0))
     assert np.abs(np.array(found) - (200, 100, 50)).max() <= 4
 
 
-def test_lists_keep_their_order_and_nothing_is_no_picture(root: Path) -> None:
+def test_lists_keep_their_order_and_nothing_is_no_image(root: Path) -> None:
     black, white = (Image.new("L", (2, 2), colour) for colour in (0, 255))
-    pictures = inputs(root).resolve([black, [white, "sub/a b.png"], b"x"], "row")
-    decoded = [decode_image(read_image(p, LIMITS), p, LIMITS).getpixel((0, 0)) for p in pictures[:2]]
+    images = inputs(root).resolve([black, [white, "sub/a b.png"], b"x"], "row")
+    decoded = [decode_image(read_image(p, LIMITS), p, LIMITS).getpixel((0, 0)) for p in images[:2]]
     assert decoded == [(0, 0, 0), (255, 255, 255)]
-    assert [str(p) for p in pictures[1:]] == ["row, picture 2", str(root / "sub" / "a b.png"), "row, picture 4"]
+    assert [str(p) for p in images[1:]] == ["row, image 2", str(root / "sub" / "a b.png"), "row, image 4"]
     assert inputs(root).resolve(None, "row") == inputs(root).resolve([], "row") == ()
 
 
-def test_grey_alpha_and_one_channel_arrays_are_pictures(root: Path) -> None:
+def test_grey_alpha_and_one_channel_arrays_are_images(root: Path) -> None:
     for shape in ((4, 6), (4, 6, 1), (4, 6, 4), (1, 4, 6)):
-        [picture] = inputs(root).resolve(np.zeros(shape, dtype=np.uint8), "row")
-        assert check_image(picture, LIMITS) == (6, 4)
+        [image] = inputs(root).resolve(np.zeros(shape, dtype=np.uint8), "row")
+        assert check_image(image, LIMITS) == (6, 4)
 
 
 @pytest.mark.parametrize(
@@ -163,8 +163,8 @@ def test_grey_alpha_and_one_channel_arrays_are_pictures(root: Path) -> None:
         ("http://[broken/a.png", "host_not_allowed"),
     ],
 )
-def test_what_is_no_picture_or_may_not_be_read_is_named(root: Path, value: Any, reason: str) -> None:
-    with pytest.raises(PictureError) as found:
+def test_what_is_no_image_or_may_not_be_read_is_named(root: Path, value: Any, reason: str) -> None:
+    with pytest.raises(ImageError) as found:
         inputs(root).resolve(value, "row")
     assert found.value.reason == reason
 
@@ -172,12 +172,12 @@ def test_what_is_no_picture_or_may_not_be_read_is_named(root: Path, value: Any, 
 def test_absolute_paths_below_the_root_are_taken_where_the_root_is_given(root: Path) -> None:
     path = root / "sub" / "a b.png"
     assert inputs(root, takes_absolute=True).resolve(str(path), "row") == (path,)
-    with pytest.raises(PictureError, match="leads out of"):
+    with pytest.raises(ImageError, match="leads out of"):
         inputs(root, takes_absolute=True).resolve(str(root.parent / "outside.png"), "row")
 
 
 def bomb() -> bytes:
-    """A picture of one bit a pixel that decodes to many."""
+    """An image of one bit a pixel that decodes to many."""
     rows = zlib.compress(bytes(16_384 * (1 + 16_384 // 8)))
     header = struct.pack(">IIBBBBB", 16_384, 16_384, 1, 0, 0, 0, 0)
     chunks = ((b"IHDR", header), (b"IDAT", rows), (b"IEND", b""))
@@ -191,7 +191,7 @@ def bomb() -> bytes:
     ("content", "message"),
     [
         (b"", "is empty"),
-        (b"not a picture", "is no PNG"),
+        (b"not an image", "is no PNG"),
         (bomb(), "decompression bomb|data.max_decoded_pixels"),
         (bytes(200_000), "data.max_image_bytes"),
         (png(NOISE)[:2000], "is corrupt"),
@@ -200,14 +200,14 @@ def bomb() -> bytes:
 )
 def test_bad_content_is_refused_whether_it_is_a_file_or_bytes(root: Path, content: bytes, message: str) -> None:
     (root / "bad.png").write_bytes(content)
-    for picture in inputs(root).resolve(["bad.png", content], "row"):
+    for image in inputs(root).resolve(["bad.png", content], "row"):
         with pytest.raises(MediaError, match=message):
-            read = read_image(picture, LIMITS)
-            decode_image(read, picture, LIMITS)
+            read = read_image(image, LIMITS)
+            decode_image(read, image, LIMITS)
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    """/ok gives a picture, /large too many bytes, /out leads to another host, /loop to itself, others 404."""
+    """/ok gives an image, /large too many bytes, /out leads to another host, /loop to itself, others 404."""
 
     num_requests = 0
 
@@ -229,9 +229,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
         """Nothing is written to the console."""
 
 
-def late_inputs(root: Path, *hosts: str) -> PictureInputs:
+def late_inputs(root: Path, *hosts: str) -> ImageInputs:
     downloads = LateDownloads(MediaDownloads(root.parent / "cache", hosts, DOWNLOADS))
-    return PictureInputs(root, downloads, takes_absolute=False)
+    return ImageInputs(root, downloads, takes_absolute=False)
 
 
 @pytest.fixture
@@ -247,11 +247,11 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     running.server_close()
 
 
-def test_a_picture_of_an_allowed_host_is_downloaded_once(root: Path, server: str) -> None:
+def test_a_image_of_an_allowed_host_is_downloaded_once(root: Path, server: str) -> None:
     for _ in range(2):
         for path in ("/ok", "/in"):
-            [picture] = inputs(root, "127.0.0.1").resolve(server + path, "row")
-            assert read_image(picture, LIMITS) == png()
+            [image] = inputs(root, "127.0.0.1").resolve(server + path, "row")
+            assert read_image(image, LIMITS) == png()
     assert Handler.num_requests == 3, "one and a redirect, then both from the folder"
 
 
@@ -266,15 +266,15 @@ def test_a_picture_of_an_allowed_host_is_downloaded_once(root: Path, server: str
 )
 @pytest.mark.parametrize("is_late", [False, True])
 def test_a_download_stays_within_its_limits(root: Path, server: str, is_late: bool, path: str, reason: str) -> None:
-    with pytest.raises(PictureError) as found:
-        [picture] = (late_inputs if is_late else inputs)(root, "127.0.0.1").resolve(server + path, "row")
-        read_image(pickle.loads(pickle.dumps(picture)), LIMITS)
+    with pytest.raises(ImageError) as found:
+        [image] = (late_inputs if is_late else inputs)(root, "127.0.0.1").resolve(server + path, "row")
+        read_image(pickle.loads(pickle.dumps(image)), LIMITS)
     assert found.value.reason == reason
     assert list((root.parent / "cache").iterdir()) == [], "nothing is left of it"
 
 
 def test_a_download_has_the_limit_of_its_own_kind_of_media(root: Path, server: str) -> None:
-    """The server's large file is too large a picture, and neither too large a video nor too large a sound."""
+    """The server's large file is too large an image, and neither too large a video nor too large a sound."""
     kinds = ("image", "video", "audio")
     rows = [{"question": f"<{kind}>?", "answer": "7", kind: f"{server}/large?{kind}"} for kind in kinds]
     (root / "train.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
@@ -285,18 +285,18 @@ def test_a_download_has_the_limit_of_its_own_kind_of_media(root: Path, server: s
 
 
 def test_a_late_download_is_made_by_the_process_that_reads_the_file(root: Path, server: str) -> None:
-    [picture] = late_inputs(root, "127.0.0.1").resolve(f"{server}/in", "row")
-    assert isinstance(picture, WebFile) and str(picture) == f"{server}/in"
+    [image] = late_inputs(root, "127.0.0.1").resolve(f"{server}/in", "row")
+    assert isinstance(image, WebFile) and str(image) == f"{server}/in"
     assert Handler.num_requests == 0 and not (root.parent / "cache").exists()
     for _ in range(2):
-        there = pickle.loads(pickle.dumps(picture))
+        there = pickle.loads(pickle.dumps(image))
         assert check_image(there, LIMITS) == (7, 5) and read_image(there, LIMITS) == png()
     assert Handler.num_requests == 2, "a redirect and a file, then from the folder"
 
 
 def test_the_host_of_a_late_download_is_checked_before_it_is_made(root: Path, server: str) -> None:
     for url in ("https://example.org/a.png", server.replace("127.0.0.1", "localhost") + "/ok"):
-        with pytest.raises(PictureError) as found:
+        with pytest.raises(ImageError) as found:
             late_inputs(root, "127.0.0.1").resolve(url, "row")
         assert found.value.reason == "host_not_allowed"
     assert Handler.num_requests == 0
@@ -305,7 +305,7 @@ def test_the_host_of_a_late_download_is_checked_before_it_is_made(root: Path, se
 @pytest.mark.parametrize("url", ["file:///etc/passwd", "../outside.png", "http://localhost/a.png", "ftp://127.0.0.1/a"])
 def test_the_reading_process_checks_the_host_as_well(root: Path, url: str) -> None:
     smuggled = WebFile(url, MediaDownloads(root.parent / "cache", ("127.0.0.1",), DOWNLOADS).fetch)
-    with pytest.raises(PictureError) as found:
+    with pytest.raises(ImageError) as found:
         read_image(smuggled, LIMITS)
     assert found.value.reason == "host_not_allowed"
 
@@ -323,7 +323,7 @@ def test_files_of_one_row_are_downloaded_at_the_same_time_and_each_once(
         fetch_together(found)
         assert sorted(server.asked) == paths
         [absent] = late_inputs(root, "127.0.0.1").resolve(f"{server.url}/absent", "row")
-        with pytest.raises(PictureError, match="/absent cannot be downloaded"):
+        with pytest.raises(ImageError, match="/absent cannot be downloaded"):
             fetch_together([*found, absent])
 
 
@@ -339,17 +339,17 @@ def test_rows_with_late_downloads_name_their_urls_and_open_no_connection(root: P
     with pytest.raises(RowError, match="data.allowed_hosts does not have"):
         found[3]
     assert Handler.num_requests == 0
-    with pytest.raises(PictureError, match="data.max_image_bytes=10,000"):
+    with pytest.raises(ImageError, match="data.max_image_bytes=10,000"):
         fetch_together(media[:1])
     fetch_together(media[1:])  # each kind has its own limit
 
 
 def test_a_server_that_is_not_there_is_named(root: Path) -> None:
-    with pytest.raises(PictureError, match=r"http://127\.0\.0\.1:9/a\.png cannot be downloaded"):
+    with pytest.raises(ImageError, match=r"http://127\.0\.0\.1:9/a\.png cannot be downloaded"):
         inputs(root, "127.0.0.1").resolve("http://127.0.0.1:9/a.png", "row")
 
 
-def test_rows_with_refused_pictures_are_skipped_and_counted(root: Path) -> None:
+def test_rows_with_refused_images_are_skipped_and_counted(root: Path) -> None:
     records = [
         {"id": "good", "question": "<image>?", "answer": "7", "image": "sub/a b.png"},
         {"id": "web", "question": "<image>?", "answer": "7", "image": "https://example.org/a.png"},
@@ -363,7 +363,7 @@ def test_rows_with_refused_pictures_are_skipped_and_counted(root: Path) -> None:
     assert split.skipped[0].sample == "train.jsonl:2 (web)"
 
 
-def test_the_name_of_a_picture_is_that_of_its_row_or_its_path(root: Path) -> None:
+def test_the_name_of_a_image_is_that_of_its_row_or_its_path(root: Path) -> None:
     [named] = inputs(root).resolve({"bytes": png(), "path": "orig/a.png"}, "train.parquet:3")
     [other] = inputs(root).resolve(png(), "train.parquet:3")
     assert (str(named), str(other)) == ("orig/a.png", "train.parquet:3")

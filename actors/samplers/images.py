@@ -1,4 +1,4 @@
-"""PictureSampler: what the samplers that make pictures share."""
+"""ImageSampler: what the samplers that make images share."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from mobula.cluster.records.trajectory import Prompt
 from mobula.cluster.roles import SamplingSettings
 
 
-class PictureSampler(InProcessSampler):
+class ImageSampler(InProcessSampler):
     """Makes the siblings of a prompt side by side, at most `max_num_seqs` at a time.
 
-    A picture is reported when its group is complete; an attempt after a loss starts from the beginning.
+    An image is reported when its group is complete; an attempt after a loss starts from the beginning.
     """
 
     async def sample(
@@ -52,8 +52,8 @@ class PictureSampler(InProcessSampler):
         """Some siblings in one forward pass a step, on a thread."""
 
 
-def png(picture: np.ndarray) -> bytes:
+def png(image: np.ndarray) -> bytes:
     """The file of uint8 [H, W, 3]."""
     file = io.BytesIO()
-    Image.fromarray(picture).save(file, format="PNG")
+    Image.fromarray(image).save(file, format="PNG")
     return file.getvalue()

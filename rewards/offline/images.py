@@ -33,7 +33,7 @@ Named = str | bytes | VideoFileName
 
 
 def named_frames(values: Mapping[str, Any]) -> tuple[Named, ...]:
-    """The frames of the videos that a record names: of each a list of pictures, or a mapping with one."""
+    """The frames of the videos that a record names: of each a list of images, or a mapping with one."""
     found: list[Named] = []
     for value in (values.get(key) for key in VIDEO_KEYS):
         videos = value if isinstance(value, list | tuple) and not _are_frames(value) else [value]
@@ -69,8 +69,8 @@ def _is_frame(item: Any) -> bool:
     )
 
 
-def named_pictures(values: Mapping[str, Any], *keys: str) -> tuple[Named, ...]:
-    """The pictures that a record names under `keys`, one or a list; what is none is kept as its text, to be named."""
+def named_images(values: Mapping[str, Any], *keys: str) -> tuple[Named, ...]:
+    """The images that a record names under `keys`, one or a list; what is none is kept as its text, to be named."""
     found: list[Named] = []
     for value in (values.get(key) for key in keys):
         items = value if isinstance(value, list | tuple) else [value]
@@ -84,15 +84,15 @@ def _is_sound(value: Any) -> bool:
 
 
 def _named(value: Any) -> Named:
-    if isinstance(value, Mapping):  # as data sets keep pictures in Parquet
+    if isinstance(value, Mapping):  # as data sets keep images in Parquet
         if value.get("modality") == VIDEO:  # of a recorded trajectory
             return VideoFileName(str(value.get("source")))
         value = value.get("bytes") or value.get("path") or value.get("source")
     return value if isinstance(value, str | bytes) else str(value)
 
 
-class PictureFiles:
-    """Reads named pictures; paths that are not absolute begin in `folder`."""
+class ImageFiles:
+    """Reads named images; paths that are not absolute begin in `folder`."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -122,9 +122,9 @@ class PictureFiles:
                 content = file.read(MAX_BYTES + 1)
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
-            raise RewardError(f"picture {path} cannot be read ({reason})") from error
+            raise RewardError(f"image {path} cannot be read ({reason})") from error
         if len(content) > MAX_BYTES:
-            raise RewardError(f"picture {path} has more than {MAX_BYTES:,} bytes")
+            raise RewardError(f"image {path} has more than {MAX_BYTES:,} bytes")
         return content
 
 
@@ -134,5 +134,5 @@ def _decoded(url: str) -> bytes:
         if comma and head.endswith(";base64"):
             return base64.b64decode(data, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise RewardError(f"picture {url[:40]!r}... is no base64 ({error})") from error
-    raise RewardError(f"picture {url[:40]!r}... is no data URL of base64")
+        raise RewardError(f"image {url[:40]!r}... is no base64 ({error})") from error
+    raise RewardError(f"image {url[:40]!r}... is no data URL of base64")

@@ -1,4 +1,4 @@
-"""A transformers whose models ignore encoded pictures is refused, since a learner would train without them."""
+"""A transformers whose models ignore encoded images is refused, since a learner would train without them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from learner_data import picture, prompt
+from learner_data import image, prompt
 from transformers import AutoTokenizer
 
 from mobula.cluster.records.media import MediaReader
@@ -28,19 +28,19 @@ class New(torch.nn.Module):
 
 
 def test_the_argument_is_looked_for_by_name() -> None:
-    assert not vision.takes_encoded_pictures(Old)
-    assert vision.takes_encoded_pictures(New)
+    assert not vision.takes_encoded_images(Old)
+    assert vision.takes_encoded_images(New)
 
 
-def test_pictures_are_refused_where_the_model_would_leave_them_out(
+def test_images_are_refused_where_the_model_would_leave_them_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = write_checked(tmp_path / "tiny")
-    asked = prompt(AutoTokenizer.from_pretrained(folder), "0/0/a", [picture(1)])
+    asked = prompt(AutoTokenizer.from_pretrained(folder), "0/0/a", [image(1)])
     row = TokenSequence.of_prompt(asked)
     batch = collate([row], MediaReader(timeout_s=1, max_items=2), torch.device("cpu"))
     model, family = load_model(str(folder), torch.float32, "sdpa"), family_at(str(folder))
     assert family.hidden_states(model, batch).isfinite().all()
-    monkeypatch.setattr(vision, "takes_encoded_pictures", lambda core: False)
-    with pytest.raises(ValueError, match="would leave out the pictures.*install transformers 5.18"):
+    monkeypatch.setattr(vision, "takes_encoded_images", lambda core: False)
+    with pytest.raises(ValueError, match="would leave out the images.*install transformers 5.18"):
         family.hidden_states(model, batch)

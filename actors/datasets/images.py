@@ -1,6 +1,6 @@
-"""Pictures as datasets name them: paths, URLs (file, data, web), bytes, PIL pictures, arrays, mappings, lists of these.
+"""Images as datasets name them: paths, URLs (file, data, web), bytes, PIL images, arrays, mappings, lists of these.
 
-A picture becomes a path below the data root, its encoded bytes, or a web file that is fetched later. Nothing is decoded
+An image becomes a path below the data root, its encoded bytes, or a web file that is fetched later. Nothing is decoded
 here: `actors/processors/image.py` checks size and content of all.
 """
 
@@ -22,7 +22,7 @@ from PIL import Image
 
 from mobula.cluster.errors import MediaError, SkippedSample
 
-# The keys under which a mapping holds a picture, in the order in which they are looked at.
+# The keys under which a mapping holds an image, in the order in which they are looked at.
 KEYS = ("bytes", "path", "url", "image_url", "image", "source")
 SNAPSHOTS, BLOBS = "snapshots", "blobs"  # folders of a repository in the hub's cache
 WEB = ("http://", "https://")
@@ -36,7 +36,7 @@ NUM_SHOWN_OF_URL = 200
 
 @dataclass(frozen=True)
 class EncodedFile:
-    """The bytes of a picture or video file; `name` says where they came from."""
+    """The bytes of an image or video file; `name` says where they came from."""
 
     content: bytes = field(repr=False)
     name: str
@@ -56,7 +56,7 @@ class WebFile:
         """Downloads the file unless it is in the cache of this node.
 
         Raises:
-            PictureError: as `MediaDownloads.fetch`.
+            ImageError: as `MediaDownloads.fetch`.
         """
         return self.fetch(self.url)
 
@@ -64,11 +64,11 @@ class WebFile:
         return self.url[:NUM_SHOWN_OF_URL]
 
 
-Picture = Path | EncodedFile | WebFile
+ImageSource = Path | EncodedFile | WebFile
 
 
-class PictureError(SkippedSample):
-    """A row names a picture that may not be read; `reason` is a word to count by."""
+class ImageError(SkippedSample):
+    """A row names an image that may not be read; `reason` is a word to count by."""
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(detail)
@@ -80,12 +80,12 @@ class Downloads(Protocol):
     """Resolves web URLs: `MediaDownloads` or `LateDownloads` of `mobula.actors.datasets.downloads`."""
 
     def fetch(self, url: str) -> Path | WebFile:
-        """Raises: PictureError: the host is not allowed, or the picture cannot be had."""
+        """Raises: ImageError: the host is not allowed, or the image cannot be had."""
         ...
 
 
-class PictureInputs:
-    """Resolves what rows name as pictures; paths are confined to `root`, symbolic links followed."""
+class ImageInputs:
+    """Resolves what rows name as images; paths are confined to `root`, symbolic links followed."""
 
     def __init__(self, root: Path, downloads: Downloads, *, takes_absolute: bool) -> None:
         """`takes_absolute` lets plain paths be absolute; those of file URLs always are."""
@@ -93,20 +93,20 @@ class PictureInputs:
         self._downloads = downloads
         self._takes_absolute = takes_absolute
 
-    def resolve(self, value: Any, name: str) -> tuple[Picture, ...]:
-        """The pictures of one value, in order: none for None, several for a list, which may be nested one level.
+    def resolve(self, value: Any, name: str) -> tuple[ImageSource, ...]:
+        """The images of one value, in order: none for None, several for a list, which may be nested one level.
 
-        `name` says whose picture it is, for pictures that have no name of their own.
+        `name` says whose image it is, for images that have no name of their own.
 
         Raises:
-            PictureError: a value is no picture, or a path is missing or leads out of the root.
+            ImageError: a value is no image, or a path is missing or leads out of the root.
             MediaError: a web URL is not allowed or cannot be fetched.
         """
         values = list(flat(value))
-        names = [name] if len(values) == 1 else [f"{name}, picture {number}" for number in range(1, len(values) + 1)]
+        names = [name] if len(values) == 1 else [f"{name}, image {number}" for number in range(1, len(values) + 1)]
         return tuple(self._one(item, item_name) for item, item_name in zip(values, names, strict=True))
 
-    def _one(self, value: Any, name: str) -> Picture:
+    def _one(self, value: Any, name: str) -> ImageSource:
         match value:
             case EncodedFile():
                 return value
@@ -122,22 +122,22 @@ class PictureInputs:
                 return _encoded(value, name)
         if hasattr(value, "__array__"):
             return _encoded(_from_array(array_of(value)), name)
-        raise _no_picture(value)
+        raise _no_image(value)
 
-    def _named(self, text: str, name: str) -> Picture:
+    def _named(self, text: str, name: str) -> ImageSource:
         scheme = SCHEME.match(text)
         if scheme is not None:
             return self._of_url(scheme[1].lower() + text[scheme.end(1) :], name)
         if BASE64.fullmatch(text):
             return EncodedFile(_from_base64(text), name)
         if text.startswith("/") and not self._takes_absolute:
-            raise PictureError(
+            raise ImageError(
                 "outside_folder",
                 f"{text!r} is an absolute path: write it relative to {self._root}, or set data.media_path",
             )
         return self._path(text)
 
-    def _of_url(self, url: str, name: str) -> Picture:
+    def _of_url(self, url: str, name: str) -> ImageSource:
         """`url` has its scheme in small letters."""
         if url.startswith("data:"):
             return EncodedFile(_from_data_url(url), name)
@@ -145,7 +145,7 @@ class PictureInputs:
             return self._downloads.fetch(url)
         if url.startswith("file://"):
             return self._path(unquote(urlsplit(url).path))
-        raise PictureError(
+        raise ImageError(
             "bad_image", f"{url[:NUM_SHOWN]!r} is a URL that is not read: write a path, or a URL of http, file or data"
         )
 
@@ -153,16 +153,16 @@ class PictureInputs:
         """Whether a path below the root is what can be read."""
         return path.is_file()
 
-    def _from_mapping(self, value: Mapping[str, Any], name: str) -> Picture:
+    def _from_mapping(self, value: Mapping[str, Any], name: str) -> ImageSource:
         held = next((value[key] for key in KEYS if not _is_empty(value.get(key))), None)
         encoded = value.get("data") if held is None else value.get("bytes")
         if isinstance(encoded, str):  # JSON has no bytes
             return EncodedFile(_from_base64(encoded), name)
         if held is None:
-            raise _no_picture(value)
+            raise _no_image(value)
         nested = list(flat(held))
         if len(nested) != 1:
-            raise _no_picture(value)
+            raise _no_image(value)
         path = value.get("path")
         return self._one(nested[0], path if isinstance(path, str) and path else name)
 
@@ -172,16 +172,16 @@ class PictureInputs:
             path = path_below(self._root, text)
             is_file = path is not None and self._is_fit(path)
         except (OSError, RuntimeError, ValueError) as error:  # too long a name, a loop of links, a NUL character
-            raise PictureError(
+            raise ImageError(
                 "missing_file", f"the path {text[:NUM_SHOWN]!r} is unusable ({error}): fix `image`"
             ) from error
         if path is None:
-            raise PictureError(
+            raise ImageError(
                 "outside_folder",
                 f"{text!r} leads out of the data folder {self._root}: use a path below it, or set data.media_path",
             )
         if not is_file:
-            raise PictureError("missing_file", f"there is no file {path}: add it, or fix `image`")
+            raise ImageError("missing_file", f"there is no file {path}: add it, or fix `image`")
         return path
 
 
@@ -222,17 +222,17 @@ def _is_empty(value: Any) -> bool:
     return value is None or (isinstance(value, str | bytes) and not value)
 
 
-def _no_picture(value: Any) -> PictureError:
+def _no_image(value: Any) -> ImageError:
     shown = f"{type(value).__name__} {value!r}"[:NUM_SHOWN]
-    return PictureError(
-        "bad_image", f"{shown} is no picture: write a path, a URL or the bytes of a file, or a list of them"
+    return ImageError(
+        "bad_image", f"{shown} is no image: write a path, a URL or the bytes of a file, or a list of them"
     )
 
 
 def _from_data_url(url: str) -> bytes:
     head, comma, data = url.partition(",")
     if not comma:
-        raise PictureError("bad_image", f"{url[:NUM_SHOWN]!r} is no data URL: write data:image/png;base64,DATA")
+        raise ImageError("bad_image", f"{url[:NUM_SHOWN]!r} is no data URL: write data:image/png;base64,DATA")
     if not head.endswith(";base64"):
         return unquote_to_bytes(data)
     return _from_base64(data)
@@ -242,16 +242,14 @@ def _from_base64(text: str) -> bytes:
     try:
         return base64.b64decode("".join(text.split()), validate=True)  # MIME breaks lines at 76 letters
     except (binascii.Error, ValueError) as error:
-        raise PictureError(
-            "bad_image", f"{text[:NUM_SHOWN]!r} is no base64 ({error}): encode the file again"
-        ) from error
+        raise ImageError("bad_image", f"{text[:NUM_SHOWN]!r} is no base64 ({error}): encode the file again") from error
 
 
 def array_of(value: Any) -> np.ndarray:
     """The array, or the values of a tensor on any device, with or without gradients; bfloat16 as float32.
 
     Raises:
-        PictureError: a tensor has no values (device `meta`), or none that numpy can hold.
+        ImageError: a tensor has no values (device `meta`), or none that numpy can hold.
     """
     try:
         if hasattr(value, "detach"):  # a tensor of torch, which is not imported here
@@ -259,28 +257,28 @@ def array_of(value: Any) -> np.ndarray:
             value = (value.float() if value.dtype.is_floating_point else value).cpu()
         return np.asarray(value)
     except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-        raise PictureError(
+        raise ImageError(
             "bad_image", f"a {type(value).__name__} has no values that can be read ({error}): give an array"
         ) from error
 
 
 def _from_array(array: np.ndarray) -> Image.Image:
-    """A picture of uint8, or of float in [0, 1]: [H, W], [H, W, C] with 1, 3 or 4 channels, or a tensor's [C, H, W]."""
+    """An image of uint8, or of float in [0, 1]: [H, W], [H, W, C] with 1, 3 or 4 channels, or a tensor's [C, H, W]."""
     if array.ndim == 3 and array.shape[0] in (1, 3, 4) and array.shape[2] not in (1, 3, 4):
         array = array.transpose(1, 2, 0)
     is_grey = array.ndim == 3 and array.shape[2] == 1
     grey = array[:, :, 0] if is_grey else array
     is_shaped = grey.size > 0 and (grey.ndim == 2 or (grey.ndim == 3 and grey.shape[2] in (3, 4)))
     if not is_shaped or not (grey.dtype == np.uint8 or grey.dtype.kind == "f"):
-        raise PictureError(
+        raise ImageError(
             "bad_image",
-            f"an array of {array.dtype} {list(array.shape)} is no picture: give [H, W] or [H, W, C] with 1, 3 or "
+            f"an array of {array.dtype} {list(array.shape)} is no image: give [H, W] or [H, W, C] with 1, 3 or "
             "4 channels, of uint8, or of float in [0, 1]",
         )
     if grey.dtype.kind == "f":
         low, high = float(grey.min()), float(grey.max())
         if not (low >= 0 and high <= 1):  # also where they are no numbers
-            raise PictureError(
+            raise ImageError(
                 "bad_image",
                 f"an array of {array.dtype} {list(array.shape)} has values from {low:g} to {high:g}: bring them to "
                 "[0, 1], or give uint8",
@@ -290,11 +288,11 @@ def _from_array(array: np.ndarray) -> Image.Image:
 
 
 def _encoded(image: Image.Image, name: str) -> EncodedFile:
-    """The same pixels as a PNG file; a picture that was opened from a file keeps the file's own orientation mark."""
+    """The same pixels as a PNG file; an image that was opened from a file keeps the file's own orientation mark."""
     buffer = BytesIO()
     try:
         stored = image.convert("RGBA" if image.mode == "RGBa" else "RGB") if image.mode in WITHOUT_PNG else image
         stored.save(buffer, format="PNG", exif=image.getexif())
     except Exception as error:  # other modes that PNG does not have, and files that Pillow opened and cannot decode
-        raise MediaError(f"{name} cannot be written as PNG ({error}): convert the picture to RGB") from error
+        raise MediaError(f"{name} cannot be written as PNG ({error}): convert the image to RGB") from error
     return EncodedFile(buffer.getvalue(), name)

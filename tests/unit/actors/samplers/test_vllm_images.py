@@ -1,4 +1,4 @@
-"""Every picture of a request reaches vLLM's workers, also if their process is not the scheduler's."""
+"""Every image of a request reaches vLLM's workers, also if their process is not the scheduler's."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from vllm.multimodal.inputs import (
 from vllm.v1.core.sched import output
 
 from mobula.actors.samplers.vllm.patches import core_process, inproc
-from mobula.actors.samplers.vllm.patches.pictures import keep_pictures
+from mobula.actors.samplers.vllm.patches.images import keep_images
 
-NUM_TOKENS = 20  # of the prompt; the picture takes the tokens from 2 to 10
+NUM_TOKENS = 20  # of the prompt; the image takes the tokens from 2 to 10
 
 
 @pytest.fixture
@@ -34,17 +34,17 @@ def unpatched(monkeypatch: pytest.MonkeyPatch) -> None:
 def _request(num_computed_tokens: int) -> SimpleNamespace:
     pixels = MultiModalFieldElem(data=torch.ones(4), field=MultiModalBatchedField())
     grid = MultiModalFieldElem(data=torch.tensor([1, 2, 2]), field=MultiModalBatchedField(keep_on_cpu=True))
-    picture = MultiModalFeatureSpec(
+    image = MultiModalFeatureSpec(
         data=MultiModalKwargsItem({"pixel_values": pixels, "image_grid_thw": grid}),
         modality="image",
-        identifier="picture",
+        identifier="image",
         mm_position=PlaceholderRange(offset=2, length=8),
     )
     others = dict.fromkeys(("sampling_params", "pooling_params", "lora_request", "prompt_embeds"))
     return SimpleNamespace(
         request_id="7",
         prompt_token_ids=list(range(NUM_TOKENS)),
-        mm_features=[picture],
+        mm_features=[image],
         num_computed_tokens=num_computed_tokens,
         prompt_is_token_ids=None,
         replay_start=0,
@@ -57,15 +57,15 @@ def _sent(num_computed_tokens: int) -> output.NewRequestData:
 
 
 @pytest.mark.parametrize("num_computed_tokens", [0, 9])
-def test_a_request_whose_picture_is_not_covered_is_sent_as_by_vllm(unpatched: None, num_computed_tokens: int) -> None:
+def test_a_request_whose_image_is_not_covered_is_sent_as_by_vllm(unpatched: None, num_computed_tokens: int) -> None:
     before = _sent(num_computed_tokens)
-    keep_pictures()
+    keep_images()
     assert _sent(num_computed_tokens) == before
 
 
-def test_a_covered_picture_is_sent_and_all_else_is_as_in_vllm(unpatched: None) -> None:
+def test_a_covered_image_is_sent_and_all_else_is_as_in_vllm(unpatched: None) -> None:
     before = _sent(16)
-    keep_pictures()
+    keep_images()
     after = _sent(16)
     assert list(before.mm_features[0].data) == ["image_grid_thw"], "vLLM leaves the pixels out: the patch is needed"
     assert sorted(after.mm_features[0].data) == ["image_grid_thw", "pixel_values"]
@@ -80,7 +80,7 @@ def _core(failures: Connection, answers: Connection) -> None:
 
 
 @pytest.mark.slow
-def test_the_core_of_a_process_of_its_own_keeps_pictures() -> None:
+def test_the_core_of_a_process_of_its_own_keeps_images() -> None:
     """The workers, which import `weights`, are other processes if `tensor_parallel` is above 1."""
     context = multiprocessing.get_context("spawn")
     answers, answer = context.Pipe(duplex=False)
@@ -88,14 +88,14 @@ def test_the_core_of_a_process_of_its_own_keeps_pictures() -> None:
     process = context.Process(target=_core, args=(failure, answer))
     process.start()
     assert answers.poll(120)
-    assert answers.recv() == keep_pictures.__module__
+    assert answers.recv() == keep_images.__module__
     process.join(60)
     assert (process.exitcode, failures.poll()) == (0, False)
 
 
-def test_the_core_of_an_engine_in_process_keeps_pictures(unpatched: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_core_of_an_engine_in_process_keeps_images(unpatched: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def made(arguments: object, stat_loggers: list[Callable] | None) -> str:
         return output.strip_covered_mm_data.__module__
 
     monkeypatch.setattr(inproc.AsyncLLM, "from_engine_args", made)
-    assert inproc.in_process_engine(SimpleNamespace()) == keep_pictures.__module__
+    assert inproc.in_process_engine(SimpleNamespace()) == keep_images.__module__

@@ -1,4 +1,4 @@
-"""Supervised steps of a flow model: flow matching on pictures of a data set."""
+"""Supervised steps of a flow model: flow matching on images of a data set."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from mobula.learner.policies.flow.policy import StepRescoring
 
 
 @dataclass(frozen=True)
-class PictureExample:
-    """A picture that a prompt should give, and at which noise levels it is taught."""
+class ImageExample:
+    """An image that a prompt should give, and at which noise levels it is taught."""
 
     sequence: CleanSequence
     is_trained: bool = True
@@ -33,16 +33,16 @@ class PictureExample:
     def num_trained(self) -> int:
         return int(self.is_trained)
 
-    def untrained(self) -> PictureExample:
+    def untrained(self) -> ImageExample:
         return replace(self, is_trained=False)
 
 
-SharedPicture = PictureExample | ExampleOutline
-"""A picture as a rank has it: whole if it takes it through the model."""
+SharedImage = ImageExample | ExampleOutline
+"""An image as a rank has it: whole if it takes it through the model."""
 
 
-class PictureTrainer:
-    """Teaches a flow model pictures, and measures how well it reproduces them. All methods are collective."""
+class ImageTrainer:
+    """Teaches a flow model images, and measures how well it reproduces them. All methods are collective."""
 
     def __init__(
         self,
@@ -60,14 +60,14 @@ class PictureTrainer:
         self._device = device
         self._replay = replace(replay, divergence="none")
 
-    def step(self, examples: Sequence[SharedPicture], learning_rate: float) -> dict[str, float]:
-        """One step on the mean of (v - (noise - picture))^2 over pictures, levels and numbers.
+    def step(self, examples: Sequence[SharedImage], learning_rate: float) -> dict[str, float]:
+        """One step on the mean of (v - (noise - image))^2 over images, levels and numbers.
 
         Source: Flow Matching for Generative Modeling, arXiv:2210.02747.
         """
         meter = Meter()
 
-        def loss(rows: Sequence[SharedPicture]) -> Tensor:
+        def loss(rows: Sequence[SharedImage]) -> Tensor:
             squares = errors(self._velocities(rows)).mean(1)
             part = torch.where(self._is_trained(rows), squares, 0.0).sum() / len(examples)
             meter.add(loss=part)
@@ -78,9 +78,9 @@ class PictureTrainer:
         counts = {"num_tokens": float(len(examples)), "learning_rate": learning_rate}
         return {**meter.reduce(), "grad_norm": grad_norm, "skipped": skipped, **counts}
 
-    def answer_accuracy(self, examples: Sequence[SharedPicture]) -> float:
-        """The share of the velocities' squares that is predicted: 1 - sum (v - (noise - picture))^2 / sum (noise -
-        picture)^2, and at least 0. It is 0 for a model that predicts 0, and 1 is out of reach: noise is no secret only
+    def answer_accuracy(self, examples: Sequence[SharedImage]) -> float:
+        """The share of the velocities' squares that is predicted: 1 - sum (v - (noise - image))^2 / sum (noise -
+        image)^2, and at least 0. It is 0 for a model that predicts 0, and 1 is out of reach: noise is no secret only
         where there is little else.
         """
         meter = Meter()
@@ -96,16 +96,16 @@ class PictureTrainer:
         sums = meter.reduce()
         return max(0.0, 1 - sums["missed"] / sums["asked"])
 
-    def _velocities(self, rows: Sequence[SharedPicture]) -> Velocities:
-        batch = collate_noised([row.sequence for row in all_whole(rows, PictureExample)], self._reader, self._device)
+    def _velocities(self, rows: Sequence[SharedImage]) -> Velocities:
+        batch = collate_noised([row.sequence for row in all_whole(rows, ImageExample)], self._reader, self._device)
         found = self._policy(batch, self._replay).velocities
-        assert found is not None, "a flow model was given clean pictures"
+        assert found is not None, "a flow model was given clean images"
         return found
 
-    def _is_trained(self, rows: Sequence[SharedPicture]) -> Tensor:
-        return torch.tensor([row.is_trained for row in all_whole(rows, PictureExample)], device=self._device)
+    def _is_trained(self, rows: Sequence[SharedImage]) -> Tensor:
+        return torch.tensor([row.is_trained for row in all_whole(rows, ImageExample)], device=self._device)
 
 
 def errors(found: Velocities) -> Tensor:
-    """[B, K]: mean over the latents' numbers of (v - (noise - picture))^2."""
+    """[B, K]: mean over the latents' numbers of (v - (noise - image))^2."""
     return (found.predicted - (found.noise - found.clean)).square().flatten(2).mean(2)

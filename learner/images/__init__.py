@@ -1,0 +1,1 @@
+"""Flow models on images of a data set."""

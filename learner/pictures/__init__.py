@@ -1,1 +1,0 @@
-"""Flow models on pictures of a data set."""

@@ -1,4 +1,4 @@
-"""The reward functions by name, and how a name and its options become a function."""
+"""Registry of the reward functions: builds a function from its name and options."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mobula.rewards.functions.plugin import CALL, Plugin, users_signature
 from mobula.rewards.isolation.process import Isolated
 from mobula.rewards.tools import Tools
 
-BUILT_IN: Mapping[str, str] = {  # name -> its factory, imported when it is asked for: models pull in torch
+BUILT_IN: Mapping[str, str] = {  # name -> factory, imported on demand: models import torch
     "aerorl_contains": "mobula.rewards.functions.answers.aerorl:AeroRLContains",
     "aerorl_cost": "mobula.rewards.functions.answers.aerorl:AeroRLCost",
     "aerorl_format": "mobula.rewards.functions.answers.aerorl:AeroRLFormat",
@@ -50,17 +50,17 @@ EXTRAS: Mapping[str, str] = {
     "geospot": "geospot",
     "language": "language",
     "ocr": "ocr",
-}  # name -> the extra that installs what it needs
+}  # name -> extra that installs its dependencies
 
 
 def build_function(name: str, options: Mapping[str, Any], tools: Tools) -> RewardFunction | BatchRewardFunction:
-    """The reward function that `name` stands for: a built-in one, or a user's.
+    """Builds the reward function `name`.
 
-    A built-in one is made by `factory(tools, **options)`. A user's, `module:function` or `path/to/file.py:function`, is
-    called as `function(request, **options)` in an isolated process, never in this one.
+    A built-in function is built by `factory(tools, **options)`. A user's function, `module:function` or
+    `path/to/file.py:function`, is called as `function(request, **options)` in an isolated process, never in this one.
 
     Raises:
-        ValueError: there is no such function, or an option is unknown, missing or unfit.
+        ValueError: the function does not exist, or an option is unknown, missing or invalid.
     """
     if is_user_code(name):
         check_users_function(name, options, tools.isolated)
@@ -77,7 +77,7 @@ def build_function(name: str, options: Mapping[str, Any], tools: Tools) -> Rewar
     check_options(name, inspect.signature(factory), options)
     try:
         return factory(tools, **options)
-    except ModuleNotFoundError as error:  # what is imported when it is made
+    except ModuleNotFoundError as error:  # a constructor may import an optional package
         raise _not_installed(name, error) from error
 
 
@@ -87,10 +87,10 @@ def _not_installed(name: str, error: ModuleNotFoundError) -> ValueError:
 
 
 def check_users_function(name: str, options: Mapping[str, Any], isolated: Isolated) -> None:
-    """Import a user's function in the isolated processes, and compare its parameters with the options.
+    """Imports a user's function in the isolated processes and checks the options against its parameters.
 
     Raises:
-        ValueError: there is no such function, it does not take a request, or an option is unknown or missing.
+        ValueError: the function does not exist or takes no request, or an option is unknown or missing.
     """
     path = name.rpartition(":")[0]
     if path.endswith(".py"):

@@ -1,4 +1,4 @@
-"""Cost: what a response took of its budget of tokens and of time."""
+"""Cost: a penalty for responses over a budget of tokens and of time."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from mobula.rewards.tools import Tools
 
 
 class Cost:
-    """1 within the budget, less by each part's excess over its target, never below -1.
+    """1 within the budget, minus the relative excess over each target, at least -1.
 
-    value = 1 - max(0, tokens / `target_tokens` - 1) - max(0, latency / `latency_budget_ms` - 1). Tokens are the
-    response's own; the latency is `latency_ms` of the metadata. `latency_budget_ms=None` looks at tokens alone. The
+    value = 1 - max(0, tokens / `target_tokens` - 1) - max(0, latency / `latency_budget_ms` - 1). Tokens are counted in
+    the response; the latency is `latency_ms` of the metadata. `latency_budget_ms=None` counts tokens only. The
     breakdown has both excesses.
 
     Raises:
-        RewardError: a latency is asked for and the metadata has none.
+        RewardError: `latency_budget_ms` is set and the metadata has no latency.
     """
 
     def __init__(self, tools: Tools, *, target_tokens: int, latency_budget_ms: float | None) -> None:

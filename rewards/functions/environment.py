@@ -1,4 +1,4 @@
-"""Environment: what the environment of an episode paid, discounted by turn."""
+"""Environment: the rewards of the environment of an episode, discounted by turn."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mobula.rewards.tools import Tools
 
 
 class EnvironmentReward:
-    """sum over turns k of discount^k r_k. An episode that failed has no score, and is never worth 0."""
+    """sum over turns k of discount^k r_k. A failed episode has no score: 0 would be trained on."""
 
     def __init__(self, tools: Tools, *, discount: float) -> None:
         check_number("discount", discount, low=0, high=1)

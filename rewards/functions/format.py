@@ -1,4 +1,4 @@
-"""Format: 1 if the response has the asked-for shape, else 0, whatever its content."""
+"""Format: 1 if the response has the required format, else 0, for any content."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ _TAG_NAME = re.compile(r"[A-Za-z][\w-]*")
 _TAG = re.compile(rf"<({_TAG_NAME.pattern})>")
 THINK_ANSWER = ("think", "answer")
 
-Flaw = Callable[[str], str]  # what is wrong with a response's shape, or ""
+Flaw = Callable[[str], str]  # response -> its format error, or ""
 
 
 class Format:
-    """Holds a response against one shape; exactly one option selects it. Given no shape, it is refused.
+    """Checks a response against one format, which exactly one option selects.
 
-    A tag of the shape that the prompt opens for the response, such as `<think>` of a reasoning model, is part of the
-    response.
+    If the prompt already opens a tag of the format, such as `<think>` of a reasoning model, the tag counts as part of
+    the response.
 
     `preset="boxed"`: exactly one balanced, non-empty `\\boxed{...}` with nothing but white space after it.
-    `preset="think_answer"`: `<think>...</think><answer>...</answer>`, each tag once, nothing around them.
-    `preset="json"`: one strict JSON object; `preset="fenced_json"`: the same, or text with one code block that has it.
-    `tags=[a, b]`: as `think_answer` with these tags in this order; what stands in the last one is not blank.
+    `preset="think_answer"`: `<think>...</think><answer>...</answer>`, each tag once, no other text.
+    `preset="json"`: one strict JSON object; `preset="fenced_json"`: the same, or text with one code block of it.
+    `tags=[a, b]`: like `think_answer` with these tags in this order; the last element is not blank.
     `json_fields=[a, b]`: one strict JSON object with exactly these fields, none null, blank or empty.
-    `pattern`: the whole response matches it (DOTALL); it runs isolated, since backtracking cannot be interrupted.
+    `pattern`: the whole response matches it (DOTALL). Runs in an isolated process: backtracking cannot be interrupted.
     """
 
     def __init__(
@@ -48,10 +48,12 @@ class Format:
         if len(given) != 1:
             raise ValueError(f"{', '.join(f'{n}={v!r}' for n, v in options.items())}: set exactly one of these")
         if pattern is not None:
-            full_match(pattern, "")  # a broken pattern is refused here, not at the first response
+            full_match(pattern, "")  # refuses an invalid pattern before the first response
         self._isolated = tools.isolated
         self._pattern = pattern
-        self._tags = _tags_of(preset, pattern, tags)
+        # The tags of the format, which the prompt may have opened.
+        own_tags = THINK_ANSWER if preset == "think_answer" else tags or ()
+        self._tags = frozenset(own_tags if pattern is None else _TAG.findall(pattern))
         self._flaw = None if pattern is not None else _shape(preset, tags, json_fields)
 
     def __call__(self, request: RewardRequest) -> Score:
@@ -61,22 +63,15 @@ class Format:
         return _matched(self._isolated.call(_FULL_MATCH, self._pattern, request.text_with(self._tags)))
 
     def score_batch(self, requests: Sequence[RewardRequest]) -> list[Outcome]:
-        """Patterns are matched side by side: one that hangs on a response costs that response's timeout alone."""
+        """Matches patterns concurrently; a response on which the pattern hangs costs only its own timeout."""
         if self._flaw is not None:
             return [self(request) for request in requests]
         calls = [(self._pattern, request.text_with(self._tags)) for request in requests]
         return call_each(self._isolated, _FULL_MATCH, calls, _matched)
 
 
-def _tags_of(preset: str | None, pattern: str | None, tags: Sequence[str] | None) -> frozenset[str]:
-    """The names of the tags that a shape asks for."""
-    if preset == "think_answer":
-        return frozenset(THINK_ANSWER)
-    return frozenset(_TAG.findall(pattern) if pattern is not None else tags or ())
-
-
 def full_match(pattern: str, text: str) -> bool:
-    """Whether the whole text matches; a pattern that does not compile is a `ValueError` with its position."""
+    """Whether the whole text matches. Raises `ValueError` with the position for an invalid pattern."""
     try:
         return re.fullmatch(pattern, text, re.DOTALL) is not None
     except (re.error, TypeError) as error:
@@ -84,7 +79,7 @@ def full_match(pattern: str, text: str) -> bool:
 
 
 def boxed_flaw(text: str) -> str:
-    r"""Reason why a text does not end in its only `\boxed{...}`, or ""."""
+    r"""Returns why a text does not end in a single `\boxed{...}`, or ""."""
     boxes, num_unclosed = find_boxes(text)
     if len(boxes) + num_unclosed != 1:
         return f"{len(boxes) + num_unclosed} \\boxed{{}} instead of one"
@@ -96,7 +91,7 @@ def boxed_flaw(text: str) -> str:
 
 
 def tags_flaw(tags: Sequence[str], text: str) -> str:
-    """Reason why a text is not these elements in this order and nothing else, the last not blank, or ""."""
+    """Returns why a text does not consist of these elements in this order, the last not blank, or ""."""
     rest = text
     for tag in tags:
         for mark in (f"<{tag}>", f"</{tag}>"):
@@ -113,7 +108,7 @@ def tags_flaw(tags: Sequence[str], text: str) -> str:
 
 
 def json_flaw(fields: Sequence[str] | None, text: str, *, fenced: bool) -> str:
-    """Reason why a text is not a JSON object with exactly these fields (None: any), or ""."""
+    """Returns why a text is not a JSON object with exactly these fields (None: any), or ""."""
     value, flaw = read_json(text, fenced=fenced)
     if flaw:
         return flaw

@@ -1,4 +1,4 @@
-"""Grounding: how far the entities that a response claims are those that the evidence has, and the other way round."""
+"""Grounding: F1 of the entities claimed by a response against the entities of the evidence."""
 
 from __future__ import annotations
 
@@ -15,34 +15,32 @@ from mobula.rewards.functions.parsing.strict_json import read_json, type_name
 from mobula.rewards.tools import Tools
 
 _NUMBER = re.compile(r"([+-]?)((?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]*)?|\.[0-9]+)(%?)")
-_MAX_NUMBER_CHARS = 100  # a longer one is compared as text
+_MAX_NUMBER_CHARS = 100  # longer numbers are compared as text
 _ARTICLES = ("the ", "a ", "an ")
 
 Entity = str | Fraction
 
 
 class Grounding:
-    """The F1 of claimed entities against the evidence's; precision and recall are in the breakdown.
+    """F1 of claimed entities against the evidence; precision and recall are in the breakdown.
 
-    Entities are whole: a number is the number it writes ("1,000" is 1000.0, "10%" is 0.1) and equals nothing but that
-    number ("14" is not in "page 14 of 2020"); another text is compared without case, surrounding punctuation or a
-    leading article. A claim made twice counts once.
+    Entities are compared as a whole: a number by value ("1,000" is 1000.0, "10%" is 0.1), so "14" is not in "page 14
+    of 2020"; a text without case, surrounding punctuation and leading article. Repeated claims count once.
 
-    `claims` selects where they are: `metadata:KEY`, or in the response, which is a strict JSON object, `json:FIELD`
-    (`fenced_json:FIELD` admits a code block), an array of texts and numbers. `evidence` is the key of the metadata that
-    has the entities to be claimed.
+    `claims` selects the claims: `metadata:KEY`, or `json:FIELD` for an array of texts and numbers in a response that is
+    a strict JSON object (`fenced_json:FIELD` allows a code block). `evidence` is the metadata key of the entities.
 
     Raises:
-        RewardError: the metadata lacks the evidence, or claims that should be there.
+        RewardError: the metadata lacks the evidence or the claims.
     """
 
     def __init__(self, tools: Tools, *, claims: str, evidence: str) -> None:
-        place, _, self._claims_name = claims.partition(":") if isinstance(claims, str) else ("", "", "")
-        if place not in ("metadata", "json", "fenced_json") or not self._claims_name:
+        source, _, self._claims_name = claims.partition(":") if isinstance(claims, str) else ("", "", "")
+        if source not in ("metadata", "json", "fenced_json") or not self._claims_name:
             raise ValueError(f"claims={claims!r} is unknown: use metadata:KEY, json:FIELD or fenced_json:FIELD")
         if not isinstance(evidence, str) or not evidence:
             raise ValueError(f"evidence={evidence!r} is no key: name the metadata that has the entities")
-        self._place = place
+        self._source = source
         self._evidence = evidence
 
     def __call__(self, request: RewardRequest) -> Score:
@@ -57,9 +55,9 @@ class Grounding:
         return Score(2 * num_shared / (len(claims) + len(evidence)), "", parts)
 
     def _claims(self, request: RewardRequest) -> tuple[frozenset[Entity], str]:
-        if self._place == "metadata":
+        if self._source == "metadata":
             return _entities_of_metadata(request, self._claims_name), ""
-        value, flaw = read_json(request.response.text, fenced=self._place == "fenced_json")
+        value, flaw = read_json(request.response.text, fenced=self._source == "fenced_json")
         if flaw:
             return frozenset(), flaw
         if not isinstance(value, dict):
@@ -71,10 +69,10 @@ class Grounding:
 
 
 def entity(text: str) -> Entity:
-    """Key of an entity: two spellings of one entity have the same; "" if the text names none."""
+    """Returns a key that is equal for all spellings of an entity; "" if the text has no entity."""
     text = fold(text, ignore_case=True)
     number = _NUMBER.fullmatch(text) if len(text) <= _MAX_NUMBER_CHARS else None
-    if number is None:  # only now: stripped of its point, ".5" would be 5
+    if number is None:  # after the number: ".5" without its point would be 5
         text = text.strip(" ;:!?\"'()[]{}*`").rstrip(" .,")
         number = _NUMBER.fullmatch(text) if len(text) <= _MAX_NUMBER_CHARS else None
     if number is not None:
@@ -86,7 +84,7 @@ def entity(text: str) -> Entity:
 
 
 def _entities(texts: Any) -> frozenset[Entity]:
-    return frozenset(found for found in map(entity, texts) if found != "")
+    return frozenset(map(entity, texts)) - {""}
 
 
 def _entities_of_metadata(request: RewardRequest, key: str) -> frozenset[Entity]:

@@ -1,4 +1,4 @@
-"""IoU: how well the boxes of a response lie on the boxes that were asked for."""
+"""IoU: intersection over union of the boxes of a response with the true boxes."""
 
 from __future__ import annotations
 
@@ -30,25 +30,24 @@ from mobula.rewards.tools import Tools
 
 
 class Iou:
-    """The mean intersection over union of matched boxes; a box too many or too few counts as a pair of 0.
+    """The mean intersection over union of matched boxes; an unmatched box counts as a pair of 0.
 
-    Each box of the response goes to at most one wanted box, so that the sum is the greatest (Kuhn 1955). value = sum /
-    max(their numbers); a pair below `min_iou` counts 0. The breakdown has precision and recall: the share of the
-    response's boxes, and of the wanted ones, whose pair counts.
+    Boxes of the response are matched to true boxes with the largest sum of IoUs (Kuhn 1955). value = sum / max(numbers
+    of boxes); a pair below `min_iou` counts 0. The breakdown has precision and recall: the shares of the response's
+    boxes and of the true boxes in counted pairs.
 
-    `extract` selects where in the response the boxes stand (`rewards.functions.parsing.extraction`), as strict JSON,
-    by itself or in one fenced code block: four numbers, an array of such, or objects that have them as `bbox_2d`,
-    `bbox` or `box`. `boxes` is the key of the
-    metadata with the wanted ones. `form` is xyxy (two corners) or xywh (a corner, width, height). `response_scale` and
-    `scale`, that of the wanted boxes, are relative (0 to 1), thousandths (0 to 1000), pixels (of the file, upright) or
-    shown_pixels (of the image as the model's processor scaled it). Where they differ, the file's size is `width` and
-    `height` of the metadata, else that of the prompt's first image, and the scaled one is the first of the metadata's
-    `shown_image_sizes`, which a run gives.
+    `extract` selects the part of the response with the boxes (`rewards.functions.parsing.extraction`), strict JSON with
+    or without a code fence: four numbers, an array of four numbers each, or objects with the numbers under `bbox_2d`,
+    `bbox` or `box`. `boxes` is the metadata key of the true boxes. `form` is xyxy (two corners) or xywh (corner, width,
+    height). `response_scale` and `scale` (of the true boxes) are relative (0 to 1), thousandths (0 to 1000), pixels (of
+    the upright file) or shown_pixels (of the image after the model's processor). If the scales differ, the size of the
+    file is `width` and `height` of the metadata or the size of the prompt's first image, and the shown size is the
+    first of `shown_image_sizes`, which runs add to the metadata.
 
-    A malformed box of the response (not four finite numbers, out of range, without area) is worth 0, and so are all.
+    One malformed box (not four finite numbers, out of range, without area) makes the whole response worth 0.
 
     Raises:
-        RewardError: the wanted boxes, or a size that is needed, are missing or malformed.
+        RewardError: the true boxes or a required size are missing or malformed.
     """
 
     def __init__(
@@ -76,29 +75,29 @@ class Iou:
         if flaw:
             raise RewardError(f"metadata.{self._boxes} has {flaw}")
         text, flaw = self._extract(request)
-        found, flaw = ([], flaw) if flaw else read_boxes(text, self._form, self._response_scale)
+        boxes, flaw = ([], flaw) if flaw else read_boxes(text, self._form, self._response_scale)
         if flaw:
             return Score(0.0, flaw, {"precision": 0.0, "recall": 0.0})
         if self._response_scale != self._scale:
-            found = _shares(found, self._response_scale, request)
+            boxes = _shares(boxes, self._response_scale, request)
             wanted = _shares(wanted, self._scale, request)
-        pairs = [value if value >= self._min_iou else 0.0 for value in _matched(found, wanted)]
+        pairs = [value if value >= self._min_iou else 0.0 for value in _matched(boxes, wanted)]
         num_met = sum(value > 0 for value in pairs)
-        parts = {"precision": num_met / len(found), "recall": num_met / len(wanted)}
-        return Score(math.fsum(pairs) / max(len(found), len(wanted)), "", parts)
+        parts = {"precision": num_met / len(boxes), "recall": num_met / len(wanted)}
+        return Score(math.fsum(pairs) / max(len(boxes), len(wanted)), "", parts)
 
 
 def _shares(boxes: Sequence[BoundingBox], scale: Scale, request: RewardRequest) -> list[BoundingBox]:
-    """The boxes as shares of the image."""
+    """Converts boxes to fractions of the image's width and height."""
     sizes = {"pixels": _file_size, "shown_pixels": _shown_size}
     width, height = sizes[scale](request) if scale in sizes else (LIMITS[scale], LIMITS[scale])
     return [rescaled(box, 1 / width, 1 / height) for box in boxes]
 
 
-def _matched(found: Sequence[BoundingBox], wanted: Sequence[BoundingBox]) -> list[float]:
-    """The IoU of each pair of the matching whose sum is the greatest."""
-    table = [[iou(box, other) for other in wanted] for box in found]
-    if len(found) == 1 or len(wanted) == 1:
+def _matched(boxes: Sequence[BoundingBox], wanted: Sequence[BoundingBox]) -> list[float]:
+    """Returns the IoU of each pair of the matching with the largest sum."""
+    table = [[iou(box, other) for other in wanted] for box in boxes]
+    if len(boxes) == 1 or len(wanted) == 1:
         return [max(value for row in table for value in row)]
     rows, columns = linear_sum_assignment(table, maximize=True)
     return [table[row][column] for row, column in zip(rows, columns, strict=True)]

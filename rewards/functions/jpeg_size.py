@@ -1,4 +1,4 @@
-"""JPEG size: how well the images of a response can be compressed, or how badly."""
+"""JPEG size: rewards generated images for small or for large files."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ BYTES = 1000  # of a kilobyte
 
 
 class JpegSize:
-    """value = -k / `scale` with `wanted: small`, and k / `scale` with `large`; k kilobytes as a JPEG of `quality`.
+    """value = -k / `scale` with `wanted: small`, k / `scale` with `large`; k is the size in kB as a JPEG of `quality`.
 
-    Of several images (a video's frames) the mean counts. It needs no model and no reference, so it is cheap to try a
-    flow model with. DDPO's compressibility (arXiv:2305.13301) has the quality 95, Flow-GRPO's the scale 500 as well.
+    Several images (frames of a video) give the mean. Needs no model and no reference, which makes it a cheap test of a
+    flow model. DDPO's compressibility (arXiv:2305.13301) uses quality 95; Flow-GRPO also divides by 500.
 
     Raises:
-        RewardError: the response has no image, or one cannot be opened.
+        RewardError: the response has no image, or an image cannot be opened.
     """
 
     def __init__(self, tools: Tools, *, wanted: Literal["small", "large"], quality: int, scale: float) -> None:

@@ -1,4 +1,4 @@
-"""OCR: how far a generated image shows the text that it was asked to show."""
+"""OCR: similarity of the text in a generated image to the requested text."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from mobula.rewards.contract import RewardRequest, Score
 from mobula.rewards.functions.parsing.references import check_true_or_false, given_references
 from mobula.rewards.tools import Tools
 
-MAX_ASPECT = 100  # of the longer side to the shorter one; the engine scales the shorter one up
-LINE_HEIGHT = 48  # pixels to which the recognition network scales a line
-MIN_LINE_WIDTH = 64  # a shorter line is filled up to this many pixels at that height
+MAX_ASPECT = 100  # longer side / shorter side; the engine scales the shorter side up
+LINE_HEIGHT = 48  # pixels; the recognition network scales lines to it
+MIN_LINE_WIDTH = 64  # shorter lines are padded to this width in pixels
 _QUOTED = re.compile(r'"([^"]+)"|\N{LEFT DOUBLE QUOTATION MARK}([^\N{RIGHT DOUBLE QUOTATION MARK}]+)')
 
 
 class Ocr:
-    """Reads each image of the response with PP-OCRv6 (by RapidOCR, whose wheel has the models) and compares.
+    """Reads each image of the response with PP-OCRv6 (RapidOCR, whose wheel has the models) and compares the text.
 
-    value = 1 - min(d, n) / n, without white space and case: n is the target's length, d 0 where the text that was read
-    has the target in it, else their edit distance (the reward of Flow-GRPO, Liu et al. 2025). `exact` asks for equality
-    instead: 1 or 0, and the target within more text is 0. Of several references the nearest counts.
+    value = 1 - min(d, n) / n, ignoring white space and case: n is the length of the target, d is 0 if the text contains
+    the target, else the edit distance (the reward of Flow-GRPO, Liu et al. 2025). `exact` requires equality instead,
+    with value 1 or 0. With several references the most similar counts.
 
-    `layout` says what an image holds: a `page` is searched for lines of text; a `line` is one line that fills the
-    image, and is read as it is, at a tenth of the time or less.
+    `layout`: a `page` is searched for lines of text; a `line` is an image filled by one line, which is read directly in
+    at most a tenth of the time.
 
-    `target` names what should be there: `reference`, or `quoted_prompt`, the prompt's first text in double quotes. Of
-    several images (a video's frames) every `frame_stride`-th is read, from the first on; the value is their mean, and
-    a frame in which nothing is read counts 0. `num_threads` is for the network.
+    `target` is the expected text: `reference`, or `quoted_prompt`, the prompt's first text in double quotes. Of several
+    images (frames of a video) every `frame_stride`-th is read, starting with the first; the value is the mean, and a
+    frame without text counts 0. `num_threads` is the number of threads of the network.
 
     Raises:
         TimedOutError: an image was not read in time.
-        RewardError: the response has no image, one cannot be opened or is a line, or there is no target.
+        RewardError: the response has no image, an image cannot be opened or is too narrow, or there is no target.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Ocr:
     def _read(self, image: bytes) -> str:
         try:
             with Image.open(io.BytesIO(image)) as opened:
-                pixels = np.asarray(opened.convert("RGB"))[:, :, ::-1]  # [H, W, BGR], as the engine takes it
+                pixels = np.asarray(opened.convert("RGB"))[:, :, ::-1]  # [H, W, BGR], the layout of the engine
         except UnidentifiedImageError as error:
             raise RewardError("an image of the response cannot be opened: it is of no known kind") from error
         except (OSError, ValueError, Image.DecompressionBombError) as error:
@@ -101,11 +101,10 @@ class Ocr:
         height, width = pixels.shape[:2]
         if max(height, width) > MAX_ASPECT * min(height, width):
             raise RewardError(f"an image of the response is {width} x {height}: too narrow to be read")
-        found = self._in_time.call(lambda: self._texts(np.ascontiguousarray(pixels)), "OCR of an image")
-        return " ".join(found)
+        return " ".join(self._in_time.call(lambda: self._texts(np.ascontiguousarray(pixels)), "OCR of an image"))
 
     def _texts(self, pixels: np.ndarray) -> tuple[str, ...]:
-        """The lines of uint8 [H, W, BGR]."""
+        """Returns the lines of text in uint8 [H, W, BGR]."""
         stages = {"use_det": False, "use_cls": False, "use_rec": True} if self._is_line else {}
         read = self._engine(pixels, **stages)
         return read.txts or () if isinstance(read, TextRecOutput | RapidOCROutput) else ()

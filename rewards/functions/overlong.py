@@ -10,8 +10,8 @@ from mobula.rewards.tools import Tools
 class Overlong:
     """The soft overlong punishment of DAPO (Yu et al. 2025, equation 13), from 0 down to -`penalty`.
 
-    With L tokens, L_max = `max_tokens` and B = `buffer_tokens`: min(0, -penalty * (L - (L_max - B)) / B), and never
-    below -penalty. A response that was cut off gets all of -penalty, however long it is: it has no end.
+    With L tokens, L_max = `max_tokens` and B = `buffer_tokens`: min(0, -penalty * (L - (L_max - B)) / B), at least
+    -penalty. A truncated response of any length gets -penalty.
     """
 
     def __init__(self, tools: Tools, *, max_tokens: int, buffer_tokens: int, penalty: float) -> None:

@@ -1,4 +1,4 @@
-"""A user's reward function, `module:function` or `path/to/file.py:function`: it runs in an isolated process only."""
+"""Plugin: runs a user's reward function, `module:function` or `path/to/file.py:function`, in isolated processes."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ OF_OTHER_TRAINERS = ("completions", "prompts", "responses", "data_source", "solu
 
 
 class Plugin:
-    """Called as `function(request, **options)`, which may be an `async def`; it returns a finite number, a mapping with
+    """Calls `function(request, **options)`, which may be an `async def` and returns a finite number, a mapping with
     `score`, or a `Score`.
 
-    It may hang, raise, exit or crash: that costs the response its score and the process its life. What it keeps in its
-    module is kept per process, and lost with it.
+    If the function hangs, raises, exits or crashes, the response has no score, and a hung or dead process is replaced.
+    Module state of the function lives in each process separately and is lost with the process.
     """
 
     def __init__(self, tools: Tools, target: str, options: Mapping[str, Any]) -> None:
@@ -40,15 +40,15 @@ class Plugin:
         return self._isolated.call(self._target, request, **self._options)
 
     def score_batch(self, requests: Sequence[RewardRequest]) -> list[Outcome | Any]:
-        """Side by side, as many as there are processes."""
+        """Calls the function concurrently, one call per process."""
         calls = [(request,) for request in requests]
         return call_each(self._isolated, self._target, calls, lambda result: result, **self._options)
 
 
 def parameters(target: str) -> list[tuple[str, str, bool]]:
-    """Name, kind (as `inspect.Parameter.kind` is called) and whether there is a default, of each parameter.
+    """Returns (name, name of the `inspect.Parameter.kind`, whether it has a default) of each parameter.
 
-    It imports the target: called in an isolated process.
+    Runs in an isolated process, because it imports the target.
     """
     function = load(target)
     if not callable(function):
@@ -57,19 +57,19 @@ def parameters(target: str) -> list[tuple[str, str, bool]]:
         raise TypeError("it is a class, not a function: name a function, or an instance that can be called")
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         raise TypeError("it yields values: return one number")
-    found = inspect.signature(function).parameters.values()
-    return [(p.name, p.kind.name, p.default is not p.empty) for p in found]
+    signature = inspect.signature(function)
+    return [(p.name, p.kind.name, p.default is not p.empty) for p in signature.parameters.values()]
 
 
 def users_signature(target: str, isolated: Isolated) -> inspect.Signature:
-    """The signature of a user's function, which is imported in the isolated processes alone: it may hang, and crash.
+    """Returns the signature of a user's function, imported in the isolated processes because it may hang or crash.
 
     Raises:
-        ValueError: there is no such function, its module or file does not run, or it does not take a request.
+        ValueError: the function does not exist, its module cannot be imported, or it takes no request.
     """
     try:
         isolated.load(target, EXAMPLE)
-        found = isolated.call(_PARAMETERS, target)
+        given = isolated.call(_PARAMETERS, target)
     except TimedOutError as error:
         raise ValueError(
             f"reward function {target!r} is not there in time ({error}): raise timeouts.start_s"
@@ -78,18 +78,18 @@ def users_signature(target: str, isolated: Isolated) -> inspect.Signature:
         is_file = target.rpartition(":")[0].endswith(".py")
         action = "fix the file" if is_file else "put it on the PYTHONPATH, or name a function"
         raise ValueError(f"reward function {target!r} cannot be imported ({error}): {action}") from error
-    _check_request(target, found)
+    _check_request(target, given)
     none = inspect.Parameter.empty
     return inspect.Signature(
         [
             inspect.Parameter(name, getattr(inspect.Parameter, kind), default=None if has_default else none)
-            for name, kind, has_default in found
+            for name, kind, has_default in given
         ]
     )
 
 
 def _check_request(target: str, parameters: Sequence[tuple[str, str, bool]]) -> None:
-    """Whether the first parameter takes the request."""
+    """Refuses a function without a positional parameter for the request."""
     takes = f"reward function {target!r} takes ({', '.join(name for name, _, _ in parameters)})"
     if not parameters or parameters[0][1] in ("KEYWORD_ONLY", "VAR_KEYWORD"):
         raise ValueError(f"{takes} and no request: {CALL}")

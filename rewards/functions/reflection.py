@@ -1,4 +1,4 @@
-"""Reflection: whether a response has one of the words with which models look back at their own reasoning."""
+"""Reflection: 1 if a response has a word with which models review their reasoning, else 0."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ MAYE_WORDS = (
 
 
 class Reflection:
-    """1 if the response has at least one of `words`, else 0; the reason counts them. The words are MAYE's by default
-    (arXiv:2504.02587).
+    """1 if the response has at least one of `words`, by default MAYE's (arXiv:2504.02587), else 0; the reason has the
+    counts.
 
-    With `whole_words` a word counts only between word boundaries. Without, it counts inside other words too, as in the
-    published evaluation: "awaiting" then has "wait".
+    With `whole_words` a word counts only between word boundaries. Otherwise it also counts inside other words, as in
+    the published evaluation: "awaiting" has "wait".
     """
 
     def __init__(self, tools: Tools, *, words: Sequence[str] = MAYE_WORDS, whole_words: bool = True) -> None:
@@ -31,5 +31,5 @@ class Reflection:
         self._pattern = re.compile(f"{boundary}(?:{'|'.join(map(re.escape, longest_first))}){boundary}", re.IGNORECASE)
 
     def __call__(self, request: RewardRequest) -> Score:
-        found = Counter(word.lower() for word in self._pattern.findall(request.response.text))
-        return Score(float(bool(found)), ", ".join(f"{word} {count}" for word, count in sorted(found.items())))
+        counts = Counter(word.lower() for word in self._pattern.findall(request.response.text))
+        return Score(float(bool(counts)), ", ".join(f"{word} {count}" for word, count in sorted(counts.items())))

@@ -1,4 +1,4 @@
-"""ScriptShare: which share of a response's characters is in one range of Unicode."""
+"""ScriptShare: the share of characters of a response in a Unicode range."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ LAST_CODE_POINT = 0x10FFFF
 
 
 class ScriptShare:
-    """Characters of the response whose code points are in `code_points` [first, last], over all of its characters.
+    """The share of characters with a code point in `code_points` [first, last]; 0 for an empty response.
 
-    With the CJK ideographs, [19968, 40959], and a weight of -0.1 it is the language penalty of MAYE (arXiv:2504.02587).
-    An empty response has 0.
+    The CJK ideographs, [19968, 40959], with a weight of -0.1 are the language penalty of MAYE (arXiv:2504.02587).
     """
 
     def __init__(self, tools: Tools, *, code_points: Sequence[int]) -> None:

@@ -53,7 +53,7 @@ class JsonPoster:
         self._connection = connection
         self._headers = {**connection.headers(), "Content-Type": "application/json"}
         self._endpoints = Endpoints(connection.urls, max_failures=connection.max_failures, aside_s=connection.aside_s)
-        self._places = asyncio.Semaphore(connection.max_concurrency)
+        self._slots = asyncio.Semaphore(connection.max_concurrency)
         self._session: aiohttp.ClientSession | None = None
         self._loop: LoopThread | None = None
         self._starting = threading.Lock()
@@ -75,7 +75,7 @@ class JsonPoster:
         """
         try:
             async with asyncio.timeout_at(deadline):
-                async with self._places:
+                async with self._slots:
                     return await self._try(body, deadline)
         except TimeoutError as error:
             raise self._too_late() from error

@@ -1,4 +1,4 @@
-"""The aesthetic head: a small network on CLIP's image embedding that predicts how people rate an image, 1 to 10.
+"""Aesthetic: a small network on CLIP's image embedding that predicts human ratings of an image, 1 to 10.
 
 Schuhmann (2022), "Improved Aesthetic Predictor": 768 -> 1024 -> 128 -> 64 -> 16 -> 1 without activations, with dropout
 in training, on the normalised embedding of CLIP ViT-L/14.
@@ -25,11 +25,11 @@ from mobula.rewards.tools import Tools
 
 WIDTHS = (768, 1024, 128, 64, 16, 1)
 _UNREADABLE = (SafetensorError, pickle.UnpicklingError, OSError, EOFError, RuntimeError, TypeError, AttributeError)
-DROPOUTS = (0.2, 0.2, 0.1)  # behind the first layers; nothing at inference, but they have places in the numbering
+DROPOUTS = (0.2, 0.2, 0.1)  # after the first layers; inactive at inference, but counted in the names of the weights
 
 
 class AestheticHead(nn.Module):
-    """[N, 768] -> [N]; the layers are numbered as in the published weights."""
+    """[N, 768] -> [N]; the layers have the numbers of the published weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,12 +45,12 @@ class AestheticHead(nn.Module):
 
 
 class Aesthetic:
-    """The head's rating, the mean over a request's images.
+    """The rating of the head, averaged over the images of a request.
 
-    `model` is the CLIP checkpoint (ViT-L/14, whose projection has 768 dimensions), `processor` another one with the
-    image processor or null, `head` the file of the head's weights (.safetensors, or .pth, of which only tensors are
-    read), `images` those of the prompt or of the response. Of several (a video's frames) every `frame_stride`-th is
-    rated, from the first on.
+    `model` is the CLIP checkpoint (ViT-L/14, whose projection has 768 dimensions), `processor` another checkpoint with
+    the image processor or null, `head` the file with the head's weights (.safetensors, or .pth with tensors only),
+    `images` is prompt or response. Of several images (frames of a video) every `frame_stride`-th is rated, starting
+    with the first.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Aesthetic:
             )
 
     def score_batch(self, requests: Sequence[RewardRequest]) -> list[float | Outcome]:
-        """One outcome a request."""
+        """Returns one outcome per request."""
         return score_in_batches(
             requests,
             encode=self._encode,
@@ -96,10 +96,10 @@ class Aesthetic:
 
 
 def load_head(file: Path) -> AestheticHead:
-    """The head with exactly the weights of `file`, float32 and frozen.
+    """Loads the head from `file`, float32 and frozen.
 
     Raises:
-        ValueError: the file holds something else than tensors, or other tensors than the head's.
+        ValueError: the file does not hold exactly the head's tensors.
     """
     try:
         weights = load_file(file) if file.suffix == ".safetensors" else torch.load(file, "cpu", weights_only=True)

@@ -1,4 +1,4 @@
-"""Requests to outcomes through a model: each is encoded by itself, and what can be scored is scored in batches."""
+"""Scores requests with a model in batches; requests that cannot be encoded fail one by one."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def score_in_batches(
     batch_size: int,
     in_time: InTime,
 ) -> list[Outcome | float]:
-    """One outcome a request, in order; a request that `encode` refuses costs no other one its score.
+    """Returns one outcome per request, in order. A request that `encode` refuses does not affect the others.
 
-    A batch that the model cannot compute, for want of memory say, or not in time, fails by itself. Batches are of
-    requests of like `size`, the largest first, so that little is padded and memory runs out at once or not at all.
+    A batch that raises, for example out of memory, or times out, fails alone. Batches have requests of similar `size`
+    to minimise padding, the largest first, so that a lack of memory shows at once.
     """
     outcomes: dict[int, Outcome | float] = {}
     encoded: dict[int, T] = {}
@@ -53,6 +53,6 @@ def _scored(
         return in_time.call(compute, f"a batch of {len(batch)}", len(batch))
     except TimedOutError as error:
         return (ScoringFailure(FailureKind.TIMED_OUT, str(error)),) * len(batch)
-    except Exception as error:  # whatever a model raises costs its batch, never the others
+    except Exception as error:  # any error of a model fails its batch only
         reason = f"a batch of {len(batch)} raised {type(error).__name__}: {error}"
         return (ScoringFailure(FailureKind.FAILED, reason),) * len(batch)

@@ -1,7 +1,7 @@
-"""CLIP: how well images and a text go together, on a fixed scale (CLIPScore) or the one it learnt (PickScore).
+"""CLIP: similarity of images and a text, on a fixed scale (CLIPScore) or the learnt scale (PickScore).
 
 CLIPScore (Hessel et al. 2021): w * max(cos(E_image, E_text), 0) with w = 2.5; others report 100 * cos. PickScore
-(Kirstain et al. 2023): exp(logit_scale) * cos, by a CLIP that was trained on people's choices.
+(Kirstain et al. 2023): exp(logit_scale) * cos, with a CLIP trained on human preferences.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TEXTS_FROM = ("question", "response")
 
 
 class ClipEmbedder:
-    """A CLIP checkpoint: images and texts to vectors of length 1, float32 [N, projection]."""
+    """Embeds images and texts with a CLIP checkpoint as unit vectors, float32 [N, projection]."""
 
     def __init__(self, model: str, processor: str | None, tools: Tools) -> None:
         self._processor: Any = load_processor(AutoProcessor, processor or model)
@@ -36,17 +36,17 @@ class ClipEmbedder:
 
     def embed_images(self, images: Sequence[Image.Image]) -> torch.Tensor:
         pixels = self._processor.image_processor(images=list(images), return_tensors="pt")["pixel_values"]
-        found = self.model.get_image_features(pixel_values=pixels.to(self._device, self.model.dtype)).pooler_output
-        return torch.nn.functional.normalize(found.float(), dim=-1)
+        embeddings = self.model.get_image_features(pixel_values=pixels.to(self._device, self.model.dtype)).pooler_output
+        return torch.nn.functional.normalize(embeddings.float(), dim=-1)
 
     def embed_texts(self, texts: Sequence[str]) -> torch.Tensor:
-        """Texts of more than `max_tokens` lose their end."""
+        """Embeds texts, truncated to `max_tokens`."""
         tokens = self._processor.tokenizer(
             list(texts), padding=True, truncation=True, max_length=self.max_tokens, return_tensors="pt"
         ).to(self._device)
         ids, mask = tokens["input_ids"], tokens["attention_mask"]
-        found = self.model.get_text_features(input_ids=ids, attention_mask=mask).pooler_output
-        return torch.nn.functional.normalize(found.float(), dim=-1)
+        embeddings = self.model.get_text_features(input_ids=ids, attention_mask=mask).pooler_output
+        return torch.nn.functional.normalize(embeddings.float(), dim=-1)
 
     def num_tokens(self, text: str) -> int:
         return len(self._processor.tokenizer(text, verbose=False)["input_ids"])
@@ -60,13 +60,13 @@ class _Pair:
 
 
 class ClipScore:
-    """scale * cos(image, text), the mean over a request's images.
+    """scale * cos(image, text), averaged over the images of a request.
 
-    `model` is a CLIP checkpoint; `processor` another one with tokenizer and image processor, or null. `text` is
-    question or response, `images` those of the prompt or of the response. `clamp` raises negative values to 0.
-    CLIPScore as published is `scale` 2.5 with `clamp`; the common percentage is 100. `question_pattern` is as in
-    `QuestionFinder`. Of several images (a video's frames) every `frame_stride`-th is scored, from the first on. Texts
-    beyond CLIP's length lose their end, which the score's reason states.
+    `model` is a CLIP checkpoint; `processor` another checkpoint with tokenizer and image processor, or null. `text` is
+    question or response, `images` is prompt or response. `clamp` raises negative values to 0. Published CLIPScore is
+    `scale` 2.5 with `clamp`; the common percentage is 100. `question_pattern`: see `QuestionFinder`. Of several images
+    (frames of a video) every `frame_stride`-th is scored, starting with the first. Texts above CLIP's maximum length
+    are truncated, which the reason of the score states.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class ClipScore:
         self._clip = ClipEmbedder(model, processor, tools)
 
     def score_batch(self, requests: Sequence[RewardRequest]) -> list[float | Outcome]:
-        """One outcome a request."""
+        """Returns one outcome per request."""
         return score_in_batches(
             requests,
             encode=self._encode,
@@ -126,7 +126,7 @@ class ClipScore:
 
 
 class PickScore(ClipScore):
-    """exp(logit_scale) * cos(image, question), unclamped: `ClipScore` with the scale that the checkpoint learnt."""
+    """exp(logit_scale) * cos(image, question), unclamped: `ClipScore` with the learnt scale of the checkpoint."""
 
     def __init__(
         self,

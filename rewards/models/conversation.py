@@ -1,4 +1,4 @@
-"""A question and its answer as a reward model reads them: in its chat template or as a pair, within its length."""
+"""Encodes question and answer for a reward model, in its chat template or as a pair, within its maximum length."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from mobula.rewards.contract import RewardRequest
 from mobula.rewards.images import decode_image
 from mobula.rewards.models.question import QuestionFinder
 
-PER_TOKEN = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")  # [1, T] each; the rest has its own
-CUT_ROUNDS = 8  # decoding and encoding again may move a token or two; each round cuts what is still too much
+PER_TOKEN = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")  # [1, T]; others vary in shape
+CUT_ROUNDS = 8  # decoding and encoding again may change the number of tokens; each round cuts the remaining excess
 
 
 @dataclass(frozen=True)
 class EncodedConversation:
-    """One encoded conversation: `inputs` are forward() arguments of a batch of one; `note` names what was cut."""
+    """One encoded conversation: `inputs` are forward() arguments of a batch of one; `note` tells of cut tokens."""
 
     inputs: Mapping[str, torch.Tensor]
     note: str = ""
@@ -31,19 +31,19 @@ class EncodedConversation:
 
 
 class ConversationReader(Protocol):
-    """Encodes requests and puts encoded ones together."""
+    """Encodes requests: `PairReader` or `ChatReader`."""
 
     def read(self, request: RewardRequest) -> EncodedConversation:
-        """One request.
+        """Encodes one request.
 
         Raises:
-            RewardError: it does not fit, or its images cannot be read.
+            RewardError: the request is too long, or its images cannot be read.
         """
         ...
 
 
 class PairReader:
-    """(question, answer) as the two segments of an encoder model; the answer alone is cut, at its end."""
+    """Encodes (question, answer) as the two segments of an encoder model. Only the end of the answer is cut."""
 
     def __init__(self, tokenizer: Any, questions: QuestionFinder, max_tokens: int) -> None:
         self._tokenizer = tokenizer
@@ -65,10 +65,10 @@ class PairReader:
 
 
 class ChatReader:
-    """A user's turn with the question (and the prompt's images) and an assistant's turn with the answer.
+    """Encodes a user turn with the question (and the prompt's images) and an assistant turn with the answer.
 
-    `processor` is a tokenizer, or a processor with one where the model takes images. The answer alone is cut, at its
-    end, so that the whole conversation with the template's closing tokens has `max_tokens` at most.
+    `processor` is a tokenizer, or a processor with a tokenizer if the model takes images. Only the end of the answer is
+    cut, so that the conversation with the closing tokens of the template has at most `max_tokens`.
     """
 
     def __init__(self, processor: Any, questions: QuestionFinder, max_tokens: int, *, takes_images: bool) -> None:
@@ -101,7 +101,7 @@ class ChatReader:
         raise RewardError(f"the response cannot be cut to max_tokens={self._max_tokens}: raise it")
 
     def _plain(self, text: str) -> str:
-        """Text in which nothing imitates a turn's end or an image."""
+        """Removes special tokens, which would imitate the end of a turn or an image."""
         return self._special.sub("", text)
 
     def _encode(self, question: str, answer: str, images: Sequence[Any]) -> dict[str, torch.Tensor]:
@@ -116,7 +116,7 @@ class ChatReader:
 
 
 def content_form(processor: Any) -> Callable[[str], Any]:
-    """The content of a turn from its text, as the chat template takes it: text, or a list of parts.
+    """Returns a function from the text of a turn to the content that the chat template takes: text or a list of parts.
 
     Raises:
         ValueError: the template takes neither.
@@ -126,7 +126,7 @@ def content_form(processor: Any) -> Callable[[str], Any]:
         turns = [{"role": role, "content": form(f"probe of {role}")} for role in ("user", "assistant")]
         try:
             rendered = processor.apply_chat_template(turns, tokenize=False)
-        except Exception as error:  # templates refuse with errors of many kinds
+        except Exception as error:  # templates raise errors of many types
             problem = f" ({type(error).__name__}: {error})"
             continue
         if "probe of user" in rendered and "probe of assistant" in rendered and "'type'" not in rendered:
@@ -139,7 +139,7 @@ def _parts(text: str) -> list[dict[str, str]]:
 
 
 def pad(conversations: Sequence[EncodedConversation], pad_token_id: int) -> dict[str, torch.Tensor]:
-    """One batch: rows of tokens padded on the right, everything about images one behind the other."""
+    """Builds one batch: tokens are padded on the right, tensors of images are concatenated."""
     longest = max(conversation.num_tokens for conversation in conversations)
     batch = {}
     for name in {name for conversation in conversations for name in conversation.inputs}:

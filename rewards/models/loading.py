@@ -1,4 +1,4 @@
-"""Checkpoints to frozen models: every weight comes from the file, or the checkpoint is refused by the weight's name."""
+"""Loads frozen models and checks options; a checkpoint with missing, unknown or misshapen weights is refused."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ NUM_SHOWN = 5
 
 
 def load_strictly(model_class: Any, name: str, tools: Tools) -> PreTrainedModel:
-    """The checkpoint `name` (a folder, or a hub's name) as a `model_class` for inference on `tools.device`.
+    """Loads the checkpoint `name` (a directory, or a hub name) as a `model_class` for inference on `tools.device`.
 
-    Functions with the same tools share it: the weights of one checkpoint are in memory once.
+    Functions with the same tools share the model, so a checkpoint is in memory once.
 
-    Transformers itself gives a weight that a checkpoint lacks, such as the head of a reward model, random values and a
-    warning; a random reward is refused here.
+    Transformers initialises a missing weight, such as the head of a reward model, at random with a warning; here it is
+    an error.
 
     Raises:
-        ValueError: it cannot be loaded, or its weights are not exactly the model's.
+        ValueError: the checkpoint cannot be loaded, or its weights are not exactly the model's.
     """
     return tools.shared((model_class, name), lambda: _load(model_class, name, tools))
 
@@ -39,33 +39,33 @@ def _load(model_class: Any, name: str, tools: Tools) -> PreTrainedModel:
     for kind, flaw in flaws.items():
         if keys := info[f"{kind}_keys"]:
             named = (key if isinstance(key, str) else f"{key[0]} {list(key[1])}" for key in keys)
-            shown = sorted(named, key=lambda name: (not name.startswith("score."), name))  # a missing head comes first
+            shown = sorted(named, key=lambda name: (not name.startswith("score."), name))  # name a missing head first
             more = f" and {len(shown) - NUM_SHOWN} more" if len(shown) > NUM_SHOWN else ""
             raise ValueError(
                 f"options.model={name!r} {flaw} weights {', '.join(shown[:NUM_SHOWN])}{more}: it is no checkpoint of a "
                 f"{type(model).__name__}, so name one that is"
             )
-    if tools.device == "cuda" and tools.gpu_share < 1:  # beyond it the other roles of the GPU would be out of memory
+    if tools.device == "cuda" and tools.gpu_share < 1:  # keeps memory for the other roles on the GPU
         torch.cuda.set_per_process_memory_fraction(tools.gpu_share)
     return model.eval().requires_grad_(False).to(tools.device)
 
 
 def _refuse_quantised(name: str) -> None:
-    """Quantised models need kernels of their own, and were never compared with those that they were made from."""
+    """Refuses quantised models, which need special kernels and were never compared with their originals."""
     try:
         settings, _ = PretrainedConfig.get_config_dict(name)
     except OSError as error:
         raise ValueError(f"options.model={name!r} cannot be loaded ({_first_line(error)}): use a checkpoint") from error
     for part in (settings, *(part for part in settings.values() if isinstance(part, dict))):
-        if isinstance(found := part.get("quantization_config"), dict):
+        if isinstance(scheme := part.get("quantization_config"), dict):
             raise ValueError(
-                f"options.model={name!r} is quantised ({found.get('quant_method') or found}), which is not computed "
+                f"options.model={name!r} is quantised ({scheme.get('quant_method') or scheme}), which is not computed "
                 "here: name the checkpoint that it was made from"
             )
 
 
 def load_processor(processor_class: Any, name: str) -> Any:
-    """A tokenizer or processor.
+    """Loads a tokenizer or processor.
 
     Raises:
         ValueError: the checkpoint has none.
@@ -77,7 +77,7 @@ def load_processor(processor_class: Any, name: str) -> Any:
 
 
 def torch_dtype(tools: Tools) -> torch.dtype:
-    """`tools.dtype` as torch has it.
+    """Converts `tools.dtype` to a torch dtype.
 
     Raises:
         ValueError: torch has no floating-point type of this name.
@@ -89,10 +89,10 @@ def torch_dtype(tools: Tools) -> torch.dtype:
 
 
 def positive_int(name: str, value: Any) -> int:
-    """An option that counts something.
+    """Checks an option that is a positive integer, and returns it.
 
     Raises:
-        ValueError: it is no number above 0.
+        ValueError: the value is not a positive integer.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"options.{name}={value!r} is no number above 0")
@@ -100,10 +100,10 @@ def positive_int(name: str, value: Any) -> int:
 
 
 def one_of(name: str, value: Any, known: tuple[str, ...]) -> str:
-    """An option that chooses.
+    """Checks an option with the values `known`, and returns it.
 
     Raises:
-        ValueError: it is none of `known`.
+        ValueError: the value is not in `known`.
     """
     if value not in known:
         raise ValueError(f"options.{name}={value!r} is unknown: use {', '.join(known)}")
@@ -111,10 +111,10 @@ def one_of(name: str, value: Any, known: tuple[str, ...]) -> str:
 
 
 def existing_file(name: str, value: Any) -> Path:
-    """An option that names a file.
+    """Checks an option that is the path of a file, and returns the path.
 
     Raises:
-        ValueError: there is no such file.
+        ValueError: the file does not exist.
     """
     if not isinstance(value, str) or not Path(value).is_file():
         raise ValueError(f"options.{name}={value!r} is no file: name one")

@@ -1,4 +1,4 @@
-"""Finds the question in a rendered chat prompt, so that a model with another chat template can be given it."""
+"""Finds the question in a rendered chat prompt, for models with another chat template."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ IMAGES_FROM = ("prompt", "response")
 class QuestionFinder:
     r"""Reads the question out of `RewardRequest.prompt_text`.
 
-    `pattern` is a regular expression with a group named `question` that is searched for in the rendered prompt, e.g.
-    `user\n(?P<question>.*?)<\|im_end\|>`; a dot matches newlines. None takes the prompt as a whole. Special tokens are
-    left out either way.
+    `pattern` is a regular expression with a group `question`, searched in the rendered prompt, e.g.
+    `user\n(?P<question>.*?)<\|im_end\|>`; a dot matches newlines. None takes the whole prompt. Special tokens are
+    removed in both cases.
 
     Raises:
-        ValueError: the pattern is no regular expression or has no such group.
+        ValueError: the pattern is not a regular expression or has no group `question`.
     """
 
     def __init__(self, pattern: str | None) -> None:
@@ -34,24 +34,24 @@ class QuestionFinder:
             raise ValueError(f"options.question_pattern={pattern!r} has no group (?P<question>...): add it")
 
     def find(self, request: RewardRequest) -> str:
-        """The question.
+        """Returns the question.
 
         Raises:
-            RewardError: the pattern is not in the prompt.
+            RewardError: the prompt does not match the pattern.
         """
         if self._pattern is None:
             return without_markers(request.prompt_text).strip()
-        found = self._pattern.search(request.prompt_text)
-        if found is None:
+        match = self._pattern.search(request.prompt_text)
+        if match is None:
             raise RewardError(f"the prompt does not match question_pattern={self._pattern.pattern!r}")
-        return without_markers(found["question"] or "").strip()
+        return without_markers(match["question"] or "").strip()
 
 
 def decoded_images(request: RewardRequest, source: str, frame_stride: int) -> tuple[Image.Image, ...]:
-    """The images to score, of the prompt or of the response, as RGB; every `frame_stride`-th, from the first on.
+    """Returns every `frame_stride`-th image of the prompt or of the response, starting with the first, as RGB.
 
     Raises:
-        RewardError: there are none, or one cannot be read.
+        RewardError: there is no image, or an image cannot be read.
     """
     files = request.prompt_images if source == "prompt" else request.response.images
     if not files:

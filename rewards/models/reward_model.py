@@ -1,4 +1,4 @@
-"""The reward function `reward_model`: a sequence classifier, of text or of images and text, judges an answer."""
+"""The reward function `reward_model`: a sequence classifier of text, or of images and text, scores an answer."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ OUTPUTS = ("logit", "probability")
 class RewardModel:
     """The logit of one label, or its probability (sigmoid of a single logit, softmax over several).
 
-    `model` is a Hugging Face checkpoint of a sequence classifier with all its weights, or of a vision-language model
-    with a `score.weight`. `form` is chat (question and answer through the model's chat template) or pair (two segments,
-    for encoders). `label` names or numbers the label to read; null takes the only one. `question_pattern` finds the
-    question in the rendered prompt (see `QuestionFinder`). A conversation of more than `max_tokens` loses the end of
-    its answer, never of its question, which the score's reason states. `batch_size` conversations are scored at a time.
+    `model` is a complete Hugging Face checkpoint of a sequence classifier, or of a vision-language model with a
+    `score.weight`. `form` is chat (question and answer through the model's chat template) or pair (two segments, for
+    encoders). `label` is the name or index of a label; null takes the only label. `question_pattern`: see
+    `QuestionFinder`. A conversation above `max_tokens` loses the end of the answer, never of the question, which the
+    reason of the score states. `batch_size` conversations are scored at a time.
     """
 
     def __init__(
@@ -46,20 +46,23 @@ class RewardModel:
         self._batch_size = positive_int("batch_size", batch_size)
         self._output = one_of("output", output, OUTPUTS)
         config = read_config(model)
-        self._reader = _reader(model, config, form, QuestionFinder(question_pattern), _fitting(config, max_tokens))
+        longest = getattr(config.get_text_config(), "max_position_embeddings", None) or math.inf
+        if positive_int("max_tokens", max_tokens) > longest:
+            raise ValueError(f"options.max_tokens={max_tokens} is more than the model's {longest} positions: lower it")
+        self._reader = _reader(model, config, form, QuestionFinder(question_pattern), max_tokens)
         self._model = load_strictly(classifier_class(config), model, tools)
         self._label = _label_index(self._model.config, label)
         self._pad_token_id = config.get_text_config().pad_token_id
         self._device = torch.device(tools.device)
 
     def score_batch(self, requests: Sequence[RewardRequest]) -> list[float | Outcome]:
-        """One outcome a request."""
+        """Returns one outcome per request."""
         return score_in_batches(
             requests,
             encode=self._reader.read,
             size=lambda conversation: conversation.num_tokens,
             score=self._score,
-            # Without a padding token the model reads the last position of a row, which only a row of its own has.
+            # Without a padding token the model reads the last position of a row, so rows must not be padded.
             batch_size=1 if self._pad_token_id is None else self._batch_size,
             in_time=self._in_time,
         )
@@ -71,13 +74,11 @@ class RewardModel:
             for name, part in batch.items()
         }
         logits = self._model(**inputs).logits.float().cpu()  # [B, labels]
-        values = self._probabilities(logits) if self._output == "probability" else logits
+        values = logits
+        if self._output == "probability":
+            values = torch.sigmoid(logits) if logits.shape[-1] == 1 else torch.softmax(logits, dim=-1)
         pairs = zip(values[:, self._label].tolist(), conversations, strict=True)
         return [_outcome(value, conversation.note) for value, conversation in pairs]
-
-    @staticmethod
-    def _probabilities(logits: torch.Tensor) -> torch.Tensor:
-        return torch.sigmoid(logits) if logits.shape[-1] == 1 else torch.softmax(logits, dim=-1)
 
 
 def _outcome(value: float, note: str) -> Outcome:
@@ -96,17 +97,12 @@ def _reader(
         return PairReader(load_processor(AutoTokenizer, model), questions, max_tokens)
     processor = load_processor(AutoProcessor if with_images else AutoTokenizer, model)
     if not processor.chat_template and with_images:
-        processor.chat_template = processor.tokenizer.chat_template  # of a checkpoint whose tokenizer alone has one
+        processor.chat_template = (
+            processor.tokenizer.chat_template
+        )  # some checkpoints have a template in the tokenizer only
     if not processor.chat_template:
         raise ValueError(f"options.model={model!r} has no chat template: add it to its tokenizer, or use form pair")
     return ChatReader(processor, questions, max_tokens, takes_images=with_images)
-
-
-def _fitting(config: PreTrainedConfig, max_tokens: int) -> int:
-    longest = getattr(config.get_text_config(), "max_position_embeddings", None) or math.inf
-    if positive_int("max_tokens", max_tokens) > longest:
-        raise ValueError(f"options.max_tokens={max_tokens} is more than the model's {longest} positions: lower it")
-    return max_tokens
 
 
 def _label_index(config: PreTrainedConfig, label: str | int | None) -> int:

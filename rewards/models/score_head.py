@@ -1,4 +1,4 @@
-"""The class of a reward model: transformers' own classifier, or a vision-language model with a linear score head."""
+"""Classes of reward models: transformers' classifier, or a vision-language model with a linear score head."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from transformers.modeling_layers import GenericForSequenceClassification
 
 
 def read_config(name: str) -> PreTrainedConfig:
-    """A checkpoint's configuration.
+    """Reads the configuration of a checkpoint.
 
     Raises:
-        ValueError: there is none.
+        ValueError: the checkpoint has none.
     """
     try:
         return AutoConfig.from_pretrained(name)
@@ -33,10 +33,10 @@ def takes_images(config: PreTrainedConfig) -> bool:
 
 
 def classifier_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """Transformers' sequence classifier of this architecture; where it has none, the base model with a `score` head.
+    """Returns transformers' sequence classifier of this architecture, or the base model with a `score` head.
 
-    Such a head is what transformers gives other models: one bias-free linear layer, `score.weight` [labels, hidden], on
-    the last hidden state of the last token that is no padding; the rest of the weights is the base model's, `model.*`.
+    Like the heads of transformers, it is one bias-free linear layer, `score.weight` [labels, hidden], on the last
+    hidden state of the last token that is not padding; the other weights, `model.*`, are the base model's.
 
     Raises:
         ValueError: the architecture is unknown.
@@ -50,7 +50,7 @@ def classifier_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
 
 @cache
 def _with_score_head(base: Any) -> type[PreTrainedModel]:
-    """A classifier over `base`, whose sibling it is: same configuration, same initialisation, same key conversions."""
+    """Builds a classifier over `base` with the same configuration, initialisation and key conversions."""
     family = next(c for c in base.__mro__[1:] if issubclass(c, PreTrainedModel))
     name = f"{base.__name__.removesuffix('Model')}ForSequenceClassification"
     return type(name, (GenericForSequenceClassification, family), {"__doc__": _with_score_head.__doc__})

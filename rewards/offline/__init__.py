@@ -1,1 +1,1 @@
-"""Scoring of recorded responses by the rewards of a run, without the run."""
+"""Scores recorded responses with the rewards of a run, without the run."""

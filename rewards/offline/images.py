@@ -13,33 +13,33 @@ from typing import Any
 from mobula.cluster.errors import RewardError
 
 VIDEO_KEYS = ("video", "videos")
-FRAME_KEYS = ("frames", "video")  # under which a mapping holds frames
+FRAME_KEYS = ("frames", "video")  # of the frames in a mapping
 FRAME_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
 MAX_BYTES = 64 << 20  # of one file
-NUM_AT_HAND = 64  # cached files of one process: responses to one prompt are consecutive
+MAX_CACHED = 64  # files of one process: responses to one prompt are consecutive
 _URL = "data:"
 VIDEO = "video"
 
 
 @dataclass(frozen=True)
 class VideoFileName:
-    """A video that a record names as one file: which frames of it a run would show is not known here."""
+    """A video in one file; the frames that a run would show are unknown here."""
 
     name: str
 
 
 Named = str | bytes | VideoFileName
-"""A path, a data URL, or the file itself as Parquet holds it."""
+"""A path, a data URL, the bytes of a file, or a video file."""
 
 
 def named_frames(values: Mapping[str, Any]) -> tuple[Named, ...]:
-    """The frames of the videos that a record names: of each a list of images, or a mapping with one."""
-    found: list[Named] = []
+    """Returns the frames of the videos of a record: each video is a list of images, or a mapping with a list."""
+    frames: list[Named] = []
     for value in (values.get(key) for key in VIDEO_KEYS):
         videos = value if isinstance(value, list | tuple) and not _are_frames(value) else [value]
         for video in videos:
-            found += _frames(video)
-    return tuple(found)
+            frames += _frames(video)
+    return tuple(frames)
 
 
 def _frames(video: Any) -> Sequence[Named]:
@@ -70,39 +70,37 @@ def _is_frame(item: Any) -> bool:
 
 
 def named_images(values: Mapping[str, Any], *keys: str) -> tuple[Named, ...]:
-    """The images that a record names under `keys`, one or a list; what is none is kept as its text, to be named."""
-    found: list[Named] = []
+    """Returns the images of a record under `keys`, one or a list. Other values are kept as text, for the error."""
+    named: list[Named] = []
     for value in (values.get(key) for key in keys):
         items = value if isinstance(value, list | tuple) else [value]
-        found += [_named(item) for item in items if item is not None and not _is_sound(item)]
-    return tuple(found)
-
-
-def _is_sound(value: Any) -> bool:
-    """Of a recorded trajectory; reward functions are given none."""
-    return isinstance(value, Mapping) and value.get("modality") == "audio"
+        for item in items:
+            is_audio = isinstance(item, Mapping) and item.get("modality") == "audio"  # in a recorded trajectory
+            if item is not None and not is_audio:
+                named.append(_named(item))
+    return tuple(named)
 
 
 def _named(value: Any) -> Named:
-    if isinstance(value, Mapping):  # as data sets keep images in Parquet
-        if value.get("modality") == VIDEO:  # of a recorded trajectory
+    if isinstance(value, Mapping):  # an image in Parquet
+        if value.get("modality") == VIDEO:  # in a recorded trajectory
             return VideoFileName(str(value.get("source")))
         value = value.get("bytes") or value.get("path") or value.get("source")
     return value if isinstance(value, str | bytes) else str(value)
 
 
 class ImageFiles:
-    """Reads named images; paths that are not absolute begin in `folder`."""
+    """Reads image files; relative paths start in `folder`."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._read = lru_cache(maxsize=NUM_AT_HAND)(self._read_file)
+        self._read = lru_cache(maxsize=MAX_CACHED)(self._read_file)
 
     def read(self, named: Sequence[Named]) -> tuple[bytes, ...]:
-        """The files, in order.
+        """Returns the contents of the files, in order.
 
         Raises:
-            RewardError: one cannot be read, is too large, or a data URL holds none; or it is a video in one file.
+            RewardError: a file cannot be read or is too large, a data URL is invalid, or a name is a video in one file.
         """
         for name in named:
             if isinstance(name, VideoFileName):

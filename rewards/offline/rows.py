@@ -28,7 +28,7 @@ class BrokenRowError(MobulaError):
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A recorded response, without its images, which `images` and `response_images` name."""
+    """A recorded response; `images` and `response_images` are names of files, not read yet."""
 
     id: str | int | None
     text: str
@@ -39,7 +39,7 @@ class Record:
     response_images: tuple[Any, ...]
 
     def request(self, read: ReadImages, *, needs_images: bool) -> RewardRequest:
-        """Raises: RewardError: an image cannot be read."""
+        """Builds the request. Raises `RewardError` if an image cannot be read."""
         tokens = self.metadata.get("generated_tokens")
         num_tokens = len(self.text.split()) if tokens is None else int(tokens)
         drawn = read(self.response_images) if self.response_images else ()
@@ -49,12 +49,12 @@ class Record:
 
 
 def read_row(row: Row) -> Record:
-    """The record of a row: `response`, and `id`, `prompt`, `reference`, `metadata` and images where it has them.
+    """Reads a row with `response` and optionally `id`, `prompt`, `reference`, `metadata` and images.
 
-    Numbers may stand for texts, one text for a list, chat messages for a prompt, JSON for metadata.
+    A number may replace a text, a text a list, chat messages a prompt, and JSON text the metadata.
 
     Raises:
-        BrokenRowError: it is no JSON object, has no response, or a value is of no use.
+        BrokenRowError: the row is no JSON object, has no response, or has an invalid value.
     """
     values = _parsed_line(row) if isinstance(row, bytes) else row
     if not isinstance(values, dict):
@@ -62,9 +62,10 @@ def read_row(row: Row) -> Record:
     response = values.get("response")
     if response is None or response != response:
         raise BrokenRowError("it has no response")
+    id_ = values.get("id")
     has_images = not values.keys().isdisjoint(IMAGE_COLUMNS)
     return Record(
-        id=_id(values.get("id")),
+        id=id_ if id_ is None or type(id_) in (int, str) else str(id_),
         text=_text(response, "response"),
         references=_references(values.get("reference")),
         metadata=_metadata(values),
@@ -75,12 +76,12 @@ def read_row(row: Row) -> Record:
 
 
 def _parsed_line(line: bytes) -> Any:
-    # msgspec takes the last one of equal keys; a response that stands twice is read by the reader that refuses it
+    # msgspec takes the last of equal keys; parse_json refuses them
     if line.count(b'"response"') < 2 and line.count(b'"reference"') < 2:
         try:
             return _decode(line)
         except (msgspec.MsgspecError, RecursionError, UnicodeError):
-            pass  # read again by the standard library, which is slow, lenient and names the fault
+            pass  # parse_json is slower and accepts more, and its errors name the fault
     try:
         return parse_json(line)
     except ValueError as error:
@@ -108,29 +109,25 @@ def _references(value: Any) -> tuple[str, ...]:
 
 
 def _metadata(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    found = values.get("metadata") or {}
-    if isinstance(found, str):
+    metadata = values.get("metadata") or {}
+    if isinstance(metadata, str):
         try:
-            found = json.loads(found)
+            metadata = json.loads(metadata)
         except (ValueError, RecursionError) as error:
             raise BrokenRowError(f"metadata is a text and no JSON ({error})") from error
-    if not isinstance(found, dict):
-        raise BrokenRowError(f"metadata is a {type(found).__name__}, not an object")
+    if not isinstance(metadata, dict):
+        raise BrokenRowError(f"metadata is a {type(metadata).__name__}, not an object")
     for name in ("generated_tokens", "is_truncated"):  # columns of recorded trajectories
         if name in values:
-            found = {name: values[name], **found}
-    tokens = found.get("generated_tokens")
+            metadata = {name: values[name], **metadata}
+    tokens = metadata.get("generated_tokens")
     if tokens is not None and (not isinstance(tokens, int | float) or not math.isfinite(tokens)):
         raise BrokenRowError(f"generated_tokens is {tokens!r:.40}, no number")
-    return found
-
-
-def _id(value: Any) -> str | int | None:
-    return value if value is None or type(value) in (int, str) else str(value)
+    return metadata
 
 
 def _prompt(value: Any) -> str:
-    """A text, or chat messages, whose texts follow each other."""
+    """Returns a text, or the joined texts of chat messages."""
     if value is None or isinstance(value, str):
         return value or ""
     if isinstance(value, list | tuple) and all(isinstance(message, dict) for message in value):

@@ -1,4 +1,4 @@
-"""Scores a source batch by batch in a few processes; the result does not depend on their number."""
+"""Scores a source in batches by several processes; the result does not depend on their number."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from mobula.rewards.offline.sources import Batch, Source
 from mobula.rewards.offline.summary import ScoreSummary
 
 LEAST_ROWS, MOST_ROWS = 64, 4096  # of one batch
-SHORT_S, LONG_S = 1.0, 5.0  # batches that take less than the one become larger, more than the other the smallest
-AHEAD = 3  # batches a process that are given out or finished beyond the one whose turn it is
-START_TIMEOUT_S = 300.0  # to import and make the reward functions
+SHORT_S, LONG_S = 1.0, 5.0  # after a shorter batch sizes double, after a longer batch they restart at LEAST_ROWS
+AHEAD = 3  # batches per process that may be pending, because results are yielded in order
+START_TIMEOUT_S = 300.0  # to import and build the reward functions
 
 
 def score_source(
@@ -31,11 +31,11 @@ def score_source(
     rows: BinaryIO | None = None,
     on_progress: Callable[[int], None] = lambda size: None,
 ) -> ScoreSummary:
-    """The summary of all records; memory does not grow with their number. `rows` gets each record's result, in order.
+    """Returns the summary of all records, in constant memory. Writes the result of each record to `rows`, in order.
 
     Raises:
-        PreflightError: a reward function is unfit, the source cannot be read, or with `is_strict` a row is no record.
-        WorkerDiedError, DeadlineError: a process died, or a batch took longer than its time; the message has its rows.
+        PreflightError: a reward function is invalid, the source cannot be read, or with `is_strict` a row is invalid.
+        WorkerDiedError, DeadlineError: a process died, or a batch exceeded its timeout; the message names the rows.
     """
     whole = ScoreSummary()
     try:
@@ -74,7 +74,7 @@ def _in_order(source: Source, options: ScoringOptions, num_processes: int) -> It
             if not SHORT_S <= seconds < LONG_S:
                 num_rows = min(2 * num_rows, MOST_ROWS) if seconds < SHORT_S else LEAST_ROWS
             if scored.is_stuck:
-                child.close()  # only another process is rid of a computation that hangs
+                child.close()  # a hanging thread cannot be killed; the next batch starts a new process
             return scored
         except DeadlineError as error:
             raise DeadlineError(
@@ -99,6 +99,6 @@ def _in_order(source: Source, options: ScoringOptions, num_processes: int) -> It
             for future in pending:
                 future.cancel()
             for child in children:
-                child.kill()  # so that no thread waits for it
+                child.kill()  # ends the waits of the threads
     for child in children:
         child.close()

@@ -1,4 +1,4 @@
-"""Scores batches of rows in a process of its own, by the reward functions of a run."""
+"""Scores batches of rows in a child process with the reward functions of a run."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from mobula.rewards.recipes import ComponentError
 from mobula.rewards.scoring import RewardScoring
 from mobula.rewards.tools import Tools
 
-START_TIMEOUT_S = 120.0  # to import what a reward function needs; a batch's own deadline comes first
+START_TIMEOUT_S = 120.0  # to import modules of reward functions; the deadline of the batch may be earlier
 FUNCTION_SHARE, BATCH_SHARE = 1 / 20, 0.8  # of `timeout_s`
-IMAGES = "images"  # stands for a component where a record's images cannot be read
-DEVICE, DTYPE = "cpu", "float32"  # of models: each process has its own copy
-MAX_TEXT_CHARS = 2000  # of a prompt or a response that is shown
+IMAGES = "images"  # component name in errors if the images of a record cannot be read
+DEVICE, DTYPE = "cpu", "float32"  # of models; each process has a copy
+MAX_TEXT_CHARS = 2000  # of a prompt or response in the report
 MAX_REFERENCES = 10
-GC_THRESHOLDS = 50_000, 20, 100  # records are in no cycles; to look for some at every 700 objects costs a third
+GC_THRESHOLDS = 50_000, 20, 100  # records have no cycles; collecting every 700 objects takes a third of the time
 _encode = msgspec.json.Encoder().encode
 
 
 @dataclass(frozen=True)
 class ScoringOptions:
-    """What is scored by, and what is kept of it. Paths of images begin in `folder`."""
+    """Reward functions, limits and thresholds of a scoring. Relative paths of images start in `folder`."""
 
     rewards: RewardsConfig
     folder: Path
@@ -53,7 +53,7 @@ class ScoringOptions:
 
 @dataclass(frozen=True)
 class ScoredBatch:
-    """`rows` is a line of JSON a record; `is_stuck` says that a computation hangs on in the process."""
+    """Results of a batch. `rows` has a line of JSON per record; `is_stuck`: a computation hangs in the process."""
 
     size: int
     summary: ScoreSummary
@@ -62,14 +62,14 @@ class ScoredBatch:
 
 
 class RecordScorer:
-    """Scores records as a run with these rewards does; a record that cannot be scored is counted by its failure.
+    """Scores records like a run with these rewards; records that cannot be scored are counted by kind of failure.
 
-    `timeout_s` is what a batch may take. An answer that hangs may take a share of it, all that hang in a batch another,
-    so that they are counted as timed out before the batch is late.
+    A batch has `timeout_s`. A hanging answer gets `FUNCTION_SHARE` of it and all answers together `BATCH_SHARE`, so
+    that they are counted as timed out before the batch itself is late.
     """
 
     def __init__(self, options: ScoringOptions) -> None:
-        """Raises: ValueError: a function is unknown, or its options are unfit."""
+        """Raises `ValueError` if a function is unknown, or its options are invalid."""
         self._options = options
         self._needs_images = options.rewards.needs_images
         self._files = ImageFiles(options.folder)
@@ -112,7 +112,7 @@ class RecordScorer:
             return ComponentError(IMAGES, FailureKind.FAILED, str(error))
 
     def _rewards(self, requests: Sequence[RewardRequest | ComponentError]) -> list[Reward | ComponentError]:
-        """One result a record; images that cannot be read cost their record alone."""
+        """Returns one result per record. Unreadable images affect only their record."""
         self._isolated.deadline = self._in_time.deadline = time.monotonic() + BATCH_SHARE * self._options.timeout_s
         scored = iter(self._scoring.rewards([r for r in requests if isinstance(r, RewardRequest)]))
         return [next(scored) if isinstance(request, RewardRequest) else request for request in requests]
@@ -125,13 +125,13 @@ class RecordScorer:
         rewards: Sequence[Reward | ComponentError],
     ) -> None:
         options, accuracy = self._options, self._options.rewards.accuracy_component
-        totals: dict[int, float] = {}  # place -> total, of those that have one
+        totals: dict[int, float] = {}  # index -> total of a scored record
         values: dict[str, list[float]] = {component.name: [] for component in options.rewards.components}
-        for place, reward in enumerate(rewards):
+        for index, reward in enumerate(rewards):
             if isinstance(reward, ComponentError):
                 summary.unscored[f"{reward.component}: {reward.kind}"] += 1
                 continue
-            total = totals[place] = round(reward.value, DIGITS)
+            total = totals[index] = round(reward.value, DIGITS)
             for name, value in reward.components.items():
                 values[name].append(value)
             is_passed = total >= options.pass_threshold
@@ -141,17 +141,17 @@ class RecordScorer:
             if is_right and not is_passed:
                 summary.num_right_below += 1
                 if len(summary.right_below) < options.max_ids:
-                    id_ = records[place].id
-                    summary.right_below.append(numbers[place] if id_ is None else id_)
+                    id_ = records[index].id
+                    summary.right_below.append(numbers[index] if id_ is None else id_)
         summary.num_records = len(rewards)
         summary.total.add(totals.values())
-        for name, numbers_of_name in values.items():
+        for name, scores in values.items():
             summary.components[name] = Mean()
-            summary.components[name].add(numbers_of_name)
-        best = nsmallest(options.top_k, totals, key=lambda place: (-totals[place], place))
-        worst = nlargest(options.top_k, totals, key=lambda place: (-totals[place], place))[::-1]
-        shown = {place: _example(numbers[place], records[place], rewards[place]) for place in {*best, *worst}}
-        summary.best, summary.worst = [shown[place] for place in best], [shown[place] for place in worst]
+            summary.components[name].add(scores)
+        best = nsmallest(options.top_k, totals, key=lambda index: (-totals[index], index))
+        worst = nlargest(options.top_k, totals, key=lambda index: (-totals[index], index))[::-1]
+        shown = {index: _example(numbers[index], records[index], rewards[index]) for index in {*best, *worst}}
+        summary.best, summary.worst = [shown[index] for index in best], [shown[index] for index in worst]
 
 
 def _result(number: int, record: Record, reward: Reward | ComponentError) -> dict[str, Any]:
@@ -166,23 +166,23 @@ def _line(number: int, record: Record, reward: Reward | ComponentError) -> bytes
 
 
 def _example(number: int, record: Record, reward: Reward | ComponentError) -> dict[str, Any]:
-    said = shortened({"prompt": record.prompt, "response": record.text}, MAX_TEXT_CHARS)
+    texts = shortened({"prompt": record.prompt, "response": record.text}, MAX_TEXT_CHARS)
     reasons = dict(reward.reasons) if isinstance(reward, Reward) else {}
     references = list(record.references[:MAX_REFERENCES])
-    return {**_result(number, record, reward), "reasons": reasons, **said, "references": references}
+    return {**_result(number, record, reward), "reasons": reasons, **texts, "references": references}
 
 
-_scorer: list[RecordScorer] = []  # the one scorer of this process
+_scorer: list[RecordScorer] = []  # at most one, the scorer of this process
 
 
 def start(options: ScoringOptions) -> None:
-    """Make the scorer of this process.
+    """Builds the scorer of this process.
 
     Raises:
-        PreflightError: a function is unknown, or its options are unfit.
+        PreflightError: a function is unknown, or its options are invalid.
     """
     try:
-        with ThreadPoolExecutor(1) as thread:  # a child whose parent's own thread used OpenMP's hangs in a model
+        with ThreadPoolExecutor(1) as thread:  # a forked child hangs in OpenMP that its parent's main thread used
             _scorer.append(thread.submit(RecordScorer, options).result())
     except ValueError as error:
         raise PreflightError(str(error)) from error
@@ -191,5 +191,5 @@ def start(options: ScoringOptions) -> None:
 
 
 def score(batch: Batch) -> ScoredBatch:
-    """Score a batch in this process; `start` comes first."""
+    """Scores a batch in this process, after `start`."""
     return _scorer[0].score(batch)

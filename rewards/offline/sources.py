@@ -1,4 +1,4 @@
-"""Sources of recorded responses: JSONL, Parquet, or the trajectories that a run has recorded."""
+"""Sources of recorded responses: JSONL, Parquet, or recorded trajectories of a run."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 from mobula.cluster.errors import PreflightError
 from mobula.cluster.records.json_lines import check_encoding
 
-BATCH_BYTES = 4 << 20  # of one batch; a row that is larger is a batch of its own
-BUFFER_BYTES = 1 << 20  # read of a Parquet column at a time
-TRAJECTORIES_FOLDER = "trajectories"  # of a run folder
+BATCH_BYTES = 4 << 20  # of one batch; a larger row is a batch alone
+BUFFER_BYTES = 1 << 20  # of a Parquet column read at a time
+TRAJECTORIES_FOLDER = "trajectories"  # in a run folder
 COLUMNS = ("id", "prompt", "response", "reference", "metadata")
 IMAGE_COLUMNS = ("image", "images", "video", "videos", "response_image", "response_images")
 # of cluster.records.arrow.SCHEMA: column -> field of a row
@@ -28,12 +28,12 @@ TRAJECTORY_COLUMNS = {
 }
 
 Row = bytes | Mapping[str, Any]
-"""A line of JSON, or the values of a row of Parquet."""
+"""A line of JSON, or the values of a Parquet row."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows that follow each other; `first` is the number of the first one, from 1. `size` is in units of the source."""
+    """Consecutive rows; `first` is the 1-based number of the first row. `size` is in units of the source."""
 
     first: int
     rows: Sequence[Row]
@@ -42,16 +42,16 @@ class Batch:
 
 @dataclass(frozen=True)
 class Source:
-    """A sequence of rows that is read once. `size` is that of all rows: bytes of JSONL, rows of Parquet."""
+    """A sequence of rows, read once. `size` is the total: bytes of JSONL, rows of Parquet."""
 
     path: Path
     kind: str
     size: int
     rows: Callable[[], Iterator[tuple[Row, int, int]]]
-    """Each row with its size, and about how many bytes it takes."""
+    """Yields (row, size, approximate bytes)."""
 
     def batches(self, num_rows: Callable[[], int]) -> Iterator[Batch]:
-        """Batches of `num_rows()` rows, asked for each, or fewer where they are large."""
+        """Yields batches of `num_rows()` rows, or fewer if the rows are large; `num_rows` is called for each batch."""
         batch: list[Row] = []
         first, size, num_bytes, most = 1, 0, 0, num_rows()
         for row, row_size, row_bytes in self.rows():
@@ -66,15 +66,15 @@ class Source:
 
 
 def open_source(path: Path, *, needs_images: bool) -> Source:
-    """Find out what `path` is. Images of Parquet are read only where they are needed.
+    """Opens a file or folder by its kind. Images in Parquet are read only with `needs_images`.
 
     Raises:
-        PreflightError: it is not there, or nothing that can be scored.
+        PreflightError: `path` does not exist, or cannot be scored.
     """
     try:
         if path.is_dir() or path.suffix == ".parquet":
             return _parquet(path, needs_images)
-        if path.is_file():  # a pipe has no beginning to look at
+        if path.is_file():  # a pipe can be read only once
             check_encoding(path)
         return Source(path, "jsonl", path.stat().st_size, lambda: _lines(path))
     except ValueError as error:
@@ -92,7 +92,7 @@ def _lines(path: Path) -> Iterator[tuple[Row, int, int]]:
 
 
 def _parquet(path: Path, needs_images: bool) -> Source:
-    """A file, or the files of a folder of trajectories."""
+    """Opens a file, or the files of a folder of trajectories."""
     import pyarrow as pa  # JSONL does not need it
     import pyarrow.parquet as pq
 
@@ -128,7 +128,7 @@ def _parquet(path: Path, needs_images: bool) -> Source:
 
 
 def _columns(file: Path, names: Sequence[str], needs_images: bool) -> dict[str, str]:
-    """The columns to read, and the field of a row that each one is."""
+    """Returns column -> field of a row, for the columns to read."""
     own = {name: name for name in (*COLUMNS, *IMAGE_COLUMNS) if name in names}
     columns = {n: TRAJECTORY_COLUMNS[n] for n in names if n in TRAJECTORY_COLUMNS} if "response_text" in names else own
     if "response" not in columns.values():

@@ -9,13 +9,13 @@ from typing import Any
 
 _UNIT = 1 << 60  # sums are integers in units of 2**-60: they do not depend on the order of their terms
 DIGITS = 6
-MAX_BROKEN = 20  # rows that are named; all are counted
-RIGHT = 1.0  # value of the accuracy component from which a response is right
+MAX_BROKEN = 20  # invalid rows in the report; all are counted
+RIGHT = 1.0  # smallest value of the accuracy component of a right response
 
 
 @dataclass
 class Mean:
-    """The mean of numbers, exact until it is rounded."""
+    """The mean of numbers, exact until rounding."""
 
     num: int = 0
     sum_units: int = 0
@@ -37,7 +37,7 @@ class Mean:
 
 @dataclass
 class ScoreSummary:
-    """The results of some rows. Examples are in order: of equal totals the earlier row is the better one."""
+    """The results of some rows. Examples are sorted by total; ties are won by the earlier row."""
 
     num_records: int = 0
     num_broken: int = 0

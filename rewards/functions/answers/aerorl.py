@@ -1,7 +1,7 @@
-"""aeroRL's published rules, to the digit and with their weaknesses: the components of `rewards=aerorl`.
+"""aeroRL's rules exactly as published, weaknesses included: the components of `rewards=aerorl`.
 
-A record names its entities in the metadata, `claimed_entities` and `evidence_entities`, and its time, `latency_ms`.
-`docs/algorithms.md` describes the rules.
+The metadata of a record has `claimed_entities`, `evidence_entities` and `latency_ms`. `docs/algorithms.md` describes
+the rules.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mobula.rewards.tools import Tools
 EXACT, CONTAINED, WRONG, UNKNOWN = 1.0, 0.5, -0.5, 0.0
 NO_JSON_PENALTY, NO_MATCH_PENALTY = 1.3, 0.5
 
-_JSON_STARTS = frozenset('{["-0123456789tfnNI \t\r\n')  # of any text that Python reads as JSON
+_JSON_STARTS = frozenset('{["-0123456789tfnNI \t\r\n')  # first characters of texts that Python parses as JSON
 _STOP_WORDS = frozenset("a an the within about around approximately roughly nearly just only".split())
 _TOKEN = re.compile(r"(?:[+-]?\d+(?:\.\d+)?(?:-\d+(?:\.\d+)?)*%?)|(?:[a-z]+(?:['-][a-z]+)*)")
 _SENTENCE_ENDS = ".,;:!?"
@@ -29,7 +29,7 @@ _decode = msgspec.json.Decoder().decode
 
 
 class AeroRLContains:
-    """The manual baseline: 1 if some reference stands in the response letter by letter, without case, else 0."""
+    """The manual baseline: 1 if the response contains a reference, ignoring case, else 0."""
 
     def __init__(self, tools: Tools) -> None: ...
 
@@ -42,7 +42,7 @@ class AeroRLContains:
 
 
 class AeroRLVerifier:
-    """1 if the response is a reference, 0.5 if one stands somewhere in it, -0.5 otherwise; 0 without references."""
+    """1 if the response equals a reference, 0.5 if it contains a reference, -0.5 otherwise; 0 without references."""
 
     def __init__(self, tools: Tools) -> None: ...
 
@@ -61,9 +61,9 @@ class AeroRLVerifier:
 
 
 class AeroRLGrounding:
-    """2 * precision - 1 over the claims; 0 without claims. A claim is true that shares an alias with some evidence.
+    """2 * precision - 1 over the claims; 0 without claims. A claim is true if it shares an alias with the evidence.
 
-    Claims that say the same thing twice count twice.
+    Repeated claims count repeatedly.
 
     Raises:
         RewardError: claims or evidence are neither a text nor a list of texts.
@@ -77,8 +77,8 @@ class AeroRLGrounding:
             return UNKNOWN
         evidence_texts = _texts(request.metadata, "evidence_entities")
         if claimed == evidence_texts and len(claimed) == 1 and claimed[0][-1:].isalnum():
-            return EXACT  # the usual case: a text that ends in a letter or digit has at least itself as an alias
-        claims = [found for found in map(aliases, claimed) if found]
+            return EXACT  # fast path: a text that ends in a letter or digit is an alias of itself
+        claims = [names for names in map(aliases, claimed) if names]
         if not claims:
             return UNKNOWN
         evidence = frozenset().union(*map(aliases, evidence_texts))
@@ -87,11 +87,11 @@ class AeroRLGrounding:
 
 
 class AeroRLFormat:
-    """1, less 1.3 where JSON is required and Python does not read the response as such, less 0.5 where the pattern is
-    not found in it; at least -1. An empty pattern is found everywhere.
+    """1, minus 1.3 if JSON is required and Python cannot parse the response, minus 0.5 if the pattern does not match;
+    at least -1. An empty pattern always matches.
 
     Raises:
-        ValueError: the pattern is no regular expression.
+        ValueError: the pattern is not a regular expression.
     """
 
     def __init__(self, tools: Tools, *, require_json: bool, regex_pattern: str) -> None:
@@ -112,7 +112,7 @@ class AeroRLFormat:
 
 
 class AeroRLCost:
-    """1 less the shares by which words and latency exceed their budgets; at least -1.
+    """1 minus the relative excess of words and of latency over the budgets; at least -1.
 
     Raises:
         RewardError: `latency_ms` of the metadata is no finite number.
@@ -134,7 +134,7 @@ class AeroRLCost:
 
 
 def is_json(text: str) -> bool:
-    """Whether Python's json module reads it, NaN and infinities included."""
+    """Whether Python's json module parses the text, including NaN and infinities."""
     if text[:1] not in _JSON_STARTS:
         return False
     try:
@@ -149,25 +149,25 @@ def is_json(text: str) -> bool:
 
 @lru_cache(maxsize=1 << 17)
 def aliases(text: str) -> frozenset[str]:
-    """All spellings of an entity; two entities are one if they share any.
+    """Returns all spellings of an entity; entities with a common spelling are equal.
 
-    The text in lower case without a sentence's end; its tokens; its tokens without filler words; and each number among
-    them by itself, a percentage also as a share. A text of a sentence's ends alone is "", and so equal to any other.
+    The spellings are the text in lower case without closing punctuation, the tokens, the tokens without stop words, and
+    each number; a percentage also as a fraction. A text of punctuation only is "", which equals any other such text.
     """
     text = " ".join(text.lower().split())
     tokens = _TOKEN.findall(text)
     if not tokens:
         return frozenset({text.rstrip(_SENTENCE_ENDS)}) if text else frozenset()
-    found = {text.rstrip(_SENTENCE_ENDS), " ".join(tokens), " ".join(t for t in tokens if t not in _STOP_WORDS)}
+    spellings = {text.rstrip(_SENTENCE_ENDS), " ".join(tokens), " ".join(t for t in tokens if t not in _STOP_WORDS)}
     for token in tokens:
         number = token.removesuffix("%")
         if "-" not in number and number[-1].isdigit():
             value = float(number)
-            found.add(f"{value:g}")
+            spellings.add(f"{value:g}")
             if number != token:
-                found |= {f"{value:g}%", f"{value / 100:g}"}
-    found.discard("")
-    return frozenset(found)
+                spellings |= {f"{value:g}%", f"{value / 100:g}"}
+    spellings.discard("")
+    return frozenset(spellings)
 
 
 def _texts(metadata: Any, key: str) -> Sequence[str]:

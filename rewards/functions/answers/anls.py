@@ -1,4 +1,4 @@
-"""ANLS: how near a short text comes to a reference, by edit distance; 0 below a threshold."""
+"""ANLS: similarity of a short text to a reference by edit distance; 0 below a threshold."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from mobula.rewards.tools import Tools
 
 
 class Anls:
-    """Average normalised Levenshtein similarity (Biten et al. 2019, "Scene Text Visual Question Answering") of one.
+    """Average normalised Levenshtein similarity (Biten et al. 2019, "Scene Text Visual Question Answering").
 
-    Of each reference: d = edit distance / length of the longer text, on texts in lower case whose white space is single
-    spaces. The value is 1 - the least d, and 0 if that is below `threshold` (published: 0.5). `extract` selects where
-    the answer stands (`mobula.rewards.functions.parsing.extraction`).
+    For each reference d = edit distance / length of the longer text, both in lower case with single spaces. The value
+    is 1 - min d, or 0 if below `threshold` (published: 0.5). `extract` selects the part of the response with the
+    answer (`mobula.rewards.functions.parsing.extraction`).
 
-    `lengths="raw"` counts the lengths before white space is folded, as the public scorers do, so there a wrong answer
-    gains by blanks; `"folded"` counts what is compared. On purpose, other than published: an answer has no white space
-    around it, an empty one scores 0 whatever the reference, and a prompt without references is a `RewardError`.
+    `lengths="raw"` uses lengths before white space is folded, like the public scorers, which rewards blanks in a wrong
+    answer; `"folded"` uses lengths of the compared texts. Deliberate differences from the publication: surrounding
+    white space is stripped, an empty answer scores 0, and a prompt without references is a `RewardError`.
     """
 
     def __init__(self, tools: Tools, *, threshold: float, lengths: Literal["raw", "folded"], extract: str) -> None:
@@ -45,7 +45,7 @@ class Anls:
         answer, reference = plain_forms(answer), plain_forms(reference)
         ours, theirs = _fold(answer), _fold(reference)
         length = max(len(answer), len(reference)) if self._counts_raw else max(len(ours), len(theirs))
-        most = int(length * (1 - self._threshold)) + 1  # beyond it the value is 0: two long texts are not gone through
+        most = int(length * (1 - self._threshold)) + 1  # above it the value is 0, so long texts are not compared fully
         return 1 - Levenshtein.distance(ours, theirs, score_cutoff=most) / length
 
 

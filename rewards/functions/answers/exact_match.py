@@ -1,4 +1,4 @@
-"""Exact match: 1 if the response is one of the references word for word, else 0."""
+"""Exact match: 1 if the response equals a reference, else 0."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from mobula.rewards.tools import Tools
 # A digit at an alias's edge must be the number's edge as well: 7 is not in -7, 3.7, 7.5, 7/8, 1,007, 7:30 or 7%.
 _NUMBER_BEGINS = re.compile(r"(?<!\w)(?<![-+.\N{MINUS SIGN}\N{EN DASH}])(?<![0-9][,:/^*])")
 _NUMBER_ENDS = re.compile(r"(?![-+.,:/^*\N{EN DASH}][0-9])(?!\s?%)(?!\w)")
-# A word at its edge must be a whole one: Germany is not in wrong-Germany, red not in red-haired.
+# A word at the edge must be complete: Germany is not in wrong-Germany, red not in red-haired.
 _WORD_BEGINS = re.compile(r"(?<!\w)(?<!\w-)")
 _WORD_ENDS = re.compile(r"(?!-\w)(?!\w)")
 
-_FEW_PLACES = 32
+_MAX_SCANNED = 32  # occurrences that are checked one by one before a pattern is compiled
 
 
 class ExactMatch:
-    """Compares text, every reference being an alias of the right answer; white space counts as one space.
+    """Compares text with the references, which are aliases of the right answer; runs of white space are one space.
 
-    `ignore_case` folds upper and lower case. `whole_response` asks for nothing but the answer; else it may stand
-    anywhere in what was extracted, between the boundaries of words ("cat" is not in "concatenate" or "cat-like") and
-    numbers ("7" is not in "-7", "3.7" or "7/8"). Other text there is ignored: "not red" has "red".
-    `extract` selects where the answer stands (`mobula.rewards.functions.parsing.extraction`); None is `whole`.
+    `ignore_case` folds upper and lower case. With `whole_response` the extracted text must equal the answer. Without it
+    the text may contain the answer anywhere at boundaries of words ("cat" is not in "concatenate" or "cat-like") and
+    numbers ("7" is not in "-7", "3.7" or "7/8"), and other text is ignored: "not red" contains "red". `extract`
+    selects the part with the answer (`mobula.rewards.functions.parsing.extraction`); None is `whole`.
     """
 
     def __init__(self, tools: Tools, *, ignore_case: bool, whole_response: bool, extract: str | None = None) -> None:
@@ -48,7 +48,7 @@ class ExactMatch:
 
 
 def fold(text: str, ignore_case: bool) -> str:
-    """White space as single spaces, and none around; one way to write an accent (NFC); with `ignore_case`, one case."""
+    """Strips the text, folds white space to single spaces, composes accents (NFC); `ignore_case` also folds case."""
     text = " ".join(composed(text).split())
     return text.casefold() if ignore_case else text
 
@@ -59,15 +59,15 @@ def _aliases(references: tuple[str, ...], ignore_case: bool) -> tuple[str, ...]:
 
 
 def _stands_in(answer: str, alias: str) -> bool:
-    """Whether an alias stands somewhere in an answer with the right edges.
+    """Whether an answer contains an alias at boundaries of words and numbers.
 
-    A pattern with the alias in it would be compiled for every row of the data: it is, where the alias stands in many
-    places, since it looks at the edge first.
+    Occurrences are checked one by one, because compiling a pattern for every row is slower; an answer with many
+    occurrences gets the pattern.
     """
     begins = _NUMBER_BEGINS if alias[0].isdigit() else _WORD_BEGINS
     ends = _NUMBER_ENDS if alias[-1].isdigit() else _WORD_ENDS
     start = answer.find(alias)
-    for _ in range(_FEW_PLACES):
+    for _ in range(_MAX_SCANNED):
         if start < 0:
             return False
         if begins.match(answer, start) and ends.match(answer, start + len(alias)):

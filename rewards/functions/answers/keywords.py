@@ -1,4 +1,4 @@
-"""Keywords: the share of the prompt's keywords that a description holds."""
+"""Keywords: the share of the prompt's keywords in a description."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _WORD = re.compile(r"\w+")
 
 
 class Keywords:
-    """hits / number of keywords. A keyword of `metadata.keywords` counts once, as a whole word (or words) without case.
+    """hits / number of keywords. A keyword of `metadata.keywords` counts once, as whole words, ignoring case.
 
-    A response of more words than `max_words` gets its share times max_words / words, so that listing every word there
-    is pays nothing; 0 is for no limit. `compat=vlm_gym` finds keywords within words too, and has no limit.
+    The share of a response with more than `max_words` words is multiplied by max_words / words, so that listing all
+    words does not pay; 0 is no limit. `compat=vlm_gym` also finds keywords inside words, and has no limit.
 
     Raises:
         RewardError: the metadata has no keywords.
@@ -34,7 +34,9 @@ class Keywords:
         self._is_compatible = compat == "vlm_gym"
 
     def __call__(self, request: RewardRequest) -> Score:
-        keywords, text = _keywords(given_metadata(request.metadata, "keywords")), request.response.text
+        keywords, text = given_metadata(request.metadata, "keywords"), request.response.text
+        if not isinstance(keywords, list | tuple) or not keywords or not all(map(_is_word, keywords)):
+            raise RewardError(f"metadata.keywords is {keywords!r}: give a list of words")
         if self._is_compatible:
             hits = sum(keyword.lower() in text.lower() for keyword in keywords)
             return Score(hits / len(keywords), "", _parts(hits, keywords, 0))
@@ -50,12 +52,8 @@ def _parts(hits: int, keywords: Sequence[str], num_words: int) -> dict[str, floa
     return {"hits": float(hits), "num_keywords": float(len(keywords)), "words": float(num_words)}
 
 
-def _keywords(given: object) -> tuple[str, ...]:
-    """Raises: RewardError: they are no list of texts."""
-    words = tuple(given) if isinstance(given, list | tuple) else ()
-    if not words or not all(isinstance(word, str) and word.strip() for word in words):
-        raise RewardError(f"metadata.keywords is {given!r}: give a list of words")
-    return words
+def _is_word(keyword: object) -> bool:
+    return isinstance(keyword, str) and bool(keyword.strip())
 
 
 @lru_cache(maxsize=4096)  # a group's responses share their keywords

@@ -1,4 +1,4 @@
-r"""Exact answer: 1 if the response's answer equals a reference as mathematics, else 0."""
+r"""Math answer: 1 if the answer of the response is mathematically equal to a reference, else 0."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from mobula.rewards.functions.parsing.units import same_unit, spelled, split_uni
 from mobula.rewards.isolation.calls import call_each, failure
 from mobula.rewards.tools import Tools
 
-MAX_ANSWER_CHARS = 1000  # an answer longer than this, and than twice its reference, is no answer; parsing it would be
+MAX_ANSWER_CHARS = 1000  # longer answers are refused, unless a reference is half as long: parsing them takes too long
 _EQUIVALENT = "mobula.rewards.functions.parsing.math_verification:equivalent"
 
 _SET_OF_PAIRS = re.compile(r"\\\{\s*(\(.*\))\s*\\\}")
 
-_Question = tuple[tuple[str, str], ...]  # answer and reference, which only computer algebra can compare
+_Undecided = tuple[tuple[str, str], ...]  # (answer, reference) pairs that only computer algebra can compare
 
 
 class MathAnswer:
-    r"""Compares the answer with each reference: plain ones at once, the rest by math-verify in isolated processes.
+    r"""Compares the answer with each reference: plain answers directly, others by math-verify in isolated processes.
 
-    One of two options selects where the answer stands. `require_boxed`: in the last balanced box; where it is false,
-    a response without a box is its own answer as a whole, and a number somewhere in its prose never counts. `extract`:
-    any way of `rewards.functions.parsing.extraction`, such as `json:answer`; a box within what was found is opened.
+    One of two options selects the part of the response with the answer. `require_boxed`: true is the last balanced box;
+    false takes a response without a box as a whole, so that a number in prose does not count. `extract`: a method of
+    `rewards.functions.parsing.extraction`, such as `json:answer`; a box in the extracted text is opened.
 
-    A unit may be left out or added, but not exchanged for another; nothing is converted. Words that change what a
-    number says ("5 or more", "not 5") make it no answer.
+    A unit may be missing or added, but not replaced; units are not converted. Words that change the meaning of a
+    number ("5 or more", "not 5") make the answer wrong.
     """
 
     def __init__(self, tools: Tools, *, require_boxed: bool | None = None, extract: str | None = None) -> None:
@@ -46,29 +46,24 @@ class MathAnswer:
         self._extract = RequestExtractor(extract)
 
     def __call__(self, request: RewardRequest) -> Score:
-        question = self._look(request)
-        if isinstance(question, Score):
-            return question
-        return _compared(self._isolated.call(_EQUIVALENT, question))
+        verdict = self._decide(request)
+        if isinstance(verdict, Score):
+            return verdict
+        return _compared(self._isolated.call(_EQUIVALENT, verdict))
 
     def score_batch(self, requests: Sequence[RewardRequest]) -> list[Outcome]:
-        """Undecided answers go to the processes side by side: one that hangs costs its own timeout and no other's."""
-        found = [self._look_or_fail(request) for request in requests]
-        questions = [question for question in found if isinstance(question, tuple)]
-        verdicts = iter(
-            call_each(self._isolated, _EQUIVALENT, [(question,) for question in questions], _compared)
-            if questions
-            else ()
-        )
-        return [next(verdicts) if isinstance(question, tuple) else question for question in found]
+        """Compares undecided answers concurrently in the processes; a hanging comparison costs only its own timeout."""
+        verdicts: list[Outcome | _Undecided] = []
+        for request in requests:
+            try:
+                verdicts.append(self._decide(request))
+            except RewardError as error:
+                verdicts.append(failure(error))
+        calls = [(verdict,) for verdict in verdicts if isinstance(verdict, tuple)]
+        compared = iter(call_each(self._isolated, _EQUIVALENT, calls, _compared) if calls else ())
+        return [next(compared) if isinstance(verdict, tuple) else verdict for verdict in verdicts]
 
-    def _look_or_fail(self, request: RewardRequest) -> Outcome | _Question:
-        try:
-            return self._look(request)
-        except RewardError as error:
-            return failure(error)
-
-    def _look(self, request: RewardRequest) -> Score | _Question:
+    def _decide(self, request: RewardRequest) -> Score | _Undecided:
         given = given_references(request.references)
         references = tuple(last_boxed(reference) or reference for reference in given)
         answer, flaw = self._extract(request)
@@ -80,19 +75,13 @@ class MathAnswer:
             return Score(0.0, "empty answer")
         if len(answer) > max(MAX_ANSWER_CHARS, 2 * max(map(len, references))):
             return Score(0.0, f"answer of {len(answer)} characters")
-        if _breaks_out(answer):
+        has_syntax = "{" in answer or "}" in answer or "\\" in answer
+        if has_syntax and last_boxed(f"\\boxed{{{answer}}}") != answer:  # it would end the box that it is parsed in
             return Score(0.0, "unbalanced braces")
         return _compare(answer, references)
 
 
-def _breaks_out(answer: str) -> bool:
-    """Whether an answer would leave the box that it is parsed in."""
-    if "{" not in answer and "}" not in answer and "\\" not in answer:
-        return False
-    return last_boxed(f"\\boxed{{{answer}}}") != answer
-
-
-def _compare(answer: str, references: tuple[str, ...]) -> Score | _Question:
+def _compare(answer: str, references: tuple[str, ...]) -> Score | _Undecided:
     answer = normalise(answer)
     undecided, refusals = [], []
     for reference in map(normalise, references):
@@ -107,7 +96,7 @@ def _compare(answer: str, references: tuple[str, ...]) -> Score | _Question:
 
 
 def _equal(answer: str, reference: str) -> bool | str | tuple[str, str]:
-    """True, or the two values that computer algebra has to compare; False or the reason where they are not equal."""
+    """Returns True, False or the reason of an inequality, or the two values that computer algebra has to compare."""
     answer, reference = without_option(answer, reference)
     verdict = decide(answer, reference)
     if verdict is not None:
@@ -123,7 +112,7 @@ def _equal(answer: str, reference: str) -> bool | str | tuple[str, str]:
         if verdict is not None:
             return verdict
     if reference.startswith("(") and (pairs := _SET_OF_PAIRS.fullmatch(answer)):
-        answer = pairs[1]  # the pairs of a set and of a list are the same, in any order
+        answer = pairs[1]  # a set of pairs equals a list of the same pairs, in any order
     return why_no_value(answer, reference) or why_other_words(answer, reference) or (answer, reference)
 
 

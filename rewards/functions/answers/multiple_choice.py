@@ -1,4 +1,4 @@
-"""Multiple choice: 1 if the response names the right option and no other, else 0."""
+"""Multiple choice: 1 if the response names only the right option, else 0."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mobula.rewards.functions.parsing.references import given_references
 from mobula.rewards.functions.parsing.unicode_latex import plain_forms
 from mobula.rewards.tools import Tools
 
-# Words that take an answer back, or talk about an option instead of choosing it.
+# Words that retract an answer, or discuss an option instead of choosing it.
 _RETRACTION = re.compile(
     r"\b(?:wait|wrong|incorrect|mistaken?|actually|rather|instead|sorry|false|untrue|reject(?:ed)?|eliminated?"
     r"|excluded?|ruled out|refuted?|disproved?|disagrees?|disputed?|unsure|isn't|can(?:not|'t) be"
@@ -21,21 +21,20 @@ _RETRACTION = re.compile(
     re.IGNORECASE,
 )
 _ABOUT_AN_OPTION = re.compile(r"[\s*]*(?:is|was|are|has|does|did|seems|looks|would|could|should|may|might|or|and)\b")
-# Behind a cue, as in "answer: B was refuted"; "answer: B is ..." chooses.
+# After a cue, as in "answer: B was refuted"; "answer: B is ..." chooses B.
 _NOT_A_CHOICE = re.compile(r"[\s*]*(?:was|has|does|did|seems|looks|would|could|should|may|might)\b")
-_MAX_ALONE_CHARS = 60  # of a letter with its wrapping: the pattern's time grows with the square of it
-_MAX_CHARS = 100_000  # of the text around a choice
+_MAX_ALONE_CHARS = 60  # of a letter with brackets and quotes: matching takes quadratic time
+_MAX_CHARS = 100_000  # of an answer
 _WRAPPING = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s*\{([^{}\\]*)\}")
 
 
 class MultipleChoice:
     r"""Reads the option that a response chooses: `B`, `(B)`, `B) text`, `Option B`, `answer: B`, `the answer is (B)`.
 
-    `letters` are the options, such as "ABCD". `extract` selects where the answer stands
-    (`rewards.functions.parsing.extraction`); in what was found, a `\boxed{}` is taken before the text around it. A
-    choice has its own form: a letter within a word or a sentence is none. Two different letters are no answer, nor is
-    one that is taken back, put in doubt or only talked about ("B is wrong"). A lower-case letter counts only by itself
-    or in brackets.
+    `letters` are the options, such as "ABCD". `extract` selects the part of the response with the answer
+    (`rewards.functions.parsing.extraction`); if this part has a `\boxed{}`, only the box is read. A letter inside a
+    word or sentence is not a choice. Two different letters are no answer, nor is a letter that is retracted, doubted or
+    only discussed ("B is wrong"). A lower-case letter counts only alone or in brackets.
 
     Raises:
         RewardError: no reference names one of the letters.
@@ -58,7 +57,7 @@ class MultipleChoice:
 
 
 class _Choices:
-    """Reads which of some letters a text chooses."""
+    """Reads the chosen letter out of a text."""
 
     def __init__(self, letters: str) -> None:
         either = f"[{letters}{letters.lower()}]"
@@ -70,15 +69,15 @@ class _Choices:
             r"\b(?i:answer|option|choice)\**(?:(?i: is)(?: ?:)?| ?:)\** ?(?:(?i:the )?(?i:option|choice) )?[*\"]*"
             rf"(?:\(({either})\)|(?![AI] (?!because|since|as\b)[a-z])([{letters}]))(?![\w'?])"
         )
-        # a letter by itself, in any role; "A" and "I" before a word are English
+        # a separate letter in any role; "A" and "I" before a word are English words
         self._mentioned = re.compile(
             rf"(?<![\w'])(?:\(({either})\)|(?![AI] [a-z])([{letters}])|([{letters}])(?= (?:is|or|and|nor|not)\b))"
             r"(?![\w'])"
         )
-        self.of_references = lru_cache(maxsize=4096)(self._of_references)
+        self.of_references = lru_cache(maxsize=4096)(self._of_references)  # a group's responses share their references
 
     def read(self, text: str) -> tuple[str, str]:
-        """The chosen letter and "", or "" and why there is none."""
+        """Returns (chosen letter, ""), or ("", reason) without a choice."""
         boxed = last_boxed(text) if "\\boxed" in text else None
         text = " ".join(plain_forms(text if boxed is None else boxed).split())
         text = _WRAPPING.sub(r"\1", text) if "\\" in text else text

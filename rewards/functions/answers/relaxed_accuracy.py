@@ -14,14 +14,14 @@ _NUMBER = re.compile(r"([+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,4})
 
 
 class RelaxedAccuracy:
-    """The measure of PlotQA (Methani et al. 2020) and ChartQA (Masry et al. 2022).
+    """The metric of PlotQA (Methani et al. 2020) and ChartQA (Masry et al. 2022).
 
-    Where answer a and reference r are both numbers and r is not 0, the value is 1 if |a - r| / |r| <= `tolerance`
-    (published: 0.05); "x%" is x / 100. Else it is 1 if the texts are equal without regard to case. `extract` selects
-    where the answer stands (`mobula.rewards.functions.parsing.extraction`).
+    If answer a and reference r are both numbers and r is not 0, the value is 1 for |a - r| / |r| <= `tolerance`
+    (published: 0.05); "x%" is x / 100. Otherwise the value is 1 if the texts are equal, ignoring case. `extract`
+    selects the part of the response with the answer (`mobula.rewards.functions.parsing.extraction`).
 
-    A number is a decimal in ASCII or full-width digits, with or without exponent. On purpose, other than the public
-    scorers: "nan", "inf", "1_000" and other scripts' digits are texts, both texts are without white space around them,
+    A number is a decimal in ASCII or full-width digits, with or without exponent. Deliberate differences from the
+    public scorers: "nan", "inf", "1_000" and digits of other scripts are texts, surrounding white space is stripped,
     an empty answer scores 0, and a prompt without references is a `RewardError`. As published, "1,000" is a text.
     """
 
@@ -45,7 +45,7 @@ class RelaxedAccuracy:
 
 
 def _read(text: str) -> float | None:
-    if len(text) > 400:  # longer than any float that is not an infinity
+    if len(text) > 400:  # longer than any finite float
         return None
     match = _NUMBER.fullmatch(plain_forms(text))
     if match is None:

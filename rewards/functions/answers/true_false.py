@@ -1,4 +1,4 @@
-"""True or false: 1 if the response says whether a statement holds, and says it rightly, else 0."""
+"""True or false: 1 if the response judges a statement correctly, else 0."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mobula.rewards.functions.parsing.extraction import RequestExtractor
 from mobula.rewards.functions.parsing.references import given_references
 from mobula.rewards.tools import Tools
 
-# `no` answers only where it stands by itself: "no circle is red" answers nothing.
+# `no` is an answer only at the end of a clause: "no circle is red" answers nothing.
 _ANSWERS = re.compile(
     r"(?P<not>\b(?:not|never|isn't|is not|neither|nor|cannot be|can't be)\s+(?:\w+\s+)?)?"
     r"\b(?P<word>true|false|yes|no(?=\s*(?:[.,;:!)*\"']|$)))\b",
@@ -22,14 +22,14 @@ _MAX_CHARS = 100_000
 
 
 class TrueFalse:
-    """Reads `true`, `yes`, `false` and `no` as words of their own; "not true" is false, and "not false" is true.
+    """Reads `true`, `yes`, `false` and `no` as separate words; "not true" is false, and "not false" is true.
 
-    A response that says both, or neither, has no answer. `extract` selects where the answer stands
-    (`rewards.functions.parsing.extraction`). `compat=vlm_gym` reads as vlm-gym's NLVR2 does: anywhere within words,
-    first `true` against `false`, then `yes` against `no`, and false where nothing decides.
+    A response with both answers, or neither, has no answer. `extract` selects the part of the response with the answer
+    (`rewards.functions.parsing.extraction`). `compat=vlm_gym` reads like vlm-gym's NLVR2, inside words too: first
+    `true` against `false`, then `yes` against `no`; undecided is false.
 
     Raises:
-        RewardError: no reference says one of them.
+        RewardError: no reference is true or false.
     """
 
     def __init__(self, tools: Tools, *, extract: str, compat: Literal["none", "vlm_gym"]) -> None:
@@ -53,7 +53,7 @@ class TrueFalse:
 
 
 def read_truth(text: str) -> bool | None:
-    """Whether a text says true or false; None if it says neither or both.
+    """Returns whether a text says true or false; None if it says neither or both.
 
     Example:
         >>> read_truth("It is not true."), read_truth("unknown"), read_truth("Yes: true.")
@@ -61,12 +61,12 @@ def read_truth(text: str) -> bool | None:
     """
     if len(text) > _MAX_CHARS:
         return None
-    found = {_HOLDS[match["word"].lower()] is not bool(match["not"]) for match in _ANSWERS.finditer(text)}
-    return found.pop() if len(found) == 1 else None
+    answers = {_HOLDS[match["word"].lower()] is not bool(match["not"]) for match in _ANSWERS.finditer(text)}
+    return answers.pop() if len(answers) == 1 else None
 
 
 def vlm_gym_truth(text: str) -> bool:
-    """vlm-gym's reading, substrings included: "it is not true" is true, "unknown" is false by its "no"."""
+    """Reads like vlm-gym, substrings included: "it is not true" is true, "unknown" is false because of "no"."""
     text = text.lower()
     for yes, no in (("true", "false"), ("yes", "no")):
         if (yes in text) is not (no in text):

@@ -1,1 +1,1 @@
-"""Geolocation of an image: answers about places, their positions, and a reward that falls with distance."""
+"""Geolocation of an image: answers about places, positions of names, and a reward that decreases with distance."""

@@ -11,7 +11,7 @@ Position = tuple[float, float]  # latitude, longitude in degrees
 
 
 def haversine_km(first: Position, second: Position) -> float:
-    """The great-circle distance of two positions on a sphere of 6,371 km.
+    """Returns the great-circle distance of two positions on a sphere of radius 6,371 km.
 
     2 R asin sqrt(sin^2(dlat / 2) + cos(lat_1) cos(lat_2) sin^2(dlon / 2))
     """
@@ -23,26 +23,26 @@ def haversine_km(first: Position, second: Position) -> float:
 
 
 def kernels(distances_km: Mapping[str, float], taus_km: Mapping[str, float]) -> dict[str, float]:
-    """k_f = exp(-d_f / tau_f) of every field with a distance."""
+    """Returns k_f = exp(-d_f / tau_f) for every field with a distance."""
     return {field: math.exp(-distance / taus_km[field]) for field, distance in distances_km.items()}
 
 
 def fixed_mean(values: Mapping[str, float], weights: Mapping[str, float]) -> float:
-    """sum w_f k_f / sum w_f over all fields with a weight: a field without a kernel counts 0."""
+    """Returns sum w_f k_f / sum w_f over all fields with a weight: a field without a kernel counts 0."""
     return sum(weights[field] * values.get(field, 0.0) for field in weights) / sum(weights.values())
 
 
 def mean_of_given(values: Mapping[str, float], weights: Mapping[str, float]) -> float:
-    """sum w_f k_f / sum w_f over the fields that have a kernel, and 0 without any: vlm-gym's reward.
+    """Returns sum w_f k_f / sum w_f over the fields with a kernel, or 0: vlm-gym's reward.
 
-    Leaving fields out raises it.
+    An answer gains by omitting fields.
     """
     total = sum(weights[field] for field in values)
     return sum(weights[field] * value for field, value in values.items()) / total if total else 0.0
 
 
 def centre(positions: Iterable[Position]) -> Position:
-    """The middle of positions on the sphere: the direction of the sum of their unit vectors."""
+    """Returns the centre of positions on the sphere: the direction of the sum of their unit vectors."""
     x = y = z = 0.0
     for latitude, longitude in positions:
         phi, lam = math.radians(latitude), math.radians(longitude)

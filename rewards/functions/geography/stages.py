@@ -1,4 +1,4 @@
-"""The five stages of the geospot curriculum: what counts in each, and how near is near enough."""
+"""The five stages of the geospot curriculum: weights of the fields and widths of the kernels."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FULL = "full"
 
 @dataclass(frozen=True)
 class GeographyStage:
-    """Weights of country, region and city; the prompt that it begins with; what our kernels are widened by."""
+    """Index of the stage's first prompt, weights of country, region and city, and factor of the kernel widths."""
 
     first_prompt: int
     country: float
@@ -22,7 +22,7 @@ class GeographyStage:
 
     @property
     def weights(self) -> dict[str, float]:
-        """Field -> weight, those that are not 0; coordinates count as much as the city, or half the region."""
+        """Field -> weight above 0; the weight of coordinates is the city's, or half the region's if larger."""
         named = {"country": self.country, "region": self.region, "city": self.city}
         return {field: w for field, w in {**named, "coords": max(self.city, 0.5 * self.region)}.items() if w > 0}
 

@@ -1,1 +1,1 @@
-"""Answers, boxes and JSON read out of a response."""
+"""Parsers for answers, boxes and JSON in a response."""

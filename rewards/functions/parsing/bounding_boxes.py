@@ -1,4 +1,4 @@
-"""Reads bounding boxes out of strict JSON and brings them to one form: corners, as shares of the image."""
+"""Reads bounding boxes from strict JSON and converts them to corners."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ Scale = Literal["relative", "thousandths", "pixels", "shown_pixels"]
 
 # The largest coordinate.
 LIMITS: dict[str, float] = {"relative": 1.0, "thousandths": 1000.0, "pixels": 1e6, "shown_pixels": 1e6}
-MAX_BOXES = 200  # matching takes the cube of it
-_KEYS = ("bbox_2d", "bbox", "box")  # under which objects name their box, the first one that is there
+MAX_BOXES = 200  # matching takes cubic time
+_KEYS = ("bbox_2d", "bbox", "box")  # of a box in an object, in order of preference
 _NUMBER = re.compile(r"-?[0-9]{1,20}(?:\.[0-9]{0,20})?(?:[eE][+-]?[0-9]{1,2})?")
 
 
 class BoundingBox(NamedTuple):
-    """Left, top, right and bottom; right and bottom are the greater ones."""
+    """Two corners, with left < right and top < bottom."""
 
     left: float
     top: float
@@ -28,17 +28,17 @@ class BoundingBox(NamedTuple):
 
 
 def read_boxes(text: str, form: Form, scale: Scale) -> tuple[list[BoundingBox], str]:
-    """The boxes of a JSON text and "", or none and what is malformed.
+    """Returns (boxes, "") of a JSON text, or ([], reason) if it is malformed.
 
-    One box is four numbers, or an object that has them as `bbox_2d`, `bbox` or `box`; several are an array of those.
-    A fenced code block is opened: several released models write boxes in one.
+    A box is four numbers, or an object with four numbers under `bbox_2d`, `bbox` or `box`; several boxes are an array.
+    A fenced code block is opened, because several released models write one.
     """
     value, flaw = read_json(text, fenced=True)
     return ([], flaw) if flaw else to_boxes(value, form, scale)
 
 
 def to_boxes(value: Any, form: Form, scale: Scale) -> tuple[list[BoundingBox], str]:
-    """As `read_boxes`, for a value that was read."""
+    """Like `read_boxes`, for a parsed value."""
     entries = value if isinstance(value, list | tuple) else [value]
     if entries and all(_number(entry) is not None for entry in entries):
         entries = [entries]
@@ -65,7 +65,7 @@ def iou(a: BoundingBox, b: BoundingBox) -> float:
 
 
 def rescaled(box: BoundingBox, across: float, down: float) -> BoundingBox:
-    """The box with its horizontal and vertical coordinates multiplied."""
+    """Multiplies the horizontal and vertical coordinates of a box."""
     return BoundingBox(box.left * across, box.top * down, box.right * across, box.bottom * down)
 
 
@@ -79,7 +79,7 @@ def _box(entry: Any, form: Form, limit: float) -> BoundingBox | str:
     left, top, right, bottom = numbers
     if form == "xywh":
         right, bottom = left + right, top + bottom
-    slack = limit * 1e-9  # of adding a width to a corner
+    slack = limit * 1e-9  # rounding error of corner + width
     if left < 0 or top < 0 or right > limit + slack or bottom > limit + slack:
         return f"a box that is not within 0 and {limit:g}"
     if right <= left or bottom <= top:
@@ -88,7 +88,7 @@ def _box(entry: Any, form: Form, limit: float) -> BoundingBox | str:
 
 
 def _number(value: Any) -> float | None:
-    """A finite number, or a text that JSON writes one with: `read_json` leaves numbers as they were written."""
+    """Converts a finite number, or the JSON text of a number, which `read_json` does not convert, to a float."""
     if isinstance(value, str):
         return float(value) if _NUMBER.fullmatch(value) else None
     if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) > 1e18:

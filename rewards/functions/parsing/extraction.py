@@ -1,4 +1,4 @@
-"""Extracts the answer of a response: in a box, a JSON field, tags, on the last line, its last number, or all of it."""
+"""Extracts the answer of a response: a box, a JSON field, tags, the last line, the last number, or the whole text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mobula.rewards.contract import RewardRequest
 from mobula.rewards.functions.parsing.latex_boxes import find_boxes
 from mobula.rewards.functions.parsing.strict_json import field_text, read_json
 
-Extractor = Callable[[str], tuple[str, str]]  # response -> (answer, ""), or ("", why there is none)
+Extractor = Callable[[str], tuple[str, str]]  # response -> (answer, ""), or ("", reason) without an answer
 
 _NUMBER = re.compile(r"(?:(?<![\w)])-)?[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+)?")
 
@@ -18,16 +18,16 @@ WAYS = "whole, last_line, last_number, boxed, json:FIELD, fenced_json:FIELD or t
 
 
 def extractor(extract: str) -> Extractor:
-    r"""The way of extraction that an option `extract` names. An answer has no white space around it and is not empty.
+    r"""Returns the extractor of an option `extract`. Answers are stripped and not empty.
 
-    `whole`: the response is the answer. `last_line`: its last line that is not blank. `last_number`: the last decimal
-    number anywhere, with its minus sign and without its unit; the last part of a fraction. `boxed`: the balanced
-    `\boxed{...}` that opens last. `tags:NAME`: what stands between the only `<NAME>` and the only `</NAME>`.
-    `json:FIELD`: a text or number in this field, where the whole response is one strict JSON object;
-    `fenced_json:FIELD`: the same, or inside the response's only fenced code block.
+    `whole`: the response. `last_line`: the last line that is not blank. `last_number`: the last decimal number, with
+    minus sign and without unit; of a fraction the denominator. `boxed`: the balanced `\boxed{...}` that opens last.
+    `tags:NAME`: the text between the only `<NAME>` and the only `</NAME>`. `json:FIELD`: a text or number in this field
+    of a response that is one strict JSON object; `fenced_json:FIELD`: the same, or inside the response's only fenced
+    code block.
 
     Raises:
-        ValueError: it names no such way.
+        ValueError: the option is unknown.
     """
     way, colon, name = extract.partition(":") if isinstance(extract, str) else ("", "", "")
     if way in _PLAIN and not colon:
@@ -39,12 +39,12 @@ def extractor(extract: str) -> Extractor:
 
 @dataclass(frozen=True)
 class RequestExtractor:
-    """The way `extract` to the answer of a request. For `tags:NAME` a tag that the prompt opens counts."""
+    """Extracts the answer of a request by `extract`. For `tags:NAME` a tag opened by the prompt counts."""
 
     extract: str
 
     def __post_init__(self) -> None:
-        extractor(self.extract)  # refuses an unknown way
+        extractor(self.extract)  # refuses an unknown method
 
     def __call__(self, request: RewardRequest) -> tuple[str, str]:
         tags = [self.extract.removeprefix("tags:")] if self.extract.startswith("tags:") else []

@@ -5,29 +5,31 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-# An escaped brace or backslash is a character of its own and opens nothing.
+# An escaped brace or backslash is a plain character and opens nothing.
 _TOKENS = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class BoxedSpan:
-    r"""Position of one balanced `\boxed{content}`; boxes nest, so none carries a copy of its content."""
+    r"""Position of one balanced `\boxed{content}`. Stores no copy of the content, because boxes nest."""
 
     start: int  # of the backslash
     content_start: int
-    end: int  # behind the closing brace
+    end: int  # after the closing brace
 
     def content(self, text: str) -> str:
         return text[self.content_start : self.end - 1]
 
 
 def find_boxes(text: str) -> tuple[list[BoxedSpan], int]:
-    r"""All balanced boxes in the order in which they open, and how many `\boxed{` were never closed."""
+    r"""Returns all balanced boxes in the order of their openings, and the number of `\boxed{` without an end."""
     boxes: list[BoxedSpan] = []
     if (start := text.find("\\boxed")) < 0:
         return boxes, 0
     open_braces: list[re.Match[str] | None] = []  # a box's opening match, or None for a plain brace
-    for token in _TOKENS.finditer(text, _before_escapes(text, start)):
+    while start and text[start - 1] == "\\":  # never start inside an escape like the `\\` of `\\boxed`
+        start -= 1
+    for token in _TOKENS.finditer(text, start):
         if token[0] == "{":
             open_braces.append(None)
         elif token[0].startswith("\\boxed"):
@@ -41,13 +43,6 @@ def find_boxes(text: str) -> tuple[list[BoxedSpan], int]:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""The content of the balanced `\boxed{...}` that opens last, or None if there is none."""
+    r"""Returns the content of the balanced `\boxed{...}` that opens last, or None."""
     boxes, _ = find_boxes(text)
     return boxes[-1].content(text) if boxes else None
-
-
-def _before_escapes(text: str, start: int) -> int:
-    r"""Start of the scan: the first `\boxed`, but never inside an escape like the `\\` of `\\boxed`."""
-    while start and text[start - 1] == "\\":
-        start -= 1
-    return start

@@ -10,21 +10,21 @@ from latex2sympy2_extended import NormalizationConfig
 from math_verify import LatexExtractionConfig, parse, verify
 from sympy import Basic, MatrixBase, Number
 
-# The process's own deadline stands in for math-verify's, which works in a main thread only; it warns at every import.
+# The process's deadline replaces math-verify's timeouts, which work in a main thread only and warn when disabled.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
-# Units are separated before: the patterns of math-verify take the variables of 2ab for one.
+# Units are already separated: the patterns of math-verify read the variables of 2ab as a unit.
 _NORMALISATION = NormalizationConfig(units=False, malformed_operators=True, nits=True)
 _LATEX = [LatexExtractionConfig(boxed_match_priority=0, normalization_config=_NORMALISATION)]
 
 
-_DECIMALS = 6  # a decimal equals a fraction that it rounds to so many places: 0.333333 is 1/3, 0.33 is not
+_DECIMALS = 6  # digits in which a decimal and a fraction must agree: 0.333333 is 1/3, 0.33 is not
 _DIGITS = 15
 _MAX_ZEROS = 330  # below the smallest float
 
 
 def equivalent(pairs: tuple[tuple[str, str], ...]) -> tuple[bool, str]:
-    """Whether the answer of one pair of answer and reference equals its reference, and a reason if none does."""
+    """Returns whether the answer of any (answer, reference) pair equals its reference, and a reason if none does."""
     reason = "cannot be read as mathematics"
     for answer, reference in pairs:
         parsed = _parse(answer)
@@ -45,7 +45,7 @@ def equivalent(pairs: tuple[tuple[str, str], ...]) -> tuple[bool, str]:
 
 
 def _leading_zeros(expressions: list[Any]) -> int:
-    """Zeros behind the decimal point of the smallest number, since math-verify compares absolute differences."""
+    """Returns the zeros after the decimal point of the smallest number: math-verify compares absolute differences."""
     smallest = 1.0
     for expression in expressions:
         if isinstance(expression, Basic | MatrixBase):
@@ -58,7 +58,7 @@ def _evaluated(expression: Any) -> Any:
     try:
         return expression.doit().evalf()
     except (ArithmeticError, AttributeError, RecursionError, TypeError, ValueError, NotImplementedError):
-        return expression  # sets and relations whose parts have no value
+        return expression  # a set or relation of parts without a value
 
 
 def _parse(text: str) -> list[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-# Digits with their base; a number that begins with a letter has the base 16, or it may be a variable.
+# Digits with a base; a number that starts with a letter needs base 16, because it may be a variable.
 _BASED = re.compile(
     r"([0-9][0-9A-Fa-f]*)_\{(?:\\text\s*\{)?([0-9]{1,2}|[a-z]+)\}?\}|([A-Fa-f][0-9A-Fa-f]*)_\{(16|sixteen)\}"
 )
@@ -26,8 +26,8 @@ _LETTER = re.compile(r"(?:[Oo]ption\s+|[Cc]hoice\s+)?(?:\(([A-J])\)|([A-J]))")
 
 
 def same_form(answer: str, reference: str) -> bool | None:
-    """Whether two normalised texts are equal, of which one is a number with its base or the reference names a figure;
-    None for all others.
+    """Returns whether two normalised texts are equal, if one is a number with a base or the reference names a figure;
+    otherwise None.
     """
     ours, theirs = _based(answer), _based(reference)
     if ours or theirs:
@@ -35,24 +35,24 @@ def same_form(answer: str, reference: str) -> bool | None:
     wanted = _FIGURE.fullmatch(reference)
     if wanted is None:
         return None
-    found = _FIGURE.fullmatch(answer)
-    if found is None or found[1] != wanted[1]:
+    given = _FIGURE.fullmatch(answer)
+    if given is None or given[1] != wanted[1]:
         return False
-    one, other = found[2] or found[3], wanted[2] or wanted[3]
+    ours_name, theirs_name = given[2] or given[3], wanted[2] or wanted[3]
     if wanted[1] in _UNORDERED:
-        return sorted(one) == sorted(other)
-    return one == other or (wanted[1] in _READ_BOTH_WAYS and one[::-1] == other)
+        return sorted(ours_name) == sorted(theirs_name)
+    return ours_name == theirs_name or (wanted[1] in _READ_BOTH_WAYS and ours_name[::-1] == theirs_name)
 
 
 def other_primes(answer: str, reference: str) -> bool:
-    """Whether the texts have other numbers of primes, which computer algebra drops: y' is not y''."""
-    if ("=" in answer) != ("=" in reference):  # one of them names the value of the other
+    """Whether the numbers of primes differ, which computer algebra ignores: y' is not y''."""
+    if ("=" in answer) != ("=" in reference):  # only one text names its value
         answer, reference = answer.rpartition("=")[2], reference.rpartition("=")[2]
     return answer.count("'") != reference.count("'")
 
 
 def without_option(answer: str, reference: str) -> tuple[str, str]:
-    """The letters of two texts, or their values, where one of them is an option with its letter: `(B) 12`."""
+    """Reduces two texts to letters, or to values, if one is an option with its letter: `(B) 12`."""
     ours, theirs = _option(answer), _option(reference)
     if ours is None and theirs is None:
         return answer, reference
@@ -63,19 +63,19 @@ def without_option(answer: str, reference: str) -> tuple[str, str]:
 
 
 def _based(text: str) -> tuple[str, int] | None:
-    found = _BASED.fullmatch(text)
-    if found is None:
+    match = _BASED.fullmatch(text)
+    if match is None:
         return None
-    base = found[2] or found[4]
+    base = match[2] or match[4]
     value = int(base) if base.isdigit() else _BASES.get(base)
-    return ((found[1] or found[3]).upper(), value) if value else None
+    return ((match[1] or match[3]).upper(), value) if value else None
 
 
 def _option(text: str) -> tuple[str, str] | None:
-    """Letter and value; no value where the text names the letter as an option alone: `Option B`."""
+    """Returns letter and value of an option; an option without a value, `Option B`, has the letter as value."""
     text = _OPTION_IN_TEXT.sub(r"(\2) \3", text)
-    if found := _OPTION.fullmatch(text):
-        return found[1] or found[2], found[3]
+    if match := _OPTION.fullmatch(text):
+        return match[1] or match[2], match[3]
     letter = _LETTER.fullmatch(text)
     return (letter[1] or letter[2], letter[1] or letter[2]) if letter and len(text) > 3 else None
 

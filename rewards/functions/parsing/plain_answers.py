@@ -1,4 +1,4 @@
-"""Decides plain answers (numbers, fractions, words) without computer algebra, and refuses what is no value at all."""
+"""Compares plain answers (numbers, fractions, words) without computer algebra, and refuses texts without a value."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _TEXT_IN_BRACES = re.compile(r"(?<=[0-9\s])\{(\\(?:text|mathrm)\s*\{[^{}]*\})\}"
 _DELIMITERS = {"\\lbrace": "\\{", "\\rbrace": "\\}", "\\langle": "(", "\\rangle": ")", "\\varnothing": "\\emptyset"}
 _DELIMITER = re.compile("|".join(map(re.escape, _DELIMITERS)))
 _ONE_CHARACTER_INDEX = re.compile(r"_\s*([0-9A-Za-z])")
-# A number alone: behind a power or before a letter, 1/2 is something else.
+# A number alone: after a power or before a letter, 1/2 has another meaning.
 _PLAIN_FRACTION = re.compile(
     r"\s*([+-]?\s*(?:[0-9]+)?)\s*\\frac\s*\{\s*([0-9]+)\s*\}\s*\{\s*([0-9]+)\s*\}\s*(%?)\s*\.?\s*"
 )
@@ -41,11 +41,11 @@ _REPEATING = re.compile(
 _RATIO = re.compile(r"([+-]?)\s*(?:([0-9]+)\s+)?([0-9]+)\s*/\s*([0-9]+)")
 _WORDS = re.compile(r"[^\W\d_]+(?:[\s'-]+[^\W\d_]+)*")
 
-# A computer algebra parser adds up digits that merely stand side by side: "3 4", "3{4}", "3(4)" and "3\quad 4" are 7.
+# A computer algebra parser adds adjacent numbers: "3 4", "3{4}", "3(4)" and "3\quad 4" are 7.
 _SPACING = re.compile(r"\\(?:[,;:! ]|q?quad|space)|~")
 _ARGUMENTS = re.compile(r"(?:\\[a-zA-Z]+(?:\[[^\[\]{}]*\])?|[\^_])((?:\s*\{[^{}]*\})+)")  # innermost: no braces within
 _SIDE_BY_SIDE = re.compile(r"[0-9][\s{}()]+[0-9]")
-# "3 + 4" names the question, not the answer; scientific notation (2 \times 10^3) is a value.
+# "3 + 4" repeats the question; scientific notation (2 \times 10^3) is a value.
 _COMPUTATION = re.compile(r"(?:[0-9)}\]]|\\v)\s*(?:[-+*×÷_]|\\(?:times|cdot|div|pm)(?![a-z]))(?!\s*10\s*(?:\^|\\v))")
 
 
@@ -55,11 +55,10 @@ _MAX_CHARS = 4000  # Python reads no integer of more than 4,300 digits
 
 
 def decide(answer: str, reference: str) -> bool | None:
-    """Whether two normalised texts are equal; None where only computer algebra can tell.
+    """Returns whether two normalised texts are equal; None if only computer algebra can decide.
 
-    Numbers that are both written out are equal digit for digit; a fraction beside a decimal may still be its rounding.
-    Where only one of them has a percent sign, 10% is both 10 and 0.1. A reference made of words is compared as words,
-    and so is what is too long for arithmetic.
+    Numbers are compared exactly, except that a decimal may be a rounded fraction. If only one text has a percent sign,
+    10% is both 10 and 0.1. A reference of words is compared as words, and so are texts too long for arithmetic.
     """
     if not answer or not reference:
         return False
@@ -80,12 +79,12 @@ def decide(answer: str, reference: str) -> bool | None:
 
 
 def _squeezed(text: str) -> str:
-    """The text without spaces that separate nothing: `A \\cup B` and `A\\cup B`, but not "3 4"."""
+    """Removes spaces that separate nothing: `A \\cup B` becomes `A\\cup B`, "3 4" is unchanged."""
     return _IDLE_SPACE.sub("", text)
 
 
 def normalise(text: str) -> str:
-    r"""One spelling for what only looks different: Unicode, delimiters, spacing, `\dfrac`, `\text{}`, percent signs."""
+    r"""Unifies spellings: Unicode, delimiters, spacing, `\dfrac`, `\text{}`, percent signs."""
     text = to_latex(text.strip())
     for opening, closing in _MATH_DELIMITERS:
         if text.startswith(opening) and text.endswith(closing) and len(text) >= len(opening + closing):
@@ -106,7 +105,7 @@ def normalise(text: str) -> str:
 
 
 def read_number(text: str) -> Fraction | None:
-    """The exact value of a normalised number in ASCII digits; None for the rest.
+    """Returns the exact value of a normalised number in ASCII digits; None for other texts.
 
     Reads integers, decimals, repeating decimals, fractions, mixed numbers and scientific notation.
     """
@@ -116,8 +115,12 @@ def read_number(text: str) -> Fraction | None:
         exponent = int(scientific[2] or scientific[3] or scientific[4])
         return Fraction(scientific[1]) * Fraction(10) ** exponent
     if repeating := _REPEATING.fullmatch(text):
-        sign, whole, fixed, *period = repeating.groups()
-        return _repeating(sign, whole, fixed, "".join(filter(None, period)))
+        sign, whole, fixed, *periods = repeating.groups()
+        period = "".join(filter(None, periods))
+        # 0.1(6) is 1/10 + 6/90: the period repeats after the fixed digits.
+        repeated = Fraction(int(period), (10 ** len(period) - 1) * 10 ** len(fixed))
+        value = Fraction(f"{whole or 0}.{fixed or 0}") + repeated
+        return -value if sign == "-" else value
     ratio = _RATIO.fullmatch(text)
     if ratio is None or not int(ratio[4]):
         return None
@@ -125,25 +128,19 @@ def read_number(text: str) -> Fraction | None:
     return -value if ratio[1] == "-" else value
 
 
-def _repeating(sign: str, whole: str, fixed: str, period: str) -> Fraction:
-    """0.1(6) is 1/10 + 6/90: the period repeats behind the fixed digits."""
-    value = Fraction(f"{whole or 0}.{fixed or 0}") + Fraction(int(period), (10 ** len(period) - 1) * 10 ** len(fixed))
-    return -value if sign == "-" else value
-
-
 def is_words(text: str) -> bool:
-    """Whether a normalised text is language: to computer algebra, "cat" is c*a*t and equals "act", "IX" equals "XI"."""
+    """Whether a normalised text is prose: computer algebra reads "cat" as c*a*t, which equals "act"."""
     return _WORDS.fullmatch(text) is not None and max(map(len, re.split(r"[\s'-]+", text))) >= 2
 
 
 def why_no_value(answer: str, reference: str) -> str:
-    """Why an answer may not go to computer algebra, or "" if it may; both are normalised.
+    """Returns why computer algebra must not read an answer, or "". Both texts are normalised.
 
-    Digits side by side are never one value; a sum or product is none where the reference is a written-out number.
+    Adjacent numbers are never one value; a sum or product is not a value if the reference is a plain number.
     """
     last = answer.rsplit("=", 1)[-1]
     flat = _SPACING.sub(" ", last)
-    while command := _ARGUMENTS.search(flat):  # each argument is looked at by itself, then stands for one thing
+    while command := _ARGUMENTS.search(flat):  # check each argument alone, then replace it by one symbol
         if any(_SIDE_BY_SIDE.search(argument) for argument in re.split("[{}]", command[1])):
             return "numbers side by side"
         kept = "_\\v " if command[0].startswith("_") else "\\v "

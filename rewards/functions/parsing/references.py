@@ -1,4 +1,4 @@
-"""The reference answers of a prompt, or a refusal: without it there is nothing to compare with."""
+"""Checked access to references, metadata and options of reward functions."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from mobula.cluster.errors import RewardError
 
 
 def given_references(references: tuple[str, ...]) -> tuple[str, ...]:
-    """The references that say anything, in order.
+    """Returns the references that are not blank, in order.
 
     Raises:
-        RewardError: there is none.
+        RewardError: all are blank.
     """
     if len(references) == 1 and references[0].strip():  # the usual case
         return references
@@ -24,10 +24,10 @@ def given_references(references: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def given_metadata(metadata: Mapping[str, Any], key: str) -> Any:
-    """The value of a key in the prompt's metadata.
+    """Returns the value of a key in the prompt's metadata.
 
     Raises:
-        RewardError: it has nothing there.
+        RewardError: the key is missing or null.
     """
     if metadata.get(key) is None:
         raise RewardError(f"the prompt's metadata has no {key!r}: it has {', '.join(map(repr, metadata)) or 'nothing'}")
@@ -35,14 +35,14 @@ def given_metadata(metadata: Mapping[str, Any], key: str) -> Any:
 
 
 def check_true_or_false(**options: object) -> None:
-    """Refuse options that are neither, so that the text "false" is not taken for true."""
+    """Refuses options that are not bool, because the text "false" is truthy."""
     for option, value in options.items():
         if not isinstance(value, bool):
             raise ValueError(f"{option}={value!r} is neither true nor false")
 
 
 def check_number(option: str, value: object, *, low: float, high: float = math.inf) -> None:
-    """Refuse an option that is no finite number from `low` to `high`."""
+    """Refuses an option that is not a finite number from `low` to `high`."""
     if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value <= high or math.isinf(value):
         reach = f"from {low:g} to {high:g}" if math.isfinite(high) else f"of {low:g} or more"
         raise ValueError(f"{option}={value!r} is unfit: give a number {reach}")

@@ -1,4 +1,4 @@
-"""Strict JSON out of a response: a value as it was written, or the reason why it is none; nothing is raised."""
+"""Reads strict JSON from a response: returns the value, or the reason of a failure; raises nothing."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ from typing import Any
 
 
 class _NotStrictError(ValueError):
-    """Something that Python's parser would take and the standard (RFC 8259), or good sense, does not."""
+    """Python's parser would accept the text, the standard (RFC 8259) does not."""
 
 
 def read_json(text: str, *, fenced: bool) -> tuple[Any, str]:
-    r"""The value and "", or None and what is wrong with the text.
+    r"""Returns (value, ""), or (None, reason).
 
-    Numbers come as their text, so `1.10`, `1e999` and 5,000 digits stay what they are. NaN and infinities are no JSON,
-    and an object with a name twice has no one value. With `fenced`, the text may have one fenced code block, which is
-    then all that counts.
+    Numbers are returned as text, so `1.10`, `1e999` and 5,000 digits are unchanged. NaN, infinities and repeated names
+    in an object are refused. With `fenced`, the text may have one fenced code block; then only the block is read.
     """
     if fenced and "```" in text:
         if text.count("```") != 2:
@@ -34,19 +33,19 @@ def read_json(text: str, *, fenced: bool) -> tuple[Any, str]:
 
 
 def field_text(value: Any, name: str) -> tuple[str, str]:
-    """The text of one field of an object and "", or "" and why it has none: a text or a number, as it was written."""
+    """Returns (text or number of a field as written, ""), or ("", reason)."""
     if not isinstance(value, dict):
         return "", f"not a JSON object: {type_name(value)}"
     if name not in value:
         return "", f"no field {name!r}"
-    found = value[name]
-    if isinstance(found, bool):
-        return str(found).lower(), ""
-    return (found, "") if isinstance(found, str) else ("", f"field {name!r} is {type_name(found)}")
+    field = value[name]
+    if isinstance(field, bool):
+        return str(field).lower(), ""
+    return (field, "") if isinstance(field, str) else ("", f"field {name!r} is {type_name(field)}")
 
 
 def type_name(value: Any) -> str:
-    """JSON's name for the type of a value that `read_json` returned."""
+    """Returns the JSON name for the type of a value from `read_json`."""
     names = {dict: "an object", list: "an array", bool: "true or false", type(None): "null"}
     return names.get(type(value), "a text or number")
 

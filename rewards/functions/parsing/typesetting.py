@@ -1,4 +1,4 @@
-r"""Removes LaTeX that only sets a value in type (`\boldsymbol`, `\large`, `\color`) and writes short forms in full."""
+r"""Removes LaTeX styles (`\boldsymbol`, `\large`, `\color`) and expands short forms."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _HALF_DAY = re.compile(
 
 
 def plain_typesetting(text: str) -> str:
-    """The text without styles, colours and sizes, with fractions, moduli, thousands and times of day spelled out."""
+    """Removes styles, colours and sizes, and expands fractions, moduli, thousands and times of day."""
     if "\\" in text:
         text = _PRIME.sub("'", _STYLE.sub("", text))
         whole = _SHAPE.fullmatch(text.strip())
@@ -44,5 +44,5 @@ def plain_typesetting(text: str) -> str:
     if half_day := _HALF_DAY.fullmatch(text):
         text = f"{half_day[1]} {half_day[2].lower()}m"
     if "mod" in text:
-        text = _MODULUS.sub(lambda found: rf"\pmod{{{found[1] or found[2] or found[3]}}}", text)
+        text = _MODULUS.sub(lambda match: rf"\pmod{{{match[1] or match[2] or match[3]}}}", text)
     return _PLAIN_TIMES.sub(r" \\times ", text)

@@ -1,4 +1,4 @@
-r"""Rewrites Unicode mathematics and LaTeX accents in one spelling: `x²` as `x^{2}` and `\'e` as `é`."""
+r"""Rewrites Unicode mathematics as LaTeX and LaTeX accents as characters: `x²` as `x^{2}` and `\'e` as `é`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _SUBSCRIPT = re.compile("[₀₁₂₃₄₅₆₇₈₉₊₋]+")
 _VULGAR_FRACTION = re.compile("[¼-¾⅐-⅞]")
 _ROOT = re.compile(r"([√∛∜])\s*(?:\(([^()]*)\)|\{([^{}]*)\}|([0-9]+(?:\.[0-9]+)?|[A-Za-z]|\\[A-Za-z]+))")
 _ROOTS = {"√": r"\sqrt", "∛": r"\sqrt[3]", "∜": r"\sqrt[4]"}
-# Full-width and small forms, letters and digits of mathematical alphabets, units in one square.
+# Full-width and small forms, letters and digits of mathematical alphabets, squared units.
 _FULL_WIDTH = re.compile("[\uff01-\uff5e\u3000￠-￦\ufe50-\ufe6b\u3371-\u33df\U0001d400-\U0001d7ff]")
 _GREEK_LETTER = re.compile("[\u0391-\u03c9]")
 _GREEK_WORD = re.compile("[\u0370-\u03ff\u1f00-\u1fff]{3,}")
@@ -50,7 +50,7 @@ _ACCENT = re.compile(r"""\\(?:(['`^"~])\s*(?:\{\s*([A-Za-z])\s*\}|([A-Za-z]))|([
 
 
 def to_latex(text: str) -> str:
-    """The text with Unicode symbols of mathematics as LaTeX, full-width forms as ASCII and accents as one character."""
+    """Rewrites mathematical symbols as LaTeX, full-width forms as ASCII and accents as single characters."""
     if "\\" in text:
         text = _ACCENT.sub(_accented, text)
     if text.isascii():
@@ -66,7 +66,7 @@ def to_latex(text: str) -> str:
 
 
 def plain_forms(text: str) -> str:
-    """The text with accents as one character (NFC), and full-width forms and minus signs as ASCII."""
+    """Composes accents (NFC) and rewrites full-width forms and minus signs as ASCII."""
     if text.isascii():
         return text
     text = _FULL_WIDTH.sub(lambda form: unicodedata.normalize("NFKC", form[0]), composed(text))
@@ -74,14 +74,14 @@ def plain_forms(text: str) -> str:
 
 
 def composed(text: str) -> str:
-    """The text with accents as one character (NFC), in a time that grows with its length."""
+    """Composes accents (NFC) in linear time."""
     return text if text.isascii() else unicodedata.normalize("NFC", _RUN.sub(_parted, text))
 
 
 def _parted(run: re.Match[str]) -> str:
-    """A run without more than `MAX_MARKS` accents in a row, in the stream-safe way of Unicode (UAX 15, section 13).
+    """Separates runs of more than `MAX_MARKS` accents, as the stream-safe format of Unicode (UAX 15, section 13) does.
 
-    No script has so many; what has them is put into order in a time that grows with their number squared.
+    No script has longer runs, and NFC sorts a run in quadratic time.
     """
     parted, num_marks = [], 0
     for character in run[0]:

@@ -99,7 +99,7 @@ _COUNTERS = "个人只条本张件颗块名次页种辆棵枚個"
 
 
 def _tables() -> tuple[dict[str, str], dict[str, str]]:
-    """Symbols, whose case counts, and names, which are in lower case and singular: both to one symbol."""
+    """Returns two maps to unit symbols: from symbols, case-sensitive, and from names, lower case and singular."""
     symbols = {counter: counter for counter in _COUNTERS}
     names: dict[str, str] = {}
     for line in _SI.strip().splitlines():
@@ -118,11 +118,11 @@ _SYMBOLS, _NAMES = _tables()
 
 
 def unit_symbol(name: str) -> str | None:
-    """The symbol of a unit, such as "cm" for "centimeters", "cm^3" for "cc" and "mi/h" for "mph"; None for the rest."""
+    """Returns the symbol of a unit, such as "cm" for "centimeters" and "mi/h" for "mph"; None if it is unknown."""
     folded = name.casefold()
     return _SYMBOLS.get(name) or _NAMES.get(folded) or _NAMES.get(singular(folded))
 
 
 def singular(word: str) -> str:
-    """An English word without the s of its plural."""
+    """Removes the plural s of an English word."""
     return word.removesuffix("s") if len(word) > 2 and not word.endswith("ss") else word

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from mobula.rewards.functions.parsing.unit_names import singular, unit_symbol
@@ -28,7 +27,7 @@ _CURRENCY_FIRST = re.compile(
 _MAX_UNIT_CHARS = 80
 _ANGLE_FUNCTION = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-z])|\b(?:sin|cos|tan)\b")
 
-# Glued to a number and without \text{}, these may be variables: 5m, 2mg. A reference of that form stays algebra.
+# Directly after a number and without \text{}, these may be variables: 5m, 2mg. A reference of this form stays algebra.
 _AMBIGUOUS = re.compile(r"(?:[A-Za-z]|mg|ms)\.?")
 _SYMBOL_COMMANDS = {
     **{"\\Omega": "Ω", "\\mu": "μ", "\\degree": "°", "\\cdot": "·", "\\times": "·", "*": "·", "\\$": "$"},
@@ -43,12 +42,12 @@ _PLAIN_WORD = re.compile(r"[^\W\d_]+(?:[\s'-]+[^\W\d_]+)*")
 
 Unit = frozenset[tuple[str, int]]  # base unit -> power: m/s is {("m", 1), ("s", -1)}
 _YEN_SIGN: Unit = frozenset({("¥", 1)})
-_YEN_AND_YUAN: tuple[Unit, ...] = (frozenset({("円", 1)}), frozenset({("元", 1)}))  # which have one sign
+_YEN_AND_YUAN: tuple[Unit, ...] = (frozenset({("円", 1)}), frozenset({("元", 1)}))  # both are written ¥
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A value and its unit. `unit` is None without one; `ambiguous`: the unit may also be variables (`5m`)."""
+    """A value with an optional unit; `ambiguous` if the unit may also be variables (`5m`)."""
 
     value: str
     unit: Unit | None = None
@@ -60,7 +59,7 @@ def split_unit(text: str, excluded: frozenset[str] = frozenset()) -> Measured:
 
     Args:
         text: an answer in LaTeX or plain text, such as `5 cm^2`, `\\$12` or `12\\text{ apples}`.
-        excluded: words that change a value ("more", "not") and so are part of no unit.
+        excluded: words that change a value ("more", "not") and are never part of a unit.
     """
     currency = _CURRENCY_FIRST.match(text)
     if currency and not (currency[1] and currency[3]):
@@ -79,7 +78,7 @@ def split_unit(text: str, excluded: frozenset[str] = frozenset()) -> Measured:
 
 
 def same_unit(one: Unit, other: Unit) -> bool:
-    """Whether two units are the same; of counted nouns, one may have more words: "apples" and "red apples"."""
+    """Whether two units are equal; of two counted nouns one may have more words: "apples" and "red apples"."""
     if one == other or (_YEN_SIGN in (one, other) and (one in _YEN_AND_YUAN or other in _YEN_AND_YUAN)):
         return True
     nouns = [next(iter(unit))[0] for unit in (one, other) if len(unit) == 1]
@@ -90,7 +89,7 @@ def same_unit(one: Unit, other: Unit) -> bool:
 
 
 def spelled(unit: Unit) -> str:
-    """The unit as text: "m·s^-1"."""
+    """Formats a unit: "m·s^-1"."""
     return "·".join(name if power == 1 else f"{name}^{power}" for name, power in sorted(unit))
 
 
@@ -109,7 +108,7 @@ def _unit_of(tail: str, excluded: frozenset[str]) -> Unit | None:
 
 
 def _flat(tail: str) -> str:
-    """The unit without wrappers and spacing commands."""
+    """Removes wrappers and spacing commands from a unit."""
     text = re.sub(r"\^\s*\{?\s*\\circ\s*\}?\s*", "°", tail)
     text = _FRACTION.sub(lambda f: f"{f[1][1:-1]}/({f[2][1:-1]})", text)
     text = _SYMBOL_COMMAND.sub(lambda c: _SYMBOL_COMMANDS[c[0].strip()], text)
@@ -119,11 +118,14 @@ def _flat(tail: str) -> str:
 
 
 def _known_unit(flat: str) -> Unit | None:
-    """The unit of a text of known names, or None. "/" inverts the next name or group; a power is the last name's."""
+    """Parses a text of known unit names, or returns None. "/" inverts the next name or group; a power applies to the
+    last name.
+    """
     powers: Counter[str] = Counter()
     group, inverted, dimension = 1, False, 1
     last: list[tuple[str, int]] = []
-    for token in _tokens(flat):
+    for match in _TOKEN.finditer(flat.strip().rstrip(".")):
+        token = match[1] or match[0]
         if token in ("/", "per"):
             inverted = True
         elif token == "(":
@@ -146,13 +148,8 @@ def _known_unit(flat: str) -> Unit | None:
     return frozenset((name, power) for name, power in powers.items() if power) or None
 
 
-def _tokens(flat: str) -> Iterator[str]:
-    for token in _TOKEN.finditer(flat.strip().rstrip(".")):
-        yield token[1] or token[0]
-
-
 def _base(token: str) -> Unit | None:
-    """The base units of one name, symbol or abbreviation."""
+    """Returns the base units of a name, symbol or abbreviation."""
     symbol = unit_symbol(token)
     if symbol is None:
         return None

@@ -1,1 +1,1 @@
-"""Generative judges: what a model is asked about a response, and how its reply becomes a score."""
+"""Generative judges: conversations about a response, and scores read from the replies."""

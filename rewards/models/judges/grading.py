@@ -1,4 +1,4 @@
-"""Shared by all judges: the conversation about a response, and the score in the reply."""
+"""Grading: builds a judge's conversation about a response and reads the score in the reply."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from mobula.rewards.models.question import QuestionFinder
 
 PLACEHOLDERS = ("question", "response", "references")
 IMAGES = ("none", "prompt", "response", "both")
-QUOTED_CHARS = 300  # of a reply in a reason
+QUOTED_CHARS = 300  # end of a reply that a reason quotes
 _PLACEHOLDER = re.compile(r"\{([a-z_]+)\}")
 _NUMBER = re.compile(r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)")
 
 
 class Grading:
-    r"""Builds a judge's conversation about a response, and reads the score in its reply.
+    r"""Builds a judge's conversation about a response, and reads the score in the reply.
 
-    `template` is the user's turn, with {question}, {response} and {references} in it; `system` goes before it, or null.
-    `images` are sent ahead of the text: none, prompt, response or both; of those of a response (a video's frames)
-    every `frame_stride`-th, from the first on. `verdict` names where in the reply the score stands: a way of
-    `rewards/functions/parsing/extraction.py`, or `regex:` and an expression whose last match has a group `score`. A
-    score outside of `minimum` and `maximum`, or none at all, is a failure. `question_pattern`: see `QuestionFinder`.
+    `template` is the user turn with {question}, {response} and {references}; `system` is the system turn or null.
+    `images` precede the text: none, prompt, response or both; of the response's images (frames of a video) every
+    `frame_stride`-th, starting with the first. `verdict` selects the score in the reply: a method of
+    `rewards/functions/parsing/extraction.py`, or `regex:` with an expression whose last match has a group `score`. A
+    missing score, or a score outside `minimum` and `maximum`, is a failure. `question_pattern`: see `QuestionFinder`.
     """
 
     def __init__(
@@ -53,12 +53,18 @@ class Grading:
         self._questions = QuestionFinder(question_pattern)
 
     def messages(self, request: RewardRequest) -> list[dict[str, Any]]:
-        """The conversation about one response, in the form of OpenAI's chat API, with images as data URLs.
+        """Builds the conversation about one response for OpenAI's chat API, with images as data URLs.
 
         Raises:
             RewardError: the question, a reference or an image is missing or cannot be read.
         """
-        content: Any = self._filled(request)
+        values = {"question": self._questions.find(request), "response": request.response.text}
+        if "{references}" in self._template:
+            if not request.references:
+                raise RewardError("the template has {references}, and the prompt has none")
+            values["references"] = "\n".join(request.references)
+        # One pass, so that a placeholder in a response is not replaced.
+        content: Any = _PLACEHOLDER.sub(lambda match: values.get(match[1], match[0]), self._template)
         urls = self._image_urls(request)
         if urls:
             parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
@@ -69,30 +75,21 @@ class Grading:
         return messages
 
     def score(self, reply: str, *, is_cut: bool) -> Score:
-        """The score in a reply. `is_cut`: the reply ended at the limit of its tokens.
+        """Reads the score in a reply. `is_cut`: the reply was cut off at max_tokens.
 
         Raises:
-            RewardError: there is none, or it is out of range.
+            RewardError: the reply has no score, or the score is out of range.
         """
-        found, flaw = self._find_score(reply)
-        if not flaw and not _NUMBER.fullmatch(found):
-            flaw = f"{found!r} is no number"
+        number, flaw = self._find_score(reply)
+        if not flaw and not _NUMBER.fullmatch(number):
+            flaw = f"{number!r} is no number"
         if flaw:
             cut = "; its reply was cut off at max_tokens" if is_cut else ""
             raise RewardError(f"the judge gave no score ({flaw}{cut}): {reply[-QUOTED_CHARS:]!r}")
-        value, (low, high) = float(found), self._range
+        value, (low, high) = float(number), self._range
         if not low <= value <= high:
-            raise RewardError(f"the judge's score {found} is not between {low:g} and {high:g}")
+            raise RewardError(f"the judge's score {number} is not between {low:g} and {high:g}")
         return Score(value, reply[-QUOTED_CHARS:])
-
-    def _filled(self, request: RewardRequest) -> str:
-        """The template with its placeholders replaced in one pass, so that text in a response is not replaced again."""
-        values = {"question": self._questions.find(request), "response": request.response.text}
-        if "{references}" in self._template:
-            if not request.references:
-                raise RewardError("the template has {references}, and the prompt has none")
-            values["references"] = "\n".join(request.references)
-        return _PLACEHOLDER.sub(lambda found: values.get(found[1], found[0]), self._template)
 
     def _image_urls(self, request: RewardRequest) -> list[str]:
         chosen: list[tuple[str, Sequence[bytes]]] = []
@@ -108,10 +105,10 @@ class Grading:
 
 
 def checked_extra(extra: Mapping[str, Any], own: Collection[str]) -> dict[str, Any]:
-    """`options.extra`, without what the judge sets by options of its own.
+    """Returns `options.extra`.
 
     Raises:
-        ValueError: it has some of those.
+        ValueError: `extra` has a field that the judge sets by an option.
     """
     clash = sorted(set(extra) & set(own))
     if clash:
@@ -145,7 +142,7 @@ def _verdict(verdict: str) -> Extractor:
         raise ValueError(f"options.verdict={verdict!r} has no group (?P<score>...): add it")
 
     def find(text: str) -> tuple[str, str]:
-        found = [None, *expression.finditer(text)][-1]
-        return ((found["score"] or "").strip(), "") if found else ("", "nothing matches the verdict's expression")
+        match = [None, *expression.finditer(text)][-1]
+        return ((match["score"] or "").strip(), "") if match else ("", "nothing matches the verdict's expression")
 
     return find

@@ -1,4 +1,4 @@
-"""The reward function `judge`: a generative model behind the OpenAI chat API reads an answer and gives its score."""
+"""The reward function `judge`: a generative model behind the OpenAI chat API scores an answer."""
 
 from __future__ import annotations
 
@@ -34,11 +34,10 @@ class _ChatReply(BaseModel):
 
 
 class Judge:
-    """Asks `urls`, whole chat-completion URLs such as http://127.0.0.1:8000/v1/chat/completions, one answer a request.
+    """Sends each answer to one of `urls`, whole chat-completion URLs like http://127.0.0.1:8000/v1/chat/completions.
 
     `extra` is added to the request, e.g. {seed: 0, response_format: {...}}. See `Grading` for the conversation and the
-    verdict, and `Connection` for the other options, of which `max_request_bytes` bounds one answer with its
-    images.
+    verdict, and `Connection` for the other options; `max_request_bytes` bounds one answer with its images.
     """
 
     def __init__(
@@ -75,7 +74,7 @@ class Judge:
         self._poster = JsonPoster(self._connection)
 
     def score_batch(self, requests: Sequence[RewardRequest]) -> list[Outcome]:
-        """One outcome a request, within `total_timeout_s`."""
+        """Returns one outcome per request, within `total_timeout_s`."""
         return self._poster.run(lambda: self._score_all(requests))
 
     async def _score_all(self, requests: Sequence[RewardRequest]) -> list[Outcome]:
@@ -84,22 +83,19 @@ class Judge:
 
     async def _score(self, request: RewardRequest, deadline: float) -> Outcome:
         try:
-            return self._read(await self._poster.post(self._body(request), deadline))
+            body = json.dumps({**self._fields, "messages": self._grading.messages(request)}).encode()
+            limit = self._connection.max_request_bytes
+            if len(body) > limit:
+                raise RewardError(f"the request has {len(body)} bytes, max_request_bytes is {limit}: raise it")
+            return self._read(await self._poster.post(body, deadline))
         except RewardError as error:
             return ScoringFailure(failure_kind(error), str(error))
 
-    def _body(self, request: RewardRequest) -> bytes:
-        body = json.dumps({**self._fields, "messages": self._grading.messages(request)}).encode()
-        limit = self._connection.max_request_bytes
-        if len(body) > limit:
-            raise RewardError(f"the request has {len(body)} bytes, max_request_bytes is {limit}: raise it")
-        return body
-
     def _read(self, reply: bytes) -> Score:
-        """The score in a reply.
+        """Reads the score in a reply.
 
         Raises:
-            RewardError: there is none, or it is out of range.
+            RewardError: the reply has no score, or the score is out of range.
         """
         try:
             choice = _ChatReply.model_validate_json(reply).choices[0]

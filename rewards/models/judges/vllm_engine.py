@@ -1,4 +1,4 @@
-"""A vLLM engine inside this process that answers conversations in batches."""
+"""ChatEngine: a vLLM engine inside this process that answers batches of conversations."""
 
 from __future__ import annotations
 
@@ -23,47 +23,48 @@ from mobula.cluster.user_code import did_you_mean
 from mobula.rewards.tools import Tools
 
 OWN_KEYS = ("model", "dtype", "runner", "distributed_executor_backend", "disable_log_stats")
-ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # the engine's core ends with this process
-CPU_ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}  # the process is bound, and has its number of threads
+ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # in-process core, which ends with this process
+CPU_ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}  # the process already has its CPUs and number of threads
 
 
 @dataclass(frozen=True)
 class Reply:
-    """The text of a reply; `is_cut`: it ended at the limit of its tokens."""
+    """The text of a reply; `is_cut`: it was cut off at max_tokens."""
 
     text: str
     is_cut: bool
 
 
 class ChatEngine:
-    """One engine, on a thread of its own from its start on: OpenMP keeps its threads by the thread that computes.
+    """One engine, which starts and runs in a single thread, because OpenMP has a thread pool per calling thread.
 
-    `options` are keyword arguments of `vllm.LLM`, without `OWN_KEYS`. Ranks of `tensor_parallel_size` above 1 are
-    processes that end with this one.
+    `options` are keyword arguments of `vllm.LLM`, without `OWN_KEYS`. With `tensor_parallel_size` above 1 the ranks are
+    child processes, which end with this process.
     """
 
     def __init__(self, model: str, options: Mapping[str, Any], tools: Tools) -> None:
         """Loads the model.
 
         Raises:
-            ValueError: an option is unknown or unfit, or the model cannot be loaded.
+            ValueError: an option is unknown or invalid, or the model cannot be loaded.
         """
         self.options = dict(options)
         arguments = _arguments(model, self.options, tools)
         self._thread = DaemonThread("vllm-engine")
         self._llm: LLM = self._thread.submit(_load, model, arguments, tools.device).result()
         self._failure: Failure | None = None
-        weakref.finalize(self, self._thread.shutdown)  # the thread's last job holds the model
+        weakref.finalize(self, self._thread.shutdown)  # otherwise the thread's last job keeps the model
 
     @property
     def sampling_defaults(self) -> dict[str, Any]:
-        """What the checkpoint's generation_config.json sets, as vLLM's server applies it."""
+        """The sampling parameters in the checkpoint's generation_config.json, as vLLM's server applies them."""
         return self._llm.model_config.get_diff_sampling_param()
 
     def replies(
         self, conversations: Sequence[list[dict[str, Any]]], params: SamplingParams, template: Mapping[str, Any]
     ) -> list[Reply | RewardError]:
-        """One reply a conversation, in order, or why the engine refuses it: it is too long, has too many images.
+        """Returns one reply per conversation, in order, or the error of a refused conversation (too long, too many
+        images).
 
         `template` holds further arguments of the chat template.
 
@@ -80,31 +81,26 @@ class ChatEngine:
         refused: dict[int, RewardError] = {}
         for index, conversation in enumerate(conversations):
             try:
-                self._enqueue(conversation, params, template)
-            except RewardError as error:
-                refused[index] = error
+                # Each conversation alone: `LLM.chat` drops all of them if it refuses one. The messages' type name
+                # changes with vLLM's versions.
+                messages: list[Any] = list(conversation)
+                self._llm.enqueue_chat(messages, params, use_tqdm=False, chat_template_kwargs=dict(template) or None)
+            except Exception as error:
+                refused[index] = RewardError(f"the judge's engine refuses the request: {reason_of(error)}")
         try:
             outputs = iter(self._llm.wait_for_completion(RequestOutput, use_tqdm=False))
-        except Exception as error:  # nothing that it computes can be trusted after that
+        except Exception as error:  # after a failure no result of the engine can be trusted
             self._failure = Failure.of(error)
             raise EngineLostError(self._failure) from error
         replies = (Reply(o.outputs[0].text, o.outputs[0].finish_reason == "length") for o in outputs)
         return [refused[index] if index in refused else next(replies) for index in range(len(conversations))]
 
-    def _enqueue(self, conversation: list[dict[str, Any]], params: SamplingParams, template: Mapping[str, Any]) -> None:
-        """Each conversation by itself: `LLM.chat` gives up all of them for one."""
-        messages: list[Any] = list(conversation)  # the name of its type moves with vLLM's versions
-        try:
-            self._llm.enqueue_chat(messages, params, use_tqdm=False, chat_template_kwargs=dict(template) or None)
-        except Exception as error:
-            raise RewardError(f"the judge's engine refuses the request: {reason_of(error)}") from error
-
 
 def shared_engine(model: str, options: Mapping[str, Any], tools: Tools) -> ChatEngine:
-    """The engine of a checkpoint: functions with the same tools share it.
+    """Returns the engine of a checkpoint, which functions with the same tools share.
 
     Raises:
-        ValueError: as `ChatEngine`, or another function gave it other options.
+        ValueError: as `ChatEngine`, or another function uses the checkpoint with other options.
     """
     engine: ChatEngine = tools.shared((ChatEngine, model), lambda: ChatEngine(model, options, tools))
     if engine.options != dict(options):
@@ -116,16 +112,16 @@ def shared_engine(model: str, options: Mapping[str, Any], tools: Tools) -> ChatE
 
 
 def sampling_params(values: Mapping[str, Any]) -> SamplingParams:
-    """How replies are sampled; `structured_outputs` is a mapping, such as {regex: "[1-5]"}.
+    """Builds vLLM's sampling parameters; `structured_outputs` is a mapping, such as {regex: "[1-5]"}.
 
     Raises:
-        ValueError: vLLM does not take them.
+        ValueError: vLLM refuses a value.
     """
-    found = dict(values)
+    params = dict(values)
     try:
-        if isinstance(found.get("structured_outputs"), Mapping):
-            found["structured_outputs"] = StructuredOutputsParams(**found["structured_outputs"])
-        return SamplingParams(**found)
+        if isinstance(params.get("structured_outputs"), Mapping):
+            params["structured_outputs"] = StructuredOutputsParams(**params["structured_outputs"])
+        return SamplingParams(**params)
     except (TypeError, ValueError, VLLMClientError) as error:
         raise ValueError(
             f"options.extra does not fit vLLM's SamplingParams ({reason_of(error)}): use its fields, and "
@@ -134,17 +130,17 @@ def sampling_params(values: Mapping[str, Any]) -> SamplingParams:
 
 
 def reason_of(error: Exception) -> str:
-    """An error of vLLM in one line."""
+    """Formats an error of vLLM in one line."""
     if isinstance(error, ValidationError):
         return "; ".join(str(detail["msg"]) for detail in error.errors())
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def _arguments(model: str, options: Mapping[str, Any], tools: Tools) -> dict[str, Any]:
-    """Those of `vllm.LLM`.
+    """Returns the arguments of `vllm.LLM`.
 
     Raises:
-        ValueError: an option is unknown or the judge's own, or the worker lacks the devices.
+        ValueError: an option is unknown or set by the judge, or the worker lacks the devices.
     """
     own = sorted(set(options) & set(OWN_KEYS))
     if own:
@@ -177,14 +173,14 @@ def _arguments(model: str, options: Mapping[str, Any], tools: Tools) -> dict[str
                 "whole GPU with resources.reward_services.NAME.num_gpus=1"
             )
         share = {"gpu_memory_utilization": tools.gpu_share}
-    # Inside of a placement group vLLM would else ask Ray for actors beside this one.
+    # Without a backend vLLM would start Ray actors inside a placement group.
     backend = "mp" if num_ranks > 1 else None
     own_values = {"model": model, "dtype": tools.dtype, "runner": "generate", "distributed_executor_backend": backend}
     return {**share, **options, **own_values}
 
 
 def _load(model: str, arguments: Mapping[str, Any], device: str) -> LLM:
-    set_num_threads = torch.set_num_threads  # vLLM replaces it on CPU, by one that logs a warning for each image
+    set_num_threads = torch.set_num_threads  # on CPU vLLM replaces it by a function that logs a warning per image
     try:
         with _environment(ENVIRONMENT | (CPU_ENVIRONMENT if device == "cpu" else {})):
             return LLM(**arguments)
@@ -199,7 +195,7 @@ def _load(model: str, arguments: Mapping[str, Any], device: str) -> LLM:
 
 @contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """vLLM reads these while an engine starts; what the user has set stays."""
+    """Sets environment variables for the start of an engine; values set by the user win."""
     added = {name: value for name, value in values.items() if name not in os.environ}
     os.environ.update(added)
     try:

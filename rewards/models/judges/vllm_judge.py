@@ -17,13 +17,13 @@ TEMPLATE_FIELD = "chat_template_kwargs"
 
 
 class VllmJudge:
-    """Asks a model that it loads from the checkpoint `model`; all requests of a batch are answered together.
+    """Scores with the checkpoint `model`; all requests of a batch are answered together.
 
     `engine` holds arguments of vLLM's engine: max_model_len, kv_cache_memory_bytes, gpu_memory_utilization,
     tensor_parallel_size, limit_mm_per_prompt, ... Functions of one worker with the same `model` share the engine.
     `extra` holds further fields of `vllm.SamplingParams`, e.g. {seed: 0, structured_outputs: {regex: "..."}}, and
-    `chat_template_kwargs`; what neither sets comes from the checkpoint's generation_config.json. See `Grading` for
-    the conversation and the verdict.
+    `chat_template_kwargs`; defaults are the checkpoint's generation_config.json. See `Grading` for the conversation and
+    the verdict.
     """
 
     def __init__(
@@ -63,10 +63,10 @@ class VllmJudge:
         self._in_time = tools.in_time
 
     def score_batch(self, requests: Sequence[RewardRequest]) -> list[Outcome]:
-        """One outcome a request; a request that cannot be asked or answered costs no other one its score.
+        """Returns one outcome per request. A request that cannot be sent or answered does not affect the others.
 
         Raises:
-            EngineLostError: the engine failed, and only another process gets one again.
+            EngineLostError: the engine failed; the process has to be replaced.
         """
         outcomes: dict[int, Outcome] = {}
         asked: dict[int, list[dict[str, Any]]] = {}

@@ -84,16 +84,16 @@ def template(node: ast.expr) -> str:
 
 
 def text() -> str:
-    """The whole page: one row for the messages of a kind, by the folder that raises them."""
+    """Returns the page: one table; each kind of error has a row for each directory that raises it."""
     rows: Mapping[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for message in messages():
-        folder = message.path.rpartition("/")[0]
-        rows[message.kind][folder].append(f"`{message.text}`".replace("|", "\\|"))
+        directory = message.path.rpartition("/")[0]
+        rows[message.kind][directory].append(f"`{message.text}`".replace("|", "\\|"))
     lines = []
-    for kind, folders in sorted(rows.items()):
-        cells = (f"**{folder}**<br>{'<br>'.join(texts)}" for folder, texts in sorted(folders.items()))
-        lines.append(f"| `{kind}` | {'<br>'.join(cells)} |")
-    return "\n".join([HEAD, "| error | messages, by the folder that raises them |", "|---|---|", *lines, ""])
+    for kind, directories in sorted(rows.items()):
+        lines += [f"| **`{kind}`** | |"]
+        lines += [f"| {directory} | {'<br>'.join(texts)} |" for directory, texts in sorted(directories.items())]
+    return "\n".join([HEAD, "| raised in | messages |", "|---|---|", *lines, ""])
 
 
 def _in_line(found: str) -> str:

@@ -79,6 +79,7 @@ class MediaBatch:
     # but for `POSITION_INPUTS`
     num_parts: tuple[int, ...]  # of each unique one (patches or tiles): its share of axis 0 of its pixels
     order: tuple[int, ...]  # the unique one of each recorded span, by row and place
+    spans: tuple[tuple[int, int, int], ...]  # row, start and end of one span of each unique one
 
 
 @dataclass(frozen=True)
@@ -217,13 +218,16 @@ def _media_batch(
     own = {key: medium for key, medium in media.items() if medium.modality == modality}
     indices = {key: index for index, key in enumerate(own)}
     names = next(iter(own.values())).inputs.keys() if own else ()
+    placed = [(row, *pair) for row, sequence in enumerate(sequences) for pair in _placed(sequence)]
+    spans = {handle.key: (row, span.start, span.end) for row, handle, span in placed}
     return MediaBatch(
         inputs={
             n: _tensor(_own(joined([m.inputs[n] for m in own.values()])), HOST if n in POSITION_INPUTS else device)
             for n in names
         },
         num_parts=tuple(next(iter(m.inputs.values())).shape[0] for m in own.values()),
-        order=tuple(indices[handle.key] for s in sequences for handle, _ in _placed(s) if handle.key in own),
+        order=tuple(indices[handle.key] for _, handle, _ in placed if handle.key in own),
+        spans=tuple(spans[key] for key in own),
     )
 
 

@@ -55,7 +55,7 @@ class TokenModel(Policy):
         """[N, H]: the decoder's last state before each of the N targets, in the order of `batch.target_mask`; of the
         `own_targets` where ranks have a part of the tokens each."""
         with self._packing.rows(batch.places) if self._packing is not None else nullcontext():
-            hidden = self.family.hidden_states(self.model, batch)  # [B, S, H]
+            hidden = self.family.hidden_states(self.model, batch, self._ranks)  # [B, S, H]
         if self._ranks is None:
             return hidden[batch.hidden_rows, batch.hidden_columns]
         own, first = self.own_targets(batch), self._ranks.chunk(sum(batch.row_lengths)).start

@@ -1,4 +1,4 @@
-"""Ranks that share the tokens of rows compute the same log-probs, and keep a share of the activations each."""
+"""Ranks that share the tokens of rows compute the same log-probs, and keep a share of activations and images each."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from kept_bytes import kept_bytes
-from learner_data import tiny_config
+from learner_data import image, prompt, tiny_config
 from tiny_text_models import write_text_policy
+from transformers import AutoTokenizer
 
 from mobula.cluster.records.media import MediaReader
 from mobula.learner.policies.attention.sequence_ranks import SequenceRanks
 from mobula.learner.policies.batch import TokenSequence, collate
 from mobula.learner.policies.loading import load_model
 from mobula.learner.policies.logprobs import PLAIN
+from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 from mobula.learner.policies.token import TokenPolicy
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -49,7 +51,26 @@ def _rank(rank: int, num_ranks: int, out: Path) -> None:
         long = collate([_of_length(NUM_TOKENS, NUM_TOKENS // 2)], reader, CPU)
         kept = kept_bytes(partial(policy, long, PLAIN), policy.parameters())
         torch.save((policy(batch, PLAIN), kept), out / f"{name}-{num_ranks}-{rank}")
+    for is_frozen in (False, True):
+        torch.save(_of_images(ranks, out / "images", is_frozen), out / f"images-{is_frozen}-{num_ranks}-{rank}")
     dist.destroy_process_group()
+
+
+def _of_images(ranks: SequenceRanks | None, model: Path, is_frozen: bool) -> tuple[int, dict[str, torch.Tensor]]:
+    """The patches that this rank's vision tower takes of rows with five images, and the gradients of all ranks."""
+    policy = TokenPolicy(load_model(str(model), torch.float32, "sdpa").train(), tiny_config(model).learner, ranks)
+    tower = policy.model.get_submodule("model.visual")
+    tower.requires_grad_(not is_frozen)
+    num_patches: list[int] = []
+    tower.register_forward_pre_hook(lambda _, args: num_patches.append(len(args[0])))
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    prompts = [prompt(tokenizer, f"p{n}", [image(n), image(4)]) for n in range(4)]
+    batch = collate([TokenSequence.of_prompt(one) for one in prompts], MediaReader(timeout_s=1.0, max_items=8), CPU)
+    (policy(batch, PLAIN).logprobs * batch.target_mask).mean().backward()
+    gradients = {name: p.grad for name, p in policy.named_parameters() if p.grad is not None}
+    for gradient in gradients.values():
+        dist.all_reduce(gradient)
+    return sum(num_patches), gradients
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +78,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("split")
     for name in FAMILIES:
         write_text_policy(out / name, name)
+    write_tiny_qwen2_5_vl(out / "images", seed=0)
     multiprocessing.set_forkserver_preload(["kept_bytes"])
     for num_ranks in (1, 2, 4):
         mp.start_processes(_rank, args=(num_ranks, out), nprocs=num_ranks, start_method="forkserver")
@@ -78,3 +100,15 @@ def test_each_of_two_ranks_keeps_at_most_six_tenths_of_a_row(ran: Path) -> None:
     for rank in range(2):
         _, kept = torch.load(ran / f"{FAMILIES[0]}-2-{rank}", weights_only=False)
         assert kept <= 0.6 * whole
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_ranks_encode_each_image_once_and_have_the_gradients_of_one(ran: Path, is_frozen: bool) -> None:
+    whole, expected = torch.load(ran / f"images-{is_frozen}-1-0")
+    assert any("visual" in name for name in expected) is not is_frozen
+    for num_ranks in (2, 4):
+        seen = [torch.load(ran / f"images-{is_frozen}-{num_ranks}-{rank}") for rank in range(num_ranks)]
+        assert sum(num_patches for num_patches, _ in seen) == whole
+        assert all(0 < num_patches < whole for num_patches, _ in seen)
+        for name, gradient in expected.items():
+            torch.testing.assert_close(seen[0][1][name], gradient, atol=1e-6, rtol=1e-5, msg=name)

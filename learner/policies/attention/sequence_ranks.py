@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import gcd
 from typing import Any
 
@@ -19,6 +20,8 @@ class SequenceRanks:
     those that others have of its own heads, and after it the other way round. Everything else in a decoder is computed
     for each token alone. The outputs for targets are exchanged too, so each rank computes the loss of whole rows.
     Gradients are summed over all ranks: each output passes its gradient to the rank that computed it, and to no other.
+    Images of the rows are encoded in shares: each rank has the features of all, and passes the gradients of those that
+    its tokens read to the rank that encoded them.
 
     Source: DeepSpeed Ulysses, arXiv:2309.14509.
     """
@@ -29,12 +32,12 @@ class SequenceRanks:
         mesh = init_device_mesh(device.type, shape, mesh_dim_names=("data", "sequence"))
         self.size = size
         self._group = mesh.get_group("sequence")
-        self._rank = mesh.get_local_rank("sequence")
+        self.rank = mesh.get_local_rank("sequence")
 
     def chunk(self, num_tokens: int) -> slice:
         """This rank's tokens; the last ones of the group may lie beyond `num_tokens`."""
         length = self._length(num_tokens)
-        return slice(self._rank * length, (self._rank + 1) * length)
+        return slice(self.rank * length, (self.rank + 1) * length)
 
     def num_padded(self, num_tokens: int) -> int:
         """The tokens of all ranks together."""
@@ -63,11 +66,22 @@ class SequenceRanks:
 
     def own(self, ends: list[int]) -> slice:
         """What `ends` gives to this rank."""
-        return slice(ends[self._rank - 1] if self._rank > 0 else 0, ends[self._rank])
+        return slice(ends[self.rank - 1] if self.rank > 0 else 0, ends[self.rank])
 
     def gathered(self, values: Tensor, ends: list[int]) -> Tensor:
         """[n] of each rank, as many as `ends` says -> [N] of all of them, in order."""
         return _Gather.apply(values, ends, self.own(ends), self._group)
+
+    def dealt(self, costs: Sequence[int]) -> list[list[int]]:
+        """For each rank the items that it computes, of nearly equal cost (longest processing time first)."""
+        shares: list[list[int]] = [[] for _ in range(self.size)]
+        for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
+            min(shares, key=lambda share: sum(costs[j] for j in share)).append(i)
+        return shares
+
+    def features(self, own: Tensor, counts: Sequence[int]) -> Tensor:
+        """[n, H] of each rank, as many as `counts` says -> [N, H] of all of them, rank by rank."""
+        return _GatherFeatures.apply(own, counts, self.rank, self._group)
 
     def _length(self, num_tokens: int) -> int:
         return -(-num_tokens // self.size)
@@ -98,13 +112,37 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, ends: list[int], own: slice, group: dist.ProcessGroup) -> Tensor:
         ctx.own = own
-        counts = np.diff(ends, prepend=0).tolist()
-        padded = torch.nn.functional.pad(values, (0, max(counts) - len(values)))
-        received = padded.new_empty(len(ends) * max(counts))
-        dist.all_gather_single(received, padded, group)
-        parts = received.view(len(ends), -1)
-        return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+        return _all_gathered(values, np.diff(ends, prepend=0).tolist(), group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         return gradient[ctx.own], None, None, None
+
+
+class _GatherFeatures(torch.autograd.Function):
+    """The values of all ranks behind one another; each rank gets the sum of the gradients that all have of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, counts: Sequence[int], rank: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.counts, ctx.rank, ctx.group = counts, rank, group
+        return _all_gathered(values, counts, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        parts = [_filled(part, max(ctx.counts)) for part in gradient.split(list(ctx.counts))]
+        received = _exchanged(torch.stack(parts), ctx.group)  # [ranks, longest, H]
+        return received.sum(0)[: ctx.counts[ctx.rank]], None, None, None
+
+
+def _all_gathered(values: Tensor, counts: Sequence[int], group: dist.ProcessGroup) -> Tensor:
+    """`values` of all ranks behind one another, of which rank i has `counts[i]`."""
+    longest = max(counts)
+    received = values.new_empty(len(counts) * longest, *values.shape[1:])
+    dist.all_gather_single(received, _filled(values, longest), group)
+    parts = received.split(longest)
+    return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+
+
+def _filled(values: Tensor, length: int) -> Tensor:
+    """With zeros behind them up to this length."""
+    return torch.cat([values, values.new_zeros(length - len(values), *values.shape[1:])])

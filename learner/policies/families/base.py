@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from mobula.configs.schema import DataConfig
 from mobula.configs.schema.data import VideoConfig
+from mobula.learner.policies.attention.sequence_ranks import SequenceRanks
 from mobula.learner.policies.batch import TokenBatch, joined
 
 Size = tuple[int, int]  # (width, height) of an image as it is in its file
@@ -68,11 +69,12 @@ class Family(ABC):
     """Text on the family in docs/models.md beside its measurements."""
 
     @abstractmethod
-    def hidden_states(self, model: PreTrainedModel, batch: TokenBatch) -> Tensor:
+    def hidden_states(self, model: PreTrainedModel, batch: TokenBatch, ranks: SequenceRanks | None = None) -> Tensor:
         """The decoder's output before the output embeddings, float [B, S, H].
 
         The vision tower, where there is one, is entered exactly once whatever the batch holds, so that sharded
-        parameters are gathered equally often on every rank.
+        parameters are gathered equally often on every rank. `ranks` have the batch together, and encode its images in
+        shares.
         """
 
     def without_images_on(self, device: str, sampler: str) -> str:

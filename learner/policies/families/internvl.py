@@ -14,6 +14,7 @@ from transformers.utils import ModelOutput
 
 from mobula.configs.schema import DataConfig
 from mobula.configs.schema.data import VideoConfig
+from mobula.learner.policies.attention.sequence_ranks import SequenceRanks
 from mobula.learner.policies.batch import TokenBatch
 from mobula.learner.policies.families.base import Clip, Size, VideoFamily
 from mobula.learner.policies.families.vision import VisionFamily, image_settings, interleaved, place, refuse_long
@@ -85,12 +86,15 @@ class InternVL(VisionFamily, VideoFamily):
             f"{kind}_token_id": np.array(config.image_token_id),
         }
 
-    def encode_all(self, core: PreTrainedModel, config: PreTrainedConfig, batch: TokenBatch) -> dict[str, ModelOutput]:
+    def encode_all(
+        self, core: PreTrainedModel, config: PreTrainedConfig, batch: TokenBatch, ranks: SequenceRanks | None
+    ) -> dict[str, ModelOutput]:
         if not batch.videos.inputs:
-            return super().encode_all(core, config, batch)
+            return super().encode_all(core, config, batch, ranks)
         frames = batch.videos.inputs["pixel_values_videos"]  # [frames of all videos, 3, H, W]
         tiles = batch.media.inputs.get("pixel_values", frames[:0])
-        together = self.encode(core, {"pixel_values": torch.cat([tiles, frames])})
+        inputs = {"pixel_values": torch.cat([tiles, frames])}
+        together = self.encode_shared(core, config, batch, ranks, inputs, [batch.media, batch.videos])
         encoded = {"image": copy(together), "video": copy(together)}
         encoded["image"]["pooler_output"] = together["pooler_output"][: len(tiles)]
         encoded["video"]["pooler_output"] = together["pooler_output"][len(tiles) :]

@@ -14,6 +14,7 @@ from transformers.models.llava_onevision.modeling_llava_onevision import image_s
 from transformers.utils import ModelOutput
 
 from mobula.configs.schema.data import VideoConfig
+from mobula.learner.policies.attention.sequence_ranks import SequenceRanks
 from mobula.learner.policies.batch import TokenBatch
 from mobula.learner.policies.families.base import Clip, Size, VideoFamily
 from mobula.learner.policies.families.vision import VisionFamily, method, place, refuse_long
@@ -70,11 +71,13 @@ class LlavaOneVision(VisionFamily, VideoFamily):
             return super().engine_inputs(config, images)
         return {"pixel_values_videos": [video["pixel_values_videos"] for video in images]}
 
-    def encode_all(self, core: PreTrainedModel, config: PreTrainedConfig, batch: TokenBatch) -> dict[str, ModelOutput]:
+    def encode_all(
+        self, core: PreTrainedModel, config: PreTrainedConfig, batch: TokenBatch, ranks: SequenceRanks | None
+    ) -> dict[str, ModelOutput]:
         """Tiles and frames in one call of the tower: a frame goes in as an image of a prompt with many, which has one
         tile and the token at the end of a line behind it."""
         if not batch.videos.inputs:
-            return super().encode_all(core, config, batch)
+            return super().encode_all(core, config, batch, ranks)
         frames = batch.videos.inputs["pixel_values_videos"]  # [frames of all videos, 3, H, W]
         tiles, sizes = self._tiles(config, batch)
         together = self.encode(

@@ -26,6 +26,7 @@ from transformers.vision_utils import (
 
 from mobula.configs.schema import DataConfig
 from mobula.configs.schema.data import VideoConfig
+from mobula.learner.policies.attention.sequence_ranks import SequenceRanks
 from mobula.learner.policies.batch import TokenBatch
 from mobula.learner.policies.device_copies import on_device
 from mobula.learner.policies.families.base import Clip, Size, VideoFamily
@@ -148,16 +149,19 @@ class QwenVideos(GridFamily, VideoFamily):
     def video_size(self, videos: PatchProcessor, clip: Clip, limits: VideoConfig) -> dict[str, int]:
         """The bounds of pixels as the video processor takes them."""
 
-    def encode_all(self, core: PreTrainedModel, config: PreTrainedConfig, batch: TokenBatch) -> dict[str, ModelOutput]:
+    def encode_all(
+        self, core: PreTrainedModel, config: PreTrainedConfig, batch: TokenBatch, ranks: SequenceRanks | None
+    ) -> dict[str, ModelOutput]:
         if not batch.videos.inputs:
-            return super().encode_all(core, config, batch)
+            return super().encode_all(core, config, batch, ranks)
         pixels, grids = batch.videos.inputs["pixel_values_videos"], batch.videos.inputs["video_grid_thw"]
         found = {"video": batch.videos}
         if batch.media.inputs:
             found = {"image": batch.media, "video": batch.videos}
             pixels = torch.cat([batch.media.inputs["pixel_values"], pixels])
             grids = torch.cat([batch.media.inputs["image_grid_thw"], grids])
-        together = self.encode(core, {"pixel_values": pixels, "image_grid_thw": grids})
+        inputs = {"pixel_values": pixels, "image_grid_thw": grids}
+        together = self.encode_shared(core, config, batch, ranks, inputs, list(found.values()))
         encoded, start = {}, 0
         for modality, media in found.items():
             encoded[modality] = _part_of(together, start, start + len(media.num_parts))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from mobula.learner.policies.attention.sequence_ranks import SequenceRanks
 from mobula.learner.policies.batch import TokenBatch
 from mobula.learner.policies.families.base import Family
 
@@ -18,7 +19,7 @@ class TextFamily(Family):
     parts = {}
     takes_images = False
 
-    def hidden_states(self, model: PreTrainedModel, batch: TokenBatch) -> Tensor:
+    def hidden_states(self, model: PreTrainedModel, batch: TokenBatch, ranks: SequenceRanks | None = None) -> Tensor:
         if batch.media.inputs:
             raise ValueError(
                 f"policy.model is of type {model.config.model_type}, which takes no images here, "
@@ -42,5 +43,5 @@ class Janus(Family):
     without_images = "policy.model=janus is trained on texts here"
     makes_images = True
 
-    def hidden_states(self, model: PreTrainedModel, batch: TokenBatch) -> Tensor:
+    def hidden_states(self, model: PreTrainedModel, batch: TokenBatch, ranks: SequenceRanks | None = None) -> Tensor:
         raise ValueError("a policy of type janus answers with image tokens here: set sampler=image_tokens")

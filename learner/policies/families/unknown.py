@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,8 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 from transformers.utils import ModelOutput
 
-from mobula.learner.policies.batch import TokenBatch
+from mobula.learner.policies.attention.sequence_ranks import SequenceRanks
+from mobula.learner.policies.batch import MediaBatch, TokenBatch
 from mobula.learner.policies.device_copies import on_device
 from mobula.learner.policies.families.vision import VisionFamily, image_settings, method
 
@@ -69,6 +70,18 @@ class UnknownFamily(VisionFamily):
         made = processor.image_processor(images=[image], return_tensors="pt", **image_settings(processor))
         tensors = {name: value.numpy() for name, value in made.items() if isinstance(value, Tensor) and value.dim()}
         return {"pixel_values": tensors.pop("pixel_values"), **tensors}
+
+    def encode_shared(
+        self,
+        core: PreTrainedModel,
+        config: PreTrainedConfig,
+        batch: TokenBatch,
+        ranks: SequenceRanks | None,
+        inputs: Mapping[str, Tensor],
+        media: Sequence[MediaBatch],
+    ) -> ModelOutput:
+        """By every rank: which part of its tensors an image has is not known."""
+        return self.encode(core, inputs)
 
     def encode(self, core: PreTrainedModel, inputs: Mapping[str, Tensor]) -> ModelOutput:
         taken = inspect.signature(inspect.unwrap(method(core, "get_image_features"))).parameters

@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, ProcessorMixin
 from transformers.utils import ModelOutput
 
 from mobula.configs.schema.data import VideoConfig
+from mobula.learner.policies.attention.sequence_ranks import SequenceRanks
 from mobula.learner.policies.batch import MediaBatch, TokenBatch
 from mobula.learner.policies.device_copies import on_device
 from mobula.learner.policies.families.base import Clip, ImageFamily, Size
@@ -49,7 +50,7 @@ class VisionFamily(ImageFamily):
     image_inputs: tuple[str, ...] = ("pixel_values",)
     """The arguments of `get_image_features`."""
 
-    def hidden_states(self, model: PreTrainedModel, batch: TokenBatch) -> Tensor:
+    def hidden_states(self, model: PreTrainedModel, batch: TokenBatch, ranks: SequenceRanks | None = None) -> Tensor:
         core, ids = self.core(model), batch.host_ids.copy()
         if not takes_encoded_images(type(core)):
             raise ValueError(
@@ -64,7 +65,7 @@ class VisionFamily(ImageFamily):
             ids[(ids == placeholder) & ~is_placeholder] = 0
             kinds[is_placeholder] = number
         kinds[(kinds == 1) & batch.in_video] = 2  # if videos have the placeholder of images
-        encoded = self.encode_all(core, model.config, batch)
+        encoded = self.encode_all(core, model.config, batch, ranks)
         for number, modality in enumerate(MODALITIES, start=1):
             check_count(encoded.get(modality), int((kinds == number).sum()))
         types = torch.from_numpy(kinds)
@@ -77,11 +78,13 @@ class VisionFamily(ImageFamily):
         """The placeholder of images, and that of videos if the family has another one for them."""
         return (self.placeholder_id(config),)
 
-    def encode_all(self, core: PreTrainedModel, config: PreTrainedConfig, batch: TokenBatch) -> dict[str, ModelOutput]:
+    def encode_all(
+        self, core: PreTrainedModel, config: PreTrainedConfig, batch: TokenBatch, ranks: SequenceRanks | None
+    ) -> dict[str, ModelOutput]:
         """Modality -> the features of a batch at all their places, of exactly one call of the vision tower."""
         if not batch.media.inputs:
             return {"image": self.encode_nothing(core, config, batch.input_ids.device)}
-        encoded = self.encode(core, batch.media.inputs)
+        encoded = self.encode_shared(core, config, batch, ranks, batch.media.inputs, [batch.media])
         place(encoded, batch.media)
         return {"image": encoded}
 
@@ -97,6 +100,35 @@ class VisionFamily(ImageFamily):
         """
         encoded = self.encode(core, self.blank_image(config, device))
         place_nothing(encoded)
+        return encoded
+
+    def encode_shared(
+        self,
+        core: PreTrainedModel,
+        config: PreTrainedConfig,
+        batch: TokenBatch,
+        ranks: SequenceRanks | None,
+        inputs: Mapping[str, Tensor],
+        media: Sequence[MediaBatch],
+    ) -> ModelOutput:
+        """The features of `inputs`, the joined tensors of all `media`.
+
+        Ranks that have a part of the rows' tokens each encode a share of the media each, and gather the features.
+        """
+        if ranks is None:
+            return self.encode(core, inputs)
+        num_parts = [num for one in media for num in one.num_parts]
+        spans, ids = [span for one in media for span in one.spans], self.placeholder_ids(config)
+        num_tokens = [int(np.isin(batch.host_ids[row, start:end], ids).sum()) for row, start, end in spans]
+        shares = ranks.dealt(num_parts)
+        if own := shares[ranks.rank]:
+            encoded = self.encode(core, _chosen(inputs, num_parts, own))
+        else:
+            encoded = self.encode_nothing(core, config, batch.input_ids.device)
+        encoded["pooler_output"] = _gathered(encoded["pooler_output"], num_tokens, shares, ranks)
+        if "deepstack_features" in encoded:
+            layers = encoded["deepstack_features"]
+            encoded["deepstack_features"] = [_gathered(layer, num_tokens, shares, ranks) for layer in layers]
         return encoded
 
     def core(self, model: PreTrainedModel) -> PreTrainedModel:
@@ -170,6 +202,23 @@ def interleaved(encoded: Mapping[str, ModelOutput], token_types: Tensor) -> Tens
 def _flat(features: Tensor | Sequence[Tensor]) -> Tensor:
     parts = [features] if isinstance(features, Tensor) else features
     return torch.cat([part.reshape(-1, part.shape[-1]) for part in parts])
+
+
+def _chosen(inputs: Mapping[str, Tensor], num_parts: list[int], chosen: list[int]) -> dict[str, Tensor]:
+    """The tensors of some of the media: each has its parts of axis 0, or one row where there is one a medium."""
+    split = {name: tensor.split(num_parts if len(tensor) == sum(num_parts) else 1) for name, tensor in inputs.items()}
+    return {name: torch.cat([parts[i] for i in chosen]) for name, parts in split.items()}
+
+
+def _gathered(
+    own: Tensor | Sequence[Tensor], num_tokens: list[int], shares: list[list[int]], ranks: SequenceRanks
+) -> Tensor | list[Tensor]:
+    """Features of a rank's share to those of all media, in order and in the form that they have."""
+    flat = ranks.features(_flat(own), [sum(num_tokens[i] for i in share) for share in shares])
+    order = [i for share in shares for i in share]
+    found = dict(zip(order, flat.split([num_tokens[i] for i in order]), strict=True))
+    features = [found[i] for i in range(len(order))]
+    return torch.cat(features).view(-1, *own.shape[1:]) if isinstance(own, Tensor) else features
 
 
 def place_nothing(encoded: ModelOutput) -> None:

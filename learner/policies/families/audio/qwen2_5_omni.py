@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel, ProcessorMixin
 
 from mobula.configs.schema.data import VideoConfig
+from mobula.learner.policies.attention.sequence_ranks import SequenceRanks
 from mobula.learner.policies.batch import TokenBatch, joined
 from mobula.learner.policies.families.audio.frames import (
     expansion,
@@ -106,12 +107,12 @@ class Qwen25Omni(QwenVL, AudioFamily):
     def core(self, model: PreTrainedModel) -> PreTrainedModel:
         return model
 
-    def hidden_states(self, model: PreTrainedModel, batch: TokenBatch) -> Tensor:
+    def hidden_states(self, model: PreTrainedModel, batch: TokenBatch, ranks: SequenceRanks | None = None) -> Tensor:
         """By hand: the model's own forward() ends in logits of every token."""
         config, ids = model.config, batch.input_ids
         embeds = model.get_input_embeddings()(ids)
         types = np.zeros_like(batch.host_ids)  # [B, S]
-        encoded = self.encode_all(model, config, batch)
+        encoded = self.encode_all(model, config, batch, ranks)
         for number, (placeholder, modality) in enumerate(
             zip(self.placeholder_ids(config), MODALITIES, strict=True), start=1
         ):

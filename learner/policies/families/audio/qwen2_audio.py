@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel, ProcessorMixin, Qwen2AudioProcessor
 from transformers.masking_utils import create_bidirectional_mask
 
+from mobula.learner.policies.attention.sequence_ranks import SequenceRanks
 from mobula.learner.policies.batch import TokenBatch
 from mobula.learner.policies.families.audio.frames import expansion, extracted, num_embeddings, places, put
 from mobula.learner.policies.families.base import AudioFamily
@@ -46,7 +47,7 @@ class Qwen2Audio(AudioFamily):
         """The model without its output embeddings."""
         return submodel(model, "model")
 
-    def hidden_states(self, model: PreTrainedModel, batch: TokenBatch) -> Tensor:
+    def hidden_states(self, model: PreTrainedModel, batch: TokenBatch, ranks: SequenceRanks | None = None) -> Tensor:
         core = self.core(model)
         tower, project = submodel(core, "audio_tower"), core.get_submodule("multi_modal_projector")
         features, mask = self._heard(core.config, batch)

@@ -1,6 +1,6 @@
 """Composes the YAML groups with PyYAML alone, for machines without Hydra and pydantic.
 
-    config = load_bare(["experiment=digits", "sampler=huggingface", "learner.learning_rate=0.001"])
+    config = load_bare(["experiment=sums", "sampler=huggingface", "learner.learning_rate=0.001"])
 
 The values equal those of `mobula.configs.load.load_config`; words are not checked.
 """

@@ -44,15 +44,15 @@ INTRODUCTION = """# Configuration
 
 A run is a set of YAML groups and the keys that are set on top of them:
 
-    mobula train experiment=digits resources=laptop algorithm.kl.coef=0.01
+    mobula train experiment=sums resources=laptop algorithm.kl.coef=0.01
 
 `GROUP=OPTION` chooses a file, `KEY=VALUE` sets one key. What is named on the command line wins, in whatever order the
 words stand. From weak to strong:
 
 1. the schema's defaults, and on them the groups, as `configs/config.yaml` or the experiment chooses them,
 2. the keys that the experiment sets,
-3. the groups on the command line: with `experiment=digits warm_start=none` there is no warm start. An option sets the
-   keys of its own file and of the options that this file builds on; `experiment=digits learner=deepspeed` keeps the
+3. the groups on the command line: with `experiment=tones warm_start=none` there is no warm start. An option sets the
+   keys of its own file and of the options that this file builds on; `experiment=tones learner=deepspeed` keeps the
    experiment's learning rate.
 4. the keys on the command line.
 

@@ -24,6 +24,8 @@ TASKS_VARIABLE = "MOBULA_TASKS"
 """Environment variable: directories of the user with groups, as `examples/sums` is one, separated by colons."""
 MISSING = "???"  # a value that is left to the user
 EXPERIMENT = "experiment"
+SMALL_EXAMPLE = "digits"
+"""The experiment of `examples/` that needs neither a GPU nor files; checks of a machine train it."""
 GLOBAL_PACKAGE = "# @package _global_"
 # Keys that files compute from, and their types.
 COMPUTED_FROM = {

@@ -1,6 +1,6 @@
 """From groups and `key=value` overrides to a RunConfig, and from a RunConfig to the file beside the run.
 
-    config = load_config(["experiment=digits", "resources=laptop", "algorithm.kl.coef=0.01"])
+    config = load_config(["experiment=sums", "resources=laptop", "algorithm.kl.coef=0.01"])
     path.write_text(dump_config(config))
     assert load_resolved(path) == config
 
@@ -32,6 +32,7 @@ from mobula.configs.groups import (
     COMPUTED_FROM,
     EXPERIMENT,
     FOLDER,
+    SMALL_EXAMPLE,
     layers,
     merge,
     own_values,
@@ -52,7 +53,7 @@ for _name, _computation in COMPUTATIONS.items():
     OmegaConf.register_new_resolver(_name, _computation, replace=True)
 NAME_BOTH = (
     "`experiment=own policy.model=CHECKPOINT data.path=FOLDER` trains a checkpoint on your own data; "
-    "`experiment=digits` trains a small model on images that it writes itself"
+    f"`experiment={SMALL_EXAMPLE}` trains a small model on images that it writes itself"
 )
 
 

@@ -3,7 +3,7 @@
 A run is a process of its own, so a notebook's event loop and the caller's Ray, logging and signal handlers stay as they
 are. Interrupting the call stops the run in order: it writes a checkpoint, its summary and its report.
 
-    config = mobula.load_config(["experiment=digits", "resources=laptop", "num_steps=20"])
+    config = mobula.load_config(["experiment=sums", "resources=laptop", "num_steps=20"])
     result = mobula.train(config)
     print(result.summary.accuracy_before, result.summary.accuracy_after)
     mobula.export(result.folder, output=Path("policy"))

@@ -2,7 +2,7 @@
 
 Lines of `<folder>/<split>.jsonl`, by the job that reads them (docs/offline_training.md):
 
-    {"messages": [{"role": "user", "content": "<image>Which digit?"}, {"role": "assistant", "content": "7"}],
+    {"messages": [{"role": "user", "content": "<image>Which number?"}, {"role": "assistant", "content": "7"}],
      "images": ["images/12.png"]}                                                          a conversation
     {"messages": [{"role": "user", "content": "2 + 2?"}], "solution": "4"}                 the same, answer apart
     {"messages": [{"role": "user", "content": "2 + 2?"}], "chosen": "4", "rejected": "5"}  a pair

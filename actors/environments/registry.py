@@ -9,7 +9,6 @@ from mobula.actors.environments.base import Environment
 from mobula.cluster.user_code import check_call, did_you_mean, is_user_code, load
 
 ENVIRONMENTS: Mapping[str, str] = {  # name -> its class, imported when it is asked for
-    "calculator": "mobula.actors.environments.tasks.calculator:Calculator",
     "gymnasium": "mobula.actors.environments.adapters.gymnasium_adapter:GymnasiumEnvironment",
     "miniwob": "mobula.actors.environments.tasks.miniwob.task:MiniWoB",
     "openenv": "mobula.actors.environments.adapters.openenv:OpenEnv",

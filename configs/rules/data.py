@@ -2,34 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from mobula.configs.schema.data import WITHOUT_FILES_OF_ROWS, WRITTEN, DataConfig, DataKind, SourceConfig
+from mobula.configs.schema.data import WITHOUT_FILES_OF_ROWS, DataConfig, DataKind, SourceConfig
 from mobula.configs.schema.run import RunConfig
-
-MOST_IMAGES: Mapping[str, int] = {  # a prompt; of other tasks, 1
-    DataKind.DIGIT_SUM: 2,
-    DataKind.DIGIT_SUM_PAIRS: 2,
-    DataKind.DIGIT_LIST: 12,
-}
-
-
-def _images_of_the_task_fit(config: RunConfig) -> str | None:
-    num_images = MOST_IMAGES.get(config.data.kind, 1)
-    if config.sampler.max_images_per_prompt >= num_images:
-        return None
-    return (
-        f"data.kind={config.data.kind} shows up to {num_images} images in a prompt but "
-        f"sampler.max_images_per_prompt={config.sampler.max_images_per_prompt}: set it to {num_images}"
-    )
-
-
-def _videos_of_the_task_fit(config: RunConfig) -> str | None:
-    if config.data.kind is not DataKind.DIGIT_CLIPS or config.sampler.max_videos_per_prompt > 0:
-        return None
-    return (
-        f"data.kind={config.data.kind} shows a video in every prompt but sampler.max_videos_per_prompt=0: set it to 1"
-    )
 
 
 def _pixel_range_is_open(config: RunConfig) -> str | None:
@@ -50,11 +24,7 @@ def _mixture_has_sources(config: RunConfig) -> str | None:
             f"data.sources has {', '.join(data.sources)} but data.kind={data.kind} reads data.path alone: set "
             "data.kind=mixture, or data.sources={}"
         )
-    unfit = [
-        name
-        for name, source in data.sources.items()
-        if source.kind in (*WRITTEN, DataKind.MIXTURE, DataKind.ENVIRONMENT)
-    ]
+    unfit = [name for name, source in data.sources.items() if source.kind in (DataKind.MIXTURE, DataKind.ENVIRONMENT)]
     if unfit:
         return (
             f"data.sources.{unfit[0]}.kind={data.sources[unfit[0]].kind} is no reader: use jsonl, json, parquet, "
@@ -113,8 +83,6 @@ def _instead(source: SourceConfig, name: str) -> str:
 
 
 RULES = (
-    _images_of_the_task_fit,
-    _videos_of_the_task_fit,
     _pixel_range_is_open,
     _mixture_has_sources,
     _shares_are_of_a_mixture,

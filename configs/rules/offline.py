@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from mobula.configs.schema.data import CONVERSATIONS
+from mobula.configs.schema.data import DataKind
 from mobula.configs.schema.run import RunConfig
 
 
 def _rows_fit_the_job(config: RunConfig) -> str | None:
     job, kind = config.offline.job, config.data.kind
-    has_chat = any(found in CONVERSATIONS for found in (kind, *(s.kind for s in config.data.sources.values())))
-    if config.offline.is_on == (kind in CONVERSATIONS) == has_chat:
+    has_chat = DataKind.CHAT in (kind, *(s.kind for s in config.data.sources.values()))
+    if config.offline.is_on == (kind is DataKind.CHAT) == has_chat:
         return None
     if config.offline.is_on:
         return (

@@ -19,28 +19,9 @@ class DataKind(StrEnum):
     WEBDATASET = "webdataset"
     MIXTURE = "mixture"
     ENVIRONMENT = "environment"
-    DIGITS = "digits"
-    DIGIT_SUM = "digit_sum"
-    DIGIT_LIST = "digit_list"
-    DIGIT_CLIPS = "digit_clips"
-    DIGIT_PAIRS = "digit_pairs"
-    DIGIT_SUM_PAIRS = "digit_sum_pairs"
 
 
-WRITTEN = (
-    DataKind.DIGITS,
-    DataKind.DIGIT_SUM,
-    DataKind.DIGIT_LIST,
-    DataKind.DIGIT_CLIPS,
-    DataKind.DIGIT_PAIRS,
-    DataKind.DIGIT_SUM_PAIRS,
-)
-"""Data that a run writes itself, as JSONL."""
-
-CONVERSATIONS = (DataKind.CHAT, DataKind.DIGIT_PAIRS, DataKind.DIGIT_SUM_PAIRS)
-"""Data of offline jobs."""
-
-WITHOUT_FILES_OF_ROWS = (DataKind.MIXTURE, DataKind.ENVIRONMENT, *CONVERSATIONS)
+WITHOUT_FILES_OF_ROWS = (DataKind.MIXTURE, DataKind.ENVIRONMENT, DataKind.CHAT)
 """Data whose rows are not read from `data.path` in a row format."""
 
 
@@ -54,10 +35,8 @@ class SourceConfig(Section):
     """Location of rows, and the names of their columns."""
 
     kind: DataKind | UserCode
-    """The reader, which is the format of the files. `chat`, `digit_pairs` and
-    `digit_sum_pairs` are for offline jobs alone. The kinds of
-    digits write theirs first if their folder is missing. `environment` takes the first observations of
-    `environment.name` as prompts and reads no files."""
+    """The reader, which is the format of the files. `chat` is for offline jobs alone. `environment` takes the first
+    observations of `environment.name` as prompts and reads no files."""
     path: Annotated[Path, NOT_EMPTY]
     """The folder with the files of all splits; for `huggingface` also a name on the hub."""
     subset: str = ""

@@ -46,7 +46,7 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[KEY=VALUE]...",
-        help="Groups and keys in any order, e.g. experiment=digits resources=laptop algorithm.kl.coef=0.01",
+        help="Groups and keys in any order, e.g. experiment=sums resources=laptop algorithm.kl.coef=0.01",
     ),
 ]
 

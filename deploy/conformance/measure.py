@@ -29,6 +29,7 @@ from mobula.cluster.records.media import MediaReader, MediaStore, ProcessedMedia
 from mobula.cluster.records.partial_response import Attempt
 from mobula.cluster.roles import SamplingSettings
 from mobula.cluster.weight_sync.tolerance import Gap
+from mobula.configs.groups import SMALL_EXAMPLE
 from mobula.configs.load import load_config
 from mobula.configs.schema import RunConfig
 from mobula.configs.schema.rollout import SamplerKind
@@ -272,7 +273,7 @@ def _config(model: Path, *words: str) -> RunConfig:
     family = family_at(str(model))
     return load_config(
         [
-            "experiment=digits",
+            f"experiment={SMALL_EXAMPLE}",
             f"policy.model={model}",
             "policy.tiny=none",
             "learner=single",

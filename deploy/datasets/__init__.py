@@ -1,1 +1,1 @@
-"""Data that a run writes itself, where a part of it comes from two packages."""
+"""The data of a run."""

@@ -11,7 +11,7 @@ from mobula.actors.datasets.readers.fingerprint import fingerprint_of
 from mobula.cluster.errors import DatasetError
 from mobula.cluster.replay.run_identity import run_identity
 from mobula.configs.schema import RunConfig
-from mobula.configs.schema.data import WRITTEN, DataKind, SourceConfig
+from mobula.configs.schema.data import DataKind, SourceConfig
 
 OF_DATASETS = (".jsonl", ".json", ".parquet", ".arrow", ".csv", ".tsv")  # that the package datasets reads
 TRAIN = "train"  # the split
@@ -49,5 +49,5 @@ def _split(source: SourceConfig) -> str:
 
 
 def _suffixes(config: RunConfig, source: SourceConfig) -> Sequence[str]:
-    kind = DataKind.JSONL if config.offline.is_on or source.kind in WRITTEN else source.kind
+    kind = DataKind.JSONL if config.offline.is_on else source.kind
     return SUFFIXES.get(kind, OF_DATASETS)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
 from mobula.actors.datasets.formats import format_of
 from mobula.actors.datasets.readers import READERS, reader_of
 from mobula.actors.processors.make import processor_maker
 from mobula.actors.samplers import sampler_maker
 from mobula.cluster.errors import PreflightError
 from mobula.cluster.metrics.sinks.trackers import tracker
-from mobula.cluster.user_code import is_user_code
+from mobula.cluster.user_code import chosen, is_user_code
 from mobula.configs.schema import RunConfig
-from mobula.configs.schema.data import WRITTEN
-from mobula.deploy.datasets.written_data import data_writer
+from mobula.configs.schema.data import DataConfig
 from mobula.learner.credit import Credit
 from mobula.learner.objective import PolicyObjective
 from mobula.learner.optim import optimizer_maker
@@ -34,6 +36,15 @@ def check_user_code(config: RunConfig) -> None:
         raise PreflightError(str(error)) from error
 
 
+def data_writer(config: DataConfig) -> Callable[[Path], object]:
+    """The function that `data.writer` names, with `data.writer_options`.
+
+    Raises:
+        ValueError: it cannot be called with its options.
+    """
+    return chosen({"none": lambda folder: None}, config.writer, "data.writer", ("folder",), config.writer_options)
+
+
 def _check_other_parts(config: RunConfig) -> None:
     """Raises: ValueError: the first error."""
     if not config.offline.is_on:
@@ -44,7 +55,7 @@ def _check_other_parts(config: RunConfig) -> None:
     processor_maker(config)
     data_writer(config.data)
     for source in (config.data, *config.data.sources.values()):
-        if is_user_code(source.kind) or source.kind in (*READERS, *WRITTEN):
+        if is_user_code(source.kind) or source.kind in READERS:
             reader_of(source, config.data.kind_options)
         format_of(source, config.data.row_format_options)
     for name in config.metrics.trackers:

@@ -44,15 +44,13 @@ from mobula.cluster.records.trajectory import Prompt, ScoredGroup
 from mobula.cluster.weight_sync.manifest import Manifest, checkpoint_manifest
 from mobula.configs.near_paths import HUB_EXAMPLE, may_be_hub_name, near
 from mobula.configs.schema import EvaluationConfig, PolicyConfig, RunConfig
-from mobula.configs.schema.data import WRITTEN
 from mobula.configs.schema.rollout import SamplerKind
 from mobula.deploy.datasets.data_files import identity_with_data
-from mobula.deploy.datasets.written_data import data_writer, write_data
 from mobula.deploy.planning.engine_sizes import EngineSizes
 from mobula.deploy.preflight.checks import find_mismatches
 from mobula.deploy.preflight.findings import refuse
 from mobula.deploy.preflight.loaded import LoadedModel
-from mobula.deploy.preflight.user_code import check_user_code
+from mobula.deploy.preflight.user_code import check_user_code, data_writer
 from mobula.deploy.preflight.weights import find_unusable
 from mobula.learner.policies.checkpoint.stored import stored_model
 from mobula.learner.policies.families import (
@@ -466,12 +464,9 @@ def require_model(config: RunConfig) -> None:
 
 
 def ensure_data(config: RunConfig) -> None:
-    """Write the data by `data.writer`, or of a `data.kind` that a run writes itself, unless they are there."""
+    """Writes the data by `data.writer`."""
     with _writing("data.path", config.data.path):
         data_writer(config.data)(config.data.path)
-    if config.data.kind in WRITTEN:
-        with _writing("data.path", config.data.path):
-            write_data(config.data.kind, config.data.path)
 
 
 @contextmanager

@@ -19,9 +19,9 @@ from typing import Any, Protocol
 import numpy as np
 from PIL import Image
 
-from mobula.actors.datasets.written.folder import Rows, install_dataset
-from mobula.rewards.functions.geography.gazetteer import installed_places
-from mobula.rewards.functions.geography.stages import STAGES
+from mobula.actors.datasets.written import Rows, install_dataset
+from mobula.examples.geospot.gazetteer import installed_places
+from mobula.examples.geospot.stages import STAGES
 
 QUESTION = (
     "<image>Where is the place with the red mark?\n"

@@ -16,7 +16,7 @@ from typing import TypedDict
 
 from PIL import Image, ImageDraw, ImageFont
 
-from mobula.actors.datasets.written.folder import install_dataset
+from mobula.actors.datasets.written import install_dataset
 
 FORMAT_VERSION = 1
 SIDE = 16  # pixels

@@ -13,7 +13,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from mobula.actors.datasets.written.folder import Rows, install_dataset
+from mobula.actors.datasets.written import Rows, install_dataset
 from mobula.examples.shapes.shapes import COLORS, SHAPES, Scene, count, draw, random_scene
 
 QUESTION = "<image><image>Look at the two images. {statement} Answer True or False."

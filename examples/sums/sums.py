@@ -11,7 +11,7 @@ from pathlib import Path
 from random import Random
 from typing import TypedDict
 
-from mobula.actors.datasets.written.folder import install_dataset
+from mobula.actors.datasets.written import install_dataset
 
 FORMAT_VERSION = 1
 LOWEST, HIGHEST = 1, 30

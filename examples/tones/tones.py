@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mobula.actors.datasets.written.folder import Rows, install_dataset
+from mobula.actors.datasets.written import Rows, install_dataset
 
 FORMAT_VERSION = 1
 RATE = 8000

@@ -22,11 +22,9 @@ BUILT_IN: Mapping[str, str] = {  # name -> factory, imported on demand: models i
     "anls": "mobula.rewards.functions.answers.anls:Anls",
     "clip_score": "mobula.rewards.models.clip:ClipScore",
     "cost": "mobula.rewards.functions.cost:Cost",
-    "digit_list": "mobula.rewards.functions.answers.digit_list:DigitList",
     "environment": "mobula.rewards.functions.environment:EnvironmentReward",
     "exact_match": "mobula.rewards.functions.answers.exact_match:ExactMatch",
     "format": "mobula.rewards.functions.format:Format",
-    "geospot": "mobula.rewards.functions.geography.geospot:Geospot",
     "grounding": "mobula.rewards.functions.grounding:Grounding",
     "http": "mobula.rewards.http.client:HttpReward",
     "iou": "mobula.rewards.functions.iou:Iou",
@@ -47,7 +45,6 @@ BUILT_IN: Mapping[str, str] = {  # name -> factory, imported on demand: models i
     "vllm_judge": "mobula.rewards.models.judges.vllm_judge:VllmJudge",
 }
 EXTRAS: Mapping[str, str] = {
-    "geospot": "geospot",
     "language": "language",
     "ocr": "ocr",
 }  # name -> extra that installs its dependencies

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from jobs import Job, none_left
 
-from mobula.actors.datasets.digits import write_digits
 from mobula.cluster.metrics.report.run_folder import RunFolder, read_run_folder
+from mobula.examples.digits.digits import write_digits
 
 pytestmark = [pytest.mark.load, pytest.mark.exhaustive, pytest.mark.slow, pytest.mark.timeout(1200)]
 

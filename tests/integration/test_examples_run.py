@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from jobs import REPOSITORY, Job
 
-from mobula.actors.datasets.digits import write_digits
 from mobula.cluster.metrics.report.run_folder import read_run_folder
+from mobula.examples.digits.digits import write_digits
 from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 
 pytestmark = [pytest.mark.matrix, pytest.mark.slow, pytest.mark.timeout(900)]

@@ -12,11 +12,11 @@ import pytest
 from jobs import NUM_SAMPLES, PROMPTS_PER_STEP, RUN_DEADLINE_S, Job, none_left
 from waiting import wait_until
 
-from mobula.actors.datasets.digits import write_digits
 from mobula.cluster.metrics.report.run_folder import RunFolder, read_run_folder
 from mobula.cluster.metrics.sinks.jsonl import read_records
 from mobula.cluster.metrics.step_records import EvaluationRecord
 from mobula.cluster.metrics.summary import Summary
+from mobula.examples.digits.digits import write_digits
 
 pytestmark = [pytest.mark.core, pytest.mark.slow, pytest.mark.timeout(1200)]
 

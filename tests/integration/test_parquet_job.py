@@ -11,8 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 from jobs import Job
 
-from mobula.actors.datasets.digits import write_digits
 from mobula.cluster.metrics.report.run_folder import read_run_folder
+from mobula.examples.digits.digits import write_digits
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 NUM_STEPS = 2

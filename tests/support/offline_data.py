@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from mobula.actors.datasets.digits import write_digits
+from mobula.examples.digits.digits import write_digits
 
 Rows = Callable[[str, int, np.random.Generator], dict[str, Any]]
 QUESTION = "<image>Which digit is this? Answer in \\boxed{}."

@@ -1,7 +1,7 @@
 """Records of LLaMA-Factory's alpaca format: `instruction`, `input`, `output`, `system`, `history`, `images`
 (or `image`).
 
-    {"instruction": "<image>Which digit?", "input": "", "output": "It is 7.", "images": ["a.png"]}
+    {"instruction": "<image>Which number?", "input": "", "output": "It is 7.", "images": ["a.png"]}
 
 `history` is a list of [question, answer] pairs. `chosen` and `rejected` are the two responses of a preference pair. A
 column `answer` holds the literal answer for rewards, where it is not the whole output.

@@ -1,6 +1,6 @@
 """Records of LightRFT: `prompt` (or `input`), `images`, `reference`, `label`.
 
-    {"prompt": "Which digit?", "images": ["a.png"], "reference": "7", "label": "digit"}
+    {"prompt": "Which number?", "images": ["a.png"], "reference": "7", "label": "read"}
 
 The prompt is a text or chat turns (`role`/`content` or `from`/`value`); answers of the assistant are left out. A prompt
 without `<image>` has its images in front of the question, one

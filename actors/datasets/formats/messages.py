@@ -1,7 +1,7 @@
 """Records of chat turns, as in OpenAI's API: `messages`, images in their parts or in `images`.
 
     {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a.png"}},
-                                               {"type": "text", "text": "Which digit?"}]}], "answer": "7"}
+                                               {"type": "text", "text": "Which number?"}]}], "answer": "7"}
 
 A last turn of the assistant is the solution, and the answer if there is no column `answer`. `chosen` and `rejected`
 are the two responses of a preference pair.

@@ -1,6 +1,6 @@
 r"""Records of a question and its answer, as in MAYE: `question`, `answer`, `image`.
 
-    {"id": "12", "question": "<image>Which digit?", "answer": "7", "solution": "\\boxed{7}", "image": "images/12.png"}
+    {"id": "12", "question": "<image>Which number?", "answer": "7", "solution": "\\boxed{7}", "image": "images/12.png"}
 
 `image` (or `images`) is one image, a list of images, one for each `<image>` in order, or absent; `video` (or
 `videos`) the same for each `<video>`, `audio` (or `audios`) for each `<audio>`. A record without

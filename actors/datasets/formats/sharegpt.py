@@ -2,7 +2,7 @@
 
 `image` is another name of `images`; both hold one image or a list.
 
-    {"conversations": [{"from": "human", "value": "<image>Which digit?"}, {"from": "gpt", "value": "It is 7."}],
+    {"conversations": [{"from": "human", "value": "<image>Which number?"}, {"from": "gpt", "value": "It is 7."}],
      "images": ["a.png"]}
 
 A last turn of `gpt` is the solution. `chosen` and `rejected`, each a turn, are the two responses of a preference pair.

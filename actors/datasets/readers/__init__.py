@@ -10,7 +10,7 @@ from mobula.actors.datasets.readers.parquet import open_parquet
 from mobula.actors.datasets.readers.prompt_lists import open_prompts
 from mobula.actors.datasets.readers.webdataset import open_webdataset
 from mobula.cluster.user_code import chosen
-from mobula.configs.schema.data import WRITTEN, SourceConfig
+from mobula.configs.schema.data import SourceConfig
 
 READERS: dict[str, Reader] = {
     "jsonl": open_jsonl,
@@ -28,5 +28,4 @@ def reader_of(source: SourceConfig, options: Mapping[str, Any]) -> Reader:
     Raises:
         ValueError: it is the user's own, and cannot be called with its options.
     """
-    kind = "jsonl" if source.kind in WRITTEN else source.kind
-    return chosen(READERS, kind, "data.kind", ("opened",), options)
+    return chosen(READERS, source.kind, "data.kind", ("opened",), options)

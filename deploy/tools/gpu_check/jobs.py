@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from mobula.cluster.metrics.report.run_folder import read_run_folder
+from mobula.configs.groups import SMALL_EXAMPLE
 from mobula.deploy.host.process_group import last_lines, run_logged
 from mobula.deploy.tools.gpu_check.context import Context, Figures
 from mobula.deploy.tools.gpu_check.training import CLOSE
@@ -16,7 +17,7 @@ NUM_STEPS = 3
 TIMEOUT_S = 840.0
 LOG_LINES = 20
 WORDS = (
-    "experiment=digits",
+    f"experiment={SMALL_EXAMPLE}",
     f"num_steps={NUM_STEPS}",
     "warm_start.num_steps=2",
     "warm_start.check_interval=2",
@@ -39,7 +40,7 @@ def run_job(context: Context, preset: str) -> Figures:
     folder = context.folder / preset
     folder.mkdir(parents=True)
     own = (f"resources={preset}", f"folder={folder}", "name=job", f"policy.model={folder / 'model'}")
-    words = ("-m", "mobula.deploy.cli", "train", *WORDS, *own, f"data.path={folder / 'digits'}")
+    words = ("-m", "mobula.deploy.cli", "train", *WORDS, *own, f"data.path={folder / 'data'}")
     log = folder / "output.txt"
     code = run_logged([sys.executable, *words], os.environ, ROOT, log, TIMEOUT_S, lambda process: None)
     assert code == 0, f"`mobula train resources={preset}` ended with {code}: {' | '.join(last_lines(log, LOG_LINES))}"

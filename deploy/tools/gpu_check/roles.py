@@ -21,6 +21,7 @@ from mobula.cluster.weight_sync.manifest import Manifest
 from mobula.cluster.weight_sync.tolerance import Tolerance
 from mobula.cluster.weight_sync.transport import Rendezvous
 from mobula.cluster.weight_sync.weight_sync import WeightSync
+from mobula.configs.groups import SMALL_EXAMPLE
 from mobula.configs.schema import RunConfig
 from mobula.deploy.tools.gpu_check.context import Context, run_config
 from mobula.deploy.wiring.parity_prompts import cases
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 NUM_SAMPLES = 4
 MAX_TOKENS = 8
 WORDS = (
-    "experiment=digits",
+    f"experiment={SMALL_EXAMPLE}",
     "policy.tiny=none",
     "data.path=unused",
     "sampler.kv_cache_bytes=268435456",

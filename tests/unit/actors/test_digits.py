@@ -9,10 +9,10 @@ import pytest
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from mobula.actors.datasets.digits import DigitsTask, write_digits
-from mobula.actors.datasets.written.digit_clips import CENTRE, DRIFT, FRAME_MS, LENGTHS, NUM_FRAMES, SIZE, UPSCALE
 from mobula.actors.processors.video import VideoLimits, decode_video, load_video
 from mobula.configs.load import load_config
+from mobula.examples.digits.digit_clips import CENTRE, DRIFT, FRAME_MS, LENGTHS, NUM_FRAMES, SIZE, UPSCALE
+from mobula.examples.digits.digits import DigitsTask, write_digits
 from mobula.learner.policies.tiny.tokenizer import build_tokenizer
 
 SPLITS = {"train": 1297, "validation": 200, "test": 300}

@@ -99,11 +99,8 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
         ["resources=one_gpu_colocated", "policy.lora.rank=8", "weight_sync.payload=adapters"],
         ["resources.sleep_level=2 discards", "set resources.sleep_level=1 or weight_sync.payload=weights"],
     ),
-    (["data=digit_sum", "sampler.max_images_per_prompt=1"], ["sampler.max_images_per_prompt=1", "set it to 2"]),
-    (["data=digit_list", "sampler.max_images_per_prompt=8"], ["max_images_per_prompt=8", "set it to 12"]),
-    (["data=digit_clips"], ["data.kind=digit_clips", "sampler.max_videos_per_prompt=0: set it to 1"]),
     (["sampler=huggingface", "sampler.max_videos_per_prompt=1"], ["samples no prompts with videos", "sampler=vllm"]),
-    (["data.subset=hard"], ["data.subset=hard is for data.kind=huggingface, and this is digits: leave it empty"]),
+    (["data.subset=hard"], ["data.subset=hard is for data.kind=huggingface, and this is jsonl: leave it empty"]),
     (["data=parquet", "data.path=x", "data.streamed_rows=5"], ["data.streamed_rows=5", "this is parquet: set it to 0"]),
     (["data.temperature=2"], ["data.temperature=2", "data.kind=mixture", "set data.temperature=1"]),
     (
@@ -275,7 +272,7 @@ def test_every_contradiction_is_named_at_once() -> None:
 
 def test_the_digits_run_on_a_laptop() -> None:
     config = load_config(["experiment=digits"])
-    assert config.data.kind is DataKind.DIGITS
+    assert config.data.writer_options == {"task": "digits"}
     assert config.sampler.kind is SamplerKind.VLLM
     assert config.resources.preset == "laptop"
     assert config.run_folder == Path("runs/digits")
@@ -294,7 +291,7 @@ def test_overrides_may_stand_in_any_order() -> None:
     assert all(config == configs[0] for config in configs)
     assert configs[0].algorithm.kl.coef == 0.05
     assert configs[0].resources.rollout.num_cpus == 0.4
-    assert configs[0].data.kind is DataKind.DIGIT_SUM
+    assert configs[0].data.writer_options == {"task": "digit_sum"}
 
 
 def test_any_folder_comes_in_as_data_of_any_experiment() -> None:
@@ -318,8 +315,6 @@ NEEDS: dict[str, list[str]] = {
         "subset: '', "
         "label: '', weight: 1.0}}"
     ],
-    "data=digit_list": ["sampler.max_images_per_prompt=12"],
-    "data=digit_clips": ["sampler.max_videos_per_prompt=1"],
     "learner=single": ["resources.learner.num_workers=1"],
     "algorithm=distill": ["algorithm.distillation.teacher=some/model"],
     "algorithm=grpo_guard": ["experiment=glyphs_grpo"],

@@ -8,12 +8,9 @@ import pytest
 
 from mobula.cluster.errors import RewardError
 from mobula.cluster.records.trajectory import Response
+from mobula.examples.digits.digit_list import digit_list
 from mobula.rewards.contract import RewardRequest, Score, evaluate
-from mobula.rewards.functions import build_function
-from mobula.rewards.isolation.process import IsolatedProcess
-from mobula.rewards.tools import Tools
 
-TOOLS = Tools(IsolatedProcess(timeout_s=1, start_timeout_s=1), "cpu", "float32")
 A, B, C = "Picture A is the digit 7.", "Picture B is the digit 3.", "Picture C is the digit 0."
 SUM = "The sum is 10."
 RIGHT = "\n".join([A, B, C, SUM])
@@ -23,7 +20,7 @@ WRONG_A, WRONG_B, WRONG_C = A.replace("7", "8"), B.replace("3", "4"), C.replace(
 def score(*sentences: str, separator: str = "\n", references: tuple[str, ...] = ("10", RIGHT)) -> Score:
     text = separator.join(sentences)
     request = RewardRequest(Response(text, num_tokens=1, is_truncated=False), references, {}, "")
-    return evaluate(build_function("digit_list", {}, TOOLS), request)
+    return evaluate(digit_list, request)
 
 
 @pytest.mark.parametrize("separator", ["\n", " ", "\n\n", " \n "])

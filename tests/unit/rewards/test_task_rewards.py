@@ -10,14 +10,14 @@ import pytest
 
 from mobula.cluster.errors import RewardError
 from mobula.cluster.records.trajectory import Response
+from mobula.examples.geospot.distances import Position, centre, haversine_km
+from mobula.examples.geospot.gazetteer import Gazetteer, installed_gazetteer, installed_places
+from mobula.examples.geospot.geospot_reward import Geospot
+from mobula.examples.geospot.place_answers import PlaceAnswer, read_place
+from mobula.examples.geospot.stages import STAGES
 from mobula.rewards.contract import RewardRequest, Score, evaluate
 from mobula.rewards.functions import build_function
 from mobula.rewards.functions.answers.true_false import read_truth
-from mobula.rewards.functions.geography.distances import Position, centre, haversine_km
-from mobula.rewards.functions.geography.gazetteer import Gazetteer, installed_gazetteer, installed_places
-from mobula.rewards.functions.geography.geospot import Geospot
-from mobula.rewards.functions.geography.place_answers import PlaceAnswer, read_place
-from mobula.rewards.functions.geography.stages import STAGES
 from mobula.rewards.isolation.process import IsolatedProcess
 from mobula.rewards.tools import Tools
 
@@ -105,7 +105,7 @@ MUNICH = "City: Munich\nRegion: Bavaria\nCountry: Germany\nLatitude: 48.137\nLon
 
 
 def geospot(text: str, stage: str, compat: str, *, format_weight: float = 0.0) -> float:
-    function = Geospot(TOOLS, stage=stage, format_weight=format_weight, compat=compat, geocoder=FixedPlaces())
+    function = Geospot(FixedPlaces(), stage=stage, format_weight=format_weight, compat=compat)
     return function(request(text, **PARIS)).value
 
 
@@ -136,7 +136,7 @@ def test_kernels_become_tighter_from_stage_to_stage() -> None:
 
 
 def test_the_stage_comes_from_the_row() -> None:
-    function = Geospot(TOOLS, stage="row", format_weight=0.0, compat="none", geocoder=FixedPlaces())
+    function = Geospot(FixedPlaces(), stage="row", format_weight=0.0, compat="none")
     assert function(request("Country: France", **PARIS, stage="country")).value == 1.0
     assert function(request("Country: France", **PARIS)).value == pytest.approx(0.125)  # full
     for wrong in ({"stage": "last"}, {"latitude": "x"}, {"latitude": 91}, {"latitude": None}):

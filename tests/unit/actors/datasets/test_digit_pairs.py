@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from mobula.actors.datasets.conversations import read_conversations
-from mobula.actors.datasets.digits import write_digits
 from mobula.configs.errors import ConfigError
 from mobula.configs.load import load_config
-from mobula.deploy.datasets.written_data import write_data
+from mobula.deploy.wiring.preparation import ensure_data
+from mobula.examples.digits.digits import write_digits
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_each_question_has_a_right_and_a_wrong_answer(
 def test_offline_jobs_have_a_preset_for_two_cores(tmp_path: Path, job: str, data: str) -> None:
     config = load_config([f"experiment={job}_digits", f"data={data}", f"data.path={tmp_path / 'data'}"])
     assert (config.offline.job, config.resources.device) == (job, "cpu")
-    write_data(config.data.kind, config.data.path)
+    ensure_data(config)
     assert read_conversations(config.data.path, config.evaluation.split, config.offline.rows).rows
 
 

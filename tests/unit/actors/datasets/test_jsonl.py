@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from data_rows import read_split
 
-from mobula.actors.datasets.digits import write_digits
 from mobula.actors.datasets.rows import Row, Split, count_by_reason
 from mobula.cluster.errors import DatasetError
+from mobula.examples.digits.digits import write_digits
 
 GOOD: dict[str, Any] = {
     "id": "good",

@@ -160,7 +160,7 @@ def test_a_source_without_rows_or_without_a_share_is_refused(folder: Path) -> No
     [
         (["data=mixture"], "data.kind=mixture has no data.sources"),
         (["data=jsonl", "data.path=x", "data.sources={a: SOURCE}"], "set data.kind=mixture, or data.sources={}"),
-        (["data=mixture", "data.sources={a: WRITTEN}"], "data.sources.a.kind=digits is no reader"),
+        (["data=mixture", "data.sources={a: WRITTEN}"], "data.sources.a.kind=environment is no reader"),
         (
             ["data=mixture", "data.sources={a: SOURCE}", "data.sources.a.subset=hard"],
             "data.sources.a.subset=hard is for data.sources.a.kind=huggingface, and this is jsonl: leave it empty",
@@ -173,7 +173,7 @@ def test_a_source_without_rows_or_without_a_share_is_refused(folder: Path) -> No
 def test_a_mixture_needs_sources_that_are_read(words: list[str], message: str) -> None:
     texts = "path: a, row_format: question, media_path: '', subset: '', label: ''"
     fields = f"{texts}, columns: {{}}, splits: {{}}, weight: 1.0"
-    made = {"SOURCE": f"{{kind: jsonl, {fields}}}", "WRITTEN": f"{{kind: digits, {fields}}}"}
+    made = {"SOURCE": f"{{kind: jsonl, {fields}}}", "WRITTEN": f"{{kind: environment, {fields}}}"}
     for name, text in made.items():
         words = [word.replace(name, text) for word in words]
     with pytest.raises(ConfigError, match=message):

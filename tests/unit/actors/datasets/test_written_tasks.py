@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from mobula.examples.geospot.gazetteer import GazetteerCity
 from mobula.examples.geospot.geospot import MARK, draw_map, draw_world, write_places
 from mobula.examples.shapes.captioning import describe, keywords_of, write_captioning
 from mobula.examples.shapes.nlvr2 import write_nlvr2
 from mobula.examples.shapes.shapes import BACKGROUND, COLORS, Shape
-from mobula.rewards.functions.geography.gazetteer import GazetteerCity
 
 STAGES = {"country": 0, "city": 100, "full": 1000}
 

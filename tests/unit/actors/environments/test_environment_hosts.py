@@ -30,14 +30,15 @@ from mobula.actors.environments.hosts.ray_actor import RayEnvironment
 from mobula.actors.environments.rows import environment_split
 from mobula.cluster.errors import PreflightError
 
+name = "examples/calculator/calculator.py:Calculator"
 options = {"images": False, "max_operand": 9, "max_turns": 2, "tool_bonus": 0.0}
 asked = episode_config(Path("model"), "environment.host=ray").environment
-asked = asked.model_copy(update={"num_train": 1, "name": "calculator", "options": options})
+asked = asked.model_copy(update={"num_train": 1, "name": name, "options": options})
 [row] = environment_split(asked, "train", takes_images=True).rows
 assert row.question and not ray.is_initialized()
 print("made")
 try:
-    RayEnvironment("calculator", options, num_cpus=0, start_timeout_s=5, reset_timeout_s=5, step_s=5)
+    RayEnvironment(name, options, num_cpus=0, start_timeout_s=5, reset_timeout_s=5, step_s=5)
 except PreflightError as error:
     assert "environment.host=process" in str(error)
     print("refused")

@@ -12,12 +12,13 @@ from PIL import Image
 
 from mobula.actors.environments.base import Action, ToolCall, observation_hash
 from mobula.actors.environments.registry import build_environment
-from mobula.actors.environments.tasks.calculator import evaluate
 from mobula.actors.environments.tasks.miniwob.browser import NAMES
 from mobula.actors.environments.tool_calls import parse_tool_calls
 from mobula.configs.groups import groups
 from mobula.configs.load import load_config
+from mobula.examples.calculator.calculator import evaluate
 
+CALCULATOR_CLASS = "examples/calculator/calculator.py:Calculator"
 PIXEL_MAZE = "examples/pixel_maze/pixel_maze.py:PixelMaze"
 LAKE = {
     "layout": "frozen_lake", "size": 3, "hole_share": 0.2, "square_pixels": 4, "max_turns": 9, "invalid_reward": -0.5,
@@ -59,7 +60,7 @@ def test_seeds_give_different_tasks() -> None:
 
 
 def test_the_calculator_answers_a_call_and_pays_for_the_right_answer_alone() -> None:
-    environment = build_environment("calculator", CALCULATOR)
+    environment = build_environment(CALCULATOR_CLASS, CALCULATOR)
     start = environment.reset(seed=5, options={})
     calls = parse_tool_calls(start.info["solution"], environment.spec.tools)
     step = environment.step(Action(start.info["solution"], calls))
@@ -74,7 +75,7 @@ def test_the_calculator_answers_a_call_and_pays_for_the_right_answer_alone() -> 
 
 
 def test_a_malformed_call_is_an_observation() -> None:
-    environment = build_environment("calculator", CALCULATOR)
+    environment = build_environment(CALCULATOR_CLASS, CALCULATOR)
     environment.reset(seed=5, options={})
     step = environment.step(Action("<tool_call>", (ToolCall("", {}, "unclosed_block"),)))
     assert step.observation[0].text == "error: unclosed_block"
@@ -122,8 +123,8 @@ def test_minigrid_is_seen_from_above() -> None:
     [
         ("nowhere", {}, "is unknown"),
         ("tests_missing:Thing", {}, "there is no module 'tests_missing'"),
-        ("calculator", {"image": True}, "environment.options of calculator"),
-        ("calculator", {**CALCULATOR, "max_operand": -1}, "max_operand=-1 is unfit"),
+        (CALCULATOR_CLASS, {"image": True}, "environment.options of examples/calculator"),
+        (CALCULATOR_CLASS, {**CALCULATOR, "max_operand": -1}, "max_operand=-1 is unfit"),
         (PIXEL_MAZE, {**LAKE, "layout": "sea"}, "layout='sea' is unknown"),
         (
             "gymnasium",

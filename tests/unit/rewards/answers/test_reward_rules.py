@@ -575,9 +575,8 @@ def seconds(call: Callable[[], object]) -> float:
 
 @pytest.mark.parametrize("name", EXTRAS)
 def test_a_missing_package_is_named_with_its_extra(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    package = {"language": "lingua", "ocr": "rapidocr", "geospot": "pycountry"}[name]
-    options = {"stage": "full", "format_weight": 0.0, "compat": "none"} if name == "geospot" else {}
+    package = {"language": "lingua", "ocr": "rapidocr"}[name]
     monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.delitem(sys.modules, f"mobula.rewards.functions.{name}", raising=False)
     with pytest.raises(ValueError, match=rf"needs '{package}', which is not installed: pip install 'mobula\[{name}\]'"):
-        build_function(name, options, Tools(TOOLS.isolated, "cpu", "float32"))
+        build_function(name, {}, Tools(TOOLS.isolated, "cpu", "float32"))

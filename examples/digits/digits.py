@@ -19,9 +19,9 @@ from PIL import Image
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
-from mobula.actors.datasets.written.digit_clips import write_clip
-from mobula.actors.datasets.written.digit_pairs import PairRow, pair_row
-from mobula.actors.datasets.written.folder import install_dataset
+from mobula.actors.datasets.written import install_dataset
+from mobula.examples.digits.digit_clips import write_clip
+from mobula.examples.digits.digit_pairs import PairRow, pair_row
 
 DigitsTask = Literal["digits", "digit_sum", "digit_list", "digit_clips", "digit_pairs", "digit_sum_pairs"]
 

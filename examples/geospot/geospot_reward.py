@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any, Literal
 
 from mobula.cluster.errors import RewardError
-from mobula.rewards.contract import RewardRequest, Score
-from mobula.rewards.functions.geography.distances import Position, fixed_mean, haversine_km, kernels, mean_of_given
-from mobula.rewards.functions.geography.gazetteer import Gazetteer, installed_gazetteer
-from mobula.rewards.functions.geography.place_answers import (
+from mobula.examples.geospot.distances import Position, fixed_mean, haversine_km, kernels, mean_of_given
+from mobula.examples.geospot.gazetteer import Gazetteer, installed_gazetteer
+from mobula.examples.geospot.place_answers import (
     MAX_LATITUDE,
     MAX_LONGITUDE,
     NAMES,
     PlaceAnswer,
     read_place,
 )
-from mobula.rewards.functions.geography.stages import FULL, STAGES, TAUS_KM
+from mobula.examples.geospot.stages import FULL, STAGES, TAUS_KM
+from mobula.rewards.contract import RewardRequest, Score
 from mobula.rewards.functions.parsing.references import check_number, given_metadata
-from mobula.rewards.tools import Tools
 
 FROM_ROW = "row"
 TOLERANCE_KM = 25.0
@@ -29,7 +29,7 @@ class Geospot:
 
     d_f is the great-circle distance between the true and the answered position; an offline gazetteer locates names. A
     field that is missing, out of range, unknown or ambiguous counts 0, so omitting fields never pays. `stage` selects
-    weights and kernel width (`rewards.functions.geography.stages`); `row` takes the stage of the row's metadata,
+    weights and kernel width (`stages.py`); `row` takes the stage of the row's metadata,
     `full` by default. `format_weight` is the share of the value for an answer of two or more fields.
 
     The metadata has `city`, `region`, `country`, `latitude` and `longitude`; a name may be missing.
@@ -43,12 +43,11 @@ class Geospot:
 
     def __init__(
         self,
-        tools: Tools,
+        geocoder: Gazetteer,
         *,
         stage: str,
         format_weight: float,
         compat: Literal["none", "vlm_gym"],
-        geocoder: Gazetteer | None = None,
     ) -> None:
         if stage not in (*STAGES, FROM_ROW):
             raise ValueError(f"stage={stage!r} is unknown: use {', '.join(STAGES)}, or {FROM_ROW}")
@@ -58,7 +57,7 @@ class Geospot:
         self._stage = stage
         self._format_weight = format_weight
         self._is_compatible = compat == "vlm_gym"
-        self._geocoder = tools.shared("gazetteer", installed_gazetteer) if geocoder is None else geocoder
+        self._geocoder = geocoder
 
     def __call__(self, request: RewardRequest) -> Score:
         name = request.metadata.get("stage", FULL) if self._stage == FROM_ROW else self._stage
@@ -92,6 +91,21 @@ class Geospot:
             "coords": place.position,
         }
         return {field: position for field, position in positions.items() if position is not None}
+
+
+def geospot(request: RewardRequest, *, stage: str, format_weight: float, compat: Literal["none", "vlm_gym"]) -> Score:
+    """The score of `Geospot` with the gazetteer of the installed packages."""
+    return _installed(stage, format_weight, compat)(request)
+
+
+@cache
+def _installed(stage: str, format_weight: float, compat: Literal["none", "vlm_gym"]) -> Geospot:
+    """Raises: ValueError: an option is unfit. RewardError: a package is missing."""
+    try:
+        gazetteer = installed_gazetteer()
+    except ModuleNotFoundError as error:
+        raise RewardError(f"geospot needs {error.name!r}: pip install 'mobula[geospot]'") from error
+    return Geospot(gazetteer, stage=stage, format_weight=format_weight, compat=compat)
 
 
 def _truth(metadata: Mapping[str, Any]) -> PlaceAnswer:

@@ -16,7 +16,7 @@ from mobula.rewards.functions import build_function
 from mobula.rewards.isolation.process import IsolatedProcess
 from mobula.rewards.tools import Tools
 
-TOOLS = Tools(IsolatedProcess(timeout_s=1, start_timeout_s=1), "cpu", "float32")
+TOOLS = Tools(IsolatedProcess(timeout_s=30, start_timeout_s=60), "cpu", "float32")
 
 
 @pytest.mark.parametrize("task", ["nlvr2", "captioning", "geospot", "digits", "digit_sum", "digit_list"])

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache
 from typing import Any, Literal
 
 from mobula.cluster.errors import RewardError
 from mobula.examples.geospot.distances import Position, fixed_mean, haversine_km, kernels, mean_of_given
-from mobula.examples.geospot.gazetteer import Gazetteer, installed_gazetteer
+from mobula.examples.geospot.gazetteer import Gazetteer
 from mobula.examples.geospot.place_answers import (
     MAX_LATITUDE,
     MAX_LONGITUDE,
@@ -91,21 +90,6 @@ class Geospot:
             "coords": place.position,
         }
         return {field: position for field, position in positions.items() if position is not None}
-
-
-def geospot(request: RewardRequest, *, stage: str, format_weight: float, compat: Literal["none", "vlm_gym"]) -> Score:
-    """The score of `Geospot` with the gazetteer of the installed packages."""
-    return _installed(stage, format_weight, compat)(request)
-
-
-@cache
-def _installed(stage: str, format_weight: float, compat: Literal["none", "vlm_gym"]) -> Geospot:
-    """Raises: ValueError: an option is unfit. RewardError: a package is missing."""
-    try:
-        gazetteer = installed_gazetteer()
-    except ModuleNotFoundError as error:
-        raise RewardError(f"geospot needs {error.name!r}: pip install 'mobula[geospot]'") from error
-    return Geospot(gazetteer, stage=stage, format_weight=format_weight, compat=compat)
 
 
 def _truth(metadata: Mapping[str, Any]) -> PlaceAnswer:

@@ -19,7 +19,7 @@ from mobula.rewards.tools import Tools
 TOOLS = Tools(IsolatedProcess(timeout_s=30, start_timeout_s=60), "cpu", "float32")
 
 
-@pytest.mark.parametrize("task", ["nlvr2", "captioning", "geospot", "digits", "digit_sum", "digit_list"])
+@pytest.mark.parametrize("task", ["nlvr2", "captioning", "geospot", "digit_list"])
 def test_the_solution_of_every_row_is_worth_all_that_there_is(task: str, tmp_path: Path) -> None:
     """Data, reward and preset of a task fit each other: the last rows, by the components of its experiment."""
     if task == "geospot":

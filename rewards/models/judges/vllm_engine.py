@@ -117,11 +117,11 @@ def sampling_params(values: Mapping[str, Any]) -> SamplingParams:
     Raises:
         ValueError: vLLM refuses a value.
     """
-    params = dict(values)
+    given = dict(values)
     try:
-        if isinstance(params.get("structured_outputs"), Mapping):
-            params["structured_outputs"] = StructuredOutputsParams(**params["structured_outputs"])
-        return SamplingParams(**params)
+        if isinstance(given.get("structured_outputs"), Mapping):
+            given["structured_outputs"] = StructuredOutputsParams(**given["structured_outputs"])
+        return SamplingParams(**given)
     except (TypeError, ValueError, VLLMClientError) as error:
         raise ValueError(
             f"options.extra does not fit vLLM's SamplingParams ({reason_of(error)}): use its fields, and "

@@ -1,4 +1,4 @@
-"""The reference scorers as the loop sees them, and the null object for runs without a KL term."""
+"""ReferencePool: distributes groups over the reference scorers; NullReference is for runs without a KL term."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class ReferencePool:
         self.losses: Counter[str] = Counter({DIED: 0, HUNG: 0})
 
     async def score(self, groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
-        """The same groups, in order, with `reference_logprobs` set to references.
+        """Returns the groups, in order, with `reference_logprobs` set to object references.
 
         Raises:
             WorkerDiedError, DeadlineError, LostReplyError: one share was not answered `max_attempts` times.
@@ -83,14 +83,14 @@ class ReferencePool:
                     await self._load(slot.name, slot.handle)
                     return await self._score(slot, groups)
                 except (WorkerDiedError, DeadlineError) as error:
-                    found = await self._work.failed(slot, error)
+                    loss = await self._work.failed(slot, error)
             if attempt == self._max_attempts:
-                raise found
-            self._on_retry(type(found).__name__)
+                raise loss
+            self._on_retry(type(loss).__name__)
         raise AssertionError("max_attempts is 1 or more")
 
     async def _join(self, name: str, handle: Any) -> None:
-        """Load the frozen policy, if there is one yet: the first scorers load it with their first work."""
+        """Loads the frozen policy in a replaced scorer; the first scorers load it with their first groups."""
         if self._has_begun:
             await self._load(name, handle)
 
@@ -102,9 +102,9 @@ class ReferencePool:
         self._loaded[name] = handle
 
     async def _score(self, slot: WorkerSlot, groups: list[ScoredGroup]) -> list[ScoredGroup]:
-        """All results of one call appear together, so waiting for the last leaves the others where they are."""
+        """Scores groups in one call. Its results are stored together, so waiting for the last fetches no other."""
         scorer = slot.handle
-        if len(groups) == 1:  # Ray takes a list apart only when several results are asked for
+        if len(groups) == 1:  # Ray splits a returned list only with num_returns above 1
             logprobs = [scorer.score_one.remote(groups[0])]
         else:
             logprobs = scorer.score.options(num_returns=len(groups)).remote(groups)
@@ -119,7 +119,7 @@ class ReferencePool:
 
 
 class NullReference:
-    """No reference: groups pass as they are."""
+    """Returns groups unchanged."""
 
     async def score(self, groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
         return list(groups)

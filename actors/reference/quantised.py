@@ -1,4 +1,4 @@
-"""Weights of a frozen policy in 8 or 4 bits, by torchao's weight-only quantisation."""
+"""Quantises the weights of a frozen policy to 8 or 4 bits with torchao."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from transformers import PreTrainedModel
 
 Quantisation = Literal["none", "int8", "int4"]
 
-GROUP = {"int8": 1, "int4": 128}  # values along a row that share a scale; 1: the whole row does
+GROUP = {"int8": 1, "int4": 128}  # values of a row per scale; 1: the whole row
 
 
 def quantise(model: PreTrainedModel, kind: Quantisation) -> None:
-    """Quantise the weights of all linear layers but the output layer, in place; embeddings, norms and convolutions stay
-    as they are. `int4` leaves a layer whose rows are no multiple of 128 as it is, and needs bfloat16 on an NVIDIA GPU.
+    """Quantises all linear layers except the output layer, in place; embeddings, norms and convolutions are unchanged.
+    `int4` skips layers whose row length is no multiple of 128, and needs bfloat16 on an NVIDIA GPU.
 
     Raises:
         ValueError: torchao is not installed.
@@ -36,17 +36,17 @@ def quantise(model: PreTrainedModel, kind: Quantisation) -> None:
     if kind == "int8":
         quantize_(model, Int8WeightOnlyConfig(), filter_fn=is_chosen)
     else:
-        packing = "tile_packed_to_4d"  # of the kernels that torch itself has
+        packing = "tile_packed_to_4d"  # the layout of torch's own kernels
         quantize_(model, Int4WeightOnlyConfig(group_size=group, int4_packing_format=packing), filter_fn=is_chosen)
 
 
 def num_weight_bytes(model: nn.Module) -> int:
-    """Bytes of all parameters as they lie in memory, each once."""
+    """Returns the bytes of all parameters in memory, each counted once."""
     return sum(_num_bytes(parameter.data) for parameter in model.parameters())
 
 
 def _num_bytes(tensor: Tensor) -> int:
-    """Of a tensor, or of the tensors that a quantised one is made of."""
+    """Returns the bytes of a tensor, or of the parts of a quantised tensor."""
     if not hasattr(tensor, "__tensor_flatten__"):
         return tensor.nbytes
     names, _ = tensor.__tensor_flatten__()

@@ -1,4 +1,4 @@
-"""The reference: log-probs of the frozen policy on what the trained one sampled."""
+"""ReferenceScorer: computes log-probs of a frozen policy for sampled trajectories."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from mobula.learner.policies.token import TokenPolicy
 from mobula.learner.policies.trained import collate_rows, row_of
 
 NO_TEACHERS: Mapping[str, Path] = {}
-OTHERS = ""  # of labels without a policy of their own; no label is empty
+OTHERS = ""  # key of labels without a teacher; no label is empty
 
 
 class ReferenceScorer:
-    """Scores trajectories with a frozen checkpoint, under the distribution that they were sampled from.
+    """Scores trajectories with a frozen checkpoint, under the sampling distribution.
 
-    Prompts of some labels may have checkpoints of their own (`algorithm.distillation.teachers`).
+    Labels may have separate checkpoints (`algorithm.distillation.teachers`).
     """
 
     def __init__(
         self, config: RunConfig, banned_ids: tuple[int, ...], teachers: Mapping[str, Path] = NO_TEACHERS
     ) -> None:
-        """`teachers`: label -> the folder of its checkpoint; prompts of other labels use the loaded checkpoint."""
+        """`teachers`: label -> checkpoint folder; prompts of other labels use the loaded checkpoint."""
         torch.set_num_threads(config.resources.reference.num_threads)
         self._config = config
         self._teachers = teachers
@@ -51,7 +51,7 @@ class ReferenceScorer:
         )
 
     def load(self, folder: Path) -> None:
-        """Take the frozen policy from a checkpoint folder; before the first `score`."""
+        """Loads the frozen policy from a checkpoint folder; call it before `score`."""
         self._policy = self._loaded(folder)
         self._own_policies = {label: self._loaded(own) for label, own in self._teachers.items()}
 
@@ -63,15 +63,15 @@ class ReferenceScorer:
         return TokenPolicy(model, config.learner).eval()
 
     def score(self, groups: Sequence[ScoredGroup]) -> list[list[np.ndarray]]:
-        """For each group one float32 [T] array a trajectory, in order.
+        """Returns for each group one float32 [T] array per trajectory, in order.
 
         Raises:
             ScoringError: images did not arrive within `timeouts.object_s`.
-            LostObjectError: groups did not, or went with their node.
+            LostObjectError: groups did not arrive in time, or were lost with their node.
         """
         try:
             return self._score([group.group for group in groups])
-        except DeadlineError as error:  # the scorer itself is well: a late answer of its own would mean that it hangs
+        except DeadlineError as error:  # not a DeadlineError: the pool would replace a healthy scorer
             raise ScoringError(f"{error}: raise timeouts.object_s, or see whether their node is alive") from error
 
     def score_one(self, group: ScoredGroup) -> list[np.ndarray]:
@@ -79,28 +79,28 @@ class ReferenceScorer:
         return self.score([group])[0]
 
     def ping(self) -> bool:
-        """Answers once the scorer is built and free."""
+        """Returns once the scorer is built and free."""
         return True
 
     def close(self) -> None:
-        """Nothing to hand back: the process ends with its memory."""
+        """Does nothing: the end of the process frees the memory."""
 
     def _score(self, references: Sequence[Any]) -> list[list[np.ndarray]]:
         fetched: list[TrajectoryGroup] = fetch_or_miss(
             references, timeout_s=self._config.timeouts.object_s, what="trajectory groups"
         )
-        by_label: dict[str, list[int]] = {}  # the places of the groups that one policy scores
-        for place, group in enumerate(fetched):
+        by_label: dict[str, list[int]] = {}  # indices of the groups of one policy
+        for index, group in enumerate(fetched):
             label = self._config.rewards.label_of(group.prompt.metadata)
-            by_label.setdefault(label if label in self._own_policies else OTHERS, []).append(place)
+            by_label.setdefault(label if label in self._own_policies else OTHERS, []).append(index)
         scored: dict[int, list[np.ndarray]] = {}
-        for label, places in by_label.items():
-            some = [fetched[place] for place in places]
-            rows = [row_of(group.prompt, trajectory.actions) for group in some for trajectory in group.trajectories]
+        for label, indices in by_label.items():
+            own = [fetched[index] for index in indices]
+            rows = [row_of(group.prompt, trajectory.actions) for group in own for trajectory in group.trajectories]
             scores = iter(self._logprobs(self._own_policies.get(label, self._policy), rows))
-            for place, group in zip(places, some, strict=True):
-                scored[place] = [next(scores) for _ in group.trajectories]
-        return [scored[place] for place in range(len(fetched))]
+            for index, group in zip(indices, own, strict=True):
+                scored[index] = [next(scores) for _ in group.trajectories]
+        return [scored[index] for index in range(len(fetched))]
 
     @torch.no_grad()
     def _logprobs(self, policy: nn.Module, sequences: Sequence[PolicyRow]) -> list[np.ndarray]:

@@ -1,1 +1,1 @@
-"""The rollout actor, its client in the driver, and the messages between them."""
+"""The rollout actor, the client in the driver, and the messages between the two."""

@@ -1,4 +1,4 @@
-"""RolloutActor: one prompt to one TrajectoryGroup, sampled at known weight versions."""
+"""RolloutActor: samples one TrajectoryGroup per prompt, at known weight versions."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from mobula.cluster.weight_sync.transport import Rendezvous
 
 
 class MediaBatcher:
-    """Reads media beside an event loop.
+    """Reads media on a thread for an event loop, in batches.
 
-    A way to a thread and back, and a question to the object store, cost more than what they bring for one prompt. So
-    while one read is under way, the prompts that come wait for the next, which is for all of them. What is not on this
-    node yet is waited for by its own prompt alone.
+    The switch to a thread and the request to the object store cost more than reading the media of one prompt, so
+    prompts that arrive during a read share the next read. For media that are not on this node yet only their prompt
+    waits.
     """
 
     def __init__(self, reader: MediaReader) -> None:
@@ -40,42 +40,41 @@ class MediaBatcher:
         self._reading: asyncio.Task[None] | None = None
 
     async def read(self, handles: Sequence[MediaHandle]) -> list[ProcessedMedia]:
-        """The media of `handles`, in order; raises as `MediaReader.read` does."""
+        """Returns the media of `handles`, in order; raises the errors of `MediaReader.read`."""
         if not handles:
             return []
-        at_hand = asyncio.get_running_loop().create_future()
-        self._waiting.append((handles, at_hand))
+        local = asyncio.get_running_loop().create_future()
+        self._waiting.append((handles, local))
         if self._reading is None:
             self._reading = asyncio.create_task(self._read_waiting(), name="read media")
-        media = await at_hand
+        media = await local
         return media if media is not None else await asyncio.to_thread(self._reader.read, handles)
 
     async def _read_waiting(self) -> None:
-        """Serve until no call waits. A call that is not served reads for itself and gets its own error."""
+        """Reads until no call waits. A call that gets None reads alone, and raises its own error."""
         try:
             while self._waiting:
                 waiting, self._waiting = self._waiting, []
-                found = await self._found([handles for handles, _ in waiting])
-                for (_, at_hand), media in zip(waiting, found, strict=True):
-                    if not at_hand.done():
-                        at_hand.set_result(media)
+                batch: list[list[ProcessedMedia] | None]
+                try:
+                    handles = [handles for handles, _ in waiting]
+                    batch = await asyncio.to_thread(self._reader.read_at_hand, handles)
+                except Exception:  # of an unknown call: the read of that call alone raises it again
+                    batch = [None] * len(waiting)
+                for (_, local), media in zip(waiting, batch, strict=True):
+                    if not local.done():
+                        local.set_result(media)
         finally:
             self._reading = None
 
-    async def _found(self, wanted: list[Sequence[MediaHandle]]) -> list[list[ProcessedMedia] | None]:
-        try:
-            return await asyncio.to_thread(self._reader.read_at_hand, wanted)
-        except Exception:  # of which of them is not known here: it comes again where one reads for itself
-            return [None] * len(wanted)
 
-
-MEDIA_IN_MEMORY = 512  # processed images that one actor keeps at hand; each is also in the object store
+MEDIA_IN_MEMORY = 512  # cached processed images of one actor; each is also in the object store
 
 
 class RolloutActor(PromptServer):
-    """Samples groups with an engine of its own, and takes new weights between or within them.
+    """Samples groups with one engine, and receives weights between or during them.
 
-    Runs as an asyncio actor: many prompts are in flight at a time and the engine batches them.
+    Runs as an asyncio actor: many prompts are in flight and the engine batches them.
     """
 
     def __init__(self, sampler: str, settings: EngineSettings, *, object_timeout_s: float) -> None:
@@ -91,35 +90,35 @@ class RolloutActor(PromptServer):
         await self._sampler.start()
 
     async def ping(self) -> int:
-        """The weight version it serves; answers while it generates."""
+        """Returns the served weight version, also during generation."""
         return await self._sampler.weight_version()
 
     async def probe(self) -> None:
-        """Sample one token: a worker that can do that is healthy."""
+        """Samples one token, to show that the engine works."""
         await self._sampler.probe()
 
     async def sleep(self) -> None:
-        """Give the device's memory back."""
+        """Frees the memory of the device."""
         await self._sampler.sleep()
 
     async def wake_up(self, tag: str) -> None:
-        """Take the memory of `weights` or of the `kv_cache` again."""
+        """Allocates the memory of `weights` or of the `kv_cache` again."""
         await self._sampler.wake_up(tag)
 
     def engine_load(self) -> EngineLoad:
-        """How loaded its engine is, for its sign of life."""
+        """Returns the load of the engine, for the heartbeat."""
         return self._sampler.load("engine")
 
     async def load(self, name: str) -> EngineLoad:
-        """How loaded its engine is; `name` is this actor's."""
+        """Returns the load of the engine, under this actor's `name`."""
         return self._sampler.load(name)
 
     async def generate(
         self, prompt: Prompt, settings: SamplingSettings, attempt: Attempt
     ) -> tuple[TrajectoryGroup, GroupReport]:
-        """Sample all siblings of one prompt, from where an earlier attempt left them.
+        """Samples all siblings of one prompt; continues an earlier attempt.
 
-        Two results, so that the bytes can stay where they were made: the group, and its report for the driver.
+        Returns the group, which stays on this node, and a report for the driver.
         """
         with self._sampler.coming():
             media = await self._media.read(prompt.media)
@@ -128,14 +127,14 @@ class RolloutActor(PromptServer):
         return group, (group.summary(), group.small_responses())
 
     async def sample_apart(self, prompt: Prompt, settings: SamplingSettings) -> TrajectoryGroup:
-        """Sample a prompt that is no part of the run's, without an environment; nothing of it is reported."""
+        """Samples a prompt outside the run, without environment and without reports."""
         media = await self._media.read(prompt.media)
         attempt = Attempt(uuid.uuid4().hex, ())
         sequences = await self._sampler.sample(prompt, media, settings, attempt, lambda *_: None)
         return TrajectoryGroup(prompt, tuple(self._trajectory(prompt, i, s) for i, s in enumerate(sequences)))
 
     async def prompt_logprobs(self, prompt: Prompt) -> np.ndarray:
-        """float32 [P - 1]: log-probs of the prompt's own tokens, for the weight-sync canary."""
+        """Returns float32 [P - 1], the log-probs of the prompt's tokens, for the weight-sync canary."""
         return await self._sampler.prompt_logprobs(prompt, await self._media.read(prompt.media))
 
     async def check_manifest(self, manifest: Manifest) -> None:
@@ -145,11 +144,11 @@ class RolloutActor(PromptServer):
         await self._sampler.join_transfer(rendezvous, rank)
 
     async def receive_weights(self, manifest: Manifest, bucket_bytes: int, version: int) -> int:
-        """Returns the version that the engine then names."""
+        """Receives a push and returns the version that the engine serves afterwards."""
         return await self._sampler.receive_weights(manifest, bucket_bytes, version)
 
     async def load_weights(self, manifest: Manifest, bucket_bytes: int, buckets: Sequence[Any], version: int) -> None:
-        """`buckets` are arrays or references to them, which are fetched one after the other."""
+        """Loads `buckets`, arrays or references to arrays, which are fetched one by one."""
 
         def fetched() -> Iterator[np.ndarray]:
             for n, bucket in enumerate(buckets):
@@ -161,7 +160,7 @@ class RolloutActor(PromptServer):
         await self._sampler.close()
 
     def _report(self, chunks: Sequence[TokenChunk], siblings: Sequence[SampledSequence]) -> None:
-        """Responses that have ended travel as text as well: they can be scored before their group is there."""
+        """Reports chunks. An ended response includes its text, so that it is scored before the group is complete."""
         ended = {chunk.sibling: self._response(siblings[chunk.sibling]) for chunk in chunks if chunk.tokens.is_finished}
         self.report([replace(c, response=ended[c.sibling]) if c.sibling in ended else c for c in chunks])
 

@@ -1,4 +1,4 @@
-"""One rollout actor as the driver sees it: its prompts, its weights, its health."""
+"""RolloutClient: calls of the driver to one rollout actor, for prompts, weights and health."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class RolloutClient:
         probe_s: float,
         stop_s: float,
     ) -> None:
-        """`handle` is the Ray handle of a `RolloutActor`; what it streams goes to `in_flight_requests`.
+        """`handle` is the Ray handle of a `RolloutActor`; streamed chunks are added to `in_flight_requests`.
 
         `rollout_s` bounds the wait for a group, or for its next chunk.
         """
@@ -52,8 +52,8 @@ class RolloutClient:
         self._handle = handle
         self._in_flight_requests = in_flight_requests
         self._prompts = PromptClient(handle, name)
-        self._version = -1  # the newest that it is known to serve
-        self._held: list[RenewableTimeout] = []  # of prompts that wait in the actor for the end of a push
+        self._version = -1  # newest version that the actor is known to serve
+        self._held: list[RenewableTimeout] = []  # timeouts of prompts that wait in the actor for a push
         self._start_s = start_s
         self._rollout_s = rollout_s
         self._sync_s = sync_s
@@ -65,10 +65,10 @@ class RolloutClient:
         await answer(self._handle.start.remote(), timeout_s=self._start_s, what=f"{self.name} to load its engine")
 
     async def generate(self, prompt: Prompt, settings: SamplingSettings) -> Generated:
-        """A reference to the group, which the caller owns and which outlives the actor, and its report.
+        """Returns a reference to the group, owned by the caller so that it outlives the actor, and the report.
 
-        The actor continues from the chunks that the in-flight request of the prompt holds, and adds new ones to it. A
-        prompt that needs the weights of a push has its time from the end of that push.
+        The actor continues from the chunks of the prompt's in-flight request, which collects the new chunks. If the
+        prompt needs the weights of a push, the timeout starts at the end of the push.
         """
         in_flight, timeout = self._in_flight_requests.of(prompt, settings), self._timeout(settings.min_version)
 
@@ -82,7 +82,7 @@ class RolloutClient:
         return Generated.of(prompt, group, report)
 
     def begin_sample(self, prompt: Prompt, settings: SamplingSettings) -> Any:
-        """Samples a prompt that is no part of the run's; returns a reference to the `TrajectoryGroup` to be."""
+        """Samples a prompt outside the run; returns an object reference of the `TrajectoryGroup`."""
         return self._handle.sample_apart.remote(prompt, settings)
 
     async def prompt_logprobs(self, prompt: Prompt) -> np.ndarray:
@@ -98,8 +98,10 @@ class RolloutClient:
         call = self._handle.receive_weights.remote(manifest, bucket_bytes, version)
         try:
             self._version = await self._sync(call, f"receive version {version}")
-        finally:
-            self._end_holds()
+        finally:  # also after a failed push: prompts wait no longer for it
+            for timeout in self._held:
+                timeout.renew()
+            self._held.clear()
         return self._version
 
     async def load_weights(self, manifest: Manifest, bucket_bytes: int, buckets: Sequence[Any], version: int) -> None:
@@ -108,12 +110,12 @@ class RolloutClient:
         self._version = version
 
     async def is_alive(self) -> Vitals:
-        """Resource usage of the process, which answers while it is alive, also while it computes."""
+        """Returns the resource usage of the process, also while it computes."""
         what = f"{self.name} to answer that it is alive"
         return await answer(self._handle.is_alive.remote(), timeout_s=self._sign_s, what=what)
 
     async def probe(self) -> None:
-        """Sample one token with the engine itself."""
+        """Samples one token with the engine."""
         what = f"{self.name} to sample one token"
         await answer(self._handle.probe.remote(), timeout_s=self._probe_s, what=what)
 
@@ -124,12 +126,12 @@ class RolloutClient:
         await self._sync(self._handle.wake_up.remote(tag), f"wake up ({tag})")
 
     async def load(self) -> EngineLoad:
-        """How loaded the engine is, as of its newest step."""
+        """Returns the load of the engine after the latest step."""
         what = f"{self.name} to say how loaded it is"
         return await answer(self._handle.load.remote(self.name), timeout_s=self._sign_s, what=what)
 
     async def close(self) -> None:
-        """End the process, whatever state it is in."""
+        """Ends the process, in any state."""
         self._prompts.close()
         await stop(self._handle, timeout_s=self._stop_s, what=self.name)
 
@@ -143,12 +145,6 @@ class RolloutClient:
         if is_held:
             self._held.append(timeout)
         return timeout
-
-    def _end_holds(self) -> None:
-        """A push has ended, however it did: what waited for it is as far as it will get."""
-        for timeout in self._held:
-            timeout.renew()
-        self._held.clear()
 
     async def _sync(self, reference: Any, what: str) -> Any:
         return await answer(reference, timeout_s=self._sync_s, what=f"{self.name} to {what}")
@@ -167,9 +163,9 @@ class _Asked:
 
 
 class PromptClient:
-    """Requests that are made at one moment go out in one call; one stream brings what comes of all of them.
+    """Sends simultaneous requests in one call, and receives the messages of all requests in one stream.
 
-    The stream is opened before the first request, and again after it broke off.
+    The stream is opened before the first request, and again after a failure.
     """
 
     def __init__(self, handle: Any, name: str) -> None:
@@ -182,14 +178,15 @@ class PromptClient:
 
     @contextmanager
     def asked(self, request: GroupRequest, take: Take) -> Iterator[asyncio.Future[tuple[Any, GroupReport]]]:
-        """A reference to the group and its report, to be awaited in the body; `take` is given each chunk.
+        """Yields a future of the group's reference and report; calls `take` with each chunk.
 
         Leaving the body before the request has ended cancels the request. The future raises:
-            WorkerDiedError: the actor died, and all that it had reported has been taken; or it is ended.
-            DependencyError: the actor itself waited in vain.
-            Exception: whatever else the actor or `take` raised.
+            WorkerDiedError: the actor died, after its reported chunks were taken, or is being closed.
+            DependencyError: a call of the actor timed out.
+            Exception: any other error of the actor or of `take`.
         """
-        self._listen()
+        if self._listening is None or self._listening.done():
+            self._listening = asyncio.create_task(self._hear(self._stream()), name=f"listen to {self._name}")
         waiting = _Asked(take, asyncio.get_running_loop().create_future())
         self._asked[request.request_id] = waiting
         if not self._unsent:
@@ -199,10 +196,10 @@ class PromptClient:
             yield waiting.group
         finally:
             if self._asked.pop(request.request_id, None) is not None:
-                self._handle.break_off.remote([request.request_id])  # it takes no slot of the engine any more
+                self._handle.break_off.remote([request.request_id])  # frees the slot in the engine
 
     def close(self) -> None:
-        """The actor is about to be ended: all that wait for it fail at once."""
+        """Fails all waiting requests, before the actor is ended."""
         if self._listening is not None:
             self._listening.cancel()
         self._fail(list(self._asked), WorkerDiedError(f"{self._name} is ended"))
@@ -215,14 +212,10 @@ class PromptClient:
         ids = [request.request_id for request in requests]
         try:
             call = self._handle.begin.remote(requests)
-        except Exception as error:  # it cannot be sent; every waiter gets the error
+        except Exception as error:  # raised in the waiting calls
             self._fail(ids, error)
         else:
             on_failure(call, partial(self._fail, ids), what=f"{self._name} to take {len(ids)} prompts")
-
-    def _listen(self) -> None:
-        if self._listening is None or self._listening.done():
-            self._listening = asyncio.create_task(self._hear(self._stream()), name=f"listen to {self._name}")
 
     def _stream(self) -> Any:
         return self._handle.messages.options(num_returns="streaming").remote(VALUES_A_STREAM)
@@ -231,10 +224,10 @@ class PromptClient:
         what = f"messages of {self._name}"
         try:
             while True:
-                async for batch, groups in with_attachments(stream, _num_groups, what=what):
+                async for batch, groups in with_attachments(stream, lambda batch: batch.num_groups, what=what):
                     self._take(batch, groups)
                 stream = self._stream()
-        except Exception as error:  # every waiter gets the error
+        except Exception as error:  # raised in the waiting calls
             self._fail(list(self._asked), error)
 
     def _take(self, batch: MessageBatch, groups: Sequence[Any]) -> None:
@@ -258,7 +251,3 @@ class PromptClient:
         for request_id in request_ids:
             if (waiting := self._asked.pop(request_id, None)) is not None:
                 waiting.fail(error)
-
-
-def _num_groups(batch: MessageBatch) -> int:
-    return batch.num_groups

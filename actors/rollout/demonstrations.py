@@ -1,4 +1,4 @@
-"""Demonstrations: whole episodes whose turns the environment itself writes, for a warm start."""
+"""Demonstrations: episodes with turns written by the environment, for a warm start."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from mobula.configs.schema.rollout import SamplerConfig
 
 @dataclass(frozen=True)
 class Demonstration:
-    """The tokens behind the prompt of a demonstrated episode; `mask` is True on the tokens of its turns."""
+    """Tokens of a demonstrated episode after the prompt; `mask` is True on the tokens of turns."""
 
     actions: TokenActions
     mask: np.ndarray  # bool [T]
 
 
 class Demonstrations:
-    """Demonstrated episodes by seed, each made once. Their tokens are made as those of sampled episodes are.
+    """Demonstrated episodes by seed, cached, with the tokenisation of sampled episodes.
 
-    An environment that demonstrates nothing gives one turn: the `solution` of its reset.
+    An environment without demonstrations gives one turn: the `solution` of the reset.
     """
 
     def __init__(self, config: EnvironmentConfig, sampler: SamplerConfig, chat: ChatProcessor, *, model: str) -> None:
-        """Raises: ValueError: the chat template of `model` cannot be used for several turns."""
+        """Raises `ValueError` if the chat template of `model` cannot be used for several turns."""
         self._config = config
         self._max_turn_tokens = sampler.max_tokens
         self._chat = chat
@@ -46,10 +46,10 @@ class Demonstrations:
         self._made: dict[int, Demonstration] = {}
 
     async def of(self, prompt: Prompt) -> Demonstration:
-        """The demonstrated episode of the prompt's seed.
+        """Returns the demonstrated episode of the prompt's seed.
 
         Raises:
-            DatasetError: the environment failed, or its turns are longer than those of the policy may be.
+            DatasetError: the environment failed, or a turn is longer than `sampler.max_tokens`.
         """
         task = prompt.metadata[ENVIRONMENT]
         seed = task["seed"]

@@ -1,4 +1,4 @@
-"""Episode: the tokens, images and turns of one episode as far as it has come, and which observations it admits."""
+"""Episode: tokens, images and turns of an episode in progress; ObservationBudget limits observations."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from mobula.configs.schema.environment import EnvironmentConfig
 
 @dataclass
 class Episode:
-    """Every list is on the axis T, behind the prompt."""
+    """An episode in progress. Lists of tokens have the axis T, which starts after the prompt."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    mask: list[bool] = field(default_factory=list)  # True where the policy wrote the token
+    mask: list[bool] = field(default_factory=list)  # True on tokens of the policy
     weight_spans: list[WeightSpan] = field(default_factory=list)
-    kept: KeptSets | None = None  # the tokens among which each one was sampled; None: nothing was cut
+    kept: KeptSets | None = None  # candidate tokens at each step; None: the whole vocabulary
     media: list[MediaHandle] = field(default_factory=list)
     media_spans: list[MediaSpan] = field(default_factory=list)
     turns: list[EpisodeTurn] = field(default_factory=list)
@@ -50,7 +50,7 @@ class Episode:
         self.mask += [True] * sampled.num_tokens
 
     def add_masked(self, ids: Sequence[int]) -> None:
-        """Tokens that the policy did not write: they have the version of the turn before."""
+        """Appends tokens that the policy did not write, with the version of the previous turn."""
         if not len(ids):
             return
         self._add_kept(None, len(ids))
@@ -67,13 +67,13 @@ class Episode:
         self.kept = before.followed_by(KeptSets.uncut(num_steps) if more is None else more)
 
     def note_step(self, begin: int, action: Action, step: Step) -> None:
-        """Record what the turn that began at `begin` led to."""
+        """Records the outcome of the turn that began at `begin`."""
         observation = "\n".join(f"{m.role}: {m.text.replace(IMAGE_MARK, IMAGE_PLACEHOLDER)}" for m in step.observation)
         rewards = checked_rewards(step.reward)
         self.turns.append(EpisodeTurn(begin, self.num_steps, action.text, observation, rewards, action.status))
 
     def prompt(self, start: Prompt, name: str) -> Prompt:
-        """The prompt of the next turn: the exact tokens and media so far."""
+        """Builds the prompt of the next turn from the exact tokens and media so far."""
         num = start.num_tokens
         spans = (MediaSpan(span.start + num, span.end + num) for span in self.media_spans)
         return replace(
@@ -86,21 +86,21 @@ class Episode:
 
 
 class ObservationBudget:
-    """Appends observations to episodes, if they fit into `environment.max_tokens` with room for a token of the next
-    turn, and into `sampler.max_images_per_prompt`.
+    """Appends observations to episodes within `environment.max_tokens`, which must leave a token for the next turn,
+    and within `sampler.max_images_per_prompt`.
     """
 
     def __init__(self, config: EnvironmentConfig, chat: ChatProcessor, *, model: str, max_images: int) -> None:
-        """Raises: ValueError: the chat template of `model` cannot be used for several turns."""
+        """Raises `ValueError` if the chat template of `model` cannot be used for several turns."""
         self._max_tokens = config.max_tokens
         self._max_images = max_images
         self._eos_token_ids = chat.eos_token_ids
         self._bridge = TurnBridge(chat, model)
 
     def admit(self, episode: Episode, prompt: Prompt, observation: Observation) -> bool:
-        """Whether the observation fits; if it does not, nothing is added.
+        """Appends the observation if it fits, and returns whether it does.
 
-        A turn that did not end in a token of its own (a limit, a stop string) gets the token that ends a turn.
+        A turn without an end token (cut at a limit or a stop string) gets one.
 
         Raises:
             EpisodeError: a text of the observation imitates special tokens, or an image cannot be used.

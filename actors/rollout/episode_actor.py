@@ -21,17 +21,17 @@ from mobula.configs.schema.rollout import SamplerConfig
 
 @dataclass(frozen=True)
 class EpisodeSettings:
-    """Settings of episodes beside those of the engine; the same for every actor of a run."""
+    """Settings of episodes, in addition to the engine's; equal for all actors of a run."""
 
     environment: EnvironmentConfig
     data: DataConfig
     sampler: SamplerConfig
-    keeps_files: bool  # of images, for reward functions that look at them
+    keeps_files: bool  # of images, for reward functions
 
 
 class EpisodeActor(RolloutActor):
-    """Images of observations travel inside their group, each once: what an actor puts into the object store would die
-    with it.
+    """Samples episodes. A group contains the images of its observations, each once, because objects that an actor puts
+    into the object store are lost with the actor.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class EpisodeActor(RolloutActor):
     async def generate(
         self, prompt: Prompt, settings: SamplingSettings, attempt: Attempt
     ) -> tuple[TrajectoryGroup, GroupReport]:
-        """One episode a sibling, each from the turns that an earlier attempt left."""
+        """Plays one episode per sibling; continues the turns of an earlier attempt."""
         failures: Counter[str] = Counter()
         group = await self._episodes.generate(
             prompt, settings, attempt, report=self.report, note_failure=lambda kind: failures.update([kind])

@@ -1,4 +1,4 @@
-"""EpisodeRunner: one prompt to a group of episodes, each of several turns with an environment between them."""
+"""EpisodeRunner: plays a group of episodes for a prompt, with an environment between the turns of the policy."""
 
 from __future__ import annotations
 
@@ -37,34 +37,34 @@ Report = Callable[[Sequence[TokenChunk]], None]
 
 @dataclass(frozen=True)
 class _Request:
-    """One episode that is asked for."""
+    """One episode to play."""
 
     prompt: Prompt
     settings: SamplingSettings
     request_id: str
     sibling: int
-    played: SampledSequence  # the turns that an earlier attempt left
+    played: SampledSequence  # turns of an earlier attempt
     report: Report
     note_failure: Callable[[str], None]
 
 
 class _TurnReport:
-    """The turns of an episode that are known from an earlier attempt, and the report of those that are new."""
+    """Provides turns of an earlier attempt, and reports new turns."""
 
     def __init__(self, request: _Request, played: SampledSequence, *, is_restart: bool) -> None:
-        """`is_restart` says that the episode is begun again, and what was reported of it counts no longer."""
+        """With `is_restart` the episode restarts, and earlier reports of it become invalid."""
         self._request = request
         self._played = played
         self._num_reported = played.num_tokens
         self._is_restart = is_restart
 
     def begin_again(self) -> None:
-        """The known turns count no longer."""
+        """Drops the turns of the earlier attempt."""
         self._is_restart = self._is_restart or bool(self._played.turns)
         self._played, self._num_reported = NOTHING, 0
 
     def known(self, number: int) -> SampledSequence | None:
-        """The turn as it was sampled; None if it is not known."""
+        """Returns a turn of the earlier attempt, or None."""
         if number >= len(self._played.turns):
             return None
         start = sum(turn.num_tokens for turn in self._played.turns[:number])
@@ -80,9 +80,9 @@ class _TurnReport:
         finish_reason: FinishReason | None,
         response: Callable[[], Response],
     ) -> None:
-        """The environment has answered a turn.
+        """Reports a turn that the environment has answered.
 
-        Raises: EpisodeError: it answers a turn in another way than in the attempt before.
+        Raises: EpisodeError: the answer to a replayed turn differs from the earlier attempt.
         """
         if number < len(self._played.turns):
             if observation != self._played.turns[number].observation:
@@ -107,16 +107,16 @@ class _TurnReport:
 
 
 class EpisodeRunner:
-    """Runs the siblings of a prompt side by side, each a request of its own for every turn.
+    """Plays the siblings of a prompt concurrently, with a separate request for each turn.
 
-    Tokens are never made of text again: the prompt of a turn is the ids of the one before, the ids that were sampled,
-    and the ids of the observation (`TurnBridge`). An observation that does not fit (`ObservationBudget`) truncates the
-    episode behind the turn before.
+    Text is never tokenised again: the prompt of a turn is the ids of the previous prompt, the sampled ids and the ids
+    of the observation (`TurnBridge`). An observation that does not fit (`ObservationBudget`) truncates the episode
+    after the previous turn.
 
-    An episode whose environment fails is run again with the same seed, `environment.retries` times, and then has no
-    reward. An episode of a rollout actor that was lost goes on from the turns that were reported: the environment is
-    reset with the same seed and given the same actions, and must answer them as before. Where it does not, or is not
-    deterministic, the episode begins again.
+    If the environment fails, the episode is played again with the same seed, up to `environment.retries` times, and
+    then has no reward. After the loss of a rollout actor an episode continues from the reported turns: the environment
+    is reset with the same seed, gets the same actions and must give the same answers. If it does not, or is not
+    deterministic, the episode restarts.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class EpisodeRunner:
         model: str,
         max_images: int,
     ) -> None:
-        """Raises: ValueError: the chat template of `model` cannot be used for several turns."""
+        """Raises `ValueError` if the chat template of `model` cannot be used for several turns."""
         self._config = config
         self._chat = chat
         self._sampler = sampler
@@ -137,7 +137,7 @@ class EpisodeRunner:
         self._budget = ObservationBudget(config, chat, model=model, max_images=max_images)
         self._pool = EnvironmentPool(config, takes_images=chat.takes_images)
         self._has_failed: deque[bool] = deque(maxlen=NUM_WATCHED)
-        self.failures: Counter[str] = Counter()  # by kind, retried ones included
+        self.failures: Counter[str] = Counter()  # by kind, including retried episodes
 
     async def generate(
         self,
@@ -148,8 +148,8 @@ class EpisodeRunner:
         report: Report = lambda chunks: None,
         note_failure: Callable[[str], None] = lambda kind: None,
     ) -> TrajectoryGroup:
-        """One episode a sibling. `report` is given each turn once its environment has answered it, `note_failure` the
-        kind of each failure, retried ones included.
+        """Plays one episode per sibling. Calls `report` with each answered turn and `note_failure` with the kind of
+        each failure, including retried ones.
 
         Raises:
             EnvironmentFailedError: the environment fails too often.
@@ -181,19 +181,19 @@ class EpisodeRunner:
                 _logger.warning("episode %s failed (%s): %s", name, error.kind, error)
             was_replayed = bool(played.turns)
             played, is_restart = NOTHING, True
-            if not was_replayed or not episode.failure:  # a replay that failed is no try of its own
+            if not was_replayed or not episode.failure:  # a failed replay does not count as a try
                 self._note(episode)
                 number += 1
             if not episode.failure or number > self._config.retries:
                 break
-        if not episode.token_ids:  # it failed before its first token; a trajectory has one
+        if not episode.token_ids:  # failed before the first token, and a trajectory needs one
             episode.add_turn(await self._sampled(episode, request, f"{name}/0", max_tokens=1))
         return episode
 
     async def _run(
         self, episode: Episode, session: EnvironmentSession, request: _Request, turns: _TurnReport, name: str
     ) -> None:
-        """Play the turns that are known, then sample the others.
+        """Replays the turns of an earlier attempt, then samples further turns.
 
         Raises: EpisodeError: the environment failed.
         """
@@ -233,7 +233,7 @@ class EpisodeRunner:
                 return
 
     async def _sampled(self, episode: Episode, request: _Request, name: str, *, max_tokens: int) -> SampledSequence:
-        """The next turn of the policy. Later turns go before new prompts."""
+        """Samples the next turn of the policy. Later turns have priority over new prompts."""
         settings, turn = request.settings, len(episode.turns)
         so_far = episode.prompt(request.prompt, name)
         seed = derived_seed(settings.seed, f"{request.sibling}/{turn}")
@@ -264,7 +264,7 @@ class EpisodeRunner:
         )
 
     def _note(self, episode: Episode) -> None:
-        """Raises: EnvironmentFailedError: too large a share of the last episodes failed."""
+        """Records the result. Raises `EnvironmentFailedError` if too large a share of recent episodes failed."""
         self._has_failed.append(bool(episode.failure))
         share = sum(self._has_failed) / NUM_WATCHED
         if share > self._config.max_failed_fraction:

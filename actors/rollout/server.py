@@ -1,8 +1,7 @@
-"""PromptServer: the side of a rollout actor that receives requests for groups and reports their outcomes.
+"""PromptServer: receives requests for groups in a rollout actor and reports their outcomes.
 
-A call to an actor costs its engine's core about as much as a small model takes for a token of a whole group. So prompts
-that are sent at one moment come in one call that does not wait for them, and all reports of them go out in
-one stream.
+A call to an actor costs the engine's core about as much time as a small model needs for one token of a whole group.
+Therefore simultaneous prompts arrive in one call, which does not wait for them, and all reports leave in one stream.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from mobula.cluster.roles import SamplingSettings
 
 @dataclass(frozen=True)
 class GroupRequest:
-    """One try at a prompt: sample all its siblings, from where an earlier try left them."""
+    """One attempt at a prompt: sample all siblings, continuing an earlier attempt."""
 
     prompt: Prompt
     settings: SamplingSettings
@@ -34,7 +33,7 @@ class GroupRequest:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a request ended: with a group and its report, or with an error."""
+    """The end of a request: the report of a group, or an error."""
 
     request_id: str
     outcome: GroupReport | Exception
@@ -42,10 +41,10 @@ class Ended:
 
 @dataclass(frozen=True)
 class MessageBatch:
-    """The messages of all requests of an actor at one moment: first the chunks, then the requests that have ended.
+    """Messages of all requests of an actor: chunks, then ended requests.
 
-    The groups themselves follow the messages in the same stream, one value each, in the order of `ended`: a receiver of
-    the messages need not fetch them.
+    The groups follow as separate values of the stream, in the order of `ended`, so that a receiver of the messages need
+    not fetch them.
     """
 
     chunks: Sequence[TokenChunk]
@@ -57,10 +56,8 @@ class MessageBatch:
 
 
 class MessageQueue:
-    """One stream for all requests of an actor: what is put while messages are on their way travels together in the
-    next.
-
-    It keeps everything until a listener comes.
+    """One stream of messages for all requests of an actor. Messages that are put while a batch is sent form the next
+    batch, and are kept until a listener exists.
     """
 
     def __init__(self) -> None:
@@ -68,14 +65,14 @@ class MessageQueue:
         self._ended: list[Ended] = []
         self._groups: list[TrajectoryGroup] = []
         self._has_messages = asyncio.Event()
-        self._num_listeners = 0  # that have come so far; the newest one gets everything
+        self._num_listeners = 0  # so far; only the newest receives messages
 
     def put(self, chunks: Sequence[TokenChunk]) -> None:
         self._chunks += chunks
         self._has_messages.set()
 
     def end(self, ended: Ended, group: TrajectoryGroup | None = None) -> None:
-        """A request is over; `group` is what came of it unless it failed."""
+        """Adds the end of a request; `group` is None if it failed."""
         assert (group is None) == isinstance(ended.outcome, Exception), f"{ended.request_id}: a group or an error"
         self._ended.append(ended)
         if group is not None:
@@ -83,10 +80,10 @@ class MessageQueue:
         self._has_messages.set()
 
     async def messages(self) -> AsyncIterator[tuple[MessageBatch, list[TrajectoryGroup]]]:
-        """Batches of messages in order, with the groups that belong to them; ends when another listener comes."""
+        """Yields batches of messages in order, with their groups; ends when another listener starts."""
         self._num_listeners += 1
         listener = self._num_listeners
-        self._has_messages.set()  # ends the iterator of the listener before
+        self._has_messages.set()  # ends the iterator of the previous listener
         while True:
             while not (self._chunks or self._ended):
                 self._has_messages.clear()
@@ -99,7 +96,7 @@ class MessageQueue:
 
 
 class PromptServer:
-    """Works at any number of requests at a time, each by the role's own `generate`. Runs in one event loop."""
+    """Handles any number of concurrent requests with the subclass's `generate`, in one event loop."""
 
     def __init__(self) -> None:
         self._messages = MessageQueue()
@@ -108,24 +105,24 @@ class PromptServer:
     async def generate(
         self, prompt: Prompt, settings: SamplingSettings, attempt: Attempt
     ) -> tuple[TrajectoryGroup, GroupReport]:
-        """A group of the prompt and its report for the driver; chunks go to `report` as they are sampled."""
+        """Returns a group of the prompt and a report for the driver; passes sampled chunks to `report`."""
         raise NotImplementedError
 
     async def begin(self, requests: Sequence[GroupRequest]) -> None:
-        """Take the requests in; what comes of them is in the messages."""
+        """Starts the requests; results are in the messages."""
         for request in requests:
             self._at_work[request.request_id] = asyncio.create_task(self._answer(request), name=request.request_id)
 
     async def break_off(self, request_ids: Sequence[str]) -> None:
-        """Stop working at requests whose groups are no longer awaited; those that have ended are ignored."""
+        """Cancels requests; ended requests are ignored."""
         for request_id in request_ids:
             if request_id in self._at_work:
                 self._at_work[request_id].cancel()
 
     async def messages(self, num_values: int) -> AsyncIterator[MessageBatch | TrajectoryGroup]:
-        """The reports of all requests, as they come: messages, each followed by the number of groups that it names.
+        """Yields the messages of all requests, each batch followed by its groups.
 
-        It ends with the first messages that make it `num_values` values or more, or when another caller asks.
+        Ends after the batch that reaches `num_values` values, or when another caller starts to listen.
         """
         async for batch, groups in self._messages.messages():
             yield batch
@@ -136,13 +133,13 @@ class PromptServer:
                 return
 
     def report(self, chunks: Sequence[TokenChunk]) -> None:
-        """Put chunks into the messages."""
+        """Adds chunks to the messages."""
         self._messages.put(chunks)
 
     async def _answer(self, request: GroupRequest) -> None:
         try:
             group, report = await self.generate(request.prompt, request.settings, request.attempt)
-        except Exception as error:  # whatever it is, the caller gets it
+        except Exception as error:  # raised in the waiting call
             self._messages.end(Ended(request.request_id, _fit_to_travel(error)))
         else:
             self._messages.end(Ended(request.request_id, report), group)
@@ -151,11 +148,11 @@ class PromptServer:
 
 
 def _fit_to_travel(error: Exception) -> Exception:
-    """The error with its traceback as a note, or an equivalent one where it cannot be pickled."""
+    """Adds the traceback to an error as a note, or converts an error that cannot be pickled."""
     report = "".join(traceback.format_exception(error))
     try:
         pickle.loads(pickle.dumps(error))
-    except Exception:  # an error of a library may hold anything, or want arguments that it does not keep
+    except Exception:  # errors of libraries may hold any object, or need constructor arguments that they do not keep
         return RolloutError(report)
     error.add_note(report)
     return error

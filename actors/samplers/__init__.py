@@ -9,15 +9,15 @@ from mobula.cluster.user_code import chosen
 
 
 def build_sampler(kind: str, settings: EngineSettings) -> Sampler:
-    """The sampler named by `sampler.kind`; its engine is imported only when it is the one that runs."""
+    """Builds the sampler of `sampler.kind`; the engine is imported only if it is used."""
     return sampler_maker(kind, settings.options)(settings)
 
 
 def sampler_maker(kind: str, options: Mapping[str, object]) -> Callable[[EngineSettings], Sampler]:
-    """The class of a sampler with its options.
+    """Returns the class of a sampler with its options.
 
     Raises:
-        ValueError: there is none of this name, or its options are unfit.
+        ValueError: the name is unknown, or the options are invalid.
     """
     return chosen(SAMPLERS, kind, "sampler.kind", ("settings",), options)
 

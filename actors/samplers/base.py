@@ -64,19 +64,19 @@ class EngineSettings:
         return self.expected if adapters is None else adapters.manifest
 
     def adapters_of(self, manifest: Manifest) -> AdapterPush | None:
-        """How to take a push of `manifest` if it carries adapters; None if it carries weights."""
+        """Returns how to merge a push of `manifest` with adapters; None for a push of weights."""
         return self.adapters if self.adapters and self.adapters.is_meant_by(manifest) else None
 
 
 class Sampler(Protocol):
-    """An engine that samples responses and takes new weights while it runs."""
+    """An engine that samples responses and receives weights while it runs."""
 
     async def start(self) -> None:
         """Load the model. Must be awaited before anything else."""
         ...
 
     def coming(self) -> AbstractContextManager[None]:
-        """A prompt is on its way while the body runs: an engine that is idle need not begin without it."""
+        """Announces a prompt while the body runs, so that an idle engine waits for it and starts a larger batch."""
         ...
 
     async def sample(
@@ -87,12 +87,11 @@ class Sampler(Protocol):
         attempt: Attempt,
         emit: Emit,
     ) -> list[SampledSequence]:
-        """All siblings of one prompt, each from where an earlier attempt left it; other prompts run beside it.
+        """Samples all siblings of one prompt, continuing an earlier attempt; prompts run concurrently.
 
-        `emit` is given the new chunks of the siblings every `chunk_tokens` tokens, and the siblings. The tokens that
-        were kept stay as they are, with their log-probs and versions. Where the engine serves older weights than
-        `settings.min_version`, the prompt waits for the push that brings those. A sampler that takes prompts one after
-        the other takes them in order of arrival, whatever their priority.
+        `emit` gets the new chunks and the siblings every `chunk_tokens` tokens. Tokens of the earlier attempt keep
+        their log-probs and versions. If the engine serves weights older than `settings.min_version`, the prompt waits
+        for a push. A sampler that runs prompts one by one ignores priorities and runs them in order of arrival.
         """
         ...
 
@@ -101,7 +100,7 @@ class Sampler(Protocol):
         ...
 
     async def probe(self) -> None:
-        """Show that the engine works: sample one token of a prompt of one token. One that is busy need not."""
+        """Samples one token of a one-token prompt, to show that the engine works; a busy engine may skip this."""
         ...
 
     async def sleep(self) -> None:
@@ -113,8 +112,8 @@ class Sampler(Protocol):
         ...
 
     def load(self, name: str) -> EngineLoad:
-        """How loaded the engine is now; `name` is what it is called. Preemptions, and what a core of another process
-        has in hand, need `EngineSettings.reports_load`.
+        """Returns the current load under the engine's `name`. Preemptions, and requests inside a core in another
+        process, need `EngineSettings.reports_load`.
         """
         ...
 
@@ -123,15 +122,15 @@ class Sampler(Protocol):
         ...
 
     async def join_transfer(self, rendezvous: Rendezvous, rank: int) -> None:
-        """Become receiver `rank` of a transfer group, leaving the one before; an engine that is split over several GPUs
-        takes the ranks from `rank` on, in the order of its own."""
+        """Joins a transfer group as receiver `rank` and leaves the previous group. An engine on several GPUs takes
+        consecutive ranks from `rank` on, in the order of its own ranks."""
         ...
 
     async def receive_weights(self, manifest: Manifest, bucket_bytes: int, version: int) -> int:
-        """Freeze running requests, take a push from the transfer group, stamp `version`, and go on; returns the version
-        that the engine then names.
+        """Pauses requests, receives a push from the transfer group, sets `version` and resumes; returns the version
+        that the engine serves.
 
-        No later request sees a cache of the old weights (KV, prefix, encoder). A running one keeps its KV only with
+        No later request uses a cache of the old weights (KV, prefix, encoder). A running request keeps its KV only with
         `EngineSettings.keeps_kv_cache`.
         """
         ...
@@ -139,8 +138,8 @@ class Sampler(Protocol):
     async def load_weights(
         self, manifest: Manifest, bucket_bytes: int, buckets: Iterable[np.ndarray], version: int
     ) -> None:
-        """The same from packed buckets: for a late joiner, which is in no transfer group yet. Each is taken once, on
-        another thread than the caller's: it may have to be fetched."""
+        """Loads weights from packed buckets, for a late joiner without a transfer group. Each bucket is taken once, on
+        another thread than the caller's, because it may have to be fetched."""
         ...
 
     async def weight_version(self) -> int: ...

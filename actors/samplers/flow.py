@@ -29,10 +29,10 @@ ROUNDED = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch
 
 
 class FlowSampler(ImageSampler):
-    """Denoises the siblings of a prompt side by side.
+    """Denoises the siblings of a prompt as one batch.
 
-    Each sibling has random numbers of its own, so its image does not depend on those beside it. At temperature 0, and
-    with the kernel ddim, all steps follow the ODE; the steps of the window are stored with a log-prob of 0.
+    Each sibling has a separate generator, so its image does not depend on the batch. At temperature 0, and with the
+    kernel ddim, all steps follow the ODE, and the steps of the window are stored with a log-prob of 0.
     """
 
     def __init__(self, settings: EngineSettings, denoising: Denoising) -> None:
@@ -105,7 +105,7 @@ class FlowSampler(ImageSampler):
     def _sequence(
         self, how: Denoising, latents: np.ndarray, logprobs: np.ndarray, frames: np.ndarray
     ) -> SampledSequence:
-        """float32 [T + 1, ...], [T] and uint8 [F, H, W, 3] of one sibling."""
+        """Returns latents float32 [T + 1, ...], log-probs [T] and frames uint8 [F, H, W, 3] of one sibling."""
         index = np.arange(how.window_start, how.window_end, dtype=np.int32)
         schedule = self._schedules[how.num_steps]
         timesteps, sigmas = schedule.timesteps.numpy()[index], schedule.sigmas.numpy()
@@ -120,7 +120,7 @@ class FlowSampler(ImageSampler):
         return latents.to(ROUNDED[self._denoising.dtype]).float()
 
     def _conditions(self, prompt: Prompt, media: Sequence[ProcessedMedia]) -> list[dict[str, Tensor]]:
-        """Of the prompt and, with guidance, of the negative one; rows [1, ...]."""
+        """Returns conditions of the prompt and, with guidance, of the negative prompt; rows [1, ...]."""
         wanted = self._num_conditions
         if len(media) != wanted:
             raise RolloutError(f"prompt {prompt.prompt_id} has {len(media)} conditions, and {wanted} are needed")
@@ -137,7 +137,7 @@ class FlowSampler(ImageSampler):
 
     @torch.no_grad()
     def _work_a_little(self) -> None:
-        """Decode one image of noise."""
+        """Decodes one image of noise."""
         self._family.decode(self._vae, torch.zeros((1, *self._shape), device=self._device))
 
 

@@ -111,7 +111,7 @@ class HuggingFaceSampler(InProcessSampler):
         siblings: Sequence[int],
         progress: GroupProgress,
     ) -> None:
-        """Sample these siblings side by side; `progress` is updated as they grow."""
+        """Samples siblings as one batch, and updates `progress`."""
         torch.manual_seed(settings.seed)
         is_greedy = settings.temperature == 0
         bans = [SuppressTokensLogitsProcessor(list(self._settings.banned_ids), device=str(self._device))]
@@ -150,7 +150,7 @@ class HuggingFaceSampler(InProcessSampler):
     def _model_inputs(
         self, prompt: Prompt, media: Sequence[ProcessedMedia], num_copies: int
     ) -> Mapping[str, torch.Tensor]:
-        """forward() arguments for `num_copies` of one prompt."""
+        """Returns forward() arguments for `num_copies` of a prompt."""
         ids = torch.from_numpy(prompt.expanded_ids).long().expand(num_copies, -1)  # [n, P]
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         if media:
@@ -168,8 +168,8 @@ class HuggingFaceSampler(InProcessSampler):
 
 
 class _Reader(StoppingCriteria):
-    """A stopping criterion of generate() that passes on what was sampled: every `chunk_tokens` steps, or in each step
-    where stop strings may end a response.
+    """A stopping criterion of generate() that reports sampled tokens every `chunk_tokens` steps, or every step if stop
+    strings may end a response.
     """
 
     def __init__(
@@ -196,7 +196,7 @@ class _Reader(StoppingCriteria):
         return torch.tensor([sibling not in goes_on for sibling in self._siblings], device=input_ids.device)
 
     def read(self, input_ids: torch.Tensor, scores: Sequence[torch.Tensor]) -> None:
-        """Take what is new: `input_ids` [n, P + T] with the prompt, `scores` T times [n, V], bans, temperature in."""
+        """Takes new tokens from `input_ids` [n, P + T] and `scores`, T times [n, V] after bans and temperature."""
         start, self._num_read = self._num_read, len(scores)
         if start == len(scores):
             return
@@ -211,7 +211,7 @@ class _Reader(StoppingCriteria):
         self._progress.report()
 
     def _piece(self, tokens: np.ndarray, logprobs: np.ndarray, kept: KeptSets | None) -> SampledSequence:
-        """Cut the padding off: a response ends with its first stop token, if it has one."""
+        """Removes padding: a response ends with the first stop token."""
         stops = np.flatnonzero(np.isin(tokens, self._settings.stop_ids))
         length = int(stops[0]) + 1 if stops.size else int(tokens.shape[0])
         at_limit = FinishReason.LENGTH if self._num_read == self._sampling.max_tokens else None

@@ -30,7 +30,7 @@ from mobula.learner.policies.loading import DTYPES, load_model
 
 
 class ImageTokenSampler(ImageSampler):
-    """Draws the siblings of a prompt side by side, each with random numbers of its own."""
+    """Samples the siblings of a prompt as one batch, each with a separate generator."""
 
     _model: JanusForConditionalGeneration
 
@@ -68,7 +68,7 @@ class ImageTokenSampler(ImageSampler):
         return [self._sequence(*row) for row in rows]
 
     def _prompt_embeds(self, prompt: Prompt, num: int) -> Tensor:
-        """float [n, P, H], and with guidance [2n, P, H], the prompt without its text behind."""
+        """Returns float [n, P, H], or with guidance [2n, P, H]; the second half is the prompt without text."""
         ids = torch.from_numpy(prompt.expanded_ids).long().to(self._device).expand(num, -1)
         if self._guidance != 1:
             ids = torch.cat([ids, without_text(self._model, ids)])

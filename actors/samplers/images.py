@@ -1,4 +1,4 @@
-"""ImageSampler: what the samplers that make images share."""
+"""ImageSampler: base of the samplers that generate images."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mobula.cluster.roles import SamplingSettings
 
 
 class ImageSampler(InProcessSampler):
-    """Makes the siblings of a prompt side by side, at most `max_num_seqs` at a time.
+    """Generates the siblings of a prompt in batches of at most `max_num_seqs`.
 
     An image is reported when its group is complete; an attempt after a loss starts from the beginning.
     """
@@ -33,9 +33,9 @@ class ImageSampler(InProcessSampler):
         emit: Emit,
     ) -> list[SampledSequence]:
         async with self._serving(settings.min_version):
-            found = await asyncio.to_thread(self._sample, prompt, media, settings)
-            self._num_tokens += sum(sequence.num_tokens for sequence in found)
-        return found
+            sequences = await asyncio.to_thread(self._sample, prompt, media, settings)
+            self._num_tokens += sum(sequence.num_tokens for sequence in sequences)
+        return sequences
 
     @torch.no_grad()
     def _sample(
@@ -49,7 +49,7 @@ class ImageSampler(InProcessSampler):
     def _made(
         self, prompt: Prompt, media: Sequence[ProcessedMedia], settings: SamplingSettings, siblings: Sequence[int]
     ) -> list[SampledSequence]:
-        """Some siblings in one forward pass a step, on a thread."""
+        """Samples siblings on a thread, with one forward pass per step."""
 
 
 def png(image: np.ndarray) -> bytes:

@@ -23,7 +23,7 @@ from mobula.learner.policies.lora import changed_weights
 
 
 class InProcessSampler(ABC):
-    """A `Sampler` that takes one group at a time; a push waits for the group that runs. A subclass samples."""
+    """Base of samplers that run one group at a time; a push waits for the running group."""
 
     _model: torch.nn.Module  # set by `start`, which then calls `_take_parameters`
 
@@ -100,7 +100,7 @@ class InProcessSampler(ABC):
 
     @asynccontextmanager
     async def _serving(self, min_version: int) -> AsyncIterator[None]:
-        """The turn of one group, once the weights are of `min_version` or newer."""
+        """Waits for weights of `min_version` or newer, then holds the engine for one group."""
         self._num_asked += 1
         try:
             await self._served.reach(min_version)
@@ -121,7 +121,7 @@ class InProcessSampler(ABC):
     def _weights(
         self, manifest: Manifest, tensors: Iterator[tuple[str, torch.Tensor]]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """The weights that a push changes, whatever it carries."""
+        """Returns the weights that a push changes."""
         adapters = self._settings.adapters_of(manifest)
         return tensors if adapters is None else changed_weights(tensors, adapters.base)
 
@@ -143,4 +143,4 @@ class InProcessSampler(ABC):
 
     @abstractmethod
     def _work_a_little(self) -> None:
-        """One forward pass, on a thread."""
+        """Runs one forward pass on a thread."""

@@ -1,4 +1,4 @@
-"""GroupProgress: the siblings of one prompt while they are sampled, and StopStrings, which end them."""
+"""GroupProgress: the siblings of a prompt during sampling; StopStrings: ends responses."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from mobula.cluster.runtime.seeds import derived_seed
 
 
 class StopStrings:
-    """Ends a response with the token that completes a stop string; token ids stay as the engine sampled them.
+    """Ends a response with the token that completes a stop string; token ids are unchanged.
 
-    The whole text of a response is searched, as reward functions read it, so a stop string that began before an
-    attempt was interrupted counts too.
+    Searches the whole text of a response, as reward functions read it, because a stop string may begin in an earlier
+    attempt.
     """
 
     def __init__(self, model: str, strings: Sequence[str], hidden: Collection[int] = ()) -> None:
-        """`model` is the checkpoint whose tokenizer reads the responses; it is not read without `strings`. Ids of
-        `hidden` are no part of a response's text.
+        """`model` is the checkpoint of the tokenizer, which is loaded only with `strings`. Ids in `hidden` are removed
+        from the text.
         """
         self._model = model
         self._strings = tuple(strings)
@@ -61,11 +61,11 @@ def _tokenizer(model: str) -> Any:
 
 
 class GroupProgress:
-    """Puts pieces of siblings together and reports them in chunks.
+    """Collects tokens of siblings and reports them in chunks.
 
-    Whenever some sibling has `chunk_tokens` that were not reported, the chunks of all siblings go out together: so a
-    sibling never has more than `chunk_tokens - 1` tokens that are on its actor alone, and siblings that run side by
-    side cost one report. A finished group is not reported: it is returned.
+    When a sibling has `chunk_tokens` unreported tokens, the chunks of all siblings are reported together: one report
+    per chunk, and a sibling loses at most `chunk_tokens - 1` tokens with its actor. The finished group is returned, not
+    reported.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class GroupProgress:
         self._reported = list(self.siblings)
 
     def add(self, sibling: int, piece: SampledSequence) -> None:
-        """`piece` comes next in `sibling`. What an engine samples behind a stop string is left out."""
+        """Appends `piece` to `sibling`, without tokens after a stop string."""
         known = self.siblings[sibling]
         if not (known.is_finished and self._stop_strings.are_on):
             self.siblings[sibling] = self._stop_strings.cut(known.followed_by(piece))
@@ -119,7 +119,7 @@ class GroupProgress:
         return self.siblings
 
     def _pairs(self) -> Iterator[tuple[SampledSequence, SampledSequence]]:
-        """Each sibling as it is, and as it was reported last."""
+        """Returns the new chunks of all siblings."""
         return zip(self.siblings, self._reported, strict=True)
 
     def _new_chunks(self) -> Iterator[TokenChunk]:
@@ -140,17 +140,17 @@ def opened(first: SampledSequence, settings: SamplingSettings) -> SampledSequenc
 
 
 def continued(prompt: Prompt, so_far: SampledSequence) -> Prompt:
-    """The prompt with the first tokens of a response behind it; its media stay where they were."""
+    """Appends the first tokens of a response to a prompt; positions of media are unchanged."""
     assert isinstance(so_far.actions, TokenActions)
     return replace(prompt, expanded_ids=np.concatenate([prompt.expanded_ids, so_far.actions.token_ids]))
 
 
 def settings_to_continue(settings: SamplingSettings, sibling: int, so_far: SampledSequence) -> SamplingSettings:
-    """How one sibling is sampled from `so_far` on.
+    """Returns the settings that sample one sibling from `so_far` on.
 
-    An engine cannot take up a generator of random numbers in its middle, so the rest is another draw than it would have
-    been, from the same distribution. Its seed depends on where it begins: the seed of the first tokens would repeat
-    their random numbers. Greedy decoding goes on exactly.
+    An engine cannot resume a random generator, so the rest is a new draw from the same distribution. The seed depends
+    on the position: the original seed would repeat the random numbers of the first tokens. Greedy decoding continues
+    exactly.
     """
     seed = derived_seed(settings.seed, f"{sibling}/{so_far.num_tokens}")
     return replace(settings, num_samples=1, max_tokens=settings.max_tokens - so_far.num_tokens, seed=seed)

@@ -1,4 +1,4 @@
-"""What an engine serves at the moment: the version of its weights, and the number of its requests."""
+"""Serving state of an engine: weight version and number of requests."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 
 
 class ServedVersion:
-    """The version that samples what reaches the engine now; -1 before the first push."""
+    """The version that samples new requests; -1 before the first push."""
 
     def __init__(self) -> None:
         self.number = -1

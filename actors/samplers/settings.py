@@ -1,4 +1,4 @@
-"""The settings of a run's engines, from its configuration, its checkpoint and its processor."""
+"""Derives the settings of engines from configuration, checkpoint and processor."""
 
 from __future__ import annotations
 
@@ -64,5 +64,5 @@ def engine_settings(
 
 
 def _siblings(config: RunConfig) -> int:
-    """Sequences sampled at once where the configuration sets none: those of one prompt; 0 leaves it to vLLM."""
+    """Returns the default number of concurrent sequences: the siblings of one prompt; 0 leaves it to vLLM."""
     return 0 if config.sampler.kind is SamplerKind.VLLM else config.algorithm.samples_per_prompt

@@ -1,7 +1,7 @@
-"""Arguments of a vLLM engine, and the sampling parameters of a request.
+"""Builds the arguments of a vLLM engine and the sampling parameters of a request.
 
-Importing this changes nothing of vLLM: what ours adds to it comes with `VLLMSampler.start` and with the
-worker extension that `engine_args` names.
+Importing this module does not patch vLLM: patches are applied by `VLLMSampler.start` and by the worker extension that
+`engine_args` names.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def engine_args(settings: EngineSettings) -> AsyncEngineArgs:
         hf_overrides=LOGITS.get(settings.device, {}),
         seed=settings.seed,
         tensor_parallel_size=settings.tensor_parallel,
-        # Processes of our own: inside of a placement group vLLM would else ask Ray for actors beside this one.
+        # Child processes: without a backend vLLM would start Ray actors inside a placement group.
         distributed_executor_backend="mp" if settings.tensor_parallel > 1 else None,
         max_model_len=settings.max_model_len,
         max_num_seqs=settings.max_num_seqs or None,
@@ -61,7 +61,7 @@ def engine_args(settings: EngineSettings) -> AsyncEngineArgs:
 
 
 def _memory_share(settings: EngineSettings) -> float:
-    """The share of a GPU that must be free when the engine starts, whatever the size of its KV cache
+    """Returns the share of a GPU that must be free when the engine starts, for any size of the KV cache
     (`vllm.v1.worker.utils.request_memory`). vLLM's default, 0.92, is more than a learner on the same GPU leaves."""
     if settings.device == "cpu" or not (settings.memory_fraction or settings.memory_bytes):
         return AsyncEngineArgs.gpu_memory_utilization
@@ -70,9 +70,9 @@ def _memory_share(settings: EngineSettings) -> float:
 
 
 def sampling_params(engine: EngineSettings, settings: SamplingSettings) -> SamplingParams:
-    """vLLM's sampling parameters of one request.
+    """Builds vLLM's sampling parameters of a request.
 
-    Responses that cannot be longer than a chunk come once, at the end: nothing would be reported before.
+    Responses of at most one chunk are returned once, at the end: no chunk would be reported earlier.
     """
     is_reported = settings.max_tokens > engine.chunk_tokens
     params = SamplingParams(
@@ -96,6 +96,6 @@ def sampling_params(engine: EngineSettings, settings: SamplingSettings) -> Sampl
         skip_clone=True,  # made for this request alone
     )
     if settings.temperature > 0:
-        # vLLM replaces temperatures below 0.01 and refuses those above 2, which FIRE has; its samplers take both.
+        # vLLM's parameters replace temperatures below 0.01 and refuse FIRE's above 2; its samplers compute with both.
         params.temperature = settings.temperature
     return params

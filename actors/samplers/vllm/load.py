@@ -1,4 +1,4 @@
-"""The load of a vLLM engine, from the statistics that it passes to its loggers after each step."""
+"""Measures the load of a vLLM engine from the statistics of each step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mobula.cluster.runtime.vitals import EngineLoad
 
 
 class LoadLogger(StatLoggerBase):
-    """Keeps the newest numbers of one engine. Where one is given vLLM keeps statistics, for Prometheus too."""
+    """Keeps the latest statistics of one engine. With a logger vLLM collects statistics, also for Prometheus."""
 
     def __init__(self, vllm_config: Any = None, engine_index: int = 0) -> None:
         self._kv_usage = 0.0
@@ -33,7 +33,7 @@ class LoadLogger(StatLoggerBase):
             self._num_preemptions += num_preempted - num_expected
 
     def expect_push(self) -> None:
-        """Weights are replaced, which preempts what runs: this is not a sign of load."""
+        """Excludes the preemptions of a weight push, which do not indicate load."""
         self._num_expected = self._num_running
 
     def log_engine_initialized(self) -> None: ...

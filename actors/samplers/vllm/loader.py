@@ -1,7 +1,7 @@
-"""Runs inside vLLM's worker process: loads the tensors of a checkpoint that the learner has, by their names in a push.
+"""Runs inside vLLM's worker process: loads the tensors of a checkpoint that the learner loads, under push names.
 
-vLLM's own loader reads every safetensors file of a folder without an index, prefers the maker's format to that of
-Hugging Face, and fails on a tensor that its model does not have. transformers leaves such files and tensors out.
+vLLM's loader reads every safetensors file of a folder without an index, prefers the vendor's format to Hugging Face's,
+and fails on tensors that its model lacks. transformers ignores such files and tensors.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mobula.learner.policies.checkpoint.stored import loaded_tensors, pushed_ten
 
 @register_model_loader(LOAD_FORMAT)
 class CheckpointLoader(DefaultModelLoader):
-    """Loads what the learner loads."""
+    """Loads the same tensors as the learner."""
 
     def download_model(self, model_config: Any) -> None:
         _folder(model_config.model)

@@ -1,4 +1,4 @@
-"""Reads the outputs of a running vLLM request piece by piece, each token with the version that sampled it."""
+"""Reads the outputs of a running vLLM request incrementally, each token with its weight version."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FINISH_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abo
 
 
 class OutputReader:
-    """Reads the outputs of one request, whether they come once at the end or in steps (RequestOutputKind.DELTA)."""
+    """Reads the outputs of one request, in steps (RequestOutputKind.DELTA) or at the end."""
 
     def __init__(self, engine: AsyncLLM, request_id: str, *, keeps_sets: bool) -> None:
         """With `keeps_sets` the request asks for the log-probs of all tokens that are kept, and of a few more."""
@@ -32,7 +32,7 @@ class OutputReader:
         self._states: dict[int, RequestState] = {}  # sibling -> vLLM's own record of it
 
     def read(self, output: RequestOutput) -> Iterator[tuple[int, SampledSequence]]:
-        """(sibling, what is new of it), for each sibling in the output.
+        """Returns (sibling, new tokens) for each sibling in the output.
 
         Raises:
             RolloutError: the engine gave tokens without log-probs or versions, or kept more tokens than it reports.
@@ -55,19 +55,19 @@ class OutputReader:
             reason = FinishReason.STOP_STRING
         return SampledSequence(TokenActions(token_ids, kept), logprobs, tuple(spans), reason)
 
-    def _logprobs(self, found: SampleLogprobs | None) -> tuple[np.ndarray, KeptSets | None]:
-        """float32 [T] of the sampled tokens, and the kept sets where they were asked for.
+    def _logprobs(self, steps: SampleLogprobs | None) -> tuple[np.ndarray, KeptSets | None]:
+        """Returns float32 [T] of the sampled tokens, and the kept sets if requested.
 
-        vLLM gives of each step the sampled token and then, by falling log-prob, those that were asked for; what is not
-        kept has the log-prob -inf.
+        For each step vLLM gives the sampled token, then the requested tokens by decreasing log-prob; tokens that are
+        not kept have the log-prob -inf.
         """
-        if not isinstance(found, FlatLogprobs):  # floats, of `patches.logprobs`
-            return np.asarray(found or [], dtype=np.float32), None
-        num_steps = len(found)
-        values = np.array(found.logprobs, dtype=np.float32).reshape(num_steps, -1 if num_steps else 1)
+        if not isinstance(steps, FlatLogprobs):  # floats, of `patches.logprobs`
+            return np.asarray(steps or [], dtype=np.float32), None
+        num_steps = len(steps)
+        values = np.array(steps.logprobs, dtype=np.float32).reshape(num_steps, -1 if num_steps else 1)
         if not self._keeps_sets:
             return values[:, 0], None
-        ids = np.array(found.token_ids, dtype=np.int32).reshape(values.shape)[:, 1:]
+        ids = np.array(steps.token_ids, dtype=np.int32).reshape(values.shape)[:, 1:]
         is_kept = np.isfinite(values[:, 1:])
         if is_kept.shape[1] and is_kept[:, -1].any():
             raise RolloutError(
@@ -77,10 +77,10 @@ class OutputReader:
         return values[:, 0], KeptSets(is_kept.sum(axis=1, dtype=np.int32), ids[is_kept])
 
     def _spans(self, completion: CompletionOutput, end: int) -> list[WeightSpan]:
-        """Versions of a sibling's tokens, the first `end` at least, counted from the request's first one.
+        """Returns the versions of at least the first `end` tokens of a sibling in this request.
 
-        vLLM gives them with the end of a response. Until then they are in its own record, which may be ahead of what
-        was read.
+        vLLM returns versions at the end of a response. Until then they are in the engine's record, which may be ahead
+        of the tokens read here.
         """
         if completion.weight_versions is not None:
             return [WeightSpan(int(span.version), span.start, span.end) for span in completion.weight_versions]

@@ -1,7 +1,7 @@
-"""Sampling with vLLM's AsyncLLM: token in, token out, one request a group, continuous batching across prompts.
+"""VLLMSampler: samples with vLLM's AsyncLLM, tokens in and out, one request per group, with continuous batching.
 
-The engine gets the expanded prompt ids and the very tensors that the learner trains on, so nothing is tokenised or
-processed twice and the two sides cannot disagree about an image.
+The engine gets the expanded prompt ids and the image tensors that the learner trains on, so nothing is tokenised or
+processed twice, and engine and learner cannot disagree about an image.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ MAX_BYTES_BESIDE = 1 << 30  # of weights that may arrive in host memory while th
 
 
 class VLLMSampler:
-    """A `Sampler` around one vLLM engine."""
+    """A `Sampler` with one vLLM engine."""
 
     def __init__(self, settings: EngineSettings) -> None:
         self._settings = settings
@@ -234,12 +234,12 @@ class VLLMSampler:
         return {"manifest": manifest.to_wire(), "bucket_bytes": bucket_bytes} | extra
 
     async def _replace_weights(self, update: dict[str, Any], version: int) -> int:
-        """The safe order: freeze, reload, stamp, drop every cache that saw the old weights, go on. Returns the stamp.
+        """Pauses, reloads, sets the version, drops every cache of the old weights and resumes. Returns the version.
 
-        `clear_cache` preempts running requests, so that all they hold is computed again; what they keep otherwise is
-        not shared with later requests (`_cache_salt`). Images are embedded again in either case. What comes to a
-        frozen engine waits in it, and is sampled with the new weights. An engine whose reload fails stays frozen: its
-        weights are neither old nor new.
+        `clear_cache` preempts running requests, so that their KV is computed again; otherwise they keep it and do not
+        share it with later requests (`_cache_salt`). Images are always embedded again. Requests that arrive during the
+        pause wait in the engine for the new weights. After a failed reload the engine stays paused: the weights are
+        partly old and partly new.
         """
         self._is_replacing = True
         self._load.expect_push()
@@ -265,8 +265,9 @@ class VLLMSampler:
         return named
 
     def _cache_salt(self) -> str | None:
-        """Requests with equal salts share the KV of equal prefixes. Where the KV of old weights outlives a push, only
-        requests between the same two pushes may; one that arrives in a push does not know its weights and shares none.
+        """Returns a salt; requests with equal salts share the KV of equal prefixes. If KV outlives a push, only
+        requests between the same two pushes share it. The weights of a request during a push are unknown, so it shares
+        none.
         """
         if not self._settings.keeps_kv_cache:
             return None
@@ -280,7 +281,7 @@ class VLLMSampler:
         attempt: Attempt,
         progress: GroupProgress,
     ) -> None:
-        """The first token of each sibling that has none, in one request with the temperature of first tokens."""
+        """Samples the missing first tokens of siblings in one request, with the temperature of first tokens."""
         empty = progress.empty()
         if not empty:
             return
@@ -298,7 +299,7 @@ class VLLMSampler:
         attempt: Attempt,
         progress: GroupProgress,
     ) -> None:
-        """One sibling goes on from what is known of it, in a request of its own."""
+        """Continues one sibling in a separate request."""
         so_far = progress.siblings[sibling]
         rest = settings_to_continue(settings, sibling, so_far)
         await self._sample(continued(prompt, so_far), media, rest, f"{attempt.request_id}#{sibling}", sibling, progress)
@@ -312,7 +313,7 @@ class VLLMSampler:
         first: int,
         progress: GroupProgress,
     ) -> None:
-        """Sample `settings.num_samples` siblings, `first` and those after it, as one request."""
+        """Samples `settings.num_samples` siblings, starting with `first`, in one request."""
         params = sampling_params(self._settings, settings)
         reader = OutputReader(self._engine, request_id, keeps_sets=settings.keeps_sets)
         with self._failing(f"prompt {prompt.prompt_id}"):
@@ -346,7 +347,7 @@ class VLLMSampler:
         if not media:
             return tokens_input(ids, cache_salt=salt)
         places = list(zip(media, prompt.media, prompt.media_spans, strict=True))
-        kinds = {kind: [place for place in places if place[0].modality == kind] for kind in self._placeholder_ids}
+        kinds = {kind: [item for item in places if item[0].modality == kind] for kind in self._placeholder_ids}
         kinds = {kind: found for kind, found in kinds.items() if found}
         arrays: dict[str, np.ndarray | list[np.ndarray]] = {}
         for kind, found in kinds.items():
@@ -371,11 +372,11 @@ class VLLMSampler:
     def expanded_by_engine(
         self, compact_ids: list[int], media: Mapping[str, list[Any]], options: Mapping[str, int]
     ) -> list[int]:
-        """The ids that vLLM's own processing makes of a compact prompt, with our placeholders of videos; `media` has
+        """Returns the ids that vLLM's processing makes of a compact prompt, with our video placeholders. `media` has
         images (`image`), videos (`video`, each frames and metadata) and audio clips (`audio`, each samples and rate);
         `options` are settings of the image processor.
 
-        Requests do not use it: they bring expanded ids and processed images.
+        Not used for requests, which have expanded ids and processed images.
         """
         processor = MULTIMODAL_REGISTRY.create_processor(self._engine.model_config)
         items = processor.info.parse_mm_data(dict(media))
@@ -387,13 +388,13 @@ class VLLMSampler:
         return [self._placeholder_ids["video"] if token == theirs else token for token in ids]
 
     def _placeholder(self, prompt: Prompt, span: MediaSpan, kind: str) -> PlaceholderRange:
-        """The place of a medium; its embeddings take those of its ids that are placeholders."""
+        """Returns the span of a medium, with a mask of the placeholder ids that embeddings replace."""
         is_embed = torch.from_numpy(prompt.expanded_ids[span.start : span.end] == self._placeholder_ids[kind])
         return PlaceholderRange(span.start, span.end - span.start, None if is_embed.all() else is_embed)
 
     def _fields(self, features: BatchFeature, arrays: Mapping[str, np.ndarray | list[np.ndarray]]) -> Any:
-        """How vLLM cuts the tensors of a prompt into images: by their sizes (shapes and whole numbers), never by
-        their pixels. It takes longer to work out than all else about an input, and sizes come again and again.
+        """Returns how vLLM splits the tensors of a prompt into images. The result depends on shapes and integers only,
+        not on pixels, and is cached because it is the slowest part of building an input.
         """
         layout = tuple((name, _layout_of(array)) for name, array in arrays.items())
         if layout not in self._fields_by_layout:
@@ -404,8 +405,8 @@ class VLLMSampler:
 
     @contextmanager
     def _named(self, what: str) -> Iterator[None]:
-        """vLLM passes on an error of its core as a bare Exception with a text; say what was asked. The death of the
-        core is no failed weight sync: a push that goes out again would not reach it either.
+        """Converts errors of vLLM's core, which are bare Exceptions, to weight-sync errors that name the call. A dead
+        core is not a failed weight sync: another push would not reach it.
         """
         try:
             yield
@@ -416,7 +417,7 @@ class VLLMSampler:
 
     @contextmanager
     def _failing(self, what: str) -> Iterator[None]:
-        """A core that died, or aborted a request, fails the rollout: the caller retries it elsewhere."""
+        """Converts the death of the core, or an aborted request, to an error that the caller retries elsewhere."""
         try:
             yield
         except EngineDeadError as error:
@@ -441,7 +442,7 @@ def _tensors(array: np.ndarray | list[np.ndarray]) -> torch.Tensor | list[torch.
 
 
 def _layout_of(array: np.ndarray | list[np.ndarray]) -> tuple[Any, ...]:
-    """Shape and whole numbers, of each one of a list."""
+    """Returns shapes and integers of a value, recursively for a list."""
     if isinstance(array, list):
         return tuple(map(_layout_of, array))
     return array.shape, None if array.dtype.kind == "f" else array.tobytes()

@@ -1,9 +1,9 @@
-"""Runs inside vLLM's worker process: our weight-transfer engine for its registry, over gloo or nccl.
+"""Runs inside vLLM's worker process: our weight-transfer engine for vLLM's registry, over gloo or nccl.
 
-None of vLLM's own transports works on CPU, and a bare `load_weights` is stale there because linear layers pack their
-weights after loading. So a push goes through vLLM's layer-wise reload: every layer is rebuilt from checkpoint-format
-tensors and processed again. Naming this module's `WorkerExtension` as `worker_extension_cls` makes vLLM import it in
-every worker, which registers the engine and the loader there and has tokens seeded by their position (`patches.seeds`).
+No transport of vLLM works on CPU, and a bare `load_weights` has no effect there because linear layers pack their
+weights after loading. A push therefore uses vLLM's layer-wise reload, which rebuilds every layer from checkpoint-format
+tensors and processes it again. vLLM imports this module in every worker, because `worker_extension_cls` names
+`WorkerExtension`; the import registers engine and loader, and applies `patches.seeds`.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class JoinInfo(WeightTransferInitInfo):
 
 @dataclass
 class PushInfo(WeightTransferUpdateInfo):
-    """The content of one push. `buckets` holds the packed bytes and their digests when they do not come over the
-    transfer group, `tensors` those that came over it already; `adapters` describes how adapters are merged."""
+    """The content of one push. `buckets` holds packed bytes with digests that do not come over the transfer group,
+    `tensors` those already received over it; `adapters` describes how adapters are merged."""
 
     manifest: list[dict[str, Any]]
     bucket_bytes: int
@@ -74,7 +74,7 @@ class MobulaWeightTransferEngine(WeightTransferEngine[JoinInfo, PushInfo]):
         self._group = TransferGroup(Rendezvous(**init_info.rendezvous), rank, torch.device(self.device))
 
     def start_weight_update(self) -> None:
-        """Which way the weights are loaded depends on what comes."""
+        """Prepares a full reload, or a merge of adapters."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         # The base class ends in torch.accelerator.synchronize(), which a machine without accelerator refuses;
@@ -113,7 +113,7 @@ class MobulaWeightTransferEngine(WeightTransferEngine[JoinInfo, PushInfo]):
                 finalize_layerwise_reload(self.model, self.model_config)
 
     def receive(self, manifest: Manifest, bucket_bytes: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors of a push over the group, each in memory of its own, because layers need several at a time."""
+        """Yields the tensors of a push over the group, in separate memory, because layers need several at a time."""
         if self._group is None:
             raise WeightSyncError("this engine is in no transfer group: call join_transfer first")
         return self._group.receive(manifest, bucket_bytes, keeps=True)
@@ -128,15 +128,14 @@ class MobulaWeightTransferEngine(WeightTransferEngine[JoinInfo, PushInfo]):
 
 
 class WorkerExtension:
-    """Mixed into vLLM's worker; importing it registers the engine."""
+    """Mixed into vLLM's worker; importing this class registers the engine."""
 
 
 @contextmanager
 def _experts_packed_again(model: torch.nn.Module, device: torch.device) -> Iterator[None]:
-    """Within the body a reload packs experts in host memory.
+    """Makes reloads in the body pack experts in host memory.
 
-    vLLM has their kernel do so where it makes the kernel, and never again: a later reload would leave plain weights to
-    a kernel that reads packed ones.
+    vLLM packs them only when it creates the kernel: after a later reload the kernel would read plain weights as packed.
     """
     layers = model.modules() if device.type == "cpu" else ()
     methods = [method for layer in layers if (method := getattr(layer, "quant_method", None)) is not None]
@@ -169,8 +168,8 @@ def _unsent_layers_apart(model: torch.nn.Module) -> Iterator[None]:
 
 
 def _unsent_layers(model: torch.nn.Module) -> list[tuple[torch.nn.Module, str, torch.nn.Module]]:
-    """(parent, name in it, layer) of LM heads that share an embedding's weight, wherever they are in the model, and of
-    layers that hold computed constants alone, as rotary embeddings do."""
+    """Yields (parent, attribute, layer) of LM heads that share the weight of an embedding, and of layers with computed
+    constants only, such as rotary embeddings."""
     vocabularies = [layer for layer in model.modules() if isinstance(layer, VocabParallelEmbedding)]
     embeddings = {id(layer.weight) for layer in vocabularies if not isinstance(layer, ParallelLMHead)}
 
@@ -184,14 +183,14 @@ def _unsent_layers(model: torch.nn.Module) -> list[tuple[torch.nn.Module, str, t
 
 
 def _refuse_stale_layers(model: torch.nn.Module, *, takes_all: bool) -> None:
-    """Refuse a push that has left out a parameter of a layer, or a part of one. On each rank of a split engine, of the
-    rank's own part. A layer that got everything is processed by then, and vLLM has no count of it any more.
+    """Refuses a push with incomplete layers, on each rank for its part of the layers. Complete layers are already
+    processed, and vLLM no longer counts their tensors.
 
     Args:
-        takes_all: the push has tensors of every layer; else layers may be left out as a whole.
+        takes_all: the push must have every layer; otherwise whole layers may be missing.
 
     Raises:
-        WeightSyncError: such layers would keep values of an older version.
+        WeightSyncError: layers would keep values of an older version.
     """
     stale = [
         name
@@ -229,8 +228,8 @@ def _num_padding(layer: torch.nn.Module) -> int:
 
 
 def _forget_incomplete_layers(model: torch.nn.Module) -> None:
-    """Layers that a failed push has not completed keep their old weights: a later push must not count on its tensors,
-    because vLLM would take the layer for complete too early and drop the last ones."""
+    """Resets layers that a failed push left incomplete, which keep their old weights. Otherwise vLLM would count the
+    old tensors, treat a layer as complete too early in a later push, and drop the last tensors."""
     for layer in model.modules():
         info = get_layerwise_info(layer)
         info.loaded_weights.clear()

@@ -1,4 +1,4 @@
-"""vLLM's engine core in a process of its own: it sends its last exception to the actor's process, and keeps images.
+"""vLLM's engine core in a child process, which sends its last exception to the actor and keeps images.
 
 Replaces `EngineCoreProc.run_engine_core` while an engine starts, and `EngineCoreProc._send_engine_dead` in the core's
 process. vLLM 0.32 logs the exception of a core in the core's process alone; the client gets an `EngineDeadError`
@@ -29,10 +29,10 @@ RUN_ENGINE_CORE = EngineCoreProc.run_engine_core  # as vLLM has it
 
 
 def engine_in_its_own_process(arguments: AsyncEngineArgs, *, stat_loggers: list[Any] | None = None) -> AsyncLLM:
-    """An `AsyncLLM`; call it in a running event loop. `core_failure` gives the reason of its death.
+    """Builds an `AsyncLLM` in a running event loop. `core_failure` returns the reason of its death.
 
     Raises:
-        ValueError: the core refused its arguments, for instance a KV cache that does not fit.
+        ValueError: the core refused its arguments, such as a KV cache that does not fit.
         EngineDiedError: the core failed to start.
     """
     failures, sender = multiprocessing.Pipe(duplex=False)
@@ -52,7 +52,7 @@ def engine_in_its_own_process(arguments: AsyncEngineArgs, *, stat_loggers: list[
 
 
 def core_failure(engine: AsyncLLM) -> Failure:
-    """Why the core of `engine_in_its_own_process` died; call it once."""
+    """Returns why the core of `engine_in_its_own_process` died; call it once."""
     core = engine.engine_core
     if (failure := _sent(core.failures)) is not None:
         return failure
@@ -64,7 +64,7 @@ def core_failure(engine: AsyncLLM) -> Failure:
 
 
 def run_core(sender: Connection, *args: Any, **kwargs: Any) -> None:
-    """`EngineCoreProc.run_engine_core` in the core's process; an exception that ends it goes to `sender`."""
+    """Runs `EngineCoreProc.run_engine_core` in the core's process; sends the exception that ends it to `sender`."""
     keep_images()
     send_dead = EngineCoreProc._send_engine_dead
     is_sent = False
@@ -97,7 +97,7 @@ def _sent(failures: Connection) -> Failure | None:
 
 @contextmanager
 def _run_by(run: Callable[..., None]) -> Iterator[None]:
-    """vLLM has no parameter for what its core process runs: it takes this method."""
+    """Replaces the method that vLLM's core process runs, for which vLLM has no parameter."""
     EngineCoreProc.run_engine_core = staticmethod(run)
     try:
         yield

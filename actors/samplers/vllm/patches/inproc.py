@@ -1,9 +1,8 @@
-"""AsyncLLM whose engine core runs on a thread of this process instead of in a process of its own.
+"""AsyncLLM with an engine core on a thread of this process instead of a child process.
 
-vLLM 0.32 offers this for `LLM` (VLLM_ENABLE_V1_MULTIPROCESSING=0) but not for `AsyncLLM`. On CPU it is worth having: a
-second process means a second import of everything at the start, and a serialised copy of every request with its
-images, once for each sibling, on the very core that should compute. The core's own loop runs here unchanged; only
-its sockets are replaced by queues.
+vLLM 0.32 offers this for `LLM` (VLLM_ENABLE_V1_MULTIPROCESSING=0) but not for `AsyncLLM`. On CPU a second process costs
+a second import of all modules, and a serialised copy of every request with images for each sibling, on the cores that
+should compute. The core's loop is unchanged; queues replace the sockets.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ BURST_S = 0.1  # longest wait for a burst to end
 
 
 def in_process_engine(arguments: AsyncEngineArgs, *, stat_loggers: list[Any] | None = None) -> AsyncLLM:
-    """An `AsyncLLM` without a second process; call it in a running event loop."""
+    """Builds an `AsyncLLM` without a second process, in a running event loop."""
     keep_images()
     with _made_by(InProcessClient):
         return AsyncLLM.from_engine_args(arguments, stat_loggers=stat_loggers)
@@ -63,11 +62,10 @@ class ThreadedCore(EngineCoreProc):
         EngineCore.__init__(self, config, executor, log_stats, self._executor_failed)
 
     def _process_input_queue(self) -> None:
-        """Take requests until there is work; an engine that was idle sees a burst to its end.
+        """Takes requests until there is work; an idle engine waits for the end of a burst.
 
-        A step costs almost the same for few sequences as for many, and while it runs the other thread cannot take
-        requests in: starting with the first one would leave the rest of the burst to many small steps. Once a step can
-        take no more, later requests may as well come while it runs.
+        A step costs almost the same for few and for many sequences, and no request is taken during a step: a start with
+        the first request would spread the burst over many small steps. A full step starts at once.
         """
         was_idle = not self.has_work()
         super()._process_input_queue()  # type: ignore[no-untyped-call]  # vLLM's
@@ -129,7 +127,7 @@ class InProcessClient(AsyncMPClient):
         return self._core.model_executor.driver_worker.worker.weight_transfer_engine
 
     def measured(self, load: EngineLoad) -> EngineLoad:
-        """`load` with queue and KV cache as they are now; vLLM need keep no statistics for it."""
+        """Returns `load` with the current queue and KV cache, without vLLM's statistics."""
         scheduler = self._core.scheduler
         assert isinstance(scheduler, Scheduler), "its interface has no KV cache"
         num_running, num_waiting = scheduler.get_request_counts()
@@ -144,7 +142,7 @@ class InProcessClient(AsyncMPClient):
 
     @contextmanager
     def coming(self) -> Iterator[None]:
-        """A request is on its way while the body runs, and about to be added when it ends."""
+        """Announces a request while the body runs; it is added when the body ends."""
         self._core.num_coming += 1
         try:
             yield
@@ -177,7 +175,7 @@ class InProcessClient(AsyncMPClient):
         return await future
 
     def _run(self, config: Any, executor: Any, log_stats: bool) -> None:
-        """The core's thread: it loads the model as well, because OpenMP keeps its threads by the thread that asks."""
+        """Runs the core's thread, which also loads the model: OpenMP has a thread pool per calling thread."""
         try:
             self._core = ThreadedCore(config, executor, log_stats, self._deliver)
         except BaseException as error:
@@ -212,14 +210,14 @@ class InProcessClient(AsyncMPClient):
             self.outputs_queue.put_nowait(outputs)
 
     def _died(self) -> None:
-        """Requests end with the core; `VLLMSampler` ends the calls that wait for it, as for a core elsewhere."""
+        """Does nothing: `VLLMSampler` ends the calls that wait for a dead core, in this or another process."""
         self.resources.engine_dead = True
         self.outputs_queue.put_nowait(EngineDeadError())
 
 
 @contextmanager
 def _made_by(client: type) -> Iterator[None]:
-    """AsyncLLM has no parameter for its client: it makes it so, and nothing else by this name."""
+    """Replaces the factory of AsyncLLM's client, for which vLLM has no parameter."""
     make_client = EngineCoreClient.make_async_mp_client
     EngineCoreClient.make_async_mp_client = staticmethod(client)  # type: ignore[method-assign]  # a patch of vLLM
     try:

@@ -1,7 +1,7 @@
-"""vLLM's output side, in the actor's process: of a request that wants the log-probs of what it samples, it keeps these.
+"""Patch of vLLM's output side in the actor's process: keeps only the log-probs of sampled tokens.
 
-vLLM 0.32 keeps for each token the ids, log-probs, ranks and texts of all alternatives that were asked for, in six
-lists, also if none was. That is half of what its output side does with a token, on the engine's own core.
+vLLM 0.32 keeps ids, log-probs, ranks and texts of all requested alternatives per token, in six lists, even without
+alternatives. This is half of the output side's work per token, on the core of the engine.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from vllm.v1.engine.logprobs import LogprobsProcessor
 
 
 def keep_sampled_logprobs_alone() -> None:
-    """From now on the requests of this process that ask for `logprobs=0` in flat form, and for no text, get a list of
-    floats, one a token, as `CompletionOutput.logprobs`; all others get what they got before.
+    """Patches this process: requests with `logprobs=0` in flat form and without text get one float per token as
+    `CompletionOutput.logprobs`; other requests are unchanged.
     """
     output_processor.LogprobsProcessor = SampledLogprobs  # type: ignore[misc]  # a patch of vLLM
 
@@ -38,6 +38,6 @@ class SampledLogprobs(LogprobsProcessor):
         )
 
     def update_from_output(self, output: Any) -> None:
-        """Take what one step sampled: as many rows as tokens, [T, 1]."""
+        """Takes the tokens of one step, [T, 1]."""
         if output.new_logprobs is not None:
             self.logprobs += output.new_logprobs.logprobs[:, 0].tolist()

@@ -1,14 +1,14 @@
-"""Runs inside vLLM's engine process: on CPU, the random numbers of a token depend on the request's seed and the token's
-position alone.
+"""Runs inside vLLM's engine process: on CPU, the random numbers of a token depend only on the request's seed and the
+token's position.
 
-vLLM 0.32's CPU sampler draws them from a `torch.Generator` for each request, which advances with every engine step. A
-step that computes only a part of a request's tokens samples a token too, which is discarded, and vLLM then rewinds the
-generator by `set_offset`. CPU generators have no offset: the engine dies as soon as one prefill is split, be it by a
-long prompt, a small token budget, a small KV cache or the recomputation after a preemption or a weight push.
+vLLM 0.32's CPU sampler has a `torch.Generator` per request, which advances with every engine step. A step with only a
+part of a prefill also samples a token, which is discarded, and vLLM then rewinds the generator by `set_offset`. CPU
+generators have no offset, so the engine dies when a prefill is split by a long prompt, a small token budget, a small KV
+cache, or recomputation after a preemption or a weight push.
 
-Here a request's generator is replaced by `TokenSeeds`, which holds no state: what is discarded, preempted or computed
-again is followed by the draws that would have followed otherwise. vLLM's own GPU runners need no patch: the V2 runner
-hashes seed and position as well, and the V1 runner's CUDA generators have an offset.
+Here the generator of a request is replaced by the stateless `TokenSeeds`, so that discarded, preempted and recomputed
+steps do not change later draws. vLLM's GPU runners need no patch: the V2 runner hashes seed and position, and the V1
+runner's CUDA generators have an offset.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _add_request = InputBatch.add_request
 
 
 class TokenSeeds:
-    """The random numbers of one request; takes the place of its `torch.Generator` in vLLM's batch."""
+    """The seeds of one request's tokens; replaces the `torch.Generator` in vLLM's batch."""
 
     def __init__(self, request: Any) -> None:
         """`request` is vLLM's `CachedRequestState`, whose list of sampled tokens grows."""
@@ -38,11 +38,11 @@ class TokenSeeds:
 
     @property
     def position(self) -> int:
-        """How many tokens of the response are known: the index of the one that is sampled next."""
+        """Returns the index of the next sampled token of the response."""
         return len(self._request.output_token_ids)
 
     def generator(self) -> torch.Generator:
-        """A generator for the next token, for those samplers of vLLM that draw from one."""
+        """Returns a generator for the next token, for samplers of vLLM that need one."""
         seed = token_seeds(np.array([self.seed]), np.array([self.position]))[0]
         return torch.Generator().manual_seed(int(seed))
 
@@ -55,9 +55,9 @@ class TokenSeeds:
 
 
 def token_seeds(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """int64 [B] below `SEEDS`: hashes of int64 [B] request seeds and [B] positions.
+    """Hashes int64 [B] request seeds and [B] positions to int64 [B] below `SEEDS`.
 
-    Two steps of SplitMix64 (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators"), one for each.
+    Uses one step of SplitMix64 (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators") for each.
     """
     with np.errstate(over="ignore"):
         hashed = _mixed(seeds.astype(np.uint64) * FIRST_INCREMENT + FIRST_INCREMENT)
@@ -73,7 +73,7 @@ def _mixed(values: np.ndarray) -> np.ndarray:
 
 
 def seed_by_position() -> None:
-    """From now on CPU engines of this process sample so. Engines on GPUs are left as they are."""
+    """Patches the CPU engines of this process; engines on GPUs are unchanged."""
     InputBatch.add_request = _added  # type: ignore[method-assign, assignment]  # a patch of vLLM
     TopKTopPSampler.forward_cpu = _sampled  # type: ignore[method-assign, assignment]  # and of its generators
 
@@ -87,9 +87,9 @@ def _added(batch: InputBatch, request: Any) -> int:
 def _sampled(
     sampler: TopKTopPSampler, logits: Tensor, generators: dict[int, TokenSeeds], k: Tensor | None, p: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Gumbel-max sampling of [B, V] logits: the tokens, int64 [B], and float32 [B, V] log-probs where they are kept.
+    """Samples [B, V] logits by Gumbel-max: returns tokens, int64 [B], and optionally float32 [B, V] log-probs.
 
-    `generators` are those of the rows whose requests have a seed; the others draw from torch's own.
+    `generators` has the rows of requests with a seed; other rows use torch's global generator.
     """
     if sampler.use_fp64_gumbel or sampler.logprobs_mode != "processed_logprobs":
         return _forward(sampler, logits, {row: drawn.generator() for row, drawn in generators.items()}, k, p)

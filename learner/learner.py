@@ -274,14 +274,15 @@ class Learner:
         return self.version
 
     def export(self, folder: Path) -> None:
-        """Write the policy in the Hugging Face layout; rank 0 does the writing."""
-        state = {}
+        """Write the policy in the Hugging Face layout; rank 0 writes each tensor as soon as it is gathered."""
         with self._residence.policy_here():
-            for name, tensor in self._outgoing.plain_state(self._backend):
+            tensors = self._outgoing.plain_state(self._backend)
+            try:
                 if self._rank == 0:
-                    state[name] = tensor.cpu()
-        if self._rank == 0:
-            save_trained(self._model, self._config, folder, state)
+                    save_trained(self._model, self._config, folder, self._outgoing.described, tensors)
+            finally:
+                for _ in tensors:  # to the end, also where writing failed: the other ranks wait in each gather
+                    pass
 
     def close(self) -> None:
         self.weights.close()

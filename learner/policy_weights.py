@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -10,16 +10,19 @@ from torch import Tensor, nn
 
 from mobula.cluster.weight_sync.manifest import Manifest, TensorSpec
 from mobula.configs.schema import RunConfig
-from mobula.learner.backends import load_weights
-from mobula.learner.backends.base import Backend, trained_parameters
-from mobula.learner.backends.single import SingleBackend
-from mobula.learner.optim.average import read_average
-from mobula.learner.policies.adapters import add_adapters, as_merged, is_factor, split_factor
+from mobula.learner.backends import saved_weights
+from mobula.learner.backends.base import Backend
+from mobula.learner.backends.sharded import saved_tensors
+from mobula.learner.optim.average import FOLDER as AVERAGE
+from mobula.learner.optim.average import refuse_without_average
+from mobula.learner.policies.adapters import add_adapters, as_merged, factors_of, is_factor, split_factor
+from mobula.learner.policies.checkpoint.reading import StoredWeights, plain_name
 from mobula.learner.policies.loading import as_stored, checkpoint_names
-from mobula.learner.policies.lora import WEIGHT, adapted_modules, adapter_manifest
-from mobula.learner.policies.trained import as_policy, save_trained, save_trained_adapters, unread_trained_model
+from mobula.learner.policies.lora import WEIGHT, A, B, adapted_modules, adapter_manifest, merged
+from mobula.learner.policies.trained import save_trained, save_trained_adapters, unread_trained_model
 
 Named = Iterator[tuple[str, Tensor]]
+MODEL = "model."  # a policy's, before the state-dict names of its model
 
 
 class PolicyWeights:
@@ -43,12 +46,13 @@ class PolicyWeights:
             states = {name: state for state, name in self._names.items()}
             modules = [_module(states[f"{module}.{WEIGHT}"]) for module in adapted_modules(plain, config.policy)]
             add_adapters(model, modules, config.policy.lora, config.seed)
+        empty = ((name, torch.empty_like(tensor, device="meta")) for name, tensor in model.state_dict().items())
+        self.described = dict(as_merged(empty, self._scale))  # as `plain_state`, on the meta device
         if config.weight_sync.payload == "adapters":
             self.manifest = adapter_manifest(plain, config.policy)
             self.pushed = self.adapters
         else:
-            empty = ((name, torch.empty(tensor.shape, device="meta")) for name, tensor in model.state_dict().items())
-            self.manifest = self._described(as_merged(empty, self._scale), config.resources.dtype)
+            self.manifest = self._described(self.described.items(), config.resources.dtype)
             self.pushed = self.merged
 
     def merged(self, backend: Backend) -> Named:
@@ -75,7 +79,8 @@ class PolicyWeights:
 
 
 def export_state(config: RunConfig, state: Path, folder: Path, *, merge: bool, average: bool, dtype: str = "") -> None:
-    """Write the policy of a learner's saved `state` to `folder`, in one process, however many ranks saved it.
+    """Write the policy of a learner's saved `state` to `folder`, in one process, however many ranks saved it. It holds
+    one tensor at a time, and all adapters.
 
     It is a checkpoint in the Hugging Face layout, adapters merged. Without `merge` a policy with adapters is written as
     these alone, in the layout of PEFT or, of a flow model, of diffusers. With `average` the average of the weights is
@@ -86,16 +91,45 @@ def export_state(config: RunConfig, state: Path, folder: Path, *, merge: bool, a
     """
     model, stored = unread_trained_model(config)
     weights = PolicyWeights(model, config)
-    backend = SingleBackend(torch.device("cpu"), torch.float32, config.learner)
-    policy = backend.wrap(as_policy(model, config), stored)
-    load_weights(config.learner, state, policy)
-    if average:
-        trained = {name: p.detach() for name, p in trained_parameters(policy).items()}
-        read_average(state, trained, no_dist=True)
+    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    saved = _saved(config, state, shapes, average=average)
     if config.policy.lora.is_on and not merge:
-        save_trained_adapters(model, config, folder)
+        save_trained_adapters(factors_of(dict(saved)), config, folder)
     else:
-        save_trained(model, config, folder, dict(weights.plain_state(backend)), dtype)
+        tensors = _plain(saved, stored, config.policy.lora.scale)
+        save_trained(model, config, folder, weights.described, tensors, dtype)
+
+
+def _saved(config: RunConfig, state: Path, shapes: Mapping[str, torch.Size], *, average: bool) -> Named:
+    """(state-dict name, whole tensor) of the model's tensors in a learner's state, or in its average where that has
+    them."""
+    tensors = saved_weights(config.learner, state)
+    if average:
+        refuse_without_average(state)
+        averages = saved_tensors(state / AVERAGE)
+        tensors = {**tensors, **averages}
+    for name, read in tensors.items():
+        if (plain := name.removeprefix(MODEL)) in shapes:
+            shape = shapes[plain]
+            yield plain, read().flatten()[: shape.numel()].view(shape)  # what DeepSpeed shards is flat and padded
+
+
+def _plain(saved: Named, stored: StoredWeights, scale: float) -> Named:
+    """(state-dict name, whole tensor) of the model without adapters: `saved` ones, which adapters are merged with, and
+    those of the checkpoint that training began with."""
+    names, factors = set(), dict[tuple[str, str], Tensor]()
+    for name, tensor in saved:
+        if is_factor(name):
+            factors[split_factor(name)] = tensor
+        else:
+            names.add(plain_name(name))
+            yield plain_name(name), tensor
+    for name, rows in stored:
+        if name not in names:
+            module, tensor = _module(name), rows[...]
+            if (module, A) in factors:
+                tensor = merged(tensor, factors[module, A], factors[module, B], scale)
+            yield name, tensor
 
 
 def _module(weight: str) -> str:

@@ -47,7 +47,7 @@ from mobula.deploy.wiring.parity_prompts import (
 from mobula.deploy.wiring.preparation import Prepared
 from mobula.deploy.wiring.rollouts import engine_settings
 from mobula.learner.backends.single import SingleBackend
-from mobula.learner.policies.adapters import is_factor, save_adapters, with_saved_adapters
+from mobula.learner.policies.adapters import factors_of, is_factor, save_adapters, with_saved_adapters
 from mobula.learner.policies.batch import TokenSequence, collate
 from mobula.learner.policies.checkpoint.reading import load_policy_model
 from mobula.learner.policies.checkpoint.saving import save_policy
@@ -166,7 +166,7 @@ class Measurement:
     def _adapters_load(self, config: RunConfig) -> bool:
         """Whether PEFT makes of the exported adapters what a push carries."""
         out = self._folder / "adapters"
-        save_adapters(out, self._network, config.policy.lora, str(self.model))
+        save_adapters(out, factors_of(self._network.state_dict()), config.policy.lora, str(self.model))
         plain = load_model(str(self.model), torch.float32, self.config.policy.attention)
         loaded = dict(with_saved_adapters(plain, out).named_parameters())
         ours = dict(self._weights.plain_state(self._backend))
@@ -231,7 +231,7 @@ class Measurement:
     def _export_loads(self) -> bool:
         out = self._folder / "export"
         state = dict(self._weights.plain_state(self._backend))
-        save_policy(self._network, str(self.model), out, state)
+        save_policy(self._network, str(self.model), out, state, state.items())
         loaded = dict(load_model(str(out), torch.float32, self.config.policy.attention).named_parameters())
         ours = dict(self._network.named_parameters())
         shapes = [_shapes(folder / "model.safetensors") for folder in (self.model, out)]

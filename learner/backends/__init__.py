@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from mobula.configs.schema import LearnerConfig
 from mobula.learner.backends.base import Backend
-from mobula.learner.backends.sharded import load_sharded_weights
-from mobula.learner.policies.base import Policy
+from mobula.learner.backends.sharded import saved_sharded_weights
 
 
 def build_backend(config: LearnerConfig, device: torch.device, dtype: torch.dtype, num_replicas: int = 1) -> Backend:
@@ -29,15 +30,15 @@ def build_backend(config: LearnerConfig, device: torch.device, dtype: torch.dtyp
             return SingleBackend(device, dtype, config)
 
 
-def load_weights(config: LearnerConfig, folder: Path, policy: Policy) -> None:
-    """Read the trained parameters that the ranks of `learner.backend` saved into a policy in one process.
+def saved_weights(config: LearnerConfig, folder: Path) -> dict[str, Callable[[], Tensor]]:
+    """Name in the policy -> reader of each whole tensor that the ranks of `learner.backend` saved: what is trained, and
+    buffers.
 
     Raises:
         CheckpointError: there is no complete state in `folder`.
     """
     if config.backend == "deepspeed":
-        from mobula.learner.backends.deepspeed import load_zero_weights
+        from mobula.learner.backends.deepspeed import saved_zero_weights
 
-        load_zero_weights(folder, policy)
-    else:
-        load_sharded_weights(folder, policy)
+        return saved_zero_weights(folder)
+    return saved_sharded_weights(folder)

@@ -192,10 +192,8 @@ class _Turn:
         return self._shared.param_groups
 
 
-def load_zero_weights(folder: Path, policy: Policy) -> None:
-    """Read the trained parameters, without their optimizer, into a policy in one process, from any number of ranks.
-
-    DeepSpeed joins the float32 weights of its ranks' files, at any stage.
+def saved_zero_weights(folder: Path) -> dict[str, Callable[[], Tensor]]:
+    """As `saved_weights`, from any number of ranks. Of stage 2 DeepSpeed joins all float32 weights at once.
 
     Raises:
         CheckpointError: there is no complete state in `folder`.
@@ -205,10 +203,10 @@ def load_zero_weights(folder: Path, policy: Policy) -> None:
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     with redirect_stdout(StringIO()), redirect_stderr(StringIO()):  # it prints its progress
-        state = get_fp32_state_dict_from_zero_checkpoint(str(folder), TAG, exclude_frozen_parameters=True)
-    found = policy.load_state_dict(state, strict=False)
-    lacking = trained_parameters(policy).keys() & set(found.missing_keys)
-    assert not lacking and not found.unexpected_keys, f"{folder} is of another policy: {lacking or found}"
+        state = get_fp32_state_dict_from_zero_checkpoint(
+            str(folder), TAG, exclude_frozen_parameters=True, lazy_mode=True
+        )
+    return {name: tensor.contiguous for name, tensor in state.items()}
 
 
 def _refuse_incomplete(folder: Path) -> None:

@@ -47,6 +47,8 @@ def _gather(tensors: list[DTensor]) -> list[Tensor]:
     flat = torch.cat([t.to_local().reshape(-1) for t in tensors])
     gathered = flat.new_empty(num_ranks * width)
     dist.all_gather_single(gathered, torch.nn.functional.pad(flat, (0, width - flat.numel())), group)
+    if len(tensors) == 1:  # its rows lie in order already, and it may be larger than a bucket: no copy
+        return [gathered[: tensors[0].numel()].view(tensors[0].shape)]
     parts = [_split(gathered[rank * width :], shapes[rank]) for rank in range(num_ranks)]
     return [torch.cat(pieces) for pieces in zip(*parts, strict=True)]
 

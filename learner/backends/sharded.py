@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, LoadPlan
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
-    get_model_state_dict,
     get_state_dict,
-    set_model_state_dict,
     set_state_dict,
 )
 
@@ -74,16 +75,40 @@ def load_sharded(folder: Path, policy: Policy, optimizer: torch.optim.Optimizer)
     return int(state["version"])
 
 
-def load_sharded_weights(folder: Path, policy: Policy) -> None:
-    """Read the trained parameters, without their optimizer, into a policy in one process, from any number of ranks.
+def saved_sharded_weights(folder: Path) -> dict[str, Callable[[], Tensor]]:
+    """As `saved_weights`, from any number of ranks.
 
     Raises:
         CheckpointError: there is no complete state in `folder`.
     """
     _refuse_incomplete(folder)
-    state = {"model": _without_frozen(policy, get_model_state_dict(policy))}
-    dcp.load(state, checkpoint_id=folder, no_dist=True)
-    set_model_state_dict(policy, state["model"], options=PARTIAL)
+    prefix = "model."
+    tensors = saved_tensors(folder)
+    return {name.removeprefix(prefix): read for name, read in tensors.items() if name.startswith(prefix)}
+
+
+def saved_tensors(folder: Path) -> dict[str, Callable[[], Tensor]]:
+    """Name -> reader of each tensor that ranks have written to `folder`; read in one process, as a whole."""
+    metadata = _Reader(folder).read_metadata()
+
+    def read(name: str, saved: TensorStorageMetadata) -> Tensor:
+        state = {name: torch.empty(saved.size, dtype=saved.properties.dtype)}
+        dcp.load(state, storage_reader=_Reader(folder, metadata), no_dist=True)
+        return state[name]
+
+    entries = metadata.state_dict_metadata.items()
+    return {name: partial(read, name, saved) for name, saved in entries if isinstance(saved, TensorStorageMetadata)}
+
+
+class _Reader(dcp.FileSystemReader):
+    """Reads the metadata file once for many loads: it describes every shard of every tensor."""
+
+    def __init__(self, folder: Path, metadata: Metadata | None = None) -> None:
+        super().__init__(folder)
+        self._metadata = metadata
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self._metadata or super().read_metadata(*args, **kwargs)
 
 
 def _refuse_incomplete(folder: Path) -> None:

@@ -90,17 +90,22 @@ class NullAverage:
     def load(self, folder: Path) -> None: ...
 
 
+def refuse_without_average(folder: Path, name: str = FOLDER) -> None:
+    """Raises: CheckpointError: there is no average called `name` in a learner's state in `folder`."""
+    if not (folder / name / ".metadata").is_file():
+        raise CheckpointError(
+            f"{folder} holds no average of the weights: a run with {OFF[name]} wrote it, so resume with that, or start "
+            "a new run"
+        )
+
+
 def read_average(folder: Path, tensors: dict[str, Tensor], *, no_dist: bool, name: str = FOLDER) -> None:
     """Fill `tensors`, by their names in the policy, with the average called `name` of a learner's state in `folder`.
 
     Raises:
         CheckpointError: there is none.
     """
-    if not (folder / name / ".metadata").is_file():
-        raise CheckpointError(
-            f"{folder} holds no average of the weights: a run with {OFF[name]} wrote it, so resume with that, or start "
-            "a new run"
-        )
+    refuse_without_average(folder, name)
     saved = dcp.FileSystemReader(folder / name).read_metadata().state_dict_metadata
     # What DeepSpeed shards is saved flat and padded.
     sizes = {n: one.size for n, one in saved.items() if isinstance(one, TensorStorageMetadata)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,8 @@ NAME = "default"  # PEFT's, of the only adapter
 PEFT_PREFIX = "base_model.model."  # before a module's name in a saved adapter
 DIFFUSERS_FILE = "pytorch_lora_weights.safetensors"
 DIFFUSERS_PREFIX = "transformer."  # the part of a pipeline that the adapter belongs to
+Factors = Mapping[tuple[str, str], Tensor]
+"""(module, A or B) -> factor."""
 FACTORS = {f".lora_A.{NAME}.weight": A, f".lora_B.{NAME}.weight": B}
 
 
@@ -59,9 +61,13 @@ def add_adapters(model: nn.Module, modules: Collection[str], config: LoRAConfig,
     assert found == set(modules), "PEFT matches names by their ends, and these are whole names"
 
 
-def save_adapters(folder: Path, model: PreTrainedModel, config: LoRAConfig, source: str) -> None:
-    """Write the adapters of `model` as PEFT does; `source` is the checkpoint that they belong to (`policy.model`)."""
-    factors = {split_factor(name): tensor for name, tensor in model.state_dict().items() if is_factor(name)}
+def factors_of(state: Mapping[str, Tensor]) -> Factors:
+    """The factors in the state dict of a model with adapters."""
+    return {split_factor(name): tensor for name, tensor in state.items() if is_factor(name)}
+
+
+def save_adapters(folder: Path, factors: Factors, config: LoRAConfig, source: str) -> None:
+    """Write adapters as PEFT does; `source` is the checkpoint that they belong to (`policy.model`)."""
     folder.mkdir(parents=True, exist_ok=True)
     save_file(
         {f"{PEFT_PREFIX}{module}.{factor}": tensor.contiguous() for (module, factor), tensor in factors.items()},
@@ -75,9 +81,8 @@ def save_adapters(folder: Path, model: PreTrainedModel, config: LoRAConfig, sour
     described.save_pretrained(str(folder))
 
 
-def save_pipeline_adapters(folder: Path, model: nn.Module, config: LoRAConfig) -> None:
+def save_pipeline_adapters(folder: Path, factors: Factors, config: LoRAConfig) -> None:
     """Write the adapters of a pipeline's transformer as `load_lora_weights` of diffusers reads them."""
-    factors = {split_factor(name): tensor for name, tensor in model.state_dict().items() if is_factor(name)}
     modules = sorted({module for module, _ in factors})
     described = {
         f"{DIFFUSERS_PREFIX}{key}": _listed(value) for key, value in _peft_config(config, modules).to_dict().items()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from mobula.cluster.records.actions import Actions, LatentActions, TokenActions
 from mobula.cluster.records.media import MediaReader
 from mobula.cluster.records.trajectory import Prompt
 from mobula.configs.schema import RunConfig
-from mobula.learner.policies.adapters import save_adapters, save_pipeline_adapters
+from mobula.learner.policies.adapters import Factors, save_adapters, save_pipeline_adapters
 from mobula.learner.policies.attention.sequence_ranks import SequenceRanks
 from mobula.learner.policies.base import Policy, PolicyRow, RowOutline
 from mobula.learner.policies.batch import TokenBatch, TokenSequence, collate
@@ -118,21 +118,26 @@ def _tables(checkpoint: FlowCheckpoint, denoising: Denoising) -> tuple[np.ndarra
 
 
 def save_trained(
-    model: nn.Module, config: RunConfig, folder: Path, full_state: Mapping[str, Tensor], dtype: str = ""
+    model: nn.Module,
+    config: RunConfig,
+    folder: Path,
+    described: Mapping[str, Tensor],
+    tensors: Iterable[tuple[str, Tensor]],
+    dtype: str = "",
 ) -> None:
-    """Write a checkpoint like that of `policy.model`; `full_state` and `dtype` are as in `save_policy`."""
+    """Write a checkpoint like that of `policy.model`; `described`, `tensors` and `dtype` are as in `save_policy`."""
     if config.sampler.is_flow:
-        flow_checkpoint(config).save(folder, full_state, dtype)
+        flow_checkpoint(config).save(folder, described, tensors, dtype)
     else:
-        save_policy(_of_tokens(model), config.policy.model, folder, full_state, dtype)
+        save_policy(_of_tokens(model), config.policy.model, folder, described, tensors, dtype)
 
 
-def save_trained_adapters(model: nn.Module, config: RunConfig, folder: Path) -> None:
-    """Write the adapters of a model alone, as PEFT or, for a flow model, diffusers loads them."""
+def save_trained_adapters(factors: Factors, config: RunConfig, folder: Path) -> None:
+    """Write adapters alone, as PEFT or, for a flow model, diffusers loads them."""
     if config.sampler.is_flow:
-        save_pipeline_adapters(folder, model, config.policy.lora)
+        save_pipeline_adapters(folder, factors, config.policy.lora)
     else:
-        save_adapters(folder, _of_tokens(model), config.policy.lora, config.policy.model)
+        save_adapters(folder, factors, config.policy.lora, config.policy.model)
 
 
 def _of_tokens(model: nn.Module) -> PreTrainedModel:

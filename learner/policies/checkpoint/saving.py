@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import save_torch_state_dict
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from mobula.learner.policies.checkpoint.stored import GENERATION_FILE, SavedDtypes, checkpoint_folder
+from mobula.learner.policies.checkpoint.stored import SavedDtypes, checkpoint_folder
+from mobula.learner.policies.checkpoint.writing import write_weights
 from mobula.learner.policies.families import own_family
 from mobula.learner.policies.loading import as_stored, saved_names
 
 CONFIG_FILE = "config.json"
 TEMPLATES_FOLDER = "additional_chat_templates"
+WEIGHTS_STEM, MAX_FILE_SIZE = "model", "50GB"  # those of transformers
 WEIGHT_SUFFIXES = (
     ".safetensors",
     ".safetensors.index.json",
@@ -34,52 +34,44 @@ WEIGHT_SUFFIXES = (
 
 
 def save_policy(
-    model: PreTrainedModel, source: str, folder: Path, full_state: Mapping[str, Tensor], dtype: str = ""
+    model: PreTrainedModel,
+    source: str,
+    folder: Path,
+    described: Mapping[str, Tensor],
+    tensors: Iterable[tuple[str, Tensor]],
+    dtype: str = "",
 ) -> None:
     """Write a checkpoint that transformers and vLLM load like the one at `source`, with its other files.
 
-    Each tensor has the dtype that it has there, and config.json the one that most values have.
+    Each tensor has the dtype that it has there, and config.json the one that most values have. One tensor is held at a
+    time.
 
     Args:
         source: `policy.model`.
-        full_state: state-dict name -> whole tensor on the CPU.
+        described: state-dict name -> tensor of the whole one's shape; its values are not read.
+        tensors: (state-dict name, whole tensor) of each.
         dtype: that of all tensors, if they are not to keep theirs.
     """
     folder.mkdir(parents=True, exist_ok=True)
     original = checkpoint_folder(source)
-    dtypes, tied = SavedDtypes.of_model(original, dtype), set(model.all_tied_weights_keys)
+    dtypes, names = SavedDtypes.of_model(original, dtype), {}
+    tied = set(model.all_tied_weights_keys)  # loading finds those again in the tensors that they are tied to
     family = own_family(model.config)
     prefix = "" if family is None else family.checkpoint_prefix
-    state = {}
-    for name, tensor in full_state.items():
-        if name not in tied:  # loading finds those again in the tensors that they are tied to
+    for name, tensor in described.items():
+        if name not in tied:
             [saved] = saved_names(model, name, tensor)
-            state[name] = dtypes.cast(prefix + saved, as_stored(model, name, tensor)).contiguous()
+            names[name] = prefix + saved
+    files = {names[n]: dtypes.described(names[n], as_stored(model, n, t)) for n, t in described.items() if n in names}
+    cast = ((names[n], dtypes.cast(names[n], as_stored(model, n, t))) for n, t in tensors if n in names)
+    write_weights(folder, WEIGHTS_STEM, files, cast, MAX_FILE_SIZE)
     if prefix:
-        save_torch_state_dict({f"{prefix}{name}": tensor for name, tensor in state.items()}, folder)
         shutil.copy2(original / CONFIG_FILE, folder / CONFIG_FILE)
     else:
-        with _valid_generation_config(model):
-            model.save_pretrained(folder, state_dict=state)
+        model.config.architectures = [type(model).__name__.removeprefix("FSDP")]
+        model.config.save_pretrained(folder)
     _copy_other_files(original, folder)
     _write_dtype(original, folder, dtypes, keeps_parts=not dtype)
-
-
-@contextmanager
-def _valid_generation_config(model: PreTrainedModel) -> Iterator[None]:
-    """transformers refuses to save some files that it loads; the original is copied anyway.
-
-    A model with a head for scores has none.
-    """
-    if not model.can_generate():
-        yield
-        return
-    before = model.generation_config
-    model.generation_config = GenerationConfig.from_model_config(model.config)
-    try:
-        yield
-    finally:
-        model.generation_config = before
 
 
 def _copy_other_files(original: Path, folder: Path) -> None:
@@ -89,8 +81,6 @@ def _copy_other_files(original: Path, folder: Path) -> None:
             shutil.copy2(file, folder / file.name)
     if (original / TEMPLATES_FOLDER).is_dir():
         shutil.copytree(original / TEMPLATES_FOLDER, folder / TEMPLATES_FOLDER, dirs_exist_ok=True)
-    if not (original / GENERATION_FILE).is_file():
-        (folder / GENERATION_FILE).unlink(missing_ok=True)
 
 
 def _write_dtype(original: Path, folder: Path, dtypes: SavedDtypes, *, keeps_parts: bool) -> None:

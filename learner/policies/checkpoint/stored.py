@@ -70,14 +70,19 @@ class SavedDtypes:
             counts[one] += prod(tensors[name].shape)
         return cls(found, max(counts, key=counts.__getitem__, default=torch.float32))
 
+    def described(self, name: str, tensor: Tensor) -> Tensor:
+        """The shape and the dtype in which a tensor is written, on the meta device."""
+        dtype = self.by_name.get(name, self.main) if tensor.is_floating_point() else tensor.dtype
+        return torch.empty(tensor.shape, dtype=dtype, device="meta")
+
     def cast(self, name: str, tensor: Tensor) -> Tensor:
         """The tensor as it is written.
 
         Raises:
             ValueError: the dtype does not hold its values.
         """
-        dtype = self.by_name.get(name, self.main)
-        if not tensor.is_floating_point() or tensor.dtype == dtype:
+        dtype = self.described(name, tensor).dtype
+        if tensor.dtype == dtype:
             return tensor
         if dtype == torch.float16 and tensor.numel() and tensor.abs().max() > torch.finfo(dtype).max:
             raise ValueError(f"{name} has values that float16 does not hold: write it with --dtype bfloat16 or float32")

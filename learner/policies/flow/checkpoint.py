@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,13 @@ from mobula.cluster.records.trajectory import Prompt
 from mobula.cluster.weight_sync.manifest import stored_tensors
 from mobula.learner.policies.checkpoint.reading import StoredWeights
 from mobula.learner.policies.checkpoint.stored import SavedDtypes
+from mobula.learner.policies.checkpoint.writing import write_weights
 from mobula.learner.policies.flow.denoising import Denoising, canary_actions
 from mobula.learner.policies.flow.families import TRANSFORMER, Schedule, flow_family_at, pipeline_index
 from mobula.learner.policies.flow.rows import LatentSequence
 
 VAE, SCHEDULER = "vae", "scheduler"
+WEIGHTS_STEM, MAX_FILE_SIZE = "diffusion_pytorch_model", "10GB"  # those of diffusers
 DENOISING = (TRANSFORMER, VAE, SCHEDULER)  # what sampling needs: prompts come encoded
 
 
@@ -126,17 +128,27 @@ class FlowCheckpoint:
         names = [f"{file.relative_to(self.folder)} {file.stat().st_size}" for file in files]
         return hashlib.sha256("\n".join(names).encode()).hexdigest()
 
-    def save(self, folder: Path, state: Mapping[str, Tensor], dtype: str = "") -> None:
-        """Write a pipeline like this one with other weights of the transformer: state-dict name -> whole tensor. They
-        have the dtypes of its files, or `dtype`."""
+    def save(
+        self,
+        folder: Path,
+        described: Mapping[str, Tensor],
+        tensors: Iterable[tuple[str, Tensor]],
+        dtype: str = "",
+    ) -> None:
+        """Write a pipeline like this one with other weights of the transformer, which have the dtypes of its files, or
+        `dtype`. One tensor is held at a time.
+
+        Args:
+            described: state-dict name -> tensor of the whole one's shape; its values are not read.
+            tensors: (state-dict name, whole tensor) of each.
+        """
         ignored = shutil.ignore_patterns(TRANSFORMER)
         shutil.copytree(self.folder, folder, ignore=ignored, dirs_exist_ok=True)
-        whole = self.transformer(torch.float32)
-        whole.load_state_dict(dict(state))
+        self.unread_transformer()[0].save_config(folder / TRANSFORMER)
         dtypes = SavedDtypes.of_files(self.folder / TRANSFORMER, dtype)
-        for name, tensor in whole.state_dict(keep_vars=True).items():
-            tensor.data = dtypes.cast(name, tensor.data)
-        whole.save_pretrained(folder / TRANSFORMER)
+        files = {name: dtypes.described(name, tensor) for name, tensor in described.items()}
+        cast = ((name, dtypes.cast(name, tensor)) for name, tensor in tensors)
+        write_weights(folder / TRANSFORMER, WEIGHTS_STEM, files, cast, MAX_FILE_SIZE)
 
     def _slots(self) -> list[str]:
         """The parts that a pipeline of this class may have."""

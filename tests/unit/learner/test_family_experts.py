@@ -48,7 +48,7 @@ def test_what_is_pushed_is_what_the_checkpoint_holds(folder: Path) -> None:
 
 def test_an_export_is_the_checkpoint_again_for_us_and_for_plain_transformers(folder: Path, tmp_path: Path) -> None:
     model = load_model(str(folder), torch.float32, "sdpa")
-    save_policy(model, str(folder), tmp_path / "saved", model.state_dict())
+    save_policy(model, str(folder), tmp_path / "saved", model.state_dict(), model.state_dict().items())
     stored, saved = (load_file(at / "model.safetensors") for at in (folder, tmp_path / "saved"))
     assert stored.keys() == saved.keys()
     assert all(torch.equal(stored[name], saved[name]) for name in stored)

@@ -182,7 +182,7 @@ def test_a_saved_policy_loads_equal_with_its_processor(config, folder, tmp_path)
     with torch.no_grad():
         for p in model.parameters():
             p.add_(0.25)
-    save_policy(model, str(folder), tmp_path / "saved", model.state_dict())
+    save_policy(model, str(folder), tmp_path / "saved", model.state_dict(), model.state_dict().items())
     loaded = load_policy_model(config.model_copy(update={"model": str(tmp_path / "saved")}), torch.float32)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), loaded.parameters(), strict=True))
     names = lambda path: {file.name for file in path.iterdir()}  # noqa: E731

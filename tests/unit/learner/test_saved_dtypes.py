@@ -45,7 +45,7 @@ def config_dtype(folder: Path) -> str:
 def test_tensors_and_config_keep_their_dtypes(tmp_path: Path, name: str, tied: bool, key: str) -> None:
     folder = rounded(tmp_path / "model", name, torch.bfloat16, tied=tied, key=key)
     model = load_model(str(folder), torch.float32, "sdpa")
-    save_policy(model, str(folder), tmp_path / "out", model.state_dict())
+    save_policy(model, str(folder), tmp_path / "out", model.state_dict(), model.state_dict().items())
     assert dtypes(tmp_path / "out") == dtypes(folder)
     assert config_dtype(tmp_path / "out") == "bfloat16"
     before, after = load_file(folder / WEIGHTS), load_file(tmp_path / "out" / WEIGHTS)
@@ -55,7 +55,7 @@ def test_tensors_and_config_keep_their_dtypes(tmp_path: Path, name: str, tied: b
 def test_another_dtype_is_that_of_all_tensors_and_of_every_part_of_the_config(tmp_path: Path) -> None:
     folder = rounded(tmp_path / "model", "qwen2.5-vl", torch.bfloat16)
     model = load_model(str(folder), torch.float32, "sdpa")
-    save_policy(model, str(folder), tmp_path / "out", model.state_dict(), "float16")
+    save_policy(model, str(folder), tmp_path / "out", model.state_dict(), model.state_dict().items(), "float16")
     assert set(dtypes(tmp_path / "out").values()) == {torch.float16}
     settings = json.loads((tmp_path / "out" / "config.json").read_text())
     parts = [settings, *(part for part in settings.values() if isinstance(part, dict))]
@@ -63,7 +63,7 @@ def test_another_dtype_is_that_of_all_tensors_and_of_every_part_of_the_config(tm
     assert AutoModelForImageTextToText.from_pretrained(tmp_path / "out").dtype == torch.float16
     model.lm_head.weight.data[0, 0] = 1e6
     with pytest.raises(ValueError, match="lm_head.weight has values that float16 does not hold"):
-        save_policy(model, str(folder), tmp_path / "over", model.state_dict(), "float16")
+        save_policy(model, str(folder), tmp_path / "over", model.state_dict(), model.state_dict().items(), "float16")
 
 
 def test_the_files_beside_the_weights_are_copied_as_they_are(tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_the_files_beside_the_weights_are_copied_as_they_are(tmp_path: Path) -> 
     for spare in ("consolidated.safetensors", "model-q4.gguf", "pytorch_model.bin", "README.md"):
         (folder / spare).write_text("x")
     model = load_model(str(folder), torch.float32, "sdpa")
-    save_policy(model, str(folder), tmp_path / "out", model.state_dict())
+    save_policy(model, str(folder), tmp_path / "out", model.state_dict(), model.state_dict().items())
     assert (tmp_path / "out" / "generation_config.json").read_text() == generation
     assert (tmp_path / "out" / "additional_chat_templates" / "tools.jinja").is_file()
     left_out = {"consolidated.safetensors", "model-q4.gguf", "pytorch_model.bin"}
@@ -90,7 +90,7 @@ def test_merged_adapters_keep_the_dtypes_as_well(tmp_path: Path) -> None:
     weights = PolicyWeights(model, config)
     backend = SingleBackend(torch.device("cpu"), torch.float32, config.learner)
     backend.wrap(as_policy(model, config), stored)
-    save_policy(model, str(folder), tmp_path / "out", dict(weights.plain_state(backend)))
+    save_policy(model, str(folder), tmp_path / "out", weights.described, weights.plain_state(backend))
     assert dtypes(tmp_path / "out") == dtypes(folder)
 
 
@@ -100,6 +100,6 @@ def test_an_untied_copy_of_a_tied_head_is_not_written(tmp_path: Path) -> None:
     both = state | {"lm_head.weight": state["model.embed_tokens.weight"].clone()}
     save_file(both, folder / WEIGHTS, metadata={"format": "pt"})
     model = load_model(str(folder), torch.float32, "sdpa")
-    save_policy(model, str(folder), tmp_path / "out", model.state_dict())
+    save_policy(model, str(folder), tmp_path / "out", model.state_dict(), model.state_dict().items())
     assert dtypes(tmp_path / "out").keys() == state.keys()
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.tie_word_embeddings

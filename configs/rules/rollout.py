@@ -114,7 +114,8 @@ def _reference_has_a_scorer(config: RunConfig) -> str | None:
         )
     return (
         f"algorithm.kl.coef={config.algorithm.kl.coef:g} needs reference log-probs but "
-        "resources.reference.num_workers=0: set resources.reference.num_workers=1, or algorithm.kl.coef=0"
+        "resources.reference.num_workers=0: set resources.reference.num_workers=1, or algorithm.kl.coef=0, or with "
+        "policy.lora reference.place=learner_ranks, where the learner's sharded weights are the reference"
     )
 
 

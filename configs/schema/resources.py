@@ -89,8 +89,8 @@ class ResourcesConfig(Section):
     num_cpus: Annotated[int, Field(ge=0)] = 0
     """CPUs of a cluster that this run starts itself; 0 takes what the machine has."""
     num_nodes: PositiveInt = 1
-    """Nodes that `resources=multi_node` is made for: it has four engines and four learner ranks for each. The workers
-    of other presets are not counted by nodes."""
+    """Nodes that `resources=multi_node` and `multi_node_large` are made for: for each they have four learner ranks, and
+    four engines or one over four GPUs. The workers of other presets are not counted by nodes."""
     address: str = ""
     """The Ray cluster to join: HOST:PORT of its control store, or `auto` for the cluster on this machine. Empty joins
     the cluster of RAY_ADDRESS; where that is not set a private cluster is started."""

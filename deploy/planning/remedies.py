@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
+from omegaconf import OmegaConf
+
 from mobula.cluster.errors import PreflightError
 from mobula.configs.groups import groups, merge, own_values
 from mobula.configs.rules import checked
@@ -38,6 +40,8 @@ def remedies(config: RunConfig, shape: ModelShape, nodes: Sequence[PlannedNode])
                 found.append(merged)
             if len(found) == NUM_SHOWN:
                 return [words(setting) for setting in found]
+        if found and number > 1:  # there are thousands of triples, and each is planned
+            break
     return [words(setting) for setting in found]
 
 
@@ -63,6 +67,8 @@ def changed(config: RunConfig, setting: Setting) -> RunConfig:
         for part in way:
             section = section[part]
         section[last] = value
+    # Presets count their workers by nodes: `${times:${resources.num_nodes},4}`.
+    values |= OmegaConf.to_container(OmegaConf.create({"resources": values["resources"]}), resolve=True)
     return checked(RunConfig.model_validate_json(json.dumps(values), strict=True))
 
 
@@ -97,6 +103,9 @@ def _settings(config: RunConfig, shape: ModelShape, nodes: Sequence[PlannedNode]
     if resources.reference.num_gpus < 1 and config.needs_reference:
         yield {"resources.reference.num_gpus": 1.0}
     if config.needs_reference and not config.algorithm.distillation.is_on:
+        # The learner's ranks shard the frozen weights; a scorer holds a whole model.
+        adapters = {} if config.policy.lora.is_on else {"policy.lora.rank": ADAPTER_RANK}
+        yield {**adapters, "reference.place": "learner_ranks"}
         yield {"algorithm.kl.coef": 0.0}
     if shape.vision is not None and not config.policy.freeze:
         yield {"policy.freeze": ("visual.",)}
@@ -107,7 +116,9 @@ def _settings(config: RunConfig, shape: ModelShape, nodes: Sequence[PlannedNode]
 def _of_roles(config: RunConfig, nodes: Sequence[PlannedNode]) -> Iterator[Setting]:
     """Other numbers of workers, and other presets of the same device."""
     learner, resources = config.learner, config.resources
-    yield from ({"resources": preset} for preset in _presets(resources))
+    for preset in _presets(resources):
+        counted = {"resources.num_nodes": len(nodes)} if "num_nodes" in _own(preset) else {}
+        yield {"resources": preset, **counted}
     if resources.device == "cpu" and len(nodes) == 1:  # ranks on one node share its memory: one needs least
         if learner.backend != "single":
             yield {

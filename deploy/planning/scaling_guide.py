@@ -27,16 +27,20 @@ NO_FIT = "-"
 LONG = ("data.max_prompt_tokens=4096", "sampler.max_tokens=8192", "sampler.max_model_len=12288")
 ONE_ROW = "learner.tokens_per_microbatch={}"
 WAYS = {"weights": (), "adapters": ("policy.lora.rank=16",)}
-PRESETS: Mapping[str, tuple[int, int, tuple[str, ...]]] = {  # nodes, GPUs of each, words
-    "one_gpu_colocated": (1, 1, ()),
-    "two_gpu": (1, 2, ()),
-    "four_gpu_split": (1, 4, ()),
-    "eight_gpu_split": (1, 8, ()),
-    "eight_gpu_colocated": (1, 8, ()),
-    "maye_8": (1, 8, ()),
-    "two_node": (2, 8, ()),
-    "multi_node": (4, 8, ("resources.num_nodes=4",)),
-}
+ROWS = (  # preset, nodes, GPUs of each
+    ("one_gpu_colocated", 1, 1),
+    ("two_gpu", 1, 2),
+    ("four_gpu_split", 1, 4),
+    ("eight_gpu_split", 1, 8),
+    ("eight_gpu_colocated", 1, 8),
+    ("maye_8", 1, 8),
+    ("two_node", 2, 8),
+    ("multi_node", 4, 8),
+    ("multi_node", 8, 8),
+    ("multi_node_large", 2, 8),
+    ("multi_node_large", 4, 8),
+    ("multi_node_large", 8, 8),
+)
 
 
 def shapes() -> dict[str, ModelShape]:
@@ -62,10 +66,11 @@ def rewritten(page: str) -> str:
     return with_block(page, BEGIN, END, text())
 
 
-def smallest(shape: ModelShape, preset: str, lengths: tuple[str, ...], way: str) -> int | None:
+def smallest(shape: ModelShape, row: tuple[str, int, int], lengths: tuple[str, ...], way: str) -> int | None:
     """GB of the smallest GPU with which the preset holds the model; None if none of `GPU_GB` does."""
-    nodes, gpus, words = PRESETS[preset]
-    config = _config(preset, (*words, *lengths, *WAYS[way]))
+    preset, nodes, gpus = row
+    counted = (f"resources.num_nodes={nodes}",) if preset.startswith("multi_node") else ()
+    config = _config(preset, (*counted, *lengths, *WAYS[way]))
     for size in GPU_GB:
         try:
             if not plan_memory(config, shape, described_nodes(f"{nodes}x{gpus}x{size}GB")).shortfalls:
@@ -86,10 +91,10 @@ def _config(preset: str, words: tuple[str, ...]) -> RunConfig:
 
 def _table(title: str, known: Mapping[str, ModelShape], lengths: tuple[str, ...]) -> Iterator[str]:
     yield f"\n| {title} | {' | '.join(known)} |\n|---|{'---|' * len(known)}"
-    for preset, (nodes, gpus, _) in PRESETS.items():
+    for preset, nodes, gpus in ROWS:
         cells = []
         for shape in known.values():
-            found = [smallest(shape, preset, lengths, way) for way in WAYS]
+            found = [smallest(shape, (preset, nodes, gpus), lengths, way) for way in WAYS]
             cells.append(" / ".join(NO_FIT if size is None else str(size) for size in found))
         yield f"| `{preset}` ({nodes} x {gpus} GPUs) | {' | '.join(cells)} |"
 

@@ -20,12 +20,12 @@ from mobula.deploy.planning.clusters import PlannedNode, described_nodes
 from mobula.deploy.planning.engine_sizes import EngineSizes
 from mobula.deploy.planning.fit import GIB, MemoryPlan, plan_memory
 from mobula.deploy.planning.kv_cache import sequence_bytes
-from mobula.deploy.planning.scaling_guide import GPU_GB, LONG, PRESETS, shapes
+from mobula.deploy.planning.scaling_guide import GPU_GB, LONG, ROWS, shapes
 from mobula.deploy.planning.workers import CONTEXT, KV_CACHE, SAMPLING, SYNC, TRAINING, USABLE, worker_memory
 from mobula.learner.policies.shapes import ModelShape
 
 MODELS = shapes()
-CASES = [(preset, model) for preset in (*PRESETS, "gpu_1") for model in MODELS]
+CASES = [(row, model) for row in (*ROWS, ("gpu_1", 1, 1)) for model in MODELS]
 VLLM_DEFAULT = AsyncEngineArgs.gpu_memory_utilization
 
 
@@ -37,10 +37,11 @@ def config(*words: str) -> RunConfig:
     return load_config([*base, f"learner.tokens_per_microbatch={longest}"], is_complete=False)
 
 
-def planned(preset: str, shape: ModelShape, *words: str) -> tuple[int, RunConfig, MemoryPlan] | None:
+def planned(row: tuple[str, int, int], shape: ModelShape, *words: str) -> tuple[int, RunConfig, MemoryPlan] | None:
     """With the smallest GPU that holds it: its bytes, the configuration and the plan."""
-    num_nodes, num_gpus, more = PRESETS.get(preset, (1, 1, ()))
-    found = config(f"resources={preset}", *more, *words)
+    preset, num_nodes, num_gpus = row
+    counted = [f"resources.num_nodes={num_nodes}"] if preset.startswith("multi_node") else []
+    found = config(f"resources={preset}", *counted, *words)
     for size in GPU_GB:
         plan = plan_memory(found, shape, described_nodes(f"{num_nodes}x{num_gpus}x{size}GB"))
         if not plan.shortfalls:
@@ -79,11 +80,11 @@ def others(plan: MemoryPlan, total: int) -> int:
     return most
 
 
-@pytest.mark.parametrize(("preset", "model"), CASES)
+@pytest.mark.parametrize(("row", "model"), CASES)
 def test_an_engine_starts_and_restarts_with_its_share_beside_the_other_roles(
-    preset: str, model: str, monkeypatch: pytest.MonkeyPatch
+    row: tuple[str, int, int], model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = planned(preset, MODELS[model])
+    found = planned(row, MODELS[model])
     if found is None:
         pytest.skip("no GPU of docs/scaling.md holds it")
     total, _, plan = found

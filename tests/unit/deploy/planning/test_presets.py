@@ -15,6 +15,8 @@ from mobula.configs.load import load_config
 from mobula.configs.schema import RunConfig
 from mobula.deploy.planning.clusters import described_nodes
 from mobula.deploy.planning.fit import plan_memory
+from mobula.deploy.planning.remedies import remedies
+from mobula.deploy.planning.scaling_guide import shapes
 from mobula.learner.policies.shapes import tiny_shape
 
 # preset -> the cluster, workers by role, and the words with which Qwen2.5-VL 7B fits; None: it is for the tiny model
@@ -41,8 +43,14 @@ PRESETS: dict[str, tuple[str, dict[str, int], list[str] | None]] = {
     "maye_8": ("1x8x141GB", {"learner": 7, "rollout": 1, "reference": 7}, []),
     "two_node": ("2x8x141GB", {"learner": 8, "rollout": 8, "reference": 8}, []),
     "multi_node": ("3x8x141GB", {"learner": 12, "rollout": 12, "reference": 12}, ["resources.num_nodes=3"]),
+    "multi_node_large": (
+        "3x8x141GB",
+        {"learner": 12, "rollout": 3},
+        ["resources.num_nodes=3", "policy.lora.rank=16", "reference.place=learner_ranks"],
+    ),
     "cross_node": ("2x1x80GB", {"learner": 1, "rollout": 1, "reference": 1}, ["policy.lora.rank=16"]),
 }
+ADAPTERS = ("policy.lora.rank=16", "reference.place=learner_ranks", "algorithm.kl.coef=0.01")
 ALIASES = {"gpu_2": "two_gpu", "gpu_1_colocated": "one_gpu_colocated", "node_8gpu": "eight_gpu_split"}
 
 
@@ -95,6 +103,37 @@ def test_workers_of_multi_node_follow_from_one_number() -> None:
         found = config("multi_node", f"resources.num_nodes={number}").resources
         assert {found.rollout.num_workers, found.learner.num_workers, found.reference.num_workers} == {4 * number}
     assert config("multi_node", "resources.rollout.num_workers=6").resources.rollout.num_workers == 6
+
+
+@pytest.mark.parametrize(
+    ("model", "words", "size", "fits"),
+    [
+        ("Qwen2.5-VL 32B", (), "4x8x80GB", True),
+        ("Qwen2.5-VL 32B", ADAPTERS, "2x8x80GB", True),
+        ("Qwen2.5-VL 72B", (), "8x8x80GB", True),
+        ("Qwen2.5-VL 72B", ADAPTERS, "2x8x80GB", True),
+        ("Qwen2.5-VL 72B", (), "4x8x80GB", False),
+        ("Qwen3-VL 30B-A3B", (), "4x8x80GB", True),
+        ("Qwen3-VL 30B-A3B", ADAPTERS, "2x8x80GB", True),
+    ],
+)
+def test_large_models_fit_engines_over_four_gpus(model: str, words: tuple[str, ...], size: str, fits: bool) -> None:
+    """With adapters, a KL term whose reference is sharded over the learner ranks has room as well."""
+    longest = "learner.tokens_per_microbatch=3072"
+    large = ["experiment=own", "resources=multi_node_large", f"resources.num_nodes={size[0]}", longest, *words]
+    plan = plan_memory(load_config(large, is_complete=False), shapes()[model], described_nodes(size))
+    assert {len(worker.gpus) for worker in plan.placement.of_role("rollout")} == {4}
+    assert not plan.placement.of_role("reference")
+    assert (plan.shortfalls == ()) == fits
+
+
+def test_a_preset_with_engines_over_several_gpus_is_proposed_for_what_one_gpu_cannot_sample() -> None:
+    nodes, shape = described_nodes("4x8x80GB"), shapes()["Qwen2.5-VL 72B"]
+    found = config("multi_node", "resources.num_nodes=4", "learner.tokens_per_microbatch=3072")
+    assert plan_memory(found, shape, nodes).shortfalls
+    ways = remedies(found, shape, nodes)
+    assert any("resources=multi_node_large resources.num_nodes=4" in way for way in ways), ways
+    assert any("reference.place=learner_ranks" in way for way in ways), ways
 
 
 def test_learner_ranks_of_two_nodes_share_one() -> None:

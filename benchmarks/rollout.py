@@ -122,7 +122,7 @@ def _findings(
         "samples_per_prompt": config.algorithm.samples_per_prompt,
         "mean_response_tokens": {str(max_tokens): by_side for max_tokens, by_side in lengths.items()},
         "chunk_tokens": config.sampler.chunk_tokens,
-        "max_num_seqs": config.sampler.max_num_seqs,
+        "max_num_seqs": config.sampler.vllm.max_num_seqs,
         "threads": config.resources.rollout.num_threads,
     }
     return Findings(settings, series, tuple(claims))

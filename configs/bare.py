@@ -26,7 +26,7 @@ from mobula.configs.groups import (
     without_missing,
 )
 from mobula.configs.rules import checked
-from mobula.configs.schema.base import defaults
+from mobula.configs.schema.base import defaults, without_unread
 from mobula.configs.schema.run import RunConfig
 
 OVERRIDE = "override /"  # opens an entry of an experiment's defaults that chooses an option
@@ -47,7 +47,8 @@ def load_bare(words: Sequence[str]) -> RunConfig:
             merge(values, own_values(group, chosen[group]))
     for name in sorted(pairs.keys() - chosen.keys(), key=lambda name: name.count(".")):
         merge(values, _nested(name.split("."), yaml.safe_load(pairs[name])))
-    return checked(RunConfig.model_validate(without_missing(_computed(values, values))))
+    values = without_unread(RunConfig, without_missing(_computed(values, values)))
+    return checked(RunConfig.model_validate(values))
 
 
 def _composed(chosen: Mapping[str, str]) -> dict[str, Any]:

@@ -56,10 +56,13 @@ words stand. From weak to strong:
    experiment's learning rate.
 4. the keys on the command line.
 
-A word that another word overrules is refused. `policy.model` and `data.path` have no default. A value that takes text
-or a path is taken as it stands, with spaces, commas or `=` in it; `~/` at its start is the home directory. Other values
-are numbers, `true` or `false`, lists (`policy.freeze=[visual.]`) and mappings; one item of a list is set by its
-position: `rewards.components.1.weight=0.2`. `mobula show-config` with the same words prints every key with its value.
+A word that another word overrules is refused. A section named as a value of the key that chooses a kind, as
+`sampler.vllm` is, is read with this kind alone, and by code of your own in its place. Sections of other kinds are left
+out where options set them, and refused on the command line and in a file. `policy.model` and `data.path` have no
+default. A value that takes text or a path is taken as it stands, with spaces, commas or `=` in it; `~/` at its start is
+the home directory. Other values are numbers, `true` or `false`, lists (`policy.freeze=[visual.]`) and mappings; one
+item of a list is set by its position: `rewards.components.1.weight=0.2`. `mobula show-config` with the same words
+prints every key with its value.
 
 A default is the value of a key without an experiment, with `resources=laptop`. A section that has the keys of another
 section shows the defaults that differ. `KEY_options` beside a `KEY` holds the arguments of code of your own that `KEY`
@@ -142,7 +145,8 @@ def _table(
             )
             yield f"| `{key.name}` | section | {_shown(differing)} | {meaning} Keys as in `{same[1]}`{absent}. |"
         else:
-            yield f"| **`{key.name}`** | section | | {' '.join((key.section.__doc__ or '').split())} |"
+            read = f" Read with `{key.read_with}` alone." if key.read_with else ""
+            yield f"| **`{key.name}`** | section | | {' '.join((key.section.__doc__ or '').split())}{read} |"
 
 
 @cache

@@ -15,13 +15,8 @@ import yaml
 from pydantic.fields import FieldInfo
 
 from mobula.configs.groups import MISSING
-from mobula.configs.schema.base import NOT_EMPTY, Section, defaults
+from mobula.configs.schema.base import ENTRY, ITEM, NOT_EMPTY, Section, defaults, kinds, section_below
 from mobula.configs.schema.run import RunConfig
-
-ITEM = "INDEX"
-"""Stands for a position in a list, e.g. `rewards.components.INDEX.weight`."""
-ENTRY = "NAME"
-"""Stands for a name that the user chooses, e.g. `rewards.recipes.NAME.weights`."""
 
 BOUNDS = {"gt": "more than {}", "ge": "at least {}", "lt": "less than {}", "le": "at most {}"}
 USER_CODE = "module:name or path/to/file.py:name"
@@ -45,6 +40,7 @@ class Key:
     section: type[Section] | None
     is_open: bool  # any key may stand below it
     default: Any  # of its field, MISSING if that has none
+    read_with: str = ""  # KEY=VALUE without which a section is not read
 
     @property
     def takes_text(self) -> bool:
@@ -55,13 +51,14 @@ class Key:
 
 def walk(section: type[Section], prefix: str) -> Iterator[Key]:
     """The keys of `section` in the schema's order, each section before what it holds."""
-    fields = defaults(section)
+    fields, read_with = defaults(section), kinds(section)
     for field_name, info in section.model_fields.items():
         name = f"{prefix}{field_name}"
-        below, item = _section_below(info.annotation)
+        below, item = section_below(info.annotation)
         is_open = get_origin(info.annotation) is dict and below is None
         default = fields.get(field_name, MISSING)
-        yield Key(name, _expectation(info), info.description or "", below, is_open, default)
+        read = f"{prefix}{read_with[field_name]}={field_name}" if field_name in read_with else ""
+        yield Key(name, _expectation(info), info.description or "", below, is_open, default, read)
         if below is not None and item.startswith(ENTRY):
             yield Key(
                 f"{name}.{ENTRY}",
@@ -180,19 +177,6 @@ def _flat(name: str) -> str:
 
 def _last(name: str) -> str:
     return name.rpartition(".")[2]
-
-
-def _section_below(annotation: Any) -> tuple[type[Section] | None, str]:
-    """The section that a field holds, and the path from the field to the section's own keys."""
-    if isinstance(annotation, type) and issubclass(annotation, Section):
-        return annotation, ""
-    containers = {tuple: (0, f"{ITEM}."), dict: (1, f"{ENTRY}.")}
-    if get_origin(annotation) in containers:
-        position, path = containers[get_origin(annotation)]
-        item = get_args(annotation)[position]
-        if isinstance(item, type) and issubclass(item, Section):
-            return item, path
-    return None, ""
 
 
 def _expectation(info: FieldInfo) -> str:

@@ -6,7 +6,8 @@
 
 What is named on the command line wins, in whatever order the words stand. From weak to strong: the schema's defaults,
 the groups, what the experiment sets, what the groups on the command line say themselves (`configs/groups.py`), the keys
-on the command line.
+on the command line. A section of another kind than the chosen one (`sampler.vllm` with `sampler=huggingface`) is
+dropped where options set it, and refused on the command line and in a file.
 A word that does not stand in the result is refused. Whatever is wrong with the words is one ConfigError whose message
 names the key, the value got and the next action.
 """
@@ -41,10 +42,10 @@ from mobula.configs.groups import (
 )
 from mobula.configs.rules import checked
 from mobula.configs.rules.rewards import reward_contradictions
-from mobula.configs.schema.base import defaults
+from mobula.configs.schema.base import defaults, unread, without_unread
 from mobula.configs.schema.rewards import RewardsConfig
 from mobula.configs.schema.run import RunConfig
-from mobula.configs.words import Word, lay_on, read_words, refuse_overruled, unknown
+from mobula.configs.words import Word, lay_on, read_words, refuse_overruled, refuse_unread, unknown
 
 OF_UNION = re.compile(r"(literal|str-enum)\[|constrained-str$")
 """In the place of an error: the member of `Literal | UserCode` that refused the value; each member has an error."""
@@ -69,6 +70,8 @@ def load_config(overrides: Sequence[str], *, is_complete: bool = True) -> RunCon
     words = read_words(overrides)
     values = _composed(words)
     lay_on(values, words)
+    refuse_unread(values, words)
+    values = without_unread(RunConfig, values)
     config = _validated(without_missing(values) if is_complete else values)
     refuse_overruled(values, words)
     return config
@@ -96,8 +99,8 @@ def _composed(words: Sequence[Word]) -> dict[str, Any]:
 
 
 def dump_config(config: RunConfig) -> str:
-    """The resolved configuration as YAML; `load_resolved` reads it back equal."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+    """The resolved configuration as YAML, without sections of other kinds; `load_resolved` reads it back equal."""
+    return yaml.safe_dump(without_unread(RunConfig, config.model_dump(mode="json")), sort_keys=False)
 
 
 def load_resolved(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -108,6 +111,8 @@ def load_resolved(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
             unfit, or chooses a group.
     """
     values = _read_mapping(path, "give the config file of a run", "restore it or start a new run")
+    for section, key, chosen in unread(RunConfig, values):
+        raise ConfigError(f"{path}: {section} is not read with {key}={chosen}: leave the section out, or change {key}")
     words = read_words(overrides)
     for word in words:
         if word.is_group:
@@ -115,7 +120,8 @@ def load_resolved(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
                 f"{word.text!r} chooses a group, and this run has chosen: set single keys, as {word.name}.KEY=VALUE"
             )
     lay_on(values, words)
-    config = _validated(without_missing(values))
+    refuse_unread(values, words)
+    config = _validated(without_missing(without_unread(RunConfig, values)))
     refuse_overruled(values, words)
     return config
 

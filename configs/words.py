@@ -18,6 +18,8 @@ from hydra.errors import HydraException
 from mobula.configs import keys
 from mobula.configs.errors import ConfigError
 from mobula.configs.groups import EXPERIMENT, groups, leaves, merge, own_values
+from mobula.configs.schema.base import unread
+from mobula.configs.schema.run import RunConfig
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,23 @@ def lay_on(values: dict[str, Any], words: Iterable[Word]) -> None:
             raise ConfigError(
                 f"{word.text}: a value cannot be set there ({error}); `mobula show-config` shows what is there"
             ) from error
+
+
+def refuse_unread(values: Mapping[str, Any], words: Sequence[Word]) -> None:
+    """No word sets a key of another kind than `values`, the result, have: `sampler.vllm` is read with vLLM alone.
+
+    Raises:
+        ConfigError: names each such word and the key that chooses the kind.
+    """
+    lines = [
+        f"{word.text} is not read with {key}={chosen}: leave it out, or set {key}={section.rpartition('.')[2]}"
+        for section, key, chosen in unread(RunConfig, values)
+        for word in words
+        if not word.is_group
+        if any(f"{name}.".startswith(f"{section}.") for name, _ in leaves(word.value, word.name))
+    ]
+    if lines:
+        raise ConfigError("\n".join(lines))
 
 
 def refuse_overruled(values: Mapping[str, Any], words: Sequence[Word]) -> None:

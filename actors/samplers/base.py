@@ -30,7 +30,7 @@ class EngineSettings:
     seed: int
     tensor_parallel: int  # GPUs that the model is split over
     max_model_len: int
-    max_num_seqs: int  # 0: vLLM's own default
+    max_num_seqs: int  # 0: vLLM's own default, or all siblings of a prompt
     max_num_batched_tokens: int
     chunk_tokens: int  # after so many new tokens of a response the sampler reports them
     max_images_per_prompt: int

@@ -19,7 +19,7 @@ from mobula.cluster.roles import SamplingSettings
 
 
 class ImageSampler(InProcessSampler):
-    """Generates the siblings of a prompt in batches of at most `max_num_seqs`.
+    """Generates the siblings of a prompt in batches of at most `max_num_seqs`; with 0 all of them in one batch.
 
     An image is reported when its group is complete; an attempt after a loss starts from the beginning.
     """
@@ -41,7 +41,7 @@ class ImageSampler(InProcessSampler):
     def _sample(
         self, prompt: Prompt, media: Sequence[ProcessedMedia], settings: SamplingSettings
     ) -> list[SampledSequence]:
-        siblings, most = range(settings.num_samples), self._settings.max_num_seqs
+        siblings, most = range(settings.num_samples), self._settings.max_num_seqs or settings.num_samples
         parts = [siblings[start : start + most] for start in siblings[::most]]
         return [sequence for part in parts for sequence in self._made(prompt, media, settings, part)]
 

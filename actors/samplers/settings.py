@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
 from mobula.actors.samplers.base import EngineSettings
 from mobula.cluster.weight_sync.manifest import Manifest
-from mobula.configs.schema import RunConfig, SamplerKind
+from mobula.configs.schema import RunConfig, SamplerConfig, SamplerKind
 from mobula.learner.policies.flow.denoising import Denoising
 from mobula.learner.policies.lora import AdapterPush
 
@@ -39,19 +40,19 @@ def engine_settings(
         seed=config.seed + ENGINE_SEED_STRIDE * (index + 1),
         tensor_parallel=config.resources.rollout.tensor_parallel,
         max_model_len=sampler.max_model_len,
-        max_num_seqs=sampler.max_num_seqs or _siblings(config),
-        max_num_batched_tokens=sampler.max_num_batched_tokens,
+        max_num_seqs=_at_a_time(sampler),
+        max_num_batched_tokens=sampler.vllm.max_num_batched_tokens,
         chunk_tokens=sampler.chunk_tokens,
         max_images_per_prompt=sampler.max_images_per_prompt,
         max_videos_per_prompt=sampler.max_videos_per_prompt,
         max_audios_per_prompt=sampler.max_audios_per_prompt,
-        kv_cache_bytes=sampler.kv_cache_bytes,
-        memory_fraction=sampler.gpu_memory_fraction,
+        kv_cache_bytes=sampler.vllm.kv_cache_bytes,
+        memory_fraction=sampler.vllm.gpu_memory_fraction,
         sleep_level=config.resources.sleep_level if config.resources.colocated else 0,
         reports_load=config.concurrency.kind == "aimd" or (config.metrics.ray and config.resources.device == "cuda"),
         keeps_kv_cache=config.weight_sync.kv_cache == "keep",
-        block_size=sampler.block_size,
-        enforce_eager=sampler.enforce_eager,
+        block_size=sampler.vllm.block_size,
+        enforce_eager=sampler.vllm.enforce_eager,
         banned_ids=processor.media_token_ids,
         stop_ids=processor.eos_token_ids,
         pad_id=processor.pad_token_id,
@@ -63,6 +64,10 @@ def engine_settings(
     )
 
 
-def _siblings(config: RunConfig) -> int:
-    """Returns the default number of concurrent sequences: the siblings of one prompt; 0 leaves it to vLLM."""
-    return 0 if config.sampler.kind is SamplerKind.VLLM else config.algorithm.samples_per_prompt
+def _at_a_time(sampler: SamplerConfig) -> int:
+    """Returns how many sequences or images an engine samples at once; 0 leaves it to vLLM, or means all siblings."""
+    sizes: Mapping[str, int] = {
+        SamplerKind.FLOW: sampler.flow.batch_size,
+        SamplerKind.IMAGE_TOKENS: sampler.image_tokens.batch_size,
+    }
+    return sizes.get(sampler.kind, sampler.vllm.max_num_seqs)

@@ -34,13 +34,17 @@ NODE_MEMORY = re.compile(r"was ([\d.]+)GB used / ([\d.]+)GB limit")
 KILLED = re.compile(r"\(Actor\((\w+)\).*?pid=(\d+), actual memory used=([\d.]+)GB")
 NOISE = (":", "(raylet)")  # beginnings of lines in a worker's log that are Ray's own
 MEMORY_SETTINGS = {  # role -> settings that reduce the memory of its process, or of others on its node
-    "rollout": ("sampler.kv_cache_bytes", "sampler.max_num_seqs", "resources.rollout.num_workers"),
+    "rollout": ("sampler.vllm.kv_cache_bytes", "sampler.vllm.max_num_seqs", "resources.rollout.num_workers"),
     "learner": ("learner.tokens_per_microbatch", "learner.activation_checkpointing=blocks", "policy.lora.rank=16"),
-    "critic": ("learner.tokens_per_microbatch", "learner.activation_checkpointing=blocks", "sampler.kv_cache_bytes"),
-    "reference": ("reference.quantisation=int8", "resources.reference.num_workers", "sampler.kv_cache_bytes"),
-    "reward": ("rewards.processes", "resources.reward.num_workers", "sampler.kv_cache_bytes"),
+    "critic": (
+        "learner.tokens_per_microbatch",
+        "learner.activation_checkpointing=blocks",
+        "sampler.vllm.kv_cache_bytes",
+    ),
+    "reference": ("reference.quantisation=int8", "resources.reference.num_workers", "sampler.vllm.kv_cache_bytes"),
+    "reward": ("rewards.processes", "resources.reward.num_workers", "sampler.vllm.kv_cache_bytes"),
 }
-OTHER_SETTINGS = ("sampler.kv_cache_bytes", "learner.tokens_per_microbatch", "resources.rollout.num_workers")
+OTHER_SETTINGS = ("sampler.vllm.kv_cache_bytes", "learner.tokens_per_microbatch", "resources.rollout.num_workers")
 
 
 def actor_death(error: RayError, what: str, actor_id: str | None = None) -> WorkerDiedError:

@@ -18,13 +18,13 @@ def _lengths_fit(config: RunConfig) -> str | None:
 
 
 def _batch_holds_sequences(config: RunConfig) -> str | None:
-    sampler = config.sampler
-    if sampler.max_num_batched_tokens >= sampler.max_num_seqs:
+    vllm = config.sampler.vllm
+    if vllm.max_num_batched_tokens >= vllm.max_num_seqs:
         return None
     return (
-        f"sampler.max_num_batched_tokens={sampler.max_num_batched_tokens} is less than "
-        f"sampler.max_num_seqs={sampler.max_num_seqs}: each sequence takes a token a step, "
-        f"so set sampler.max_num_batched_tokens to {sampler.max_num_seqs} or more"
+        f"sampler.vllm.max_num_batched_tokens={vllm.max_num_batched_tokens} is less than sampler.vllm.max_num_seqs="
+        f"{vllm.max_num_seqs}: each sequence takes a token a step, so set sampler.vllm.max_num_batched_tokens to "
+        f"{vllm.max_num_seqs} or more"
     )
 
 
@@ -40,14 +40,14 @@ def _engine_reports_what_it_keeps(config: RunConfig) -> str | None:
 
 
 def _engine_sizes_follow_from_a_gpu(config: RunConfig) -> str | None:
-    sampler = config.sampler
-    if config.resources.device == "cuda" or sampler.kind is not SamplerKind.VLLM:
+    sampler, device = config.sampler, config.resources.device
+    if device == "cuda" or sampler.kind is not SamplerKind.VLLM:
         return None
     for key, value in (("kv_cache_bytes", 268435456), ("max_num_seqs", 64)):
-        if getattr(sampler, key) == 0:
+        if getattr(sampler.vllm, key) == 0:
             return (
-                f"sampler.{key}=0 follows from the memory of a GPU, and resources.device={config.resources.device}: "
-                f"set sampler.{key}={value} or another number"
+                f"sampler.vllm.{key}=0 follows from the memory of a GPU, and resources.device={device}: set "
+                f"sampler.vllm.{key}={value} or another number"
             )
     return None
 
@@ -61,22 +61,15 @@ def _stop_strings_have_a_text(config: RunConfig) -> str | None:
     )
 
 
-def _videos_have_an_engine(config: RunConfig) -> str | None:
-    if config.sampler.max_videos_per_prompt == 0 or config.sampler.kind is SamplerKind.VLLM:
-        return None
-    return (
-        f"sampler.kind={config.sampler.kind} samples no prompts with videos, and sampler.max_videos_per_prompt="
-        f"{config.sampler.max_videos_per_prompt} asks for them: use sampler=vllm, or set it to 0"
-    )
-
-
-def _sounds_have_an_engine(config: RunConfig) -> str | None:
-    if config.sampler.max_audios_per_prompt == 0 or config.sampler.kind is SamplerKind.VLLM:
-        return None
-    return (
-        f"sampler.kind={config.sampler.kind} samples no prompts with sounds, and sampler.max_audios_per_prompt="
-        f"{config.sampler.max_audios_per_prompt} asks for them: use sampler=vllm, or set it to 0"
-    )
+def _media_have_an_engine(config: RunConfig) -> str | None:
+    sampler = config.sampler
+    for noun, number in (("videos", sampler.max_videos_per_prompt), ("audios", sampler.max_audios_per_prompt)):
+        if number > 0 and sampler.kind is not SamplerKind.VLLM:
+            return (
+                f"sampler.kind={sampler.kind} samples no prompts with {noun}, and sampler.max_{noun}_per_prompt="
+                f"{number} asks for them: use sampler=vllm, or set it to 0"
+            )
+    return None
 
 
 def _adapters_have_a_place(config: RunConfig) -> str | None:
@@ -163,8 +156,7 @@ RULES = (
     _engine_reports_what_it_keeps,
     _engine_sizes_follow_from_a_gpu,
     _stop_strings_have_a_text,
-    _videos_have_an_engine,
-    _sounds_have_an_engine,
+    _media_have_an_engine,
     _adapters_have_a_place,
     _attention_fits_device,
     _reference_has_a_scorer,

@@ -6,7 +6,9 @@ They are pydantic's, or where it is not installed those of `mobula.configs.unval
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any
+from collections.abc import Iterator, Mapping
+from enum import Enum
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 try:
     from pydantic import (
@@ -47,7 +49,11 @@ __all__ = [
     "Section",
     "UserCode",
     "defaults",
+    "kinds",
     "model_validator",
+    "section_below",
+    "unread",
+    "without_unread",
 ]
 
 
@@ -83,6 +89,71 @@ def defaults(section: type[Section]) -> dict[str, Any]:
         elif isinstance(info.annotation, type) and issubclass(info.annotation, Section):
             values[name] = defaults(info.annotation)
     return json.loads(json.dumps(values, default=lambda v: v.model_dump() if isinstance(v, Section) else str(v)))
+
+
+ITEM = "INDEX"
+"""Stands for a position in a list, e.g. `rewards.components.INDEX.weight`."""
+ENTRY = "NAME"
+"""Stands for a name that the user chooses, e.g. `rewards.recipes.NAME.weights`."""
+
+
+def section_below(annotation: Any) -> tuple[type[Section] | None, str]:
+    """The section that a field holds, and the path from the field to the section's own keys."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return annotation, ""
+    containers = {tuple: (0, f"{ITEM}."), dict: (1, f"{ENTRY}.")}
+    if get_origin(annotation) in containers:
+        position, path = containers[get_origin(annotation)]
+        item = get_args(annotation)[position]
+        if isinstance(item, type) and issubclass(item, Section):
+            return item, path
+    return None, ""
+
+
+def _values(annotation: Any) -> frozenset[str]:
+    """The names that a key takes."""
+    if get_origin(annotation) is Literal:
+        return frozenset(map(str, get_args(annotation)))
+    if isinstance(annotation, type) and issubclass(annotation, Enum):
+        return frozenset(member.value for member in annotation)
+    return frozenset(name for part in get_args(annotation) for name in _values(part))
+
+
+def kinds(section: type[Section]) -> dict[str, str]:
+    """Sub-section -> the key beside it that takes the name of the sub-section as a value. The sub-section is read where
+    the key has this value, or is code of the user."""
+    fields = section.model_fields
+    below = [name for name, info in fields.items() if section_below(info.annotation)[0] is not None]
+    return {name: key for name in below for key, info in fields.items() if name in _values(info.annotation)}
+
+
+def unread(section: type[Section], values: Mapping[str, Any], start: str = "") -> Iterator[tuple[str, str, str]]:
+    """Dotted name of each sub-section in `values` that is not read, dotted name of the key beside it, and its value."""
+    keys = kinds(section)
+    for name, info in section.model_fields.items():
+        below, path = section_below(info.annotation)
+        held, key = values.get(name), keys.get(name, "")
+        if below is None or not isinstance(held, Mapping):
+            continue
+        chosen = values.get(key, name)
+        if isinstance(chosen, str) and chosen != name and chosen in _values(section.model_fields[key].annotation):
+            yield f"{start}{name}", f"{start}{key}", chosen
+            continue
+        for entry, part in ({"": held} if not path else {f"{entry}.": part for entry, part in held.items()}).items():
+            if isinstance(part, Mapping):
+                yield from unread(below, part, f"{start}{name}.{entry}")
+
+
+def without_unread(section: type[Section], values: Mapping[str, Any]) -> dict[str, Any]:
+    """`values` without the sub-sections that are not read."""
+
+    def kept(part: Any, start: str) -> Any:
+        if not isinstance(part, Mapping):
+            return part
+        return {key: kept(value, f"{start}{key}.") for key, value in part.items() if f"{start}{key}" not in dropped}
+
+    dropped = {name for name, *_ in unread(section, values)}
+    return kept(values, "")
 
 
 class ByDtype(Section):

@@ -77,8 +77,28 @@ class SamplerKind(StrEnum):
     IMAGE_TOKENS = "image_tokens"
 
 
+class VLLMConfig(Section):
+    """Sizes of an engine of vLLM."""
+
+    max_num_seqs: Annotated[int, Field(ge=0)] = 128
+    """Sequences that one engine decodes at a time. 0, on GPUs: as many of the longest length as its KV cache holds, at
+    most the responses that the run asks of it at a time."""
+    max_num_batched_tokens: PositiveInt = 4096
+    """Tokens that one engine step processes at most."""
+    kv_cache_bytes: Annotated[int, Field(ge=0)] = 256 * 2**20
+    """KV cache of one engine, on each of its GPUs. 0, on GPUs: what the plan of the run leaves free there, as `mobula
+    plan` shows it."""
+    gpu_memory_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share of a GPU's memory that an engine takes, and that must be free when it starts. 0: what the plan books
+    for the engine, as a share of the GPU."""
+    enforce_eager: bool = True
+    """Skip graph capture and compilation."""
+    block_size: PositiveInt = 32
+    """Tokens in one KV cache block."""
+
+
 class FlowConfig(Section):
-    """How a flow model denoises images (`sampler.kind=flow`). Learner and sampler compute the same steps."""
+    """How a flow model denoises images. Learner and sampler compute the same steps."""
 
     height: PositiveInt = 512
     """Height of an image or frame, in pixels."""
@@ -117,13 +137,17 @@ class FlowConfig(Section):
     """Weight versions between two moves of a `progressive` window."""
     latents: Literal["float32", "float16", "bfloat16"] = "float32"
     """The type that latents are rounded to before they are scored, and in which they travel."""
+    batch_size: Annotated[int, Field(ge=0)] = 0
+    """Images of a prompt that one sampler makes at a time; 0 makes all siblings."""
     divergence: Literal["exact", "per_time"] = "per_time"
     """The KL divergence of a step: of its two Gaussians, or divided by the length of the step as in Flow-GRPO."""
 
 
 class ImageTokensConfig(Section):
-    """How a model draws an image token by token (`sampler.kind=image_tokens`)."""
+    """How a model draws an image token by token."""
 
+    batch_size: Annotated[int, Field(ge=0)] = 0
+    """Images of a prompt that one sampler makes at a time; 0 makes all siblings."""
     guidance: Annotated[float, Field(ge=1)] = 5.0
     """Scale of classifier-free guidance on the logits, in the sampler and in the learner; 1 for none."""
 
@@ -161,24 +185,11 @@ class SamplerConfig(Section):
     """Most videos in one prompt; 0 refuses rows with videos, and engines reserve no memory for them."""
     max_audios_per_prompt: Annotated[int, Field(ge=0)] = 0
     """Most audio clips in one prompt; 0 refuses rows with audio, and engines reserve no memory for it."""
-    max_num_seqs: Annotated[int, Field(ge=0)] = 128
-    """Sequences that one engine decodes at a time. 0, with vLLM on GPUs: as many of the longest length as its KV cache
-    holds, at most the responses that the run asks of it at a time; with other samplers: the siblings of a prompt."""
-    max_num_batched_tokens: PositiveInt = 4096
-    """Tokens that one engine step processes at most."""
     chunk_tokens: PositiveInt = 64
     """A rollout actor reports a response each time it has grown by this many tokens; if the actor dies, fewer are lost.
     """
-    kv_cache_bytes: Annotated[int, Field(ge=0)] = 256 * 2**20
-    """KV cache of one engine, on each of its GPUs. 0, on GPUs: what the plan of the run leaves free there, as `mobula
-    plan` shows it."""
-    gpu_memory_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Share of a GPU's memory that a vLLM engine takes, and that must be free when it starts. 0: what the plan books
-    for the engine, as a share of the GPU."""
-    enforce_eager: bool = True
-    """Skip graph capture and compilation."""
-    block_size: PositiveInt = 32
-    """Tokens in one KV cache block."""
+    vllm: VLLMConfig = VLLMConfig()
+    """An engine of vLLM."""
     flow: FlowConfig = FlowConfig()
     """Images of a flow model."""
     image_tokens: ImageTokensConfig = ImageTokensConfig()

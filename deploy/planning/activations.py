@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from mobula.cluster.weight_sync.manifest import DTYPE_BYTES
-from mobula.configs.schema import RunConfig
+from mobula.configs.schema import RunConfig, SamplerKind
 from mobula.learner.policies.shapes import ModelShape, TowerShape
 
 FLOAT32 = 4
@@ -109,14 +109,17 @@ def logits_bytes(config: RunConfig, shape: ModelShape, targets: int) -> int:
 def engine_bytes(config: RunConfig, shape: ModelShape) -> int:
     """Bytes of one engine step beside weights and KV cache: the widest block, and sampling in float32."""
     value = DTYPE_BYTES[config.resources.dtype]
-    tokens = config.sampler.max_num_batched_tokens
+    sampler, siblings = config.sampler, config.algorithm.samples_per_prompt
+    is_vllm = sampler.kind is SamplerKind.VLLM
+    tokens = sampler.vllm.max_num_batched_tokens if is_vllm else siblings * config.data.max_prompt_tokens
+    num_seqs = sampler.vllm.max_num_seqs if is_vllm else siblings
     text = shape.text
     widest = tokens * (3 * text.hidden + text.attention_width + 3 * text.intermediate) * value
     if shape.vision is not None:
         vision = shape.vision
         patches = media_patches(config, shape)
         widest = max(widest, patches * (3 * vision.hidden + vision.attention_width + 3 * vision.intermediate) * value)
-    return widest + config.sampler.max_num_seqs * shape.vocab * HEAD_COPIES * FLOAT32
+    return widest + num_seqs * shape.vocab * HEAD_COPIES * FLOAT32
 
 
 def _text_block(shape: ModelShape, dtype: str, is_autocast: bool) -> int:

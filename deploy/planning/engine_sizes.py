@@ -40,8 +40,8 @@ def engine_sizes(
     if sized.resources.device == "cpu" or sized.sampler.kind is not SamplerKind.VLLM:
         return None
     memory = max(sum(parts.values()) - parts[CONTEXT] for parts in engine.device.values())
-    measures = config.sampler.kv_cache_bytes == 0 and not _shares_a_gpu(placement)
-    return EngineSizes(0 if measures else sized.sampler.kv_cache_bytes, sized.sampler.max_num_seqs, memory)
+    measures = config.sampler.vllm.kv_cache_bytes == 0 and not _shares_a_gpu(placement)
+    return EngineSizes(0 if measures else sized.sampler.vllm.kv_cache_bytes, sized.sampler.vllm.max_num_seqs, memory)
 
 
 def _shares_a_gpu(placement: PlacementPlan) -> bool:
@@ -53,7 +53,7 @@ def _shares_a_gpu(placement: PlacementPlan) -> bool:
 def with_engine_sizes(
     config: RunConfig, shape: ModelShape, placement: PlacementPlan, nodes: Sequence[PlannedNode]
 ) -> RunConfig:
-    """The configuration with numbers for `sampler.kv_cache_bytes` and `sampler.max_num_seqs` where they are 0.
+    """The configuration with numbers for `kv_cache_bytes` and `max_num_seqs` of `sampler.vllm` where they are 0.
 
     The KV cache takes what every engine's GPUs have left in all phases in which it is there, less the logits of its
     sequences. It holds at least the siblings of one prompt at the longest length, even where they do not fit: the plan
@@ -62,16 +62,16 @@ def with_engine_sizes(
     Raises:
         PreflightError: the memory of a GPU is not known.
     """
-    sampler = config.sampler
-    is_sized = sampler.kv_cache_bytes > 0 and sampler.max_num_seqs > 0
+    sampler, vllm = config.sampler, config.sampler.vllm
+    is_sized = vllm.kv_cache_bytes > 0 and vllm.max_num_seqs > 0
     if is_sized or sampler.kind is not SamplerKind.VLLM or not placement.of_role("rollout"):
         return config
     sequence = sequence_bytes(config, shape, sampler.max_model_len)
     logits = shape.vocab * HEAD_COPIES * FLOAT32
-    if sampler.kv_cache_bytes:
-        return _with(config, sampler.kv_cache_bytes, _bounded(config, sampler.kv_cache_bytes // sequence))
+    if vllm.kv_cache_bytes:
+        return _with(config, vllm.kv_cache_bytes, _bounded(config, vllm.kv_cache_bytes // sequence))
     room = _room(_with(config, 0, 0), shape, placement, nodes)
-    num_seqs = sampler.max_num_seqs or _bounded(config, room // (sequence + logits))
+    num_seqs = vllm.max_num_seqs or _bounded(config, room // (sequence + logits))
     least = config.algorithm.samples_per_prompt * sequence
     return _with(config, max(least, (room - num_seqs * logits) // MIB * MIB), num_seqs)
 
@@ -81,7 +81,7 @@ def _bounded(config: RunConfig, num_seqs: int) -> int:
     more than one step processes tokens."""
     algorithm, siblings = config.algorithm, config.algorithm.samples_per_prompt
     groups = ceil(algorithm.max_concurrent_groups / config.resources.rollout.num_workers)
-    most = min(groups * siblings, config.sampler.max_num_batched_tokens)
+    most = min(groups * siblings, config.sampler.vllm.max_num_batched_tokens)
     return max(1, min(most, max(siblings, num_seqs)))
 
 
@@ -95,14 +95,14 @@ def _room(bare: RunConfig, shape: ModelShape, placement: PlacementPlan, nodes: S
         size = gpu_bytes[node_id]
         if size is None:
             raise PreflightError(
-                f"sampler.kv_cache_bytes={bare.sampler.kv_cache_bytes} follows from the memory of the GPUs of node "
-                f"{node_id}, which is not known: set sampler.kv_cache_bytes and sampler.max_num_seqs"
+                f"sampler.vllm.kv_cache_bytes={bare.sampler.vllm.kv_cache_bytes} follows from the memory of the GPUs "
+                f"of node {node_id}, which is not known: set it and sampler.vllm.max_num_seqs"
             )
         here = [memory[w.role] for w in placement.workers if w.node_id == node_id and gpu in w.gpus]
         usable = int(USABLE * size)
-        if bare.sampler.gpu_memory_fraction:
+        if bare.sampler.vllm.gpu_memory_fraction:
             own = memory["rollout"]
-            rooms.append(int(bare.sampler.gpu_memory_fraction * size) - own.peak + own.context)
+            rooms.append(int(bare.sampler.vllm.gpu_memory_fraction * size) - own.peak + own.context)
         rooms.append(usable - _peak_with_cache(here, memory["rollout"], size))
     return min(rooms)
 
@@ -117,4 +117,5 @@ def _peak_with_cache(workers: Sequence[WorkerMemory], engine: WorkerMemory, gpu_
 
 def _with(config: RunConfig, kv_cache_bytes: int, num_seqs: int) -> RunConfig:
     sizes: Mapping[str, int] = {"kv_cache_bytes": kv_cache_bytes, "max_num_seqs": num_seqs}
-    return config.model_copy(update={"sampler": config.sampler.model_copy(update=sizes)})
+    vllm = config.sampler.vllm.model_copy(update=sizes)
+    return config.model_copy(update={"sampler": config.sampler.model_copy(update={"vllm": vllm})})

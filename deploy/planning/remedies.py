@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from mobula.cluster.errors import PreflightError
 from mobula.configs.groups import groups, merge, own_values
 from mobula.configs.rules import checked
-from mobula.configs.schema import ResourcesConfig, RunConfig
+from mobula.configs.schema import ResourcesConfig, RunConfig, SamplerKind
 from mobula.deploy.planning.activations import checkpointing
 from mobula.deploy.planning.clusters import PlannedNode
 from mobula.deploy.planning.fit import plan_memory
@@ -95,9 +95,8 @@ def _settings(config: RunConfig, shape: ModelShape, nodes: Sequence[PlannedNode]
     if tokens < longest < learner.tokens_per_microbatch:
         yield {"learner.tokens_per_microbatch": longest}
     least = LEAST_SEQUENCES * sequence_bytes(config, shape, config.sampler.max_model_len)
-    for share in (2, 4, 8):
-        if config.sampler.kv_cache_bytes // share >= least:
-            yield {"sampler.kv_cache_bytes": config.sampler.kv_cache_bytes // share}
+    shares = (config.sampler.vllm.kv_cache_bytes // n for n in (2, 4, 8) if config.sampler.kind is SamplerKind.VLLM)
+    yield from ({"sampler.vllm.kv_cache_bytes": share} for share in shares if share >= least)
     if learner.backend == "deepspeed" and learner.zero_stage == 2:
         yield {"learner.zero_stage": 3}
     if resources.reference.num_gpus < 1 and config.needs_reference:

@@ -277,12 +277,12 @@ def _moments(config: RunConfig, trained: list[TensorSpec]) -> int:
 
 
 def _engine(config: RunConfig, shape: ModelShape) -> WorkerMemory:
-    """On each of its GPUs: a part of the weights, and a KV cache of `sampler.kv_cache_bytes`."""
+    """On each of its GPUs: a part of the weights, and a KV cache of `sampler.vllm.kv_cache_bytes`."""
     num_ranks = config.resources.rollout.tensor_parallel
     whole = DTYPE_BYTES[config.resources.dtype] * shape.num_parameters
     weights = ceil(whole / num_ranks)
     awake = {"weights": weights, KV_CACHE: _kv_cache(config, shape), "activations": engine_bytes(config, shape)}
-    if config.resources.device == "cuda" and not config.sampler.enforce_eager:
+    if config.resources.device == "cuda" and not config.sampler.vllm.enforce_eager:
         awake["graphs"] = CUDA_GRAPHS
     buckets = min(config.weight_sync.max_senders, config.resources.learner.num_workers) * _staging(config, shape)
     sync = {**awake, "sync": buckets}
@@ -296,7 +296,7 @@ def _engine(config: RunConfig, shape: ModelShape) -> WorkerMemory:
 
 def _kv_cache(config: RunConfig, shape: ModelShape) -> int:
     if config.sampler.kind is SamplerKind.VLLM:
-        return config.sampler.kv_cache_bytes
+        return config.sampler.vllm.kv_cache_bytes
     layers = shape.cache.num_full + shape.cache.num_windowed
     token = layers * shape.cache.width * DTYPE_BYTES[config.resources.dtype]
     return config.algorithm.samples_per_prompt * config.sampler.max_model_len * token

@@ -177,7 +177,7 @@ def engine_environment(config: RunConfig, worker: PlacedWorker) -> dict[str, str
         return {}
     cores = ",".join(str(core) for core in worker.cores)
     binding = {BOUND_THREADS: cores} if cores else {}
-    eager = {"TORCH_COMPILE_DISABLE": "1"} if config.sampler.enforce_eager else {}
+    eager = {"TORCH_COMPILE_DISABLE": "1"} if config.sampler.vllm.enforce_eager else {}
     return {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_CI_ENV": "1", **eager, **binding}
 
 

@@ -139,7 +139,7 @@ async def test_the_load_is_that_of_the_requests_under_way(engine: Engine) -> Non
     if engine.kind == "huggingface":
         assert max(load.num_running for load in seen) == 1
         return
-    assert max(load.num_running for load in seen) == engine.model.config.sampler.max_num_seqs == 64
+    assert max(load.num_running for load in seen) == engine.model.config.sampler.vllm.max_num_seqs == 64
     assert max(load.kv_usage for load in seen) > idle.kv_usage >= 0
     assert idle.num_preemptions == 0, "its KV cache holds them all"
 

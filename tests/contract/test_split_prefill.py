@@ -17,10 +17,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 NUM_TOKENS = 60
 BUDGET = 16  # tokens a step: a prompt of the model's takes two or three steps
 TIGHT = (
-    f"sampler.max_num_batched_tokens={BUDGET}",
-    f"sampler.max_num_seqs={BUDGET}",
+    f"sampler.vllm.max_num_batched_tokens={BUDGET}",
+    f"sampler.vllm.max_num_seqs={BUDGET}",
     "sampler.max_model_len=256",
-    "sampler.kv_cache_bytes=393216",
+    "sampler.vllm.kv_cache_bytes=393216",
     "concurrency.kind=aimd",  # its load is reported, preemptions included
 )
 

@@ -152,7 +152,7 @@ async def pushed_within(
     sync = weight_sync(engine, LocalSender(learner), canary_interval=0)
     weights, beside = {0: copied(learner)}, []
     prompt = engine.model.prompts[2]  # long enough to fill a block of KV, which later requests would share
-    assert prompt.num_tokens > engine.model.config.sampler.block_size
+    assert prompt.num_tokens > engine.model.config.sampler.vllm.block_size
     running = asyncio.ensure_future(engine.sample(prompt, num_samples=16, max_tokens=400))
     while not running.done() and len(weights) < 8:
         version = len(weights)

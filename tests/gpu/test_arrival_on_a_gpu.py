@@ -25,8 +25,8 @@ pytestmark = [
 ]
 WORDS = (
     "resources=gpu_1",
-    "sampler.kv_cache_bytes=1073741824",
-    "sampler.enforce_eager=true",
+    "sampler.vllm.kv_cache_bytes=1073741824",
+    "sampler.vllm.enforce_eager=true",
     "weight_sync.bucket_bytes=1048576",
 )
 MATRIX, BIAS = "model.layers.0.mlp.up_proj.weight", "model.layers.1.self_attn.k_proj.bias"

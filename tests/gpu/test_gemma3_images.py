@@ -31,8 +31,8 @@ async def test_engine_and_learner_agree_on_text_one_and_two_images(local_ray: st
         "resources=gpu_1",
         "learner.packing=false",
         "resources.dtype=float32",
-        "sampler.kv_cache_bytes=1073741824",
-        "sampler.gpu_memory_fraction=0.3",
+        "sampler.vllm.kv_cache_bytes=1073741824",
+        "sampler.vllm.gpu_memory_fraction=0.3",
     )
     model = open_model(tmp_path / "model", *words, "weight_sync.bucket_bytes=1048576")
     assert model.prepared.processor.takes_images

@@ -34,7 +34,7 @@ async def test_an_engine_that_slept_computes_with_the_weights_of_the_next_push(
 ) -> None:
     write_tiny_qwen2_5_vl(tmp_path / "model", seed=0)
     words = ("resources=one_gpu_colocated", f"resources.sleep_level={level}", "resources.dtype=float32")
-    model = open_model(tmp_path / "model", *words, f"sampler.kv_cache_bytes={KV_BYTES}")
+    model = open_model(tmp_path / "model", *words, f"sampler.vllm.kv_cache_bytes={KV_BYTES}")
     engine = await asyncio.to_thread(start_actor, model, "vllm", 0)
     await engine.client.start()
     learner = new_learner(model)

@@ -136,7 +136,10 @@ def test_workers_that_rays_memory_monitor_ends_cost_nothing_but_time(tmp_path: P
     assert [sorted(step) for step in result["trained"]] == [sorted(step) for step in expected(result["version"])]
     causes = {fault.worker: fault.cause for fault in read_faults(tmp_path / FAULTS_FILE)}
     assert {"the learner", "rollout/0", "rollout/1"} <= causes.keys()
-    for worker, setting in (("the learner", "learner.tokens_per_microbatch"), ("rollout/0", "sampler.kv_cache_bytes")):
+    for worker, setting in (
+        ("the learner", "learner.tokens_per_microbatch"),
+        ("rollout/0", "sampler.vllm.kv_cache_bytes"),
+    ):
         assert re.search(r"Ray ended its process \d+, which used [\d.]+ GB, because its node is out of", causes[worker])
         assert setting in causes[worker]
 

@@ -161,12 +161,14 @@ def dropped(tensors: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
     return tensors[:3] + tensors[4:]
 
 
+VLLM_SIZES = ("sampler.vllm.kv_cache_bytes=134217728", "sampler.vllm.max_num_seqs=64")
+
+
 def open_model(folder: Path, *overrides: str) -> Model:
     """The model of a checkpoint folder; its images are written beside it."""
     own = (
         f"sampler.temperature={TEMPERATURE}",
-        "sampler.kv_cache_bytes=134217728",
-        "sampler.max_num_seqs=64",
+        *(() if "sampler=huggingface" in overrides else VLLM_SIZES),
         f"sampler.chunk_tokens={CHUNK_TOKENS}",
         "data.max_prompt_tokens=128",
         "weight_sync.bucket_bytes=1048576",

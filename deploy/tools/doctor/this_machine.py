@@ -90,13 +90,13 @@ def check_placement(config: RunConfig, machine: Machine) -> Finding:
 
 def check_memory(config: RunConfig, machine: Machine) -> Finding:
     """Object store, engine caches and media cache must be there at once; weights come on top."""
-    caches = config.sampler.kv_cache_bytes * config.resources.rollout.num_workers
+    caches = config.sampler.vllm.kv_cache_bytes * config.resources.rollout.num_workers
     wanted = config.resources.object_store_bytes + config.data.media_cache_bytes
-    wanted += caches if config.resources.device == "cpu" else 0
+    wanted += caches if config.resources.device == "cpu" and config.sampler.kind is SamplerKind.VLLM else 0
     detail = f"{machine.available_memory_bytes / GIB:.1f} GiB available, {wanted / GIB:.1f} GiB set aside by the config"
     if machine.available_memory_bytes >= wanted:
         return Finding("Memory", Verdict.OK, detail)
-    action = "lower resources.object_store_bytes, sampler.kv_cache_bytes or resources.rollout.num_workers"
+    action = "lower resources.object_store_bytes, sampler.vllm.kv_cache_bytes or resources.rollout.num_workers"
     return Finding("Memory", Verdict.MISSING, detail, action)
 
 

@@ -25,7 +25,7 @@ WORDS = (
     "evaluation.num_prompts=16",
     "algorithm.prompts_per_step=4",
     "algorithm.max_concurrent_groups=8",
-    "sampler.kv_cache_bytes=1073741824",
+    "sampler.vllm.kv_cache_bytes=1073741824",
     "weight_sync.canary_interval=1",
     "metrics.progress=false",
 )

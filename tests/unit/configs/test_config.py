@@ -94,7 +94,7 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["sampler.top_k=-1"], ["sampler.top_k got -1", "at least 0"]),
     (["sampler.stop_strings=['']"], ["sampler.stop_strings", "leave it out"]),
     (["sampler.max_tokens=1000"], ["1064", "set sampler.max_model_len=1064"]),
-    (["sampler.max_num_batched_tokens=64"], ["sampler.max_num_batched_tokens=64", "128 or more"]),
+    (["sampler.vllm.max_num_batched_tokens=64"], ["sampler.vllm.max_num_batched_tokens=64", "128 or more"]),
     (
         ["resources=one_gpu_colocated", "policy.lora.rank=8", "weight_sync.payload=adapters"],
         ["resources.sleep_level=2 discards", "set resources.sleep_level=1 or weight_sync.payload=weights"],
@@ -319,6 +319,8 @@ NEEDS: dict[str, list[str]] = {
     "algorithm=distill": ["algorithm.distillation.teacher=some/model"],
     "algorithm=grpo_guard": ["experiment=glyphs_grpo"],
     "algorithm=diffusion_nft": ["experiment=glyphs_nft"],
+    "algorithm=dance_grpo": ["experiment=glyphs_grpo"],
+    "algorithm=flow_grpo_wan": ["experiment=glyphs_grpo"],
     "experiment=sd3_5_ocr_grpo": ["data.path=some/folder"],
     "experiment=own": ["policy.model=some/model", "data.path=some/folder"],
     "experiment=sft": ["policy.model=some/model", "data.path=some/folder"],
@@ -528,7 +530,8 @@ def test_what_is_named_on_the_command_line_wins_over_the_experiment(order: int) 
 def test_a_preset_on_the_command_line_wins_over_the_experiment_with_all_that_it_builds_on() -> None:
     named = ["experiment=own", "policy.model=m", "data.path=d"]
     own, gpu_2, gpu_1 = (load_config([*named, *more]) for more in ([], ["resources=gpu_2"], ["resources=gpu_1"]))
-    assert own.sampler.kv_cache_bytes > gpu_2.sampler.kv_cache_bytes == gpu_1.sampler.kv_cache_bytes == 0, "of the GPU"
+    sizes = [config.sampler.vllm.kv_cache_bytes for config in (own, gpu_2, gpu_1)]
+    assert sizes == [2**30, 0, 0], "of the GPU"
     assert (gpu_1.name, gpu_1.learner.warmup_steps) == ("own", own.learner.warmup_steps)
 
 
@@ -538,7 +541,7 @@ def test_own_has_lengths_and_passes_that_fit_the_device() -> None:
     assert (cpu.sampler.max_tokens, cpu.sampler.max_model_len, cpu.learner.tokens_per_microbatch) == (256, 1280, 2048)
     assert (gpu.sampler.max_tokens, gpu.sampler.max_model_len, gpu.learner.tokens_per_microbatch) == (1024, 3072, 8192)
     without = [f"resources.{role}.num_gpus=0" for role in ("rollout", "learner", "reference")]
-    sizes = ["sampler.kv_cache_bytes=268435456", "sampler.max_num_seqs=16"]
+    sizes = ["sampler.vllm.kv_cache_bytes=268435456", "sampler.vllm.max_num_seqs=16"]
     on_cpu = load_config([*named, "resources=gpu_1", "resources.device=cpu", *without, *sizes])
     assert on_cpu.sampler.max_tokens == 256, "the word is computed with"
     assert load_config([*named, "sampler.max_tokens=200"]).sampler.max_tokens == 200
@@ -630,7 +633,7 @@ def test_a_clip_that_rounding_of_bfloat16_exceeds_is_around_the_learners_own_pol
 def test_gpu_presets_bring_their_engine_settings_with_them() -> None:
     laptop, gpus = load_config(["experiment=digits"]), load_config(["experiment=digits", "resources=node_8gpu"])
     assert (gpus.resources.transport, gpus.resources.dtype) == ("nccl", "bfloat16")
-    assert gpus.sampler.kv_cache_bytes == gpus.sampler.max_num_seqs == 0 < laptop.sampler.kv_cache_bytes
+    assert gpus.sampler.vllm.kv_cache_bytes == gpus.sampler.vllm.max_num_seqs == 0 < laptop.sampler.vllm.kv_cache_bytes
     assert gpus.weight_sync.bucket_bytes > laptop.weight_sync.bucket_bytes
     assert sum(role.num_workers * role.num_gpus for role in gpus.resources.roles.values()) == 8
 

@@ -242,7 +242,7 @@ def test_init_model_names_an_unwritable_folder(tmp_path: Path) -> None:
         (doctor.check_placement(load_config(["experiment=digits", "resources=gpu_2"]), GOOD), Verdict.MISSING),
         (doctor.check_memory(load_config(["experiment=digits"]), GOOD), Verdict.OK),
         (
-            doctor.check_memory(load_config(["experiment=digits", "sampler.kv_cache_bytes=99999999999"]), GOOD),
+            doctor.check_memory(load_config(["experiment=digits", "sampler.vllm.kv_cache_bytes=99999999999"]), GOOD),
             Verdict.MISSING,
         ),
         (doctor.check_shared_memory(load_config(["experiment=digits"]), GOOD), Verdict.OK),

@@ -69,7 +69,7 @@ async def test_greedy_images_are_those_of_transformers(tmp_path: Path, guidance:
 
 async def test_a_sibling_does_not_depend_on_how_many_are_drawn_side_by_side(tmp_path: Path) -> None:
     whole = await FlowRun(janus_config(tmp_path)).start()
-    parts = await FlowRun(janus_config(tmp_path, "sampler.max_num_seqs=3")).start()
+    parts = await FlowRun(janus_config(tmp_path, "sampler.image_tokens.batch_size=3")).start()
     prompts = whole.prompts(1)
     [one], [other] = await whole.groups(prompts, 1), await parts.groups(prompts, 1)
     tokens = [t.actions.token_ids.tolist() for t in one.trajectories]

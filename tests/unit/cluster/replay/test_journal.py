@@ -124,7 +124,7 @@ def test_a_journal_of_other_settings_is_left_out_and_what_changed_is_named(
 
 
 def test_what_changes_the_speed_alone_does_not_change_the_identity() -> None:
-    same = ["learner.tokens_per_microbatch=64", "sampler.kv_cache_bytes=1000000", "resources.rollout.num_workers=1"]
+    same = ["learner.tokens_per_microbatch=64", "sampler.vllm.kv_cache_bytes=999999", "resources.rollout.num_workers=1"]
     assert journal_identity(load_config(["experiment=digits", *same])) == journal_identity(
         load_config(["experiment=digits"])
     )

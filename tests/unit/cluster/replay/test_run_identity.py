@@ -39,7 +39,7 @@ def test_the_number_of_ranks_is_part_of_it_with_deepspeed_alone() -> None:
 
 def test_a_setting_that_changes_how_the_run_learns_is_named_and_one_of_speed_is_not() -> None:
     before = config().model_dump(mode="json")
-    words = ["learner.learning_rate=0.5", "algorithm.kl.coef=0.25", "sampler.kv_cache_bytes=1000000", "num_steps=7"]
+    words = ["learner.learning_rate=0.5", "algorithm.kl.coef=0.25", "sampler.vllm.enforce_eager=false", "num_steps=7"]
     found = changed_settings(before, config(*words))
     assert set(found) == {"learner.learning_rate", "algorithm.kl.coef", "num_steps"}
     assert found["algorithm.kl.coef"][1] == 0.25

@@ -111,7 +111,7 @@ def test_the_cache_takes_what_the_plan_leaves() -> None:
     assert large.engine.kv_cache_bytes > small.engine.kv_cache_bytes > 0
     gpu = next(demand for demand in large.demands if demand.place == "GPU 0")
     assert 0.94 * 80e9 < gpu.num_bytes <= USABLE * 80e9, "nothing is left over, and no more is taken"
-    fixed = config(*words, "sampler.kv_cache_bytes=4294967296", "sampler.max_num_seqs=7")
+    fixed = config(*words, "sampler.vllm.kv_cache_bytes=4294967296", "sampler.vllm.max_num_seqs=7")
     engine = plan_memory(fixed, shape, described_nodes("1x1x80GB")).engine
     assert engine is not None and (engine.kv_cache_bytes, engine.num_seqs) == (4 * GIB, 7)
 
@@ -133,13 +133,13 @@ def test_an_engine_with_gpus_to_itself_lets_vllm_measure_its_step() -> None:
     shape, nodes = MODELS["Qwen2.5-VL 3B"], described_nodes("1x2x141GB")
     alone = plan_memory(config("resources=two_gpu"), shape, nodes).engine
     assert alone is not None and (alone.kv_cache_bytes, alone.memory_bytes > 100e9) == (0, True)
-    fixed = plan_memory(config("resources=two_gpu", "sampler.kv_cache_bytes=4294967296"), shape, nodes).engine
+    fixed = plan_memory(config("resources=two_gpu", "sampler.vllm.kv_cache_bytes=4294967296"), shape, nodes).engine
     assert fixed is not None and fixed.kv_cache_bytes == 4 * GIB
 
 
 def test_a_fraction_of_the_users_bounds_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = MODELS["Qwen2.5-VL 3B"]
-    words = ("resources=gpu_1", "policy.lora.rank=16", "sampler.gpu_memory_fraction=0.3")
+    words = ("resources=gpu_1", "policy.lora.rank=16", "sampler.vllm.gpu_memory_fraction=0.3")
     engine = plan_memory(config(*words), shape, described_nodes("1x1x80GB")).engine
     assert engine is not None and engine.memory_bytes <= 0.3 * 80e9
     assert share_of(monkeypatch, 80 * 10**9, engine, fraction=0.3) == 0.3
@@ -154,7 +154,7 @@ def test_a_cache_that_does_not_fit_is_a_shortfall_of_the_plan() -> None:
 
 
 def test_engines_in_turns_hold_their_cache_beside_the_policy_only_where_one_joins_late() -> None:
-    found = config("resources=one_gpu_colocated", "sampler.kv_cache_bytes=4294967296")
+    found = config("resources=one_gpu_colocated", "sampler.vllm.kv_cache_bytes=4294967296")
     engine = worker_memory(found, MODELS["Qwen3 0.6B"], "rollout")
     assert [engine.device[phase].get(KV_CACHE, 0) for phase in (TRAINING, SYNC, SAMPLING)] == [0, 0, 4 * GIB]
     assert "joining" not in engine.device and worker_memory(found, MODELS["Qwen3 0.6B"], "learner").device["joining"]
@@ -163,16 +163,16 @@ def test_engines_in_turns_hold_their_cache_beside_the_policy_only_where_one_join
 
 def test_memory_that_is_not_known_is_asked_for() -> None:
     nodes = [replace(node, gpu_bytes=None) for node in described_nodes("1x2x80GB")]
-    with pytest.raises(PreflightError, match="set sampler.kv_cache_bytes and sampler.max_num_seqs"):
+    with pytest.raises(PreflightError, match="set it and sampler.vllm.max_num_seqs"):
         plan_memory(config("resources=two_gpu"), MODELS["Qwen3 0.6B"], nodes)
-    given = config("resources=two_gpu", "sampler.kv_cache_bytes=4294967296", "sampler.max_num_seqs=8")
+    given = config("resources=two_gpu", "sampler.vllm.kv_cache_bytes=4294967296", "sampler.vllm.max_num_seqs=8")
     assert plan_memory(given, MODELS["Qwen3 0.6B"], nodes).shortfalls == ()
 
 
 @pytest.mark.parametrize("key", ["kv_cache_bytes", "max_num_seqs"])
 def test_a_cpu_has_no_sizes_to_follow_from(key: str) -> None:
-    with pytest.raises(ConfigError, match=f"sampler.{key}=0 follows from the memory of a GPU"):
-        load_config(["experiment=digits", f"sampler.{key}=0"])
+    with pytest.raises(ConfigError, match=f"sampler.vllm.{key}=0 follows from the memory of a GPU"):
+        load_config(["experiment=digits", f"sampler.vllm.{key}=0"])
 
 
 SERVICE = (

@@ -43,7 +43,7 @@ def test_windowed_layers_keep_their_window_and_the_tokens_of_a_step() -> None:
     windowed = -(-(shape.cache.window + 4096) // 32) * 32
     kinds = [n for n in (shape.cache.num_full, shape.cache.num_windowed) if n]
     expected = shape.cache.num_full * 131072 + shape.cache.num_windowed * windowed + min(kinds) * 32
-    assert sequence_bytes(config("sampler.max_num_batched_tokens=4096"), shape, 131072) == expected * token
+    assert sequence_bytes(config("sampler.vllm.max_num_batched_tokens=4096"), shape, 131072) == expected * token
 
 
 def test_layers_with_a_state_keep_one_and_make_blocks_as_long_as_it() -> None:
@@ -68,11 +68,11 @@ def test_every_family_has_a_cache(name: str) -> None:
 def test_a_cache_that_holds_no_sequence_is_refused_by_the_keys_that_matter() -> None:
     shape: ModelShape = shape_of_values(SMOLLM2)
     long = ("sampler.max_model_len=3072", "sampler.max_tokens=1024")
-    refuse_small_cache(config("sampler.kv_cache_bytes=143032320", *long), shape)
+    refuse_small_cache(config("sampler.vllm.kv_cache_bytes=143032320", *long), shape)
     with pytest.raises(PreflightError) as refused:
-        refuse_small_cache(config(f"sampler.kv_cache_bytes={128 * MIB}", *long), shape)
-    assert "set sampler.kv_cache_bytes=143032320 or more" in str(refused.value)
+        refuse_small_cache(config(f"sampler.vllm.kv_cache_bytes={128 * MIB}", *long), shape)
+    assert "set sampler.vllm.kv_cache_bytes=143032320 or more" in str(refused.value)
     assert "or sampler.max_model_len=2880 or less" in str(refused.value)
     shorter = ("sampler.max_model_len=2880", "sampler.max_tokens=1024")
-    refuse_small_cache(config(f"sampler.kv_cache_bytes={128 * MIB}", *shorter), shape)
-    refuse_small_cache(config("sampler.kv_cache_bytes=1", "sampler=huggingface"), shape)
+    refuse_small_cache(config(f"sampler.vllm.kv_cache_bytes={128 * MIB}", *shorter), shape)
+    refuse_small_cache(config("sampler=huggingface"), shape)

@@ -104,7 +104,7 @@ def test_only_what_is_trained_has_gradients_and_moments() -> None:
 
 
 def test_engine_has_weights_cache_and_a_bucket_while_weights_come() -> None:
-    engine = worker_memory(config("resources=two_gpu", "sampler.kv_cache_bytes=5000000000"), shape_7b(), "rollout")
+    engine = worker_memory(config("resources=two_gpu", "sampler.vllm.kv_cache_bytes=5000000000"), shape_7b(), "rollout")
     assert engine.device[SAMPLING]["weights"] == 2 * NUM_7B
     assert engine.device[SAMPLING]["kv_cache"] == 5_000_000_000
     assert "sync" not in engine.device[SAMPLING]
@@ -171,7 +171,7 @@ def test_an_engine_over_two_gpus_has_half_the_weights_on_each() -> None:
 
 def test_turns_on_one_gpu_take_the_most_of_a_phase_and_not_the_sum() -> None:
     shape, nodes = qwen(hidden=1024, layers=8), described_nodes("1x1x80GB")
-    cache = "sampler.kv_cache_bytes=17179869184"
+    cache = "sampler.vllm.kv_cache_bytes=17179869184"
     shared = plan_memory(config("resources=gpu_1", cache), shape, nodes)
     in_turns = plan_memory(config("resources=one_gpu_colocated", cache), shape, nodes)
     assert [d.place for d in in_turns.demands] == ["GPU 0", "host memory"]
@@ -211,7 +211,7 @@ def test_on_one_cpu_node_fewer_processes_are_proposed_and_never_more_ranks() -> 
         assert ways, "something saves a tenth, a quarter, two fifths"
         for way in ways:
             better = load_config(overridden(["experiment=own", "policy.model=some"], way.split()), is_complete=False)
-            assert better.resources.learner.num_workers <= 2 and better.sampler.kv_cache_bytes >= 4 * 143_032_320
+            assert better.resources.learner.num_workers <= 2 and better.sampler.vllm.kv_cache_bytes >= 4 * 143_032_320
             assert plan_memory(better, shape, nodes).shortfalls == ()
     assert any("resources=laptop_overlapped" in way for way in ways)
 

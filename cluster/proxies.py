@@ -36,7 +36,7 @@ def proxy_of(url: httpx.URL) -> tuple[str, str] | None:
     """Returns the variable and its proxy for a URL; None for a direct connection."""
     proxies = getproxies_environment()
     host = url.host if ":" not in url.host else f"[{url.host}]"
-    if _is_loopback(url.host) or proxy_bypass_environment(host, proxies) or _is_in_network(url.host, proxies):
+    if is_loopback(url.host) or proxy_bypass_environment(host, proxies) or _is_in_network(url.host, proxies):
         return None
     name = next((scheme for scheme in (url.scheme, "all") if scheme in proxies), None)
     if name is None:
@@ -94,7 +94,8 @@ def _is_in_network(host: str, proxies: Mapping[str, str]) -> bool:
     return False
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches an address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

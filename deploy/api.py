@@ -36,14 +36,14 @@ __all__ = ["RunResult", "evaluate", "export", "load_config", "plan", "train"]
 
 @dataclass(frozen=True)
 class RunResult:
-    """A run that is over."""
+    """Summary and files of a finished run."""
 
     folder: Path
     summary: Summary
 
     @classmethod
     def read(cls, folder: Path) -> RunResult:
-        """The result of a run in `folder`, also of one that this process did not start.
+        """Reads the result of the run in `folder`; another process may have started the run.
 
         Raises:
             ValueError: the folder has no summary, or a file in it cannot be read.
@@ -66,7 +66,7 @@ def plan(config: RunConfig, *, nodes: str | None = None, cluster: Path | None = 
     """Places the workers of `config` and adds up their memory, as `mobula plan` does.
 
     Args:
-        nodes: nodes that are described in short, such as `2x8x80GB`; this machine if neither is given.
+        nodes: short description of the nodes, such as `2x8x80GB`; this machine if neither is given.
         cluster: a YAML file that describes the nodes.
 
     Raises:
@@ -76,19 +76,22 @@ def plan(config: RunConfig, *, nodes: str | None = None, cluster: Path | None = 
 
 
 def train(config: RunConfig) -> RunResult:
-    """Runs the main job of `config` to its end in a process of its own; its log lines go to `sys.stdout`.
+    """Runs the main job of `config` in a new process and waits for it; log lines go to `sys.stdout`.
 
     Raises:
         PreflightError: the run cannot start; no worker was started.
-        MobulaError: it failed on the way. `RunResult.read(config.run_folder)` has its steps until then.
-        KeyboardInterrupt: the call was interrupted, and the run has stopped in order.
+        MobulaError: the run failed. `RunResult.read(config.run_folder)` has the finished steps.
+        KeyboardInterrupt: the call was interrupted; the run has written its checkpoint and report.
     """
     _run("train", config, [])
     return RunResult.read(config.run_folder)
 
 
 def evaluate(config: RunConfig, *, output: Path | None = None) -> list[EvaluationResult]:
-    """Scores `policy.model` on the held-out prompts of `config`, one result a suite; `output` keeps the responses.
+    """Scores `policy.model` on the held-out prompts of `config`; returns one result per suite.
+
+    Args:
+        output: directory for the results and the responses.
 
     Raises:
         PreflightError, MobulaError, KeyboardInterrupt: as for `train`.
@@ -128,7 +131,7 @@ def export(
 
 
 def _run(command: str, config: RunConfig, words: Sequence[str]) -> None:
-    """Runs a `mobula` command with the resolved configuration and passes on what it prints."""
+    """Runs a `mobula` command with the resolved configuration and forwards its output."""
     with tempfile.TemporaryDirectory() as folder, open(Path(folder) / "stderr", "w+", encoding="utf-8") as errors:
         file = Path(folder) / "config.yaml"
         file.write_text(dump_config(config), encoding="utf-8")

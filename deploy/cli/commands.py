@@ -88,7 +88,7 @@ def main() -> None:
     if any(name.lower().endswith("_proxy") for name in os.environ):
         from mobula.cluster.proxies import bypass_loopback
 
-        bypass_loopback(os.environ)  # also for Ray's dashboard, and for whatever the command starts
+        bypass_loopback(os.environ)  # also for Ray's dashboard and for child processes
     open_missing_streams()
     write_any_text()
     outlive_output("stderr")
@@ -177,18 +177,18 @@ def status(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     timeout: Deadline = DEADLINE_S,
 ) -> None:
-    """Show what a run that goes on does: phase, queue, workers."""
+    """Show the status of a running run: phase, queue, workers."""
     with explained():
         from mobula.deploy.run.run_client import find_run, read_status
 
         set_auth(auth.value)
-        found = read_status(find_run(name, run, address), timeout)
+        run_status = read_status(find_run(name, run, address), timeout)
     from mobula.deploy.tools.status_view import as_json, as_table
 
     if json:
-        terminal(soft_wrap=True).print(as_json(found), markup=False, highlight=False)
+        terminal(soft_wrap=True).print(as_json(run_status), markup=False, highlight=False)
     else:
-        terminal().print(as_table(found, time.time()), markup=False, highlight=False)
+        terminal().print(as_table(run_status, time.time()), markup=False, highlight=False)
 
 
 @app.command()
@@ -200,7 +200,7 @@ def top(
     interval: Annotated[float, typer.Option(min=0.5, help="Seconds between two looks.")] = 2.0,
     timeout: Deadline = DEADLINE_S,
 ) -> None:
-    """Watch a run that goes on: phase, speed, time left, queue, workers and their versions."""
+    """Watch a running run: phase, speed, time left, queue, workers and their versions."""
     with explained("the run goes on"):
         from mobula.deploy.run.run_client import find_run
         from mobula.deploy.tools.top import show_top
@@ -213,7 +213,7 @@ def top(
 
 @app.command()
 def scale(
-    words: Annotated[
+    arguments: Annotated[
         list[str],
         typer.Argument(metavar="ROLE=N... [NAME]", help="Workers each role is to have, e.g. rollout=4 reward=8."),
     ],
@@ -222,18 +222,18 @@ def scale(
     auth: AuthOption = Auth.DISABLED,
     timeout: Deadline = DEADLINE_S,
 ) -> None:
-    """Give roles of a run that goes on more or fewer workers; workers that leave finish their work first."""
+    """Change the number of workers of a running run's roles; workers that leave finish their work first."""
     with explained():
         from mobula.deploy.run import run_client
 
         set_auth(auth.value)
-        wanted, name = _parse_scale(words)
+        wanted, name = _parse_scale(arguments)
         outcomes = run_client.scale(run_client.find_run(name, run, address), wanted, timeout)
     console = terminal(soft_wrap=True)
     for outcome in outcomes:
         console.print(f"{outcome.role}={outcome.num_workers}", style="green" if outcome.is_accepted else "red", end=" ")
-        said = "accepted: `mobula status` shows who joins and who leaves" if outcome.is_accepted else outcome.refusal
-        console.print(said, markup=False, highlight=False)
+        message = "accepted: `mobula status` shows who joins and who leaves" if outcome.is_accepted else outcome.refusal
+        console.print(message, markup=False, highlight=False)
     if not all(outcome.is_accepted for outcome in outcomes):
         raise typer.Exit(FAILED)
 
@@ -246,7 +246,7 @@ def replay(
         bool, typer.Option("--score", help="Score the recorded responses again instead, and show what differs.")
     ] = False,
 ) -> None:
-    """Train a learner on a run's recorded steps, without rollouts; single keys may be set otherwise."""
+    """Train a learner on a run's recorded steps, without rollouts; overrides change single keys."""
     from mobula.cluster.metrics.report.run_folder import CONFIG_FILE
     from mobula.configs.load import load_resolved
 
@@ -261,7 +261,7 @@ def replay(
 def report(
     run: Annotated[str, typer.Argument(metavar="RUN_FOLDER", help="The run's folder, or its name below runs/.")],
 ) -> None:
-    """Write report.html of a run that is over again, also of one whose driver was killed and left none."""
+    """Write report.html of a finished run again, also if its driver was killed before it wrote the report."""
     with explained():
         from mobula.deploy.run.run_report import report_again
 
@@ -339,7 +339,7 @@ def plan(
     ] = None,
     auth: AuthOption = Auth.DISABLED,
 ) -> None:
-    """Show which worker would run where, what memory each one takes, and whether it fits."""
+    """Show the node and the memory of each worker, and whether the run fits."""
     from mobula.configs.load import load_config
 
     with explained():
@@ -353,7 +353,7 @@ def plan(
 
 @app.command()
 def show_config(overrides: Overrides = None) -> None:
-    """Print the whole configuration as YAML, every group and override resolved. Code of your own is tried."""
+    """Print the whole configuration as YAML, with groups and overrides resolved. User code is imported and checked."""
     from mobula.cluster.user_code import names_user_code
     from mobula.configs.load import dump_config, load_config
 
@@ -508,29 +508,29 @@ def _config(overrides: Sequence[str], file: Path | None) -> RunConfig:
 
 
 def _train_offline(job: str, overrides: Sequence[str]) -> None:
-    """Train with the experiment of a job, or another experiment of the same job that `overrides` name."""
+    """Trains with the default experiment of a job, or with the experiment of that job in `overrides`."""
     from mobula.configs.load import load_config
     from mobula.configs.words import overridden
 
     with explained():
-        words = overridden([f"experiment={job}"], overrides)
-        config = load_config(words)
+        resolved = overridden([f"experiment={job}"], overrides)
+        config = load_config(resolved)
         if config.offline.job != job:
             raise ConfigError(
-                f"offline.job={config.offline.job} with {' '.join(words)}: use `mobula train`, or name an experiment "
-                f"whose offline.job is {job}"
+                f"offline.job={config.offline.job} with {' '.join(resolved)}: use `mobula train`, or name an "
+                f"experiment whose offline.job is {job}"
             )
-    train(words)
+    train(resolved)
 
 
-def _parse_scale(words: Sequence[str]) -> tuple[dict[str, int], str | None]:
-    """Workers by role, and the run's name if one was given; in any order."""
-    pairs = [word.partition("=") for word in words if "=" in word]
-    names = [word for word in words if "=" not in word]
+def _parse_scale(arguments: Sequence[str]) -> tuple[dict[str, int], str | None]:
+    """Parses ROLE=N arguments and at most one run name, in any order."""
+    pairs = [argument.partition("=") for argument in arguments if "=" in argument]
+    names = [argument for argument in arguments if "=" not in argument]
     bad = [f"{role}={num}" for role, _, num in pairs if not _is_number_of_workers(num)]
     if bad or not pairs or len(names) > 1:
         raise PreflightError(
-            f"{' '.join(bad or words)}: say how many workers (1 to {MAX_WORKERS}) which role is to have, and at "
+            f"{' '.join(bad or arguments)}: say how many workers (1 to {MAX_WORKERS}) which role is to have, and at "
             "most one run's name, e.g. `mobula scale rollout=4 reward=8`"
         )
     return {role: int(num) for role, _, num in pairs}, names[0] if names else None

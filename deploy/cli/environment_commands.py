@@ -61,8 +61,8 @@ def rollout(
         "seed": seed,
     }
     with explained("nothing is written"):
-        words = [f"{key}={value}" for key, value in short.items() if value is not None]
-        config = load_config([*(overrides or []), *words])
+        shorthands = [f"{key}={value}" for key, value in short.items() if value is not None]
+        config = load_config([*(overrides or []), *shorthands])
         from mobula.deploy.tools.policy import rollout as rolling
 
         options = rolling.RolloutOptions(episodes, batch_size, top_p, top_k)
@@ -128,8 +128,8 @@ def verifiers(
     from mobula.configs.load import load_config
 
     with explained("sessions that have ended are kept"):
-        words = ["environment=verifiers", "data=environment", "rewards=environment", *(overrides or [])]
-        config = load_config(words, is_complete=False)
+        resolved = ["environment=verifiers", "data=environment", "rewards=environment", *(overrides or [])]
+        config = load_config(resolved, is_complete=False)
         from mobula.deploy.tools.http_server import read_token
         from mobula.deploy.tools.policy import verifiers as rolling
 

@@ -25,8 +25,8 @@ GO_ON = "the same command with resume=auto goes on from the last checkpoint"
 
 @contextmanager
 def explained(when_interrupted: str = GO_ON) -> Iterator[None]:
-    """An error that is raised on purpose becomes one message on stderr and an exit code; any other is a bug and travels
-    on. Both are in the run's log file with their tracebacks."""
+    """Turns an error of this project into one message on stderr and an exit code. Other errors are bugs and propagate.
+    The run's log file has the traceback of both."""
     try:
         yield
     except (ConfigError, PreflightError) as error:

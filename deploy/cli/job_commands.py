@@ -81,12 +81,12 @@ def submit(
         names = [*user_files(config.model_dump(mode="json")), *filter(None, tasks.split(":"))]
         if working_dir is None and not all(Path(name).is_absolute() for name in names):
             working_dir = Path()  # the user's code and tasks go along
-        asked = Submission(auth.value, working_dir, tuple(exclude or ()), python, wait_s, submission_id, variables)
-        found = send(config, overrides or [], asked, jobs)
-        terminal(soft_wrap=True).print(f"job {found} submitted to {address}", markup=False, highlight=False)
-        jobs.wait_until_started(found, start_timeout)
+        submission = Submission(auth.value, working_dir, tuple(exclude or ()), python, wait_s, submission_id, variables)
+        job_id = send(config, overrides or [], submission, jobs)
+        terminal(soft_wrap=True).print(f"job {job_id} submitted to {address}", markup=False, highlight=False)
+        jobs.wait_until_started(job_id, start_timeout)
         if follow:
-            _end(jobs.follow(found, _write))
+            _end(jobs.follow(job_id, _write))
 
 
 def stop(
@@ -128,9 +128,9 @@ def list_jobs(address: Address, auth: AuthOption = Auth.DISABLED) -> None:
 
     with explained(JOB_GOES_ON):
         check_address(address)
-        found = Jobs(address, auth.value).all()
+        jobs = Jobs(address, auth.value).all()
     table = Table("job", "run", "status", "started", "took")
-    for job in found:
+    for job in jobs:
         started = "" if job.started is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(job.started))
         took = "" if job.started is None else f"{(job.ended or time.time()) - job.started:.0f} s"
         table.add_row(job.submission_id, job.run, job.status.lower(), started, took)

@@ -63,7 +63,7 @@ def lmms_eval(
         from mobula.deploy.host.machine import this_machine
         from mobula.deploy.tools import lmms_eval as harness
 
-        asked = harness.LmmsEval(
+        options = harness.LmmsEval(
             model=model,
             model_type=model_type,
             endpoint=endpoint,
@@ -83,7 +83,7 @@ def lmms_eval(
             sample_period_s=sample_period,
         )
         with _stopped_by_sigterm():
-            path, artifact = harness.evaluate(asked, lambda said: console.print(said, markup=False, highlight=False))
+            path, artifact = harness.evaluate(options, lambda line: console.print(line, markup=False, highlight=False))
     terminal().print(_table(artifact))
     console.print(_summary(artifact), markup=False, highlight=False)
     console.print(f"written: {path}", markup=False, highlight=False)
@@ -91,7 +91,7 @@ def lmms_eval(
 
 @contextmanager
 def _stopped_by_sigterm() -> Iterator[None]:
-    """SIGTERM interrupts as Ctrl-C does, so that the harness does not outlive us."""
+    """Turns SIGTERM into an interrupt, so that the harness ends with this process."""
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
@@ -133,7 +133,7 @@ def _summary(artifact: Mapping[str, Any]) -> str:
 
 
 def _stderr_name(metric: str) -> str:
-    """The harness's name for the standard error of `NAME` or `NAME,FILTER`."""
+    """Returns the harness's name for the standard error of `NAME` or `NAME,FILTER`."""
     name, comma, filtered = metric.partition(",")
     return f"{name}_stderr{comma}{filtered}"
 

@@ -1,1 +1,1 @@
-"""Measures, for every model family, how far engine and learner are apart."""
+"""Measures the log-prob difference between engine and learner for every model family."""

@@ -1,7 +1,7 @@
 """Measure families and write docs/models.md: `python -m mobula.deploy.conformance [NAME ...]`.
 
 Without names all tiny models are measured; `NAME+tied` ties the embeddings. `--trained RUN_FOLDER` records a finished
-run. Reports and records are kept in data/conformance, and the page has all that lie there.
+run. Reports and records are stored in data/conformance; the page shows all of them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 def measure_apart(names: Sequence[str], folder: Path) -> dict[str, Report]:
-    """Measure tiny models, one after the other, in a process of their own; `folder`/NAME has the files of each.
+    """Measures tiny models in sequence in one child process; `folder`/NAME has the files of each.
 
     Raises:
         subprocess.CalledProcessError: a measurement failed; `folder`/log says why.
@@ -49,17 +49,17 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=Path("data/conformance"))
     parser.add_argument("--page-only", action="store_true", help="measure nothing")
     parser.add_argument("--trained", type=Path, nargs="+", default=[], metavar="RUN_FOLDER", help="measure nothing")
-    asked = parser.parse_args()
-    for run in asked.trained:
-        log.info("%s", record_run(run, asked.folder))
-    names = [] if asked.page_only or asked.trained else asked.names or list(TINY)
+    args = parser.parse_args()
+    for run in args.trained:
+        log.info("%s", record_run(run, args.folder))
+    names = [] if args.page_only or args.trained else args.names or list(TINY)
     unknown = [name for name in names if name.removesuffix(TIED) not in TINY]
     if unknown:
         parser.error(f"there is no tiny model {unknown[0]}: choose {', '.join(TINY)}")
-    for name, report in (measure_apart(names, asked.folder) if names else {}).items():
+    for name, report in (measure_apart(names, args.folder) if names else {}).items():
         log.info("%s: %s", name, "; ".join(failures(report)) or "conforms")
-    reports = [read_report(file) for file in sorted(asked.folder.glob(f"*/{REPORT}"))]
-    PAGE.write_text(page(reports, recorded_runs(asked.folder)), encoding="utf-8")
+    reports = [read_report(file) for file in sorted(args.folder.glob(f"*/{REPORT}"))]
+    PAGE.write_text(page(reports, recorded_runs(args.folder)), encoding="utf-8")
     log.info("wrote %s with %d rows", PAGE, len(reports))
     return int(any(failures(report) for report in reports))
 

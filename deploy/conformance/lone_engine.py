@@ -19,6 +19,6 @@ OFFLINE = {
 
 
 def set_engine_environment(config: RunConfig) -> None:
-    """Set what vLLM reads when it is imported; call it before."""
+    """Sets the environment variables that vLLM reads at import. Call it before the import."""
     worker = PlacedWorker("rollout", 0, "here", 0, config.resources.rollout.num_gpus, 1, ())
     os.environ.update(OFFLINE | engine_environment(config, worker))

@@ -90,7 +90,7 @@ class Report:
 
 
 class Measurement:
-    """An engine and a learner of the checkpoint in `folder`/model."""
+    """Holds an engine and a learner of the checkpoint in `folder`/model."""
 
     def __init__(self, name: str, folder: Path, *, is_tied: bool) -> None:
         self._folder = folder
@@ -110,7 +110,7 @@ class Measurement:
         self._version = -1
 
     def _learn(self, config: RunConfig) -> None:
-        """Have a learner of the checkpoint's weights."""
+        """Replaces the learner by a new one with the checkpoint's weights."""
         model = self._network = load_policy_model(config.policy, torch.float32)
         self.is_tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
         self._weights = PolicyWeights(model, config)
@@ -142,15 +142,15 @@ class Measurement:
                 self._perturb(starts, seed=len(report.pushes))
                 await self._push()
                 report.moved[part] = float(np.abs(await self._scores() - before).max())
-                found = [await self._differences(case) for case in self.cases.values()]
-                report.pushes[part] = Gap.of(np.concatenate(found))
+                differences = [await self._differences(case) for case in self.cases.values()]
+                report.pushes[part] = Gap.of(np.concatenate(differences))
             report.export_loads = self._export_loads()
             await self._measure_adapters(report)
         finally:
             await self.sampler.close()
 
     async def _measure_adapters(self, report: Report) -> None:
-        """Of a learner with adapters, whose pushes carry merged weights."""
+        """Measures a learner with adapters; its pushes carry merged weights."""
         config = _config(self.model, f"policy.lora.rank={RANK}")
         self._learn(config)
         generator = torch.Generator().manual_seed(len(report.pushes))
@@ -159,12 +159,12 @@ class Measurement:
                 if is_factor(name):
                     factor.add_(torch.randn(factor.shape, generator=generator) * NOISE)
         await self._push()
-        found = [await self._differences(case) for case in self.cases.values()]
-        report.adapters = Gap.of(np.concatenate(found))
+        differences = [await self._differences(case) for case in self.cases.values()]
+        report.adapters = Gap.of(np.concatenate(differences))
         report.adapters_load = self._adapters_load(config)
 
     def _adapters_load(self, config: RunConfig) -> bool:
-        """Whether PEFT makes of the exported adapters what a push carries."""
+        """Compares the weights that PEFT merges from the exported adapters with the pushed weights."""
         out = self._folder / "adapters"
         save_adapters(out, factors_of(self._network.state_dict()), config.policy.lora, str(self.model))
         plain = load_model(str(self.model), torch.float32, self.config.policy.attention)
@@ -185,12 +185,12 @@ class Measurement:
                 tensor.add_(torch.randn(tensor.shape, generator=generator) * NOISE)
 
     async def _scores(self) -> np.ndarray:
-        """The engine's log-probs of all prompts."""
-        found = [await self.sampler.prompt_logprobs(c.prompt, _media(c)) for c in self.cases.values()]
-        return np.concatenate(found)
+        """Returns the engine's log-probs of all prompts."""
+        logprobs = [await self.sampler.prompt_logprobs(c.prompt, _media(c)) for c in self.cases.values()]
+        return np.concatenate(logprobs)
 
     async def _differences(self, case: Case) -> np.ndarray:
-        """Of the prompt's tokens, and of tokens that the engine samples."""
+        """Returns |engine - learner| log-probs of the prompt's tokens and of sampled tokens."""
         scored = await self.sampler.prompt_logprobs(case.prompt, _media(case))
         expected = self._ours([TokenSequence.of_prompt(case.prompt)], PLAIN)[0]
         settings = SamplingSettings(NUM_SAMPLES, self.config.sampler.temperature, MAX_TOKENS, seed=self._version)
@@ -208,7 +208,7 @@ class Measurement:
             return self._policy(collate(rows, self._reader, self._cpu), distribution).logprobs.numpy()
 
     def _can_expand(self, case: Case) -> bool:
-        """Whether the engine's own processing takes the prompt."""
+        """Whether the engine's own processing accepts the prompt."""
         most = self.family.engine_max_videos if isinstance(self.family, VideoFamily) else None
         return most is None or len(case.videos) <= most
 
@@ -238,12 +238,12 @@ class Measurement:
         return shapes[0] == shapes[1] and all(torch.equal(loaded[name], ours[name]) for name in loaded)
 
 
-def measure(words: str, folder: Path) -> Report:
+def measure(variant: str, folder: Path) -> Report:
     """Measure the family of a tiny model, NAME or NAME+tied, in this process; `folder` must be new.
 
     The environment of this process is changed for the engine.
     """
-    name, is_tied = words.removesuffix(TIED), words.endswith(TIED)
+    name, is_tied = variant.removesuffix(TIED), variant.endswith(TIED)
     measurement = Measurement(name, folder, is_tied=is_tied)
     set_engine_environment(measurement.config)
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -257,19 +257,19 @@ def measure(words: str, folder: Path) -> Report:
 
 def read_report(file: Path) -> Report:
     """Reads the report that `main` wrote."""
-    found = json.loads(file.read_text(encoding="utf-8"))
+    fields = json.loads(file.read_text(encoding="utf-8"))
     for key in ("gaps", "pushes"):
-        found[key] = {name: Gap(**gap) for name, gap in found[key].items()}
-    found["adapters"] = None if found.get("adapters") is None else Gap(**found["adapters"])
-    return Report(**found)
+        fields[key] = {name: Gap(**gap) for name, gap in fields[key].items()}
+    fields["adapters"] = None if fields.get("adapters") is None else Gap(**fields["adapters"])
+    return Report(**fields)
 
 
 def takes_media(family: Family) -> bool:
-    """Whether its parts are pushed one by one; those of a family that is trained on text alone on CPU are not."""
+    """Whether the parts of a family are pushed one by one; families that train on text alone on CPU are excluded."""
     return not family.without_images_on("cpu", SamplerKind.VLLM) or isinstance(family, AudioFamily)
 
 
-def _config(model: Path, *words: str) -> RunConfig:
+def _config(model: Path, *overrides: str) -> RunConfig:
     family = family_at(str(model))
     return load_config(
         [
@@ -286,7 +286,7 @@ def _config(model: Path, *words: str) -> RunConfig:
             "sampler.vllm.max_num_seqs=16",
             "data.max_prompt_tokens=512",
             "sampler.max_model_len=1024",
-            *words,
+            *overrides,
         ]
     )
 
@@ -312,9 +312,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("names", nargs="+")
-    asked = parser.parse_args()
-    for name in asked.names:
-        folder = asked.folder / name
+    args = parser.parse_args()
+    for name in args.names:
+        folder = args.folder / name
         folder.mkdir(parents=True)
         report = measure(name, folder)
         (folder / REPORT).write_text(json.dumps(asdict(report), indent=1), encoding="utf-8")

@@ -60,18 +60,18 @@ def _templates() -> Iterator[str]:
 
 
 def failures(report: Report) -> list[str]:
-    """Conditions that a family does not meet; empty if it conforms."""
+    """Returns the conditions that a family fails; empty if it conforms."""
     limit = LIMITS[report.dtype]
-    found = [f"the engine expands {case!r} otherwise" for case, is_same in report.same_ids.items() if not is_same]
+    reasons = [f"the engine expands {case!r} otherwise" for case, is_same in report.same_ids.items() if not is_same]
     for name, gap in (report.gaps | {f"a push of {part}": gap for part, gap in report.pushes.items()}).items():
         if not gap.mean <= limit:
-            found.append(f"{name}: the mean gap is {gap.mean:.1e}, more than {limit:.0e}")
+            reasons.append(f"{name}: the mean gap is {gap.mean:.1e}, more than {limit:.0e}")
     if report.adapters is not None and not report.adapters.mean <= limit:
-        found.append(f"a push of adapters: the mean gap is {report.adapters.mean:.1e}, more than {limit:.0e}")
+        reasons.append(f"a push of adapters: the mean gap is {report.adapters.mean:.1e}, more than {limit:.0e}")
     if report.adapters is not None and not report.adapters_load:
-        found.append("PEFT does not make of the exported adapters what a push carries")
-    found += [f"a push of {part} does not move the engine" for part, moved in report.moved.items() if moved < 1e-3]
-    return found if report.export_loads else [*found, "the exported checkpoint does not load as it was exported"]
+        reasons.append("PEFT does not make of the exported adapters what a push carries")
+    reasons += [f"a push of {part} does not move the engine" for part, moved in report.moved.items() if moved < 1e-3]
+    return reasons if report.export_loads else [*reasons, "the exported checkpoint does not load as it was exported"]
 
 
 def _lines(reports: Sequence[Report]) -> Iterator[str]:
@@ -98,7 +98,7 @@ def _lines(reports: Sequence[Report]) -> Iterator[str]:
         tied = "tied" if report.is_tied else "untied"
         size = f"{report.num_parameters / 1e6:.2f} M"
         yield f"| `{report.model_type}` | `{report.name}` | {tied} | {size} | " + " | ".join(cells) + " |"
-    notes = [f"- `{report.name}`: {'; '.join(found)}." for report in reports if (found := failures(report))]
+    notes = [f"- `{report.name}`: {'; '.join(reasons)}." for report in reports if (reasons := failures(report))]
     notes += [f"- `{kind}`: {BY_MODEL_TYPE[kind].note}." for kind in BY_MODEL_TYPE if BY_MODEL_TYPE[kind].note]
     if notes:
         yield from ("", "Notes:", "", *notes)
@@ -123,13 +123,13 @@ def _lines(reports: Sequence[Report]) -> Iterator[str]:
 
 
 def _ties(reports: Sequence[Report]) -> Iterator[str]:
-    """Names the architectures that have one kind of embeddings, whatever their config says."""
-    for word, is_tied in (("tied", True), ("untied", False)):
+    """Names the architectures that ignore `tie_word_embeddings`."""
+    for adjective, is_tied in (("tied", True), ("untied", False)):
         others = {report.model_type for report in reports if report.is_tied is not is_tied}
         alone = [kind for kind in sorted({report.model_type for report in reports}) if kind not in others]
         if alone:
             yield ""
-            yield f"Embeddings are always {word}, whatever `tie_word_embeddings` says: {_names(alone)}."
+            yield f"Embeddings are always {adjective}, whatever `tie_word_embeddings` says: {_names(alone)}."
 
 
 def _trained(runs: Sequence[TrainedRun]) -> Iterator[str]:

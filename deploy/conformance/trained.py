@@ -1,4 +1,4 @@
-"""Runs that trained a tiny model, for docs/models.md: what each began and ended with, and how long it took."""
+"""Accuracy and wall time of runs that trained a tiny model, for docs/models.md."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class TrainedRun:
 
 
 def record_run(run: Path, folder: Path) -> TrainedRun:
-    """Keep a run's figures below `folder`, in the place of an earlier run of the same experiment and model.
+    """Stores a run's figures below `folder`; replaces an earlier run of the same experiment and model.
 
     Raises:
         ValueError: the run is not done, or had no two evaluations.
@@ -37,7 +37,7 @@ def record_run(run: Path, folder: Path) -> TrainedRun:
     summary, config = read_summary(run / SUMMARY_FILE), load_resolved(run / CONFIG_FILE)
     if summary.status != "done" or summary.accuracy_before is None or summary.accuracy_after is None:
         raise ValueError(f"{run} is {summary.status}: give a run that ended and was evaluated at both ends")
-    found = TrainedRun(
+    record = TrainedRun(
         experiment=config.data.path.name,
         model=config.policy.tiny,
         accuracy_before=summary.accuracy_before,
@@ -49,12 +49,12 @@ def record_run(run: Path, folder: Path) -> TrainedRun:
         logprob_gap_mean=summary.logprob_gap_mean,
     )
     (folder / TRAINED).mkdir(parents=True, exist_ok=True)
-    file = folder / TRAINED / f"{found.experiment}-{found.model}.json"
-    file.write_text(json.dumps(asdict(found), indent=1), encoding="utf-8")
-    return found
+    file = folder / TRAINED / f"{record.experiment}-{record.model}.json"
+    file.write_text(json.dumps(asdict(record), indent=1), encoding="utf-8")
+    return record
 
 
 def recorded_runs(folder: Path) -> list[TrainedRun]:
-    """All that `record_run` has kept there, by experiment and model."""
+    """Reads the runs stored by `record_run`, ordered by experiment and model."""
     files = sorted((folder / TRAINED).glob("*.json"))
     return [TrainedRun(**json.loads(file.read_text(encoding="utf-8"))) for file in files]

@@ -1,4 +1,4 @@
-"""The files of the training rows as part of what a run is: other files give the rows another order."""
+"""Fingerprints the training files for the run's identity: changed files change the order of rows."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ USABLE_ROWS = "the usable rows of these files, which depend on lengths, columns 
 
 
 def identity_with_data(config: RunConfig, usable_rows: str = "") -> dict[str, Any]:
-    """The identity of the run, with a fingerprint of the files of its training rows where they are on this machine.
+    """Returns the run's identity, with a fingerprint of the training files if they are on this machine.
 
-    `usable_rows` is that of the rows that can be prompts, once they are checked.
+    `usable_rows` is the fingerprint of the rows that passed the checks.
     """
-    found = {KEY: _fingerprint(config), USABLE_ROWS: usable_rows}
-    return run_identity(config) | {key: fingerprint for key, fingerprint in found.items() if fingerprint}
+    fingerprints = {KEY: _fingerprint(config), USABLE_ROWS: usable_rows}
+    return run_identity(config) | {key: fingerprint for key, fingerprint in fingerprints.items() if fingerprint}
 
 
 def _fingerprint(config: RunConfig) -> str:
@@ -43,7 +43,7 @@ def _fingerprint(config: RunConfig) -> str:
 
 
 def _split(source: SourceConfig) -> str:
-    """The name of the training split, without a slice of datasets, `train[:90%]`."""
+    """Returns the name of the training split without a slice such as `train[:90%]`."""
     name = source.splits.get(TRAIN, TRAIN)
     return name.partition("[")[0] if source.kind is DataKind.HUGGINGFACE else name
 

@@ -23,7 +23,7 @@ def text(name: str) -> str:
 
 
 def _dashboard(name: str, panels: Sequence[Panel]) -> dashboard.Dashboard:
-    found = (
+    board = (
         dashboard.Dashboard(f"Mobula: {name}")
         .uid(f"mobula-{name}")
         .tags(["mobula"])
@@ -41,8 +41,8 @@ def _dashboard(name: str, panels: Sequence[Panel]) -> dashboard.Dashboard:
         )
     )
     for panel in panels:
-        found = found.with_panel(_chart(panel))
-    return found
+        board = board.with_panel(_chart(panel))
+    return board
 
 
 def _chart(panel: Panel) -> timeseries.Panel:

@@ -20,7 +20,7 @@ KNOCK_TIMEOUT_S = 5.0
 
 
 def set_auth(mode: AuthMode) -> None:
-    """Say how this process and those that it starts identify themselves, before Ray is imported.
+    """Sets the authentication mode of this process and its children. Call it before Ray is imported.
 
     Raises:
         PreflightError: a token is needed and there is none.
@@ -42,9 +42,10 @@ def check_auth() -> None:
 
 
 def check_admission(address: str, source: str = "--address") -> None:
-    """Whether the cluster at `address`, HOST:PORT or `auto`, admits this process; `ray.init` would try for 20 s, and
-    for minutes where nothing listens. A control store that is too busy to answer is left to it. `source` is the key,
-    variable or option that names the address.
+    """Checks that the cluster at `address`, HOST:PORT or `auto`, admits this process.
+
+    `ray.init` retries for 20 s, and for minutes if no process listens. A control store too busy to answer passes; then
+    `ray.init` decides. `source` is the key, variable or option with the address.
 
     Raises:
         PreflightError: there is none, or it refuses this process; the message says what to set.
@@ -90,7 +91,7 @@ def _is_token() -> bool:
 
 
 def _token_source() -> str:
-    """Location of the token, by the order in which Ray looks for it.
+    """Returns the location of the token, in Ray's search order.
 
     Raises:
         PreflightError: there is none.

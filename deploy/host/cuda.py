@@ -29,7 +29,7 @@ ANSWER_S = 180.0  # torch is imported
 
 @dataclass(frozen=True)
 class CudaSoftware:
-    """What one machine has for computing on its GPUs."""
+    """GPUs, driver, torch build and compiler of one machine."""
 
     gpus: tuple[str, ...]  # names of those that CUDA_VISIBLE_DEVICES shows, by NVML
     gpu_bytes: int | None  # of the smallest; None without one
@@ -44,7 +44,7 @@ class CudaSoftware:
 
 @dataclass(frozen=True)
 class Flaw:
-    """Something that a run on GPUs would fail at, and the next action."""
+    """A reason why a run on GPUs would fail, and the next action."""
 
     title: str
     detail: str
@@ -52,7 +52,7 @@ class Flaw:
 
 
 def examine() -> CudaSoftware:
-    """What this machine has. Imports torch."""
+    """Examines this machine. Imports torch."""
     import torch
 
     gpus = NvidiaGpus(os.environ)
@@ -74,7 +74,7 @@ def examine() -> CudaSoftware:
 
 
 def examine_apart() -> CudaSoftware:
-    """What this machine has, found by a process of its own: a driver that crashes or hangs does so there.
+    """Examines this machine in a child process, which isolates crashes and hangs of the driver.
 
     Raises:
         PreflightError: the process ended without an answer.
@@ -89,28 +89,28 @@ def examine_apart() -> CudaSoftware:
     except subprocess.CalledProcessError as error:
         last = (error.stderr.strip().splitlines() or [f"exit code {error.returncode}"])[-1]
         raise PreflightError(f"the GPUs of this machine cannot be examined ({last}): look at nvidia-smi") from error
-    found = json.loads(done.stdout.splitlines()[-1])
-    return CudaSoftware(**{**found, "gpus": tuple(found["gpus"])})
+    fields = json.loads(done.stdout.splitlines()[-1])
+    return CudaSoftware(**{**fields, "gpus": tuple(fields["gpus"])})
 
 
 def c_compiler(environment: Mapping[str, str]) -> str:
-    """The compiler that Triton takes: the one that CC names, gcc or clang."""
+    """Returns Triton's compiler: `CC`, gcc or clang."""
     named = environment.get("CC")
     names = [named.split()[0]] if named and named.strip() else ["gcc", "clang"]
     return next((path for name in names if (path := shutil.which(name, path=environment.get("PATH")))), "")
 
 
 def python_headers() -> str:
-    """The folder of Python.h, where Triton looks for it."""
+    """Returns the directory of Python.h in Triton's search path."""
     scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
     folder = Path(sysconfig.get_paths(scheme=scheme)["include"])
     return str(folder) if (folder / "Python.h").is_file() else ""
 
 
-def flaws(found: CudaSoftware) -> list[Flaw]:
-    """Everything that a run on this machine's GPUs would fail at."""
+def flaws(software: CudaSoftware) -> list[Flaw]:
+    """Returns every reason why a run on this machine's GPUs would fail."""
     checks = (_driver, _torch, _compiler, _headers, _shared_memory)
-    return [flaw for check in checks if (flaw := check(found)) is not None]
+    return [flaw for check in checks if (flaw := check(software)) is not None]
 
 
 def refuse_flaws(machines: Mapping[str, CudaSoftware]) -> None:
@@ -119,62 +119,64 @@ def refuse_flaws(machines: Mapping[str, CudaSoftware]) -> None:
     """
     lines = [
         f"{name}: {flaw.title}: {flaw.detail}: {flaw.action}"
-        for name, found in machines.items()
-        for flaw in flaws(found)
+        for name, software in machines.items()
+        for flaw in flaws(software)
     ]
     if lines:
         raise PreflightError("a run on GPUs would fail here:\n" + "\n".join(f"  {line}" for line in lines))
 
 
-def _driver(found: CudaSoftware) -> Flaw | None:
-    if found.driver and found.gpus:
+def _driver(software: CudaSoftware) -> Flaw | None:
+    if software.driver and software.gpus:
         return None
-    if not found.driver:
+    if not software.driver:
         action = "install the NVIDIA driver, or start the container with its GPUs (docker run --gpus all)"
         return Flaw("NVIDIA driver", "none answers", action)
-    return Flaw("NVIDIA driver", f"{found.driver} shows no GPU", "look at CUDA_VISIBLE_DEVICES and nvidia-smi")
+    return Flaw("NVIDIA driver", f"{software.driver} shows no GPU", "look at CUDA_VISIBLE_DEVICES and nvidia-smi")
 
 
-def _torch(found: CudaSoftware) -> Flaw | None:
-    if found.torch_gpus >= len(found.gpus) or not found.driver:
+def _torch(software: CudaSoftware) -> Flaw | None:
+    if software.torch_gpus >= len(software.gpus) or not software.driver:
         return None
-    if not found.torch_cuda:
+    if not software.torch_cuda:
         action = "install the gpu extra: remove .venv and run `make environment` on a machine whose nvidia-smi answers"
-        return Flaw("torch", f"{found.torch} is built without CUDA", action)
-    detail = f"{found.torch} for CUDA {found.torch_cuda} can use {found.torch_gpus} of {len(found.gpus)} GPUs"
-    least = LEAST_DRIVER.get(int(found.torch_cuda.partition(".")[0]), 0)
-    if major_of(found.driver) < least:
+        return Flaw("torch", f"{software.torch} is built without CUDA", action)
+    detail = (
+        f"{software.torch} for CUDA {software.torch_cuda} can use {software.torch_gpus} of {len(software.gpus)} GPUs"
+    )
+    least = LEAST_DRIVER.get(int(software.torch_cuda.partition(".")[0]), 0)
+    if major_of(software.driver) < least:
         action = f"install a driver of version {least} or later, or NVIDIA's package cuda-compat"
-        return Flaw("torch", f"{detail} with driver {found.driver}", action)
+        return Flaw("torch", f"{detail} with driver {software.driver}", action)
     return Flaw("torch", detail, "run `python -c 'import torch; torch.zeros(1).cuda()'` to see why")
 
 
-def _compiler(found: CudaSoftware) -> Flaw | None:
-    if found.compiler:
+def _compiler(software: CudaSoftware) -> Flaw | None:
+    if software.compiler:
         return None
     action = "install one (apt-get install gcc), or name it in CC"
     return Flaw("C compiler", "none, and Triton compiles for every kernel at run time", action)
 
 
-def _headers(found: CudaSoftware) -> Flaw | None:
-    if found.headers:
+def _headers(software: CudaSoftware) -> Flaw | None:
+    if software.headers:
         return None
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     action = f"install them (apt-get install python{version}-dev), or make the environment with uv's Python"
     return Flaw("Python.h", "missing, and what Triton compiles includes it", action)
 
 
-def _shared_memory(found: CudaSoftware) -> Flaw | None:
-    if found.shared_memory_bytes >= LEAST_SHARED_MEMORY:
+def _shared_memory(software: CudaSoftware) -> Flaw | None:
+    if software.shared_memory_bytes >= LEAST_SHARED_MEMORY:
         return None
-    detail = f"{found.shared_memory_bytes / MIB:.0f} MiB, through which NCCL and the processes of an engine exchange"
+    detail = f"{software.shared_memory_bytes / MIB:.0f} MiB, through which NCCL and the processes of an engine exchange"
     return Flaw(str(SHARED_MEMORY), detail, "enlarge it (docker run --shm-size=16g, an emptyDir of medium Memory)")
 
 
 def major_of(driver: str) -> int:
-    """580 of 580.65.06."""
-    found = re.match(r"\d+", driver)
-    return int(found[0]) if found else 0
+    """Parses the major version: 580 of 580.65.06."""
+    match = re.match(r"\d+", driver)
+    return int(match[0]) if match else 0
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ SHARED_MEMORY = Path("/dev/shm")
 
 @dataclass(frozen=True)
 class Machine:
-    """One machine's means. Cores are those that this process may use, which a container can make fewer."""
+    """Resources of one machine. Cores are the cores available to this process; a container may restrict them."""
 
     num_cores: int
     num_gpus: int
@@ -43,7 +43,7 @@ def this_machine() -> Machine:
 
 
 def as_node(machine: Machine, resources: ResourcesConfig) -> NodeResources:
-    """The one node of a cluster that a run starts here: `resources.num_cpus` of its cores, or all of them."""
+    """Returns the node of a private cluster: `resources.num_cpus` of the machine's cores, or all."""
     num_cpus = min(resources.num_cpus, machine.num_cores) if resources.num_cpus else machine.num_cores
     return NodeResources("this machine", num_cpus=num_cpus, num_gpus=machine.num_gpus)
 
@@ -54,7 +54,7 @@ def _memory_bytes(meminfo: str, name: str) -> int:
 
 
 def _gpu_bytes() -> list[int]:
-    """Bytes of each NVIDIA GPU that CUDA_VISIBLE_DEVICES shows, by NVML: /proc has none of them in WSL2 and gVisor."""
+    """Returns the bytes of each visible NVIDIA GPU by NVML: /proc lists none in WSL2 and gVisor."""
     gpus = NvidiaGpus(os.environ)
     try:
         return [int(reading.memory_total_mib * MIB) for reading in gpus.read()]
@@ -63,7 +63,7 @@ def _gpu_bytes() -> list[int]:
 
 
 def _cpu_flags(cpuinfo: str) -> frozenset[str]:
-    """The instruction sets of the first core; x86 calls them flags, ARM calls them Features."""
+    """Returns the instruction sets of the first core: `flags` on x86, `Features` on ARM."""
     for line in cpuinfo.splitlines():
         name, _, value = line.partition(":")
         if name.strip() in ("flags", "Features"):

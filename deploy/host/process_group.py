@@ -1,4 +1,4 @@
-"""A program in a process group of its own: logged to a file, bounded by a deadline, ended with all that it started."""
+"""Runs a program in a new process group, with a log file and a timeout, and ends the group with it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ANSI_COLORS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 
 def run_logged(
-    words: Sequence[str],
+    command: Sequence[str],
     environment: Mapping[str, str],
     folder: Path,
     log: Path,
@@ -26,20 +26,20 @@ def run_logged(
 ) -> int:
     """Run `words` in `folder` with both outputs in `log`; its exit code, negative for a signal.
 
-    However this ends, nothing of the program's process group is left.
+    The program's process group is gone on return, and after an error.
 
     Raises:
-        TimeoutError: it was not done within `timeout_s`.
+        TimeoutError: the program ran longer than `timeout_s`.
     """
     with log.open("wb") as file:
         process = Popen(
-            words, env=environment, cwd=folder, stdin=DEVNULL, stdout=file, stderr=STDOUT, start_new_session=True
+            command, env=environment, cwd=folder, stdin=DEVNULL, stdout=file, stderr=STDOUT, start_new_session=True
         )
     handle = os.pidfd_open(process.pid)
     try:
         on_start(process)
         if not _ends_within(handle, timeout_s):
-            raise TimeoutError(f"{words[0]} was not done within {timeout_s:g} s")
+            raise TimeoutError(f"{command[0]} was not done within {timeout_s:g} s")
     finally:
         _end_group(process.pid, handle)
         os.close(handle)
@@ -48,7 +48,7 @@ def run_logged(
 
 
 def last_lines(log: Path, num: int) -> list[str]:
-    """The last lines of a log as a terminal would show them: of a progress bar its last state, without colours."""
+    """Returns the last lines of a log as a terminal shows them: the last state of progress bars, no colours."""
     with log.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - TAIL_BYTES))
@@ -58,7 +58,7 @@ def last_lines(log: Path, num: int) -> list[str]:
 
 
 def _end_group(pid: int, handle: int) -> None:
-    """End what is left of the group. Its leader is not reaped yet, so the group's number cannot be another's."""
+    """Ends the rest of the group. The leader is not reaped yet, so the group id cannot be reused."""
     if not _ends_within(handle, 0.0):
         os.killpg(pid, signal.SIGTERM)
         _ends_within(handle, HEEDS_WITHIN_S)

@@ -1,6 +1,6 @@
-"""Processes of this machine by what cannot be mistaken: a process id together with when it was started.
+"""Identifies processes of this machine by process id and start time.
 
-A bare process id is given to another process sooner or later; with its start time it names one process for ever.
+The kernel reuses process ids; id and start time together are unique.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class ProcessId:
 
     @classmethod
     def of(cls, pid: int) -> ProcessId | None:
-        """The process that has this id now on this machine; None if there is none, or only its zombie."""
+        """Returns the running process with this id; None if there is none or it is a zombie."""
         try:
             stat = (PROC / str(pid) / "stat").read_text()
         except (FileNotFoundError, ProcessLookupError):
@@ -41,7 +41,7 @@ class ProcessId:
         """Parses the text that `str` wrote.
 
         Raises:
-            ValueError: it is something else.
+            ValueError: the text has another form.
         """
         host, pid, start_ticks = text.rsplit("/", 2)
         return cls(host, int(pid), int(start_ticks))
@@ -51,7 +51,7 @@ class ProcessId:
 
     @property
     def is_here(self) -> bool:
-        """Whether it is one of this machine's, so that we can tell whether it lives."""
+        """Whether the process belongs to this machine, so that `is_alive` is known."""
         return self.host == socket.gethostname()
 
     @property
@@ -61,7 +61,7 @@ class ProcessId:
 
 @dataclass(frozen=True)
 class MarkedProcess:
-    """A process that carries a variable in the environment it was started with."""
+    """A process with a variable in its initial environment."""
 
     process: ProcessId
     environment: Mapping[str, str]
@@ -69,15 +69,15 @@ class MarkedProcess:
 
 
 def marked_processes(variable: str) -> Iterator[MarkedProcess]:
-    """Processes of this machine, and of users that we may look at, that carry `variable`."""
+    """Yields the readable processes of this machine with `variable` in their environment."""
     for folder in PROC.iterdir():
         if folder.name.isdecimal() and (marked := _marked(int(folder.name), variable)) is not None:
             yield marked
 
 
 def holders(folder: Path) -> Iterator[MarkedProcess]:
-    """Processes that have a file below `folder` open and whose environment cannot be read: Ray's agents write their
-    titles over it.
+    """Yields processes with an open file below `folder` and no readable environment: Ray's agents overwrite theirs with
+    a process title.
     """
     for process in PROC.iterdir():
         if process.name.isdecimal() and (holder := _holder(int(process.name), folder)) is not None:
@@ -85,17 +85,17 @@ def holders(folder: Path) -> Iterator[MarkedProcess]:
 
 
 def end(process: ProcessId, timeout_s: float) -> bool:
-    """End exactly this process: SIGTERM, and SIGKILL after `timeout_s`; whether it is gone.
+    """Ends a process by SIGTERM, then SIGKILL after `timeout_s`; returns whether it is gone.
 
     Raises:
-        PermissionError: it is another user's.
+        PermissionError: the process belongs to another user.
     """
     try:
         handle = os.pidfd_open(process.pid)
     except ProcessLookupError:
         return True
     try:
-        if not process.is_alive:  # looked at only now, when the id can no longer be given to another
+        if not process.is_alive:  # checked after the pidfd is open: from here on the id cannot be reused
             return True
         return _signal(handle, signal.SIGTERM, timeout_s) or _signal(handle, signal.SIGKILL, KILLED_WITHIN_S)
     finally:
@@ -113,11 +113,11 @@ def _signal(handle: int, number: signal.Signals, wait_s: float) -> bool:
 
 
 def _holder(pid: int, folder: Path) -> MarkedProcess | None:
-    place = PROC / str(pid)
+    process_dir = PROC / str(pid)
     try:
-        if (place / "environ").read_bytes().strip(b"\0"):
+        if (process_dir / "environ").read_bytes().strip(b"\0"):
             return None
-        files = [os.readlink(file) for file in (place / "fd").iterdir()]
+        files = [os.readlink(file) for file in (process_dir / "fd").iterdir()]
         command = _command(pid)
     except OSError:  # it has ended, or belongs to another user
         return None
@@ -131,11 +131,11 @@ def _command(pid: int) -> str:
 
 def _marked(pid: int, variable: str) -> MarkedProcess | None:
     try:
-        words = (PROC / str(pid) / "environ").read_bytes().split(b"\0")
+        entries = (PROC / str(pid) / "environ").read_bytes().split(b"\0")
         command = _command(pid)
     except OSError:  # it has ended, or belongs to another user
         return None
-    pairs = (word.decode(errors="replace").partition("=") for word in words)
+    pairs = (entry.decode(errors="replace").partition("=") for entry in entries)
     environment = {name: value for name, separator, value in pairs if separator}
     process = ProcessId.of(pid) if variable in environment else None
     return None if process is None else MarkedProcess(process, environment, command)

@@ -1,4 +1,4 @@
-"""The folder of a run: held by one process, proved to be writable before anything starts, filled once it is accepted.
+"""The run folder: locked by one process, checked for writing before the start, filled once the start is accepted.
 
 A start that is refused leaves neither a folder nor a `latest` that points to it. A start that goes on from a checkpoint
 replaces `config.yaml` once the checkpoint is loaded: until then the file describes the checkpoints that are there.
@@ -28,7 +28,7 @@ CHECKPOINTS_FOLDER = "checkpoints"  # of the run folder
 
 
 def check_run_folder(config: RunConfig) -> None:
-    """Prove that the run folder can be written; nothing is left behind.
+    """Checks that the run folder can be written; removes the files of the check.
 
     Raises:
         PreflightError: it cannot be written.
@@ -44,7 +44,7 @@ def check_run_folder(config: RunConfig) -> None:
 
 @contextmanager
 def held_run_folder(config: RunConfig) -> Iterator[None]:
-    """Hold the run folder while the body runs; a folder that is made for it and stays empty is removed.
+    """Locks the run folder while the body runs. Removes a new folder that stays empty.
 
     Raises:
         PreflightError: another process holds it, or it cannot be written.
@@ -59,7 +59,7 @@ def held_run_folder(config: RunConfig) -> Iterator[None]:
 
 @contextmanager
 def run_folder(config: RunConfig) -> Iterator[None]:
-    """Fill the run folder, which is held, and point `latest` at it; undone if the body refuses the start of a new run.
+    """Fills the locked run folder and points `latest` at it. Undone if the body refuses the start of a new run.
 
     Raises:
         PreflightError: it cannot be written.
@@ -94,17 +94,17 @@ def make_run_folder(config: RunConfig) -> None:
 
 
 def write_config(config: RunConfig) -> None:
-    """Write the configuration into the run folder, in the place of an earlier part's."""
+    """Writes the configuration into the run folder; replaces the file of an earlier part of the run."""
     write_atomically(config.run_folder / CONFIG_FILE, dump_config(config))
 
 
 def written_config(config: RunConfig) -> dict[str, Any]:
-    """The configuration of the run's earlier part, as it was written; empty without one that can be read."""
+    """Reads the configuration of the run's earlier part; empty if there is none or it cannot be read."""
     try:
-        found = yaml.safe_load((config.run_folder / CONFIG_FILE).read_text(encoding="utf-8"))
+        config_values = yaml.safe_load((config.run_folder / CONFIG_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return config_values if isinstance(config_values, dict) else {}
 
 
 def _point_latest_at(config: RunConfig, name: str) -> None:

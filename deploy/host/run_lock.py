@@ -66,10 +66,10 @@ class Holder:
 
 @contextmanager
 def run_lock(folder: Path, stop: Callable[[], None] | None = None, watch_s: float = WATCH_S) -> Iterator[None]:
-    """Hold `folder` while the body runs; it is made if it is missing, and removed again if it stays empty.
+    """Locks `folder` while the body runs. Creates a missing folder, and removes it if it stays empty.
 
-    `stop` is called if another process takes the lock over, which has seen no beat for `watch_s`; by default this
-    process gets SIGTERM.
+    Calls `stop` if another process took the lock over after `watch_s` without a heartbeat. By default this process gets
+    SIGTERM.
 
     Raises:
         PreflightError: another process holds it; nothing was written.
@@ -92,11 +92,11 @@ def run_lock(folder: Path, stop: Callable[[], None] | None = None, watch_s: floa
 
 def _acquire(path: Path, ours: Holder, watch_s: float) -> None:
     while not _create(path, ours):
-        found = _read(path)
-        if _is_held(path, found, watch_s):
-            _refuse(path.parent, found)
-        if path.exists() and _read(path) == found:
-            _logger.warning("%s is taken over: %s is dead", path, found or "its holder")
+        holder = _read(path)
+        if _is_held(path, holder, watch_s):
+            _refuse(path.parent, holder)
+        if path.exists() and _read(path) == holder:
+            _logger.warning("%s is taken over: %s is dead", path, holder or "its holder")
             _replace(path, ours)
             time.sleep(SETTLE_S)
             if _read(path) == ours:
@@ -125,22 +125,22 @@ def _replace(path: Path, ours: Holder) -> None:
         draft.unlink(missing_ok=True)
 
 
-def _is_held(path: Path, found: Holder | None, watch_s: float) -> bool:
+def _is_held(path: Path, holder: Holder | None, watch_s: float) -> bool:
     if path.exists() and not os.access(path, os.R_OK):
         return True  # another user's
-    is_alive = None if found is None else found.is_alive
+    is_alive = None if holder is None else holder.is_alive
     if is_alive is not None:
         return is_alive
-    _logger.warning("%s names %s: watching it for up to %g s", path, found or "no process yet", watch_s)
-    return _changes_within(path, found, watch_s)
+    _logger.warning("%s names %s: watching it for up to %g s", path, holder or "no process yet", watch_s)
+    return _changes_within(path, holder, watch_s)
 
 
-def _changes_within(path: Path, found: Holder | None, watch_s: float) -> bool:
-    """Whether the holder gives a sign of life; False also if the file goes away or gets another holder."""
+def _changes_within(path: Path, holder: Holder | None, watch_s: float) -> bool:
+    """Whether the holder writes a heartbeat; False also if the file is removed or gets another holder."""
     first, deadline = _beat_of(path), time.monotonic() + watch_s
     while time.monotonic() < deadline:
         time.sleep(min(1.0, watch_s / 10))
-        if (beat := _beat_of(path)) is None or _read(path) != found:
+        if (beat := _beat_of(path)) is None or _read(path) != holder:
             return False  # look at it again
         if beat != first:
             return True
@@ -148,7 +148,7 @@ def _changes_within(path: Path, found: Holder | None, watch_s: float) -> bool:
 
 
 def _beat_of(path: Path) -> int | None:
-    """Opened, not only looked up: a client of NFS asks the server then."""
+    """Returns the time of the last heartbeat. Opens the file: NFS clients refresh attributes on open."""
     try:
         with path.open("rb") as file:
             return os.fstat(file.fileno()).st_mtime_ns
@@ -157,7 +157,7 @@ def _beat_of(path: Path) -> int | None:
 
 
 def _read(path: Path) -> Holder | None:
-    """None if there is no file, or it does not name a holder: it is just being written, or damaged."""
+    """Reads the holder; None if the file is missing, incomplete or damaged."""
     try:
         return Holder(**json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
@@ -170,8 +170,8 @@ def _beating(path: Path, ours: Holder, stop: Callable[[], None]) -> Iterator[Non
 
     def beat() -> None:
         while not done.wait(BEAT_S):
-            if (found := _read(path)) is not None and found != ours:
-                _logger.error("%s was taken over by %s: this run stops", path, found)
+            if (holder := _read(path)) is not None and holder != ours:
+                _logger.error("%s was taken over by %s: this run stops", path, holder)
                 stop()
                 return
             with suppress(OSError):  # a full or absent disk shows elsewhere
@@ -186,25 +186,25 @@ def _beating(path: Path, ours: Holder, stop: Callable[[], None]) -> Iterator[Non
         thread.join(BEAT_S)
 
 
-def _refuse(folder: Path, found: Holder | None) -> NoReturn:
+def _refuse(folder: Path, holder: Holder | None) -> NoReturn:
     how = "stop it with Ctrl-C or SIGTERM"
-    if found is not None:
-        process = ProcessId.parse(found.process)
-        how = f"stop it with `{_stop_of(found.job) or f'kill {process.pid}'}` on {process.host}"
+    if holder is not None:
+        process = ProcessId.parse(holder.process)
+        how = f"stop it with `{_stop_of(holder.job) or f'kill {process.pid}'}` on {process.host}"
     raise PreflightError(
-        f"the folder {folder} is in use by {found or 'another process'}: {how}, or give another one "
+        f"the folder {folder} is in use by {holder or 'another process'}: {how}, or give another one "
         "(name=... for a run)"
     )
 
 
 def _stop_of(job: str) -> str:
-    """The command that stops a scheduler's job; empty without one."""
+    """Returns the command that stops a scheduler's job; empty without a job."""
     kind, _, number = job.rpartition(" ")
     return {"": "", SLURM: f"scancel {number}", RAY: f"mobula stop {number} --address http://HEAD:8265"}[kind]
 
 
 def _machine() -> str:
-    """Process ids of two containers, and of two boots of one machine, do not name the same process."""
+    """Returns boot id and process namespace: process ids are unique only within both."""
     try:
         return f"{socket.gethostname()}/{BOOT_ID.read_text().strip()}/{os.readlink(PID_NAMESPACE)}"
     except OSError:

@@ -47,7 +47,7 @@ class RunMark:
 
 @contextmanager
 def marking(run: str) -> Iterator[RunMark]:
-    """Mark all that this process starts while the body runs."""
+    """Marks every process that this process starts while the body runs."""
     driver = ProcessId.of(os.getpid())
     assert driver is not None, "this process has an entry in /proc"
     mark = RunMark(f"{run}/{uuid4().hex}", driver)
@@ -73,12 +73,12 @@ class RunRecord:
         return (self.run_folder / RECORD_FILE, *copies)
 
     def write(self, path: Path) -> None:
-        """Whole or not at all."""
+        """Writes the record atomically."""
         folder = None if self.session_folder is None else str(self.session_folder)
         texts = {"mark": self.mark.environment, "run_folder": str(self.run_folder), "session_folder": folder}
-        beside = path.with_name(f".{path.name}-{os.getpid()}")
-        beside.write_text(json.dumps(asdict(self) | texts, indent=1), encoding="utf-8")
-        beside.replace(path)
+        temporary = path.with_name(f".{path.name}-{os.getpid()}")
+        temporary.write_text(json.dumps(asdict(self) | texts, indent=1), encoding="utf-8")
+        temporary.replace(path)
 
     @classmethod
     def read(cls, path: Path) -> RunRecord:
@@ -105,7 +105,7 @@ class RunRecord:
 
 @contextmanager
 def recorded(record: RunRecord) -> Iterator[None]:
-    """Keep the record where others look for it while the body runs."""
+    """Publishes the record while the body runs."""
     for path in record.paths:
         record.write(path)
     try:

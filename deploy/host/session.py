@@ -33,7 +33,7 @@ TOO_SLOW = "timed out during startup"  # Ray's words, after 30 s; its error has 
 
 @dataclass(frozen=True)
 class ClusterSession:
-    """The cluster as a run finds it."""
+    """The connected cluster of a run."""
 
     nodes: tuple[NodeResources, ...]
     is_local: bool  # started by us, on the loopback address only
@@ -74,10 +74,10 @@ def _join_or_start(config: RunConfig) -> None:
 
 
 def check_access(config: RunConfig) -> None:
-    """Whether the cluster that the run would join admits this process, or a token is there if it would start one.
+    """Checks that the cluster to join admits this process, or that a private cluster has a token.
 
     Raises:
-        PreflightError: it does not, or none is.
+        PreflightError: the cluster refuses this process, or there is no token.
     """
     if ray.is_initialized():
         return
@@ -90,7 +90,7 @@ def check_access(config: RunConfig) -> None:
 
 
 def run_record(config: RunConfig, session: ClusterSession) -> RunRecord:
-    """How the run on this session is found from outside."""
+    """Returns the record by which other processes find the run."""
     ray_here = ray.get_runtime_context()
     folder = Path(ray_here.get_temp_dir()) / ray_here.get_session_name()
     is_ours = folder.name.endswith(f"_{os.getpid()}")  # Ray names a session after the process that started it
@@ -105,7 +105,7 @@ def run_record(config: RunConfig, session: ClusterSession) -> RunRecord:
 
 
 def expected_nodes(config: RunConfig) -> tuple[NodeResources, ...] | None:
-    """The nodes of the cluster that would be started here; None where one is joined and has to be asked."""
+    """Returns the nodes of a private cluster; None if the run joins a cluster."""
     if ray.is_initialized() or config.resources.address or os.environ.get(ADDRESS_VARIABLE):
         return None
     return (as_node(this_machine(), config.resources),)
@@ -140,7 +140,7 @@ def start_private(config: RunConfig, *, include_dashboard: bool, temp_dir: Path 
 
 
 def _worker_start() -> dict[str, Any]:
-    """A job whose working directory is a checkout runs this code on its workers too, even if another is installed."""
+    """Returns the worker setup of jobs with a checkout as working directory: workers import the checkout's code."""
     if JOB_VARIABLE in os.environ and Path("deploy/package/mobula").is_dir():
         return {"runtime_env": {"worker_process_setup_hook": "deploy.find_checkout"}}
     return {}
@@ -162,9 +162,10 @@ def _named_if_too_slow() -> Iterator[None]:
 
 @contextmanager
 def _beyond_our_signals() -> Iterator[None]:
-    """Ray's own processes that start in the body get process groups of their own: a signal to the run's
-    whole group (timeout, schedulers, terminals) would else take the cluster from under the driver, which could not end
-    in order.
+    """Starts Ray's processes in new process groups while the body runs.
+
+    `timeout`, schedulers and terminals signal the whole group of the run. Without this the cluster would end before the
+    driver, which then could not write a checkpoint.
     """
     popen = services.ConsolePopen
     services.ConsolePopen = partial(popen, process_group=0)  # type: ignore[misc, assignment]  # a patch of Ray

@@ -1,7 +1,7 @@
-"""A conversation with a Ray cluster in a process of its own, so that a dead or silent cluster costs a deadline at most.
+"""Calls a Ray cluster from a child process, so that a dead or silent cluster costs at most a timeout.
 
-Connecting can wait for minutes, and Ray's own threads end the whole process when a cluster vanishes under it; both stay
-in the side process. Its caller keeps its terminal, and never imports ray.
+Connecting can block for minutes, and Ray's threads end the process when its cluster disappears. Both happen in the
+child process; the caller never imports ray.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ T = TypeVar("T")
 
 
 def in_side_process(work: Callable[P, T], timeout_s: float, what: str, *args: P.args, **kwargs: P.kwargs) -> T:
-    """`work(*args, **kwargs)`, a function of some module, and its result or the `MobulaError` that it raised.
+    """Returns the result of `work(*args, **kwargs)`, a module-level function, or raises its `MobulaError`.
 
     Raises:
         DeadlineError: no result within `timeout_s`; the message names `what`.
-        WorkerDiedError: the process ended without a result, or `work` raised something unexpected.
+        WorkerDiedError: the process ended without a result, or `work` raised another error.
     """
     with ChildProcess(is_silent=True) as child:  # Ray writes to both streams from its own threads
         try:

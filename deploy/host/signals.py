@@ -10,16 +10,16 @@ from types import FrameType
 
 
 def ending_signals() -> tuple[signal.Signals, ...]:
-    """The signals beside SIGINT that end a run in order; those that the parent process ignores stay ignored."""
-    found = (signal.SIGTERM, signal.SIGHUP)
-    return tuple(number for number in found if signal.getsignal(number) is not signal.SIG_IGN)
+    """Returns the signals besides SIGINT that end a run in order, without those that the parent process ignores."""
+    candidates = (signal.SIGTERM, signal.SIGHUP)
+    return tuple(number for number in candidates if signal.getsignal(number) is not signal.SIG_IGN)
 
 
 @contextmanager
 def signals_raise() -> Iterator[None]:
-    """In the body they raise KeyboardInterrupt, as SIGINT does, so that what was begun is undone or closed.
+    """Makes the ending signals raise KeyboardInterrupt in the body, so that context managers and `finally` blocks run.
 
-    Handlers that the body sets are replaced by those from before it, that of SIGINT too.
+    Restores the earlier handlers afterwards, also the handler of SIGINT.
     """
     if threading.current_thread() is not threading.main_thread():  # Python handles signals in the main thread alone
         yield
@@ -34,16 +34,16 @@ def signals_raise() -> Iterator[None]:
 
 
 def ignore_signals() -> None:
-    """From now on none ends this process: it closes what it began, which is bounded. Call it in `signals_raise`."""
+    """Ignores the ending signals while the process closes its resources. Call it in `signals_raise`."""
     for number in (signal.SIGINT, *ending_signals()):
         signal.signal(number, signal.SIG_IGN)
 
 
 @contextmanager
 def sigterm_stays_ours() -> Iterator[None]:
-    """In the body a library may set a handler of SIGTERM; one that this module has set comes back afterwards.
+    """Restores this module's SIGTERM handler after the body.
 
-    Ray takes the signal when it starts, and gives it the default action when it ends.
+    Ray replaces the handler when it starts, and sets the default action when it ends.
     """
     before = signal.getsignal(signal.SIGTERM)
     is_ours = before in (signal.SIG_IGN, _interrupt) and threading.current_thread() is threading.main_thread()

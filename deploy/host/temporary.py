@@ -1,4 +1,4 @@
-"""The folder for the session of a private Ray cluster, where the one that Ray would take is unfit."""
+"""Chooses the session folder of a private Ray cluster if Ray's default cannot be used."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _logger = logging.getLogger(__name__)
 
 
 def ray_folder(environment: Mapping[str, str], fallback: Path = FALLBACK) -> Path | None:
-    """None if Ray's own choice can be used; else a folder below /tmp, with a warning that names the variable.
+    """Returns None if Ray's default works; else a folder below /tmp, with a warning that names the variable.
 
     Raises:
         PreflightError: /tmp cannot be used either.
@@ -42,7 +42,7 @@ def ray_folder(environment: Mapping[str, str], fallback: Path = FALLBACK) -> Pat
 
 
 def _fault(folder: str) -> str | None:
-    """Why Ray cannot use a folder; None if it can."""
+    """Returns the reason why Ray cannot use a folder; None if it can."""
     most = SOCKET_BYTES - RAY_BYTES
     if not (os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK)):
         return "is no folder that can be written"

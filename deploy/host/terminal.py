@@ -1,4 +1,4 @@
-"""The terminal that commands print to: what a user, a model or a machine wrote comes out as it was written."""
+"""Consoles that print text of users, models and machines unchanged."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _logger = logging.getLogger(__name__)
 
 
 def terminal(*, stderr: bool = False, soft_wrap: bool = False) -> Console:
-    """A console on which `:b:` stays `:b:`; with `soft_wrap` lines are as long as they are, to be read again."""
+    """Returns a console without emoji codes; `soft_wrap` keeps long lines whole for other programs."""
     return Console(stderr=stderr, soft_wrap=soft_wrap, emoji=False)
 
 
 def open_missing_streams() -> None:
-    """Connect stdin, stdout and stderr to /dev/null where they are closed, as after `>&-`.
+    """Connects closed stdin, stdout and stderr (`>&-`) to /dev/null.
 
-    Another file would get the number, and with it what libraries and child processes print.
+    Otherwise the next opened file would get the descriptor, and with it the output of libraries and child processes.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
@@ -39,15 +39,15 @@ def open_missing_streams() -> None:
 
 
 def write_any_text() -> None:
-    """From now on letters that the locale of stdout or stderr lacks, such as those of LC_ALL=C, are escaped."""
+    """Escapes characters that the encoding of stdout or stderr lacks, for example under LC_ALL=C."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 
 
 def outlive_output(*names: str) -> None:
-    """From now on this process goes on when its stdout or stderr, or the one that is named, is lost: a closed pipe, a
-    full disk, a terminal that is gone. Call it where they only inform: a result on stdout must not be lost silently.
+    """Continues without stdout or stderr (or the named stream) after a write error: closed pipe, full disk, closed
+    terminal. Do not call it for results on stdout, which must not be lost silently.
     """
     for name in names or ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -82,7 +82,7 @@ class _Dispensable:
             self._give_up(error)
 
     def _give_up(self, error: OSError) -> None:
-        """Everything that shares the descriptor goes on, too: libraries, and the flush at the end of the process."""
+        """Redirects the descriptor, so that libraries and the flush at exit continue too."""
         descriptor = self._stream.fileno()
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, descriptor)

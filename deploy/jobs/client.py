@@ -89,7 +89,7 @@ class Jobs:
         return sorted(rows, key=lambda row: -(row.started or 0.0))
 
     def wait_until_started(self, submission_id: str, timeout_s: float) -> None:
-        """Until the entry point runs, or is over already.
+        """Waits until the entry point runs or has ended.
 
         Raises:
             DeadlineError: it was still pending after `timeout_s`.
@@ -109,7 +109,7 @@ class Jobs:
         return self._client.get_job_logs(submission_id)
 
     def follow(self, submission_id: str, write: Callable[[str], None]) -> int:
-        """Pass on what the job prints until it ends; returns its exit code."""
+        """Forwards the job's output until it ends; returns its exit code."""
         self._require(submission_id)
 
         async def pass_on() -> None:
@@ -120,10 +120,10 @@ class Jobs:
         return self.exit_code(submission_id)
 
     def stop(self, submission_id: str, timeout_s: float) -> int:
-        """Have the job end in good order, and wait for its end; returns its exit code.
+        """Stops the job and waits for its end; returns its exit code.
 
         Raises:
-            DeadlineError: it had not ended after `timeout_s`.
+            DeadlineError: the job was still running after `timeout_s`.
         """
         self._require(submission_id)
         self._client.stop_job(submission_id)
@@ -159,8 +159,8 @@ def check_address(address: str) -> None:
     """Raises:
     PreflightError: it is no HTTP address.
     """
-    found = urlsplit(address)
-    if found.scheme not in ("http", "https") or not found.hostname:
+    url = urlsplit(address)
+    if url.scheme not in ("http", "https") or not url.hostname:
         raise PreflightError(f"--address {address} is no address of a Ray dashboard: write http://HOST:8265")
 
 

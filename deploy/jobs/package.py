@@ -17,12 +17,12 @@ MIB = 2**20
 
 
 def check_package(folder: Path, excludes: Sequence[str], limit_bytes: int = LIMIT_BYTES) -> int:
-    """Bytes of what would be packed, before compression: stricter than Ray, which counts the compressed package.
+    """Returns the uncompressed bytes of the package. Stricter than Ray, which checks the compressed size.
 
-    `.gitignore` and `.rayignore` count, as for Ray.
+    `.gitignore` and `.rayignore` apply, as for Ray.
 
     Raises:
-        PreflightError: it is too much; the message names the largest paths.
+        PreflightError: the package is too large; the message names the largest paths.
     """
     if not folder.is_dir():
         raise PreflightError(f"--working-dir {folder} is no folder: name the folder that holds the code to run")

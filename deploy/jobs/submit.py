@@ -20,7 +20,7 @@ ACTIVE = ("PENDING", "RUNNING")
 
 @dataclass(frozen=True)
 class Submission:
-    """Content of a submission beside the run's words."""
+    """Options of a submission besides the run's overrides."""
 
     auth: AuthMode
     working_dir: Path | None  # None: the package is installed on every node
@@ -31,7 +31,7 @@ class Submission:
     env: Mapping[str, str] = field(default_factory=dict)
 
 
-def submit(config: RunConfig, words: Sequence[str], asked: Submission, jobs: Jobs) -> str:
+def submit(config: RunConfig, overrides: Sequence[str], submission: Submission, jobs: Jobs) -> str:
     """Start the run; returns the job's id.
 
     A run of the same name whose job is over is resumed: its job gets a number behind the name.
@@ -40,35 +40,35 @@ def submit(config: RunConfig, words: Sequence[str], asked: Submission, jobs: Job
         PreflightError: paths are relative, the package is too large, or the run goes on already.
     """
     refuse_relative(config)
-    if asked.working_dir is not None:
-        check_package(asked.working_dir, [*EXCLUDES, *asked.excludes])
-    submission_id = _free_id(config.name, asked.submission_id, jobs)
-    jobs.submit(submission_id, entrypoint(words, asked), runtime_env(asked), {"run": config.name})
+    if submission.working_dir is not None:
+        check_package(submission.working_dir, [*EXCLUDES, *submission.excludes])
+    submission_id = _free_id(config.name, submission.submission_id, jobs)
+    jobs.submit(submission_id, entrypoint(overrides, submission), runtime_env(submission), {"run": config.name})
     return submission_id
 
 
-def entrypoint(words: Sequence[str], asked: Submission) -> str:
-    """The command line of the job. It resumes unless the words say otherwise, so that it can be sent again.
+def entrypoint(overrides: Sequence[str], submission: Submission) -> str:
+    """Returns the job's command line. It resumes by default, so that the same job can be submitted again.
 
-    A working directory that is a checkout of Mobula runs its own code, also where another version is installed.
+    A working directory with a checkout of Mobula runs the checkout's code instead of the installed version.
     """
-    resume = [] if any(word.startswith("resume=") for word in words) else ["resume=auto"]
-    is_checkout = asked.working_dir is not None and (asked.working_dir / "deploy" / "package").is_dir()
+    resume = [] if any(override.startswith("resume=") for override in overrides) else ["resume=auto"]
+    is_checkout = submission.working_dir is not None and (submission.working_dir / "deploy" / "package").is_dir()
     command = "deploy.cli" if is_checkout else "mobula.deploy.cli"
-    return shlex.join([asked.python, "-m", command, "train", *words, *resume])
+    return shlex.join([submission.python, "-m", command, "train", *overrides, *resume])
 
 
-def runtime_env(asked: Submission) -> dict[str, Any]:
+def runtime_env(submission: Submission) -> dict[str, Any]:
     """Ray's runtime environment of the job: its variables and, if one is sent, its working folder."""
     variables = {
-        "RAY_AUTH_MODE": asked.auth,
-        "RAY_JOB_STOP_WAIT_TIME_S": str(asked.stop_wait_s),
+        "RAY_AUTH_MODE": submission.auth,
+        "RAY_JOB_STOP_WAIT_TIME_S": str(submission.stop_wait_s),
         "NO_COLOR": "1",
-        **asked.env,
+        **submission.env,
     }
     env: dict[str, Any] = {"env_vars": variables}
-    if asked.working_dir is not None:
-        env |= {"working_dir": str(asked.working_dir.resolve()), "excludes": [*EXCLUDES, *asked.excludes]}
+    if submission.working_dir is not None:
+        env |= {"working_dir": str(submission.working_dir.resolve()), "excludes": [*EXCLUDES, *submission.excludes]}
     return env
 
 

@@ -1,7 +1,7 @@
-"""Bytes of activations: what a forward pass keeps for the backward pass, and what logits and a generation step take.
+"""Estimates the bytes of activations, logits and generation steps.
 
-The counts are those of transformers' blocks with fused attention (RMSNorm computed in float32, a gated MLP); a test
-compares them with the tensors that autograd really keeps.
+The counts hold for transformers' blocks with fused attention (RMSNorm in float32, gated MLP); a test compares them with
+the tensors saved by autograd.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ class Microbatch:
 
 
 def media_patches(config: RunConfig, shape: ModelShape) -> int:
-    """Patches that the vision tower encodes for one prompt at most; a patch of a video is of two frames."""
-    one = ceil(config.data.max_pixels / shape.pixels_per_patch)
+    """Returns the maximum number of vision patches of one prompt; a video patch spans two frames."""
+    image_patches = ceil(config.data.max_pixels / shape.pixels_per_patch)
     video = config.data.video
     frames = ceil(video.max_frames / 2) * ceil(video.max_frame_pixels / shape.pixels_per_patch)
-    return config.sampler.max_images_per_prompt * one + config.sampler.max_videos_per_prompt * frames
+    return config.sampler.max_images_per_prompt * image_patches + config.sampler.max_videos_per_prompt * frames
 
 
 def step_rows(config: RunConfig) -> int:
-    """Responses that one rank trains on in one optimizer step."""
+    """Returns the number of responses per rank and optimizer step."""
     algorithm = config.algorithm
     rows = algorithm.prompts_per_step * algorithm.samples_per_prompt / algorithm.num_minibatches
     return ceil(rows * config.learner.sequence_parallel / config.resources.learner.num_workers)
@@ -68,7 +68,7 @@ def checkpointing(config: RunConfig) -> str:
 
 
 def logprob_rows(config: RunConfig, targets: int) -> int:
-    """Targets whose logits exist at one time; the backward pass computes those of a chunk again."""
+    """Returns the number of targets with logits in memory at once; the backward pass recomputes a chunk's logits."""
     return min(targets, config.learner.logprob_chunk_tokens)
 
 
@@ -80,15 +80,15 @@ def training_bytes(config: RunConfig, shape: ModelShape, batch: Microbatch) -> t
         towers.append((shape.vision, batch.patches, _vision_block(shape.vision, config.resources.dtype, is_autocast)))
     device = host = 0
     value = FLOAT32 if is_autocast else DTYPE_BYTES[config.resources.dtype]
-    kept = checkpointing(config)
+    mode = checkpointing(config)
     for tower, tokens, block in towers:
         inputs = tokens * tower.num_layers * tower.hidden * value
-        if kept == "none":
+        if mode == "none":
             device += tokens * tower.num_layers * block
         else:
-            device += tokens * block + (inputs if kept == "blocks" else 0)
-            host += inputs if kept == "blocks_offloaded" else 0
-        device += tokens * 2 * (tower.hidden + tower.intermediate) * value if kept == "none" else 0
+            device += tokens * block + (inputs if mode == "blocks" else 0)
+            host += inputs if mode == "blocks_offloaded" else 0
+        device += tokens * 2 * (tower.hidden + tower.intermediate) * value if mode == "none" else 0
     pixels = batch.patches * shape.pixels_per_patch * PATCH_CHANNELS * FLOAT32
     return device + pixels, host
 
@@ -102,12 +102,12 @@ def scoring_bytes(config: RunConfig, shape: ModelShape, batch: Microbatch) -> in
 
 
 def logits_bytes(config: RunConfig, shape: ModelShape, targets: int) -> int:
-    """Bytes of the logits of `targets` and of what is computed from them, all float32 [targets, vocabulary]."""
+    """Returns the bytes of logits, log-probs and entropy terms of `targets`, all float32 [targets, vocabulary]."""
     return logprob_rows(config, targets) * shape.vocab * (1 + HEAD_COPIES) * FLOAT32
 
 
 def engine_bytes(config: RunConfig, shape: ModelShape) -> int:
-    """Bytes of one engine step beside weights and KV cache: the widest block, and sampling in float32."""
+    """Returns the bytes of one engine step without weights and KV cache: the widest block, and float32 sampling."""
     value = DTYPE_BYTES[config.resources.dtype]
     sampler, siblings = config.sampler, config.algorithm.samples_per_prompt
     is_vllm = sampler.kind is SamplerKind.VLLM

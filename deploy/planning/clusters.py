@@ -1,4 +1,4 @@
-"""The nodes that a plan is made for: this machine, or a cluster that is only described."""
+"""Nodes of a plan: this machine, or a described cluster."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ HOW = (
 
 @dataclass(frozen=True)
 class PlannedNode:
-    """One node and its memory; None where it is not known, and then not checked."""
+    """One node and its memory. None means unknown; unknown memory is not checked."""
 
     resources: NodeResources
     gpu_bytes: int | None  # of one GPU
@@ -79,10 +79,10 @@ def described_nodes(text: str) -> tuple[PlannedNode, ...]:
     Raises:
         PreflightError: it cannot be read.
     """
-    found = SHORT.match(text)
-    if found is None:
+    match = SHORT.match(text)
+    if match is None:
         raise PreflightError(f"--nodes {text} is no description of a cluster: {HOW}")
-    count, gpus, gpu_memory, cpus, memory = found.groups()
+    count, gpus, gpu_memory, cpus, memory = match.groups()
     kind = NodeKind(
         name="node",
         count=int(count),
@@ -118,15 +118,15 @@ def read_cluster(path: Path) -> tuple[PlannedNode, ...]:
 
 
 def size(text: str, where: str) -> int:
-    """Bytes of a text such as 80GB (10^9) or 80GiB (2^30).
+    """Parses a size such as 80GB (10^9) or 80GiB (2^30) as bytes.
 
     Raises:
-        PreflightError: it is no size.
+        PreflightError: the text is no size.
     """
-    found = SIZE.match(text)
-    if found is None:
+    match = SIZE.match(text)
+    if match is None:
         raise PreflightError(f"{where}: {text!r} is no size: write a number and one of {', '.join(UNITS)}")
-    return int(float(found[1]) * UNITS[found[2]])
+    return int(float(match[1]) * UNITS[match[2]])
 
 
 def _nodes(kind: NodeKind, where: str) -> list[PlannedNode]:

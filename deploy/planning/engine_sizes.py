@@ -1,4 +1,4 @@
-"""KV cache, sequences and memory of an engine, from what the plan of a run leaves free on its GPUs."""
+"""Sizes an engine's KV cache and batch from the memory that the plan leaves free on its GPUs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def engine_sizes(
 
 
 def _shares_a_gpu(placement: PlacementPlan) -> bool:
-    """Whether an engine has another worker on one of its GPUs."""
+    """Whether an engine shares a GPU with another worker."""
     workers = Counter((worker.node_id, gpu) for worker in placement.workers for gpu in worker.gpus)
     return any(workers[engine.node_id, gpu] > 1 for engine in placement.of_role("rollout") for gpu in engine.gpus)
 
@@ -86,7 +86,7 @@ def _bounded(config: RunConfig, num_seqs: int) -> int:
 
 
 def _room(bare: RunConfig, shape: ModelShape, placement: PlacementPlan, nodes: Sequence[PlannedNode]) -> int:
-    """Bytes that are left for a KV cache on every GPU of every engine; `bare` has none."""
+    """Returns the bytes left for a KV cache on each engine GPU; `bare` is planned without a KV cache."""
     roles = dict.fromkeys(worker.role for worker in placement.workers)
     memory = {role: worker_memory(bare, shape, role) for role in roles}
     gpu_bytes = {node.node_id: node.gpu_bytes for node in nodes}

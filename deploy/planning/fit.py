@@ -19,7 +19,7 @@ DRIVER_PROCESS = 1050 * 2**20  # host memory of the driver with its libraries
 
 @dataclass(frozen=True)
 class Demand:
-    """Memory that one device or one host needs."""
+    """Memory demand of one device or host."""
 
     node_id: str
     place: str  # "GPU 0", or "host memory"
@@ -29,13 +29,13 @@ class Demand:
 
     @property
     def shortfall(self) -> int:
-        """Bytes that are missing; 0 where it fits, or where the memory is not known."""
+        """Missing bytes; 0 if the demand fits or the memory is unknown."""
         return 0 if self.available is None else max(0, self.num_bytes - int(USABLE * self.available))
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """A placed run with its memory."""
+    """Placement and memory of a run."""
 
     placement: PlacementPlan
     by_role: Mapping[str, WorkerMemory]
@@ -50,7 +50,7 @@ class MemoryPlan:
 def plan_memory(
     config: RunConfig, shape: ModelShape, nodes: Sequence[PlannedNode], roles: Sequence[str] | None = None
 ) -> MemoryPlan:
-    """Place `roles` (None: all that the run needs) on `nodes` and add up what each memory has to hold.
+    """Places `roles` (None: all roles of the run) on `nodes` and sums the demand on each memory.
 
     Raises:
         PlacementError: CPUs or GPUs do not suffice.
@@ -68,19 +68,19 @@ def plan_memory(
 def _on_gpus(
     placement: PlacementPlan, by_role: Mapping[str, WorkerMemory], nodes: Sequence[PlannedNode]
 ) -> list[Demand]:
-    found = []
+    demands = []
     for node in nodes:
         for gpu in range(int(node.resources.num_gpus)):
             here = [w for w in placement.workers if w.node_id == node.node_id and gpu in w.gpus]
             if here:
                 peak = _peak([by_role[worker.role] for worker in here], node.gpu_bytes)
                 names = tuple(worker.name for worker in here)
-                found.append(Demand(node.node_id, f"GPU {gpu}", peak, node.gpu_bytes, names))
-    return found
+                demands.append(Demand(node.node_id, f"GPU {gpu}", peak, node.gpu_bytes, names))
+    return demands
 
 
 def _peak(workers: Sequence[WorkerMemory], gpu_bytes: int | None) -> int:
-    """The most bytes that these workers hold at the same time: they go through phases together."""
+    """Returns the peak of the workers' total bytes over the phases, which they enter together."""
     phases = dict.fromkeys(phase for worker in workers for phase in worker.device)
     return max(sum(worker.in_phase(phase, gpu_bytes) for worker in workers) for phase in phases)
 
@@ -88,7 +88,7 @@ def _peak(workers: Sequence[WorkerMemory], gpu_bytes: int | None) -> int:
 def _in_hosts(
     config: RunConfig, placement: PlacementPlan, by_role: Mapping[str, WorkerMemory], nodes: Sequence[PlannedNode]
 ) -> list[Demand]:
-    """Host memory: what workers keep there, and on the first node of a cluster the driver and the object store."""
+    """Returns the host-memory demand: workers on each node, plus driver and object store on the first node."""
     is_cpu = config.resources.device == "cpu"
     total: dict[str, int] = defaultdict(int)
     names: dict[str, list[str]] = defaultdict(list)

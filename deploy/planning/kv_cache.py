@@ -1,4 +1,4 @@
-"""The least KV cache of an engine: what one sequence of the longest length takes in vLLM."""
+"""Minimum KV cache of an engine: one sequence of the maximum length in vLLM."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def refuse_small_cache(config: RunConfig, shape: ModelShape) -> None:
     """Checks that the KV cache holds one sequence of the longest length; vLLM checks it when its model is loaded.
 
     Raises:
-        PreflightError: it does not.
+        PreflightError: the KV cache is too small.
     """
     sampler, vllm = config.sampler, config.sampler.vllm
     if sampler.kind is not SamplerKind.VLLM or config.offline.is_on or vllm.kv_cache_bytes == 0:

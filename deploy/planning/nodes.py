@@ -1,4 +1,4 @@
-"""The nodes that there are: this machine, or those of a running Ray cluster."""
+"""Existing nodes: this machine, or the nodes of a running Ray cluster."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def nodes_at(address: str) -> tuple[PlannedNode, ...]:
 
 @contextmanager
 def connected_to(address: str) -> Iterator[None]:
-    """This process is a driver of the running cluster at `address` while the body runs.
+    """Connects this process as a driver to the running cluster at `address` while the body runs.
 
     Raises:
         PreflightError: none answers there, or it does not admit this process.
@@ -51,15 +51,16 @@ def connected_to(address: str) -> Iterator[None]:
 
 
 def joined_nodes() -> tuple[PlannedNode, ...]:
-    """The nodes of the connected cluster. Those with GPUs are asked for their CUDA software. Where a driver shows no
-    GPU, their memory follows from the kind that Ray names, if that exists in one size alone."""
+    """Returns the nodes of the connected cluster, with the CUDA software of nodes with GPUs.
+
+    If the driver reports no GPU, the memory follows from Ray's accelerator type, if that type has a single size."""
     import ray
 
     from mobula.cluster.runtime.placement_groups import cluster_nodes
 
     rows = {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
     software = cuda_of([node_id for node_id, has in rows.items() if has.get("GPU", 0.0)])
-    found = []
+    planned = []
     for node in cluster_nodes():
         has = rows[node.node_id]
         kinds = [name.removeprefix("accelerator_type:") for name in has if name.startswith("accelerator_type:")]
@@ -67,12 +68,12 @@ def joined_nodes() -> tuple[PlannedNode, ...]:
         host = has.get("memory", 0.0) + has.get("object_store_memory", 0.0)
         cuda = software.get(node.node_id)
         gpu = named if cuda is None or cuda.gpu_bytes is None else cuda.gpu_bytes
-        found.append(PlannedNode(node, gpu, int(host) or None, cuda))
-    return tuple(found)
+        planned.append(PlannedNode(node, gpu, int(host) or None, cuda))
+    return tuple(planned)
 
 
 def cuda_of(node_ids: Sequence[str]) -> dict[str, CudaSoftware]:
-    """Node -> its CUDA software, found by a task there; nodes that do not answer within `ANSWER_S` are left out."""
+    """Examines each node's CUDA software in a task; omits nodes that do not answer within `ANSWER_S`."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -82,10 +83,10 @@ def cuda_of(node_ids: Sequence[str]) -> dict[str, CudaSoftware]:
     done, late = ray.wait(list(calls), num_returns=len(calls), timeout=ANSWER_S) if calls else ([], [])
     for call in late:
         _logger.warning("node %s did not examine its GPUs within %g s", calls[call], ANSWER_S)
-    found = {}
+    software = {}
     for call in done:
         try:
-            found[calls[call]] = ray.get(call)
+            software[calls[call]] = ray.get(call)
         except ray.exceptions.RayError as error:
             _logger.warning("node %s cannot examine its GPUs: %s", calls[call], error)
-    return found
+    return software

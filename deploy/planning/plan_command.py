@@ -44,12 +44,12 @@ def show_plan(
     Raises:
         PreflightError: CPUs, GPUs or memory do not suffice; what would do is in the message.
     """
-    place, nodes = _nodes(config, address, short, file)
+    location, nodes = _nodes(config, address, short, file)
     placement = plan_placement(config.resources, [node.resources for node in nodes], needed_roles(config))
     console.print(as_table(plan_table(placement), title=f"resources={config.resources.preset}"))
     shape = policy_shape(config)
     if shape is None:
-        console.print(f"{len(placement.workers)} workers fit {place}. Memory is planned once policy.model is named.")
+        console.print(f"{len(placement.workers)} workers fit {location}. Memory is planned once policy.model is named.")
         return
     refuse_small_cache(config, shape)
     plan = plan_memory(config, shape, nodes)
@@ -57,7 +57,9 @@ def show_plan(
     console.print(demand_table(plan.demands))
     refuse_shortfalls(config, shape, nodes, plan)
     unknown = "" if all(d.available is not None for d in plan.demands) else " as far as memories are known"
-    console.print(f"{len(placement.workers)} workers fit {place}{unknown}. Figures are estimates; no GPU has run yet.")
+    console.print(
+        f"{len(placement.workers)} workers fit {location}{unknown}. Figures are estimates; no GPU has run yet."
+    )
 
 
 def planned_engine(config: RunConfig, nodes: Sequence[PlannedNode], roles: Sequence[str]) -> EngineSizes | None:

@@ -36,8 +36,8 @@ def as_table(rows: Sequence[PlanRow], title: str) -> Table:
 
 
 def memory_table(plan: MemoryPlan, device: str) -> Table:
-    """GiB of one worker of every role, a column each, which fits 80 characters; parts do not add up to the most, for
-    not all are there at one time.
+    """Returns a table of GiB per worker, one column per role, 80 characters wide. Parts do not sum to the peak, because
+    they do not coexist.
     """
     title = f"GiB of one worker, estimated; on {'its GPU' if device == 'cuda' else 'its node'}, and in host memory"
     table = Table("", *plan.by_role, title=title)
@@ -52,7 +52,7 @@ def memory_table(plan: MemoryPlan, device: str) -> Table:
 
 
 def demand_table(demands: Sequence[Demand]) -> Table:
-    """GiB that each GPU and each node has to hold; GPUs of one node that hold the same are one row."""
+    """Returns a table of the demand on each GPU and node in GiB; equal GPUs of a node share a row."""
     table = Table("node", "memory", "workers", "needed", "there", title="GiB by GPU and node")
     together: dict[tuple[str, int, int | None, tuple[str, ...]], list[Demand]] = {}
     for demand in demands:
@@ -61,11 +61,11 @@ def demand_table(demands: Sequence[Demand]) -> Table:
         key = (demand.node_id, demand.num_bytes, demand.available, roles if is_gpu else (*roles, "host"))
         together.setdefault(key, []).append(demand)
     for (node, num_bytes, available, roles), same in together.items():
-        place = same[0].place if len(same) == 1 else f"{same[0].place} to {same[-1].place.removeprefix('GPU ')}"
+        label = same[0].place if len(same) == 1 else f"{same[0].place} to {same[-1].place.removeprefix('GPU ')}"
         there = "not known" if available is None else _gib(available)
         style = "red" if same[0].shortfall else None
         shown = ", ".join(role for role in roles if role != "host")
-        table.add_row(node, place, shown, _gib(num_bytes), there, style=style)
+        table.add_row(node, label, shown, _gib(num_bytes), there, style=style)
     return table
 
 
@@ -73,7 +73,7 @@ def refuse_shortfalls(config: RunConfig, shape: ModelShape, nodes: Sequence[Plan
     """Name what is missing on each node and up to three settings with which it would fit.
 
     Raises:
-        PreflightError: something is missing.
+        PreflightError: memory does not suffice.
     """
     short = plan.shortfalls
     if not short:
@@ -85,8 +85,8 @@ def refuse_shortfalls(config: RunConfig, shape: ModelShape, nodes: Sequence[Plan
     ]
     if len(short) > MOST_LINES:
         lines.append(f"and {len(short) - MOST_LINES} more")
-    found = remedies(config, shape, nodes)
-    ways = [f"  {words}" for words in found] or [
+    proposals = remedies(config, shape, nodes)
+    entries = [f"  {proposal}" for proposal in proposals] or [
         "  none of the settings that save memory is enough: use GPUs with more memory, more nodes or a smaller model"
     ]
     raise PreflightError(
@@ -95,8 +95,8 @@ def refuse_shortfalls(config: RunConfig, shape: ModelShape, nodes: Sequence[Plan
                 f"resources={config.resources.preset} does not fit into memory with policy.model="
                 f"{config.policy.model}:",
                 *(f"  {line}" for line in lines),
-                "it would fit with" if found else "what would help:",
-                *ways,
+                "it would fit with" if proposals else "what would help:",
+                *entries,
             ]
         )
     )

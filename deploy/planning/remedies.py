@@ -28,13 +28,15 @@ Setting = Mapping[str, Any]  # key -> value, or group -> option
 
 
 def remedies(config: RunConfig, shape: ModelShape, nodes: Sequence[PlannedNode]) -> list[str]:
-    """Up to three proposals, each the words to add to the command, those with fewest words first."""
-    found: list[Setting] = []
+    """Returns up to three proposals, each a list of overrides; the shortest first."""
+    proposals: list[Setting] = []
     settings = list(_settings(config, shape, nodes))
     for number in range(1, MOST_TOGETHER + 1):
         for chosen in combinations(settings, number):
             merged = {key: value for setting in chosen for key, value in setting.items()}
-            if len(merged) < sum(map(len, chosen)) or any(set(one.items()) <= set(merged.items()) for one in found):
+            if len(merged) < sum(map(len, chosen)) or any(
+                set(proposal.items()) <= set(merged.items()) for proposal in proposals
+            ):
                 continue  # two values for one key, or no less than what suffices already
             if _fits(config, shape, nodes, merged):
                 found.append(merged)
@@ -46,15 +48,15 @@ def remedies(config: RunConfig, shape: ModelShape, nodes: Sequence[PlannedNode])
 
 
 def words(setting: Setting) -> str:
-    """As they are given on the command line, where a group's word replaces another of that group."""
+    """Formats a setting as command-line overrides; an override of a group replaces an earlier one."""
     return " ".join(f"{key}={_word(value)}" for key, value in setting.items())
 
 
 def changed(config: RunConfig, setting: Setting) -> RunConfig:
-    """The configuration with other values; those of groups are laid first.
+    """Returns the configuration with changed values; groups are applied first.
 
     Raises:
-        ConfigError: its sections contradict each other then.
+        ConfigError: the changed sections contradict each other.
     """
     values = config.model_dump(mode="json")
     for group in groups().keys() & setting.keys():
@@ -62,9 +64,9 @@ def changed(config: RunConfig, setting: Setting) -> RunConfig:
     for key, value in setting.items():
         if key in groups():
             continue
-        *way, last = key.split(".")
+        *parents, last = key.split(".")
         section = values
-        for part in way:
+        for part in parents:
             section = section[part]
         section[last] = value
     # Presets count their workers by nodes: `${times:${resources.num_nodes},4}`.

@@ -81,9 +81,9 @@ def smallest(shape: ModelShape, row: tuple[str, int, int], lengths: tuple[str, .
 
 
 @cache
-def _config(preset: str, words: tuple[str, ...]) -> RunConfig:
+def _config(preset: str, overrides: tuple[str, ...]) -> RunConfig:
     """`experiment=own` with a row a micro-batch, which takes least memory."""
-    base = ["experiment=own", f"resources={preset}", *words]
+    base = ["experiment=own", f"resources={preset}", *overrides]
     plain = load_config(base, is_complete=False)
     longest = plain.data.max_prompt_tokens + plain.sampler.max_tokens
     return load_config([*base, ONE_ROW.format(longest)], is_complete=False)

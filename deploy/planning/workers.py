@@ -1,10 +1,10 @@
 """Bytes of one worker of each role, on its device and in host memory, by part and by phase of a step.
 
 Every number follows from the configuration and the checkpoint's config.json, but for reward models and judges on GPUs,
-which are planned with the share of a GPU that they book and keep to it. What an estimate does not hold: memory that a
-library takes for itself beyond the constants below. Some 400 MiB of a process with torch are pages of libraries, which
-the processes of a node share and which are counted for each. Stage `throughput` of `mobula gpu-check`
-compares the learner's with what torch allocates; it has not been run on a GPU.
+which are planned with the share of a GPU that they book. The estimate excludes memory that libraries allocate beyond
+the constants below. About 400 MiB of a process with torch are pages of libraries: the processes of a node share them,
+and the estimate counts them for each process. Stage `throughput` of `mobula gpu-check` compares the learner's estimate
+with torch's allocations; it has not been run on a GPU.
 """
 
 from __future__ import annotations
@@ -68,16 +68,16 @@ class WorkerMemory:
 
     @property
     def peak(self) -> int:
-        """The most that it has on its device."""
+        """Peak bytes on the device."""
         return max(sum(parts.values()) for parts in self.device.values())
 
     @property
     def context(self) -> int:
-        """The part of its peak that its process takes before it computes anything."""
+        """Bytes of the process before it computes anything; part of the peak."""
         return max(parts.get(CONTEXT, 0) for parts in self.device.values())
 
     def in_phase(self, phase: str, gpu_bytes: int | None) -> int:
-        """Bytes on a device of `gpu_bytes`; in a phase that it lacks it counts with its peak."""
+        """Returns the bytes on a device of `gpu_bytes`; a missing phase counts with the peak."""
         share = int(self.gpu_share * (gpu_bytes or 0))
         return share + (sum(self.device[phase].values()) if phase in self.device else self.peak)
 
@@ -93,23 +93,23 @@ def worker_memory(config: RunConfig, shape: ModelShape, role: str) -> WorkerMemo
     kind = role.partition(".")[0]
     match kind:
         case "learner":
-            found = _learner(config, shape)
+            memory = _learner(config, shape)
         case "critic":
-            found = _critic(config.of_critic_ranks, shape)
+            memory = _critic(config.of_critic_ranks, shape)
         case "rollout":
-            found = _engine(config, shape)
+            memory = _engine(config, shape)
         case "reference":
-            found = _always(_reference(config, shape))
+            memory = _always(_reference(config, shape))
         case "reward":
-            found = WorkerMemory(_phases({}), gpu_share=reward_share(config, role))
+            memory = WorkerMemory(_phases({}), gpu_share=reward_share(config, role))
         case _:
-            found = WorkerMemory(_phases({}))
-    kept = _kept(config, shape, kind) if config.resources.device == "cpu" else {}
+            memory = WorkerMemory(_phases({}))
+    extra = _kept(config, shape, kind) if config.resources.device == "cpu" else {}
     processes = config.resources.rollout.tensor_parallel if kind == "rollout" else 1
     return WorkerMemory(
-        _with_context(config, found.device),
-        {"process": processes * _process(config, role), **kept, **found.host},
-        found.gpu_share,
+        _with_context(config, memory.device),
+        {"process": processes * _process(config, role), **extra, **memory.host},
+        memory.gpu_share,
     )
 
 
@@ -126,7 +126,7 @@ def _kept(config: RunConfig, shape: ModelShape, kind: str) -> dict[str, int]:
 
 
 def _process(config: RunConfig, role: str) -> int:
-    """Host memory of one process of `role` before it holds anything of the run."""
+    """Returns the host memory of an idle process of `role`."""
     kind = role.partition(".")[0]
     if kind == "rollout":
         return PROCESS["vllm" if config.sampler.kind is SamplerKind.VLLM else "torch"]
@@ -139,7 +139,7 @@ def _process(config: RunConfig, role: str) -> int:
 
 
 def _components(config: RunConfig, role: str) -> list[RewardComponent]:
-    """The components that workers of a reward role run."""
+    """Returns the components of a reward role."""
     service = role.partition(".")[2] or role
     return [component for component in config.rewards.components if component.service == service]
 
@@ -151,8 +151,8 @@ def reward_share(config: RunConfig, role: str) -> float:
     if booked == 0:
         return 0.0
     engines = [c.options.get("engine", {}) for c in _components(config, role) if c.function in ENGINE_REWARDS]
-    asked = [engine["gpu_memory_utilization"] for engine in engines if "gpu_memory_utilization" in engine]
-    return min(USABLE, max([booked, *asked]))
+    fractions = [engine["gpu_memory_utilization"] for engine in engines if "gpu_memory_utilization" in engine]
+    return min(USABLE, max([booked, *fractions]))
 
 
 def trained_parameters(config: RunConfig, shape: ModelShape) -> list[TensorSpec]:
@@ -219,16 +219,16 @@ def _learner(config: RunConfig, shape: ModelShape) -> WorkerMemory:
 
 
 def _critic(config: RunConfig, shape: ModelShape) -> WorkerMemory:
-    """A rank of a critic with ranks of its own: as a learner rank that trains every weight, without logits."""
+    """Returns the memory of a critic rank: a learner rank that trains every weight, without logits."""
     lora = config.policy.lora.model_copy(update={"rank": 0})
     whole = config.policy.model_copy(update={"freeze": (), "lora": lora})
-    found = _learner(config.model_copy(update={"policy": whole}), shape)
+    learner = _learner(config.model_copy(update={"policy": whole}), shape)
     left_out = ("logits", "sync")
     device = {
         phase: {name: part for name, part in parts.items() if name not in left_out}
-        for phase, parts in found.device.items()
+        for phase, parts in learner.device.items()
     }
-    return WorkerMemory(device, found.host)
+    return WorkerMemory(device, learner.host)
 
 
 def _state(
@@ -272,8 +272,8 @@ def _moments(config: RunConfig, trained: list[TensorSpec]) -> int:
         return 2 * FLOAT32 * sum(prod(spec.shape) for spec in trained)
     if config.learner.optimizer == "adamw_8bit":
         return ceil(2 * (1 + FLOAT32 / BLOCK_8BIT) * sum(prod(spec.shape) for spec in trained))
-    one = [s for s in trained if len(s.shape) == 2 and not any(part in s.name for part in ("embed", "lm_head"))]
-    return FLOAT32 * (2 * sum(prod(s.shape) for s in trained) - sum(prod(s.shape) for s in one))
+    matrices = [s for s in trained if len(s.shape) == 2 and not any(part in s.name for part in ("embed", "lm_head"))]
+    return FLOAT32 * (2 * sum(prod(s.shape) for s in trained) - sum(prod(s.shape) for s in matrices))
 
 
 def _engine(config: RunConfig, shape: ModelShape) -> WorkerMemory:
@@ -288,10 +288,10 @@ def _engine(config: RunConfig, shape: ModelShape) -> WorkerMemory:
     sync = {**awake, "sync": buckets}
     if not (config.resources.colocated and config.resources.device == "cuda"):
         return WorkerMemory({TRAINING: awake, SYNC: sync, SAMPLING: awake})
-    kept = {"graphs": awake["graphs"]} if "graphs" in awake else {}
-    waking = {"weights": weights, "sync": buckets, **kept}
+    graphs = {"graphs": awake["graphs"]} if "graphs" in awake else {}
+    waking = {"weights": weights, "sync": buckets, **graphs}
     host = {"moved": whole} if config.resources.sleep_level == 1 else {}
-    return WorkerMemory({TRAINING: kept, SYNC: waking, SAMPLING: awake}, host)
+    return WorkerMemory({TRAINING: graphs, SYNC: waking, SAMPLING: awake}, host)
 
 
 def _kv_cache(config: RunConfig, shape: ModelShape) -> int:
@@ -324,7 +324,7 @@ def _frozen_weights(config: RunConfig, shape: ModelShape) -> int:
 
 
 def _staging(config: RunConfig, shape: ModelShape) -> int:
-    """One bucket: at most `weight_sync.bucket_bytes`, more only for a single larger tensor."""
+    """Returns the bytes of one bucket: `weight_sync.bucket_bytes`, or the largest tensor if it is larger."""
     value = DTYPE_BYTES[config.resources.dtype]
     return min(max(config.weight_sync.bucket_bytes, value * shape.largest_tensor), value * shape.num_parameters)
 
@@ -338,7 +338,7 @@ def _phases(parts: Parts) -> dict[str, Parts]:
 
 
 def _with_context(config: RunConfig, device: Mapping[str, Parts]) -> dict[str, Parts]:
-    """On a GPU every process that computes there has a context of its own, in every phase."""
+    """Adds a CUDA context to every phase of a process on a GPU."""
     if config.resources.device != "cuda" or not any(device.values()):
         return dict(device)
     return {phase: {**parts, CONTEXT: CUDA_CONTEXT} for phase, parts in device.items()}

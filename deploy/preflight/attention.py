@@ -12,7 +12,7 @@ from mobula.learner.policies.families import family_at, model_type_at
 
 
 def check_attention(config: RunConfig, loaded: LoadedModel) -> Iterator[PreflightFinding]:
-    """Whether the kernels of `policy.attention` are installed here."""
+    """Checks that the kernels of `policy.attention` are installed."""
     attention = config.policy.attention
     if package := missing_package(attention):
         yield PreflightFinding(
@@ -23,7 +23,7 @@ def check_attention(config: RunConfig, loaded: LoadedModel) -> Iterator[Prefligh
 
 
 def check_packing(config: RunConfig, loaded: LoadedModel) -> Iterator[PreflightFinding]:
-    """Whether the model keeps packed rows apart, which the GPU presets ask for, and ranks can share their tokens."""
+    """Checks that the model separates packed rows, and that ranks can share the tokens of rows."""
     values = {
         "learner.packing": (config.learner.packing, False),
         "learner.sequence_parallel": (config.learner.sequence_parallel, 1),

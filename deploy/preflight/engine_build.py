@@ -16,24 +16,24 @@ def check_engine_build(config: RunConfig, roles: Sequence[str]) -> None:
     """Checks the environment of this process, before an engine starts.
 
     Raises:
-        PreflightError: it has vLLM for another device.
+        PreflightError: the installed vLLM is built for another device.
     """
     device = config.resources.device
     if config.sampler.kind is not SamplerKind.VLLM or "rollout" not in roles:
         return
-    found = engine_build()
-    if found in (None, device):  # without vLLM, or with the right one
+    build = engine_build()
+    if build in (None, device):  # without vLLM, or with the right one
         return
     extra = {"cuda": "gpu", "cpu": "cpu"}[device]
     raise PreflightError(
-        f"resources={config.resources.preset} computes on {device}, and vLLM of this environment is built for {found}: "
+        f"resources={config.resources.preset} computes on {device}, and vLLM of this environment is built for {build}: "
         f"install the {extra} extra (`{BUILDS[device]}`) into another environment, use "
         f"{'a GPU preset such as resources=two_gpu' if device == 'cpu' else 'resources=laptop'}, or sampler=huggingface"
     )
 
 
 def engine_build() -> str | None:
-    """The device that the installed vLLM is built for; None without one. Nothing is imported."""
+    """Returns the device of the installed vLLM build, without an import; None if vLLM is not installed."""
     versions = {device: _version(name) for device, name in BUILDS.items()}
     if versions["cpu"] or (versions["cuda"] or "").endswith(CPU_SUFFIX):
         return "cpu"

@@ -19,7 +19,7 @@ class Severity(StrEnum):
 
 @dataclass(frozen=True)
 class PreflightFinding:
-    """One mismatch. `problem` names the value, `action` the change that solves it."""
+    """One mismatch: `problem` names the value, `action` the change to make."""
 
     key: str  # of the configuration
     problem: str
@@ -31,10 +31,10 @@ class PreflightFinding:
 
 
 def refuse(findings: Iterable[PreflightFinding]) -> None:
-    """Logs warnings.
+    """Logs the warnings among `findings`.
 
     Raises:
-        PreflightError: a finding refuses the run; the message has all that do.
+        PreflightError: at least one finding refuses the run; the message lists all of them.
     """
     refused = []
     for finding in findings:

@@ -19,7 +19,7 @@ ANOTHER = "use another chat template, or another checkpoint"
 
 
 def check_template_kwargs(config: RunConfig, loaded: LoadedModel) -> Iterator[PreflightFinding]:
-    """The template reads every variable."""
+    """Checks that the template reads every variable."""
     for name in config.data.template_kwargs:
         if not re.search(rf"\b{re.escape(name)}\b", loaded.template_source):
             yield PreflightFinding(
@@ -30,7 +30,7 @@ def check_template_kwargs(config: RunConfig, loaded: LoadedModel) -> Iterator[Pr
 
 
 def check_question(config: RunConfig, loaded: LoadedModel) -> Iterator[PreflightFinding]:
-    """A plain question becomes a prompt with its text."""
+    """Checks that a plain question becomes a prompt with the question's text."""
     if loaded.chat is None:
         return
     problem = _problem(loaded.chat, [("user", QUESTION)])
@@ -39,7 +39,7 @@ def check_question(config: RunConfig, loaded: LoadedModel) -> Iterator[Preflight
 
 
 def check_system_prompt(config: RunConfig, loaded: LoadedModel) -> Iterator[PreflightFinding]:
-    """`data.system_prompt` stands in the prompt."""
+    """Checks that the prompt contains `data.system_prompt`."""
     if loaded.chat is None or not config.data.system_prompt:
         return
     problem = _problem(loaded.chat, [("system", QUESTION), ("user", NEXT_QUESTION)])
@@ -52,7 +52,7 @@ def check_system_prompt(config: RunConfig, loaded: LoadedModel) -> Iterator[Pref
 
 
 def check_answers(config: RunConfig, loaded: LoadedModel) -> Iterator[PreflightFinding]:
-    """Offline jobs find answers in rendered conversations; responses end with a token that ends one."""
+    """Checks that offline jobs can locate answers in rendered conversations, and that a stop token ends an answer."""
     chat = loaded.chat
     if chat is None:
         return
@@ -72,7 +72,7 @@ def check_answers(config: RunConfig, loaded: LoadedModel) -> Iterator[PreflightF
 
 
 def check_turns(config: RunConfig, loaded: LoadedModel) -> Iterator[PreflightFinding]:
-    """Environments put observations behind answers of the policy."""
+    """Checks that observations can follow answers of the policy."""
     if loaded.chat is None or not config.environment.is_on:
         return
     try:
@@ -102,7 +102,7 @@ def check_images(config: RunConfig, loaded: LoadedModel) -> Iterator[PreflightFi
 
 
 def _problem(chat: ChatProcessor, turns: Sequence[tuple[str, str]], *, is_open: bool = True) -> str:
-    """Why the template cannot be used for these turns; empty if it can."""
+    """Returns the reason why the template cannot render these turns; empty if it can."""
     try:
         text = chat.render(turns, is_open=is_open)
     except PromptError as error:

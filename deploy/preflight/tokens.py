@@ -13,7 +13,7 @@ NUM_SHOWN = 4
 
 
 def check_vocabulary(config: RunConfig, loaded: LoadedModel) -> Iterator[PreflightFinding]:
-    """Every token has an embedding. More embeddings than tokens are padding."""
+    """Checks that every token has an embedding. More embeddings than tokens are padding."""
     if loaded.chat is None:
         return
     size, beyond = loaded.chat.num_embeddings, loaded.chat.tokens_beyond_embeddings()
@@ -30,7 +30,7 @@ def check_vocabulary(config: RunConfig, loaded: LoadedModel) -> Iterator[Preflig
 
 
 def check_special_ids(config: RunConfig, loaded: LoadedModel) -> Iterator[PreflightFinding]:
-    """Ends, padding and placeholders of media are among the embeddings."""
+    """Checks that stop, padding and media placeholder ids have embeddings."""
     if loaded.chat is None:
         return
     size = loaded.chat.num_embeddings

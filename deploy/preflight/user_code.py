@@ -1,4 +1,4 @@
-"""The check of a user's own code before a role starts: it is imported, and its parameters are compared with options."""
+"""Checks user code before a role starts: imports it and compares its parameters with the configured options."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _check_other_parts(config: RunConfig) -> None:
 
 
 def _check_reward_functions(config: RunConfig) -> None:
-    """Imports each of them in a process of its own.
+    """Imports each reward function of the user in an isolated process.
 
     Raises:
         ValueError: a function cannot be imported within `timeouts.start_s`, takes no request, or its options are unfit.

@@ -25,7 +25,7 @@ PICKLED = ("*.bin", "*.pt", "*.pth")  # of torch.save
 
 
 def find_unusable(key: str, folder: Path) -> Iterator[PreflightFinding]:
-    """What stands against the checkpoint in `folder`, the value of `key`, before it is loaded."""
+    """Yields the reasons why the checkpoint in `folder`, the value of `key`, cannot be used. Reads headers only."""
     if not (folder / "config.json").is_file():
         yield from _find_other_formats(key, folder)
         return
@@ -48,7 +48,7 @@ def find_unusable(key: str, folder: Path) -> Iterator[PreflightFinding]:
 
 
 def check_weights(config: RunConfig, loaded: LoadedModel) -> Iterator[PreflightFinding]:
-    """Whether the files have what config.json describes, and nothing else that would count."""
+    """Checks that the files have exactly the tensors that config.json describes."""
     stored, key = loaded.stored, "policy.model"
     if stored is None:
         return
@@ -83,12 +83,12 @@ def check_weights(config: RunConfig, loaded: LoadedModel) -> Iterator[PreflightF
 
 
 def _quantisation(settings: dict[str, Any], folder: Path) -> str:
-    """The method by which a checkpoint is quantised; empty if it is not."""
+    """Returns the quantisation method of a checkpoint; empty if it is not quantised."""
     parts = [settings, *(part for part in settings.values() if isinstance(part, dict))]
     for part in parts:
         for name in QUANTISED_KEYS:
-            if isinstance(found := part.get(name), dict):
-                return f"{name} in config.json: {found.get('quant_method') or found.get('quant_algo') or found}"
+            if isinstance(entry := part.get(name), dict):
+                return f"{name} in config.json: {entry.get('quant_method') or entry.get('quant_algo') or entry}"
     return QUANTISED_FILE if (folder / QUANTISED_FILE).is_file() else ""
 
 

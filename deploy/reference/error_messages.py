@@ -31,7 +31,7 @@ Written by `python -m mobula.deploy.reference.error_messages`; do not edit.
 
 @dataclass(frozen=True)
 class ErrorMessage:
-    """One message as the code has it."""
+    """One message in the source."""
 
     kind: str
     text: str
@@ -45,18 +45,18 @@ def kinds() -> tuple[str, ...]:
 
 
 def messages() -> list[ErrorMessage]:
-    """All of the packages, each once, by kind and text."""
-    found = {
+    """Returns the messages of all packages without duplicates, ordered by kind and text."""
+    templates = {
         message
         for package in PACKAGES
         for path in sorted((ROOT / package).rglob("*.py"))
         for message in messages_of(path.read_text(encoding="utf-8"), path.relative_to(ROOT).as_posix())
     }
-    return sorted(found, key=lambda message: (message.kind, message.text.lower(), message.path))
+    return sorted(templates, key=lambda message: (message.kind, message.text.lower(), message.path))
 
 
 def messages_of(source: str, path: str) -> Iterator[ErrorMessage]:
-    """Those of one file."""
+    """Yields the messages of one file."""
     known = set(kinds())
     for node in ast.walk(ast.parse(source)):
         match node:
@@ -71,7 +71,7 @@ def messages_of(source: str, path: str) -> Iterator[ErrorMessage]:
 
 
 def template(node: ast.expr) -> str:
-    """A message with its values left out; nothing for one that is made elsewhere."""
+    """Returns a message with gaps for values; empty for a message that is built elsewhere."""
     match node:
         case ast.Constant(value=str() as text):
             return _in_line(text)
@@ -96,12 +96,10 @@ def text() -> str:
     return "\n".join([HEAD, "| raised in | messages |", "|---|---|", *lines, ""])
 
 
-def _in_line(found: str) -> str:
+def _in_line(text: str) -> str:
     """Backticks would end the code that a message is shown as. Spaces at the ends belong to parts of a message."""
-    start, end = found[: len(found) - len(found.lstrip())], found[len(found.rstrip()) :]
-    return (
-        f"{' ' if start else ''}{' '.join(found.split()).replace('`', chr(39))}{' ' if end and found.strip() else ''}"
-    )
+    start, end = text[: len(text) - len(text.lstrip())], text[len(text.rstrip()) :]
+    return f"{' ' if start else ''}{' '.join(text.split()).replace('`', chr(39))}{' ' if end and text.strip() else ''}"
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""The last line of a run: what the held-out evaluations measured before and after it."""
+"""The last line of a run: held-out accuracy before and after."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ NAMES = {"sft": "whole answers correct", "dpo": "pairs in order", "reward_model"
 
 
 def headline(config: RunConfig, summary: Summary) -> str:
-    """The accuracy before and after, and of sft the share of right tokens as well."""
-    what = "training" if config.offline.is_on else "RL"
-    start = "after the warm start" if config.warm_start.num_steps else f"before {what}"
+    """Formats the accuracy before and after; for `sft` also the share of correct tokens."""
+    phase = "training" if config.offline.is_on else "RL"
+    start = "after the warm start" if config.warm_start.num_steps else f"before {phase}"
 
     def change(name: str, before: float | None, after: float | None, write: Callable[[float | None], str]) -> str:
-        return f"{name} {write(before)} {start}, {write(after)} after {what}"
+        return f"{name} {write(before)} {start}, {write(after)} after {phase}"
 
     before, after = summary.accuracy_before, summary.accuracy_after
     if all(value is None or 0 <= value <= 1 for value in (before, after)):

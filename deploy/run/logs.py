@@ -33,7 +33,7 @@ _logger = logging.getLogger(__name__)
 
 
 class PlainFormatter(logging.Formatter):
-    """Text without the colours that libraries put into their errors."""
+    """Strips the colours from errors of libraries."""
 
     def format(self, record: logging.LogRecord) -> str:
         return ANSI.sub("", super().format(record))
@@ -56,7 +56,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class RunLogHandler(logging.FileHandler):
-    """Appends to a log of the run. A record that cannot be written is lost, which the console says once."""
+    """Appends to a log of the run. Warns once on the console if records cannot be written."""
 
     is_failing = False
 
@@ -92,41 +92,40 @@ class ConsoleHandler(logging.Handler):
 
 
 def set_up_logging(console: Console) -> None:
-    """Log to the console, and keep what is logged until `log_to` names a folder. Call once a run."""
+    """Logs to the console, and buffers records until `log_to` sets the folder. Call it once per run."""
     _close(*_file_handlers(), *logging.getLogger(faults.__name__).handlers)
     logging.getLogger(faults.__name__).handlers = []
-    kept, screen = MemoryHandler(NUM_KEPT, flushLevel=NEVER), ConsoleHandler(console)
+    early, screen = MemoryHandler(NUM_KEPT, flushLevel=NEVER), ConsoleHandler(console)
     logger = logging.getLogger(OURS)
     logger.setLevel(logging.INFO)
-    logger.handlers = [kept, screen]
+    logger.handlers = [early, screen]
     logger.propagate = False
 
 
 def log_to(folder: Path, *, as_json: bool = False) -> None:
-    """From now on everything is also written to the run's log, first what was kept so far; with `as_json` to
-    `run.log.jsonl` too, one object an event."""
+    """Writes the buffered and all later records to the run's log; with `as_json` also to `run.log.jsonl`."""
     files = [RunLogHandler(folder / LOG_FILE, encoding="utf-8")]
     files[0].setFormatter(PlainFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     if as_json:
         files.append(RunLogHandler(folder / JSON_LOG_FILE, encoding="utf-8"))
         files[1].setFormatter(JsonFormatter())
     logger = logging.getLogger(OURS)
-    for kept in [handler for handler in logger.handlers if isinstance(handler, MemoryHandler)]:
-        for record in kept.buffer:
+    for early in [handler for handler in logger.handlers if isinstance(handler, MemoryHandler)]:
+        for record in early.buffer:
             for file in files:
                 file.handle(record)
-        kept.buffer.clear()
-        kept.close()
+        early.buffer.clear()
+        early.close()
     logger.handlers = [*files, *(handler for handler in logger.handlers if not isinstance(handler, MemoryHandler))]
 
 
 def write_faults_to(folder: Path, progress: Callable[[], Progress]) -> None:
-    """From now on each loss of a worker is a row of `faults.jsonl`, with the step and phase that `progress` returns."""
+    """Writes each loss of a worker to `faults.jsonl`, with the step and phase returned by `progress`."""
     logging.getLogger(faults.__name__).handlers = [faults.FaultFile(folder / faults.FAULTS_FILE, progress)]
 
 
 def log_thread_failures() -> None:
-    """From now on an error that ends a thread of a library, such as a tracker's, is a line of the log."""
+    """Logs errors that end threads of libraries, such as trackers."""
     threading.excepthook = lambda args: _logger.warning(
         "thread %s ended with an error",
         args.thread.name if args.thread else "?",

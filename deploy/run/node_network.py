@@ -1,4 +1,4 @@
-"""Whether the nodes of a run reach each other where their collectives will listen, before anything is loaded."""
+"""Checks before loading that the nodes of a run reach each other at the addresses of their collectives."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ListenAddress:
 
 
 class ProbeEndpoint:
-    """One node's side: it listens as its collectives would, and connects to the others."""
+    """Listens on one node at the address of its collectives, and connects to the other nodes."""
 
     def __init__(self, node: str) -> None:
         self._node = node
@@ -51,20 +51,20 @@ class ProbeEndpoint:
         threading.Thread(target=self._accept, args=(self._listener,), daemon=True).start()
         return ListenAddress(self._node, host, self._listener.getsockname()[1], interface)
 
-    def unreached(self, places: Sequence[ListenAddress]) -> list[tuple[ListenAddress, str]]:
-        """The places that it cannot connect to, and why."""
-        found = []
-        for place in places:
+    def unreached(self, addresses: Sequence[ListenAddress]) -> list[tuple[ListenAddress, str]]:
+        """Returns the addresses that this node cannot reach, with the reason."""
+        failures = []
+        for address in addresses:
             try:
-                with socket.create_connection((place.host, place.port), timeout=CONNECT_S) as connection:
+                with socket.create_connection((address.host, address.port), timeout=CONNECT_S) as connection:
                     connection.settimeout(CONNECT_S)
                     greeted = connection.recv(256).decode()
             except OSError as error:
-                found.append((place, error.strerror or str(error)))
+                failures.append((address, error.strerror or str(error)))
                 continue
-            if greeted != place.node:
-                found.append((place, f"{greeted or 'another process'} answers at that address"))
-        return found
+            if greeted != address.node:
+                failures.append((address, f"{greeted or 'another process'} answers at that address"))
+        return failures
 
     def close(self) -> None:
         if self._listener is not None:
@@ -95,24 +95,25 @@ def check_network(plan: PlacementPlan) -> None:
         for node_id, name in names.items()
     }
     try:
-        places = _asked([handle.open.remote() for handle in there.values()], plan)
+        addresses = _asked([handle.open.remote() for handle in there.values()], plan)
         calls = [
-            handle.unreached.remote([place for place in places if place.node != name]) for name, handle in there.items()
+            handle.unreached.remote([address for address in addresses if address.node != name])
+            for name, handle in there.items()
         ]
-        refuse_unreached(dict(zip(places, _asked(calls, plan), strict=True)))
+        refuse_unreached(dict(zip(addresses, _asked(calls, plan), strict=True)))
     finally:
         for handle in there.values():
             ray.kill(handle)
 
 
-def refuse_unreached(found: dict[ListenAddress, list[tuple[ListenAddress, str]]]) -> None:
+def refuse_unreached(failures: dict[ListenAddress, list[tuple[ListenAddress, str]]]) -> None:
     """Raises:
-    PreflightError: a place does not reach another one.
+    PreflightError: a node does not reach another node.
     """
-    pairs = [(place, *what) for place, missed in found.items() for what in missed]
+    pairs = [(address, *failure) for address, missed in failures.items() for failure in missed]
     if not pairs:
         return
-    shown = "; ".join(f"{place} does not reach {other}: {why}" for place, other, why in pairs[:4])
+    shown = "; ".join(f"{address} does not reach {other}: {why}" for address, other, why in pairs[:4])
     raise PreflightError(
         f"{shown}. Collectives of learner and engines would wait in vain: open TCP between these nodes for all ports "
         f"above 1024, start them with `ray start --node-ip-address=ADDRESS` on a network that they share, or name its "
@@ -137,5 +138,5 @@ def _own_place() -> tuple[str, str | None]:
         address = node_address()
         return address, interface_of(address)
     addresses = psutil.net_if_addrs().get(name.removeprefix("="), [])
-    found = next((entry.address for entry in addresses if entry.family is socket.AF_INET), None)
-    return (found, name) if found is not None else (node_address(), None)
+    host = next((entry.address for entry in addresses if entry.family is socket.AF_INET), None)
+    return (host, name) if host is not None else (node_address(), None)

@@ -24,7 +24,7 @@ MOMENTS = {"adamw": 8, "adamw_8bit": 2, "muon": 4}  # bytes that an optimizer ke
 
 @dataclass(frozen=True)
 class Parameters:
-    """How many parameters a policy has, and how many of them are trained (adapters come on top of the total)."""
+    """Parameter counts of a policy: total, and trained (adapters are not part of the total)."""
 
     total: int
     trained: int
@@ -137,7 +137,7 @@ def _data(prepared: AnyPrepared) -> str:
 
 
 def _prompt(prepared: AnyPrepared) -> Iterator[tuple[str, str]]:
-    """What is put behind each question, and the end of one whole prompt; an environment makes its own."""
+    """Yields the prompt suffix and the end of one prompt; nothing for environments, which build their prompts."""
     config = prepared.config
     if not isinstance(prepared, Prepared) or config.environment.is_on:
         return
@@ -150,13 +150,13 @@ def _prompt(prepared: AnyPrepared) -> Iterator[tuple[str, str]]:
 
 
 def _warm_start(config: RunConfig) -> str:
-    found = config.warm_start
-    if found.num_steps == 0:
+    warm_start = config.warm_start
+    if warm_start.num_steps == 0:
         return "none"
-    rows = f"{found.num_rows} rows" if found.num_rows else "all rows"
+    rows = f"{warm_start.num_rows} rows" if warm_start.num_rows else "all rows"
     return (
-        f"up to {found.num_steps} supervised steps on {rows} at {found.learning_rate:g}, until accuracy "
-        f"{found.target_accuracy:g} on validation"
+        f"up to {warm_start.num_steps} supervised steps on {rows} at {warm_start.learning_rate:g}, until accuracy "
+        f"{warm_start.target_accuracy:g} on validation"
     )
 
 
@@ -170,7 +170,7 @@ def _checkpoints(config: RunConfig, parameters: Parameters) -> str:
 
 
 def checkpoint_bytes(config: RunConfig, parameters: Parameters) -> int:
-    """Bytes of a checkpoint: what is trained in float32 with its optimizer's state, its average and a critic."""
+    """Returns the bytes of a checkpoint: trained float32 parameters, optimizer state, weight average and critic."""
     moments = MOMENTS[config.learner.optimizer]
     average = FLOAT32 if config.learner.ema_decay > 0 else 0
     critic = parameters.total * (FLOAT32 + MOMENTS[config.algorithm.critic.optimizer])
@@ -192,7 +192,7 @@ def _count(manifest: Manifest) -> int:
 
 
 def _number(count: int) -> str:
-    """As people write it: 3.75 B, 12.3 M, 640 k."""
+    """Formats a count with three digits and a unit: 3.75 B, 12.3 M, 640 k."""
     for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if count >= size:
             return f"{count / size:.3g} {unit}"

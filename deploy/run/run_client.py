@@ -1,4 +1,4 @@
-"""Asking a run that goes on: find it, read its status, have it scaled."""
+"""Client of a running run: finds it, reads its status, scales its roles."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def named_folder(run: str, file: str) -> Path:
 
 
 def find_run(name: str | None, folder: Path | None, address: str | None) -> RunAddress:
-    """The run called `name` on the cluster at `address`; else the one whose folder is given; else the latest.
+    """Finds a run: by `name` on the cluster at `address`, else by `folder`, else the latest one.
 
     Raises:
         PreflightError: there is no such folder, or a cluster was named without a run.
@@ -64,23 +64,23 @@ def find_run(name: str | None, folder: Path | None, address: str | None) -> RunA
         if name is None:
             raise PreflightError("--address needs the run's NAME as well: several runs may share one cluster")
         return RunAddress(name, address, name)
-    place = folder if folder is not None else RUNS / (name or LATEST)
-    if not place.is_dir():
-        raise PreflightError(f"there is no run folder {place}: give the run's NAME, or --run FOLDER")
-    run = place.resolve().name
+    run_folder = folder if folder is not None else RUNS / (name or LATEST)
+    if not run_folder.is_dir():
+        raise PreflightError(f"there is no run folder {run_folder}: give the run's NAME, or --run FOLDER")
+    run = run_folder.resolve().name
     try:
-        record = RunRecord.read(place / RECORD_FILE)
+        record = RunRecord.read(run_folder / RECORD_FILE)
     except FileNotFoundError as error:
-        raise RunOverError(f"run {run} is not going on{_how_it_ended(place)}") from error
+        raise RunOverError(f"run {run} is not going on{_how_it_ended(run_folder)}") from error
     except ValueError as error:
         raise PreflightError(str(error)) from error
     driver = record.mark.driver
     if driver.is_here and not driver.is_alive:
         raise RunOverError(
-            f"run {run} is dead: its driver, process {driver.pid}, was killed. `mobula report {place}` writes its "
+            f"run {run} is dead: its driver, process {driver.pid}, was killed. `mobula report {run_folder}` writes its "
             "report, `mobula doctor --leftovers` shows what it left behind, and the same words with resume=auto go on"
         )
-    return RunAddress(record.run, record.address, record.namespace, place.resolve())
+    return RunAddress(record.run, record.address, record.namespace, run_folder.resolve())
 
 
 def read_status(run: RunAddress, timeout_s: float) -> RunStatus:
@@ -108,7 +108,7 @@ def statuses(run: RunAddress, timeout_s: float) -> Iterator[RunStatus]:
 
 
 def scale(run: RunAddress, wanted: Mapping[str, int], timeout_s: float) -> tuple[RoleOutcome, ...]:
-    """Have the run change its numbers of workers, role by role; what became of each.
+    """Requests numbers of workers from the run; returns the outcome for each role.
 
     Raises:
         RunOverError: no process answers for it.
@@ -119,10 +119,10 @@ def scale(run: RunAddress, wanted: Mapping[str, int], timeout_s: float) -> tuple
 
 
 def knock(address: str, consequence: str) -> None:
-    """Fail at once where nothing listens; `consequence` says what that means.
+    """Fails at once if no process listens at `address`; `consequence` starts the message.
 
     Raises:
-        RunOverError: nothing does.
+        RunOverError: no process listens there.
     """
     host, _, port = address.rpartition(":")
     try:
@@ -137,10 +137,10 @@ def knock_http(address: str) -> None:
     Raises:
         PreflightError: none does.
     """
-    found = urlsplit(address)
-    port = found.port or (443 if found.scheme == "https" else 80)
+    url = urlsplit(address)
+    port = url.port or (443 if url.scheme == "https" else 80)
     try:
-        socket.create_connection((found.hostname, port), timeout=KNOCK_TIMEOUT_S).close()
+        socket.create_connection((url.hostname, port), timeout=KNOCK_TIMEOUT_S).close()
     except OSError as error:
         raise PreflightError(
             f"no Ray dashboard answers at {address} ({error}): give --address http://HEAD:8265 of a cluster that runs"
@@ -165,11 +165,11 @@ def connected(address: str, namespace: str | None = None) -> Iterator[Any]:
         ray.shutdown()
 
 
-def _asked(work: Callable[..., T], timeout_s: float, what: str, run: RunAddress, *args: object) -> T:
+def _asked(work: Callable[..., T], timeout_s: float, purpose: str, run: RunAddress, *args: object) -> T:
     """The result of `work` in a side process. For a run that ended meanwhile the error states that it is over."""
     _check_goes_on(run)
     try:
-        return in_side_process(work, timeout_s, what, run, *args)
+        return in_side_process(work, timeout_s, purpose, run, *args)
     except (DeadlineError, WorkerDiedError):
         if run.folder is not None:
             find_run(None, run.folder, None)
@@ -201,24 +201,24 @@ def _scale(run: RunAddress, request: ScaleRequest, timeout_s: float) -> tuple[Ro
 
 
 class _Panel:
-    """The control panel of a run, whichever actor it is just now: one that dies is followed by another."""
+    """The current control panel actor of a run; a dead panel is replaced by a new one."""
 
     def __init__(self, ray: Any, run: RunAddress, timeout_s: float) -> None:
         self._ray = ray
         self._run = run
         self._deadline = time.monotonic() + timeout_s
 
-    def ask_until_known(self, call: Callable[[Any], Any], what: str) -> Any:
+    def ask_until_known(self, call: Callable[[Any], Any], request: str) -> Any:
         """The first answer that is not None."""
         while time.monotonic() < self._deadline:
-            found = self.ask(call)
-            if found is not None:
-                return found
+            answer = self.ask(call)
+            if answer is not None:
+                return answer
             time.sleep(POLL_INTERVAL_S)
-        raise DeadlineError(f"the driver of run {self._run.run} did not {what} in time: it is busy, or hangs")
+        raise DeadlineError(f"the driver of run {self._run.run} did not {request} in time: it is busy, or hangs")
 
     def ask(self, call: Callable[[Any], Any]) -> Any:
-        """The answer of the panel that lives; waits a moment for a new one where it died."""
+        """Returns the panel's answer; waits for the replacement of a dead panel."""
         from mobula.cluster.runtime.ray_deaths import PROCESS_GONE
         from mobula.cluster.workers.control import CONTROL
 

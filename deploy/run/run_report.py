@@ -41,7 +41,7 @@ def report_again(name: str) -> Path:
 
 
 def earlier_wall_s(folder: Path) -> float:
-    """Wall seconds of the run's earlier parts that ended in order; a part that was killed left none."""
+    """Returns the wall seconds of the run's earlier parts, without parts that were killed."""
     try:
         return json.loads((folder / SUMMARY_FILE).read_text(encoding="utf-8"))["wall_s"]
     except (FileNotFoundError, ValueError, KeyError):
@@ -80,7 +80,7 @@ def _newest_step(run: RunFolder) -> int:
 
 
 def _summary_of_killed(folder: Path, run: RunFolder) -> Summary:
-    """Summary of a run whose driver was killed, from its finished steps."""
+    """Builds the summary of a run whose driver was killed from its finished steps."""
     metrics = Metrics([], time.perf_counter, accuracy_component="", samples=NoSamples())  # it measures no further step
     metrics.resume(read_records(folder / METRICS_FILE))
     metrics.set_counts(CounterName.SKIPPED, Counter(row.reason for row in run.skipped))

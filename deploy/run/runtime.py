@@ -98,7 +98,7 @@ _logger = logging.getLogger(__name__)
 
 
 def train(config: RunConfig) -> int:
-    """The main job from start to report; returns the exit code."""
+    """Runs the main job from start to report; returns the exit code."""
     outlive_output()
     log_thread_failures()
     console = terminal()
@@ -144,7 +144,7 @@ def evaluate(config: RunConfig, output: Path | None = None) -> int:
 
 
 def with_engines(config: RunConfig, work: Callable[[Prepared, Inference], Awaitable[T]]) -> T:
-    """The result of `work` with engines that serve `policy.model` and with reward workers, on a cluster of their own.
+    """Runs `work` with engines of `policy.model` and reward workers on a private cluster; returns its result.
 
     Raises:
         PreflightError, ValueError: it cannot start; no role was started.
@@ -157,7 +157,7 @@ def with_engines(config: RunConfig, work: Callable[[Prepared, Inference], Awaita
 def run_training(config: RunConfig, console: Console, sinks: Sequence[Sink] = ()) -> Summary:
     """Run the main job to its end, or on from its newest checkpoint; returns what `summary.json` says.
 
-    `sinks` get its records beside those that the configuration names; the next step begins when they have taken one.
+    `sinks` get the run's records in addition to the configured sinks; a step waits until they have taken its record.
 
     Raises:
         PreflightError, ValueError: it cannot start; no role was started.
@@ -182,8 +182,8 @@ def _run_training(config: RunConfig, console: Console, sinks: Sequence[Sink], st
     roles = needed_roles(config)
     with _cluster(config, roles, logs, checkpoint) as cluster, run_folder(config), _findable(cluster):
         log_to(config.run_folder, as_json=config.metrics.json_log)
-        place = f"process {os.getpid()} on {socket.gethostname()}"
-        _logger.info("run %s starts at version %d: %s", config.name, version, place)
+        process = f"process {os.getpid()} on {socket.gethostname()}"
+        _logger.info("run %s starts at version %d: %s", config.name, version, process)
         if changes and version:
             named = ", ".join(f"{key}={now} (was {was})" for key, (was, now) in changes.items())
             _logger.warning("the run learns otherwise from version %d on: %s", version, named)
@@ -226,7 +226,7 @@ def _resumed_from(config: RunConfig) -> Path | None:
 
 @dataclass(frozen=True)
 class _Cluster:
-    """A connected cluster and everything that is to run on it."""
+    """A connected cluster with the plan and the parts of the run on it."""
 
     prepared: AnyPrepared
     session: ClusterSession
@@ -235,7 +235,7 @@ class _Cluster:
 
     @asynccontextmanager
     async def spawner(self) -> AsyncIterator[Spawner]:
-        """Reserve the plan's resources while the body runs."""
+        """Reserves the plan's resources while the body runs."""
         config = self.prepared.config
         bookings = await asyncio.to_thread(
             create_placement_groups, self.plan, run_name=config.name, timeout_s=config.timeouts.start_s
@@ -256,9 +256,9 @@ def _findable(cluster: _Cluster) -> AbstractContextManager[None]:
 def _cluster(
     config: RunConfig, roles: tuple[str, ...], logs: Path | None, checkpoint: Path | None = None
 ) -> Iterator[_Cluster]:
-    """Check access to the cluster and everything that can be checked without one; then join or start Ray.
+    """Runs every check that needs no cluster and checks access to it, then joins or starts Ray.
 
-    `checkpoint` is what the run goes on from.
+    `checkpoint` is the checkpoint to resume from.
     """
     check_access(config)
     if "rollout" in roles:
@@ -366,8 +366,8 @@ async def _serving(cluster: _Cluster, work: Callable[[Prepared, Inference], Awai
 
 
 async def _until_signal(work: Coroutine[Any, Any, Any], is_handled: Callable[[], bool] = lambda: False) -> Any:
-    """Runs `work`. SIGINT, SIGTERM and SIGHUP cancel it, unless `is_handled()` returns True: then it ends by itself.
-    After that signals are ignored, while summary and report are written.
+    """Runs `work`. SIGINT, SIGTERM and SIGHUP cancel it, unless `is_handled()` returns True: `work` ends then.
+    Afterwards signals are ignored while summary and report are written.
 
     `ray job stop` sends SIGTERM, and SIGKILL 3 s later (RAY_JOB_STOP_WAIT_TIME_S).
     """
@@ -393,7 +393,7 @@ async def _until_signal(work: Coroutine[Any, Any, Any], is_handled: Callable[[],
 
 
 def _leave_behind(prepared: AnyPrepared, metrics: Metrics, status: Status, wall_s: float) -> Summary:
-    """Summary and report, whatever happened; neither takes the place of the error that ended the run."""
+    """Writes summary and report after success or failure. An error here does not hide the error that ended the run."""
     config = prepared.config
     facts = RunFacts(
         seed=config.seed,

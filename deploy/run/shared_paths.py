@@ -1,4 +1,4 @@
-"""The paths of a run that processes on several nodes read: absolute, and the same files on every node."""
+"""Checks that paths read on several nodes are absolute and name the same files on every node."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ ANSWER_S = 60.0
 
 def relative_paths(config: RunConfig) -> dict[str, str]:
     """Key -> value of the run's relative paths. A `policy.model` that is no folder here may be a hub name."""
-    found = {"folder": str(config.folder), "data.path": str(config.data.path)}
+    paths = {"folder": str(config.folder), "data.path": str(config.data.path)}
     model = Path(config.policy.model)
     if config.policy.tiny != "none" or model.exists():
-        found["policy.model"] = config.policy.model
-    return {key: value for key, value in found.items() if not Path(value).is_absolute()}
+        paths["policy.model"] = config.policy.model
+    return {key: value for key, value in paths.items() if not Path(value).is_absolute()}
 
 
 def refuse_relative(config: RunConfig) -> None:
@@ -32,10 +32,10 @@ def refuse_relative(config: RunConfig) -> None:
     """
     paths = relative_paths(config)
     if paths:
-        words = " ".join(f"{key}=/SHARED/{value}" for key, value in paths.items())
+        overrides = " ".join(f"{key}=/SHARED/{value}" for key, value in paths.items())
         raise PreflightError(
             f"{', '.join(f'{key}={value}' for key, value in paths.items())}: relative to a working folder, which is "
-            f"another one on each node. Give absolute paths on a file system that all nodes see, e.g. {words}"
+            f"another one on each node. Give absolute paths on a file system that all nodes see, e.g. {overrides}"
         )
 
 
@@ -77,19 +77,19 @@ def check_on_all_nodes(config: RunConfig) -> None:
 
 
 def missing_on(nodes: Sequence[Mapping[str, object]], paths: Mapping[str, str]) -> dict[str, list[str]]:
-    """Name of each node that does not see all of `paths` -> the keys of those that it does not see."""
+    """Returns node name -> keys of the paths missing there, for nodes with missing paths."""
     look = ray.remote(num_cpus=0, max_retries=0)(_unseen)
-    asked = {
+    calls = {
         node_name(node): look.options(
             scheduling_strategy=NodeAffinitySchedulingStrategy(str(node["NodeID"]), soft=False)
         ).remote(dict(paths))
         for node in nodes
     }
     try:
-        answers = dict(zip(asked, ray.get(list(asked.values()), timeout=ANSWER_S), strict=True))
+        answers = dict(zip(calls, ray.get(list(calls.values()), timeout=ANSWER_S), strict=True))
     except ray.exceptions.GetTimeoutError as error:
         raise PreflightError(
-            f"waited {ANSWER_S:g} s for {', '.join(asked)} to look for the run's paths: see `ray status`"
+            f"waited {ANSWER_S:g} s for {', '.join(calls)} to look for the run's paths: see `ray status`"
         ) from error
     return {name: keys for name, keys in answers.items() if keys}
 

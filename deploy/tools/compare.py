@@ -18,13 +18,13 @@ from mobula.cluster.metrics.step_records import strict
 from mobula.deploy.run.run_client import RUNS, named_folder
 
 
-def compare(words: Sequence[str], output: Path, json_output: Path | None, by_epoch: bool, console: Console) -> None:
-    """Write the page and print its table. A word is `[LABEL=]RUN[,RUN...]`; runs of one word differ in their seed.
+def compare(arguments: Sequence[str], output: Path, json_output: Path | None, by_epoch: bool, console: Console) -> None:
+    """Writes the page and prints its table. An argument is `[LABEL=]RUN[,RUN...]`: runs that differ in their seed.
 
     Raises:
         PreflightError: a run cannot be found or read, or these runs cannot be compared.
     """
-    lines = [_line(word) for word in words]
+    lines = [_line(argument) for argument in arguments]
     try:
         page = render_comparison(lines, by_epoch=by_epoch)
     except ValueError as error:
@@ -38,11 +38,13 @@ def compare(words: Sequence[str], output: Path, json_output: Path | None, by_epo
     console.print(f"comparison: {output}", markup=False, highlight=False, soft_wrap=True)
 
 
-def _line(word: str) -> ComparedRuns:
-    label, _, names = word.rpartition("=")
+def _line(argument: str) -> ComparedRuns:
+    label, _, names = argument.rpartition("=")
     runs = [_run(name) for name in names.split(",") if name]
     if not runs:
-        raise PreflightError(f"{word!r} names no run: give [LABEL=]RUN[,RUN...], each a folder or a name below {RUNS}/")
+        raise PreflightError(
+            f"{argument!r} names no run: give [LABEL=]RUN[,RUN...], each a folder or a name below {RUNS}/"
+        )
     return ComparedRuns(label or ", ".join(run.name for run in runs), runs)
 
 

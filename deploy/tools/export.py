@@ -23,7 +23,7 @@ EXPORT_FOLDER = "export"  # of the run folder
 
 @dataclass(frozen=True)
 class ExportedPolicy:
-    """What `export_policy` wrote, from the checkpoint of one step of a run."""
+    """An exported policy and the checkpoint that it comes from."""
 
     path: Path
     run_folder: Path
@@ -96,7 +96,7 @@ def _state(checkpoints: Path, step: int | None) -> tuple[int, Path]:
 
 
 def _write(config: RunConfig, state: Path, target: Path, *, merge: bool, ema: bool, dtype: str) -> None:
-    """The folder appears whole or not at all."""
+    """Writes the directory atomically."""
     draft = target.with_name(f".{target.name}-{secrets.token_hex(4)}")
     try:
         draft.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""What the commands that serve over HTTP share: address, bearer token, and a server that ends on SIGTERM or SIGINT."""
+"""Address, bearer token and server loop of the commands that serve HTTP."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import signal
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
 import uvicorn
 
 from mobula.cluster.errors import PreflightError
+from mobula.cluster.proxies import is_loopback
 from mobula.configs.errors import ConfigError
 
 PENDING_CONNECTIONS = 512
@@ -21,7 +21,7 @@ PENDING_CONNECTIONS = 512
 
 @dataclass(frozen=True)
 class Address:
-    """Where a command listens, and the bearer token that requests need; None admits all requests."""
+    """Listen address and bearer token of requests; a token of None admits all requests."""
 
     host: str
     port: int
@@ -57,14 +57,6 @@ def run_server(app: Any, listener: socket.socket, *, grace_s: int, announce: Cal
     host, port = listener.getsockname()[:2]
     announce(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
     server.run(sockets=[listener])
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches an address."""
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def read_token(env: str | None, file: Path | None) -> str | None:

@@ -33,7 +33,7 @@ class NotFreedError(MobulaError):
 
 @dataclass(frozen=True)
 class Leftover:
-    """One thing that a dead run left behind, and how it is ended."""
+    """A process, session folder or placement group of a dead run, and the function that frees it."""
 
     id: str
     run: str
@@ -42,7 +42,7 @@ class Leftover:
 
 
 def find_leftovers(*, runs: Path = RUNS, address: str | None = None) -> list[Leftover]:
-    """Everything that dead runs left on this machine, and on the cluster at `address` if one is named.
+    """Returns the leftovers of dead runs on this machine, and on the cluster at `address` if given.
 
     Raises:
         MobulaError: the cluster does not answer.
@@ -53,7 +53,7 @@ def find_leftovers(*, runs: Path = RUNS, address: str | None = None) -> list[Lef
 
 
 def free(ids: Sequence[str], leftovers: Sequence[Leftover], timeout_s: float) -> Iterator[tuple[Leftover, str]]:
-    """End exactly these, one after the other; each with why it is still there, or nothing.
+    """Frees the leftovers with these ids; yields each with the reason of a failure, or an empty text.
 
     Raises:
         PreflightError: an id names no leftover; nothing was ended.
@@ -106,21 +106,21 @@ def _holders(record: RunRecord) -> list[MarkedProcess]:
 
 def _dead_records(runs: Path) -> list[RunRecord]:
     """Dead drivers by their records: in the session folders of private clusters, and in run folders."""
-    found: set[RunRecord] = set()
+    records: set[RunRecord] = set()
     for path in (*_ray_folder().glob(f"session_*/{SESSION_FILE}"), *runs.glob(f"*/{RECORD_FILE}")):
         try:
-            found.add(RunRecord.read(path))
+            records.add(RunRecord.read(path))
         except (OSError, ValueError):
             continue  # not written by us, or gone meanwhile
-    return sorted((record for record in found if _is_dead(record.mark)), key=lambda record: record.mark.run_id)
+    return sorted((record for record in records if _is_dead(record.mark)), key=lambda record: record.mark.run_id)
 
 
 def _sessions(records: Sequence[RunRecord]) -> Iterator[Leftover]:
     for record in records:
         folder = record.session_folder
-        what = str(folder) if folder is not None and folder.is_dir() else str(record.run_folder / RECORD_FILE)
+        path = str(folder) if folder is not None and folder.is_dir() else str(record.run_folder / RECORD_FILE)
         session_id = f"session-{record.mark.run_id.rpartition('/')[2][:SHORT]}"
-        yield Leftover(session_id, record.run, what, partial(_remove_session, record))
+        yield Leftover(session_id, record.run, path, partial(_remove_session, record))
 
 
 def _remove_session(record: RunRecord, timeout_s: float) -> None:
@@ -173,7 +173,7 @@ def _run_of(mark: RunMark) -> str:
 
 
 def _is_dead(mark: RunMark) -> bool:
-    """Whether the driver was this machine's and is gone; of another machine's driver nothing is known here."""
+    """Whether the driver belonged to this machine and is gone; drivers of other machines count as alive."""
     return mark.driver.is_here and not mark.driver.is_alive
 
 

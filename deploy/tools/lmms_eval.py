@@ -65,8 +65,8 @@ class LmmsEval:
         return self.endpoint is None and Path(self.model).is_dir()
 
 
-def evaluate(asked: LmmsEval, announce: Callable[[str], None]) -> tuple[Path, dict[str, Any]]:
-    """Run the harness and write the artifact; returns its path and what it holds.
+def evaluate(options: LmmsEval, announce: Callable[[str], None]) -> tuple[Path, dict[str, Any]]:
+    """Runs the harness and writes the artifact; returns its path and content.
 
     `announce` receives the path of the log.
 
@@ -77,14 +77,14 @@ def evaluate(asked: LmmsEval, announce: Callable[[str], None]) -> tuple[Path, di
         HarnessError: it failed or left no results. If it answered for the model where a request had failed, the
             artifact is written first.
     """
-    environment = child_environment(asked, os.environ)
-    words = command_line(asked)
-    versions = _versions(asked.environment, environment)
+    environment = child_environment(options, os.environ)
+    command = command_line(options)
+    versions = _versions(options.environment, environment)
     started = datetime.now(UTC)
-    folder = _new_folder(asked.output, started)
+    folder = _new_folder(options.output, started)
     announce(f"lmms-eval runs, see {folder / LOG}")
     begin = time.monotonic()
-    usage = _run(asked, words, environment, folder)
+    usage = _run(options, command, environment, folder)
     seconds = time.monotonic() - begin
     try:
         results = read_results(folder / RAW)
@@ -94,10 +94,10 @@ def evaluate(asked: LmmsEval, announce: Callable[[str], None]) -> tuple[Path, di
         "kind": "lmms-eval",
         "created_at": started.isoformat(timespec="seconds"),
         "versions": versions,
-        "command": shlex.join(words),
-        "model": asked.model,
-        "endpoint": asked.endpoint,
-        "limit": asked.limit,
+        "command": shlex.join(command),
+        "model": options.model,
+        "endpoint": options.endpoint,
+        "limit": options.limit,
         "seconds": round(seconds, 3),
         **_scores(results, folder, seconds),
         "usage": usage,
@@ -113,85 +113,93 @@ def evaluate(asked: LmmsEval, announce: Callable[[str], None]) -> tuple[Path, di
     return path, artifact
 
 
-def command_line(asked: LmmsEval) -> list[str]:
+def command_line(settings: LmmsEval) -> list[str]:
     """The harness's command, to be run in the run's folder.
 
     Raises:
         ConfigError: the model's type is not known, or a word would be cut in two by the harness's own parser.
     """
-    model_type = asked.model_type or _model_type(asked)
-    options = ["--model", model_type, "--model_args", _model_args(asked, model_type), "--tasks", asked.tasks]
-    if asked.endpoint is None:
-        options += ["--device", asked.device]
-    options += ["--batch_size", str(asked.batch_size), "--output_path", RAW, "--log_samples", "--verbosity", "WARNING"]
-    if asked.include_path is not None:
-        if not asked.include_path.is_dir():
-            raise ConfigError(f"--include-path {asked.include_path} is no folder: give the one with the task YAMLs")
-        options += ["--include_path", str(asked.include_path.absolute())]
-    if asked.limit is not None:
-        options += ["--limit", f"{asked.limit:g}"]
-    return [str(_python(asked.environment)), "-m", "lmms_eval", "eval", *options, *asked.harness_options]
+    model_type = settings.model_type or _model_type(settings)
+    options = ["--model", model_type, "--model_args", _model_args(settings, model_type), "--tasks", settings.tasks]
+    if settings.endpoint is None:
+        options += ["--device", settings.device]
+    options += [
+        "--batch_size",
+        str(settings.batch_size),
+        "--output_path",
+        RAW,
+        "--log_samples",
+        "--verbosity",
+        "WARNING",
+    ]
+    if settings.include_path is not None:
+        if not settings.include_path.is_dir():
+            raise ConfigError(f"--include-path {settings.include_path} is no folder: give the one with the task YAMLs")
+        options += ["--include_path", str(settings.include_path.absolute())]
+    if settings.limit is not None:
+        options += ["--limit", f"{settings.limit:g}"]
+    return [str(_python(settings.environment)), "-m", "lmms_eval", "eval", *options, *settings.harness_options]
 
 
-def child_environment(asked: LmmsEval, ours: Mapping[str, str]) -> dict[str, str]:
+def child_environment(options: LmmsEval, ours: Mapping[str, str]) -> dict[str, str]:
     """The harness's environment variables: caches in `asked.cache`, the key in no file and on no command line.
 
     Raises:
         ConfigError: `key_env` is not set.
     """
-    environment = {**ours, "HF_HOME": str(asked.cache.absolute()), "PYTHONUNBUFFERED": "1"}
-    is_online = not asked.is_local if asked.is_online is None else asked.is_online
+    environment = {**ours, "HF_HOME": str(options.cache.absolute()), "PYTHONUNBUFFERED": "1"}
+    is_online = not options.is_local if options.is_online is None else options.is_online
     if not is_online:
         environment |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
     if token := environment.pop("HF_TOKEN", ""):  # the harness writes a token that it finds there into its results
         environment["HUGGING_FACE_HUB_TOKEN"] = token
-    if asked.endpoint is not None:
-        if asked.key_env is not None and not ours.get(asked.key_env):
-            raise ConfigError(f"--key-env {asked.key_env}: that variable is not set; export the endpoint's key in it")
-        environment["OPENAI_API_KEY"] = ours[asked.key_env] if asked.key_env is not None else "none"
+    if options.endpoint is not None:
+        if options.key_env is not None and not ours.get(options.key_env):
+            raise ConfigError(f"--key-env {options.key_env}: that variable is not set; export the endpoint's key in it")
+        environment["OPENAI_API_KEY"] = ours[options.key_env] if options.key_env is not None else "none"
     return environment
 
 
-def _model_type(asked: LmmsEval) -> str:
-    if asked.endpoint is not None:
+def _model_type(options: LmmsEval) -> str:
+    if options.endpoint is not None:
         return ENDPOINT
-    if not asked.is_local:
+    if not options.is_local:
         raise ConfigError(
-            f"{asked.model} is no folder here, so its type is not known: give the harness's name for it with "
+            f"{options.model} is no folder here, so its type is not known: give the harness's name for it with "
             f"--model-type, e.g. --model-type qwen2_5_vl"
         )
     try:
-        found = json.loads((Path(asked.model) / "config.json").read_text(encoding="utf-8"))["model_type"]
+        model_type = json.loads((Path(options.model) / "config.json").read_text(encoding="utf-8"))["model_type"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"{asked.model} has no config.json with a model_type: give a checkpoint in the Hugging Face layout"
+            f"{options.model} has no config.json with a model_type: give a checkpoint in the Hugging Face layout"
         ) from error
-    if found not in FAMILIES:
+    if model_type not in FAMILIES:
         raise ConfigError(
-            f"{asked.model} is a {found}, which is none of {', '.join(FAMILIES)}: give the harness's name for it with "
-            f"--model-type (`{_python(asked.environment)} -m lmms_eval models` lists them)"
+            f"{options.model} is a {model_type}, which is none of {', '.join(FAMILIES)}: give the harness's name "
+            f"for it with --model-type (`{_python(options.environment)} -m lmms_eval models` lists them)"
         )
-    return FAMILIES[found]
+    return FAMILIES[model_type]
 
 
-def _model_args(asked: LmmsEval, model_type: str) -> str:
-    """NAME=VALUE,...: of a name that comes twice the harness takes the last, so the user's win."""
-    if asked.endpoint is not None:
-        if any(name in asked.model for name in REASONING_NAMES):
-            log.warning("%s has the name of a reasoning model to lmms-eval: it sends it no temperature", asked.model)
-        args = [f"model={asked.model}", f"base_url={asked.endpoint}", f"num_concurrent={asked.batch_size}"]
+def _model_args(options: LmmsEval, model_type: str) -> str:
+    """Joins the model arguments as NAME=VALUE,...; the user's come last, because the harness keeps the last value."""
+    if options.endpoint is not None:
+        if any(name in options.model for name in REASONING_NAMES):
+            log.warning("%s has the name of a reasoning model to lmms-eval: it sends it no temperature", options.model)
+        args = [f"model={options.model}", f"base_url={options.endpoint}", f"num_concurrent={options.batch_size}"]
     else:
-        args = [f"pretrained={Path(asked.model).absolute() if asked.is_local else asked.model}"]
-        if model_type in FAMILIES.values() and asked.device != "cuda":  # "cuda" leaves the model to all GPUs
-            args.append(f"device_map={asked.device}")
-    cut = [word for word in args if "," in word]
-    unfit = [word for word in asked.model_args if "=" not in word]
+        args = [f"pretrained={Path(options.model).absolute() if options.is_local else options.model}"]
+        if model_type in FAMILIES.values() and options.device != "cuda":  # "cuda" leaves the model to all GPUs
+            args.append(f"device_map={options.device}")
+    cut = [argument for argument in args if "," in argument]
+    unfit = [argument for argument in options.model_args if "=" not in argument]
     if cut or unfit:
         raise ConfigError(
             f"{(cut or unfit)[0]}: the harness reads NAME=VALUE and splits at commas; "
             + ("give a path or URL without commas" if cut else "give --model-args NAME=VALUE")
         )
-    return ",".join([*args, *asked.model_args])
+    return ",".join([*args, *options.model_args])
 
 
 def _python(environment: Path) -> Path:
@@ -199,7 +207,7 @@ def _python(environment: Path) -> Path:
 
 
 def _versions(environment: Path, variables: Mapping[str, str]) -> dict[str, str]:
-    """The versions of what the harness runs on, as its own environment tells them."""
+    """Reads the versions of the harness and its backends from its environment."""
     python = _python(environment)
     if not python.exists():
         raise PreflightError(f"{environment} holds no environment of lmms-eval: make it with `make harness`")
@@ -230,19 +238,19 @@ def _new_folder(output: Path, started: datetime) -> Path:
     return folder
 
 
-def _run(asked: LmmsEval, words: list[str], environment: Mapping[str, str], folder: Path) -> dict[str, Any]:
-    """Run to the end; what was used meanwhile."""
+def _run(options: LmmsEval, command: list[str], environment: Mapping[str, str], folder: Path) -> dict[str, Any]:
+    """Runs the harness to its end; returns the sampled CPU, memory and GPU use."""
     samplers: list[UsageSampler] = []
 
     def watch(process: Popen[bytes]) -> None:
-        samplers.append(UsageSampler(process.pid, asked.sample_period_s, NvidiaGpus(environment)))
+        samplers.append(UsageSampler(process.pid, options.sample_period_s, NvidiaGpus(environment)))
         samplers[0].start()
 
     try:
-        code = run_logged(words, environment, folder, folder / LOG, asked.timeout_s, watch)
+        code = run_logged(command, environment, folder, folder / LOG, options.timeout_s, watch)
     except TimeoutError as error:
         raise DeadlineError(
-            f"lmms-eval was not done within --timeout {asked.timeout_s:g} s and was killed; {_end_of(folder / LOG)}"
+            f"lmms-eval was not done within --timeout {options.timeout_s:g} s and was killed; {_end_of(folder / LOG)}"
         ) from error
     finally:
         broken = _stop(samplers[0]) if samplers else None
@@ -252,7 +260,7 @@ def _run(asked: LmmsEval, words: list[str], environment: Mapping[str, str], fold
 
 
 def _stop(sampler: UsageSampler) -> str | None:
-    """Reason for which sampling of usage ended early; it costs the usage figures, not the scores."""
+    """Stops the usage sampler; returns its error, which invalidates the usage figures but not the scores."""
     try:
         sampler.stop()
     except (psutil.Error, pynvml.NVMLError) as error:

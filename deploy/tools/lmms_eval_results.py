@@ -18,7 +18,7 @@ NO_ANSWER = ("[LMMS_EVAL_REQUEST_FAILED", "[LMMS_EVAL_BUDGET_EXCEEDED]")
 
 
 class HarnessError(MobulaError):
-    """The public harness failed, or left no results, or results that are not what they seem."""
+    """The harness failed, or its results are missing or invalid."""
 
 
 @dataclass(frozen=True)
@@ -77,10 +77,10 @@ def read_results(folder: Path) -> Results:
     Raises:
         HarnessError: there are none, they hold no task, or a task's samples are missing.
     """
-    found = sorted(folder.rglob("*_results.json"), key=lambda path: (path.stat().st_mtime_ns, path.name))
-    if not found:
+    files = sorted(folder.rglob("*_results.json"), key=lambda path: (path.stat().st_mtime_ns, path.name))
+    if not files:
         raise HarnessError(f"no *_results.json below {folder}: the harness ended before it scored anything")
-    newest = found[-1]
+    newest = files[-1]
     try:
         whole = json.loads(newest.read_text(encoding="utf-8"))
         rows, members = whole["results"], whole["group_subtasks"]
@@ -113,9 +113,9 @@ def primary_metric(metrics: Mapping[str, float]) -> str | None:
 
 
 def _task(name: str, row: Mapping[str, Any], results: Path) -> TaskScore:
-    found = numbers(row)
-    stderr = {key: value for key, value in found.items() if "_stderr" in key.partition(",")[0]}
-    metrics = {key: value for key, value in found.items() if key not in stderr}
+    values = numbers(row)
+    stderr = {key: value for key, value in values.items() if "_stderr" in key.partition(",")[0]}
+    metrics = {key: value for key, value in values.items() if key not in stderr}
     samples = results.with_name(f"{results.name.removesuffix('_results.json')}_samples_{name}.jsonl")
     return TaskScore(name, primary_metric(metrics), metrics, stderr, _samples(name, samples))
 
@@ -140,7 +140,7 @@ def _samples(task: str, path: Path) -> TaskSamples:
 
 
 def _texts(value: object) -> list[str]:
-    """All texts in lists of lists: the harness takes lists of one apart, differently for each kind of task."""
+    """Flattens nested lists of texts: the harness unwraps single-element lists differently for each kind of task."""
     if isinstance(value, list):
         return [text for item in value for text in _texts(item)]
     return [value] if isinstance(value, str) else []

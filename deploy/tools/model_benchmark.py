@@ -1,4 +1,4 @@
-"""`mobula benchmark-model`: models answer held-out prompts on real engines; how well, how fast, and on what."""
+"""`mobula benchmark-model`: accuracy, throughput and utilisation of models on held-out prompts."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ DIGITS = 3
 
 @dataclass(frozen=True)
 class Contestant:
-    """One model, and how many prompts are with the engines at a time."""
+    """One model and its number of prompts in flight."""
 
     config: RunConfig
     num_in_flight: int
@@ -49,7 +49,7 @@ class Contestant:
 
 @dataclass(frozen=True)
 class TimedResponse:
-    """One sampled response. The latency is its own, from when it was sent until it was whole, waiting included."""
+    """One sampled response and its latency from submission to completion, queueing included."""
 
     prompt: Prompt
     trajectory: Trajectory
@@ -75,7 +75,7 @@ def benchmark(models: Sequence[str], overrides: Sequence[str], folder: Path, con
     Raises:
         ConfigError, PreflightError: a model or an override is unfit, or the folder cannot be written.
     """
-    contestants = [_contestant(word, overrides) for word in models]
+    contestants = [_contestant(model, overrides) for model in models]
     folder.mkdir(parents=True, exist_ok=True)
     date = datetime.now(UTC)
     name = f"models-{date:%Y-%m-%dT%H-%M-%SZ}"
@@ -109,22 +109,22 @@ def _name(run: dict[str, Any], runs: Sequence[dict[str, Any]]) -> str:
 
 def latency_summary(latencies_ms: Sequence[float]) -> dict[str, float]:
     """Average, percentiles by linear interpolation, and maximum."""
-    found = {
+    summary = {
         "avg": np.mean(latencies_ms),
         "p50": np.percentile(latencies_ms, 50),
         "p95": np.percentile(latencies_ms, 95),
         "max": np.max(latencies_ms),
     }
-    return {name: round(float(value), DIGITS) for name, value in found.items()}
+    return {name: round(float(value), DIGITS) for name, value in summary.items()}
 
 
-def _contestant(word: str, overrides: Sequence[str]) -> Contestant:
-    model, _, number = word.rpartition("@") if "@" in word else (word, "", "")
+def _contestant(argument: str, overrides: Sequence[str]) -> Contestant:
+    model, _, number = argument.rpartition("@") if "@" in argument else (argument, "", "")
     config = load_config([*overrides, f"policy.model={model}"])
     most = config.algorithm.max_concurrent_groups
     if number and not (number.isdecimal() and 0 < int(number) <= most):
         raise PreflightError(
-            f"{word}: {number!r} prompts in flight is no number from 1 to algorithm.max_concurrent_groups={most}: "
+            f"{argument}: {number!r} prompts in flight is no number from 1 to algorithm.max_concurrent_groups={most}: "
             "give another one, or raise that key"
         )
     require_model(config)
@@ -142,33 +142,33 @@ def _run(contestant: Contestant, records: Path) -> dict[str, Any]:
 async def _answer_all(
     contestant: Contestant, started: float, prepared: Prepared, inference: Inference
 ) -> ModelMeasurements:
-    """All prompts through the engines, `num_in_flight` at a time; what they are worth is asked afterwards."""
+    """Samples all prompts, `num_in_flight` at a time, then scores the responses."""
     config = prepared.config
     held_out = await asyncio.to_thread(prepared.fixed_prompts, config.evaluation.split, config.evaluation.num_prompts)
     settings = SamplingSettings(1, config.evaluation.temperature, config.sampler.max_tokens, config.seed, 0)
     await inference.rollouts.generate(held_out.prompts[0], settings)  # what is compiled or filled once is not counted
     ready = time.perf_counter()
-    places = asyncio.Semaphore(contestant.num_in_flight)
+    semaphore = asyncio.Semaphore(contestant.num_in_flight)
 
     async def generate(prompt: Prompt) -> tuple[Generated, float]:
-        async with places:
+        async with semaphore:
             sent = time.perf_counter()
             generated = await inference.rollouts.generate(prompt, settings)
             return generated, 1000.0 * (time.perf_counter() - sent)
 
     with UsageSampler(os.getpid(), SAMPLE_PERIOD_S) as usage:
-        found = await _all(partial(generate, prompt) for prompt in held_out.prompts)
+        generations = await _all(partial(generate, prompt) for prompt in held_out.prompts)
         generate_s = time.perf_counter() - ready
     rewards = await _all(
         partial(inference.rewards.score, generated.to_score, prompt.prompt_id)
-        for prompt, (generated, _) in zip(held_out.prompts, found, strict=True)
+        for prompt, (generated, _) in zip(held_out.prompts, generations, strict=True)
     )
     groups = await asyncio.to_thread(
-        fetch, [generated.group for generated, _ in found], timeout_s=config.timeouts.object_s, what="the answers"
+        fetch, [generated.group for generated, _ in generations], timeout_s=config.timeouts.object_s, what="the answers"
     )
     answers = [
         TimedResponse(prompt, group.trajectories[0], latency_ms, reward[0])
-        for prompt, group, (_, latency_ms), reward in zip(held_out.prompts, groups, found, rewards, strict=True)
+        for prompt, group, (_, latency_ms), reward in zip(held_out.prompts, groups, generations, rewards, strict=True)
     ]
     return ModelMeasurements(answers, ready - started, generate_s, usage.summary())
 
@@ -230,7 +230,7 @@ def _report(contestant: Contestant, measured: ModelMeasurements, records: Path) 
 
 
 def _quality(config: RunConfig, answers: Sequence[TimedResponse]) -> dict[str, Any]:
-    """By the run's own rewards, over the answers that could be scored.
+    """Scores with the run's rewards; averages over the scored answers.
 
     Raises:
         RewardError: there is none.
@@ -242,8 +242,8 @@ def _quality(config: RunConfig, answers: Sequence[TimedResponse]) -> dict[str, A
     accuracy, num_scored = mean_of_component(name, scored)
     low, high = interval_of_mean([r.components[name] for r in scored if name in r.components], config.seed)
     average = sum(reward.value for reward in scored) / len(scored)
-    found = {"accuracy": accuracy, "low": low, "high": high, "average_reward": average}
-    return {**{name: round(value, 6) for name, value in found.items()}, "num_scored": num_scored}
+    quality = {"accuracy": accuracy, "low": low, "high": high, "average_reward": average}
+    return {**{name: round(value, 6) for name, value in quality.items()}, "num_scored": num_scored}
 
 
 def _utilization(usage: dict[str, Any]) -> float:

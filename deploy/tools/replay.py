@@ -68,7 +68,7 @@ def replay(run_folder: Path, config: RunConfig) -> int:
 
 
 def score(run_folder: Path, config: RunConfig) -> int:
-    """Score the recorded responses again with `rewards.components`, and print what differs; returns the exit code.
+    """Scores the recorded responses again with `rewards.components` and prints the differences; returns the exit code.
 
     Raises:
         PreflightError: the run has no recorded steps, a step's file is no record, or a component needs more than was
@@ -96,7 +96,7 @@ def score(run_folder: Path, config: RunConfig) -> int:
 
 
 def largest_difference(folder: Path, other: Path) -> float:
-    """Over all weights of two checkpoints in the Hugging Face layout; infinite where names or shapes differ."""
+    """Returns the largest weight difference of two Hugging Face checkpoints; infinite if names or shapes differ."""
     ours, theirs = _weights(folder), _weights(other)
     if {name: t.shape for name, t in ours.items()} != {name: t.shape for name, t in theirs.items()}:
         return float("inf")

@@ -95,16 +95,16 @@ def chosen_rewards(command: ScoreCommand) -> RewardsConfig:
     Raises:
         ConfigError: none of them names rewards, or two do; or they do not fit the schema.
     """
-    words = command.overrides
+    overrides = command.overrides
     if command.recipe is not None:
-        if words:
-            raise ConfigError(f"--recipe and {words[0]}: both choose the rewards, give one of them")
+        if overrides:
+            raise ConfigError(f"--recipe and {overrides[0]}: both choose the rewards, give one of them")
         return load_rewards(command.recipe)
-    if any(word.startswith(("rewards=", "experiment=")) for word in words):
-        return load_config(words, is_complete=False).rewards
+    if any(override.startswith(("rewards=", "experiment=")) for override in overrides):
+        return load_config(overrides, is_complete=False).rewards
     config = command.source / CONFIG_FILE
     if config.is_file():
-        return load_resolved(config, words).rewards
+        return load_resolved(config, overrides).rewards
     raise ConfigError("no rewards are chosen: add rewards=NAME, e.g. rewards=exact_match, or --recipe FILE")
 
 
@@ -123,7 +123,7 @@ def _progress(source: Source, console: Console, is_quiet: bool) -> Iterator[Call
 
 @contextmanager
 def _replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file that takes its place when it is whole.
+    """Opens a temporary file that replaces `path` on success.
 
     Raises:
         PreflightError: it cannot be written.

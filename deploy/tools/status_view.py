@@ -56,7 +56,7 @@ def _lines(status: RunStatus, now: float) -> Iterator[Text]:
 
 
 def duration(seconds: float) -> str:
-    """As people say it: 40 s, 12 min, 5.2 h."""
+    """Formats seconds: 40 s, 12 min, 5.2 h."""
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

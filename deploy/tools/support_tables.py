@@ -74,8 +74,8 @@ def rewritten(page: str, block: str) -> str:
 
 def _table(title: str, rows: Iterable[Row]) -> Iterator[str]:
     yield f"\n| {title} | supported | chosen by |\n|---|---|---|"
-    for what, entries, key in rows:
-        yield f"| {what} | {', '.join(f'`{entry}`' for entry in entries)} | {key} |"
+    for subject, entries, key in rows:
+        yield f"| {subject} | {', '.join(f'`{entry}`' for entry in entries)} | {key} |"
 
 
 def _summary() -> Iterator[Row]:
@@ -160,11 +160,13 @@ def _presets() -> Iterator[str]:
     yield "\n| `resources=` | device, type, transport | engines, learner ranks, scorers, reward workers | GPUs |"
     yield "|---|---|---|---|"
     for option in _preset_names():
-        found = load_config([f"resources={option}"], is_complete=False).resources
-        roles = (found.rollout, found.learner, found.reference, found.reward)
+        resources = load_config([f"resources={option}"], is_complete=False).resources
+        roles = (resources.rollout, resources.learner, resources.reference, resources.reward)
         numbers = ", ".join(str(role.num_workers) for role in roles)
-        num_gpus = sum(role.num_workers * role.num_gpus for role in found.roles.values())
-        parts = ", ".join((found.device, found.dtype, found.transport, *(["in turns"] if found.colocated else [])))
+        num_gpus = sum(role.num_workers * role.num_gpus for role in resources.roles.values())
+        parts = ", ".join(
+            (resources.device, resources.dtype, resources.transport, *(["in turns"] if resources.colocated else []))
+        )
         yield f"| `{option}` | {parts} | {numbers} | {num_gpus:g} |"
 
 

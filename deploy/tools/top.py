@@ -26,17 +26,17 @@ def show_top(run: RunAddress, console: Console, *, interval_s: float, timeout_s:
 
 
 def follow(
-    found: Iterator[RunStatus],
+    statuses: Iterator[RunStatus],
     console: Console,
     *,
     interval_s: float,
     sleep: Callable[[float], None],
     now: Callable[[], float],
 ) -> str:
-    """Draw each status in the place of the one before it."""
+    """Redraws the table with each status."""
     with Live(console=console, auto_refresh=False, transient=False) as live:
         try:
-            for status in found:
+            for status in statuses:
                 live.update(as_table(status, now()), refresh=True)
                 sleep(interval_s)
         except RunOverError as error:

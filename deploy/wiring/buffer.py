@@ -22,10 +22,10 @@ def replay_buffer(config: RunConfig, tracer: RunTracer = UNTRACED) -> ReplayBuff
 
 
 def _take_deadline(config: RunConfig) -> float:
-    """The longest that a step's groups may take: every try of the slowest prompt, its waits, and its reward.
+    """Returns the longest time of a step's groups: all attempts of the slowest prompt, with backoff and reward.
 
-    Each chunk of a response puts off a try's deadline, and none is sampled twice. A chunk of an episode is a turn,
-    which has at least one token.
+    Each sampled chunk extends an attempt's deadline, and retries resume behind sampled chunks. A chunk of an episode is
+    a turn of at least one token.
     """
     timeouts, supervision, sampler = config.timeouts, config.supervision, config.sampler
     one_try = timeouts.rollout_s + supervision.probe_timeout_s + supervision.no_worker_s

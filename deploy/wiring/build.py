@@ -69,7 +69,7 @@ ORDERS = {"wait": StepOrder, "overtake": OvertakingOrder}
 
 @dataclass(frozen=True)
 class Inference:
-    """The roles that sample and score; evaluation needs no others."""
+    """Roles that sample and score; evaluation needs only these."""
 
     rollouts: RolloutPool
     in_flight_requests: InFlightRequests  # of the prompts that it samples
@@ -79,7 +79,7 @@ class Inference:
 
 @dataclass(frozen=True)
 class Training:
-    """The other roles of training."""
+    """Learner, reference and replay buffer."""
 
     ranks: LearnerGroup  # without restarts: for the warm start, before there is a checkpoint
     learner: RestartableLearner
@@ -90,7 +90,7 @@ class Training:
 
 
 def spawn_inference(prepared: Prepared, spawner: Spawner, on_lost: Callable[[str], None]) -> Inference:
-    """Start the reward workers, which build themselves in the background. The rollout pool starts its engines."""
+    """Starts the reward workers, which load in the background. The rollout pool starts its engines."""
     config = prepared.config
     pool = reward_pool(config, spawner, on_lost)
     in_flight_requests = InFlightRequests(_chunk_tokens(config), on_ended=pool.score_ahead)
@@ -109,9 +109,9 @@ def spawn_training(
     on_rescore: Callable[[str], None],
     tracer: RunTracer,
 ) -> Training:
-    """Start learner ranks and reference scorers, which build themselves in the background; make the replay buffer.
+    """Starts learner ranks and reference scorers, which load in the background, and creates the replay buffer.
 
-    `on_rescore` is called with the reason why groups are scored again.
+    Calls `on_rescore` with the reason when groups are scored again.
     """
     config, banned = prepared.config, prepared.processor.media_token_ids
     supervised = supervised_rows(prepared)
@@ -168,7 +168,7 @@ def spawn_learner(
 
 
 def learner_group(prepared: AnyPrepared, spawner: Spawner, supervised: SupervisedRows | None) -> LearnerGroup:
-    """The learner's ranks, and those of a critic that has its own."""
+    """Returns the learner's ranks with the ranks of a separate critic."""
     config, start = prepared.config, partial(start_learner, prepared, spawner)
     if not config.algorithm.critic.has_own_ranks:
         return LearnerGroup(start, config.timeouts, ray.put, supervised)
@@ -185,7 +185,7 @@ def watched_reference(reference: ReferencePool | NullReference) -> list[Watched]
 
 
 def scalable_roles(inference: Inference, training: Training) -> dict[str, Scalable]:
-    """The roles that can be scaled while the run goes on, by name."""
+    """Returns the roles that can be scaled during the run, by name."""
     reference = training.reference
     rewards = {reward_role(name): service.pool for name, service in inference.rewards.services.items()}
     scorers = {"reference": reference.pool} if isinstance(reference, ReferencePool) else {}
@@ -193,7 +193,7 @@ def scalable_roles(inference: Inference, training: Training) -> dict[str, Scalab
 
 
 def rank_statuses(ranks: LearnerGroup, learner: RestartableLearner) -> list[WorkerStatus]:
-    """The ranks that train as workers among others; they cannot be scaled."""
+    """Returns the status of learner ranks, which cannot be scaled."""
     if learner.is_restarting:
         state = WorkerState.WAITING
     else:
@@ -308,21 +308,21 @@ def build_controller(
 
 
 async def _make_version_zero(prepared: Prepared, learner: LearnerGroup) -> None:
-    """The warm start, and the frozen copy of its result that the reference scores with."""
+    """Runs the warm start and saves the frozen copy for the reference."""
     await warm_start(prepared, learner)
     await learner.begin_rl()
     await learner.export(reference_folder(prepared.config))
 
 
 def _chunk_tokens(config: RunConfig) -> int:
-    """Tokens of a response between two reports of it; of an episode whole turns are reported."""
+    """Returns the tokens between two progress reports of a response; episodes report whole turns."""
     return config.sampler.max_tokens if config.environment.is_on else config.sampler.chunk_tokens
 
 
 def start_learner(prepared: AnyPrepared, spawner: Spawner) -> list[Any]:
-    """The handles of all learner ranks, which build themselves in the background.
+    """Returns the handles of all learner ranks, which load in the background.
 
-    Where the node of one is gone it blocks until all of them have another place, or raises PlacementError.
+    If a rank's node is gone, blocks until all ranks are placed again, or raises PlacementError.
     """
     config, banned = prepared.config, prepared.processor.media_token_ids
     role = OfflineLearner if config.offline.is_on else Learner
@@ -339,7 +339,7 @@ def _start_critic(prepared: AnyPrepared, spawner: Spawner) -> list[Any]:
 
 
 def _watched_rank(ranks: RankGroup, index: int, learner: RestartableLearner, config: RunConfig) -> Watched:
-    """A rank that trains; when it is lost, all ranks are restarted. A ping of a rank that was replaced says nothing."""
+    """Watches a learner rank: its loss restarts all ranks. Pings of replaced ranks are ignored."""
     name = f"{ranks.role}/{index}"
 
     async def ping() -> None:
@@ -403,13 +403,15 @@ def _dispatcher(
 
 
 def _curriculum(config: RunConfig, metrics: Metrics) -> StageCurriculum | None:
-    """Which episodes are run before which; None where all rows are asked alike."""
-    found = config.environment.curriculum
-    if not found.is_on:
+    """Returns the curriculum over episodes; None without a curriculum."""
+    curriculum = config.environment.curriculum
+    if not curriculum.is_on:
         return None
     metrics.observe(MetricName.CURRICULUM_STAGE, 0)
-    rule = OpeningRule(found.episodes, found.success if found.kind == "success" else 0.0)
-    return StageCurriculum(len(found.stages), rule, on_opened=partial(metrics.observe, MetricName.CURRICULUM_STAGE))
+    rule = OpeningRule(curriculum.episodes, curriculum.success if curriculum.kind == "success" else 0.0)
+    return StageCurriculum(
+        len(curriculum.stages), rule, on_opened=partial(metrics.observe, MetricName.CURRICULUM_STAGE)
+    )
 
 
 def _is_open(curriculum: StageCurriculum, row: Row) -> bool:
@@ -445,13 +447,13 @@ def _check_of(config: RunConfig, rounding: Rounding) -> Callable[[UpdateReport],
     weights, and not for the steps of a flow model, whose sampler has bounds of its own."""
     if config.sampler.is_flow or config.weight_sync.kv_cache == "keep":
         return lambda report: None
-    found, dtype = config.supervision, config.resources.dtype
-    limit, stops = found.max_logprob_gap.of(dtype), found.on_logprob_gap == "stop"
+    supervision, dtype = config.supervision, config.resources.dtype
+    limit, stops = supervision.max_logprob_gap.of(dtype), supervision.on_logprob_gap == "stop"
     return LogprobGuard(dtype=dtype, limit=limit, rounding=rounding, stops=stops).check
 
 
 def _measure_fresh(config: RunConfig, probe: Prompt, inference: Inference, training: Training) -> None:
-    """Measure the log-prob gap in steps of older tokens too, where engines sample while the learner trains."""
+    """Also measures the log-prob gap with fresh tokens if engines sample while the learner trains."""
     if config.algorithm.max_staleness == 0 or config.resources.colocated or config.sampler.is_flow:
         return
     sampling = sampling_settings(config)
@@ -486,7 +488,7 @@ def probe_prompt(prepared: Prepared) -> Prompt:
 
 
 def _count_rejected(metrics: Metrics, summary: GroupSummary, reason: str) -> None:
-    """Dropping what takes long favours short responses; these two show by how much."""
+    """Counts rejected groups and their tokens: dropping slow groups favours short responses."""
     metrics.count(CounterName.REJECTED_RESPONSES, reason, summary.num_trajectories)
     metrics.count(CounterName.REJECTED_TOKENS, reason, summary.num_tokens)
     if reason == OVER_AGE:

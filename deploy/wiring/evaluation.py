@@ -81,8 +81,7 @@ def response_log(prepared: Prepared, folder: Path | None) -> ResponseLog:
 
 
 def record_evaluation(metrics: Metrics, result: EvaluationResult) -> None:
-    """Give the hub a result, unless an earlier part of this run has recorded it after the checkpoint that this one
-    went on from."""
+    """Records a result, unless an earlier part of the run recorded it after the checkpoint of the resume."""
     if metrics.totals.has_evaluation(result.version, result.suite):
         return
     metrics.record_evaluation(

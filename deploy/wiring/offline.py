@@ -120,7 +120,7 @@ def build_offline_controller(
 
 
 class _Unpushed(NoReceivers):
-    """Takes the place of a push at the end of a step, and updates the metrics of the driver's own parts."""
+    """Replaces the push at the end of a step; updates the metrics of the driver."""
 
     def __init__(self, prepared: PreparedRows, metrics: Metrics) -> None:
         self._prepared = prepared
@@ -138,15 +138,15 @@ async def _freeze_reference(prepared: PreparedRows, learner: LearnerGroup) -> No
         await learner.export(reference_folder(prepared.config))
 
 
-def _record_result(metrics: Metrics, num_rows: int, version: int, found: Mapping[str, float]) -> None:
+def _record_result(metrics: Metrics, num_rows: int, version: int, values: Mapping[str, float]) -> None:
     _logger.info(
-        "held-out rows at version %d: %s", version, ", ".join(f"{name} {value:.4g}" for name, value in found.items())
+        "held-out rows at version %d: %s", version, ", ".join(f"{name} {value:.4g}" for name, value in values.items())
     )
-    metrics.observe(MetricName.HELD_OUT_LOSS, found[MetricName.LOSS])
-    if MetricName.MARGIN in found:
-        metrics.observe(MetricName.HELD_OUT_MARGIN, found[MetricName.MARGIN])
+    metrics.observe(MetricName.HELD_OUT_LOSS, values[MetricName.LOSS])
+    if MetricName.MARGIN in values:
+        metrics.observe(MetricName.HELD_OUT_MARGIN, values[MetricName.MARGIN])
     if not metrics.totals.has_evaluation(version, HELD_OUT):  # an earlier part of this run may have recorded it
-        share = wilson(min(found[MetricName.ACCURACY], 1.0) * num_rows, num_rows)
+        share = wilson(min(values[MetricName.ACCURACY], 1.0) * num_rows, num_rows)
         metrics.record_evaluation(
-            EvaluationRecord(version, share.mean, share.low, share.high, num_rows, values=dict(found))
+            EvaluationRecord(version, share.mean, share.low, share.high, num_rows, values=dict(values))
         )

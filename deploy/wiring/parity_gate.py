@@ -54,21 +54,21 @@ class ParityGate:
         if self._is_passed:
             return
         gaps = {name: await self._gaps(prompt) for name, prompt in self._prompts.items()}
-        found = ", ".join(f"{name}: {Gap.of(differences)}" for name, differences in gaps.items())
+        measured = ", ".join(f"{name}: {Gap.of(differences)}" for name, differences in gaps.items())
         if not all(self._tolerance.accepts(differences) for differences in gaps.values()):
             raise CanaryError(
                 f"policy.model is of the model type {self._model_type}, and engine and learner "
-                f"compute other log-probs ({found}; {self._tolerance}): it "
+                f"compute other log-probs ({measured}; {self._tolerance}): it "
                 "cannot be trained; choose a supported type, or add a family (docs/extending.md)"
             )
-        _logger.info("%s trains because engine and learner agree (%s) with these weights", self._model_type, found)
+        _logger.info("%s trains because engine and learner agree (%s) with these weights", self._model_type, measured)
         self._is_passed = True
 
     async def _gaps(self, prompt: Prompt) -> np.ndarray:
         """Absolute differences of the engine that is furthest from the learner."""
         expected = await self._learner.sequence_logprobs(prompt)
-        found = [np.abs(await receiver.prompt_logprobs(prompt) - expected) for receiver in self._receivers()]
-        return max(found, key=np.max, default=np.array([np.nan]))
+        differences = [np.abs(await receiver.prompt_logprobs(prompt) - expected) for receiver in self._receivers()]
+        return max(differences, key=np.max, default=np.array([np.nan]))
 
 
 def tolerance_of(config: RunConfig) -> Tolerance:
@@ -94,6 +94,6 @@ def parity_gate(
         folder = config.run_folder / IMAGES_FOLDER
         folder.mkdir(parents=True, exist_ok=True)
         assert isinstance(prepared.processor, ChatProcessor), "a family that draws has no gate"
-        found = cases(prepared.processor, folder, min(MAX_IMAGES, config.sampler.max_images_per_prompt))
-        prompts = {name: case.prompt for name, case in found.items()}
+        compared = cases(prepared.processor, folder, min(MAX_IMAGES, config.sampler.max_images_per_prompt))
+        prompts = {name: case.prompt for name, case in compared.items()}
     return ParityGate(model_type, learner, receivers, prompts, tolerance)

@@ -60,24 +60,24 @@ class Case:
 def cases(processor: ChatProcessor, folder: Path, most: int = len(SIZES)) -> dict[str, Case]:
     """Those that the processor's family takes, with `most` images at most; images are written to `folder`."""
     paths = [_image(folder / f"image{n}.png", n, size) for n, size in enumerate(SIZES)]
-    found = {}
+    built = {}
     for number, (name, (question, shown)) in enumerate(CASES.items()):
         if len(shown) > (most if processor.takes_images else 0):
             continue
         row = Row(f"case{number}", question, "7", "7", tuple(paths[i] for i in shown))
         images = tuple(Image.open(paths[i]).convert("RGB") for i in shown)
-        found[name] = Case(processor.prepare(row, f"0/{row.sample_id}"), images)
+        built[name] = Case(processor.prepare(row, f"0/{row.sample_id}"), images)
     if processor.takes_videos:
-        found |= _video_cases(processor, folder, paths, most)
+        built |= _video_cases(processor, folder, paths, most)
     if processor.takes_audios:
-        found |= _sound_cases(processor, paths)
-    return found
+        built |= _sound_cases(processor, paths)
+    return built
 
 
 def _sound_cases(processor: ChatProcessor, paths: Sequence[Path]) -> dict[str, Case]:
     samples = [_tones(length, seed) for seed, length in enumerate(SOUND_LENGTHS)]
-    files = [EncodedFile(encode_wav(one, SOUND_RATE), f"sound {n}") for n, one in enumerate(samples)]
-    found = {}
+    files = [EncodedFile(encode_wav(wave, SOUND_RATE), f"sound {n}") for n, wave in enumerate(samples)]
+    built = {}
     for name, (question, shown, played) in SOUNDS.items():
         if shown and not processor.takes_images:
             continue
@@ -85,8 +85,8 @@ def _sound_cases(processor: ChatProcessor, paths: Sequence[Path]) -> dict[str, C
         row = Row(f"case-{name}", question, "7", "7", tuple(paths[i] for i in shown), audios=audios)
         images = tuple(Image.open(paths[i]).convert("RGB") for i in shown)
         sounds = tuple(samples[i] for i in played)
-        found[name] = Case(processor.prepare(row, f"0/{row.sample_id}"), images, sounds=sounds)
-    return found
+        built[name] = Case(processor.prepare(row, f"0/{row.sample_id}"), images, sounds=sounds)
+    return built
 
 
 def _tones(length: int, seed: int) -> np.ndarray:
@@ -103,7 +103,7 @@ def _video_cases(processor: ChatProcessor, folder: Path, paths: Sequence[Path], 
         frames = tuple(_image(folder / f"frame{start + n}.png", start + n, SIZES[0]) for n in range(num_frames))
         videos.append(FrameList(frames, FRAME_RATE, f"video {number}"))
         shown.append(tuple(Image.open(frame).convert("RGB") for frame in frames))
-    found = {}
+    built = {}
     for name, (question, images, played) in VIDEOS.items():
         if len(images) > (most if processor.takes_images else 0) or len(played) > processor.max_videos:
             continue
@@ -111,8 +111,8 @@ def _video_cases(processor: ChatProcessor, folder: Path, paths: Sequence[Path], 
         row = Row(f"case-{name}", question, "7", "7", tuple(paths[i] for i in images), videos=own)
         opened = tuple(Image.open(paths[i]).convert("RGB") for i in images)
         prompt = processor.prepare(row, f"0/{row.sample_id}")
-        found[name] = Case(prompt, opened, tuple(shown[i] for i in played))
-    return found
+        built[name] = Case(prompt, opened, tuple(shown[i] for i in played))
+    return built
 
 
 def _image(path: Path, seed: int, size: tuple[int, int]) -> Path:

@@ -40,7 +40,7 @@ def build_journal_writer(config: RunConfig) -> GroupJournal:
 
 
 def reached_version(config: RunConfig, version: int) -> int:
-    """The version to which the journal leads from a checkpoint of `version`."""
+    """Returns the version reached by replaying the journal from a checkpoint of `version`."""
     return _journal(config).recover(version).reached if config.replay.journal else version
 
 
@@ -87,14 +87,14 @@ def build_recovery(
 
 
 def age_limit(config: RunConfig) -> AgeLimit:
-    """Which groups are too old to be trained."""
+    """Returns the age limit of groups for training."""
     algorithm = config.algorithm
     return AgeLimit(algorithm.max_trained_age, is_whole=algorithm.over_age.action == "drop")
 
 
 def _count_recovered(metrics: Metrics, counts: Mapping[str, int]) -> None:
-    for what, num in counts.items():
-        metrics.count(CounterName.RECOVERED, what, num)
+    for kind, num in counts.items():
+        metrics.count(CounterName.RECOVERED, kind, num)
 
 
 def _journal(config: RunConfig) -> Journal:

@@ -37,7 +37,7 @@ def reference_folder(config: RunConfig) -> Path:
 
 
 def restart_policy(config: RunConfig) -> RestartPolicy:
-    """How often one worker of any role is started again."""
+    """Returns the restart limits of a worker."""
     supervision = config.supervision
     return RestartPolicy(
         max_restarts=supervision.max_restarts,
@@ -49,7 +49,7 @@ def restart_policy(config: RunConfig) -> RestartPolicy:
 
 @dataclass(frozen=True)
 class Processors:
-    """The workers that prepare prompts, where the run has some."""
+    """The processor workers of a run, if any."""
 
     start: Callable[[], Coroutine[Any, Any, None]]  # returns once they serve
     watched: tuple[Watched, ...] = ()
@@ -90,7 +90,7 @@ def spawn_processors(prepared: AnyJob, spawner: Spawner, on_lost: Callable[[str]
 
 
 async def _nothing() -> None:
-    """No worker has to be waited for."""
+    """Returns at once: there are no workers to wait for."""
 
 
 def reward_pool(config: RunConfig, spawner: Spawner, on_lost: Callable[[str], None] = lambda kind: None) -> RewardPool:
@@ -187,5 +187,5 @@ def _start_reward(config: RunConfig, spawner: Spawner, service: str, worker: Pla
 
 
 def _alive_s(config: RunConfig) -> float:
-    """Less than the supervisor gives the whole pool, so that it is the pool that replaces a silent worker."""
+    """Returns a ping timeout below the supervisor's, so that the pool replaces a silent worker first."""
     return config.supervision.sign_timeout_s / 2

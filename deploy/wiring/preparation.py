@@ -84,7 +84,7 @@ SUPERVISED_PATH = "algorithm.supervised.path"
 
 @dataclass(frozen=True)
 class SupervisedSource:
-    """The rows that steps of RL train beside their groups."""
+    """Supervised rows that RL steps train in addition to their groups."""
 
     report: PreflightReport[Conversation]
     processor: ConversationProcessor  # with a tokenizer of its own: it works beside the others, on another thread
@@ -92,7 +92,7 @@ class SupervisedSource:
 
 @dataclass(frozen=True)
 class PreparedJob(Generic[R, P]):
-    """The parts of a run, all of them checked, which makes a `P` of each row."""
+    """The checked parts of a run, with a processor that turns a row into a `P`."""
 
     config: RunConfig
     model_folder: Path  # the files of the network that is trained
@@ -124,19 +124,19 @@ class PreparedJob(Generic[R, P]):
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What may not change between the parts of the run."""
+        """Settings and data that must not change on resume."""
         supervised = [self.supervised.report.fingerprint] if self.supervised else []
         return identity_with_data(self.config, "; ".join([self.splits[TRAIN].fingerprint, *supervised]))
 
     def note_skipped(self, skipped: Skipped) -> None:
-        """Keep a sample that the checks let pass; several sources may meet it."""
+        """Records a sample skipped after the checks; several sources may report the same sample."""
         self.late_skips[skipped.sample] = skipped
 
     def usable(self, split: str) -> Split[R]:
         return Split(split, self.splits[split].rows, ())
 
     def source(self, is_open: Callable[[R], bool] | None = None) -> PromptSource[R, P]:
-        """The rows that are trained on, without end; those that are not open when their turn comes are passed over."""
+        """Returns an endless source of training rows; skips rows for which `is_open` returns False."""
         return PromptSource(
             self.splits[TRAIN].rows,
             self.preparation,
@@ -266,7 +266,7 @@ def _splits(evaluation: EvaluationConfig) -> list[str]:
 
 
 def _check_dtype(config: RunConfig) -> None:
-    """Whether vLLM on CPU computes the model in this precision."""
+    """Checks that vLLM on CPU supports the precision for this model."""
     dtypes = family_at(config.policy.model).engine_dtypes_on_cpu
     resources, is_vllm = config.resources, config.sampler.kind is SamplerKind.VLLM
     if resources.device == "cpu" and is_vllm and resources.dtype not in dtypes:
@@ -278,7 +278,7 @@ def _check_dtype(config: RunConfig) -> None:
 
 
 def _check_window(config: RunConfig) -> None:
-    """Whether vLLM and transformers attend in the same window, or no sequence is longer than it."""
+    """Checks that vLLM and transformers use the same attention window, or that all sequences fit into it."""
     samples = config.sampler.kind is SamplerKind.VLLM and config.offline.job == "none"
     window = unequal_window(config.policy.model) if samples else None
     if window is not None and config.sampler.max_model_len > window:
@@ -290,7 +290,7 @@ def _check_window(config: RunConfig) -> None:
 
 
 def _check_answers(config: RunConfig) -> None:
-    """A model that draws needs the sampler that does, and the other way round."""
+    """Checks that model and sampler both generate images, or neither."""
     makes_images = family_at(config.policy.model).makes_images
     if makes_images and not config.sampler.draws_tokens:
         raise PreflightError(
@@ -449,8 +449,8 @@ def _refuse_broken_config(key: str, folder: Path) -> None:
 
 
 def require_model(config: RunConfig) -> None:
-    """A command that evaluates `policy.model` as it is must not get random weights in its place; released ones are
-    written where they are missing.
+    """Checks that `policy.model` exists: commands that evaluate it must not get random weights. Writes missing released
+    weights.
 
     Raises:
         PreflightError: it is no checkpoint folder.
@@ -480,7 +480,7 @@ def _writing(key: str, folder: Path) -> Iterator[None]:
 
 
 def write_skipped(folder: Path, skipped: list[Skipped]) -> None:
-    """Name every sample that is not used, for the report."""
+    """Writes the list of skipped samples for the report."""
     rows = [{"sample_id": s.sample, "reason": s.reason, "message": s.detail} for s in skipped]
     (folder / SKIPPED_FILE).write_text(json.dumps(rows, indent=1, ensure_ascii=False), encoding="utf-8")
 

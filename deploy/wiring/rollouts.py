@@ -1,4 +1,4 @@
-"""The rollout pool of a run: how one engine is started, where, and with which settings and deadlines."""
+"""Builds the rollout pool of a run: placement, settings and timeouts of engines."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CALLS_AT_A_TIME = 16  # that a rollout actor answers; groups come over its strea
 
 
 def sampling_settings(config: RunConfig) -> SamplingSettings:
-    """How training samples."""
+    """Returns the sampling settings of training."""
     sampler = config.sampler
     return SamplingSettings(
         num_samples=config.algorithm.samples_per_prompt,
@@ -110,36 +110,36 @@ def _role(config: RunConfig) -> tuple[Any, ...]:
 def adaptive_concurrency(
     config: RunConfig, pool: RolloutPool, gate: StalenessGate, metrics: Metrics
 ) -> list[AdaptiveConcurrency]:
-    """Adapts the gate's limit to the load of the engines; empty if the limit is fixed."""
-    found = config.concurrency
-    if found.kind == "fixed":
+    """Returns the control of the gate's limit by engine load; empty if the limit is fixed."""
+    concurrency = config.concurrency
+    if concurrency.kind == "fixed":
         return []
     policy = AimdPolicy(
-        min_groups=found.min_groups,
+        min_groups=concurrency.min_groups,
         max_groups=config.algorithm.max_concurrent_groups,
-        increase=found.increase_groups,
-        decrease=found.decrease_factor,
-        calm_kv_usage=found.calm_kv_usage,
-        high_kv_usage=found.high_kv_usage,
-        max_waiting=found.max_waiting_responses,
+        increase=concurrency.increase_groups,
+        decrease=concurrency.decrease_factor,
+        calm_kv_usage=concurrency.calm_kv_usage,
+        high_kv_usage=concurrency.high_kv_usage,
+        max_waiting=concurrency.max_waiting_responses,
     )
 
     def note(limit: int, loads: Sequence[EngineLoad]) -> None:
         metrics.observe(MetricName.CONCURRENCY_LIMIT, limit)
         metrics.observe(MetricName.KV_USAGE_MAX, max((load.kv_usage for load in loads), default=0.0))
 
-    limit = AimdLimit(policy, start=found.start_groups)
-    return [AdaptiveConcurrency(pool.receivers, gate, limit, interval_s=found.interval_s, on_limit=note)]
+    limit = AimdLimit(policy, start=concurrency.start_groups)
+    return [AdaptiveConcurrency(pool.receivers, gate, limit, interval_s=concurrency.interval_s, on_limit=note)]
 
 
 def engine_settings(prepared: Prepared, index: int) -> EngineSettings:
     """Settings of the run's engine `index`, with the sizes that the plan of the run gives it."""
     config, sizes = prepared.config, prepared.engine
-    found = settings_of_engine(config, prepared.model_folder, prepared.checkpoint, prepared.processor, index)
+    settings = settings_of_engine(config, prepared.model_folder, prepared.checkpoint, prepared.processor, index)
     if sizes is None:
-        return found
+        return settings
     return replace(
-        found,
+        settings,
         kv_cache_bytes=sizes.kv_cache_bytes,
         max_num_seqs=sizes.num_seqs,
         memory_bytes=sizes.memory_bytes,

@@ -29,7 +29,7 @@ VISIT_DEADLINE_S = 20.0  # of one call to the panel
 
 
 class RoleHosts:
-    """Implements `mobula.cluster.workers.work_queue.Hosts`: one role's workers, each on a place of its own."""
+    """Implements `mobula.cluster.workers.work_queue.Hosts`: workers of one role, each with a separate reservation."""
 
     def __init__(self, spawner: Spawner, role: str, start: Callable[[PlacedWorker], Any], *, stop_s: float) -> None:
         """`start` makes the worker of a place and returns its handle."""
@@ -79,7 +79,7 @@ class ScaleFile:
 
 
 class RoomFirst:
-    """A scalable role that is asked for more workers only if the cluster has room for them."""
+    """A scalable role that checks the cluster's free resources before it grows."""
 
     def __init__(self, role: str, workers: Scalable, check_room: Callable[[str, int], None]) -> None:
         """`check_room(role, num_more)` raises a `PlacementError`; it may block."""
@@ -91,11 +91,11 @@ class RoomFirst:
         return self._workers.status()
 
     async def scale(self, num_workers: int) -> None:
-        """Have so many workers from now on.
+        """Sets the target number of workers.
 
         Raises:
-            PlacementError: the cluster has no room for those that are missing.
-            ValueError: the role cannot have that many.
+            PlacementError: the cluster has no room for the additional workers.
+            ValueError: the role does not allow this number.
         """
         staying = sum(worker.state is not WorkerState.DRAINING for worker in self.status())
         if num_workers > staying:

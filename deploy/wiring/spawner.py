@@ -34,9 +34,10 @@ BOOKING_S = 30.0  # for one worker that joins a run; there was room a moment bef
 
 
 class Spawner:
-    """Knows plan, bookings and environment; every role of a run is started through it.
+    """Starts every role of a run with its reservation and environment.
 
-    Workers that join later are booked one by one. What books or asks the cluster blocks: call it in a thread.
+    Workers that join later are reserved one by one. Methods that reserve resources or query the cluster block:
+    call them in a thread.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class Spawner:
         max_concurrency: int = 1,
         **kwargs: Any,
     ) -> Any:
-        """The handle of one worker, which builds itself in the background."""
+        """Returns the handle of one worker, which loads in the background."""
         return spawn(
             role_class,
             *args,
@@ -122,7 +123,7 @@ class Spawner:
             return self._book(role, [worker.index for worker in planned])
 
     def release(self, role: str, index: int) -> None:
-        """Give the place of one worker back; what still runs there is ended."""
+        """Releases the reservation of one worker and ends its processes."""
         name = f"{role}/{index}"
         with self._lock:
             if name in self._placed:
@@ -159,7 +160,7 @@ class Spawner:
         remove_placement_groups(bookings)
 
     def close(self) -> None:
-        """Give every place back."""
+        """Releases all reservations."""
         with self._lock:
             remove_placement_groups(self._bookings)
             self._bookings.clear()
@@ -195,9 +196,9 @@ def learner_environment(config: RunConfig) -> dict[str, str]:
 
 
 def _allocator_environment(config: RunConfig) -> dict[str, str]:
-    """How glibc's malloc is to behave in a worker that computes on CPU: it keeps the memory that a step frees for the
-    next one. By default the heap of any thread but the first is given back as soon as it is free at its end, so that
-    every step of an engine had its buffers cleared and mapped again by the kernel: thousands of page faults a second.
+    """Returns the glibc malloc settings of workers on CPU: freed memory is kept for the next step. By default malloc
+    trims the heaps of all threads but the first, so that the kernel maps and clears an engine's buffers again in every
+    step: thousands of page faults per second.
     """
     if config.resources.device == "cuda":
         return {}

@@ -1,4 +1,4 @@
-"""The supervised warm start: train on right answers until the policy is right often enough for RL to begin."""
+"""The supervised warm start: trains on correct answers until the accuracy suffices for RL."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ CHECKED_LEVELS = 16  # noise levels at which an image is checked
 
 
 async def warm_start(prepared: Prepared, learner: LearnerGroup) -> float:
-    """Take supervised steps until the validation accuracy reaches the target; returns the last one measured, else 0."""
+    """Takes supervised steps until the validation accuracy reaches the target; returns the last accuracy, else 0."""
     if prepared.config.warm_start.num_steps == 0:
         return 0.0
     examples = _examples(prepared)
@@ -76,23 +76,23 @@ async def _taught(prepared: Prepared, learner: LearnerGroup, examples: Examples)
 
 
 def _chosen(rows: Sequence[Row], num_rows: int, seed: int) -> Sequence[Row]:
-    """`num_rows` of the rows, a pure function of the arguments; all of them for 0.
+    """Selects `num_rows` rows (0: all), deterministically.
 
-    Distinct answers take turns: an answer that the policy has never given gets no reward that RL could build on.
+    Alternates between distinct answers: RL cannot reinforce an answer that the policy never gives.
     """
     if num_rows == 0:
         return rows
     by_answer: defaultdict[str, list[int]] = defaultdict(list)
-    for place in epoch_order(len(rows), seed, 0).tolist():
+    for index in epoch_order(len(rows), seed, 0).tolist():
         with suppress(RowError):  # a record that was not checked, and is none
-            by_answer[rows[place].answer].append(place)
+            by_answer[rows[index].answer].append(index)
     turns = zip_longest(*by_answer.values())
-    places = [place for turn in turns for place in turn if place is not None]
-    return [rows[place] for place in places[:num_rows]]
+    chosen = [index for turn in turns for index in turn if index is not None]
+    return [rows[index] for index in chosen[:num_rows]]
 
 
 class Examples(Protocol):
-    """Makes an example that the learner takes, of a prompt and a seed of what is drawn."""
+    """Builds a training example from a prompt and a sampling seed."""
 
     async def taught(self, prompt: Prompt, seed: int) -> Any: ...
 
@@ -129,15 +129,15 @@ class Solutions:
 
 
 class Episodes:
-    """The episode that the environment demonstrates."""
+    """Episodes demonstrated by the environment."""
 
     def __init__(self, demonstrations: Demonstrations) -> None:
         self._demonstrations = demonstrations
 
     async def taught(self, prompt: Prompt, seed: int) -> SupervisedExample:
-        found = await self._demonstrations.of(prompt)
-        actions = found.actions
-        return SupervisedExample(prompt, actions.token_ids, found.mask, actions.media, actions.media_spans)
+        demonstration = await self._demonstrations.of(prompt)
+        actions = demonstration.actions
+        return SupervisedExample(prompt, actions.token_ids, demonstration.mask, actions.media, actions.media_spans)
 
     checked = taught
 

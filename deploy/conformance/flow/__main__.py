@@ -19,7 +19,7 @@ from mobula.learner.policies.flow.tiny import TINY_FLOW
 
 PAGE = Path(__file__).parents[3] / "docs" / "flow_models.md"
 TIMEOUT_S = 300  # of one model
-MEASURED = [name for name in TINY_FLOW if name != "sd3_glyphs"]  # which is of a family that another one is of
+MEASURED = [name for name in TINY_FLOW if name != "sd3_glyphs"]  # sd3 covers its family
 
 log = logging.getLogger(__name__)
 
@@ -30,17 +30,17 @@ def main() -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(TINY_FLOW))
     parser.add_argument("--folder", type=Path, default=Path("data/flow_conformance"))
     parser.add_argument("--page-only", action="store_true", help="measure nothing")
-    asked = parser.parse_args()
-    names = [] if asked.page_only else asked.names or list(MEASURED)
+    args = parser.parse_args()
+    names = [] if args.page_only else args.names or list(MEASURED)
     unknown = [name for name in names if name not in TINY_FLOW]
     if unknown:
         parser.error(f"there is no tiny model {unknown[0]}: choose {', '.join(TINY_FLOW)}")
     for name in names:
-        shutil.rmtree(asked.folder / name, ignore_errors=True)
+        shutil.rmtree(args.folder / name, ignore_errors=True)
     if names:
-        command = [sys.executable, "-m", "mobula.deploy.conformance.flow.measure", str(asked.folder), *names]
+        command = [sys.executable, "-m", "mobula.deploy.conformance.flow.measure", str(args.folder), *names]
         subprocess.run(command, timeout=TIMEOUT_S * len(names), check=True)
-    reports = [read_report(file) for file in sorted(asked.folder.glob(f"*/{REPORT}"))]
+    reports = [read_report(file) for file in sorted(args.folder.glob(f"*/{REPORT}"))]
     for report in reports:
         log.info("%s: %s", report.name, "; ".join(failures(report)) or "conforms")
     PAGE.write_text(page(reports), encoding="utf-8")

@@ -63,7 +63,7 @@ ADAPTERS = ("policy.lora.rank=4", "policy.lora.alpha=8", "weight_sync.payload=ad
 
 @dataclass(frozen=True)
 class Trained:
-    """One step of training, and what became of it."""
+    """Measurements of one training step."""
 
     replay_gap: float  # largest |log-prob of the sampler - of the learner| in the first step
     push_gap: float  # the same on the canary after the push of the trained weights
@@ -159,7 +159,7 @@ class Measurement:
 
 
 def measure(name: str, folder: Path) -> FlowReport:
-    """Measure the family of a tiny model; `folder` must be new."""
+    """Measures the family of a tiny model; `folder` must be new."""
     model = write_tiny_flow(name, folder / "model")
     _make_loud(model)
     _write_texts(folder / "texts")
@@ -172,7 +172,7 @@ def measure(name: str, folder: Path) -> FlowReport:
         f"sampler.flow.num_frames={5 if checkpoint.family.is_video else 1}",
     )
     weights = Measurement(load_config([*WORDS, *own]), folder / "weights")
-    found = asyncio.run(weights.run())
+    trained_weights = asyncio.run(weights.run())
     config = load_config(overridden([*WORDS, *own], ADAPTERS))
     adapters = Measurement(config, folder / "adapters")
     return FlowReport(
@@ -181,16 +181,16 @@ def measure(name: str, folder: Path) -> FlowReport:
         sum(parameter.numel() for parameter in checkpoint.transformer(torch.float32).parameters()),
         weights.num_frames_seen,
         len(adapted_modules(adapters.prepared.checkpoint, config.policy)),
-        found,
+        trained_weights,
         asyncio.run(adapters.run()),
     )
 
 
 def read_report(file: Path) -> FlowReport:
     """Reads the report that `main` wrote."""
-    found = json.loads(file.read_text(encoding="utf-8"))
-    found |= {key: Trained(**found[key]) for key in ("weights", "adapters")}
-    return FlowReport(**found | {"frames": tuple(found["frames"])})
+    fields = json.loads(file.read_text(encoding="utf-8"))
+    fields |= {key: Trained(**fields[key]) for key in ("weights", "adapters")}
+    return FlowReport(**fields | {"frames": tuple(fields["frames"])})
 
 
 def _frames(images: tuple[bytes, ...]) -> np.ndarray:
@@ -217,9 +217,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("names", nargs="+")
-    asked = parser.parse_args()
-    for name in asked.names:
-        folder = asked.folder / name
+    args = parser.parse_args()
+    for name in args.names:
+        folder = args.folder / name
         folder.mkdir(parents=True)
         (folder / REPORT).write_text(json.dumps(asdict(measure(name, folder)), indent=1), encoding="utf-8")
 

@@ -19,7 +19,7 @@ from mobula.learner.policies.flow.families.base import packed
 
 @dataclass(frozen=True)
 class PlainCall:
-    """How a pipeline is called."""
+    """Arguments of a pipeline's call."""
 
     guidance: str = "guidance_scale"
     negative: bool = True  # whether it takes a negative prompt
@@ -39,7 +39,7 @@ CALLS: dict[str, PlainCall] = {
 
 
 class NoSafetyChecker(nn.Module):
-    """Takes the place of the safety checker of Cosmos pipelines, for known prompts."""
+    """Replaces the safety checker of Cosmos pipelines for known prompts."""
 
     dtype, device = torch.float32, torch.device("cpu")
 
@@ -51,7 +51,7 @@ class NoSafetyChecker(nn.Module):
 
 
 def _of_first_order(scheduler: Any, num_steps: int) -> Any:
-    """The scheduler, or one with its noise levels that follows the ODE by Euler steps, as the sampler does.
+    """Returns a scheduler that integrates the ODE with Euler steps at the same noise levels, as the sampler does.
 
     UniPC and DPMSolver are multistep solvers; their first order without corrector is an Euler step of the flow.
     """
@@ -79,7 +79,7 @@ def plain_frames(
         pipeline.transformer.load_lora_adapter(str(adapters), weight_name=DIFFUSERS_FILE, use_safetensors=True)
     call = CALLS[type(pipeline).__name__]
     size = {"height": denoising.height, "width": denoising.width}
-    found = pipeline(
+    result = pipeline(
         prompt=text,
         latents=packed(latents) if call.packs else latents,
         num_inference_steps=denoising.num_steps,
@@ -90,5 +90,5 @@ def plain_frames(
         **size,
         **call.own,
     )
-    frames = found.images[:1] if hasattr(found, "images") else found.frames[0]
+    frames = result.images[:1] if hasattr(result, "images") else result.frames[0]
     return np.stack([np.asarray(frame) for frame in frames])

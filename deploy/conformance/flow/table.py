@@ -19,13 +19,13 @@ def page(reports: Sequence[FlowReport]) -> str:
 
 
 def failures(report: FlowReport) -> list[str]:
-    """Conditions that a family does not meet; empty if it conforms."""
+    """Returns the conditions that a family fails; empty if it conforms."""
     limit = 0.0 if FAMILIES[report.pipeline].is_exact else ROUNDING
     parts = {"weights": report.weights, "adapters": report.adapters}
-    found = [f"{what}: {why}" for what, trained in parts.items() for why in _failures(trained, limit)]
+    reasons = [f"{part}: {why}" for part, trained in parts.items() for why in _failures(trained, limit)]
     if report.weights.push_gap > limit:
-        found.append(f"weights: sampler and learner differ by {report.weights.push_gap:.1e} after a push")
-    return found if report.num_adapted else [*found, "no layer has an adapter"]
+        reasons.append(f"weights: sampler and learner differ by {report.weights.push_gap:.1e} after a push")
+    return reasons if report.num_adapted else [*reasons, "no layer has an adapter"]
 
 
 def _failures(trained: Trained, limit: float) -> Iterator[str]:
@@ -73,7 +73,7 @@ def _lines(reports: Sequence[FlowReport]) -> Iterator[str]:
         "Where `replay` is not 0, convolutions in the transformer sum in an order that depends on how many rows a "
         "forward pass has."
     )
-    notes = [f"- `{report.name}`: {'; '.join(found)}." for report in reports if (found := failures(report))]
+    notes = [f"- `{report.name}`: {'; '.join(reasons)}." for report in reports if (reasons := failures(report))]
     if notes:
         yield from ("", "Notes:", "", *notes)
     yield from (

@@ -60,7 +60,7 @@ def convert(config: RunConfig, output: Path, splits: Sequence[str], console: Con
 
 
 def message_record(row: Row, media: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
-    """A record of the format `messages` that is read as the same row. `media`: column -> what it names."""
+    """Returns a record of the format `messages` that reads back as `row`. Args: media: column -> media references."""
     turns = [{"role": turn.role, "content": _content(turn.text)} for turn in row.history]
     record: dict[str, Any] = {
         "id": row.sample_id,
@@ -76,19 +76,19 @@ def message_record(row: Row, media: Mapping[str, Sequence[Any]]) -> dict[str, An
 
 
 def _content(text: str) -> str | list[dict[str, str]]:
-    """Parts where a text holds what looks like a placeholder."""
+    """Splits a text into parts if it contains a literal placeholder."""
     return parts_of(text) if BREAK in text else text
 
 
 def _write(config: RunConfig, split: str, folder: Path, file: TextIO) -> tuple[int, list[Skipped]]:
-    """The number of rows written, and what was skipped."""
+    """Writes a split; returns the number of rows written and the skipped rows."""
     rows = open_split(config.data, split, config.rewards.label_key).rows
     skipped: list[Skipped] = []
     most = config.data.max_skipped_fraction * len(rows)
-    for place in range(len(rows)):
+    for index in range(len(rows)):
         sample = ""
         try:
-            row = rows[place]
+            row = rows[index]
             sample = row.sample_id
             file.write(json.dumps(message_record(row, _stored_media(row, config.data, folder)), ensure_ascii=False))
             file.write("\n")

@@ -56,7 +56,7 @@ class SplitMeasurements:
 
 
 class MeasuringChecker:
-    """Checks rows as a run does, and notes what it sees."""
+    """Checks rows as a run does and records measurements."""
 
     def __init__(self, checker: RowChecker[Row], config: RunConfig) -> None:
         self._checker = checker
@@ -101,7 +101,7 @@ class ShownRow:
 
 @dataclass(frozen=True)
 class LengthHistogram:
-    """How many rows have which length."""
+    """Histogram of row lengths."""
 
     bars: Sequence[tuple[float, float, float, str]]  # left, width and height in per cent, text
     ticks: Sequence[tuple[float, str]]
@@ -117,16 +117,16 @@ def inspect(config: RunConfig, split: str, output: Path, num_samples: int, conso
     opened = open_split(config.data, split, config.rewards.label_key)
     checker, unit = _checker(config)
     measuring = MeasuringChecker(checker, config)
-    found = checked_rows(opened, measuring, config.data.max_checked_rows)
-    samples = _samples(found.rows, config, min(num_samples, found.num_usable), found.num_usable)
-    page = render(config, split, measuring.measured, found.skipped, samples, len(opened.rows), unit)
+    checked = checked_rows(opened, measuring, config.data.max_checked_rows)
+    samples = _samples(checked.rows, config, min(num_samples, checked.num_usable), checked.num_usable)
+    page = render(config, split, measuring.measured, checked.skipped, samples, len(opened.rows), unit)
     try:
         output.write_text(page, encoding="utf-8", errors="replace")
     except OSError as error:
         raise PreflightError(f"{output} cannot be written ({error.strerror}): give another --output") from error
     console.print(
-        f"{split}: {len(opened.rows):,} rows, {found.num_usable:,} checked and usable, {len(found.skipped):,} skipped; "
-        f"page: {output}",
+        f"{split}: {len(opened.rows):,} rows, {checked.num_usable:,} checked and usable, "
+        f"{len(checked.skipped):,} skipped; page: {output}",
         markup=False,
         soft_wrap=True,
     )
@@ -173,8 +173,8 @@ def histogram(lengths: Sequence[int]) -> LengthHistogram | None:
     counts, edges = np.histogram(lengths, bins=min(NUM_BINS, high - low + 1), range=(low, high + 1))
     width = 100 / len(counts)
     bars = [
-        (width * place, width * 0.9, 100 * count / counts.max(), f"from {edges[place]:.0f}: {count:,} rows")
-        for place, count in enumerate(counts.tolist())
+        (width * index, width * 0.9, 100 * count / counts.max(), f"from {edges[index]:.0f}: {count:,} rows")
+        for index, count in enumerate(counts.tolist())
     ]
     ticks = [(25.0 * quarter, write_number(round(low + (high + 1 - low) * quarter / 4))) for quarter in range(5)]
     return LengthHistogram(bars, ticks)
@@ -195,7 +195,7 @@ def _checker(config: RunConfig) -> tuple[RowChecker[Row], str]:
 def _samples(rows: Sequence[Row], config: RunConfig, num: int, num_usable: int) -> list[ShownRow]:
     """`num` of the rows that were checked, evenly spread over them."""
     limits, audio = VideoLimits.of(config.data), _audio_limits(config.data)
-    found = []
+    shown = []
     for position in range(num):
         row = rows[position * num_usable // num]
         images = [_thumbnail(partial(_image, image, limits.frame)) for image in row.images]
@@ -203,8 +203,8 @@ def _samples(rows: Sequence[Row], config: RunConfig, num: int, num_usable: int) 
         images += [_thumbnail(partial(_drawn, sound, audio)) for sound in row.audios]
         turns = tuple(replace(turn, text=plain(turn.text)) for turn in row.history)
         row = replace(row, question=plain(row.question), history=turns)
-        found.append(ShownRow(row, config.rewards.label_of(row.metadata), images))
-    return found
+        shown.append(ShownRow(row, config.rewards.label_of(row.metadata), images))
+    return shown
 
 
 def _image(image: ImageSource, limits: ImageLimits) -> Image.Image:
@@ -212,7 +212,7 @@ def _image(image: ImageSource, limits: ImageLimits) -> Image.Image:
 
 
 def _strip(video: Video, limits: VideoLimits) -> Image.Image:
-    """A few frames of those that a prompt shows, side by side."""
+    """Returns a few of the prompt's frames side by side."""
     frames = decode_video(load_video(video, limits), limits)
     shown = np.unique(np.linspace(0, len(frames) - 1, STRIP_FRAMES).round().astype(int))
     return Image.fromarray(np.concatenate(frames[shown], axis=1))
@@ -223,7 +223,7 @@ def _drawn(sound: Audio, limits: AudioLimits) -> Image.Image:
 
 
 def _audio_limits(data: DataConfig) -> AudioLimits:
-    """Of no model, so that `data.audio` alone bounds a sound."""
+    """Returns limits without a model, so that only `data.audio` bounds a sound."""
     return AudioLimits.of(data, AUDIO_RATE, ceil(data.audio.max_seconds * AUDIO_RATE))
 
 

@@ -25,7 +25,7 @@ MIN_FREE_DISK = 20 * GIB
 
 @dataclass(frozen=True)
 class Clock:
-    """A node's clock against ours; the truth lies within `error_s`."""
+    """Offset of a node's clock from this machine's, accurate to `error_s`."""
 
     offset_s: float
     error_s: float
@@ -33,7 +33,7 @@ class Clock:
 
 @dataclass(frozen=True)
 class Examined:
-    """One node as Ray knows it, and what was found there; `failure` says why nothing was."""
+    """One node and its report; `failure` gives the reason for a missing report."""
 
     name: str  # HOSTNAME (IP)
     num_gpus: int  # that Ray counts
@@ -74,28 +74,30 @@ def check_paths(config: RunConfig, nodes: Sequence[Examined]) -> Iterator[Findin
     """Paths that every node reads are absolute."""
     relative = relative_paths(config)
     if relative and len(nodes) > 1:
-        words = " ".join(f"{key}=/SHARED/{value}" for key, value in relative.items())
-        yield Finding("Paths", Verdict.MISSING, f"relative: {', '.join(relative)}", f"give absolute ones, e.g. {words}")
+        overrides = " ".join(f"{key}=/SHARED/{value}" for key, value in relative.items())
+        yield Finding(
+            "Paths", Verdict.MISSING, f"relative: {', '.join(relative)}", f"give absolute ones, e.g. {overrides}"
+        )
 
 
 def check_node(config: RunConfig, node: Examined, first: Examined) -> Iterator[Finding]:
     """Every finding about one node; versions are compared with those of `first`."""
-    found = node.report
-    if found is None:
+    report = node.report
+    if report is None:
         yield Finding(node.name, Verdict.MISSING, node.failure, "make the same environment on it as on the others")
         return
-    yield _versions(node.name, found, first)
-    yield _mounts(node.name, found)
-    yield _gpus(config, node, found)
-    yield _network(node.name, found)
+    yield _versions(node.name, report, first)
+    yield _mounts(node.name, report)
+    yield _gpus(config, node, report)
+    yield _network(node.name, report)
     yield _clock(node.name, node.clock)
-    yield _disk(config, node.name, found)
+    yield _disk(config, node.name, report)
 
 
-def _versions(name: str, found: NodeReport, first: Examined) -> Finding:
+def _versions(name: str, report: NodeReport, first: Examined) -> Finding:
     title = f"{name}: versions"
-    known = found if first.report is None else first.report
-    ours, theirs = ({"python": r.python, **r.versions} for r in (known, found))
+    known = report if first.report is None else first.report
+    ours, theirs = ({"python": r.python, **r.versions} for r in (known, report))
     missing = dict.fromkeys(ours.keys() | theirs.keys(), "missing")
     both = {name: ({**missing, **theirs}[name], {**missing, **ours}[name]) for name in sorted(missing)}
     apart = [f"{name} {there} ({here})" for name, (there, here) in both.items() if there != here]
@@ -106,64 +108,64 @@ def _versions(name: str, found: NodeReport, first: Examined) -> Finding:
     return Finding(title, Verdict.OK, shown)
 
 
-def _mounts(name: str, found: NodeReport) -> Finding:
+def _mounts(name: str, report: NodeReport) -> Finding:
     title = f"{name}: paths"
-    if found.unseen:
+    if report.unseen:
         action = "mount the file system that holds it under the same path on every node, or name another path"
-        return Finding(title, Verdict.MISSING, f"does not see {', '.join(found.unseen)}", action)
-    if found.unwritable:
-        return Finding(title, Verdict.MISSING, found.unwritable, "let the user that runs Ray write there")
+        return Finding(title, Verdict.MISSING, f"does not see {', '.join(report.unseen)}", action)
+    if report.unwritable:
+        return Finding(title, Verdict.MISSING, report.unwritable, "let the user that runs Ray write there")
     return Finding(title, Verdict.OK, "data, model and run folder are there")
 
 
-def _gpus(config: RunConfig, node: Examined, found: NodeReport) -> Finding:
-    title, detail = f"{node.name}: GPUs", ", ".join(found.gpus) or "none"
-    if len(found.gpus) < node.num_gpus:
+def _gpus(config: RunConfig, node: Examined, report: NodeReport) -> Finding:
+    title, detail = f"{node.name}: GPUs", ", ".join(report.gpus) or "none"
+    if len(report.gpus) < node.num_gpus:
         action = "look at nvidia-smi there, and start the node with --num-gpus of what it has"
         return Finding(title, Verdict.MISSING, f"Ray counts {node.num_gpus}, the driver shows {detail}", action)
-    if config.resources.device == "cuda" and found.cuda is not None and (wrong := flaws(found.cuda)):
+    if config.resources.device == "cuda" and report.cuda is not None and (wrong := flaws(report.cuda)):
         shown = "; ".join(f"{flaw.title}: {flaw.detail}" for flaw in wrong)
         return Finding(title, Verdict.MISSING, shown, "; ".join(flaw.action for flaw in wrong))
-    if len(set(found.gpus)) > 1:
+    if len(set(report.gpus)) > 1:
         return Finding(title, Verdict.WARNING, detail, "GPUs of one kind are planned as one; the slowest decides")
-    if config.resources.device == "cuda" and not found.gpus:
+    if config.resources.device == "cuda" and not report.gpus:
         return Finding(title, Verdict.OK, "none: only roles without GPUs run here")
     return Finding(title, Verdict.OK, detail)
 
 
-def _network(name: str, found: NodeReport) -> Finding:
+def _network(name: str, report: NodeReport) -> Finding:
     title = f"{name}: network"
-    if found.interface is None:
+    if report.interface is None:
         action = "set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface that the nodes reach each other by"
-        return Finding(title, Verdict.WARNING, f"no interface has the Ray address {found.address}", action)
-    return Finding(title, Verdict.OK, f"{found.address} on {found.interface}")
+        return Finding(title, Verdict.WARNING, f"no interface has the Ray address {report.address}", action)
+    return Finding(title, Verdict.OK, f"{report.address} on {report.interface}")
 
 
-def _clock(name: str, found: Clock | None) -> Finding:
+def _clock(name: str, clock: Clock | None) -> Finding:
     title = f"{name}: clock"
-    if found is None:
+    if clock is None:
         return Finding(title, Verdict.WARNING, "not read in time", "see `ray status`")
-    detail = f"{found.offset_s:+.3f} s against this machine, within {found.error_s:.3f} s"
-    if abs(found.offset_s) - found.error_s > MAX_CLOCK_OFFSET_S:
+    detail = f"{clock.offset_s:+.3f} s against this machine, within {clock.error_s:.3f} s"
+    if abs(clock.offset_s) - clock.error_s > MAX_CLOCK_OFFSET_S:
         return Finding(title, Verdict.WARNING, detail, "let chrony or ntpd set it: it orders logs and metrics")
     return Finding(title, Verdict.OK, detail)
 
 
-def _disk(config: RunConfig, name: str, found: NodeReport) -> Finding:
+def _disk(config: RunConfig, name: str, report: NodeReport) -> Finding:
     title = f"{name}: disk"
-    shown = ", ".join(f"{place} {free / GIB:.1f} GiB free" for place, free in found.free_disk.items())
-    detail = f"{shown}, /dev/shm {found.free_shared_memory / GIB:.1f} GiB"
-    short = [place for place, free in found.free_disk.items() if free < MIN_FREE_DISK]
+    shown = ", ".join(f"{path} {free / GIB:.1f} GiB free" for path, free in report.free_disk.items())
+    detail = f"{shown}, /dev/shm {report.free_shared_memory / GIB:.1f} GiB"
+    short = [path for path, free in report.free_disk.items() if free < MIN_FREE_DISK]
     if short:
         action = f"make {MIN_FREE_DISK / GIB:.0f} GiB free: checkpoints, journal and Ray's sessions are written there"
         return Finding(title, Verdict.WARNING, detail, action)
-    if found.free_shared_memory < config.resources.object_store_bytes:
+    if report.free_shared_memory < config.resources.object_store_bytes:
         return Finding(title, Verdict.WARNING, detail, "enlarge /dev/shm, or give the node a smaller object store")
     return Finding(title, Verdict.OK, detail)
 
 
 def _examined(config: RunConfig) -> list[Examined]:
-    """Each living node, asked by tasks that run on it."""
+    """Examines each living node in a task on it."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -176,22 +178,22 @@ def _examined(config: RunConfig) -> list[Examined]:
     paths = {"data.path": str(config.data.path), "policy.model": config.policy.model}
     paths = {key: path for key, path in paths.items() if Path(path).is_absolute()}
     calls = [look.options(scheduling_strategy=on).remote(paths, str(config.folder)) for on in pinned]
-    found = []
+    nodes = []
     for row, on, call in zip(rows, pinned, calls, strict=True):
         name, num_gpus = node_name(row), int(row["Resources"].get("GPU", 0))
         try:
             seen = ray.get(call, timeout=ANSWER_S)
-            found.append(Examined(name, num_gpus, seen, _offset(ray, tell.options(scheduling_strategy=on))))
+            nodes.append(Examined(name, num_gpus, seen, _offset(ray, tell.options(scheduling_strategy=on))))
         except ray.exceptions.GetTimeoutError:
-            found.append(Examined(name, num_gpus, None, None, f"no answer within {ANSWER_S:g} s"))
+            nodes.append(Examined(name, num_gpus, None, None, f"no answer within {ANSWER_S:g} s"))
         except ray.exceptions.RayError as error:
             lines = str(error).strip().splitlines()
-            found.append(Examined(name, num_gpus, None, None, lines[-1] if lines else type(error).__name__))
-    return found
+            nodes.append(Examined(name, num_gpus, None, None, lines[-1] if lines else type(error).__name__))
+    return nodes
 
 
 def _offset(ray: Any, tell: Any) -> Clock | None:
-    """By the reading with the shortest way there and back: the node read its clock somewhere within it."""
+    """Measures the clock offset with the shortest round trip of several; its duration bounds the error."""
     readings = []
     for _ in range(NUM_CLOCK_READINGS):
         start = time.time()

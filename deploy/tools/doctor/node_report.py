@@ -38,7 +38,7 @@ class NodeReport:
 
 
 def report(paths: Mapping[str, str], folder: str) -> NodeReport:
-    """This node: `paths` are to be there, and runs are to be written below `folder`."""
+    """Examines this node: `paths` must exist, and `folder` must be writable."""
     existing = next(p for p in (Path(folder), *Path(folder).parents) if p.exists())
     gpus, address = NvidiaGpus({}), node_address()
     try:
@@ -66,10 +66,10 @@ def clock() -> float:
 
 
 def _versions() -> dict[str, str]:
-    found = {}
+    versions = {}
     for name in DISTRIBUTIONS:
         try:
-            found[name] = metadata.version(name)
+            versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return versions

@@ -1,4 +1,4 @@
-"""Is this machine fit for this configuration? Each check looks at one thing and says what to do about it."""
+"""Checks whether this machine can run a configuration; each finding names the next action."""
 
 from __future__ import annotations
 
@@ -158,13 +158,14 @@ def check_gpus(config: RunConfig, machine: Machine) -> Finding:
     return Finding("CUDA", Verdict.OK, detail)
 
 
-def check_cuda_software(found: CudaSoftware) -> Iterator[Finding]:
-    """Driver, torch, compiler and shared memory: each flaw by itself, or one line that all is well."""
-    wrong = flaws(found)
+def check_cuda_software(software: CudaSoftware) -> Iterator[Finding]:
+    """Yields one finding per flaw of driver, torch, compiler and shared memory, or one finding without flaws."""
+    wrong = flaws(software)
     yield from (Finding(flaw.title, Verdict.MISSING, flaw.detail, flaw.action) for flaw in wrong)
     if not wrong:
-        gpus = f"{found.torch_gpus} GPUs ({', '.join(sorted(set(found.gpus)))})"
-        detail = f"driver {found.driver}, torch {found.torch} for CUDA {found.torch_cuda}, {gpus}, {found.compiler}"
+        gpus = f"{software.torch_gpus} GPUs ({', '.join(sorted(set(software.gpus)))})"
+        detail = f"driver {software.driver}, torch {software.torch} for CUDA {software.torch_cuda}, {gpus}"
+        detail += f", {software.compiler}"
         yield Finding("CUDA software", Verdict.OK, detail)
 
 
@@ -178,7 +179,7 @@ def check_engine_here(config: RunConfig) -> Finding:
 
 
 def check_run_folder(folder: Path) -> Finding:
-    """Whether a file can be written where runs go; nothing stays behind."""
+    """Checks that a file can be written in the folder of runs; removes it again."""
     absolute = folder.absolute()
     existing = next(parent for parent in (absolute, *absolute.parents) if parent.exists())
     try:
@@ -201,7 +202,7 @@ def check_loopback() -> Finding:
 
 
 def backends(config: RunConfig) -> tuple[RequiredPackage, ...]:
-    """The packages that runs are made of, with what `config` needs of them."""
+    """Returns the third-party packages of runs, and whether `config` requires each."""
     core = {
         "torch": "torch",
         "torchvision": "torchvision",
@@ -234,7 +235,7 @@ def backends(config: RunConfig) -> tuple[RequiredPackage, ...]:
 
 
 def check_backend(backend: RequiredPackage) -> Finding:
-    """Import one package in a process of its own, so that a crash in it is a finding and not the end of the doctor."""
+    """Imports one package in a child process, so that a crash becomes a finding."""
     program = (
         f"import importlib, importlib.metadata as metadata; importlib.import_module({backend.module!r}); "
         f"print('version', metadata.version({backend.distribution!r}))"
@@ -252,7 +253,7 @@ def check_backend(backend: RequiredPackage) -> Finding:
 
 
 def _version(output: str) -> str:
-    """The version that the child printed last, behind whatever the package itself had to say."""
+    """Returns the version, the last line of the child's output; the package may print before it."""
     return output.rpartition("version ")[2].strip()
 
 

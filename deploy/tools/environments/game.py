@@ -37,7 +37,7 @@ class PlayedEpisode:
 
 
 class Game:
-    """Ends the episode before when another one begins. Deadlines and checks are those of a run."""
+    """Plays one episode at a time, with the timeouts and checks of a run."""
 
     def __init__(self, config: EnvironmentConfig, player: Player | None = None) -> None:
         self._pool = EnvironmentPool(config, takes_images=True)
@@ -47,7 +47,7 @@ class Game:
         self.episode: PlayedEpisode | None = None
 
     async def begin(self, seed: int) -> PlayedEpisode:
-        """Begin the episode of a seed; what the environment does wrong is its outcome."""
+        """Begins the episode of a seed. Errors of the environment become the outcome."""
         await self._stack.aclose()
         self._stack = AsyncExitStack()
         self.episode = episode = PlayedEpisode(seed, [])

@@ -30,10 +30,10 @@ def play_config(name: str, overrides: Sequence[str], policy: str | None) -> RunC
     if name == "none":
         raise ConfigError("environment=none is nothing to play: name an environment, e.g. mobula play pixel_maze")
     is_option = name in groups()["environment"]
-    words = [f"environment={name}"] if is_option else [f"environment.name={name}"]
-    words += ["data=environment", "rewards=environment", "sampler=huggingface"]
-    words += [f"policy.model={policy}"] if policy else []
-    return load_config([*words, *overrides], is_complete=False)
+    base = [f"environment={name}"] if is_option else [f"environment.name={name}"]
+    base += ["data=environment", "rewards=environment", "sampler=huggingface"]
+    base += [f"policy.model={policy}"] if policy else []
+    return load_config([*base, *overrides], is_complete=False)
 
 
 def start(config: RunConfig, *, seed: int, plays_itself: bool, has_policy: bool, console: Console) -> None:

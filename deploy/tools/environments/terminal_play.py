@@ -30,18 +30,18 @@ async def play(game: Game, seed: int, console: Console) -> None:
             line = await asyncio.to_thread(console.input, "> ")
         except EOFError:
             return
-        word, _, rest = line.strip().partition(" ")
+        command, _, rest = line.strip().partition(" ")
         num_shown = len(episode.messages)
-        if word == ":quit":
+        if command == ":quit":
             return
-        if word == ":reset":
+        if command == ":reset":
             if rest and not rest.isdecimal():
                 console.print(f"{rest!r} is no seed: give a whole number", style="red", markup=False)
                 continue
             episode, num_shown = await game.begin(int(rest) if rest else episode.seed + 1), 0
         else:
             try:
-                episode = await (game.let_policy_act() if word == ":policy" else game.act(line))
+                episode = await (game.let_policy_act() if command == ":policy" else game.act(line))
             except ValueError as error:
                 console.print(str(error), style="red", markup=False)
                 continue

@@ -35,7 +35,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class CheckOptions:
-    """What is checked. Finished stages of `folder` are skipped, unless `only` names them."""
+    """Options of the check. Finished stages of `folder` are skipped unless listed in `only`."""
 
     device: str  # cpu | cuda
     folder: Path  # of the results, the logs and the files of stages
@@ -45,7 +45,7 @@ class CheckOptions:
 
 
 def check(options: CheckOptions, say: Say) -> CheckResults:
-    """Runs what is not finished; `say` is given a line for each stage.
+    """Runs the unfinished stages; calls `say` with one line per stage.
 
     Raises:
         ValueError: a stage is unknown, or the folder holds the results of another machine.
@@ -59,13 +59,13 @@ def check(options: CheckOptions, say: Say) -> CheckResults:
         if not options.only and _is_finished(stage, results, options):
             continue
         timeout_s = stage.timeout_s if deadline is None else min(stage.timeout_s, deadline - time.monotonic())
-        found = _run(stage, results.machine, options.folder, timeout_s)
-        if found is None:
+        result = _run(stage, results.machine, options.folder, timeout_s)
+        if result is None:
             say(f"{stage.title}: out of time, run the same command again to go on with it")
             break
-        results.stages[stage.name] = found
+        results.stages[stage.name] = result
         results.write(file)
-        say(row(stage.title, found))
+        say(row(stage.title, result))
     return results
 
 
@@ -82,11 +82,11 @@ def _opened(file: Path, machine: CheckedMachine) -> CheckResults:
 
 
 def _is_finished(stage: CheckStage, results: CheckResults, options: CheckOptions) -> bool:
-    """Failed ones are: a stage that fails must not take the time of those after it."""
+    """Failed stages count as finished, so that a repeated call spends its time on the other stages."""
     if stage.is_long and options.device == "cpu" and not options.runs_long:
         return True
-    found = results.stages.get(stage.name)
-    return found is not None and found.outcome is not Outcome.NOT_HERE
+    result = results.stages.get(stage.name)
+    return result is not None and result.outcome is not Outcome.NOT_HERE
 
 
 def _run(stage: CheckStage, machine: CheckedMachine, folder: Path, timeout_s: float) -> StageResult | None:
@@ -99,12 +99,12 @@ def _run(stage: CheckStage, machine: CheckedMachine, folder: Path, timeout_s: fl
     if timeout_s < min(LEAST_S, stage.timeout_s):
         return None
     started = time.monotonic()
-    found = _in_process(stage, machine.device, folder, timeout_s)
-    if found is None and timeout_s < stage.timeout_s:
+    result = _in_process(stage, machine.device, folder, timeout_s)
+    if result is None and timeout_s < stage.timeout_s:
         return None
-    found = found or StageResult(Outcome.FAILED, f"not done within {timeout_s:g} s; see {_log(stage, folder)}")
+    result = result or StageResult(Outcome.FAILED, f"not done within {timeout_s:g} s; see {_log(stage, folder)}")
     now = datetime.now(UTC).isoformat(timespec="seconds")
-    return replace(found, seconds=round(time.monotonic() - started, 1), finished_at=now, commit=commit())
+    return replace(result, seconds=round(time.monotonic() - started, 1), finished_at=now, commit=commit())
 
 
 def _in_process(stage: CheckStage, device: str, folder: Path, timeout_s: float) -> StageResult | None:
@@ -113,7 +113,7 @@ def _in_process(stage: CheckStage, device: str, folder: Path, timeout_s: float) 
     shutil.rmtree(own, ignore_errors=True)
     own.mkdir()
     result.unlink(missing_ok=True)
-    words = [
+    command = [
         "-m",
         "mobula.deploy.tools.gpu_check.child",
         stage.name,
@@ -122,7 +122,7 @@ def _in_process(stage: CheckStage, device: str, folder: Path, timeout_s: float) 
     ]
     try:
         code = run_logged(
-            [sys.executable, *words], {**os.environ, **OFFLINE}, ROOT, log, timeout_s, lambda process: None
+            [sys.executable, *command], {**os.environ, **OFFLINE}, ROOT, log, timeout_s, lambda process: None
         )
     except TimeoutError:
         return None
@@ -130,9 +130,9 @@ def _in_process(stage: CheckStage, device: str, folder: Path, timeout_s: float) 
         shutil.rmtree(own, ignore_errors=True)
     if not result.is_file():
         return StageResult(Outcome.FAILED, _crash(code, log))
-    found = json.loads(result.read_text(encoding="utf-8"))
+    fields = json.loads(result.read_text(encoding="utf-8"))
     result.unlink()
-    return StageResult(**{**found, "outcome": Outcome(found["outcome"])})
+    return StageResult(**{**fields, "outcome": Outcome(fields["outcome"])})
 
 
 def _log(stage: CheckStage, folder: Path) -> Path:
@@ -146,4 +146,4 @@ def _crash(code: int, log: Path) -> str:
 
 def failed(results: CheckResults) -> Sequence[str]:
     """The names of the stages that failed."""
-    return [name for name, found in results.stages.items() if found.outcome is Outcome.FAILED]
+    return [name for name, result in results.stages.items() if result.outcome is Outcome.FAILED]

@@ -18,13 +18,13 @@ def main(name: str, device: str, folder: str, result: str) -> None:
 
     stage = import_module(f"mobula.deploy.tools.gpu_check.stages.{name}")
     try:
-        found = StageResult(Outcome.PASSED, figures=dict(stage.run(Context(device, Path(folder)))))
+        outcome = StageResult(Outcome.PASSED, figures=dict(stage.run(Context(device, Path(folder)))))
     except NotHereError as error:
-        found = StageResult(Outcome.NOT_HERE, str(error))
+        outcome = StageResult(Outcome.NOT_HERE, str(error))
     except Exception as error:  # a failed row, whatever it is; the traceback goes to the log of the stage
         traceback.print_exc()
-        found = StageResult(Outcome.FAILED, f"{type(error).__name__}: {' '.join(str(error).split())}")
-    Path(result).write_text(json.dumps(asdict(found)), encoding="utf-8")
+        outcome = StageResult(Outcome.FAILED, f"{type(error).__name__}: {' '.join(str(error).split())}")
+    Path(result).write_text(json.dumps(asdict(outcome)), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a stage is given and what it returns, and the configuration of its small runs."""
+"""Input and result of a stage, and the configuration of its small runs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Context:
     def words(self, *own: str) -> tuple[str, ...]:
         """Overrides of a run in one process on the device; of two words for one key the later one holds."""
         preset = ("resources=gpu_1",) if self.is_cuda else ("resources=laptop",)
-        named = {word.partition("=")[0]: word for word in (*preset, *ONE_PROCESS, *own)}
+        named = {override.partition("=")[0]: override for override in (*preset, *ONE_PROCESS, *own)}
         return tuple(named.values())
 
     def synchronize(self) -> None:
@@ -58,12 +58,12 @@ class Context:
         return {"peak_mib": torch.cuda.max_memory_allocated() // MIB} if self.is_cuda else {}
 
 
-def run_config(words: tuple[str, ...]) -> RunConfig:
-    """The configuration of `words`; where Hydra or pydantic is missing it is composed without them."""
+def run_config(overrides: tuple[str, ...]) -> RunConfig:
+    """Loads a configuration; composes it without Hydra and pydantic if they are not installed."""
     if find_spec("hydra") is not None and find_spec("pydantic") is not None:
         from mobula.configs.load import load_config
 
-        return load_config(words)
+        return load_config(overrides)
     from mobula.configs.bare import load_bare
 
-    return load_bare(words)
+    return load_bare(overrides)

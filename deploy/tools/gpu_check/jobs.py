@@ -42,13 +42,15 @@ def run_job(context: Context, preset: str) -> Figures:
     own = (f"resources={preset}", f"folder={folder}", "name=job", f"policy.model={folder / 'model'}")
     words = ("-m", "mobula.deploy.cli", "train", *WORDS, *own, f"data.path={folder / 'data'}")
     log = folder / "output.txt"
-    code = run_logged([sys.executable, *words], os.environ, ROOT, log, TIMEOUT_S, lambda process: None)
+    code = run_logged([sys.executable, *command], os.environ, ROOT, log, TIMEOUT_S, lambda process: None)
     assert code == 0, f"`mobula train resources={preset}` ended with {code}: {' | '.join(last_lines(log, LOG_LINES))}"
-    found = read_run_folder(folder / "job").summary
-    assert found is not None, "the job wrote no summary"
-    assert (found.status, found.version) == ("done", NUM_STEPS), f"the job is {found.status} at version {found.version}"
+    summary = read_run_folder(folder / "job").summary
+    assert summary is not None, "the job wrote no summary"
+    assert (summary.status, summary.version) == ("done", NUM_STEPS), (
+        f"the job is {summary.status} at version {summary.version}"
+    )
     close = CLOSE["bfloat16" if context.is_cuda else "float32"]
-    assert found.logprob_gap_mean is not None and found.canary_max is not None
-    assert found.logprob_gap_mean <= close, f"engine and learner differ by {found.logprob_gap_mean:.3g} nat"
-    figures = {"gap_nat": found.logprob_gap_mean, "canary_nat": found.canary_max, "wall_s": found.wall_s}
+    assert summary.logprob_gap_mean is not None and summary.canary_max is not None
+    assert summary.logprob_gap_mean <= close, f"engine and learner differ by {summary.logprob_gap_mean:.3g} nat"
+    figures = {"gap_nat": summary.logprob_gap_mean, "canary_nat": summary.canary_max, "wall_s": summary.wall_s}
     return {f"{preset}_{name}": value for name, value in figures.items()}

@@ -20,7 +20,7 @@ PACKAGES = ("torch", "transformers", "vllm", "ray", "peft")
 
 
 class Outcome(StrEnum):
-    """What became of a stage."""
+    """Outcome of a stage."""
 
     PASSED = "passed"
     FAILED = "failed"
@@ -74,18 +74,18 @@ class CheckResults:
 
 
 def read_results(file: Path) -> CheckResults:
-    """What `CheckResults.write` wrote.
+    """Reads the file written by `CheckResults.write`.
 
     Raises:
         ValueError: the file holds something else.
     """
     try:
-        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        fields: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         stages = {
             name: StageResult(**{**stage, "outcome": Outcome(stage["outcome"])})
-            for name, stage in found["stages"].items()
+            for name, stage in fields["stages"].items()
         }
-        return CheckResults(CheckedMachine(**found["machine"]), stages)
+        return CheckResults(CheckedMachine(**fields["machine"]), stages)
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"{file} holds no results of a GPU check ({error}): remove it or give another --folder"
@@ -98,15 +98,15 @@ def commit() -> str:
     return "" if not found[0] else found[0] + ("+" if found[1] else "")
 
 
-def _git(*words: str) -> str:
+def _git(*arguments: str) -> str:
     try:
-        done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, timeout=30)
+        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""
 
 
 def _versions() -> dict[str, str]:
-    """Of the packages that can be imported; vLLM's build for CPUs has another name."""
+    """Returns the versions of importable packages; vLLM's CPU build has another distribution name."""
     named = packages_distributions()
     return {name: metadata.version(named[name][0]) for name in PACKAGES if find_spec(name) is not None}

@@ -60,7 +60,7 @@ class LocalActor(RolloutActor):
 
 
 class LocalSender:
-    """A learner in this process as weight sync sees it, on a thread, so that receivers can answer meanwhile."""
+    """Sender interface of a local learner; runs on a thread, so that receivers can answer meanwhile."""
 
     def __init__(self, learner: Learner) -> None:
         self.learner = learner
@@ -94,7 +94,7 @@ class LocalSender:
 
 
 class OneMember:
-    """The only receiver of pushes; a push that it does not survive fails."""
+    """The only receiver of pushes; its loss fails the push."""
 
     def __init__(self, actor: LocalActor) -> None:
         self._actor = actor

@@ -10,15 +10,15 @@ from mobula.deploy.tools.gpu_check.results import CheckedMachine, CheckResults, 
 WIDTH = 38  # of a title
 
 
-def row(title: str, found: StageResult) -> str:
+def row(title: str, result: StageResult) -> str:
     """One line: title, outcome, seconds, and figures or the cause."""
-    text = found.cause if found.outcome is not Outcome.PASSED else figures(found.figures)
-    return f"{title:<{WIDTH}}  {found.outcome:<8}  {found.seconds:6.1f} s  {text}".rstrip()
+    text = result.cause if result.outcome is not Outcome.PASSED else figures(result.figures)
+    return f"{title:<{WIDTH}}  {result.outcome:<8}  {result.seconds:6.1f} s  {text}".rstrip()
 
 
-def figures(found: Mapping[str, float | int | str]) -> str:
+def figures(values: Mapping[str, float | int | str]) -> str:
     """`name value` pairs, numbers with three digits."""
-    return ", ".join(f"{name} {v if isinstance(v, str) else f'{v:,.3g}'}" for name, v in found.items())
+    return ", ".join(f"{name} {v if isinstance(v, str) else f'{v:,.3g}'}" for name, v in values.items())
 
 
 def table(results: CheckResults) -> str:
@@ -47,8 +47,8 @@ def status_rows(all_results: list[CheckResults]) -> str:
     return "\n".join(lines)
 
 
-def _cell(machine: CheckedMachine, found: StageResult) -> str:
+def _cell(machine: CheckedMachine, result: StageResult) -> str:
     """Machine, torch, day and commit."""
     gpus = f" x {machine.num_gpus}" if machine.num_gpus > 1 else ""
-    when = ", ".join(filter(None, (found.finished_at[:10], found.commit)))
+    when = ", ".join(filter(None, (result.finished_at[:10], result.commit)))
     return f"{machine.name}{gpus}, torch {machine.packages['torch']} ({when})"

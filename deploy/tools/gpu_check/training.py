@@ -28,11 +28,11 @@ class PlantingSender(LocalSender):
     async def send_weights(self, bucket_bytes: int, epoch: int) -> None:
         broadcast = TransferGroup.broadcast
 
-        def stale(group: TransferGroup, buffer: torch.Tensor, what: str) -> None:
-            if self.plants and group.rank == TransferGroup.SENDER and what.startswith("weight bucket 0 "):
+        def stale(group: TransferGroup, buffer: torch.Tensor, step: str) -> None:
+            if self.plants and group.rank == TransferGroup.SENDER and step.startswith("weight bucket 0 "):
                 buffer = buffer.clone()
                 buffer[0] ^= 1
-            broadcast(group, buffer, what)
+            broadcast(group, buffer, step)
 
         with patch.object(TransferGroup, "broadcast", stale):
             await super().send_weights(bucket_bytes, epoch)
@@ -76,9 +76,11 @@ async def _train(context: Context, model: Model, learner: Learner, actor: LocalA
         assert await sync.publish(version) == version, "the push made another version"
         push_s.append(time.perf_counter() - started)
         assert sender.num_exported == sender.plants, f"push {version} was sent again {sender.num_exported} times"
-        found = float((await gap(model, learner, actor)).mean())
-        assert found <= close, f"after push {version}: engine and learner differ by {found:.3g} nat, {close:g} is close"
-    figures = {"gap_nat": max(gaps), "gap_after_push_nat": found, "step_s": min(step_s), "push_s": min(push_s)}
+        difference = float((await gap(model, learner, actor)).mean())
+        assert difference <= close, (
+            f"after push {version}: engine and learner differ by {difference:.3g} nat, {close:g} is close"
+        )
+    figures = {"gap_nat": max(gaps), "gap_after_push_nat": difference, "step_s": min(step_s), "push_s": min(push_s)}
     media = sorted({handle.modality for prompt in model.prompts for handle in prompt.media})
     return {
         "dtype": model.config.resources.dtype,

@@ -36,7 +36,7 @@ class UnknownSessionError(MobulaError):
 
 @dataclass(frozen=True)
 class Completion:
-    """One answer, with the tokens that it was sampled behind."""
+    """One answer and the prompt tokens of its call."""
 
     text: str
     prompt_ids: list[int]
@@ -157,21 +157,21 @@ class Conversations:
         Raises:
             PromptError: the new messages do not fit.
         """
-        answers = [place for place, message in enumerate(messages) if message.role == ASSISTANT]
+        answers = [index for index, message in enumerate(messages) if message.role == ASSISTANT]
         if not answers or answers[-1] + 1 == len(messages):
             return None
         before, after = messages[: answers[-1] + 1], tuple(messages[answers[-1] + 1 :])
-        found = held.branches.get(_digest(before))
-        if found is None:
+        branch = held.branches.get(_digest(before))
+        if branch is None:
             return None
-        episode = _copied(found.episode)
-        if not self._budget.admit(episode, found.start, after):
+        episode = _copied(branch.episode)
+        if not self._budget.admit(episode, branch.start, after):
             raise PromptError(
                 "the conversation is longer than environment.max_tokens behind its first prompt, or has more images "
                 "than sampler.max_images_per_prompt: raise them, or begin another conversation"
             )
-        found.is_leaf = False
-        return _Branch(found.start, episode)
+        branch.is_leaf = False
+        return _Branch(branch.start, episode)
 
     def _write(self, groups: Sequence[str]) -> None:
         scored = []
@@ -197,7 +197,7 @@ def _start_of(prompt: Prompt) -> str:
 
 
 def _copied(episode: Episode) -> Episode:
-    """So that several calls may continue one."""
+    """Copies an episode, so that several calls can continue it."""
     return replace(
         episode,
         token_ids=[*episode.token_ids],

@@ -1,4 +1,4 @@
-"""`mobula rollout`: let a policy play or answer a few times, and write down what it did."""
+"""`mobula rollout`: samples a few episodes or answers and writes transcripts."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class RolloutOptions:
 
 @dataclass(frozen=True)
 class Rolled:
-    """One episode with what it is worth, None where it could not be scored."""
+    """One episode and its reward; None if scoring failed."""
 
     prompt: Prompt
     trajectory: Trajectory
@@ -71,8 +71,8 @@ def rollout(config: RunConfig, options: RolloutOptions, folder: Path, console: C
     started = time.perf_counter()
     rolled, images = runtime.with_engines(config, partial(_episodes, options))
     writer = TranscriptWriter(images)
-    for one in rolled:
-        writer.add(one.prompt, one.trajectory, one.reward, seed=one.seed, seconds=one.seconds)
+    for episode in rolled:
+        writer.add(episode.prompt, episode.trajectory, episode.reward, seed=episode.seed, seconds=episode.seconds)
     summary = summarise(config, options, rolled, time.perf_counter() - started)
     folder.mkdir(parents=True, exist_ok=True)
     writer.write(folder, summary)
@@ -85,8 +85,8 @@ def rollout(config: RunConfig, options: RolloutOptions, folder: Path, console: C
 
 def summarise(config: RunConfig, options: RolloutOptions, rolled: Sequence[Rolled], seconds: float) -> dict[str, Any]:
     """Common facts of the episodes, and their figures; means are over those that could be scored."""
-    rewards = [one.reward.value for one in rolled if one.reward is not None]
-    turns = [len(one.trajectory.response.turns) or 1 for one in rolled]
+    rewards = [episode.reward.value for episode in rolled if episode.reward is not None]
+    turns = [len(episode.trajectory.response.turns) or 1 for episode in rolled]
     sampler, settings = config.sampler, settings_of(config, options, config.seed)
     return {
         "name": f"{config.policy.model} in {config.environment.name if config.environment.is_on else config.data.path}",
@@ -98,7 +98,7 @@ def summarise(config: RunConfig, options: RolloutOptions, rolled: Sequence[Rolle
         "mean reward": round(float(np.mean(rewards)), 6) if rewards else None,
         "standard deviation": round(float(np.std(rewards)), 6) if rewards else None,
         "mean turns": round(float(np.mean(turns)), 3),
-        "tokens": sum(one.trajectory.response.num_tokens for one in rolled),
+        "tokens": sum(episode.trajectory.response.num_tokens for episode in rolled),
         "seconds": round(seconds, 3),
     }
 
@@ -109,8 +109,8 @@ async def _episodes(
     """The episodes, and the images that they show by their keys."""
     config = prepared.config
     split = config.evaluation.split
-    found = fixed_prompts(prepared.usable(split), InDriver(prepared.processor), options.num_episodes)
-    places = asyncio.Semaphore(options.batch_size)
+    prompts = fixed_prompts(prepared.usable(split), InDriver(prepared.processor), options.num_episodes)
+    semaphore = asyncio.Semaphore(options.batch_size)
     reader = MediaReader(timeout_s=config.timeouts.object_s, max_items=MEDIA_IN_MEMORY)
     images: dict[str, bytes] = {}
 
@@ -123,9 +123,9 @@ async def _episodes(
         return trajectory
 
     async def one(number: int) -> Rolled:
-        prompt = found.prompts[number % len(found.prompts)]
+        prompt = prompts.prompts[number % len(prompts.prompts)]
         seed = derived_seed(config.seed, f"{prompt.prompt_id}/{number}")
-        async with places:
+        async with semaphore:
             started = time.perf_counter()
             generated = await inference.rollouts.generate(prompt, settings_of(config, options, seed))
             seconds = time.perf_counter() - started
@@ -136,7 +136,7 @@ async def _episodes(
 
 
 def settings_of(config: RunConfig, options: RolloutOptions, seed: int) -> SamplingSettings:
-    """How one episode is sampled."""
+    """Returns the sampling settings of one episode."""
     sampler = config.sampler
     return replace(
         sampling_settings(config),
@@ -150,14 +150,14 @@ def settings_of(config: RunConfig, options: RolloutOptions, seed: int) -> Sampli
 
 def _table(rolled: Sequence[Rolled]) -> Table:
     table = Table("episode", "reward", "turns", "tokens", "ended by", "s")
-    for one in rolled:
-        response = one.trajectory.response
+    for episode in rolled:
+        response = episode.trajectory.response
         table.add_row(
-            one.prompt.sample_id,
-            "-" if one.reward is None else f"{one.reward.value:.4g}",
+            episode.prompt.sample_id,
+            "-" if episode.reward is None else f"{episode.reward.value:.4g}",
             str(len(response.turns) or 1),
             str(response.num_tokens),
-            response.failure or one.trajectory.finish_reason.value,
-            f"{one.seconds:.2f}",
+            response.failure or episode.trajectory.finish_reason.value,
+            f"{episode.seconds:.2f}",
         )
     return table

@@ -128,8 +128,8 @@ def make_app(policy: LocalPolicy, conversations: Conversations) -> FastAPI:
 
     @app.exception_handler(RequestValidationError)
     async def unfit(_: Request, error: RequestValidationError) -> Response:
-        found = "; ".join(f"{'.'.join(map(str, d['loc'][1:]))}: {d['msg']}" for d in error.errors())
-        return _error(422, found, "invalid_request_error")
+        problems = "; ".join(f"{'.'.join(map(str, d['loc'][1:]))}: {d['msg']}" for d in error.errors())
+        return _error(422, problems, "invalid_request_error")
 
     @app.post("/v1/chat/completions")
     async def complete(body: ChatBody, session: Session = None) -> Response:

@@ -95,8 +95,8 @@ class TranscriptWriter:
         for name, content in self._images.items():
             (folder / IMAGES / name).write_bytes(content)
         episodes = [asdict(transcript) for transcript in self._transcripts]
-        found = strict({"summary": dict(summary), "episodes": episodes})
-        text = json.dumps(found, indent=1, ensure_ascii=False, allow_nan=False)
+        document = strict({"summary": dict(summary), "episodes": episodes})
+        text = json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False)
         write_atomically(folder / JSON_FILE, text + "\n")
         write_atomically(folder / PAGE_FILE, self._page(summary))
 

@@ -57,7 +57,7 @@ def roll(config: RunConfig, options: VerifiersOptions, console: Console) -> int:
     """
     played = play(config.environment, options)
     _print(console, config.environment, played)
-    return 0 if any(one.reward is not None for one in played) else 1
+    return 0 if any(rollout.reward is not None for rollout in played) else 1
 
 
 def play(environment: EnvironmentConfig, options: VerifiersOptions) -> list[Played]:
@@ -119,12 +119,12 @@ def _asked(client: httpx.Client, method: str, url: str, body: Mapping[str, Any] 
 
 def _print(console: Console, environment: EnvironmentConfig, played: Sequence[Played]) -> None:
     table = Table("task", "rollouts", "failed", "mean reward", "trajectories")
-    for task in sorted({one.task for one in played}):
-        own = [one for one in played if one.task == task]
-        rewards = [one.reward for one in own if one.reward is not None]
+    for task in sorted({rollout.task for rollout in played}):
+        own = [rollout for rollout in played if rollout.task == task]
+        rewards = [rollout.reward for rollout in own if rollout.reward is not None]
         mean = f"{sum(rewards) / len(rewards):.4f}" if rewards else "-"
-        num_failed, num_trajectories = len(own) - len(rewards), sum(one.num_trajectories for one in own)
+        num_failed, num_trajectories = len(own) - len(rewards), sum(rollout.num_trajectories for rollout in own)
         table.add_row(str(task), str(len(own)), str(num_failed), mean, str(num_trajectories))
     console.print(table)
-    for error in sorted({str(one.outcome["error"]) for one in played if "error" in one.outcome}):
+    for error in sorted({str(rollout.outcome["error"]) for rollout in played if "error" in rollout.outcome}):
         console.print(f"failed: {error}", markup=False, highlight=False)

@@ -90,10 +90,10 @@ def _by_hand(denoising: Denoising) -> tuple[Tensor, Tensor]:
         [velocity] = model(latents, 1000 * sigmas[n : n + 1].double(), **inputs, return_dict=False)
         levels = (sigmas[k : k + 1].double() for k in (n, n + 1, 1))
         logprobs.append(_density(denoising, FlowStep(latents, velocity, *levels), following))
-    found = torch.stack(logprobs)
-    found.sum().backward()
+    stacked = torch.stack(logprobs)
+    stacked.sum().backward()
     assert model.first.weight.grad is not None
-    return found.detach(), model.first.weight.grad
+    return stacked.detach(), model.first.weight.grad
 
 
 def _density(denoising: Denoising, step: FlowStep, following: Tensor) -> Tensor:

@@ -24,11 +24,11 @@ class LargestTensor(TorchDispatchMode):
     num_elements = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = function(*args, **(kwargs or {}))
-        for tensor in found if isinstance(found, tuple | list) else (found,):
+        result = function(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else (result,):
             if isinstance(tensor, Tensor):
                 self.num_elements = max(self.num_elements, tensor.numel())
-        return found
+        return result
 
 
 def run(context: Context) -> Figures:
@@ -37,7 +37,7 @@ def run(context: Context) -> Figures:
     weight = torch.randn(vocabulary, width, generator=generator) / width**0.5
     hidden = torch.randn(num_tokens, width, generator=generator)
     targets = torch.randint(vocabulary, (num_tokens,), generator=generator).to(context.device)
-    found = {}
+    runs = {}
     for name in ("all", "chunked"):
         output = nn.Linear(width, vocabulary, bias=False, device=context.device)
         with torch.no_grad():
@@ -52,11 +52,11 @@ def run(context: Context) -> Figures:
         logprobs.sum().backward()
         assert states.grad is not None
         peak = context.peak_figures().get("peak_mib", largest.num_elements * 4 // MIB)
-        found[name] = (logprobs.detach().cpu(), states.grad.cpu(), largest.num_elements, int(peak))
-    for what, ours, expected in zip(("log-prob", "gradient"), found["chunked"][:2], found["all"][:2], strict=True):
+        runs[name] = (logprobs.detach().cpu(), states.grad.cpu(), largest.num_elements, int(peak))
+    for quantity, ours, expected in zip(("log-prob", "gradient"), runs["chunked"][:2], runs["all"][:2], strict=True):
         off = float((ours - expected).abs().max())
-        assert off <= CLOSE, f"a {what} of a chunk is off by {off:.3g}"
-    num_elements = found["chunked"][2]
+        assert off <= CLOSE, f"a {quantity} of a chunk is off by {off:.3g}"
+    num_elements = runs["chunked"][2]
     assert num_elements < num_tokens * vocabulary // 2, f"a tensor of {num_elements} elements exists"
-    assert found["chunked"][3] <= found["all"][3], "chunks take more memory than all tokens at once"
-    return {"chunked_mib": found["chunked"][3], "at_once_mib": found["all"][3]}
+    assert runs["chunked"][3] <= runs["all"][3], "chunks take more memory than all tokens at once"
+    return {"chunked_mib": runs["chunked"][3], "at_once_mib": runs["all"][3]}

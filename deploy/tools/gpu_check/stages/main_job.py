@@ -9,5 +9,5 @@ PRESETS = {"cpu": ("laptop",), "cuda": ("gpu_1", "one_gpu_colocated")}
 
 
 def run(context: Context) -> Figures:
-    found = [run_job(context, preset) for preset in PRESETS[context.device]]
-    return {name: value for figures in found for name, value in figures.items()}
+    job_figures = [run_job(context, preset) for preset in PRESETS[context.device]]
+    return {name: value for figures in job_figures for name, value in figures.items()}

@@ -1,4 +1,4 @@
-"""Sampler and learner give the device's memory back, take it again, and compute what they did before."""
+"""Sampler and learner free the device's memory, reload, and compute the same values as before."""
 
 from __future__ import annotations
 

@@ -113,8 +113,8 @@ def _utilisation(context: Context, model: Model, tokens_per_s: float) -> Figures
     name = torch.cuda.get_device_name() if context.is_cuda else ""
     peak = next((flops for part, flops in PEAK_FLOPS.items() if part in name), None)
     num_parameters = sum(int(np.prod(spec.shape)) for spec in model.manifest.tensors)
-    found: dict[str, float | int | str] = {"parameters": num_parameters}
-    return found if peak is None else {**found, "mfu": 6 * num_parameters * tokens_per_s / peak}
+    utilisation: dict[str, float | int | str] = {"parameters": num_parameters}
+    return utilisation if peak is None else {**utilisation, "mfu": 6 * num_parameters * tokens_per_s / peak}
 
 
 async def _sampler(model: Model, num_tokens: int) -> Figures:

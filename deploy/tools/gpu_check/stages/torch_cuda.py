@@ -20,8 +20,8 @@ def run(context: Context) -> Figures:
     for dtype, tolerance in TOLERANCE.items():
         x, y = (m.to(dtype) for m in (a, b))
         expected = x.double() @ y.double()
-        found = (x.to(device) @ y.to(device)).cpu().double()
-        off = float((found - expected).abs().max() / expected.abs().max())
+        product = (x.to(device) @ y.to(device)).cpu().double()
+        off = float((product - expected).abs().max() / expected.abs().max())
         assert off <= tolerance, f"a product in {dtype} is off by {off:.3g} of its largest number"
         figures[f"{str(dtype).removeprefix('torch.')}_error"] = off
     x = a.to(device).requires_grad_()

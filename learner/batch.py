@@ -1,4 +1,4 @@
-"""From scored groups to what one backward pass takes."""
+"""Converts scored groups to micro-batches."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SAME_ENTROPY = 1e-4  # nat: entropies of one distribution differ by less, comput
 
 @dataclass(frozen=True)
 class LearnerItem:
-    """One trajectory as the learner sees it. A truncated response ends in its last sampled token, never in an EOS."""
+    """One trajectory of the learner. A truncated response ends in its last sampled token, never in an EOS."""
 
     index: int  # its place among all trajectories of the step
     group: int  # the place of its group in the step
@@ -62,22 +62,22 @@ class LearnerItem:
         return row.token_ids[row.num_context :]
 
     def num_older(self, age: int) -> int:
-        """How many of the trained tokens are older."""
+        """Returns the number of trained tokens older than `age`."""
         return int((self.loss_mask & (self.ages > age)).sum())
 
     def without_loss(self) -> LearnerItem:
-        """The same row, whose tokens count where a mean is taken but have no loss."""
+        """Returns the row without loss; its tokens still count in means."""
         nothing = np.zeros_like(self.loss_mask)
         return replace(self, kept_mask=nothing, policy_mask=nothing)
 
     def untrained(self) -> LearnerItem:
-        """The same row with no token to learn from."""
+        """Returns the row without trained tokens."""
         return replace(self.without_loss(), loss_mask=np.zeros_like(self.loss_mask))
 
 
 @dataclass(frozen=True)
 class TokensByAge:
-    """Trained tokens of a minibatch: of the weights that are trained from, and of older ones."""
+    """Trained tokens of a minibatch: of the current weights, and of older weights."""
 
     num_current: int
     num_older: int
@@ -119,7 +119,16 @@ def fetch_items(
     starts = [0, *accumulate(len(group.rewards) for group in groups)]
     return [
         [
-            _item(group, i, reward, reference, version, row, index=starts[n] + i, place=ids[groups[n].summary.group_id])
+            _item(
+                group,
+                i,
+                reward,
+                reference,
+                version,
+                row,
+                index=starts[n] + i,
+                group_index=ids[groups[n].summary.group_id],
+            )
             for i, reward in enumerate(groups[n].rewards)
         ]
         for n, group, reference in zip(chosen, fetched, references, strict=True)
@@ -135,7 +144,7 @@ def _item(
     row: RowOf,
     *,
     index: int,
-    place: int,
+    group_index: int,
 ) -> LearnerItem:
     trajectory = group.trajectories[sibling]
     sequence = row(group.prompt, trajectory.actions)
@@ -143,7 +152,7 @@ def _item(
     mask = trajectory.action_mask[last] & (reward is not None)
     return LearnerItem(
         index=index,
-        group=place,
+        group=group_index,
         sample_id=group.prompt.sample_id,
         sequence=sequence,
         behavior_logprobs=trajectory.behavior_logprobs[last],
@@ -167,20 +176,20 @@ def totals(items: Sequence[LearnerItem]) -> Totals:
 
 
 def tokens_by_age(items: Sequence[LearnerItem]) -> TokensByAge:
-    """How many trained tokens of a minibatch are current and how many are older."""
+    """Counts the current and the older trained tokens of a minibatch."""
     num_older = sum(item.num_older(0) for item in items)
     return TokensByAge(sum(item.num_trained for item in items) - num_older, num_older)
 
 
 def minibatches(groups: list[list[LearnerItem]], num_minibatches: int) -> list[list[LearnerItem]]:
-    """Whole groups in `num_minibatches` parts of nearly equal number of groups; those without any loss are left out."""
+    """Splits groups into `num_minibatches` parts of nearly equal size, without groups that have no loss."""
     parts = np.array_split(np.arange(len(groups)), num_minibatches)
     filled = [[item for n in part for item in groups[n]] for part in parts]
     return [part for part in filled if any(item.kept_mask.any() for item in part)]
 
 
 def epochs(groups: list[list[LearnerItem]], num_epochs: int, seed: Sequence[int]) -> list[list[list[LearnerItem]]]:
-    """The groups once for every epoch: as they are in the first one, then in orders drawn from `seed`."""
+    """Returns the groups once per epoch: in their order first, then shuffled by `seed`."""
     rng = np.random.default_rng(seed)
     return [groups, *([groups[n] for n in rng.permutation(len(groups))] for _ in range(num_epochs - 1))]
 
@@ -194,7 +203,7 @@ def minibatches_of(
 
 
 def without_overlong(groups: list[list[LearnerItem]], algorithm: AlgorithmConfig) -> list[list[LearnerItem]]:
-    """The groups with no loss on what `algorithm.overlong_filter` leaves out."""
+    """Removes the loss of responses excluded by `algorithm.overlong_filter`."""
     if not algorithm.overlong_filter:
         return groups
     return [[item.without_loss() if item.is_truncated else item for item in group] for group in groups]
@@ -219,7 +228,7 @@ def select_by_entropy(items: list[LearnerItem], top_share: float) -> list[Learne
 
 
 def filled(column: np.ndarray | None) -> np.ndarray:
-    """A column of an item that an earlier pass has filled."""
+    """Returns a column of an item filled by an earlier pass."""
     assert column is not None, "the pass that fills this column has not run"
     return column
 

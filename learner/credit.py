@@ -42,7 +42,7 @@ Groups = list[list[LearnerItem]]
 
 @dataclass(frozen=True)
 class Credited:
-    """The step's groups with their advantages, and what assigning them measured."""
+    """The step's groups with their advantages, and metrics."""
 
     groups: Groups
     metrics: dict[str, float]
@@ -78,7 +78,7 @@ class Credit:
         self.kl = _coefficient(config.algorithm.kl)
 
     def assign(self, groups: Groups) -> Credited:
-        """Advantages for every item. Changes the running moments and the history, so call it once a step."""
+        """Assigns an advantage to every item. Updates the running moments and the history: call it once per step."""
         items = [item for group in groups for item in group]
         rewards = self._step_rewards(items)
         shaped, clip_fraction = self._shaped(items, rewards)
@@ -101,7 +101,7 @@ class Credit:
         return Credited([[next(credited) for _ in group] for group in groups], metrics)
 
     def state(self) -> dict[str, Any]:
-        """The state that a resumed run needs, as JSON."""
+        """Returns the state for a resume, as JSON."""
         return {
             "moments": self._moments.state(),
             "kl_coef": self.kl.value,
@@ -109,32 +109,32 @@ class Credit:
         }
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on from what `state` returned. A fixed coefficient stays as it is configured."""
+        """Restores the result of `state`. A fixed coefficient keeps its configured value."""
         self._moments.load(state["moments"])
         self._history.load(state.get("prompt_history", ()))  # a run that kept none goes on with none
         if self._config.kl.controller == "adaptive":
             self.kl.value = state["kl_coef"]
 
     def _step_rewards(self, items: Sequence[LearnerItem]) -> StepRewards:
-        names, found = self._components, [item.reward for item in items]
+        names, rewards = self._components, [item.reward for item in items]
         weights = [for_label(self._weights, self._label_of(item.metadata)) or {} for item in items]
         prompts = list(dict.fromkeys(item.sample_id for item in items))
-        places = {prompt: n for n, prompt in enumerate(prompts)}
+        indices = {prompt: n for n, prompt in enumerate(prompts)}
         return StepRewards(
-            values=torch.tensor([0.0 if r is None else r.value for r in found], dtype=torch.float64),
-            included=torch.tensor([r is not None for r in found]),
+            values=torch.tensor([0.0 if r is None else r.value for r in rewards], dtype=torch.float64),
+            included=torch.tensor([r is not None for r in rewards]),
             group_ids=torch.tensor([item.group for item in items]),
             lengths=torch.tensor([item.num_trained for item in items]),
             components=torch.tensor(
-                [[0.0 if r is None else r.components.get(n, 0.0) for n in names] for r in found], dtype=torch.float64
+                [[0.0 if r is None else r.components.get(n, 0.0) for n in names] for r in rewards], dtype=torch.float64
             ),
             weights=torch.tensor([[w.get(n, 0.0) for n in names] for w in weights], dtype=torch.float64),
-            prompt_ids=torch.tensor([places[item.sample_id] for item in items]),
+            prompt_ids=torch.tensor([indices[item.sample_id] for item in items]),
             earlier=self._history.of(prompts),
         )
 
     def _remember(self, items: Sequence[LearnerItem], shaped: Tensor, included: Tensor) -> None:
-        """The step's rewards become earlier ones."""
+        """Adds the step's rewards to the history."""
         known = included.nonzero().flatten().tolist()
         self._history.add([items[n].sample_id for n in known], shaped[known].tolist())
 
@@ -172,7 +172,7 @@ class Credit:
         ]
 
     def _costs(self, item: LearnerItem) -> np.ndarray:
-        """float [T]: what the KL takes from the reward of each token."""
+        """float [T]: the KL penalty subtracted from the reward of each token."""
         kl = self._config.kl
         if kl.place == "loss" or kl.coef == 0:
             return np.zeros(len(item.loss_mask), dtype=np.float32)
@@ -236,7 +236,7 @@ Spread = Callable[[Sequence[LearnerItem], StepRewards, Arrays, Arrays], list[Lea
 
 
 def _spread(config: AlgorithmConfig) -> Spread:
-    """How what a response has earned reaches its tokens."""
+    """Returns the function that distributes a response's reward over its tokens."""
     if config.critic.is_on:
         return partial(_by_values, TOKEN_ADVANTAGES[config.advantage], config)
     if config.advantage in TURN_ADVANTAGES:
@@ -308,8 +308,8 @@ def _by_values(
             paid[end - 1] += reward
         goes_on = item.is_truncated and config.bootstrap_truncated
         response = TokenValues(paid, item.values, item.loss_mask, goes_on)
-        found = formula(response, discount, config.gae_lambda)
-        arrays = (found.advantages.astype(np.float32), found.returns.astype(np.float32))
+        credit = formula(response, discount, config.gae_lambda)
+        arrays = (credit.advantages.astype(np.float32), credit.returns.astype(np.float32))
         credited.append(replace(item, advantages=arrays[0], returns=arrays[1]))
     return credited
 
@@ -328,7 +328,7 @@ def _by_turn(item: LearnerItem, value: float, weight: float, paid: float) -> np.
 
 
 def _measure_turns(items: Sequence[LearnerItem]) -> dict[str, float]:
-    """Mean number of turns of an episode, and what the environment paid on average for the first ones."""
+    """Returns the mean number of turns, and the mean environment reward of each of the first turns."""
     episodes = [item.turn_rewards for item in items if item.turn_rewards and item.reward is not None]
     if not episodes:
         return {}
@@ -341,7 +341,7 @@ def _measure_turns(items: Sequence[LearnerItem]) -> dict[str, float]:
 
 
 def _measure_values(items: Sequence[LearnerItem]) -> dict[str, float]:
-    """How well the critic predicted the returns of the step's trained tokens, before it is trained on them."""
+    """Measures the critic's prediction of the step's returns before it trains on them."""
     values = np.concatenate([filled(item.values)[:-1][item.loss_mask] for item in items])
     returns = np.concatenate([filled(item.returns)[item.loss_mask] for item in items])
     return {

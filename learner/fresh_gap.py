@@ -1,4 +1,4 @@
-"""The log-prob gap on responses that were sampled for it, where a step's own tokens are all of older weights."""
+"""Measures the log-prob gap on fresh responses if all tokens of a step come from older weights."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ class FreshGap:
         self._timeout_s = timeout_s
 
     def measure(self, reference: Any, version: int, meter: Meter) -> None:
-        """Fetch the group behind `reference` and compare its tokens of `version`. Collective.
+        """Fetches the group of `reference` and compares its tokens of `version`. Collective.
 
-        Where an engine died before it had sampled them, the step has no gap.
+        A step without fresh samples, because their engine died, has no gap.
         """
         group = self._fetched(reference)
         if group is None:
             return
-        found = group.trajectories
-        behavior = torch.from_numpy(pad_rows([t.behavior_logprobs for t in found], 0, np.float32))
-        current = pad_rows([t.action_mask & (t.weight_versions == version) for t in found], 0, np.bool_)
+        trajectories = group.trajectories
+        behavior = torch.from_numpy(pad_rows([t.behavior_logprobs for t in trajectories], 0, np.float32))
+        current = pad_rows([t.action_mask & (t.weight_versions == version) for t in trajectories], 0, np.bool_)
         is_current = torch.from_numpy(current)
         gaps = (self._score(group).cpu() - behavior).abs()[is_current]
         if len(gaps) > 0:
@@ -48,7 +48,7 @@ class FreshGap:
             meter.keep_max(logprob_gap_max=gaps.max())
 
     def _fetched(self, reference: Any) -> TrajectoryGroup | None:
-        """The group, or None on every rank if some rank does not get it."""
+        """Returns the group; None on every rank if any rank cannot fetch it."""
         try:
             [group] = fetch_or_miss([reference], timeout_s=self._timeout_s, what="fresh samples")
         except Exception as error:  # whatever became of the engine: it has no part in the update

@@ -15,18 +15,18 @@ from mobula.learner.policies.packing import split_microbatches
 
 
 class TrainableRow(Protocol):
-    """Interface of a row that can be trained on."""
+    """Interface of a trainable row."""
 
     @property
     def sequence(self) -> PolicyRow: ...
 
     @property
     def group(self) -> int | None:
-        """Its siblings have the same; None of a row without any."""
+        """Group of the row's siblings; None for a row without siblings."""
         ...
 
     def untrained(self) -> Self:
-        """The same row with nothing to learn from."""
+        """Returns the row without trained tokens."""
         ...
 
 
@@ -62,7 +62,7 @@ class GradientStep:
     ) -> float:
         """One step on the sum of several terms, each over rows of its own; returns the gradient norm. Collective.
 
-        `before_step` is called once the gradient is there, while the weights are still those that it is of.
+        `before_step` runs after the gradient is complete and before the weights change.
         """
         work = [(term.loss, share) for term in terms for share in self.shares(term.rows)]
         for n, (loss, share) in enumerate(work):

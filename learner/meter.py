@@ -1,4 +1,4 @@
-"""Numbers gathered over micro-batches and ranks, read once at the end of an update."""
+"""Accumulates metrics over micro-batches and ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class Meter:
-    """Adds up, or keeps the largest of, scalars by name. Nothing waits for the device before `reduce`.
+    """Sums scalars by name, or keeps their maximum. Does not synchronise with the device before `reduce`.
 
     Every rank must report the same names in the same order.
     """
@@ -25,7 +25,7 @@ class Meter:
             self._sums[name] = self._sums[name] + value if name in self._sums else value
 
     def add_shared(self, **values: Tensor) -> None:
-        """Add what every rank reports, once."""
+        """Adds values that all ranks report identically, once."""
         num_ranks = dist.get_world_size() if dist.is_initialized() else 1
         self.add(**{name: value * self._num_copies / num_ranks for name, value in values.items()})
 

@@ -1,4 +1,4 @@
-"""The RL objective: policy loss, KL and distillation terms and entropy bonus, and the numbers that describe them."""
+"""The RL objective: policy loss, KL and distillation terms, entropy bonus, and their metrics."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class PolicyObjective:
     def __call__(
         self, output: PolicyOutput, batch: LearnerBatch, totals: Totals, meter: Meter, kl_coef: float
     ) -> Tensor:
-        """This micro-batch's part of the minibatch's loss; its metrics go to `meter`."""
+        """Returns the micro-batch's part of the minibatch's loss; adds metrics to `meter`."""
         mask = batch.loss_mask
         old = self._old(output.logprobs, batch.behavior_logprobs, batch.old_logprobs, batch.ages)
         policy = self._policy_loss(output, old, batch)
@@ -116,8 +116,8 @@ class PolicyObjective:
         if batch.reference_logprobs is None:
             raise ValueError(missing_reference(self._config))
         by_token = reverse_kl(output.logprobs, batch.reference_logprobs, batch.behavior_logprobs, config.token_cap)
-        kept = torch.where(self._is_left_out(batch), 0.0, by_token)
-        return config.coef * self._aggregate(kept, batch.loss_mask, totals)
+        trained = torch.where(self._is_left_out(batch), 0.0, by_token)
+        return config.coef * self._aggregate(trained, batch.loss_mask, totals)
 
     def _is_left_out(self, batch: LearnerBatch) -> Tensor:
         """bool [B, T]: tokens without a term of the loss."""
@@ -129,10 +129,10 @@ Loss = Callable[[PolicyOutput, Tensor, LearnerBatch], PolicyLoss]
 
 
 def _policy_loss(config: AlgorithmConfig) -> Loss:
-    """`algorithm.loss`, given what it reads of a policy's output."""
-    found = FLOW_LOSSES.get(config.loss)
-    if found is not None:
-        return partial(READERS[found.reads], found.given(config.loss_parameters))
+    """Returns `algorithm.loss` as a function of a policy's output."""
+    flow_loss = FLOW_LOSSES.get(config.loss)
+    if flow_loss is not None:
+        return partial(READERS[flow_loss.reads], flow_loss.given(config.loss_parameters))
     given = ("logprobs", "old_logprobs", "advantages", "mask")
     loss = chosen(POLICY_LOSSES, config.loss, "algorithm.loss", given, config.loss_options)
     return partial(_of_likelihoods, partial(loss, **config.loss_parameters))
@@ -150,9 +150,11 @@ def _of_moves(loss: PolicyLossFunction, output: PolicyOutput, old: Tensor, batch
 
 
 def _of_velocities(loss: PolicyLossFunction, output: PolicyOutput, old: Tensor, batch: LearnerBatch) -> PolicyLoss:
-    found = output.velocities
-    assert found is not None and found.old is not None, "a scoring pass comes before a loss of velocities"
-    return loss(found.predicted, found.old, found.noised, found.clean, found.sigmas, batch.advantages)
+    velocities = output.velocities
+    assert velocities is not None and velocities.old is not None, "a scoring pass comes before a loss of velocities"
+    return loss(
+        velocities.predicted, velocities.old, velocities.noised, velocities.clean, velocities.sigmas, batch.advantages
+    )
 
 
 READERS: dict[Reads, Callable[..., PolicyLoss]] = {"moves": _of_moves, "velocities": _of_velocities}

@@ -1,8 +1,7 @@
 """Weights of tokens that are older than the staleness bound. One formula a function, one value a token.
 
-Dropping a whole response because its first tokens are old favours short answers, since long ones take longer to
-sample. So a token is judged by its own age: it leaves the loss, or it is weighted by how likely the policy of today
-still finds it.
+Dropping a whole response because its first tokens are old favours short answers, since long answers take longer to
+sample. So each token has an age: old tokens leave the loss, or get an importance weight under the current policy.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ def truncated_importance(logprobs: Tensor, old_logprobs: Tensor, advantages: Ten
 def by_age(loss: Tensor, over_age_loss: Tensor, ages: Tensor, *, max_staleness: int, max_age: int) -> Tensor:
     """`loss` up to an age of `max_staleness`, `over_age_loss` up to `max_age`, 0 beyond; all [B, T].
 
-    A token of loss 0 still counts where a mean is taken: leaving it out would lend its weight to its neighbours.
+    Tokens with loss 0 count in the denominators of means: excluding them would raise the weight of other tokens.
     """
     aged = torch.where(ages > max_staleness, over_age_loss, loss)
     return torch.where(ages > max_age, 0.0, aged)

@@ -14,7 +14,7 @@ from mobula.learner.backends.sharded import saved_sharded_weights
 
 
 def build_backend(config: LearnerConfig, device: torch.device, dtype: torch.dtype, num_replicas: int = 1) -> Backend:
-    """The backend that `learner.backend` names; only what it needs is imported."""
+    """Builds the backend of `learner.backend`; imports only the libraries of this backend."""
     match config.backend:
         case "fsdp2":
             from mobula.learner.backends.fsdp2 import FSDP2Backend

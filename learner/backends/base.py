@@ -17,7 +17,7 @@ Wanted = Callable[[str], bool]
 
 
 def everything(name: str) -> bool:
-    """The wish for every tensor."""
+    """Selects every tensor."""
     return True
 
 
@@ -46,9 +46,9 @@ class Optimizer(Protocol):
 
 
 class Backend(Protocol):
-    """How a policy lies in the memory of the ranks, and how its gradients come together.
+    """Distributes the parameters of a policy over ranks and reduces gradients.
 
-    Each backend takes back the optimizers of its own `optimizer` alone: their type is Any, since it differs by backend.
+    A backend accepts only optimizers from its `optimizer`; their type differs by backend, so it is Any here.
     Losses are parts of one sum over micro-batches and ranks, so gradients are summed over ranks, not averaged.
 
     Example:
@@ -65,19 +65,19 @@ class Backend(Protocol):
         ...
 
     def optimizer(self) -> Optimizer:
-        """A fresh optimizer over what is trained. There may be several, that take turns."""
+        """Creates an optimizer over the trained parameters. Several optimizers may be used alternately."""
         ...
 
     def backward(self, loss: Tensor, *, is_last: bool) -> None:
-        """Add this loss's gradients; those of all ranks are summed once `is_last` is True."""
+        """Accumulates the gradients of `loss`; sums the gradients of all ranks when `is_last` is True."""
         ...
 
     def step(self, optimizer: Any, *, max_grad_norm: float) -> float:
-        """Clip, step and clear the gradients; returns the norm before clipping. If it is not finite, nothing moves."""
+        """Clips, steps and clears the gradients; returns the norm. A norm that is not finite skips it."""
         ...
 
     def inference(self) -> AbstractContextManager[None]:
-        """Around forward passes without gradients and dropout; nothing of the weights as they were outlives it."""
+        """Context of forward passes without gradients and dropout; frees gathered weights on exit."""
         ...
 
     def trained(self) -> dict[str, Tensor]:
@@ -92,15 +92,15 @@ class Backend(Protocol):
         ...
 
     def save(self, folder: Path, optimizer: Any, version: int) -> Callable[[], None]:
-        """Copy this rank's part of what is trained and of the optimizer's state. Collective.
+        """Copies this rank's part of the trained parameters and of the optimizer's state. Collective.
 
-        What is returned writes the copy, on another thread and beside training. A backend that can only write itself
-        has done so by then.
+        The returned function writes the copy; it may run on another thread during training. Backends that can
+        write only on the calling thread have written the state on return.
         """
         ...
 
     def load(self, folder: Path, optimizer: Any) -> int:
-        """Read what `save` wrote; returns the version. Collective.
+        """Loads the state written by `save`; returns the version. Collective.
 
         Raises:
             CheckpointError: the folder holds no complete state, or one that these ranks cannot read.

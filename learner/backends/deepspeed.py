@@ -30,7 +30,7 @@ from mobula.learner.optim import build_optimizer
 from mobula.learner.policies.base import Policy
 from mobula.learner.policies.checkpoint.reading import Rows, Weights, allocate, fill, plain_name, refuse_lacking
 
-ENVIRONMENT = {  # what DeepSpeed would otherwise look for by itself, or log
+ENVIRONMENT = {  # settings that DeepSpeed would otherwise detect or log
     "DS_IGNORE_CUDA_DETECTION": "1",  # no nvcc: torch's optimizer needs none of DeepSpeed's own kernels
     "LOCAL_RANK": "0",  # a learner rank sees its own GPU only
 }
@@ -42,8 +42,8 @@ RANKS_FILE = "deepspeed.json"
 class DeepSpeedBackend:
     """All ranks of the default process group; weights stay float32, compute in `dtype` is reached by autocast.
 
-    One ZeRO engine holds the policy and its only optimizer. Who asks for several optimizers gets stand-ins that take
-    turns: a turn begins with fresh moments, as a fresh optimizer would.
+    One ZeRO engine holds the policy and the only optimizer. Several calls of `optimizer` return proxies of it;
+    switching to another proxy resets the moments, as a new optimizer would.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype, config: LearnerConfig) -> None:
@@ -116,10 +116,10 @@ class DeepSpeedBackend:
 
     def load(self, folder: Path, optimizer: _Turn) -> int:
         _refuse_incomplete(folder)
-        found = json.loads((folder / RANKS_FILE).read_text())
-        if found != self._layout():
+        stored = json.loads((folder / RANKS_FILE).read_text())
+        if stored != self._layout():
             raise CheckpointError(
-                f"{folder} was written with {_shown(found)} and is to be read with {_shown(self._layout())}: ZeRO "
+                f"{folder} was written with {_shown(stored)} and is to be read with {_shown(self._layout())}: ZeRO "
                 "states are read as they were written: set resources.learner.num_workers and learner.zero_stage as "
                 "before"
             )
@@ -142,7 +142,7 @@ class DeepSpeedBackend:
         refuse_lacking(policy.model, lacking)
 
     def _copy(self, target: Tensor, rows: Rows) -> None:
-        """Of a parameter, rank 0's copy is shared out; each rank has the whole of a buffer."""
+        """Copies a weight: parameters are scattered from rank 0, buffers are whole on each rank."""
         is_sharded = hasattr(target, "ds_id")
         with self._deepspeed.zero.GatheredParameters([target] if is_sharded else [], modifier_rank=0):
             if not is_sharded or dist.get_rank() == 0:
@@ -182,7 +182,7 @@ class DeepSpeedBackend:
 
 
 class _Turn:
-    """Stands for an optimizer of its own over the engine's only one."""
+    """Proxy of the engine's only optimizer."""
 
     def __init__(self, shared: Any) -> None:
         self._shared = shared
@@ -215,7 +215,7 @@ def _refuse_incomplete(folder: Path) -> None:
 
 
 def _imported(device: torch.device) -> Any:
-    """DeepSpeed, imported with what its search of the machine would find already set."""
+    """Imports DeepSpeed with preset environment variables, so that it does not probe the machine."""
     for key, value in {**ENVIRONMENT, "DS_ACCELERATOR": device.type}.items():
         os.environ.setdefault(key, value)
     import deepspeed
@@ -228,7 +228,7 @@ def _imported(device: torch.device) -> Any:
 
 
 def _buckets(named: list[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
-    """Neighbours that are gathered together, at most about BUCKET_BYTES of them."""
+    """Yields consecutive tensors to gather together, about BUCKET_BYTES at most."""
     end, numbered = 0, []
     for name, tensor in named:
         numbered.append((end // BUCKET_BYTES, (name, tensor)))

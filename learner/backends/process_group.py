@@ -12,11 +12,11 @@ from mobula.configs.schema import RunConfig
 COLLECTIVES = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 """The collectives of a process group, by `resources.device`."""
 PREFIX = "learner"
-GLOO = "/gloo/transport/"  # in what gloo says, whose errors have no type of their own
+GLOO = "/gloo/transport/"  # part of gloo's messages: its errors have no class
 
 
 class RankRendezvous:
-    """One rank's way into the default process group. Rank 0 holds the store in which all ranks meet."""
+    """Joins one rank to the default process group. Rank 0 hosts the rendezvous store."""
 
     def __init__(self) -> None:
         self._store: RendezvousStore | None = None
@@ -27,7 +27,7 @@ class RankRendezvous:
         return f"{self._store.host}:{self._store.port}"
 
     def join(self, address: str, *, rank: int, world_size: int, backend: str, timeout_s: float) -> None:
-        """Meet the other ranks at `address` and make the default process group; every collective has the deadline."""
+        """Creates the default process group with the ranks at `address`; `timeout_s` bounds every collective."""
         host, port = address.rsplit(":", 1)
         store = join_store(host, int(port), PREFIX, timeout_s)
         timeout = timedelta(seconds=timeout_s)
@@ -42,5 +42,5 @@ class RankRendezvous:
 
 
 def is_peer_lost(error: Exception) -> bool:
-    """Whether a rank says that another one is gone or did not come, and not that it failed itself."""
+    """Whether a rank's error reports the loss or absence of another rank, not a failure of the rank."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and GLOO in str(error))

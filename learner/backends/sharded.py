@@ -27,21 +27,21 @@ PARTIAL = StateDictOptions(strict=False)  # the state of the model may lack what
 
 
 class ShardedWriter:
-    """Writes this rank's part of what is trained, from a copy in host memory.
+    """Writes this rank's part of the trained state, from a copy in host memory.
 
-    The ranks agree on who writes what in a process group of their own: on another thread they must never meet the
-    collectives of training. Its constructor is collective.
+    Ranks coordinate writes in a separate process group: collectives of the writer thread must not interleave with the
+    collectives of training. The constructor is collective.
     """
 
     def __init__(self) -> None:
         self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
 
     def save(self, folder: Path, policy: Policy, optimizer: torch.optim.Optimizer, version: int) -> Callable[[], None]:
-        """Copy the state; what is returned writes it."""
+        """Copies the state; the returned function writes it."""
         return self.copied({**_trained_state(policy, optimizer), "version": version}, folder)
 
     def copied(self, state: dict[str, Any], folder: Path) -> Callable[[], None]:
-        """Copy any state of tensors, sharded or whole; what is returned writes it."""
+        """Copies a state of tensors, sharded or whole; the returned function writes it."""
         copy = BlockingAsyncStager(cache_staged_state_dict=False).stage(state)
         no_dist = self._group is None
         return lambda: dcp.save(copy, checkpoint_id=folder, process_group=self._group, no_dist=no_dist)

@@ -1,4 +1,4 @@
-"""Critic: one rank of the group that trains a value model beside the policy."""
+"""Critic: one rank of the group that trains a value model next to the policy."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Groups = list[list[LearnerItem]]
 
 
 class Critic:
-    """Predicts the return of each token, and is trained on what it turned out to be. All methods are collective.
+    """Predicts the return of each token and trains on the observed returns. All methods are collective.
 
     Example:
         critic.connect()
@@ -57,18 +57,18 @@ class Critic:
         self._clip = config.algorithm.critic.value_clip
 
     def connect(self) -> None:
-        """Build it from `policy.model`, after the ranks have met."""
+        """Builds the critic from `policy.model`, after the process group exists."""
         num_sharing = self._settings.sequence_parallel
         self._sequence_ranks = SequenceRanks(num_sharing, self._device) if num_sharing > 1 else None
         self._wrap(*self._unread())
 
     def begin(self, policy: Weights) -> None:
-        """Start again, from the policy's weights."""
+        """Resets the critic to the policy's weights."""
         critic, _ = self._unread()
         self._wrap(critic, policy)
 
     def valued(self, groups: Groups) -> Groups:
-        """The same items with the values of this moment, which every rank gets of all."""
+        """Returns the items with the critic's current values; every rank gets the values of all items."""
         scores = gathered(self._own_values([ValueRow.of(item) for group in groups for item in group]))
         return [[replace(item, values=scores[item.index]) for item in group] for group in groups]
 
@@ -89,12 +89,12 @@ class Critic:
         }
 
     def save(self, folder: Path, version: int) -> Callable[[], None]:
-        """Copy its state; what is returned writes it to `folder`, beside training."""
+        """Copies the state; the returned function writes it to `folder` during training."""
         (folder / FOLDER).mkdir(parents=True, exist_ok=True)
         return self._backend.save(folder / FOLDER, self._optimizer, version)
 
     def load(self, folder: Path) -> int:
-        """Go on from what `save` wrote; returns its version.
+        """Restores the state written by `save`; returns its version.
 
         Raises:
             CheckpointError: there is no complete state of a critic in `folder`.
@@ -131,25 +131,25 @@ class Critic:
 
     def _own_values(self, rows: Sequence[ValueRow]) -> dict[int, np.ndarray]:
         """Index of an item -> its values, float32 [T + 1], of this rank's share."""
-        found: dict[int, np.ndarray] = {}
+        own_values: dict[int, np.ndarray] = {}
         with self._backend.inference():
             for share in self._step.shares(rows):
                 values = self._model(collate_rows(share, self._reader, self._device).tokens).cpu().numpy()
                 for row, own in zip(share, values, strict=True):
-                    found[row.index] = own[: row.sequence.num_targets].copy()
-        return found
+                    own_values[row.index] = own[: row.sequence.num_targets].copy()
+        return own_values
 
     def _loss(self, part_totals: Totals, meter: Meter, rows: Sequence[ValueRow]) -> Tensor:
         batch = collate_rows(rows, self._reader, self._device)
         values = self._model(batch.tokens)  # [B, W]
-        found = value_loss(values, batch.old_values, batch.returns, clip=self._clip)
-        loss = token_mean(found.loss, batch.mask, part_totals)
-        meter.add(value_loss=loss, value_clip_fraction=token_mean(found.is_clipped.float(), batch.mask, part_totals))
+        losses = value_loss(values, batch.old_values, batch.returns, clip=self._clip)
+        loss = token_mean(losses.loss, batch.mask, part_totals)
+        meter.add(value_loss=loss, value_clip_fraction=token_mean(losses.is_clipped.float(), batch.mask, part_totals))
         return loss
 
 
 class NullCritic:
-    """In the place of a Critic where no advantage reads values."""
+    """Null object of Critic, for advantages without values."""
 
     def connect(self) -> None: ...
 
@@ -172,7 +172,7 @@ class NullCritic:
 
 
 def _settings(config: RunConfig) -> LearnerConfig:
-    """The optimizer and backend of the critic: those of the learner, but for what `algorithm.critic` sets."""
+    """Returns the critic's optimizer and backend settings: the learner's, overridden by `algorithm.critic`."""
     critic = config.algorithm.critic
     return config.learner.model_copy(
         update={

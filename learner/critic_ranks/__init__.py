@@ -1,1 +1,1 @@
-"""A critic on ranks of its own: its worker, the group of them, and the learner that trains beside it."""
+"""A critic on separate ranks: its worker, the rank group, and the learner group that trains with it."""

@@ -25,15 +25,15 @@ class CriticGroup(RankGroup):
         self._put = put
 
     async def begin(self, folder: Path) -> None:
-        """Start again, from the policy of a checkpoint folder."""
+        """Resets the critic to the policy of a checkpoint folder."""
         calls = [w.begin.remote(folder) for w in self._workers]
         await self._all(calls, self._timeouts.start_s, f"to begin with {folder}")
 
     async def value(self, groups: Sequence[ScoredGroup], version: int, kl: float | None) -> Any:
-        """A reference to the values of the groups that make `version`.
+        """Returns a reference to the values of the groups of step `version`.
 
         Raises:
-            LostObjectError: no rank could get at the groups.
+            LostObjectError: no rank could fetch the groups.
         """
         shared = self._put(groups)
         calls = [w.value.options(num_returns=2).remote(shared, version, kl) for w in self._workers]
@@ -41,12 +41,12 @@ class CriticGroup(RankGroup):
         return calls[0][1]
 
     async def train(self, version: int) -> tuple[Mapping[str, float], float]:
-        """Train on the groups that were valued last; returns metrics and the number of optimizer steps taken."""
+        """Trains on the groups of the last `value` call; returns metrics and the number of optimizer steps."""
         calls = [w.train.remote(version) for w in self._workers]
-        found: tuple[Mapping[str, float], float] = await self._all(
+        result: tuple[Mapping[str, float], float] = await self._all(
             calls, self._timeouts.update_s, f"to train on the groups of {version}"
         )
-        return found
+        return result
 
 
 class LearnerWithCritic(LearnerGroup):
@@ -80,7 +80,7 @@ class LearnerWithCritic(LearnerGroup):
         await run_all(super().start(), *([] if self._critic.is_started else [self._critic.start()]))
 
     async def respawn(self) -> None:
-        """The critic comes first: the learner's own way to start again ends in `start`."""
+        """Restarts the critic first: the learner's restart ends in `start`."""
         self._kl = None
         await self._critic.respawn()
         await super().respawn()
@@ -94,8 +94,8 @@ class LearnerWithCritic(LearnerGroup):
         """One step of both; the values are those of the critic here.
 
         Raises:
-            LostObjectError: no rank could get at the groups, and each is as it was before.
-            WorkerDiedError: the critic has trained on groups that the policy could not get at.
+            LostObjectError: no rank could fetch the groups; no rank has changed.
+            WorkerDiedError: the critic has trained on groups that the policy could not fetch.
         """
         version = self.version + 1
         values = await self._critic.value(groups, version, self._kl)

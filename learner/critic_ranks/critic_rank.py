@@ -1,4 +1,4 @@
-"""CriticRank: one rank of a critic that has ranks of its own."""
+"""CriticRank: one rank of a critic with separate ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mobula.learner.state import StateWriter, load_algorithm, load_random_state
 
 
 class CriticRank:
-    """Values the groups of a step before the policy trains on them, then trains on what the values should have been.
+    """Predicts the values of a step's groups before the policy trains on them, then trains on the returns.
 
     Returns follow from rewards, log-probs and values alone, so these ranks compute them as the learner's ranks do, and
     both train at the same time. Every method but `rendezvous_address`, `finish_save` and `close` needs all ranks to
@@ -56,7 +56,7 @@ class CriticRank:
         return self._rendezvous.address(self._config.timeouts.start_s)
 
     def connect(self, init_method: str) -> None:
-        """Load the critic, meet the other ranks and share it out among them."""
+        """Loads the critic, joins the process group and shards the critic over the ranks."""
         torch.set_num_threads(self._config.resources.learner.num_threads)
         torch.manual_seed(self._config.seed + self._rank)
         self._rendezvous.join_as_configured(init_method, self._config, rank=self._rank, world_size=self._world_size)
@@ -79,11 +79,11 @@ class CriticRank:
         if kl is not None:
             self._credit.kl.observe(kl, self._num_items)
         self._valued = self._critic.valued(fetched)
-        found = [[item.values for item in group if item.values is not None] for group in self._valued]
-        return version, found if self._rank == 0 else []
+        values = [[item.values for item in group if item.values is not None] for group in self._valued]
+        return version, values if self._rank == 0 else []
 
     def train(self, version: int) -> tuple[Mapping[str, float], float]:
-        """Train on the groups that were valued last; returns the critic's metrics and how many steps were taken."""
+        """Trains on the groups of the last `value` call; returns metrics and the number of optimizer steps."""
         algorithm = self._config.algorithm
         credited = self._credit.assign(self._valued)
         items = without_overlong(credited.groups, algorithm)
@@ -107,11 +107,11 @@ class CriticRank:
         self._states.begin([self._critic.save(folder, self.version)], folder / FOLDER)
 
     def finish_save(self) -> None:
-        """Wait until the copy is on disk; not collective, and may be called beside any other method."""
+        """Waits until the copy is on disk. Not collective; may run concurrently with any other method."""
         self._states.finish()
 
     def load(self, folder: Path) -> int:
-        """Go on from a saved state; returns its version."""
+        """Loads a saved state; returns its version."""
         self._states.finish()
         self.version = self._critic.load(folder)
         load_random_state(folder / FOLDER, self._rank)

@@ -44,8 +44,8 @@ class _Examples(Generic[X]):
                 own.update(outline.index for share in shares for outline in share)
         return wanted
 
-    def outline(self, entry: X | ExampleOutline, place: int) -> ExampleOutline:
-        return ExampleOutline.of(entry, place)
+    def outline(self, entry: X | ExampleOutline, index: int) -> ExampleOutline:
+        return ExampleOutline.of(entry, index)
 
     def restored(self, outline: ExampleOutline) -> X | ExampleOutline:
         return outline
@@ -66,7 +66,7 @@ class DataRows(_Examples[Example]):
         self._timeout_s = timeout_s
 
     def expected(self) -> list[Example | ExampleOutline]:
-        return [_expected(row, place) for place, row in enumerate(self._rows)]
+        return [_expected(row, index) for index, row in enumerate(self._rows)]
 
     def fetch(self, places: Sequence[int]) -> list[Example | ExampleOutline]:
         return [*fetch_examples([self._rows[n] for n in places], self._row, self._timeout_s)]
@@ -101,10 +101,10 @@ class TaughtExamples(_Examples[Any]):
         return fetch_or_miss(contents, timeout_s=self._timeout_s, what="examples of the warm start")
 
 
-def _expected(row: ScoredGroup, place: int) -> ExampleOutline:
+def _expected(row: ScoredGroup, index: int) -> ExampleOutline:
     """An estimate of an example from its summary, sufficient to assign the row to a rank."""
     summary = row.summary
     num_targets = max(summary.num_steps)
     num_tokens = summary.num_trajectories * (summary.num_prompt_tokens + num_targets)
     media = tuple(MediaHandle(key, UNKNOWN, 0, None) for key in summary.media_keys)
-    return ExampleOutline(place, RowOutline(num_targets, num_tokens, summary.num_media_tokens, media), num_targets, ())
+    return ExampleOutline(index, RowOutline(num_targets, num_tokens, summary.num_media_tokens, media), num_targets, ())

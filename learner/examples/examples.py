@@ -1,4 +1,4 @@
-"""From groups of an offline job to what one backward pass takes."""
+"""Converts groups of an offline job to micro-batches."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Row = Callable[[Prompt, Any], PolicyRow]
 
 
 class Outlined(Protocol):
-    """The input of an outline."""
+    """Interface of an example that `ExampleOutline` summarises."""
 
     @property
     def sequence(self) -> PolicyRow: ...
@@ -97,7 +97,7 @@ class Example:
         )
 
     def untrained(self) -> Example:
-        """The same example with nothing to learn from."""
+        """Returns the example without trained tokens."""
         masked = tuple(replace(candidate, mask=np.zeros_like(candidate.mask)) for candidate in self.candidates)
         return Example(masked, is_trained=False)
 
@@ -192,7 +192,7 @@ def totals_of(examples: Sequence[SharedExample]) -> ExampleTotals:
 
 
 def all_whole(examples: Sequence[object], kind: type[T]) -> list[T]:
-    """The same examples, none of which is an outline."""
+    """Returns the examples; asserts that none is an outline."""
     whole = [example for example in examples if isinstance(example, kind)]
     assert len(whole) == len(examples), "an example of another rank: no content of it was fetched"
     return whole

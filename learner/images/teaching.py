@@ -86,11 +86,11 @@ class ImageTrainer:
         meter = Meter()
         with self._backend.inference():
             for rows in self._step.shares(examples):
-                found = self._velocities(rows)
+                velocities = self._velocities(rows)
                 mask = self._is_trained(rows)
-                squares = (found.noise - found.clean).square().flatten(2).mean(2)
+                squares = (velocities.noise - velocities.clean).square().flatten(2).mean(2)
                 meter.add(
-                    missed=torch.where(mask, errors(found).mean(1), 0.0).sum(),
+                    missed=torch.where(mask, errors(velocities).mean(1), 0.0).sum(),
                     asked=torch.where(mask, squares.mean(1), 0.0).sum(),
                 )
         sums = meter.reduce()
@@ -98,14 +98,14 @@ class ImageTrainer:
 
     def _velocities(self, rows: Sequence[SharedImage]) -> Velocities:
         batch = collate_noised([row.sequence for row in all_whole(rows, ImageExample)], self._reader, self._device)
-        found = self._policy(batch, self._replay).velocities
-        assert found is not None, "a flow model was given clean images"
-        return found
+        velocities = self._policy(batch, self._replay).velocities
+        assert velocities is not None, "a flow model was given clean images"
+        return velocities
 
     def _is_trained(self, rows: Sequence[SharedImage]) -> Tensor:
         return torch.tensor([row.is_trained for row in all_whole(rows, ImageExample)], device=self._device)
 
 
-def errors(found: Velocities) -> Tensor:
+def errors(velocities: Velocities) -> Tensor:
     """[B, K]: mean over the latents' numbers of (v - (noise - image))^2."""
-    return (found.predicted - (found.noise - found.clean)).square().flatten(2).mean(2)
+    return (velocities.predicted - (velocities.noise - velocities.clean)).square().flatten(2).mean(2)

@@ -44,13 +44,13 @@ class OfflineLearner(Learner):
         self._offline_objective = build_objective(config, self._scoring.canary)
 
     def connect(self, init_method: str) -> None:
-        """As of a learner; the initial weights of a flow model are kept to compare with."""
+        """Connects as a learner does; a flow model keeps its initial weights as the reference."""
         super().connect(init_method)
         compares = self._config.sampler.is_flow
         self._initial = SlowWeights(self._backend.trained, 0.0, 0.0, ShardedWriter().copied) if compares else NullSlow()
 
     def update(self, groups: Sequence[ScoredGroup], version: int, **more: object) -> UpdateReport:
-        """One optimizer step on these rows, which makes `version`; with no token to learn from it is skipped."""
+        """Takes one optimizer step to `version` on these rows; skips rows without trained tokens."""
         assert not more, f"a step of an offline job has rows alone, not {sorted(more)}"
         with self._profiler.update(version):
             examples = self._compared(self._examples(groups))
@@ -65,7 +65,7 @@ class OfflineLearner(Learner):
             return UpdateReport(version, {**metrics, "learning_rate": rate, **counts})
 
     def assess(self, groups: Sequence[ScoredGroup]) -> Mapping[str, float]:
-        """The job's metrics on these rows, with the weights as they are."""
+        """Returns the job's metrics on these rows without training."""
         examples = self._compared(self._examples(groups))
         totals, meter = totals_of(examples), Meter(self._config.learner.sequence_parallel)
         with self._backend.inference():
@@ -94,12 +94,12 @@ class OfflineLearner(Learner):
     def _measured(
         self, examples: list[SharedExample], measure: Callable[[ExampleBatch, Sequence[Example]], list[Example]]
     ) -> list[SharedExample]:
-        found: dict[int, SharedExample] = {}
+        measured: dict[int, SharedExample] = {}
         for rows in self._step.shares(examples):
             batch = collate_examples(rows, self._reader, self._device)
             whole = all_whole(rows, Example)
-            found |= {id(row): new for row, new in zip(whole, measure(batch, whole), strict=True)}
-        return [found.get(id(example), example) for example in examples]
+            measured |= {id(row): new for row, new in zip(whole, measure(batch, whole), strict=True)}
+        return [measured.get(id(example), example) for example in examples]
 
     def _predicted(self, batch: ExampleBatch, rows: Sequence[Example]) -> list[Example]:
         predicted = self._policy(batch.tokens, self._scoring.canary).predicted.cpu().numpy()

@@ -109,9 +109,11 @@ class ImagePreferenceObjective:
         )
 
     def __call__(self, model: Model, batch: ExampleBatch, totals: ExampleTotals, meter: Meter) -> Tensor:
-        found = model(batch.tokens, self._replay).velocities
-        initial = found.predicted.detach() if found.old is None else found.old  # old is missing of rows not trained
-        ratio = -0.5 * (errors(found) - errors(found._replace(predicted=initial))).mean(dim=1)  # [B]
+        velocities = model(batch.tokens, self._replay).velocities
+        initial = (
+            velocities.predicted.detach() if velocities.old is None else velocities.old
+        )  # old is missing of rows not trained
+        ratio = -0.5 * (errors(velocities) - errors(velocities._replace(predicted=initial))).mean(dim=1)  # [B]
         chosen, rejected = ratio.view(-1, 2).unbind(dim=1)  # [E] each
         loss = _mean(self._loss(chosen, rejected), batch, totals)
         _measure_pairs(self._beta * chosen, self._beta * rejected, batch, totals, meter, loss)

@@ -1,4 +1,4 @@
-"""Optimizers by name, and the course of the learning rate."""
+"""Optimizers by name, and the learning-rate schedule."""
 
 from mobula.learner.optim.optimizers import OPTIMIZERS, build_optimizer, learning_rate, optimizer_maker
 

@@ -39,14 +39,14 @@ class AdamWOfBytes(AdamW8bit):  # type: ignore[misc]  # torchao has no types
         """The state with plain moments and learning rates as numbers: torch's distributed checkpoints can copy it and
         share it out again.
         """
-        found = super().state_dict()
-        states = {key: {name: _plain(value) for name, value in own.items()} for key, own in found["state"].items()}
-        groups = [{**group, "lr": float(group["lr"])} for group in found["param_groups"]]
-        return {**found, "state": states, "param_groups": groups}
+        state = super().state_dict()
+        states = {key: {name: _plain(value) for name, value in own.items()} for key, own in state["state"].items()}
+        groups = [{**group, "lr": float(group["lr"])} for group in state["param_groups"]]
+        return {**state, "state": states, "param_groups": groups}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from what `state_dict` gave."""
+        """Restores the result of `state_dict`."""
         super().load_state_dict(state_dict)
         for parameter, own in self.state.items():
             for name, has_sign in MOMENTS.items():
@@ -84,7 +84,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _plain(value: Any) -> Any:
-    """A quantised tensor in float32; all else as it is."""
+    """Returns a quantised tensor in float32; other values unchanged."""
     if isinstance(value, OptimState8bit):
         return value.dequantize(torch.float32)
     if isinstance(value, DTensor) and isinstance(shard := value.to_local(), OptimState8bit):

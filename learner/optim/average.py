@@ -1,4 +1,4 @@
-"""WeightAverage: an exponential moving average of what is trained, a copy beside the weights."""
+"""WeightAverage: an exponential moving average of the trained parameters, in a separate copy."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class WeightAverage:
     folder = FOLDER
 
     def __init__(self, trained: Callable[[], dict[str, Tensor]], decay: float, copy: Copy) -> None:
-        """Of what is trained, as its backend has it (`Backend.trained`). `copy(state, folder)` returns what writes a
-        copy."""
+        """`trained` returns this rank's shards (`Backend.trained`); `copy(state, folder)` returns a function that
+        writes a copy of `state`."""
         self._decay = decay
         self._copy = copy
         self._trained = trained
@@ -47,27 +47,27 @@ class WeightAverage:
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Start again from the weights of this moment."""
+        """Resets the average to the current weights."""
         torch._foreach_copy_(local(self.tensors.values()), self._weights())
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take the weights of this moment into the average."""
+        """Adds the current weights to the average."""
         torch._foreach_lerp_(local(self.tensors.values()), self._weights(), 1 - self._decay)
 
     def _weights(self) -> list[Tensor]:
         return local(self._trained().values())
 
     def to(self, device: torch.device) -> None:
-        """Move it; it must be where the weights are when it takes them."""
+        """Moves the average; `update` needs it on the device of the weights."""
         self.tensors = {name: tensor.to(device, non_blocking=True) for name, tensor in self.tensors.items()}
 
     def save(self, folder: Path, version: int) -> Callable[[], None]:
-        """Copy it; what is returned writes the copy to `folder`, beside training."""
+        """Copies the average; the returned function writes the copy to `folder` during training."""
         return self._copy(self.tensors, folder / self.folder)
 
     def load(self, folder: Path) -> None:
-        """Go on from what `save` wrote.
+        """Restores the average written by `save`.
 
         Raises:
             CheckpointError: there is no average in `folder`.
@@ -76,7 +76,7 @@ class WeightAverage:
 
 
 class NullAverage:
-    """In the place of a WeightAverage where none is kept."""
+    """Null object of WeightAverage."""
 
     def begin(self) -> None: ...
 
@@ -107,8 +107,8 @@ def read_average(folder: Path, tensors: dict[str, Tensor], *, no_dist: bool, nam
     """
     refuse_without_average(folder, name)
     saved = dcp.FileSystemReader(folder / name).read_metadata().state_dict_metadata
-    # What DeepSpeed shards is saved flat and padded.
-    sizes = {n: one.size for n, one in saved.items() if isinstance(one, TensorStorageMetadata)}
+    # DeepSpeed saves its shards flat and padded.
+    sizes = {n: tensor.size for n, tensor in saved.items() if isinstance(tensor, TensorStorageMetadata)}
     read = {n: t if sizes[n] == t.shape else t.new_empty(sizes[n]) for n, t in tensors.items()}
     dcp.load(read, checkpoint_id=folder / name, no_dist=no_dist)
     for n, t in tensors.items():

@@ -1,4 +1,4 @@
-"""The optimizer and the course of its learning rate, from the configuration."""
+"""The optimizer and the learning-rate schedule of a configuration."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ Named = list[tuple[str, nn.Parameter]]
 
 
 def build_optimizer(named: Iterable[tuple[str, nn.Parameter]], config: LearnerConfig) -> torch.optim.Optimizer:
-    """The optimizer that `learner.optimizer` names, over what is trained; vectors (biases, norms) are not decayed."""
+    """Builds the optimizer of `learner.optimizer` over the trained parameters; vectors (biases, norms) do not decay."""
     trained = [(name, p) for name, p in named if p.requires_grad]
     return optimizer_maker(config)(trained, config)
 
 
 def optimizer_maker(config: LearnerConfig) -> Callable[[Named, LearnerConfig], torch.optim.Optimizer]:
-    """What makes the optimizer that `learner.optimizer` names.
+    """Returns the function that builds the optimizer of `learner.optimizer`.
 
     Raises:
-        ValueError: it is the user's own, and cannot be called with its options.
+        ValueError: a user's optimizer cannot be called with its options.
     """
     given = ("named_parameters", "config")
     return chosen(OPTIMIZERS, config.optimizer, "learner.optimizer", given, config.optimizer_options)
@@ -76,7 +76,7 @@ def _adam_settings(config: LearnerConfig) -> dict[str, Any]:
 def learning_rate(config: LearnerConfig, step: int, num_steps: int) -> float:
     """The learning rate of step `step` (from 0): linear over `warmup_steps`, then by `schedule` towards 0 at the end.
 
-    A function of the step alone, so there is no scheduler to save and a resumed run goes on exactly.
+    Depends only on the step, so that there is no scheduler state to save and a resumed run is exact.
     """
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / config.warmup_steps

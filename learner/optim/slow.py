@@ -1,4 +1,4 @@
-"""SlowWeights: a copy of what is trained that follows it once a step; the policy that samples in DiffusionNFT."""
+"""SlowWeights: a slow-moving copy of the trained parameters, the sampling policy of DiffusionNFT."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ class SlowWeights(WeightAverage):
     def __init__(
         self, trained: Callable[[], dict[str, Tensor]], decay_rate: float, max_decay: float, copy: Copy
     ) -> None:
-        """Of what is trained, as its backend has it."""
+        """`trained` and `copy` as in `WeightAverage`."""
         super().__init__(trained, max_decay, copy)
         self._decay_rate, self._max_decay = decay_rate, max_decay
 
     def follow(self, version: int) -> None:
-        """Take over what step `version` has made of the weights."""
+        """Moves the copy towards the weights after step `version`."""
         self._decay = min(self._max_decay, self._decay_rate * version)
         self.update()
 
     @contextmanager
     @torch.no_grad()
     def in_place(self) -> Iterator[None]:
-        """Within the body the policy has the slow weights. No gradient may be under way."""
+        """Swaps the slow weights into the policy while the body runs. No gradient may be accumulated."""
         self._swap()
         try:
             yield
@@ -45,13 +45,13 @@ class SlowWeights(WeightAverage):
 
     def _swap(self) -> None:
         slow, weights = local(self.tensors.values()), self._weights()
-        kept = [w.detach().clone() for w in weights]
+        trained = [w.detach().clone() for w in weights]
         torch._foreach_copy_(weights, slow)
-        torch._foreach_copy_(slow, kept)
+        torch._foreach_copy_(slow, trained)
 
 
 class NullSlow(NullAverage):
-    """In the place of SlowWeights where the sampling policy is the trained one."""
+    """Null object of SlowWeights, for runs that sample with the trained policy."""
 
     def follow(self, version: int) -> None: ...
 

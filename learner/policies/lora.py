@@ -101,8 +101,8 @@ def _linear_layers(manifest: Manifest, matrices: Iterable[str], shape: ModelShap
     decoder = tuple(start for start in above if all(f"{start}{weight}" in names for weight in shape.decoder))
     linear = [module for module in matrices if layer_kind(module) in shape.linear_kinds]
     starts = {**shape.parts, LANGUAGE: decoder}
-    found = {part: [module for module in linear if f"{module}.".startswith(starts[part])] for part in starts}
-    return {part: modules for part, modules in found.items() if modules}
+    layers = {part: [module for module in linear if f"{module}.".startswith(starts[part])] for part in starts}
+    return {part: modules for part, modules in layers.items() if modules}
 
 
 def adapter_manifest(manifest: Manifest, policy: PolicyConfig, shape: ModelShape | None = None) -> Manifest:

@@ -113,8 +113,8 @@ def teaching_noising(config: RunConfig, num_draws: int) -> Noising:
 
 def _tables(checkpoint: FlowCheckpoint, denoising: Denoising) -> tuple[np.ndarray, np.ndarray]:
     """float32 noise levels [S + 1] and times [S]."""
-    found = checkpoint.schedule(denoising)
-    return found.sigmas.numpy(), found.timesteps.numpy()
+    schedule = checkpoint.schedule(denoising)
+    return schedule.sigmas.numpy(), schedule.timesteps.numpy()
 
 
 def save_trained(

@@ -130,7 +130,7 @@ def _fetched(entries: Entries[E], places: set[int]) -> tuple[dict[int, E], str]:
 def _owned(held: Sequence[set[int]], num: int) -> list[set[int]]:
     """For each rank the entries whose outlines it sends: the first rank that fetches one, else the ranks in turn."""
     owned: list[set[int]] = [set() for _ in held]
-    for place in range(num):
-        holders = [rank for rank, own in enumerate(held) if place in own]
-        owned[holders[0] if holders else place % len(held)].add(place)
+    for index in range(num):
+        holders = [rank for rank, own in enumerate(held) if index in own]
+        owned[holders[0] if holders else index % len(held)].add(index)
     return owned

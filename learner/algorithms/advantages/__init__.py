@@ -1,4 +1,4 @@
-"""Advantages: how much better a response is than a baseline. One formula a file; `algorithm.advantage` chooses."""
+"""Advantages of responses over a baseline. One formula per file; `algorithm.advantage` selects."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class EarlierRewards:
-    """M rewards that prompts of the step had in steps before it."""
+    """M rewards of the step's prompts in earlier steps."""
 
     values: Tensor  # float64 [M], shaped
     prompt_ids: Tensor  # int [M]
@@ -20,7 +20,7 @@ class EarlierRewards:
 class StepRewards:
     """All N responses of a step. Siblings have equal group ids, wherever they stand.
 
-    A response that is not included has no reward. It takes no part in any statistic and gets advantage 0.
+    Responses that are not included have no reward. Statistics exclude them; their advantage is 0.
     """
 
     values: Tensor  # float [N], shaped

@@ -28,5 +28,5 @@ def grpo_guard(
     Source: GRPO-Guard, arXiv:2510.22319.
     """
     ratio = (std * (log_ratio(logprobs, old_logprobs) + drift)).exp()
-    found = clipped_surrogate(ratio, advantages, clip_low, clip_high)
-    return found._replace(loss=found.loss / length)
+    surrogate = clipped_surrogate(ratio, advantages, clip_low, clip_high)
+    return surrogate._replace(loss=surrogate.loss / length)

@@ -14,7 +14,7 @@ KL_ESTIMATORS: dict[str, KLEstimator] = {"k1": k1, "k2": k2, "k3": k3, "k3_impor
 
 
 def kl_estimator(config: KLConfig) -> KLEstimator:
-    """The estimator that `algorithm.kl.estimator` names."""
+    """Returns the estimator of `algorithm.kl.estimator`."""
     given = ("logprobs", "reference_logprobs", "behavior_logprobs")
     return chosen(KL_ESTIMATORS, config.estimator, "algorithm.kl.estimator", given, config.estimator_options)
 

@@ -8,23 +8,23 @@ MAX_ERROR = 0.2  # of the relative error that one step answers to
 
 
 class KLCoefficient(Protocol):
-    """The coefficient, and what changes it."""
+    """Interface of KL coefficients."""
 
     value: float
 
     def observe(self, kl: float, num_responses: int) -> None:
-        """Take in the KL (nat a token) that one step of `num_responses` responses measured."""
+        """Updates the coefficient with the KL (nat per token) of one step of `num_responses` responses."""
         ...
 
 
 class FixedCoefficient:
-    """Stays as it is configured."""
+    """A constant coefficient."""
 
     def __init__(self, value: float) -> None:
         self.value = value
 
     def observe(self, kl: float, num_responses: int) -> None:
-        """Nothing changes."""
+        """Ignores the KL."""
 
 
 class AdaptiveCoefficient:

@@ -22,7 +22,7 @@ def turn_gae(response: TokenValues, gamma: float, gae_lambda: float) -> TokenCre
     if turns:
         rewards = np.array([response.rewards[start:end].sum() for start, end in turns])
         values = response.values[[start for start, _ in turns]].astype(np.float64)
-        found = estimated(rewards, values, response.end_value, gamma, gae_lambda)
-        for (start, end), advantage, value in zip(turns, found, values, strict=True):
+        turn_advantages = estimated(rewards, values, response.end_value, gamma, gae_lambda)
+        for (start, end), advantage, value in zip(turns, turn_advantages, values, strict=True):
             advantages[start:end], returns[start:end] = advantage, advantage + value
     return TokenCredit(advantages, returns)

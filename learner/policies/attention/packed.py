@@ -199,8 +199,8 @@ def _window(query: Tensor, sliding_window: int | None) -> Tensor | None:
     num_tokens = query.shape[2]
     if sliding_window is None or num_tokens <= sliding_window:
         return None
-    places = torch.arange(num_tokens, device=query.device)
-    distance = places[:, None] - places
+    positions = torch.arange(num_tokens, device=query.device)
+    distance = positions[:, None] - positions
     return ((distance >= 0) & (distance < sliding_window))[None, None]
 
 

@@ -62,8 +62,8 @@ class Gemma3(VisionFamily):
     def expansion(self, processor: ProcessorMixin, size: Size) -> np.ndarray:
         assert isinstance(processor, Gemma3Processor)
         tokenizer = processor.tokenizer
-        places = np.full(processor.image_seq_length, tokenizer.image_token_id)
-        return np.array([tokenizer.boi_token_id, *places, tokenizer.eoi_token_id], dtype=np.int32)
+        placeholders = np.full(processor.image_seq_length, tokenizer.image_token_id)
+        return np.array([tokenizer.boi_token_id, *placeholders, tokenizer.eoi_token_id], dtype=np.int32)
 
     def engine_inputs(
         self, config: PreTrainedConfig, images: Sequence[Mapping[str, np.ndarray]]

@@ -50,9 +50,9 @@ class InternVL(VisionFamily, VideoFamily):
         assert isinstance(processor, InternVLProcessor)
         width, height = size
         num_tiles = processor.image_processor.get_number_of_image_patches(height, width, image_settings(processor))
-        places = np.full(processor.image_seq_length * num_tiles, processor.image_token_id)
+        placeholders = np.full(processor.image_seq_length * num_tiles, processor.image_token_id)
         frame = (processor.start_image_token_id, processor.end_image_token_id)
-        return np.array([frame[0], *places, frame[1]], dtype=np.int32)
+        return np.array([frame[0], *placeholders, frame[1]], dtype=np.int32)
 
     def video_placeholder_id(self, config: PreTrainedConfig) -> int:
         return self.placeholder_id(config)

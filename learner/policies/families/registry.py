@@ -77,10 +77,10 @@ def family_of(config: PreTrainedConfig, source: str | None = "", key: str = "pol
 def _refuse_scaled_logits(config: PreTrainedConfig, source: str | None, key: str) -> None:
     """Refuse a model that changes logits behind its output embeddings, or attention scores before their softmax."""
     text = config.get_text_config()
-    found = {name: getattr(text, name, None) for name in LOGIT_SCALES}
-    found = {name: value for name, value in found.items() if value not in (None, 1, 0)}
-    if found and config.model_type not in REFUSED:
-        name, value = next(iter(found.items()))
+    scales = {name: getattr(text, name, None) for name in LOGIT_SCALES}
+    scales = {name: value for name, value in scales.items() if value not in (None, 1, 0)}
+    if scales and config.model_type not in REFUSED:
+        name, value = next(iter(scales.items()))
         raise ValueError(
             f"{key}={source} has {name}={value} in its config.json, and no logits are capped or scaled here: choose a "
             f"checkpoint without it; {_known()}"

@@ -98,12 +98,12 @@ class UnknownFamily(VisionFamily):
         if "rope_deltas" in vars(core):  # of the batch before
             vars(core)["rope_deltas"] = None
         device = batch.input_ids.device
-        found = {name: token_types.to(device) for name in TOKEN_TYPES if name in taken}
+        inputs = {name: token_types.to(device) for name in TOKEN_TYPES if name in taken}
         order = list(batch.media.order)
         for name in GRIDS:
             if name in taken and name in batch.media.inputs:
-                found[name] = batch.media.inputs[name][order].to(device)
-        return found
+                inputs[name] = batch.media.inputs[name][order].to(device)
+        return inputs
 
     def generate_inputs(self, model: PreTrainedModel, token_types: Tensor) -> dict[str, Tensor]:
         taken = inspect.signature(type(self.core(model)).forward).parameters

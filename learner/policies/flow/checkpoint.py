@@ -86,8 +86,8 @@ class FlowCheckpoint:
         """
         name = self._index[SCHEDULER][1]
         scheduler = getattr(diffusers, name).from_pretrained(self.folder, subfolder=SCHEDULER)
-        found = self.family.schedule(scheduler, denoising.num_steps, self.latent_shape(denoising))
-        levels = found.sigmas
+        schedule = self.family.schedule(scheduler, denoising.num_steps, self.latent_shape(denoising))
+        levels = schedule.sigmas
         if len(levels) != denoising.num_steps + 1 or not (
             0 <= levels[-1] and levels[0] <= 1 and levels.diff().lt(0).all()
         ):
@@ -96,7 +96,7 @@ class FlowCheckpoint:
                 f"{[round(float(level), 4) for level in levels]}, which do not fall from 1 to 0 in "
                 f"sampler.flow.num_steps={denoising.num_steps} steps: set use_flow_sigmas in its configuration"
             )
-        return found
+        return schedule
 
     def latent_shape(self, denoising: Denoising) -> tuple[int, ...]:
         """Of the latents of one image or video.

@@ -144,6 +144,6 @@ def velocities(
     if negatives is None:
         return family.velocity(model, x, t, given, guidance)[:num].float()
     both = {name: torch.cat([negatives[name][rows].to(dtype), tensor]) for name, tensor in given.items()}
-    found = family.velocity(model, torch.cat([x, x]), torch.cat([t, t]), both, guidance)
-    unconditional, conditional = found.chunk(2)
+    predictions = family.velocity(model, torch.cat([x, x]), torch.cat([t, t]), both, guidance)
+    unconditional, conditional = predictions.chunk(2)
     return family.guided(conditional[:num], unconditional[:num], guidance)

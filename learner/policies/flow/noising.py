@@ -111,7 +111,7 @@ def collate_noised(sequences: Sequence[CleanSequence], reader: Reader, device: t
     """Draw levels and noise of each image, and resolve the conditions; each unique one is read and placed once."""
     handles = list({s.media[0].key: s.media[0] for s in sequences}.values())
     media = reader.read(handles)
-    places = {handle.key: place for place, handle in enumerate(handles)}
+    indices = {handle.key: index for index, handle in enumerate(handles)}
     num_draws = sequences[0].noising.num_draws
     levels, noise = [], []
     for s in sequences:
@@ -131,7 +131,7 @@ def collate_noised(sequences: Sequence[CleanSequence], reader: Reader, device: t
         conditions={
             name: on_device(np.concatenate([m.inputs[name] for m in media]), device) for name in media[0].inputs
         },
-        condition_rows=torch.tensor([places[s.media[0].key] for s in sequences], device=device).repeat_interleave(
+        condition_rows=torch.tensor([indices[s.media[0].key] for s in sequences], device=device).repeat_interleave(
             num_draws
         ),
         old=column(old) if len(old) == len(sequences) else None,

@@ -109,11 +109,11 @@ def collate_latents(sequences: Sequence[LatentSequence], reader: Reader, device:
     """Line the steps of all rows up and resolve their conditions; each unique one is read and placed once."""
     handles = list({handle.key: handle for s in sequences for handle in s.media}.values())
     media = reader.read(handles)
-    places = {handle.key: place for place, handle in enumerate(handles)}
+    indices = {handle.key: index for index, handle in enumerate(handles)}
     num_steps = np.array([s.num_targets for s in sequences])
-    of_step = np.repeat([places[s.media[0].key] for s in sequences], num_steps)
+    of_step = np.repeat([indices[s.media[0].key] for s in sequences], num_steps)
     has_negatives = len(sequences[0].media) == 2
-    negatives = np.repeat([places[s.media[-1].key] for s in sequences], num_steps) if has_negatives else None
+    negatives = np.repeat([indices[s.media[-1].key] for s in sequences], num_steps) if has_negatives else None
     target_mask = np.arange(max(1, num_steps.max())) < num_steps[:, None]
     rows, columns = np.nonzero(target_mask)
     actions = [s.actions for s in sequences]

@@ -201,8 +201,8 @@ def scaled_images(vae: Any, latents: Tensor) -> np.ndarray:
 
 def scaled_latents(vae: Any, pixels: np.ndarray) -> Tensor:
     """Inverse of `scaled_images`: latents [N, C, H, W] of uint8 [N, H, W, 3]."""
-    found = vae.encode(_of_levels(vae, pixels), return_dict=False)[0]  # latents, or a distribution of them
-    latents = found if isinstance(found, Tensor) else found.mode()
+    encoded = vae.encode(_of_levels(vae, pixels), return_dict=False)[0]  # latents, or a distribution of them
+    latents = encoded if isinstance(encoded, Tensor) else encoded.mode()
     return (latents - (vae.config.get("shift_factor") or 0.0)) * vae.config.scaling_factor
 
 

@@ -42,15 +42,15 @@ class Flux(PackedFamily):
         self, model: nn.Module, latents: Tensor, timesteps: Tensor, conditions: Conditions, guidance: float
     ) -> Tensor:
         height, width = latents.shape[-2:]
-        places = torch.zeros(height // 2, width // 2, 3, device=latents.device, dtype=latents.dtype)
-        places[..., 1] += torch.arange(height // 2, device=latents.device)[:, None]
-        places[..., 2] += torch.arange(width // 2, device=latents.device)
+        image_ids = torch.zeros(height // 2, width // 2, 3, device=latents.device, dtype=latents.dtype)
+        image_ids[..., 1] += torch.arange(height // 2, device=latents.device)[:, None]
+        image_ids[..., 2] += torch.arange(width // 2, device=latents.device)
         tokens = model(
             hidden_states=packed(latents),
             timestep=(timesteps / 1000).to(latents.dtype),
             guidance=timesteps.new_full((len(latents),), guidance) if self.embeds_guidance(config_of(model)) else None,
             txt_ids=latents.new_zeros(conditions["encoder_hidden_states"].shape[1], 3),
-            img_ids=places.reshape(-1, 3),
+            img_ids=image_ids.reshape(-1, 3),
             return_dict=False,
             **conditions,
         )[0]

@@ -62,8 +62,8 @@ class QwenImage(PackedFamily):
     def guided(self, conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
         """u + g (c - u), each token as long as that of the prompt alone. Source: QwenImagePipeline of diffusers."""
         own, both = packed(conditional.float()), packed(guided(conditional, unconditional, scale))
-        kept = both * (own.norm(dim=-1, keepdim=True) / both.norm(dim=-1, keepdim=True))
-        return unpacked(kept, *conditional.shape[-2:])
+        rescaled = both * (own.norm(dim=-1, keepdim=True) / both.norm(dim=-1, keepdim=True))
+        return unpacked(rescaled, *conditional.shape[-2:])
 
     def encode_images(self, vae: Any, pixels: np.ndarray) -> Tensor:
         return normalised_latents(vae, pixels).squeeze(2)

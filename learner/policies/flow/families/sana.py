@@ -41,13 +41,13 @@ class Sana(FlowFamily):
     def velocity(
         self, model: nn.Module, latents: Tensor, timesteps: Tensor, conditions: Conditions, guidance: float
     ) -> Tensor:
-        found = model(
+        output = model(
             hidden_states=latents,
             timestep=timesteps * config_of(model)["timestep_scale"],
             return_dict=False,
             **conditions,
         )[0]
-        return found[:, : latents.shape[1]]  # a model that predicts its variance has as many channels more
+        return output[:, : latents.shape[1]]  # a model that predicts its variance has as many channels more
 
     def encode_images(self, vae: Any, pixels: np.ndarray) -> Tensor:
         return scaled_latents(vae, pixels)

@@ -95,7 +95,7 @@ def _t5_sizes(tokenizer: T5Tokenizer, hidden_size: int) -> dict[str, Any]:
 def gemma_tokenizer() -> GemmaTokenizer:
     """One token for each printable ASCII character."""
     tokens = ["<pad>", "<eos>", "<bos>", "<unk>", "▁", *map(chr, range(ord("!"), ord("~") + 1))]
-    vocab = {token: place for place, token in enumerate(tokens)}
+    vocab = {token: index for index, token in enumerate(tokens)}
     return GemmaTokenizer(vocab=vocab, merges=[], model_max_length=GEMMA_TOKENS)
 
 

@@ -95,6 +95,11 @@ def _composed(words: Sequence[Word]) -> dict[str, Any]:
         if group in chosen:
             merge(values, own_values(group, chosen[group]))
     lay_on(values, [word for word in words if isinstance(word.value, COMPUTED_FROM.get(word.name, ()))])
+    return resolved(values)
+
+
+def resolved(values: dict[str, Any]) -> dict[str, Any]:
+    """Returns the values with each `${...}` computed."""
     return OmegaConf.to_container(OmegaConf.create(values), resolve=True)  # type: ignore[return-value]
 
 

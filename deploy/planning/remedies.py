@@ -7,10 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from mobula.cluster.errors import PreflightError
 from mobula.configs.groups import groups, merge, own_values
+from mobula.configs.load import resolved
 from mobula.configs.rules import checked
 from mobula.configs.schema import ResourcesConfig, RunConfig, SamplerKind
 from mobula.deploy.planning.activations import checkpointing
@@ -39,12 +38,12 @@ def remedies(config: RunConfig, shape: ModelShape, nodes: Sequence[PlannedNode])
             ):
                 continue  # two values for one key, or no less than what suffices already
             if _fits(config, shape, nodes, merged):
-                found.append(merged)
-            if len(found) == NUM_SHOWN:
-                return [words(setting) for setting in found]
-        if found and number > 1:  # there are thousands of triples, and each is planned
+                proposals.append(merged)
+            if len(proposals) == NUM_SHOWN:
+                return [words(setting) for setting in proposals]
+        if proposals and number > 1:  # there are thousands of triples, and each is planned
             break
-    return [words(setting) for setting in found]
+    return [words(setting) for setting in proposals]
 
 
 def words(setting: Setting) -> str:
@@ -70,7 +69,7 @@ def changed(config: RunConfig, setting: Setting) -> RunConfig:
             section = section[part]
         section[last] = value
     # Presets count their workers by nodes: `${times:${resources.num_nodes},4}`.
-    values |= OmegaConf.to_container(OmegaConf.create({"resources": values["resources"]}), resolve=True)
+    values |= resolved({"resources": values["resources"]})
     return checked(RunConfig.model_validate_json(json.dumps(values), strict=True))
 
 

@@ -40,7 +40,7 @@ def run_job(context: Context, preset: str) -> Figures:
     folder = context.folder / preset
     folder.mkdir(parents=True)
     own = (f"resources={preset}", f"folder={folder}", "name=job", f"policy.model={folder / 'model'}")
-    words = ("-m", "mobula.deploy.cli", "train", *WORDS, *own, f"data.path={folder / 'data'}")
+    command = ("-m", "mobula.deploy.cli", "train", *WORDS, *own, f"data.path={folder / 'data'}")
     log = folder / "output.txt"
     code = run_logged([sys.executable, *command], os.environ, ROOT, log, TIMEOUT_S, lambda process: None)
     assert code == 0, f"`mobula train resources={preset}` ended with {code}: {' | '.join(last_lines(log, LOG_LINES))}"

@@ -42,7 +42,10 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["rewards.components.0.wieght=1"], ["did you mean rewards.components.INDEX.weight?"]),
     (["hydra.run.dir=elsewhere"], ["hydra.run.dir is unknown"]),
     # options that are not there
-    (["resources=latop"], ["did you mean resources=laptop?", "laptop_overlapped, maye_8, multi_node, node_8gpu"]),
+    (
+        ["resources=latop"],
+        ["did you mean resources=laptop?", "laptop_overlapped, maye_8, multi_node, multi_node_large, node_8gpu"],
+    ),
     (["sampler=sglang"], ["sampler=sglang is unknown", "huggingface, image_tokens, vllm"]),
     (["resources=_base"], ["resources=_base is unknown"]),
     (["algorithm=null"], ["algorithm is one of", "algorithm.KEY=VALUE"]),

@@ -19,6 +19,8 @@ from mobula.deploy.planning.remedies import remedies
 from mobula.deploy.planning.scaling_guide import shapes
 from mobula.learner.policies.shapes import tiny_shape
 
+released_shapes = cache(shapes)  # some 15 s
+
 # preset -> the cluster, workers by role, and the words with which Qwen2.5-VL 7B fits; None: it is for the tiny model
 PRESETS: dict[str, tuple[str, dict[str, int], list[str] | None]] = {
     "laptop": ("1x0x0GB:2x16GB", {"learner": 2, "rollout": 2, "reference": 1}, None),
@@ -121,14 +123,14 @@ def test_large_models_fit_engines_over_four_gpus(model: str, words: tuple[str, .
     """With adapters, a KL term whose reference is sharded over the learner ranks has room as well."""
     longest = "learner.tokens_per_microbatch=3072"
     large = ["experiment=own", "resources=multi_node_large", f"resources.num_nodes={size[0]}", longest, *words]
-    plan = plan_memory(load_config(large, is_complete=False), shapes()[model], described_nodes(size))
+    plan = plan_memory(load_config(large, is_complete=False), released_shapes()[model], described_nodes(size))
     assert {len(worker.gpus) for worker in plan.placement.of_role("rollout")} == {4}
     assert not plan.placement.of_role("reference")
     assert (plan.shortfalls == ()) == fits
 
 
 def test_a_preset_with_engines_over_several_gpus_is_proposed_for_what_one_gpu_cannot_sample() -> None:
-    nodes, shape = described_nodes("4x8x80GB"), shapes()["Qwen2.5-VL 72B"]
+    nodes, shape = described_nodes("4x8x80GB"), released_shapes()["Qwen2.5-VL 72B"]
     found = config("multi_node", "resources.num_nodes=4", "learner.tokens_per_microbatch=3072")
     assert plan_memory(found, shape, nodes).shortfalls
     ways = remedies(found, shape, nodes)

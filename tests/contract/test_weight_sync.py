@@ -73,7 +73,7 @@ async def test_at_b_and_at_another_b_and_at_a_again_the_engine_computes_what_the
     assert {push.num_bytes for push in pushes} == {learner.manifest().num_bytes}
 
 
-async def test_a_image_that_was_seen_before_a_push_is_seen_with_the_new_vision_tower(
+async def test_an_image_that_was_seen_before_a_push_is_seen_with_the_new_vision_tower(
     engine: Engine, learner: Learner
 ) -> None:
     sync = weight_sync(engine, LocalSender(learner))

@@ -139,7 +139,7 @@ def test_a_bad_sample_is_skipped_counted_and_named(model: Path, tmp_path: Path, 
     assert len(row["message"]) > 10
 
 
-def test_a_image_that_is_damaged_behind_its_header_is_skipped_when_it_is_met(model: Path, tmp_path: Path) -> None:
+def test_an_image_that_is_damaged_behind_its_header_is_skipped_when_it_is_met(model: Path, tmp_path: Path) -> None:
     data = write_data(tmp_path / "data")
     whole = (data / "good.png").read_bytes()
     run = prepared(model, write_data(data, image(data, whole[: len(whole) // 2])), tmp_path / "runs")

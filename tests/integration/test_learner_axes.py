@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.multiprocessing as mp
-from backend_run import LORA, config_of, equal, train
+from backend_run import LORA, config_of, equal, met_at, train
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from mobula.learner.backends import fsdp2
+from mobula.learner.learner import Learner
 from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 from mobula.learner.policy_weights import export_state
 
@@ -81,3 +83,35 @@ def test_a_checkpoint_and_an_export_hold_the_weights(ran: Path, name: str, tmp_p
     exported, state = (load_file(at / "model.safetensors") for at in (ran / name / "export", tmp_path))
     assert equal(exported, seen["weights"], atol=0)
     assert equal(state, exported, atol=0)
+
+
+def _resave(rank: int, num_ranks: int, model: Path, source: Path, target: Path) -> None:
+    torch.set_num_threads(1)
+    fsdp2.MIN_UNIT_NUMEL = 0
+    ranks = f"resources.learner.num_workers={num_ranks}"
+    learner = Learner(config_of(model, "learner=fsdp2", ranks, AVERAGE), rank, num_ranks, (250,))
+    learner.connect(met_at(learner, rank, target / "address"))
+    learner.load(source)
+    learner.save(target / "state")
+    learner.close()
+
+
+def test_a_state_is_the_same_behind_two_ranks_and_four_again(ran: Path, tmp_path: Path) -> None:
+    """Weights, optimizer state and average of the weights, bit for bit."""
+    source = ran / "two replicas" / "state"
+    for num_ranks in (4, 2, 4):
+        target = tmp_path / f"{len(list(tmp_path.iterdir()))}-{num_ranks}"
+        target.mkdir()
+        mp.start_processes(_resave, args=(num_ranks, ran / "model", source, target), nprocs=num_ranks)
+        source = target / "state"
+    first, last = (_tensors(folder, tmp_path / "joined.pt") for folder in (ran / "two replicas" / "state", source))
+    assert first.keys() == last.keys() and any("exp_avg_sq" in name for name in first)
+    assert not [name for name in first if not torch.equal(first[name], last[name])]
+
+
+def _tensors(state: Path, joined: Path) -> dict[str, torch.Tensor]:
+    """Returns each tensor of a checkpoint of one state, whole."""
+    (metadata,) = state.rglob(".metadata")
+    dcp_to_torch_save(metadata.parent, joined)
+    leaves, _ = torch.utils._pytree.tree_flatten_with_path(torch.load(joined, weights_only=False))
+    return {str(path): leaf for path, leaf in leaves if isinstance(leaf, torch.Tensor)}

@@ -113,7 +113,7 @@ def test_the_canary_compared_engine_and_learner_after_every_push(report: RunFold
     assert all("canary" in step.values for step in report.steps)
 
 
-def test_a_image_is_stored_once_however_many_siblings_share_it(report: RunFolder, summary: Summary) -> None:
+def test_an_image_is_stored_once_however_many_siblings_share_it(report: RunFolder, summary: Summary) -> None:
     referenced = [step.values["media_bytes_referenced"] for step in report.steps]
     unique = [step.values["media_bytes_unique"] for step in report.steps]
     one_image = max(referenced) / (PROMPTS_PER_STEP * NUM_SAMPLES)

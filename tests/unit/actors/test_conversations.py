@@ -263,7 +263,7 @@ def test_a_pair_shares_its_context(config: RunConfig, images: Path) -> None:
     assert all(trajectory.action_mask.all() for trajectory in scored.group.trajectories)
 
 
-def test_what_is_too_long_is_rejected_before_a_image_is_decoded(config: RunConfig, images: Path) -> None:
+def test_what_is_too_long_is_rejected_before_an_image_is_decoded(config: RunConfig, images: Path) -> None:
     [row] = read_conversations(written(images, SEVERAL_TURNS), "train", "conversation").rows
     length = processor(config).check(row)
     assert processor(config, max_tokens=length).check(row) == length

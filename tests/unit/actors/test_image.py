@@ -86,7 +86,7 @@ def test_every_mode_becomes_rgb_on_white(content: bytes, expected: list[tuple[in
     assert pixels(image) == [expected]
 
 
-def test_a_image_is_turned_upright_and_its_area_measured_without_decoding() -> None:
+def test_an_image_is_turned_upright_and_its_area_measured_without_decoding() -> None:
     sideways = Image.new("RGB", (40, 20))
     exif = sideways.getexif()
     exif[0x0112] = 6  # shown turned by a quarter
@@ -140,7 +140,7 @@ def test_a_damaged_image_is_refused_when_it_is_decoded(content: bytes) -> None:
 
 
 @given(st.binary(min_size=1, max_size=30), st.integers(0, 2000))
-def test_damage_anywhere_gives_a_image_or_a_media_error(damage: bytes, place: int) -> None:
+def test_damage_anywhere_gives_an_image_or_a_media_error(damage: bytes, place: int) -> None:
     content = bytearray(png(32))
     place %= len(content)
     content[place : place + len(damage)] = damage

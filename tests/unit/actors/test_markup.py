@@ -102,7 +102,7 @@ def test_markup_beside_images_is_text(chat: ChatProcessor) -> None:
         checked_observation([unclear], ["user"], max_bytes=1 << 20, takes_images=True)
 
 
-def test_parts_of_a_request_say_what_is_a_image() -> None:
+def test_parts_of_a_request_say_what_is_an_image() -> None:
     url = "data:image/png;base64,iVBORw0KGgo="
     parts = [{"type": "text", "text": MARKUP}, {"type": "image_url", "image_url": {"url": url}}]
     assert message_of("user", parts).text == MARKUP + IMAGE_MARK
@@ -110,7 +110,7 @@ def test_parts_of_a_request_say_what_is_a_image() -> None:
     assert message_of("user", MARKUP) == Message("user", MARKUP)
 
 
-def test_where_parts_say_what_is_a_image_text_is_text(chat: ChatProcessor, folder: Path) -> None:
+def test_where_parts_say_what_is_an_image_text_is_text(chat: ChatProcessor, folder: Path) -> None:
     if not chat.takes_images:
         pytest.skip("the model takes no images")
     image = {"type": "image_url", "image_url": {"url": "a.png"}}

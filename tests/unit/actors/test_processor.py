@@ -238,7 +238,7 @@ def test_any_text_and_images_make_a_consistent_prompt_or_are_refused(
     assert processor.check(row(question, files)) == prompt.num_tokens
 
 
-def test_a_image_in_two_prompts_is_decoded_and_stored_once(
+def test_an_image_in_two_prompts_is_decoded_and_stored_once(
     model: str, images: Images, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decoded: list[Path] = []

@@ -59,7 +59,7 @@ def run_of(folder: Path, *words: str) -> RunConfig:
     return load_config(["experiment=digits", f"policy.model={folder}", "policy.tiny=none", *words])
 
 
-def test_tokens_of_a_image_see_each_other(folder: Path, asked: FamilyPrompts, monkeypatch) -> None:
+def test_tokens_of_an_image_see_each_other(folder: Path, asked: FamilyPrompts, monkeypatch) -> None:
     both_ways = logprobs(folder, asked, "two images")
     monkeypatch.setattr("mobula.learner.policies.families.gemma3.Gemma3.decoder_inputs", lambda *_: {})
     assert np.abs(both_ways - logprobs(folder, asked, "two images")).max() > 1e-3

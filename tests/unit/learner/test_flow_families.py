@@ -201,7 +201,7 @@ def test_a_model_with_embedded_guidance_takes_no_negative_prompt(flux: Path) -> 
     assert not FAMILIES["FluxPipeline"].embeds_guidance(config | {"guidance_embeds": False})
 
 
-def test_a_image_model_makes_no_videos(flux: Path) -> None:
+def test_an_image_model_makes_no_videos(flux: Path) -> None:
     with pytest.raises(ValueError, match=r"a FluxPipeline, which makes images: set sampler\.flow\.num_frames=1"):
         FlowCheckpoint(str(flux)).latent_shape(replace(DENOISING, num_frames=5))
 

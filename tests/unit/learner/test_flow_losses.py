@@ -100,7 +100,7 @@ def actions(seed: int) -> LatentActions:
     return LatentActions(latents, np.array([3], np.int32), 1000 * SIGMAS[3:], np.append(SIGMAS, 0).astype(np.float32))
 
 
-def test_noise_of_a_image_depends_on_nothing_beside_it() -> None:
+def test_noise_of_an_image_depends_on_nothing_beside_it() -> None:
     noising = Noising(SIGMAS, 1000 * SIGMAS, "uniform", 3)
     rows = [CleanSequence.of_response(noising, prompt(name), actions(n)) for n, name in enumerate("abb")]
     reader = MediaReader(timeout_s=1, max_items=4)

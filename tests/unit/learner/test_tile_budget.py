@@ -41,7 +41,7 @@ def released_sizes(name: str, folder: Path) -> Path:
         (9999999, (64, 64), 4 * 4 + 1),  # never more than the checkpoint's own 2,048
     ],
 )
-def test_a_image_takes_the_tokens_of_its_bounded_tiles(
+def test_an_image_takes_the_tokens_of_its_bounded_tiles(
     name: str, max_pixels: int, size: tuple[int, int], num_tiles: int, tmp_path: Path
 ) -> None:
     folder = released_sizes(name, tmp_path / "model")

@@ -126,7 +126,7 @@ def test_chat_template_is_qwens_without_a_system_prompt(processor: ProcessorMixi
 
 
 @pytest.mark.parametrize(("width", "height", "num_tokens"), [(56, 56, 4), (28, 28, 1), (84, 112, 12), (900, 900, 64)])
-def test_a_image_takes_one_token_for_28x28_pixels(
+def test_an_image_takes_one_token_for_28x28_pixels(
     processor: ProcessorMixin, width: int, height: int, num_tokens: int
 ) -> None:
     ids = encode(processor, [image(width, height)])["input_ids"]

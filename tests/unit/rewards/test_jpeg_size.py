@@ -45,7 +45,7 @@ def test_it_is_the_size_of_the_file_and_frames_count_by_their_mean() -> None:
     assert evaluate(small, request(FLAT)).value > 4 * evaluate(small, request(NOISE)).value
 
 
-def test_a_response_without_a_image_or_with_a_damaged_one_has_no_reward() -> None:
+def test_a_response_without_an_image_or_with_a_damaged_one_has_no_reward() -> None:
     small = build_function("jpeg_size", {"wanted": "small", "quality": 95, "scale": 500.0}, TOOLS)
     with pytest.raises(RewardError, match="no image to compress"):
         evaluate(small, request())

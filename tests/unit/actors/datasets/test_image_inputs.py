@@ -247,7 +247,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     running.server_close()
 
 
-def test_a_image_of_an_allowed_host_is_downloaded_once(root: Path, server: str) -> None:
+def test_an_image_of_an_allowed_host_is_downloaded_once(root: Path, server: str) -> None:
     for _ in range(2):
         for path in ("/ok", "/in"):
             [image] = inputs(root, "127.0.0.1").resolve(server + path, "row")
@@ -363,7 +363,7 @@ def test_rows_with_refused_images_are_skipped_and_counted(root: Path) -> None:
     assert split.skipped[0].sample == "train.jsonl:2 (web)"
 
 
-def test_the_name_of_a_image_is_that_of_its_row_or_its_path(root: Path) -> None:
+def test_the_name_of_an_image_is_that_of_its_row_or_its_path(root: Path) -> None:
     [named] = inputs(root).resolve({"bytes": png(), "path": "orig/a.png"}, "train.parquet:3")
     [other] = inputs(root).resolve(png(), "train.parquet:3")
     assert (str(named), str(other)) == ("orig/a.png", "train.parquet:3")

@@ -140,7 +140,7 @@ def test_images_of_messages_keep_their_order_over_turns_and_parts(tmp_path: Path
     assert (row.history[0].text, row.question) == ("<image>Which?", "Which?<image>Which?<image>")
 
 
-def test_an_empty_image_part_stands_for_a_image_of_the_row(tmp_path: Path) -> None:
+def test_an_empty_image_part_stands_for_an_image_of_the_row(tmp_path: Path) -> None:
     record = {"messages": [{"role": "user", "content": [{"type": "image"}, TEXT_PART]}], "images": ["a.png"]}
     [row] = read(tmp_path, "messages", record | {"answer": "7"})
     assert (row.question, [path.name for path in row.images]) == ("<image>Which?", ["a.png"])

@@ -163,7 +163,7 @@ def test_turns_and_columns_of_all_rows_are_no_question(folder: Path, row_format:
         {"type": "input_image", "image_url": f"data:image/png;base64,{BASE64}"},
     ],
 )
-def test_the_parts_of_every_api_hold_a_image(folder: Path, part: dict[str, Any]) -> None:
+def test_the_parts_of_every_api_hold_an_image(folder: Path, part: dict[str, Any]) -> None:
     turn = {"role": "user", "content": [part, {"type": "text", "text": "?"}]}
     [row] = read(folder, "messages", {"messages": [turn], "answer": "7"})
     assert (row.question, len(row.images)) == ("<image>?", 1)

@@ -77,7 +77,7 @@ async def test_a_fault_is_named(fault: str, kind: str) -> None:
     assert (await failure(fault, "inline")).kind == kind
 
 
-async def test_a_image_in_a_text_only_model_is_refused() -> None:
+async def test_an_image_in_a_text_only_model_is_refused() -> None:
     assert (await failure("", "inline", takes_images=False)).kind == "image_in_text_model"
 
 

@@ -69,7 +69,7 @@ def test_samples_carry_answer_reward_reasons_and_images_through_the_file(tmp_pat
     assert [found.thumbnails[key] for key in best.media_keys] == [image]
 
 
-def test_a_image_that_several_samples_share_is_written_once(tmp_path: Path) -> None:
+def test_an_image_that_several_samples_share_is_written_once(tmp_path: Path) -> None:
     samples = keeper(tmp_path / "samples.jsonl")
     samples.offer(1, [make_group("a", [1.0, 0.0], images=[digit_image("7")])])
     assert len(samples.samples) == 3

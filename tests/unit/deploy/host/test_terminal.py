@@ -14,7 +14,7 @@ from mobula.deploy.cli import app
 
 
 @pytest.mark.parametrize("text", [":b:c", "[red]", "a:smile:b"])
-def test_a_value_that_rich_would_read_as_a_image_or_a_style_is_shown_as_it_is(text: str) -> None:
+def test_a_value_that_rich_would_read_as_an_image_or_a_style_is_shown_as_it_is(text: str) -> None:
     shown = CliRunner().invoke(app, ["show-config", f"policy.model=\"'{text}'\""])
     assert shown.exit_code == 0, shown.output
     assert text in shown.stdout

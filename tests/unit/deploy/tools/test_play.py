@@ -86,7 +86,7 @@ async def test_the_terminal_takes_a_line_as_a_turn(monkeypatch: pytest.MonkeyPat
     await game.close()
 
 
-def test_a_image_becomes_half_blocks_of_its_colours() -> None:
+def test_an_image_becomes_half_blocks_of_its_colours() -> None:
     pixels = np.array([[[255, 0, 0], [0, 255, 0]], [[0, 0, 255], [9, 9, 9]], [[1, 2, 3], [4, 5, 6]]], dtype=np.uint8)
     segments = [s for s in terminal_play.blocks(encoded(pixels)).segments if s.text != "\n"]
     colours = [(tuple(s.style.color.triplet), tuple(s.style.bgcolor.triplet)) for s in segments]

@@ -463,7 +463,7 @@ def test_the_size_of_a_file_is_that_of_the_upright_image() -> None:
     assert score("iou", {**IOU, "response_scale": "relative"}, asked).value == pytest.approx(1)
 
 
-def test_a_images_size_is_that_of_the_prompts_first_image() -> None:
+def test_an_images_size_is_that_of_the_prompts_first_image() -> None:
     image = io.BytesIO()
     Image.new("RGB", (100, 200)).save(image, "PNG")
     response = Response("[0.1, 0.1, 0.3, 0.3]", 1, False)
@@ -518,7 +518,7 @@ def image_request(*images: bytes, references: tuple[str, ...] = (), prompt: str 
     return RewardRequest(Response("", 1, False, images), references, {}, prompt)
 
 
-def test_the_text_of_a_image_is_read() -> None:
+def test_the_text_of_an_image_is_read() -> None:
     options = {"layout": "page", "target": "reference", "exact": False, "frame_stride": 1, "num_threads": 1}
     ocr, exact = (build_function("ocr", {**options, "exact": e}, TOOLS) for e in (False, True))
     shown = drawn("New Haven 42")
@@ -548,7 +548,7 @@ def test_the_text_of_a_image_is_read() -> None:
         evaluate(quoted, image_request(shown, prompt='A sign that says "'))
 
 
-def test_a_image_of_one_line_is_read_as_it_is() -> None:
+def test_an_image_of_one_line_is_read_as_it_is() -> None:
     options = {"target": "reference", "exact": True, "frame_stride": 1, "num_threads": 1}
     line, page = (build_function("ocr", {**options, "layout": layout}, TOOLS) for layout in ("line", "page"))
     texts = ("42", "07", "New Haven 42")

@@ -38,15 +38,17 @@ WORDS = (
     f"experiment={SMALL_EXAMPLE}",
     "policy.tiny=none",
     "data.path=unused",
-    "sampler.vllm.kv_cache_bytes=268435456",
-    "sampler.vllm.max_num_seqs=16",
-    "sampler.vllm.gpu_memory_fraction=0.3",  # no plan books it, and the learner is on the same GPU
     "sampler.max_model_len=512",
     "sampler.max_images_per_prompt=3",
     "data.max_prompt_tokens=256",
     "weight_sync.bucket_bytes=1048576",
     "weight_sync.timeout_s=60",
     "learner.warmup_steps=0",
+)
+ENGINE = (
+    "sampler.vllm.kv_cache_bytes=268435456",
+    "sampler.vllm.max_num_seqs=16",
+    "sampler.vllm.gpu_memory_fraction=0.3",  # no plan books it, and the learner is on the same GPU
 )
 
 
@@ -161,6 +163,11 @@ class Model:
         return SamplingSettings(NUM_SAMPLES, self.config.sampler.temperature, MAX_TOKENS, seed)
 
 
+def overrides(*own: str) -> tuple[str, ...]:
+    """Returns the overrides of a stage: those of all stages, sizes of vLLM where it samples, and its own."""
+    return (*WORDS, *(() if "sampler=huggingface" in own else ENGINE), *own)
+
+
 def open_model(context: Context, *own: str) -> Model:
     """A tiny model, which takes images if the installed transformers can train it with them."""
     return open_checkpoint(context, write_checked(context.folder / "tiny"), *own)
@@ -168,7 +175,7 @@ def open_model(context: Context, *own: str) -> Model:
 
 def open_checkpoint(context: Context, folder: Path, *own: str) -> Model:
     """The model of a folder in the Hugging Face layout."""
-    config = run_config(context.words(*WORDS, f"policy.model={folder}", *own))
+    config = run_config(context.words(*overrides(*own), f"policy.model={folder}"))
     store = MediaStore(lambda media: media, config.data.media_cache_bytes)
     processor = ChatProcessor.of(config, store)
     prompts = tuple(case.prompt for case in cases(processor, context.folder, 2).values())

@@ -62,7 +62,7 @@ def with_runtime(monkeypatch: pytest.MonkeyPatch, outcome: int | BaseException) 
         ["train", "--help"],
         ["show-config"],
         ["show-config", "data=bad"],
-        ["show-config", "experiment=digits"],
+        ["show-config", "experiment=geometry3k"],
         ["status", "--help"],
         ["status", "no_such_run"],
         ["scale", "--help"],

@@ -17,6 +17,8 @@ from omegaconf import OmegaConf
 from mobula.configs import keys
 from mobula.configs.groups import groups, leaves, own_values
 from mobula.configs.load import dump_config, load_config, load_resolved
+from mobula.configs.schema import RunConfig
+from mobula.configs.schema.base import unread
 from mobula.configs.words import Word, read_words
 
 REPOSITORY = Path(__file__).parents[3]
@@ -92,14 +94,16 @@ def configuration(command: Command, folder: Path) -> tuple[list[str], Any] | Non
 
 
 def missing(values: Any, words: list[Word]) -> list[str]:
-    """What words set and the values do not hold, other words of the same command apart."""
+    """What words set and the values do not hold, apart from other words of the same command and unread sections."""
+    sections = tuple(f"{name}." for name, *_ in unread(RunConfig, values))
     chosen = [dict(leaves(own_values(word.name, word.value)) if word.is_group else leaves(word.value, word.name))
               for word in words]  # fmt: skip
     return [
         f"{word.text}: {name}"
         for word, own in zip(words, chosen, strict=True)
         for name, value in own.items()
-        if not holds(value_at(values, name), computed(value, values))
+        if not name.startswith(sections)
+        and not holds(value_at(values, name), computed(value, values))
         and not any(word.is_group and name in other for other in chosen if other is not own)
         and not any(other.name.startswith(f"{name}.") for other in words)  # a part of a list is set
     ]

@@ -16,7 +16,7 @@ from mobula.deploy.tools.gpu_check.check import RESULTS_FILE, CheckOptions, chec
 from mobula.deploy.tools.gpu_check.context import Context, run_config
 from mobula.deploy.tools.gpu_check.registry import STAGES, CheckStage
 from mobula.deploy.tools.gpu_check.results import CheckedMachine, CheckResults, Outcome, StageResult, read_results
-from mobula.deploy.tools.gpu_check.roles import WORDS
+from mobula.deploy.tools.gpu_check.roles import overrides
 from mobula.deploy.tools.gpu_check.stages import (
     flow_sampler,
     packing,
@@ -141,7 +141,7 @@ def test_configurations_of_the_stages_are_valid_on_each_device(
     own: tuple[str, ...], device: str, tmp_path: Path
 ) -> None:
     context = Context(device, tmp_path)
-    words = own if "experiment=glyphs_grpo" in own else (*WORDS, *own)
+    words = own if "experiment=glyphs_grpo" in own else overrides(*own)
     if device == "cpu" and own == ("sampler=vllm", *tensor_parallel.SPLIT):
         pytest.skip("vLLM on CPU has no tensor parallelism")
     config = run_config(context.words(*words, "policy.model=unused"))

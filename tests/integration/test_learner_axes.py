@@ -93,6 +93,7 @@ def _resave(rank: int, num_ranks: int, model: Path, source: Path, target: Path) 
     learner.connect(met_at(learner, rank, target / "address"))
     learner.load(source)
     learner.save(target / "state")
+    learner.finish_save()
     learner.close()
 
 
@@ -110,8 +111,11 @@ def test_a_state_is_the_same_behind_two_ranks_and_four_again(ran: Path, tmp_path
 
 
 def _tensors(state: Path, joined: Path) -> dict[str, torch.Tensor]:
-    """Returns each tensor of a checkpoint of one state, whole."""
-    (metadata,) = state.rglob(".metadata")
-    dcp_to_torch_save(metadata.parent, joined)
-    leaves, _ = torch.utils._pytree.tree_flatten_with_path(torch.load(joined, weights_only=False))
-    return {str(path): leaf for path, leaf in leaves if isinstance(leaf, torch.Tensor)}
+    """Returns each tensor of the checkpoints in a state, whole."""
+    tensors = {}
+    for metadata in state.rglob(".metadata"):
+        dcp_to_torch_save(metadata.parent, joined)
+        leaves, _ = torch.utils._pytree.tree_flatten_with_path(torch.load(joined, weights_only=False))
+        part = metadata.parent.relative_to(state)
+        tensors |= {f"{part}{path}": leaf for path, leaf in leaves if isinstance(leaf, torch.Tensor)}
+    return tensors

@@ -9,6 +9,7 @@ import inspect
 import os
 import re
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -27,6 +28,7 @@ FOLDER_VARIABLE = "MOBULA_COMMAND_FOLDER"
 """Environment variable of workers: the working directory of the command, to which paths are relative."""
 REFERENCE = re.compile(r"[^:\s]+:[A-Za-z_][\w.]*")
 NO_OPTIONS: Mapping[str, Any] = {}
+_IMPORTING = threading.RLock()  # a file that is imported may load another one
 
 
 def is_user_code(name: str) -> bool:
@@ -179,7 +181,9 @@ def _module_in(path: str) -> ModuleType:
     """Imports a file as a module, once, under a unique name that cannot shadow an installed module."""
     file = file_at(path)
     name = f"user_file_{file.as_posix().encode().hex()}"
-    if name not in sys.modules:
+    with _IMPORTING:  # environments are loaded in threads: none sees a module of which a half has run
+        if name in sys.modules:
+            return sys.modules[name]
         spec = importlib.util.spec_from_file_location(name, file)
         assert spec is not None and spec.loader is not None, f"{path} ends in .py, so it has a loader"
         if str(file.parent) not in sys.path:
@@ -192,7 +196,7 @@ def _module_in(path: str) -> ModuleType:
             if isinstance(error, Exception | SystemExit):
                 raise _raised(error) from error
             raise
-    return sys.modules[name]
+        return module
 
 
 def _raised(error: BaseException) -> ValueError:

@@ -54,7 +54,7 @@ def _every_rank_gets_samples(config: RunConfig) -> str | None:
     role = max(algorithm.training_roles, key=lambda name: config.resources.roles[name].num_workers)
     num_ranks = config.resources.roles[role].num_workers
     samples = algorithm.prompts_per_step // algorithm.num_minibatches * algorithm.samples_per_prompt
-    if samples >= num_ranks:
+    if samples >= num_ranks // config.learner.sequence_parallel:  # the ranks of a row share its samples
         return None
     return (
         f"a minibatch holds {samples} samples (algorithm.prompts_per_step={algorithm.prompts_per_step} / "
@@ -228,7 +228,7 @@ def _supervised_rows_have_a_policy_of_tokens(config: RunConfig) -> str | None:
 
 def _every_rank_gets_a_supervised_row(config: RunConfig) -> str | None:
     supervised, num_ranks = config.algorithm.supervised, config.resources.learner.num_workers
-    if not supervised.is_on or supervised.batch_size >= num_ranks:
+    if not supervised.is_on or supervised.batch_size >= num_ranks // config.learner.sequence_parallel:
         return None
     return (
         f"algorithm.supervised.batch_size={supervised.batch_size} leaves some of resources.learner.num_workers="

@@ -67,7 +67,7 @@ def _the_head_is_trained(config: RunConfig) -> str | None:
 
 def _every_rank_gets_a_row(config: RunConfig) -> str | None:
     num_ranks, num_rows = config.resources.learner.num_workers, config.offline.batch_size
-    if not config.offline.is_on or num_rows >= num_ranks:
+    if not config.offline.is_on or num_rows >= num_ranks // config.learner.sequence_parallel:
         return None
     return (
         f"offline.batch_size={num_rows} leaves some of resources.learner.num_workers={num_ranks} ranks without a row: "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,12 @@ def test_a_module_that_failed_is_imported_again_after_its_repair(own: Path) -> N
         load("broken.py:helper")
     (own / "broken.py").write_text("helper = 5\n# longer than before\n")
     assert load("broken.py:helper") == 5
+
+
+def test_threads_that_load_a_file_at_once_have_all_of_it(own: Path) -> None:
+    (own / "slow.py").write_text("import time\ntime.sleep(0.2)\nvalue = 7\n")
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(load, ["slow.py:value"] * 4)) == [7] * 4
 
 
 def test_a_relative_path_begins_in_the_folder_of_the_command(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -253,6 +253,21 @@ def test_ways_of_being_asynchronous_that_exclude_each_other_are_refused(override
         load_config(["experiment=digits", *overrides])
 
 
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["experiment=digits", "algorithm.num_minibatches=32", "algorithm.samples_per_prompt=2"], "holds 2 samples"),
+        (["experiment=digits", *ROWS, "algorithm.supervised.batch_size=2"], "algorithm.supervised.batch_size=2 leaves"),
+        (["experiment=sft", "policy.model=x", "data.path=x", "offline.batch_size=2"], "offline.batch_size=2 leaves"),
+    ],
+)
+def test_a_minibatch_has_a_row_for_each_group_of_ranks_that_share_rows(overrides: list[str], message: str) -> None:
+    four = [*overrides, "resources=laptop", "learner=fsdp2", "resources.learner.num_workers=4"]
+    with pytest.raises(ConfigError, match=message):
+        load_config(four)
+    load_config([*four, "learner.sequence_parallel=2"])
+
+
 def test_every_time_of_a_run_is_bounded() -> None:
     bounded = {name: key.expected for name, key in keys.known_keys().items() if name.endswith("_s")}
     assert len(bounded) >= 20

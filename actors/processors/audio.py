@@ -1,4 +1,4 @@
-"""Sound files to mono samples at the model's rate, safely: nothing is decoded before its length is in bounds."""
+"""Decodes sound files to mono samples at the model's rate. Size and length are checked before decoding."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from mobula.actors.datasets.audios import Audio
 from mobula.actors.processors.audio_track import CONTAINERS, MP3, Track, has_count
 from mobula.actors.processors.image import open_bounded
 from mobula.cluster.errors import MediaError
-from mobula.configs.schema.data import AudioConfig, DataConfig
+from mobula.configs.schema.data import AudioConfig
 
 EXTENSIONS = {"WAV": "wav", "WAVEX": "wav", "FLAC": "flac", "MP3": "mp3", "OGG": "ogg", "AIFF": "aiff"}
-FORMATS = tuple(EXTENSIONS)  # of libsndfile's, those that hold sound in any use today
-UNKNOWN_SIZE = 0x7FFF0000  # and more stands in the header of a WAV file that was written into a pipe
+FORMATS = tuple(EXTENSIONS)  # libsndfile formats that are accepted
+UNKNOWN_SIZE = 0x7FFF0000  # a WAV file written into a pipe has this size or more in the header
 
 
 @dataclass(frozen=True)
@@ -28,17 +28,13 @@ class AudioLimits:
     """Limits of an audio clip, and the sampling rate that it is resampled to."""
 
     audio: AudioConfig
-    rate: int  # samples a second that the model reads
-    max_samples: int  # at this rate that the model reads of one sound
-
-    @classmethod
-    def of(cls, data: DataConfig, rate: int, max_samples: int) -> AudioLimits:
-        return cls(data.audio, rate, max_samples)
+    rate: int  # samples a second of the model's input
+    max_samples: int  # longest input of the model, at `rate`
 
 
 @dataclass(frozen=True)
 class LoadedAudio:
-    """A sound that was read and not decoded."""
+    """The bytes of a sound file, not decoded."""
 
     source: Audio
     content: bytes
@@ -46,7 +42,7 @@ class LoadedAudio:
 
 
 class Sound(Protocol):
-    """An open file."""
+    """An open sound file."""
 
     @property
     def frames(self) -> int:
@@ -91,12 +87,12 @@ class FileSound:
 
 
 def check_audio(source: Audio, limits: AudioLimits) -> int:
-    """How many samples a model reads of the sound; for checks of a whole dataset.
+    """Returns the number of samples after resampling; for checks of a whole dataset.
 
-    It is read from the header alone, or counted by decoding where no header says it (`audio_track`).
+    Reads the header alone. Files without a length in the header are decoded (`audio_track`).
 
     Raises:
-        MediaError: the sound is missing, empty, too large, too long, or no sound.
+        MediaError: the file is missing, empty, too large, too long, or no sound.
     """
     with open_bounded(source, limits.audio.max_file_bytes, "data.audio.max_file_bytes") as file:
         with _opened(file, source, limits.audio) as sound:
@@ -104,7 +100,7 @@ def check_audio(source: Audio, limits: AudioLimits) -> int:
 
 
 def load_audio(source: Audio, limits: AudioLimits) -> LoadedAudio:
-    """The sound's bytes and its length.
+    """Reads the file and measures the sound.
 
     Raises:
         MediaError: as `check_audio`.
@@ -116,10 +112,10 @@ def load_audio(source: Audio, limits: AudioLimits) -> LoadedAudio:
 
 
 def decode_audio(audio: LoadedAudio, limits: AudioLimits) -> np.ndarray:
-    """float32 [num_samples] in [-1, 1]: the mean of the channels, resampled once.
+    """Returns float32 [num_samples] in [-1, 1]: the mean of the channels, resampled to `limits.rate`.
 
     Raises:
-        MediaError: the file is corrupt, or shorter than its header says.
+        MediaError: the file is corrupt, or has fewer samples than the header names.
     """
     with _opened(BytesIO(audio.content), audio.source, limits.audio) as sound:
         samples = sound.read()  # [N, channels]
@@ -133,15 +129,15 @@ def decode_audio(audio: LoadedAudio, limits: AudioLimits) -> np.ndarray:
         raise MediaError(f"{audio.source} has samples that are no numbers: replace the file or remove its row")
     mono = samples.mean(axis=1)
     if rate != limits.rate:
-        from scipy.signal import resample_poly  # which only sounds of another rate need
+        from scipy.signal import resample_poly  # slow import, not needed at the model's own rate
 
         mono = resample_poly(mono, limits.rate, rate).astype(np.float32)
-    assert len(mono) == audio.num_samples, "resampling gives as many samples as `_num_samples` says"
+    assert len(mono) == audio.num_samples, "`_num_samples` predicts the length after resampling"
     return mono
 
 
 def whole_audio(source: Audio, audio: AudioConfig) -> tuple[bytes, str]:
-    """The content of a sound file and its extension. The sound is decoded once as a check.
+    """Returns the content and extension of a sound file. Decodes the sound once as a check.
 
     Raises:
         MediaError: the sound cannot be used.
@@ -149,15 +145,15 @@ def whole_audio(source: Audio, audio: AudioConfig) -> tuple[bytes, str]:
     with open_bounded(source, audio.max_file_bytes, "data.audio.max_file_bytes") as file:
         content = file.read()
     with _opened(BytesIO(content), source, audio) as sound:
-        own = AudioLimits(audio, sound.rate, sound.frames)
-        loaded = LoadedAudio(source, content, _num_samples(sound, source, own))
+        limits = AudioLimits(audio, sound.rate, sound.frames)
+        loaded = LoadedAudio(source, content, _num_samples(sound, source, limits))
         extension = sound.extension
-    decode_audio(loaded, own)
+    decode_audio(loaded, limits)
     return content, extension
 
 
 def draw_sound(samples: np.ndarray, size: tuple[int, int]) -> Image.Image:
-    """An image of the loudness over time, for reports; `samples` float32 [N]."""
+    """Draws the loudness of `samples`, float32 [N], over time; for reports."""
     width, height = size
     edges = np.linspace(0, len(samples), width + 1).astype(int)[:-1]
     peaks = np.maximum.reduceat(np.abs(samples), edges)  # [width]
@@ -166,14 +162,14 @@ def draw_sound(samples: np.ndarray, size: tuple[int, int]) -> Image.Image:
 
 
 def require_soundfile() -> Any:
-    """The library that decodes sounds.
+    """Returns the module soundfile.
 
     Raises:
         ValueError: it is not installed.
     """
     try:
         import soundfile
-    except (ImportError, OSError) as error:  # the second where its C library is missing
+    except (ImportError, OSError) as error:  # OSError: libsndfile is missing
         raise ValueError(
             "sampler.max_audios_per_prompt asks for sounds, which need soundfile: install mobula[audio], or set it to 0"
         ) from error
@@ -222,7 +218,11 @@ def _opened(file: IO[bytes], source: Audio, audio: AudioConfig) -> Iterator[Soun
 
 
 def _refuse_cut(file: IO[bytes], source: Audio) -> None:
-    """Raises: MediaError: the samples of a WAV or AIFF file end before its header says; libsndfile reads the rest."""
+    """Refuses a WAV or AIFF file that was cut off: libsndfile would read the samples that are left without an error.
+
+    Raises:
+        MediaError: the file has fewer bytes of samples than the header names.
+    """
     end = file.seek(0, os.SEEK_END)
     file.seek(0)
     form, chunk = file.read(12), b""

@@ -1,4 +1,4 @@
-"""Sounds that libsndfile does not read, through FFmpeg: AAC, sounds of MP4 and Matroska files, MP3 without a count."""
+"""Decodes with FFmpeg where libsndfile cannot: AAC, audio tracks of MP4 and Matroska files, MP3 without a count."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from mobula.actors.datasets.audios import Audio
 from mobula.cluster.errors import MediaError
 
-# Formats that hold their sound themselves, and the end of a file's name: a playlist would have FFmpeg open other files.
+# FFmpeg demuxer -> file extension. Playlists are left out: FFmpeg would open the files that they name.
 EXTENSIONS = {"mov,mp4,m4a,3gp,3g2,mj2": "m4a", "matroska,webm": "mka", "aac": "aac"}
 CONTAINERS = ",".join(EXTENSIONS)
 MP3 = "mp3"
@@ -18,10 +18,10 @@ NUM_HEAD = 2048  # bytes of an MP3 file that hold the header of its first frame
 
 
 class Track:
-    """The first sound of a file. Its length is what decodes: headers do not say it, or say an estimate."""
+    """The first audio track of a file. The length is counted by decoding: headers lack it, or have an estimate."""
 
     def __init__(self, file: IO[bytes], source: Audio, containers: str, max_seconds: float) -> None:
-        """`containers` are FFmpeg's names of the formats that the file may have.
+        """`containers` are FFmpeg's names of the accepted formats.
 
         Raises:
             MediaError: PyAV is not installed.
@@ -43,7 +43,7 @@ class Track:
 
     @property
     def frames(self) -> int:
-        """Samples of each channel. Decodes the sound once, and keeps nothing of it."""
+        """Samples of each channel. Decodes the sound on first use; the samples are not kept."""
         if self._frames is None:
             self._frames = sum(len(block) for block in self._blocks())
         return self._frames
@@ -57,11 +57,11 @@ class Track:
         """float32 [frames, channels].
 
         Raises:
-            MediaError: the file is corrupt, shorter than its header says, or longer than `max_seconds`.
+            MediaError: the file is corrupt, has fewer packets than the header names, or is longer than `max_seconds`.
         """
-        found = list(self._blocks())
-        self._frames = sum(len(block) for block in found)
-        return np.concatenate(found) if found else np.zeros((0, 1), dtype=np.float32)
+        blocks = list(self._blocks())
+        self._frames = sum(map(len, blocks))
+        return np.concatenate(blocks) if blocks else np.zeros((0, 1), dtype=np.float32)
 
     def _blocks(self) -> Iterator[np.ndarray]:
         """float32 [N, channels] each."""
@@ -79,7 +79,7 @@ class Track:
             ) from error
 
     def _decoded(self, container: Any, stream: Any) -> Iterator[np.ndarray]:
-        stream.codec_context.thread_count = 1  # pools of workers decode several at a time
+        stream.codec_context.thread_count = 1  # the worker pool decodes several files in parallel
         to_float = self._av.AudioResampler(format="fltp")
         num_packets, num_samples, first = 0, 0, None
         for packet in container.demux(stream):
@@ -98,7 +98,7 @@ class Track:
                             "sound or raise the limit"
                         )
                     yield block
-        if num_packets < stream.frames:  # which is 0 where the header does not say
+        if num_packets < stream.frames:  # 0 if the header has no count
             raise MediaError(
                 f"{self._source} has {num_packets:,} of the {stream.frames:,} packets that its header names: replace "
                 "the file or remove its row"
@@ -106,15 +106,15 @@ class Track:
 
 
 def has_count(file: IO[bytes]) -> bool:
-    """Whether the header of an MP3 file says how many frames it has; without, its length is an estimate."""
+    """Whether the header of an MP3 file has the number of frames. Without it, libsndfile estimates the length."""
     file.seek(0)
     head = file.read(10)
-    tag = sum((byte & 0x7F) << shift for byte, shift in zip(head[6:], (21, 14, 7, 0), strict=False))  # ID3's own length
+    tag = sum((byte & 0x7F) << shift for byte, shift in zip(head[6:], (21, 14, 7, 0), strict=False))  # length of ID3
     file.seek(10 + tag if head[:3] == b"ID3" else 0)
     first = file.read(NUM_HEAD)
     file.seek(0)
     for mark in (b"Xing", b"Info"):
-        place = first.find(mark)
-        if place >= 0 and first[place + 7 : place + 8] and first[place + 7] & 1:
+        start = first.find(mark)
+        if start >= 0 and first[start + 7 : start + 8] and first[start + 7] & 1:
             return True
     return b"VBRI" in first

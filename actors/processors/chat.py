@@ -1,4 +1,4 @@
-"""Dataset rows to prompts and token ids to text, with the model's own chat template, tokenizer and image processor."""
+"""ChatProcessor: dataset rows to prompts and token ids to text, with the checkpoint's chat template and processor."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ MEDIA_PLACEHOLDERS = re.compile(f"({IMAGE_PLACEHOLDER}|{VIDEO_PLACEHOLDER}|{AUDI
 
 
 class HasMedia(Protocol):
-    """A row, or a conversation: text with placeholders, and the media that stand there."""
+    """A row or conversation: text with placeholders, and a file for each placeholder."""
 
     @property
     def sample_id(self) -> str: ...
@@ -72,16 +72,16 @@ class HasMedia(Protocol):
 
 @dataclass(frozen=True)
 class MeasuredMedia:
-    """The properties of a row's media that determine how many tokens they take."""
+    """The properties of a row's media that determine the number of tokens."""
 
     sizes: Sequence[tuple[int, int]]  # (width, height) of each image
-    clips: Sequence[Clip]  # what a prompt shows of each video
+    clips: Sequence[Clip]  # sampled frames of each video
     lengths: Sequence[int]  # samples of each sound
 
 
 @dataclass(frozen=True)
 class LoadedMedia:
-    """A row's media, read and not decoded."""
+    """The bytes of a row's media, not decoded."""
 
     images: Sequence[bytes]
     sizes: Sequence[tuple[int, int]]  # (width, height) of each image
@@ -96,29 +96,29 @@ class LoadedMedia:
 
 @dataclass(frozen=True)
 class _Layout:
-    """A prompt's tokens in both spaces."""
+    """A prompt's tokens, compact (one placeholder an image) and expanded (one id an embedding)."""
 
     text: str
     compact_ids: np.ndarray  # int32 [P_compact]
     expanded_ids: np.ndarray  # int32 [P]
     spans: tuple[MediaSpan, ...]
-    order: np.ndarray  # int64 [M]: which of the row's media, images, videos, then sounds, is in each span
+    order: np.ndarray  # int64 [M]: index of each span's medium among images, videos, then sounds of the row
 
 
 class ChatProcessor:
-    """The one place where questions become tokens and images become tensors.
+    """Turns questions into tokens and media into tensors.
 
-    Text is rendered and tokenised once, with one placeholder an image; the placeholders are then expanded by number,
-    so both token spaces agree by construction and equal what the model's processor makes of the same text and images.
-    Processed images go through `media`, so that equal files are decoded and stored once; with `keep_files`, the files
-    as well, for reward functions that look at them. A video is decoded once into the frames that the prompt shows;
-    engine, learner and reward functions all have these. A sound is decoded, resampled and processed once.
+    Text is rendered and tokenised once, with one placeholder for each image. The placeholders are then expanded, so
+    compact and expanded ids agree by construction, and equal the output of the model's processor for the same text and
+    images. `media` stores processed media by content: equal files are decoded once. With `keep_files` the encoded
+    files are stored as well, for reward functions. Engine, learner and reward functions get the same sampled frames of
+    a video.
 
-    A text-only model has a tokenizer in the place of a processor, and takes prompts without media.
+    A text-only model has a tokenizer instead of a processor, and takes prompts without media.
 
     Raises:
-        ValueError: the model is of a family that is not supported, its processor or tokenizer is unfit, or a text of
-            the configuration is.
+        ValueError: the model family is not supported, or the processor, tokenizer or a text of the configuration is
+            unfit.
     """
 
     @classmethod
@@ -197,11 +197,11 @@ class ChatProcessor:
         )
 
     def prepare(self, row: Row, prompt_id: str) -> Prompt:
-        """The row as a prompt, its images processed and stored.
+        """Builds the prompt of a row. Processes and stores the media.
 
         Raises:
-            MediaError: an image cannot be used.
-            PromptError: the prompt is too long, has too many images, or its text imitates special tokens.
+            MediaError: a media file cannot be used.
+            PromptError: the prompt is too long, has too many images, or the text contains special tokens.
         """
         self._check_row(row)
         loaded = self.load_media(row)
@@ -220,28 +220,28 @@ class ChatProcessor:
         )
 
     def prompt_text(self, row: Row) -> str:
-        """The text of the row's prompt, with one placeholder a medium; media are not read.
+        """The text of the row's prompt, with one placeholder a medium. Reads no media.
 
         Raises:
-            PromptError: the row imitates special tokens, or the chat template refuses it.
+            PromptError: the text contains special tokens, or the chat template refuses the row.
         """
         return self._encode(row.history, row.question)[0]
 
     def _sizes(self, sizes: Sequence[tuple[int, int]]) -> dict[str, list[list[int]]]:
-        """What reward functions are given of the sizes of a prompt's images."""
+        """Image sizes for reward functions: of the files, and as the model sees them."""
         if not sizes or not isinstance(self._family, ImageFamily):
             return {}
         shown = [self._shown_size(size) for size in sizes]
-        found = {IMAGE_SIZES: [list(size) for size in sizes]}
-        return found | ({SHOWN_SIZES: [list(size) for size in shown if size]} if all(shown) else {})
+        of_files = {IMAGE_SIZES: [list(size) for size in sizes]}
+        return of_files | ({SHOWN_SIZES: [list(size) for size in shown if size]} if all(shown) else {})
 
     def check(self, row: Row) -> int:
-        """The prompt's length in tokens, from the text and the headers of its images; nothing is decoded.
+        """Returns the prompt's length in tokens, from the text and the headers of the media. Decodes nothing.
 
-        Of a row with web files it is that of the text: `prepare` downloads them and checks the rest.
+        Rows with web files: counts the text alone; `prepare` downloads the files and checks the total.
 
         Raises:
-            MediaError, PromptError: as `prepare`, except for images that are damaged behind their header.
+            MediaError, PromptError: as `prepare`, except for images that are damaged after the header.
         """
         self._check_row(row)
         if web_files((*row.images, *row.videos, *row.audios)):
@@ -252,40 +252,42 @@ class ChatProcessor:
         return int(layout.expanded_ids.shape[0])
 
     def num_media(self, row: HasMedia) -> int:
-        """How many media the prompt of a row has."""
+        """Number of media in the prompt of a row."""
         return len(row.images) + len(row.videos) + len(row.audios)
 
     @property
     def _processor(self) -> ProcessorMixin:
-        """The processor of a model that takes media."""
         assert isinstance(self._renderer, ProcessorMixin), "a tokenizer processes no media"
         return self._renderer
 
     def decode(self, token_ids: Sequence[int] | np.ndarray) -> str:
-        """The text of a response without the tokens that end it, padding and media."""
+        """The text of a response without end tokens, padding and media tokens."""
         return decode_response(self._tokenizer, token_ids, self._hidden)
 
     def encode_answer(self, text: str) -> np.ndarray:
-        """int32 [T]: `text` as the policy would write it, and the token that ends it; the target of a supervised step.
+        """Returns int32 [T]: the tokens of `text` and an end token; the target of a supervised step.
 
         Raises:
-            PromptError: the text imitates special tokens.
+            PromptError: the text contains special tokens.
         """
         text = literal(text)  # an answer holds no media
         self.refuse_special_tokens(text)
         return np.array([*self._ids(text), self.eos_token_ids[0]], dtype=np.int32)
 
     def render(self, turns: Sequence[tuple[str, str]], *, is_open: bool) -> str:
-        """The chat template's text of (role, text) turns; `is_open` adds the head of the answer that comes next.
+        """Applies the chat template to (role, text) turns; `is_open` adds the generation prompt.
 
         Raises:
-            PromptError: the template refuses the turns, or has no place for their media.
+            PromptError: the template refuses the turns, or has no placeholder for the media.
         """
-        as_parts = _content if self._takes_parts else _text_part
-        return self.template.render([(role, as_parts(text)) for role, text in turns], is_open=is_open)
+
+        def parts(text: str) -> list[dict[str, str]]:
+            return _content(text) if self._takes_parts else [{"type": "text", "text": text}]
+
+        return self.template.render([(role, parts(text)) for role, text in turns], is_open=is_open)
 
     def tokenize(self, text: str) -> np.ndarray:
-        """int32 [T]: the ids of rendered text, one placeholder an image."""
+        """Returns int32 [T]: the ids of rendered text, one placeholder an image."""
         if self.takes_images and isinstance(self._family, ImageFamily):
             text = self._family.spaced(text, self._tokenizer)
         return np.array(self._ids(text), dtype=np.int32)
@@ -296,17 +298,16 @@ class ChatProcessor:
 
     @property
     def num_embeddings(self) -> int:
-        """Ids that the model has embeddings for; more than tokens where these are padded."""
+        """Rows of the embedding table; more than tokens if the table is padded."""
         return int(self._model_config.get_text_config().vocab_size)
 
     def tokens_beyond_embeddings(self) -> dict[str, int]:
-        """The tokens that the model has no embedding for, in the order of their ids."""
-        size = self.num_embeddings
-        found = [(i, token) for token, i in self._tokenizer.get_vocab().items() if i >= size]
-        return {token: i for i, token in sorted(found)}
+        """Tokens without an embedding, in the order of ids."""
+        by_id = sorted((i, token) for token, i in self._tokenizer.get_vocab().items())
+        return {token: i for i, token in by_id if i >= self.num_embeddings}
 
     def special_ids(self) -> dict[str, tuple[int, ...]]:
-        """The ids with a meaning of their own, by the name that checkpoints give them."""
+        """Special token ids by their name in a checkpoint's configuration."""
         placeholder = () if self.image_token_id is None else (self.image_token_id,)
         return {
             "eos_token_id": self.eos_token_ids,
@@ -315,24 +316,24 @@ class ChatProcessor:
         }
 
     def first_end(self, rendered: str) -> tuple[str, int] | None:
-        """Text and id of the first token in `rendered` that ends a response; None if there is none."""
+        """Text and id of the first end token in `rendered`, or None."""
+        # convert_ids_to_tokens returns None for an id that the tokenizer lacks.
         ends = [(self._tokenizer.convert_ids_to_tokens(i), i) for i in self.eos_token_ids]
-        # None: the tokenizer has no such id
         written = [(text, i) for text, i in ends if isinstance(text, str) and text and text in rendered]
         return min(written, key=lambda end: rendered.index(end[0]), default=None)
 
     def end_of_turn(self, rendered: str) -> tuple[str, int] | None:
-        """Text and id of the token at the start of `rendered` that ends a response; None if there is none."""
-        found = ((self._tokenizer.convert_ids_to_tokens(i), i) for i in self.eos_token_ids)
+        """Text and id of the end token at the start of `rendered`, or None."""
+        ends = ((self._tokenizer.convert_ids_to_tokens(i), i) for i in self.eos_token_ids)
         return next(
-            ((text, i) for text, i in found if isinstance(text, str) and text and rendered.startswith(text)), None
+            ((text, i) for text, i in ends if isinstance(text, str) and text and rendered.startswith(text)), None
         )
 
     def check_images(self, images: Sequence[ImageSource], name: str) -> None:
-        """Whether the model takes images, and so many; `name` is that of the row.
+        """Checks the number of images of the row `name`.
 
         Raises:
-            PromptError: it does not.
+            PromptError: the model takes no images, or there are too many.
         """
         if images and not self.takes_images:
             raise PromptError(
@@ -346,10 +347,10 @@ class ChatProcessor:
             )
 
     def check_media(self, row: HasMedia) -> None:
-        """Whether the model takes the row's images, videos and sounds, and so many.
+        """Checks the number of images, videos and sounds of a row.
 
         Raises:
-            PromptError: it does not.
+            PromptError: the model does not take them, or there are too many.
         """
         self.check_images(row.images, row.sample_id)
         if len(row.videos) > self.max_videos:
@@ -376,7 +377,7 @@ class ChatProcessor:
         )
 
     def load_media(self, row: HasMedia) -> LoadedMedia:
-        """The row's files, read.
+        """Downloads and reads the row's files.
 
         Raises:
             MediaError: a file cannot be used.
@@ -388,10 +389,15 @@ class ChatProcessor:
         return LoadedMedia(contents, sizes, videos, [load_audio(audio, self._audio_limits) for audio in row.audios])
 
     def store_media(self, row: HasMedia, loaded: LoadedMedia) -> list[MediaHandle]:
-        """Handles of the row's processed media: its images, its videos, then its audio clips."""
+        """Processes and stores the media; returns handles of images, videos, then sounds."""
         stored = [self.store_image(content, path) for content, path in zip(loaded.images, row.images, strict=True)]
-        stored += [self._store_video(video) for video in loaded.videos]
-        return [*stored, *(self._store_audio(audio) for audio in loaded.audios)]
+        for video in loaded.videos:
+            key = content_key(b"".join(video.contents) + repr(video.clip).encode(), self._video_fingerprint)
+            stored.append(self._media.get_or_add(key, str(video.source), partial(self._process_video, video)))
+        for audio in loaded.audios:
+            key = content_key(audio.content, f"{self.fingerprint} audio")
+            stored.append(self._media.get_or_add(key, str(audio.source), partial(self._process_audio, audio)))
+        return stored
 
     def image_sizes(self, images: Sequence[ImageSource]) -> list[tuple[int, int]]:
         """(width, height) of each file, from its header.
@@ -413,43 +419,48 @@ class ChatProcessor:
     def expansions(
         self, compact_ids: np.ndarray, images: Sequence[ImageSource], sizes: Sequence[tuple[int, int]], name: str
     ) -> tuple[np.ndarray, list[np.ndarray]]:
-        """The positions of placeholders in `compact_ids`, and the ids that replace each one.
+        """Returns the positions of image placeholders in `compact_ids`, and the replacement ids of each.
 
         Raises:
-            PromptError: there is not one placeholder an image.
+            PromptError: the numbers of placeholders and images differ.
             MediaError: an image has a size that cannot be used.
         """
-        expansions = [self._expanded(size, path) for size, path in zip(sizes, images, strict=True)]
-        places = np.flatnonzero(compact_ids == self.image_token_id)
-        if len(places) != len(expansions):
+        expansions = []
+        for (width, height), source in zip(sizes, images, strict=True):
+            try:
+                expansions.append(self._expansion((width, height)))
+            except ValueError as error:
+                raise MediaError(f"{source} is {width} x {height}: {error}; crop it or remove its row") from error
+        positions = np.flatnonzero(compact_ids == self.image_token_id)
+        if len(positions) != len(expansions):
             raise PromptError(
-                f"{name} has {len(expansions)} images and its rendered text {len(places)} placeholders: "
+                f"{name} has {len(expansions)} images and its rendered text {len(positions)} placeholders: "
                 f"write one {IMAGE_PLACEHOLDER} an image into the question"
             )
-        return places, expansions
+        return positions, expansions
 
     def media_expansions(
         self, compact_ids: np.ndarray, row: HasMedia, measured: MeasuredMedia
     ) -> tuple[np.ndarray, list[np.ndarray], np.ndarray]:
-        """The positions of placeholders in `compact_ids`, the ids that replace each one, and the index of each one's
-        medium among those of the row, which are counted in the order images, videos, audio clips.
+        """Returns, in the order of the text: the positions of placeholders in `compact_ids`, the replacement ids of
+        each, and the index of each medium among images, videos, then sounds of the row.
 
         Raises:
-            PromptError: there is not one placeholder a medium.
+            PromptError: the numbers of placeholders and media differ.
             MediaError: a medium has a size that cannot be used.
         """
-        places, expansions = self.expansions(compact_ids, row.images, measured.sizes, row.sample_id)
-        video_places, video_expansions = self._video_expansions(compact_ids, row, measured.clips)
-        audio_places, audio_expansions = self._audio_expansions(compact_ids, row, measured.lengths)
-        places = np.concatenate([places, video_places, audio_places])
+        positions, expansions = self.expansions(compact_ids, row.images, measured.sizes, row.sample_id)
+        video_positions, video_expansions = self._video_expansions(compact_ids, row, measured.clips)
+        audio_positions, audio_expansions = self._audio_expansions(compact_ids, row, measured.lengths)
+        positions = np.concatenate([positions, video_positions, audio_positions])
         expansions = [*expansions, *video_expansions, *audio_expansions]
-        order = np.argsort(places)
-        return places[order], [expansions[number] for number in order], order
+        order = np.argsort(positions)
+        return positions[order], [expansions[index] for index in order], order
 
     def _video_expansions(
         self, compact_ids: np.ndarray, row: HasMedia, clips: Sequence[Clip]
     ) -> tuple[np.ndarray, list[np.ndarray]]:
-        """The positions of video placeholders in `compact_ids`, and the ids that replace each one."""
+        """As `expansions`, for videos."""
         if not clips or not isinstance(self._family, VideoFamily):
             return np.empty(0, dtype=np.int64), []
         expansions = []
@@ -459,18 +470,18 @@ class ChatProcessor:
             except ValueError as error:
                 shown = f"{len(clip.timestamps)} frames of {clip.width} x {clip.height}"
                 raise MediaError(f"{source} gives {shown}: {error}; change the video or remove its row") from error
-        places = np.flatnonzero(compact_ids == self._family.compact_video_placeholder_id(self._processor))
-        if len(places) != len(expansions):
+        positions = np.flatnonzero(compact_ids == self._family.compact_video_placeholder_id(self._processor))
+        if len(positions) != len(expansions):
             raise PromptError(
-                f"{row.sample_id} has {len(expansions)} videos and its rendered text {len(places)} placeholders: the "
-                "chat template of policy.model has no place for videos, use another template"
+                f"{row.sample_id} has {len(expansions)} videos and its rendered text {len(positions)} placeholders: "
+                "the chat template of policy.model has no place for videos, use another template"
             )
-        return places, expansions
+        return positions, expansions
 
     def _audio_expansions(
         self, compact_ids: np.ndarray, row: HasMedia, lengths: Sequence[int]
     ) -> tuple[np.ndarray, list[np.ndarray]]:
-        """The positions of audio placeholders in `compact_ids`, and the ids that replace each one."""
+        """As `expansions`, for sounds."""
         if not lengths or not isinstance(self._family, AudioFamily):
             return np.empty(0, dtype=np.int64), []
         expansions = []
@@ -481,23 +492,22 @@ class ChatProcessor:
                 raise MediaError(
                     f"{source} has {length} samples: {error}; change the sound or remove its row"
                 ) from error
-        places = np.flatnonzero(compact_ids == self._family.audio_placeholder_id(self._model_config))
-        if len(places) != len(expansions):
+        positions = np.flatnonzero(compact_ids == self._family.audio_placeholder_id(self._model_config))
+        if len(positions) != len(expansions):
             raise PromptError(
-                f"{row.sample_id} has {len(expansions)} sounds and its rendered text {len(places)} placeholders: the "
-                "chat template of policy.model has no place for sounds, use another template"
+                f"{row.sample_id} has {len(expansions)} sounds and its rendered text {len(positions)} placeholders: "
+                "the chat template of policy.model has no place for sounds, use another template"
             )
-        return places, expansions
+        return positions, expansions
 
     def _check_row(self, row: Row) -> None:
         self.check_media(row)
         self.refuse_special_tokens(literal(row.solution))  # supervised steps encode it
 
     def _lay_out(self, row: Row, measured: MeasuredMedia) -> _Layout:
-        """The row's tokens."""
         text, compact_ids = self._encode(row.history, row.question)
-        places, expansions, order = self.media_expansions(compact_ids, row, measured)
-        expanded_ids, spans = expand(compact_ids, places, expansions)
+        positions, expansions, order = self.media_expansions(compact_ids, row, measured)
+        expanded_ids, spans = expand(compact_ids, positions, expansions)
         self._check_length(row, len(expanded_ids), sum(map(len, expansions)))
         return _Layout(text, compact_ids, expanded_ids, spans, order)
 
@@ -510,23 +520,17 @@ class ChatProcessor:
             )
 
     def _render_and_tokenize(self, history: Sequence[Turn], question: str) -> tuple[str, np.ndarray]:
-        """The chat prompt as text and as ids, one placeholder an image; a row's own system turn is the only one."""
-        given = [*((turn.role, turn.text) for turn in history), ("user", question + self._suffix)]
-        turns = [(role, self.checked_text(turn_text)) for role, turn_text in given]
+        """The chat prompt as text and as ids, one placeholder an image. A system turn of the row replaces
+        `data.system_prompt`.
+        """
+        raw_turns = [*((turn.role, turn.text) for turn in history), ("user", question + self._suffix)]
+        turns = [(role, self.checked_text(turn_text)) for role, turn_text in raw_turns]
         if self._data.system_prompt and turns[0][0] != "system":
             turns.insert(0, ("system", self._data.system_prompt))
         text = self.render(turns, is_open=True)
         ids = self.tokenize(text)
         ids.flags.writeable = False  # shared by all prompts of this question
         return plain(text), ids
-
-    def _expanded(self, size: tuple[int, int], source: ImageSource) -> np.ndarray:
-        """The ids that an image of (width, height) becomes."""
-        try:
-            return self._expansion(size)
-        except ValueError as error:
-            width, height = size
-            raise MediaError(f"{source} is {width} x {height}: {error}; crop it or remove its row") from error
 
     def store_image(self, content: bytes, path: ImageSource) -> MediaHandle:
         """Handle of the processed image; equal files are processed once."""
@@ -543,11 +547,6 @@ class ChatProcessor:
             files=(content,) if self._keep_files else (),
         )
 
-    def _store_video(self, video: LoadedVideo) -> MediaHandle:
-        """Handle of the processed video; equal files are decoded and processed once."""
-        key = content_key(b"".join(video.contents) + repr(video.clip).encode(), self._video_fingerprint)
-        return self._media.get_or_add(key, str(video.source), partial(self._process_video, video))
-
     def _process_video(self, video: LoadedVideo) -> ProcessedMedia:
         assert isinstance(self._family, VideoFamily)
         frames = decode_video(video, self._video_limits)
@@ -559,11 +558,6 @@ class ChatProcessor:
             files=tuple(map(_png, images)) if self._keep_files else (),
         )
 
-    def _store_audio(self, audio: LoadedAudio) -> MediaHandle:
-        """Handle of the processed audio clip; equal files are decoded and processed once."""
-        key = content_key(audio.content, f"{self.fingerprint} audio")
-        return self._media.get_or_add(key, str(audio.source), partial(self._process_audio, audio))
-
     def _process_audio(self, audio: LoadedAudio) -> ProcessedMedia:
         assert isinstance(self._family, AudioFamily)
         samples = decode_audio(audio, self._audio_limits)
@@ -574,19 +568,18 @@ class ChatProcessor:
         )
 
     def refuse_special_tokens(self, text: str) -> None:
-        """Raises: PromptError: the text holds what only the chat template may write."""
-        found = self._reserved.search(text)
-        if found:
+        """Raises: PromptError: the text contains a token that is reserved for the chat template."""
+        if token := self._reserved.search(text):
             raise PromptError(
-                f"the text {text[:80]!r} contains the special token {found.group()!r}, which only the chat template "
+                f"the text {text[:80]!r} contains the special token {token.group()!r}, which only the chat template "
                 "may write: remove it from the row"
             )
 
     def checked_text(self, text: str) -> str:
-        """The text of a turn; special tokens in a verbatim one are text.
+        """Returns the text of a turn. In a verbatim text, special tokens are marked as plain text.
 
         Raises:
-            PromptError: another text holds special tokens.
+            PromptError: the text is not verbatim and contains special tokens.
         """
         if is_verbatim(text):
             text = without_special(text.removeprefix(BREAK), self._special)
@@ -594,13 +587,13 @@ class ChatProcessor:
         return text
 
     def refuse_imitations(self, text: str) -> None:
-        """`refuse_special_tokens`, but for placeholders of media, which are special tokens of some families."""
+        """As `refuse_special_tokens`, but allows media placeholders, which are special tokens of some families."""
         for part in MEDIA_PLACEHOLDERS.split(text):
             if not MEDIA_PLACEHOLDERS.fullmatch(part):
                 self.refuse_special_tokens(part)
 
     def _refuse_videos(self, model: str) -> None:
-        """Whether videos can be had of this model, on this machine."""
+        """Raises: ValueError: the model takes no videos, or PyAV is missing."""
         if not isinstance(self._family, VideoFamily):
             raise ValueError(
                 f"sampler.max_videos_per_prompt={self.max_videos} asks for videos, which are not computed for "
@@ -610,7 +603,7 @@ class ChatProcessor:
         require_av()
 
     def _limits_of_audios(self, model: str, data: DataConfig) -> AudioLimits:
-        """Limits of audio clips, if the model takes any on this machine."""
+        """Raises: ValueError: the model takes no sounds, or soundfile is missing."""
         if not isinstance(self._family, AudioFamily):
             raise ValueError(
                 f"sampler.max_audios_per_prompt={self._max_audios} asks for sounds, which are not computed for "
@@ -619,7 +612,7 @@ class ChatProcessor:
             )
         require_soundfile()
         features = self._processor.feature_extractor
-        return AudioLimits.of(data, features.sampling_rate, features.n_samples)
+        return AudioLimits(data.audio, features.sampling_rate, features.n_samples)
 
     def _refuse_unfit_config(self) -> None:
         for key, text in (("prompt_suffix", self._suffix), ("system_prompt", self._data.system_prompt)):
@@ -631,27 +624,22 @@ class ChatProcessor:
 
 
 def expand(
-    compact_ids: np.ndarray, places: np.ndarray, expansions: Sequence[np.ndarray]
+    compact_ids: np.ndarray, positions: np.ndarray, expansions: Sequence[np.ndarray]
 ) -> tuple[np.ndarray, tuple[MediaSpan, ...]]:
-    """Put `expansions[i]` in the place of the placeholder at `places[i]`; the expanded ids and where each one stands.
+    """Replaces the placeholder at `positions[i]` by `expansions[i]`; returns the ids and the span of each expansion.
 
     Example:
         >>> expand(np.array([1, 9, 2]), np.array([1]), [np.array([9, 9, 9])])
         (array([1, 9, 9, 9, 2]), (MediaSpan(start=1, end=4),))
     """
     repeats = np.ones(len(compact_ids), dtype=np.int64)
-    repeats[places] = [len(ids) for ids in expansions]
-    ends = np.cumsum(repeats)[places]
+    repeats[positions] = [len(ids) for ids in expansions]
+    ends = np.cumsum(repeats)[positions]
     spans = tuple(MediaSpan(int(end) - len(ids), int(end)) for end, ids in zip(ends, expansions, strict=True))
     expanded = np.repeat(compact_ids, repeats)
     for span, ids in zip(spans, expansions, strict=True):
         expanded[span.start : span.end] = ids
     return expanded, spans
-
-
-def _text_part(text: str) -> list[dict[str, str]]:
-    """The parts of a turn of a text-only model, to which placeholders are text."""
-    return [{"type": "text", "text": text}]
 
 
 def _content(question: str) -> list[dict[str, str]]:
@@ -666,11 +654,15 @@ def _content(question: str) -> list[dict[str, str]]:
 
 
 def _load(family: Family, model: str, data: DataConfig) -> ProcessorMixin:
-    """The model's processor, with the pixel budget of `data` where the family has one."""
+    """Loads the model's processor, with the pixel budget of `data` if the family has a budget.
+
+    Raises:
+        ValueError: files are missing or damaged, or parts of the checkpoint do not match.
+    """
     try:
         options = family.processor_options(model, data) if isinstance(family, ImageFamily) else {}
         processor = AutoProcessor.from_pretrained(model, **options)
-    except Exception as error:  # of any kind, by which of its files is damaged
+    except Exception as error:  # the type depends on the damaged file
         raise ValueError(
             f"policy.model={model} has no processor that loads ({type(error).__name__}: {error}): "
             "download it again, its processor or tokenizer files are damaged"
@@ -704,18 +696,17 @@ def _load(family: Family, model: str, data: DataConfig) -> ProcessorMixin:
 
 
 def _load_tokenizer(model: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a text-only model."""
+    """Loads the tokenizer of a text-only model."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model)
-    except Exception as error:  # of any kind, by which of its files is damaged
+        return AutoTokenizer.from_pretrained(model)
+    except Exception as error:  # the type depends on the damaged file
         raise ValueError(
             f"policy.model={model} has no tokenizer that loads ({type(error).__name__}: {error}): download it again"
         ) from error
-    return tokenizer
 
 
 def _refuse_unfit_tokenizer(processor: ProcessorMixin, model: str, placeholder: str, expected: int) -> None:
-    """Refuses a checkpoint without tokenizer files, for which transformers would build a tokenizer of other words."""
+    """Refuses a checkpoint without tokenizer files: transformers would silently build another tokenizer."""
     ids = processor.tokenizer(placeholder, add_special_tokens=False).input_ids
     if ids != [expected]:
         raise ValueError(
@@ -726,7 +717,7 @@ def _refuse_unfit_tokenizer(processor: ProcessorMixin, model: str, placeholder: 
 
 
 def _fingerprint(processor: ProcessorMixin | PreTrainedTokenizerBase, tokenizer: PreTrainedTokenizerBase) -> str:
-    """A hash of all that decides what this processor makes of a question and its images."""
+    """A hash of all settings that determine the tokens and tensors of a row."""
     settings = {
         "processor": type(processor).__name__,
         "images": processor.image_processor.to_dict() if hasattr(processor, "image_processor") else None,

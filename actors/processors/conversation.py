@@ -1,4 +1,4 @@
-"""Rows of offline jobs to groups: a conversation's tokens, which of them are the assistant's, and its media."""
+"""ConversationProcessor: rows of offline jobs to groups, with a mask of the assistant's tokens."""
 
 from __future__ import annotations
 
@@ -39,30 +39,29 @@ class _Pieces:
 
     text: str
     ids: np.ndarray  # int32 [T]
-    mask: np.ndarray  # bool [T]: what is trained
+    mask: np.ndarray  # bool [T]: trained tokens
 
 
 @dataclass(frozen=True)
 class _Whole:
-    """A context with one ending, as a policy is trained on it."""
+    """A context with one ending, as the learner reads it."""
 
-    ids: np.ndarray  # int32 [S], one placeholder a vision embedding
+    ids: np.ndarray  # int32 [S], one id a vision embedding
     mask: np.ndarray  # bool [S]
     num_context: int
     spans: tuple[MediaSpan, ...]
-    order: np.ndarray  # int64 [M]: which of the row's media, images before videos before sounds, stands in each span
+    order: np.ndarray  # int64 [M]: index of each span's medium among images, videos, then sounds of the row
 
 
 class ConversationProcessor:
-    """Makes a group of each row: the context is its prompt, each ending a trajectory whose reward is the label.
+    """Builds a group from each row: the context is the prompt, each ending is a trajectory, the label is the reward.
 
-    A trajectory's actions are all tokens after the context. `action_mask` is True on those that the assistant writes:
-    the text of its turns and the token that ends each of them, without the template's words around answers. The pieces
-    are tokenised one by one, as they would be if a policy had sampled the turns, so no token crosses a border. Later
-    turns stand behind all of an earlier answer, also where the template would drop its thought. No policy has sampled
-    them: `behavior_logprobs` are 0.
+    The actions are all tokens after the context. `action_mask` is True on the assistant's tokens: the text of answers
+    and the token that ends each answer, without text of the template. Each piece is tokenised by itself, as a policy
+    would sample the turns: no token crosses the border of an answer. Later turns follow the complete earlier answer,
+    also if the template would drop a thought from it. `behavior_logprobs` are 0, because no policy sampled the tokens.
 
-    `media_spans` of the prompt count on through the actions, where later turns have images.
+    Media of later turns are in `prompt.media`; spans of these lie behind the prompt, among the actions.
     """
 
     def __init__(
@@ -74,9 +73,12 @@ class ConversationProcessor:
         has_tail: bool,
         trains_template: bool = False,
     ) -> None:
-        """`system_prompt` begins rows that have no system message, unless it is empty. `max_tokens` is
-        `offline.max_tokens`. With `has_tail` an ending goes on to the last token that the chat template writes: what a
-        reward model reads. `trains_template` is `offline.train_template_text`.
+        """
+        Args:
+            system_prompt: first turn of rows without a system message; none if empty.
+            max_tokens: `offline.max_tokens`.
+            has_tail: whether an ending includes the last token of the chat template, which a reward model reads.
+            trains_template: `offline.train_template_text`.
         """
         self.media_token_ids: tuple[int, ...] = ()  # none is banned: nothing is sampled
         self.chat = chat
@@ -86,11 +88,11 @@ class ConversationProcessor:
         self._trains_template = trains_template
 
     def prepare(self, row: Conversation, prompt_id: str) -> ScoredGroup:
-        """The row as a group, its media processed and stored.
+        """Builds the group of a row. Processes and stores the media.
 
         Raises:
             MediaError: an image, video or sound cannot be used.
-            PromptError: the row is too long, has too many media, or its text imitates special tokens.
+            PromptError: the row is too long, has too many media, or the text contains special tokens.
         """
         self._check(row)
         loaded = self.chat.load_media(row)
@@ -115,17 +117,17 @@ class ConversationProcessor:
         return ScoredGroup(group.summary(), group, tuple(Reward(ending.label) for ending in row.endings))
 
     def check(self, row: Conversation) -> int:
-        """Tokens of the longest ending with its context, from texts and headers of images; nothing is decoded.
+        """Returns the number of tokens of context and longest ending, from texts and headers. Decodes nothing.
 
         Raises:
-            MediaError, PromptError: as `prepare`, except for images that are damaged behind their header.
+            MediaError, PromptError: as `prepare`, except for images that are damaged after the header.
         """
         self._check(row)
         _, wholes = self._laid_out(row, self.chat.measure_media(row))
         return max(len(whole.ids) for whole in wholes)
 
     def num_media(self, row: Conversation) -> int:
-        """How many media the prompt of a row has."""
+        """Number of media in a row."""
         return self.chat.num_media(row)
 
     def _check(self, row: Conversation) -> None:
@@ -134,7 +136,7 @@ class ConversationProcessor:
             self.chat.refuse_imitations(turn.text)
 
     def _laid_out(self, row: Conversation, measured: MeasuredMedia) -> tuple[_Pieces, list[_Whole]]:
-        """The context, and it with each of the endings."""
+        """The context, and the context with each ending."""
         has_system = row.context[0].role == "system"
         turns = [*(() if has_system else self._system), *((turn.role, turn.text) for turn in row.context)]
         later = [(turn.role, turn.text) for ending in row.endings for turn in ending.turns]
@@ -150,8 +152,8 @@ class ConversationProcessor:
     def _ending(self, layout: AnswerLayout, turns: Sequence[tuple[str, str]], done: str, ending: Ending) -> _Pieces:
         """The tokens behind `done`, the rendered text of the context `turns`.
 
-        Each answer is followed by the token that ends it, also where the template writes none. In some templates that
-        token is the head of the next turn.
+        An end token follows each answer, even if the template has none. In some templates the end token is the start
+        of the next turn.
         """
         pieces = list[tuple[np.ndarray, bool]]()
         so_far, tail = list(turns), ""
@@ -180,8 +182,8 @@ class ConversationProcessor:
 
     def _whole(self, row: Conversation, context: _Pieces, ending: _Pieces, measured: MeasuredMedia) -> _Whole:
         compact = np.concatenate([context.ids, ending.ids])
-        places, expansions, order = self.chat.media_expansions(compact, row, measured)
-        ids, spans = expand(compact, places, expansions)
+        positions, expansions, order = self.chat.media_expansions(compact, row, measured)
+        ids, spans = expand(compact, positions, expansions)
         if len(ids) > self._max_tokens:
             raise TooLongError(
                 f"{row.sample_id} has {len(ids)} tokens ({sum(map(len, expansions))} of them images, videos and "
@@ -189,9 +191,13 @@ class ConversationProcessor:
                 "data.video.max_tokens or data.audio.max_seconds"
             )
         untrained = [np.zeros(len(expansion), dtype=bool) for expansion in expansions]
-        mask, _ = expand(np.concatenate([context.mask, ending.mask]), places, untrained)
-        num_more = sum(len(e) - 1 for place, e in zip(places, expansions, strict=True) if place < len(context.ids))
-        return _Whole(ids, mask, len(context.ids) + num_more, spans, order)
+        mask, _ = expand(np.concatenate([context.mask, ending.mask]), positions, untrained)
+        num_added = sum(
+            len(expansion) - 1
+            for position, expansion in zip(positions, expansions, strict=True)
+            if position < len(context.ids)
+        )
+        return _Whole(ids, mask, len(context.ids) + num_added, spans, order)
 
 
 def _trajectory(trajectory_id: str, ids: np.ndarray, mask: np.ndarray, text: str) -> Trajectory:

@@ -1,4 +1,4 @@
-"""FlowProcessor: turns rows into prompts whose text is encoded, once for all siblings and roles."""
+"""FlowProcessor: turns rows into prompts with text embeddings, computed once for all siblings and roles."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from mobula.learner.policies.flow.denoising import Denoising
 from mobula.learner.policies.flow.rows import CONDITION, WHERE
 from mobula.learner.policies.trained import flow_checkpoint
 
-TARGETS = "target_images"  # of a row's metadata: files with images that the prompt should give
-MAX_IMAGES = 4096  # whose latents are kept
+TARGETS = "target_images"  # key of a row's metadata: files of images that fit the prompt
+MAX_IMAGES = 4096  # cached latents
 
 logger = logging.getLogger(__name__)
 
@@ -35,11 +35,11 @@ logger = logging.getLogger(__name__)
 class FlowProcessor:
     """Encodes texts with the encoders of a checkpoint, on the CPU of this process; each text once.
 
-    A prompt has no tokens. Its media are its encoded text and, with guidance, the encoded negative prompt.
+    A prompt has no tokens. `media` are the embeddings of the text and, with guidance, of the negative prompt.
     """
 
     takes_images = False
-    media_token_ids: tuple[int, ...] = ()  # nothing is sampled among tokens
+    media_token_ids: tuple[int, ...] = ()  # no tokens are sampled
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id = 0
 
@@ -54,7 +54,7 @@ class FlowProcessor:
         """`suffix` is appended to every prompt."""
         self._checkpoint = checkpoint
         self._family = checkpoint.family
-        self._codec: Any = None  # loaded for the first image
+        self._codec: Any = None  # loaded on first use
         self._root = data.path.resolve()
         self._pipeline: Any = checkpoint.encoder()
         self._suffix = suffix
@@ -67,7 +67,7 @@ class FlowProcessor:
         self.fingerprint = f"{checkpoint.encoder_fingerprint()} {flow.max_text_tokens}"
 
     def prepare(self, row: Row, prompt_id: str) -> Prompt:
-        """The row as a prompt, its text encoded and stored.
+        """Builds the prompt of a row. Encodes and stores the text.
 
         Raises:
             PromptError: the row has images or no text.
@@ -99,14 +99,14 @@ class FlowProcessor:
         return 0
 
     def num_media(self, row: Row) -> int:
-        """How many media the prompt of a row has: texts that are encoded."""
+        """Number of encoded texts."""
         return 1 if self._flow.guidance == 1 else 2
 
     def clean(self, prompt: Prompt, choice: int) -> np.ndarray:
-        """float32 [...]: latents of one of the images that a prompt's row names under `target_images`.
+        """Returns the latents, float32 [...], of target image `choice` (modulo their number).
 
         Raises:
-            PromptError: the row names none, one lies outside `data.path` or cannot be read, or is of another size.
+            PromptError: the row names no target, or the file is outside `data.path`, unreadable or of another size.
         """
         names = prompt.metadata.get(TARGETS)
         if not isinstance(names, list | tuple) or not names:
@@ -121,25 +121,24 @@ class FlowProcessor:
         return self.latents(path)
 
     def latents(self, path: Path) -> np.ndarray:
-        """float32 [...]: those of an image, or those in a NumPy file.
+        """Reads latents, float32 [...], from a NumPy file, or encodes an image.
 
         Raises:
             PromptError: the file cannot be read, or is of another size.
         """
-        return self._stored(path) if path.suffix == ".npy" else self._encoded_image(path)
-
-    def _stored(self, path: Path) -> np.ndarray:
+        if path.suffix != ".npy":
+            return self._encoded_image(path)
         try:
-            found = np.load(path, allow_pickle=False)
+            latents = np.load(path, allow_pickle=False)
         except (OSError, ValueError) as error:
             raise PromptError(f"{path} cannot be read as latents: {error}") from error
-        wanted = self._checkpoint.latent_shape(Denoising.of(self._flow))
-        if found.shape != wanted or not np.isfinite(found).all():
+        shape = self._checkpoint.latent_shape(Denoising.of(self._flow))
+        if latents.shape != shape or not np.isfinite(latents).all():
             raise PromptError(
-                f"{path} has latents of shape {found.shape}, finite or not, and those of this run are finite and "
-                f"{wanted}: encode the image again, or set sampler.flow.width and height"
+                f"{path} has latents of shape {latents.shape}, finite or not, and those of this run are finite and "
+                f"{shape}: encode the image again, or set sampler.flow.width and height"
             )
-        return found.astype(np.float32)
+        return latents.astype(np.float32)
 
     @lru_cache(maxsize=MAX_IMAGES)  # noqa: B019 - one processor a run
     @torch.no_grad()
@@ -178,7 +177,7 @@ class FlowProcessor:
         return ProcessedMedia(CONDITION, {k: np.ascontiguousarray(t.float().numpy()) for k, t in encoded.items()})
 
     def _report(self, text: str, num_cut: int) -> None:
-        """Log the first text that is cut, the second, the fourth, the eighth and so on."""
+        """Logs the first, second, fourth, eighth, ... truncated text."""
         if num_cut == 0:
             return
         self._num_cut += 1
@@ -194,6 +193,7 @@ class FlowProcessor:
 
 
 def _is_not_about_a_cut_text(record: logging.LogRecord) -> bool:
-    """False for what some pipelines log of each text and encoder, also where another one reads all of it; see
-    `_report`, which says where none does."""
+    """Filters a warning of pipelines about each text and encoder, even if another encoder reads the whole text.
+    `_report` logs texts that no encoder reads whole.
+    """
     return not record.getMessage().startswith("The following part of your input was truncated")

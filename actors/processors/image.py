@@ -1,4 +1,4 @@
-"""Image files to RGB images, safely: nothing is read or decoded before its size is known to be in bounds."""
+"""Decodes image files to RGB images. File size and number of pixels are checked before reading and decoding."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ImageLimits:
 
 
 def check_image(source: ImageSource, limits: ImageLimits) -> tuple[int, int]:
-    """(width, height) of the upright image from the file's header alone; for checks of a whole dataset.
+    """Returns (width, height) of the upright image from the file's header; for checks of a whole dataset.
 
     Raises:
         MediaError: the file is missing, empty, too large or no image.
@@ -35,7 +35,7 @@ def check_image(source: ImageSource, limits: ImageLimits) -> tuple[int, int]:
 
 
 def read_image(source: ImageSource, limits: ImageLimits) -> bytes:
-    """The file's bytes.
+    """Returns the file's bytes.
 
     Raises:
         MediaError: the file is missing, empty or too large.
@@ -45,20 +45,22 @@ def read_image(source: ImageSource, limits: ImageLimits) -> bytes:
 
 
 def measure_image(content: bytes, source: ImageSource, limits: ImageLimits) -> tuple[int, int]:
-    """(width, height) of the upright image from the header in `content`, the bytes of the file `source`.
+    """Returns (width, height) of the upright image from the header in `content`, the bytes of the file `source`.
 
     Raises:
-        MediaError: it is no image, or decodes to too many pixels.
+        MediaError: the content is no image, or decodes to too many pixels.
     """
     return _measured(BytesIO(content), source, limits)
 
 
 def decode_image(content: bytes, source: object, limits: ImageLimits) -> Image.Image:
-    """The image as RGB: turned upright by its EXIF orientation, transparency on white, the first frame of several;
-    `source` names it.
+    """Returns the image as RGB: upright by the EXIF orientation, transparency on white, the first of several frames.
+
+    Args:
+        source: name of the image in errors.
 
     Raises:
-        MediaError: it is no image, is corrupt or truncated, or decodes to too many pixels.
+        MediaError: the content is no image, is corrupt or truncated, or decodes to too many pixels.
     """
     with _open_image(BytesIO(content), source, limits) as image:
         with _refusing_corrupt(source):
@@ -75,7 +77,7 @@ def _measured(file: IO[bytes], source: ImageSource, limits: ImageLimits) -> tupl
 def _refusing_corrupt(source: object) -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # decoders of damaged files raise nearly everything
+    except Exception as error:  # on damaged files decoders raise errors of any type
         raise MediaError(f"{source} is corrupt ({error}): replace the file or remove its row") from error
 
 
@@ -85,11 +87,11 @@ def _open_file(source: ImageSource, limits: ImageLimits) -> AbstractContextManag
 
 @contextmanager
 def open_bounded(source: ImageSource, max_bytes: int, key: str) -> Iterator[IO[bytes]]:
-    """The open file, once its size is known to be in bounds; `key` is where `max_bytes` is set.
+    """Checks the file's size and opens it; `key` is the configuration key of `max_bytes`.
 
     Raises:
         MediaError: the file is missing, empty or too large.
-        ImageError: a file of the web cannot be downloaded.
+        ImageError: a web file cannot be downloaded.
     """
     if isinstance(source, EncodedFile):
         _check_num_bytes(source, len(source.content), max_bytes, key)
@@ -97,7 +99,7 @@ def open_bounded(source: ImageSource, max_bytes: int, key: str) -> Iterator[IO[b
         return
     path = source.local() if isinstance(source, WebFile) else source
     try:
-        if not path.is_file():  # asked first, because opening a named pipe waits for ever
+        if not path.is_file():  # checked first: opening a named pipe would block
             raise MediaError(f"{path} is missing or no regular file: add the file or remove its row")
         with path.open("rb") as file:
             _check_num_bytes(path, os.fstat(file.fileno()).st_size, max_bytes, key)
@@ -116,12 +118,12 @@ def _check_num_bytes(path: ImageSource, num_bytes: int, max_bytes: int, key: str
 
 
 def _open_image(file: IO[bytes], source: object, limits: ImageLimits) -> Image.Image:
-    """Read the header; no pixel is decoded yet."""
+    """Reads the header; decodes no pixels."""
     try:
         image = Image.open(file, formats=FORMATS)
     except Image.DecompressionBombError as error:
         raise MediaError(f"{source} is a decompression bomb ({error}): replace the file or remove its row") from error
-    except Exception as error:  # a damaged header raises nearly everything
+    except Exception as error:  # on damaged headers Pillow raises errors of any type
         raise MediaError(f"{source} is no {', '.join(FORMATS)} image: replace the file or remove its row") from error
     width, height = image.size
     if not 0 < width * height <= limits.max_decoded_pixels:

@@ -1,4 +1,4 @@
-"""ImagePairProcessor: rows of image pairs to groups, prompts encoded and images as latents."""
+"""ImagePairProcessor: turns rows of image pairs into groups of encoded prompts and latents."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from mobula.cluster.records.trajectory import (
 
 
 class ImagePairProcessor:
-    """Makes a group of each row: two trajectories of one step that ends in an image; rewards are the labels.
+    """Builds a group from each row: two trajectories of one step that ends in an image; rewards are the labels.
 
-    No policy has sampled them: `behavior_logprobs` are 0.
+    `behavior_logprobs` are 0, because no policy sampled the images.
     """
 
     media_token_ids: tuple[int, ...] = ()
@@ -32,19 +32,19 @@ class ImagePairProcessor:
         self._flow = flow
 
     def prepare(self, row: ImagePair, prompt_id: str) -> ScoredGroup:
-        """The row as a group.
+        """Builds the group of a row.
 
         Raises:
             PromptError: an image or file of latents cannot be used.
         """
         prompt = self._flow.prepare(_asked(row), prompt_id)
-        both = (row.chosen, row.rejected)
-        trajectories = tuple(_trajectory(f"{prompt_id}#{n}", self._flow.latents(path)) for n, path in enumerate(both))
+        paths = (row.chosen, row.rejected)
+        trajectories = tuple(_trajectory(f"{prompt_id}#{n}", self._flow.latents(path)) for n, path in enumerate(paths))
         group = TrajectoryGroup(prompt, trajectories)
         return ScoredGroup(group.summary(), group, (Reward(CHOSEN), Reward(REJECTED)))
 
     def num_media(self, row: ImagePair) -> int:
-        """How many media the prompt of a row has."""
+        """Number of encoded texts."""
         return self._flow.num_media(_asked(row))
 
     def check(self, row: ImagePair) -> int:

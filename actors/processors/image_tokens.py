@@ -1,4 +1,4 @@
-"""ImageTokenProcessor: turns rows into prompts that end where an image begins."""
+"""ImageTokenProcessor: turns rows into prompts that end with the token that opens an image."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from mobula.learner.policies.image_tokens.guidance import num_image_tokens
 
 
 class ImageTokenProcessor:
-    """A prompt is one turn of the user, the start of the answer, and the token that opens an image.
+    """Builds prompts of one user turn, the generation prompt, and the token that opens an image.
 
     Raises:
         ValueError: `sampler.max_model_len` has no room for an image.
     """
 
     takes_images = False
-    media_token_ids: tuple[int, ...] = ()  # what is sampled are image tokens
+    media_token_ids: tuple[int, ...] = ()  # none is banned: image tokens are sampled
     eos_token_ids: tuple[int, ...] = ()
 
     def __init__(self, model: str, data: DataConfig, sampler: SamplerConfig, suffix: str = "") -> None:
@@ -49,7 +49,7 @@ class ImageTokenProcessor:
         return str(self._processor.chat_template)
 
     def prepare(self, row: Row, prompt_id: str) -> Prompt:
-        """The row as a prompt.
+        """Builds the prompt of a row.
 
         Raises:
             PromptError: the row has images, earlier turns or no text, or is too long.
@@ -58,7 +58,7 @@ class ImageTokenProcessor:
         return Prompt(prompt_id, row.sample_id, text, ids, ids, (), (), row.references, row.metadata)
 
     def num_media(self, row: Row) -> int:
-        """0: a prompt is text."""
+        """0: prompts are text."""
         return 0
 
     def prompt_text(self, row: Row) -> str:
@@ -70,7 +70,7 @@ class ImageTokenProcessor:
         return self._encoded(row)[0]
 
     def check(self, row: Row) -> int:
-        """How many tokens its prompt has.
+        """Returns the number of tokens of the row's prompt.
 
         Raises:
             PromptError: as `prepare`.

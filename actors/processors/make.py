@@ -1,4 +1,4 @@
-"""The processor of a run, by its job and the kind of its model."""
+"""Chooses the processor of a run by job and kind of model."""
 
 from __future__ import annotations
 
@@ -20,14 +20,13 @@ if TYPE_CHECKING:
 def make_processor(
     config: RunConfig, media: MediaKeeper
 ) -> ChatProcessor | ConversationProcessor | FlowProcessor | ImagePairProcessor | ImageTokenProcessor:
-    """The processor that turns the run's rows into prompts (of an offline job: into groups) and stores their media in
-    `media`.
+    """Builds the processor that turns rows into prompts (offline jobs: into groups). Media are stored in `media`.
 
     Raises:
-        ValueError: the model, its processor or a text of the configuration is unfit.
+        ValueError: the model, the checkpoint's processor or a text of the configuration is unfit.
     """
     if config.sampler.is_flow:
-        from mobula.actors.processors.flow import FlowProcessor  # which imports diffusers
+        from mobula.actors.processors.flow import FlowProcessor  # imports diffusers
         from mobula.actors.processors.image_pairs import ImagePairProcessor
 
         flow = FlowProcessor.of(config, media)
@@ -47,10 +46,10 @@ def make_processor(
 
 
 def processor_maker(config: RunConfig) -> Callable[[RunConfig, MediaKeeper], ChatProcessor]:
-    """What makes the processor that `data.processor` names.
+    """Returns the factory of the processor that `data.processor` names.
 
     Raises:
-        ValueError: it is the user's own, and cannot be called with its options.
+        ValueError: a factory of the user does not accept `data.processor_options`.
     """
     given = ("config", "media")
     return chosen(

@@ -1,4 +1,4 @@
-"""The processor workers as the driver sees them: rows out, prompts in; media stay in the object store."""
+"""ProcessorPool: sends rows to processor workers and receives prompts; media stay in the object store."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from mobula.cluster.workers.restart_policy import RestartPolicy
 from mobula.cluster.workers.work_queue import Hosts, WorkerSlot, WorkQueue
 
 DIED, HUNG = "processor_died", "processor_hung"
-MAX_LOAD = 2  # calls at one worker: it need not wait for the driver between two rows
-LOADS_AHEAD = 2  # prompts that are begun, over those that workers have: a long video does not hold up the others
-MAX_LOSSES = 3  # workers, or answers of them, over one row: it is skipped then, as the likely cause
-MAX_REMEMBERED = 1 << 16  # rows whose media keys are remembered
-MAX_SHARED = 64  # media that several rows have
+MAX_LOAD = 2  # calls in flight per worker: the worker does not idle while the driver sends the next row
+LOADS_AHEAD = 2  # prompts begun per call in flight: a long video does not block the prompts after it
+MAX_LOSSES = 3  # lost workers or replies after which a row is skipped as the likely cause
+MAX_REMEMBERED = 1 << 16  # rows with remembered media keys
+MAX_SHARED = 64  # remembered media that several rows share
 
 
 class ProcessorPool:
-    """Implements `mobula.actors.datasets.prompts.Preparation`: prompts are prepared by `ProcessorWorker` actors.
+    """Implements `mobula.actors.datasets.prompts.Preparation`: `ProcessorWorker` actors prepare the prompts.
 
-    The first result of a call, the prompt, comes here; the others are references to processed media, which this process
-    owns and `media` keeps. A worker does not process what the row had before: the call names those media by key. A row
-    whose worker died or hangs goes to another one.
+    The first result of a call, the prompt, is fetched. The others are references to processed media, which this process
+    owns and `media` stores. The call names the stored media of the row by key, so that the worker does not process them
+    again. If a worker dies or hangs, the row goes to another worker.
 
-    Prompts are begun on any thread but that of the event loop in which the pool was made, because their callers wait.
+    Callers of `begin` block on the future: never call it on the thread of the event loop that built the pool.
     """
 
     def __init__(
@@ -51,10 +51,13 @@ class ProcessorPool:
         object_s: float,
         on_lost: Callable[[str], None],
     ) -> None:
-        """`handles` are Ray handles of `ProcessorWorker`s; `num_media(row)` is how many media its prompt will have.
-
-        `timeout_s` is for one row, `object_s` for bringing media to this node. `on_lost` is called with the kind of
-        each loss of a worker.
+        """
+        Args:
+            handles: Ray handles of `ProcessorWorker`s.
+            num_media: returns the number of media in a row's prompt.
+            timeout_s: for one row.
+            object_s: for the transfer of media to this node.
+            on_lost: called with `processor_died` or `processor_hung` for each lost worker.
         """
         self._work = WorkQueue(
             "processor",
@@ -70,14 +73,14 @@ class ProcessorPool:
         self._media = media
         self._num_media = num_media
         self._start_s = start_s
-        self._timeout_s = timeout_s * MAX_LOAD
+        self._timeout_s = timeout_s * MAX_LOAD  # a call waits for the calls before it at its worker
         self._object_s = object_s
         self._loop = asyncio.get_running_loop()
         self._keys: OrderedDict[str, tuple[str, ...]] = OrderedDict()  # sample -> keys of its media
         self._shared: OrderedDict[str, None] = OrderedDict()
 
     async def start(self) -> None:
-        """Wait until the first workers are built; raises what `WorkQueue.start` does."""
+        """Waits until the first workers are built. Raises as `WorkQueue.start`."""
         await self._work.start()
 
     @property
@@ -88,10 +91,10 @@ class ProcessorPool:
         return asyncio.run_coroutine_threadsafe(self.prepare(row, prompt_id), self._loop)
 
     async def prepare(self, row: Any, prompt_id: str) -> Prompt | ScoredGroup:
-        """The prompt of a row.
+        """Returns the prompt of a row.
 
         Raises:
-            RowError: the row is unusable, or `MAX_LOSSES` workers were lost over it.
+            RowError: the row is unusable, or `MAX_LOSSES` workers were lost while they processed it.
             WorkerDiedError: no worker is left, and none is restarted.
         """
         lost: list[str] = []
@@ -111,13 +114,13 @@ class ProcessorPool:
     async def _prepare_at(self, slot: WorkerSlot, row: Any, prompt_id: str) -> Prompt | ScoredGroup:
         held = self._held(row.sample_id)
         num_media = self._num_media(row)
-        if num_media:  # Ray takes a list apart only when several results are asked for
+        if num_media:  # Ray unpacks a returned list only if num_returns > 1
             call = slot.handle.prepare.options(num_returns=1 + num_media)
-            said, *references = call.remote(row, prompt_id, frozenset(held))
+            prepared, *references = call.remote(row, prompt_id, frozenset(held))
         else:
-            said, references = slot.handle.prepare_text.remote(row, prompt_id), []
+            prepared, references = slot.handle.prepare_text.remote(row, prompt_id), []
         what = f"{slot.name} to prepare {row.sample_id} (timeouts.prepare_s)"
-        made: Made = await answer(said, timeout_s=self._timeout_s, what=what)
+        made: Made = await answer(prepared, timeout_s=self._timeout_s, what=what)
         if made.prompt is None:
             raise RowError(made.reason, made.detail, row.sample_id)
         prompt = prompt_of(made.prompt)
@@ -125,16 +128,19 @@ class ProcessorPool:
         await bring_here(new, timeout_s=self._object_s, what=f"media of {row.sample_id}")
         media = tuple(self._kept(h, r, held) for h, r in zip(prompt.media, references, strict=True))
         self._remember(row.sample_id, media)
-        return _with_media(made.prompt, media)
+        prompt = replace(prompt, media=media)
+        if isinstance(made.prompt, Prompt):
+            return prompt
+        return replace(made.prompt, group=replace(made.prompt.group, prompt=prompt))
 
     def _held(self, sample_id: str) -> dict[str, MediaHandle]:
-        """Media that need not be processed again, by key: what the row had before, and what several rows have."""
+        """Stored media, by key: those of earlier prompts of the row, and those that several rows share."""
         keys = (*self._keys.get(sample_id, ()), *self._shared)
-        found = ((key, self._media.find(key)) for key in keys)
-        return {key: handle for key, handle in found if handle is not None}
+        handles = ((key, self._media.find(key)) for key in keys)
+        return {key: handle for key, handle in handles if handle is not None}
 
     def _kept(self, handle: MediaHandle, reference: Any, held: dict[str, MediaHandle]) -> MediaHandle:
-        """The handle of a medium with its reference; of equal media the first one is kept."""
+        """Stores the handle of a medium with its reference; of equal media the first is stored."""
         if handle.key in held:
             return self._media.keep(held[handle.key])
         kept = self._media.keep(replace(handle, reference=reference))
@@ -143,7 +149,7 @@ class ProcessorPool:
             self._shared.move_to_end(handle.key)
             if len(self._shared) > MAX_SHARED:
                 self._shared.popitem(last=False)
-        held[handle.key] = kept  # further places of it in this prompt have no value of their own
+        held[handle.key] = kept  # the worker returns None for repetitions in this prompt
         return kept
 
     def _remember(self, sample_id: str, media: Sequence[MediaHandle]) -> None:
@@ -157,9 +163,3 @@ class ProcessorPool:
     async def _join(self, name: str, handle: Any) -> None:
         what = f"{name} to start (timeouts.start_s)"
         await answer(handle.ping.remote(), timeout_s=self._start_s, what=what)
-
-
-def _with_media(made: Prompt | ScoredGroup, media: tuple[MediaHandle, ...]) -> Prompt | ScoredGroup:
-    if isinstance(made, Prompt):
-        return replace(made, media=media)
-    return replace(made, group=replace(made.group, prompt=replace(made.group.prompt, media=media)))

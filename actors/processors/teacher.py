@@ -12,7 +12,7 @@ from mobula.configs.schema import RunConfig
 from mobula.learner.policies.families import family_at, max_positions, model_type_at, takes_images
 
 TEACHER = "algorithm.distillation.teacher"
-# What images become on their way into a model; size limits are not among it, since the policy's alone are applied.
+# Settings that change pixel values. Size limits may differ: the policy's limits apply.
 IMAGE_SETTINGS = (
     "patch_size",
     "temporal_patch_size",
@@ -26,12 +26,14 @@ IMAGE_SETTINGS = (
 
 
 def check_teacher(config: RunConfig, teacher: Path, key: str) -> None:
-    """The teacher in the folder `teacher`, which `key` names, reads the token ids and image tensors that are made for
-    `policy.model`.
+    """Checks that the teacher in the folder `teacher` reads the token ids and image tensors of `policy.model`.
+
+    Args:
+        key: configuration key of the teacher.
 
     Raises:
-        PreflightError: it reads others, or is made for shorter sequences.
-        ValueError: it is of a family that cannot be computed here.
+        PreflightError: vocabulary or image settings differ, or the teacher has fewer positions.
+        ValueError: the model family of the teacher is not supported.
     """
     policy = config.policy.model
     _check_vocabulary(policy, teacher, key)
@@ -49,7 +51,7 @@ def check_teacher(config: RunConfig, teacher: Path, key: str) -> None:
 
 
 def _check_vocabulary(policy: str, teacher: Path, key: str) -> None:
-    """Ids must mean the same; how text is cut into tokens need not, since a teacher is given ids alone."""
+    """Compares token ids. Merges may differ: a teacher reads ids, not text."""
     ours, theirs = (AutoTokenizer.from_pretrained(source).get_vocab() for source in (policy, teacher))
     differing = sorted(token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token))
     if differing:
@@ -71,7 +73,9 @@ def _check_images(policy: str, teacher: Path, key: str) -> None:
     if family_at(policy) is not family_at(str(teacher), key):
         kinds = [model_type_at(str(source)) for source in (teacher, policy)]
         raise PreflightError(f"{key}={teacher} is a {kinds[0]} and policy.model={policy} a {kinds[1]}: {_another(key)}")
-    ours, theirs = (_image_settings(source) for source in (policy, teacher))
+    both = [AutoImageProcessor.from_pretrained(source).to_dict() for source in (policy, teacher)]
+    # As JSON: some image processors keep a list where others keep a tuple.
+    ours, theirs = ({name: json.dumps(settings.get(name)) for name in IMAGE_SETTINGS} for settings in both)
     differing = [name for name in IMAGE_SETTINGS if ours[name] != theirs[name]]
     if differing:
         name = differing[0]
@@ -79,12 +83,6 @@ def _check_images(policy: str, teacher: Path, key: str) -> None:
             f"{key}={teacher} takes images with {name}={theirs[name]} and policy.model={policy} with "
             f"{ours[name]}: {_another(key)}"
         )
-
-
-def _image_settings(source: str | Path) -> dict[str, str]:
-    """As text: some classes keep a list where others keep a tuple."""
-    settings = AutoImageProcessor.from_pretrained(source).to_dict()
-    return {name: json.dumps(settings.get(name)) for name in IMAGE_SETTINGS}
 
 
 def _shown(token_id: int | None) -> str:

@@ -1,4 +1,4 @@
-"""Videos to frames and times, safely: nothing is decoded before size, length and number of frames are in bounds."""
+"""Decodes videos to frames and timestamps. Size, length and number of frames are checked before decoding."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from mobula.cluster.errors import MediaError
 from mobula.configs.schema.data import DataConfig, VideoConfig
 from mobula.learner.policies.families.base import Clip
 
-# Formats that hold their frames themselves: a playlist would have FFmpeg open other files and web addresses.
+# Playlists are left out: FFmpeg would open the files and web addresses that they name.
 CONTAINERS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,gif,mpeg,mpegts,ogg,flv,asf"
-MICROSECONDS = 1_000_000  # what containers count their length in
+MICROSECONDS = 1_000_000  # unit of a container's duration
 
 
 @dataclass(frozen=True)
 class VideoLimits:
-    """Limits of a video, and how its frames are sampled."""
+    """Limits of a video, and the sampling of frames."""
 
     video: VideoConfig
-    frame: ImageLimits  # of a video that comes as images
+    frame: ImageLimits  # of videos that are lists of image files
 
     @classmethod
     def of(cls, data: DataConfig) -> VideoLimits:
@@ -35,25 +35,24 @@ class VideoLimits:
 
 @dataclass(frozen=True)
 class LoadedVideo:
-    """A video that was read and not decoded."""
+    """The bytes of a video, not decoded."""
 
     source: Video
     clip: Clip
-    contents: tuple[bytes, ...]  # the file, or the image files of the frames that are taken
-    taken: tuple[int, ...]  # presentation times of the frames that are taken of a file, in its own unit
+    contents: tuple[bytes, ...]  # the video file, or the image files of the sampled frames
+    taken: tuple[int, ...]  # presentation times (PTS) of the sampled frames of a file, in units of its time base
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """The frames that are taken: by presentation time of a file, or by place in a list."""
+    """The sampled frames: presentation times in a file, or indices into a list of images."""
 
     clip: Clip
     taken: tuple[int, ...]
 
 
 def check_video(source: Video, limits: VideoLimits) -> Clip:
-    """The frames that a prompt would show of the video, computed from headers and packets alone; for checks of a whole
-    dataset.
+    """Returns the frames that would be sampled, from headers and packets alone; for checks of a whole dataset.
 
     Raises:
         MediaError: the video is missing, empty, too large, too long, or no video.
@@ -65,14 +64,14 @@ def check_video(source: Video, limits: VideoLimits) -> Clip:
 
 
 def load_video(source: Video, limits: VideoLimits) -> LoadedVideo:
-    """The video's bytes, and what a prompt shows of it.
+    """Reads the video and plans the frames to sample.
 
     Raises:
         MediaError: as `check_video`.
     """
     if isinstance(source, FrameList):
         plan = _plan_frames(source, limits)
-        contents = tuple(read_image(source.frames[place], limits.frame) for place in plan.taken)
+        contents = tuple(read_image(source.frames[index], limits.frame) for index in plan.taken)
         return LoadedVideo(source, plan.clip, contents, ())
     with open_bounded(source, limits.video.max_file_bytes, "data.video.max_file_bytes") as file:
         content = file.read()
@@ -81,7 +80,7 @@ def load_video(source: Video, limits: VideoLimits) -> LoadedVideo:
 
 
 def decode_video(video: LoadedVideo, limits: VideoLimits) -> np.ndarray:
-    """uint8 [T, H, W, 3]: the frames at `video.clip.timestamps`, decoded once. Marks of rotation are not applied.
+    """Returns uint8 [T, H, W, 3]: the frames at `video.clip.timestamps`. Rotation metadata is ignored.
 
     Raises:
         MediaError: a frame is corrupt or missing.
@@ -103,16 +102,16 @@ def decode_video(video: LoadedVideo, limits: VideoLimits) -> np.ndarray:
             f"{source} is corrupt ({len(wanted) - len(frames)} of {len(wanted)} frames do not decode): replace the "
             "file or remove its row"
         )
-    found = [frames[pts] for pts in video.taken]
-    _check_frames(found, source, clip)
-    return np.stack(found)
+    images = [frames[pts] for pts in video.taken]
+    _check_frames(images, source, clip)
+    return np.stack(images)
 
 
 def sampled(times: np.ndarray, duration_s: float, video: VideoConfig) -> np.ndarray:
-    """int64 [T]: which of the frames at `times` float64 [N] (seconds, ascending) are taken.
+    """Returns int64 [T]: the indices to sample of the frames at `times`, float64 [N] (seconds, ascending).
 
-    As many as `fps` gives for the duration, within `min_frames` and `max_frames`, at equal distances in time from the
-    first to the last; no frame is taken twice.
+    Samples `fps` frames a second, between `min_frames` and `max_frames`, equidistant in time from the first to the
+    last frame; each frame at most once.
     """
     num = min(max(int(duration_s * video.fps), video.min_frames), video.max_frames, len(times))
     targets = np.linspace(times[0], times[-1], num)
@@ -127,7 +126,7 @@ def _plan_frames(source: FrameList, limits: VideoLimits) -> _Plan:
     _check_number(source, len(source.frames), limits)
     times = np.arange(len(source.frames)) / rate
     taken = sampled(times, len(times) / rate, limits.video)
-    sizes = [check_image(source.frames[place], limits.frame) for place in taken]
+    sizes = [check_image(source.frames[index], limits.frame) for index in taken]
     if len(set(sizes)) > 1:
         raise MediaError(f"{source} has frames of {len(set(sizes))} sizes, {sizes[0]} first: make them one size")
     (width, height) = sizes[0]
@@ -139,32 +138,32 @@ def _plan_file(file: IO[bytes], source: Video, limits: VideoLimits) -> _Plan:
     with _opened(file, source) as (container, stream):
         _check_length(source, (container.duration or 0) / MICROSECONDS, limits)
         _check_number(source, stream.frames, limits)
-        found, num_packets = [], 0
+        presented, num_packets = [], 0
         for packet in container.demux(stream):
             if packet.pts is not None:
                 num_packets += 1
                 _check_number(source, num_packets, limits)
-                if not packet.is_discard:  # an edit list cuts it off: it is decoded for others, and not shown
-                    found.append(packet.pts)
-        if num_packets < stream.frames:  # which is 0 where the header does not say
+                if not packet.is_discard:  # an edit list hides the frame; other frames are decoded from it
+                    presented.append(packet.pts)
+        if num_packets < stream.frames:  # 0 if the header has no count
             raise MediaError(
                 f"{source} has {num_packets} of the {stream.frames} frames that its header names: replace the file or "
                 "remove its row"
             )
         width, height, unit = stream.width, stream.height, stream.time_base
-    if not found or unit is None or width * height == 0:
+    if not presented or unit is None or width * height == 0:
         raise MediaError(f"{source} has no frames with a size and a time: replace the file or remove its row")
-    places = np.unique(np.array(found))
-    times = (places - places[0]) * float(unit)
+    pts = np.unique(np.array(presented))
+    times = (pts - pts[0]) * float(unit)
     duration = float(times[-1]) + (float(np.median(np.diff(times))) if len(times) > 1 else 1 / limits.video.frame_rate)
     _check_length(source, duration, limits)
     taken = sampled(times, duration, limits.video)
     _check_pixels(source, len(taken), width, height, limits)
-    return _Plan(Clip(width, height, tuple(times[taken].tolist()), duration), tuple(places[taken].tolist()))
+    return _Plan(Clip(width, height, tuple(times[taken].tolist()), duration), tuple(pts[taken].tolist()))
 
 
 def _check_frames(frames: list[np.ndarray], source: Video, clip: Clip) -> None:
-    """Images that EXIF marks as lying on their side have another size than their header says."""
+    """Refuses frames of another size than the header: EXIF rotation swaps width and height."""
     if any(frame.shape != (clip.height, clip.width, 3) for frame in frames):
         raise MediaError(
             f"{source} has frames of another size than {clip.width} x {clip.height}, as its header says: write it again"
@@ -181,17 +180,16 @@ def _opened(file: IO[bytes], source: Video) -> Iterator[tuple[Any, Any]]:
             if not container.streams.video:
                 raise MediaError(f"{source} has no video stream: replace the file or remove its row")
             stream = container.streams.video[0]
-            stream.codec_context.options = {
-                "err_detect": "crccheck+bitstream+buffer+explode"
-            }  # a damaged frame is none
-            stream.codec_context.thread_count = 1  # pools of workers decode several at a time
+            # A damaged frame is an error, not a frame with artefacts.
+            stream.codec_context.options = {"err_detect": "crccheck+bitstream+buffer+explode"}
+            stream.codec_context.thread_count = 1  # the worker pool decodes several files in parallel
             yield container, stream
     except av.FFmpegError as error:
         raise MediaError(f"{source} is corrupt or no video ({error}): replace the file or remove its row") from error
 
 
 def require_av() -> Any:
-    """The library that decodes videos.
+    """Returns the module av (PyAV).
 
     Raises:
         ValueError: it is not installed.

@@ -1,4 +1,4 @@
-"""ProcessorWorker: prepares prompts in a process of its own; each processed medium is a returned value of its own."""
+"""ProcessorWorker: prepares prompts in a separate process; returns each processed medium as a separate value."""
 
 from __future__ import annotations
 
@@ -17,18 +17,21 @@ from mobula.configs.schema import RunConfig
 
 @dataclass(frozen=True)
 class Made:
-    """Result of a worker for a row: its prompt, whose media have no references yet, or why there is none."""
+    """Result of a worker for a row: the prompt, with media without references, or the reason that there is none."""
 
     prompt: Prompt | ScoredGroup | None  # a group, for offline jobs
-    reason: str = ""  # of a row that is unusable: a word to count by, and a sentence to act on
-    detail: str = ""
+    reason: str = ""  # name of the counter, if the row is unusable
+    detail: str = ""  # message for the user
 
 
 class CallMedia:
-    """Implements `cluster.records.media.MediaKeeper` for one call: media that the caller knows are not processed."""
+    """Implements `cluster.records.media.MediaKeeper` for one call; processes no media that the caller has.
+
+    Args:
+        known: keys of the media that the caller has.
+    """
 
     def __init__(self, known: frozenset[str] = frozenset()) -> None:
-        """`known` are keys of media that the caller has."""
         self._known = known
         self._made: dict[str, ProcessedMedia] = {}
 
@@ -41,12 +44,12 @@ class CallMedia:
         return MediaHandle(key, made.modality, made.num_bytes, None, source)
 
     def take(self, key: str) -> ProcessedMedia | None:
-        """The medium of a key, once: it is None where it is known, and for each further place of it in a prompt."""
+        """Removes and returns the medium of a key; None if the caller has it or it was taken before."""
         return self._made.pop(key, None)
 
 
 class _Keeper:
-    """Keeps the media of the call in progress, which the processor stores."""
+    """Forwards to the `CallMedia` of the call in progress: the processor is built once, with one keeper."""
 
     call = CallMedia()
 
@@ -55,7 +58,7 @@ class _Keeper:
 
 
 class ProcessorWorker:
-    """Reads, decodes and processes images and videos; one call at a time. It keeps nothing of a call."""
+    """Reads, decodes and processes media; one call at a time, without state between calls."""
 
     def __init__(self, config: RunConfig) -> None:
         torch.set_num_threads(config.resources.processor.num_threads)
@@ -63,14 +66,13 @@ class ProcessorWorker:
         self._processor = make_processor(config, self._media)
 
     def prepare(self, row: Any, prompt_id: str, known: frozenset[str]) -> list[Made | ProcessedMedia | None]:
-        """The prompt of a row, then the medium of each of its handles, None for what `known` has and for repetitions.
-
-        A row that cannot be used gives None for each of its media.
+        """Returns the prompt of a row, then one medium for each handle: None if it is in `known`, repeated, or the row
+        cannot be used.
         """
         return [*self._made(row, prompt_id, known)]
 
     def prepare_text(self, row: Any, prompt_id: str) -> Made:
-        """`prepare` of a row without media: a call with one result returns no list."""
+        """`prepare` for rows without media: Ray does not unpack a list with one result."""
         made, *_ = self._made(row, prompt_id, frozenset())
         return made
 
@@ -83,13 +85,13 @@ class ProcessorWorker:
         return Made(made), *(call.take(handle.key) for handle in prompt_of(made).media)
 
     def ping(self) -> bool:
-        """Answers once the worker is built and free."""
+        """Returns once the worker is built and idle."""
         return True
 
     def close(self) -> None:
-        """Nothing to hand back: the process ends with its memory."""
+        """Does nothing: the worker holds no resources outside its process."""
 
 
 def prompt_of(made: Prompt | ScoredGroup) -> Prompt:
-    """The prompt itself, also of a row that an offline job trains on."""
+    """The prompt, also if it is part of an offline group."""
     return made if isinstance(made, Prompt) else made.group.prompt

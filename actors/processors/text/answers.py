@@ -1,4 +1,4 @@
-"""AnswerLayout: where an answer stands in rendered text, and what the chat template writes around it."""
+"""AnswerLayout: separates answers from the chat template's text around them."""
 
 from __future__ import annotations
 
@@ -17,74 +17,77 @@ THOUGHT = "<think>"
 
 @dataclass(frozen=True)
 class PlacedAnswer:
-    """An answer as a policy writes it, and the text around it."""
+    """An answer as a policy writes it, and the template's text around it."""
 
-    head: str  # behind the answer before it, or all text before the first one
-    opened: str  # the start of the head that a generation prompt has as well
+    head: str  # text since the previous answer
+    opened: str  # the part of the head that a generation prompt has as well
     text: str
     tail: str
 
 
 class AnswerLayout:
-    """Finds answers by rendering a conversation with a mark in the place of an answer, and with the answer.
+    """Locates answers: renders a conversation twice, with the answer and with a mark instead of the answer.
 
-    The text before an answer, such as an empty thought, and behind it is the template's. White space alone before an
-    answer is written by the policy, because a tokenizer joins it to the first word. An answer that the template
-    changes, such as one whose thought it drops, stands behind the generation prompt, as the policy writes it.
+    Text before an answer (such as an empty thought) and behind it belongs to the template. White space directly before
+    an answer belongs to the policy, because a tokenizer joins it to the first word. If the template changes an answer
+    (such as dropping the thought), the unchanged answer follows the generation prompt.
     """
 
     def __init__(self, render: Callable[[Turns, bool], str], mark: str, num_context: int) -> None:
-        """`render(turns, is_open)` applies the template. `mark` is a text that occurs in no turn. Answers behind the
-        first `num_context` turns are those of the policy.
+        """
+        Args:
+            render: `render(turns, is_open)` applies the template.
+            mark: a text that occurs in no turn.
+            num_context: number of first turns that are context; later answers belong to the policy.
         """
         self._render = render
         self._mark = mark
         self._num_context = num_context
 
     def placed(self, turns: Turns, answer: str) -> PlacedAnswer:
-        """The answer to `turns`.
+        """Locates the answer to `turns`.
 
         Raises:
-            PromptError: the template drops answers, or changes the turns before one.
+            PromptError: the template drops answers, or changes earlier turns.
         """
         before = self._marked(turns)
         opened = self._render(before, True)
-        template_head, tail = self._around_mark(self._render([*before, ("assistant", self._mark)], False))
+        marked = self._render([*before, ("assistant", self._mark)], False)
+        template_head, mark, tail = marked.rpartition(self._mark)
+        if not mark:
+            raise PromptError(
+                f"the chat template of policy.model drops answers of the assistant, as in {marked[-80:]!r}: use "
+                "another template, or another checkpoint"
+            )
         rendered = self._render([*before, ("assistant", answer)], False)
         _refuse_changed(self._question(before), rendered)
-        if places := [n for n, (_, text) in enumerate(before) if text == self._mark]:
-            _refuse_changed(self._question(before[: places[-1]]), opened)
+        if answers := [n for n, (_, text) in enumerate(before) if text == self._mark]:
+            _refuse_changed(self._question(before[: answers[-1]]), opened)
         text = rendered.removesuffix(tail)
         start = _start_of(answer, text) if rendered.endswith(tail) else None
         shared = len(os.path.commonprefix([opened, template_head]))
-        if start is None or _has_second_thought(answer, text[shared:start]):
-            return self._behind_mark(opened, opened, _behind(opened, answer), tail)
+        has_thought = answer.lstrip().startswith(THOUGHT)
+        if start is None or (has_thought and "</think>" in text[shared:start]):  # the template adds a second thought
+            if has_thought and opened.rstrip().endswith(THOUGHT):  # the generation prompt has opened the thought
+                answer = re.sub(rf"^\s*{THOUGHT}\s*", "", answer)
+            return self._behind_mark(opened, opened, answer, tail)
         if text.startswith(opened) and not text[len(opened) : start].strip():
-            start = len(opened)  # also where the answer's first words are those of the generation prompt
+            start = len(opened)  # also if the answer repeats the first words of the generation prompt
         return self._behind_mark(text[:start], os.path.commonprefix([opened, text[:start]]), text[start:], tail)
 
     def _behind_mark(self, head: str, opened: str, text: str, tail: str) -> PlacedAnswer:
         return PlacedAnswer(head.rpartition(self._mark)[2], opened.rpartition(self._mark)[2], text, tail)
 
     def _marked(self, turns: Turns) -> list[tuple[str, str]]:
-        """`turns` with marks in the place of answers, so that their texts change nothing behind them."""
+        """`turns` with marks instead of answers, so that texts of answers do not change the text behind them."""
         return [
             (role, self._mark if role == "assistant" and n >= self._num_context else text)
             for n, (role, text) in enumerate(turns)
         ]
 
     def _question(self, turns: Turns) -> str:
-        """The text of `turns` without what the template adds at the end of a conversation."""
+        """The text of `turns` without the text that the template adds at the end of a conversation."""
         return os.path.commonprefix([self._render(turns, False), self._render(turns, True)])
-
-    def _around_mark(self, rendered: str) -> tuple[str, str]:
-        head, mark, tail = rendered.rpartition(self._mark)
-        if not mark:
-            raise PromptError(
-                f"the chat template of policy.model drops answers of the assistant, as in {rendered[-80:]!r}: use "
-                "another template, or another checkpoint"
-            )
-        return head, tail
 
 
 def unused_mark(texts: Sequence[str]) -> str:
@@ -104,27 +107,13 @@ def _refuse_changed(question: str, rendered: str) -> None:
 
 
 def _start_of(answer: str, rendered: str) -> int | None:
-    """Index in `rendered` at which the answer begins that it ends with; None if the template has changed more of it
-    than white space.
-    """
+    """Start of the answer at the end of `rendered`; None if the template changed more than white space of it."""
     for written in (answer, answer.rstrip(), answer.strip()):
         if rendered.endswith(written):
             return len(rendered) - len(written)
     wanted = "".join(answer.split())
-    places = [place for place, character in enumerate(rendered) if not character.isspace()]
-    if not wanted or len(wanted) > len(places):
+    positions = [n for n, character in enumerate(rendered) if not character.isspace()]
+    if not wanted or len(wanted) > len(positions):
         return None
-    start = places[-len(wanted)]
+    start = positions[-len(wanted)]
     return start if "".join(rendered[start:].split()) == wanted else None
-
-
-def _has_second_thought(answer: str, written: str) -> bool:
-    """Whether the template opens a thought before an answer that has its own."""
-    return answer.lstrip().startswith(THOUGHT) and "</think>" in written
-
-
-def _behind(opened: str, answer: str) -> str:
-    """The answer behind a generation prompt that may open its thought already."""
-    if opened.rstrip().endswith(THOUGHT) and answer.lstrip().startswith(THOUGHT):
-        return re.sub(rf"^\s*{THOUGHT}\s*", "", answer)
-    return answer

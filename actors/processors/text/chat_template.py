@@ -1,4 +1,4 @@
-"""ChatTemplate: renders turns with a checkpoint's chat template, with content in the form that the template takes."""
+"""ChatTemplate: renders turns with a checkpoint's chat template, as parts or as text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Message = tuple[str, Sequence[Mapping[str, str]]]
 """(role, parts of the content)"""
 
 PROBE = "probe7c1f"
-_PART_MARKUP = re.compile(r"""['"]type['"]\s*:""")  # a list of parts that was written as if it were text
+_PART_MARKUP = re.compile(r"""['"]type['"]\s*:""")  # a list of parts printed as text
 _EARLIER = (("user", PROBE[:5]), ("assistant", PROBE[:5]))
 
 
@@ -28,10 +28,10 @@ class ContentForm(StrEnum):
 
 
 class ChatTemplate:
-    """The template of a processor or tokenizer, tried with short messages of each role when it is built.
+    """The template of a processor or tokenizer. The constructor tries short messages of each role.
 
-    Vision-language models are given parts and text-only models text, unless the template then loses the text or writes
-    the list itself.
+    Vision-language models get parts and text-only models get text, unless the template then drops the text or prints
+    the list.
     """
 
     def __init__(
@@ -56,19 +56,19 @@ class ChatTemplate:
         return str(self._renderer.chat_template)
 
     def form(self, role: str) -> ContentForm:
-        """The form in which the content of this role is given."""
+        """The form of this role's content."""
         return self._forms.get(role, self._forms["user"])
 
     def render(self, messages: Sequence[Message], *, is_open: bool) -> str:
-        """The text of the messages; `is_open` adds the head of the answer that comes next.
+        """Renders the messages; `is_open` adds the generation prompt.
 
         Raises:
-            PromptError: the template refuses the messages, or has no place for their media.
+            PromptError: the template refuses the messages, or takes text alone and there are media.
         """
         given = [{"role": role, "content": self._content(role, parts)} for role, parts in messages]
         try:
             return self._rendered(given, is_open)
-        except Exception as error:  # templates refuse with errors of many kinds
+        except Exception as error:  # templates raise errors of any type
             roles = ", ".join(role for role, _ in messages)
             raise PromptError(
                 f"the chat template of policy.model refuses turns of {roles} ({type(error).__name__}: {error}): change "
@@ -76,7 +76,7 @@ class ChatTemplate:
             ) from error
 
     def written(self, media: Sequence[str]) -> list[str]:
-        """The texts that the template writes around turns of each role, and around parts of the types in `media`."""
+        """The template's text around turns of each role, and around parts of the types in `media`."""
         text = {"type": "text", "text": PROBE}
         turns: list[list[Message]] = [
             [("user", [text]), ("assistant", [text]), ("user", [text])],
@@ -84,14 +84,14 @@ class ChatTemplate:
             [("user", [text]), ("assistant", [text]), ("tool", [text])],
         ]
         turns += [[("user", [{"type": kind}, text])] for kind in media]
-        found = []
+        texts = []
         for messages in turns:
-            with suppress(PromptError):  # a role or a medium that the template does not take
-                found.append(self.render(messages, is_open=True).replace(PROBE, ""))
-        return found
+            with suppress(PromptError):  # the template refuses the role or medium
+                texts.append(self.render(messages, is_open=True).replace(PROBE, ""))
+        return texts
 
     def answer_tail(self) -> str:
-        """The text that the template writes behind an answer; empty if it refuses or drops one."""
+        """The template's text behind an answer; empty if the template refuses or drops answers."""
         messages = [("user", [{"type": "text", "text": PROBE[:5]}]), ("assistant", [{"type": "text", "text": PROBE}])]
         with suppress(PromptError):
             return self.render(messages, is_open=False).rpartition(PROBE)[2]
@@ -109,7 +109,7 @@ class ChatTemplate:
         return "".join(part["text"] for part in parts)
 
     def _is_taken(self, role: str, form: ContentForm) -> bool:
-        """Whether the template writes the text of a turn of `role` whose content has this form."""
+        """Whether the template renders the text of a turn of `role` in this form."""
         turns = {
             "user": [("user", PROBE)],
             "assistant": [_EARLIER[0], ("assistant", PROBE), _EARLIER[0]],
@@ -122,7 +122,7 @@ class ChatTemplate:
             given.append({"role": other, "content": text if is_text else [{"type": "text", "text": text}]})
         try:
             rendered = self._rendered(given, True)
-        except Exception:  # the template refuses this form, or this role
+        except Exception:  # the template refuses the form or the role
             return False
         return PROBE in rendered and not _PART_MARKUP.search(rendered)
 
@@ -134,34 +134,33 @@ class ChatTemplate:
 
 
 def _added_bos(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The token that a tokenizer adds at the start of a text; empty if it adds none.
+    """The token that a tokenizer adds at the start of a text, or "".
 
-    Processors add it to rendered text that does not begin with it. The tokenizer of a text-only model leaves it to the
-    template.
+    Processors add it to rendered text that does not begin with it. For text-only models the template writes it.
     """
     added = tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id]
     return str(tokenizer.bos_token) if added and tokenizer.bos_token else ""
 
 
 def give_template(processor: ProcessorMixin | PreTrainedTokenizerBase, model: str) -> None:
-    """Makes one chat template of those in the checkpoint's files the processor's own.
+    """Sets `processor.chat_template` to the checkpoint's template, or the default one of several.
 
     Raises:
         ValueError: there is none, or several without a default one.
     """
-    found: Any = processor.chat_template
-    if not found and isinstance(processor, ProcessorMixin):
-        found = processor.tokenizer.chat_template
-    if isinstance(found, dict):
-        if "default" not in found:
+    template: Any = processor.chat_template
+    if not template and isinstance(processor, ProcessorMixin):
+        template = processor.tokenizer.chat_template
+    if isinstance(template, dict):
+        if "default" not in template:
             raise ValueError(
-                f"policy.model={model} has the chat templates {', '.join(found)} and no default one: put the one to "
+                f"policy.model={model} has the chat templates {', '.join(template)} and no default one: put the one to "
                 "use into the folder as chat_template.jinja"
             )
-        found = found["default"]
-    if not found:
+        template = template["default"]
+    if not template:
         raise ValueError(
             f"policy.model={model} has no chat template: choose an instruction-tuned checkpoint, or put a "
             "chat_template.jinja into the folder"
         )
-    processor.chat_template = found
+    processor.chat_template = template

@@ -224,7 +224,7 @@ def _drawn(sound: Audio, limits: AudioLimits) -> Image.Image:
 
 def _audio_limits(data: DataConfig) -> AudioLimits:
     """Returns limits without a model, so that only `data.audio` bounds a sound."""
-    return AudioLimits.of(data, AUDIO_RATE, ceil(data.audio.max_seconds * AUDIO_RATE))
+    return AudioLimits(data.audio, AUDIO_RATE, ceil(data.audio.max_seconds * AUDIO_RATE))
 
 
 def _thumbnail(decode: Callable[[], Image.Image]) -> str:

@@ -23,7 +23,7 @@ RATE = 16_000
 
 @cache
 def limits(*words: str) -> AudioLimits:
-    return AudioLimits.of(load_config(["experiment=digits", *words]).data, RATE, 30 * RATE)
+    return AudioLimits(load_config(["experiment=digits", *words]).data.audio, RATE, 30 * RATE)
 
 
 def sine(length: int, rate: int, pitch: float = 440.0) -> np.ndarray:

@@ -35,7 +35,7 @@ def test_rows_are_read_with_their_sounds(tmp_path: Path) -> None:
     split = open_split(config.data, "train", config.rewards.label_key)
     rows = [split.rows[place] for place in range(len(split.rows))]
     assert Counter(row.answer for row in rows) == {str(n): 2 for n in range(len(PATTERNS))}
-    limits = AudioLimits.of(config.data, 2 * RATE, 60 * RATE)
+    limits = AudioLimits(config.data.audio, 2 * RATE, 60 * RATE)
     assert all(0.59 < check_audio(row.audios[0], limits) / (2 * RATE) < 0.91 for row in rows)
     assert json.loads((tmp_path / "tones" / "dataset.json").read_text())["task"] == "tones"
 

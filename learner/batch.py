@@ -30,8 +30,8 @@ SAME_ENTROPY = 1e-4  # nat: entropies of one distribution differ by less, comput
 class LearnerItem:
     """One trajectory of the learner. A truncated response ends in its last sampled token, never in an EOS."""
 
-    index: int  # its place among all trajectories of the step
-    group: int  # the place of its group in the step
+    index: int  # among all trajectories of the step
+    group: int  # index of the group in the step
     sample_id: str  # of the row of the data that its prompt is
     sequence: PolicyRow
     behavior_logprobs: np.ndarray  # float32 [T]
@@ -103,15 +103,15 @@ def fetch_items(
     version: int,
     timeout_s: float,
     row: RowOf = row_of,
-    places: Sequence[int] | None = None,
+    indices: Sequence[int] | None = None,
 ) -> list[list[LearnerItem]]:
-    """The trajectories of the groups at `places` of the step, of all by default, with the ages that their tokens have
-    for the step that trains from `version`; advantages are 0. Media stay where they are.
+    """Fetches the trajectories of the groups at `indices` (default: all). Media are not fetched.
 
-    A trajectory without a reward (None) is not trained. `row` makes of a prompt and its actions what is scored: the
-    steps one by one, or one target for all of them, where a loss is of the whole.
+    Token ages are relative to `version`, which the step trains from; advantages are 0. A trajectory without a reward
+    (None) is not trained. `row` builds the scored row of a prompt and its actions: one target for each step, or one
+    for the whole trajectory.
     """
-    chosen = range(len(groups)) if places is None else places
+    chosen = range(len(groups)) if indices is None else indices
     some = [groups[n] for n in chosen]
     fetched: list[TrajectoryGroup] = fetch_or_miss([g.group for g in some], timeout_s=timeout_s, what="groups")
     references = fetch_or_miss([g.reference_logprobs for g in some], timeout_s=timeout_s, what="reference log-probs")

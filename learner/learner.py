@@ -44,6 +44,7 @@ from mobula.learner.gradient_step import GradientStep, Term
 from mobula.learner.images.teaching import ImageTrainer
 from mobula.learner.meter import Meter
 from mobula.learner.objective import PolicyObjective, measure_gap
+from mobula.learner.offload import Offloader
 from mobula.learner.optim import learning_rate
 from mobula.learner.optim.average import NullAverage, WeightAverage
 from mobula.learner.optim.slow import NullSlow, SlowWeights
@@ -53,7 +54,6 @@ from mobula.learner.policies.flow.policy import StepRescoring
 from mobula.learner.policies.loading import DTYPES, recompute_blocks
 from mobula.learner.policies.trained import as_policy, collate_rows, save_trained, scoring_of, unread_trained_model
 from mobula.learner.policy_weights import PolicyWeights
-from mobula.learner.residence import Residence
 from mobula.learner.scoring_pass import ReferencePass, ScoringPass, unscored
 from mobula.learner.shares import ShareFetcher, StepGroups, all_ranks
 from mobula.learner.state import StateWriter, load_state
@@ -62,7 +62,7 @@ from mobula.learner.weight_publisher import WeightPublisher
 
 
 class Learner:
-    """Trains the policy. Every method but `rendezvous_address`, `finish_save` and `close` needs all ranks to call it.
+    """Trains the policy. All methods are collective, except `rendezvous_address`, `finish_save` and `close`.
 
     Example:
         address = ranks[0].rendezvous_address()
@@ -85,16 +85,16 @@ class Learner:
             max_items=config.algorithm.prompts_per_step * config.sampler.max_media_per_prompt,
         )
         self._fresh_gap = FreshGap(self._fresh_logprobs, config.timeouts.object_s)
-        self._beside = SupervisedTerm(config, self._shares, self._reader)
+        self._supervised_term = SupervisedTerm(config, self._shares, self._reader)
         self._profiler = UpdateProfiler(config.tracing.profile_steps, config.run_folder, rank, config.resources.device)
         self.version = 0
 
     def rendezvous_address(self) -> str:
-        """`host:port` that all ranks `connect` to; asked of rank 0."""
+        """Returns the `host:port` that all ranks `connect` to. Called on rank 0."""
         return self._rendezvous.address(self._config.timeouts.start_s)
 
     def connect(self, init_method: str) -> None:
-        """Load the policy, meet the other ranks and share it out among them."""
+        """Loads the policy, joins the process group and shards the policy over the ranks."""
         torch.set_num_threads(self._config.resources.learner.num_threads)
         torch.manual_seed(self._config.seed + self._rank)
         model, weights = unread_trained_model(self._config)
@@ -124,14 +124,14 @@ class Learner:
         self._critic.connect()
         self._average = self._weight_average()
         self._slow = self._slow_weights()
-        self._residence = Residence(
-            self._policy, self._optimizer, self._device, of_policy=(self._slow,), of_optimizer=(self._average,)
+        self._offloader = Offloader(
+            self._policy, self._optimizer, self._device, with_policy=(self._slow,), with_optimizer=(self._average,)
         )
         self._states = StateWriter(self._rank)
         self.weights = self._publisher()
 
     def begin_rl(self) -> None:
-        """RL begins with the weights of this moment, and so do critic and average; they take a warm start over."""
+        """Starts critic, weight average and slow copy from the current weights, after a warm start."""
         self._average.begin()
         self._slow.begin()
         self._critic.begin(self._outgoing.plain_state(self._backend))
@@ -145,20 +145,21 @@ class Learner:
         values: Values = (),
         fresh: Sequence[Any] = (),
     ) -> UpdateReport:
-        """One RL step on these groups, which makes `version`. Every rank is given references to all groups, fetches
-        those that it trains and gets outlines of the others.
+        """Runs one RL step on `groups`, which makes `version`.
 
         Args:
-            supervised: rows that are trained besides, shared out among the ranks as they are.
-            values: those of a critic that has ranks of its own.
-            fresh: may hold a reference to a group of the weights that the step trains from, on which the log-prob gap
+            groups: references to all groups of the step. A rank fetches the groups that it trains, and receives
+                outlines of the others.
+            supervised: rows for the supervised term of the loss.
+            values: of a critic with separate ranks.
+            fresh: empty, or a reference to a group sampled with the weights before the step, on which the log-prob gap
                 is measured.
         """
         with self._profiler.update(version):
             algorithm = self._config.algorithm
             fetched = self._shares.fetch(StepGroups(groups, version, self._config, self._scoring.row))
-            examples = self._beside.fetch(supervised)
-            # In this order: KL in the reward needs reference log-probs, advantages of a critic need its values.
+            examples = self._supervised_term.fetch(supervised)
+            # In this order: KL in the reward needs reference log-probs, and advantages need the critic's values.
             fetched = self._referred(with_values(fetched, values))
             credited = self._credit.assign(self._critic.valued(fetched))
             with self._slow.in_place():
@@ -175,13 +176,13 @@ class Learner:
             losses = [Term(part, self._loss(part, meter, is_first=n == 0)) for n, part in enumerate(parts)]
             grad_norms = []
             for n, loss in enumerate(losses):
-                measures = [partial(self._fresh_gap.measure, one, version - 1, meter) for one in fresh if n == 0]
-                terms: list[Term[Any]] = [loss, *self._beside.terms(self._policy, examples, n, meter)]
+                measures = [partial(self._fresh_gap.measure, group, version - 1, meter) for group in fresh if n == 0]
+                terms: list[Term[Any]] = [loss, *self._supervised_term.terms(self._policy, examples, n, meter)]
                 grad_norms.append(self._optimized(terms, rate, *measures))
             self._slow.follow(version)
             self.version = version
             metrics = self._metrics(meter, items, grad_norms) if parts else {"loss": 0.0, "policy_loss": 0.0}
-            # After the update: every rank has the same mean, so every rank moves its coefficient alike.
+            # The mean KL is reduced over ranks, so all ranks change the coefficient by the same amount.
             if "kl" in metrics:
                 self._credit.kl.observe(metrics["kl"], sum(len(group) for group in items))
             planned = 0 if is_alone else algorithm.num_epochs * algorithm.num_minibatches
@@ -192,81 +193,78 @@ class Learner:
             return UpdateReport(version, report)
 
     def supervised_step(self, examples: Sequence[StoredExample]) -> dict[str, float]:
-        """One step of the warm start, with an optimizer of its own: RL starts with a fresh one. Every rank is given
-        references to all examples and fetches its share.
+        """Runs one step of the warm start, with a separate optimizer: RL starts with a fresh one. A rank fetches the
+        examples of its share.
         """
         rate = taught_rate(self._config.warm_start, self._num_taught)
         self._num_taught += 1
         return self._supervised.step(self._taught(examples), rate)
 
     def answer_accuracy(self, examples: Sequence[StoredExample]) -> float:
-        """Exact-match accuracy that greedy decoding would have on these examples; of images, the share of their
-        velocities that is predicted."""
+        """Exact-match accuracy of greedy decoding on the examples; for images, the explained share of velocities."""
         return self._supervised.answer_accuracy(self._taught(examples))
 
     def sequence_logprobs(self, prompt: Prompt, num_copies: int = 1) -> np.ndarray:
-        """float32 [P - 1]: log-probs of a prompt's tokens after the first, at temperature 1 and without bans, as they
-        come out of a batch of so many copies.
-
-        Of a flow model they are those of arbitrary denoising steps after the prompt, [T].
+        """Returns float32 [P - 1]: log-probs of a prompt's tokens after the first, at temperature 1 and without bans,
+        computed in a batch of `num_copies`. For a flow model: of arbitrary denoising steps after the prompt, [T].
         """
-        with self._residence.policy_here(), self._slow.in_place(), self._backend.inference():
+        with self._offloader.policy_on_device(), self._slow.in_place(), self._backend.inference():
             rows = [self._scoring.canary_row(prompt)] * num_copies
             batch = collate_rows(rows, self._reader, self._device)
             return self._policy(batch, self._scoring.canary).logprobs[0].cpu().numpy()
 
     def manifest(self) -> Manifest:
-        """Manifest of a push."""
         return self.weights.manifest
 
     def open_transfer(self, epoch: int, num_receivers: int) -> Rendezvous:
-        """Listen for the members of a transfer group; asked of rank 0."""
+        """Opens the rendezvous of a transfer group. Called on rank 0."""
         return self.weights.open_transfer(epoch, num_receivers)
 
     def join_transfer(self, rendezvous: Rendezvous) -> None:
-        """Take part in a transfer group; ranks that do not send have no part in it."""
+        """Joins a transfer group; does nothing on ranks that do not send."""
         self.weights.join_transfer(rendezvous)
 
     def leave_transfer(self, epoch: int) -> None:
-        """Leave a transfer group."""
         self.weights.leave_transfer(epoch)
 
     def send_weights(self, bucket_bytes: int, epoch: int) -> None:
-        """Push the weights to a transfer group."""
+        """Sends the weights to a transfer group."""
         with self._slow.in_place():
             self.weights.send(bucket_bytes, epoch)
 
     def export_weights(self, bucket_bytes: int) -> tuple[int, list[np.ndarray]]:
-        """The version and the packed buckets, empty where another rank has them; for engines in no transfer group."""
-        with self._residence.policy_here(), self._slow.in_place():
+        """Returns the version and the packed buckets, for engines without a transfer group. Buckets of other ranks are
+        empty.
+        """
+        with self._offloader.policy_on_device(), self._slow.in_place():
             return self.version, self.weights.export(bucket_bytes)
 
     def export_buckets(self, bucket_bytes: int) -> tuple[int | np.ndarray, ...]:
-        """As `export_weights`, each bucket a result of its own."""
+        """As `export_weights`, with each bucket as a separate Ray object."""
         version, buckets = self.export_weights(bucket_bytes)
         return version, *buckets
 
     def offload(self, part: str) -> None:
-        """Move `policy` or `optimizer` to host memory, so that an engine can use the device."""
-        self._residence.offload(part)
+        """Moves `policy` or `optimizer` to host memory, to free the device for an engine."""
+        self._offloader.offload(part)
         self._critic.offload(part)
 
     def onload(self) -> None:
-        """Move everything to the device."""
-        self._residence.onload()
+        """Moves policy and optimizer to the device."""
+        self._offloader.onload()
         self._critic.onload()
 
     def save(self, folder: Path) -> None:
-        """Copy the learner's state for an exact resume; it is written while training goes on."""
+        """Copies the state for an exact resume, and writes the copy in the background."""
         parts = (self._critic, self._average, self._slow)
         self._states.save(folder, self._backend, self._optimizer, parts, self.version, self._credit.state())
 
     def finish_save(self) -> None:
-        """Wait until the copy is on disk; not collective, and may be called beside any other method."""
+        """Waits until the copy is on disk. Not collective; may run concurrently with any other method."""
         self._states.finish()
 
     def load(self, folder: Path) -> int:
-        """Go on from a saved state; returns its version."""
+        """Restores a saved state and returns its version."""
         self._states.finish()
         parts = (self._critic, self._average, self._slow)
         self.version, algorithm = load_state(folder, self._backend, self._optimizer, parts, self._rank)
@@ -274,14 +272,15 @@ class Learner:
         return self.version
 
     def export(self, folder: Path) -> None:
-        """Write the policy in the Hugging Face layout; rank 0 writes each tensor as soon as it is gathered."""
-        with self._residence.policy_here():
+        """Writes the policy in the Hugging Face layout; rank 0 writes each tensor as soon as it is gathered."""
+        with self._offloader.policy_on_device():
             tensors = self._outgoing.plain_state(self._backend)
             try:
                 if self._rank == 0:
                     save_trained(self._model, self._config, folder, self._outgoing.described, tensors)
             finally:
-                for _ in tensors:  # to the end, also where writing failed: the other ranks wait in each gather
+                # Gather the rest also after a failed write: the other ranks wait in each gather.
+                for _ in tensors:
                     pass
 
     def close(self) -> None:
@@ -296,7 +295,7 @@ class Learner:
     def _loss(
         self, part: list[LearnerItem], meter: Meter, *, is_first: bool
     ) -> Callable[[Sequence[LearnerItem]], Tensor]:
-        """The loss of a minibatch's micro-batches, as a function of their rows."""
+        """Returns the loss of a micro-batch of `part`."""
         part_totals, ages, kl_coef = totals(part), tokens_by_age(part), self._credit.kl.value
 
         def loss(rows: Sequence[LearnerItem]) -> Tensor:
@@ -310,14 +309,14 @@ class Learner:
     def _optimized(
         self, terms: Sequence[Term[Any]], rate: float, before_step: Callable[[], None] | None = None
     ) -> float:
-        """One optimizer step on a minibatch; returns the gradient norm, and nothing moves if that is not finite."""
+        """Takes one optimizer step and returns the gradient norm. Skips the step if the norm is not finite."""
         grad_norm = self._step.on_sum(terms, rate, before_step)
         if math.isfinite(grad_norm):
             self._average.update()
         return grad_norm
 
     def _fresh_logprobs(self, group: TrajectoryGroup) -> Tensor:
-        """float32 [B, T], of the distribution that was sampled."""
+        """Returns float32 [B, T]: log-probs of the sampled actions under the sampling distribution."""
         rows = [self._scoring.row(group.prompt, trajectory.actions) for trajectory in group.trajectories]
         with self._backend.inference():
             return self._policy(collate_rows(rows, self._reader, self._device), self._scoring.training).logprobs
@@ -358,14 +357,14 @@ class Learner:
         )
 
     def _named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(checkpoint name, whole tensor), one at a time; tied weights once. Run it to the end on every rank."""
+        """Yields (checkpoint name, whole tensor), tied weights once. Collective: every rank must exhaust it."""
         return self._outgoing.merged(self._backend)
 
     def _gradient_step(self, optimizer: Optimizer) -> GradientStep:
         return GradientStep(self._backend, optimizer, self._config.learner, self._rank, self._world_size)
 
     def _metrics(self, meter: Meter, items: list[list[LearnerItem]], grad_norms: list[float]) -> dict[str, float]:
-        """Means over minibatches, over all ranks; maxima and counts over all of the step."""
+        """Reduces metrics over ranks: means over minibatches; maxima and counts over the whole step."""
         reduced = meter.reduce()
         per_step = ("logprob_gap_mean", "logprob_gap_max", "logprob_drift_mean", "ratio_max")
         means = {name: value if name in per_step else value / len(grad_norms) for name, value in reduced.items()}

@@ -1,4 +1,4 @@
-"""LearnerGroup: the learner's ranks as one role; RankGroup: ranks of any model that the driver calls all at once."""
+"""LearnerGroup: the learner's ranks as one role. RankGroup: calls all ranks of a model at once."""
 
 from __future__ import annotations
 
@@ -24,33 +24,33 @@ from mobula.learner.backends.process_group import is_peer_lost
 from mobula.learner.examples.entries import stored_examples
 from mobula.learner.examples.examples import Outlined
 
-CAUSE_S = 2.0  # that a rank which the others miss has to say what happened to it
+CAUSE_S = 2.0  # timeout for the error of a lost rank, after its peers have reported a broken collective
 
 
 class RankGroup:
-    """Calls the handles of workers, one a rank, which meet in one process group.
-
-    A call goes to all ranks at once, and rank 0's answer counts; the first rank that fails ends the wait for all.
-    """
+    """Calls all ranks of a process group at once and returns the reply of rank 0. The first failure ends the call."""
 
     def __init__(self, spawn: Callable[[], Sequence[Any]], timeouts: TimeoutsConfig, role: str) -> None:
-        """`spawn()` starts the process of every rank and returns the handles; another time it may have to look for a
-        place first, and block. Errors call a rank `ROLE/INDEX`.
+        """
+        Args:
+            spawn: starts a process for every rank and returns the handles. On a respawn it may block until nodes have
+                room.
+            role: errors call a rank `ROLE/INDEX`.
         """
         self.role = role
         self._spawn = spawn
         self._workers: Sequence[Any] = spawn()
         self._timeouts = timeouts
         self.is_started = False
-        self.num_calls = 0  # of all ranks together, under way
-        self.vitals: dict[int, Vitals] = {}  # of each rank's newest sign of life
+        self.num_calls = 0  # calls in progress
+        self.vitals: dict[int, Vitals] = {}  # rank -> newest heartbeat
 
     @property
     def workers(self) -> Sequence[Any]:
         return self._workers
 
     async def start(self) -> None:
-        """Load the model on every rank and bring the ranks together."""
+        """Loads the model on every rank and connects the ranks."""
         timeout_s = self._timeouts.start_s
         address = await answer(
             self._workers[0].rendezvous_address.remote(), timeout_s=timeout_s, what=f"{self.role}/0 to name its address"
@@ -59,10 +59,10 @@ class RankGroup:
         self.is_started = True
 
     async def respawn(self) -> None:
-        """End every rank at once, whatever it does, and start all of them again.
+        """Kills every rank and starts all of them again.
 
         Raises:
-            WorkerDiedError: there is no place for them now.
+            WorkerDiedError: no node has room for the ranks now.
         """
         self.is_started = False
         self.vitals.clear()
@@ -83,30 +83,34 @@ class RankGroup:
         await self._all(calls, self._timeouts.update_s, "to move back to its device")
 
     async def save(self, folder: Path) -> None:
-        """Take a copy of the state and begin to write it; `finish_save` waits for that."""
+        """Copies the state and starts to write the copy; `finish_save` waits for the write."""
         calls = [w.save.remote(folder) for w in self._workers]
         await self._all(calls, self._timeouts.checkpoint_s, f"to copy its state for {folder}")
 
     async def finish_save(self) -> bool:
-        """Wait until every rank has written the copy that it has, if it has one."""
+        """Waits until every rank has written its copy, if there is one."""
         calls = [in_background(w.finish_save).remote() for w in self._workers]
         await self._all(calls, self._timeouts.checkpoint_s, "to write the copy of its state")
         return True
 
     async def load(self, folder: Path) -> int:
-        """Go on from a saved state; returns its version."""
+        """Restores a saved state and returns its version."""
         calls = [w.load.remote(folder) for w in self._workers]
         version: int = await self._all(calls, self._timeouts.checkpoint_s, f"to load {folder}")
         return version
 
     async def close(self) -> None:
-        """End every rank; each gets `timeouts.stop_s` to do it in good order."""
+        """Stops every rank; kills ranks that take longer than `timeouts.stop_s`."""
         await asyncio.gather(
             *(stop(w, timeout_s=self._timeouts.stop_s, what=f"{self.role}/{n}") for n, w in enumerate(self._workers))
         )
 
     async def _all(self, calls: Sequence[Any], timeout_s: float, what: str) -> Any:
-        """Raises: WorkerDiedError: a rank died, or others noticed that before Ray did."""
+        """Waits for calls to all ranks and returns the result of rank 0.
+
+        Raises:
+            WorkerDiedError: a rank died. Peers may notice this before Ray does.
+        """
         # Counted for `mobula status`: a rank is busy while a call is in progress.
         self.num_calls += 1
         try:
@@ -123,7 +127,7 @@ class RankGroup:
         return answers[0] if answers else None
 
     async def _raise_cause(self, calls: Sequence[Any], what: str) -> None:
-        """Some ranks miss another one: raise what happened to that one, if it is known within `CAUSE_S`."""
+        """After broken collectives, raises the error of the lost rank, if it arrives within `CAUSE_S`."""
         waits = (answer(call, timeout_s=CAUSE_S, what=f"{self.role}/{n} {what}") for n, call in enumerate(calls))
         for outcome in await outcomes(*waits):
             if isinstance(outcome, Exception) and not isinstance(outcome, DeadlineError) and not is_peer_lost(outcome):
@@ -131,60 +135,64 @@ class RankGroup:
 
 
 class LearnerGroup(RankGroup):
-    """Implements `cluster.roles.Learner` over the handles of `mobula.learner.learner.Learner` workers, one a rank."""
+    """Implements `cluster.roles.Learner` with `mobula.learner.learner.Learner` workers, one for each rank."""
 
     def __init__(
         self,
         spawn: Callable[[], Sequence[Any]],
         timeouts: TimeoutsConfig,
         put: Callable[[Any], Any],
-        beside: SupervisedRows | None = None,
+        supervised: SupervisedRows | None = None,
     ) -> None:
-        """`put` puts what all ranks are given into the object store, once, and returns a reference that Ray resolves to
-        its value in each rank; the caller's process owns it. `beside` has the rows that a step trains beside its
-        groups.
+        """
+        Args:
+            put: stores a value in the object store, once for all ranks, and returns a reference that Ray resolves to
+                the value in each rank. The caller's process owns the object.
+            supervised: rows for the supervised term of each step's loss.
         """
         super().__init__(spawn, timeouts, "learner")
-        self._beside = beside
+        self._supervised = supervised
         self._put = put
         self._fresh: FreshSamples | None = None
         self.version = 0
 
     def measure_with(self, fresh: FreshSamples) -> None:
-        """Measure the log-prob gap on groups of `fresh`, where those of a step are of older weights."""
+        """Measures the log-prob gap on groups of `fresh` if the groups of a step were sampled with older weights."""
         self._fresh = fresh
 
     @property
     def groups(self) -> tuple[RankGroup, ...]:
-        """All ranks that train, by the model that they hold."""
+        """Ranks that train, by model."""
         return (self,)
 
     async def respawn(self) -> None:
-        """End every rank at once, whatever it does, and start all of them again, on version 0.
+        """Kills every rank and starts all of them again, at version 0.
 
         Raises:
-            WorkerDiedError: there is no place for them now.
+            WorkerDiedError: no node has room for the ranks now.
         """
         self.version = 0
         await super().respawn()
 
     async def begin_rl(self) -> None:
-        """RL begins with the weights of this moment."""
+        """Starts RL from the current weights."""
         calls = [w.begin_rl.remote() for w in self._workers]
         await self._all(calls, self._timeouts.start_s, "to begin RL")
 
     async def update(self, groups: Sequence[ScoredGroup], values: Any = None) -> UpdateReport:
-        """One step; the version after it is the one before it plus 1. `values` are those of a critic that has ranks of
-        its own, or a reference to them.
+        """Runs one step, which increments the version.
+
+        Args:
+            values: of a critic with separate ranks, or a reference to them.
 
         Raises:
-            LostObjectError: no rank could get at the groups, and each is as it was before.
+            LostObjectError: no rank could fetch its groups; the state of every rank is unchanged.
         """
-        rows = () if self._beside is None else await self._beside.of(self.version + 1)
+        rows = () if self._supervised is None else await self._supervised.of(self.version + 1)
         more = {} if values is None else {"values": values}
         more |= {"supervised": self._put(rows)} if rows else {}
         fresh = None if self._fresh is None else self._fresh.begin(self.version, groups)
-        more |= {} if fresh is None else {"fresh": [fresh]}  # in a list: the ranks begin before it is there
+        more |= {} if fresh is None else {"fresh": [fresh]}  # in a list: Ray starts the call before the group exists
         shared, version = self._put(groups), self.version + 1
         calls = [w.update.remote(shared, version, **more) for w in self._workers]
         try:
@@ -196,25 +204,24 @@ class LearnerGroup(RankGroup):
         return report
 
     async def assess(self, groups: Sequence[ScoredGroup]) -> Mapping[str, float]:
-        """The metrics of an offline job on these rows."""
+        """Returns the metrics of an offline job on `groups`."""
         shared = self._put(groups)
         calls = [w.assess.remote(shared) for w in self._workers]
         return await self._all(calls, self._timeouts.update_s, "to assess held-out rows")
 
     async def supervised_step(self, examples: Sequence[Outlined]) -> Mapping[str, float]:
-        """One step of the warm start."""
+        """Runs one step of the warm start."""
         shared = self._put(stored_examples(examples, self._put))
         calls = [w.supervised_step.remote(shared) for w in self._workers]
         return await self._all(calls, self._timeouts.update_s, "to take a supervised step")
 
     async def answer_accuracy(self, examples: Sequence[Outlined]) -> float:
-        """Of a warm start."""
         shared = self._put(stored_examples(examples, self._put))
         calls = [w.answer_accuracy.remote(shared) for w in self._workers]
         return await self._all(calls, self._timeouts.update_s, "to check answers")
 
     async def sequence_logprobs(self, prompt: Prompt, num_copies: int = 1) -> np.ndarray:
-        """float32 [P - 1], at temperature 1 and without bans."""
+        """Returns float32 [P - 1], at temperature 1 and without bans."""
         calls = [w.sequence_logprobs.remote(prompt, num_copies) for w in self._workers]
         return await self._all(calls, self._timeouts.update_s, "to score the probe prompt")
 
@@ -239,10 +246,9 @@ class LearnerGroup(RankGroup):
         await self._all(calls, self._timeouts.update_s, "to send its weights")
 
     async def export_weights(self, bucket_bytes: int) -> tuple[int, Sequence[Any]]:
-        """The version, and a reference to each of its packed buckets.
+        """Returns the version and a reference to each packed bucket.
 
-        They stay in the object store, owned by the caller. Each is an object by itself: what does not fit into the
-        store is spilled to disk.
+        The caller owns the objects. There is one object for each bucket, so that Ray can spill a part of them to disk.
         """
         num_buckets = sum(1 for _ in (await self.manifest()).buckets(bucket_bytes))
         calls = [w.export_buckets.options(num_returns=1 + num_buckets).remote(bucket_bytes) for w in self._workers]
@@ -250,7 +256,7 @@ class LearnerGroup(RankGroup):
         return version, [calls[n % len(calls)][1 + n] for n in range(num_buckets)]
 
     async def load(self, folder: Path) -> int:
-        """Go on from a saved state; returns its version."""
+        """Restores a saved state and returns its version."""
         self.version = await super().load(folder)
         return self.version
 
@@ -259,12 +265,8 @@ class LearnerGroup(RankGroup):
         await self._all(calls, self._timeouts.checkpoint_s, f"to export to {folder}")
 
     async def _refuse_if_apart(self, calls: Sequence[Any], lost: LostObjectError) -> None:
-        """A rank that has got at the groups waits for the others in the middle of its update.
-
-        Raises:
-            WorkerDiedError: there is one; the ranks can only be started again.
-        """
-        # A rank that has fetched its share waits in a collective, and does not answer in this time.
+        """Raises: WorkerDiedError: some ranks have begun the update and wait for others that could not."""
+        # A rank that has fetched its share waits in a collective and does not reply before the timeout.
         timeout_s = self._timeouts.object_s
         waits = (answer(call, timeout_s=timeout_s, what=f"learner/{n} to miss groups") for n, call in enumerate(calls))
         if not all(isinstance(outcome, LostObjectError) for outcome in await outcomes(*waits)):

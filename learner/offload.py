@@ -1,7 +1,4 @@
-"""Moves the memory of a learner rank between its device and host memory, while others use the device.
-
-Copies do not block the host: torch has those to host memory in pinned pages, so both ways are fast.
-"""
+"""Offloader: moves the tensors of a learner rank to host memory and back, for time slices of a colocated GPU."""
 
 from __future__ import annotations
 
@@ -18,16 +15,17 @@ HOST = torch.device("cpu")
 
 
 class Movable(Protocol):
-    """Tensors beside the weights."""
+    """A copy of the weights."""
 
     def to(self, device: torch.device) -> None: ...
 
 
-class Residence:
-    """Moves policy and optimizer of one rank; not collective. Where the device is the host nothing moves.
+class Offloader:
+    """Moves policy and optimizer of one rank; not collective. Does nothing if the device is the CPU.
 
-    Of the copies of the weights, those `of_policy` are pushed to engines and move with the policy; those `of_optimizer`
-    are read by optimizer steps alone.
+    Args:
+        with_policy: copies of the weights that are pushed to engines; they move with the policy.
+        with_optimizer: copies of the weights that only optimizer steps read; they move with the optimizer.
     """
 
     def __init__(
@@ -36,55 +34,56 @@ class Residence:
         optimizer: Optimizer,
         device: torch.device,
         *,
-        of_policy: Sequence[Movable] = (),
-        of_optimizer: Sequence[Movable] = (),
+        with_policy: Sequence[Movable] = (),
+        with_optimizer: Sequence[Movable] = (),
     ) -> None:
         self._policy = policy
         self._optimizer = optimizer
         self._device = device
-        self._of_policy = tuple(of_policy)
-        self._of_optimizer = tuple(of_optimizer)
-        self.is_policy_here = True  # on the device
+        self._with_policy = tuple(with_policy)
+        self._with_optimizer = tuple(with_optimizer)
+        self.is_policy_on_device = True
 
     def offload(self, part: str) -> None:
-        """Move `policy` or `optimizer` to host memory."""
+        """Moves `policy` or `optimizer` to host memory."""
         if part == "policy":
             self._move_policy(HOST)
         else:
             self._move_optimizer(HOST)
         if self._device.type == "cuda":
-            torch.cuda.synchronize()  # from here on the copies may be read, and others may take the memory
+            torch.cuda.synchronize()  # copies are asynchronous: wait before they are read and the memory is freed
             torch.cuda.empty_cache()
 
     def onload(self) -> None:
-        """Move everything to the device."""
+        """Moves policy and optimizer to the device."""
         self._move_policy(self._device)
         self._move_optimizer(self._device)
 
     @contextmanager
-    def policy_here(self) -> Iterator[None]:
-        """Have the policy on the device while the body runs, wherever it was."""
-        was_here = self.is_policy_here
-        if not was_here:
+    def policy_on_device(self) -> Iterator[None]:
+        """Moves the policy to the device for the body, and back to the host if it was there before."""
+        was_offloaded = not self.is_policy_on_device
+        if was_offloaded:
             self._move_policy(self._device)
         try:
             yield
         finally:
-            # Back to the host: an engine uses the device in between.
-            if not was_here:
+            if was_offloaded:
                 self.offload("policy")
+
+    # Copies to host memory are non-blocking: torch allocates pinned pages for them, so that both directions are fast.
 
     def _move_policy(self, device: torch.device) -> None:
         self._policy.to(device, non_blocking=True)
-        for copy in self._of_policy:
+        for copy in self._with_policy:
             copy.to(device)
-        self.is_policy_here = device == self._device
+        self.is_policy_on_device = device == self._device
 
     def _move_optimizer(self, device: torch.device) -> None:
-        for copy in self._of_optimizer:
+        for copy in self._with_optimizer:
             copy.to(device)
         assert isinstance(self._optimizer, torch.optim.Optimizer), "the configuration refuses learner.backend=deepspeed"
         for state in self._optimizer.state.values():
             for name, value in state.items():
-                if isinstance(value, torch.Tensor) and value.dim() > 0:  # a step count stays where Adam keeps it
+                if isinstance(value, torch.Tensor) and value.dim() > 0:  # Adam keeps its step count on the CPU
                     state[name] = value.to(device, non_blocking=True)

@@ -1,4 +1,4 @@
-"""WeightPublisher: one learner rank's part in a push. All ranks gather; the senders among them pack and send."""
+"""WeightPublisher: a learner rank's part in a weight sync. All ranks gather tensors; senders pack and broadcast."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ NamedWeights = Callable[[], Iterator[tuple[str, torch.Tensor]]]
 
 
 class WeightPublisher:
-    """Gathers a round of buckets in the training group, then sends its own one in the transfer group, and so on.
+    """Alternates between gathering a round of buckets in the training group and sending one in the transfer group.
 
-    A round has one bucket for each sender, so the senders broadcast at the same time. Within a rank the two groups
-    never interleave: ranks that still gather while others already send would wait for each other for ever.
+    A round has one bucket for each sender, so the senders broadcast in parallel. Within a rank the two groups never
+    interleave: a rank that still gathers and a rank that already sends would deadlock.
     """
 
     def __init__(
@@ -37,8 +37,11 @@ class WeightPublisher:
         num_ranks: int = 1,
         num_senders: int = 1,
     ) -> None:
-        """`named_weights` yields (checkpoint name, whole tensor) in the manifest's order; on several ranks each
-        tensor is a collective of the training group. Ranks below `num_senders` send.
+        """
+        Args:
+            named_weights: yields (checkpoint name, whole tensor) in the manifest's order; each tensor is a collective
+                of the training group.
+            num_senders: ranks below this number send.
         """
         self.manifest = manifest
         self._named_weights = named_weights
@@ -53,36 +56,36 @@ class WeightPublisher:
         self._groups: dict[int, TransferGroup] = {}
 
     def open_transfer(self, epoch: int, num_receivers: int) -> Rendezvous:
-        """Rank 0 only: listen for the members of transfer group `epoch`."""
+        """Opens the rendezvous of transfer group `epoch`. Called on rank 0."""
         store = self._stores[epoch] = RendezvousStore(self._timeout_s)
         size, transport = 1 + num_receivers, self._transport
         return Rendezvous(store.host, store.port, epoch, size, transport, self._timeout_s, self._num_senders)
 
     def join_transfer(self, rendezvous: Rendezvous) -> None:
-        """A sender joins, beside the groups that it is in; other ranks have no part in transfer groups."""
+        """Joins a transfer group, in addition to earlier ones. Does nothing on ranks that do not send."""
         if self._rank < self._num_senders:
             group = TransferGroup(rendezvous, TransferGroup.SENDER, self._device, sender=self._rank)
             self._groups[rendezvous.epoch] = group
 
     def leave_transfer(self, epoch: int) -> None:
-        """Close one transfer group, if it is still there; members that wait in it fail at once."""
+        """Closes a transfer group, if it is open; waiting members fail at once."""
         if epoch in self._groups:
             self._groups.pop(epoch).close()
         self._stores.pop(epoch, None)
 
     def send(self, bucket_bytes: int, epoch: int) -> None:
-        """Broadcast to transfer group `epoch`: this rank's buckets, then their digests, int64 [number of them]. Every
-        rank calls this; returns when this rank's part is done.
+        """Broadcasts this rank's buckets to transfer group `epoch`, then their digests, int64 [number of buckets].
+        Called on every rank.
 
         Raises:
-            WeightSyncError: on a sender: a member failed or the group is not there; its members fail as well.
+            WeightSyncError: on a sender: a member failed or the group is closed. The other members fail as well.
         """
         failure: WeightSyncError | None = None
         digests: list[torch.Tensor] = []
         packed: torch.Tensor | None = None
         last = sum(1 for _ in self.manifest.buckets(bucket_bytes)) - 1
         for index, own in enumerate(self._packed_buckets(bucket_bytes, self._num_senders)):
-            # To the last bucket whatever happens: each is a collective in which the other ranks wait for this one.
+            # Also after a failure: each bucket is a collective in which the other ranks wait for this rank.
             packed = packed if own is None else own
             is_round_over = index == last or index % self._num_senders == self._num_senders - 1
             if is_round_over and packed is not None and failure is None:
@@ -90,7 +93,7 @@ class WeightPublisher:
                 digests.append(digest(packed))
                 failure = self._broadcast(epoch, packed, f"weight bucket {sent} ({packed.numel()} bytes)")
                 packed = None
-        # Last: receivers compare when every tensor was loaded, so memory that was reused too early differs.
+        # Last: receivers compare after loading all tensors, which detects memory that was reused too early.
         if digests and failure is None:
             failure = self._broadcast(epoch, torch.stack(digests), DIGESTS)
         if failure is not None:
@@ -107,8 +110,9 @@ class WeightPublisher:
         return None
 
     def export(self, bucket_bytes: int) -> list[np.ndarray]:
-        """The packed buckets as uint8 arrays, each with its digest behind it; every rank gathers, and has bucket
-        `i` if it is rank `i % num_ranks`: the others are empty."""
+        """Returns the packed buckets as uint8 arrays, each followed by its digest. Every rank gathers; rank
+        `i % num_ranks` has bucket `i`, the others get an empty array.
+        """
         packed = self._packed_buckets(bucket_bytes, self._num_ranks)
         return [NO_BYTES if buffer is None else with_digest(buffer) for buffer in packed]
 
@@ -117,8 +121,10 @@ class WeightPublisher:
             self.leave_transfer(epoch)
 
     def _packed_buckets(self, bucket_bytes: int, num_owners: int) -> Iterator[torch.Tensor | None]:
-        """The bytes of each bucket on the rank that has it of `num_owners`, else None. They hold until that rank's next
-        one: fresh memory for each would cost more than the copy, for its pages have to be mapped first.
+        """Yields the bytes of each bucket on its owner, rank `index % num_owners`, and None on other ranks.
+
+        The bytes are valid until the owner's next bucket, which reuses the buffer: mapping fresh pages for each bucket
+        costs more than the copy.
         """
         weights = self._named_weights()
         for index, bucket in enumerate(self.manifest.buckets(bucket_bytes)):
@@ -126,7 +132,7 @@ class WeightPublisher:
             if index % num_owners != self._rank:
                 yield None
             elif (lone := lone_bytes(bucket, full)) is not None:
-                yield lone.to(self._device)  # where weights are offloaded, they come from host memory
+                yield lone.to(self._device)  # offloaded weights are in host memory
             else:
                 yield pack(bucket, full, self._staged(bucket.num_bytes))
 

@@ -23,12 +23,12 @@ from mobula.learner.critic.rows import ValueRow, collate_rows
 from mobula.learner.critic.value_model import ValueModel
 from mobula.learner.gradient_step import GradientStep
 from mobula.learner.meter import Meter
+from mobula.learner.offload import Offloader
 from mobula.learner.optim import learning_rate
 from mobula.learner.policies.attention.sequence_ranks import SequenceRanks
 from mobula.learner.policies.checkpoint.reading import StoredWeights, Weights, unread_policy_model
 from mobula.learner.policies.loading import DTYPES, recompute_blocks
 from mobula.learner.policy_weights import PolicyWeights
-from mobula.learner.residence import Residence
 from mobula.learner.scoring_pass import gathered
 
 FOLDER = "critic"  # of a learner's state
@@ -107,12 +107,14 @@ class Critic:
         return self._backend.load(folder / FOLDER, self._optimizer)
 
     def offload(self, part: str) -> None:
-        """Move its weights with the `policy`, or its optimizer's state with the `optimizer`, to host memory."""
-        self._residence.offload(part)
+        """Moves to host memory: the critic's weights for `policy`, the state of the critic's optimizer for
+        `optimizer`.
+        """
+        self._offloader.offload(part)
 
     def onload(self) -> None:
-        """Move everything to the device."""
-        self._residence.onload()
+        """Moves weights and optimizer state to the device."""
+        self._offloader.onload()
 
     def _unread(self) -> tuple[ValueModel, StoredWeights]:
         model, weights = unread_policy_model(self._config.policy, torch.float32)
@@ -127,7 +129,7 @@ class Critic:
         self._model = self._backend.wrap(critic, weights)
         self._optimizer = self._backend.optimizer()
         self._step = GradientStep(self._backend, self._optimizer, self._settings, self._rank, self._world_size)
-        self._residence = Residence(self._model, self._optimizer, self._device)
+        self._offloader = Offloader(self._model, self._optimizer, self._device)
 
     def _own_values(self, rows: Sequence[ValueRow]) -> dict[int, np.ndarray]:
         """Index of an item -> its values, float32 [T + 1], of this rank's share."""

@@ -1,4 +1,4 @@
-"""Rows of a data set, and examples of the warm start, as ranks share them out."""
+"""Dataset rows and warm-start examples as entries of a ShareFetcher."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from mobula.learner.examples.examples import Example, ExampleOutline, Outlined, 
 from mobula.learner.gradient_step import shares_of_ranks
 from mobula.learner.policies.base import RowOutline
 
-UNKNOWN = ""  # what a summary has no room for
+UNKNOWN = ""  # for fields that summaries lack
 Parts = Sequence[Sequence[ScoredGroup]]
 T = TypeVar("T")
 X = TypeVar("X", bound=Outlined)
 
 
 class _Examples(Generic[X]):
-    """Entries that are examples: a rank fetches those that it takes through the model. `sizes` are those of the parts:
-    a part is what one pass takes, shared out by itself."""
+    """Implements `Entries` for examples. `sizes` are the sizes of the parts: each part is one pass and is assigned to
+    ranks separately.
+    """
 
     def __init__(self, sizes: Sequence[int], config: LearnerConfig) -> None:
         self._sizes = sizes
@@ -32,12 +33,12 @@ class _Examples(Generic[X]):
         return sum(self._sizes)
 
     def in_parts(self, examples: Sequence[T]) -> list[list[T]]:
-        """Examples of all entries, part by part."""
+        """Splits the examples into parts."""
         remaining = iter(examples)
         return [[next(remaining) for _ in range(size)] for size in self._sizes]
 
     def wanted(self, entries: Sequence[X | ExampleOutline], num_ranks: int) -> list[set[int]]:
-        """For each rank the places of those that it takes; rows that only keep step with other ranks are among them."""
+        """For each rank, the indices of its examples, including padding rows."""
         wanted: list[set[int]] = [set() for _ in range(num_ranks)]
         for part in filter(None, self.in_parts([ExampleOutline.of(entry, n) for n, entry in enumerate(entries)])):
             for own, shares in zip(wanted, shares_of_ranks(part, self._config, num_ranks), strict=True):
@@ -52,7 +53,7 @@ class _Examples(Generic[X]):
 
 
 class DataRows(_Examples[Example]):
-    """Implements `mobula.learner.shares.share_fetcher.Entries` over rows of a data set.
+    """Implements `mobula.learner.shares.share_fetcher.Entries` for dataset rows.
 
     Example:
         rows = DataRows([first, second], config.learner, answer_row, timeout_s=60)
@@ -68,25 +69,25 @@ class DataRows(_Examples[Example]):
     def expected(self) -> list[Example | ExampleOutline]:
         return [_expected(row, index) for index, row in enumerate(self._rows)]
 
-    def fetch(self, places: Sequence[int]) -> list[Example | ExampleOutline]:
-        return [*fetch_examples([self._rows[n] for n in places], self._row, self._timeout_s)]
+    def fetch(self, indices: Sequence[int]) -> list[Example | ExampleOutline]:
+        return [*fetch_examples([self._rows[n] for n in indices], self._row, self._timeout_s)]
 
 
 @dataclass(frozen=True)
 class StoredExample:
-    """An example of the warm start by its size, and where its content is."""
+    """A warm-start example in the object store."""
 
     outline: ExampleOutline
     content: Any  # the example, or a reference to it
 
 
 def stored_examples(examples: Sequence[Outlined], put: Callable[[Any], Any]) -> list[StoredExample]:
-    """The examples of one pass; `put` stores one and returns what `cluster.runtime.object_store.fetch` resolves."""
+    """Stores the examples of one pass; `put` returns a reference that `cluster.runtime.object_store.fetch` resolves."""
     return [StoredExample(ExampleOutline.of(example, n), put(example)) for n, example in enumerate(examples)]
 
 
 class TaughtExamples(_Examples[Any]):
-    """Implements `learner.shares.share_fetcher.Entries` over examples of the warm start, whose sizes are known."""
+    """Implements `learner.shares.share_fetcher.Entries` for warm-start examples, which have exact sizes."""
 
     def __init__(self, stored: Sequence[StoredExample], config: LearnerConfig, timeout_s: float) -> None:
         super().__init__([len(stored)], config)
@@ -96,13 +97,13 @@ class TaughtExamples(_Examples[Any]):
     def expected(self) -> list[Any]:
         return [example.outline for example in self._stored]
 
-    def fetch(self, places: Sequence[int]) -> list[Any]:
-        contents = [self._stored[n].content for n in places]
+    def fetch(self, indices: Sequence[int]) -> list[Any]:
+        contents = [self._stored[n].content for n in indices]
         return fetch_or_miss(contents, timeout_s=self._timeout_s, what="examples of the warm start")
 
 
 def _expected(row: ScoredGroup, index: int) -> ExampleOutline:
-    """An estimate of an example from its summary, sufficient to assign the row to a rank."""
+    """Predicts an example's size from its summary, to assign the row to a rank."""
     summary = row.summary
     num_targets = max(summary.num_steps)
     num_tokens = summary.num_trajectories * (summary.num_prompt_tokens + num_targets)

@@ -1,4 +1,4 @@
-"""How what a step trains is shared out among the ranks: each fetches its share, and knows what credit reads."""
+"""Assigns the groups of a step to ranks. Each rank fetches its share and receives outlines of the other groups."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ShareFetcher: a rank's way from references to the entries of a step to those that it takes through a network."""
+"""ShareFetcher: fetches the entries of a step that are assigned to a rank, and outlines of all others."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from mobula.cluster.errors import LostObjectError
 
 Exchange = Callable[[Any], Sequence[Any]]
-"""Gives a value to every rank and returns those of all, by rank. Collective."""
+"""Sends a value to every rank and returns the values of all ranks. Collective."""
 
 E = TypeVar("E")
 
@@ -24,49 +24,49 @@ def all_ranks(value: Any) -> Sequence[Any]:
 
 
 class Entries(Protocol[E]):
-    """References to what a step is made of: groups, or rows of a data set. An `E` is whole, or only its size."""
+    """References to the groups or dataset rows of a step. An `E` is a whole entry or an outline with its size."""
 
     def __len__(self) -> int: ...
 
     def expected(self) -> Sequence[E]:
-        """Each by its size, as its summary lets expect it."""
+        """Outlines with the sizes that summaries predict."""
         ...
 
     def wanted(self, entries: Sequence[E], num_ranks: int) -> list[set[int]]:
-        """For each rank the places of the entries that it takes through a network."""
+        """For each rank, the indices of the entries that its forward passes need."""
         ...
 
-    def fetch(self, places: Sequence[int]) -> list[E]:
-        """Those at some places, whole.
+    def fetch(self, indices: Sequence[int]) -> list[E]:
+        """Fetches whole entries.
 
         Raises:
-            LostObjectError: one of them is gone.
+            LostObjectError: an entry is lost.
         """
         ...
 
-    def outline(self, entry: E, place: int) -> Any:
-        """Outline of a whole entry, which other ranks receive."""
+    def outline(self, entry: E, index: int) -> Any:
+        """Builds the outline of a whole entry for other ranks."""
         ...
 
     def restored(self, outline: Any) -> E:
-        """Entry that other ranks restore from an outline: its exact size, and all else that they compute with."""
+        """Restores an entry from an outline, with the exact size and all fields that other ranks compute with."""
         ...
 
 
 @dataclass(frozen=True)
 class RankReport:
-    """Sent to all ranks: outlines of entries by their place, or why this rank could not fetch its own."""
+    """Message to all ranks: outlines of entries by index, or the error if this rank could not fetch its share."""
 
     outlines: Mapping[int, Any] = field(default_factory=dict)
     lost: str = ""
 
 
 class ShareFetcher:
-    """Fetches the entries that this rank takes through a network. Of the others it gets outlines.
+    """Fetches the entries of this rank's share and outlines of the others.
 
-    Entries are shared out by size. Each rank first fetches those that summaries, which have approximate sizes, assign
-    to it. Outlines with exact sizes are then exchanged, and what the summaries missed is fetched. Every rank comes to
-    the same shares, so the numbers are those of all entries on every rank.
+    Entries are assigned to ranks by size. Each rank first fetches the share that follows from the approximate sizes of
+    summaries. The ranks then exchange outlines with exact sizes, compute the exact shares, and fetch missing entries.
+    All ranks compute the same shares.
 
     Example:
         shares = ShareFetcher(rank, world_size, all_ranks)
@@ -74,41 +74,41 @@ class ShareFetcher:
     """
 
     def __init__(self, rank: int, world_size: int, exchange: Exchange, role: str = "learner") -> None:
-        """Errors call a rank `ROLE/INDEX`."""
+        """`role` names the rank in errors, as `ROLE/INDEX`."""
         self._rank = rank
         self._world_size = world_size
         self._exchange = exchange
         self._role = role
 
     def fetch(self, entries: Entries[E]) -> list[E]:
-        """All entries, in order: this rank's share whole. Collective.
+        """Returns all entries in order: whole entries of this rank's share, outlines of the others. Collective.
 
         Raises:
-            LostObjectError: on every rank, if one of them could not fetch an entry.
+            LostObjectError: on every rank, if any rank could not fetch an entry.
         """
         if self._world_size == 1:
             return entries.fetch(range(len(entries)))
         held = entries.wanted(entries.expected(), self._world_size)
         owned = _owned(held, len(entries))
-        held = [some | own for some, own in zip(held, owned, strict=True)]
+        held = [needed | own for needed, own in zip(held, owned, strict=True)]
         whole, lost = _fetched(entries, held[self._rank])
-        found = self._completed(entries, whole, lost, owned[self._rank])
-        # Rows with media of later turns are larger than summaries say: shares are computed again from exact sizes.
-        exact = entries.wanted(found, self._world_size)
-        missing = [wanted - had for wanted, had in zip(exact, held, strict=True)]
+        completed = self._completed(entries, whole, lost, owned[self._rank])
+        # Rows with media of later turns are larger than summaries predict: compute the shares again from exact sizes.
+        exact = entries.wanted(completed, self._world_size)
+        missing = [wanted - fetched for wanted, fetched in zip(exact, held, strict=True)]
         if any(missing):
             more, lost = _fetched(entries, missing[self._rank])
-            # Also with nothing lost: a rank that raised alone would leave the others in their next collective.
+            # On every rank, also if nothing is lost: a rank that raises alone leaves the others in a collective.
             self._exchanged(RankReport(lost=lost))
-            found = [more.get(place, entry) for place, entry in enumerate(found)]
-        return found
+            completed = [more.get(index, entry) for index, entry in enumerate(completed)]
+        return completed
 
     def _completed(self, entries: Entries[E], whole: Mapping[int, E], lost: str, owned: set[int]) -> list[E]:
-        """All entries: those fetched here, and what outlines give of the others."""
-        outlines = {place: entries.outline(whole[place], place) for place in owned & whole.keys()}
+        """All entries: those fetched here, and the others restored from outlines."""
+        outlines = {index: entries.outline(whole[index], index) for index in owned & whole.keys()}
         reports = self._exchanged(RankReport(outlines, lost))
-        elsewhere = {place: outline for report in reports for place, outline in report.outlines.items()}
-        return [whole[place] if place in whole else entries.restored(elsewhere[place]) for place in range(len(entries))]
+        elsewhere = {index: outline for report in reports for index, outline in report.outlines.items()}
+        return [whole[index] if index in whole else entries.restored(elsewhere[index]) for index in range(len(entries))]
 
     def _exchanged(self, own: RankReport) -> Sequence[RankReport]:
         reports: Sequence[RankReport] = self._exchange(own)
@@ -118,17 +118,16 @@ class ShareFetcher:
         return reports
 
 
-def _fetched(entries: Entries[E], places: set[int]) -> tuple[dict[int, E], str]:
-    """The entries at some places, or why there are none."""
+def _fetched(entries: Entries[E], indices: set[int]) -> tuple[dict[int, E], str]:
+    """Fetches entries; returns them by index and an empty text, or nothing and the error."""
     try:
-        found = entries.fetch(sorted(places))
+        return dict(zip(sorted(indices), entries.fetch(sorted(indices)), strict=True)), ""
     except LostObjectError as error:
         return {}, str(error)
-    return dict(zip(sorted(places), found, strict=True)), ""
 
 
 def _owned(held: Sequence[set[int]], num: int) -> list[set[int]]:
-    """For each rank the entries whose outlines it sends: the first rank that fetches one, else the ranks in turn."""
+    """For each rank, the entries that it sends outlines of: the first rank that fetches an entry, else round robin."""
     owned: list[set[int]] = [set() for _ in held]
     for index in range(num):
         holders = [rank for rank, own in enumerate(held) if index in own]

@@ -1,4 +1,4 @@
-"""StepGroups: the groups of an RL step as ranks share them out, and the outlines that other ranks get of them."""
+"""StepGroups: the groups of an RL step as entries of a ShareFetcher, and their outlines."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from mobula.learner.policies.trained import row_of
 
 NOTHING = np.empty(0, dtype=np.float32)
 NO_MASK = np.empty(0, dtype=np.bool_)
-UNKNOWN = ""  # what a summary has no room for
+UNKNOWN = ""  # for fields that summaries lack
 
 
 @dataclass(frozen=True)
 class ItemOutline:
-    """A LearnerItem on its way to the other ranks: a bit and a few numbers a token, or 8 bytes more where credit reads
-    log-probs. Rewards, masks, ages and sizes arrive; token ids, latents and media do not.
+    """A LearnerItem without token ids, latents and media, to send to other ranks: a bit and a few numbers a token, and
+    8 bytes more if credit reads log-probs.
     """
 
-    item: LearnerItem  # without what follows
-    mask: bytes  # the bits of `loss_mask`
-    ages: tuple[np.ndarray, np.ndarray]  # int32: an age, and for how many steps in a row it holds
+    item: LearnerItem  # without mask and ages
+    mask: bytes  # packed bits of `loss_mask`
+    ages: tuple[np.ndarray, np.ndarray]  # int32: run-length encoded ages, (age, length of the run)
 
     @classmethod
     def of(cls, item: LearnerItem, config: RunConfig) -> ItemOutline:
-        """Of a fresh item, all of whose masks are equal and whose advantages are 0."""
+        """Builds the outline of an item without credit: equal masks, zero advantages."""
         algorithm, key = config.algorithm, config.rewards.label_key
         ids = item.response_ids if algorithm.shaping.repetition_penalty > 0 else NO_TOKENS
         bare = replace(
@@ -53,7 +53,7 @@ class ItemOutline:
         return cls(bare, np.packbits(item.loss_mask).tobytes(), _runs(item.ages))
 
     def restored(self) -> LearnerItem:
-        """The item as `Credit`, totals and the sharing out of rows read it."""
+        """Restores an item with the fields that credit, totals and the assignment to ranks read."""
         num = self.item.sequence.num_targets
         mask = np.unpackbits(np.frombuffer(self.mask, dtype=np.uint8), count=num).astype(np.bool_)
         advantages = np.zeros(num, dtype=np.float32)
@@ -62,13 +62,14 @@ class ItemOutline:
 
 
 def planned_items(groups: Sequence[ScoredGroup]) -> list[list[LearnerItem]]:
-    """The items that summaries let expect, sufficient to assign them to ranks: all sampled, none too long, without
-    media of later turns."""
+    """Predicts items from summaries, to assign them to ranks: all steps sampled, none too long, without media of later
+    turns.
+    """
     planned: list[list[LearnerItem]] = []
     index = 0
-    for place, scored in enumerate(groups):
+    for group, scored in enumerate(groups):
         row = [
-            _planned(scored, index + n, place, num_steps, is_scored=reward is not None)
+            _planned(scored, index + n, group, num_steps, is_scored=reward is not None)
             for n, (num_steps, reward) in enumerate(zip(scored.summary.num_steps, scored.rewards, strict=True))
         ]
         planned.append(row)
@@ -76,13 +77,13 @@ def planned_items(groups: Sequence[ScoredGroup]) -> list[list[LearnerItem]]:
     return planned
 
 
-def _planned(scored: ScoredGroup, index: int, place: int, num_steps: int, *, is_scored: bool) -> LearnerItem:
+def _planned(scored: ScoredGroup, index: int, group: int, num_steps: int, *, is_scored: bool) -> LearnerItem:
     summary = scored.summary
     media = tuple(MediaHandle(key, UNKNOWN, 0, None) for key in summary.media_keys)
     mask = np.full(num_steps, is_scored)
     return LearnerItem(
         index=index,
-        group=place,
+        group=group,
         sample_id=UNKNOWN,
         sequence=RowOutline(num_steps, summary.num_prompt_tokens + num_steps, summary.num_media_tokens, media),
         behavior_logprobs=NOTHING,
@@ -100,7 +101,7 @@ def _planned(scored: ScoredGroup, index: int, place: int, num_steps: int, *, is_
 
 
 def _runs(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Values and how often in a row each is there."""
+    """Run-length encoding: values, and the length of each run."""
     starts = np.flatnonzero(np.diff(values, prepend=values[:1] - 1))
     return values[starts], np.diff(starts, append=len(values))
 
@@ -111,8 +112,8 @@ Role = Literal["learner", "critic"]
 def wanted_by_rank(
     groups: list[list[LearnerItem]], config: RunConfig, version: int, num_ranks: int, role: Role = "learner"
 ) -> list[set[int]]:
-    """For each rank of a role the indices of the items that it trains or scores, with policy and critic, in the step
-    that makes `version`; rows that only keep step with other ranks are among them.
+    """For each rank of a role, the indices of the items that it trains or scores in the step that makes `version`,
+    including padding rows, which keep the number of forward passes equal on all ranks.
     """
     algorithm = config.algorithm
     everything = list(chain.from_iterable(groups))
@@ -134,9 +135,9 @@ Group = list[LearnerItem]
 
 
 class StepGroups:
-    """Implements `Entries`: a rank fetches the groups of which it takes some row through a network.
+    """Implements `Entries`: a rank fetches the groups with at least one row of its share.
 
-    A rank computes with its own rows alone, and credit reads only fields that outlines have.
+    Forward passes read the rank's own rows alone, and credit reads only fields that outlines have.
     """
 
     def __init__(
@@ -147,14 +148,17 @@ class StepGroups:
         row: RowOf = row_of,
         role: Role = "learner",
     ) -> None:
-        """The groups of the step that makes `version`. `role` is whose ranks share them out: those of a critic with its
-        own take other rows through a network."""
+        """
+        Args:
+            version: the version that the step makes.
+            role: whose ranks fetch; ranks of a separate critic need other rows than the learner's.
+        """
         self._groups = groups
         self._version = version
         self._config = config
         self._row = row
         self._role = role
-        self._places = [place for place, scored in enumerate(groups) for _ in scored.rewards]  # of all items
+        self._group_of_item = [n for n, scored in enumerate(groups) for _ in scored.rewards]
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -164,13 +168,13 @@ class StepGroups:
 
     def wanted(self, entries: Sequence[Group], num_ranks: int) -> list[set[int]]:
         items = wanted_by_rank(list(entries), self._config, self._version, num_ranks, self._role)
-        return [{self._places[index] for index in own} for own in items]
+        return [{self._group_of_item[index] for index in own} for own in items]
 
-    def fetch(self, places: Sequence[int]) -> list[Group]:
+    def fetch(self, indices: Sequence[int]) -> list[Group]:
         timeout_s = self._config.timeouts.object_s
-        return fetch_items(self._groups, self._version - 1, timeout_s, self._row, places=places)
+        return fetch_items(self._groups, self._version - 1, timeout_s, self._row, indices=indices)
 
-    def outline(self, entry: Group, place: int) -> list[ItemOutline]:
+    def outline(self, entry: Group, index: int) -> list[ItemOutline]:
         return [ItemOutline.of(item, self._config) for item in entry]
 
     def restored(self, outline: list[ItemOutline]) -> Group:

@@ -9,9 +9,9 @@ import pytest
 import torch
 from engines import LocalSender, new_learner, open_model, perturb, probe_gap, start_actor, weight_sync
 
+from mobula.learner.offload import Offloader
 from mobula.learner.policies.device_copies import on_device
 from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
-from mobula.learner.residence import Residence
 
 pytestmark = [
     pytest.mark.gpu,
@@ -65,13 +65,13 @@ def test_a_rank_frees_its_gpu_and_comes_back_bit_for_bit() -> None:
     optimizer.zero_grad()
     before = [p.detach().clone().cpu() for p in policy.parameters()]
     moments = [state["exp_avg"].clone().cpu() for state in optimizer.state.values()]
-    residence, held = Residence(policy, optimizer, device), torch.cuda.memory_allocated()  # type: ignore[arg-type]
+    offloader, held = Offloader(policy, optimizer, device), torch.cuda.memory_allocated()  # type: ignore[arg-type]
     for _ in range(2):
-        residence.offload("optimizer")
-        residence.offload("policy")
+        offloader.offload("optimizer")
+        offloader.offload("policy")
         assert held - torch.cuda.memory_allocated() >= 3 * 4 * 4096 * 4096
         assert all(p.is_pinned() for p in policy.parameters())
-        residence.onload()
+        offloader.onload()
         assert all(torch.equal(p.cpu(), old) for p, old in zip(policy.parameters(), before, strict=True))
         found = [state["exp_avg"].cpu() for state in optimizer.state.values()]
         assert all(torch.equal(new, old) for new, old in zip(found, moments, strict=True))

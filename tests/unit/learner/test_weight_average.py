@@ -16,10 +16,10 @@ from mobula.cluster.errors import CheckpointError
 from mobula.configs.load import load_config
 from mobula.configs.schema import RunConfig
 from mobula.learner.learner import Learner
+from mobula.learner.offload import Offloader
 from mobula.learner.optim.average import NullAverage, WeightAverage, read_average
 from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 from mobula.learner.policy_weights import export_state
-from mobula.learner.residence import Residence
 
 DECAY = 0.75
 AVERAGE = f"learner.ema_decay={DECAY}"
@@ -77,20 +77,20 @@ def test_it_sleeps_with_the_optimizer_and_a_slow_copy_with_the_policy(folder: Pa
     learner, device = connected(config_of(folder)), torch.device("meta")
     slow = WeightAverage(learner._backend.trained, DECAY, lambda *_: lambda: None)
     parts = (learner._policy, learner._optimizer, device)
-    residence = Residence(*parts, of_policy=(slow,), of_optimizer=(learner._average,))
+    offloader = Offloader(*parts, with_policy=(slow,), with_optimizer=(learner._average,))
 
     def places() -> list[set[str]]:
         weights = [p.device.type for p in learner._policy.parameters()]
         return [set(weights), *({t.device.type for t in c.tensors.values()} for c in (slow, learner._average))]
 
-    residence.offload("optimizer")
+    offloader.offload("optimizer")
     assert places() == [{"cpu"}] * 3
     before = averaged(learner)
     learner._average.to(torch.device("cpu"))
     update(learner, 1)
     assert any(not torch.equal(tensor, before[name]) for name, tensor in averaged(learner).items())
-    residence.onload()
-    assert places() == [{"meta"}] * 3 and residence.is_policy_here
+    offloader.onload()
+    assert places() == [{"meta"}] * 3 and offloader.is_policy_on_device
 
 
 def test_one_gpu_in_turns_keeps_an_average() -> None:

@@ -1,13 +1,12 @@
-"""Samples the CPU, memory and GPU use of a process tree on a thread: averages and peaks."""
+"""Reads the CPU, memory and GPU use of a process tree."""
 
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Self
+from dataclasses import dataclass
+from typing import Any
 
 import psutil
 import pynvml
@@ -21,49 +20,10 @@ MIB = 1 << 20
 class GpuReading:
     """One GPU at one moment; values that the driver does not report are None."""
 
-    index: int  # of the driver, in bus order, independent of CUDA_VISIBLE_DEVICES
     name: str
     memory_total_mib: float
     memory_used_mib: float
     utilization_percent: float | None
-    power_w: float | None
-
-
-@dataclass
-class RunningStats:
-    """Average and peak of a stream of numbers."""
-
-    num: int = 0
-    total: float = 0.0
-    peak: float = 0.0
-
-    def add(self, value: float | None) -> None:
-        if value is not None:
-            self.peak = value if self.num == 0 else max(self.peak, value)
-            self.num += 1
-            self.total += value
-
-    def summary(self) -> dict[str, float] | None:
-        """Returns average and peak; None without any number."""
-        return {"avg": round(self.total / self.num, 3), "max": round(self.peak, 3)} if self.num else None
-
-
-@dataclass
-class _GpuSeries:
-    first: GpuReading
-    memory_used_mib: RunningStats = field(default_factory=RunningStats)
-    utilization_percent: RunningStats = field(default_factory=RunningStats)
-    power_w: RunningStats = field(default_factory=RunningStats)
-
-    def summary(self) -> dict[str, Any]:
-        return {
-            "index": self.first.index,
-            "name": self.first.name,
-            "memory_total_mib": round(self.first.memory_total_mib, 3),
-            "memory_used_mib": self.memory_used_mib.summary(),
-            "utilization_percent": self.utilization_percent.summary(),
-            "power_w": self.power_w.summary(),
-        }
 
 
 class NvidiaGpus:
@@ -74,19 +34,19 @@ class NvidiaGpus:
     """
 
     def __init__(self, environment: Mapping[str, str]) -> None:
-        self._devices: list[tuple[int, Any]] = []
+        self._devices: list[Any] = []
         try:
             pynvml.nvmlInit()
         except (pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_DriverNotLoaded):
             self._is_open = False
             return
         self._is_open = True
-        devices = [(index, pynvml.nvmlDeviceGetHandleByIndex(index)) for index in range(pynvml.nvmlDeviceGetCount())]
-        uuids = [pynvml.nvmlDeviceGetUUID(device) for _, device in devices]
+        devices = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        uuids = [pynvml.nvmlDeviceGetUUID(device) for device in devices]
         self._devices = [devices[index] for index in visible(environment.get("CUDA_VISIBLE_DEVICES"), uuids)]
 
     def read(self) -> list[GpuReading]:
-        return [self._reading(index, device) for index, device in self._devices]
+        return [self._reading(device) for device in self._devices]
 
     def close(self) -> None:
         if self._is_open:
@@ -94,18 +54,14 @@ class NvidiaGpus:
             self._is_open = False
 
     @staticmethod
-    def _reading(index: int, device: Any) -> GpuReading:
+    def _reading(device: Any) -> GpuReading:
         memory = pynvml.nvmlDeviceGetMemoryInfo(device)
         try:
             utilization = float(pynvml.nvmlDeviceGetUtilizationRates(device).gpu)
         except pynvml.NVMLError_NotSupported:
             utilization = None
-        try:
-            power_w = pynvml.nvmlDeviceGetPowerUsage(device) / 1000.0
-        except pynvml.NVMLError_NotSupported:
-            power_w = None
         name = pynvml.nvmlDeviceGetName(device)
-        return GpuReading(index, name, memory.total / MIB, memory.used / MIB, utilization, power_w)
+        return GpuReading(name, memory.total / MIB, memory.used / MIB, utilization)
 
 
 def driver_version() -> str:
@@ -176,80 +132,6 @@ class ProcessTree:
             seconds[process] = times.user + times.system
             resident += memory.rss
         return seconds, resident / MIB
-
-
-class UsageSampler:
-    """Samples a process tree and GPUs every `period_s` between `start` and `stop`, or inside a `with`.
-
-    Example:
-        with UsageSampler(os.getpid(), period_s=0.5) as usage:
-            work()
-        report["usage"] = usage.summary()
-    """
-
-    def __init__(self, pid: int, period_s: float, gpus: NvidiaGpus | None = None) -> None:
-        if period_s <= 0:
-            raise ValueError(f"a sampling period of {period_s:g} s is none: give seconds above 0")
-        self._period_s = period_s
-        self._tree = ProcessTree(pid)
-        self._gpus = NvidiaGpus(os.environ) if gpus is None else gpus
-        self._cpu_percent, self._memory_mib = RunningStats(), RunningStats()
-        self._gpu_series: dict[int, _GpuSeries] = {}
-        self._num_samples = 0
-        self._error: Exception | None = None
-        self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="usage-sampler", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Takes a last sample and ends the thread.
-
-        Raises:
-            Exception: the error that ended the sampling early, e.g. a GPU that fell off its bus.
-        """
-        self._is_over.set()
-        self._thread.join()
-        self._gpus.close()
-        if self._error is not None:
-            raise self._error
-
-    def __enter__(self) -> Self:
-        self.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    def summary(self) -> dict[str, Any]:
-        """Returns the figures for JSON; call it after `stop`. A figure is null if nothing could be read."""
-        return {
-            "period_s": self._period_s,
-            "num_samples": self._num_samples,
-            "cpu_percent_of_one_core": self._cpu_percent.summary(),
-            "memory_resident_mib": self._memory_mib.summary(),
-            "gpus": [series.summary() for series in self._gpu_series.values()],
-        }
-
-    def _run(self) -> None:
-        try:
-            while not self._is_over.wait(self._period_s):
-                self._sample()
-            self._sample()
-        except Exception as error:  # `stop` raises it
-            self._error = error
-
-    def _sample(self) -> None:
-        self._num_samples += 1
-        if (used := self._tree.read()) is not None:
-            self._cpu_percent.add(used[0])
-            self._memory_mib.add(used[1])
-        for reading in self._gpus.read():
-            series = self._gpu_series.setdefault(reading.index, _GpuSeries(reading))
-            series.memory_used_mib.add(reading.memory_used_mib)
-            series.utilization_percent.add(reading.utilization_percent)
-            series.power_w.add(reading.power_w)
 
 
 class VitalsMeter:

@@ -23,7 +23,7 @@ from mobula.cluster.workers.status import MAX_WORKERS
 from mobula.configs.errors import ConfigError
 from mobula.configs.schema import RunConfig
 from mobula.deploy.cli.data_commands import data
-from mobula.deploy.cli.environment_commands import play, rollout, serve_environment, serve_policy, verifiers
+from mobula.deploy.cli.environment_commands import play, rollout, serve_environment, serve_policy
 from mobula.deploy.cli.errors import FAILED, explained
 from mobula.deploy.cli.gpu_check_command import gpu_check
 from mobula.deploy.cli.job_commands import Auth, AuthOption, list_jobs, logs, stop, submit
@@ -156,19 +156,6 @@ def compare(
 
 
 @app.command()
-def benchmark_model(
-    models: Annotated[list[str], typer.Argument(metavar="MODEL[@IN_FLIGHT]...", help="Checkpoints to compare.")],
-    override: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="As for evaluate.")] = None,
-    folder: Annotated[Path, typer.Option("--output", help="Where the dated report and the records go.")] = Path("."),
-) -> None:
-    """Let models answer the held-out split: quality, samples/s, latencies, and use of GPUs or CPUs."""
-    with explained():
-        from mobula.deploy.tools.model_benchmark import benchmark
-
-        raise typer.Exit(benchmark(models, override or [], folder, terminal()))
-
-
-@app.command()
 def status(
     name: RunName = None,
     run: RunFolder = None,
@@ -242,9 +229,6 @@ def scale(
 def replay(
     run_folder: Annotated[Path, typer.Argument(help="The folder of a run that had replay.trajectory_log=true.")],
     overrides: Overrides = None,
-    score: Annotated[
-        bool, typer.Option("--score", help="Score the recorded responses again instead, and show what differs.")
-    ] = False,
 ) -> None:
     """Train a learner on a run's recorded steps, without rollouts; overrides change single keys."""
     from mobula.cluster.metrics.report.run_folder import CONFIG_FILE
@@ -252,9 +236,9 @@ def replay(
 
     with explained():
         config = load_resolved(run_folder / CONFIG_FILE, overrides or [])
-        from mobula.deploy.tools import replay as replaying
+        from mobula.deploy.tools.replay import replay as train_again
 
-        raise typer.Exit((replaying.score if score else replaying.replay)(run_folder, config))
+        raise typer.Exit(train_again(run_folder, config))
 
 
 @app.command()
@@ -494,7 +478,6 @@ app.command()(play)
 app.command()(rollout)
 app.command()(serve_environment)
 app.command()(serve_policy)
-app.command()(verifiers)
 app.command()(submit)
 app.command()(stop)
 app.command()(logs)

@@ -1,4 +1,4 @@
-"""Environments by themselves and policies outside a run: play, rollout, serve-environment, serve-policy, verifiers."""
+"""Environments by themselves and policies outside a run: play, rollout, serve-environment, serve-policy."""
 
 from __future__ import annotations
 
@@ -113,25 +113,3 @@ def serve_policy(
         options = serving.ServePolicyOptions(address, capture, siblings)
         console = terminal(soft_wrap=True)
         serving.serve(config, options, lambda url: console.print(f"policy: {url}", markup=False, highlight=False))
-
-
-def verifiers(
-    endpoint: Annotated[str, typer.Option(metavar="URL", help="What `mobula serve-policy` says: http://HOST:PORT/v1.")],
-    overrides: Overrides = None,
-    tasks: Annotated[int, typer.Option(min=1, help="So many of the first tasks; again from the first one on.")] = 8,
-    siblings: Annotated[int, typer.Option(min=1, help="Rollouts of each task.")] = 8,
-    concurrency: Annotated[int, typer.Option(min=1, help="Rollouts at a time.")] = 8,
-    token_env: TokenEnv = None,
-    token_file: TokenFile = None,
-) -> None:
-    """Play a verifiers environment against `mobula serve-policy`, which keeps its calls as trajectories."""
-    from mobula.configs.load import load_config
-
-    with explained("sessions that have ended are kept"):
-        resolved = ["environment=verifiers", "data=environment", "rewards=environment", *(overrides or [])]
-        config = load_config(resolved, is_complete=False)
-        from mobula.deploy.tools.http_server import read_token
-        from mobula.deploy.tools.policy import verifiers as rolling
-
-        options = rolling.VerifiersOptions(endpoint, read_token(token_env, token_file), tasks, siblings, concurrency)
-        raise typer.Exit(rolling.roll(config, options, terminal(soft_wrap=True)))

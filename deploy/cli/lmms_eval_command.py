@@ -54,7 +54,6 @@ def lmms_eval(
     online: Online = None,
     environment: Annotated[Path | None, typer.Option(help="The harness's, if not `make harness`'s.")] = None,
     timeout: Annotated[float, typer.Option(min=1, help="Seconds for the whole run; then it is killed.")] = DAY_S,
-    sample_period: Annotated[float, typer.Option(min=0.05, help="Seconds between two looks at CPU and GPU use.")] = 0.5,
     harness_options: HarnessOptions = None,
 ) -> None:
     """Evaluate a model with the public harness lmms-eval, in its own environment (`make harness`)."""
@@ -80,12 +79,16 @@ def lmms_eval(
             is_online=online,
             environment=environment or harness.ENVIRONMENT,
             timeout_s=timeout,
-            sample_period_s=sample_period,
         )
         with _stopped_by_sigterm():
             path, artifact = harness.evaluate(options, lambda line: console.print(line, markup=False, highlight=False))
     terminal().print(_table(artifact))
-    console.print(_summary(artifact), markup=False, highlight=False)
+    console.print(
+        f"mean score {_figure(artifact['mean_primary_score'], 4)}, {artifact['num_samples']} samples in "
+        f"{artifact['seconds']:.1f} s",
+        markup=False,
+        highlight=False,
+    )
     console.print(f"written: {path}", markup=False, highlight=False)
 
 
@@ -119,27 +122,10 @@ def _table(artifact: Mapping[str, Any]) -> Table:
     return table
 
 
-def _summary(artifact: Mapping[str, Any]) -> str:
-    usage = artifact["usage"]
-    gpus = "".join(
-        f", GPU {gpu['index']} {_peak(gpu['utilization_percent'])} % {_peak(gpu['memory_used_mib'])} MiB"
-        for gpu in usage["gpus"]
-    )
-    return (
-        f"mean score {_figure(artifact['mean_primary_score'], 4)}, {artifact['num_samples']} samples in "
-        f"{artifact['seconds']:.1f} s; avg/max CPU {_peak(usage['cpu_percent_of_one_core'])} % of a core, "
-        f"memory {_peak(usage['memory_resident_mib'])} MiB{gpus}"
-    )
-
-
 def _stderr_name(metric: str) -> str:
     """Returns the harness's name for the standard error of `NAME` or `NAME,FILTER`."""
     name, comma, filtered = metric.partition(",")
     return f"{name}_stderr{comma}{filtered}"
-
-
-def _peak(figures: Mapping[str, float] | None) -> str:
-    return "-" if figures is None else f"{figures['avg']:.0f}/{figures['max']:.0f}"
 
 
 def _figure(value: float | None, num_digits: int) -> str:

@@ -6,7 +6,7 @@ import os
 import re
 import select
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from subprocess import DEVNULL, STDOUT, Popen
@@ -22,7 +22,6 @@ def run_logged(
     folder: Path,
     log: Path,
     timeout_s: float,
-    on_start: Callable[[Popen[bytes]], None],
 ) -> int:
     """Run `words` in `folder` with both outputs in `log`; its exit code, negative for a signal.
 
@@ -37,7 +36,6 @@ def run_logged(
         )
     handle = os.pidfd_open(process.pid)
     try:
-        on_start(process)
         if not _ends_within(handle, timeout_s):
             raise TimeoutError(f"{command[0]} was not done within {timeout_s:g} s")
     finally:

@@ -127,7 +127,7 @@ def evaluate(config: RunConfig, output: Path | None = None) -> int:
     """
     require_model(config)
     console = terminal(soft_wrap=True)
-    results = with_engines(config, partial(_evaluate, output))
+    results, seconds = with_engines(config, partial(_evaluate, output))
     if output is not None:  # first: the console may be gone
         output.mkdir(parents=True, exist_ok=True)
         rows = [strict(asdict(result)) for result in results]
@@ -140,6 +140,8 @@ def evaluate(config: RunConfig, output: Path | None = None) -> int:
             markup=False,
             highlight=False,
         )
+    num = sum(result.num_scored + result.num_unscored for result in results)
+    console.print(f"{num / seconds:.2f} responses/s, sampled and scored in {seconds:.1f} s", highlight=False)
     return 0
 
 
@@ -345,11 +347,15 @@ async def _started(*roles: Coroutine[Any, Any, Any]) -> None:
         raise PreflightError(str(error)) from error
 
 
-async def _evaluate(output: Path | None, prepared: Prepared, inference: Inference) -> list[EvaluationResult]:
+async def _evaluate(
+    output: Path | None, prepared: Prepared, inference: Inference
+) -> tuple[list[EvaluationResult], float]:
+    """Returns the result of each suite, and the seconds that sampling and scoring took."""
     roles = (inference.rollouts, inference.rewards)
     responses = response_log(prepared, output)
     evaluator = await asyncio.to_thread(build_evaluator, prepared, *roles, lambda result: None, responses)
-    return await evaluator.run(0)
+    started = time.perf_counter()
+    return await evaluator.run(0), time.perf_counter() - started
 
 
 async def _serving(cluster: _Cluster, work: Callable[[Prepared, Inference], Awaitable[T]]) -> T:

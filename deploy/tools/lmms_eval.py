@@ -11,15 +11,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from subprocess import Popen, TimeoutExpired, run
+from subprocess import TimeoutExpired, run
 from typing import Any
-
-import psutil
-import pynvml
 
 from mobula.cluster.errors import DeadlineError, PreflightError
 from mobula.cluster.metrics.files import write_atomically
-from mobula.cluster.runtime.usage import NvidiaGpus, UsageSampler
 from mobula.configs.errors import ConfigError
 from mobula.deploy.host.process_group import last_lines, run_logged
 from mobula.deploy.tools.lmms_eval_results import HarnessError, Results, TaskScore, read_results
@@ -57,7 +53,6 @@ class LmmsEval:
     is_online: bool | None  # None: unless the model is a local folder
     environment: Path
     timeout_s: float
-    sample_period_s: float
 
     @property
     def is_local(self) -> bool:
@@ -84,7 +79,7 @@ def evaluate(options: LmmsEval, announce: Callable[[str], None]) -> tuple[Path, 
     folder = _new_folder(options.output, started)
     announce(f"lmms-eval runs, see {folder / LOG}")
     begin = time.monotonic()
-    usage = _run(options, command, environment, folder)
+    _run(options, command, environment, folder)
     seconds = time.monotonic() - begin
     try:
         results = read_results(folder / RAW)
@@ -100,7 +95,6 @@ def evaluate(options: LmmsEval, announce: Callable[[str], None]) -> tuple[Path, 
         "limit": options.limit,
         "seconds": round(seconds, 3),
         **_scores(results, folder, seconds),
-        "usage": usage,
         "log_file": LOG,
     }
     path = folder / ARTIFACT
@@ -238,35 +232,16 @@ def _new_folder(output: Path, started: datetime) -> Path:
     return folder
 
 
-def _run(options: LmmsEval, command: list[str], environment: Mapping[str, str], folder: Path) -> dict[str, Any]:
-    """Runs the harness to its end; returns the sampled CPU, memory and GPU use."""
-    samplers: list[UsageSampler] = []
-
-    def watch(process: Popen[bytes]) -> None:
-        samplers.append(UsageSampler(process.pid, options.sample_period_s, NvidiaGpus(environment)))
-        samplers[0].start()
-
+def _run(options: LmmsEval, command: list[str], environment: Mapping[str, str], folder: Path) -> None:
+    """Runs the harness to its end."""
     try:
-        code = run_logged(command, environment, folder, folder / LOG, options.timeout_s, watch)
+        code = run_logged(command, environment, folder, folder / LOG, options.timeout_s)
     except TimeoutError as error:
         raise DeadlineError(
             f"lmms-eval was not done within --timeout {options.timeout_s:g} s and was killed; {_end_of(folder / LOG)}"
         ) from error
-    finally:
-        broken = _stop(samplers[0]) if samplers else None
     if code:
         raise HarnessError(f"lmms-eval ended with {code}; {_end_of(folder / LOG)}")
-    return {**samplers[0].summary(), "stopped_by": broken}
-
-
-def _stop(sampler: UsageSampler) -> str | None:
-    """Stops the usage sampler; returns its error, which invalidates the usage figures but not the scores."""
-    try:
-        sampler.stop()
-    except (psutil.Error, pynvml.NVMLError) as error:
-        log.warning("use was not sampled to the end: %s", error)
-        return f"{type(error).__name__}: {error}"
-    return None
 
 
 def _scores(results: Results, folder: Path, seconds: float) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`mobula replay`: a recorded run trained again without a rollout actor, or its responses scored again."""
+"""`mobula replay`: trains a learner again on the recorded steps of a run, without a rollout actor."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from pathlib import Path
 
 from mobula.deploy.host.session import ray_session  # isort: skip  (sets what ray reads when imported)
 import ray
-from rich.console import Console
-from rich.table import Table
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -29,10 +27,6 @@ from mobula.deploy.wiring.build import POLICY_FOLDER, learner_group, supervised_
 from mobula.deploy.wiring.persistence import trajectory_log
 from mobula.deploy.wiring.preparation import Prepared, prepare
 from mobula.deploy.wiring.spawner import Spawner
-from mobula.rewards.isolation.process_pool import IsolatedPool
-from mobula.rewards.pool.replay_evaluator import Rescoring, rescore
-from mobula.rewards.scoring import RewardScoring
-from mobula.rewards.tools import Tools
 
 OUTPUT_FOLDER = "replay"  # of the run folder
 UPDATES_FILE = "updates.jsonl"
@@ -64,34 +58,6 @@ def replay(run_folder: Path, config: RunConfig) -> int:
     if (run_folder / POLICY_FOLDER).is_dir() and version == config.num_steps:
         gap = largest_difference(output / POLICY_FOLDER, run_folder / POLICY_FOLDER)
         console.print(f"largest difference of a weight from the run's own policy: {gap:g}", markup=False)
-    return 0
-
-
-def score(run_folder: Path, config: RunConfig) -> int:
-    """Scores the recorded responses again with `rewards.components` and prints the differences; returns the exit code.
-
-    Raises:
-        PreflightError: the run has no recorded steps, a step's file is no record, or a component needs more than was
-            recorded.
-    """
-    log = trajectory_log(run_folder, config)
-    steps = recorded_steps(log)
-    log.check(steps)
-    if config.rewards.needs_images:
-        named = ", ".join(c.name for c in config.rewards.components if c.needs_images)
-        raise PreflightError(f"{named} needs images, which the log does not hold: leave it out of rewards.components")
-    timeouts, resources = config.timeouts, config.resources
-    isolated = IsolatedPool(
-        num_processes=config.rewards.processes, timeout_s=timeouts.reward_s / 4, start_timeout_s=timeouts.start_s
-    )
-    try:
-        scoring = RewardScoring(config.rewards, None, Tools(isolated, resources.device, resources.dtype))
-        result = rescore(scoring, (group for step in steps for group in log.read(step)))
-    except ValueError as error:  # a function is unknown, or its options are
-        raise PreflightError(str(error)) from error
-    finally:
-        isolated.close()
-    _print_rescoring(terminal(), result, len(steps))
     return 0
 
 
@@ -139,26 +105,3 @@ async def _replay(run_folder: Path, prepared: Prepared, spawner: Spawner, log: T
     finally:
         await learner.close()
     return version
-
-
-def _print_rescoring(console: Console, result: Rescoring, num_steps: int) -> None:
-    table = Table("component", "compared", "mean then", "mean now", "changed", "largest change")
-    for difference in sorted(result.differences.values(), key=lambda d: d.name):
-        table.add_row(
-            difference.name,
-            str(len(difference.pairs)),
-            f"{difference.mean_then:.4f}",
-            f"{difference.mean_now:.4f}",
-            str(difference.num_changed),
-            f"{difference.largest_change:g}",
-        )
-    console.print(table)
-    console.print(
-        f"{result.num_responses} responses of {num_steps} steps; could not be scored: {result.num_unscored_then} then, "
-        f"{result.num_unscored_now} now",
-        markup=False,
-        soft_wrap=True,
-    )
-    if result.not_compared:
-        names = ", ".join(sorted(result.not_compared))
-        console.print(f"not compared, for only one side has them: {names}", markup=False, soft_wrap=True)

@@ -179,10 +179,5 @@ class _Asked:
         return cls(group.prompt, ids, responses, question.earlier, wanted)
 
 
-def group_requests(group: TrajectoryGroup, images: tuple[bytes, ...]) -> list[RewardRequest]:
-    """Builds one request per response; `images` are the image files of the prompt."""
-    return [reward_request(group.prompt, trajectory.response, images) for trajectory in group.trajectories]
-
-
 def reward_request(prompt: Prompt, response: Response, images: tuple[bytes, ...]) -> RewardRequest:
     return RewardRequest(response, prompt.references, prompt.metadata, prompt.text, images)

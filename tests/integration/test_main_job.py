@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 from jobs import NUM_SAMPLES, PROMPTS_PER_STEP, RUN_DEADLINE_S, Job, none_left
 from waiting import wait_until
@@ -247,13 +248,12 @@ def test_a_run_that_was_killed_and_went_on_is_replayed_to_the_very_same_weights(
 
 
 def test_recorded_responses_are_scored_again_alike(resumed: Job) -> None:
-    before = len(resumed.output)
-    resumed.finish(resumed.start_command("replay", str(resumed.run_folder), "--score"))
-    printed = resumed.output[before:]
-    assert f"{RESUMED_STEPS * PROMPTS_PER_STEP * NUM_SAMPLES} responses of {RESUMED_STEPS} steps" in printed
-    rows = [line.split("│")[1:-1] for line in printed.splitlines() if line.startswith("│")]
-    assert {row[0].strip() for row in rows} == {"accuracy", "format", "reward"}
-    assert {row[4].strip() for row in rows} == {"0"}
+    resumed.finish(resumed.start_command("score", str(resumed.run_folder), "--results", str(resumed.folder / "again")))
+    again = [json.loads(line) for line in (resumed.folder / "again").read_text().splitlines()]
+    files = sorted((resumed.run_folder / "trajectories").glob("step-*.parquet"))
+    recorded = [row for file in files for row in pq.read_table(file).to_pylist()]
+    assert len(again) == RESUMED_STEPS * PROMPTS_PER_STEP * NUM_SAMPLES
+    assert [row["reward"] for row in again] == [pytest.approx(row["reward"]["value"], abs=1e-6) for row in recorded]
 
 
 def test_no_step_is_missing_or_twice_after_a_resume(resumed: Job) -> None:

@@ -106,5 +106,4 @@ def test_the_real_harness_scores_a_local_model_on_local_images_without_a_hub(tmp
     assert [sample["target"] for sample in samples] == [f"red {red}" for red in REDS]
     assert f"lmms-eval=={artifact['versions']['lmms-eval']}\n" in PINS.read_text()
     assert 0 < artifact["harness_seconds"] < artifact["seconds"]
-    assert artifact["usage"]["memory_resident_mib"]["max"] > 200  # the harness with torch, not an idle shell
     assert (tmp_path / "cache").is_dir()

@@ -16,7 +16,6 @@ from uuid import uuid4
 from mobula.actors.environments.programs.base import Outcome
 
 PROGRAM = Path(__file__).with_name("verifiers_rollouts.py")
-KEY = "MOBULA_POLICY_KEY"  # the environment variable that the program reads the endpoint's key from
 
 
 class VerifiersProcess:
@@ -29,17 +28,7 @@ class VerifiersProcess:
     _shared: ClassVar[dict[str, VerifiersProcess]] = {}
     _making: ClassVar[Lock] = Lock()
 
-    def __init__(
-        self,
-        python: str,
-        env: Mapping[str, Any],
-        *,
-        import_path: Sequence[str],
-        max_tasks: int,
-        model: str = "policy",
-        key: str | None = None,
-        sampling: Mapping[str, Any] | None = None,
-    ) -> None:
+    def __init__(self, python: str, env: Mapping[str, Any], *, import_path: Sequence[str], max_tasks: int) -> None:
         if not Path(python).is_file():
             raise ValueError(
                 f"environment.options.python={python} is no Python with verifiers: make it with "
@@ -51,13 +40,12 @@ class VerifiersProcess:
             [python, "-P", str(PROGRAM), json.dumps({"env": env, "max_tasks": max_tasks})],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=ours | ({KEY: key} if key else {}),
+            env=ours,
             encoding="utf-8",
             bufsize=1,
         )
         assert self._process.stdin is not None and self._process.stdout is not None
         self._stdin, self._stdout = self._process.stdin, self._process.stdout
-        self._common = {"model": model, "sampling": dict(sampling or {})}
         self._playing: dict[str, Future[Outcome]] = {}
         self._lock = Lock()
         first = self._stdout.readline()
@@ -86,12 +74,12 @@ class VerifiersProcess:
     def is_alive(self) -> bool:
         return self._process.poll() is None
 
-    def play(self, task: int, base_url: str, headers: Mapping[str, str] | None = None) -> tuple[str, Future[Outcome]]:
-        """Begin a task; the episode's id, and what comes of it. Calls to the endpoint at `base_url` carry `headers`."""
+    def play(self, task: int, base_url: str) -> tuple[str, Future[Outcome]]:
+        """Begins a task that calls the endpoint at `base_url`. Returns the id of the episode and its outcome."""
         name, outcome = uuid4().hex, Future[Outcome]()
         with self._lock:
             self._playing[name] = outcome
-        self._write({"id": name, "task": task, "base_url": base_url, "headers": dict(headers or {}), **self._common})
+        self._write({"id": name, "task": task, "base_url": base_url})
         return name, outcome
 
     def cancel(self, name: str) -> None:

@@ -17,7 +17,7 @@ from verifiers.v1 import Env, Episode, EvalClientConfig, ModelContext, SamplingC
 from verifiers.v1.env import RunSlot
 from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
-KEY = "MOBULA_POLICY_KEY"  # the environment variable with the endpoint's key
+KEY = "MOBULA_POLICY_KEY"  # never set: our endpoint needs no key, and must not get one of another service
 
 LIMITS = ("max_turns", "max_input_tokens", "max_output_tokens", "max_total_tokens", "compaction_failed")
 """Values of `Trace.stop_condition` with which verifiers cut a rollout. An answer that was cut is a turn like others."""
@@ -49,8 +49,8 @@ async def serve(options: Mapping[str, Any], say: Say) -> None:
 
 
 async def _play(env: Env, task: Task, asked: Mapping[str, Any], say: Say) -> None:
-    client = EvalClientConfig(base_url=asked["base_url"], headers=asked["headers"], api_key_var=KEY)
-    context = ModelContext(model=asked["model"], client=client, sampling=SamplingConfig(**asked["sampling"]))
+    client = EvalClientConfig(base_url=asked["base_url"], api_key_var=KEY)
+    context = ModelContext(model="policy", client=client, sampling=SamplingConfig())
     try:
         outcome = outcome_of(await env.run_slot(RunSlot(task), context))
     except Exception as error:  # of the environment's own code

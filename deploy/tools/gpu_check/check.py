@@ -121,9 +121,7 @@ def _in_process(stage: CheckStage, device: str, folder: Path, timeout_s: float) 
         *(str(p.resolve()) for p in (own, result)),
     ]
     try:
-        code = run_logged(
-            [sys.executable, *command], {**os.environ, **OFFLINE}, ROOT, log, timeout_s, lambda process: None
-        )
+        code = run_logged([sys.executable, *command], {**os.environ, **OFFLINE}, ROOT, log, timeout_s)
     except TimeoutError:
         return None
     finally:

@@ -42,7 +42,7 @@ def run_job(context: Context, preset: str) -> Figures:
     own = (f"resources={preset}", f"folder={folder}", "name=job", f"policy.model={folder / 'model'}")
     command = ("-m", "mobula.deploy.cli", "train", *WORDS, *own, f"data.path={folder / 'data'}")
     log = folder / "output.txt"
-    code = run_logged([sys.executable, *command], os.environ, ROOT, log, TIMEOUT_S, lambda process: None)
+    code = run_logged([sys.executable, *command], os.environ, ROOT, log, TIMEOUT_S)
     assert code == 0, f"`mobula train resources={preset}` ended with {code}: {' | '.join(last_lines(log, LOG_LINES))}"
     summary = read_run_folder(folder / "job").summary
     assert summary is not None, "the job wrote no summary"

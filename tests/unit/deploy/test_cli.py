@@ -143,19 +143,15 @@ def test_replay_reads_the_runs_own_configuration_and_sets_single_keys(
         dump_config(load_config(["experiment=digits", "learner.learning_rate=3e-4"])), encoding="utf-8"
     )
     asked = []
-    replaying = SimpleNamespace(
-        replay=lambda folder, config: asked.append(("replay", folder, config)) or 5,
-        score=lambda folder, config: asked.append(("score", folder, config)) or 6,
-    )
+    replaying = SimpleNamespace(replay=lambda folder, config: asked.append((folder, config)) or 5)
     monkeypatch.setitem(sys.modules, "mobula.deploy.tools.replay", replaying)
     monkeypatch.setattr("mobula.deploy.tools.replay", replaying, raising=False)
     words = ["replay", str(tmp_path), "algorithm.kl.coef=0.5", "rewards.components.0.weight=2"]
     assert CliRunner().invoke(app, words).exit_code == 5
-    assert CliRunner().invoke(app, [*words, "--score"]).exit_code == 6
-    for (kind, folder, config), expected in zip(asked, ("replay", "score"), strict=True):
-        assert (kind, folder) == (expected, tmp_path)
-        changed = (config.learner.learning_rate, config.algorithm.kl.coef, config.rewards.components[0].weight)
-        assert changed == (3e-4, 0.5, 2)
+    [(folder, config)] = asked
+    assert folder == tmp_path
+    changed = (config.learner.learning_rate, config.algorithm.kl.coef, config.rewards.components[0].weight)
+    assert changed == (3e-4, 0.5, 2)
 
 
 def test_replay_without_a_run_is_one_message(tmp_path: Path) -> None:

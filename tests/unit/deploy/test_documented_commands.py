@@ -84,8 +84,6 @@ def configuration(command: Command, folder: Path) -> tuple[list[str], Any] | Non
         return words, load_config([*job, *words])
     if verb in LOOKING:
         return words, load_config(words, is_complete=False)
-    if verb == "benchmark-model":
-        return words, load_config([*words, "policy.model=some/model"])
     if verb == "replay":
         path = folder / "config.yaml"
         path.write_text(dump_config(load_config(["experiment=digits"])), encoding="utf-8")
@@ -130,7 +128,7 @@ def value_at(values: Any, name: str) -> Any:
 
 
 def test_commands_are_found_in_every_form() -> None:
-    assert {command.tokens[1] for command in COMMANDS} >= {"train", "replay", "plan", "benchmark-model", "score"}
+    assert {command.tokens[1] for command in COMMANDS} >= {"train", "replay", "plan", "score"}
     assert any(command.text.startswith("make train") and "ARGS" in command.text for command in COMMANDS)
     assert any(command.is_in_text for command in COMMANDS) and not all(command.is_in_text for command in COMMANDS)
 

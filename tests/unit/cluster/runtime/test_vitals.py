@@ -17,7 +17,7 @@ class Gpus:
         self._utilizations = utilizations
 
     def read(self) -> list[GpuReading]:
-        return [GpuReading(i, "gpu", 100.0, 25.0, used, None) for i, used in enumerate(self._utilizations)]
+        return [GpuReading("gpu", 100.0, 25.0, used) for used in self._utilizations]
 
     def close(self) -> None: ...
 

@@ -101,7 +101,6 @@ def asked(tmp_path: Path) -> LmmsEval:
         is_online=None,
         environment=tmp_path / "environment",
         timeout_s=60.0,
-        sample_period_s=0.05,
     )
 
 
@@ -247,7 +246,7 @@ def test_without_its_environment_nothing_runs(asked: LmmsEval) -> None:
         evaluate(asked, lambda line: None)
 
 
-def test_the_artifact_holds_scores_samples_use_and_versions(
+def test_the_artifact_holds_scores_samples_and_versions(
     play: Path, asked: LmmsEval, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = {"mini": {"alias": "mini", "anls,none": 0.5}, "other": {"exact_match,none": 1.0}}
@@ -265,8 +264,6 @@ def test_the_artifact_holds_scores_samples_use_and_versions(
     assert (path.parent / mini["samples_file"]).read_text().count("\n") == 2
     assert (path.parent / artifact["results_file"]).exists()
     assert (path.parent / artifact["log_file"]).exists()
-    assert artifact["usage"]["num_samples"] >= 1
-    assert artifact["usage"]["stopped_by"] is None
 
 
 def test_a_second_run_leaves_the_first_alone(play: Path, asked: LmmsEval, monkeypatch: pytest.MonkeyPatch) -> None:

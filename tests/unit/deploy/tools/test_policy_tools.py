@@ -1,4 +1,4 @@
-"""A policy outside a run: chat completions with exact tokens, trajectories of sessions, and a timed comparison."""
+"""A policy outside a run: chat completions with exact tokens, and trajectories of sessions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from mobula.configs.schema import RunConfig
 from mobula.deploy.tools.policy.conversations import Conversations
 from mobula.deploy.tools.policy.local_policy import LocalPolicy
 from mobula.deploy.tools.policy.serve_policy import ChatBody, ChatMessage, make_app, settings_of
-from mobula.deploy.tools.policy.verifiers import VerifiersOptions, play
 from mobula.learner.policies.loading import load_model
 from mobula.learner.policies.tiny import TINY
 
@@ -203,13 +202,6 @@ def test_a_model_that_is_not_there_is_refused(tmp_path: Path) -> None:
         LocalPolicy(config_of(tmp_path / "nothing"))
 
 
-def test_rollouts_of_verifiers_say_what_is_missing() -> None:
-    words = ["data=environment", "rewards=environment"]
-    options = VerifiersOptions("http://127.0.0.1:9/v1", None, num_tasks=1, num_siblings=1, num_concurrent=1)
-    with pytest.raises(PreflightError, match="use environment=verifiers"):
-        play(load_config([*words, "environment=calculator"], is_complete=False).environment, options)
-    config = load_config([*words, "environment=verifiers", "environment.options.python=/none"], is_complete=False)
-    with pytest.raises(PreflightError, match="start `mobula serve-policy`"):
-        play(config.environment, options)
+def test_a_python_without_verifiers_is_refused() -> None:
     with pytest.raises(ValueError, match="make it with `deploy/environment.sh verifiers`"):
         VerifiersProcess("/none", {}, import_path=(), max_tasks=1)

@@ -114,7 +114,6 @@ DECLARED: Mapping[OnResume, tuple[str, ...]] = {
         "sampler.flow.batch_size",
         "sampler.image_tokens.batch_size",
         "checkpoints",
-        "concurrency",
         "evaluation",
         "metrics",
         "reference",

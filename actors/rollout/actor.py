@@ -107,11 +107,7 @@ class RolloutActor(PromptServer):
 
     def engine_load(self) -> EngineLoad:
         """Returns the load of the engine, for the heartbeat."""
-        return self._sampler.load("engine")
-
-    async def load(self, name: str) -> EngineLoad:
-        """Returns the load of the engine, under this actor's `name`."""
-        return self._sampler.load(name)
+        return self._sampler.load()
 
     async def generate(
         self, prompt: Prompt, settings: SamplingSettings, attempt: Attempt

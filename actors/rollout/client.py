@@ -19,7 +19,7 @@ from mobula.cluster.roles import SamplingSettings
 from mobula.cluster.rollout.in_flight import InFlightRequests
 from mobula.cluster.runtime.concurrency import RenewableTimeout
 from mobula.cluster.runtime.ray_actors import answer, on_failure, stop, with_attachments
-from mobula.cluster.runtime.vitals import EngineLoad, Vitals
+from mobula.cluster.runtime.vitals import Vitals
 from mobula.cluster.weight_sync.manifest import Manifest
 from mobula.cluster.weight_sync.transport import Rendezvous
 
@@ -124,11 +124,6 @@ class RolloutClient:
 
     async def wake_up(self, tag: str) -> None:
         await self._sync(self._handle.wake_up.remote(tag), f"wake up ({tag})")
-
-    async def load(self) -> EngineLoad:
-        """Returns the load of the engine after the latest step."""
-        what = f"{self.name} to say how loaded it is"
-        return await answer(self._handle.load.remote(self.name), timeout_s=self._sign_s, what=what)
 
     async def close(self) -> None:
         """Ends the process, in any state."""

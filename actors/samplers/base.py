@@ -111,8 +111,8 @@ class Sampler(Protocol):
         """Take memory again: `weights`, then `kv_cache`. At `sleep_level` 2 weights are dead until the next push."""
         ...
 
-    def load(self, name: str) -> EngineLoad:
-        """Returns the current load under the engine's `name`. Preemptions, and requests inside a core in another
+    def load(self) -> EngineLoad:
+        """Returns the current load. Preemptions, and requests inside a core in another
         process, need `EngineSettings.reports_load`.
         """
         ...

@@ -63,10 +63,10 @@ class InProcessSampler(ABC):
                 self._take_parameters()
                 self._is_asleep = False
 
-    def load(self, name: str) -> EngineLoad:
+    def load(self) -> EngineLoad:
         num_running = min(self._num_asked, 1)
         waiting = self._num_asked - num_running
-        return EngineLoad(name, 0.0, num_running, waiting, num_preemptions=0, num_tokens=self._num_tokens)
+        return EngineLoad(0.0, num_running, waiting, num_preemptions=0, num_tokens=self._num_tokens)
 
     async def check_manifest(self, manifest: Manifest) -> None:
         manifest.check_against(self._settings.expected_by(manifest))

@@ -49,7 +49,7 @@ def engine_settings(
         kv_cache_bytes=sampler.vllm.kv_cache_bytes,
         memory_fraction=sampler.vllm.gpu_memory_fraction,
         sleep_level=config.resources.sleep_level if config.resources.colocated else 0,
-        reports_load=config.concurrency.kind == "aimd" or (config.metrics.ray and config.resources.device == "cuda"),
+        reports_load=config.metrics.ray and config.resources.device == "cuda",
         keeps_kv_cache=config.weight_sync.kv_cache == "keep",
         block_size=sampler.vllm.block_size,
         enforce_eager=sampler.vllm.enforce_eager,

@@ -15,7 +15,6 @@ import numpy as np
 
 from mobula.cluster.records.trajectory import Generated, GroupSummary, Prompt
 from mobula.cluster.roles import SamplingSettings
-from mobula.cluster.runtime.vitals import EngineLoad
 
 _EPSILON_S = 1e-6  # what sums of seconds may be off by
 
@@ -96,13 +95,6 @@ class SimulatedEngine:
         for span in spans:
             tokens.update(self._tokens_by_version(span))
         return Generated(prompt.prompt_id, summary(prompt, tokens, num_trajectories=len(spans)))
-
-    async def load(self) -> EngineLoad:
-        """Running and waiting requests; slots are its only limited resource."""
-        now = self.clock_s
-        num_running = sum(span.start_s <= now < span.end_s for span in self._spans)
-        num_waiting = sum(span.start_s > now for span in self._spans)
-        return EngineLoad(self.name, 0.0, num_running, num_waiting, num_preemptions=0)
 
     def busy_s(self, start_s: float, end_s: float) -> float:
         """Slot-seconds of decoding between two moments of its clock."""

@@ -18,10 +18,8 @@ from mobula.cluster.controller import Controller
 from mobula.cluster.records.trajectory import GroupSummary, Prompt, Reward, ScoredGroup
 from mobula.cluster.replay.buffer import ReplayBuffer
 from mobula.cluster.roles import ReplayStats, SamplingSettings, UpdateReport
-from mobula.cluster.rollout.adaptive_concurrency import AdaptiveConcurrency, AimdLimit, AimdPolicy
 from mobula.cluster.rollout.dispatcher import AdmissionFilter, RolloutDispatcher
 from mobula.cluster.rollout.staleness import StalenessGate, StepOrder
-from mobula.cluster.runtime.vitals import EngineLoad
 
 KEEP_ALL = AdmissionFilter(min_scored=1, drop_uniform=False, max_rejected_in_a_row=1)
 
@@ -73,31 +71,18 @@ class Outcome:
     dropped_tokens: float | None  # mean, of a dropped response
 
 
-@dataclass(frozen=True, kw_only=True)
-class Adaptive:
-    """The number of groups under way follows the engines' load."""
-
-    policy: AimdPolicy
-    start: int
-    interval_s: float
-    on_limit: Callable[[int, Sequence[EngineLoad]], None]
-
-
 def simulate(
     workload: Workload,
     *,
     max_staleness: int,
     max_concurrent: int,
     order: type[StepOrder] = StepOrder,
-    adaptive: Adaptive | None = None,
 ) -> Outcome:
-    """Run the workload once, from version 0 to its end; `adaptive` moves the limit within `max_concurrent`."""
-    return run_virtually(_simulate(workload, max_staleness, max_concurrent, order, adaptive))
+    """Run the workload once, from version 0 to its end."""
+    return run_virtually(_simulate(workload, max_staleness, max_concurrent, order))
 
 
-async def _simulate(
-    workload: Workload, max_staleness: int, max_concurrent: int, order: type[StepOrder], adaptive: Adaptive | None
-) -> Outcome:
+async def _simulate(workload: Workload, max_staleness: int, max_concurrent: int, order: type[StepOrder]) -> Outcome:
     engines = [
         SimulatedEngine(
             workload.lengths, num_slots=workload.slots_per_engine, tokens_per_s=workload.tokens_per_s, name=str(index)
@@ -120,7 +105,7 @@ async def _simulate(
         groups_per_step=workload.prompts_per_step,
         checkpoints=_Nothing(),
         weights=_Push(workload.push_s, engines, dispatcher.advance),
-        supervisor=_Adapting(adaptive, engines, gate) if adaptive else _Nothing(),
+        supervisor=_Nothing(),
         rollouts=dispatcher,
         replay=replay,
         reference=_Reference(workload.reference_s),
@@ -310,19 +295,6 @@ class _Observer:
 
     def record(self, groups: Sequence[ScoredGroup], update: UpdateReport, replay: ReplayStats) -> None:
         """The learner keeps the groups."""
-
-
-class _Adapting:
-    """The supervisor of a run without failures."""
-
-    def __init__(self, adaptive: Adaptive, engines: Sequence[SimulatedEngine], gate: StalenessGate) -> None:
-        limit = AimdLimit(adaptive.policy, start=adaptive.start)
-        self._concurrency = AdaptiveConcurrency(
-            lambda: engines, gate, limit, interval_s=adaptive.interval_s, on_limit=adaptive.on_limit
-        )
-
-    def watching(self) -> AbstractAsyncContextManager[None]:
-        return self._concurrency.tended()
 
 
 class _Nothing:

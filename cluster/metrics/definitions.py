@@ -64,8 +64,6 @@ class MetricName(StrEnum):
     CANARY = "canary"
     PUSH_SECONDS = "push_seconds"
     PUSH_BYTES = "push_bytes"
-    CONCURRENCY_LIMIT = "concurrency_limit"
-    KV_USAGE_MAX = "kv_usage_max"
     CURRICULUM_STAGE = "curriculum_stage"
 
 
@@ -198,9 +196,7 @@ METRICS: Mapping[str, Metric] = {
     MetricName.CANARY: Metric("nat", "Mean log-prob difference of engine and learner on the probe prompt"),
     MetricName.PUSH_SECONDS: Metric("s", "From the begin of the newest push until every engine serves it"),
     MetricName.PUSH_BYTES: Metric("B", "Bytes that the newest push sent to each engine"),
-    MetricName.CONCURRENCY_LIMIT: Metric("", "Groups that may run at once, with concurrency.kind=aimd"),
     MetricName.CURRICULUM_STAGE: Metric("", "Newest open stage of environment.curriculum, from 0 on"),
-    MetricName.KV_USAGE_MAX: Metric("", "Share of the KV cache that is taken in the fullest engine"),
 }
 
 ALL_REASONS = "all"

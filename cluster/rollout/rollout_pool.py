@@ -21,7 +21,7 @@ from mobula.cluster.errors import (
 )
 from mobula.cluster.records.trajectory import Generated, Prompt
 from mobula.cluster.roles import SamplingSettings
-from mobula.cluster.runtime.vitals import EngineLoad, Vitals
+from mobula.cluster.runtime.vitals import Vitals
 from mobula.cluster.weight_sync.fresh_samples import SamplingEngine
 from mobula.cluster.weight_sync.interfaces import Receiver
 from mobula.cluster.workers.restart_policy import RestartPolicy
@@ -49,8 +49,6 @@ class Engine(Receiver, SamplingEngine, Protocol):
     async def probe(self) -> None:
         """Samples one token with the engine."""
         ...
-
-    async def load(self) -> EngineLoad: ...
 
     async def close(self) -> None:
         """Ends the process and releases its resources, in any state."""

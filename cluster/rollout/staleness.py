@@ -74,11 +74,6 @@ class StalenessGate:
         ahead = num_steps * self.prompts_per_step - (self.num_accepted + running)
         return min(self._max_concurrent - running, ahead)
 
-    def set_max_concurrent(self, num_groups: int) -> None:
-        """Sets the maximum number of groups in flight. Groups over the new maximum finish."""
-        self._max_concurrent = num_groups
-        self._changed.set()
-
     async def wait_for_slot(self) -> None:
         """Waits until a group may start. Call `start` before the next await, or another task may take the slot."""
         while self.capacity <= 0:

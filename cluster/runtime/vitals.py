@@ -10,7 +10,6 @@ from typing import Protocol, runtime_checkable
 class EngineLoad:
     """The load of one engine."""
 
-    name: str
     kv_usage: float  # used share of the KV cache, 0 to 1; 0 without a KV cache
     num_running: int  # responses being decoded
     num_waiting: int  # responses in the queue

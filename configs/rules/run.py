@@ -1,4 +1,4 @@
-"""Rules of the run itself, and of evaluation, metrics, tracing, concurrency, supervision and weight transfer."""
+"""Rules of the run itself, and of evaluation, metrics, tracing, supervision and weight transfer."""
 
 from __future__ import annotations
 
@@ -11,19 +11,6 @@ def _the_link_has_another_name(config: RunConfig) -> str | None:
     if config.name != LATEST:
         return None
     return f"name={LATEST} is the link to the newest run in {config.folder}: give another name"
-
-
-def _limits_of_concurrency_are_in_order(config: RunConfig) -> str | None:
-    found, most = config.concurrency, config.algorithm.max_concurrent_groups
-    if found.kind == "fixed" or (
-        found.min_groups <= found.start_groups <= most and found.calm_kv_usage <= found.high_kv_usage
-    ):
-        return None
-    return (
-        f"concurrency.kind=aimd needs min_groups <= start_groups <= algorithm.max_concurrent_groups, got "
-        f"{found.min_groups}, {found.start_groups} and {most}, and calm_kv_usage <= high_kv_usage, got "
-        f"{found.calm_kv_usage:g} and {found.high_kv_usage:g}: set concurrency.* in this order"
-    )
 
 
 def _an_address_is_of_one_tracker(config: RunConfig) -> str | None:
@@ -142,7 +129,6 @@ def _greedy_suites_have_one_sample(config: RunConfig) -> str | None:
 
 RULES = (
     _the_link_has_another_name,
-    _limits_of_concurrency_are_in_order,
     _an_address_is_of_one_tracker,
     _no_address_holds_credentials,
     _spans_have_a_place,

@@ -16,7 +16,6 @@ from mobula.configs.schema.rollout import (
 )
 from mobula.configs.schema.run import (
     CheckpointConfig,
-    ConcurrencyConfig,
     EvaluationConfig,
     MetricsConfig,
     ReplayConfig,
@@ -31,7 +30,6 @@ from mobula.configs.schema.run import (
 __all__ = [
     "AlgorithmConfig",
     "CheckpointConfig",
-    "ConcurrencyConfig",
     "CriticConfig",
     "DPOConfig",
     "DataConfig",

@@ -168,30 +168,6 @@ class WeightSyncConfig(Section):
         return 1.25 * self.timeout_s
 
 
-class ConcurrencyConfig(Section):
-    """How many groups run at once."""
-
-    kind: Literal["fixed", "aimd"] = "fixed"
-    """`fixed`: up to `algorithm.max_concurrent_groups`; `aimd`: a limit that grows step by step while engines are calm
-    and falls by a factor when one is overloaded, up to the same number."""
-    start_groups: PositiveInt = 16
-    """Initial limit."""
-    min_groups: PositiveInt = 4
-    """The limit never falls below this."""
-    increase_groups: PositiveInt = 4
-    """Increase of the limit at each check at which it is reached and every engine is calm."""
-    decrease_factor: Annotated[float, Field(gt=0, lt=1)] = 0.7
-    """The limit is multiplied by this when an engine is overloaded."""
-    calm_kv_usage: Annotated[float, Field(gt=0, le=1)] = 0.6
-    """An engine is calm while nothing waits in its queue and less than this share of its KV cache is taken."""
-    high_kv_usage: Annotated[float, Field(gt=0, le=1)] = 0.9
-    """An engine is overloaded when more than this share of its KV cache is taken, or when it had to preempt."""
-    max_waiting_responses: NonNegativeInt = 64
-    """An engine is overloaded when more responses than this wait in its queue."""
-    interval_s: Seconds = 5.0
-    """Time between two checks of the engines."""
-
-
 class SupervisionConfig(Section):
     """How workers are watched, and how often lost ones are started again."""
 
@@ -295,7 +271,6 @@ class RunConfig(Section):
     """Workers of each role, and the devices that they take."""
     weight_sync: WeightSyncConfig = WeightSyncConfig()
     """How the learner's weights reach the rollout actors."""
-    concurrency: ConcurrencyConfig = ConcurrencyConfig()
     """How many groups run at once."""
     supervision: SupervisionConfig = SupervisionConfig()
     """How workers are watched and replaced."""

@@ -50,7 +50,7 @@ from mobula.deploy.wiring.parity_gate import parity_gate, tolerance_of
 from mobula.deploy.wiring.persistence import age_limit, build_recovery, step_learner
 from mobula.deploy.wiring.pooled_roles import reference_folder, reference_pool, restart_policy, reward_pool, reward_role
 from mobula.deploy.wiring.preparation import SUPERVISED_PATH, AnyPrepared, Prepared
-from mobula.deploy.wiring.rollouts import adaptive_concurrency, rollout_pool, sampling_settings
+from mobula.deploy.wiring.rollouts import rollout_pool, sampling_settings
 from mobula.deploy.wiring.spawner import Spawner, learner_environment
 from mobula.deploy.wiring.warm_start import warm_start
 from mobula.learner.critic_ranks.critic_group import CriticGroup, LearnerWithCritic
@@ -293,7 +293,7 @@ def build_controller(
         weights=LeasedWeights(weights, gpu_lease) if gpu_lease else weights,
         supervisor=Supervisor(
             [*training.watched, *inference.watched, *beside],
-            [inference.rollouts, *adaptive_concurrency(config, inference.rollouts, gate, metrics)],
+            [inference.rollouts],
             interval_s=config.supervision.interval_s,
             deadline_s=config.supervision.sign_timeout_s,
         ),

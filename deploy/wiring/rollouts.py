@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,15 +12,10 @@ from mobula.actors.rollout.client import RolloutClient
 from mobula.actors.rollout.episode_actor import EpisodeActor, EpisodeSettings
 from mobula.actors.samplers.base import EngineSettings
 from mobula.actors.samplers.settings import engine_settings as settings_of_engine
-from mobula.cluster.metrics.definitions import MetricName
-from mobula.cluster.metrics.hub import Metrics
 from mobula.cluster.roles import SamplingSettings
-from mobula.cluster.rollout.adaptive_concurrency import AdaptiveConcurrency, AimdLimit, AimdPolicy
 from mobula.cluster.rollout.in_flight import InFlightRequests
 from mobula.cluster.rollout.rollout_pool import HealthChecks, RolloutPool
-from mobula.cluster.rollout.staleness import StalenessGate
 from mobula.cluster.runtime.placement import PlacedWorker
-from mobula.cluster.runtime.vitals import EngineLoad
 from mobula.configs.schema import RunConfig
 from mobula.deploy.wiring.pooled_roles import restart_policy
 from mobula.deploy.wiring.preparation import Prepared
@@ -105,31 +100,6 @@ def _role(config: RunConfig) -> tuple[Any, ...]:
     return EpisodeActor, EpisodeSettings(
         config.environment, config.data, config.sampler, keeps_files=config.rewards.needs_images
     )
-
-
-def adaptive_concurrency(
-    config: RunConfig, pool: RolloutPool, gate: StalenessGate, metrics: Metrics
-) -> list[AdaptiveConcurrency]:
-    """Returns the control of the gate's limit by engine load; empty if the limit is fixed."""
-    concurrency = config.concurrency
-    if concurrency.kind == "fixed":
-        return []
-    policy = AimdPolicy(
-        min_groups=concurrency.min_groups,
-        max_groups=config.algorithm.max_concurrent_groups,
-        increase=concurrency.increase_groups,
-        decrease=concurrency.decrease_factor,
-        calm_kv_usage=concurrency.calm_kv_usage,
-        high_kv_usage=concurrency.high_kv_usage,
-        max_waiting=concurrency.max_waiting_responses,
-    )
-
-    def note(limit: int, loads: Sequence[EngineLoad]) -> None:
-        metrics.observe(MetricName.CONCURRENCY_LIMIT, limit)
-        metrics.observe(MetricName.KV_USAGE_MAX, max((load.kv_usage for load in loads), default=0.0))
-
-    limit = AimdLimit(policy, start=concurrency.start_groups)
-    return [AdaptiveConcurrency(pool.receivers, gate, limit, interval_s=concurrency.interval_s, on_limit=note)]
 
 
 def engine_settings(prepared: Prepared, index: int) -> EngineSettings:

@@ -23,17 +23,16 @@ ENGINES = {
 @pytest.fixture(scope="package")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Model]:
     """One model with an output layer of its own, one that shares it with the input embedding and whose engine keeps the
-    KV of running requests over a push and reports its load, and one that is computed in bfloat16."""
+    KV of running requests over a push, and one that is computed in bfloat16."""
     found = {}
     for name in ("untied", "tied", "bfloat16"):
         folder = tmp_path_factory.mktemp(name)
         write_tiny_qwen2_5_vl(folder / "model", seed=0, tie_word_embeddings=name != "untied")
-        kv_cache, concurrency = ("keep", "aimd") if name == "tied" else ("recompute", "fixed")
+        kv_cache = "keep" if name == "tied" else "recompute"
         dtype = "bfloat16" if name == "bfloat16" else "float32"
         found[name] = open_model(
             folder / "model",
             f"weight_sync.kv_cache={kv_cache}",
-            f"concurrency.kind={concurrency}",
             f"resources.dtype={dtype}",
         )
     return found

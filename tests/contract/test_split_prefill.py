@@ -21,7 +21,6 @@ TIGHT = (
     f"sampler.vllm.max_num_seqs={BUDGET}",
     "sampler.max_model_len=256",
     "sampler.vllm.kv_cache_bytes=393216",
-    "concurrency.kind=aimd",  # its load is reported, preemptions included
 )
 
 
@@ -63,7 +62,7 @@ async def test_split_prefills_and_preemptions_draw_what_an_ample_engine_draws(
 ) -> None:
     expected = await sampled(engine, 9)
     found = await sampled(tight, 9)
-    assert (await tight.client.load()).num_preemptions > 0, "the KV cache held all requests"
+    assert (await tight.handle.engine_load.remote()).num_preemptions > 0, "the KV cache held all requests"
     assert tokens(found) == tokens(expected)
     assert gaps(learner, tight.model, found).max() <= 2e-5
 

@@ -208,10 +208,10 @@ def start_actor(
 
 
 def engine_settings(model: Model, index: int = 0) -> EngineSettings:
-    """Those of a run, but that every engine takes pushes of weights and, with the adapters of LORA, of adapters."""
+    """Settings of a run; each engine also reports its load and takes pushes of weights and of the adapters of LORA."""
     policy, checkpoint = tiny_config(model.folder, *LORA).policy, model.prepared.checkpoint
     adapters = AdapterPush.of(model.folder, checkpoint, policy, model.config.resources.dtype)
-    return replace(run_engine_settings(model.prepared, index), adapters=adapters)
+    return replace(run_engine_settings(model.prepared, index), adapters=adapters, reports_load=True)
 
 
 def new_learner(model: Model, *overrides: str) -> Learner:

@@ -38,6 +38,6 @@ class LoadLogger(StatLoggerBase):
 
     def log_engine_initialized(self) -> None: ...
 
-    def load(self, name: str) -> EngineLoad:
+    def load(self) -> EngineLoad:
         """As of the newest step."""
-        return EngineLoad(name, self._kv_usage, self._num_running, self._num_waiting, self._num_preemptions)
+        return EngineLoad(self._kv_usage, self._num_running, self._num_waiting, self._num_preemptions)

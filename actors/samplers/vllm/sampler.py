@@ -181,8 +181,8 @@ class VLLMSampler:
         """In host memory there is nothing to give back."""
         return self._settings.sleep_level > 0 and self._settings.device == "cuda"
 
-    def load(self, name: str) -> EngineLoad:
-        reported = replace(self._load.load(name), num_tokens=self._num_tokens)
+    def load(self) -> EngineLoad:
+        reported = replace(self._load.load(), num_tokens=self._num_tokens)
         core = None if self._watching is None else self._engine.engine_core
         return core.measured(reported) if isinstance(core, InProcessClient) else reported
 

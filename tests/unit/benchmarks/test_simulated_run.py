@@ -1,7 +1,6 @@
 """Simulated engines and runs: what they count is what a hand calculation gives."""
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -9,11 +8,9 @@ from fakes import SETTINGS, make_prompt
 
 from benchmarks.asynchrony import WORKLOAD, in_regime
 from benchmarks.simulation.simulated_engines import LeastLoaded, Lengths, SimulatedEngine
-from benchmarks.simulation.simulated_run import Adaptive, Workload, simulate
+from benchmarks.simulation.simulated_run import Workload, simulate
 from benchmarks.simulation.virtual_time import run_virtually
-from mobula.cluster.rollout.adaptive_concurrency import AimdPolicy
 from mobula.cluster.rollout.staleness import OvertakingOrder
-from mobula.cluster.runtime.vitals import EngineLoad
 
 EQUAL = Lengths(median=100, sigma=0.0, max_tokens=1000, num_siblings=2, seed=0)
 TAILED = Lengths(median=100, sigma=1.0, max_tokens=500, num_siblings=2, seed=0)
@@ -146,26 +143,3 @@ def test_a_regime_keeps_the_mean_length_and_has_the_balance_asked_for(sigma: flo
     load = in_regime(replace(WORKLOAD, num_steps=10), sigma=sigma, balance=balance)
     assert (load.update_s + load.push_s) / load.decoding_s == pytest.approx(balance)
     assert load.decoding_s == pytest.approx(6600 * 2048 / (1024 * 50), rel=0.08)
-
-
-@pytest.mark.parametrize("start", [2, 128])
-def test_adaptive_concurrency_finds_from_both_sides_what_engines_can_take(start: int) -> None:
-    """Nearly as fast as with no limit at all, with hardly anything in the queues."""
-    lengths = Lengths(median=100, sigma=0.5, max_tokens=500, num_siblings=4, seed=0)
-    sizes = {"slots_per_engine": 16, "prompts_per_step": 16, "num_steps": 90, "num_warmup_steps": 30}
-    workload = replace(SMALL, lengths=lengths, update_s=4.0, **sizes)
-    policy = AimdPolicy(
-        min_groups=2, max_groups=256, increase=1, decrease=0.75, calm_kv_usage=0.6, high_kv_usage=0.9, max_waiting=16
-    )
-    seen: list[tuple[int, float]] = []
-
-    def look(limit: int, loads: Sequence[EngineLoad]) -> None:
-        seen.append((limit, sum(load.num_waiting for load in loads) / len(loads)))
-
-    adaptive = Adaptive(policy=policy, start=start, interval_s=2.0, on_limit=look)
-    unlimited = simulate(workload, max_staleness=8, max_concurrent=256)
-    found = simulate(workload, max_staleness=8, max_concurrent=256, adaptive=adaptive)
-    assert found.step_s <= 1.06 * unlimited.step_s
-    limits, waiting = zip(*seen[len(seen) // 3 :], strict=True)
-    assert 1.25 * 16 <= min(limits) <= max(limits) <= 2.5 * 16, "16 groups fill the slots while all their siblings run"
-    assert sum(waiting) / len(waiting) < 6

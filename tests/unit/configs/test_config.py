@@ -242,8 +242,6 @@ def test_an_engine_has_a_gpu_for_each_of_its_ranks(overrides: list[str], message
     ("overrides", "message"),
     [
         (["algorithm.stragglers=overtake"], "algorithm.max_staleness=0 admits none"),
-        (["concurrency.kind=aimd", "concurrency.min_groups=32"], "min_groups <= start_groups"),
-        (["concurrency.kind=aimd", "concurrency.calm_kv_usage=1"], "calm_kv_usage <= high_kv_usage"),
         (["resources=laptop_colocated", "algorithm.max_staleness=1"], "set algorithm.max_staleness=0, or a preset"),
         (["resources=laptop_colocated", "learner=deepspeed"], "use learner=fsdp2"),
     ],

@@ -321,7 +321,7 @@ def test_phase_and_workers_go_out_with_the_heartbeat_and_workers_that_left_do_no
 def test_a_worker_has_gauges_with_its_node_and_what_it_cannot_measure_has_none() -> None:
     ray = FakeRay()
     sink = RaySink(TAGS, heartbeat_s=0.01, make_series=ray.make)
-    load = EngineLoad("engine", 0.25, 12, 3, 0, 9000)
+    load = EngineLoad(0.25, 12, 3, 0, 9000)
     engine = WorkerStatus(
         "rollout/0", WorkerState.SERVING, 7, 2, 1, vitals=Vitals("10.0.0.1", 5, 100, 0.5, load=load, tokens_per_s=80.0)
     )

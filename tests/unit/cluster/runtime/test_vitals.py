@@ -44,10 +44,10 @@ def test_gpus_are_added_up_and_their_use_is_averaged() -> None:
 
 def test_the_rate_is_that_since_the_sign_before() -> None:
     meter = VitalsMeter("10.0.0.1", 1, Gpus())
-    meter.read(EngineLoad("engine", 0.0, 0, 0, 0, num_tokens=1000))
+    meter.read(EngineLoad(0.0, 0, 0, 0, num_tokens=1000))
     start = time.monotonic()
     time.sleep(0.2)
-    found = meter.read(EngineLoad("engine", 0.5, 4, 1, 0, num_tokens=1600))
+    found = meter.read(EngineLoad(0.5, 4, 1, 0, num_tokens=1600))
     assert found.tokens_per_s is not None and 600 / (time.monotonic() - start + 0.1) < found.tokens_per_s <= 600 / 0.2
     assert found.load is not None and found.load.kv_usage == 0.5
-    assert meter.read(EngineLoad("engine", 0.5, 4, 1, 0, num_tokens=1600)).tokens_per_s == 0.0
+    assert meter.read(EngineLoad(0.5, 4, 1, 0, num_tokens=1600)).tokens_per_s == 0.0

@@ -72,7 +72,7 @@ def test_what_is_not_known_or_not_there_is_named_or_left_out() -> None:
 
 
 def test_what_workers_use_stands_below_in_80_columns() -> None:
-    load = EngineLoad("engine", 0.374, 12, 3, 0, 9000)
+    load = EngineLoad(0.374, 12, 3, 0, 9000)
     busy = Vitals("192.168.100.101", 7, 3 * 2**30, 0.5, 70 * 2**30, 0.93, load, 12_345.6)
     rank = WorkerStatus("learner/0", WorkerState.SERVING, 42, 1, 0, vitals=Vitals("10.0.0.2", 8, 500 * 2**20, None))
     workers = (replace(WORKERS[0], vitals=busy), WORKERS[1], rank)

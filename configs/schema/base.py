@@ -1,7 +1,4 @@
-"""The base of every configuration section: frozen, typed, unknown keys refused; and the types of bounded fields.
-
-They are pydantic's, or where it is not installed those of `mobula.configs.unvalidated`.
-"""
+"""The base of every configuration section: frozen, typed, unknown keys refused; and the types of bounded fields."""
 
 from __future__ import annotations
 
@@ -10,33 +7,18 @@ from collections.abc import Iterator, Mapping
 from enum import Enum
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-try:
-    from pydantic import (
-        BaseModel,
-        BeforeValidator,
-        ConfigDict,
-        Field,
-        NonNegativeFloat,
-        NonNegativeInt,
-        PositiveFloat,
-        PositiveInt,
-        model_validator,
-    )
-    from pydantic_core import PydanticCustomError
-except ModuleNotFoundError:  # a GPU machine without this project's environment, where `gpu_check` runs
-    # mypy takes the stand-ins for second definitions of pydantic's names.
-    from mobula.configs.unvalidated import (  # type: ignore[assignment,no-redef]
-        BaseModel,
-        BeforeValidator,
-        ConfigDict,
-        Field,
-        NonNegativeFloat,
-        NonNegativeInt,
-        PositiveFloat,
-        PositiveInt,
-        PydanticCustomError,
-        model_validator,
-    )
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 
 __all__ = [
     "NOT_EMPTY",

@@ -17,11 +17,10 @@ ENTRIES = (
     "actors.samplers.huggingface",
     "actors.samplers.settings",
     "actors.processors.chat",
-    "configs.bare",
+    "configs.load",
 )
 PRESENT = {"PIL", "httpx", "huggingface_hub", "numpy", "pyarrow", "safetensors", "tokenizers", "torch", "transformers"}
-PRESENT |= {"yaml"}
-OPTIONAL = {"pydantic", "pydantic_core"}  # `configs.schema.base` goes on without them
+PRESENT |= {"hydra", "omegaconf", "pydantic", "pydantic_core", "yaml"}
 
 
 def import_time(nodes: Iterable[ast.stmt]) -> Iterator[str]:
@@ -63,7 +62,7 @@ def needed_packages(entries: Iterable[str], found: Iterable[Source]) -> dict[str
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_learner_and_samplers_import_no_package_that_such_a_machine_lacks(entry: str) -> None:
     needed = needed_packages([entry], sources())
-    assert {package: module for package, module in needed.items() if package not in PRESENT | OPTIONAL} == {}
+    assert {package: module for package, module in needed.items() if package not in PRESENT} == {}
 
 
 def test_an_import_at_the_top_is_seen_and_one_in_a_function_is_not() -> None:

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-# Of the project's packages, what a machine with torch, transformers, peft and pyarrow alone does not have.
+# Packages of the project that a machine for `gpu_check` may lack.
 ABSENT = (
-    "aiohttp deepspeed diffusers fastapi fastapi_offline hydra math_verify mistral_common msgspec omegaconf "
-    "prometheus_client psutil pydantic pydantic_core pynvml ray rapidfuzz rich scipy sklearn tensorboard "
+    "aiohttp deepspeed diffusers fastapi fastapi_offline math_verify mistral_common msgspec "
+    "prometheus_client psutil pynvml ray rapidfuzz rich scipy sklearn tensorboard "
     "torchao typer uvicorn vllm"
 ).split()
 

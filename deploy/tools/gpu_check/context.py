@@ -1,15 +1,12 @@
-"""Input and result of a stage, and the configuration of its small runs."""
+"""Input and result of a stage."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-
-from mobula.configs.schema import RunConfig
 
 Figures = Mapping[str, float | int | str]
 """Measured numbers by name, for the table and the JSON file."""
@@ -56,14 +53,3 @@ class Context:
     def peak_figures(self) -> Figures:
         """Peak memory of torch on the GPU since `restart_peak`; nothing on a CPU."""
         return {"peak_mib": torch.cuda.max_memory_allocated() // MIB} if self.is_cuda else {}
-
-
-def run_config(overrides: tuple[str, ...]) -> RunConfig:
-    """Loads a configuration; composes it without Hydra and pydantic if they are not installed."""
-    if find_spec("hydra") is not None and find_spec("pydantic") is not None:
-        from mobula.configs.load import load_config
-
-        return load_config(overrides)
-    from mobula.configs.bare import load_bare
-
-    return load_bare(overrides)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from importlib.util import find_spec
 
-ENGINE = ("vllm", "ray", "hydra", "pydantic")
+ENGINE = ("vllm", "ray")
 JOB = (*ENGINE, "typer", "rich")
 
 
@@ -16,7 +16,7 @@ class CheckStage:
     name: str
     title: str
     timeout_s: float
-    packages: tuple[str, ...] = ()  # that it imports beside those of a bare machine
+    packages: tuple[str, ...] = ()  # that it imports besides torch, transformers, peft, Hydra and pydantic
     num_gpus: int = 0  # at least; 0 runs on `--device cpu` as well
     is_long: bool = False  # runs by name or with `--all` where the device is a CPU
     missing: str = ""  # why no machine can run it yet

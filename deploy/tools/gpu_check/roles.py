@@ -22,8 +22,9 @@ from mobula.cluster.weight_sync.tolerance import Tolerance
 from mobula.cluster.weight_sync.transport import Rendezvous
 from mobula.cluster.weight_sync.weight_sync import WeightSync
 from mobula.configs.groups import SMALL_EXAMPLE
+from mobula.configs.load import load_config
 from mobula.configs.schema import RunConfig
-from mobula.deploy.tools.gpu_check.context import Context, run_config
+from mobula.deploy.tools.gpu_check.context import Context
 from mobula.deploy.wiring.parity_prompts import cases
 from mobula.learner.learner import Learner
 from mobula.learner.policies.checkpoint.stored import stored_model
@@ -175,7 +176,7 @@ def open_model(context: Context, *own: str) -> Model:
 
 def open_checkpoint(context: Context, folder: Path, *own: str) -> Model:
     """The model of a folder in the Hugging Face layout."""
-    config = run_config(context.words(*overrides(*own), f"policy.model={folder}"))
+    config = load_config(context.words(*overrides(*own), f"policy.model={folder}"))
     store = MediaStore(lambda media: media, config.data.media_cache_bytes)
     processor = ChatProcessor.of(config, store)
     prompts = tuple(case.prompt for case in cases(processor, context.folder, 2).values())

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from mobula.configs.bare import load_bare
 from mobula.configs.errors import ConfigError
 from mobula.configs.groups import EXAMPLES, TASKS_VARIABLE, groups, roots
 from mobula.configs.load import load_config
@@ -38,7 +37,6 @@ def test_an_experiment_of_the_user_chooses_data_of_the_user(task: Path) -> None:
     config = load_config(["experiment=products"])
     assert config.data.path == Path("data/products")
     assert config.data.writer == "examples/sums/sums.py:write_sums"
-    assert load_bare(["experiment=products"]) == config
     assert {"products", "sums"} <= set(groups()["experiment"])
 
 

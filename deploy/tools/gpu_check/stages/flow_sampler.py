@@ -8,7 +8,8 @@ from mobula.actors.datasets.rows import Row
 from mobula.actors.processors.flow import FlowProcessor
 from mobula.cluster.records.media import MediaStore
 from mobula.cluster.weight_sync.manifest import checkpoint_manifest
-from mobula.deploy.tools.gpu_check.context import Context, Figures, run_config
+from mobula.configs.load import load_config
+from mobula.deploy.tools.gpu_check.context import Context, Figures
 from mobula.deploy.tools.gpu_check.roles import Model
 from mobula.deploy.tools.gpu_check.training import train
 from mobula.learner.policies.flow.families import TRANSFORMER
@@ -26,7 +27,7 @@ WORDS = (
 
 def run(context: Context) -> Figures:
     folder = write_tiny_flow("sd3_glyphs", context.folder / "sd3", seed=0)
-    config = run_config(context.words(*WORDS, f"policy.model={folder}"))
+    config = load_config(context.words(*WORDS, f"policy.model={folder}"))
     processor = FlowProcessor.of(config, MediaStore(lambda media: media, config.data.media_cache_bytes))
     rows = [Row(f"number-{n}", str(n), str(n), str(n)) for n in (7, 42)]
     prompts = tuple(processor.prepare(row, f"0/0/{row.sample_id}") for row in rows)

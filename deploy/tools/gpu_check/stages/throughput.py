@@ -20,8 +20,9 @@ from mobula.cluster.records.trajectory import (
     TrajectoryGroup,
     WeightSpan,
 )
+from mobula.configs.load import load_config
 from mobula.deploy.planning.workers import CONTEXT, TRAINING, worker_memory
-from mobula.deploy.tools.gpu_check.context import MIB, Context, Figures, run_config
+from mobula.deploy.tools.gpu_check.context import MIB, Context, Figures
 from mobula.deploy.tools.gpu_check.roles import Model, open_checkpoint, overrides, scored
 from mobula.learner.policies.shapes import shape_of
 from mobula.learner.policies.tiny.text import ARCHITECTURES, write_small_text, write_tiny_text
@@ -63,7 +64,7 @@ def run(context: Context) -> Figures:
 def _planned_bytes(context: Context, model: Model, own: tuple[str, ...]) -> int:
     """`mobula plan`'s learner while it trains on rows as long as those of `_groups`, without the CUDA context."""
     longest = f"data.max_prompt_tokens={model.prompts[0].num_tokens}"
-    config = run_config(context.words(*overrides(*own), f"policy.model={model.folder}", longest))
+    config = load_config(context.words(*overrides(*own), f"policy.model={model.folder}", longest))
     parts = worker_memory(config, shape_of(str(model.folder)), "learner").device[TRAINING]
     return sum(size for name, size in parts.items() if name != CONTEXT)
 

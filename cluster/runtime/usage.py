@@ -64,6 +64,15 @@ class NvidiaGpus:
         return GpuReading(name, memory.total / MIB, memory.used / MIB, utilization)
 
 
+def visible_gpus(environment: Mapping[str, str]) -> list[GpuReading]:
+    """Returns a reading of each GPU that processes with this environment see."""
+    gpus = NvidiaGpus(environment)
+    try:
+        return gpus.read()
+    finally:
+        gpus.close()
+
+
 def driver_version() -> str:
     """Returns the version of the NVIDIA driver; empty without a driver."""
     try:

@@ -103,8 +103,6 @@ class MetricsConfig(Section):
     """Export to `ray.util.metrics` (Prometheus, Ray dashboard)."""
     progress: bool = True
     """Show a progress bar."""
-    json_log: bool = False
-    """Write each event of `run.log` as a JSON object to `run.log.jsonl` as well."""
     heartbeat_s: Annotated[float, Field(gt=0, le=10)] = 5.0
     """How often gauges are re-emitted; Ray drops a gauge about 20 s after its last value."""
     num_report_samples: PositiveInt = 24

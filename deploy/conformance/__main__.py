@@ -1,7 +1,7 @@
 """Measure families and write docs/models.md: `python -m mobula.deploy.conformance [NAME ...]`.
 
-Without names all tiny models are measured; `NAME+tied` ties the embeddings. `--trained RUN_FOLDER` records a finished
-run. Reports and records are stored in data/conformance; the page shows all of them.
+Without names all tiny models are measured; `NAME+tied` ties the embeddings. Reports are stored in data/conformance; the
+page shows all of them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from pathlib import Path
 
 from mobula.deploy.conformance.measure import REPORT, TIED, Report, read_report
 from mobula.deploy.conformance.table import failures, page
-from mobula.deploy.conformance.trained import record_run, recorded_runs
 from mobula.learner.policies.tiny import TINY
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
@@ -48,18 +47,15 @@ def main() -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"{', '.join(TINY)}; with {TIED}: tied embeddings")
     parser.add_argument("--folder", type=Path, default=Path("data/conformance"))
     parser.add_argument("--page-only", action="store_true", help="measure nothing")
-    parser.add_argument("--trained", type=Path, nargs="+", default=[], metavar="RUN_FOLDER", help="measure nothing")
     args = parser.parse_args()
-    for run in args.trained:
-        log.info("%s", record_run(run, args.folder))
-    names = [] if args.page_only or args.trained else args.names or list(TINY)
+    names = [] if args.page_only else args.names or list(TINY)
     unknown = [name for name in names if name.removesuffix(TIED) not in TINY]
     if unknown:
         parser.error(f"there is no tiny model {unknown[0]}: choose {', '.join(TINY)}")
     for name, report in (measure_apart(names, args.folder) if names else {}).items():
         log.info("%s: %s", name, "; ".join(failures(report)) or "conforms")
     reports = [read_report(file) for file in sorted(args.folder.glob(f"*/{REPORT}"))]
-    PAGE.write_text(page(reports, recorded_runs(args.folder)), encoding="utf-8")
+    PAGE.write_text(page(reports), encoding="utf-8")
     log.info("wrote %s with %d rows", PAGE, len(reports))
     return int(any(failures(report) for report in reports))
 

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 
 from mobula.cluster.weight_sync.tolerance import Gap
 from mobula.deploy.conformance.measure import ALL, Report
-from mobula.deploy.conformance.trained import TrainedRun
 from mobula.deploy.wiring.parity_prompts import CASES, SOUNDS, VIDEOS
 from mobula.learner.policies.families import AUDIO_TYPES, TEXT_FAMILIES, VIDEO_TYPES, VISION_FAMILIES
 from mobula.learner.policies.families.refused import REFUSED, TEMPLATE_STRUCTURES
@@ -37,10 +36,10 @@ FILES = (
 LIMITS = {"float32": 1e-5, "bfloat16": 0.05}  # nat, the mean of a case
 
 
-def page(reports: Sequence[Report], runs: Sequence[TrainedRun] = ()) -> str:
+def page(reports: Sequence[Report]) -> str:
     """The whole page."""
     ordered = sorted(reports, key=lambda report: (report.model_type, report.name, report.is_tied))
-    return "\n".join([*_lines(ordered), *_templates(), *_trained(runs)]) + "\n"
+    return "\n".join([*_lines(ordered), *_templates()]) + "\n"
 
 
 def _templates() -> Iterator[str]:
@@ -130,26 +129,6 @@ def _ties(reports: Sequence[Report]) -> Iterator[str]:
         if alone:
             yield ""
             yield f"Embeddings are always {adjective}, whatever `tie_word_embeddings` says: {_names(alone)}."
-
-
-def _trained(runs: Sequence[TrainedRun]) -> Iterator[str]:
-    if not runs:
-        return
-    yield from ("", "## Trained", "")
-    yield (
-        "Runs of each experiment with each policy with vLLM and Ray on two CPU cores, after the warm "
-        "start of the experiment ([measured](measured.md) names what else was set). Accuracy is held out, before and "
-        "after; the gap is the mean log-prob difference of engine and learner over the run."
-    )
-    yield ""
-    yield "| experiment | tiny model | before | after | steps | samples a step | learning rate | wall time | gap |"
-    yield "|---" * 9 + "|"
-    for run in runs:
-        gap = "-" if run.logprob_gap_mean is None else f"{run.logprob_gap_mean:.0e}"
-        yield (
-            f"| {run.experiment} | `{run.model}` | {run.accuracy_before:.3f} | {run.accuracy_after:.3f} | "
-            f"{run.num_steps} | {run.samples_per_step} | {run.learning_rate:g} | {run.wall_s:.0f} s | {gap} |"
-        )
 
 
 def _names(kinds: Sequence[str]) -> str:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 from mobula.cluster.errors import PreflightError
 
@@ -70,6 +73,23 @@ def check_admission(address: str, source: str = "--address") -> None:
         explain_refusal(f"the Ray cluster at {address}", error)
     except RpcError:
         return
+
+
+@contextmanager
+def connected(address: str, namespace: str | None = None) -> Iterator[Any]:
+    """Connects this process to the cluster at `address` while the body runs, which gets the module `ray`.
+
+    Raises:
+        PreflightError: the cluster does not admit this process.
+    """
+    check_admission(address)
+    import ray
+
+    ray.init(address=address, namespace=namespace, log_to_driver=False, logging_level=logging.ERROR)
+    try:
+        yield ray
+    finally:
+        ray.shutdown()
 
 
 def explain_refusal(cluster: str, error: Exception) -> NoReturn:

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from mobula.cluster.errors import PreflightError
-from mobula.cluster.runtime.usage import MIB, NvidiaGpus, driver_version
+from mobula.cluster.runtime.usage import MIB, driver_version, visible_gpus
 from mobula.deploy.host.machine import SHARED_MEMORY
 
 LEAST_DRIVER = {12: 525, 13: 580}  # by the major version of torch's CUDA; later minor versions run on it too
@@ -55,11 +55,7 @@ def examine() -> CudaSoftware:
     """Examines this machine. Imports torch."""
     import torch
 
-    gpus = NvidiaGpus(os.environ)
-    try:
-        readings = gpus.read()
-    finally:
-        gpus.close()
+    readings = visible_gpus(os.environ)
     return CudaSoftware(
         gpus=tuple(reading.name for reading in readings),
         gpu_bytes=min((int(reading.memory_total_mib * MIB) for reading in readings), default=None),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mobula.cluster.runtime.placement import NodeResources
-from mobula.cluster.runtime.usage import MIB, NvidiaGpus
+from mobula.cluster.runtime.usage import MIB, visible_gpus
 from mobula.configs.schema import ResourcesConfig
 
 MEMORY_FILE = Path("/proc/meminfo")
@@ -30,7 +30,8 @@ class Machine:
 
 
 def this_machine() -> Machine:
-    meminfo, gpus = MEMORY_FILE.read_text(), _gpu_bytes()
+    meminfo = MEMORY_FILE.read_text()
+    gpus = [int(gpu.memory_total_mib * MIB) for gpu in visible_gpus(os.environ)]  # /proc lists none in WSL2 and gVisor
     return Machine(
         num_cores=len(os.sched_getaffinity(0)),
         num_gpus=len(gpus),
@@ -51,15 +52,6 @@ def as_node(machine: Machine, resources: ResourcesConfig) -> NodeResources:
 def _memory_bytes(meminfo: str, name: str) -> int:
     fields = dict(line.split(":", 1) for line in meminfo.splitlines() if ":" in line)
     return int(fields[name].split()[0]) * 1024
-
-
-def _gpu_bytes() -> list[int]:
-    """Returns the bytes of each visible NVIDIA GPU by NVML: /proc lists none in WSL2 and gVisor."""
-    gpus = NvidiaGpus(os.environ)
-    try:
-        return [int(reading.memory_total_mib * MIB) for reading in gpus.read()]
-    finally:
-        gpus.close()
 
 
 def _cpu_flags(cpuinfo: str) -> frozenset[str]:

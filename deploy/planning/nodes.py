@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 from mobula.configs.schema import ResourcesConfig
-from mobula.deploy.host.authentication import check_admission
+from mobula.deploy.host.authentication import connected
 from mobula.deploy.host.cuda import CudaSoftware, examine
 from mobula.deploy.host.machine import as_node, this_machine
 from mobula.deploy.planning.clusters import GPU_MEMORY, PlannedNode
@@ -29,25 +28,8 @@ def nodes_at(address: str) -> tuple[PlannedNode, ...]:
     Raises:
         PreflightError: none answers there.
     """
-    with connected_to(address):
+    with connected(address):
         return joined_nodes()
-
-
-@contextmanager
-def connected_to(address: str) -> Iterator[None]:
-    """Connects this process as a driver to the running cluster at `address` while the body runs.
-
-    Raises:
-        PreflightError: none answers there, or it does not admit this process.
-    """
-    check_admission(address)
-    import ray
-
-    ray.init(address=address, log_to_driver=False)
-    try:
-        yield
-    finally:
-        ray.shutdown()
 
 
 def joined_nodes() -> tuple[PlannedNode, ...]:

@@ -6,14 +6,12 @@ traceback, is in `run.log` alone.
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import sys
 import threading
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime
 from logging.handlers import MemoryHandler
 from pathlib import Path
 
@@ -23,7 +21,6 @@ from mobula.cluster.workers import faults
 from mobula.cluster.workers.status import Progress
 
 LOG_FILE = "run.log"
-JSON_LOG_FILE = "run.log.jsonl"
 ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 OURS = "mobula"
 NUM_KEPT = 10_000  # lines from before there is a run folder
@@ -37,22 +34,6 @@ class PlainFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         return ANSI.sub("", super().format(record))
-
-
-class JsonFormatter(logging.Formatter):
-    """One JSON object a line: time (ISO 8601, UTC), level, logger, message and, for an error, its traceback."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        moment = datetime.fromtimestamp(record.created, tz=UTC)
-        row = {
-            "time": moment.isoformat(timespec="milliseconds"),
-            "level": record.levelname,
-            "logger": record.name,
-            "message": ANSI.sub("", record.getMessage()),
-        }
-        if record.exc_info:
-            row["traceback"] = ANSI.sub("", self.formatException(record.exc_info))
-        return json.dumps(row, ensure_ascii=False)
 
 
 class RunLogHandler(logging.FileHandler):
@@ -102,21 +83,17 @@ def set_up_logging(console: Console) -> None:
     logger.propagate = False
 
 
-def log_to(folder: Path, *, as_json: bool = False) -> None:
-    """Writes the buffered and all later records to the run's log; with `as_json` also to `run.log.jsonl`."""
-    files = [RunLogHandler(folder / LOG_FILE, encoding="utf-8")]
-    files[0].setFormatter(PlainFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    if as_json:
-        files.append(RunLogHandler(folder / JSON_LOG_FILE, encoding="utf-8"))
-        files[1].setFormatter(JsonFormatter())
+def log_to(folder: Path) -> None:
+    """Writes the buffered and all later records to the run's log."""
+    file = RunLogHandler(folder / LOG_FILE, encoding="utf-8")
+    file.setFormatter(PlainFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logger = logging.getLogger(OURS)
     for early in [handler for handler in logger.handlers if isinstance(handler, MemoryHandler)]:
         for record in early.buffer:
-            for file in files:
-                file.handle(record)
+            file.handle(record)
         early.buffer.clear()
         early.close()
-    logger.handlers = [*files, *(handler for handler in logger.handlers if not isinstance(handler, MemoryHandler))]
+    logger.handlers = [file, *(handler for handler in logger.handlers if not isinstance(handler, MemoryHandler))]
 
 
 def write_faults_to(folder: Path, progress: Callable[[], Progress]) -> None:

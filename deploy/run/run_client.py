@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import logging
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,7 +15,7 @@ from uuid import uuid4
 from mobula.cluster.errors import DeadlineError, PreflightError, RunOverError, WorkerDiedError
 from mobula.cluster.workers.status import RoleOutcome, RunStatus, ScaleRequest
 from mobula.configs.schema.run import LATEST
-from mobula.deploy.host.authentication import check_admission
+from mobula.deploy.host.authentication import connected
 from mobula.deploy.host.run_record import RECORD_FILE, RunRecord
 from mobula.deploy.host.side_process import in_side_process
 
@@ -145,24 +143,6 @@ def knock_http(address: str) -> None:
         raise PreflightError(
             f"no Ray dashboard answers at {address} ({error}): give --address http://HEAD:8265 of a cluster that runs"
         ) from error
-
-
-@contextmanager
-def connected(address: str, namespace: str | None = None) -> Iterator[Any]:
-    """The `ray` module, connected; only in a side process.
-
-    Raises:
-        PreflightError: the cluster does not admit this process.
-    """
-    check_admission(address)
-    import mobula.deploy.host.ray_defaults  # noqa: F401  isort: skip  (sets what ray reads when imported)
-    import ray
-
-    ray.init(address=address, namespace=namespace, log_to_driver=False, logging_level=logging.ERROR)
-    try:
-        yield ray
-    finally:
-        ray.shutdown()
 
 
 def _asked(work: Callable[..., T], timeout_s: float, purpose: str, run: RunAddress, *args: object) -> T:

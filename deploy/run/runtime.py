@@ -183,7 +183,7 @@ def _run_training(config: RunConfig, console: Console, sinks: Sequence[Sink], st
     changes = changed_settings(written_config(config), config)
     roles = needed_roles(config)
     with _cluster(config, roles, logs, checkpoint) as cluster, run_folder(config), _findable(cluster):
-        log_to(config.run_folder, as_json=config.metrics.json_log)
+        log_to(config.run_folder)
         process = f"process {os.getpid()} on {socket.gethostname()}"
         _logger.info("run %s starts at version %d: %s", config.name, version, process)
         if changes and version:

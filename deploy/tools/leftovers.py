@@ -16,10 +16,11 @@ from functools import partial
 from pathlib import Path
 
 from mobula.cluster.errors import MobulaError, PreflightError
+from mobula.deploy.host.authentication import connected
 from mobula.deploy.host.processes import MarkedProcess, ProcessId, end, holders, marked_processes
 from mobula.deploy.host.run_record import RECORD_FILE, RUN_VARIABLE, SESSION_FILE, RunMark, RunRecord
 from mobula.deploy.host.side_process import in_side_process
-from mobula.deploy.run.run_client import RUNS, connected, knock
+from mobula.deploy.run.run_client import RUNS, knock
 
 SESSION_FOLDER = re.compile(r"session_\d{4}-\d\d-\d\d_[\d_-]+")
 GROUP_NAME = re.compile(r"(?P<run>[^/]+)/(?P<worker>[a-z]+/\d+)/[0-9a-f]{8}")  # see cluster/runtime/placement_groups.py

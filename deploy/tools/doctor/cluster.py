@@ -11,8 +11,8 @@ from typing import Any
 from mobula.cluster.errors import PlacementError
 from mobula.cluster.runtime.placement import NodeResources, needed_roles, plan_placement
 from mobula.configs.schema import RunConfig
+from mobula.deploy.host.authentication import connected
 from mobula.deploy.host.cuda import flaws
-from mobula.deploy.planning.nodes import connected_to
 from mobula.deploy.run.shared_paths import relative_paths
 from mobula.deploy.tools.doctor.node_report import NodeReport, clock, report
 from mobula.deploy.tools.doctor.this_machine import GIB, Finding, Verdict
@@ -48,7 +48,7 @@ def examine_cluster(config: RunConfig, address: str) -> Iterator[Finding]:
     Raises:
         PreflightError: none answers there.
     """
-    with connected_to(address):
+    with connected(address):
         from mobula.cluster.runtime.placement_groups import cluster_nodes
 
         nodes = _examined(config)

@@ -13,7 +13,7 @@ from importlib import metadata
 from pathlib import Path
 
 from mobula.cluster.runtime.network import interface_of, node_address
-from mobula.cluster.runtime.usage import NvidiaGpus
+from mobula.cluster.runtime.usage import visible_gpus
 from mobula.deploy.host.cuda import CudaSoftware, examine
 from mobula.deploy.host.machine import SHARED_MEMORY
 
@@ -40,11 +40,7 @@ class NodeReport:
 def report(paths: Mapping[str, str], folder: str) -> NodeReport:
     """Examines this node: `paths` must exist, and `folder` must be writable."""
     existing = next(p for p in (Path(folder), *Path(folder).parents) if p.exists())
-    gpus, address = NvidiaGpus({}), node_address()
-    try:
-        names = tuple(gpu.name for gpu in gpus.read())
-    finally:
-        gpus.close()
+    names, address = tuple(gpu.name for gpu in visible_gpus({})), node_address()
     return NodeReport(
         host=socket.gethostname(),
         address=address,

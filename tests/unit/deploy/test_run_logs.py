@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import logging
 import re
 import threading
@@ -12,16 +11,16 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from mobula.deploy.run.logs import JSON_LOG_FILE, LOG_FILE, log_thread_failures, log_to, set_up_logging
+from mobula.deploy.run.logs import LOG_FILE, log_thread_failures, log_to, set_up_logging
 
 RED = "\x1b[31mboom\x1b[0m"
 
 
-def logged(folder: Path, console: Console, *, as_json: bool) -> None:
+def logged(folder: Path, console: Console) -> None:
     set_up_logging(console)
     logger = logging.getLogger("mobula.deploy.anything")
     logger.info("before there is a folder")
-    log_to(folder, as_json=as_json)
+    log_to(folder)
     logger.info("two\nlines")
     try:
         raise ValueError(RED)
@@ -33,7 +32,7 @@ def test_off_a_terminal_every_line_has_its_time_and_none_is_broken_or_coloured(
     tmp_path: Path, restored_logging: None
 ) -> None:
     screen = io.StringIO()
-    logged(tmp_path, Console(file=screen, width=20), as_json=False)
+    logged(tmp_path, Console(file=screen, width=20))
     lines = screen.getvalue().splitlines()
     assert [line[20:] for line in lines] == [
         "before there is a folder",
@@ -42,18 +41,12 @@ def test_off_a_terminal_every_line_has_its_time_and_none_is_broken_or_coloured(
         "failed: boom (ValueError: boom)",
     ]
     assert all(re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ", line) for line in lines)
-    assert not (tmp_path / JSON_LOG_FILE).exists()
 
 
-def test_the_files_hold_no_colours_and_json_has_one_object_an_event(tmp_path: Path, restored_logging: None) -> None:
-    logged(tmp_path, Console(file=io.StringIO()), as_json=True)
+def test_the_file_holds_no_colours_and_tracebacks(tmp_path: Path, restored_logging: None) -> None:
+    logged(tmp_path, Console(file=io.StringIO()))
     text = (tmp_path / LOG_FILE).read_text(encoding="utf-8")
     assert "\x1b" not in text and "Traceback" in text and "ValueError: boom" in text
-    rows = [json.loads(line) for line in (tmp_path / JSON_LOG_FILE).read_text(encoding="utf-8").splitlines()]
-    assert [row["message"] for row in rows] == ["before there is a folder", "two\nlines", "failed: boom"]
-    assert [row["level"] for row in rows] == ["INFO", "INFO", "WARNING"]
-    assert rows[2]["traceback"].endswith("ValueError: boom") and "traceback" not in rows[0]
-    assert rows[0]["time"].endswith("+00:00")
 
 
 def test_a_log_that_cannot_be_written_is_named_once_and_costs_its_lines_alone(

@@ -28,7 +28,7 @@ from mobula.rewards.contract import Outcome, RewardRequest, Score
 from mobula.rewards.functions import build_function
 from mobula.rewards.http.wire import encode_sample, join_samples
 from mobula.rewards.isolation.process import IsolatedProcess
-from mobula.rewards.pool.worker import group_requests
+from mobula.rewards.pool.worker import reward_request
 from mobula.rewards.tools import Tools
 
 T = TypeVar("T")
@@ -67,7 +67,8 @@ CONNECTION = {
 def measure(effort: Effort, overrides: Sequence[str]) -> Findings:
     """All three ways to the same scores; the overrides say nothing here."""
     num_groups = QUICK_GROUPS if effort == QUICK else NUM_GROUPS
-    requests = [r for index in range(num_groups) for r in group_requests(numbered_group(index), ())]
+    groups = [numbered_group(index) for index in range(num_groups)]
+    requests = [reward_request(group.prompt, row.response, ()) for group in groups for row in group.trajectories]
     os.environ[TOKEN] = "s3cret"
     with tempfile.TemporaryDirectory(prefix="mobula-") as folder, ExitStack() as servers:
         path = Path(folder) / "rewards.yaml"

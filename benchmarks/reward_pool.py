@@ -20,7 +20,7 @@ from mobula.configs.schema import RunConfig
 from mobula.deploy.wiring.pooled_roles import reward_pool
 from mobula.rewards.isolation.process import IsolatedProcess
 from mobula.rewards.pool.reward_pool import RewardPool
-from mobula.rewards.pool.worker import group_requests
+from mobula.rewards.pool.worker import reward_request
 from mobula.rewards.scoring import RewardScoring
 from mobula.rewards.tools import Tools
 
@@ -136,7 +136,7 @@ async def _in_process(config: RunConfig, groups: Sequence[TrajectoryGroup], _: i
     scoring = RewardScoring(config.rewards, None, Tools(isolated, config.resources.device, config.resources.dtype))
     started = time.perf_counter()
     for group in groups:
-        scoring.rewards(group_requests(group, ()))
+        scoring.rewards([reward_request(group.prompt, row.response, ()) for row in group.trajectories])
     rate = len(groups) * NUM_SIBLINGS / (time.perf_counter() - started)
     isolated.close()
     return rate

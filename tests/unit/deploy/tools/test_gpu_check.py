@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from mobula.configs.load import load_config
 from mobula.deploy.tools.gpu_check import check as runner
 from mobula.deploy.tools.gpu_check import registry
 from mobula.deploy.tools.gpu_check.check import RESULTS_FILE, CheckOptions, check
-from mobula.deploy.tools.gpu_check.context import Context, run_config
+from mobula.deploy.tools.gpu_check.context import Context
 from mobula.deploy.tools.gpu_check.registry import STAGES, CheckStage
 from mobula.deploy.tools.gpu_check.results import CheckedMachine, CheckResults, Outcome, StageResult, read_results
 from mobula.deploy.tools.gpu_check.roles import overrides
@@ -144,7 +145,7 @@ def test_configurations_of_the_stages_are_valid_on_each_device(
     words = own if "experiment=glyphs_grpo" in own else overrides(*own)
     if device == "cpu" and own == ("sampler=vllm", *tensor_parallel.SPLIT):
         pytest.skip("vLLM on CPU has no tensor parallelism")
-    config = run_config(context.words(*words, "policy.model=unused"))
+    config = load_config(context.words(*words, "policy.model=unused"))
     assert config.resources.device == device
 
 

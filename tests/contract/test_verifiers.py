@@ -1,21 +1,17 @@
-"""A real environment of verifiers in its own Python: its calls become turns of training, or sessions of an endpoint."""
+"""A real environment of verifiers in its own Python: its calls become turns of training."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import threading
 import time
 from collections.abc import Iterator
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import uvicorn
 from episode_data import engine_settings
-from rich.console import Console
 from verifiers_tasksets import NEEDS_VERIFIERS, PYTHON, write_tasksets
 
 from mobula.actors.environments.base import SEEDS_A_SPLIT, Action, Environment, EpisodeError, Message
@@ -30,14 +26,8 @@ from mobula.actors.samplers.huggingface import HuggingFaceSampler
 from mobula.cluster.records.media import MediaReader, MediaStore
 from mobula.cluster.records.partial_response import Attempt
 from mobula.cluster.records.trajectory import FinishReason, TrajectoryGroup
-from mobula.cluster.replay.trajectory_log import TrajectoryLog
 from mobula.cluster.roles import SamplingSettings
 from mobula.configs.load import load_config
-from mobula.deploy.tools.http_server import Address
-from mobula.deploy.tools.policy import verifiers
-from mobula.deploy.tools.policy.conversations import Conversations
-from mobula.deploy.tools.policy.local_policy import LocalPolicy
-from mobula.deploy.tools.policy.serve_policy import make_app
 from mobula.learner.policies.tiny import TINY
 
 pytestmark = [
@@ -202,43 +192,3 @@ def test_calls_become_trajectories_with_the_exact_tokens(tasksets: Path, tmp_pat
         mask = np.zeros(trajectory.num_steps, dtype=bool)
         mask[first.start : first.end] = mask[second.start : second.end] = True
         assert np.array_equal(trajectory.action_mask, mask)
-
-
-def test_rollouts_against_serve_policy_leave_groups_with_their_rewards(tasksets: Path, tmp_path: Path) -> None:
-    model = TINY["qwen2.5-vl"](tmp_path / "model")
-    words = ["policy=tiny_qwen2_5_vl", "sampler=huggingface", "sampler.max_tokens=6", f"policy.model={model}"]
-    policy = LocalPolicy(load_config([*words, "data=digits", "data.max_prompt_tokens=300"], is_complete=False))
-    conversations = Conversations(policy, tmp_path / "seen", num_siblings=2)
-    listener = Address("127.0.0.1", 0, None).listen()
-    server = uvicorn.Server(uvicorn.Config(make_app(policy, conversations), log_level="warning"))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
-    thread.start()
-    config = load_config(
-        ["environment=verifiers", "data=environment", "rewards=environment", f"environment.options.python={PYTHON}",
-         f"environment.options.import_path=[{tasksets}]", "environment.options.env.taskset.id=mobula-letters"],
-        is_complete=False,
-    )  # fmt: skip
-    endpoint = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
-    said = StringIO()
-    try:
-        asked = verifiers.VerifiersOptions(endpoint, None, num_tasks=3, num_siblings=2, num_concurrent=3)
-        assert verifiers.roll(config, asked, Console(file=said, width=200)) == 0
-    finally:
-        server.should_exit = True
-        thread.join(60)
-    assert "this task cannot be scored" in said.getvalue()
-    log = TrajectoryLog(tmp_path / "seen" / "trajectories", timeout_s=5)
-    groups = [group for step in log.steps() for group in log.read(step)]
-    assert len(groups) == 2, "tasks a and b; c has no reward"
-    for recorded in groups:
-        for trajectory, reward in zip(recorded.group.trajectories, recorded.rewards, strict=True):
-            first, second = trajectory.response.turns
-            letter = recorded.group.prompt.prompt_id.rpartition("/")[0][-1]
-            scored = {
-                "has_letter": float("ab"[int(letter)] in second.action),
-                "is_short": len(second.action.strip()) < 4,
-            }
-            assert reward is not None
-            assert dict(reward.components) == {"has_letter": scored["has_letter"], "is_short": scored["is_short"] / 2}
-            assert reward.value == sum(reward.components.values())
-            assert trajectory.action_mask.sum() == second.end - second.start + first.end - first.start

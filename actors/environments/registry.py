@@ -10,7 +10,6 @@ from mobula.cluster.user_code import check_call, did_you_mean, is_user_code, loa
 
 ENVIRONMENTS: Mapping[str, str] = {  # name -> its class, imported when it is asked for
     "gymnasium": "mobula.actors.environments.adapters.gymnasium_adapter:GymnasiumEnvironment",
-    "miniwob": "mobula.actors.environments.tasks.miniwob.task:MiniWoB",
     "openenv": "mobula.actors.environments.adapters.openenv:OpenEnv",
     "program": "mobula.actors.environments.adapters.program:Program",
     "reasoning_gym": "mobula.actors.environments.adapters.reasoning_gym_adapter:ReasoningGym",
@@ -21,7 +20,6 @@ ENVIRONMENTS: Mapping[str, str] = {  # name -> its class, imported when it is as
 }
 EXTRAS: Mapping[str, str] = {  # name -> the extra that installs what it needs
     "gymnasium": "environments",
-    "miniwob": "miniwob",
     "reasoning_gym": "reasoning_gym",
     "textarena": "textarena",
 }

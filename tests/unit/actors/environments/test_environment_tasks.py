@@ -12,11 +12,11 @@ from PIL import Image
 
 from mobula.actors.environments.base import Action, ToolCall, observation_hash
 from mobula.actors.environments.registry import build_environment
-from mobula.actors.environments.tasks.miniwob.browser import NAMES
 from mobula.actors.environments.tool_calls import parse_tool_calls
 from mobula.configs.groups import groups
 from mobula.configs.load import load_config
 from mobula.examples.calculator.calculator import evaluate
+from mobula.examples.miniwob.browser import NAMES
 
 CALCULATOR_CLASS = "examples/calculator/calculator.py:Calculator"
 PIXEL_MAZE = "examples/pixel_maze/pixel_maze.py:PixelMaze"

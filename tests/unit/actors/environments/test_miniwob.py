@@ -16,8 +16,8 @@ import pytest
 
 from mobula.actors.environments.base import Action, observation_hash
 from mobula.actors.environments.registry import build_environment
-from mobula.actors.environments.tasks.miniwob.browser import NAMES, Browser
-from mobula.actors.environments.tasks.miniwob.task import MiniWoB
+from mobula.examples.miniwob.browser import NAMES, Browser
+from mobula.examples.miniwob.web_page import MiniWoB
 
 pytest.importorskip("miniwob", reason="pip install 'mobula[miniwob]'")
 pytestmark = [
@@ -104,12 +104,12 @@ def test_episodes_side_by_side_have_contexts_of_their_own(browser: Browser) -> N
 
 def test_unfit_tasks_are_refused() -> None:
     with pytest.raises(ValueError, match=r"options\.task='no-task'"):
-        build_environment("miniwob", {"task": "no-task", "max_turns": 2})
+        build_environment("examples/miniwob/web_page.py:MiniWoB", {"task": "no-task", "max_turns": 2})
 
 
 def test_a_process_that_is_killed_leaves_no_browser() -> None:
     code = (
-        "from mobula.actors.environments.tasks.miniwob.browser import Browser; import psutil, time; Browser.shared(); "
+        "from mobula.examples.miniwob.browser import Browser; import psutil, time; Browser.shared(); "
         "print(*(child.pid for child in psutil.Process().children(recursive=True)), flush=True); time.sleep(60)"
     )
     holder = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)

@@ -13,7 +13,7 @@ from playwright.async_api import Error as BrowserError
 from playwright.async_api import FloatRect, Page
 
 from mobula.actors.environments.base import Action, EnvironmentSpec, Message, Reset, Step
-from mobula.actors.environments.tasks.miniwob.browser import Browser, T, find_chromium
+from mobula.examples.miniwob.browser import Browser, T, find_chromium
 
 PACKAGE = "miniwob"
 WIDTH, HEIGHT = 160, 210  # of the part of the page that is the task

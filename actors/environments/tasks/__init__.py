@@ -1,1 +1,0 @@
-"""The built-in environments and the adapters of libraries, one file each."""

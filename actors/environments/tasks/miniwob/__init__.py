@@ -1,1 +1,0 @@
-"""MiniWoB++ tasks in a real Chromium."""

@@ -36,7 +36,7 @@ from mobula.cluster.runtime.gc_tuning import tune_gc
 from mobula.cluster.workers.restart_policy import RestartPolicy
 from mobula.configs.schema import Recipe, RunConfig
 from mobula.configs.schema.rewards import SHARED_SERVICE
-from mobula.deploy.wiring.buffer import replay_buffer
+from mobula.deploy.wiring.persistence import replay_buffer
 from mobula.rewards.contract import Score
 from mobula.rewards.pool.reward_pool import LossCounter, RewardPool
 from mobula.rewards.pool.service import RewardService, ServiceSettings

@@ -32,7 +32,7 @@ from mobula.cluster.runtime.gc_tuning import tune_gc
 from mobula.cluster.runtime.object_store import fetch
 from mobula.cluster.runtime.ray_actors import answer
 from mobula.configs.schema import RunConfig
-from mobula.deploy.wiring.buffer import replay_buffer
+from mobula.deploy.wiring.persistence import replay_buffer
 
 SETTINGS = ("resources.object_store_bytes=1073741824", "replay.max_bytes=1073741824", "replay.journal=false")
 TIMEOUT_S = 120.0

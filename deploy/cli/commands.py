@@ -190,7 +190,7 @@ def top(
     """Watch a running run: phase, speed, time left, queue, workers and their versions."""
     with explained("the run goes on"):
         from mobula.deploy.run.run_client import find_run
-        from mobula.deploy.tools.top import show_top
+        from mobula.deploy.tools.status_view import show_top
 
         set_auth(auth.value)
         console = terminal()
@@ -444,7 +444,7 @@ def doctor(
             set_auth(auth.value)
     if leftovers or free:
         with explained():
-            from mobula.deploy.tools.leftovers_view import show_leftovers
+            from mobula.deploy.tools.leftovers import show_leftovers
 
             num_left = show_leftovers([*(free or []), *(overrides or [])], address, terminal(soft_wrap=True))
         if num_left:

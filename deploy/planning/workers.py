@@ -99,7 +99,7 @@ def worker_memory(config: RunConfig, shape: ModelShape, role: str) -> WorkerMemo
         case "rollout":
             memory = _engine(config, shape)
         case "reference":
-            memory = _always(_reference(config, shape))
+            memory = WorkerMemory(_phases(_reference(config, shape)))
         case "reward":
             memory = WorkerMemory(_phases({}), gpu_share=reward_share(config, role))
         case _:
@@ -327,10 +327,6 @@ def _staging(config: RunConfig, shape: ModelShape) -> int:
     """Returns the bytes of one bucket: `weight_sync.bucket_bytes`, or the largest tensor if it is larger."""
     value = DTYPE_BYTES[config.resources.dtype]
     return min(max(config.weight_sync.bucket_bytes, value * shape.largest_tensor), value * shape.num_parameters)
-
-
-def _always(parts: Parts) -> WorkerMemory:
-    return WorkerMemory(_phases(parts))
 
 
 def _phases(parts: Parts) -> dict[str, Parts]:

@@ -175,7 +175,7 @@ def run_training(config: RunConfig, console: Console, sinks: Sequence[Sink] = ()
 
 
 def _run_training(config: RunConfig, console: Console, sinks: Sequence[Sink], started: float) -> Summary:
-    checkpoint = _resumed_from(config)
+    checkpoint = find_resumable(config.run_folder / CHECKPOINTS_FOLDER, config.resume, identity_with_data(config))
     version = 0 if checkpoint is None else reached_version(config, int(checkpoint.name.removeprefix("step-")))
     refuse_missing(config.metrics.trackers)
     refuse_missing_exporter(config.tracing)
@@ -215,15 +215,6 @@ def _run_training(config: RunConfig, console: Console, sinks: Sequence[Sink], st
                 "run %s is %s at version %d after %.0f s", config.name, status, summary.version, summary.wall_s
             )
     return summary
-
-
-def _resumed_from(config: RunConfig) -> Path | None:
-    """The checkpoint that this run goes on from; None for a new run.
-
-    Raises:
-        PreflightError: the run folder holds a run that this one may not go on with.
-    """
-    return find_resumable(config.run_folder / CHECKPOINTS_FOLDER, config.resume, identity_with_data(config))
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from rich.console import Console
+
 from mobula.cluster.errors import MobulaError, PreflightError
 from mobula.deploy.host.authentication import connected
 from mobula.deploy.host.processes import MarkedProcess, ProcessId, end, holders, marked_processes
@@ -22,6 +24,7 @@ from mobula.deploy.host.run_record import RECORD_FILE, RUN_VARIABLE, SESSION_FIL
 from mobula.deploy.host.side_process import in_side_process
 from mobula.deploy.run.run_client import RUNS, knock
 
+FREE_WITHIN_S = 10.0  # a leftover that does not heed SIGTERM is killed then
 SESSION_FOLDER = re.compile(r"session_\d{4}-\d\d-\d\d_[\d_-]+")
 GROUP_NAME = re.compile(r"(?P<run>[^/]+)/(?P<worker>[a-z]+/\d+)/[0-9a-f]{8}")  # see cluster/runtime/placement_groups.py
 CLUSTER_TIMEOUT_S = 60.0
@@ -72,6 +75,21 @@ def free(ids: Sequence[str], leftovers: Sequence[Leftover], timeout_s: float) ->
             yield by_id[name], str(error)
         else:
             yield by_id[name], ""
+
+
+def show_leftovers(ids: Sequence[str], address: str | None, console: Console) -> int:
+    """End the leftovers of these ids, or list all of them; returns how many could not be ended."""
+    num_left = 0
+    dead = find_leftovers(address=address)
+    if not ids:
+        for leftover in dead:
+            console.print(leftover.id, style="bold", end="  ")
+            console.print(f"run {leftover.run}: {leftover.what}", markup=False, highlight=False)
+        console.print("End one with --free ID." if dead else "Dead runs left nothing on this machine.")
+    for leftover, refusal in free(ids, dead, FREE_WITHIN_S):
+        num_left += bool(refusal)
+        console.print(f"{leftover.id}: {refusal or 'freed'}", markup=False, highlight=False)
+    return num_left
 
 
 def _processes(records: Sequence[RunRecord]) -> Iterator[Leftover]:

@@ -3,18 +3,55 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from mobula.cluster.errors import PreflightError, RunOverError
 from mobula.cluster.workers.status import InFlightSummary, RunStatus, WorkerState, WorkerStatus
+from mobula.deploy.run.run_client import RunAddress, statuses
 
 if TYPE_CHECKING:
     from mobula.cluster.roles import ReplayStats
+
+
+def show_top(run: RunAddress, console: Console, *, interval_s: float, timeout_s: float) -> str:
+    """Show the run until it is over or the user interrupts; returns why it ended.
+
+    Raises:
+        PreflightError: the console is no terminal.
+    """
+    if not console.is_terminal:
+        raise PreflightError("mobula top needs a terminal: `mobula status` prints the same once, or with --json")
+    return follow(statuses(run, timeout_s), console, interval_s=interval_s, sleep=time.sleep, now=time.time)
+
+
+def follow(
+    statuses: Iterator[RunStatus],
+    console: Console,
+    *,
+    interval_s: float,
+    sleep: Callable[[float], None],
+    now: Callable[[], float],
+) -> str:
+    """Redraws the table with each status."""
+    with Live(console=console, auto_refresh=False, transient=False) as live:
+        try:
+            for status in statuses:
+                live.update(as_table(status, now()), refresh=True)
+                sleep(interval_s)
+        except RunOverError as error:
+            return str(error)
+        except KeyboardInterrupt:
+            return "the run goes on"
+    return "the run is over"
+
 
 LATE_S = 15.0  # a driver that has not said anything for so long is busy or hangs
 STATE_COLORS = {WorkerState.SERVING: "green", WorkerState.WAITING: "yellow", WorkerState.QUARANTINED: "red"}

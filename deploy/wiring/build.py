@@ -44,10 +44,9 @@ from mobula.cluster.workers.status import Scalable, WorkerState, WorkerStatus
 from mobula.cluster.workers.supervisor import Supervisor, Watched, watched_pool
 from mobula.configs.schema import RunConfig
 from mobula.deploy.host.run_folder import CHECKPOINTS_FOLDER, write_config
-from mobula.deploy.wiring.buffer import replay_buffer
 from mobula.deploy.wiring.evaluation import RESPONSES_FOLDER, build_evaluator, record_evaluation, response_log
 from mobula.deploy.wiring.parity_gate import parity_gate, tolerance_of
-from mobula.deploy.wiring.persistence import age_limit, build_recovery, step_learner
+from mobula.deploy.wiring.persistence import age_limit, build_recovery, replay_buffer, step_learner
 from mobula.deploy.wiring.pooled_roles import reference_folder, reference_pool, restart_policy, reward_pool, reward_role
 from mobula.deploy.wiring.preparation import SUPERVISED_PATH, AnyPrepared, Prepared
 from mobula.deploy.wiring.rollouts import rollout_pool, sampling_settings

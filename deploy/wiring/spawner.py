@@ -9,8 +9,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import ray
+from ray.autoscaler.sdk import request_resources
+
 from mobula.cluster.errors import PlacementError
-from mobula.cluster.runtime.autoscaling import Autoscaler
 from mobula.cluster.runtime.network import LOOPBACK
 from mobula.cluster.runtime.placement import PlacedWorker, PlacementPlan, check_room, place_at
 from mobula.cluster.runtime.placement_groups import (
@@ -25,6 +27,39 @@ from mobula.cluster.runtime.role_log import role_log
 from mobula.cluster.user_code import FOLDER_VARIABLE
 from mobula.configs.schema import RunConfig
 from mobula.deploy.host.session import ClusterSession
+
+GROUP_LABEL = "ray.io/node-group"  # label of nodes that an autoscaler (cluster launcher, KubeRay) started
+
+
+def has_autoscaler() -> bool:
+    """Whether a live node of the connected cluster belongs to a group of an autoscaler."""
+    return any(node["Alive"] and GROUP_LABEL in node["Labels"] for node in ray.nodes())
+
+
+class Autoscaler:
+    """The standing request of one run for a cluster of some size.
+
+    Ray keeps a request until it is replaced, and compares it with all resources of the cluster, not with the free ones.
+    So a request contains everything that the run holds plus the missing resources.
+    """
+
+    def __init__(self) -> None:
+        self._has_asked = False
+
+    def ask(self, bundles: Sequence[Mapping[str, float]]) -> str:
+        """Requests a cluster that holds all `bundles` at a time. Returns the result as a sentence for the user."""
+        if not has_autoscaler():
+            return "The cluster has no autoscaler that could add a node"
+        request_resources(bundles=[dict(bundle) for bundle in bundles])
+        self._has_asked = True
+        return "The autoscaler has been asked for a node: ask again when it has joined (`ray status`)"
+
+    def withdraw(self) -> None:
+        """Withdraws the request."""
+        if self._has_asked:
+            request_resources(bundles=[])
+            self._has_asked = False
+
 
 _logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from functools import partial
 from mobula.rewards.contract import Outcome, RewardRequest, Score
 from mobula.rewards.functions.parsing.latex_boxes import find_boxes
 from mobula.rewards.functions.parsing.strict_json import read_json, type_name
-from mobula.rewards.isolation.calls import call_each
+from mobula.rewards.isolation.process_pool import call_each
 from mobula.rewards.tools import Tools
 
 _FULL_MATCH = "mobula.rewards.functions.format:full_match"

@@ -10,8 +10,8 @@ from mobula.cluster.errors import RewardError
 from mobula.cluster.records.trajectory import Response
 from mobula.cluster.user_code import load
 from mobula.rewards.contract import Outcome, RewardRequest, TimedOutError
-from mobula.rewards.isolation.calls import call_each
 from mobula.rewards.isolation.process import Isolated
+from mobula.rewards.isolation.process_pool import call_each
 from mobula.rewards.tools import Tools
 
 _PARAMETERS = "mobula.rewards.functions.plugin:parameters"

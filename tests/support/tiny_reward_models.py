@@ -24,7 +24,7 @@ from transformers import (
 
 from mobula.learner.policies.tiny.qwen2_5_vl import build_config, build_processor
 from mobula.learner.policies.tiny.tokenizer import VISION_TEMPLATE, build_tokenizer
-from mobula.rewards.models.score_head import classifier_class
+from mobula.rewards.models.reward_model import classifier_class
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz "
 

@@ -8,13 +8,15 @@ tensors and processes it again. vLLM imports this module in every worker, becaus
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from huggingface_hub import snapshot_download
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -23,19 +25,39 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+from vllm.model_executor.model_loader import register_model_loader
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.reload.layerwise import (
     finalize_layerwise_reload,
     get_layerwise_info,
     initialize_layerwise_reload,
 )
 
-import mobula.actors.samplers.vllm.loader  # noqa: F401  (registers it)
-from mobula.actors.samplers.vllm.arguments import WEIGHT_TRANSFER
+from mobula.actors.samplers.vllm.arguments import LOAD_FORMAT, WEIGHT_TRANSFER
 from mobula.actors.samplers.vllm.patches.seeds import seed_by_position
 from mobula.cluster.errors import WeightSyncError
 from mobula.cluster.weight_sync.manifest import Manifest
 from mobula.cluster.weight_sync.transport import Rendezvous, TransferGroup, unpack_all
+from mobula.learner.policies.checkpoint.stored import loaded_tensors, pushed_tensors
 from mobula.learner.policies.lora import AdapterBase, changed_weights
+
+
+@register_model_loader(LOAD_FORMAT)
+class CheckpointLoader(DefaultModelLoader):
+    """Loads the same tensors as the learner."""
+
+    def download_model(self, model_config: Any) -> None:
+        _folder(model_config.model)
+
+    def get_all_weights(self, model_config: Any, model: torch.nn.Module) -> Generator[tuple[str, torch.Tensor]]:
+        # With an output embedding in the files vLLM makes a tied one a layer apart, and ties equal ones again.
+        is_apart = model_config.word_embeddings_untied_by_checkpoint
+        yield from (loaded_tensors if is_apart else pushed_tensors)(_folder(model_config.model))
+
+
+def _folder(model: str) -> Path:
+    """The local folder of `policy.model`."""
+    return Path(model) if Path(model).is_dir() else Path(snapshot_download(model))
 
 
 @dataclass

@@ -14,7 +14,7 @@ from mobula.rewards.functions.parsing.named_forms import other_primes, without_o
 from mobula.rewards.functions.parsing.plain_answers import decide, normalise, why_no_value
 from mobula.rewards.functions.parsing.references import check_true_or_false, given_references
 from mobula.rewards.functions.parsing.units import same_unit, spelled, split_unit
-from mobula.rewards.isolation.calls import call_each, failure
+from mobula.rewards.isolation.process_pool import call_each, failure
 from mobula.rewards.tools import Tools
 
 MAX_ANSWER_CHARS = 1000  # longer answers are refused, unless a reference is half as long: parsing them takes too long

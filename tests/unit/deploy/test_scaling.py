@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from mobula.cluster.errors import PlacementError
-from mobula.cluster.runtime import autoscaling
-from mobula.cluster.runtime.autoscaling import Autoscaler
 from mobula.cluster.runtime.placement import NodeResources, check_room, place_at
 from mobula.cluster.workers.status import WorkerState, WorkerStatus
 from mobula.configs.load import load_config
+from mobula.deploy.wiring import spawner as autoscaling
 from mobula.deploy.wiring.scaling import RoomFirst, ScaleFile
+from mobula.deploy.wiring.spawner import Autoscaler
 
 SERVING, DRAINING = WorkerState.SERVING, WorkerState.DRAINING
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForImageTextToText
 
 from mobula.configs.errors import ConfigError
 from mobula.configs.load import load_config
-from mobula.deploy.preflight.attention import check_attention
+from mobula.deploy.preflight.checks import check_attention
 from mobula.learner.policies.attention import packed as attention
 from mobula.learner.policies.attention.packed import PACKED, RowBounds, packed_attention
 from mobula.learner.policies.loading import load_model

@@ -89,12 +89,8 @@ def _by_hand(denoising: Denoising) -> tuple[Tensor, Tensor]:
         inputs = {name: tensor.double() for name, tensor in condition.items()}
         [velocity] = model(latents, 1000 * sigmas[n : n + 1].double(), **inputs, return_dict=False)
         levels = (sigmas[k : k + 1].double() for k in (n, n + 1, 1))
-        logprobs.append(_density(denoising, FlowStep(latents, velocity, *levels), following))
+        logprobs.append(denoising.transition(FlowStep(latents, velocity, *levels)).logprobs(following)[0])
     stacked = torch.stack(logprobs)
     stacked.sum().backward()
     assert model.first.weight.grad is not None
     return stacked.detach(), model.first.weight.grad
-
-
-def _density(denoising: Denoising, step: FlowStep, following: Tensor) -> Tensor:
-    return denoising.transition(step).logprobs(following)[0]

@@ -15,8 +15,7 @@ from mobula.deploy.cli import app
 from mobula.deploy.host.authentication import set_auth
 from mobula.deploy.jobs import client
 from mobula.deploy.jobs.client import JobSummary
-from mobula.deploy.jobs.package import check_package
-from mobula.deploy.jobs.submit import Submission, entrypoint, runtime_env, submit
+from mobula.deploy.jobs.submit import Submission, check_package, entrypoint, runtime_env, submit
 from mobula.deploy.run.shared_paths import relative_paths
 
 WORDS = ["experiment=digits", "name=mine", "folder=/s/runs", "data.path=/s/data", "policy.model=/s/model"]

@@ -7,7 +7,7 @@ import pytest
 from mobula.actors.processors.make import make_processor
 from mobula.cluster.records.media import MediaReader
 from mobula.configs.load import load_config
-from mobula.deploy.preflight.attention import check_packing
+from mobula.deploy.preflight.checks import check_packing
 from mobula.deploy.preflight.loaded import LoadedModel
 from mobula.learner.policies.tiny import write_tiny
 

@@ -16,7 +16,7 @@ from rich.console import Console
 from mobula.actors.environments.base import Message, encoded
 from mobula.cluster.errors import PreflightError
 from mobula.configs.errors import ConfigError
-from mobula.deploy.tools.environments import terminal_play
+from mobula.deploy.tools.environments import play as terminal_play
 from mobula.deploy.tools.environments.game import Game
 from mobula.deploy.tools.environments.play import play_config, start
 

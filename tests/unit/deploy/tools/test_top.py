@@ -12,8 +12,7 @@ from mobula.cluster.errors import PreflightError, RunOverError
 from mobula.cluster.roles import ReplayStats
 from mobula.cluster.workers.status import InFlightSummary, Progress, RunStatus, WorkerState, WorkerStatus
 from mobula.deploy.run.run_client import RunAddress
-from mobula.deploy.tools.status_view import duration
-from mobula.deploy.tools.top import follow, show_top
+from mobula.deploy.tools.status_view import duration, follow, show_top
 
 REPLAY = ReplayStats(num_ready=3, num_taken=2, num_bytes=4096, oldest_age_s=0.5, oldest_id="0/1/s1")
 RUN = RunAddress("digits", "127.0.0.1:1", "digits")

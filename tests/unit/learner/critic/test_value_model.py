@@ -12,8 +12,7 @@ from tiny_text_models import write_text_policy
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
 from mobula.cluster.records.media import MediaReader
-from mobula.learner.critic.head import ScalarHead
-from mobula.learner.critic.value_model import ValueModel
+from mobula.learner.critic.value_model import ScalarHead, ValueModel
 from mobula.learner.policies.batch import TokenSequence, collate
 from mobula.learner.policies.checkpoint.reading import load_policy_model
 from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl

@@ -33,19 +33,6 @@ def wilson(num_correct: float, num: int) -> Estimate:
     return Estimate(share, max(0.0, centre - half), min(1.0, centre + half), num)
 
 
-def mean_interval(values: Sequence[float]) -> Estimate:
-    """Returns the mean of independent values with its normal 95 % interval; infinite for a single value."""
-    if not values:
-        raise ValueError("a mean needs at least one value, got none")
-    num = len(values)
-    mean = math.fsum(values) / num
-    if num == 1:
-        return Estimate(mean, -math.inf, math.inf, 1)
-    variance = math.fsum((v - mean) ** 2 for v in values) / (num - 1)
-    half = Z95 * math.sqrt(variance / num)
-    return Estimate(mean, mean - half, mean + half, num)
-
-
 def standard_deviation(values: Sequence[float]) -> float:
     """Population standard deviation."""
     mean = math.fsum(values) / len(values)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mobula.cluster.metrics.reducers import WeightedMean, mean_interval, standard_deviation, wilson
+from mobula.cluster.metrics.reducers import WeightedMean, standard_deviation, wilson
 
 
 def test_wilson_agrees_with_the_published_example() -> None:
@@ -28,19 +26,6 @@ def test_wilson_stays_inside_zero_and_one_and_around_the_share(num: int, data: s
 def test_an_impossible_share_is_refused(num_correct: int, num: int) -> None:
     with pytest.raises(ValueError, match=f"got {num_correct} of {num}"):
         wilson(num_correct, num)
-
-
-def test_the_interval_of_a_mean_is_two_standard_errors_wide_on_each_side() -> None:
-    estimate = mean_interval([1.0, 2.0, 3.0, 4.0])
-    half = 1.95996 * math.sqrt((2 * (1.5**2 + 0.5**2) / 3) / 4)
-    assert estimate.mean == 2.5
-    assert (estimate.low, estimate.high) == (pytest.approx(2.5 - half, abs=1e-4), pytest.approx(2.5 + half, abs=1e-4))
-
-
-def test_one_value_has_an_unbounded_interval() -> None:
-    assert mean_interval([2.0]).low == -math.inf and mean_interval([2.0]).high == math.inf
-    with pytest.raises(ValueError, match="at least one"):
-        mean_interval([])
 
 
 @given(parts=st.lists(st.lists(st.floats(-1e3, 1e3), min_size=1), min_size=1))

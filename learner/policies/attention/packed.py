@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 from functools import cached_property, lru_cache
 from importlib.util import find_spec
 from typing import Any
@@ -26,6 +27,8 @@ HALF = (torch.float16, torch.bfloat16)
 OLDEST = (8, 0)  # compute capability (Ampere)
 # torch 2.11 computes grouped heads without an argument for it.
 GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+
+MIN_WINDOW_BLOCK = 128  # queries that are computed at a time where a window is shorter
 
 UNSHARED = nn.Module()  # to transformers an attention whose queries have keys and values of their own
 
@@ -128,13 +131,12 @@ def _of_rows(
         key, value = (part.repeat_interleave(num_sharing, dim=1) for part in (key, value))
     if bounds is not None and bounds.sequence_ranks is not None:
         module = UNSHARED
-    rows = [
-        sdpa_attention_forward(
-            module, q, k, v, _window(q, sliding_window), dropout, scaling, is_causal=is_causal, **kwargs
-        )[0]
-        for q, k, v in _split(bounds, query, key, value)
+    blocks = [
+        sdpa_attention_forward(module, q, k, v, mask, dropout, scaling, is_causal=is_causal, **kwargs)[0]
+        for row_query, row_key, row_value in _split(bounds, query, key, value)
+        for q, k, v, mask in _blocks(row_query, row_key, row_value, sliding_window)
     ]
-    return torch.cat(rows, dim=1)
+    return torch.cat(blocks, dim=1)
 
 
 def kernel_takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -194,14 +196,22 @@ def _split(bounds: RowBounds | None, *parts: Tensor) -> list[tuple[Tensor, ...]]
     return list(zip(*(part.split(bounds.lengths, dim=2) for part in parts), strict=True))
 
 
-def _window(query: Tensor, sliding_window: int | None) -> Tensor | None:
-    """bool [1, 1, S, S]: a token sees itself and those before it in the window; None where that is every one."""
+def _blocks(
+    query: Tensor, key: Tensor, value: Tensor, sliding_window: int | None
+) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor | None]]:
+    """The row itself, or blocks of its queries with the keys and values in their window and a mask bool [1, 1, n, m]: a
+    token sees itself and those before it in the window. A mask of a whole row would take the square of its length."""
     num_tokens = query.shape[2]
     if sliding_window is None or num_tokens <= sliding_window:
-        return None
+        yield query, key, value, None
+        return
+    size = max(sliding_window, MIN_WINDOW_BLOCK)
     positions = torch.arange(num_tokens, device=query.device)
-    distance = positions[:, None] - positions
-    return ((distance >= 0) & (distance < sliding_window))[None, None]
+    for start in range(0, num_tokens, size):
+        own, seen = slice(start, start + size), slice(max(0, start - sliding_window + 1), start + size)
+        distance = positions[own, None] - positions[seen]
+        mask = ((distance >= 0) & (distance < sliding_window))[None, None]
+        yield query[:, :, own], key[:, :, seen], value[:, :, seen], mask
 
 
 def pack_windows(model: PreTrainedModel) -> None:

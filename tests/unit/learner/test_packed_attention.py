@@ -79,6 +79,14 @@ def test_the_kernel_keeps_rows_apart(kernel: list, options: dict, window: tuple[
     torch.testing.assert_close(found.float(), expected, atol=2e-2, rtol=2e-2)
 
 
+@pytest.mark.parametrize("window", [1, 3, 5])
+def test_windows_without_the_kernel_are_computed_in_blocks(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "MIN_WINDOW_BLOCK", 2)
+    parts = heads(torch.float32)
+    output, _ = packed_attention(Attention(), *parts, None, row_bounds=bounds(), sliding_window=window)
+    torch.testing.assert_close(output, row_by_row(*parts, window=window))
+
+
 def test_bounds_of_towers_are_those_that_transformers_passes(kernel: list) -> None:
     parts, ends = heads(), bounds().ends.long()
     own = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 12, "max_length_k": 12}

@@ -50,6 +50,7 @@ DECLARED: Mapping[OnResume, tuple[str, ...]] = {
         "environment.curriculum.stages",
         "learner.backend",
         "learner.optimizer",
+        "learner.master_dtype",
         "learner.ema_decay",
         "learner.zero_stage",
         "resources.dtype",

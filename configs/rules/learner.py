@@ -147,6 +147,26 @@ def _optimizer_fits_the_backend(config: RunConfig) -> str | None:
     return f"{found[0]}={chosen[found[0]]} {why[chosen[found[0]]]}: use learner=fsdp2, or set {found[0]}=adamw"
 
 
+def _weights_can_be_bfloat16(config: RunConfig) -> str | None:
+    learner = config.learner
+    if learner.master_dtype == "float32":
+        return None
+    needed = {
+        "learner.backend": (learner.backend, ("fsdp2", "single")),
+        "learner.optimizer": (learner.optimizer, ("adamw",)),
+        "learner.ema_decay": (learner.ema_decay, (0.0,)),
+        "resources.dtype": (config.resources.dtype, ("bfloat16",)),
+        "sampler.kind": (config.sampler.kind, ("vllm", "huggingface")),
+    }
+    for key, (value, choices) in needed.items():
+        if value not in choices:
+            return (
+                f"learner.master_dtype=bfloat16 is trained with {key}={' or '.join(map(str, choices))} alone, got "
+                f"{value}: set it so, or learner.master_dtype=float32"
+            )
+    return None
+
+
 RULES = (
     _turns_move_the_learner,
     _single_learner_is_one,
@@ -158,4 +178,5 @@ RULES = (
     _attention_keeps_rows_apart,
     _warm_start_has_a_target,
     _optimizer_fits_the_backend,
+    _weights_can_be_bfloat16,
 )

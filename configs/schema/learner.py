@@ -19,6 +19,11 @@ class LearnerConfig(Section):
     and AdamW for everything else."""
     optimizer_options: dict[str, Any] = {}
     """Arguments of `optimizer`, where it is your own code."""
+    master_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the policy's weights, of their gradients between micro-batches and of AdamW's moments: bfloat16 halves
+    all three. Gradients are summed over ranks in float32, and updates are rounded stochastically, so that small ones
+    are kept in the mean. Lost are 16 of the 24 bits of every weight. Adapters (`policy.lora`) and critics stay float32.
+    """
     learning_rate: PositiveFloat
     """The optimizer's learning rate in RL. Where nothing sets it: 1e-6 for weights, 1e-5 for adapters (`policy.lora`).
     """

@@ -26,6 +26,7 @@ from mobula.deploy.planning.activations import (
     step_rows,
     training_bytes,
 )
+from mobula.learner.backends.sharded import MAX_COPY_BYTES
 from mobula.learner.policies.lora import adapter_manifest
 from mobula.learner.policies.shapes import ModelShape
 
@@ -183,8 +184,11 @@ def _learner(config: RunConfig, shape: ModelShape) -> WorkerMemory:
     batch = Microbatch.of(config, shape, config.learner.sequence_parallel)
     trained = trained_parameters(config, shape)
     num_trained = sum(prod(spec.shape) for spec in trained)
-    num_all = shape.num_parameters + (num_trained if config.policy.lora.is_on else 0)
-    weights, gradients, moments = _state(config, shape, batch, trained, num_all)
+    lora = config.policy.lora.is_on
+    num_all = shape.num_parameters + (num_trained if lora else 0)
+    held = DTYPE_BYTES[config.learner.master_dtype] * shape.num_parameters + (FLOAT32 * num_trained if lora else 0)
+    value = FLOAT32 if lora else DTYPE_BYTES[config.learner.master_dtype]
+    weights, gradients, moments = _state(config, shape, batch, trained, held, value)
     activations, offloaded = training_bytes(config, shape, batch)
     training = {
         "weights": weights,
@@ -195,24 +199,22 @@ def _learner(config: RunConfig, shape: ModelShape) -> WorkerMemory:
     }
     critic = critic_moments = 0
     if config.algorithm.critic.place == "learner_ranks":  # a copy of the policy, all of it trained, with its own state
-        kept, exchanged, critic_moments = _state(config, shape, batch, list(shape.manifest.tensors), num_all)
+        whole = list(shape.manifest.tensors)
+        kept, exchanged, critic_moments = _state(config, shape, batch, whole, FLOAT32 * num_all, FLOAT32)
         critic = kept + exchanged
         training["critic"] = critic + critic_moments
     share = num_shards(config) if config.learner.backend != "single" else 1
-    checkpoint = ceil(3 * FLOAT32 * num_trained / share)
-    writes_alone = config.resources.device == "cpu" and config.algorithm.max_staleness == 0
-    host = {"activations": offloaded, **({} if writes_alone else {"checkpoint": checkpoint})}
+    checkpoint = ceil(3 * value * num_trained / share)
+    is_copied = config.resources.device == "cuda" or checkpoint <= MAX_COPY_BYTES
+    host = {"activations": offloaded, **({"checkpoint": checkpoint} if is_copied else {})}
     staging = _staging(config, shape) + min(GATHER_BYTES, 2 * FLOAT32 * shape.num_parameters)
     sync = {"weights": weights, "optimizer": moments, "critic": critic + critic_moments, "sync": staging}
-    if writes_alone:  # the copy of the state is on disk before the engines have sampled the next step
-        sync["checkpoint"] = checkpoint
     if not config.resources.colocated:
         return WorkerMemory({TRAINING: training, SYNC: sync}, host)
     if config.resources.device == "cuda":
-        host["moved"] = ceil(FLOAT32 * num_all / share) + moments + critic + critic_moments
+        host["moved"] = ceil(held / share) + moments + critic + critic_moments
     sync.pop("optimizer")  # it is moved before engines wake up
     away = {} if config.resources.device == "cuda" else {"weights": weights, "optimizer": moments, "critic": critic}
-    away |= {"checkpoint": checkpoint} if writes_alone else {}
     # An engine that joins late is awake as a whole while the policy comes back for it.
     joining = {"joining": sync} if config.resources.device == "cuda" else {}
     return WorkerMemory({TRAINING: training, SYNC: sync, SAMPLING: away, **joining}, host)
@@ -222,7 +224,8 @@ def _critic(config: RunConfig, shape: ModelShape) -> WorkerMemory:
     """Returns the memory of a critic rank: a learner rank that trains every weight, without logits."""
     lora = config.policy.lora.model_copy(update={"rank": 0})
     whole = config.policy.model_copy(update={"freeze": (), "lora": lora})
-    learner = _learner(config.model_copy(update={"policy": whole}), shape)
+    in_float32 = config.learner.model_copy(update={"master_dtype": "float32"})
+    learner = _learner(config.model_copy(update={"policy": whole, "learner": in_float32}), shape)
     left_out = ("logits", "sync")
     device = {
         phase: {name: part for name, part in parts.items() if name not in left_out}
@@ -232,17 +235,22 @@ def _critic(config: RunConfig, shape: ModelShape) -> WorkerMemory:
 
 
 def _state(
-    config: RunConfig, shape: ModelShape, batch: Microbatch, trained: list[TensorSpec], num_all: int
+    config: RunConfig, shape: ModelShape, batch: Microbatch, trained: list[TensorSpec], held: int, value: int
 ) -> tuple[int, int, int]:
-    """Weights, gradients and optimizer state of one rank, in bytes."""
+    """Weights, gradients and optimizer state of one rank, in bytes.
+
+    `held` is the bytes of all weights, `value` those of one that is trained, its gradient, or one of its moments.
+    """
     num_ranks = num_shards(config)
     num_trained = sum(prod(spec.shape) for spec in trained)
-    moments = _moments(config, trained)
+    moments = _moments(config, trained) * value // FLOAT32
     compute = DTYPE_BYTES[config.resources.dtype]
-    casts = 0 if compute == FLOAT32 else compute * num_all  # autocast keeps its copies until the backward pass
+    # Autocast keeps copies of weights in float32 until the backward pass.
+    has_casts = compute < FLOAT32 and held >= FLOAT32 * shape.num_parameters
+    casts = compute * held // FLOAT32 if has_casts else 0
     match config.learner.backend:
         case "single":
-            return FLOAT32 * num_all + casts, FLOAT32 * num_trained, moments
+            return held + casts, value * num_trained, moments
         case "fsdp2":
             root = shape.num_parameters - shape.num_in_blocks  # gathered while the policy's forward runs
             gathered = (root + GATHERED_BLOCKS * shape.largest_block) * compute if num_ranks > 1 else 0
@@ -251,11 +259,11 @@ def _state(
                 if has_unsharded_gradients(config, batch, trained)
                 else min(num_trained, root + GATHERED_BLOCKS * shape.largest_block)
             )
-            gradients = FLOAT32 * (num_trained / num_ranks + (kept if num_ranks > 1 else 0))
-            return ceil(FLOAT32 * num_all / num_ranks) + gathered, ceil(gradients), ceil(moments / num_ranks)
+            gradients = value * num_trained / num_ranks + (FLOAT32 * kept if num_ranks > 1 else 0)
+            return ceil(held / num_ranks) + gathered, ceil(gradients), ceil(moments / num_ranks)
         case _:
             sharded = config.learner.zero_stage == 3
-            weights = FLOAT32 * num_all / (num_ranks if sharded else 1) + casts
+            weights = held / (num_ranks if sharded else 1) + casts
             master = FLOAT32 * num_trained / num_ranks
             gradients = FLOAT32 * num_trained / num_ranks + min(ZERO_BUCKET, 2 * FLOAT32 * num_trained)
             return ceil(weights), ceil(gradients), ceil(master + moments / num_ranks)

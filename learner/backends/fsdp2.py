@@ -27,14 +27,14 @@ MIN_UNIT_NUMEL = 1 << 20  # exchanging fewer parameters costs its latency: small
 
 
 class FSDP2Backend:
-    """All ranks of the default process group; weights stay float32, compute is in `dtype`.
+    """All ranks of the default process group; weights keep their type, compute is in `dtype`.
 
     Each text and vision block is a unit of its own; what is left (embeddings, norms, head, small blocks) is the root.
     The root is the policy itself, so all of it is gathered while the policy's forward runs.
 
-    Gradients are float32. Where the whole ones of a rank are small, the ranks exchange them once a step. Otherwise each
-    micro-batch has a reduce-scatter beside its backward pass, and a rank keeps its shard alone: a step of n
-    micro-batches sends n times as much.
+    Gradients are summed in float32. Where the whole ones of a rank are small, the ranks exchange them once a step.
+    Otherwise each micro-batch has a reduce-scatter beside its backward pass, and a rank keeps its shard alone: a step
+    of n micro-batches sends n times as much.
 
     With several replicas neighbouring ranks shard one whole model, and only gradients go from one replica to another,
     once a step.

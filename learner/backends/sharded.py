@@ -19,15 +19,21 @@ from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
     set_state_dict,
 )
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from mobula.cluster.errors import CheckpointError
 from mobula.learner.policies.base import Policy
 
 PARTIAL = StateDictOptions(strict=False)  # the state of the model may lack what is frozen
+MAX_COPY_BYTES = 256 << 20  # of one rank's state in host memory; a larger one is written without a copy
 
 
 class ShardedWriter:
     """Writes this rank's part of the trained state, from a copy in host memory.
+
+    A state that is in host memory already, and larger than MAX_COPY_BYTES, is written at once: a copy would take as
+    much memory again.
 
     Ranks coordinate writes in a separate process group: collectives of the writer thread must not interleave with the
     collectives of training. The constructor is collective.
@@ -42,9 +48,12 @@ class ShardedWriter:
 
     def copied(self, state: dict[str, Any], folder: Path) -> Callable[[], None]:
         """Copies a state of tensors, sharded or whole; the returned function writes it."""
-        copy = BlockingAsyncStager(cache_staged_state_dict=False).stage(state)
         no_dist = self._group is None
-        return lambda: dcp.save(copy, checkpoint_id=folder, process_group=self._group, no_dist=no_dist)
+        write = partial(dcp.save, checkpoint_id=folder, process_group=self._group, no_dist=no_dist)
+        if _host_bytes(state) > MAX_COPY_BYTES:
+            write(state)
+            return lambda: None
+        return partial(write, BlockingAsyncStager(cache_staged_state_dict=False).stage(state))
 
 
 class _IdleWeights(DefaultLoadPlanner):
@@ -109,6 +118,12 @@ class _Reader(dcp.FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return self._metadata or super().read_metadata(*args, **kwargs)
+
+
+def _host_bytes(state: dict[str, Any]) -> float:
+    """Bytes of one rank in host memory. All ranks have the same number: they copy or write together."""
+    tensors = [t for t in tree_leaves(state) if isinstance(t, Tensor) and t.device.type == "cpu"]
+    return sum(t.nbytes / (t.device_mesh.size(-1) if isinstance(t, DTensor) else 1) for t in tensors)
 
 
 def _refuse_incomplete(folder: Path) -> None:

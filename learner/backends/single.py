@@ -19,7 +19,7 @@ from mobula.learner.policies.checkpoint.reading import Weights, fill
 
 
 class SingleBackend:
-    """One process, one device; `dtype` below float32 is reached by autocast over float32 weights."""
+    """One process, one device; `dtype` below float32 is reached by autocast."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype, config: LearnerConfig) -> None:
         self._config = config

@@ -12,6 +12,7 @@ from torch import nn
 from mobula.cluster.user_code import chosen
 from mobula.configs.schema import LearnerConfig
 from mobula.learner.optim.muon import MuonWithAdamW
+from mobula.learner.optim.rounded_adamw import RoundedAdamW
 
 Named = list[tuple[str, nn.Parameter]]
 
@@ -34,6 +35,8 @@ def optimizer_maker(config: LearnerConfig) -> Callable[[Named, LearnerConfig], t
 
 def _adamw(trained: Named, config: LearnerConfig) -> torch.optim.Optimizer:
     """AdamW. Source: arXiv:1711.05101."""
+    if config.master_dtype == "bfloat16":
+        return RoundedAdamW(_decay_groups(trained, config), **_adam_settings(config))
     return torch.optim.AdamW(_decay_groups(trained, config), **_adam_settings(config), fused=True)
 
 

@@ -55,7 +55,7 @@ def add_adapters(model: nn.Module, modules: Collection[str], config: LoRAConfig,
         for layer in map(model.get_submodule, modules):
             assert isinstance(layer, LoraLayer)
             for factors in (layer.lora_A, layer.lora_B):  # on the meta device, if their weight is
-                factors.to_empty(device="cpu")
+                factors.to_empty(device="cpu").float()  # they are trained in float32
             layer.reset_lora_parameters(NAME, init_lora_weights=True)
     found = {name.partition(".lora_A.")[0] for name, _ in model.named_parameters() if ".lora_A." in name}
     assert found == set(modules), "PEFT matches names by their ends, and these are whole names"

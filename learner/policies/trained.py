@@ -29,7 +29,7 @@ from mobula.learner.policies.flow.policy import FlowPolicy, StepRescoring
 from mobula.learner.policies.flow.rows import LatentBatch, LatentSequence, collate_latents
 from mobula.learner.policies.image_tokens.guidance import canary_tokens
 from mobula.learner.policies.image_tokens.policy import ImageTokenPolicy, freeze_the_rest
-from mobula.learner.policies.loading import disable_dropout
+from mobula.learner.policies.loading import DTYPES, disable_dropout
 from mobula.learner.policies.logprobs import PLAIN, Distribution
 from mobula.learner.policies.score_model import ScoreModel, unread_score_model
 from mobula.learner.policies.token import TokenPolicy
@@ -54,15 +54,17 @@ class Scoring:
 
 
 def unread_trained_model(config: RunConfig) -> tuple[nn.Module, StoredWeights]:
-    """The model with its parameters on the meta device in float32, frozen ones marked, and their weights."""
+    """The model with its parameters on the meta device in `learner.master_dtype`, frozen ones marked, and their
+    weights."""
+    dtype = DTYPES[config.learner.master_dtype]
     if config.offline.job == "reward_model":
-        return unread_score_model(config.policy, torch.float32, config.seed)
+        return unread_score_model(config.policy, dtype, config.seed)
     if config.sampler.is_flow:
         transformer, weights = flow_checkpoint(config).unread_transformer()
         if not config.policy.dropout:
             disable_dropout(transformer)
         return transformer, weights
-    model, weights = unread_policy_model(config.policy, torch.float32)
+    model, weights = unread_policy_model(config.policy, dtype)
     return freeze_the_rest(model) if config.sampler.draws_tokens else model, weights
 
 

@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.multiprocessing as mp
-from backend_run import LORA, config_of, equal, met_at, train
+from backend_run import LORA, config_of, equal, met_at, steps, train
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from transformers import AutoTokenizer
 
 from mobula.learner.backends import fsdp2
 from mobula.learner.learner import Learner
+from mobula.learner.optim.average import local
 from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 from mobula.learner.policy_weights import export_state
 
@@ -95,6 +97,28 @@ def _resave(rank: int, num_ranks: int, model: Path, source: Path, target: Path) 
     learner.save(target / "state")
     learner.finish_save()
     learner.close()
+
+
+def _rounded_alike(rank: int, model: Path, out: Path) -> None:
+    torch.set_num_threads(1)
+    fsdp2.MIN_UNIT_NUMEL = fsdp2.MAX_WHOLE_GRADIENT_BYTES = 0
+    bfloat16 = ("resources.dtype=bfloat16", "learner.master_dtype=bfloat16")
+    learner = Learner(config_of(model, *TWO_BY_TWO, *bfloat16), rank, 4, (250,))
+    learner.connect(met_at(learner, rank, out / "address"))
+    before = [tensor.clone() for tensor in local(learner._backend.trained().values())]
+    for version, groups in enumerate(steps(AutoTokenizer.from_pretrained(model))):
+        learner.update(groups, version + 1)
+    after = local(learner._backend.trained().values())
+    assert any(not torch.equal(old, new) for old, new in zip(before, after, strict=True))
+    torch.save(after, out / f"{rank}.pt")
+    learner.close()
+
+
+def test_replicas_of_weights_in_bfloat16_are_rounded_alike(ran: Path, tmp_path: Path) -> None:
+    mp.start_processes(_rounded_alike, args=(ran / "model", tmp_path), nprocs=4, start_method="forkserver")
+    shards = [torch.load(tmp_path / f"{rank}.pt") for rank in range(4)]
+    for first, second in ((0, 2), (1, 3)):
+        assert all(torch.equal(a, b) for a, b in zip(shards[first], shards[second], strict=True))
 
 
 def test_a_state_is_the_same_behind_two_ranks_and_four_again(ran: Path, tmp_path: Path) -> None:

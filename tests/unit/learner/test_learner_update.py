@@ -18,6 +18,7 @@ from mobula.cluster.errors import CheckpointError
 from mobula.cluster.records.actions import KeptSets
 from mobula.cluster.records.trajectory import FinishReason, ScoredGroup, Trajectory, TrajectoryGroup, WeightSpan
 from mobula.configs.schema import LearnerConfig, RunConfig
+from mobula.learner.backends import sharded
 from mobula.learner.batch import fetch_items
 from mobula.learner.credit import Credit
 from mobula.learner.learner import Learner
@@ -307,14 +308,18 @@ def test_kl_without_reference_log_probs_names_the_key(folder, tokenizer) -> None
         learner.update(random_groups(tokenizer, 1, 2), 1)
 
 
-def test_a_resumed_learner_goes_on_bit_for_bit(folder, tokenizer, tmp_path) -> None:
+@pytest.mark.parametrize("max_copy_bytes", [sharded.MAX_COPY_BYTES, 0])
+def test_a_resumed_learner_goes_on_bit_for_bit(folder, tokenizer, tmp_path, monkeypatch, max_copy_bytes) -> None:
+    """From a copy that is written while training goes on, and from a large state that is written without a copy."""
+    monkeypatch.setattr(sharded, "MAX_COPY_BYTES", max_copy_bytes)
     steps = [random_groups(tokenizer, 3, 4, seed) for seed in range(3)]
     first = connected(tiny_config(folder))
     first.update(steps[0], 1)
     first.update(steps[1], 2)
     first.save(tmp_path / "state")
-    first.finish_save()
+    assert max_copy_bytes or (tmp_path / "state" / ".metadata").is_file(), "it is on disk before the next step"
     first.update(steps[2], 3)
+    first.finish_save()
     second = connected(tiny_config(folder))
     assert second.load(tmp_path / "state") == 2
     second.update(steps[2], 3)

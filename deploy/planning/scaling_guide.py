@@ -43,8 +43,9 @@ ROWS = (  # preset, nodes, GPUs of each
 )
 
 
+@cache
 def shapes() -> dict[str, ModelShape]:
-    """The models of the tables by name."""
+    """The models of the tables by name, built on torch's meta device, which takes a second each."""
     known = yaml.safe_load(MODELS.read_text(encoding="utf-8"))
     return {name: shape_of_values(values) for name, values in known.items()}
 

@@ -1,9 +1,11 @@
-"""Top-level folders are fixed, no module prints, and every module has a docstring."""
+"""Names and shape of the code: directories, classes, families, prints, docstrings."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 
 import pytest
 from sources import ROOT, Source, parse, sources
@@ -50,3 +52,69 @@ def test_no_file_names_are_twins_of_a_modality() -> None:
 @pytest.mark.parametrize(("text", "found"), [("print(1)", 1), ("console.print(1)", 0), ("def f():\n    print()", 1)])
 def test_a_print_is_seen(text: str, found: int) -> None:
     assert len(list(prints(parse("cluster/x.py", text)))) == found
+
+
+SHARED = {
+    "Learner": "the protocol of the role in `cluster.roles`, and one rank of it",
+    "Measurement": "engine and learner of one checkpoint, of text models and of flow models",
+    "Turn": "a message of a conversation, of RL rows and of offline rows",
+    "Writer": "the protocol of what writes a small model, tiny or pretrained",
+}
+
+
+def names(found: Iterable[Source]) -> dict[str, list[str]]:
+    """Class name -> the files that define it; names with a leading underscore are left out."""
+    files = defaultdict(list)
+    for source in found:
+        for node in ast.walk(source.tree):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                files[node.name].append(source.path)
+    return files
+
+
+def shared_names(found: Iterable[Source]) -> dict[str, list[str]]:
+    return {name: files for name, files in names(found).items() if len(files) > 1}
+
+
+def test_a_class_name_has_one_meaning() -> None:
+    refused = {name: files for name, files in shared_names(sources()).items() if name not in SHARED}
+    assert refused == {}, "give the new class a more specific name"
+
+
+def test_the_list_holds_no_name_that_is_unique() -> None:
+    assert set(SHARED) - set(shared_names(sources())) == set()
+
+
+def test_two_classes_of_one_name_are_seen() -> None:
+    text = "class Row:\n    pass\n\n\nclass _Part:\n    pass"
+    found = [parse("cluster/x.py", text), parse("rewards/y.py", text)]
+    assert shared_names(found) == {"Row": ["cluster/x.py", "rewards/y.py"]}
+
+
+NAMES = re.compile(r"qwen|internvl|llava|smolvlm|idefics|gemma|glm_?-?4|llama(?!-factory)|mistral", re.IGNORECASE)
+HOME = (
+    "learner/policies/families/",
+    "learner/policies/pretrained/",
+    "learner/policies/tiny/",
+    "learner/policies/flow/families/",
+    "learner/policies/flow/tiny/",
+    "learner/policies/image_tokens/tiny.py",
+    "deploy/conformance/flow/plain.py",
+)
+# Names of another program's models, which it wants on its command line.
+FOREIGN = ("deploy/tools/lmms_eval.py", "deploy/cli/lmms_eval_command.py")
+
+
+def named(source: Source) -> list[str]:
+    lines = enumerate(source.text.splitlines(), start=1)
+    return [f"{source.path}:{number} {found[0]}" for number, line in lines for found in NAMES.finditer(line)]
+
+
+def test_nothing_outside_names_a_family() -> None:
+    others = [source for source in sources() if not source.path.startswith((*HOME, *FOREIGN))]
+    assert [place for source in others for place in named(source)] == []
+
+
+@pytest.mark.parametrize(("text", "num"), [("kind == 'qwen2_vl'", 1), ("# as InternVL does", 1), ("VISION = 1", 0)])
+def test_a_name_is_seen(text: str, num: int) -> None:
+    assert len(named(parse("actors/x.py", text))) == num

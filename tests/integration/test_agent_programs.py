@@ -27,12 +27,9 @@ SMALL = ("metrics.progress=false", "timeouts.start_s=500", "resources.object_sto
 
 
 def trained(folder: Path, *words: str) -> RunFolder:
-    job = Job(folder, (*COMMON, *words), SMALL)
-    try:
+    with Job(folder, (*COMMON, *words), SMALL) as job:
         job.finish(job.start())
         return read_run_folder(job.run_folder)
-    finally:
-        job.end()
 
 
 def check(report: RunFolder) -> None:

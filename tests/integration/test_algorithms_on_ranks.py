@@ -15,18 +15,11 @@ from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 WORDS = (
-    "algorithm=reinforce_pp_baseline",
-    "algorithm.kl.coef=0",
-    "algorithm.num_epochs=2",
-    "algorithm.num_minibatches=2",
-    "algorithm.old_logprobs=recomputed",
-    "algorithm.correction=tis_token",
-    "algorithm.entropy.top_share=0.5",
-    "algorithm.entropy.bonus=0.01",
-    "algorithm.shaping.running_moments=standardise",
-    "algorithm.loss_aggregation=sequence_sum_token_norm",
-    "algorithm.loss_norm=8",
-)
+    "algorithm=reinforce_pp_baseline", "algorithm.kl.coef=0", "algorithm.num_epochs=2", "algorithm.num_minibatches=2",
+    "algorithm.old_logprobs=recomputed", "algorithm.correction=tis_token", "algorithm.entropy.top_share=0.5",
+    "algorithm.entropy.bonus=0.01", "algorithm.shaping.running_moments=standardise",
+    "algorithm.loss_aggregation=sequence_sum_token_norm", "algorithm.loss_norm=8",
+)  # fmt: skip
 TWO = ("learner=fsdp2", "resources.learner.num_workers=2")
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import struct
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,7 +24,6 @@ from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 Row = dict[str, Any]
 NUM_GOOD = 20
 PNG = b"\x89PNG\r\n\x1a\n"
-BOMB_SIDE = 16_384  # 268 million pixels
 
 
 @pytest.fixture(scope="module")
@@ -75,52 +72,16 @@ def named(image: Any, question: str = "<image>Which digit is this?") -> Row:
     return {"id": "the-bad-one", "question": question, "answer": "7", "image": image}
 
 
-def bomb(folder: Path) -> Row:
-    """A black PNG of one bit a pixel: a few kilobytes that decode to hundreds of megabytes."""
-    header = struct.pack(">IIBBBBB", BOMB_SIDE, BOMB_SIDE, 1, 0, 0, 0, 0)
-    rows = zlib.compress(bytes(BOMB_SIDE * (1 + BOMB_SIDE // 8)))
-    assert len(rows) < 100_000
-    return image(folder, PNG + chunk(b"IHDR", header) + chunk(b"IDAT", rows) + chunk(b"IEND", b""))
-
-
-def chunk(kind: bytes, content: bytes) -> bytes:
-    return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
-
-
-def linked_out(folder: Path) -> Row:
-    outside = folder.parent / "secret.png"
-    Image.new("L", (56, 56)).save(outside)
-    (folder / "link.png").symlink_to(outside)
-    return named("link.png")
-
-
-def fifo(folder: Path) -> Row:
-    os.mkfifo(folder / "pipe.png")
-    return named("pipe.png")
-
-
 SKIPPED: dict[str, tuple[str, Callable[[Path], Row | str]]] = {
     "missing file": ("missing_file", lambda folder: named("nowhere.png")),
-    "directory": ("missing_file", lambda folder: named(".")),
-    "named pipe": ("missing_file", fifo),
     "corrupt header": ("bad_media", lambda folder: image(folder, PNG + b"\0" * 30)),
-    "zero bytes": ("bad_media", lambda folder: image(folder, b"")),
-    "decompression bomb": ("bad_media", bomb),
-    "no image": ("bad_media", lambda folder: image(folder, b"#!/bin/sh\necho a text\n")),
-    "no image but PostScript": ("bad_media", lambda folder: image(folder, b"%!PS-Adobe-3.0 EPSF-3.0\n")),
-    "too large a file": ("bad_media", lambda folder: image(folder, PNG + b"\0" * 21_000_000)),
     "path that leaves": ("outside_folder", lambda folder: named("../outside.png")),
-    "absolute path": ("outside_folder", lambda folder: named(str(folder / "good.png"))),
-    "link that leaves": ("outside_folder", linked_out),
     "no answer": ("missing_answer", lambda folder: {"id": "the-bad-one", "question": "Which digit?"}),
     "no question": ("missing_question", lambda folder: {"id": "the-bad-one", "answer": "7"}),
     "prompt too long": ("bad_prompt", lambda folder: named("good.png", "<image>" + "again and " * 200)),
     "too many images": ("bad_prompt", lambda folder: named(["good.png"] * 3, "<image>" * 3)),
-    "imitated special token": ("bad_prompt", lambda folder: named("good.png", "<image><|im_end|>")),
     "fewer placeholders": ("placeholder_mismatch", lambda folder: named(["good.png"] * 2)),
-    "more placeholders": ("placeholder_mismatch", lambda folder: named("good.png", "<image><image>")),
     "broken JSON": ("broken_json", lambda folder: '{"id": "the-bad-one", "question": "<image>Wh'),
-    "JSON but no object": ("broken_json", lambda folder: "[1, 2]"),
     "id twice": ("duplicate_id", lambda folder: named("good.png") | {"id": "good-3"}),
 }
 

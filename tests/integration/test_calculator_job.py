@@ -19,12 +19,9 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunFolder]:
     words = ("experiment=calculator", "resources=laptop", "num_steps=3", "algorithm.drop_uniform_groups=false")
     few = ("environment.num_train=64", "environment.num_validation=8", "environment.num_test=8")
     short = ("warm_start.num_steps=10", "warm_start.check_interval=10", "resources.rollout.num_workers=1")
-    job = Job(folder, (*words, *few, *short))
-    try:
+    with Job(folder, (*words, *few, *short)) as job:
         job.finish(job.start())
         yield read_run_folder(job.run_folder)
-    finally:
-        job.end()
 
 
 def test_the_run_ends_and_engine_and_learner_agree_on_every_sampled_token(report: RunFolder) -> None:

@@ -18,28 +18,20 @@ pytestmark = [pytest.mark.matrix, pytest.mark.slow, pytest.mark.alone, pytest.ma
 
 SCRIPT = Path(__file__).with_name("struck_job.py")
 WORDS = (
-    "experiment=digits",
-    "resources=laptop",
-    "algorithm.max_staleness=0",
-    "rewards.components.0.function=struck_roles:score",
-    "replay.trajectory_log=true",
-    "checkpoints.interval_steps=1",
-    "timeouts.rollout_s=8",
-    "weight_sync.timeout_s=6",
-    "supervision.probe_timeout_s=10",
+    "experiment=digits", "resources=laptop", "algorithm.max_staleness=0",
+    "rewards.components.0.function=struck_roles:score", "replay.trajectory_log=true", "checkpoints.interval_steps=1",
+    "timeouts.rollout_s=8", "weight_sync.timeout_s=6", "supervision.probe_timeout_s=10",
     "supervision.max_restarts=100",
-)
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=["kill", "hang", "slow"])
 def test_whatever_happens_to_an_engines_core_costs_nothing_but_time(kind: signal.Signals, tmp_path: Path) -> None:
     job = Job(tmp_path, (*WORDS, f"data.path={tmp_path / 'digits'}"))
     faults = ",".join(f"{moment}-core-{kind.name}" for moment in MOMENTS)
-    try:
+    with job:
         job.finish(job.start(str(SCRIPT), str(tmp_path), faults))
         none_left(job.marks[0])
-    finally:
-        job.end()
     assert Saboteur(tmp_path).struck == [f"{moment} core {int(kind)}" for moment in MOMENTS]
     found = read_run_folder(job.run_folder).summary
     assert found.status == "done"

@@ -101,12 +101,9 @@ def start(job: Job) -> Any:
 
 @pytest.fixture(scope="module")
 def unharmed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ended]:
-    job = job_in(tmp_path_factory.mktemp("unharmed"))
-    try:
+    with job_in(tmp_path_factory.mktemp("unharmed")) as job:
         job.finish(start(job))
         yield ended(job)
-    finally:
-        job.end()
 
 
 def assert_is_the_same(found: Ended, expected: Ended) -> None:
@@ -150,11 +147,9 @@ def test_a_rank_of_either_group_that_is_killed_in_a_step_costs_nothing_but_time(
     job, saboteur = job_in(tmp_path), Saboteur(tmp_path)
     for moment, victim in faults:
         saboteur.plan(moment, victim=victim, signal=signal.SIGKILL)
-    try:
+    with job:
         job.finish(start(job))
         none_left(job.marks[0])
-    finally:
-        job.end()
     assert saboteur.struck == [f"{moment} {victim} 9" for moment, victim in faults]
     found = ended(job)
     assert found.report.summary.restarts == len(faults)
@@ -168,12 +163,10 @@ def test_a_run_that_is_killed_in_a_step_and_resumed_ends_with_the_same_weights(
     """The critic trains on the step when its driver is killed; journal and checkpoints are what is left."""
     job, saboteur = job_in(tmp_path), Saboteur(tmp_path)
     saboteur.plan(f"critic_trains_{version}", victim="driver", signal=signal.SIGKILL)
-    try:
+    with job:
         assert start(job).wait(600) == -signal.SIGKILL, job.output
         none_left(job.marks[0])
         job.finish(start(job))
-    finally:
-        job.end()
     assert saboteur.struck == [f"critic_trains_{version} driver 9"]
     assert_is_the_same(ended(job), unharmed)
 

@@ -35,12 +35,9 @@ def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     words = ("experiment=digits", "algorithm=ppo_gae", "resources=laptop", "num_steps=3")
     words += (f"data.path={folder / 'digits'}", *PLACES[request.param])
     short = ("algorithm.critic.warmup_steps=1", "learner.warmup_steps=0")
-    job = Job(folder, (*words, *short, "resources.rollout.num_workers=1", "weight_sync.canary_interval=1"))
-    try:
+    with Job(folder, (*words, *short, "resources.rollout.num_workers=1", "weight_sync.canary_interval=1")) as job:
         job.finish(job.start())
         yield job
-    finally:
-        job.end()
 
 
 @pytest.fixture(scope="module")

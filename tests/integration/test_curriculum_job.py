@@ -36,14 +36,12 @@ def state_at(job: Job, version: int) -> dict[str, object]:
 def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
     folder = tmp_path_factory.mktemp("curriculum")
     job = Job(folder, WORDS, small=SMALL[1:])  # the rewards are those of the environment
-    try:
+    with job:
         job.overrides = (*WORDS, "num_steps=3")
         job.finish(job.start())
         job.overrides = (*WORDS, "num_steps=5", "resume=auto")
         job.finish(job.start())
         yield job
-    finally:
-        job.end()
 
 
 @pytest.fixture(scope="module")

@@ -36,12 +36,9 @@ SMALL = (
 def lists(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
     folder = tmp_path_factory.mktemp("lists")
     words = ("experiment=digit_list", "resources=laptop", f"data.path={short_lists(folder / 'data')}")
-    job = Job(folder, (*words, "data.kind=jsonl", f"num_steps={NUM_STEPS}"), small=SMALL)
-    try:
+    with Job(folder, (*words, "data.kind=jsonl", f"num_steps={NUM_STEPS}"), small=SMALL) as job:
         job.finish(job.start())
         yield job
-    finally:
-        job.end()
 
 
 def short_lists(folder: Path) -> Path:

@@ -14,28 +14,20 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 NUM_STEPS = 12
 WORDS = (
-    "experiment=digits",
-    "algorithm=distill",
-    "resources=laptop_overlapped",
-    "learner=single",
-    "warm_start.num_steps=0",
-    f"num_steps={NUM_STEPS}",
-    "learner.learning_rate=3e-3",
-    "learner.warmup_steps=0",
-    "algorithm.prompts_per_step=8",
-    "algorithm.samples_per_prompt=8",
-)
+    "experiment=digits", "algorithm=distill", "resources=laptop_overlapped", "learner=single",
+    "warm_start.num_steps=0", f"num_steps={NUM_STEPS}", "learner.learning_rate=3e-3", "learner.warmup_steps=0",
+    "algorithm.prompts_per_step=8", "algorithm.samples_per_prompt=8",
+)  # fmt: skip
 
 
 def test_the_policy_approaches_a_teacher_whose_rewards_it_never_sees(tmp_path: Path) -> None:
     """`kl` is the divergence of the policy from the teacher on its own samples: of random weights it falls at once."""
     teacher = write_tiny_qwen2_5_vl(tmp_path / "teacher", seed=1)
-    job = Job(tmp_path, (*WORDS, f"data.path={tmp_path / 'digits'}", f"algorithm.distillation.teacher={teacher}"))
-    try:
+    with Job(
+        tmp_path, (*WORDS, f"data.path={tmp_path / 'digits'}", f"algorithm.distillation.teacher={teacher}")
+    ) as job:
         job.finish(job.start())
         none_left(job.marks[0])
-    finally:
-        job.end()
     found = read_run_folder(job.run_folder)
     assert found.summary is not None
     assert (found.summary.status, found.summary.version, found.faults) == ("done", NUM_STEPS, [])

@@ -44,10 +44,8 @@ def finished(script: str, folder: Path, *words: str) -> Path:
             patched.setenv(name, str(value))
         patched.setenv("RESOURCES", "laptop")
         process = job.start_script("-c", EXEC, str(REPOSITORY / "examples" / script))
-    try:
+    with job:
         job.finish(process)
-    finally:
-        job.end()
     [found] = (path for path in (folder / "runs").iterdir() if path.is_dir() and not path.is_symlink())
     return found
 

@@ -20,21 +20,11 @@ pytestmark = [pytest.mark.matrix, pytest.mark.slow, pytest.mark.alone, pytest.ma
 
 NUM_STEPS = 14
 WORDS = (
-    "resources=laptop",
-    "algorithm.max_staleness=1",
-    "algorithm.num_minibatches=1",
-    "sampler.flow.num_steps=6",
-    "warm_start.num_steps=20",
-    "warm_start.check_interval=20",
-    "evaluation.num_prompts=4",
-    "evaluation.num_samples=2",
-    "checkpoints.interval_steps=2",
-    "learner.ema_decay=0.9",
-    "learner.adam_eps=1e-10",
-    "replay.trajectory_log=true",
-    "supervision.max_restarts=20",
-    f"num_steps={NUM_STEPS}",
-)
+    "resources=laptop", "algorithm.max_staleness=1", "algorithm.num_minibatches=1", "sampler.flow.num_steps=6",
+    "warm_start.num_steps=20", "warm_start.check_interval=20", "evaluation.num_prompts=4", "evaluation.num_samples=2",
+    "checkpoints.interval_steps=2", "learner.ema_decay=0.9", "learner.adam_eps=1e-10", "replay.trajectory_log=true",
+    "supervision.max_restarts=20", f"num_steps={NUM_STEPS}",
+)  # fmt: skip
 ALGORITHMS = {
     "glyphs_nft": ("sampler.flow.window_start=5", "sampler.flow.window_end=6"),
     "glyphs_grpo": ("sampler.flow.window_end=5", "sampler.flow.window_size=2"),
@@ -49,8 +39,7 @@ def test_killed_processes_cost_nothing_but_time(experiment: str, tmp_path: Path)
         "algorithm.samples_per_prompt=4",
         "metrics.progress=false",
     )
-    job = Job(tmp_path, (f"experiment={experiment}", *WORDS, *ALGORITHMS[experiment], *own), small=small)
-    try:
+    with Job(tmp_path, (f"experiment={experiment}", *WORDS, *ALGORITHMS[experiment], *own), small=small) as job:
         process = job.start()
         for step, role in ((3, "RolloutActor"), (6, "Learner")):
             reach(job, process, step)
@@ -60,8 +49,6 @@ def test_killed_processes_cost_nothing_but_time(experiment: str, tmp_path: Path)
         process.wait()
         assert len(job.steps) < NUM_STEPS, "the run was over before its driver could be killed"
         job.finish(job.start())
-    finally:
-        job.end()
     found = read_run_folder(job.run_folder)
     assert found.summary is not None and (found.summary.status, found.summary.version) == ("done", NUM_STEPS)
     assert {fault.worker.partition("/")[0] for fault in found.faults} >= {"rollout", "the learner"}

@@ -26,13 +26,12 @@ def finished(tmp_path: Path, preset: str, also: Callable[[Job], None] | None = N
     own += ("evaluation.num_prompts=4", "learner.ema_decay=0.5")
     own += (f"rewards.components.0.function={reward}:score", "replay.trajectory_log=true")
     words = tuple(word for word in WORDS if not word.startswith("resources."))
-    job = Job(tmp_path, (*words, *own), small=("metrics.progress=false", "resources.object_store_bytes=268435456"))
-    try:
+    with Job(
+        tmp_path, (*words, *own), small=("metrics.progress=false", "resources.object_store_bytes=268435456")
+    ) as job:
         job.finish(job.start())
         if also is not None:
             also(job)
-    finally:
-        job.end()
     found = read_run_folder(job.run_folder)
     assert (found.summary.status, found.summary.version) == ("done", NUM_STEPS)
     assert found.summary.logprob_gap_mean == 0

@@ -71,15 +71,6 @@ def stop_after(job: Job, num_steps: int, *command: str) -> int:
     return summary.version
 
 
-@contextmanager
-def jobs(*made: Job) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        for job in made:
-            job.end()
-
-
 def weights(job: Job) -> dict[str, torch.Tensor]:
     return load_file(job.run_folder / "policy" / "model.safetensors")
 
@@ -100,7 +91,7 @@ def test_a_run_goes_on_from_the_checkpoint_of_its_stop_as_if_it_had_never_stoppe
     (tmp_path / "stopped").mkdir()
     (tmp_path / "whole").mkdir()
     stopped, whole = (Job(tmp_path / name, (*RL, data)) for name in ("stopped", "whole"))
-    with jobs(stopped, whole):
+    with stopped, whole:
         version = stop_after(stopped, 2)
         assert 2 <= version < 12
         log = (stopped.run_folder / "run.log").read_text()
@@ -123,7 +114,7 @@ def test_an_offline_job_goes_on_from_the_checkpoint_of_its_stop(tmp_path: Path) 
         (tmp_path / name).mkdir()
     stopped, whole = (Job(tmp_path / name, words, small=SMALL_SFT) for name in ("stopped", "whole"))
     command = ("-m", "mobula.deploy.cli", "sft")
-    with jobs(stopped, whole):
+    with stopped, whole:
         version = stop_after(stopped, 5, *command)
         assert 5 <= version < 60
         stopped.finish(stopped.start(*command))

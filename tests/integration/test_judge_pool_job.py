@@ -58,11 +58,8 @@ def job_with(folder: Path, judge: Path) -> Job:
 
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[Job]:
-    job = job_with(tmp_path, write_tiny_qwen2_5_vl(tmp_path / "judge", seed=1))
-    try:
+    with job_with(tmp_path, write_tiny_qwen2_5_vl(tmp_path / "judge", seed=1)) as job:
         yield job
-    finally:
-        job.end()
 
 
 def judge_process(job: Job) -> int:
@@ -94,11 +91,8 @@ def test_a_judge_scores_every_response_and_its_killed_worker_costs_none(job: Job
 
 
 def test_a_judge_that_cannot_be_loaded_ends_the_run_with_the_cause(tmp_path: Path) -> None:
-    job = job_with(tmp_path, tmp_path / "nothing")
-    try:
+    with job_with(tmp_path, tmp_path / "nothing") as job:
         assert job.start().wait(RUN_DEADLINE_S) != 0
         assert "a reward.judge worker cannot be started" in job.output, job.output
         assert "rewards.components[judge]: options.model=" in job.output and "cannot be loaded" in job.output
         none_left(job.marks[0])
-    finally:
-        job.end()

@@ -39,8 +39,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
     folder = tmp_path_factory.mktemp("variants")
     words = ("experiment=digits_lora", "resources=laptop", f"data.path={folder / 'digits'}", "num_steps=2")
     learner = ("learner=deepspeed", "learner.zero_stage=3", "learner.ema_decay=0.5", "resources.rollout.num_workers=1")
-    job = Job(folder, (*words, *learner, "weight_sync.canary_interval=1"))
-    try:
+    with Job(folder, (*words, *learner, "weight_sync.canary_interval=1")) as job:
         served = ("rewards=recipe_and_http", "rewards.recipes.default.gates=[]", f"{URLS}=[{serve(job)}/score]")
         job = replace(job, overrides=(*job.overrides, *served))
         training = job.start()
@@ -49,8 +48,6 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
         os.kill(engine_process(job), signal.SIGKILL)
         job.finish(training)
         yield job
-    finally:
-        job.end()
 
 
 def engine_process(job: Job) -> int:

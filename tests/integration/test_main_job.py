@@ -33,12 +33,9 @@ def on_policy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
     """Two vLLM engines and two FSDP2 ranks in turns, max_staleness=0."""
     folder = tmp_path_factory.mktemp("on_policy")
     words = ("experiment=digits", "resources=laptop_colocated", f"data.path={folder / 'digits'}", "num_steps=4")
-    job = Job(folder, (*words, "algorithm.max_staleness=0", "weight_sync.canary_interval=1", *SUITE))
-    try:
+    with Job(folder, (*words, "algorithm.max_staleness=0", "weight_sync.canary_interval=1", *SUITE)) as job:
         job.finish(job.start())
         yield job
-    finally:
-        job.end()
 
 
 @pytest.fixture(scope="module")
@@ -168,7 +165,7 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
     the same command is given again at once."""
     folder = tmp_path_factory.mktemp("resumed")
     data = f"data.path={few_rows(folder / 'sums')}"
-    job = Job(
+    with Job(
         folder,
         (
             "experiment=digits",
@@ -187,8 +184,7 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
         )
         + ("resume=auto", "checkpoints.interval_steps=2", "replay.trajectory_log=true")
         + ("resources.rollout.num_workers=1",),
-    )
-    try:
+    ) as job:
         killed = job.start()
         wait_until(lambda: len(job.steps) >= 3 or killed.poll() is not None, RUN_DEADLINE_S, lambda: job.output)
         assert killed.poll() is None, job.output
@@ -197,8 +193,6 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
         assert len(job.steps) < RESUMED_STEPS, "the run was over before it could be killed"
         job.finish(job.start())
         yield job
-    finally:
-        job.end()
 
 
 def few_rows(folder: Path) -> Path:

@@ -31,13 +31,10 @@ def test_a_text_model_of_ones_own_trains_on_the_settings_for_released_checkpoint
     folder.mkdir()
     write_text_policy(folder / "model", "qwen3")
     words = ("experiment=own", "resources=laptop_overlapped", "learner=single", "num_steps=4")
-    job = Job(
+    with Job(
         folder, (*words, f"data.path={write_sums(folder / 'sums')}", "sampler.max_tokens=40", "warm_start.num_steps=0")
-    )
-    try:
+    ) as job:
         job.finish(job.start())
-    finally:
-        job.end()
     config, found = load_resolved(job.run_folder / "config.yaml"), read_run_folder(job.run_folder)
     assert (config.learner.learning_rate, config.warm_start.num_steps, config.needs_reference) == (1e-6, 0, False)
     assert (found.summary.status, found.summary.version) == ("done", 4)

@@ -27,9 +27,8 @@ SCRIPT = str(Path(__file__).parent / "disturbed_job.py")
 def job(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Job]:
     name, *words = request.param
     data = f"data.path={tmp_path / 'digits'}"
-    job = Job(tmp_path, (*WORDS, data, f"policy.tiny={name}", *words))
-    yield job
-    job.end()
+    with Job(tmp_path, (*WORDS, data, f"policy.tiny={name}", *words)) as job:
+        yield job
 
 
 def gaps(text: str) -> dict[str, float]:

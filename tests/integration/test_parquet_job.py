@@ -38,11 +38,8 @@ def test_parquet_with_images_is_trained_on(tmp_path: Path) -> None:
     words = ("experiment=digits", "data=verl", f"data.path={data}", "data.splits={validation: test}")
     few = ("resources=laptop_overlapped", "learner=single", f"num_steps={NUM_STEPS}", "sampler.max_tokens=8")
     apart = ("resources.processor.num_workers=1", "resources.processor.num_cpus=0.1")
-    job = Job(tmp_path, (*words, *few, *apart, "warm_start.num_steps=0"))
-    try:
+    with Job(tmp_path, (*words, *few, *apart, "warm_start.num_steps=0")) as job:
         job.finish(job.start())
-    finally:
-        job.end()
     assert pq.ParquetFile(data / "train.parquet").num_row_groups > 1
     found = read_run_folder(job.run_folder)
     assert (found.summary.status, found.summary.version) == ("done", NUM_STEPS)

@@ -27,12 +27,9 @@ WORDS = (
 
 
 def test_a_prompt_that_ends_one_engine_after_the_other_is_excluded_and_the_run_ends_well(tmp_path: Path) -> None:
-    job = Job(tmp_path, (*WORDS, f"data.path={tmp_path / 'digits'}"))
-    try:
+    with Job(tmp_path, (*WORDS, f"data.path={tmp_path / 'digits'}")) as job:
         job.finish(job.start(str(SCRIPT), POISON))
         none_left(job.marks[0])
-    finally:
-        job.end()
 
     found = read_run_folder(job.run_folder)
     assert found.summary.status == "done" and found.summary.num_steps == NUM_STEPS

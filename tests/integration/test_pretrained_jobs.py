@@ -70,11 +70,8 @@ def job_in(folder: Path, source: Path, data: Path, *words: str, small: tuple[str
 def test_engine_and_learner_agree_in_every_step(
     tmp_path: Path, source: Path, words: tuple[str, ...], mean_bound: float
 ) -> None:
-    job = job_in(tmp_path, source, source / "sums", "experiment=sums", "num_steps=4", *words)
-    try:
+    with job_in(tmp_path, source, source / "sums", "experiment=sums", "num_steps=4", *words) as job:
         job.finish(job.start())
-    finally:
-        job.end()
     found = read_run_folder(job.run_folder)
     assert (found.summary.status, found.summary.version) == ("done", 4)
     gaps = [step.values["logprob_gap_mean"] for step in found.steps]
@@ -86,16 +83,13 @@ def test_engine_and_learner_agree_in_every_step(
 
 def test_a_killed_run_goes_on_where_it_was(tmp_path: Path, source: Path) -> None:
     words = ("experiment=sums", "num_steps=5", "checkpoints.interval_steps=2", "resume=auto")
-    job = job_in(tmp_path, source, source / "sums", *words)
-    try:
+    with job_in(tmp_path, source, source / "sums", *words) as job:
         killed = job.start()
         wait_until(lambda: len(job.steps) >= 3 or killed.poll() is not None, RUN_DEADLINE_S, lambda: job.output)
         assert killed.poll() is None, job.output
         killed.kill()
         killed.wait()
         job.finish(job.start())
-    finally:
-        job.end()
     found = read_run_folder(job.run_folder)
     assert "resumed from" in (job.run_folder / "run.log").read_text(encoding="utf-8")
     assert (found.summary.status, found.summary.version) == ("done", 5)
@@ -108,12 +102,9 @@ def tuned(tmp_path_factory: pytest.TempPathFactory, source: Path) -> Iterator[Jo
     folder = tmp_path_factory.mktemp("tuned")
     write_pairs(source / "sums", folder / "pairs")
     words = ("num_steps=4", "offline.batch_size=16", "learner.learning_rate=1e-4", "learner.warmup_steps=0")
-    job = job_in(folder, source, folder / "pairs", *words, small=("evaluation.num_prompts=16",))
-    try:
+    with job_in(folder, source, folder / "pairs", *words, small=("evaluation.num_prompts=16",)) as job:
         job.finish(job.start("-m", "mobula.deploy.cli", "sft"))
         yield job
-    finally:
-        job.end()
 
 
 def write_pairs(sums: Path, folder: Path) -> None:
@@ -149,11 +140,8 @@ def test_sft_lowers_the_loss_and_its_export_loads_in_transformers(tuned: Job) ->
 
 def test_dpo_raises_the_margin(tmp_path: Path, source: Path, tuned: Job) -> None:
     words = ("num_steps=3", "offline.batch_size=8", "learner.learning_rate=1e-5", "learner.warmup_steps=0")
-    job = job_in(tmp_path, source, tuned.folder / "pairs", *words, small=("evaluation.num_prompts=16",))
-    try:
+    with job_in(tmp_path, source, tuned.folder / "pairs", *words, small=("evaluation.num_prompts=16",)) as job:
         job.finish(job.start("-m", "mobula.deploy.cli", "dpo"))
-    finally:
-        job.end()
     found = read_run_folder(job.run_folder)
     losses = [step.values["loss"] for step in found.steps]
     assert found.summary.status == "done" and losses[0] == pytest.approx(math.log(2), abs=1e-4)

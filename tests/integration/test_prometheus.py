@@ -38,17 +38,10 @@ SCRAPE_S = 2
 NUM_STEPS = 200  # Ray exports every 10 s, and `increase` needs two values 15 s apart: some 40 s on a quiet machine
 SERVICES = "prom_metrics_service_discovery.json"  # which Ray keeps in its temporary folder
 WORDS = (
-    "experiment=digits",
-    f"num_steps={NUM_STEPS}",
-    "algorithm.kl.coef=0.01",
-    "algorithm.max_staleness=1",
-    "weight_sync.canary_interval=1",
-    "metrics.heartbeat_s=2",
-    "supervision.interval_s=2",
-    "tracing.exporter=file",
-    "tracing.chrome_steps=[5]",
-    "tracing.profile_steps=[3]",
-)
+    "experiment=digits", f"num_steps={NUM_STEPS}", "algorithm.kl.coef=0.01", "algorithm.max_staleness=1",
+    "weight_sync.canary_interval=1", "metrics.heartbeat_s=2", "supervision.interval_s=2", "tracing.exporter=file",
+    "tracing.chrome_steps=[5]", "tracing.profile_steps=[3]",
+)  # fmt: skip
 pytestmark = [
     pytest.mark.matrix,
     pytest.mark.timeout(1800),
@@ -156,10 +149,10 @@ def scraped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scraped]:
         processes.append(prometheus(folder, own, sessions / SERVICES))
         wait_until(lambda: is_ready(url), START_S, lambda: (folder / "prometheus.log").read_text())
         start = time.time()
-        job.finish(job.start())
-        yield Scraped(url, start, time.time(), job.run_folder)
+        with job:
+            job.finish(job.start())
+            yield Scraped(url, start, time.time(), job.run_folder)
     finally:
-        job.end()
         end_all(processes)
         shutil.rmtree(sessions, ignore_errors=True)
 

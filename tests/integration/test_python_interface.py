@@ -15,14 +15,9 @@ from mobula.cluster.errors import PreflightError
 
 NOTEBOOK = Path(__file__).parents[2] / "examples" / "notebook.py"
 SMALLER = (
-    "num_steps=2",
-    "warm_start.num_steps=10",
-    "evaluation.num_prompts=16",
-    "algorithm.prompts_per_step=4",
-    "algorithm.samples_per_prompt=4",
-    "resources.object_store_bytes=268435456",
-    "timeouts.start_s=500",
-)
+    "num_steps=2", "warm_start.num_steps=10", "evaluation.num_prompts=16", "algorithm.prompts_per_step=4",
+    "algorithm.samples_per_prompt=4", "resources.object_store_bytes=268435456", "timeouts.start_s=500",
+)  # fmt: skip
 
 
 @pytest.mark.core

@@ -19,16 +19,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.matrix, pytest.mark.timeout(2400)]
 
 SFT = ("-m", "mobula.deploy.cli", "sft")
 WORDS = (
-    "policy=tiny_qwen2_5_vl",
-    "learner=single",
-    "resources.learner.num_workers=1",
-    "learner.activation_checkpointing=none",
-    "offline.max_tokens=256",
-    "offline.batch_size=4",
-    "evaluation.num_prompts=8",
-    "evaluation.interval_steps=0",
-    "resume=auto",
-)
+    "policy=tiny_qwen2_5_vl", "learner=single", "resources.learner.num_workers=1",
+    "learner.activation_checkpointing=none", "offline.max_tokens=256", "offline.batch_size=4",
+    "evaluation.num_prompts=8", "evaluation.interval_steps=0", "resume=auto",
+)  # fmt: skip
 SMALL = ("metrics.progress=false", "resources.object_store_bytes=268435456", "timeouts.start_s=500")
 PROXY = "http://127.0.0.1:9"  # where nothing listens
 SURROUNDINGS = {
@@ -48,8 +42,7 @@ def job_of(tmp_path: Path, num_steps: int) -> Job:
 
 
 def test_a_second_start_is_refused_and_a_hangup_ends_the_first_in_order(tmp_path: Path) -> None:
-    job = job_of(tmp_path, 5000)
-    try:
+    with job_of(tmp_path, 5000) as job:
         first = job.start(*SFT)
         wait_until(lambda: len(job.steps) >= 2 or first.poll() is not None, RUN_DEADLINE_S, lambda: job.output)
         assert job.start(*SFT).wait(RUN_DEADLINE_S) == 2
@@ -62,8 +55,6 @@ def test_a_second_start_is_refused_and_a_hangup_ends_the_first_in_order(tmp_path
         assert newest is not None and newest[0] == job.steps[-1]
         assert summary is not None and summary.status == "stopped"
         assert not (job.run_folder / "run.lock").exists()
-    finally:
-        job.end()
 
 
 @pytest.mark.parametrize("surroundings", SURROUNDINGS)
@@ -77,18 +68,13 @@ def test_a_run_goes_on_in_odd_surroundings(tmp_path: Path, monkeypatch: pytest.M
             monkeypatch.delenv(name, raising=False)
     if "TMPDIR" in words[0]:
         Path(os.environ["TMPDIR"]).mkdir()
-    job = job_of(tmp_path, 1)
-    try:
+    with job_of(tmp_path, 1) as job:
         job.finish(job.start(*SFT))
-    finally:
-        job.end()
 
 
 @pytest.mark.parametrize("name", ["actors", "cluster", "configs", "learner", "rewards"])
 def test_a_run_works_beside_a_file_with_the_name_of_a_package(tmp_path: Path, name: str) -> None:
     job = job_of(tmp_path, 1)
     (tmp_path / f"{name}.py").write_text("raise SystemExit('the module of the user')")  # on the PYTHONPATH
-    try:
+    with job:
         job.finish(job.start(*SFT))
-    finally:
-        job.end()

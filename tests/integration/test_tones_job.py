@@ -22,12 +22,9 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunFolder]:
     (data / "sounds" / "train_0003.wav").write_bytes(b"no sound")
     words = ("experiment=tones", "resources=laptop", "num_steps=3", "algorithm.drop_uniform_groups=false")
     short = ("data=jsonl", f"data.path={data}", "resources.rollout.num_workers=1")
-    job = Job(folder, (*words, *short))
-    try:
+    with Job(folder, (*words, *short)) as job:
         job.finish(job.start())
         yield read_run_folder(job.run_folder)
-    finally:
-        job.end()
 
 
 def test_the_run_ends_and_engine_and_learner_agree_on_every_sampled_token(report: RunFolder) -> None:

@@ -76,23 +76,12 @@ class Lines:
         self._file.close()
 """
 WORDS = (
-    "experiment=own",
-    "resources=laptop_overlapped",
-    "learner=single",
-    "data.row_format=own.py:row",
-    "data.row_format_options.sign=+",
-    "data.processor=own.py:Reminding.of",
-    "sampler.kind=own.py:Sampler",
-    "rewards=own",
-    "rewards.components.0.function=own.py:odd",
-    "rewards.components.0.options={bonus: 2}",
-    "algorithm.advantage=own.py:centred",
-    "algorithm.loss=own.py:reinforce",
-    "metrics.trackers=[own.py:Lines]",
-    "warm_start.num_steps=0",
-    "sampler.max_tokens=12",
-    f"num_steps={NUM_STEPS}",
-)
+    "experiment=own", "resources=laptop_overlapped", "learner=single", "data.row_format=own.py:row",
+    "data.row_format_options.sign=+", "data.processor=own.py:Reminding.of", "sampler.kind=own.py:Sampler",
+    "rewards=own", "rewards.components.0.function=own.py:odd", "rewards.components.0.options={bonus: 2}",
+    "algorithm.advantage=own.py:centred", "algorithm.loss=own.py:reinforce", "metrics.trackers=[own.py:Lines]",
+    "warm_start.num_steps=0", "sampler.max_tokens=12", f"num_steps={NUM_STEPS}",
+)  # fmt: skip
 
 
 def test_a_run_of_relative_files_in_a_directory_outside_of_the_repository(tmp_path: Path) -> None:
@@ -104,11 +93,8 @@ def test_a_run_of_relative_files_in_a_directory_outside_of_the_repository(tmp_pa
     for split in ("train", "validation", "test"):
         (project / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     write_text_policy(tmp_path / "model", "qwen3")
-    job = Job(tmp_path, (*WORDS, f"data.path={project}"), directory=project)
-    try:
+    with Job(tmp_path, (*WORDS, f"data.path={project}"), directory=project) as job:
         job.finish(job.start())
-    finally:
-        job.end()
     summary = read_run_folder(job.run_folder).summary
     assert (summary.status, summary.version) == ("done", NUM_STEPS)
     lines = [line.split() for line in (job.run_folder / "lines.txt").read_text().splitlines()]

@@ -39,11 +39,10 @@ def test_a_video_model_is_trained_and_its_videos_are_written(tmp_path: Path, nam
     own += (f"rewards.components.0.function={reward}:score",)
     changed = ("resources.", "policy=", "sampler.flow.max_text_tokens")
     words = tuple(word for word in WORDS if not word.startswith(changed))
-    job = Job(tmp_path, (*words, *own), small=("metrics.progress=false", "resources.object_store_bytes=268435456"))
-    try:
+    with Job(
+        tmp_path, (*words, *own), small=("metrics.progress=false", "resources.object_store_bytes=268435456")
+    ) as job:
         job.finish(job.start())
-    finally:
-        job.end()
     found = read_run_folder(job.run_folder)
     assert (found.summary.status, found.summary.version) == ("done", 1)
     assert found.summary.logprob_gap_mean == 0 and not found.skipped

@@ -56,12 +56,9 @@ def test_no_prompt_and_no_reported_token_is_lost_in_the_middle_of_long_responses
     monkeypatch.setenv("MOBULA_TEST_STEPS_PER_FAULT", "8")  # until responses have two pushes behind them
     model, data = write_load_model(tmp_path / "load", 1_000_000), write_load_data(tmp_path / "data", 20)
     where = (f"folder={tmp_path / 'runs'}", "name=job", f"policy.model={model}", f"data.path={data}")
-    job = Job(tmp_path, ())
-    try:
+    with Job(tmp_path, ()) as job:
         job.finish(job.start_script(str(SCRIPT), str(tmp_path), ",".join(faults), *WORDS, *where))
         none_left(job.marks[0])
-    finally:
-        job.end()
     saboteur = Saboteur(tmp_path)
     assert len(saboteur.struck) == len(faults)
     found = read_run_folder(job.run_folder)

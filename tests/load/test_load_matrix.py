@@ -33,23 +33,11 @@ LOOK_S = 2.0
 KEPT_KV_GAP_MEAN = 1e-2  # at the learning rate of these runs
 MEMORY_GROWTH = 0.05  # of a run's memory between its second quarter and its last
 COMMON = (
-    "data=jsonl",
-    "policy=hf",
-    "rewards.components.0.function=job_reward:score",
-    "learner.learning_rate=1e-6",
-    "evaluation.num_prompts=4",
-    "evaluation.interval_steps=0",
-    "checkpoints.interval_steps=0",
-    "replay.trajectory_log=true",
-    "metrics.progress=false",
-    "metrics.tensorboard=false",
-    "timeouts.rollout_s=600",
-    "timeouts.update_s=900",
-    "folder={folder}/runs",
-    "name=job",
-    "policy.model={model}",
-    "data.path={data}",
-)
+    "data=jsonl", "policy=hf", "rewards.components.0.function=job_reward:score", "learner.learning_rate=1e-6",
+    "evaluation.num_prompts=4", "evaluation.interval_steps=0", "checkpoints.interval_steps=0",
+    "replay.trajectory_log=true", "metrics.progress=false", "metrics.tensorboard=false", "timeouts.rollout_s=600",
+    "timeouts.update_s=900", "folder={folder}/runs", "name=job", "policy.model={model}", "data.path={data}",
+)  # fmt: skip
 
 
 def test_every_pair_of_values_is_in_a_row() -> None:
@@ -89,7 +77,7 @@ def test_a_run_under_load(row: Row, inputs: dict[str | int, Path], tmp_path: Pat
 def check_run(row: Row, inputs: dict[str | int, Path], tmp_path: Path) -> None:
     job = Job(tmp_path, ())
     memory: list[int] = []
-    try:
+    with job:
         job.write_reward()
         model = inputs["long tail" if row.max_tokens == 1024 else "whole"]
         common = [word.format(folder=tmp_path, model=model, data=inputs[row.prompt_tokens]) for word in COMMON]
@@ -99,8 +87,6 @@ def check_run(row: Row, inputs: dict[str | int, Path], tmp_path: Path) -> None:
                 memory.append(sum(_held(pid) for pid in marked(job.marks[0])))
         assert process.returncode == 0, job.output
         none_left(job.marks[0])
-    finally:
-        job.end()
     found = read_run_folder(job.run_folder)
     _note(row, found, memory)
     assert found.summary is not None

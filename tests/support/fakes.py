@@ -270,21 +270,6 @@ class FakeEvaluator:
     async def finish(self) -> None: ...
 
 
-class NoCheckpoints:
-    """Every run starts at version 0."""
-
-    async def resume(self) -> int:
-        return 0
-
-    @asynccontextmanager
-    async def writing(self) -> AsyncIterator[None]:
-        yield
-
-    async def maybe_save(self, version: int) -> None: ...
-
-    async def ensure_saved(self, version: int) -> None: ...
-
-
 def stop_request(deadline_s: float = 5.0) -> StopRequest:
     """Of a run whose progress no test looks at."""
     return StopRequest(deadline_s=deadline_s, progress=lambda: Progress(1, "update", 0.0))

@@ -24,37 +24,19 @@ from mobula.learner.learner import Learner
 TEXTS = ("71", "a red cube", "8", "15", "42", "a street")
 BUCKET_BYTES = 1 << 24
 WORDS = (
-    "policy=tiny_sd3",
-    "sampler=flow",
-    "learner=single",
-    "resources.learner.num_workers=1",
-    "resources.reference.num_workers=0",
-    "algorithm.kl.coef=0",
-    "algorithm.prompts_per_step=2",
-    "algorithm.samples_per_prompt=6",
-    "sampler.flow.height=32",
-    "sampler.flow.width=32",
-    "sampler.flow.num_steps=5",
-    "sampler.flow.window_end=4",
-    "sampler.flow.max_text_tokens=16",
-    "learner.tokens_per_microbatch=8192",
-    "learner.learning_rate=0.001",
-    "learner.warmup_steps=0",
-)
+    "policy=tiny_sd3", "sampler=flow", "learner=single", "resources.learner.num_workers=1",
+    "resources.reference.num_workers=0", "algorithm.kl.coef=0", "algorithm.prompts_per_step=2",
+    "algorithm.samples_per_prompt=6", "sampler.flow.height=32", "sampler.flow.width=32", "sampler.flow.num_steps=5",
+    "sampler.flow.window_end=4", "sampler.flow.max_text_tokens=16", "learner.tokens_per_microbatch=8192",
+    "learner.learning_rate=0.001", "learner.warmup_steps=0",
+)  # fmt: skip
 
 
 JANUS_WORDS = (
-    "policy=tiny_janus",
-    "sampler=image_tokens",
-    "learner=single",
-    "resources.learner.num_workers=1",
-    "resources.reference.num_workers=0",
-    "algorithm.kl.coef=0",
-    "algorithm.prompts_per_step=4",
-    "algorithm.samples_per_prompt=8",
-    "learner.learning_rate=0.003",
-    "learner.warmup_steps=0",
-)
+    "policy=tiny_janus", "sampler=image_tokens", "learner=single", "resources.learner.num_workers=1",
+    "resources.reference.num_workers=0", "algorithm.kl.coef=0", "algorithm.prompts_per_step=4",
+    "algorithm.samples_per_prompt=8", "learner.learning_rate=0.003", "learner.warmup_steps=0",
+)  # fmt: skip
 
 
 REDNESS = '''

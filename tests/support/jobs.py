@@ -31,19 +31,12 @@ def score(request, **options):
     return float(len(request.response.text) % 2)
 '''
 SMALL = (
-    "rewards.components.0.function=job_reward:score",
-    "warm_start.num_steps=2",
-    "warm_start.batch_size=16",
-    "warm_start.check_interval=2",
-    "warm_start.max_checks_rows=8",
-    "evaluation.num_prompts=16",
-    f"algorithm.prompts_per_step={PROMPTS_PER_STEP}",
-    f"algorithm.samples_per_prompt={NUM_SAMPLES}",
-    "algorithm.max_concurrent_groups=8",
-    "resources.object_store_bytes=268435456",
-    "metrics.progress=false",
+    "rewards.components.0.function=job_reward:score", "warm_start.num_steps=2", "warm_start.batch_size=16",
+    "warm_start.check_interval=2", "warm_start.max_checks_rows=8", "evaluation.num_prompts=16",
+    f"algorithm.prompts_per_step={PROMPTS_PER_STEP}", f"algorithm.samples_per_prompt={NUM_SAMPLES}",
+    "algorithm.max_concurrent_groups=8", "resources.object_store_bytes=268435456", "metrics.progress=false",
     "timeouts.start_s=500",
-)
+)  # fmt: skip
 
 
 @dataclass
@@ -103,8 +96,11 @@ class Job:
         """As they stand in `metrics.jsonl`, in order."""
         return [r.step for r in read_records(self.run_folder / "metrics.jsonl") if isinstance(r, StepRecord)]
 
-    def end(self) -> None:
-        """Whatever a failed test left behind."""
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Kills the processes that a failed test left."""
         for mark in self.marks:
             for process_id in marked(mark):
                 with suppress(ProcessLookupError):

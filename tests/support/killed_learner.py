@@ -16,18 +16,11 @@ from mobula.learner.learner import Learner
 NUM_STEPS = 5
 INTERVAL = 2  # steps between two checkpoints
 WORDS = (
-    "algorithm=ppo_gae",
-    "algorithm.kl.coef=0.1",
-    "algorithm.kl.controller=adaptive",
-    "algorithm.kl.horizon=50",
-    "algorithm.max_staleness=9",
-    "algorithm.num_epochs=2",
-    "algorithm.critic.learning_rate=1e-3",
-    "algorithm.critic.warmup_steps=1",
-    "algorithm.shaping.running_moments=scale",
-    "resources.reference.num_workers=1",
+    "algorithm=ppo_gae", "algorithm.kl.coef=0.1", "algorithm.kl.controller=adaptive", "algorithm.kl.horizon=50",
+    "algorithm.max_staleness=9", "algorithm.num_epochs=2", "algorithm.critic.learning_rate=1e-3",
+    "algorithm.critic.warmup_steps=1", "algorithm.shaping.running_moments=scale", "resources.reference.num_workers=1",
     f"num_steps={NUM_STEPS}",
-)
+)  # fmt: skip
 
 
 def follow(model: Path, folder: Path, kill_after: int) -> None:

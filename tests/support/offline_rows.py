@@ -24,19 +24,11 @@ JOBS = {
 
 
 SMALL = (
-    "policy=tiny_qwen2_5_vl",
-    "learner.activation_checkpointing=none",
-    "learner=single",
-    "resources.learner.num_workers=1",
-    "offline.max_tokens=256",
-    "offline.batch_size=16",
-    "evaluation.num_prompts=40",
-    "evaluation.interval_steps=0",
-    "learner.warmup_steps=0",
-    "metrics.ray=false",
-    "metrics.tensorboard=false",
+    "policy=tiny_qwen2_5_vl", "learner.activation_checkpointing=none", "learner=single",
+    "resources.learner.num_workers=1", "offline.max_tokens=256", "offline.batch_size=16", "evaluation.num_prompts=40",
+    "evaluation.interval_steps=0", "learner.warmup_steps=0", "metrics.ray=false", "metrics.tensorboard=false",
     "metrics.progress=false",
-)
+)  # fmt: skip
 
 
 def offline_config(preset: str, *overrides: str) -> RunConfig:

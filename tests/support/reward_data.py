@@ -12,8 +12,24 @@ from mobula.cluster.records.trajectory import FinishReason, Prompt, Response, Tr
 from mobula.cluster.workers.restart_policy import RestartPolicy
 from mobula.cluster.workers.work_queue import Hosts
 from mobula.configs.schema import Recipe, RewardComponent, RewardPoolConfig, RewardsConfig
+from mobula.rewards.contract import RewardRequest, Score, evaluate
+from mobula.rewards.functions import build_function
+from mobula.rewards.isolation.process import IsolatedProcess
 from mobula.rewards.pool.reward_pool import LossCounter, RewardPool
 from mobula.rewards.pool.service import RewardService, ServiceSettings
+from mobula.rewards.tools import Tools
+
+TOOLS = Tools(IsolatedProcess(timeout_s=1, start_timeout_s=1), "cpu", "float32")
+"""Of functions that start no process."""
+
+
+def request(text: str, *references: str, prompt: str = "", tokens: int = 1, **metadata: Any) -> RewardRequest:
+    return RewardRequest(Response(text, num_tokens=tokens, is_truncated=False), references, metadata, prompt)
+
+
+def score(name: str, options: Mapping[str, Any], asked: RewardRequest) -> Score:
+    """What a built-in function gives."""
+    return evaluate(build_function(name, dict(options), TOOLS), asked)
 
 
 def component(name: str, function: str, weight: float = 1.0, /, **options: Any) -> RewardComponent:

@@ -151,10 +151,6 @@ def test_fixed_prompts_are_the_first_usable_ones_in_file_order() -> None:
     assert held_out.skipped == (Skipped("r1", "bad_media", "r1 is corrupt"),)
 
 
-def test_fixed_prompts_of_a_small_split_are_all_of_it() -> None:
-    assert len(fixed_prompts(Split("test", rows(2), ()), InDriver(FakeProcessor()), 10).prompts) == 2
-
-
 def test_a_held_out_split_without_usable_rows_is_an_error() -> None:
     with pytest.raises(DatasetError, match="validation"):
         fixed_prompts(Split("validation", rows(1), ()), InDriver(FakeProcessor(bad_text={"r0"})), 1)

@@ -1,7 +1,8 @@
-"""The arithmetic of benchmark reports: ratios, targets, the comparison with a committed baseline, shares of a step."""
+"""Benchmarks: ratios, claims and reports; the table of recipes grows by one run at a time."""
 
 from __future__ import annotations
 
+import json
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -10,10 +11,12 @@ from types import SimpleNamespace
 import pytest
 from fakes import NUM_SAMPLES, NUM_TOKENS, FakeRollouts, make_prompt
 
+from benchmarks import recipes
 from benchmarks.harness.fan_out import RANK, adapters_of
 from benchmarks.harness.measure import Claim, Effort, Findings, Measurements, Side, interleave, rates, serial_rate
 from benchmarks.harness.report import Report, problems, read, target_text, write
 from benchmarks.harness.role_time import Process, idle_shares
+from benchmarks.recipes import Result, main
 from benchmarks.recovery import windows
 from benchmarks.rollout import Sides
 from benchmarks.step_breakdown import share
@@ -179,3 +182,60 @@ def test_a_block_of_steps_is_compared_with_the_raw_parts_right_around_it() -> No
     assert [parts["generate_one_core"] for parts in blocks.parts] == [100.0, 200.0, 300.0]
     assert blocks.limit == pytest.approx([150.0, 250.0])  # one engine on one core, midway
     assert blocks.serial == pytest.approx([1.5 * 100.0, 2.5 * 100.0])  # 1 / (1/300 + 1/150)
+
+
+class Trainer:
+    """Stands for `mobula train`; it fails at the run that `fails` names."""
+
+    def __init__(self, fails: tuple[str, int] | None = None) -> None:
+        self.runs: list[tuple[str, int]] = []
+        self.fails = fails
+
+    def __call__(self, name: str, seed: int, folder: Path, words: list[str]) -> Result:
+        if (name, seed) == self.fails:
+            raise KeyboardInterrupt
+        self.runs.append((name, seed))
+        return Result(name, seed, 0.5, 0.9 - 0.06 * seed, 200, 60.0, "2026-01-01", 2, tuple(words))
+
+
+@pytest.fixture
+def trainer(monkeypatch: pytest.MonkeyPatch) -> Trainer:
+    trainer = Trainer()
+    monkeypatch.setattr(recipes, "_measured", trainer)
+    return trainer
+
+
+def go(tmp_path: Path, seeds: int = 2, runs: int = 1_000, names: tuple[str, ...] = ("grpo", "ppo_gae")) -> None:
+    main([], list(names), seeds, tmp_path / "runs", runs, tmp_path / "recipes.json")
+
+
+def test_seed_0_of_every_recipe_comes_first_and_no_run_is_measured_twice(tmp_path: Path, trainer: Trainer) -> None:
+    go(tmp_path, seeds=1)
+    go(tmp_path)
+    assert trainer.runs == [("grpo", 0), ("ppo_gae", 0), ("grpo", 1), ("ppo_gae", 1)]
+    go(tmp_path)
+    assert len(trainer.runs) == 4
+
+
+def test_a_stopped_command_keeps_what_was_done(tmp_path: Path, trainer: Trainer) -> None:
+    trainer.fails = ("ppo_gae", 0)
+    with pytest.raises(KeyboardInterrupt):
+        go(tmp_path)
+    assert [row["recipe"] for row in json.loads((tmp_path / "recipes.json").read_text())] == ["grpo"]
+    trainer.fails = None
+    go(tmp_path, seeds=1)
+    assert trainer.runs == [("grpo", 0), ("ppo_gae", 0)]
+
+
+def test_one_run_a_command(tmp_path: Path, trainer: Trainer) -> None:
+    go(tmp_path, runs=1)
+    assert trainer.runs == [("grpo", 0)]
+    go(tmp_path, runs=0)
+    assert trainer.runs == [("grpo", 0)]
+
+
+def test_the_table_has_means_and_says_which_recipe_missed_its_target(tmp_path: Path, trainer: Trainer) -> None:
+    go(tmp_path)
+    lines = (tmp_path / "runs" / "table.md").read_text().splitlines()
+    assert lines[2] == "| `grpo` | 2 | 0.500 | 0.870 | 0.900 0.840 | 0.85 | no |"
+    assert lines[3] == "| `ppo_gae` | 2 | 0.500 | 0.870 | 0.900 0.840 | 0.8 | yes |"

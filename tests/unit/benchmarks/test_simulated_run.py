@@ -1,4 +1,6 @@
-"""Simulated engines and runs: what they count is what a hand calculation gives."""
+"""Simulated runs on a clock that jumps from timer to timer."""
+
+from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
@@ -143,3 +145,59 @@ def test_a_regime_keeps_the_mean_length_and_has_the_balance_asked_for(sigma: flo
     load = in_regime(replace(WORKLOAD, num_steps=10), sigma=sigma, balance=balance)
     assert (load.update_s + load.push_s) / load.decoding_s == pytest.approx(balance)
     assert load.decoding_s == pytest.approx(6600 * 2048 / (1024 * 50), rel=0.08)
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def test_days_of_sleep_pass_at_once_and_in_order() -> None:
+    woken: list[tuple[str, float]] = []
+
+    async def sleeper(name: str, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+        woken.append((name, now()))
+
+    async def main() -> None:
+        await asyncio.gather(sleeper("late", 200_000.0), sleeper("early", 0.5), sleeper("later", 300_000.0))
+
+    run_virtually(main())
+    assert [name for name, _ in woken] == ["early", "late", "later"]
+    assert [moment for _, moment in woken] == pytest.approx([0.5, 200_000.0, 300_000.0])
+
+
+def test_a_deadline_ends_a_wait_at_its_moment() -> None:
+    async def main() -> float:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(7.0):
+                await asyncio.Event().wait()
+        return now()
+
+    assert run_virtually(main()) == pytest.approx(7.0)
+
+
+def test_what_goes_to_a_thread_is_done_before_time_moves() -> None:
+    async def main() -> tuple[int, float]:
+        ticking = asyncio.create_task(asyncio.sleep(5.0))
+        result = await asyncio.to_thread(lambda: 3)
+        moment = now()
+        ticking.cancel()
+        return result, moment
+
+    assert run_virtually(main()) == (3, 0.0)
+
+
+def test_an_error_in_a_thread_travels() -> None:
+    async def main() -> None:
+        await asyncio.to_thread(lambda: 1 / 0)
+
+    with pytest.raises(ZeroDivisionError):
+        run_virtually(main())
+
+
+def test_a_deadlock_is_an_error() -> None:
+    async def main() -> None:
+        await asyncio.Event().wait()
+
+    with pytest.raises(RuntimeError, match="nothing can happen any more"):
+        run_virtually(main())

@@ -420,22 +420,16 @@ def test_a_key_of_another_trainer_is_answered_with_the_key_of_this_one() -> None
 @pytest.mark.parametrize(
     ("name", "ours"),
     [
-        ("beta", "algorithm.kl.coef"),
-        ("num_generations", "algorithm.samples_per_prompt"),
-        ("rollout.n", "algorithm.samples_per_prompt"),
-        ("actor_rollout_ref.actor.kl_loss_coef", "algorithm.kl.coef"),
-        ("actor.kl_loss_coef", "algorithm.kl.coef"),
-        ("lr", "learner.learning_rate"),
-        ("learner.lr", "learner.learning_rate"),
+        *[(name, "algorithm.kl.coef") for name in ("beta", "actor_rollout_ref.actor.kl_loss_coef")],
+        *[(name, "algorithm.kl.coef") for name in ("actor.kl_loss_coef", "init_kl_coef")],
+        *[(name, "algorithm.samples_per_prompt") for name in ("num_generations", "rollout.n")],
+        *[(name, "learner.learning_rate") for name in ("lr", "learner.lr")],
         ("critic.optim.lr", "algorithm.critic.learning_rate"),
-        ("init_kl_coef", "algorithm.kl.coef"),
         ("micro_train_batch_size", "learner.tokens_per_microbatch"),
         ("config.train.clip_range", "algorithm.losses.ppo_clip.clip_low"),
-        ("rollout.max_tokens", "sampler.max_tokens"),
+        *[(name, "sampler.max_tokens") for name in ("rollout.max_tokens", "sampler.max_tokns", "max_tokens")],
         ("model.lora.rank", "policy.lora.rank"),
         ("trainer.warmup_steps", "learner.warmup_steps"),
-        ("sampler.max_tokns", "sampler.max_tokens"),
-        ("max_tokens", "sampler.max_tokens"),
     ],
 )
 def test_an_unknown_key_finds_its_meaning(name: str, ours: str) -> None:

@@ -50,16 +50,11 @@ def exported() -> list[dict[str, str]]:
     return found
 
 
-@pytest.mark.parametrize("expression", [q.expression for q in QUERIES] + [r["expr"] for r in rules()])
-def test_queries_name_gauges_that_are_defined(expression: str) -> None:
-    names = SERIES.findall(expression)
-    assert all(name in OURS for name in names)
-    assert names or "ray_node_" in expression
-
-
-def test_no_query_keeps_the_worker_id_of_ray() -> None:
-    assert all(" by (" in query.expression for query in QUERIES)
-    assert all(" by (" in rule["expr"] for rule in rules())
+def test_queries_name_gauges_that_are_defined_and_keep_no_worker_id_of_ray() -> None:
+    for expression in [query.expression for query in QUERIES] + [rule["expr"] for rule in rules()]:
+        names = SERIES.findall(expression)
+        assert all(name in OURS for name in names) and (names or "ray_node_" in expression), expression
+        assert " by (" in expression, expression
 
 
 @needs_promtool

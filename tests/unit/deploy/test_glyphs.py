@@ -35,15 +35,10 @@ from mobula.rewards.isolation.process import IsolatedProcess
 from mobula.rewards.tools import Tools
 
 SMALL = (
-    "learner=single",
-    "resources.learner.num_workers=1",
-    "algorithm.prompts_per_step=2",
-    "algorithm.samples_per_prompt=6",
-    "sampler.flow.num_steps=4",
-    "warm_start.num_steps=30",
-    "warm_start.batch_size=16",
-    "warm_start.learning_rate=0.003",
-)
+    "learner=single", "resources.learner.num_workers=1", "algorithm.prompts_per_step=2",
+    "algorithm.samples_per_prompt=6", "sampler.flow.num_steps=4", "warm_start.num_steps=30",
+    "warm_start.batch_size=16", "warm_start.learning_rate=0.003",
+)  # fmt: skip
 NFT = (*SMALL, "sampler.flow.window_start=3", "sampler.flow.window_end=4")
 GRPO = (*SMALL, "sampler.flow.window_end=3")
 

@@ -22,28 +22,13 @@ from mobula.examples.glyphs.glyphs import rendered
 from mobula.learner.policies.flow.tiny import write_tiny_flow
 
 WORDS = (
-    "experiment=dpo",
-    "policy=tiny_sd3_glyphs",
-    "sampler=flow",
-    "sampler.flow.height=16",
-    "sampler.flow.width=16",
-    "sampler.flow.guidance=1",
-    "sampler.flow.max_text_tokens=1",
-    "learner=single",
-    "learner.activation_checkpointing=none",
-    "learner.learning_rate=0.002",
-    "learner.warmup_steps=0",
-    "resources.learner.num_workers=1",
-    "resources.reference.num_workers=0",
-    "offline.batch_size=16",
-    "offline.dpo.beta=20",
-    "evaluation.num_prompts=16",
-    "evaluation.interval_steps=0",
-    "num_steps=15",
-    "metrics.ray=false",
-    "metrics.tensorboard=false",
-    "metrics.progress=false",
-)
+    "experiment=dpo", "policy=tiny_sd3_glyphs", "sampler=flow", "sampler.flow.height=16", "sampler.flow.width=16",
+    "sampler.flow.guidance=1", "sampler.flow.max_text_tokens=1", "learner=single",
+    "learner.activation_checkpointing=none", "learner.learning_rate=0.002", "learner.warmup_steps=0",
+    "resources.learner.num_workers=1", "resources.reference.num_workers=0", "offline.batch_size=16",
+    "offline.dpo.beta=20", "evaluation.num_prompts=16", "evaluation.interval_steps=0", "num_steps=15",
+    "metrics.ray=false", "metrics.tensorboard=false", "metrics.progress=false",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Before a process starts: run folder, model and data are there and checked, or one error names what to do."""
+"""Before a process starts: run folder, model, data and user code are checked, or one error names what to do."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch
 from learner_data import tiny_config
 from rich.console import Console
 from tiny_text_models import write_text_policy
+from typer.testing import CliRunner
 
 from mobula.cluster.errors import DatasetError, PreflightError
 from mobula.cluster.records.media import MediaHandle
@@ -21,6 +22,7 @@ from mobula.cluster.runtime.placement import NodeResources, needed_roles, plan_p
 from mobula.configs.load import load_config, load_resolved
 from mobula.configs.schema import RunConfig
 from mobula.configs.words import overridden
+from mobula.deploy.cli import app
 from mobula.deploy.host.run_folder import check_run_folder, held_run_folder, make_run_folder, run_folder
 from mobula.deploy.run.logs import log_to, set_up_logging
 from mobula.deploy.run.overview import LABEL_WIDTH, Parameters, checkpoint_bytes, overview
@@ -371,3 +373,19 @@ def test_a_pipeline_that_a_run_wrote_can_be_evaluated(tmp_path: Path) -> None:
         require_model(run)
     ensure_model(run)
     require_model(run)
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("algorithm.loss={file}:lost", "{file} has no lost (did you mean 'loss'?)"),
+        ("algorithm.loss={file}:loss", "it takes (x), and is called with (logprobs, old_logprobs, advantages, mask)"),
+        ("rewards.components.0.function={file}:scor", "did you mean 'score'?"),
+    ],
+)
+def test_code_that_does_not_fit_is_one_message(word: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("def loss(x):\n    return x\n\n\ndef score(request, **options):\n    return 0.0\n")
+    result = CliRunner().invoke(app, ["show-config", "experiment=digits", word.format(file=file)])
+    assert result.exit_code == 2, result.output
+    assert message.format(file=file) in result.output.replace("\n", " ")

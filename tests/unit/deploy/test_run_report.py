@@ -1,9 +1,10 @@
-"""`mobula report`: the report of a run that is over, also of one whose driver was killed, and of no other."""
+"""The report of a run that is over, its last line, and the time of all of its parts."""
 
 from __future__ import annotations
 
 import json
 import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,13 @@ from metrics_data import write_run
 from run_records import go_on
 from typer.testing import CliRunner
 
+from mobula.cluster.metrics.summary import Summary
+from mobula.cluster.runtime.placement_groups import holders
+from mobula.configs.load import load_config
 from mobula.deploy.cli import app
 from mobula.deploy.host.run_record import RECORD_FILE
+from mobula.deploy.run.headline import headline
+from mobula.deploy.run.run_report import earlier_wall_s
 
 KILLED = '<span class="status killed">the driver was killed</span>'
 FACT = re.compile(r"<dt>([^<]+)</dt><dd>([^<]+)</dd>")
@@ -133,3 +139,56 @@ def test_a_broken_file_is_named(run: Path, file: str, text: str, said: str) -> N
     (run / file).write_text(text)
     found = report(run)
     assert found.exit_code == 2 and file in found.stderr and said in found.stderr
+
+
+OWN = ["experiment=own", "policy.model=m", "data.path=d"]
+MINE = (
+    "rewards.components=[{name: mine, function: f.py:f, weight: 1.0, options: {}, service: reward, "
+    "needs_images: false, retries: 0, cache_entries: 0}]"
+)
+
+
+def measured(before: float | None, after: float | None, tokens: tuple[float, float] | None = None) -> Summary:
+    values = {field.name: None for field in fields(Summary)}
+    shares = [{} if tokens is None else {"token_accuracy": share} for share in tokens or (0.0, 0.0)]
+    known = {"accuracy_before": before, "accuracy_after": after, "values_before": shares[0], "values_after": shares[1]}
+    return Summary(**{**values, **known})
+
+
+@pytest.mark.parametrize(
+    ("words", "measured", "line"),
+    [
+        (OWN, measured(0.15, 0.833), "held-out accuracy 15.0% before RL, 83.3% after RL"),
+        (OWN, measured(None, None), "held-out accuracy not measured before RL, not measured after RL"),
+        (
+            [*OWN, MINE, "rewards.accuracy_component=mine"],
+            measured(-0.97, 0.5),
+            "held-out mean of mine -0.97 before RL, 0.5 after RL",
+        ),
+        (
+            [*OWN, MINE, "rewards.accuracy_component=mine"],
+            measured(0.2, 7.25),
+            "held-out mean of mine 0.2 before RL, 7.25 after RL",
+        ),
+        (
+            ["experiment=sft", "policy.model=m", "data.path=d"],
+            measured(0.0, 0.0, (0.47, 0.78)),
+            "held-out whole answers correct 0.0% before training, 0.0% after training; tokens correct 47.0% before "
+            "training, 78.0% after training",
+        ),
+    ],
+)
+def test_the_headline_names_what_was_measured(words: list[str], measured: Summary, line: str) -> None:
+    assert headline(load_config(words), measured) == line
+
+
+@pytest.mark.parametrize(("text", "seconds"), [('{"wall_s": 12.5}', 12.5), ("{", 0.0), ("{}", 0.0), (None, 0)])
+def test_wall_time_of_earlier_parts_is_that_of_their_summary(tmp_path: Path, text: str | None, seconds: float) -> None:
+    if text is not None:
+        (tmp_path / "summary.json").write_text(text)
+    assert earlier_wall_s(tmp_path) == seconds
+
+
+def test_groups_are_counted_by_the_run_that_holds_them() -> None:
+    names = ["mine/learner/0/1f", "mine/rollout/0/2e", "other/reward/0/aa", ""]
+    assert holders(names) == {"mine": 2, "other": 1}

@@ -10,22 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from learner_data import group, prompt, random_groups, tiny_config
-from transformers import AutoTokenizer
 
 from mobula.cluster.records.trajectory import EpisodeTurn, FinishReason, Reward, ScoredGroup
 from mobula.learner.batch import LearnerItem, epochs, fetch_items, minibatches, select_by_entropy, totals
 from mobula.learner.credit import Credit
-from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return write_tiny_qwen2_5_vl(tmp_path_factory.mktemp("tiny"), seed=0)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(folder: Path):
-    return AutoTokenizer.from_pretrained(folder)
 
 
 def credited(folder: Path, groups: list[ScoredGroup], *overrides: str) -> tuple[list[LearnerItem], dict[str, float]]:

@@ -9,7 +9,6 @@ import pytest
 import torch
 from offline_rows import config_of, rows
 from ranks_in_threads import RanksInThreads, Store
-from transformers import AutoTokenizer
 
 from mobula.cluster.records.media import MediaReader
 from mobula.cluster.records.trajectory import ScoredGroup
@@ -20,20 +19,9 @@ from mobula.learner.examples.examples import Example, SharedExample, collate_exa
 from mobula.learner.gradient_step import shares_of_ranks
 from mobula.learner.offline.objectives import build_objective
 from mobula.learner.policies.logprobs import PLAIN
-from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 from mobula.learner.shares import Exchange, ShareFetcher
 
 Parts = list[list[SharedExample]]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_qwen2_5_vl(tmp_path_factory.mktemp("tiny"), seed=0)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(folder: Path):
-    return AutoTokenizer.from_pretrained(folder)
 
 
 @pytest.fixture

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from learner_data import group, image, prompt, random_groups, tiny_config, with_logprobs
-from transformers import AutoTokenizer
 
 from mobula.actors.reference.scorer import ReferenceScorer
 from mobula.cluster.errors import CheckpointError
@@ -20,23 +19,12 @@ from mobula.configs.groups import groups as config_groups
 from mobula.learner.algorithms.policy_losses import POLICY_LOSSES
 from mobula.learner.batch import fetch_items
 from mobula.learner.learner import Learner
-from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 from mobula.learner.state import ALGORITHM_FILE
 
 BANNED = (250, 251)
 TAUGHT = ("algorithm.distillation.teacher=a/teacher",)
 REFERENCE = ("algorithm.kl.coef=0.1", "resources.reference.num_workers=1")
 Gradient = dict[str, torch.Tensor]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return write_tiny_qwen2_5_vl(tmp_path_factory.mktemp("tiny"), seed=0)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(folder: Path):
-    return AutoTokenizer.from_pretrained(folder)
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from learner_data import group, image, prompt, random_groups, tiny_config, with_logprobs
-from transformers import AutoTokenizer
 
 from mobula.actors.reference.scorer import ReferenceScorer
 from mobula.cluster.records.trajectory import Prompt, ScoredGroup
@@ -23,18 +22,8 @@ DISTILL = ("algorithm=distill", "algorithm.kl.coef=0", "algorithm.max_staleness=
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return write_tiny_qwen2_5_vl(tmp_path_factory.mktemp("tiny"), seed=0)
-
-
-@pytest.fixture(scope="module")
 def teacher(tmp_path_factory) -> Path:
     return write_tiny_qwen2_5_vl(tmp_path_factory.mktemp("teacher"), seed=1)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(folder: Path):
-    return AutoTokenizer.from_pretrained(folder)
 
 
 def config(folder: Path, teacher: Path, *overrides: str):

@@ -11,7 +11,6 @@ import pytest
 import torch
 from learner_data import add_dropout, group, image, prompt, random_groups, tiny_config, with_logprobs
 from taught import at_hand
-from transformers import AutoTokenizer
 
 from mobula.actors.reference.scorer import ReferenceScorer
 from mobula.cluster.errors import CheckpointError
@@ -27,16 +26,6 @@ from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 from mobula.learner.supervised import SupervisedExample
 
 BANNED = (250, 251)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return write_tiny_qwen2_5_vl(tmp_path_factory.mktemp("tiny"), seed=0)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(folder: Path):
-    return AutoTokenizer.from_pretrained(folder)
 
 
 def connected(config: RunConfig) -> Learner:

@@ -13,15 +13,9 @@ from transformers import AutoTokenizer
 
 from mobula.cluster.records.trajectory import ScoredGroup
 from mobula.learner.learner import Learner
-from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 
 MASKS = ([True, True, False, False, True], [True, False, False, True])
 REFERENCE = ("algorithm.kl.coef=0.1", "resources.reference.num_workers=1")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_qwen2_5_vl(tmp_path_factory.mktemp("tiny"), seed=0)
 
 
 def episodes(folder: Path, garbage: float) -> ScoredGroup:

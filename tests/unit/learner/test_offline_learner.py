@@ -10,7 +10,7 @@ import pytest
 import torch
 from learner_data import add_dropout
 from offline_rows import JOBS, config_of, rows
-from transformers import AutoModelForImageTextToText, AutoTokenizer
+from transformers import AutoModelForImageTextToText
 
 from mobula.cluster.records.trajectory import Reward, ScoredGroup
 from mobula.configs.schema import RunConfig
@@ -22,16 +22,6 @@ from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 # rounding (1e-8, other digits on another CPU) moves its weight by a large part of the learning rate. With this one, a
 # step is in proportion to small gradients, so that weights differ as gradients do.
 LARGE_EPS = "learner.adam_eps=0.001"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_qwen2_5_vl(tmp_path_factory.mktemp("tiny"), seed=0)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(folder: Path):
-    return AutoTokenizer.from_pretrained(folder)
 
 
 def connected(config: RunConfig) -> OfflineLearner:

@@ -1,4 +1,4 @@
-"""Optimizers by name: each trains, is saved and resumed exactly, and treats matrices as documented."""
+"""Optimizers by name: each trains, is saved and resumed exactly, with weights that no gradient reaches."""
 
 from __future__ import annotations
 
@@ -8,18 +8,16 @@ import pytest
 import torch
 from learner_data import random_groups, tiny_config
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from transformers import AutoTokenizer
 
 from mobula.configs.load import load_config
+from mobula.learner.backends.sharded import ShardedWriter, load_sharded
+from mobula.learner.backends.single import SingleBackend
 from mobula.learner.learner import Learner
 from mobula.learner.optim import OPTIMIZERS
 from mobula.learner.optim.muon import MuonWithAdamW
-from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return write_tiny_qwen2_5_vl(tmp_path_factory.mktemp("tiny"), seed=0)
+from mobula.learner.policies.base import Policy
 
 
 def connected(folder: Path, *overrides: str) -> Learner:
@@ -108,3 +106,42 @@ def test_the_learning_rate_of_both_parts_is_set_at_once() -> None:
         p.grad = torch.randn_like(p)
     optimizer.step()
     assert all(torch.equal(p, old) for (_, p), old in zip(parameters, before, strict=True))
+
+
+class Half(Policy):
+    """Of two layers one is read."""
+
+    def __init__(self, names: tuple[str, ...] = ("used", "idle")) -> None:
+        super().__init__()
+        self.model = nn.ModuleDict({name: nn.Linear(2, 2) for name in names})
+
+
+def trained(policy: Half) -> tuple[Policy, torch.optim.Optimizer]:
+    config = load_config(["experiment=digits", "learner=single", "resources.learner.num_workers=1"]).learner
+    backend = SingleBackend(torch.device("cpu"), torch.float32, config)
+    own = backend.wrap(policy)
+    optimizer = backend.optimizer()
+    backend.backward(own.model["used"](torch.ones(1, 2)).sum(), is_last=True)
+    backend.step(optimizer, max_grad_norm=1.0)
+    return own, optimizer
+
+
+def test_it_resumes_with_the_state_of_the_others(tmp_path: Path) -> None:
+    own, optimizer = trained(Half())
+    assert len(optimizer.state) == 2, "weight and bias of the layer that is read"
+    ShardedWriter().save(tmp_path, own, optimizer, 3)()
+    other, fresh = trained(Half())
+    fresh.state.clear()
+    assert load_sharded(tmp_path, other, fresh) == 3
+    for name, tensor in own.state_dict().items():
+        assert torch.equal(other.state_dict()[name], tensor)
+    weight, expected = other.model["used"].weight, own.model["used"].weight
+    assert torch.equal(fresh.state[weight]["exp_avg"], optimizer.state[expected]["exp_avg"])
+    assert fresh.state[weight]["step"] == 1 and fresh.state[other.model["idle"].weight]["step"] == 0
+
+
+def test_a_weight_that_is_missing_is_still_an_error(tmp_path: Path) -> None:
+    ShardedWriter().save(tmp_path, *trained(Half(("used",))), 3)()
+    other, fresh = trained(Half())
+    with pytest.raises(CheckpointException, match=r"Missing key in checkpoint state_dict: model\.model\.idle"):
+        load_sharded(tmp_path, other, fresh)

@@ -12,7 +12,6 @@ import torch
 from latent_data import latent_actions, latent_group, latent_prompt
 from learner_data import group, image, prompt, random_groups, tiny_config
 from ranks_in_threads import RanksInThreads, Store
-from transformers import AutoTokenizer
 
 from mobula.cluster.records.media import MediaReader
 from mobula.cluster.records.trajectory import FinishReason, MediaSpan, Reward, ScoredGroup
@@ -27,16 +26,6 @@ from mobula.learner.shares import Exchange, ShareFetcher, StepGroups
 from mobula.learner.shares.step_groups import wanted_by_rank
 
 Steps = list[list[LearnerItem]]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return write_tiny_qwen2_5_vl(tmp_path_factory.mktemp("tiny"), seed=0)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(folder: Path):
-    return AutoTokenizer.from_pretrained(folder)
 
 
 @pytest.fixture

@@ -12,27 +12,16 @@ from handles import LocalHandle
 from learner_data import random_groups, tiny_config
 from offline_rows import rows
 from test_offline_learner import plain_logprobs
-from transformers import AutoModelForImageTextToText, AutoTokenizer
+from transformers import AutoModelForImageTextToText
 
 from mobula.cluster.records.trajectory import ScoredGroup
 from mobula.cluster.rollout.supervised_rows import SupervisedRows
 from mobula.configs.schema import RunConfig
 from mobula.learner.learner import Learner
 from mobula.learner.learner_group import LearnerGroup
-from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 
 COEF = 0.5
 Gradient = dict[str, torch.Tensor]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_qwen2_5_vl(tmp_path_factory.mktemp("tiny"), seed=0)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(folder: Path):
-    return AutoTokenizer.from_pretrained(folder)
 
 
 def config_of(folder: Path, *words: str, batch_size: int = 6) -> RunConfig:

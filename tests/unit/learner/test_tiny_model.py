@@ -10,18 +10,12 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import (
     AutoModelForImageTextToText,
     AutoProcessor,
-    AutoTokenizer,
     PreTrainedModel,
     ProcessorMixin,
     Qwen2Tokenizer,
 )
 
 from mobula.learner.policies.tiny import SPECIAL_TOKENS, WORDS, write_tiny_qwen2_5_vl
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_qwen2_5_vl(tmp_path_factory.mktemp("tiny"), seed=0)
 
 
 @pytest.fixture(scope="module")
@@ -32,11 +26,6 @@ def tied_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def processor(folder: Path) -> ProcessorMixin:
     return AutoProcessor.from_pretrained(folder)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(folder: Path) -> Qwen2Tokenizer:
-    return AutoTokenizer.from_pretrained(folder)
 
 
 def load_model(folder: Path) -> PreTrainedModel:

@@ -1,4 +1,4 @@
-"""The average of the weights is a true copy, moves once a step, is resumed exactly and exported."""
+"""The average of the weights, and a saved state, written for other programs."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from learner_data import group, prompt, random_groups, tiny_config
+from learner_data import group, image, prompt, random_groups, tiny_config
+from peft import PeftModel
 from safetensors.torch import load_file
-from transformers import AutoModelForImageTextToText, AutoTokenizer
+from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
 from mobula.cluster.errors import CheckpointError
 from mobula.configs.load import load_config
@@ -170,3 +171,77 @@ def test_shards_that_were_saved_flat_and_padded_are_read_whole(tmp_path: Path) -
     found = {"w": torch.empty(3, 1)}
     read_average(tmp_path, found, no_dist=True)
     assert torch.equal(found["w"], torch.arange(3.0)[:, None])
+
+
+LORA = ("policy.lora.rank=4", "policy.lora.alpha=64.0")
+
+
+def after_updates(config: RunConfig) -> Learner:
+    learner = Learner(config, 0, 1, ())
+    learner.connect("")
+    tokenizer = AutoTokenizer.from_pretrained(config.policy.model)
+    for version in (1, 2):
+        learner.update(random_groups(tokenizer, 6, 4, seed=version), version)
+    return learner
+
+
+def saved(learner: Learner, folder: Path) -> Path:
+    learner.save(folder)
+    learner.finish_save()
+    return folder
+
+
+def logprobs(model: torch.nn.Module, folder: Path) -> torch.Tensor:
+    """float32 [P - 1]: of the tokens of a prompt with an image after the first, by the model's own forward."""
+    asked, handle = canary(folder)
+    ids = torch.from_numpy(asked.expanded_ids).long()[None]
+    inputs = {name: torch.from_numpy(array) for name, array in handle.reference.inputs.items()}
+    types = torch.zeros_like(ids)
+    for span in asked.media_spans:
+        types[0, span.start : span.end] = 1
+    with torch.no_grad():
+        logits = model(input_ids=ids, mm_token_type_ids=types, **inputs).logits[0, :-1]
+    return logits.float().log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+
+
+def canary(folder: Path):
+    handle = image(9)
+    return prompt(AutoTokenizer.from_pretrained(folder), "canary", [handle]), handle
+
+
+def load(folder: Path) -> torch.nn.Module:
+    return AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def test_plain_transformers_computes_what_the_learner_computes(folder: Path, tmp_path: Path) -> None:
+    learner = after_updates(tiny_config(folder, "algorithm.max_staleness=4", "policy.freeze=[visual.]"))
+    config = learner._config
+    state = saved(learner, tmp_path / "state")
+    export_state(config, state, tmp_path / "export", merge=False, average=False)
+    expected = torch.from_numpy(learner.sequence_logprobs(canary(folder)[0]))
+    torch.testing.assert_close(logprobs(load(tmp_path / "export"), folder), expected, atol=1e-5, rtol=0)
+    assert (logprobs(load(folder), folder) - expected).abs().max() > 1e-3, "training moved the policy"
+    assert AutoProcessor.from_pretrained(tmp_path / "export").tokenizer.get_vocab()
+
+
+def test_peft_computes_what_the_learner_computes_and_so_do_the_merged_weights(folder: Path, tmp_path: Path) -> None:
+    learner = after_updates(tiny_config(folder, "algorithm.max_staleness=4", *LORA))
+    state = saved(learner, tmp_path / "state")
+    export_state(learner._config, state, tmp_path / "adapter", merge=False, average=False)
+    export_state(learner._config, state, tmp_path / "merged", merge=True, average=False)
+    expected = torch.from_numpy(learner.sequence_logprobs(canary(folder)[0]))
+    base = load(folder)
+    assert (logprobs(base, folder) - expected).abs().max() > 1e-3, "training moved the policy"
+    adapted = PeftModel.from_pretrained(base, tmp_path / "adapter")
+    assert adapted.peft_config["default"].base_model_name_or_path == str(folder)
+    torch.testing.assert_close(logprobs(adapted, folder), expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(logprobs(load(tmp_path / "merged"), folder), expected, atol=1e-5, rtol=0)
+    assert sorted(f.name for f in (tmp_path / "adapter").iterdir() if f.suffix in (".json", ".safetensors")) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
+
+
+def test_a_folder_without_a_state_is_named(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=f"{tmp_path} holds no complete learner state"):
+        export_state(tiny_config(folder), tmp_path, tmp_path / "export", merge=False, average=False)

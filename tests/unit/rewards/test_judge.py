@@ -8,16 +8,14 @@ from typing import Any
 
 import pytest
 from http_servers import CONNECTION, Reply, Scripted, serving
+from reward_data import TOOLS
 from tiny_reward_models import encoded_image
 
 from mobula.cluster.records.trajectory import Response
 from mobula.configs.load import load_config
 from mobula.rewards.contract import FailureKind, Outcome, RewardRequest, Score, ScoringFailure, evaluate_batch
 from mobula.rewards.functions import build_function
-from mobula.rewards.isolation.process import IsolatedProcess
-from mobula.rewards.tools import Tools
 
-TOOLS = Tools(IsolatedProcess(timeout_s=1, start_timeout_s=1), "cpu", "float32")
 OPTIONS: dict[str, Any] = {
     "model": "judge-1",
     "system": "You grade.",

@@ -9,14 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from reward_data import request
 from waiting import wait_until
 
 from mobula.cluster.errors import RewardError
-from mobula.cluster.records.trajectory import Response
 from mobula.deploy.host.processes import ProcessId
 from mobula.rewards.contract import (
     FailureKind,
-    RewardRequest,
     Score,
     ScoringFailure,
     TimedOutError,
@@ -82,10 +81,6 @@ def pool() -> Iterator[IsolatedPool]:
     pool = IsolatedPool(num_processes=3, timeout_s=2, start_timeout_s=120)
     yield pool
     pool.close()
-
-
-def request(text: str, *references: str) -> RewardRequest:
-    return RewardRequest(Response(text, 1, False), references, {}, "")
 
 
 def kinds(outcomes: object) -> list[object]:

@@ -1,4 +1,4 @@
-"""Recipes and components: who runs, what counts, what is remembered and tried again."""
+"""Recipes of components: labels, gates, weights, what is scored once."""
 
 from __future__ import annotations
 

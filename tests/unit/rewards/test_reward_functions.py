@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
+from reward_data import request
 
 from mobula.cluster.errors import RewardError
-from mobula.cluster.records.trajectory import Response
 from mobula.rewards.contract import (
     FailureKind,
     NotFiniteError,
@@ -57,10 +57,6 @@ def tools() -> Iterator[Tools]:
     process.close()
 
 
-def request(text: str, *references: str) -> RewardRequest:
-    return RewardRequest(Response(text, num_tokens=1, is_truncated=False), references, {}, "")
-
-
 def score(function: object, text: str, *references: str) -> float:
     return evaluate(function, request(text, *references)).value
 
@@ -68,24 +64,16 @@ def score(function: object, text: str, *references: str) -> float:
 @pytest.mark.parametrize(
     ("text", "content"),
     [
-        (r"\boxed{7}", "7"),
-        (r"first \boxed{6}, then \boxed{7}.", "7"),
+        *[(text, "7") for text in (r"\boxed{7}", r"first \boxed{6}, then \boxed{7}.", r"\boxed {7}")],
+        *[(text, "7") for text in (r"\boxed{7} and \boxed{8", r"\boxed{\boxed{7}}", r"line\\\boxed{7}")],
+        (r"} } \boxed{7}", "7"),
         (r"$\boxed{\frac{1}{2}}$", r"\frac{1}{2}"),
         (r"\boxed{\text{a {b} c}}", r"\text{a {b} c}"),
-        (r"\boxed {7}", "7"),
         (r"\boxed{\{1,2\}}", r"\{1,2\}"),
         (r"\boxed{a\}b}", r"a\}b"),
-        (r"\boxed{7} and \boxed{8", "7"),
-        (r"\boxed{\boxed{7}}", "7"),
-        (r"line\\\boxed{7}", "7"),
-        (r"} } \boxed{7}", "7"),
         (r"\boxed{}", ""),
         (r"\boxed{日本}", "日本"),
-        (r"\boxed{7", None),
-        (r"\\boxed{7}", None),
-        (r"\boxed 7", None),
-        (r"boxed{7}", None),
-        ("", None),
+        *[(text, None) for text in (r"\boxed{7", r"\\boxed{7}", r"\boxed 7", r"boxed{7}", "")],
     ],
 )
 def test_the_last_balanced_box_is_the_answer(text: str, content: str | None) -> None:
@@ -104,26 +92,14 @@ def test_ten_megabytes_are_scanned_in_linear_time() -> None:
 @pytest.mark.parametrize(
     ("answer", "reference"),
     [
-        ("7", "7"),
-        ("07", "7"),
-        ("+7", "7"),
-        ("7.0", "7"),
-        (" 7. ", "7"),
-        ("$7$", "7"),
-        (r"\(7\)", "7"),
-        (r"\text{7}", "7"),
+        *[(answer, "7") for answer in ("7", "07", "+7", "7.0", " 7. ", "$7$", r"\(7\)", r"\text{7}")],
         ("\N{MINUS SIGN}7", "-7"),
-        ("1,000", "1000"),
-        ("1{,}000", "1000"),
-        (r"1\,000", "1000"),
+        *[(answer, "1000") for answer in ("1,000", "1{,}000", r"1\,000")],
         (".5", "0.50"),
-        ("1/2", "0.5"),
-        (r"\frac{1}{2}", "0.5"),
+        *[(answer, "0.5") for answer in ("1/2", r"\frac{1}{2}")],
         (r"\dfrac{2}{4}", r"\frac{1}{2}"),
-        (r"1\frac{2}{3}", "5/3"),
-        ("1 2/3", "5/3"),
-        ("-1/2", "-0.5"),
-        (r"-\frac{1}{2}", "-0.5"),
+        *[(answer, "5/3") for answer in (r"1\frac{2}{3}", "1 2/3")],
+        *[(answer, "-0.5") for answer in ("-1/2", r"-\frac{1}{2}")],
         (r"10\%", "10%"),
         (r"10\%", "0.1"),
         ("10", r"10\%"),
@@ -140,21 +116,16 @@ def test_plain_answers_are_right_without_computer_algebra(answer: str, reference
 @pytest.mark.parametrize(
     ("answer", "reference"),
     [
-        ("8", "7"),
-        ("-7", "7"),
-        ("70", "7"),
+        *[(answer, "7") for answer in ("8", "-7", "70", "")],
         ("1.0000001", "1"),
         ("1/3", "1/2"),
-        ("act", "cat"),
+        *[(answer, "cat") for answer in ("act", "7")],
         ("10%", "1000%"),
         ("0.1", "10"),
-        ("7", "cat"),
-        ("", ""),
+        *[(answer, "") for answer in ("", "7")],
         (" ", " "),
-        ("", "7"),
         (".", "."),
         ("$$", "$$"),
-        ("7", ""),
     ],
 )
 def test_plain_answers_are_wrong_without_computer_algebra(answer: str, reference: str) -> None:
@@ -164,25 +135,11 @@ def test_plain_answers_are_wrong_without_computer_algebra(answer: str, reference
 @pytest.mark.parametrize(
     ("answer", "reference"),
     [
-        ("3 4", "7"),
-        ("3(4)", "7"),
-        ("3{4}", "7"),
-        ("{3}{4}", "7"),
-        (r"3\quad 4", "7"),
-        (r"3\,4", "7"),
+        *[(answer, "7") for answer in ("3 4", "3(4)", "3{4}", "{3}{4}", r"3\quad 4", r"3\,4", "3\n4", "3 + 4", "3+4")],
+        *[(answer, "7") for answer in ("{3}+{4}", "10-3", r"1\times 7", r"7 \cdot 1", "7_8", "7_{8}")],
+        *[(answer, "7") for answer in (r"\frac{3 4}{1}", r"3+\frac{8}{2}")],
         (r"3\!4", "34"),
-        ("3\n4", "7"),
-        ("3 + 4", "7"),
-        ("3+4", "7"),
-        ("{3}+{4}", "7"),
-        ("10-3", "7"),
-        (r"1\times 7", "7"),
-        (r"7 \cdot 1", "7"),
-        ("7_8", "7"),
-        ("7_{8}", "7"),
-        (r"\frac{3 4}{1}", "7"),
         (r"\sqrt{4 5}", "3"),
-        (r"3+\frac{8}{2}", "7"),
     ],
 )
 def test_digits_side_by_side_and_unfinished_sums_are_no_answer(answer: str, reference: str) -> None:
@@ -230,32 +187,18 @@ def test_computer_algebra_sees_equal_values(tools: Tools, answer: str, reference
     ("answer", "reference"),
     [
         ("0.33", "1/3"),
-        ("(2,1)", "(1,2)"),
-        ("7,8", "7"),
-        (r"7 \text{ or } 8", "7"),
-        ("0,1,2,3,4,5,6,7,8,9", "7"),
-        (r"\{1,2,7\}", "7"),
-        ("x=7,x=8", "7"),
-        ("7=8", "7"),
+        *[(answer, "(1,2)") for answer in ("(2,1)", r"\{1,2\}")],
+        *[(answer, "7") for answer in ("7,8", r"7 \text{ or } 8", "0,1,2,3,4,5,6,7,8,9", r"\{1,2,7\}", "x=7,x=8")],
+        *[(answer, "7") for answer in ("7=8", r"\frac{7}{0}", "3 is not 7", "the answer is 7", "٧", "🐟")],
+        *[(answer, "7") for answer in (r"7\text{ or more}", r"7\text{ million}", r"7\text{ is wrong}", r"7\text{k}")],
+        (r"7\ldots", "7"),
         ("[0,1)", "(0,1]"),
         (r"\pi", "3.14"),
         ("x", "y"),
-        (r"\frac{7}{0}", "7"),
-        ("3 is not 7", "7"),
-        ("the answer is 7", "7"),
-        ("٧", "7"),
-        ("🐟", "7"),
         (r"\undefinedcommand{7}{8}", "15"),
         ("7\x00", "8"),
-        (r"7\text{ or more}", "7"),
-        (r"7\text{ million}", "7"),
-        (r"7\text{ is wrong}", "7"),
-        (r"7\text{k}", "7"),
-        (r"7\ldots", "7"),
         ("5 m", "5 km"),
-        (r"5\text{ kg}", r"5\text{ cm}"),
-        (r"5\text{ cm}^2", r"5\text{ cm}"),
-        (r"\{1,2\}", "(1,2)"),
+        *[(answer, r"5\text{ cm}") for answer in (r"5\text{ kg}", r"5\text{ cm}^2")],
         ("2014", "2020-05-01"),
         (r"\frac{3}{4} or it is \frac{3}{4}x", r"\frac{3}{4}"),
     ],
@@ -324,17 +267,9 @@ def test_no_answer_breaks_the_plain_comparison(answer: str) -> None:
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        (r"It is \boxed{7}", 1.0),
-        (" \\boxed{7}\n ", 1.0),
-        (r"\boxed{\frac{1}{2}}", 1.0),
-        (r"\boxed{7}.", 0.0),
-        (r"\boxed{7} \boxed{7}", 0.0),
-        (r"\boxed{7} \boxed{", 0.0),
-        (r"\boxed{\boxed{7}}", 0.0),
-        (r"\boxed{7", 0.0),
-        (r"\boxed{ }", 0.0),
-        ("7", 0.0),
-        ("", 0.0),
+        *[(text, 1.0) for text in (r"It is \boxed{7}", " \\boxed{7}\n ", r"\boxed{\frac{1}{2}}")],
+        *[(text, 0.0) for text in (r"\boxed{7}.", r"\boxed{7} \boxed{7}", r"\boxed{7} \boxed{", r"\boxed{\boxed{7}}")],
+        *[(text, 0.0) for text in (r"\boxed{7", r"\boxed{ }", "7", "")],
     ],
 )
 def test_the_boxed_format_is_one_box_at_the_end(text: str, value: float) -> None:
@@ -344,12 +279,9 @@ def test_the_boxed_format_is_one_box_at_the_end(text: str, value: float) -> None
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        ("<think>a\nb</think>\n<answer>7</answer>\n", 1.0),
-        ("<think></think><answer>7</answer>", 1.0),
-        ("<think>a</think><answer> </answer>", 0.0),
-        ("<think>a</think>", 0.0),
-        ("<answer>7</answer><think>a</think>", 0.0),
-        ("<think>a</think><answer>7</answer> bye", 0.0),
+        *[(text, 1.0) for text in ("<think>a\nb</think>\n<answer>7</answer>\n", "<think></think><answer>7</answer>")],
+        *[(text, 0.0) for text in ("<think>a</think><answer> </answer>", "<think>a</think>")],
+        *[(text, 0.0) for text in ("<answer>7</answer><think>a</think>", "<think>a</think><answer>7</answer> bye")],
         ("<think>a</think><think>b</think><answer>7</answer>", 0.0),
         ("<think>a</think><answer>7</answer><answer>8</answer>", 0.0),
     ],

@@ -13,6 +13,7 @@ import torch
 from chat_templates import PARTS_ALONE, TEXT_ALONE
 from learner_data import add_dropout
 from PIL import Image
+from reward_data import TOOLS
 from safetensors.torch import load_file, save_file
 from tiny_reward_models import encoded_image, write_clip, write_pair_model, write_text_model, write_vision_model
 from transformers import AutoModelForSequenceClassification, AutoProcessor, AutoTokenizer, CLIPModel
@@ -20,11 +21,9 @@ from transformers import AutoModelForSequenceClassification, AutoProcessor, Auto
 from mobula.cluster.records.trajectory import Response
 from mobula.rewards.contract import Outcome, RewardRequest, Score, ScoringFailure, evaluate_batch
 from mobula.rewards.functions import build_function
-from mobula.rewards.isolation.process import IsolatedProcess
 from mobula.rewards.models.conversation import content_form
 from mobula.rewards.tools import Tools
 
-TOOLS = Tools(IsolatedProcess(timeout_s=1, start_timeout_s=1), "cpu", "float32")
 QUESTION = r"user\n(?P<question>.*?)<\|im_end\|>"
 CHAT = {
     "form": "chat",
@@ -205,33 +204,26 @@ def test_a_damaged_image_costs_only_its_request(vision_model: tuple[Path, Any]) 
 
 
 @pytest.mark.parametrize(
-    ("model", "weight", "message"),
-    [("text", "score.weight", "lacks weights score.weight"), ("vision", "score.weight", "lacks weights score.weight")],
+    ("is_text", "change", "message"),
+    [
+        (True, {"score.weight": None}, "lacks weights score.weight"),
+        (False, {"score.weight": None}, "lacks weights score.weight"),
+        (True, {"lm_head.weight": torch.zeros(2, 2)}, r"has unknown weights lm_head\.weight"),
+        (True, {"score.weight": torch.zeros(2, 32)}, r"has misshapen weights score\.weight \[2, 32\]"),
+    ],
 )
-def test_a_head_is_never_random(
-    model: str, weight: str, message: str, text_model: Path, vision_model: tuple[Path, Any], tmp_path: Path
+def test_a_checkpoint_has_the_weights_of_its_model_and_no_others(
+    is_text: bool,
+    change: dict[str, Any],
+    message: str,
+    text_model: Path,
+    vision_model: tuple[Path, Any],
+    tmp_path: Path,
 ) -> None:
-    folder = text_model if model == "text" else vision_model[0]
-    weights = _copy(folder, tmp_path)
-    del weights[weight]
-    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    weights = _copy(text_model if is_text else vision_model[0], tmp_path) | change
+    kept = {name: tensor for name, tensor in weights.items() if tensor is not None}
+    save_file(kept, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ValueError, match=message):
-        ask("reward_model", [], model=tmp_path, **CHAT)
-
-
-def test_a_weight_that_is_not_read_is_refused(text_model: Path, tmp_path: Path) -> None:
-    weights = _copy(text_model, tmp_path)
-    weights["lm_head.weight"] = torch.zeros(2, 2)
-    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ValueError, match=r"has unknown weights lm_head\.weight"):
-        ask("reward_model", [], model=tmp_path, **CHAT)
-
-
-def test_a_weight_of_another_shape_is_refused(text_model: Path, tmp_path: Path) -> None:
-    weights = _copy(text_model, tmp_path)
-    weights["score.weight"] = torch.zeros(2, 32)
-    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ValueError, match=r"has misshapen weights score\.weight \[2, 32\]"):
         ask("reward_model", [], model=tmp_path, **CHAT)
 
 

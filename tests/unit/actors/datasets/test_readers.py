@@ -117,23 +117,6 @@ def test_a_large_row_group_is_copied_and_gives_the_same_rows(tmp_path: Path) -> 
     assert copy.stat().st_mtime_ns == written, "the copy is used again"
 
 
-def test_names_are_of_file_and_place(tmp_path: Path) -> None:
-    write_parquet(tmp_path)
-    write_webdataset(tmp_path)
-    parquet = open_split(data_config(tmp_path, "parquet"), "train", "label").rows
-    shards = open_split(data_config(tmp_path, "webdataset"), "train", "label").rows
-    assert [parquet.name(place) for place in (0, 29, 30)] == [
-        "train-00000-of-00002.parquet:1",
-        "train-00000-of-00002.parquet:30",
-        "train-00001-of-00002.parquet:1",
-    ]
-    assert [shards.name(place) for place in (0, 29, 30)] == [
-        "train-0000.tar:1",
-        "train-0000.tar:30",
-        "train-0001.tar:1",
-    ]
-
-
 def test_rows_without_ids_are_named_by_file_and_place_in_every_part(tmp_path: Path) -> None:
     for part in range(2):
         rows = [{"question": "q", "answer": "a", "extra": {"a": 1} if part else {"b": 2}}] * 2
@@ -329,23 +312,6 @@ def test_a_stream_is_cut_and_kept(tmp_path: Path) -> None:
         rows = open_split(config, "train", "label").rows
         assert [row.sample_id for row in rows] == [f"r{n}" for n in range(20)]
         (tmp_path / "data" / "train.jsonl").unlink(missing_ok=True)  # the second time it is read from the cache
-
-
-def test_images_of_a_hugging_face_dataset_stay_files(tmp_path: Path) -> None:
-    datasets = pytest.importorskip("datasets")
-    content = io.BytesIO()
-    Image.new("RGB", (4, 4)).save(content, format="JPEG")
-    features = datasets.Features(
-        {
-            "question": datasets.Value("string"),
-            "answer": datasets.Value("string"),
-            "images": datasets.Sequence(datasets.Image()),
-        }
-    )
-    record = {"question": "<image>?", "answer": "7", "images": [{"bytes": content.getvalue(), "path": None}]}
-    datasets.Dataset.from_list([record], features=features).save_to_disk(str(tmp_path / "d"))
-    [row] = read_split(tmp_path / "d", "train", "huggingface").rows
-    assert row.images[0].content == content.getvalue()
 
 
 def write_media(folder: Path, columns: dict[str, Any], record: dict[str, Any], *, is_hub: bool) -> None:

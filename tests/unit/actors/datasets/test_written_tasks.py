@@ -1,8 +1,9 @@
-"""The data of nlvr2, captioning and geospot: true to their images, balanced, the same for the same seed."""
+"""Data that tasks write themselves: true to their images and sounds, balanced, the same for the same seed."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,20 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from mobula.actors.datasets.conversations import read_conversations
+from mobula.actors.datasets.open_split import open_split
+from mobula.actors.processors.audio import AudioLimits, check_audio
+from mobula.configs.errors import ConfigError
+from mobula.configs.load import load_config
+from mobula.deploy.wiring.preparation import ensure_data
+from mobula.examples.digits.digits import write_digits
 from mobula.examples.geospot.gazetteer import GazetteerCity
 from mobula.examples.geospot.geospot import MARK, draw_map, draw_world, write_places
 from mobula.examples.shapes.captioning import describe, keywords_of, write_captioning
 from mobula.examples.shapes.nlvr2 import write_nlvr2
 from mobula.examples.shapes.shapes import BACKGROUND, COLORS, Shape
+from mobula.examples.sums.sums import write_sums
+from mobula.examples.tones.tones import PATTERNS, RATE, tone, write_tones
 
 STAGES = {"country": 0, "city": 100, "full": 1000}
 
@@ -104,3 +114,101 @@ def test_a_folder_of_something_else_is_refused(tmp_path: Path, write: Any) -> No
     with pytest.raises(ValueError, match=r"has no dataset\.json"):
         write(tmp_path)
     assert (tmp_path / "notes.txt").read_text() == "keep me"
+
+
+@pytest.mark.parametrize(
+    ("task", "asked_in", "num_images", "largest"),
+    [("digit_pairs", "digits", 1, 9), ("digit_sum_pairs", "digit_sum", 2, 18)],
+)
+def test_each_question_has_a_right_and_a_wrong_answer(
+    tmp_path: Path, task: str, asked_in: str, num_images: int, largest: int
+) -> None:
+    folder = write_digits(tmp_path / task, task=task)  # type: ignore[arg-type]
+    questions = write_digits(tmp_path / "questions", task=asked_in)  # type: ignore[arg-type]
+    for split in ("train", "validation", "test"):
+        rows = [json.loads(line) for line in (folder / f"{split}.jsonl").read_text().splitlines()]
+        asked = [json.loads(line) for line in (questions / f"{split}.jsonl").read_text().splitlines()]
+        assert [row["chosen"] for row in rows] == [row["solution"] for row in asked]
+        wrong = [int(row["rejected"].removeprefix(r"\boxed{").removesuffix("}")) for row in rows]
+        assert all(row["rejected"] != row["chosen"] for row in rows)
+        assert set(wrong) <= set(range(largest + 1)) and len(set(wrong)) > largest / 2
+        pairs = read_conversations(folder, split, "pair")
+        assert len(pairs.rows) == len(rows) and not pairs.skipped
+        assert {len(row.images) for row in pairs.rows} == {num_images}
+        assert not read_conversations(folder, split, "conversation").skipped
+
+
+@pytest.mark.parametrize("job", ["sft", "reward_model", "dpo"])
+@pytest.mark.parametrize("data", ["digit_pairs", "digit_sum_pairs"])
+def test_offline_jobs_have_a_preset_for_two_cores(tmp_path: Path, job: str, data: str) -> None:
+    config = load_config([f"experiment={job}_digits", f"data={data}", f"data.path={tmp_path / 'data'}"])
+    assert (config.offline.job, config.resources.device) == (job, "cpu")
+    ensure_data(config)
+    assert read_conversations(config.data.path, config.evaluation.split, config.offline.rows).rows
+
+
+def test_a_margin_without_pairs_is_refused() -> None:
+    words = ["experiment=reward_model_digits", "offline.reward_model.loss=regression"]
+    with pytest.raises(ConfigError, match="offline.reward_model.margin=0.1.*offline.reward_model.loss=bradley_terry"):
+        load_config([*words, "offline.reward_model.margin=0.1"])
+
+
+SPLITS = ("train", "validation", "test")
+
+
+def test_answers_are_right_and_no_pair_is_in_two_splits(tmp_path: Path) -> None:
+    config = load_config(["data=sums", "policy=smollm2", f"data.path={write_sums(tmp_path / 'sums')}"])
+    pairs = []
+    for split, size in zip(SPLITS, (315, 50, 100), strict=True):
+        rows = open_split(config.data, split, config.rewards.label_key).rows
+        assert len(rows) == size
+        for place in range(size):
+            left, right = map(int, re.findall(r"\d+", rows[place].question))
+            assert rows[place].answer == str(left + right) and 1 <= min(left, right) and max(left, right) <= 30
+            pairs.append(frozenset((left, right)))
+    assert len(set(pairs)) == len(pairs) == 465
+
+
+def test_the_same_arguments_give_the_same_bytes(tmp_path: Path) -> None:
+    a, b, c = (write_sums(tmp_path / name, seed=seed) for name, seed in (("a", 0), ("b", 0), ("c", 1)))
+    for split in SPLITS:
+        first, same, other = ((folder / f"{split}.jsonl").read_bytes() for folder in (a, b, c))
+        assert first == same != other
+    with pytest.raises(ValueError, match="choose another folder or delete this one"):
+        write_sums(a, seed=1)
+
+
+def write(folder: Path, seed: int = 0) -> Path:
+    return write_tones(folder, seed=seed, num_train=20, num_validation=10, num_test=10)
+
+
+def test_the_same_arguments_give_the_same_sounds(tmp_path: Path) -> None:
+    a, b, c = write(tmp_path / "a"), write(tmp_path / "b"), write(tmp_path / "c", seed=1)
+    files = sorted(path.relative_to(a) for path in a.rglob("*") if path.is_file())
+    assert len(files) == 40 + 4
+    assert all((a / file).read_bytes() == (b / file).read_bytes() for file in files)
+    assert (a / files[-1]).read_bytes() != (c / files[-1]).read_bytes()
+    assert write(a) == a
+    with pytest.raises(ValueError, match="choose another folder or delete this one"):
+        write(a, seed=1)
+
+
+def test_rows_are_read_with_their_sounds(tmp_path: Path) -> None:
+    config = load_config(["experiment=tones", f"data.path={write(tmp_path / 'tones')}"])
+    split = open_split(config.data, "train", config.rewards.label_key)
+    rows = [split.rows[place] for place in range(len(split.rows))]
+    assert Counter(row.answer for row in rows) == {str(n): 2 for n in range(len(PATTERNS))}
+    limits = AudioLimits(config.data.audio, 2 * RATE, 60 * RATE)
+    assert all(0.59 < check_audio(row.audios[0], limits) / (2 * RATE) < 0.91 for row in rows)
+    assert json.loads((tmp_path / "tones" / "dataset.json").read_text())["task"] == "tones"
+
+
+def test_patterns_differ_in_pitch_and_silence() -> None:
+    for pattern, pitches in enumerate(PATTERNS):
+        samples = tone(pattern, np.random.default_rng(pattern)).astype(float)
+        quarters = np.array_split(samples, len(pitches))
+        crossings = [np.abs(np.diff(np.sign(q[40:-40]))).sum() / 2 / len(q) * RATE / 2 for q in quarters]
+        loud = [np.abs(q[40:-40]).mean() > 2_000 for q in quarters]
+        assert loud == [pitch > 0 for pitch in pitches]
+        heard = [(c, pitch) for c, pitch in zip(crossings, pitches, strict=True) if pitch > 0]
+        assert all((c > d * 1.4) == (p > q) for c, p in heard for d, q in heard)

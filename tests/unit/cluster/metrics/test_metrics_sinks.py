@@ -1,4 +1,4 @@
-"""Sinks: JSONL without doubled steps, TensorBoard, console, and Ray gauges that do not vanish."""
+"""Sinks of metrics: what they write, what a resume cuts, and what a failure costs."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from rich.console import Console
 from waiting import wait_until
 
 from mobula.cluster.metrics.definitions import COUNTERS
+from mobula.cluster.metrics.files import write_atomically
+from mobula.cluster.metrics.informing import informing
 from mobula.cluster.metrics.sinks.console import ConsoleSink
 from mobula.cluster.metrics.sinks.estimate import EstimateSink
 from mobula.cluster.metrics.sinks.jsonl import JsonlSink, read_records
@@ -350,3 +352,20 @@ def test_a_worker_has_gauges_with_its_node_and_what_it_cannot_measure_has_none()
         (30.0, TAGS),
         (100.0, TAGS),
     )
+
+
+def test_a_full_disk_is_logged_and_the_error_that_ends_a_run_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full_disk(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full_disk)
+    with pytest.raises(KeyError, match="what ended the run"):
+        try:
+            raise KeyError("what ended the run")
+        finally:
+            with informing("the summary"):
+                write_atomically(tmp_path / "summary.json", "{}")
+    assert "the summary could not be written; the run goes on without it" in caplog.text
+    assert list(tmp_path.iterdir()) == [], "no draft is left"

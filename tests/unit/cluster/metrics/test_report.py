@@ -1,19 +1,23 @@
-"""The report: complete, self-contained, escaped, and made from whatever a run left behind."""
+"""The report of one run, and of several on one page."""
 
 from __future__ import annotations
 
 import json
 import math
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import pytest
 from metrics_data import write_run
 
-from mobula.cluster.metrics.report.charts import MAX_POINTS, Chart, Curve, Point, curve
+from mobula.cluster.metrics.report.charts import MAX_POINTS, Chart, curve
+from mobula.cluster.metrics.report.comparison import MAX_LINES, ComparedRuns, render_comparison, table
 from mobula.cluster.metrics.report.report import write_report
+from mobula.cluster.metrics.report.run_folder import RunFolder, read_run_folder
 from mobula.cluster.metrics.report.written_numbers import write_bytes, write_duration, write_number
 from mobula.cluster.metrics.step_records import EvaluationRecord, StepRecord, to_line
 
@@ -74,17 +78,6 @@ def test_a_full_run_shows_every_curve_table_and_sample(tmp_path: Path) -> None:
     assert "<b>0.520</b>" in text
 
 
-def test_a_flow_model_is_counted_in_denoising_steps(tmp_path: Path) -> None:
-    write_run(tmp_path / "images", num_steps=3)
-    assert "tokens" in report(tmp_path / "images")
-    path = tmp_path / "images" / "summary.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"sampler": "flow"}))
-    text = re.sub(r"<style>.*?</style>", "", report(tmp_path / "images"), flags=re.DOTALL)
-    assert "token" not in text.replace("tokens_per_s", "").replace("max_tokens", "")
-    for needle in ("denoising steps/s", "Mean number of denoising steps of a response", "Clipped denoising steps"):
-        assert needle in text
-
-
 def test_the_report_refers_to_nothing_outside_itself(tmp_path: Path) -> None:
     write_run(tmp_path / "digits", num_steps=3)
     text = report(tmp_path / "digits")
@@ -126,19 +119,6 @@ def test_a_run_that_failed_before_its_first_step_has_a_report(tmp_path: Path) ->
     assert "unfinished" in text and "No step was finished" in text and "No sample was kept" in text
 
 
-def test_a_summary_without_steps_has_a_report(tmp_path: Path) -> None:
-    write_run(tmp_path / "early", num_steps=0, status="failed")
-    text = report(tmp_path / "early")
-    Page(text)
-    assert ">failed</span>" in text and "not evaluated after training" in text
-
-
-def test_a_run_of_one_step_has_its_charts(tmp_path: Path) -> None:
-    write_run(tmp_path / "one", num_steps=1)
-    page = Page(report(tmp_path / "one"))
-    assert len(page.with_class("chart")) >= 9
-
-
 def test_numbers_that_are_not_finite_leave_a_gap(tmp_path: Path) -> None:
     write_run(tmp_path / "odd", num_steps=6)
     path = tmp_path / "odd" / "metrics.jsonl"
@@ -170,11 +150,6 @@ def test_five_thousand_steps_stay_small_and_thin(tmp_path: Path) -> None:
     assert max(lengths) == MAX_POINTS
 
 
-def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no run folder"):
-        write_report(tmp_path / "nothing")
-
-
 def test_a_log_axis_leaves_zero_and_infinity_out() -> None:
     values = [(1, 1e-6), (2, 0.0), (3, math.inf)]
     charts = [Chart("k", "K", "", [curve("k", 1, values)], is_log=is_log) for is_log in (True, False)]
@@ -188,11 +163,6 @@ def test_thinning_keeps_the_peak_where_it_is_asked_to_and_always_the_range(keeps
     [data] = Chart("k", "K", "", [curve("k", 1, values, keeps_peaks=keeps_peaks)]).data["curves"]
     assert max(data["values"]) == (50.0 if keeps_peaks else 13.25)
     assert (min(data["low"]), max(data["high"])) == (1.0, 50.0)
-
-
-def test_a_curve_without_intervals_carries_none() -> None:
-    plain, ranged = Chart("k", "K", "", [curve("k", 1, [(1, 2.0)]), Curve("r", 2, [Point(1, 2, 1, 3)])]).data["curves"]
-    assert "low" not in plain and (ranged["low"], ranged["high"]) == ([1], [3])
 
 
 @pytest.mark.parametrize(
@@ -221,3 +191,57 @@ def test_warnings_and_the_share_of_right_tokens_stand_at_the_top(tmp_path: Path)
     text = report(tmp_path / "idle")
     assert "every &lt;b&gt; has the reward 0" in text
     assert "of whole answers; tokens correct: 47.0 % → 78.0 %" in text
+
+
+CONFIG = "algorithm:\n  prompts_per_step: 16\n"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[RunFolder]:
+    folder = tmp_path_factory.mktemp("runs")
+    found = []
+    for seed in (1, 2, 3):
+        write_run(folder / f"seed{seed}", num_steps=12, seed=seed)
+        run = replace(read_run_folder(folder / f"seed{seed}"), config=CONFIG)
+        high = [EvaluationRecord(v, 0.1 * seed, 0.0, 1.0, 8, "high", {"pass_at_8": 0.2 * seed}) for v in (0, 12)]
+        found.append(replace(run, suites={"high": high}))
+    return found
+
+
+def test_a_row_has_means_over_runs_and_an_interval_that_holds_them(runs: list[RunFolder]) -> None:
+    own, high = table([ComparedRuns("grpo", runs)])
+    firsts = [run.evaluations[0].accuracy for run in runs]
+    lasts = [run.evaluations[-1].accuracy for run in runs]
+    assert (own.suite, own.num_runs, own.before.value) == ("held_out", 3, mean(firsts))
+    assert own.after is not None and own.after.value == mean(lasts)
+    assert min(lasts) - 1e-9 <= own.after.low < own.after.value < own.after.high <= max(lasts) + 1e-9
+    assert own.best is not None and own.mean is not None and own.best.value >= own.mean.value
+    assert high.values == {"pass_at_8": pytest.approx(0.4)}
+
+
+def test_one_run_keeps_the_interval_over_its_prompts(runs: list[RunFolder]) -> None:
+    row = table([ComparedRuns("one", runs[:1])])[0]
+    first = runs[0].evaluations[0]
+    assert (row.before.low, row.before.high) == (first.low, first.high)
+
+
+def test_the_page_has_every_line_and_runs_no_other_script(runs: list[RunFolder]) -> None:
+    page = render_comparison([ComparedRuns("a<b>", runs[:2]), ComparedRuns("rloo", runs[2:])], by_epoch=False)
+    assert "a&lt;b&gt;" in page and "a<b>" not in page
+    for title in ("Training accuracy", "Accuracy on high", "Reward", "Response length"):
+        assert title in page
+    assert page.count("<script>") == 1 and "src=" not in page.split("</style>")[1]
+
+
+def test_over_epochs_the_training_accuracy_is_cumulative_within_each(runs: list[RunFolder]) -> None:
+    """64 training prompts, 16 a step: an epoch is four steps."""
+    page = render_comparison([ComparedRuns("grpo", runs[:1])], by_epoch=True)
+    assert '"axis": "epoch"' in page
+    with pytest.raises(ValueError, match="compare it over steps, not epochs"):
+        render_comparison([ComparedRuns("x", [replace(runs[0], config="")])], by_epoch=True)
+
+
+@pytest.mark.parametrize("num", [0, MAX_LINES + 1])
+def test_too_many_lines_are_refused(runs: list[RunFolder], num: int) -> None:
+    with pytest.raises(ValueError, match=f"{num} lines cannot be compared: give 1 to {MAX_LINES}"):
+        render_comparison([ComparedRuns(str(n), runs[:1]) for n in range(num)], by_epoch=False)

@@ -1,4 +1,4 @@
-"""Spans of a whole run of fakes: every stage of every prompt, in order, and nothing at all while tracing is off."""
+"""Traces of a run, and torch's profiler around the updates that the configuration names."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from fakes import FakeRollouts
 from http_servers import serving
 from metrics_data import make_metrics
@@ -23,6 +24,7 @@ from mobula.cluster.roles import SamplingSettings
 from mobula.cluster.rollout.in_flight import InFlightRequests
 from mobula.cluster.tracing import tracer as built
 from mobula.cluster.tracing.chrome import ChromeTraceSink
+from mobula.cluster.tracing.profiler import UpdateProfiler
 from mobula.cluster.tracing.spans import RunTracer, Span, Stage
 from mobula.cluster.tracing.tracer import build_tracer
 from mobula.configs.errors import ConfigError
@@ -241,3 +243,30 @@ def test_an_exporter_without_its_library_is_refused(monkeypatch: pytest.MonkeyPa
     config = load_config(["experiment=digits", "tracing.exporter=file"])
     with pytest.raises(PreflightError, match=r"needs opentelemetry.sdk, .*pip install 'mobula\[tracing\]'"):
         built.refuse_missing_exporter(config.tracing)
+
+
+def update(profiler: UpdateProfiler, version: int) -> None:
+    """An update that is one product of matrices."""
+    with profiler.update(version):
+        torch.ones(8, 8) @ torch.ones(8, 8)
+
+
+def test_the_named_updates_leave_a_trace_of_their_operators(tmp_path: Path) -> None:
+    profiler = UpdateProfiler([2, 3], tmp_path, 1, "cpu")
+    for version in (1, 2, 3, 4):
+        update(profiler, version)
+    found = sorted(path.name for path in (tmp_path / "traces").iterdir())
+    assert found == ["update-000002-rank-1.json", "update-000003-rank-1.json"]
+    events = json.loads((tmp_path / "traces" / found[0]).read_text())["traceEvents"]
+    assert "aten::mm" in {event["name"] for event in events}
+
+
+def test_without_steps_nothing_is_written(tmp_path: Path) -> None:
+    update(UpdateProfiler([], tmp_path, 0, "cpu"), 1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_trace_that_cannot_be_written_costs_the_trace_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "traces").write_text("in the way")
+    update(UpdateProfiler([1], tmp_path, 0, "cpu"), 1)
+    assert "the profile of update 1 could not be written" in caplog.text

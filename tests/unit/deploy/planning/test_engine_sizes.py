@@ -7,6 +7,7 @@ from functools import cache
 from types import SimpleNamespace
 
 import pytest
+import yaml
 from vllm import AsyncEngineArgs
 from vllm.utils.mem_utils import MemorySnapshot
 from vllm.v1.worker.utils import request_memory
@@ -19,13 +20,13 @@ from mobula.configs.schema import RunConfig
 from mobula.deploy.planning.clusters import PlannedNode, described_nodes
 from mobula.deploy.planning.engine_sizes import EngineSizes
 from mobula.deploy.planning.fit import GIB, MemoryPlan, plan_memory
-from mobula.deploy.planning.kv_cache import sequence_bytes
-from mobula.deploy.planning.scaling_guide import GPU_GB, LONG, ROWS, shapes
+from mobula.deploy.planning.kv_cache import refuse_small_cache, sequence_bytes
+from mobula.deploy.planning.scaling_guide import GPU_GB, LONG, MODELS, ROWS, shapes
 from mobula.deploy.planning.workers import CONTEXT, KV_CACHE, SAMPLING, SYNC, TRAINING, USABLE, worker_memory
-from mobula.learner.policies.shapes import ModelShape
+from mobula.learner.policies.shapes import ModelShape, shape_of_values, tiny_shape
+from mobula.learner.policies.tiny import TINY
 
-MODELS = shapes()
-CASES = [(row, model) for row in (*ROWS, ("gpu_1", 1, 1)) for model in MODELS]
+CASES = [(row, model) for row in (*ROWS, ("gpu_1", 1, 1)) for model in yaml.safe_load(MODELS.read_text())]
 VLLM_DEFAULT = AsyncEngineArgs.gpu_memory_utilization
 
 
@@ -84,7 +85,7 @@ def others(plan: MemoryPlan, total: int) -> int:
 def test_an_engine_starts_and_restarts_with_its_share_beside_the_other_roles(
     row: tuple[str, int, int], model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = planned(row, MODELS[model])
+    found = planned(row, shapes()[model])
     if found is None:
         pytest.skip("no GPU of docs/scaling.md holds it")
     total, _, plan = found
@@ -104,7 +105,7 @@ def test_the_default_of_vllm_is_refused_beside_a_learner() -> None:
 
 
 def test_the_cache_takes_what_the_plan_leaves() -> None:
-    shape = MODELS["Qwen2.5-VL 3B"]
+    shape = shapes()["Qwen2.5-VL 3B"]
     words = ("resources=gpu_1", "policy.lora.rank=16")
     small, large = (plan_memory(config(*words), shape, described_nodes(f"1x1x{size}GB")) for size in (48, 80))
     assert large.engine is not None and small.engine is not None
@@ -117,7 +118,7 @@ def test_the_cache_takes_what_the_plan_leaves() -> None:
 
 
 def test_sequences_are_those_that_the_cache_holds_and_the_run_asks_for() -> None:
-    shape = MODELS["Qwen3 0.6B"]
+    shape = shapes()["Qwen3 0.6B"]
     words = ("resources=gpu_1", *LONG, "learner=single")
     engine = plan_memory(config(*words), shape, described_nodes("1x1x48GB")).engine
     assert engine is not None
@@ -130,7 +131,7 @@ def test_sequences_are_those_that_the_cache_holds_and_the_run_asks_for() -> None
 
 
 def test_an_engine_with_gpus_to_itself_lets_vllm_measure_its_step() -> None:
-    shape, nodes = MODELS["Qwen2.5-VL 3B"], described_nodes("1x2x141GB")
+    shape, nodes = shapes()["Qwen2.5-VL 3B"], described_nodes("1x2x141GB")
     alone = plan_memory(config("resources=two_gpu"), shape, nodes).engine
     assert alone is not None and (alone.kv_cache_bytes, alone.memory_bytes > 100e9) == (0, True)
     fixed = plan_memory(config("resources=two_gpu", "sampler.vllm.kv_cache_bytes=4294967296"), shape, nodes).engine
@@ -138,7 +139,7 @@ def test_an_engine_with_gpus_to_itself_lets_vllm_measure_its_step() -> None:
 
 
 def test_a_fraction_of_the_users_bounds_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    shape = MODELS["Qwen2.5-VL 3B"]
+    shape = shapes()["Qwen2.5-VL 3B"]
     words = ("resources=gpu_1", "policy.lora.rank=16", "sampler.vllm.gpu_memory_fraction=0.3")
     engine = plan_memory(config(*words), shape, described_nodes("1x1x80GB")).engine
     assert engine is not None and engine.memory_bytes <= 0.3 * 80e9
@@ -146,7 +147,7 @@ def test_a_fraction_of_the_users_bounds_the_engine(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_cache_that_does_not_fit_is_a_shortfall_of_the_plan() -> None:
-    shape = MODELS["Qwen2.5-VL 3B"]
+    shape = shapes()["Qwen2.5-VL 3B"]
     plan = plan_memory(config("resources=gpu_1"), shape, described_nodes("1x1x24GB"))
     assert [demand.place for demand in plan.shortfalls] == ["GPU 0"]
     least = 8 * sequence_bytes(config("resources=gpu_1"), shape, 3072)
@@ -155,18 +156,18 @@ def test_a_cache_that_does_not_fit_is_a_shortfall_of_the_plan() -> None:
 
 def test_engines_in_turns_hold_their_cache_beside_the_policy_only_where_one_joins_late() -> None:
     found = config("resources=one_gpu_colocated", "sampler.vllm.kv_cache_bytes=4294967296")
-    engine = worker_memory(found, MODELS["Qwen3 0.6B"], "rollout")
+    engine = worker_memory(found, shapes()["Qwen3 0.6B"], "rollout")
     assert [engine.device[phase].get(KV_CACHE, 0) for phase in (TRAINING, SYNC, SAMPLING)] == [0, 0, 4 * GIB]
-    assert "joining" not in engine.device and worker_memory(found, MODELS["Qwen3 0.6B"], "learner").device["joining"]
+    assert "joining" not in engine.device and worker_memory(found, shapes()["Qwen3 0.6B"], "learner").device["joining"]
     assert engine.context == engine.device[TRAINING][CONTEXT]
 
 
 def test_memory_that_is_not_known_is_asked_for() -> None:
     nodes = [replace(node, gpu_bytes=None) for node in described_nodes("1x2x80GB")]
     with pytest.raises(PreflightError, match="set it and sampler.vllm.max_num_seqs"):
-        plan_memory(config("resources=two_gpu"), MODELS["Qwen3 0.6B"], nodes)
+        plan_memory(config("resources=two_gpu"), shapes()["Qwen3 0.6B"], nodes)
     given = config("resources=two_gpu", "sampler.vllm.kv_cache_bytes=4294967296", "sampler.vllm.max_num_seqs=8")
-    assert plan_memory(given, MODELS["Qwen3 0.6B"], nodes).shortfalls == ()
+    assert plan_memory(given, shapes()["Qwen3 0.6B"], nodes).shortfalls == ()
 
 
 @pytest.mark.parametrize("key", ["kv_cache_bytes", "max_num_seqs"])
@@ -192,8 +193,75 @@ def judge(engine: str) -> str:
 def test_a_judge_is_planned_with_its_share_of_the_gpu(engine: str, share: float) -> None:
     found = config("resources=two_gpu", "resources.learner.num_gpus=0.7", SERVICE, judge(engine))
     nodes: tuple[PlannedNode, ...] = described_nodes("1x2x80GB")
-    plan = plan_memory(found, MODELS["Qwen3 0.6B"], nodes)
+    plan = plan_memory(found, shapes()["Qwen3 0.6B"], nodes)
     worker = plan.placement.of_role("reward.judge")[0]
     learner = plan.by_role["learner"]
     demand = next(d for d in plan.demands if d.place == f"GPU {worker.gpus[0]}")
     assert demand.num_bytes == pytest.approx(learner.peak + share * 80e9)
+
+
+SMOLLM2 = {  # 135M
+    "model_type": "llama",
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "tie_word_embeddings": True,
+}
+MIB = 2**20
+
+
+def kv_config(*words: str) -> RunConfig:
+    return load_config(["experiment=own", "policy.model=some", "data.path=none", *words])
+
+
+def test_a_sequence_takes_its_blocks_in_every_layer_and_one_block_more() -> None:
+    """3,072 tokens x 30 layers x keys and values of 3 heads x 64 x 4 bytes, and 32 tokens that vLLM sets apart."""
+    shape = shape_of_values(SMOLLM2)
+    assert sequence_bytes(kv_config(), shape, 3072) == (3072 + 32) * 30 * 2 * 3 * 64 * 4 == 143_032_320
+    assert sequence_bytes(kv_config("resources=two_gpu"), shape, 3072) == 143_032_320 / 2, "bfloat16"
+    assert sequence_bytes(kv_config(), shape, 3073) == (3104 + 32) * 46_080
+
+
+def test_windowed_layers_keep_their_window_and_the_tokens_of_a_step() -> None:
+    shape = tiny_shape("gemma3", tie_word_embeddings=False)
+    assert (shape.cache.num_full + shape.cache.num_windowed, shape.cache.num_states) == (shape.text.num_layers, 0)
+    token = 4 * shape.cache.width
+    windowed = -(-(shape.cache.window + 4096) // 32) * 32
+    kinds = [n for n in (shape.cache.num_full, shape.cache.num_windowed) if n]
+    expected = shape.cache.num_full * 131072 + shape.cache.num_windowed * windowed + min(kinds) * 32
+    assert sequence_bytes(kv_config("sampler.vllm.max_num_batched_tokens=4096"), shape, 131072) == expected * token
+
+
+def test_layers_with_a_state_keep_one_and_make_blocks_as_long_as_it() -> None:
+    """Three states of the tiny Qwen3.5: 3 x (2 x 256 + 512) inputs and 4 heads of 128 x 128; two heads of 64 attend."""
+    cache = tiny_shape("qwen3.5", tie_word_embeddings=False).cache
+    assert (cache.num_full, cache.num_windowed, cache.num_states) == (1, 0, 3)
+    assert cache.state_width == 3 * (2 * 256 + 512) + 4 * 128 * 128 == 68_608
+    block = -(-68_608 // (32 * cache.width)) * 32
+    tokens = -(-3072 // block) * block + 3 * block + block
+    shape = tiny_shape("qwen3.5", tie_word_embeddings=False)
+    assert sequence_bytes(kv_config(), shape, 3072) == tokens * cache.width * 4
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_every_family_has_a_cache(name: str) -> None:
+    shape = tiny_shape(name, tie_word_embeddings=False)
+    cache = shape.cache
+    assert cache.num_full + cache.num_windowed + cache.num_states == shape.text.num_layers
+    assert cache.width == 2 * shape.text.num_kv_heads * shape.text.head_dim
+
+
+def test_a_cache_that_holds_no_sequence_is_refused_by_the_keys_that_matter() -> None:
+    shape: ModelShape = shape_of_values(SMOLLM2)
+    long = ("sampler.max_model_len=3072", "sampler.max_tokens=1024")
+    refuse_small_cache(kv_config("sampler.vllm.kv_cache_bytes=143032320", *long), shape)
+    with pytest.raises(PreflightError) as refused:
+        refuse_small_cache(kv_config(f"sampler.vllm.kv_cache_bytes={128 * MIB}", *long), shape)
+    assert "set sampler.vllm.kv_cache_bytes=143032320 or more" in str(refused.value)
+    assert "or sampler.max_model_len=2880 or less" in str(refused.value)
+    shorter = ("sampler.max_model_len=2880", "sampler.max_tokens=1024")
+    refuse_small_cache(kv_config(f"sampler.vllm.kv_cache_bytes={128 * MIB}", *shorter), shape)
+    refuse_small_cache(kv_config("sampler=huggingface"), shape)

@@ -110,13 +110,10 @@ def test_workers_of_multi_node_follow_from_one_number() -> None:
 @pytest.mark.parametrize(
     ("model", "words", "size", "fits"),
     [
-        ("Qwen2.5-VL 32B", (), "4x8x80GB", True),
-        ("Qwen2.5-VL 32B", ADAPTERS, "2x8x80GB", True),
+        *[(model, (), "4x8x80GB", True) for model in ("Qwen2.5-VL 32B", "Qwen3-VL 30B-A3B")],
+        *[(model, ADAPTERS, "2x8x80GB", True) for model in ("Qwen2.5-VL 32B", "Qwen2.5-VL 72B", "Qwen3-VL 30B-A3B")],
         ("Qwen2.5-VL 72B", (), "8x8x80GB", True),
-        ("Qwen2.5-VL 72B", ADAPTERS, "2x8x80GB", True),
         ("Qwen2.5-VL 72B", (), "4x8x80GB", False),
-        ("Qwen3-VL 30B-A3B", (), "4x8x80GB", True),
-        ("Qwen3-VL 30B-A3B", ADAPTERS, "2x8x80GB", True),
     ],
 )
 def test_large_models_fit_engines_over_four_gpus(model: str, words: tuple[str, ...], size: str, fits: bool) -> None:

@@ -10,7 +10,6 @@ from mobula.configs.groups import groups
 from mobula.deploy.planning import scaling_guide
 from mobula.deploy.planning.scaling_guide import GPU_GB, LONG, NO_FIT, ROWS, shapes, smallest
 
-MODELS = shapes()
 PAGE = scaling_guide.TARGET.read_text(encoding="utf-8")
 TABLES = [
     [
@@ -24,7 +23,7 @@ TABLES = [
 def cells(table: int) -> dict[tuple[tuple[str, int, int], str], str]:
     """(row, model) -> the cell on the page."""
     rows = {key: [cell.strip() for cell in row.split("|")] for key, row in TABLES[table]}
-    return {(p, model): cell for p, row in rows.items() for model, cell in zip(MODELS, row, strict=True)}
+    return {(p, model): cell for p, row in rows.items() for model, cell in zip(shapes(), row, strict=True)}
 
 
 def test_every_gpu_preset_is_on_the_page() -> None:
@@ -46,7 +45,7 @@ def test_every_gpu_preset_is_on_the_page() -> None:
 def test_a_cell_is_what_the_planner_says_today(
     table: int, lengths: tuple[str, ...], row: tuple[str, int, int], model: str
 ) -> None:
-    found = [smallest(MODELS[model], row, lengths, way) for way in ("weights", "adapters")]
+    found = [smallest(shapes()[model], row, lengths, way) for way in ("weights", "adapters")]
     said = " / ".join(NO_FIT if size is None else str(size) for size in found)
     assert cells(table)[row, model] == said, "run `python -m mobula.deploy.planning.scaling_guide`"
 
@@ -56,13 +55,13 @@ def test_larger_models_need_no_smaller_gpu_and_adapters_none_that_is_larger() ->
     for table in range(len(TABLES)):
         found = {key: [sizes[part] for part in cell.split(" / ")] for key, cell in cells(table).items()}
         for row in ROWS:
-            weights = [found[row, model][0] for model in MODELS]
+            weights = [found[row, model][0] for model in shapes()]
             assert weights == sorted(weights), row
-            assert all(found[row, model][1] <= found[row, model][0] for model in MODELS), row
+            assert all(found[row, model][1] <= found[row, model][0] for model in shapes()), row
 
 
 def test_the_models_have_the_sizes_of_their_names() -> None:
-    found = {name: shape.num_parameters / 1e9 for name, shape in MODELS.items()}
+    found = {name: shape.num_parameters / 1e9 for name, shape in shapes().items()}
     expected = {
         "Qwen3 0.6B": 0.6,
         "Qwen2.5-VL 3B": 3.8,

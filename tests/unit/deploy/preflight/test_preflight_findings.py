@@ -1,16 +1,22 @@
-"""Findings of the preflight refuse a run or warn, and the doctor shows them."""
+"""Findings of the preflight refuse a run or warn, and packed rows need layers that keep them apart."""
+
+from __future__ import annotations
 
 import logging
 from pathlib import Path
 
 import pytest
 
+from mobula.actors.processors.make import make_processor
 from mobula.cluster.errors import PreflightError
+from mobula.cluster.records.media import MediaReader
 from mobula.configs.load import load_config
+from mobula.deploy.preflight.checks import check_packing
 from mobula.deploy.preflight.findings import PreflightFinding, Severity, refuse
+from mobula.deploy.preflight.loaded import LoadedModel
 from mobula.deploy.tools.doctor.checkpoint import check_checkpoint
 from mobula.deploy.tools.doctor.this_machine import Verdict
-from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
+from mobula.learner.policies.tiny import write_tiny, write_tiny_qwen2_5_vl
 
 REFUSED = PreflightFinding("policy.model", "policy.model has no weights", "download it again")
 WARNED = PreflightFinding("data.path", "data.path is slow", "copy it", Severity.WARN)
@@ -37,3 +43,19 @@ def test_the_doctor_checks_a_checkpoint_that_is_here(tmp_path: Path) -> None:
     assert verdicts() == [Verdict.OK]
     (tmp_path / "model" / "tokenizer.json").write_text("{")
     assert verdicts() == [Verdict.MISSING]
+
+
+@pytest.mark.parametrize(
+    ("name", "packing", "found"), [("qwen3.5", True, 1), ("qwen3.5", False, 0), ("qwen3", True, 0)]
+)
+def test_a_model_with_a_state_takes_no_packed_rows(tmp_path: Path, name: str, packing: bool, found: int) -> None:
+    folder = write_tiny(name, tmp_path / "model", seed=0)
+    words = ["experiment=own", f"policy.model={folder}", "data.path=none", f"learner.packing={str(packing).lower()}"]
+    config = load_config(words)
+    loaded = LoadedModel(folder, None, make_processor(config, MediaReader(timeout_s=1, max_items=1)), None)
+    findings = [str(finding) for finding in check_packing(config, loaded)]
+    assert len(findings) == found
+    assert all("qwen3_5" in text and "set learner.packing=false" in text for text in findings)
+    shared = config.learner.model_copy(update={"packing": False, "sequence_parallel": 2})
+    findings = [str(found) for found in check_packing(config.model_copy(update={"learner": shared}), loaded)]
+    assert [("set learner.sequence_parallel=1" in text) for text in findings] == [True] * (name == "qwen3.5")

@@ -17,7 +17,6 @@ from waiting import wait_until
 from mobula.cluster.errors import DeadlineError, PreflightError
 from mobula.configs.errors import ConfigError
 from mobula.deploy.cli import app
-from mobula.deploy.host.process_group import last_lines
 from mobula.deploy.host.processes import ProcessId
 from mobula.deploy.tools.lmms_eval import LmmsEval, child_environment, command_line, evaluate
 from mobula.deploy.tools.lmms_eval_results import HarnessError, numbers, primary_metric, read_results
@@ -327,12 +326,6 @@ def test_sigterm_ends_the_harness_with_all_it_started(play: Path, asked: LmmsEva
     assert all_gone(tmp_path / "pids")
 
 
-def test_the_tail_of_a_log_is_what_a_terminal_would_show(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    log.write_bytes(b"x" * 100_000 + b"\nold\n\n 10%\r 90%\r\nlast \xff")
-    assert last_lines(log, 3) == ["old", " 90%", "last \ufffd"]
-
-
 def test_the_command_prints_a_table(play: Path, asked: LmmsEval, monkeypatch: pytest.MonkeyPatch) -> None:
     leave(play, monkeypatch, {"mini": {"anls,none": 0.5, "anls_stderr,none": 0.125}}, {"mini": [sample("a")]})
     words = [
@@ -347,11 +340,3 @@ def test_the_command_prints_a_table(play: Path, asked: LmmsEval, monkeypatch: py
     assert "mean score 0.5000, 1 samples" in done.output
     (artifact,) = asked.output.glob("*/lmms-eval.json")
     assert json.loads(artifact.read_text())["command"].endswith("--force_simple")
-
-
-def test_the_command_ends_with_1_when_the_harness_fails(play: Path, asked: LmmsEval) -> None:
-    play.write_text("import sys\nsys.exit('out of memory')")
-    words = ["lmms-eval", "--model", asked.model, "--tasks", "mini", "--environment", str(asked.environment)]
-    done = CliRunner().invoke(app, [*words, "--output", str(asked.output), "--device", "cpu"])
-    assert done.exit_code == 1
-    assert "out of memory" in done.output

@@ -11,7 +11,6 @@ import pytest
 import torch
 from learner_data import add_dropout, group, image, prompt, random_groups, tiny_config, with_logprobs
 from taught import at_hand
-from transformers import AutoTokenizer
 
 from mobula.cluster.errors import CheckpointError
 from mobula.cluster.records.trajectory import FinishReason, ScoredGroup
@@ -27,16 +26,6 @@ from mobula.learner.supervised import SupervisedExample
 
 PPO = ("algorithm=ppo_gae", "algorithm.kl.coef=0", "algorithm.critic.learning_rate=1e-3", "algorithm.max_staleness=99")
 Weights = dict[str, torch.Tensor]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return write_tiny_qwen2_5_vl(tmp_path_factory.mktemp("tiny"), seed=0)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(folder: Path):
-    return AutoTokenizer.from_pretrained(folder)
 
 
 @pytest.fixture(scope="module")

@@ -23,27 +23,14 @@ from mobula.learner.critic_ranks.critic_group import CriticGroup, LearnerWithCri
 from mobula.learner.critic_ranks.critic_rank import CriticRank
 from mobula.learner.learner import Learner
 from mobula.learner.learner_group import LearnerGroup
-from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 
 WORDS = (
-    "algorithm=ppo_gae",
-    "algorithm.kl.coef=0.1",
-    "algorithm.kl.controller=adaptive",
-    "algorithm.kl.horizon=20",
-    "algorithm.num_epochs=2",
-    "algorithm.num_minibatches=2",
-    "algorithm.shaping.running_moments=scale",
-    "algorithm.max_staleness=4",
-    "algorithm.critic.learning_rate=1e-3",
-    "algorithm.critic.warmup_steps=1",
+    "algorithm=ppo_gae", "algorithm.kl.coef=0.1", "algorithm.kl.controller=adaptive", "algorithm.kl.horizon=20",
+    "algorithm.num_epochs=2", "algorithm.num_minibatches=2", "algorithm.shaping.running_moments=scale",
+    "algorithm.max_staleness=4", "algorithm.critic.learning_rate=1e-3", "algorithm.critic.warmup_steps=1",
     "num_steps=6",
-)
+)  # fmt: skip
 APART = "algorithm.critic.place=own_ranks"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_qwen2_5_vl(tmp_path_factory.mktemp("tiny"), seed=0)
 
 
 @pytest.fixture(scope="module")

@@ -1,17 +1,20 @@
-"""ValueModel: its values are the head's product with the states of the plain transformers forward."""
+"""Values of a critic: its model, and rows with one value more than tokens."""
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from learner_data import image, prompt, tiny_config
+from learner_data import group, image, prompt, random_groups, tiny_config
 from tiny_text_models import write_text_policy
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
 from mobula.cluster.records.media import MediaReader
+from mobula.learner.batch import LearnerItem, fetch_items
+from mobula.learner.critic.rows import ValueRow, collate_rows
 from mobula.learner.critic.value_model import ScalarHead, ValueModel
 from mobula.learner.policies.batch import TokenSequence, collate
 from mobula.learner.policies.checkpoint.reading import load_policy_model
@@ -21,18 +24,18 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
-def folder(request, tmp_path_factory) -> Path:
+def checkpoint(request, tmp_path_factory) -> Path:
     return write_tiny_qwen2_5_vl(tmp_path_factory.mktemp("tiny"), seed=0, tie_word_embeddings=request.param)
 
 
 @pytest.fixture
-def model(folder: Path) -> ValueModel:
-    return ValueModel(load_policy_model(tiny_config(folder).policy, torch.float32), seed=3, packs=False).eval()
+def model(checkpoint: Path) -> ValueModel:
+    return ValueModel(load_policy_model(tiny_config(checkpoint).policy, torch.float32), seed=3, packs=False).eval()
 
 
-def sequences(folder: Path) -> list[TokenSequence]:
+def sequences(checkpoint: Path) -> list[TokenSequence]:
     """Text, one image, and two images of different sizes, with answers of different lengths."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     shown = [[], [image(1)], [image(2, 2, 4), image(3, 6, 4)]]
     answers = [[1, 2, 3], [4], [10, 11, 12, 13, 14]]
     return [
@@ -60,10 +63,10 @@ def plain_states(model, row: TokenSequence) -> torch.Tensor:
 
 
 @torch.no_grad()
-def test_values_are_those_of_the_plain_forward_for_text_and_images(model, folder) -> None:
+def test_values_are_those_of_the_plain_forward_for_text_and_images(model, checkpoint) -> None:
     """LightRFT defect B6: the critic had plain positions in the place of M-RoPE's."""
-    rows = sequences(folder)
-    plain = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+    rows = sequences(checkpoint)
+    plain = AutoModelForImageTextToText.from_pretrained(checkpoint, dtype=torch.float32).eval()
     found = values(model, rows)
     for row, own in zip(rows, found, strict=True):
         expected = plain_states(plain, row).double() @ model.head.weight[0].double()
@@ -73,15 +76,15 @@ def test_values_are_those_of_the_plain_forward_for_text_and_images(model, folder
 
 @torch.no_grad()
 def test_values_of_a_text_family_are_those_of_the_plain_forward(tmp_path: Path) -> None:
-    folder = write_text_policy(tmp_path, "qwen3")
+    checkpoint = write_text_policy(tmp_path, "qwen3")
     row = TokenSequence(np.array([3, 4, 5, 6]), 2, (), ())
-    model = ValueModel(load_policy_model(tiny_config(folder).policy, torch.float32), seed=3, packs=False).eval()
-    expected = plain_states(AutoModelForCausalLM.from_pretrained(folder).eval(), row) @ model.head.weight[0]
+    model = ValueModel(load_policy_model(tiny_config(checkpoint).policy, torch.float32), seed=3, packs=False).eval()
+    expected = plain_states(AutoModelForCausalLM.from_pretrained(checkpoint).eval(), row) @ model.head.weight[0]
     torch.testing.assert_close(values(model, [row])[0], expected, atol=1e-7, rtol=1e-5)
 
 
-def test_the_gradient_of_a_value_reaches_the_backbone_and_the_vision_tower(model, folder) -> None:
-    values(model, sequences(folder)).sum().backward()
+def test_the_gradient_of_a_value_reaches_the_backbone_and_the_vision_tower(model, checkpoint) -> None:
+    values(model, sequences(checkpoint)).sum().backward()
     missing = [name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()]
     assert [name for name in missing if "bias" not in name] == []
 
@@ -106,3 +109,52 @@ def test_the_product_is_taken_in_float32() -> None:
         found = head(states)
     assert found.dtype is torch.float32
     torch.testing.assert_close(found.double(), expected, atol=1e-6, rtol=1e-5)
+
+
+def collated(items: list[LearnerItem]):
+    return collate_rows([ValueRow.of(i) for i in items], MediaReader(timeout_s=1, max_items=8), torch.device("cpu"))
+
+
+def test_a_row_has_the_tokens_of_its_item_and_one_more(tokenizer) -> None:
+    for items in fetch_items(random_groups(tokenizer, 3, 2), 0, 1.0):
+        for item in items:
+            row = ValueRow.of(item)
+            assert row.sequence.num_targets == item.sequence.num_targets + 1
+            assert row.sequence.num_context == item.sequence.num_context
+            assert row.sequence.token_ids[:-1].tolist() == item.sequence.token_ids.tolist()
+            assert row.sequence.media == item.sequence.media
+
+
+def test_columns_are_as_wide_as_the_values_and_padding_has_no_loss(tokenizer) -> None:
+    [items] = fetch_items([group(prompt(tokenizer, "a"), [[1, 2, 3], [4]], [1.0, 0.0])], 0, 1.0)
+    valued = [
+        dataclasses.replace(
+            item,
+            values=np.arange(1, item.sequence.num_targets + 2, dtype=np.float32),
+            returns=np.full(item.sequence.num_targets, 7, dtype=np.float32),
+        )
+        for item in items
+    ]
+    batch = collated(valued)
+    assert batch.old_values.tolist() == [[1, 2, 3, 4], [1, 2, 0, 0]]
+    assert batch.returns.tolist() == [[7, 7, 7, 0], [7, 0, 0, 0]]
+    assert batch.mask.tolist() == [[True] * 3 + [False], [True] + [False] * 3]
+    assert batch.tokens.targets.shape == (2, 4)
+
+
+def test_before_it_has_values_a_row_is_scored_alone(tokenizer) -> None:
+    [items] = fetch_items([group(prompt(tokenizer, "a"), [[1, 2]], [1.0])], 0, 1.0)
+    batch = collated(items)
+    assert batch.old_values.tolist() == [[0.0] * 3] and batch.returns.tolist() == [[0.0] * 3]
+
+
+def test_an_empty_response_has_the_value_of_its_prompt(tokenizer) -> None:
+    [items] = fetch_items([group(prompt(tokenizer, "a"), [[], [5]], [1.0, 0.0])], 0, 1.0)
+    assert ValueRow.of(items[0]).sequence.num_targets == 1
+    assert collated(items).mask.tolist() == [[False, False], [True, False]]
+
+
+def test_what_is_filtered_or_untrained_has_no_value_loss(tokenizer) -> None:
+    [[item]] = fetch_items([group(prompt(tokenizer, "a"), [[1, 2]], [1.0])], 0, 1.0)
+    assert not ValueRow.of(item.without_loss()).mask.any()
+    assert not ValueRow.of(item).untrained().mask.any() and ValueRow.of(item).mask.all()

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from PIL import Image, ImageDraw, ImageFont
+from reward_data import TOOLS, request, score
 
 from mobula.cluster.errors import RewardError
 from mobula.cluster.records.trajectory import Response
@@ -21,18 +22,7 @@ from mobula.rewards.functions import EXTRAS, build_function
 from mobula.rewards.functions.grounding import entity
 from mobula.rewards.functions.parsing.extraction import extractor
 from mobula.rewards.functions.parsing.strict_json import read_json
-from mobula.rewards.isolation.process import IsolatedProcess
 from mobula.rewards.tools import Tools
-
-TOOLS = Tools(IsolatedProcess(timeout_s=1, start_timeout_s=1), "cpu", "float32")
-
-
-def request(text: str, *references: str, prompt: str = "", tokens: int = 1, **metadata: Any) -> RewardRequest:
-    return RewardRequest(Response(text, num_tokens=tokens, is_truncated=False), references, metadata, prompt)
-
-
-def score(name: str, options: dict[str, Any], asked: RewardRequest) -> Score:
-    return evaluate(build_function(name, options, TOOLS), asked)
 
 
 @pytest.mark.parametrize(
@@ -91,21 +81,10 @@ def test_what_the_standard_admits_is_read(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "alias", "value"),
     [
-        ("It is 7.", "7", 1.0),
-        ("7, or so", "7", 1.0),
-        ("(7)", "7", 1.0),
-        ("-7", "7", 0.0),
-        ("\N{MINUS SIGN}7", "7", 0.0),
-        ("3.7", "7", 0.0),
-        ("7.5", "7", 0.0),
+        *[(text, "7", 1.0) for text in ("It is 7.", "7, or so", "(7)")],
+        *[(text, "7", 0.0) for text in ("-7", "\N{MINUS SIGN}7", "3.7", "7.5", "7,000", "7/8", "7:30", "7%", "7 %")],
+        *[(text, "7", 0.0) for text in ("17", "7-8")],
         ("1,007", "007", 0.0),
-        ("7,000", "7", 0.0),
-        ("7/8", "7", 0.0),
-        ("7:30", "7", 0.0),
-        ("7%", "7", 0.0),
-        ("7 %", "7", 0.0),
-        ("17", "7", 0.0),
-        ("7-8", "7", 0.0),
         ("7%", "7%", 1.0),
         ("-7", "-7", 1.0),
         ("category", "cat", 0.0),
@@ -288,11 +267,8 @@ def test_grounding_has_precision_and_recall(
     [
         ("cat", "not JSON"),
         ("[]", "not a JSON object: an array"),
-        ("{}", "field 'entities' is no array"),
-        ('{"entities": "cat"}', "field 'entities' is no array"),
-        ('{"entities": [["cat"]]}', "field 'entities' is no array"),
-        ('{"entities": []}', "no entity is claimed"),
-        ('{"entities": [" ", "."]}', "no entity is claimed"),
+        *[(text, "field 'entities' is no array") for text in ("{}", '{"entities": "cat"}', '{"entities": [["cat"]]}')],
+        *[(text, "no entity is claimed") for text in ('{"entities": []}', '{"entities": [" ", "."]}')],
     ],
 )
 def test_claims_that_are_none_score_0_with_a_reason(text: str, reason: str) -> None:
@@ -339,14 +315,9 @@ def test_a_response_that_was_cut_off_is_overlong() -> None:
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        ("<a>1</a>\n<b>2</b>", 1.0),
-        ("<a></a><b>2</b> ", 1.0),
-        ("<a>1</a><b> </b>", 0.0),
-        ("<b>2</b><a>1</a>", 0.0),
-        ("<a><b>2</b></a>", 0.0),
-        ("<a>1</a>x<b>2</b>", 0.0),
-        ("<a>1</b>2</a><b>", 0.0),
-        ("<a>1</a><b>2</b><b>3</b>", 0.0),
+        *[(text, 1.0) for text in ("<a>1</a>\n<b>2</b>", "<a></a><b>2</b> ")],
+        *[(text, 0.0) for text in ("<a>1</a><b> </b>", "<b>2</b><a>1</a>", "<a><b>2</b></a>", "<a>1</a>x<b>2</b>")],
+        *[(text, 0.0) for text in ("<a>1</b>2</a><b>", "<a>1</a><b>2</b><b>3</b>")],
     ],
 )
 def test_tags_are_a_users_own(text: str, value: float) -> None:
@@ -357,14 +328,9 @@ def test_tags_are_a_users_own(text: str, value: float) -> None:
     ("text", "fields", "object_", "fenced"),
     [
         ('{"a": 1, "b": "x"}', 1.0, 1.0, 1.0),
-        ('{"a": 1}', 0.0, 1.0, 1.0),
-        ('{"a": 1, "b": "x", "c": 1}', 0.0, 1.0, 1.0),
-        ('{"a": null, "b": "x"}', 0.0, 1.0, 1.0),
-        ('{"a": 1, "b": " "}', 0.0, 1.0, 1.0),
-        ('{"a": 1, "b": []}', 0.0, 1.0, 1.0),
-        ('{"a": 1, "a": 2}', 0.0, 0.0, 0.0),
-        ('{"a": NaN}', 0.0, 0.0, 0.0),
-        ("[1]", 0.0, 0.0, 0.0),
+        *[(text, 0.0, 1.0, 1.0) for text in ('{"a": 1}', '{"a": 1, "b": "x", "c": 1}', '{"a": null, "b": "x"}')],
+        *[(text, 0.0, 1.0, 1.0) for text in ('{"a": 1, "b": " "}', '{"a": 1, "b": []}')],
+        *[(text, 0.0, 0.0, 0.0) for text in ('{"a": 1, "a": 2}', '{"a": NaN}', "[1]")],
         ('```json\n{"a": 1, "b": 2}\n```', 0.0, 0.0, 1.0),
     ],
 )

@@ -17,15 +17,13 @@ import numpy as np
 import pytest
 from http_servers import CONNECTION, Reply, Scripted, reward_app, serving
 from PIL import Image
+from reward_data import TOOLS
 
 from mobula.cluster.records.trajectory import Response
 from mobula.rewards.contract import FailureKind, Outcome, RewardRequest, Score, ScoringFailure, evaluate_batch
 from mobula.rewards.functions import build_function
 from mobula.rewards.http.endpoints import Endpoints
-from mobula.rewards.isolation.process import IsolatedProcess
-from mobula.rewards.tools import Tools
 
-TOOLS = Tools(IsolatedProcess(timeout_s=1, start_timeout_s=1), "cpu", "float32")
 OPTIONS: dict[str, Any] = {
     "dialect": "mobula",
     "batch_size": 4,

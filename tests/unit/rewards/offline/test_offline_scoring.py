@@ -68,22 +68,9 @@ def test_right_records_below_the_threshold_are_all_counted_and_the_first_named(t
 
 # Words that meet each other in all the ways that the rules tell apart.
 WORDS = (
-    "red",
-    "Red",
-    "the",
-    "not",
-    "nor",
-    "14",
-    "14.0",
-    "1,400",
-    "1400",
-    "14%",
-    "0.14",
-    "page",
-    "isn't",
-    "a",
+    "red", "Red", "the", "not", "nor", "14", "14.0", "1,400", "1400", "14%", "0.14", "page", "isn't", "a",
     r"\boxed{14}",
-)
+)  # fmt: skip
 GLUE = (" ", "-", ".", "", "  ", ", ", "'", "\n", "/", "s ")
 texts = st.lists(st.tuples(st.sampled_from(WORDS), st.sampled_from(GLUE)), max_size=4).map(
     lambda pairs: "".join(word + glue for word, glue in pairs)

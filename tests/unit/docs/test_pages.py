@@ -1,0 +1,148 @@
+"""Links, tests, errors and paths that pages name exist."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+from mobula.cluster import errors
+from mobula.configs.errors import ConfigError
+from mobula.configs.load import load_config
+from mobula.deploy.reference import error_messages
+
+REPOSITORY = Path(__file__).parents[3]
+DOCS = sorted((REPOSITORY / "docs").glob("*.md"))
+PAGES = [*sorted(REPOSITORY.glob("*.md")), *DOCS, REPOSITORY / "examples" / "README.md"]
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+TEST_FILE = re.compile(r"\b(test_\w+\.py)\b")
+CODE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", CODE.sub("", page.read_text(encoding="utf-8")), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def broken_links(page: Path) -> list[str]:
+    broken = []
+    for link in LINK.findall(CODE.sub("", page.read_text(encoding="utf-8"))):
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        if "://" not in link and not (target.is_file() and (not anchor or anchor in anchors(target))):
+            broken.append(link)
+    return broken
+
+
+def test_links_lead_somewhere() -> None:
+    assert {page.name: links for page in PAGES if (links := broken_links(page))} == {}
+
+
+def test_the_index_has_every_page() -> None:
+    linked = set(LINK.findall((REPOSITORY / "docs" / "README.md").read_text(encoding="utf-8")))
+    assert {page.name for page in DOCS} - linked == {"README.md"}
+
+
+def test_every_test_file_that_a_page_names_exists() -> None:
+    names = {path.name for path in (REPOSITORY / "tests").rglob("test_*.py")}
+    named = {name for page in PAGES for name in TEST_FILE.findall(page.read_text(encoding="utf-8"))}
+    assert len(named) > 50 and named - names == set()
+
+
+def test_a_broken_link_is_seen(tmp_path: Path) -> None:
+    (tmp_path / "a.md").write_text(
+        "# A heading\n[x](a.md#a-heading) [y](b.md) [z](#none) [w](https://example.org/b.md)"
+    )
+    assert broken_links(tmp_path / "a.md") == ["b.md", "#none"]
+
+
+ROOT = Path(__file__).parents[3]
+SECTION = "## From a row of the data file to its gradient"
+MAX_FILES = 30
+
+
+def test_the_path_of_a_row_is_what_the_walkthrough_says() -> None:
+    text = (ROOT / "docs" / "walkthrough.md").read_text(encoding="utf-8")
+    section = text.split(SECTION)[1].split("\n## ")[0]
+    rows = re.findall(r"^\| `([^`]+\.py)` \| (.*) \|$", section, flags=re.MULTILINE)
+    assert 0 < len(rows) <= MAX_FILES
+    for path, what in rows:
+        code = (ROOT / path).read_text(encoding="utf-8")
+        for name in re.findall(r"`(\w+)`", what)[:1]:
+            assert re.search(rf"\b(class|def) {name}\b", code), f"{path} defines no {name}"
+
+
+SECURITY = (REPOSITORY / "SECURITY.md").read_text(encoding="utf-8")
+TROUBLES = (REPOSITORY / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+RULES = re.findall(r"^\| (.+?) \| `(tests/\S+)::(test_\w+)` \|$", SECURITY, re.MULTILINE)
+KINDS = [
+    kind
+    for _, kind in inspect.getmembers(errors, inspect.isclass)
+    if issubclass(kind, errors.MobulaError) and kind is not errors.MobulaError
+]
+
+
+def defined(path: str) -> set[str]:
+    tree = ast.parse((REPOSITORY / path).read_text(encoding="utf-8"))
+    return {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))}
+
+
+def test_every_line_of_the_rules_has_a_test_that_is_there() -> None:
+    table = SECURITY.partition("## Rules")[2].partition("## Exceptions")[0]
+    rows = [line for line in table.splitlines() if line.startswith("| ") and not line.startswith("| rule")]
+    assert len(rows) == len(RULES) >= 15
+    assert [rule for rule, path, name in RULES if name not in defined(path)] == []
+
+
+def test_every_error_is_found_with_symptom_cause_and_command() -> None:
+    for kind in (*KINDS, ConfigError):
+        [row] = [line for line in TROUBLES.splitlines() if line.startswith(f"| `{kind.__name__}` |")]
+        cells = [cell.strip() for cell in row.strip("|").split(" | ")]
+        assert len(cells) == 5 and all(cells), row
+        assert re.fullmatch(r"`[^`]+`", cells[4]), f"the last column of {row} is a command"
+
+
+def test_reasons_for_which_samples_are_skipped_are_found() -> None:
+    reasons = {kind.reason for kind in errors.SkippedSample.__subclasses__()}
+    assert len(reasons) >= 4 and all(f"`{reason}`" in TROUBLES for reason in reasons)
+
+
+def test_every_message_is_on_the_page_of_messages_under_its_kind() -> None:
+    assert error_messages.TARGET.read_text(encoding="utf-8") == error_messages.text(), (
+        "run `python -m mobula.deploy.reference.error_messages`"
+    )
+    found = error_messages.messages()
+    assert len(found) > 200
+    rows = {line.split("`")[1] for line in TROUBLES.splitlines() if line.startswith("| `")}
+    assert {message.kind for message in found} <= rows, "a kind without cause and command"
+
+
+@pytest.mark.parametrize(
+    ("words", "kind"),
+    [
+        (["algorithm.num_minibatches=9", "algorithm.prompts_per_step=4"], "ConfigError"),
+        (["metrics.trackers=[wandb,mlflow]", "metrics.tracker_address=http://there"], "ConfigError"),
+        (["resources.rollout.tensor_parallel=2"], "ConfigError"),
+    ],
+)
+def test_a_message_as_a_user_sees_it_is_found_by_its_words(words: list[str], kind: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_config(["experiment=digits", *words])
+    known = [m for m in error_messages.messages() if m.kind == kind]
+    shown = " ".join(str(refused.value).split()).replace("`", "'")
+    assert any(all(part in shown for part in m.text.split(error_messages.GAP)) for m in known)
+
+
+def test_messages_are_read_from_the_code() -> None:
+    source = """
+def f(name):
+    raise PreflightError(f"there is no run {name}: give the run's `NAME`" + " or its folder")
+    raise KeyError("not one of ours, but long enough")
+    raise PreflightError(str(name))
+"""
+    [message] = error_messages.messages_of(source, "deploy/x.py")
+    assert message.text == "there is no run \u2026: give the run's 'NAME' or its folder"

@@ -225,12 +225,12 @@ def test_an_excluded_sibling_changes_nothing_and_gets_nothing(name: str) -> None
 
 
 @pytest.mark.parametrize("name", GROUP_RELATIVE)
-@pytest.mark.parametrize("std", ["population", "unbiased"])
-@pytest.mark.parametrize("values", [[0.7], [0.1, 0.1, 0.1], [1e9] * 4, [1 / 3] * 7])
-def test_a_group_with_nothing_to_compare_has_advantage_zero(name: str, std: str, values: list[float]) -> None:
+def test_a_group_with_nothing_to_compare_has_advantage_zero(name: str) -> None:
     """LightRFT defect B14: the standard deviation of one response was NaN."""
-    found = ADVANTAGES[name](step([values]), AdvantageOptions(std, 2, 1.0))
-    assert found.tolist() == [0.0] * len(values)
+    for std in ("population", "unbiased"):
+        for values in ([0.7], [0.1, 0.1, 0.1], [1e9] * 4, [1 / 3] * 7):
+            found = ADVANTAGES[name](step([values]), AdvantageOptions(std, 2, 1.0))
+            assert found.tolist() == [0.0] * len(values), (std, values)
 
 
 @pytest.mark.parametrize("name", ["reinforce_batch", "reinforce_pp"])

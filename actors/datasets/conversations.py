@@ -27,24 +27,19 @@ from types import MappingProxyType
 from typing import Any
 
 from mobula.actors.datasets.audios import Audio, AudioInputs, each_sound
-from mobula.actors.datasets.formats.base import first_of, present
+from mobula.actors.datasets.formats.base import first_of
 from mobula.actors.datasets.formats.turns import AUDIO_PARTS, IMAGE_PARTS, TEXT_PARTS, VIDEO_PARTS, medium_of
 from mobula.actors.datasets.images import ImageError, ImageInputs, ImageSource, flat
-from mobula.actors.datasets.readers.base import refuse_unread
-from mobula.actors.datasets.readers.json_files import read_objects
 from mobula.actors.datasets.rows import (
     AUDIO_PLACEHOLDER,
     IMAGE_PLACEHOLDER,
     VIDEO_PLACEHOLDER,
     RowError,
-    Skipped,
     Split,
-    first_few,
 )
+from mobula.actors.datasets.split_files import read_split
 from mobula.actors.datasets.videos import Video, VideoInputs, each_video
-from mobula.cluster.errors import DatasetError, SkippedSample
 from mobula.cluster.records.markup import PART, PLACEHOLDERS, literal, placed, plain, text_part
-from mobula.configs.near_paths import near
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}  # as messages call them
 CHOSEN, REJECTED = 1.0, 0.0
@@ -117,28 +112,12 @@ def read_conversations(
     Raises:
         DatasetError: there is no such file, or no line of it is usable.
     """
-    file = folder / f"{split}.jsonl"
-    if not file.is_file():
-        refuse_unread(folder, split)
-        raise DatasetError(f"{file} does not exist: set {key} to a folder that holds {split}.jsonl{near(file)}")
-    rows: dict[str, Conversation] = {}
-    skipped: list[Skipped] = []
-    for number, fields in read_objects(file):
-        name = f"{split}-{number}"
-        try:
-            if isinstance(fields, RowError):
-                raise fields
-            if (given := present(fields, "id")) is not None:
-                name = f"{given}-{number}" if numbers_ids else given
-            row = _read_row(fields, folder.resolve(), name, FORMS[form], placeholders)
-            if name in rows:
-                raise RowError("duplicate_id", f"another row before it has the id {name!r}")
-            rows[name] = row
-        except SkippedSample as why:
-            skipped.append(Skipped(f"{file.name}:{number} ({name})", why.reason, str(why)))
-    if not rows:
-        raise DatasetError(f"{file} has no usable row{first_few(skipped)}: fill it, or set {key} to another folder")
-    return Split(split, tuple(rows.values()), tuple(skipped))
+    root = folder.resolve()
+
+    def read(fields: Mapping[str, Any], name: str) -> Conversation:
+        return _read_row(fields, root, name, FORMS[form], placeholders)
+
+    return read_split(folder, split, key, read, numbers_ids=numbers_ids)
 
 
 Turns = tuple[Turn, ...]

@@ -10,16 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mobula.actors.datasets.formats.base import present
 from mobula.actors.datasets.images import path_below
-from mobula.actors.datasets.readers.base import refuse_unread
-from mobula.actors.datasets.readers.json_files import read_objects
-from mobula.actors.datasets.rows import RowError, Skipped, Split, first_few
-from mobula.cluster.errors import DatasetError
-from mobula.configs.near_paths import near
+from mobula.actors.datasets.rows import RowError, Split
+from mobula.actors.datasets.split_files import read_split
 
 
 @dataclass(frozen=True)
@@ -38,29 +35,10 @@ def read_image_pairs(folder: Path, split: str) -> Split[ImagePair]:
     Raises:
         DatasetError: there is no such file, or no line of it is usable.
     """
-    file = folder / f"{split}.jsonl"
-    if not file.is_file():
-        refuse_unread(folder, split)
-        raise DatasetError(f"{file} does not exist: set data.path to a folder that holds {split}.jsonl{near(file)}")
-    rows: dict[str, ImagePair] = {}
-    skipped: list[Skipped] = []
-    for number, fields in read_objects(file):
-        name = f"{split}-{number}"
-        try:
-            if isinstance(fields, RowError):
-                raise fields
-            name = present(fields, "id") or name
-            if name in rows:
-                raise RowError("duplicate_id", f"another row before it has the id {name!r}")
-            rows[name] = _pair(fields, folder.resolve(), name)
-        except RowError as why:
-            skipped.append(Skipped(f"{file.name}:{number} ({name})", why.reason, why.detail))
-    if not rows:
-        raise DatasetError(f"{file} has no usable row{first_few(skipped)}: fill it, or set data.path to another folder")
-    return Split(split, tuple(rows.values()), tuple(skipped))
+    return read_split(folder, split, "data.path", partial(_pair, folder.resolve()))
 
 
-def _pair(fields: Mapping[str, Any], folder: Path, name: str) -> ImagePair:
+def _pair(folder: Path, fields: Mapping[str, Any], name: str) -> ImagePair:
     prompt = fields.get("prompt")
     if not isinstance(prompt, str) or not prompt.strip():
         raise RowError("missing_prompt", f"`prompt` is {prompt!r}: write what the images should show")

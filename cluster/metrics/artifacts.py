@@ -18,7 +18,6 @@ from mobula.cluster.metrics.report.samples import Fetch
 from mobula.cluster.metrics.report.videos import INDEX, read_artifacts
 
 if TYPE_CHECKING:
-    from mobula.cluster.metrics.hub import Samples
     from mobula.cluster.metrics.step_records import SampleRecord
     from mobula.cluster.records.trajectory import Response, Reward, ScoredGroup, TrajectoryGroup
 
@@ -78,16 +77,6 @@ class ArtifactWriter:
         poster = path.with_suffix(".jpg")
         poster.write_bytes(_poster(frames[0]))
         return row | {"poster": poster.relative_to(self._folder).as_posix()}
-
-
-class Offered:
-    """Passes the groups of a step to several takers."""
-
-    def __init__(self, takers: Sequence[Samples]) -> None:
-        self._takers = takers
-
-    def offer(self, step: int, groups: Sequence[ScoredGroup]) -> Sequence[SampleRecord]:
-        return [sample for taker in self._takers for sample in taker.offer(step, groups)]
 
 
 def as_mp4(frames: Sequence[bytes], rate: int) -> bytes:

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Protocol
 
 from mobula.cluster.errors import RunStopped
 from mobula.cluster.metrics.definitions import CounterName, MetricName
-from mobula.cluster.metrics.signal_watch import NoSignalWatch, Signal
 from mobula.cluster.metrics.sinks.base import Sink
 from mobula.cluster.metrics.sinks.fan_out import FanOut
 from mobula.cluster.metrics.step_records import EvaluationRecord, MetricsRecord, SampleRecord, StepRecord
@@ -28,6 +27,7 @@ from mobula.cluster.tracing.spans import UNTRACED, RunTracer
 from mobula.cluster.workers.status import Progress, RunStatus
 
 if TYPE_CHECKING:
+    from mobula.cluster.metrics.signal_watch import SignalWatch
     from mobula.cluster.metrics.sinks.ray_gauges import RaySink
     from mobula.cluster.records.trajectory import ScoredGroup
     from mobula.cluster.roles import ReplayStats, UpdateReport
@@ -47,13 +47,6 @@ class Samples(Protocol):
     def offer(self, step: int, groups: Sequence[ScoredGroup]) -> Sequence[SampleRecord]:
         """Selects responses from the groups of one step and returns them."""
         ...
-
-
-class NoSamples:
-    """Keeps no response."""
-
-    def offer(self, step: int, groups: Sequence[ScoredGroup]) -> Sequence[SampleRecord]:
-        return ()
 
 
 class MeasuredStep:
@@ -125,9 +118,9 @@ class Metrics:
         clock: Clock,
         *,
         accuracy_component: str,
-        samples: Samples,
+        samples: Sequence[Samples] = (),
         watchers: Sequence[RaySink] = (),
-        signal: Signal | None = None,
+        signal: SignalWatch | None = None,
         tracer: RunTracer = UNTRACED,
     ) -> None:
         """`watchers` get the run's status between steps; `signal` detects that nothing is learned."""
@@ -137,7 +130,7 @@ class Metrics:
         self._clock = clock
         self._accuracy_component = accuracy_component
         self._samples = samples
-        self._signal = signal or NoSignalWatch()
+        self._signal = signal
         self._tracer = tracer
         self._observed: dict[str, float] = {}
         self._counters: dict[str, Counter[str]] = {}
@@ -152,7 +145,8 @@ class Metrics:
                 self.totals.add_evaluation(record)
             else:
                 self.totals.add(record)
-                self._signal.look(record, ())
+                if self._signal is not None:
+                    self._signal.look(record, ())
                 self._counters = {name: Counter(reasons) for name, reasons in record.counters.items()}
 
     @contextmanager
@@ -241,7 +235,7 @@ class Metrics:
     @property
     def warnings(self) -> Sequence[str]:
         """Warnings for the end of the run."""
-        conclusion = self._signal.conclusion()
+        conclusion = None if self._signal is None else self._signal.conclusion()
         return () if conclusion is None else (conclusion,)
 
     def close(self) -> None:
@@ -250,7 +244,7 @@ class Metrics:
 
     def _kept_samples(self, step: int, groups: Sequence[ScoredGroup]) -> Sequence[SampleRecord]:
         try:
-            return self._samples.offer(step, groups)
+            return [sample for keeper in self._samples for sample in keeper.offer(step, groups)]
         except Exception:  # a sample of the report must not end the run
             _logger.exception("step %d: a report sample could not be kept", step)
             self.count(CounterName.DROPPED_SAMPLES, "error")
@@ -258,7 +252,7 @@ class Metrics:
 
     def _warn_of_idle_steps(self, record: StepRecord, groups: Sequence[ScoredGroup]) -> None:
         try:
-            warning = self._signal.look(record, groups)
+            warning = None if self._signal is None else self._signal.look(record, groups)
         except Exception:  # a sample of a warning must not end the run
             _logger.exception("step %d: the samples of a warning cannot be fetched", record.step)
             return

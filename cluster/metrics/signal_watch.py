@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from mobula.cluster.metrics.definitions import MetricName
 from mobula.cluster.metrics.step_records import StepRecord
@@ -16,28 +16,6 @@ NUM_IDLE = 3  # steps in a row that train nothing, before the warning
 NUM_SAMPLES = 3  # in a warning, each of a different group
 MAX_CHARACTERS = 300  # last characters of a prompt or response in a warning
 MOST = 0.9  # a property of at least this share of responses is a likely cause
-
-
-class Signal(Protocol):
-    """Detects from the steps of a run that nothing is learned."""
-
-    def look(self, record: StepRecord, groups: Sequence[ScoredGroup]) -> str | None:
-        """Counts a step; returns the text of a warning if one is due."""
-        ...
-
-    def conclusion(self) -> str | None:
-        """Returns the warning for the end of the run, if any."""
-        ...
-
-
-class NoSignalWatch:
-    """Never warns."""
-
-    def look(self, record: StepRecord, groups: Sequence[ScoredGroup]) -> str | None:
-        return None
-
-    def conclusion(self) -> str | None:
-        return None
 
 
 class SignalWatch:
@@ -58,7 +36,8 @@ class SignalWatch:
         self._cause = ""
 
     def look(self, record: StepRecord, groups: Sequence[ScoredGroup]) -> str | None:
-        """A resumed run passes the records of its earlier part without groups."""
+        """Counts a step; returns the text of a warning if one is due. A resumed run passes the records of its earlier
+        part without groups."""
         self._num_steps += 1
         cause = idle_cause(record, learns_from_rewards=self._learns_from_rewards)
         if cause is None:
@@ -72,7 +51,7 @@ class SignalWatch:
         return "\n".join([first, *self._samples(groups)])
 
     def conclusion(self) -> str | None:
-        """Returns a warning if the last steps of the run were idle."""
+        """Returns the warning for the end of the run if its last steps were idle."""
         if self._num_idle == 0 or self._num_idle < min(NUM_IDLE, self._num_steps):
             return None
         return f"nothing was learned in the last {self._num_idle} of {self._num_steps} steps: {self._cause}"

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from mobula.cluster.metrics.definitions import MetricName
-from mobula.cluster.metrics.reducers import standard_deviation
 
 if TYPE_CHECKING:
     from mobula.cluster.records.trajectory import ScoredGroup
@@ -66,10 +65,11 @@ def component_means(groups: Sequence[ScoredGroup]) -> dict[str, float]:
 
 def _reward_values(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     rewards = [reward.value for group in groups for reward in group.scored_rewards]
+    mean = math.fsum(rewards) / len(rewards)
     uniform = sum(len({reward.value for reward in group.scored_rewards}) == 1 for group in groups)
     return {
-        MetricName.REWARD_MEAN: math.fsum(rewards) / len(rewards),
-        MetricName.REWARD_STD: standard_deviation(rewards),
+        MetricName.REWARD_MEAN: mean,
+        MetricName.REWARD_STD: math.sqrt(math.fsum((reward - mean) ** 2 for reward in rewards) / len(rewards)),
         MetricName.REWARD_MAX: max(rewards),
         MetricName.REWARD_MIN: min(rewards),
         MetricName.UNIFORM_FRACTION: uniform / len(groups),

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from mobula.cluster.metrics.definitions import MetricName
-from mobula.cluster.metrics.reducers import WeightedMean
 from mobula.cluster.metrics.step_records import HELD_OUT, EvaluationRecord, StepRecord
 
 
@@ -26,7 +25,7 @@ class RunTotals:
         self.seconds: Counter[str] = Counter()
         self.staleness: Counter[int] = Counter()
         self.last_values: dict[str, float] = {}
-        self._gap = WeightedMean()
+        self._gap_sum, self._gap_tokens = 0.0, 0
         self._maxima: dict[str, float] = {}
         self._evaluations: dict[tuple[int, str], EvaluationRecord] = {}
 
@@ -47,7 +46,9 @@ class RunTotals:
         self.last_values.update(values)
         if MetricName.LOGPROB_GAP_MEAN in values:
             # A step without tokens of version lag 0 has a gap from a few fresh samples: it counts as one token.
-            self._gap.add(values[MetricName.LOGPROB_GAP_MEAN], max(1, record.staleness.get(0, 0)))
+            num_tokens = max(1, record.staleness.get(0, 0))
+            self._gap_sum += values[MetricName.LOGPROB_GAP_MEAN] * num_tokens
+            self._gap_tokens += num_tokens
         for name, value in values.items():
             known = self._maxima.setdefault(name, value)
             self._maxima[name] = float(np.maximum(known, value))  # NaN stays NaN: a broken number must not look good
@@ -67,7 +68,7 @@ class RunTotals:
     @property
     def logprob_gap_mean(self) -> float | None:
         """Mean over all trained tokens of version lag 0 and fresh samples; None without any."""
-        return self._gap.value
+        return self._gap_sum / self._gap_tokens if self._gap_tokens else None
 
     def maximum(self, name: MetricName) -> float | None:
         """Returns the largest value over all steps; None if no step has one."""

@@ -15,7 +15,7 @@ import yaml
 
 from mobula.cluster.errors import PreflightError
 from mobula.cluster.metrics.definitions import CounterName
-from mobula.cluster.metrics.hub import Metrics, NoSamples
+from mobula.cluster.metrics.hub import Metrics
 from mobula.cluster.metrics.report.report import write_report
 from mobula.cluster.metrics.report.run_folder import CONFIG_FILE, METRICS_FILE, SUMMARY_FILE, RunFolder, read_run_folder
 from mobula.cluster.metrics.sinks.jsonl import read_records
@@ -81,7 +81,7 @@ def _newest_step(run: RunFolder) -> int:
 
 def _summary_of_killed(folder: Path, run: RunFolder) -> Summary:
     """Builds the summary of a run whose driver was killed from its finished steps."""
-    metrics = Metrics([], time.perf_counter, accuracy_component="", samples=NoSamples())  # it measures no further step
+    metrics = Metrics([], time.perf_counter, accuracy_component="")  # it measures no further step
     metrics.resume(read_records(folder / METRICS_FILE))
     metrics.set_counts(CounterName.SKIPPED, Counter(row.reason for row in run.skipped))
     totals = metrics.totals

@@ -10,8 +10,8 @@ from functools import partial
 from rich.console import Console
 
 from mobula.cluster.errors import PreflightError
-from mobula.cluster.metrics.artifacts import ArtifactWriter, Offered, refuse_without_encoder
-from mobula.cluster.metrics.hub import Metrics, Samples
+from mobula.cluster.metrics.artifacts import ArtifactWriter, refuse_without_encoder
+from mobula.cluster.metrics.hub import Metrics
 from mobula.cluster.metrics.report.run_folder import METRICS_FILE, SAMPLES_FILE
 from mobula.cluster.metrics.report.samples import SampleKeeper
 from mobula.cluster.metrics.report.videos import ARTIFACTS_FOLDER
@@ -47,15 +47,13 @@ def build_metrics(
         fetch=fetch,
         timeout_s=config.timeouts.object_s,
     )
-    watched: Samples = samples
-    if config.metrics.artifacts_per_step > 0:
-        watched = Offered([samples, _artifacts(config, version)])
+    artifacts = [_artifacts(config, version)] if config.metrics.artifacts_per_step > 0 else []
     optional = _optional_sinks(config, console, version)
     metrics = Metrics(
         [journal, EstimateSink(num_steps=config.num_steps), *optional, *sinks],
         time.perf_counter,
         accuracy_component=config.rewards.accuracy_component,
-        samples=watched,
+        samples=[samples, *artifacts],
         watchers=[sink for sink in optional if isinstance(sink, RaySink)],
         signal=SignalWatch(
             learns_from_rewards=not (config.offline.is_on or config.algorithm.distillation.is_on),

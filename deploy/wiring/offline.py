@@ -14,8 +14,8 @@ from mobula.actors.datasets.rows import count_by_reason
 from mobula.actors.reference.pool import NullReference, ReferencePool
 from mobula.cluster.controller import Controller
 from mobula.cluster.metrics.definitions import CounterName, MetricName
+from mobula.cluster.metrics.evaluation_statistics import wilson_interval
 from mobula.cluster.metrics.hub import Metrics
-from mobula.cluster.metrics.reducers import wilson
 from mobula.cluster.metrics.step_records import HELD_OUT, EvaluationRecord
 from mobula.cluster.recovery.checkpoints import Checkpoints, CheckpointSchedule
 from mobula.cluster.recovery.restartable_learner import RestartableLearner
@@ -146,7 +146,6 @@ def _record_result(metrics: Metrics, num_rows: int, version: int, values: Mappin
     if MetricName.MARGIN in values:
         metrics.observe(MetricName.HELD_OUT_MARGIN, values[MetricName.MARGIN])
     if not metrics.totals.has_evaluation(version, HELD_OUT):  # an earlier part of this run may have recorded it
-        share = wilson(min(values[MetricName.ACCURACY], 1.0) * num_rows, num_rows)
-        metrics.record_evaluation(
-            EvaluationRecord(version, share.mean, share.low, share.high, num_rows, values=dict(values))
-        )
+        accuracy = min(values[MetricName.ACCURACY], 1.0)
+        interval = wilson_interval(accuracy, num_rows)
+        metrics.record_evaluation(EvaluationRecord(version, accuracy, *interval, num_rows, values=dict(values)))

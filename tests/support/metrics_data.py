@@ -14,7 +14,7 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 from mobula.cluster.metrics.definitions import CounterName, MetricName
-from mobula.cluster.metrics.hub import Metrics, NoSamples
+from mobula.cluster.metrics.hub import Metrics
 from mobula.cluster.metrics.report.samples import SampleKeeper
 from mobula.cluster.metrics.sinks.base import Sink
 from mobula.cluster.metrics.sinks.jsonl import JsonlSink
@@ -78,7 +78,7 @@ def fetch_value(references: Sequence[object], *, timeout_s: float, what: str) ->
 
 
 def make_metrics(sinks: Sequence[Sink], clock: Callable[[], float], tracer: RunTracer = UNTRACED) -> Metrics:
-    return Metrics(sinks, clock, accuracy_component="answer", samples=NoSamples(), tracer=tracer)
+    return Metrics(sinks, clock, accuracy_component="answer", tracer=tracer)
 
 
 def digit_image(digit: str, size: int = 56) -> bytes:
@@ -139,7 +139,7 @@ def write_run(folder: Path, *, num_steps: int, seed: int = 3, response: str = ""
         folder / "samples.jsonl", limit=24, num_steps=num_steps, seed=seed, version=0, fetch=fetch_value, timeout_s=1
     )
     sink = JsonlSink(folder / "metrics.jsonl", version=0)
-    metrics = Metrics([sink], clock, accuracy_component="answer", samples=keeper)
+    metrics = Metrics([sink], clock, accuracy_component="answer", samples=[keeper])
     metrics.record_evaluation(EvaluationRecord(0, 0.52, 0.46, 0.58, 256))
     for step, skill in _course(num_steps, random.Random(seed)):
         _one_step(metrics, clock, step, skill, random.Random(f"{seed}/{step}"), response)

@@ -25,7 +25,7 @@ from metrics_data import (
 
 from mobula.cluster.errors import RunStopped
 from mobula.cluster.metrics.definitions import CounterName, MetricName
-from mobula.cluster.metrics.hub import Metrics, NoSamples
+from mobula.cluster.metrics.hub import Metrics
 from mobula.cluster.metrics.report.samples import SampleKeeper
 from mobula.cluster.metrics.sinks.jsonl import JsonlSink, read_records
 from mobula.cluster.metrics.step_records import EvaluationRecord, SampleRecord, StepRecord
@@ -73,6 +73,7 @@ def test_a_step_becomes_one_record_with_its_phases_values_and_components() -> No
     (record,) = sink.records
     assert record.seconds == {"wait_for_rollouts": 1.0, "update": 2.0, "other": 0.5, "total": 3.5}
     assert record.values[MetricName.REWARD_MEAN] == pytest.approx(0.2)
+    assert record.values[MetricName.REWARD_STD] == pytest.approx(0.4)
     assert record.values[MetricName.ACCURACY] == pytest.approx(0.2)
     assert record.components == {"answer": pytest.approx(0.2), "format": 1.0}
     assert record.values[MetricName.RESPONSE_LENGTH] == pytest.approx((2 * 8 + 3 * 5) / 5)
@@ -166,7 +167,7 @@ def test_a_step_that_recorded_nothing_is_a_bug() -> None:
 def test_a_step_in_which_no_recipe_has_the_accuracy_component_has_no_accuracy() -> None:
     clock = FakeClock()
     sink = MemorySink()
-    metrics = Metrics([sink], clock, accuracy_component="boxes", samples=NoSamples())
+    metrics = Metrics([sink], clock, accuracy_component="boxes")
     run_step(metrics, clock, 1, [make_group("a", [1.0, 0.0])])
     [record] = sink.records
     assert "accuracy" not in record.values and record.components.keys() == {"answer", "format"}
@@ -218,7 +219,7 @@ def test_what_is_kept_of_a_step_goes_to_the_sinks_that_show_responses(tmp_path: 
     keeper = SampleKeeper(
         tmp_path / "samples.jsonl", limit=6, num_steps=4, seed=1, version=0, fetch=fetch_value, timeout_s=1
     )
-    metrics = Metrics([plain, shown], clock, accuracy_component="answer", samples=keeper)
+    metrics = Metrics([plain, shown], clock, accuracy_component="answer", samples=[keeper])
     image = digit_image("7")
     run_step(metrics, clock, 1, [make_group("a", [1.0, 0.0], text="seven", images=[image])])
     run_step(metrics, clock, 2, [make_group("a", [1.0, 0.0])])
@@ -236,7 +237,7 @@ def test_a_report_sample_that_cannot_be_kept_is_counted_and_the_step_goes_on() -
             raise TimeoutError("object lost")
 
     clock, sink = FakeClock(), MemorySink()
-    metrics = Metrics([sink], clock, accuracy_component="answer", samples=LostSamples())
+    metrics = Metrics([sink], clock, accuracy_component="answer", samples=[LostSamples()])
     run_step(metrics, clock, 1, [make_group("a", [1.0, 0.0])])
     assert metrics.counts(CounterName.DROPPED_SAMPLES) == {"error": 1} and len(sink.records) == 1
 

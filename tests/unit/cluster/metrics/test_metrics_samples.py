@@ -17,11 +17,10 @@ import pytest
 from metrics_data import digit_image, fetch_value, make_group, write_run
 from PIL import Image
 
-from mobula.cluster.metrics.artifacts import ArtifactWriter, Offered
+from mobula.cluster.metrics.artifacts import ArtifactWriter
 from mobula.cluster.metrics.report.report import write_report
 from mobula.cluster.metrics.report.samples import NUM_LOOKS, SampleKeeper, read_samples
 from mobula.cluster.metrics.report.videos import INDEX, read_artifacts
-from mobula.cluster.metrics.step_records import SampleRecord
 from mobula.cluster.records.actions import TokenActions
 from mobula.cluster.records.media import MediaHandle, MediaSpan, ProcessedMedia
 from mobula.cluster.records.trajectory import EpisodeTurn, ScoredGroup
@@ -207,12 +206,3 @@ def test_a_resume_takes_later_rows_out(tmp_path: Path) -> None:
 def test_responses_of_text_leave_no_artifact(tmp_path: Path) -> None:
     writer(tmp_path).offer(1, [make_group("a", [1.0])])
     assert read_artifacts(tmp_path) == []
-
-
-def test_a_writer_of_artifacts_keeps_the_samples_of_others(tmp_path: Path) -> None:
-    class Kept:
-        def offer(self, step: int, groups: Sequence[ScoredGroup]) -> Sequence[SampleRecord]:
-            return [sample]
-
-    sample = SampleRecord(1, "best", "question", "response", ("answer",), 1.0, ())
-    assert Offered([Kept(), writer(tmp_path)]).offer(1, [drawn("a", [1.0])]) == [sample]

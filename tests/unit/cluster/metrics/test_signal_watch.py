@@ -9,7 +9,7 @@ import pytest
 from metrics_data import FACTS, REPLAY, FakeClock, fetch_value, make_group
 
 from mobula.cluster.metrics.definitions import MetricName
-from mobula.cluster.metrics.hub import Metrics, NoSamples
+from mobula.cluster.metrics.hub import Metrics
 from mobula.cluster.metrics.signal_watch import NUM_IDLE, SignalWatch, idle_cause
 from mobula.cluster.metrics.step_records import StepRecord
 from mobula.cluster.metrics.summary import summarize
@@ -21,7 +21,7 @@ LEARNS = {MetricName.GRAD_NORM: 0.7, MetricName.LEARNING_RATE: 1e-6, MetricName.
 
 def hub(*, learns_from_rewards: bool = True) -> Metrics:
     watch = SignalWatch(learns_from_rewards=learns_from_rewards, fetch=fetch_value, timeout_s=1)
-    return Metrics([], FakeClock(), accuracy_component="answer", samples=NoSamples(), signal=watch)
+    return Metrics([], FakeClock(), accuracy_component="answer", signal=watch)
 
 
 def run(metrics: Metrics, step: int, rewards: Sequence[Sequence[float]], **changes: float) -> None:

@@ -33,15 +33,24 @@ class StruckCritic(CriticRank):
 
 
 class StruckLearner(Learner):
-    """Faults come after each of its optimizer steps (`learner_trains_V`)."""
+    """Faults come while the last block computes in a step, whose exchanges with other ranks are not over
+    (`learner_computes_V`), and after each of its optimizer steps (`learner_trains_V`)."""
 
     def connect(self, init_method: str) -> None:
         super().connect(init_method)
         saboteur().enlist(f"learner/{self._rank}")
 
     def update(self, groups: Sequence[ScoredGroup], version: int, **more: Any) -> UpdateReport:
-        with _reached_by_each_step_of(self._optimizer, f"learner_trains_{version}"):
-            return super().update(groups, version, **more)
+        def computes(*_: Any) -> None:
+            saboteur().moment(f"learner_computes_{version}")
+
+        *_, last = self._policy.blocks()
+        hook = last.register_forward_pre_hook(computes)
+        try:
+            with _reached_by_each_step_of(self._optimizer, f"learner_trains_{version}"):
+                return super().update(groups, version, **more)
+        finally:
+            hook.remove()
 
 
 @contextmanager

@@ -33,11 +33,8 @@ GAINS = {  # experiment -> least gain of held-out accuracy; docs/measured.md has
 def test_a_run_learns(experiment: str, axis: str, tmp_path: Path) -> None:
     data = () if experiment == "pixel_maze_ppo" else (f"data.path={tmp_path / 'data'}",)
     words = (f"experiment={experiment}", "resources=laptop", *data, *AXES[axis], "checkpoints.keep=1")
-    job = Job(tmp_path, words, small=("metrics.progress=false",))
-    try:
+    with Job(tmp_path, words, small=("metrics.progress=false",)) as job:
         assert job.start().wait(2000) == 0, job.output
-    finally:
-        job.end()
     report = read_run_folder(job.run_folder)
     assert report.summary is not None
     before, after = report.summary.accuracy_before, report.summary.accuracy_after

@@ -1,5 +1,5 @@
-"""PPO with the critic on ranks of its own: a rank or the driver is killed in the middle of a step, and the run ends
-with the policy and the critic of a run without faults, bit for bit."""
+"""A rank that trains, or the driver, is killed in the middle of a step: the run ends with policy and critic of a run
+without faults, bit for bit. Ranks share rows, hold replicas of the model, or train a critic on its own ranks."""
 
 from __future__ import annotations
 
@@ -23,19 +23,14 @@ from mobula.learner.state import load_algorithm
 
 pytestmark = [pytest.mark.matrix, pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(1800)]
 
-SCRIPT = Path(__file__).with_name("struck_critic_job.py")
+SCRIPT = Path(__file__).with_name("struck_rank_job.py")
 NUM_STEPS = 6
 WORDS = (
     "experiment=digits",
-    "algorithm=ppo_gae",
     "resources=laptop",
     "sampler=huggingface",  # one group at a time: the same numbers in every run
     "sampler.max_tokens=8",
     "resources.rollout.num_workers=1",
-    "resources.learner.num_workers=2",
-    "resources.critic.num_workers=2",
-    "algorithm.critic.place=own_ranks",
-    "algorithm.critic.warmup_steps=1",
     "algorithm.max_staleness=0",
     "algorithm.num_minibatches=2",
     "algorithm.kl.coef=0.1",
@@ -48,6 +43,26 @@ WORDS = (
     "replay.trajectory_log=true",
     "resume=auto",
 )
+CRITIC = "critic on its own ranks"
+RANKS = {  # name -> overrides, and the faults of a run
+    CRITIC: (
+        (
+            "algorithm=ppo_gae",
+            "algorithm.critic.place=own_ranks",
+            "algorithm.critic.warmup_steps=1",
+            "resources.critic.num_workers=2",
+        ),
+        [("critic_trains_2", "critic/1"), ("learner_trains_4", "learner/0"), ("critic_values_5", "critic/0")],
+    ),
+    "halves of rows": (
+        ("learner.sequence_parallel=2",),
+        [("learner_computes_2", "learner/1"), ("learner_trains_4", "learner/0")],
+    ),
+    "two replicas": (
+        ("resources.learner.num_workers=4", "resources.learner.num_cpus=0.15", "resources.learner.replicas=2"),
+        [("learner_computes_2", "learner/2"), ("learner_trains_4", "learner/1")],
+    ),
+}
 STEP_VALUES = ("loss", "kl", "kl_coef", "grad_norm", "value_loss", "critic_grad_norm", "explained_variance")
 
 
@@ -68,7 +83,9 @@ def ended(job: Job) -> Ended:
     assert newest is not None and newest[0] == NUM_STEPS
     folder = newest[1]
     parts = {
-        name: _loaded(folder / place, job.folder / name) for name, place in (("policy", "."), ("critic", "critic"))
+        name: _loaded(folder / place, job.folder / name)
+        for name, place in (("policy", "."), ("critic", "critic"))
+        if (folder / place).exists()
     }
     return Ended(
         job,
@@ -91,17 +108,18 @@ def _place(group_id: str) -> int:
     return int(place)
 
 
-def job_in(folder: Path) -> Job:
-    return Job(folder, (*WORDS, f"data.path={folder / 'digits'}"))
+def job_in(folder: Path, ranks: str = CRITIC) -> Job:
+    overrides, _ = RANKS[ranks]
+    return Job(folder, (*WORDS, *overrides, f"data.path={folder / 'digits'}"))
 
 
 def start(job: Job) -> Any:
     return job.start(str(SCRIPT), str(job.folder))
 
 
-@pytest.fixture(scope="module")
-def unharmed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ended]:
-    with job_in(tmp_path_factory.mktemp("unharmed")) as job:
+@pytest.fixture(scope="module", params=[CRITIC])
+def unharmed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ended]:
+    with job_in(tmp_path_factory.mktemp("unharmed"), request.param) as job:
         job.finish(start(job))
         yield ended(job)
 
@@ -114,7 +132,8 @@ def assert_is_the_same(found: Ended, expected: Ended) -> None:
     assert _values(found) == _values(expected)
     assert found.policy.keys() == expected.policy.keys()
     assert all(torch.equal(tensor, expected.policy[name]) for name, tensor in found.policy.items())
-    assert set(found.state["critic"]) == {"model", "optimizer", "version"}
+    if "critic" in expected.state:
+        assert set(found.state["critic"]) == {"model", "optimizer", "version"}
     assert _same(found.state, expected.state)
 
 
@@ -139,12 +158,10 @@ def test_there_is_something_to_lose(unharmed: Ended) -> None:
     assert steps[-1]["optimizer_steps"] == 4, "two of each model"
 
 
-def test_a_rank_of_either_group_that_is_killed_in_a_step_costs_nothing_but_time(
-    unharmed: Ended, tmp_path: Path
-) -> None:
-    """Both groups go back to the newest checkpoint together, and the steps after it are repeated."""
-    faults = [("critic_trains_2", "critic/1"), ("learner_trains_4", "learner/0"), ("critic_values_5", "critic/0")]
-    job, saboteur = job_in(tmp_path), Saboteur(tmp_path)
+@pytest.mark.parametrize(("unharmed", "ranks"), [(name, name) for name in RANKS], indirect=["unharmed"])
+def test_a_rank_that_is_killed_in_a_step_costs_nothing_but_time(unharmed: Ended, ranks: str, tmp_path: Path) -> None:
+    """All ranks, those of a critic too, go back to the newest checkpoint, and the steps after it are repeated."""
+    job, saboteur, (_, faults) = job_in(tmp_path, ranks), Saboteur(tmp_path), RANKS[ranks]
     for moment, victim in faults:
         saboteur.plan(moment, victim=victim, signal=signal.SIGKILL)
     with job:

@@ -1,6 +1,6 @@
 """`mobula train` whose learner and critic ranks, or whose driver, meet the faults that are planned in FOLDER:
 
-python tests/integration/struck_critic_job.py FOLDER WORDS...
+python tests/integration/struck_rank_job.py FOLDER WORDS...
 """
 
 from __future__ import annotations

@@ -42,6 +42,7 @@ class Name(StrEnum):
     HTTP_REWARDS = "http_rewards"
     PACKING = "packing"
     LOGPROB_MEMORY = "logprob_memory"
+    RANK_SHARES = "rank_shares"
     REFERENCE_QUANTISATION = "reference_quantisation"
     DATA_READING = "data_reading"
     PLANNER = "planner"

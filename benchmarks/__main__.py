@@ -16,7 +16,7 @@ from benchmarks.harness.measure import FULL, QUICK
 from benchmarks.harness.report import BASELINES, Report, describe, problems, read, tables, write
 from mobula.configs.errors import ConfigError
 from mobula.configs.load import load_config
-from mobula.configs.words import overridden
+from mobula.configs.overrides import overridden
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 

@@ -26,8 +26,8 @@ from mobula.cluster.records.partial_response import Attempt
 from mobula.cluster.records.trajectory import Prompt, Reward, ScoredGroup, TrajectoryGroup
 from mobula.cluster.roles import SamplingSettings
 from mobula.configs.load import load_config
+from mobula.configs.overrides import overridden
 from mobula.configs.schema import RunConfig
-from mobula.configs.words import overridden
 from mobula.deploy.wiring.preparation import prepare
 from mobula.deploy.wiring.rollouts import engine_settings
 from mobula.learner.learner import Learner

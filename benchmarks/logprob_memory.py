@@ -21,8 +21,8 @@ from benchmarks.harness.measure import QUICK, Claim, Effort, Findings, Measureme
 from benchmarks.harness.peak_memory import peak_bytes, restart_peak
 from mobula.cluster.records.media import MediaReader
 from mobula.configs.load import load_config
+from mobula.configs.overrides import overridden
 from mobula.configs.schema import LearnerConfig
-from mobula.configs.words import overridden
 from mobula.learner.policies.batch import TokenSequence, collate
 from mobula.learner.policies.logprobs import PLAIN, token_logprobs
 from mobula.learner.policies.token import TokenPolicy

@@ -22,8 +22,8 @@ from benchmarks.harness.apart import Peer, apart
 from benchmarks.harness.measure import Claim, Effort, Findings, Measurements, Side, interleave, rates
 from mobula.cluster.records.media import MediaReader
 from mobula.configs.load import load_config
+from mobula.configs.overrides import overridden
 from mobula.configs.schema import LearnerConfig
-from mobula.configs.words import overridden
 from mobula.learner.policies.batch import TokenSequence, collate
 from mobula.learner.policies.logprobs import PLAIN, token_logprobs
 from mobula.learner.policies.packing import split_microbatches

@@ -21,7 +21,7 @@ from benchmarks.planner import estimates, watched
 from mobula.cluster.metrics.report.run_folder import RunFolder, read_run_folder
 from mobula.cluster.runtime.role_log import LOGS_FOLDER
 from mobula.configs.load import load_config
-from mobula.configs.words import overridden
+from mobula.configs.overrides import overridden
 
 WORDS = ("experiment=sums", "resources=laptop_in_turns", "learner=single", "metrics.progress=false")
 GIB = 2**30

@@ -19,8 +19,8 @@ from benchmarks.harness.measure import QUICK, Claim, Effort, Findings, Measureme
 from mobula.actors.reference.quantised import Quantisation, num_weight_bytes, quantise
 from mobula.cluster.records.media import MediaReader
 from mobula.configs.load import load_config
+from mobula.configs.overrides import overridden
 from mobula.configs.schema import LearnerConfig, ResourcesConfig
-from mobula.configs.words import overridden
 from mobula.learner.policies.batch import TokenSequence, collate
 from mobula.learner.policies.loading import DTYPES
 from mobula.learner.policies.logprobs import PLAIN

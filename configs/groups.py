@@ -1,9 +1,9 @@
-"""The YAML groups: which options each one has, and what an option itself says.
+"""The YAML groups, their options, and the values that an option sets.
 
-An option's file may build on other options of its group (`defaults: [held_out, _self_]`). What an option says is the
-content of its file and of the options that it builds on; the defaults of the schema say nothing about the choice.
+An option's file may include other options of the group (`defaults: [held_out, _self_]`). An option sets the values in
+its file and in the included options.
 
-Options are looked up in this directory, in those of `MOBULA_TASKS` and in those of `examples/`, in this order.
+Options are searched in this directory, the directories of `MOBULA_TASKS` and of `examples/`, in this order.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from mobula.configs.errors import ConfigError
 FOLDER = Path(__file__).parent
 EXAMPLES = FOLDER.parent / "examples"  # inside the package `mobula`, also in a wheel
 TASKS_VARIABLE = "MOBULA_TASKS"
-"""Environment variable: directories of the user with groups, as `examples/sums` is one, separated by colons."""
-MISSING = "???"  # a value that is left to the user
+"""Environment variable: the user's directories with groups (such as `examples/sums`), separated by colons."""
+MISSING = "???"  # a value that the user must set
 EXPERIMENT = "experiment"
 SMALL_EXAMPLE = "digits"
-"""The experiment of `examples/` that needs neither a GPU nor files; checks of a machine train it."""
+"""The experiment of `examples/` for checks of a machine: needs neither a GPU nor files."""
 GLOBAL_PACKAGE = "# @package _global_"
-# Keys that files compute from, and their types.
+# Keys that values are computed from in group files, and their types.
 COMPUTED_FROM = {
     "resources.num_nodes": int,
     "resources.device": str,
@@ -43,7 +43,7 @@ COMPUTATIONS: Mapping[str, Callable[..., Any]] = {  # `${NAME:${KEY},...}` in fi
 
 @cache
 def roots() -> tuple[Path, ...]:
-    """The directories that hold groups. The first that has an option's file decides.
+    """The directories with groups. The first directory with an option's file decides.
 
     Raises:
         ConfigError: a directory of `MOBULA_TASKS` is missing, or one of its options has the name of a built-in one.
@@ -60,37 +60,37 @@ def roots() -> tuple[Path, ...]:
 
 @cache
 def groups() -> Mapping[str, tuple[str, ...]]:
-    """The options of every group, by the group's name."""
+    """Group -> options."""
     names = sorted(folder.name for folder in FOLDER.iterdir() if any(folder.glob("*.yaml")))
     files = {name: {file.stem for root in roots() for file in (root / name).glob("*.yaml")} for name in names}
     return {name: tuple(sorted(stems)) for name, stems in files.items()}
 
 
 def option_file(group: str, option: str) -> Path:
-    """The file of an option that exists."""
+    """The file of an existing option."""
     return next(file for root in roots() if (file := root / group / f"{option}.yaml").is_file())
 
 
 def layers() -> tuple[str, ...]:
-    """The groups in the order in which `config.yaml` lays them on top of each other, the experiment last."""
+    """The groups in the order of `config.yaml`, from weak to strong; the experiment is last."""
     entries = yaml.safe_load((FOLDER / "config.yaml").read_text(encoding="utf-8"))["defaults"]
     return tuple(group for entry in entries if isinstance(entry, dict) for group in entry)
 
 
 def own_values(group: str, option: str) -> dict[str, Any]:
-    """The values that an option sets in a run's configuration, without those that are left to the user."""
+    """The values that an option sets in a run's configuration, without values that the user must set."""
     text = option_file(group, option).read_text(encoding="utf-8")
     content = yaml.safe_load(text) or {}
     values: dict[str, Any] = {}
     for entry in content.pop("defaults", []):
         if isinstance(entry, str) and entry != "_self_":
             merge(values, own_values(group, entry.partition("@")[0]))
-    said = without_missing(content)
-    return merge(values, said if text.startswith(GLOBAL_PACKAGE) else {group: said})
+    settings = without_missing(content)
+    return merge(values, settings if text.startswith(GLOBAL_PACKAGE) else {group: settings})
 
 
 def merge(values: dict[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
-    """Lay `others` on top of `values`, mapping by mapping; anything else is replaced, also by an empty mapping."""
+    """Merges `others` into `values` recursively, and returns `values`. An empty mapping replaces a value."""
     for key, other in others.items():
         if isinstance(other, Mapping) and other and isinstance(values.get(key), dict):
             merge(values[key], other)
@@ -100,7 +100,7 @@ def merge(values: dict[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def leaves(values: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted name and value of everything in nested mappings that is no mapping, or an empty one."""
+    """Yields dotted name and value of the leaves of nested mappings; an empty mapping is a leaf."""
     if isinstance(values, Mapping) and values:
         for key, value in values.items():
             yield from leaves(value, f"{name}.{key}" if name else str(key))
@@ -109,7 +109,7 @@ def leaves(values: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def without_missing(values: Any) -> Any:
-    """`values` without the keys that were left to the user."""
+    """`values` without keys that the user must set."""
     if isinstance(values, Mapping):
         return {key: without_missing(value) for key, value in values.items() if value != MISSING}
     if isinstance(values, list):

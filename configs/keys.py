@@ -1,4 +1,4 @@
-"""Every dotted key of the schema: what value it expects, what it means, and which one a mistyped key meant."""
+"""Every dotted key of the schema: expected value and description; suggestions for unknown keys."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mobula.configs.schema.run import RunConfig
 
 BOUNDS = {"gt": "more than {}", "ge": "at least {}", "lt": "less than {}", "le": "at most {}"}
 USER_CODE = "module:name or path/to/file.py:name"
-"""What a key takes in the place of a built-in name."""
+"""The form of user code instead of a built-in name."""
 NOUNS: Mapping[Any, str] = {
     bool: "true or false",
     int: "a whole number",
@@ -32,25 +32,25 @@ NOUNS: Mapping[Any, str] = {
 
 @dataclass(frozen=True)
 class Key:
-    """One dotted key. `section` is the model below it, for keys that only hold other keys."""
+    """A dotted key."""
 
     name: str
     expected: str
     description: str
-    section: type[Section] | None
-    is_open: bool  # any key may stand below it
-    default: Any  # of its field, MISSING if that has none
-    read_with: str = ""  # KEY=VALUE without which a section is not read
+    section: type[Section] | None  # for keys of sections
+    is_open: bool  # a mapping with any keys
+    default: Any  # MISSING if the field has no default
+    read_with: str = ""  # of a kind section: the KEY=VALUE that selects it
 
     @property
     def takes_text(self) -> bool:
-        """Whether a value on the command line is text as it stands."""
+        """Whether the value on the command line is literal text."""
         is_name = self.expected.startswith("one of") and self.expected.endswith(USER_CODE)
         return is_name or self.expected.startswith(("text", "a path"))
 
 
 def walk(section: type[Section], prefix: str) -> Iterator[Key]:
-    """The keys of `section` in the schema's order, each section before what it holds."""
+    """Yields the keys of `section` in the schema's order; the key of a section comes before the keys in it."""
     fields, read_with = defaults(section), kinds(section)
     for field_name, info in section.model_fields.items():
         name = f"{prefix}{field_name}"
@@ -74,12 +74,12 @@ def walk(section: type[Section], prefix: str) -> Iterator[Key]:
 
 @cache
 def known_keys() -> Mapping[str, Key]:
-    """Every key of a run's configuration by its dotted name, in the schema's order."""
+    """Dotted name -> key, for every key of a run's configuration, in the schema's order."""
     return {key.name: key for key in walk(RunConfig, "")}
 
 
 def find(name: str) -> Key | None:
-    """The schema's key for a dotted name; a position stands for ITEM, and any name fits ENTRY or below an open key."""
+    """The schema's key for a dotted name. An index matches ITEM; any name matches ENTRY or a key in an open mapping."""
     parts = name.split(".")
     exact = next((key for key in known_keys().values() if _fits(key, parts)), None)
     if exact is not None:
@@ -98,7 +98,7 @@ def _fits(key: Key, parts: Sequence[str]) -> bool:
 
 @dataclass(frozen=True)
 class Translation:
-    """A key of ours and the keys of other trainers with its meaning; see `other_trainers.yaml`."""
+    """A key of ours and the equivalent keys of other trainers; see `other_trainers.yaml`."""
 
     ours: str
     theirs: Mapping[str, Sequence[str]]  # trainer -> keys
@@ -127,15 +127,15 @@ def _homes() -> Mapping[str, str]:
 
 
 def translated(name: str) -> tuple[Translation, str] | None:
-    """The key of ours that has the meaning of another trainer's key `name`, and the trainer.
+    """Translates another trainer's key `name`; returns our key and the trainer, or None.
 
-    `name` may lack leading sections (`rollout.n` of verl's `actor_rollout_ref.rollout.n`). Below a section of ours only
-    keys of this section are meant: `learner.lr`.
+    `name` may lack leading sections (`rollout.n` for verl's `actor_rollout_ref.rollout.n`). If it starts with a section
+    of ours (`learner.lr`), only keys of this section are considered.
     """
     section, _, last = name.rpartition(".")
     is_ours = name.partition(".")[0] in known_keys()
     wanted = last if is_ours else name
-    found = [
+    candidates = [
         (theirs != name, translation.ours.count("."), translation, trainer)
         for translation in translations()
         if not is_ours or translation.ours.startswith(f"{section}.")
@@ -143,14 +143,15 @@ def translated(name: str) -> tuple[Translation, str] | None:
         for theirs in names
         if f".{theirs}".endswith(f".{wanted}") or ("." in theirs and wanted.endswith(f".{theirs}"))
     ]
-    return min(found, key=lambda entry: entry[:2])[2:] if found else None
+    return min(candidates, key=lambda entry: entry[:2])[2:] if candidates else None
 
 
 def nearest(name: str, known: Sequence[str]) -> str | None:
-    """The known name that `name` most likely meant.
+    """Suggests a known name for an unknown `name`.
 
-    In this order: the least deep name that ends in it; a similar key of the same section, also by the section's name in
-    other trainers; a key with the same last word, of the most similar section; a similar name; a similar last word.
+    In this order: the shallowest name that ends in `name`; a similar key of the same section (or of the equivalent
+    section of another trainer); a key with the same last part, of the most similar section; a similar name; a similar
+    last part.
     """
     parent, _, last = name.rpartition(".")
     head, dot, rest = parent.partition(".")
@@ -180,11 +181,11 @@ def _last(name: str) -> str:
 
 
 def _expectation(info: FieldInfo) -> str:
-    """A field's valid values in words: 'a number, at least 0'."""
+    """Describes a field's valid values, e.g. 'a number, at least 0'."""
     bounds = [
-        words.format(getattr(constraint, bound))
+        template.format(getattr(constraint, bound))
         for constraint in info.metadata
-        for bound, words in BOUNDS.items()
+        for bound, template in BOUNDS.items()
         if hasattr(constraint, bound)
     ]
     patterns = [f"matching {c.pattern}" for c in info.metadata if hasattr(c, "pattern") and c.pattern is not None]

@@ -1,15 +1,13 @@
-"""From groups and `key=value` overrides to a RunConfig, and from a RunConfig to the file beside the run.
+"""Composes a RunConfig from groups and `key=value` overrides; writes and reads the config file of a run.
 
     config = load_config(["experiment=sums", "resources=laptop", "algorithm.kl.coef=0.01"])
     path.write_text(dump_config(config))
     assert load_resolved(path) == config
 
-What is named on the command line wins, in whatever order the words stand. From weak to strong: the schema's defaults,
-the groups, what the experiment sets, what the groups on the command line say themselves (`configs/groups.py`), the keys
-on the command line. A section of another kind than the chosen one (`sampler.vllm` with `sampler=huggingface`) is
-dropped where options set it, and refused on the command line and in a file.
-A word that does not stand in the result is refused. Whatever is wrong with the words is one ConfigError whose message
-names the key, the value got and the next action.
+The order of overrides does not matter. From weak to strong: the schema's defaults, the groups, the experiment, the
+groups on the command line (`configs/groups.py`), the keys on the command line. Kind sections that are not selected
+(`sampler.vllm` with `sampler=huggingface`) are dropped from options, and refused on the command line and in a file. An
+override without effect is refused. Errors are a ConfigError that names the key, the value got and the next action.
 """
 
 from __future__ import annotations
@@ -40,15 +38,15 @@ from mobula.configs.groups import (
     roots,
     without_missing,
 )
+from mobula.configs.overrides import Override, apply_overrides, read_overrides, refuse_overruled, refuse_unread, unknown
 from mobula.configs.rules import checked
 from mobula.configs.rules.rewards import reward_contradictions
 from mobula.configs.schema.base import defaults, unread, without_unread
 from mobula.configs.schema.rewards import RewardsConfig
 from mobula.configs.schema.run import RunConfig
-from mobula.configs.words import Word, lay_on, read_words, refuse_overruled, refuse_unread, unknown
 
 OF_UNION = re.compile(r"(literal|str-enum)\[|constrained-str$")
-"""In the place of an error: the member of `Literal | UserCode` that refused the value; each member has an error."""
+"""Part of an error's location: the member of `Literal | UserCode` that refused the value; each member has an error."""
 NAMED_BY_USER = (("policy", "model"), ("data", "path"))
 for _name, _computation in COMPUTATIONS.items():
     OmegaConf.register_new_resolver(_name, _computation, replace=True)
@@ -59,33 +57,33 @@ NAME_BOTH = (
 
 
 def load_config(overrides: Sequence[str], *, is_complete: bool = True) -> RunConfig:
-    """Compose the YAML groups with `overrides` and validate the result.
+    """Composes the YAML groups with `overrides` and validates the result.
 
-    Without `is_complete`, a value that is left to the user (`policy.model`, `data.path`) may be missing and is `???`.
+    Without `is_complete`, values without a default (`policy.model`, `data.path`) may be missing and are `???`.
 
     Raises:
-        ConfigError: an unknown key or group option, a missing or ill-typed value, sections that contradict, or a word
-            that does not stand in the result.
+        ConfigError: an unknown key or group option, a missing or ill-typed value, contradicting sections, or an
+            override without effect.
     """
-    words = read_words(overrides)
-    values = _composed(words)
-    lay_on(values, words)
-    refuse_unread(values, words)
+    parsed = read_overrides(overrides)
+    values = _composed(parsed)
+    apply_overrides(values, parsed)
+    refuse_unread(values, parsed)
     values = without_unread(RunConfig, values)
     config = _validated(without_missing(values) if is_complete else values)
-    refuse_overruled(values, words)
+    refuse_overruled(values, parsed)
     return config
 
 
-def _composed(words: Sequence[Word]) -> dict[str, Any]:
-    """The schema's defaults, the groups and the experiment on top of them, and on top what the chosen options say.
+def _composed(parsed: Sequence[Override]) -> dict[str, Any]:
+    """Merges the schema's defaults, the groups, the experiment and the chosen options, in this order.
 
-    Numbers that a file computes from another key (`${times:...}`, `${if_positive:...}`, `${if_gpu:...}`) are computed
-    from what a word says of that key.
+    Values that a file computes from another key (`${times:...}`, `${if_positive:...}`, `${if_gpu:...}`) are computed
+    from overrides of that key.
     """
-    choices = [word for word in words if word.is_group]
+    choices = [override for override in parsed if override.is_group]
     with initialize_config_dir(str(FOLDER), version_base="1.3"):
-        # Single quotes, in which Hydra's grammar takes any character but them.
+        # In single quotes, Hydra's grammar takes any other character.
         others = ["'file://" + str(root).replace("'", r"\'") + "'" for root in roots()[1:]]
         search = f"hydra.searchpath=[{','.join(others)}]"
         composed = compose("config", [search, *(f"{choice.name}={choice.value}" for choice in choices)])
@@ -94,7 +92,9 @@ def _composed(words: Sequence[Word]) -> dict[str, Any]:
     for group in layers():
         if group in chosen:
             merge(values, own_values(group, chosen[group]))
-    lay_on(values, [word for word in words if isinstance(word.value, COMPUTED_FROM.get(word.name, ()))])
+    apply_overrides(
+        values, [override for override in parsed if isinstance(override.value, COMPUTED_FROM.get(override.name, ()))]
+    )
     return resolved(values)
 
 
@@ -104,12 +104,12 @@ def resolved(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def dump_config(config: RunConfig) -> str:
-    """The resolved configuration as YAML, without sections of other kinds; `load_resolved` reads it back equal."""
+    """The resolved configuration as YAML for `load_resolved`, without kind sections that are not selected."""
     return yaml.safe_dump(without_unread(RunConfig, config.model_dump(mode="json")), sort_keys=False)
 
 
 def load_resolved(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read a file that `dump_config` wrote, with single keys set on top of it.
+    """Reads a file of `dump_config` and applies overrides of single keys.
 
     Raises:
         ConfigError: the file is missing, no YAML mapping, or does not fit the schema of this version; or an override is
@@ -118,35 +118,33 @@ def load_resolved(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     values = _read_mapping(path, "give the config file of a run", "restore it or start a new run")
     for section, key, chosen in unread(RunConfig, values):
         raise ConfigError(f"{path}: {section} is not read with {key}={chosen}: leave the section out, or change {key}")
-    words = read_words(overrides)
-    for word in words:
-        if word.is_group:
+    parsed = read_overrides(overrides)
+    for override in parsed:
+        if override.is_group:
             raise ConfigError(
-                f"{word.text!r} chooses a group, and this run has chosen: set single keys, as {word.name}.KEY=VALUE"
+                f"{override.text!r} chooses a group, and this run has chosen: set single keys, as "
+                f"{override.name}.KEY=VALUE"
             )
-    lay_on(values, words)
-    refuse_unread(values, words)
+    apply_overrides(values, parsed)
+    refuse_unread(values, parsed)
     config = _validated(without_missing(without_unread(RunConfig, values)))
-    refuse_overruled(values, words)
+    refuse_overruled(values, parsed)
     return config
 
 
 def load_rewards(path: Path) -> RewardsConfig:
-    """Read a file that holds what stands under `rewards` in a run's configuration: components, recipes and the rest.
-
-    Keys that the file leaves out have the schema's defaults.
+    """Reads a file with the section `rewards` of a configuration. Missing keys have the schema's defaults.
 
     Raises:
-        ConfigError: the file is missing, no YAML mapping, or does not fit the schema; or its parts contradict.
+        ConfigError: the file is missing, no YAML mapping, does not fit the schema, or has contradicting parts.
     """
     values = _read_mapping(path, "give a YAML file with reward components", "write components: [...] into it")
     try:
         rewards = RewardsConfig.model_validate_json(json.dumps(values), strict=True)
     except ValidationError as error:
         raise ConfigError("\n".join(_sentence(d, "rewards.") for d in error.errors())) from error
-    found = reward_contradictions(rewards)
-    if found:
-        raise ConfigError("\n".join(found))
+    if contradictions := reward_contradictions(rewards):
+        raise ConfigError("\n".join(contradictions))
     return rewards
 
 
@@ -164,19 +162,19 @@ def _read_mapping(path: Path, give: str, fix: str) -> dict[Any, Any]:
 
 
 def _validated(values: Mapping[Any, Any]) -> RunConfig:
-    """Strict validation: a text is no number and true is no 1. JSON keeps lists, paths and enums writable in YAML."""
+    """Validates strictly: "1" and true are no numbers. JSON mode reads lists, paths and enums from YAML types."""
     try:
         config = RunConfig.model_validate_json(json.dumps(values), strict=True)
     except ValidationError as error:
-        found = error.errors()
-        is_unnamed = any(d["type"] == "missing" and d["loc"] in NAMED_BY_USER for d in found)
+        errors = error.errors()
+        is_unnamed = any(d["type"] == "missing" and d["loc"] in NAMED_BY_USER for d in errors)
         hint = [NAME_BOTH] if is_unnamed else []
-        raise ConfigError("\n".join([*dict.fromkeys(map(_sentence, found)), *hint])) from error
+        raise ConfigError("\n".join([*dict.fromkeys(map(_sentence, errors)), *hint])) from error
     return checked(config)
 
 
 def _sentence(detail: ErrorDetails, prefix: str = "") -> str:
-    """One validation error in the user's words; `prefix` is where in a run's configuration the part stands."""
+    """Formats a validation error for the user; `prefix` is the dotted name of the validated section."""
     name = prefix + ".".join(str(part) for part in detail["loc"] if not OF_UNION.match(str(part)))
     key = keys.find(name)
     if key is None:

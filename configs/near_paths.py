@@ -1,4 +1,4 @@
-"""Names that exist near a path that does not, for messages about paths."""
+"""Suggests existing names for a missing path, for error messages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_LISTED = 2000  # entries of one folder that are compared
 
 
 def near(path: Path) -> str:
-    """Where a missing path leaves the file system and what is named alike there, in brackets; empty if it exists.
+    """The first missing part of a path and similar names in its directory, in brackets; "" if the path exists.
 
     Example:
         >>> near(Path("data/modles/smollm"))
@@ -31,8 +31,8 @@ def near(path: Path) -> str:
     except OSError as error:
         return f" ({folder} cannot be read: {error.strerror})"
     alike = get_close_matches(missing.name.casefold(), list(names), n=NUM_NAMED, cutoff=0.6)
-    found = f"; near: {', '.join(str(names[name]) for name in alike)}" if alike else ""
-    return f" ({folder.absolute() if folder == Path() else folder} has no {missing.name}{found})"
+    suggestions = f"; near: {', '.join(str(names[name]) for name in alike)}" if alike else ""
+    return f" ({folder.absolute() if folder == Path() else folder} has no {missing.name}{suggestions})"
 
 
 def may_be_hub_name(name: str) -> bool:

@@ -1,6 +1,6 @@
-"""What a resumed run may set otherwise: every key of the configuration is declared here, by itself or by its section.
+"""Declares for every configuration key, or its section, whether a resumed run may change it.
 
-The longest declared name that a key lies under counts, so a key of a section may differ from its section.
+The longest declared prefix of a key counts, so a key may differ from its section.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from enum import StrEnum
 
 
 class OnResume(StrEnum):
-    """What a resume with another value does."""
+    """Effect of another value on a resume."""
 
-    REFUSED = "refused"  # state of the checkpoint, or the order of rows, depends on it
-    NAMED = "named"  # the run learns otherwise from here on: one line says so
-    FREE = "free"  # place, speed, output
+    REFUSED = "refused"  # the checkpoint's state or the order of rows depends on the key
+    NAMED = "named"  # training changes from this step on: logged
+    FREE = "free"  # affects placement, speed or output only
 
 
 DECLARED: Mapping[OnResume, tuple[str, ...]] = {
@@ -25,7 +25,7 @@ DECLARED: Mapping[OnResume, tuple[str, ...]] = {
         "policy.tiny_tied_embeddings",
         "policy.freeze",
         "policy.lora.rank",
-        "policy.lora.alpha",  # it scales what was learned
+        "policy.lora.alpha",  # scales the trained adapters
         "policy.lora.target_modules",
         "data.writer",
         "data.writer_options",
@@ -54,7 +54,7 @@ DECLARED: Mapping[OnResume, tuple[str, ...]] = {
         "learner.ema_decay",
         "learner.zero_stage",
         "resources.dtype",
-        "resources.learner.num_workers",  # of ZeRO alone: others read a checkpoint on any number of ranks
+        "resources.learner.num_workers",  # only for ZeRO: other backends read a checkpoint on any number of ranks
         "algorithm.critic.place",
         "algorithm.critic.optimizer",
         "algorithm.distillation.teacher",
@@ -123,7 +123,7 @@ DECLARED: Mapping[OnResume, tuple[str, ...]] = {
         "supervision",
         "timeouts",
         "tracing",
-        "warm_start",  # version 0 is made
+        "warm_start",  # version 0 exists already
         "weight_sync",
     ),
 }
@@ -131,7 +131,7 @@ BY_NAME: Mapping[str, OnResume] = {name: kind for kind, names in DECLARED.items(
 
 
 def on_resume(key: str) -> OnResume | None:
-    """What a resume with another value of a dotted key does; None if the key and its sections are not declared."""
+    """The effect of another value of a dotted key; None if neither the key nor a section of it is declared."""
     parts = key.split(".")
     heads = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
     return next((BY_NAME[head] for head in heads if head in BY_NAME), None)

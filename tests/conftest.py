@@ -27,7 +27,7 @@ from hypothesis import settings
 
 from mobula.configs import load
 from mobula.configs.groups import COMPUTED_FROM, roots
-from mobula.configs.words import Word, read_words
+from mobula.configs.overrides import Override, read_overrides
 from mobula.deploy.preflight.engine_build import engine_build
 
 OTHER_BUILD = re.compile(
@@ -43,12 +43,12 @@ compose = load._composed
 
 @cache
 def _composed_once(roots: tuple[Path, ...], texts: tuple[str, ...]) -> dict[str, Any]:
-    return compose(read_words(texts))
+    return compose(read_overrides(texts))
 
 
-def _composed(words: Sequence[Word]) -> dict[str, Any]:
+def _composed(overrides: Sequence[Override]) -> dict[str, Any]:
     """Composes each choice of groups once a process: it takes 0.1 s, and the suite loads some 3,000 configurations."""
-    return deepcopy(_composed_once(roots(), tuple(w.text for w in words if w.is_group or w.name in COMPUTED_FROM)))
+    return deepcopy(_composed_once(roots(), tuple(o.text for o in overrides if o.is_group or o.name in COMPUTED_FROM)))
 
 
 load._composed = _composed

@@ -17,8 +17,8 @@ from mobula.cluster.records.trajectory import Prompt
 from mobula.cluster.runtime.gc_tuning import tune_gc
 from mobula.cluster.runtime.placement_groups import create_placement_groups, plan_when_free, remove_placement_groups
 from mobula.configs.load import load_config
+from mobula.configs.overrides import overridden
 from mobula.configs.schema import RunConfig
-from mobula.configs.words import overridden
 from mobula.deploy.wiring.build import Inference, spawn_inference
 from mobula.deploy.wiring.preparation import TRAIN, Prepared, prepare
 from mobula.deploy.wiring.spawner import Spawner

@@ -1,4 +1,4 @@
-"""What the sections of a run's configuration must agree on: one module for each module of the schema.
+"""Rules between sections of a run's configuration: one module for each module of the schema.
 
 A rule returns what is wrong, with the value got and the next action, or None. All rules are asked, so that a user
 reads every contradiction at once.
@@ -37,7 +37,7 @@ RULES: tuple[Callable[[RunConfig], str | None], ...] = (
 
 
 def checked(config: RunConfig) -> RunConfig:
-    """`config`, whose sections do not contradict each other.
+    """Returns `config` after checking all rules.
 
     Raises:
         ConfigError: every contradiction, a line each.

@@ -83,12 +83,12 @@ def _components_are_not_shaped(config: RunConfig) -> str | None:
         "running_moments": shaping.running_moments != "none",
         "reward_clip": shaping.reward_clip > 0,
     }
-    found = [name for name, is_on in changes.items() if is_on]
-    if config.algorithm.advantage != "gdpo" or not found:
+    change = next((name for name, is_on in changes.items() if is_on), None)
+    if config.algorithm.advantage != "gdpo" or change is None:
         return None
     return (
-        f"algorithm.advantage=gdpo reads the components of the reward, and algorithm.shaping.{found[0]} changes their "
-        f"sum: turn algorithm.shaping.{found[0]} off, or choose another algorithm.advantage"
+        f"algorithm.advantage=gdpo reads the components of the reward, and algorithm.shaping.{change} changes their "
+        f"sum: turn algorithm.shaping.{change} off, or choose another algorithm.advantage"
     )
 
 
@@ -237,22 +237,22 @@ def _every_rank_gets_a_supervised_row(config: RunConfig) -> str | None:
 
 
 def _other_policies_have_a_ratio(config: RunConfig) -> str | None:
-    """Only the first minibatch of a step is of the policy that is trained; of older ones a correction may make up."""
+    """Later minibatches and older tokens are off-policy; a correction can compensate for staleness only."""
     algorithm = config.algorithm
     if algorithm.loss != "reinforce":
         return None
-    found = [name for name in ("num_epochs", "num_minibatches") if getattr(algorithm, name) > 1]
-    if not found and algorithm.max_staleness > 0 and algorithm.correction == "none":
+    key = next((name for name in ("num_epochs", "num_minibatches") if getattr(algorithm, name) > 1), None)
+    if key is None and algorithm.max_staleness > 0 and algorithm.correction == "none":
         return (
             f"algorithm.loss=reinforce has no ratio, so algorithm.max_staleness={algorithm.max_staleness} would train "
             "on tokens of an older policy as if they were its own: set algorithm.max_staleness=0, or "
             "algorithm.old_logprobs=recomputed with algorithm.correction=tis_token, or algorithm.loss=cispo"
         )
-    if not found:
+    if key is None:
         return None
     return (
-        f"algorithm.loss=reinforce has no ratio, so algorithm.{found[0]}={getattr(algorithm, found[0])} would train on "
-        f"tokens of another policy as if they were its own: set algorithm.{found[0]}=1, or algorithm.loss=cispo"
+        f"algorithm.loss=reinforce has no ratio, so algorithm.{key}={getattr(algorithm, key)} would train on tokens of "
+        f"another policy as if they were its own: set algorithm.{key}=1, or algorithm.loss=cispo"
     )
 
 

@@ -63,7 +63,7 @@ def _streamed_rows_are_of_huggingface(config: RunConfig) -> str | None:
 
 
 def _options_of_rows_have_a_reader(config: RunConfig) -> str | None:
-    """Not of `data.columns`, which experiments set for their own data sets."""
+    """`data.columns` is exempt, because experiments set it for their datasets."""
     data = config.data
     if data.kind not in WITHOUT_FILES_OF_ROWS:
         return None
@@ -74,7 +74,7 @@ def _options_of_rows_have_a_reader(config: RunConfig) -> str | None:
 
 
 def _sources(data: DataConfig) -> dict[str, SourceConfig]:
-    """Key -> what is read there; a mixture itself has keys that its sources have, too."""
+    """Key -> section; a mixture has the keys of its sources as well."""
     return {"data": data, **{f"data.sources.{name}": source for name, source in data.sources.items()}}
 
 

@@ -39,7 +39,7 @@ def _window_lies_in_the_schedule(config: RunConfig) -> str | None:
 
 
 def _window_has_the_last_step(config: RunConfig) -> str | None:
-    """A loss on clean images needs the last denoising step, whose result they are."""
+    """A loss on clean images needs the last denoising step, which produces them."""
     flow, algorithm = config.sampler.flow, config.algorithm
     if not config.sampler.is_flow or algorithm.has_likelihood:
         return None
@@ -119,7 +119,7 @@ def _initial_weights_can_be_exchanged(config: RunConfig) -> str | None:
 
 
 def _nothing_reads_tokens(config: RunConfig) -> str | None:
-    """Parts of a run that look at token ids or at a distribution over tokens."""
+    """Parts of a run that read token ids or a distribution over tokens."""
     if not config.sampler.is_flow:
         return None
     algorithm = config.algorithm
@@ -150,7 +150,7 @@ def _nothing_reads_tokens(config: RunConfig) -> str | None:
 
 
 def _nothing_reads_text(config: RunConfig) -> str | None:
-    """Parts of a run that take the tokens of a response for text, or compute a policy of text."""
+    """Parts of a run that decode responses to text, or compute a policy of text."""
     if not config.sampler.draws_tokens:
         return None
     algorithm, sampler = config.algorithm, config.sampler

@@ -137,14 +137,15 @@ def _optimizer_fits_the_backend(config: RunConfig) -> str | None:
     chosen = {"learner.optimizer": config.learner.optimizer}
     if config.algorithm.critic.is_on:
         chosen["algorithm.critic.optimizer"] = config.algorithm.critic.optimizer
-    found = [key for key, optimizer in chosen.items() if optimizer != "adamw"]
-    if config.learner.backend != "deepspeed" or not found:
+    unsupported = next((key for key, optimizer in chosen.items() if optimizer != "adamw"), None)
+    if config.learner.backend != "deepspeed" or unsupported is None:
         return None
     why = {
         "muon": "reads matrices, and learner.backend=deepspeed flattens them",
         "adamw_8bit": "quantises moments in blocks, and learner.backend=deepspeed takes them apart at other places",
     }
-    return f"{found[0]}={chosen[found[0]]} {why[chosen[found[0]]]}: use learner=fsdp2, or set {found[0]}=adamw"
+    optimizer = chosen[unsupported]
+    return f"{unsupported}={optimizer} {why[optimizer]}: use learner=fsdp2, or set {unsupported}=adamw"
 
 
 def _weights_can_be_bfloat16(config: RunConfig) -> str | None:

@@ -32,7 +32,7 @@ def _conversations_have_no_suffix(config: RunConfig) -> str | None:
 
 
 def _rows_replace_rollouts(config: RunConfig) -> str | None:
-    """Keys of what an offline job has none of."""
+    """Keys that offline jobs do not use."""
     if not config.offline.is_on:
         return None
     wanted = {
@@ -48,10 +48,10 @@ def _rows_replace_rollouts(config: RunConfig) -> str | None:
         "resources.colocated": (config.resources.colocated, False),
         "sampler.temperature": (config.sampler.temperature, 1),
     }
-    unfit = {key: (found, fit) for key, (found, fit) in wanted.items() if found != fit}
+    unfit = {key: (value, fit) for key, (value, fit) in wanted.items() if value != fit}
     if not unfit:
         return None
-    named = ", ".join(f"{key}={_shown(found)}" for key, (found, _) in unfit.items())
+    named = ", ".join(f"{key}={_shown(value)}" for key, (value, _) in unfit.items())
     fixed = ", ".join(f"{key}={_shown(fit)}" for key, (_, fit) in unfit.items())
     return f"offline.job={config.offline.job} trains on rows, one optimizer step a step, got {named}: set {fixed}"
 

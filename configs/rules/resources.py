@@ -11,24 +11,24 @@ TRANSPORT_ROLES = ("rollout", "learner")
 
 
 def _an_engine_has_a_gpu_for_each_of_its_ranks(config: RunConfig) -> str | None:
-    found = config.resources.rollout
-    if found.tensor_parallel == 1:
+    rollout = config.resources.rollout
+    if rollout.tensor_parallel == 1:
         return None
     if config.resources.device == "cpu" or config.sampler.kind != "vllm":
         return (
-            f"resources.rollout.tensor_parallel={found.tensor_parallel} needs vLLM on GPUs, got sampler.kind="
+            f"resources.rollout.tensor_parallel={rollout.tensor_parallel} needs vLLM on GPUs, got sampler.kind="
             f"{config.sampler.kind} and resources.device={config.resources.device}: set it to 1, or choose both"
         )
-    if found.num_gpus != found.tensor_parallel:
+    if rollout.num_gpus != rollout.tensor_parallel:
         return (
-            f"resources.rollout.tensor_parallel={found.tensor_parallel} splits an engine over as many GPUs, and "
-            f"resources.rollout.num_gpus={found.num_gpus:g}: set resources.rollout.num_gpus={found.tensor_parallel}"
+            f"resources.rollout.tensor_parallel={rollout.tensor_parallel} splits an engine over as many GPUs, and "
+            f"resources.rollout.num_gpus={rollout.num_gpus:g}: set resources.rollout.num_gpus={rollout.tensor_parallel}"
         )
     if config.resources.colocated:
         return (
-            f"resources.rollout.tensor_parallel={found.tensor_parallel} books whole GPUs, of which resources.colocated="
-            "true has none left for the learner: set resources.colocated=false, or resources.rollout.tensor_parallel=1 "
-            "and a share as resources.rollout.num_gpus"
+            f"resources.rollout.tensor_parallel={rollout.tensor_parallel} books whole GPUs, of which "
+            "resources.colocated=true has none left for the learner: set resources.colocated=false, or "
+            "resources.rollout.tensor_parallel=1 and a share as resources.rollout.num_gpus"
         )
     return None
 

@@ -10,11 +10,11 @@ from mobula.configs.schema.rewards import RewardsConfig
 
 
 def reward_contradictions(rewards: RewardsConfig) -> tuple[str, ...]:
-    """Everything on which the reward's own parts disagree, each with the next action."""
-    found = [message for rule in _RULES if (message := rule(rewards)) is not None]
+    """Contradictions within the section `rewards`, each with the next action."""
+    contradictions = [message for rule in _RULES if (message := rule(rewards)) is not None]
     if _names_differ(rewards) is None:
-        found += [message for label in rewards.recipes for message in _recipe_flaws(rewards, label)]
-    return tuple(found or _circles(rewards))
+        contradictions += [message for label in rewards.recipes for message in _recipe_flaws(rewards, label)]
+    return tuple(contradictions or _circles(rewards))
 
 
 def _names_differ(rewards: RewardsConfig) -> str | None:
@@ -55,7 +55,7 @@ _RULES: Sequence[Callable[[RewardsConfig], str | None]] = (_has_signal, _names_d
 
 
 def _circles(rewards: RewardsConfig) -> Iterator[str]:
-    """Gates that wait for each other; asked once all names are known."""
+    """Cycles of gates; called once all names are known."""
     for order, action in (
         (rewards.gate_order, "remove one of them"),
         (rewards.service_stages, "have one service run both components"),

@@ -130,7 +130,7 @@ def _reference_can_be_quantised(config: RunConfig) -> str | None:
 
 
 def _the_learner_is_its_own_reference(config: RunConfig) -> str | None:
-    """With its adapters off, as `reference.place=learner_ranks` asks, it has to be the initial policy."""
+    """With `reference.place=learner_ranks`, the policy with adapters off must equal the initial policy."""
     if config.reference.place == "scorers":
         return None
     algorithm, sampler, job = config.algorithm, config.sampler, config.offline.job

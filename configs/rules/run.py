@@ -36,12 +36,12 @@ def _no_address_holds_credentials(config: RunConfig) -> str | None:
 
 
 def _spans_have_a_place(config: RunConfig) -> str | None:
-    found = config.tracing
-    if (found.exporter == "otlp") == bool(found.address):
+    tracing = config.tracing
+    if (tracing.exporter == "otlp") == bool(tracing.address):
         return None
     return (
-        f"tracing.exporter={found.exporter} and tracing.address={found.address!r}: exporter=otlp sends to an address, "
-        "and the others have none; set both, or neither"
+        f"tracing.exporter={tracing.exporter} and tracing.address={tracing.address!r}: exporter=otlp sends to an "
+        "address, and the others have none; set both, or neither"
     )
 
 
@@ -64,7 +64,7 @@ def _backoff_grows(config: RunConfig) -> str | None:
 
 
 def _a_push_ends_before_its_engines_count_as_hung(config: RunConfig) -> str | None:
-    """An engine is paused while it waits for a hung one in a push; a shorter deadline would replace both."""
+    """A push pauses engines while they wait for a hung engine; a shorter timeout would replace healthy engines too."""
     push, longest = config.weight_sync.timeout_s, config.weight_sync.answer_s
     limits = {
         "supervision.probe_timeout_s": config.supervision.probe_timeout_s,

@@ -1,4 +1,4 @@
-"""The base of every configuration section: frozen, typed, unknown keys refused; and the types of bounded fields."""
+"""Section: frozen, typed base class of configuration sections, which refuses unknown keys; types of bounded fields."""
 
 from __future__ import annotations
 
@@ -46,16 +46,16 @@ def _refuse_empty(value: Any) -> Any:
 
 
 UserCode = Annotated[str, Field(pattern=r"^[^:]+:[A-Za-z_][A-Za-z0-9_.]*$")]
-"""Code of the user in the place of a built-in name: `module:name`, or `path/to/file.py:name` from the working directory
-of the command. `mobula.cluster.user_code` resolves it, where it is used."""
+"""User code instead of a built-in name: `module:name`, or `path/to/file.py:name` relative to the working directory of
+the command. `mobula.cluster.user_code` resolves it."""
 
 NOT_EMPTY = BeforeValidator(_refuse_empty)
-"""For a text that names something; an empty path would be the current directory."""
+"""Refuses an empty text: an empty path would be the current directory."""
 
 
 class Section(BaseModel):
-    """One section of a run's configuration. A default stands in its field and nowhere else; a field without one is set
-    by every option of its YAML group, or by the user."""
+    """A section of a run's configuration. Fields hold the defaults; a field without a default is set by every option of
+    the YAML group, or by the user."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=False, allow_inf_nan=False, use_attribute_docstrings=True
@@ -63,7 +63,7 @@ class Section(BaseModel):
 
 
 def defaults(section: type[Section]) -> dict[str, Any]:
-    """Key -> default of every field that has one, as values of JSON; of a section without one, those of its fields."""
+    """Key -> default as a JSON value, for fields with a default. Sections without a default are entered recursively."""
     values: dict[str, Any] = {}
     for name, info in section.model_fields.items():
         if not info.is_required():
@@ -74,13 +74,15 @@ def defaults(section: type[Section]) -> dict[str, Any]:
 
 
 ITEM = "INDEX"
-"""Stands for a position in a list, e.g. `rewards.components.INDEX.weight`."""
+"""Placeholder for an index of a list, e.g. `rewards.components.INDEX.weight`."""
 ENTRY = "NAME"
-"""Stands for a name that the user chooses, e.g. `rewards.recipes.NAME.weights`."""
+"""Placeholder for a name chosen by the user, e.g. `rewards.recipes.NAME.weights`."""
 
 
 def section_below(annotation: Any) -> tuple[type[Section] | None, str]:
-    """The section that a field holds, and the path from the field to the section's own keys."""
+    """Returns the section type of a field (None if it is no section), and the path from the field to the section's
+    keys: empty, or a placeholder for the entries of a list or mapping.
+    """
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return annotation, ""
     containers = {tuple: (0, f"{ITEM}."), dict: (1, f"{ENTRY}.")}
@@ -93,7 +95,7 @@ def section_below(annotation: Any) -> tuple[type[Section] | None, str]:
 
 
 def _values(annotation: Any) -> frozenset[str]:
-    """The names that a key takes."""
+    """The built-in names that a key takes."""
     if get_origin(annotation) is Literal:
         return frozenset(map(str, get_args(annotation)))
     if isinstance(annotation, type) and issubclass(annotation, Enum):
@@ -102,15 +104,24 @@ def _values(annotation: Any) -> frozenset[str]:
 
 
 def kinds(section: type[Section]) -> dict[str, str]:
-    """Sub-section -> the key beside it that takes the name of the sub-section as a value. The sub-section is read where
-    the key has this value, or is code of the user."""
+    """Kind sections of `section`: name of the sub-section -> the key that selects it, e.g. `vllm` -> `kind`.
+
+    A kind section has the name of a value of its key. The run reads it if the key has this value or names user code.
+    """
     fields = section.model_fields
     below = [name for name, info in fields.items() if section_below(info.annotation)[0] is not None]
     return {name: key for name in below for key, info in fields.items() if name in _values(info.annotation)}
 
 
 def unread(section: type[Section], values: Mapping[str, Any], start: str = "") -> Iterator[tuple[str, str, str]]:
-    """Dotted name of each sub-section in `values` that is not read, dotted name of the key beside it, and its value."""
+    """Finds the kind sections in `values` that are not selected.
+
+    Args:
+        start: prefix of the dotted names, with the final dot.
+
+    Yields:
+        Dotted name of the kind section, dotted name of its key, and the key's value.
+    """
     keys = kinds(section)
     for name, info in section.model_fields.items():
         below, path = section_below(info.annotation)
@@ -127,19 +138,19 @@ def unread(section: type[Section], values: Mapping[str, Any], start: str = "") -
 
 
 def without_unread(section: type[Section], values: Mapping[str, Any]) -> dict[str, Any]:
-    """`values` without the sub-sections that are not read."""
+    """Returns a copy of `values` without kind sections that are not selected."""
 
-    def kept(part: Any, start: str) -> Any:
+    def pruned(part: Any, start: str) -> Any:
         if not isinstance(part, Mapping):
             return part
-        return {key: kept(value, f"{start}{key}.") for key, value in part.items() if f"{start}{key}" not in dropped}
+        return {key: pruned(value, f"{start}{key}.") for key, value in part.items() if f"{start}{key}" not in dropped}
 
     dropped = {name for name, *_ in unread(section, values)}
-    return kept(values, "")
+    return pruned(values, "")
 
 
 class ByDtype(Section):
-    """A bound for each value of `resources.dtype`. One number in place of the section is the bound for both."""
+    """A bound for each value of `resources.dtype`. A single number instead of the section sets both."""
 
     float32: Annotated[float, Field(ge=0)]
     """Bound of float32."""

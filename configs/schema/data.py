@@ -1,4 +1,4 @@
-"""Schema of data: where rows are read from, limits of a prompt, mixtures and curricula."""
+"""Schema of data: sources of rows, limits of a prompt, mixtures and curricula."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class DataKind(StrEnum):
 
 
 WITHOUT_FILES_OF_ROWS = (DataKind.MIXTURE, DataKind.ENVIRONMENT, DataKind.CHAT)
-"""Data whose rows are not read from `data.path` in a row format."""
+"""Kinds that do not read rows from `data.path` in a row format."""
 
 
 AUTO_SUFFIX = "auto"
-"""The value of `data.prompt_suffix` with which the reward decides."""
+"""Value of `data.prompt_suffix` that derives the suffix from the reward."""
 
 BOXED_SUFFIX = r" Answer in \boxed{}."
 
@@ -35,66 +35,66 @@ class SourceConfig(Section):
     """Location of rows, and the names of their columns."""
 
     kind: DataKind | UserCode
-    """The reader, which is the format of the files. `chat` is for offline jobs alone. `environment` takes the first
-    observations of `environment.name` as prompts and reads no files."""
+    """The reader: the format of the files. `chat` is for offline jobs only. `environment` reads no files; the first
+    observations of `environment.name` are the prompts."""
     path: Annotated[Path, NOT_EMPTY]
     """The folder with the files of all splits; for `huggingface` also a name on the hub."""
     subset: str = ""
-    """For `huggingface`: the configuration of a dataset that has several, e.g. `main` of `openai/gsm8k`; else empty."""
+    """For `huggingface`: the configuration of a dataset with several, e.g. `main` of `openai/gsm8k`; else empty."""
     row_format: Literal["question", "messages", "verl", "lightrft", "alpaca", "sharegpt"] | UserCode = "question"
     """The schema of a record: its columns and their meaning."""
     columns: dict[str, str] = {}
-    """Column of the row format -> its name in the data where that is another, e.g. `{question: problem}`; a dot leads
-    into a nested column."""
+    """Column of the row format -> name in the data if it differs, e.g. `{question: problem}`; a dot selects a nested
+    column."""
     splits: dict[str, str] = {}
-    """Split -> its name in the data where that is another, e.g. `{validation: test}`, or a pattern of file names."""
+    """Split -> name in the data if it differs, e.g. `{validation: test}`, or a pattern of file names."""
     media_path: str = ""
-    """The folder that paths of media are relative to and may not leave; empty for `data.path`."""
+    """The folder of media: paths are relative to it and may not leave it; empty for `data.path`."""
     label: str = ""
-    """Label of all rows, for recipes; empty to leave each row its own."""
+    """Label of all rows, for recipes; empty to keep the label of each row."""
 
 
 class PlaceholdersConfig(Section):
-    """The text that stands for a medium in the texts of rows; empty for none, so that what looks like one is text.
+    """Placeholders of media in the texts of rows; an empty text disables a placeholder.
 
-    Where a part of a message names a medium, parts alone do, and all text is text.
+    If parts of a message hold the media, placeholders are plain text.
     """
 
     image: str = "<image>"
-    """The text that stands for an image."""
+    """Placeholder of an image."""
     video: str = "<video>"
-    """The text that stands for a video."""
+    """Placeholder of a video."""
     audio: str = "<audio>"
-    """The text that stands for a sound."""
+    """Placeholder of a sound."""
 
 
 class MixtureSource(SourceConfig):
     """One source of a mixture."""
 
     weight: PositiveFloat
-    """Its share of the prompts, relative to the other sources."""
+    """The source's share of the prompts, relative to the other sources."""
 
 
 class CurriculumConfig(Section):
     """The order of training rows by difficulty."""
 
     kind: Literal["none", "easy_first", "hard_first"] = "none"
-    """The order of the stages; rows of one stage are shuffled."""
+    """The order of the stages; rows are shuffled within a stage."""
     key: Annotated[str, NOT_EMPTY] = "prompt_tokens"
-    """The measure of difficulty: a number of the row's metadata, or `prompt_tokens`, the length of its prompt."""
+    """The measure of difficulty: a number in the row's metadata, or `prompt_tokens`, the length of the prompt."""
     num_stages: PositiveInt = 10
-    """Stages of equal size that an epoch is cut into."""
+    """Stages of equal size in an epoch."""
     num_epochs: PositiveInt = 1
-    """Epochs with stages; later ones are shuffled as a whole."""
+    """Epochs with stages; later epochs are shuffled as a whole."""
 
 
 class VideoConfig(Section):
-    """Limits of videos, and how their frames are sampled and scaled."""
+    """Limits of videos, and sampling and scaling of frames."""
 
     fps: PositiveFloat = 2.0
     """Frames sampled for each second."""
     min_frames: PositiveInt = 4
-    """Least number of frames sampled from a video that has as many."""
+    """Fewest frames sampled from a video; shorter videos give all frames."""
     max_frames: PositiveInt = 32
     """Most frames sampled from a video, at equal distances."""
     min_frame_pixels: PositiveInt = 784
@@ -102,9 +102,9 @@ class VideoConfig(Section):
     max_frame_pixels: PositiveInt = 200704
     """Larger frames are scaled down to this many pixels."""
     max_tokens: PositiveInt = 4096
-    """Vision tokens of one video: frames are scaled down further where they would take more."""
+    """Most vision tokens of a video: frames are scaled down further to stay within it."""
     frame_rate: PositiveFloat = 2.0
-    """Frames per second of a video that comes as frames (a folder, a list, an array) without a rate."""
+    """Frames per second of a video given as frames (a folder, a list, an array) without a rate."""
     max_file_bytes: PositiveInt = 512 * 2**20
     """A larger file is refused before it is read."""
     max_seconds: PositiveFloat = 3600.0
@@ -112,7 +112,7 @@ class VideoConfig(Section):
     max_file_frames: PositiveInt = 216000
     """A video of more frames is refused before it is decoded."""
     max_decoded_pixels: PositiveInt = 256 * 2**20
-    """A video whose sampled frames have more pixels in all is refused before it is decoded."""
+    """A video with more pixels in all sampled frames together is refused before it is decoded."""
 
 
 class AudioConfig(Section):
@@ -121,77 +121,76 @@ class AudioConfig(Section):
     max_file_bytes: PositiveInt = 64 * 2**20
     """A larger file is refused before it is read."""
     max_seconds: PositiveFloat = 300.0
-    """A longer clip is refused before it is decoded; so is a clip that the model would cut."""
+    """A longer clip is refused before it is decoded; so is a clip longer than the model's input."""
 
 
 class DataConfig(SourceConfig):
-    """The prompts: where they are read from, and what a prompt may be. docs/data.md has an example of each format."""
+    """Sources and limits of prompts. docs/data.md has an example of each format."""
 
     writer: Literal["none"] | UserCode = "none"
-    """Your own function that writes the data: it is called with `data.path` before they are read, and leaves data alone
-    that it wrote before."""
+    """User function that writes the data. Called with `data.path` before reading; must not write existing data again.
+    """
     writer_options: dict[str, Any] = {}
     """Arguments of `writer`."""
     kind_options: dict[str, Any] = {}
-    """Arguments of the reader `kind`, where it is your own code."""
+    """Arguments of `kind`, if it is user code."""
     row_format_options: dict[str, Any] = {}
-    """Arguments of `row_format`, where it is your own code."""
+    """Arguments of `row_format`, if it is user code."""
     sources: dict[str, MixtureSource] = {}
-    """The sources of `data.kind=mixture`, by name; their paths begin in `data.path`."""
+    """The sources of `data.kind=mixture`, by name; paths are relative to `data.path`."""
     temperature: PositiveFloat = 1.0
-    """Shares of sources are weight^(1 / temperature): above 1 they are more alike."""
+    """Shares of sources are weight^(1 / temperature): values above 1 make them more equal."""
     weight_by_rows: bool = False
     """Multiply the weight of a source by the number of its rows."""
     curriculum: CurriculumConfig = CurriculumConfig()
     """The order of training rows."""
     streamed_rows: Annotated[int, Field(ge=0)] = 0
-    """Rows of each split that `huggingface` streams from the hub in place of a download of everything; 0 downloads."""
+    """Rows of each split that `huggingface` streams from the hub instead of downloading the dataset; 0 downloads."""
     cache_path: Annotated[Path, NOT_EMPTY] = Path("data/cache")
-    """Folder for what later runs use again: downloaded media, and copies of files that cannot be read in parts."""
+    """Cache folder, shared by runs: downloaded media, and copies of files that cannot be read in parts."""
     shuffle_bytes: PositiveInt = 256 * 2**20
-    """Bytes of rows that are in memory at a time to be shuffled, where files are read by blocks (Parquet)."""
+    """Size of the shuffle window in memory, for files that are read by blocks (Parquet)."""
     max_checked_rows: Annotated[int, Field(ge=0)] = 100000
-    """Rows of each split that are checked before the start, 0 for all; the others are checked when they are used."""
+    """Rows of each split that are checked before the start, 0 for all; the others are checked on use."""
     allowed_hosts: tuple[str, ...] = ()
-    """Hosts that media may be downloaded from; URLs of others, and redirects to others, are refused."""
+    """Hosts that media may be downloaded from; other hosts, also after a redirect, are refused."""
     max_redirects: Annotated[int, Field(ge=0)] = 3
     """Redirects that a download follows."""
     download_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 20.0
-    """The longest download of one file."""
+    """Timeout for the download of one file."""
     repeated_ids: Literal["skip", "number"] = "skip"
-    """Rows whose id another row before them has: `skip` leaves them out by name, `number` appends to every id of the
-    data its place in the split, so that all rows stay."""
+    """Rows with the id of an earlier row: `skip` leaves them out and reports them; `number` keeps all rows and appends
+    the row's number in the split to every id."""
     placeholders: PlaceholdersConfig = PlaceholdersConfig()
-    """The text that stands for a medium in the texts of rows."""
+    """Placeholders of media in the texts of rows."""
     prompt_suffix: str = ""
-    """Text appended to every question. `auto` appends ` Answer in \\boxed{}.` where the reward reads the answer from a
-    box, and nothing elsewhere."""
+    """Text appended to every question. `auto` appends ` Answer in \\boxed{}.` if the reward reads the answer from a
+    box, else nothing."""
     processor: Literal["chat"] | UserCode = "chat"
-    """The processor of rows for models that read and write text: it renders the prompt and prepares its media."""
+    """The processor of rows, for models that read and write text: renders prompts and prepares media."""
     processor_options: dict[str, Any] = {}
-    """Arguments of `processor`, where it is your own code."""
+    """Arguments of `processor`, if it is user code."""
     system_prompt: str = ""
     """System turn of every prompt; empty for none."""
     template_kwargs: dict[str, Any] = {}
-    """Variables of the chat template, e.g. `{enable_thinking: false}`; the template has to read each of them. They hold
+    """Variables of the chat template, e.g. `{enable_thinking: false}`; the template must read each of them. Applied
     wherever a conversation is rendered: RL, supervised rows, offline jobs, evaluation and serving."""
     max_prompt_tokens: PositiveInt = 512
     """A longer prompt (vision tokens included) is skipped and counted, never cut."""
     min_pixels: PositiveInt = 784
-    """Smaller images are scaled up to this many pixels by the model's image processor."""
+    """The model's image processor scales smaller images up to this many pixels."""
     max_pixels: PositiveInt = 200704
-    """Larger images are scaled down to this many pixels by the model's image processor. Families that
-    scale every image to whole tiles take as many tiles as have at most this many pixels together, or one;
-    where config.json names the resolutions (`image_grid_pinpoints`), these alone decide."""
+    """The model's image processor scales larger images down to this many pixels. Families with tiles use as many tiles
+    as fit into this many pixels, at least one, unless config.json lists the resolutions (`image_grid_pinpoints`)."""
     max_image_bytes: PositiveInt = 20 * 2**20
-    """A larger image file is refused before it is read, and a larger download of one is stopped."""
+    """A larger image file is refused before it is read, and a larger download is stopped."""
     max_decoded_pixels: PositiveInt = 50000000
-    """An image that would decode to more pixels is refused before it is decoded (decompression bombs)."""
+    """An image with more pixels is refused before it is decoded (decompression bombs)."""
     video: VideoConfig = VideoConfig()
-    """Videos: how frames are taken and scaled, and what is refused."""
+    """Limits of videos, and sampling and scaling of frames."""
     audio: AudioConfig = AudioConfig()
-    """Audio: what is refused."""
+    """Limits of audio clips."""
     media_cache_bytes: PositiveInt = 256 * 2**20
-    """Byte budget of processed images, videos and audio clips that are kept for later epochs."""
+    """Size of the cache of processed images, videos and audio clips for later epochs."""
     max_skipped_fraction: Annotated[float, Field(ge=0, le=1)] = 0.1
-    """If a larger share of a split is unusable the run refuses to start."""
+    """If a larger share of a split is unusable, the run refuses to start."""

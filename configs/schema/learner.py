@@ -1,4 +1,4 @@
-"""The optimizer, how it is distributed, and the warm start."""
+"""Schema of the learner (optimizer, distributed training) and the warm start."""
 
 from __future__ import annotations
 
@@ -10,27 +10,25 @@ NonNegativeFloat = Annotated[float, Field(ge=0)]
 
 
 class LearnerConfig(Section):
-    """The optimizer and how it is distributed."""
+    """Optimizer and distributed training."""
 
     backend: Literal["fsdp2", "deepspeed", "single"]
     """Library that shards parameters, gradients and optimizer state over the learner ranks; `single` shards nothing."""
     optimizer: Literal["adamw", "adamw_8bit", "muon"] | UserCode = "adamw"
-    """`adamw_8bit` is AdamW with moments of a byte each, from the extra `quantised`; `muon` is Muon for hidden matrices
-    and AdamW for everything else."""
+    """`adamw_8bit` is AdamW with 8-bit moments, from the extra `quantised`; `muon` is Muon for hidden matrices and
+    AdamW for everything else."""
     optimizer_options: dict[str, Any] = {}
-    """Arguments of `optimizer`, where it is your own code."""
+    """Arguments of `optimizer`, if it is user code."""
     master_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the policy's weights, of their gradients between micro-batches and of AdamW's moments: bfloat16 halves
-    all three. Gradients are summed over ranks in float32, and updates are rounded stochastically, so that small ones
-    are kept in the mean. Lost are 16 of the 24 bits of every weight. Adapters (`policy.lora`) and critics stay float32.
-    """
+    """Type of the policy's weights, of accumulated gradients and of AdamW's moments; bfloat16 halves the memory of all
+    three and drops 16 of the 24 bits of every weight. Gradients are summed over ranks in float32, and updates are
+    rounded stochastically, which keeps small updates on average. Adapters (`policy.lora`) and critics stay float32."""
     learning_rate: PositiveFloat
-    """The optimizer's learning rate in RL. Where nothing sets it: 1e-6 for weights, 1e-5 for adapters (`policy.lora`).
-    """
+    """The optimizer's learning rate in RL. By default 1e-6 for weights, 1e-5 for adapters (`policy.lora`)."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Steps over which the learning rate rises from 0."""
     schedule: Literal["constant", "cosine", "linear"] = "constant"
-    """Course of the learning rate after the rise, over `num_steps`."""
+    """Schedule of the learning rate after the warm-up, over `num_steps`."""
     weight_decay: NonNegativeFloat = 0.0
     """Decoupled weight decay of matrices."""
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
@@ -38,58 +36,57 @@ class LearnerConfig(Section):
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
     """AdamW's decay of the gradient's square."""
     adam_eps: PositiveFloat = 1e-8
-    """AdamW's term beside the root of the squared gradient; larger, and rounding moves small gradients less."""
+    """AdamW's epsilon; larger values reduce the effect of rounding on parameters with small gradients."""
     muon_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
     """Muon's decay of the gradient's mean."""
     ema_decay: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Decay, with each optimizer step, of an average of the weights that is kept beside them, in checkpoints too;
-    `mobula export --ema` writes it. 0 keeps none."""
+    """Decay per optimizer step of an exponential moving average of the weights, which is part of checkpoints;
+    `mobula export --ema` writes it. 0 for none."""
     max_grad_norm: PositiveFloat = 1.0
-    """Global gradient norm is clipped to this."""
+    """The global gradient norm is clipped to this."""
     tokens_per_microbatch: PositiveInt = 8192
-    """Tokens in one forward and backward pass of one rank, or of the ranks of `sequence_parallel` together; without
-    `packing`, padding counts."""
+    """Tokens in one forward and backward pass of one rank, or of `sequence_parallel` ranks together; without `packing`,
+    padding counts."""
     sequence_parallel: PositiveInt = 1
-    """Neighbouring ranks that share the tokens of the same rows, so that each keeps activations of its part alone. It
-    divides the attention heads of `policy.model`; 1 splits no row."""
+    """Adjacent ranks that split the tokens of the same rows, so that a rank stores only the activations of its part.
+    Must divide the attention heads of `policy.model`; 1 splits no row."""
     packing: bool = False
-    """Compute rows of different lengths without padding; each attends to itself alone. `policy.attention=eager` does
-    not take it."""
+    """Compute rows of different lengths without padding; each row attends to itself only. Not available with
+    `policy.attention=eager`."""
     image_token_cost: NonNegativeFloat = 0.4
-    """Cost of encoding one token of an image, in tokens of the decoder; ranks get equal sums of both. About 4 times
-    the vision tower's parameters over the decoder's."""
+    """Cost of encoding one image token, in tokens of the decoder, for balancing ranks. About 4 times the ratio of
+    parameters of vision tower and decoder."""
     attention_token_cost: NonNegativeFloat = 2.0e-5
-    """Cost of a token's attention for each token of its row, in tokens of the decoder without attention; ranks get
-    equal sums. About 1 / (12 * hidden size) of `policy.model`."""
+    """Cost of a token's attention per token of the row, in tokens of the decoder without attention, for balancing
+    ranks. About 1 / (12 * hidden size) of `policy.model`."""
     logprob_chunk_tokens: PositiveInt = 1024
-    """Tokens whose logits exist at one time: a chunk takes a few times this many times the vocabulary in float32. The
-    backward pass computes them again."""
+    """Tokens whose logits are computed at once: a chunk takes a few times this number times the vocabulary in float32.
+    The backward pass computes them again."""
     activation_checkpointing: Literal["none", "blocks", "blocks_offloaded"] = "none"
-    """`blocks` keeps the input of each text and vision block alone and computes the rest again in the backward pass;
-    `blocks_offloaded` keeps these inputs in host memory, which needs a GPU to make sense."""
+    """`blocks` stores the input of each text and vision block and computes the rest again in the backward pass;
+    `blocks_offloaded` stores these inputs in host memory, which is useful only with a GPU."""
     offload: Literal["none", "optimizer", "parameters"] = "none"
-    """What is kept in host memory between its uses; needs a GPU. Optimizer state, with the step taken on the CPU, or
-    parameters too. FSDP2 offloads both or none; DeepSpeed offloads parameters at ZeRO stage 3."""
+    """State in host memory between uses; needs a GPU. `optimizer`: optimizer state, with the step on the CPU;
+    `parameters`: parameters as well. FSDP2 offloads both or none; DeepSpeed offloads parameters at ZeRO stage 3."""
     zero_stage: Literal[2, 3] = 2
-    """State that DeepSpeed shards: 2 is gradients and optimizer state, 3 parameters too. FSDP2 always shards all three.
-    """
+    """State that DeepSpeed shards: 2 for gradients and optimizer state, 3 for parameters as well. FSDP2 always shards
+    all three."""
 
 
 class WarmStartConfig(Section):
-    """Supervised steps before RL, for a policy that would get no reward otherwise. A flow model is taught the images
-    that rows name (`target_images`), by flow matching; its accuracy is the share of the velocities' squares that it
-    predicts."""
+    """Supervised steps before RL, for a policy without reward at the start. A flow model learns the images of
+    `target_images` of each row by flow matching; the accuracy is the explained share of squared velocities."""
 
     num_steps: Annotated[int, Field(ge=0)]
-    """Longest warm start; 0 skips it."""
+    """Most steps of the warm start; 0 skips it."""
     num_rows: Annotated[int, Field(ge=0)] = 0
-    """Rows of the train split that it learns from, chosen by the seed, distinct answers in turn; 0 takes all."""
+    """Rows of the train split to learn from, chosen by the seed, with distinct answers in turn; 0 for all."""
     batch_size: PositiveInt = 64
     """Rows in one step."""
     learning_rate: PositiveFloat
     """The optimizer's learning rate in the warm start, at the peak of `schedule`."""
     schedule: Literal["constant", "cosine"] = "constant"
-    """Course of the learning rate over `num_steps`: `cosine` rises over the first 30 and falls to a tenth."""
+    """Schedule of the learning rate over `num_steps`: `cosine` rises over the first 30 and falls to a tenth."""
     target_accuracy: Annotated[float, Field(ge=0, le=1)] = 0.5
     """Stop early once greedy accuracy on the validation split reaches this."""
     check_interval: PositiveInt = 10
@@ -97,5 +94,5 @@ class WarmStartConfig(Section):
     max_checks_rows: PositiveInt = 100
     """Rows of the validation split in one check."""
     text_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of the images of a flow model that are taught with the negative prompt in place of their own, which
+    """Share of images of a flow model that are trained with the negative prompt instead of the row's prompt, which
     trains the unconditional prediction of classifier-free guidance; needs `sampler.flow.guidance` above 1."""

@@ -1,4 +1,4 @@
-"""Offline jobs: supervised fine-tuning, reward models and preference optimisation on rows of a data set."""
+"""Schema of offline jobs: supervised fine-tuning, reward models and preference optimisation on dataset rows."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from mobula.configs.schema.base import Field, NonNegativeFloat, PositiveFloat, P
 
 
 class RewardModelConfig(Section):
-    """How `offline.job=reward_model` trains a score head on the policy's backbone."""
+    """Training of a score head on the policy's backbone, with `offline.job=reward_model`."""
 
     loss: Literal["bradley_terry", "regression"] = "bradley_terry"
     """`bradley_terry` reads rows with a chosen and a rejected answer; `regression` rows with an answer and a score."""
     margin: NonNegativeFloat = 0.0
-    """By how much `bradley_terry` asks the chosen answer's score to be above the other one; 0 is the plain loss."""
+    """Margin of `bradley_terry` between the scores of chosen and rejected answer; 0 for the plain loss."""
 
 
 class DPOConfig(Section):
-    """How `offline.job=dpo` trains on pairs of a chosen and a rejected answer."""
+    """Training on pairs of a chosen and a rejected answer, with `offline.job=dpo`."""
 
     loss: Literal["sigmoid", "ipo"] = "sigmoid"
     """`sigmoid`: the logistic loss of DPO; `ipo`: the squared distance of the log-ratio from 1 / (2 beta)."""
@@ -28,19 +28,18 @@ class DPOConfig(Section):
 
 
 class OfflineConfig(Section):
-    """Training on rows of a data set in place of rollouts; docs/offline_training.md has the row formats."""
+    """Training on dataset rows instead of rollouts; docs/offline_training.md has the row formats."""
 
     job: Literal["none", "sft", "reward_model", "dpo"] = "none"
     """`none` is RL. `sft`: cross-entropy on the assistant's tokens; `reward_model`: a score of an answer; `dpo`: direct
-    preference optimisation. A job reads `learner`, `policy`, `data` and this section; of `algorithm` it reads nothing.
-    """
+    preference optimisation. A job reads `learner`, `policy`, `data` and this section, and not `algorithm`."""
     batch_size: PositiveInt = 32
     """Rows of one step: conversations, pairs or scored answers."""
     max_tokens: PositiveInt = 4096
-    """A row with a longer conversation (vision tokens included) is skipped and counted, never cut."""
+    """A row with a longer conversation (vision tokens included) is skipped and counted, never truncated."""
     train_template_text: bool = False
-    """Train also what the chat template writes between the generation prompt and an answer, such as an empty thought;
-    else the loss covers answers and the tokens that end them."""
+    """Include the chat template's text between generation prompt and answer, such as an empty thought, in the loss.
+    Otherwise the loss covers answers and their end tokens."""
     reward_model: RewardModelConfig = RewardModelConfig()
     """Parameters of `reward_model`."""
     dpo: DPOConfig = DPOConfig()
@@ -52,7 +51,7 @@ class OfflineConfig(Section):
 
     @property
     def rows(self) -> Literal["conversation", "pair", "scored"]:
-        """The kind of row that the job trains on."""
+        """The job's kind of row."""
         if self.job == "sft":
             return "conversation"
         is_regression = self.job == "reward_model" and self.reward_model.loss == "regression"

@@ -1,4 +1,4 @@
-"""Resource presets: how many workers each role has and what each one takes."""
+"""Schema of resources: number of workers of each role, and the CPUs and GPUs of a worker."""
 
 from __future__ import annotations
 
@@ -7,53 +7,52 @@ from typing import Annotated, Literal
 from mobula.configs.schema.base import Field, NonNegativeInt, PositiveFloat, PositiveInt, Section
 
 REWARD_SERVICE = "reward."
-"""Opens the name of the role that a service of `reward_services` is."""
+"""Prefix of the role name of a service in `reward_services`."""
 
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 
 
 class WorkerResources(Section):
-    """One role's workers. CPU shares are what Ray books; threads are what a process really runs."""
+    """One role's workers. Ray reserves CPU shares; the number of threads of a process is independent of them."""
 
     num_workers: Annotated[int, Field(ge=0)] = 1
     """Processes of this role."""
     num_cpus: PositiveFloat = 1.0
-    """CPUs that Ray books for one worker; roles that take turns book shares of one."""
+    """CPUs that Ray reserves for one worker; roles in alternating time slices can share a CPU."""
     num_gpus: NonNegativeFloat = 0.0
-    """GPUs that Ray books for one worker: a share of one, or a whole number."""
+    """GPUs that Ray reserves for one worker: a fraction below 1, or a whole number."""
     num_threads: PositiveInt = 1
     """Threads of one worker process (OMP, torch)."""
     bind_cores: bool = False
-    """Bind worker i to cores of its own: `num_threads` from `first_core` + i * `num_threads` on, modulo the node's."""
+    """Pin worker i to `num_threads` cores from `first_core` + i * `num_threads` on, modulo the cores of the node."""
     first_core: NonNegativeInt = 0
-    """First core of the role's first worker on its node; roles that work at the same time need different cores."""
+    """First core of the role's first worker on a node; roles that run concurrently need different cores."""
     custom_resources: dict[str, PositiveFloat] = {}
-    """Further resources that Ray books for one worker, as the nodes were started with (`--resources`)."""
+    """Custom resources that Ray reserves for one worker (`ray start --resources` on the nodes)."""
     node_labels: dict[str, str] = {}
-    """Labels that a node must have to get workers of this role (`ray start --labels`)."""
+    """Labels that a node needs for workers of this role (`ray start --labels`)."""
     strategy: Literal["auto", "pack", "spread"] = "auto"
-    """`pack`: on as few nodes as possible; `spread`: on as many; `auto`: learner ranks are packed, the others go where
-    most CPUs are free."""
+    """`pack`: as few nodes as possible; `spread`: as many as possible; `auto`: learner ranks are packed, other workers
+    use the nodes with most free CPUs."""
 
 
 class RolloutResources(WorkerResources):
-    """The rollout actors' workers, each of which is one engine."""
+    """The workers of rollout actors, one engine each."""
 
     tensor_parallel: PositiveInt = 1
-    """GPUs that one engine's model is split over, all on one node; `num_gpus` must be the same number."""
+    """GPUs of one engine (tensor parallelism within a node); must equal `num_gpus`."""
 
 
 class LearnerResources(WorkerResources):
     """The learner ranks."""
 
     replicas: PositiveInt = 1
-    """Groups of ranks that each hold a whole model; a group shards it over its own ranks, so that blocks are gathered
-    within a node and gradients alone are summed between nodes. Set it to the number of nodes; needs
-    `learner.backend=fsdp2`."""
+    """Replicas of the model (HSDP): ranks shard the model within a replica, so that parameters are gathered within a
+    node and only gradients are summed between nodes. Set it to the number of nodes; needs `learner.backend=fsdp2`."""
 
 
 class ResourcesConfig(Section):
-    """A resource preset: workers of each role, and the cluster that they run in."""
+    """A resource preset: workers of each role, and the cluster."""
 
     preset: str
     """The preset's name."""
@@ -64,42 +63,43 @@ class ResourcesConfig(Section):
     transport: Literal["gloo", "nccl"] = "gloo"
     """Weight transport from learner to engines."""
     colocated: bool = False
-    """Engines and learner take turns on the same devices: engines sleep while the learner trains, and the learner is in
-    host memory while they sample. On CPU the turns are taken and nothing moves."""
+    """Engines and learner share devices in alternating time slices: engines sleep while the learner trains, and the
+    learner is offloaded to host memory while engines sample. On CPU roles alternate without offload."""
     sleep_level: Annotated[int, Field(ge=1, le=2)] = 1
-    """What a sleeping vLLM engine keeps in host memory: 1 its weights, 2 only its buffers, since the next push brings
+    """Content of host memory while a vLLM engine sleeps: 1 for weights, 2 for buffers only, because the next push sends
     all weights. A push of adapters needs 1."""
     rollout: RolloutResources = RolloutResources()
     """The rollout actors, one engine each."""
     learner: LearnerResources = LearnerResources()
-    """The learner ranks; they are placed together."""
+    """The learner ranks; placed together."""
     critic: WorkerResources = WorkerResources()
-    """The ranks of a critic with `algorithm.critic.place=own_ranks`, unused otherwise; they are placed together."""
+    """The ranks of a critic with `algorithm.critic.place=own_ranks`, unused otherwise; placed together."""
     reference: WorkerResources = WorkerResources()
     """The scorers of the frozen policy; unused when `algorithm.kl.coef` and `algorithm.distillation.coef` are 0."""
     reward: WorkerResources = WorkerResources()
-    """The reward workers of all components that name no service of their own."""
+    """The reward workers of all components without a separate service."""
     processor: WorkerResources = WorkerResources(num_workers=0)
-    """The processor workers, which read, decode and process images and videos. Without any the driver does it, one
-    prompt after the other."""
+    """The processor workers, which read, decode and process media. Without workers the driver prepares one prompt at a
+    time."""
     reward_services: dict[str, WorkerResources] = {}
-    """Workers of their own for components that name the key as their `service`: a reward model on a share of a GPU."""
+    """Name -> workers of a separate reward service, which components select by `service`; e.g. a reward model on a
+    share of a GPU."""
     object_store_bytes: Annotated[int, Field(ge=75 * 2**20)] = 2048 * 2**20
-    """Size of the object store of a cluster that this run starts itself; Ray starts none below 75 MiB."""
+    """Size of the object store of a private cluster; Ray needs at least 75 MiB."""
     num_cpus: Annotated[int, Field(ge=0)] = 0
-    """CPUs of a cluster that this run starts itself; 0 takes what the machine has."""
+    """CPUs of a private cluster; 0 for all CPUs of the machine."""
     num_nodes: PositiveInt = 1
-    """Nodes that `resources=multi_node` and `multi_node_large` are made for: for each they have four learner ranks, and
-    four engines or one over four GPUs. The workers of other presets are not counted by nodes."""
+    """Number of nodes for `resources=multi_node` and `multi_node_large`: per node, four learner ranks, and four engines
+    or one engine over four GPUs. Other presets do not read it."""
     address: str = ""
-    """The Ray cluster to join: HOST:PORT of its control store, or `auto` for the cluster on this machine. Empty joins
-    the cluster of RAY_ADDRESS; where that is not set a private cluster is started."""
+    """The Ray cluster to join: HOST:PORT of the control store, or `auto` for the cluster on this machine. Empty joins
+    the cluster of RAY_ADDRESS, or starts a private cluster if this is not set."""
     dashboard: bool = True
-    """Whether a cluster that this run starts itself serves the Ray dashboard, on the loopback address."""
+    """Whether a private cluster serves the Ray dashboard, on the loopback address."""
 
     @property
     def roles(self) -> dict[str, WorkerResources]:
-        """Every role's workers by the role's name, the ones that are placed first first."""
+        """Role -> workers, in the order of placement."""
         return {
             "learner": self.learner,
             "critic": self.critic,

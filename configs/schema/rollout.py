@@ -9,18 +9,17 @@ from mobula.configs.schema.base import NOT_EMPTY, Field, PositiveFloat, Positive
 
 
 class LoRAConfig(Section):
-    """Low-rank adapters that are trained in place of the weights. Source: arXiv:2106.09685."""
+    """Low-rank adapters, trained instead of the weights. Source: arXiv:2106.09685."""
 
     rank: Annotated[int, Field(ge=0)] = 0
-    """Rank of every adapter: a weight is W + alpha / rank * B @ A, and only A and B are trained. 0 trains the weights
-    themselves. Adapters need a higher learning rate: the presets compute `learner.learning_rate` from it, ten times
-    that of the weights."""
+    """Rank of every adapter: a weight is W + alpha / rank * B @ A, and only A and B are trained. 0 trains the weights.
+    Adapters need a higher learning rate: with a rank above 0 presets set `learner.learning_rate` ten times as high."""
     alpha: PositiveFloat = 32.0
     """Numerator of the adapters' scale."""
     target_modules: tuple[str, ...] = ("language",)
-    """Linear layers that get an adapter: by a part of the model's family (`language`, which every token model has,
-    `vision`, `connector`), where all of its linear layers but the output layer get one, or by the last part of their
-    name, e.g. `q_proj`, wherever they stand. What `policy.freeze` names gets none."""
+    """Linear layers with an adapter. Either a part of the model (`language`, `vision`, `connector`): all linear layers
+    of the part except the output layer. Or the last part of a layer's name, e.g. `q_proj`: all layers of this name.
+    Layers in `policy.freeze` get no adapter."""
 
     @property
     def is_on(self) -> bool:
@@ -28,46 +27,45 @@ class LoRAConfig(Section):
 
     @property
     def scale(self) -> float:
-        """Factor of B @ A; without meaning where there are no adapters."""
+        """Factor of B @ A; unused without adapters."""
         return self.alpha / max(self.rank, 1)
 
 
 class PolicyConfig(Section):
-    """The network that is trained."""
+    """The trained network."""
 
     model: Annotated[str, NOT_EMPTY]
     """A checkpoint in the Hugging Face layout: a local folder or a hub name."""
     tiny: Annotated[str, NOT_EMPTY]
-    """If `model` is a folder that does not exist yet, write this model there first: a random-weight one by its name of
-    `mobula init-model` without `tiny-`, or released weights out of the packages of the extra `pretrained`:
-    `smollm2-135m`, or the same with a random vision tower (`policy=` lists both). `none` writes nothing."""
+    """If `model` is a folder that does not exist yet, write this model there first: a model with random weights, by
+    the name in `mobula init-model` without `tiny-`; or released weights from the packages of the extra `pretrained`:
+    `smollm2-135m`, also with a random vision tower (`policy=` lists both). `none` writes nothing."""
     tiny_tied_embeddings: bool = False
-    """Whether the random-weight model ties its output to its input embeddings."""
+    """Whether the model with random weights ties output and input embeddings."""
     attention: Literal["sdpa", "eager", "flash_attention_2", "flash_attention_3"] = "sdpa"
-    """Attention implementation of learner and reference. With `sdpa` packed rows and the windows of vision towers are
-    computed by torch's own kernel on a GPU. `flash_attention_2` and `flash_attention_3` need the packages `flash_attn`
-    and `flash_attn_interface`, which no extra installs."""
+    """Attention implementation of learner and reference. With `sdpa` on a GPU, packed rows and windows of vision towers
+    use torch's variable-length kernel. `flash_attention_2` and `flash_attention_3` need the packages `flash_attn` and
+    `flash_attn_interface`, which no extra installs."""
     dropout: bool = False
-    """Whether the learner keeps the dropout of the checkpoint's config.json. Without it the learner computes the
-    log-probs that were sampled; with it ratios of on-policy tokens differ from 1."""
+    """Whether the learner keeps the dropout of the checkpoint's config.json. Without dropout the learner computes the
+    log-probs that were sampled; with dropout, ratios of on-policy tokens differ from 1."""
     freeze: tuple[str, ...] = ()
-    """Parameters whose checkpoint name starts with one of these are not trained, e.g. `visual.`; so are those of a part
-    of the model's family: `vision` (the tower), `connector`, `language`."""
+    """Parameters that are not trained: by the start of their name in the checkpoint, e.g. `visual.`, or a part of the
+    model: `vision` (the tower), `connector`, `language`."""
     lora: LoRAConfig = LoRAConfig()
-    """Adapters in place of full training."""
+    """Adapters instead of full training."""
 
 
 class ReferenceConfig(Section):
-    """The frozen policy, or the teacher in its place."""
+    """The frozen policy, or the teacher that replaces it."""
 
     place: Literal["scorers", "learner_ranks"] = "scorers"
-    """Where it is computed. `scorers`: in workers of its own, those of `resources.reference`; `learner_ranks`: in the
-    learner, which scores with its adapters off: for `policy.lora` without a warm start, where that is the initial
-    policy."""
+    """Processes that compute the reference. `scorers`: the workers of `resources.reference`; `learner_ranks`: the
+    learner with adapters off, for `policy.lora` without a warm start, where this equals the initial policy."""
     quantisation: Literal["none", "int8", "int4"] = "none"
-    """Bits of the linear layers' weights in scorers, but the output layer's, by torchao (the extra `quantised`).
-    `int8`: a scale a row; `int4`: a scale for 128 values, with resources.device=cuda and resources.dtype=bfloat16
-    alone."""
+    """Bits of the weights of linear layers in scorers, except the output layer, by torchao (the extra `quantised`).
+    `int8`: a scale for each row; `int4`: a scale for 128 values, only with resources.device=cuda and
+    resources.dtype=bfloat16."""
 
 
 class SamplerKind(StrEnum):
@@ -81,16 +79,15 @@ class VLLMConfig(Section):
     """Sizes of an engine of vLLM."""
 
     max_num_seqs: Annotated[int, Field(ge=0)] = 128
-    """Sequences that one engine decodes at a time. 0, on GPUs: as many of the longest length as its KV cache holds, at
-    most the responses that the run asks of it at a time."""
+    """Sequences that one engine decodes concurrently. 0, on GPUs: as many sequences of the longest length as fit into
+    the KV cache, at most the responses that the run requests concurrently."""
     max_num_batched_tokens: PositiveInt = 4096
-    """Tokens that one engine step processes at most."""
+    """Most tokens in one engine step."""
     kv_cache_bytes: Annotated[int, Field(ge=0)] = 256 * 2**20
-    """KV cache of one engine, on each of its GPUs. 0, on GPUs: what the plan of the run leaves free there, as `mobula
-    plan` shows it."""
+    """KV cache of one engine, on each GPU. 0, on GPUs: the memory that `mobula plan` shows as free."""
     gpu_memory_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Share of a GPU's memory that an engine takes, and that must be free when it starts. 0: what the plan books
-    for the engine, as a share of the GPU."""
+    """Share of a GPU's memory for an engine, which must be free at the start. 0: the share that the plan books for the
+    engine."""
     enforce_eager: bool = True
     """Skip graph capture and compilation."""
     block_size: PositiveInt = 32
@@ -98,7 +95,7 @@ class VLLMConfig(Section):
 
 
 class FlowConfig(Section):
-    """How a flow model denoises images. Learner and sampler compute the same steps."""
+    """Denoising of a flow model. Learner and sampler compute the same steps."""
 
     height: PositiveInt = 512
     """Height of an image or frame, in pixels."""
@@ -111,70 +108,69 @@ class FlowConfig(Section):
     evaluation_steps: Annotated[int, Field(ge=0)] = 0
     """Denoising steps of an image at temperature 0, as in evaluations; 0 takes `num_steps`."""
     guidance: Annotated[float, Field(ge=1)] = 4.5
-    """Scale of classifier-free guidance, in the sampler and in the learner; 1 for none. Its meaning is that of
-    `guidance_scale` (or `true_cfg_scale`) of the model's pipeline; models that take it as an input compute no negative
-    prompt."""
+    """Scale of classifier-free guidance, in the sampler and in the learner; 1 for none. Same as `guidance_scale` (or
+    `true_cfg_scale`) of the model's pipeline; models with guidance as an input compute no negative prompt."""
     negative_prompt: str = ""
     """The negative prompt of classifier-free guidance."""
     max_text_tokens: PositiveInt = 128
-    """Tokens of a prompt in the longest text encoder; a longer prompt is cut."""
+    """Most tokens of a prompt in the longest text encoder; longer prompts are truncated."""
     kernel: Literal["flow_grpo", "sde", "dance", "cps", "ddim"] = "flow_grpo"
     """The stochastic step, see docs/algorithms.md; `ddim` follows the ODE throughout, for losses that need no
     likelihood."""
     noise_level: PositiveFloat = 0.7
-    """How much noise a stochastic step adds."""
+    """Amount of noise that a stochastic step adds."""
     window_start: Annotated[int, Field(ge=0)] = 0
-    """The first stochastic step; those before it follow the ODE and are not trained."""
+    """The first stochastic step; earlier steps follow the ODE and are not trained."""
     window_end: PositiveInt = 9
-    """The step after the last stochastic one."""
+    """The step after the last stochastic step."""
     window_size: Annotated[int, Field(ge=0)] = 0
-    """Stochastic steps of a group: a window of so many within [window_start, window_end), all others follow the ODE. 0
-    takes them all."""
+    """Stochastic steps of a group: the size of a window within [window_start, window_end); all other steps follow the
+    ODE. 0 takes the whole range."""
     window_order: Literal["random", "progressive"] = "random"
-    """Position of the window. `random`: drawn for each group; `progressive`: it begins at `window_start` and moves on.
-    """
+    """Position of the window. `random`: drawn for each group; `progressive`: starts at `window_start` and moves on."""
     window_interval: PositiveInt = 1
     """Weight versions between two moves of a `progressive` window."""
     latents: Literal["float32", "float16", "bfloat16"] = "float32"
-    """The type that latents are rounded to before they are scored, and in which they travel."""
+    """The type that latents are rounded to before scoring, and transferred in."""
     batch_size: Annotated[int, Field(ge=0)] = 0
-    """Images of a prompt that one sampler makes at a time; 0 makes all siblings."""
+    """Images of a prompt that one sampler generates in a batch; 0 for all siblings."""
     divergence: Literal["exact", "per_time"] = "per_time"
-    """The KL divergence of a step: of its two Gaussians, or divided by the length of the step as in Flow-GRPO."""
+    """The KL divergence of a step: `exact` of the two Gaussians; `per_time` divided by the length of the step, as in
+    Flow-GRPO."""
 
 
 class ImageTokensConfig(Section):
-    """How a model draws an image token by token."""
+    """Generation of images token by token."""
 
     batch_size: Annotated[int, Field(ge=0)] = 0
-    """Images of a prompt that one sampler makes at a time; 0 makes all siblings."""
+    """Images of a prompt that one sampler generates in a batch; 0 for all siblings."""
     guidance: Annotated[float, Field(ge=1)] = 5.0
     """Scale of classifier-free guidance on the logits, in the sampler and in the learner; 1 for none."""
 
 
 class SamplerConfig(Section):
-    """How responses are sampled. Learner and engine use the same distribution."""
+    """Sampling of responses. Learner and engine use the same distribution."""
 
     kind: SamplerKind | UserCode
-    """The engine: `vllm`, or `huggingface` where vLLM cannot be installed; `flow` for images of a flow model;
-    `image_tokens` for those of a model that draws token by token, with transformers."""
+    """The engine: `vllm`; `huggingface` for machines without vLLM; `flow` for flow models; `image_tokens` for models
+    that generate images token by token, with transformers."""
     kind_options: dict[str, Any] = {}
-    """Arguments of `kind`, where it is your own code."""
+    """Arguments of `kind`, if it is user code."""
     temperature: Annotated[float, Field(ge=0.001)] = 1.0
     """Divides the logits, in the engine and in the learner."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Sample among the likeliest tokens that have this probability together; 1 cuts nothing. Where `top_p`, `top_k` or
-    `min_p` cut, responses carry the tokens that were kept, and the learner's softmax is over the same ones."""
+    """Sample from the likeliest tokens with this total probability; 1 for all. With `top_p`, `top_k` or `min_p`,
+    responses carry the set of kept tokens, and the learner's softmax is over this set."""
     top_k: Annotated[int, Field(ge=0)] = 0
-    """Sample among this many tokens of highest probability; 0 cuts nothing. vLLM needs it to report what was kept."""
+    """Sample from this many likeliest tokens; 0 for all. vLLM needs it to report the kept tokens."""
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Sample among the tokens with at least this share of the likeliest one's probability; 0 cuts nothing."""
+    """Sample from tokens with at least this share of the likeliest token's probability; 0 for all."""
     first_token_temperature: Annotated[float, Field(ge=0)] = 0.0
     """Temperature of a response's first token in training (FIRE: higher than `temperature`), in the engine and in the
     learner; 0 takes `temperature`. Source: arXiv:2410.21236."""
     stop_strings: tuple[str, ...] = ()
-    """A response ends with the token that completes one of these texts, which stays in it; its finish reason is
-    `stop_string`."""
+    """A response ends with the token that completes one of these texts, with finish reason `stop_string`. The text
+    stays in the response."""
     max_tokens: PositiveInt = 256
     """Longest response."""
     max_model_len: PositiveInt = 1024
@@ -186,18 +182,17 @@ class SamplerConfig(Section):
     max_audios_per_prompt: Annotated[int, Field(ge=0)] = 0
     """Most audio clips in one prompt; 0 refuses rows with audio, and engines reserve no memory for it."""
     chunk_tokens: PositiveInt = 64
-    """A rollout actor reports a response each time it has grown by this many tokens; if the actor dies, fewer are lost.
-    """
+    """A rollout actor reports progress of a response every so many tokens; if the actor dies, fewer tokens are lost."""
     vllm: VLLMConfig = VLLMConfig()
-    """An engine of vLLM."""
+    """Sizes of an engine of vLLM."""
     flow: FlowConfig = FlowConfig()
-    """Images of a flow model."""
+    """Denoising of a flow model."""
     image_tokens: ImageTokensConfig = ImageTokensConfig()
-    """Images of a model that draws token by token."""
+    """Generation of images token by token."""
 
     @property
     def is_cut(self) -> bool:
-        """Whether some tokens are left out of the distribution that is sampled from."""
+        """Whether sampling is restricted to a subset of tokens."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
     @property

@@ -16,53 +16,53 @@ from mobula.configs.schema.resources import ResourcesConfig
 from mobula.configs.schema.rewards import RewardsConfig
 from mobula.configs.schema.rollout import PolicyConfig, ReferenceConfig, SamplerConfig
 
-LATEST = "latest"  # the link to the newest run in the folder of the runs
-MAX_SECONDS = 30 * 24 * 3600  # what waits longer than a month hangs; timers deep inside overflow somewhere beyond it
+LATEST = "latest"  # link to the newest run, in the folder of the runs
+MAX_SECONDS = 30 * 24 * 3600  # a longer wait is a hang; far larger values overflow timers of the event loop
 
 NonNegativeInt = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0, le=MAX_SECONDS)]
 
 
 class Resume(StrEnum):
-    """Handling of checkpoints that are found in the run folder."""
+    """Handling of checkpoints in the run folder."""
 
     NEVER = "never"
     AUTO = "auto"
 
 
 class EvaluationSuite(Section):
-    """Further held-out prompts, or the same ones decoded in another way, that are evaluated at the same versions."""
+    """An additional evaluation at the same versions, on other prompts or with other sampling."""
 
     split: Literal["validation", "test"]
-    """The split that is scored."""
+    """The evaluated split."""
     num_prompts: PositiveInt
-    """How many prompts of the split are scored (the first ones, always the same)."""
+    """Number of evaluated prompts: the first of the split, always the same."""
     num_samples: PositiveInt
-    """Responses for each prompt; pass@k is reported for powers of two up to it."""
+    """Responses for each prompt; pass@k is reported for powers of two up to this number."""
     temperature: Annotated[float, Field(ge=0)]
     """Sampling temperature; 0 is greedy."""
     top_p: Annotated[float, Field(gt=0, le=1)]
-    """Nucleus sampling: the smallest set of tokens with this probability in all; 1 samples from all tokens."""
+    """Nucleus sampling: the smallest set of tokens with this total probability; 1 samples from all tokens."""
 
 
 class EvaluationConfig(Section):
-    """Held-out evaluation with the run's own rollout actors."""
+    """Held-out evaluation with the rollout actors of the run."""
 
     split: Literal["validation", "test"]
-    """The split that is scored; never the one that is trained on."""
+    """The evaluated split; never the training split."""
     interval_steps: NonNegativeInt
-    """Evaluate after every so many steps; 0 means only before and after RL."""
+    """Steps between evaluations; 0 evaluates only before and after RL."""
     num_prompts: PositiveInt
-    """How many prompts of the split are scored (the first ones, always the same)."""
+    """Number of evaluated prompts: the first of the split, always the same."""
     num_samples: PositiveInt
-    """Responses for each prompt, with the same seeds at every version: the gain since the first evaluation and its
-    standard error are of pairs. More than one needs a temperature above 0, or a flow model."""
+    """Responses for each prompt, with the same seeds at every version: the gain since the first evaluation and the
+    standard error are paired. More than 1 needs a temperature above 0, or a flow model."""
     temperature: Annotated[float, Field(ge=0)]
-    """Sampling temperature of evaluation; 0 is greedy, and for a flow model the ODE from noise."""
+    """Sampling temperature of evaluation; 0 is greedy, for a flow model the ODE from noise."""
     correct_from: float
-    """The value of the accuracy component from which a response counts as correct, for pass@k and reflection ratios."""
+    """Least value of the accuracy component of a correct response, for pass@k and reflection ratios."""
     suites: dict[str, EvaluationSuite]
-    """Further suites by name, evaluated beside this one; `evaluation=maye` has the six of MAYE."""
+    """Additional suites by name; `evaluation=maye` has the six suites of MAYE."""
     save_responses: bool
     """Write every response of an evaluation to `evaluations/<suite>-<version>.jsonl` in the run folder."""
 
@@ -71,20 +71,20 @@ class CheckpointConfig(Section):
     """Run checkpoints."""
 
     interval_steps: NonNegativeInt = 10
-    """Write a checkpoint after every so many steps; 0 means only at the end."""
+    """Steps between checkpoints; 0 writes one only at the end."""
     keep: Annotated[int, Field(ge=1)] = 2
-    """How many complete checkpoints to keep."""
+    """Number of complete checkpoints to keep."""
 
 
 class ReplayConfig(Section):
-    """The replay buffer: finished groups on their way to the learner, in memory and on disk."""
+    """The replay buffer: finished groups that wait for the learner, in memory and on disk."""
 
     max_bytes: PositiveInt = 256 * 2**20
-    """Byte budget of finished groups, images not counted; beyond it rollouts wait while a whole step is ready."""
+    """Byte budget of finished groups without images; above it, rollouts wait while a whole step is ready."""
     journal: bool = True
-    """Write finished groups and trained steps to disk, so that a killed run goes on exactly where it was."""
+    """Write finished groups and trained steps to disk, so that a killed run resumes without losing groups."""
     trajectory_log: bool = False
-    """Keep every trained step as a Parquet file below the run folder, for `mobula replay` and for other tools."""
+    """Write every trained step to a Parquet file below the run folder, for `mobula replay` and other tools."""
 
 
 class MetricsConfig(Section):
@@ -93,123 +93,121 @@ class MetricsConfig(Section):
     tensorboard: bool = True
     """Write TensorBoard event files below the run folder."""
     trackers: tuple[Literal["mlflow", "trackio", "wandb"] | UserCode, ...] = ()
-    """Trackers of experiments that get the same numbers as TensorBoard. Each needs the extra of its name; keys of their
-    servers are read from the environment, never from here."""
+    """Experiment trackers that receive the same numbers as TensorBoard. Each needs the extra of the same name; API keys
+    are read from the environment, never from here."""
     project: Annotated[str, NOT_EMPTY] = "mobula"
     """The run's project (W&B, trackio) or experiment (MLflow)."""
     tracker_address: str = ""
-    """URL of the server of the one tracker in `trackers`; empty keeps everything below the run folder."""
+    """URL of the tracker's server, with a single tracker in `trackers`; empty writes below the run folder."""
     ray: bool = True
     """Export to `ray.util.metrics` (Prometheus, Ray dashboard)."""
     progress: bool = True
     """Show a progress bar."""
     heartbeat_s: Annotated[float, Field(gt=0, le=10)] = 5.0
-    """How often gauges are re-emitted; Ray drops a gauge about 20 s after its last value."""
+    """Interval at which gauges are emitted again; Ray drops a gauge about 20 s after the last value."""
     num_report_samples: PositiveInt = 24
-    """How many samples, good and bad, the report shows."""
+    """Number of samples, good and bad, in the report."""
     artifacts_per_step: NonNegativeInt = 0
-    """How many generated images or videos of each step are written to `artifacts/` of the run folder, as PNG or MP4,
-    with their sha256 and rewards in `artifacts.jsonl`; 0 writes none."""
+    """Generated images or videos of each step written to `artifacts/` of the run folder, as PNG or MP4, with sha256 and
+    rewards in `artifacts.jsonl`; 0 writes none."""
     artifact_frame_rate: PositiveInt = 16
-    """Frames per second of those videos."""
+    """Frames per second of videos in `artifacts/`."""
 
 
 class TracingConfig(Section):
-    """Traces of prompts, steps and updates. Nothing is recorded unless one of these keys enables it."""
+    """Traces of prompts, steps and updates; all off by default."""
 
     exporter: Literal["none", "file", "otlp"] = "none"
-    """Where OpenTelemetry spans of each prompt (queued, generated, scored, buffered, trained) and of each step's phases
-    go: `traces/spans.jsonl` in the run folder, or a collector. Needs the extra `tracing`."""
+    """Destination of OpenTelemetry spans of prompts (queued, generated, scored, buffered, trained) and of the phases of
+    steps: `traces/spans.jsonl` in the run folder (`file`), or a collector (`otlp`). Needs the extra `tracing`."""
     address: str = ""
     """URL of the collector's traces over OTLP/HTTP, e.g. http://127.0.0.1:4318/v1/traces. Headers are read from
     OTEL_EXPORTER_OTLP_HEADERS, never from here."""
     chrome_steps: tuple[int, ...] = ()
-    """Steps that are written as Chrome traces, `traces/step-000003.json`: phases of the loop and stages of prompts."""
+    """Steps with a Chrome trace, `traces/step-000003.json`: phases of the loop and stages of prompts."""
     profile_steps: tuple[int, ...] = ()
-    """Updates that torch's profiler records on every learner rank, `traces/update-000003-rank-0.json`."""
+    """Updates with a torch profile of every learner rank, `traces/update-000003-rank-0.json`."""
 
 
 class WeightSyncConfig(Section):
-    """How the learner's weights reach the rollout actors."""
+    """Transfer of the learner's weights to the rollout actors."""
 
     payload: Literal["weights", "adapters"] = "weights"
-    """Content of a push: all weights (adapters merged into them), or the adapters alone, which the receiver merges into
-    the weights of its own checkpoint."""
+    """Content of a push: `weights` with adapters merged; or `adapters`, which the receiver merges into the weights of
+    the checkpoint."""
     bucket_bytes: PositiveInt = 64 * 2**20
-    """Tensors are packed into buckets of at most this size before they are sent."""
+    """Largest size of the buckets that tensors are packed into."""
     max_senders: PositiveInt = 4
-    """Learner ranks that send at the same time, at most: the buckets are dealt out over them. A receiver needs memory
-    for a bucket of each."""
+    """Most learner ranks that send in parallel; buckets are distributed over them. A receiver needs memory for one
+    bucket of each sender."""
     timeout_s: Seconds = 120.0
-    """Deadline of one push to one wave; the error names the actors that did not answer. A quarter more has to be less
+    """Timeout of a push to one wave; the error names the actors that did not reply. 1.25 times this value must be less
     than `supervision.probe_timeout_s` and `timeouts.rollout_s`."""
     wave_size: NonNegativeInt = 0
-    """Rollout actors that are updated together while the others generate on; 0 updates all at once."""
+    """Rollout actors that are updated together, while the others generate; 0 updates all at once."""
     kv_cache: Literal["recompute", "keep"] = "recompute"
-    """The KV cache of running requests after a push. `recompute`: it is computed again with the new weights; `keep`: it
-    stays, which is faster, and later tokens attend to keys and values of older weights. Later requests never reuse it.
-    """
+    """The KV cache of running requests after a push. `recompute`: computed again with the new weights; `keep`: kept,
+    which is faster, but later tokens attend to keys and values of older weights. New requests never reuse it."""
     max_attempts: PositiveInt = 4
-    """How often one push is sent to a wave that loses members, or to an engine that it did not reach."""
+    """Most attempts of a push to a wave that loses members, or to an engine that missed it."""
     canary_interval: NonNegativeInt = 5
-    """After every so many pushes the engines' log-probs of a probe prompt are compared with the learner's; 0 is off."""
+    """Pushes between comparisons of the log-probs of a probe prompt in engines and learner; 0 is off."""
     canary_tolerance: ByDtype = ByDtype(float32=0.0001, bfloat16=0.3)
     """Largest mean of absolute log-prob differences, in nat, that the canary accepts, by `resources.dtype`. In bfloat16
-    it is ten times the rounding of the model, measured at the start, where that is more."""
+    the limit is at least ten times the model's rounding error, measured at the start."""
     canary_share: ByDtype = ByDtype(float32=0.0, bfloat16=0.4)
     """Largest share of the probe's tokens that may differ by more than `canary_tolerance`."""
 
     @property
     def answer_s(self) -> float:
-        """Seconds that the driver waits for an engine's part of a push. A member of a transfer group gives up after
-        `timeout_s`, so a healthy one reports its failure before the driver stops waiting."""
+        """Seconds that the driver waits for an engine's part of a push. Longer than `timeout_s`, so that healthy
+        members of a transfer group report their timeout first."""
         return 1.25 * self.timeout_s
 
 
 class SupervisionConfig(Section):
-    """How workers are watched, and how often lost ones are started again."""
+    """Health checks and restarts of workers."""
 
     interval_s: Seconds = 5.0
-    """Time between two pings of each worker's process."""
+    """Time between two pings of each worker process."""
     sign_timeout_s: Seconds = 60.0
-    """How long a process may take to answer a ping, also while it computes."""
+    """Timeout of a ping, also while the process computes."""
     probe_interval_s: Seconds = 60.0
-    """A rollout actor that has finished nothing for this long is probed: it has to sample one token. After a missed
-    deadline it is probed at once."""
+    """A rollout actor that has finished nothing for this long is probed: it must sample one token. After a timeout it
+    is probed immediately."""
     probe_timeout_s: Seconds = 180.0
-    """Deadline of such a probe; has to be longer than a weight push, during which the engine is paused."""
+    """Timeout of a probe; must be longer than a weight push, which pauses the engine."""
     max_restarts: NonNegativeInt = 5
-    """How often one worker is started again within `restart_window_s` before it is given up."""
+    """Most restarts of a worker within `restart_window_s`; after that the worker is given up."""
     restart_window_s: Seconds = 3600.0
-    """A restart counts towards `max_restarts` for this long."""
+    """Time for which a restart counts towards `max_restarts`."""
     backoff_s: Seconds = 2.0
-    """Pause before the first restart of a worker; each further one within the window waits twice as long."""
+    """Delay before the first restart of a worker; doubled for each further restart within the window."""
     max_backoff_s: Seconds = 60.0
-    """Longest pause before a restart."""
+    """Longest delay before a restart."""
     max_failures_in_a_row: PositiveInt = 3
-    """Consecutive groups that one rollout actor may fail or lose before it is replaced, although its process is alive.
-    """
+    """Consecutive groups that a rollout actor may fail or lose before it is replaced, even if the process is alive."""
     no_worker_s: Seconds = 900.0
-    """How long a prompt waits while no rollout actor serves; longer than starting one takes."""
+    """Time that a prompt waits while no rollout actor serves; must be longer than the start of an actor."""
     max_logprob_gap: ByDtype = ByDtype(float32=0.001, bfloat16=0.3)
-    """Largest mean log-prob difference, in nat, of engine and learner on a step's tokens of the weights that it trains
-    from, by `resources.dtype`. In float32 it is about 1e-6; in bfloat16 kernels of one trained model differ by 0.03 to
-    0.1, and ten times the measured rounding is the limit where that is more. Flow models and
-    `weight_sync.kv_cache=keep` have no limit."""
+    """Largest mean log-prob difference between engine and learner, in nat, by `resources.dtype`, on tokens sampled with
+    the weights before the step. Typical values are 1e-6 in float32, and 0.03 to 0.1 in bfloat16, where the limit is at
+    least ten times the measured rounding error. Flow models and `weight_sync.kv_cache=keep` have no limit."""
     on_logprob_gap: Literal["stop", "warn"] = "stop"
-    """Whether a step over that limit ends the run or writes a warning; both name the likely causes."""
+    """Whether a step over `max_logprob_gap` ends the run or logs a warning; both list the likely causes."""
 
 
 class TimeoutsConfig(Section):
-    """Every wait has a deadline, in seconds."""
+    """Timeouts, in seconds."""
 
     start_s: Seconds = 600.0
-    """Starting one role, engine load included."""
+    """Start of one role, including loading the engine."""
     prepare_s: Seconds = 120.0
-    """Preparing one prompt on a processor worker, its videos decoded; downloads get `data.download_timeout_s` more."""
+    """Preparing one prompt on a processor worker, including decoding; `data.download_timeout_s` is added for downloads.
+    """
     rollout_s: Seconds = 180.0
-    """Generating one group; the deadline is renewed whenever a response has grown by `sampler.chunk_tokens` tokens, and
-    at every turn of an episode."""
+    """Generating one group; restarted after every `sampler.chunk_tokens` tokens of a response and every turn of an
+    episode."""
     reward_s: Seconds = 30.0
     """Scoring one group."""
     reference_s: Seconds = 120.0
@@ -219,13 +217,13 @@ class TimeoutsConfig(Section):
     checkpoint_s: Seconds = 120.0
     """Writing or reading one checkpoint."""
     object_s: Seconds = 60.0
-    """Fetching one object from the object store, and one write of the journal."""
+    """Fetching an object from the object store, or one write of the journal."""
     backpressure_s: Seconds = 1800.0
-    """How long a finished group may wait for room in the replay buffer: the longest step, evaluation included."""
+    """A finished group's wait for room in the replay buffer: the longest step, evaluation included."""
     stop_checkpoint_s: Seconds = 60.0
-    """From the signal that stops a run until its checkpoint is complete: the rest of an update and of an evaluation, a
-    push, and the write. Past it the run ends without that checkpoint. `mobula submit --stop-wait`, Slurm and Kubernetes
-    should leave a stopped run a minute more."""
+    """From the stop signal until the checkpoint is complete: the rest of an update and an evaluation, a push, and the
+    write. After the timeout the run ends without this checkpoint. Give `mobula submit --stop-wait`, Slurm and
+    Kubernetes a minute more."""
     stop_s: Seconds = 20.0
     """Graceful stop of one role before it is killed."""
 
@@ -234,7 +232,7 @@ class RunConfig(Section):
     """Everything that defines a run."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "run"
-    """The run's id: its folder is `<folder>/<name>`. Give a new name for a new run."""
+    """The run's id; the run folder is `<folder>/<name>`. A new run needs a new name."""
     folder: Annotated[Path, NOT_EMPTY] = Path("runs")
     """Parent folder of runs."""
     seed: Annotated[int, Field(ge=0, le=4294967295)] = 0
@@ -242,36 +240,35 @@ class RunConfig(Section):
     num_steps: PositiveInt = 100
     """Steps of RL or of the offline job: weight versions after the initial one."""
     resume: Resume = Resume.NEVER
-    """`auto` goes on from the newest complete checkpoint of this run; `never` refuses a folder that holds one."""
+    """`auto` resumes from the newest complete checkpoint of the run; `never` refuses a folder with a checkpoint."""
     max_rollout_retries: NonNegativeInt = 3
-    """How often one prompt is tried again after a failure before the run gives up."""
+    """Retries of a prompt before the run fails."""
     policy: PolicyConfig
-    """The network that is trained."""
+    """The trained network."""
     data: DataConfig
-    """The prompts."""
+    """Sources and limits of prompts."""
     environment: EnvironmentConfig
-    """The environment of episodes of several turns."""
+    """The environment of multi-turn episodes."""
     sampler: SamplerConfig
-    """How responses are sampled."""
+    """Sampling of responses."""
     rewards: RewardsConfig
-    """The components of the reward and how they are combined."""
+    """Components of the reward, and recipes that combine them."""
     algorithm: AlgorithmConfig
     """The RL algorithm."""
     reference: ReferenceConfig = ReferenceConfig()
     """The frozen policy."""
     learner: LearnerConfig
-    """The optimizer and how it is distributed."""
+    """Optimizer and distributed training."""
     warm_start: WarmStartConfig
     """Supervised steps before RL."""
     offline: OfflineConfig = OfflineConfig()
-    """Training on rows of a data set in place of rollouts."""
+    """Training on dataset rows instead of rollouts."""
     resources: ResourcesConfig
-    """Workers of each role, and the devices that they take."""
+    """Workers and devices of each role."""
     weight_sync: WeightSyncConfig = WeightSyncConfig()
-    """How the learner's weights reach the rollout actors."""
-    """How many groups run at once."""
+    """Transfer of the learner's weights to the rollout actors."""
     supervision: SupervisionConfig = SupervisionConfig()
-    """How workers are watched and replaced."""
+    """Health checks and restarts of workers."""
     replay: ReplayConfig = ReplayConfig()
     """The replay buffer, its journal and the trajectory log."""
     evaluation: EvaluationConfig
@@ -283,7 +280,7 @@ class RunConfig(Section):
     tracing: TracingConfig = TracingConfig()
     """Spans of prompts and steps, and profiles of updates."""
     timeouts: TimeoutsConfig = TimeoutsConfig()
-    """Deadlines, in seconds."""
+    """Timeouts, in seconds."""
 
     @property
     def run_folder(self) -> Path:
@@ -291,7 +288,7 @@ class RunConfig(Section):
 
     @property
     def question_suffix(self) -> str:
-        """Text appended to every question: `data.prompt_suffix`, or what `auto` stands for."""
+        """Text appended to every question: `data.prompt_suffix` with `auto` resolved."""
         if self.data.prompt_suffix != AUTO_SUFFIX:
             return self.data.prompt_suffix
         has_questions = not (self.environment.is_on or self.offline.is_on)
@@ -299,15 +296,16 @@ class RunConfig(Section):
 
     @property
     def of_critic_ranks(self) -> RunConfig:
-        """The configuration as the ranks of a critic read it, whose learner they are."""
+        """The configuration for critic ranks: `resources.critic` as `resources.learner`."""
         own = self.resources.learner.model_copy(update={**dict(self.resources.critic), "replicas": 1})
         return self.model_copy(update={"resources": self.resources.model_copy(update={"learner": own})})
 
     @property
     def needs_reference(self) -> bool:
-        """Whether scorers are asked for the log-probs of the reference, or of the teacher in its place."""
+        """Whether scorers compute log-probs of the reference or the teacher."""
         if self.reference.place == "learner_ranks":
             return False
-        has_kl = self.algorithm.kl.coef > 0 and not self.sampler.is_flow  # a flow model is its own reference
+        # A flow model computes the reference itself, with adapters off.
+        has_kl = self.algorithm.kl.coef > 0 and not self.sampler.is_flow
         has_pairs = self.offline.job == "dpo" and not self.sampler.is_flow
         return has_kl or self.algorithm.distillation.is_on or has_pairs

@@ -493,7 +493,7 @@ def _config(overrides: Sequence[str], file: Path | None) -> RunConfig:
 def _train_offline(job: str, overrides: Sequence[str]) -> None:
     """Trains with the default experiment of a job, or with the experiment of that job in `overrides`."""
     from mobula.configs.load import load_config
-    from mobula.configs.words import overridden
+    from mobula.configs.overrides import overridden
 
     with explained():
         resolved = overridden([f"experiment={job}"], overrides)

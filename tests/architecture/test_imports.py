@@ -32,7 +32,7 @@ WALLS: dict[str, tuple[str, ...]] = {
     "trackio": ("cluster/metrics/sinks/*",),
     "wandb": ("cluster/metrics/sinks/*",),
     "opentelemetry": ("cluster/tracing/telemetry.py",),
-    "hydra": ("configs/load.py", "configs/words.py"),
+    "hydra": ("configs/load.py", "configs/overrides.py"),
     "omegaconf": ("configs/load.py",),
     "typer": ("deploy/cli/*",),
     "torch": ("cluster/*", "learner/*", "actors/*", "rewards/*", "deploy/*"),

@@ -16,7 +16,7 @@ from mobula.actors.datasets.prompts import PromptSource
 from mobula.actors.datasets.rows import count_by_reason
 from mobula.cluster.errors import DatasetError
 from mobula.configs.load import load_config
-from mobula.configs.words import overridden
+from mobula.configs.overrides import overridden
 from mobula.deploy.cli import app
 from mobula.deploy.wiring.preparation import TRAIN, Prepared, prepare, write_skipped
 from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl

@@ -26,7 +26,7 @@ SHORT = ("sampler.max_tokens=40", "algorithm.prompts_per_step=4", "algorithm.sam
 MOBULA = """#!{python}
 import os, sys
 sys.path.insert(0, os.getcwd())
-from mobula.configs.words import overridden
+from mobula.configs.overrides import overridden
 
 command, *words = sys.argv[1:]
 os.execv(sys.executable, [sys.executable, "-m", "mobula.deploy.cli", command, *overridden(words, {words!r})])

@@ -12,7 +12,7 @@ from slurm import reason_against, two_node_slurm
 from waiting import wait_until
 
 from mobula.cluster.metrics.report.run_folder import read_run_folder
-from mobula.configs.words import overridden
+from mobula.configs.overrides import overridden
 
 WHY_NOT = reason_against()
 SCRIPT = REPOSITORY / "deploy" / "slurm" / "mobula.sbatch"

@@ -20,7 +20,7 @@ from jobs import REPOSITORY, REWARD, SMALL
 from ray_apart import end_all, free_port, start_command
 from waiting import wait_until
 
-from mobula.configs.words import overridden
+from mobula.configs.overrides import overridden
 
 START_S = 240.0
 REFUSED_S = 90.0  # most of it the import of a run's libraries on a busy machine; Ray alone would take 20 s longer

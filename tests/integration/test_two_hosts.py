@@ -21,7 +21,7 @@ from ray_apart import ENVIRONMENT, end_all, start_command
 from waiting import wait_until
 
 from mobula.cluster.metrics.report.run_folder import RunFolder, read_run_folder
-from mobula.configs.words import overridden
+from mobula.configs.overrides import overridden
 
 WHY_NOT = reason_against()
 START_S = 240.0

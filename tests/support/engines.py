@@ -35,8 +35,8 @@ from mobula.cluster.runtime.ray_actors import stop
 from mobula.cluster.weight_sync.manifest import Manifest, TensorSpec, checkpoint_manifest
 from mobula.cluster.weight_sync.tolerance import Tolerance
 from mobula.cluster.weight_sync.weight_sync import WeightSync
+from mobula.configs.overrides import overridden
 from mobula.configs.schema import RunConfig
-from mobula.configs.words import overridden
 from mobula.deploy.tools.gpu_check.roles import LocalSender
 from mobula.deploy.wiring.preparation import Prepared
 from mobula.deploy.wiring.rollouts import engine_settings as run_engine_settings

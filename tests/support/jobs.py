@@ -15,7 +15,7 @@ from waiting import wait_until
 
 from mobula.cluster.metrics.sinks.jsonl import read_records
 from mobula.cluster.metrics.step_records import StepRecord
-from mobula.configs.words import overridden
+from mobula.configs.overrides import overridden
 
 REPOSITORY = Path(__file__).parents[2]
 MARK = "MOBULA_TEST_RUN"  # in the environment of every process of one run, and of no other

@@ -23,8 +23,8 @@ from mobula.cluster.records.trajectory import (
     WeightSpan,
 )
 from mobula.configs.load import load_config
+from mobula.configs.overrides import overridden
 from mobula.configs.schema import RunConfig
-from mobula.configs.words import overridden
 
 PATCH_VALUES = 3 * 2 * 14 * 14
 

@@ -10,8 +10,8 @@ from learner_data import group, image, prompt
 
 from mobula.cluster.records.trajectory import ScoredGroup
 from mobula.configs.load import load_config
+from mobula.configs.overrides import overridden
 from mobula.configs.schema import RunConfig
-from mobula.configs.words import overridden
 
 JOBS = {
     "sft": (),

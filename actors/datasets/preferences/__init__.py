@@ -1,1 +1,1 @@
-"""Rows with what is preferred to what."""
+"""Readers of preference pairs."""

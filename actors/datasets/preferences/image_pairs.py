@@ -1,9 +1,9 @@
-"""Pairs of images for preference optimisation of flow models, one JSON object a line of `<folder>/<split>.jsonl`:
+"""Reads image pairs for preference optimisation of flow models, one JSON object a line of `<folder>/<split>.jsonl`:
 
     {"id": "12", "prompt": "write 42", "chosen": "images/12a.png", "rejected": "images/12b.png"}
 
-A path is relative to the folder and may not leave it. It names an image, or latents as a NumPy file (`.npy`). A line
-that cannot be used is skipped and named; only a split without any usable row is an error.
+A path is relative to the folder and may not leave it. It names an image, or latents in a NumPy file (`.npy`). Unusable
+lines are skipped and reported; a split without usable lines is an error.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mobula.actors.datasets.split_files import read_split
 
 @dataclass(frozen=True)
 class ImagePair:
-    """One row: what was asked, and two files, the better image first."""
+    """One row: a prompt, and the files of the preferred and the rejected image (or latents)."""
 
     sample_id: str
     question: str
@@ -30,7 +30,7 @@ class ImagePair:
 
 
 def read_image_pairs(folder: Path, split: str) -> Split[ImagePair]:
-    """The rows of a split, in order.
+    """Reads the rows of a split, in order.
 
     Raises:
         DatasetError: there is no such file, or no line of it is usable.

@@ -17,10 +17,10 @@ from mobula.configs import document, keys
 from mobula.configs.errors import ConfigError
 from mobula.configs.groups import FOLDER, groups, leaves, own_values
 from mobula.configs.load import dump_config, load_config, load_resolved
+from mobula.configs.overrides import overridden
 from mobula.configs.schema import DataKind, SamplerKind
 from mobula.configs.schema.rewards import SHARED_SERVICE
 from mobula.configs.schema.run import MAX_SECONDS
-from mobula.configs.words import overridden
 
 CRITIC = ("algorithm=ppo_gae",)
 OWN_RANKS = (*CRITIC, "algorithm.critic.place=own_ranks")

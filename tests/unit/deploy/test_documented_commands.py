@@ -17,9 +17,9 @@ from omegaconf import OmegaConf
 from mobula.configs import keys
 from mobula.configs.groups import groups, leaves, own_values
 from mobula.configs.load import dump_config, load_config, load_resolved
+from mobula.configs.overrides import Override, read_overrides
 from mobula.configs.schema import RunConfig
 from mobula.configs.schema.base import unread
-from mobula.configs.words import Word, read_words
 
 REPOSITORY = Path(__file__).parents[3]
 DOCS = sorted((REPOSITORY / "docs").glob("*.md"))
@@ -91,7 +91,7 @@ def configuration(command: Command, folder: Path) -> tuple[list[str], Any] | Non
     return None
 
 
-def missing(values: Any, words: list[Word]) -> list[str]:
+def missing(values: Any, words: list[Override]) -> list[str]:
     """What words set and the values do not hold, apart from other words of the same command and unread sections."""
     sections = tuple(f"{name}." for name, *_ in unread(RunConfig, values))
     chosen = [dict(leaves(own_values(word.name, word.value)) if word.is_group else leaves(word.value, word.name))
@@ -138,7 +138,7 @@ def test_every_word_of_a_documented_command_stands_in_its_result(page: str, tmp_
     for command in COMMANDS:
         if command.page == page and (made := configuration(command, tmp_path)) is not None:
             words, config = made
-            assert missing(json.loads(config.model_dump_json()), read_words(words)) == [], command.text
+            assert missing(json.loads(config.model_dump_json()), read_overrides(words)) == [], command.text
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -147,4 +147,4 @@ def test_every_word_in_the_text_names_a_key_or_an_option(page: Path) -> None:
     spans = [span for span in SPAN.findall(BLOCK.sub("", page.read_text(encoding="utf-8"))) if WORD.fullmatch(span)]
     words = [span for span in spans if re.split(r"[.=]", span)[0] in heads and not span.split("=")[1].isupper()]
     for word in words:
-        read_words([SHOWN_IN_DOCS.get(word, word)])
+        read_overrides([SHOWN_IN_DOCS.get(word, word)])

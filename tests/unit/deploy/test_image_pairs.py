@@ -16,8 +16,8 @@ from mobula.actors.datasets.rows import count_by_reason
 from mobula.cluster.errors import DatasetError
 from mobula.configs.errors import ConfigError
 from mobula.configs.load import load_config
+from mobula.configs.overrides import overridden
 from mobula.configs.schema import RunConfig
-from mobula.configs.words import overridden
 from mobula.examples.glyphs.glyphs import rendered
 from mobula.learner.policies.flow.tiny import write_tiny_flow
 

@@ -20,8 +20,8 @@ from mobula.cluster.errors import DatasetError, PreflightError
 from mobula.cluster.records.media import MediaHandle
 from mobula.cluster.runtime.placement import NodeResources, needed_roles, plan_placement
 from mobula.configs.load import load_config, load_resolved
+from mobula.configs.overrides import overridden
 from mobula.configs.schema import RunConfig
-from mobula.configs.words import overridden
 from mobula.deploy.cli import app
 from mobula.deploy.host.run_folder import check_run_folder, held_run_folder, make_run_folder, run_folder
 from mobula.deploy.run.logs import log_to, set_up_logging

@@ -22,8 +22,8 @@ from mobula.cluster.records.trajectory import Response
 from mobula.cluster.replay.run_identity import run_identity
 from mobula.cluster.runtime.placement import NodeResources, PlacementPlan, inference_roles, needed_roles, plan_placement
 from mobula.configs.load import load_config
+from mobula.configs.overrides import overridden
 from mobula.configs.schema import RunConfig
-from mobula.configs.words import overridden
 from mobula.deploy.wiring import build
 from mobula.deploy.wiring.pooled_roles import spawn_processors
 from mobula.deploy.wiring.preparation import Prepared, ensure_data, prepare, workers_download

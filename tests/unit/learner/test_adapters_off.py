@@ -13,8 +13,8 @@ from transformers import AutoTokenizer
 from mobula.actors.reference.scorer import ReferenceScorer
 from mobula.cluster.runtime.placement import needed_roles
 from mobula.configs.errors import ConfigError
+from mobula.configs.overrides import overridden
 from mobula.configs.schema import RunConfig
-from mobula.configs.words import overridden
 from mobula.learner.learner import Learner
 from mobula.learner.offline.learner import OfflineLearner
 

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from mobula.cluster.errors import PreflightError
 from mobula.configs.load import load_config
+from mobula.configs.overrides import overridden
 from mobula.configs.schema import RunConfig
-from mobula.configs.words import overridden
 from mobula.deploy.cli import app
 from mobula.deploy.host.machine import Machine
 from mobula.deploy.planning.clusters import described_nodes, read_cluster

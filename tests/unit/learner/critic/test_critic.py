@@ -14,7 +14,7 @@ from taught import at_hand
 
 from mobula.cluster.errors import CheckpointError
 from mobula.cluster.records.trajectory import FinishReason, ScoredGroup
-from mobula.configs.words import overridden
+from mobula.configs.overrides import overridden
 from mobula.learner.batch import LearnerItem, fetch_items
 from mobula.learner.credit import Credit
 from mobula.learner.critic.critic import Critic

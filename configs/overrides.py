@@ -1,7 +1,7 @@
-"""Command-line words: `GROUP=OPTION` and `KEY=VALUE`, read and checked one by one, and laid on a configuration.
+"""Command-line overrides, `GROUP=OPTION` and `KEY=VALUE`: parsing, checks, and application to a configuration.
 
-The value of a key that takes text or a path is the word's text as it stands; quotes around all of it are removed, and
-a leading `~/` is the home folder. Any other value is read by Hydra's grammar: numbers, true and false, lists, mappings.
+For keys of text or paths the value is the literal text, without enclosing quotes; a leading `~/` is the home directory.
+Other values follow Hydra's grammar: numbers, true and false, lists, mappings.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Override as HydraOverride
 from hydra.errors import HydraException
 
 from mobula.configs import keys
@@ -23,8 +23,8 @@ from mobula.configs.schema.run import RunConfig
 
 
 @dataclass(frozen=True)
-class Word:
-    """One word of the command line: a group and the chosen option, or a key and its value."""
+class Override:
+    """A group and the chosen option, or a key and its value."""
 
     text: str
     name: str
@@ -35,75 +35,76 @@ class Word:
         return self.name in groups()
 
 
-def read_words(texts: Sequence[str]) -> list[Word]:
-    """Every word, its key or option known to exist.
+def read_overrides(texts: Sequence[str]) -> list[Override]:
+    """Parses overrides.
 
     Raises:
-        ConfigError: a word cannot be read, names something unknown, or contradicts another one.
+        ConfigError: an override cannot be parsed, has an unknown key or option, or contradicts another override.
     """
-    words: dict[str, Word] = {}
+    overrides: dict[str, Override] = {}
     for text in texts:
-        word = _read(text)
-        other = words.setdefault(word.name, word)
-        if other is not word and other.value != word.value:
-            raise ConfigError(f"{other.text} and {word.text} contradict each other: give one of them")
-    return list(words.values())
+        override = _read(text)
+        other = overrides.setdefault(override.name, override)
+        if other is not override and other.value != override.value:
+            raise ConfigError(f"{other.text} and {override.text} contradict each other: give one of them")
+    return list(overrides.values())
 
 
-def lay_on(values: dict[str, Any], words: Iterable[Word]) -> None:
-    """Set the keys among `words` in `values`, a section before what it holds.
+def apply_overrides(values: dict[str, Any], overrides: Iterable[Override]) -> None:
+    """Sets the keys of `overrides` in `values`; groups are ignored.
 
     Raises:
-        ConfigError: there is no such place.
+        ConfigError: a key cannot be set in `values`.
     """
-    for word in sorted((word for word in words if not word.is_group), key=lambda word: word.name.count(".")):
+    # Sections first: a key of a section is applied on top of the section.
+    for override in sorted((o for o in overrides if not o.is_group), key=lambda o: o.name.count(".")):
         try:
-            _set(values, word.name.split("."), word.value)
+            _set(values, override.name.split("."), override.value)
         except (TypeError, ValueError, IndexError) as error:
             raise ConfigError(
-                f"{word.text}: a value cannot be set there ({error}); `mobula show-config` shows what is there"
+                f"{override.text}: a value cannot be set there ({error}); `mobula show-config` shows what is there"
             ) from error
 
 
-def refuse_unread(values: Mapping[str, Any], words: Sequence[Word]) -> None:
-    """No word sets a key of another kind than `values`, the result, have: `sampler.vllm` is read with vLLM alone.
+def refuse_unread(values: Mapping[str, Any], overrides: Sequence[Override]) -> None:
+    """Refuses overrides of kind sections that are not selected in the result `values`: `sampler.vllm` without vLLM.
 
     Raises:
-        ConfigError: names each such word and the key that chooses the kind.
+        ConfigError: names each such override and the key that selects the kind.
     """
     lines = [
-        f"{word.text} is not read with {key}={chosen}: leave it out, or set {key}={section.rpartition('.')[2]}"
+        f"{override.text} is not read with {key}={chosen}: leave it out, or set {key}={section.rpartition('.')[2]}"
         for section, key, chosen in unread(RunConfig, values)
-        for word in words
-        if not word.is_group
-        if any(f"{name}.".startswith(f"{section}.") for name, _ in leaves(word.value, word.name))
+        for override in overrides
+        if not override.is_group
+        if any(f"{name}.".startswith(f"{section}.") for name, _ in leaves(override.value, override.name))
     ]
     if lines:
         raise ConfigError("\n".join(lines))
 
 
-def refuse_overruled(values: Mapping[str, Any], words: Sequence[Word]) -> None:
-    """Every word must stand in `values`, the result: a key with its value, a group with something that its option says.
+def refuse_overruled(values: Mapping[str, Any], overrides: Sequence[Override]) -> None:
+    """Refuses overrides without effect on the result `values`: a key with another value, or a group whose option has no
+    value in the result.
 
     Raises:
-        ConfigError: names a word that does not stand, and the words that overrule it.
+        ConfigError: names an override without effect, and the overrides that overrule it.
     """
-    for word in words:
-        said = dict(leaves(own_values(word.name, word.value) if word.is_group else word.value, _start(word)))
-        standing = [_stands(values, name, value) for name, value in said.items()]
-        if any(standing) if word.is_group and said else all(standing):
+    for override in overrides:
+        if override.is_group:
+            settings = dict(leaves(own_values(override.name, override.value)))
+        else:
+            settings = dict(leaves(override.value, override.name))
+        in_effect = [_has(values, name, value) for name, value in settings.items()]
+        if any(in_effect) if override.is_group and settings else all(in_effect):
             continue
-        others = [other.text for other in words if other is not word and _overlaps(other, said)]
+        others = [other.text for other in overrides if other is not override and _overlaps(other, settings)]
         raise ConfigError(
-            f"{word.text} changes nothing, it is overruled by {' and '.join(others)}: leave out one or the other"
+            f"{override.text} changes nothing, it is overruled by {' and '.join(others)}: leave out one or the other"
         )
 
 
-def _start(word: Word) -> str:
-    return "" if word.is_group else word.name
-
-
-def _stands(values: Any, name: str, wanted: Any) -> bool:
+def _has(values: Any, name: str, wanted: Any) -> bool:
     for part in name.split("."):
         if isinstance(values, list):
             values = values[int(part)]
@@ -114,23 +115,23 @@ def _stands(values: Any, name: str, wanted: Any) -> bool:
     return bool(values == wanted)
 
 
-def _overlaps(other: Word, said: Iterable[str]) -> bool:
+def _overlaps(other: Override, settings: Iterable[str]) -> bool:
     if other.name == EXPERIMENT:
-        return False  # every other word is stronger
+        return False  # every other override is stronger
     names = dict(leaves(own_values(other.name, other.value))) if other.is_group else [other.name]
-    return any(f"{a}.".startswith(f"{b}.") or f"{b}.".startswith(f"{a}.") for a in names for b in said)
+    return any(f"{a}.".startswith(f"{b}.") or f"{b}.".startswith(f"{a}.") for a in names for b in settings)
 
 
-def _set(values: Any, way: Sequence[str], value: Any) -> None:
-    for part in way[:-1]:
+def _set(values: Any, path: Sequence[str], value: Any) -> None:
+    for part in path[:-1]:
         values = _at(values, part)
-    last = way[-1]
+    last = path[-1]
     if isinstance(values, list):
         values[int(last)] = value
     elif isinstance(values, dict):
         merge(values, {last: value})
     else:
-        raise TypeError(f"{way[-2]} is {values!r}")
+        raise TypeError(f"{path[-2]} is {values!r}")
 
 
 def _at(values: Any, part: str) -> Any:
@@ -141,19 +142,19 @@ def _at(values: Any, part: str) -> Any:
     raise TypeError(f"{part} is below {values!r}")
 
 
-def _read(text: str) -> Word:
+def _read(text: str) -> Override:
     start, equals, value = text.partition("=")
     name = start.lstrip("+")
     if not name or not equals:
         raise ConfigError(f"{text!r} is no override: write {start.lstrip('~+-') or 'KEY'}=VALUE")
     key = None if name in groups() else keys.find(name)
     if key is not None and key.takes_text:
-        return Word(text, name, _text(name, value))
+        return Override(text, name, _text(name, value))
     return _read_by_grammar(text)
 
 
 def _text(name: str, value: str) -> str:
-    """The value of a key that takes text or a path."""
+    """Parses the value of a key that takes text or a path."""
     if len(value) >= 2 and value[0] == value[-1] and value[0] in "'\"":
         try:
             quoted = OverridesParser.create().parse_override(f"{name}={value}").value()
@@ -164,7 +165,7 @@ def _text(name: str, value: str) -> str:
     return str(Path(value).expanduser()) if is_at_home else value
 
 
-def _read_by_grammar(text: str) -> Word:
+def _read_by_grammar(text: str) -> Override:
     override = _parsed(text)
     name = override.key_or_group
     if override.package is not None or override.is_delete():
@@ -172,13 +173,13 @@ def _read_by_grammar(text: str) -> Word:
     if override.is_sweep_override():
         raise ConfigError(f"{text!r} holds several values but a run takes one: {_one_value(name, text)}")
     if name in groups():
-        return Word(text, name, _chosen(name, override.value(), groups()[name]))
+        return Override(text, name, _chosen(name, override.value(), groups()[name]))
     if keys.find(name) is None:
         raise ConfigError(unknown(name, [*keys.known_keys(), "experiment"]))
-    return Word(text, name, override.value())
+    return Override(text, name, override.value())
 
 
-def _parsed(text: str) -> Override:
+def _parsed(text: str) -> HydraOverride:
     name, _, value = text.partition("=")
     try:
         return OverridesParser.create().parse_override(text)
@@ -192,7 +193,7 @@ def _parsed(text: str) -> Override:
 
 
 def _one_value(name: str, text: str) -> str:
-    """How to write what `text` says as the one value that `name` takes."""
+    """Formats `text` as an override of the scalar key `name`, for error messages."""
     value = text.partition("=")[2]
     if name in groups():
         return f"{name} is one of {', '.join(groups()[name])}"
@@ -233,6 +234,6 @@ def unknown(name: str, known: Sequence[str]) -> str:
 
 
 def overridden(settings: Sequence[str], overrides: Sequence[str]) -> list[str]:
-    """A program's own `settings`, with `overrides` in the place of those that name the same key or group."""
+    """Merges `overrides` into a program's `settings`: an override replaces the setting of the same key or group."""
     named = {text.partition("=")[0] for text in overrides}
     return [*(text for text in settings if text.partition("=")[0] not in named), *overrides]

@@ -1,4 +1,4 @@
-"""Sounds as datasets name them: files as images are named, and samples as arrays with their rate."""
+"""Resolves sounds in dataset rows: files (as for images), and arrays of samples with a sampling rate."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from mobula.actors.datasets.images import EncodedFile, ImageError, ImageInputs, 
 Audio = ImageSource
 """A path below the data root, or the encoded bytes of a file."""
 
-ARRAY_KEYS = ("array", "samples")  # under which a mapping holds samples
+ARRAY_KEYS = ("array", "samples")  # keys of samples in a mapping
 RATE_KEYS = ("sampling_rate", "sample_rate")
-FILE_KEYS = ("audio", "audio_url", "input_audio")  # under which it holds a sound in any form
+FILE_KEYS = ("audio", "audio_url", "input_audio")  # keys of a sound in any form
 MAX_CHANNELS = 32
-WAV_FLOAT = 3  # the format code of 32-bit samples
+WAV_FLOAT = 3  # format code of float samples
 
 
 class AudioInputs(ImageInputs):
-    """Resolves what rows name as sounds."""
+    """Resolves the sounds of rows."""
 
     def resolve_audios(self, value: Any, name: str) -> tuple[Audio, ...]:
-        """The sounds of one value, in order: none for None, several for a list, which may be nested one level.
+        """Resolves a value to sounds, in order: None gives none, a list (nested at most once) several.
 
-        Samples are a mapping `{"array": float [N], [N, channels] or [channels, N], "sampling_rate": 16000}`, as Hugging
-        Face's `datasets` gives them, or a pair `(array, rate)`; an array alone says nothing of its rate and is refused.
+        Samples are a mapping `{"array": float [N], [N, channels] or [channels, N], "sampling_rate": 16000}`, as in
+        Hugging Face's `datasets`, or a pair `(array, rate)`. An array without a rate is refused.
 
         Raises:
             ImageError: a value is no sound, or a path is missing or leads out of the root.
@@ -64,7 +64,7 @@ class AudioInputs(ImageInputs):
 
 
 def each_sound(value: Any) -> Iterator[Any]:
-    """The sounds of a value that is none, one, a list, or a list of lists."""
+    """Yields the sounds of a value: none, a single sound, a list, or a list of lists."""
     for item in value if isinstance(value, list | tuple) and not _is_pair(value) else [value]:
         for inner in item if isinstance(item, list | tuple) and not _is_pair(item) else [item]:
             if not is_absent(inner):
@@ -72,21 +72,21 @@ def each_sound(value: Any) -> Iterator[Any]:
 
 
 def _is_pair(value: Any) -> bool:
-    """Whether these are samples and their rate."""
+    """Whether the value is a pair of samples and rate."""
     is_two = isinstance(value, list | tuple) and len(value) == 2
     return is_two and hasattr(value[0], "__array__") and isinstance(_plain(value[1]), Real)
 
 
 def _plain(rate: Any) -> Any:
-    """A number of numpy or torch as one of Python."""
+    """Converts a scalar of numpy or torch to Python."""
     return rate.item() if hasattr(rate, "item") and np.ndim(rate) == 0 else rate
 
 
 def encode_wav(samples: Any, rate: Any) -> bytes:
-    """Samples as a WAV file of 32-bit numbers; whole numbers are scaled to [-1, 1]. The shorter axis is the channels.
+    """Encodes samples as a WAV file of float32; integers are scaled to [-1, 1]. The shorter axis is the channels.
 
     Raises:
-        ImageError: these are no samples, or no rate.
+        ImageError: `samples` or `rate` is invalid.
     """
     rate = _plain(rate)
     if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 < rate < 1 << 31 or rate != int(rate):

@@ -1,20 +1,19 @@
-"""Conversations for offline jobs, one JSON object a line: messages in OpenAI's form, pairs of answers, scored answers.
+"""Reads conversations for offline jobs, one JSON object a line: OpenAI's messages, pairs of answers, scored answers.
 
-Lines of `<folder>/<split>.jsonl`, by the job that reads them (docs/offline_training.md):
+Lines of `<folder>/<split>.jsonl` (docs/offline_training.md):
 
     {"messages": [{"role": "user", "content": "<image>Which number?"}, {"role": "assistant", "content": "7"}],
      "images": ["images/12.png"]}                                                          a conversation
-    {"messages": [{"role": "user", "content": "2 + 2?"}], "solution": "4"}                 the same, answer apart
+    {"messages": [{"role": "user", "content": "2 + 2?"}], "solution": "4"}                 with separate answer
     {"messages": [{"role": "user", "content": "2 + 2?"}], "chosen": "4", "rejected": "5"}  a pair
     {"messages": [..., {"role": "assistant", "content": "4"}], "score": 0.9}               a scored answer
 
-`content` is a text or a list of parts, `{"type": "text", "text": ...}`, `{"type": "image_url", "image_url": {"url":
-PATH}}`, `{"type": "video", "video": PATH}` and `{"type": "audio", "audio": PATH}`. An image is such a part, or an
-`<image>` in a text and a path in `images`, in order; a video such a part, or a `<video>` in a text and an entry of
-`videos`: a file, a folder of frames or a list of frames; a sound such a part, or an `<audio>` in a text and an entry of
-`audios`. `image`, `video` and `audio` are other names of these columns, and hold one medium or a list. Paths are
-relative to the folder and may not leave it; in the place of a path may stand a data URL, or an object `{"bytes":
-BASE64}`. A line that cannot be used is skipped and named; only a split without any usable row is an error.
+`content` is a text or a list of parts: `{"type": "text", "text": ...}`, `{"type": "image_url", "image_url": {"url":
+PATH}}`, `{"type": "video", "video": PATH}` and `{"type": "audio", "audio": PATH}`. A medium is a part, or a placeholder
+(`<image>`, `<video>`, `<audio>`) in a text and an entry of the column `images`, `videos` or `audios`, in order. A video
+is a file, a folder of frames or a list of frames. The columns may also be named `image`, `video` and `audio`, and hold
+one medium or a list. Paths are relative to the folder and may not leave it. Instead of a path, a data URL or an object
+`{"bytes": BASE64}` is accepted. Unusable lines are skipped and reported; a split without usable lines is an error.
 """
 
 from __future__ import annotations
@@ -41,23 +40,28 @@ from mobula.actors.datasets.split_files import read_split
 from mobula.actors.datasets.videos import Video, VideoInputs, each_video
 from mobula.cluster.records.markup import PART, PLACEHOLDERS, literal, placed, plain, text_part
 
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}  # as messages call them
+ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+}  # role in a message -> ours
 CHOSEN, REJECTED = 1.0, 0.0
-"""Labels of the answers of a pair; that of a conversation to imitate is CHOSEN."""
+"""Labels of the answers of a pair. A conversation to imitate has the label CHOSEN."""
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One message; `text` holds `<image>`, `<video>` or `<audio>` where an image, a video or a sound stands."""
+    """One message; `text` has placeholders `<image>`, `<video>` and `<audio>`."""
 
     role: str
     text: str
-    is_trained: bool  # the loss of supervised fine-tuning covers it: the assistant's, unless `weight` is 0
+    is_trained: bool  # in the loss of supervised fine-tuning: messages of the assistant, unless `weight` is 0
 
 
 @dataclass(frozen=True)
 class Ending:
-    """How a conversation goes on from its context. The first and the last turn are the assistant's."""
+    """The turns after the context. The first and the last turn are the assistant's."""
 
     turns: tuple[Turn, ...]
     label: float
@@ -65,7 +69,7 @@ class Ending:
 
 @dataclass(frozen=True)
 class Conversation:
-    """One row: a context that ends in a question, and one ending or a pair of them."""
+    """One row: a context that ends in a question, and one ending or a pair."""
 
     sample_id: str
     context: tuple[Turn, ...]
@@ -77,7 +81,7 @@ class Conversation:
 
 @dataclass
 class Named:
-    """The media in the parts of messages, in order."""
+    """Media from the parts of messages, in order."""
 
     images: list[Any] = field(default_factory=list)
     videos: list[Any] = field(default_factory=list)
@@ -85,7 +89,7 @@ class Named:
 
 
 class NoDownloads:
-    """Implements `mobula.actors.datasets.images.Downloads`: nothing is fetched for offline jobs."""
+    """Implements `mobula.actors.datasets.images.Downloads`: offline jobs refuse web URLs."""
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
@@ -106,11 +110,16 @@ def read_conversations(
     placeholders: Mapping[str, str] = MappingProxyType(PLACEHOLDERS),
     numbers_ids: bool = False,
 ) -> Split[Conversation]:
-    """Read `<folder>/<split>.jsonl`, whose rows are of the `form` conversation, pair or scored; `key` names the folder,
-    and `placeholders` is `data.placeholders`. With `numbers_ids` an id has the number of its line behind it.
+    """Reads `<folder>/<split>.jsonl`.
+
+    Args:
+        form: `conversation`, `pair` or `scored`.
+        key: configuration key of the folder, for errors.
+        placeholders: `data.placeholders`.
+        numbers_ids: append the line number to ids.
 
     Raises:
-        DatasetError: there is no such file, or no line of it is usable.
+        DatasetError: there is no such file, or no line is usable.
     """
     root = folder.resolve()
 
@@ -160,7 +169,7 @@ def _read_row(
 
 
 def _with_placeholders(turns: Turns, placeholders: Mapping[str, str], num_media: Mapping[str, int]) -> list[Turn]:
-    """The turns with placeholders where media stand, and nowhere else: an answer of the assistant has none."""
+    """Marks placeholders of media in the turns; answers of the assistant have none, and other text is literal."""
     asked = [turn.role != "assistant" for turn in turns]
     texts = [turn.text if is_asked else "" for turn, is_asked in zip(turns, asked, strict=True)]
     for kind, own in placeholders.items():
@@ -174,7 +183,7 @@ def _with_placeholders(turns: Turns, placeholders: Mapping[str, str], num_media:
 def _conversation(fields: Mapping[str, Any], turns: Turns) -> Parts:
     if turns[-1].role == "user" and fields.get("solution") not in (None, ""):
         turns = (*turns, _answer(fields["solution"], "solution"))
-    start = next((place for place, turn in enumerate(turns) if turn.role == "assistant"), None)
+    start = next((index for index, turn in enumerate(turns) if turn.role == "assistant"), None)
     if start is None or turns[-1].role != "assistant":
         detail = "the last message is not the assistant's: end the row in the answer to imitate, or give `solution`"
         raise RowError("no_answer", detail)
@@ -212,7 +221,7 @@ FORMS: Mapping[str, Callable[[Mapping[str, Any], Turns], Parts]] = {
 
 
 def _answer(given: Any, key: str) -> Turn:
-    """A text, an assistant's message, or a list of one."""
+    """Parses an answer: a text, an assistant's message, or a list with one message."""
     message = given[0] if isinstance(given, list) and len(given) == 1 else given
     named = Named()
     turn = _turn({"role": "assistant", "content": message} if isinstance(message, str) else message, named)
@@ -222,7 +231,7 @@ def _answer(given: Any, key: str) -> Turn:
 
 
 def _turn(message: Any, named: Named) -> Turn:
-    """One message; the media that its parts name are added to `named`."""
+    """Parses a message; appends the media of its parts to `named`."""
     if not isinstance(message, dict) or message.get("role") not in ROLES:
         role = message.get("role") if isinstance(message, dict) else message
         raise RowError("bad_message", f"a message has the role {role!r}: write one of {', '.join(ROLES)}")
@@ -237,7 +246,7 @@ def _turn(message: Any, named: Named) -> Turn:
 
 
 def _part(part: Any, named: Named) -> str:
-    """The text of one part of a message; a medium is a placeholder, also if a column of the row holds it."""
+    """Parses a part of a message to text, with a placeholder for a medium; appends the medium to `named`."""
     kind = part.get("type") if isinstance(part, dict) else None
     if kind in TEXT_PARTS and isinstance(part.get("text"), str):
         return text_part(part["text"])
@@ -261,10 +270,10 @@ def _part(part: Any, named: Named) -> str:
 def _images(
     fields: Mapping[str, Any], folder: Path, shown: Sequence[Turn], named: Sequence[Any], name: str
 ) -> tuple[ImageSource, ...]:
-    """The images of a row: those that parts name, or those of `images`, one for each placeholder.
+    """Resolves the images of a row, from parts or from `images`, one for each placeholder.
 
     Raises:
-        RowError, ImageError: there are more or fewer, or one of them is no image below the folder.
+        RowError, ImageError: the numbers differ, or an entry is no image below the folder.
     """
     listed = list(flat(first_of(fields, "images", "image")))
     if not all(isinstance(item, str | dict) for item in listed):
@@ -277,40 +286,32 @@ def _images(
 def _videos(
     fields: Mapping[str, Any], folder: Path, shown: Sequence[Turn], named: Sequence[Any], name: str
 ) -> tuple[Video, ...]:
-    """The videos of a row: those that parts name, or those of `videos`, one for each placeholder.
-
-    Raises:
-        RowError, ImageError: there are more or fewer, or one of them is no video below the folder.
-    """
+    """As `_images`, for videos."""
     listed = each_video(first_of(fields, "videos", "video"))
     inputs = VideoInputs(folder, NoDownloads("video"), takes_absolute=False)
-    found = inputs.resolve_videos([{"video": video} for video in named] or listed, name)
+    videos = inputs.resolve_videos([{"video": video} for video in named] or listed, name)
     _refuse_mismatch(shown, VIDEO_PLACEHOLDER, "videos", "video", len(named), len(listed))
-    return found
+    return videos
 
 
 def _audios(
     fields: Mapping[str, Any], folder: Path, shown: Sequence[Turn], named: Sequence[Any], name: str
 ) -> tuple[Audio, ...]:
-    """The sounds of a row: those that parts name, or those of `audios`, one for each placeholder.
-
-    Raises:
-        RowError, ImageError: there are more or fewer, or one of them is no sound below the folder.
-    """
+    """As `_images`, for sounds."""
     listed = list(each_sound(first_of(fields, "audios", "audio")))
     inputs = AudioInputs(folder, NoDownloads("audio"), takes_absolute=False)
-    found = inputs.resolve_audios([*named, *listed], name)
+    audios = inputs.resolve_audios([*named, *listed], name)
     _refuse_mismatch(shown, AUDIO_PLACEHOLDER, "audios", "audio", len(named), len(listed))
-    return found
+    return audios
 
 
 def _refuse_mismatch(
     shown: Sequence[Turn], placeholder: str, column: str, medium: str, num_named: int, num_listed: int
 ) -> None:
-    """`num_named` parts of messages and `num_listed` entries of `column` hold media, for which placeholders stand.
+    """Checks placeholders against `num_named` parts of messages and `num_listed` entries of `column`.
 
     Raises:
-        RowError: there are more or fewer placeholders, or both parts and entries.
+        RowError: the number of placeholders differs, or there are both parts and entries.
     """
     num_placeholders = sum(turn.text.count(placeholder) for turn in shown)
     if num_placeholders != num_named + num_listed or (num_named and num_listed):

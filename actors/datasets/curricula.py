@@ -1,4 +1,4 @@
-"""Curricula: which rows of an epoch are asked before which, by their difficulty."""
+"""Curricula: the order of an epoch's rows by difficulty."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import numpy as np
 from mobula.actors.datasets.rows import Row, RowError
 
 Stages = Callable[[np.ndarray, int], list[np.ndarray]]
-"""(difficulty [N], number of stages) -> positions of each stage, sorted; stages are asked one after the other."""
+"""(difficulty [N], number of stages) -> sorted positions of each stage, in the order of stages."""
 
 
 def everything(difficulty: np.ndarray, num_stages: int) -> list[np.ndarray]:
-    """All rows together."""
+    """All rows in one stage."""
     return [np.arange(len(difficulty))]
 
 
@@ -37,20 +37,20 @@ def hard_first(difficulty: np.ndarray, num_stages: int) -> list[np.ndarray]:
 
 
 CURRICULA: Mapping[str, Stages] = {"none": everything, "easy_first": easy_first, "hard_first": hard_first}
-PROMPT_TOKENS = "prompt_tokens"  # the key that stands for the length of the prompt
+PROMPT_TOKENS = "prompt_tokens"  # key for the length of the prompt
 
 
 @dataclass(frozen=True)
 class Curriculum:
-    """The stages of the first `num_epochs` epochs; later ones have no stages."""
+    """The stages of the first `num_epochs` epochs; later epochs have no stages."""
 
     stages: Stages
-    key: str  # of the metadata, or PROMPT_TOKENS
+    key: str  # metadata key, or PROMPT_TOKENS
     num_stages: int
     num_epochs: int
 
     def difficulty(self, row: Row, num_tokens: int) -> float:
-        """Raises: RowError: the row's metadata have no number under the key."""
+        """Raises: RowError: the row's metadata has no number under the key."""
         value: Any = num_tokens if self.key == PROMPT_TOKENS else row.metadata.get(self.key)
         try:
             if isinstance(value, bool) or not math.isfinite(number := float(value)):

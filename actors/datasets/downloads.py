@@ -1,4 +1,4 @@
-"""Media of web URLs: fetched once, from allowed hosts alone, with limits of size, redirects and time."""
+"""Downloads media from allowed hosts, once per URL, with limits of size, redirects and time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mobula.actors.datasets.images import NUM_SHOWN_OF_URL, ImageError, WebFile
 from mobula.actors.datasets.videos import FrameList, Video
 from mobula.cluster.proxies import ProxiedTransport
 
-MAX_AT_A_TIME = 8  # downloads of one prompt
+MAX_PARALLEL = 8  # downloads of one prompt
 
 
 @dataclass(frozen=True)
@@ -25,13 +25,13 @@ class DownloadLimits:
     """The largest file of a kind of media, `data.max_redirects` and `data.download_timeout_s`."""
 
     max_bytes: int
-    max_bytes_key: str  # where it is set
+    max_bytes_key: str  # configuration key of `max_bytes`
     max_redirects: int
     timeout_s: float
 
 
 class MediaDownloads:
-    """Fetches files into `folder`, where later runs find them under a hash of their URL."""
+    """Downloads files into the cache `folder`, named by a hash of the URL."""
 
     def __init__(self, folder: Path, allowed_hosts: Collection[str], limits: DownloadLimits) -> None:
         self._folder = folder
@@ -39,10 +39,10 @@ class MediaDownloads:
         self._limits = limits
 
     def fetch(self, url: str) -> Path:
-        """The file of a URL.
+        """Returns the file of a URL; downloads it unless it is cached.
 
         Raises:
-            ImageError: its host, or that of a redirect, is not allowed; or it cannot be had within the limits.
+            ImageError: the host (also of a redirect) is not allowed, or the download fails or exceeds a limit.
         """
         self.check(url)
         path = self._folder / hashlib.sha256(url.encode()).hexdigest()
@@ -54,18 +54,22 @@ class MediaDownloads:
         return path
 
     def check(self, url: str) -> None:
-        """Raises: ImageError: the host of the URL is not allowed. No connection is opened."""
-        self._check_host(httpx.URL(url) if _is_url(url) else None, url)
+        """Raises: ImageError: the host of the URL is not allowed. Opens no connection."""
+        try:
+            parsed = httpx.URL(url)
+        except httpx.InvalidURL:
+            parsed = None
+        self._check_host(parsed, url)
 
     def _download(self, url: str, path: Path) -> None:
-        """Write the file whole or not at all."""
+        """Writes the file atomically."""
         limits, deadline = self._limits, time.monotonic() + self._limits.timeout_s
         client = httpx.Client(
             transport=ProxiedTransport(),
             follow_redirects=True,
             max_redirects=limits.max_redirects,
             timeout=limits.timeout_s,
-            event_hooks={"request": [lambda request: self._check_host(request.url, url)]},  # redirects, too
+            event_hooks={"request": [lambda request: self._check_host(request.url, url)]},  # also called for redirects
         )
         self._folder.mkdir(parents=True, exist_ok=True)
         with client, client.stream("GET", url) as response:
@@ -97,45 +101,37 @@ class MediaDownloads:
 
 
 class LateDownloads:
-    """Checks the hosts of URLs; the process that reads a file downloads it."""
+    """Implements `Downloads`: checks hosts at once, and leaves the download to the process that reads the file."""
 
     def __init__(self, downloads: MediaDownloads) -> None:
         self._downloads = downloads
 
     def fetch(self, url: str) -> WebFile:
-        """The file of a URL, not downloaded yet.
+        """Returns the file of a URL, not downloaded yet.
 
         Raises:
-            ImageError: its host is not allowed.
+            ImageError: the host is not allowed.
         """
         self._downloads.check(url)
         return WebFile(url, self._downloads.fetch)
 
 
 def web_files(media: Iterable[Video]) -> list[WebFile]:
-    """The web files among images, videos, their frames and sounds; each URL once."""
+    """The web files among images, videos, frames and sounds; each URL once."""
     files = (file for medium in media for file in (medium.frames if isinstance(medium, FrameList) else (medium,)))
     return list({file.url: file for file in files if isinstance(file, WebFile)}.values())
 
 
 def fetch_together(media: Iterable[Video]) -> None:
-    """Download the web files among `media`, several at a time.
+    """Downloads the web files among `media` in parallel.
 
     Raises:
         ImageError: a file cannot be downloaded.
     """
     files = web_files(media)
     if files:
-        with ThreadPoolExecutor(min(len(files), MAX_AT_A_TIME)) as pool:
+        with ThreadPoolExecutor(min(len(files), MAX_PARALLEL)) as pool:
             list(pool.map(WebFile.local, files))
-
-
-def _is_url(url: str) -> bool:
-    try:
-        httpx.URL(url)
-    except httpx.InvalidURL:
-        return False
-    return True
 
 
 def _failed(url: str, reason: str) -> ImageError:

@@ -1,7 +1,7 @@
-"""Images as datasets name them: paths, URLs (file, data, web), bytes, PIL images, arrays, mappings, lists of these.
+"""Resolves images in dataset rows: paths, URLs (file, data, web), bytes, PIL images, arrays, mappings, and lists.
 
-An image becomes a path below the data root, its encoded bytes, or a web file that is fetched later. Nothing is decoded
-here: `actors/processors/image.py` checks size and content of all.
+The result is a path below the data root, encoded bytes, or a web file to download later. Files are not decoded here:
+`actors/processors/image.py` checks size and content.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from PIL import Image
 
 from mobula.cluster.errors import MediaError, SkippedSample
 
-# The keys under which a mapping holds an image, in the order in which they are looked at.
+# Keys of an image in a mapping, by priority.
 KEYS = ("bytes", "path", "url", "image_url", "image", "source")
 SNAPSHOTS, BLOBS = "snapshots", "blobs"  # folders of a repository in the hub's cache
 WEB = ("http://", "https://")
 SCHEME = re.compile(r"(data(?=:)|[a-z][a-z0-9+.-]*(?=://))", re.ASCII | re.IGNORECASE)  # of a URL
-# The file itself, without the head of a data URL: base64 of what PNG, JPEG, WebP and GIF files begin with, and no dot.
+# Base64 without the head of a data URL: starts with the signature of PNG, JPEG, WebP or GIF, and has no dot.
 BASE64 = re.compile(r"(?:iVBORw0KGgo|/9j/|UklGR|R0lGOD)[A-Za-z0-9+/\s]{80,}+={0,2}\s*")
-WITHOUT_PNG = ("CMYK", "YCbCr", "HSV", "RGBX", "RGBa")  # modes of Pillow that PNG does not have
+WITHOUT_PNG = ("CMYK", "YCbCr", "HSV", "RGBX", "RGBa")  # Pillow modes that PNG does not support
 NUM_SHOWN = 80  # characters of a value in an error message
 NUM_SHOWN_OF_URL = 200
 
 
 @dataclass(frozen=True)
 class EncodedFile:
-    """The bytes of an image or video file; `name` says where they came from."""
+    """The bytes of an image or video file; `name` is the origin, for errors."""
 
     content: bytes = field(repr=False)
     name: str
@@ -47,13 +47,13 @@ class EncodedFile:
 
 @dataclass(frozen=True)
 class WebFile:
-    """A file of a web URL that the process that reads it downloads."""
+    """A file of a web URL. The process that reads the file downloads it."""
 
     url: str
-    fetch: Callable[[str], Path] = field(repr=False)  # of a `MediaDownloads`, with its checks and limits
+    fetch: Callable[[str], Path] = field(repr=False)  # `MediaDownloads.fetch`
 
     def local(self) -> Path:
-        """Downloads the file unless it is in the cache of this node.
+        """Returns the local path; downloads the file unless it is cached on this node.
 
         Raises:
             ImageError: as `MediaDownloads.fetch`.
@@ -68,7 +68,7 @@ ImageSource = Path | EncodedFile | WebFile
 
 
 class ImageError(SkippedSample):
-    """A row names an image that may not be read; `reason` is a word to count by."""
+    """A row has an invalid image; `reason` is the name of the counter."""
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(detail)
@@ -80,23 +80,24 @@ class Downloads(Protocol):
     """Resolves web URLs: `MediaDownloads` or `LateDownloads` of `mobula.actors.datasets.downloads`."""
 
     def fetch(self, url: str) -> Path | WebFile:
-        """Raises: ImageError: the host is not allowed, or the image cannot be had."""
+        """Raises: ImageError: the host is not allowed, or the download failed."""
         ...
 
 
 class ImageInputs:
-    """Resolves what rows name as images; paths are confined to `root`, symbolic links followed."""
+    """Resolves the images of rows. Paths are confined to `root` after following symbolic links."""
 
     def __init__(self, root: Path, downloads: Downloads, *, takes_absolute: bool) -> None:
-        """`takes_absolute` lets plain paths be absolute; those of file URLs always are."""
+        """`takes_absolute` allows absolute paths; paths in file URLs are always absolute."""
         self._root = root.resolve()
         self._downloads = downloads
         self._takes_absolute = takes_absolute
 
     def resolve(self, value: Any, name: str) -> tuple[ImageSource, ...]:
-        """The images of one value, in order: none for None, several for a list, which may be nested one level.
+        """Resolves a value to images, in order: None gives none, a list (nested at most once) several.
 
-        `name` says whose image it is, for images that have no name of their own.
+        Args:
+            name: name of the row, for images without a name.
 
         Raises:
             ImageError: a value is no image, or a path is missing or leads out of the root.
@@ -138,9 +139,13 @@ class ImageInputs:
         return self._path(text)
 
     def _of_url(self, url: str, name: str) -> ImageSource:
-        """`url` has its scheme in small letters."""
+        """`url` has a lower-case scheme."""
         if url.startswith("data:"):
-            return EncodedFile(_from_data_url(url), name)
+            head, comma, data = url.partition(",")
+            if not comma:
+                raise ImageError("bad_image", f"{url[:NUM_SHOWN]!r} is no data URL: write data:image/png;base64,DATA")
+            content = _from_base64(data) if head.endswith(";base64") else unquote_to_bytes(data)
+            return EncodedFile(content, name)
         if url.startswith(WEB):
             return self._downloads.fetch(url)
         if url.startswith("file://"):
@@ -150,7 +155,7 @@ class ImageInputs:
         )
 
     def _is_fit(self, path: Path) -> bool:
-        """Whether a path below the root is what can be read."""
+        """Whether a path below the root can be read."""
         return path.is_file()
 
     def _from_mapping(self, value: Mapping[str, Any], name: str) -> ImageSource:
@@ -171,7 +176,7 @@ class ImageInputs:
         try:
             path = path_below(self._root, text)
             is_file = path is not None and self._is_fit(path)
-        except (OSError, RuntimeError, ValueError) as error:  # too long a name, a loop of links, a NUL character
+        except (OSError, RuntimeError, ValueError) as error:  # name too long, loop of links, NUL character
             raise ImageError(
                 "missing_file", f"the path {text[:NUM_SHOWN]!r} is unusable ({error}): fix `image`"
             ) from error
@@ -186,13 +191,13 @@ class ImageInputs:
 
 
 def path_below(root: Path, text: str) -> Path | None:
-    """The file that a row names below `root`, which is resolved, with links followed; None if it leads out of it.
+    """Resolves `text` relative to `root` (a resolved path), following links; None if the result is outside `root`.
 
-    The hub's cache keeps the files of a snapshot as links to the folder `blobs` of the same repository: one that is
-    named below the snapshot does not lead out.
+    In the hub's cache, files of a snapshot are links to the folder `blobs` of the repository. Such links are allowed if
+    the unresolved path is below the snapshot.
 
     Raises:
-        OSError, RuntimeError, ValueError: no file can have this name.
+        OSError, RuntimeError, ValueError: the name is invalid.
     """
     path = (root / text).resolve()
     if path.is_relative_to(root):
@@ -204,7 +209,7 @@ def path_below(root: Path, text: str) -> Path | None:
 
 
 def flat(value: Any) -> Iterator[Any]:
-    """The items of a value that is none, one, a list, or a list of lists; those that are left out are passed over."""
+    """Yields the items of a value: none, a single item, a list, or a list of lists. Absent items are skipped."""
     for item in value if isinstance(value, list | tuple) else [value]:
         for inner in item if isinstance(item, list | tuple) else [item]:
             if not is_absent(inner):
@@ -212,13 +217,13 @@ def flat(value: Any) -> Iterator[Any]:
 
 
 def is_absent(value: Any) -> bool:
-    """Whether a medium is left out: null, NaN, an empty text, or an object without fields."""
+    """Whether a medium is absent: null, NaN, an empty text, or an object without fields."""
     is_nan = isinstance(value, float) and value != value
     return value is None or is_nan or (isinstance(value, str | Mapping) and not value)
 
 
 def _is_empty(value: Any) -> bool:
-    """Whether a field of a mapping is empty: null, or empty bytes where there is also a path."""
+    """Whether a field of a mapping is empty: null, or empty bytes or text."""
     return value is None or (isinstance(value, str | bytes) and not value)
 
 
@@ -229,30 +234,21 @@ def _no_image(value: Any) -> ImageError:
     )
 
 
-def _from_data_url(url: str) -> bytes:
-    head, comma, data = url.partition(",")
-    if not comma:
-        raise ImageError("bad_image", f"{url[:NUM_SHOWN]!r} is no data URL: write data:image/png;base64,DATA")
-    if not head.endswith(";base64"):
-        return unquote_to_bytes(data)
-    return _from_base64(data)
-
-
 def _from_base64(text: str) -> bytes:
     try:
-        return base64.b64decode("".join(text.split()), validate=True)  # MIME breaks lines at 76 letters
+        return base64.b64decode("".join(text.split()), validate=True)  # MIME wraps lines
     except (binascii.Error, ValueError) as error:
         raise ImageError("bad_image", f"{text[:NUM_SHOWN]!r} is no base64 ({error}): encode the file again") from error
 
 
 def array_of(value: Any) -> np.ndarray:
-    """The array, or the values of a tensor on any device, with or without gradients; bfloat16 as float32.
+    """Converts an array or a tensor on any device to numpy; bfloat16 becomes float32.
 
     Raises:
-        ImageError: a tensor has no values (device `meta`), or none that numpy can hold.
+        ImageError: a tensor has no values (device `meta`), or numpy does not support its type.
     """
     try:
-        if hasattr(value, "detach"):  # a tensor of torch, which is not imported here
+        if hasattr(value, "detach"):  # a tensor; torch is not imported here
             value = value.detach()
             value = (value.float() if value.dtype.is_floating_point else value).cpu()
         return np.asarray(value)
@@ -263,7 +259,7 @@ def array_of(value: Any) -> np.ndarray:
 
 
 def _from_array(array: np.ndarray) -> Image.Image:
-    """An image of uint8, or of float in [0, 1]: [H, W], [H, W, C] with 1, 3 or 4 channels, or a tensor's [C, H, W]."""
+    """Converts uint8 or float in [0, 1] to an image: [H, W], [H, W, C] with 1, 3 or 4 channels, or [C, H, W]."""
     if array.ndim == 3 and array.shape[0] in (1, 3, 4) and array.shape[2] not in (1, 3, 4):
         array = array.transpose(1, 2, 0)
     is_grey = array.ndim == 3 and array.shape[2] == 1
@@ -277,7 +273,7 @@ def _from_array(array: np.ndarray) -> Image.Image:
         )
     if grey.dtype.kind == "f":
         low, high = float(grey.min()), float(grey.max())
-        if not (low >= 0 and high <= 1):  # also where they are no numbers
+        if not (low >= 0 and high <= 1):  # true for NaN
             raise ImageError(
                 "bad_image",
                 f"an array of {array.dtype} {list(array.shape)} has values from {low:g} to {high:g}: bring them to "
@@ -288,11 +284,11 @@ def _from_array(array: np.ndarray) -> Image.Image:
 
 
 def _encoded(image: Image.Image, name: str) -> EncodedFile:
-    """The same pixels as a PNG file; an image that was opened from a file keeps the file's own orientation mark."""
+    """Encodes an image as PNG; keeps the EXIF orientation of a file."""
     buffer = BytesIO()
     try:
         stored = image.convert("RGBA" if image.mode == "RGBa" else "RGB") if image.mode in WITHOUT_PNG else image
         stored.save(buffer, format="PNG", exif=image.getexif())
-    except Exception as error:  # other modes that PNG does not have, and files that Pillow opened and cannot decode
+    except Exception as error:  # other modes without PNG support, and files that Pillow opens but cannot decode
         raise MediaError(f"{name} cannot be written as PNG ({error}): convert the image to RGB") from error
     return EncodedFile(buffer.getvalue(), name)

@@ -1,4 +1,4 @@
-"""Rows that are read when they are needed, in an order that is a pure function of seed, epoch and position."""
+"""Rows that are read on demand, in an order that is a pure function of seed, epoch and position."""
 
 from __future__ import annotations
 
@@ -12,37 +12,37 @@ import numpy as np
 from mobula.actors.datasets.rows import R, R_co
 
 EpochOrder = Callable[[int, int], np.ndarray]
-"""(seed, epoch) -> int64 [num_rows]: a permutation of the rows' places."""
+"""(seed, epoch) -> int64 [num_rows]: a permutation of the row indices."""
 
 
 class EndlessRows(Protocol[R_co]):
-    """Rows one after the other without end, each of which can be asked by its index."""
+    """An endless sequence of rows with random access."""
 
     def __len__(self) -> int:
         """Rows of one epoch."""
         ...
 
     def row(self, index: int) -> R_co:
-        """Raises: RowError: the record there cannot be used."""
+        """Raises: RowError: the record is unusable."""
         ...
 
 
 @runtime_checkable
 class Reorderable(Protocol[R_co]):
-    """Rows with an order of their own."""
+    """Rows that define an order."""
 
     def endless(self, seed: int) -> EndlessRows[R_co]: ...
 
 
 def endless(rows: Sequence[R], seed: int) -> EndlessRows[R]:
-    """The rows without end; those that have no order of their own are permuted in every epoch."""
+    """Repeats the rows endlessly, in the order that they define, or permuted in every epoch."""
     if isinstance(rows, Reorderable):
         return rows.endless(seed)
     return Shuffled(rows, lambda seed, epoch: epoch_order(len(rows), seed, epoch), seed)
 
 
 class Shuffled(Generic[R]):
-    """Epoch after epoch of `rows`, each in an order of its own."""
+    """Repeats `rows` endlessly, with another order in each epoch."""
 
     def __init__(self, rows: Sequence[R], order: EpochOrder, seed: int) -> None:
         self._rows = rows
@@ -57,16 +57,18 @@ class Shuffled(Generic[R]):
 
 
 def epoch_order(num_rows: int, seed: int, epoch: int) -> np.ndarray:
-    """int64 [num_rows]: the order of one epoch, a pure function of its arguments."""
+    """Returns int64 [num_rows]: the order of one epoch, a pure function of the arguments."""
     return np.random.default_rng([seed % 2**32, epoch]).permutation(num_rows)
 
 
 def windowed_order(blocks: np.ndarray, window_bytes: int, seed: int, epoch: int) -> np.ndarray:
-    """int64 [num_rows]: the order of one epoch in which few blocks are read at a time.
+    """Returns int64 [num_rows]: an order of one epoch that needs few blocks in memory.
 
-    `blocks` is int64 [num_blocks, 2]: rows of each block, and its bytes in memory. Blocks are taken in random order and
-    put together to windows of at most `window_bytes` (or of one block); the rows of a window are shuffled. Blocks that
-    fit into one window are shuffled as `epoch_order` does.
+    Blocks are grouped in random order into windows of at most `window_bytes` (at least one block), and the rows of a
+    window are shuffled. If all blocks fit into one window, the order is `epoch_order`.
+
+    Args:
+        blocks: int64 [num_blocks, 2]: number of rows and bytes in memory of each block.
     """
     num_rows = int(blocks[:, 0].sum())
     if blocks[:, 1].sum() <= window_bytes:
@@ -88,31 +90,31 @@ def windowed_order(blocks: np.ndarray, window_bytes: int, seed: int, epoch: int)
 
 
 class LazyRows(Sequence[R]):
-    """Rows in the order of the files; a record that cannot be used raises a RowError where it is asked."""
+    """Rows in the order of the files. Access to an unusable record raises a RowError."""
 
     @abstractmethod
-    def row_at(self, place: int) -> R:
-        """Raises: RowError: the record there cannot be used."""
+    def row_at(self, index: int) -> R:
+        """Raises: RowError: the record is unusable."""
 
     @abstractmethod
-    def name(self, place: int) -> str:
-        """The file and the place in it."""
+    def name(self, index: int) -> str:
+        """The file, and the position in the file."""
 
     @abstractmethod
-    def chosen(self, places: np.ndarray, difficulty: np.ndarray | None = None) -> LazyRows[R]:
-        """Some of the rows: `places` int64 [N], sorted, with their `difficulty` float64 [N] for a curriculum."""
+    def chosen(self, indices: np.ndarray, difficulty: np.ndarray | None = None) -> LazyRows[R]:
+        """Selects rows by sorted `indices`, int64 [N]; `difficulty`, float64 [N], is for a curriculum."""
 
     @abstractmethod
     def endless(self, seed: int) -> EndlessRows[R]:
-        """The rows without end, in the order that a run asks them."""
+        """Repeats the rows endlessly, in training order."""
 
     @overload
-    def __getitem__(self, place: int) -> R: ...
+    def __getitem__(self, index: int) -> R: ...
     @overload
-    def __getitem__(self, place: slice) -> Sequence[R]: ...
-    def __getitem__(self, place: int | slice) -> R | Sequence[R]:
-        if isinstance(place, slice):
-            return [self.row_at(i) for i in range(*place.indices(len(self)))]
-        if not 0 <= place < len(self):
-            raise IndexError(place)
-        return self.row_at(place)
+    def __getitem__(self, index: slice) -> Sequence[R]: ...
+    def __getitem__(self, index: int | slice) -> R | Sequence[R]:
+        if isinstance(index, slice):
+            return [self.row_at(i) for i in range(*index.indices(len(self)))]
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        return self.row_at(index)

@@ -1,4 +1,4 @@
-"""Mixtures: rows of several sources in given shares, in an order that can be asked at any index."""
+"""Mixtures: rows of several sources in given shares, in an endless order with random access."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from mobula.actors.datasets.lazy_rows import EndlessRows, LazyRows
 from mobula.actors.datasets.rows import Row, RowError
 from mobula.cluster.errors import DatasetError
 
-PERIOD = 4096  # prompts in which every source has its exact share
+PERIOD = 4096  # every source has its exact quota in each period of so many prompts
 
 
 def shares_of(weights: Sequence[float], temperature: float) -> np.ndarray:
-    """float64 [S]: the share of each source, weight^(1 / temperature) over the sum of all (arXiv:1910.10683, 3.5.2).
+    """Returns float64 [S]: normalised shares weight^(1 / temperature) of the sources (arXiv:1910.10683, 3.5.2).
 
     Example:
         >>> shares_of([1.0, 4.0], 2.0)
@@ -29,7 +29,7 @@ def shares_of(weights: Sequence[float], temperature: float) -> np.ndarray:
 
 
 def quotas_of(shares: np.ndarray) -> np.ndarray:
-    """int64 [S]: how many of PERIOD prompts each source gives; rounded down, the largest remainders get the rest."""
+    """Returns int64 [S]: prompts of each source in a period, by the largest remainder method."""
     exact = shares * PERIOD
     quotas = np.floor(exact).astype(np.int64)
     order = np.argsort(quotas - exact, kind="stable")
@@ -38,15 +38,15 @@ def quotas_of(shares: np.ndarray) -> np.ndarray:
 
 
 class MixedRows(LazyRows[Row]):
-    """The rows of several sources. In file order they stand in proportion to the sizes of their sources."""
+    """The rows of several sources. In file order, sources alternate in proportion to their sizes."""
 
     def __init__(
         self, parts: Mapping[str, LazyRows[Row]], weights: Mapping[str, float], *, by_rows: bool, temperature: float
     ) -> None:
-        """With `by_rows` a weight counts once for each row of its source.
+        """With `by_rows`, the weight of a source is multiplied by its number of rows.
 
         Raises:
-            DatasetError: a source has no row, or so small a share that it would never be asked.
+            DatasetError: a source has no row, or a share below one prompt in a period.
         """
         for name, part in parts.items():
             if len(part) == 0:
@@ -70,44 +70,44 @@ class MixedRows(LazyRows[Row]):
     def __len__(self) -> int:
         return sum(len(part) for part in self._parts.values())
 
-    def row_at(self, place: int) -> Row:
-        source, own = self._find(place)
+    def row_at(self, index: int) -> Row:
+        source, row = self._locate(index)
         name = self._names[source]
-        return _from_source(name, self._parts[name].row_at, own)
+        return _from_source(name, self._parts[name].row_at, row)
 
-    def name(self, place: int) -> str:
-        source, own = self._find(place)
-        return f"{self._names[source]}:{self._parts[self._names[source]].name(own)}"
+    def name(self, index: int) -> str:
+        source, row = self._locate(index)
+        return f"{self._names[source]}:{self._parts[self._names[source]].name(row)}"
 
-    def chosen(self, places: np.ndarray, difficulty: np.ndarray | None = None) -> MixedRows:
-        sources, own = self._places
+    def chosen(self, indices: np.ndarray, difficulty: np.ndarray | None = None) -> MixedRows:
+        sources, rows = self._file_order
         parts = {}
         for number, (name, part) in enumerate(self._parts.items()):
-            here = sources[places] == number
-            parts[name] = part.chosen(own[places][here], None if difficulty is None else difficulty[here])
+            is_here = sources[indices] == number
+            parts[name] = part.chosen(rows[indices][is_here], None if difficulty is None else difficulty[is_here])
         return MixedRows(parts, self._weights, by_rows=self._by_rows, temperature=self._temperature)
 
     def endless(self, seed: int) -> Mixture:
-        """Each source has an order of its own, which does not change when another source is added."""
+        # The seed depends on the name alone: adding a source does not change the order of the others.
         parts = [part.endless(seed + zlib.crc32(name.encode())) for name, part in self._parts.items()]
         return Mixture(self._names, parts, self._quotas, len(self), seed)
 
     @cached_property
-    def _places(self) -> tuple[np.ndarray, np.ndarray]:
-        """int32 [N] source and int64 [N] place in it, of every row: sources alternate in proportion to their sizes."""
+    def _file_order(self) -> tuple[np.ndarray, np.ndarray]:
+        """For every row: int32 [N] source, int64 [N] index in the source. Sources alternate in proportion to sizes."""
         sizes = [len(part) for part in self._parts.values()]
         sources = np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
-        own = np.concatenate([np.arange(size) for size in sizes])
+        rows = np.concatenate([np.arange(size) for size in sizes])
         order = np.argsort(np.concatenate([(np.arange(size) + 0.5) / size for size in sizes]), kind="stable")
-        return sources[order], own[order]
+        return sources[order], rows[order]
 
-    def _find(self, place: int) -> tuple[int, int]:
-        sources, own = self._places
-        return int(sources[place]), int(own[place])
+    def _locate(self, index: int) -> tuple[int, int]:
+        sources, rows = self._file_order
+        return int(sources[index]), int(rows[index])
 
 
 class Mixture:
-    """Prompt after prompt from the sources, each PERIOD of them with the exact quota of every source, shuffled."""
+    """An endless sequence of rows in periods; a period has the exact quota of every source, shuffled."""
 
     def __init__(
         self, names: Sequence[str], parts: Sequence[EndlessRows[Row]], quotas: np.ndarray, num_rows: int, seed: int
@@ -126,11 +126,11 @@ class Mixture:
         period, position = divmod(index, PERIOD)
         sources, ranks = self._period(period)
         source = int(sources[position])
-        own = period * int(self._quotas[source]) + int(ranks[position])
-        return _from_source(self._names[source], self._parts[source].row, own)
+        row = period * int(self._quotas[source]) + int(ranks[position])
+        return _from_source(self._names[source], self._parts[source].row, row)
 
     def _make_period(self, period: int) -> tuple[np.ndarray, np.ndarray]:
-        """int64 [PERIOD]: the source of each prompt, and how many prompts of this source are before it."""
+        """Two int64 [PERIOD]: the source of each prompt, and the number of earlier prompts of this source."""
         ordered = np.repeat(np.arange(len(self._quotas)), self._quotas)
         sources = np.random.default_rng([self._seed % 2**32, period, len(self._quotas)]).permutation(ordered)
         ranks = np.empty(PERIOD, dtype=np.int64)
@@ -139,14 +139,14 @@ class Mixture:
         return sources, ranks
 
 
-def _from_source(name: str, read: Callable[[int], Row], place: int) -> Row:
-    """The row with its source in front of its id, as ids of several sources may be the same.
+def _from_source(name: str, read: Callable[[int], Row], index: int) -> Row:
+    """Reads a row and prefixes its id with the source: ids are unique only within a source.
 
     Raises:
-        RowError: the record there cannot be used; its name begins with the source, too.
+        RowError: the record is unusable; the sample's name has the same prefix.
     """
     try:
-        row = read(place)
+        row = read(index)
     except RowError as error:
         raise RowError(error.reason, error.detail, f"{name}:{error.sample}") from error
     return replace(row, sample_id=f"{name}:{row.sample_id}")

@@ -1,4 +1,4 @@
-"""open_split: the rows of one split of the configured data, whatever files they lie in."""
+"""open_split: opens one split of the configured data."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from mobula.actors.datasets.videos import VideoInputs
 from mobula.cluster.errors import DatasetError, SkippedSample
 from mobula.configs.schema.data import DataConfig, DataKind, SourceConfig
 
-NUM_KEPT = 8  # rows that are asked again at once, for their id and for their prompt
+NUM_CACHED = 8  # rows; each is read twice in a row, for the id and for the prompt
 
 
 class TableRows(LazyRows[Row]):
-    """All rows of a table, of which none is held."""
+    """All rows of a table, read on demand."""
 
     def __init__(
         self,
@@ -47,8 +47,13 @@ class TableRows(LazyRows[Row]):
         window_bytes: int,
         curriculum: Curriculum | None,
     ) -> None:
-        """`columns` says what a column of the format is called in the data, `placeholders` what stands for a medium in
-        its texts; with `numbers_ids` an id has its place behind it; `label`, if not empty, is the label of all rows."""
+        """
+        Args:
+            columns: column of the row format -> name in the data.
+            placeholders: medium -> placeholder in texts.
+            numbers_ids: append the row number to ids.
+            label: label of all rows; empty to keep the label of each row.
+        """
         self._table = table
         self._format = row_format
         self._images = images
@@ -61,35 +66,35 @@ class TableRows(LazyRows[Row]):
         self._label = label
         self._window_bytes = window_bytes
         self._curriculum = curriculum
-        self._read = lru_cache(maxsize=NUM_KEPT)(self._read_row)
+        self._read = lru_cache(maxsize=NUM_CACHED)(self._read_row)
 
     def __len__(self) -> int:
         return len(self._table)
 
-    def row_at(self, place: int) -> Row:
-        return self._read(place)
+    def row_at(self, index: int) -> Row:
+        return self._read(index)
 
-    def name(self, place: int) -> str:
-        return self._table.name(place)
+    def name(self, index: int) -> str:
+        return self._table.name(index)
 
-    def chosen(self, places: np.ndarray, difficulty: np.ndarray | None = None) -> ChosenRows:
-        return ChosenRows(self, places, self._curriculum, difficulty)
+    def chosen(self, indices: np.ndarray, difficulty: np.ndarray | None = None) -> ChosenRows:
+        return ChosenRows(self, indices, self._curriculum, difficulty)
 
     def endless(self, seed: int) -> Shuffled[Row]:
         return self.chosen(np.arange(len(self))).endless(seed)
 
-    def order_of(self, places: np.ndarray, seed: int, epoch: int) -> np.ndarray:
-        """int64 [N]: an order of the rows at `places` [N], which are sorted, as positions in `places`."""
+    def order_of(self, indices: np.ndarray, seed: int, epoch: int) -> np.ndarray:
+        """Returns int64 [N]: an order of the rows at sorted `indices` [N], as positions in `indices`."""
         blocks = self._table.blocks
-        bounds = np.searchsorted(places, np.concatenate([[0], np.cumsum(blocks[:, 0])]))
-        held = np.stack([np.diff(bounds), blocks[:, 1]], axis=1)
-        return windowed_order(held[held[:, 0] > 0], self._window_bytes, seed, epoch)
+        bounds = np.searchsorted(indices, np.concatenate([[0], np.cumsum(blocks[:, 0])]))
+        chosen_blocks = np.stack([np.diff(bounds), blocks[:, 1]], axis=1)
+        return windowed_order(chosen_blocks[chosen_blocks[:, 0] > 0], self._window_bytes, seed, epoch)
 
-    def _read_row(self, place: int) -> Row:
-        name = self._table.name(place)
+    def _read_row(self, index: int) -> Row:
+        name = self._table.name(index)
         record: Record = {}
         try:
-            record = self._mapped(without_nulls(self._table.record(place)))
+            record = self._mapped(without_nulls(self._table.record(index)))
             draft = self._format.read(record)
             if self._label:
                 draft.label = self._label
@@ -106,65 +111,64 @@ class TableRows(LazyRows[Row]):
                 label_key=self._label_key,
             )
             has_own_id = row.sample_id != default_id
-            return replace(row, sample_id=f"{row.sample_id}-{place + 1}") if self._numbers_ids and has_own_id else row
+            return replace(row, sample_id=f"{row.sample_id}-{index + 1}") if self._numbers_ids and has_own_id else row
         except SkippedSample as error:
             sample = f"{name} ({record['id']})" if "id" in record else name
             raise named(error, sample, self._columns) from error
 
     def _mapped(self, record: Record) -> Record:
-        """The record under the column names of its format."""
-        if not self._columns:
-            return record
+        """Renames the columns of a record to the names of the row format."""
         renamed: dict[str, Any] = {column: first_of(record, source) for column, source in self._columns.items()}
-        moved = set(self._columns.values())
-        kept = {column: value for column, value in record.items() if column not in moved}
-        return {**kept, **{column: value for column, value in renamed.items() if value is not None}}
+        others = {column: value for column, value in record.items() if column not in self._columns.values()}
+        return {**others, **{column: value for column, value in renamed.items() if value is not None}}
 
 
 class ChosenRows(LazyRows[Row]):
-    """Some of the rows of a table, in its order."""
+    """A selection of a table's rows, in the order of the table."""
 
     def __init__(
-        self, rows: TableRows, places: np.ndarray, curriculum: Curriculum | None, difficulty: np.ndarray | None
+        self, rows: TableRows, indices: np.ndarray, curriculum: Curriculum | None, difficulty: np.ndarray | None
     ) -> None:
-        """`difficulty` float64 [N] is that of the row at each place, where there is a curriculum."""
+        """`difficulty`, float64 [N], is the difficulty of each row at `indices`, int64 [N], for a curriculum."""
         self._rows = rows
-        self._places = places
+        self._indices = indices
         self._curriculum = curriculum
         self._difficulty = difficulty
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._indices)
 
-    def row_at(self, place: int) -> Row:
-        return self._rows.row_at(int(self._places[place]))
+    def row_at(self, index: int) -> Row:
+        return self._rows.row_at(int(self._indices[index]))
 
-    def name(self, place: int) -> str:
-        return self._rows.name(int(self._places[place]))
+    def name(self, index: int) -> str:
+        return self._rows.name(int(self._indices[index]))
 
-    def chosen(self, places: np.ndarray, difficulty: np.ndarray | None = None) -> ChosenRows:
-        return ChosenRows(self._rows, self._places[places], self._curriculum, difficulty)
+    def chosen(self, indices: np.ndarray, difficulty: np.ndarray | None = None) -> ChosenRows:
+        return ChosenRows(self._rows, self._indices[indices], self._curriculum, difficulty)
 
     def endless(self, seed: int) -> Shuffled[Row]:
         return Shuffled(self, self.order, seed)
 
     def order(self, seed: int, epoch: int) -> np.ndarray:
-        """int64 [N]: the order of one epoch, stage after stage."""
-        found = self._curriculum
-        if found is None or self._difficulty is None or epoch >= found.num_epochs:
-            return self._rows.order_of(self._places, seed, epoch)
-        stages = found.stages(self._difficulty, found.num_stages)
-        return np.concatenate([stage[self._rows.order_of(self._places[stage], seed, epoch)] for stage in stages])
+        """Returns int64 [N]: the order of one epoch, stage by stage."""
+        curriculum = self._curriculum
+        if curriculum is None or self._difficulty is None or epoch >= curriculum.num_epochs:
+            return self._rows.order_of(self._indices, seed, epoch)
+        stages = curriculum.stages(self._difficulty, curriculum.num_stages)
+        return np.concatenate([stage[self._rows.order_of(self._indices[stage], seed, epoch)] for stage in stages])
 
 
 def open_split(data: DataConfig, split: str, label_key: str, *, fetches_late: bool = False) -> Split[Row]:
-    """The rows of a split; nothing but an index of them is read. `label_key` is where metadata hold a row's label.
+    """Opens a split and reads an index of its rows.
 
-    Media of web URLs are downloaded when their row is asked; with `fetches_late` the row holds `WebFile`s, which the
-    process that reads them downloads into its own `data.cache_path`.
+    Args:
+        label_key: metadata key of a row's label.
+        fetches_late: rows have `WebFile`s, which are downloaded by the process that reads them. Otherwise web files are
+            downloaded when a row is read.
 
     Raises:
-        DatasetError: there is no such split, its files cannot be read, or it has no record.
+        DatasetError: there is no such split, the files cannot be read, or there is no record.
     """
     if data.kind is not DataKind.MIXTURE:
         return Split(split, _open_source(data, data, data.path, split, label_key, fetches_late), ())
@@ -178,15 +182,15 @@ def open_split(data: DataConfig, split: str, label_key: str, *, fetches_late: bo
 
 
 def curriculum_of(data: DataConfig) -> Curriculum | None:
-    """The curriculum of the training split, if there is one."""
-    found = data.curriculum
-    if found.kind == "none":
+    """The curriculum of the training split, or None."""
+    config = data.curriculum
+    if config.kind == "none":
         return None
-    return Curriculum(CURRICULA[found.kind], found.key, found.num_stages, found.num_epochs)
+    return Curriculum(CURRICULA[config.kind], config.key, config.num_stages, config.num_epochs)
 
 
 def _path_of(data: DataConfig, source: SourceConfig) -> Path:
-    """Paths of sources begin in `data.path`; what is no folder there is a name on the hub."""
+    """The path of a source: relative to `data.path`, or a name on the hub if there is no such folder."""
     path = data.path / source.path
     return source.path if source.kind is DataKind.HUGGINGFACE and not path.is_dir() else path
 
@@ -213,14 +217,14 @@ def _open_source(
     if len(table) == 0:
         raise DatasetError(f"{table.source} has no usable row: fill it, or set data.path to another folder")
     root = data.path / source.media_path if source.media_path else table.root
-    # paths that datasets found in a folder are absolute; they are confined to the folder as all others
+    # `datasets` returns absolute paths for files in a folder; they are confined to the folder like all others.
     takes_absolute = source.media_path != "" or source.kind is DataKind.HUGGINGFACE
 
     def downloads(max_bytes: int, key: str) -> Downloads:
         limits = DownloadLimits(max_bytes, key, data.max_redirects, data.download_timeout_s)
-        # absolute, because processes on other nodes have other working folders
-        found = MediaDownloads((data.cache_path / "downloads").absolute(), data.allowed_hosts, limits)
-        return LateDownloads(found) if fetches_late else found
+        # Absolute, because processes on other nodes have other working directories.
+        direct = MediaDownloads((data.cache_path / "downloads").absolute(), data.allowed_hosts, limits)
+        return LateDownloads(direct) if fetches_late else direct
 
     images = downloads(data.max_image_bytes, "data.max_image_bytes")
     videos = downloads(data.video.max_file_bytes, "data.video.max_file_bytes")

@@ -1,4 +1,4 @@
-"""Prompts in a reproducible, endless order: what is trained on, what is evaluated, and a check of both beforehand."""
+"""Prompts in a reproducible, endless order for training, fixed prompts for evaluation, and preflight checks of rows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mobula.cluster.errors import DatasetError, SkippedSample
 logger = logging.getLogger(__name__)
 
 
-P = TypeVar("P")  # a `Prompt`, or the `ScoredGroup` that an offline job makes of a row
+P = TypeVar("P")  # a `Prompt`; for offline jobs a `ScoredGroup`
 P_co = TypeVar("P_co", covariant=True)
 R_contra = TypeVar("R_contra", bound=AnyRow, contravariant=True)
 
@@ -36,16 +36,16 @@ class Preparation(Protocol[R_contra, P]):
 
     @property
     def num_ahead(self) -> int:
-        """How many prompts are worth being begun at a time, 1 or more."""
+        """Number of prompts to prepare ahead, at least 1."""
         ...
 
     def begin(self, row: R_contra, prompt_id: str) -> Future[P]:
-        """Raises nothing: the future has what is wrong with the row (`SkippedSample`), or what ends the run."""
+        """Starts to prepare a prompt. Errors are set on the future: `SkippedSample`, or an error that ends the run."""
         ...
 
 
 class InDriver(Generic[R, P]):
-    """Implements `Preparation`: a prompt is prepared in the caller's thread as it is begun."""
+    """Implements `Preparation`: `begin` prepares the prompt in the caller's thread."""
 
     num_ahead = 1
 
@@ -55,7 +55,7 @@ class InDriver(Generic[R, P]):
     def begin(self, row: R, prompt_id: str) -> Future[P]:
         try:
             prompt = self._processor.prepare(row, prompt_id)
-        except Exception as error:  # raised where the prompt is taken, whether it skips the row or ends the run
+        except Exception as error:  # the caller handles it when it takes the prompt
             return failed(error)
         begun: Future[P] = Future()
         begun.set_result(prompt)
@@ -63,13 +63,13 @@ class InDriver(Generic[R, P]):
 
 
 class RowChecker(Protocol[R_contra]):
-    """Says how many tokens a row's prompt takes, or raises a `SkippedSample`."""
+    """Returns the number of tokens of a row's prompt, or raises a `SkippedSample`."""
 
     def check(self, row: R_contra) -> int: ...
 
 
 Difficulty = Callable[[R, int], float]
-"""(row, tokens of its prompt) -> its place in a curriculum: `Curriculum.difficulty`."""
+"""(row, tokens of the prompt) -> difficulty: `Curriculum.difficulty`."""
 
 
 class Processor(PromptMaker[R_contra, P_co], RowChecker[R_contra], Protocol):
@@ -81,20 +81,19 @@ class Processor(PromptMaker[R_contra, P_co], RowChecker[R_contra], Protocol):
         ...
 
     def num_media(self, row: R_contra) -> int:
-        """How many media the prompt of a row has."""
+        """Number of media in the prompt of a row."""
         ...
 
 
 class PromptSource(Generic[R, P]):
-    """An endless stream of prompts whose order is a pure function of (seed, epoch, position).
+    """An endless stream of prompts in an order that is a pure function of (seed, epoch, position).
 
-    Up to `num_ahead` prompts of `preparation` are prepared at a time, and handed out in order.
-
-    Every epoch is a permutation of its own. A prompt's id carries its place in the order, so a checkpoint needs only
-    `cursor` and the ids of prompts that were handed out and not yet trained on:
+    Prefetches up to `preparation.num_ahead` prompts and returns them in order. Every epoch has another permutation. A
+    prompt's id contains its epoch and position, so a checkpoint stores only `cursor` and the ids of prompts that were
+    returned and not trained yet:
 
         >>> source.restore(cursor=saved.cursor, pending=[*saved.in_flight, *saved.pending])
-        >>> source.next()  # first the pending ones, then on from the cursor
+        >>> source.next()  # first the pending prompts, then prompts from the cursor on
     """
 
     def __init__(
@@ -107,7 +106,7 @@ class PromptSource(Generic[R, P]):
         on_skipped: Callable[[Skipped], None] = lambda skipped: None,
         is_open: Callable[[R], bool] | None = None,
     ) -> None:
-        """With `is_open`, rows that are not when their turn comes are passed over, until the next epoch."""
+        """With `is_open`, rows that are closed when they are due are left out of the epoch."""
         if not rows:
             raise DatasetError(f"the split {split_name} has no rows: set data.path to a folder that has some")
         self._rows = endless(rows, seed)
@@ -117,58 +116,68 @@ class PromptSource(Generic[R, P]):
         self._is_open = is_open
         self._cursor = 0
         self._pending: deque[int] = deque()
-        self._ahead: deque[Future[P] | None] = deque()  # of the indices that come next; None: a row was closed
+        self._ahead: deque[Future[P] | None] = deque()  # prefetched prompts, in order; None if the row was closed
         self._skipped: dict[str, Skipped] = {}
 
     @property
     def cursor(self) -> int:
-        """Index of the first prompt that was never handed out."""
+        """Index of the first prompt that `next` has never returned."""
         return self._cursor
 
     @property
     def pending(self) -> tuple[str, ...]:
-        """Ids that `restore` was given and `next` has not handed out again yet."""
+        """Ids given to `restore` that `next` has not returned yet."""
         return tuple(self.id_at(index) for index in self._pending)
 
     @property
     def skipped(self) -> tuple[Skipped, ...]:
-        """The unusable samples met so far, each once."""
+        """The unusable samples so far, each once."""
         return tuple(self._skipped.values())
 
     def prompt_at(self, index: int) -> P:
-        """The prompt at one index of the endless order.
+        """Prepares the prompt at an index of the endless order.
 
         Raises:
-            SkippedSample: the row there is unusable.
+            SkippedSample: the row is unusable.
         """
         return self._begin(index).result()
 
     def next(self) -> P:
-        """The next usable prompt; unusable rows are skipped, counted by reason and named once.
+        """Returns the next usable prompt. Unusable rows are skipped, counted by reason and logged once.
 
         Raises:
             DatasetError: no row of a whole epoch is usable.
         """
-        for _ in range(len(self._pending) + 2 * len(self._rows)):  # a whole epoch lies within two
-            while len(self._ahead) < self._preparation.num_ahead:
-                index = self._upcoming(len(self._ahead))
-                self._ahead.append(self._begin(index) if self._is_asked(index) else None)
-            index, begun = self._take_index(), self._ahead.popleft()
+        for _ in range(len(self._pending) + 2 * len(self._rows)):  # two epochs from any position include a whole epoch
+            num_pending = len(self._pending)
+            while (num_ahead := len(self._ahead)) < self._preparation.num_ahead:
+                is_pending = num_ahead < num_pending
+                index = self._pending[num_ahead] if is_pending else self._cursor + num_ahead - num_pending
+                self._ahead.append(self._begin(index) if self._is_worth_preparing(index) else None)
+            if self._pending:
+                index = self._pending.popleft()
+            else:
+                index, self._cursor = self._cursor, self._cursor + 1
+            begun = self._ahead.popleft()
             try:
                 if self._is_open is None or self._is_open(self._rows.row(index)):
                     return (begun or self._begin(index)).result()
             except SkippedSample as error:
-                self._skip(self._sample_at(index), error)
+                sample = self._sample_at(index)
+                if sample not in self._skipped:
+                    self._skipped[sample] = Skipped(sample, error.reason, str(error))
+                    self._on_skipped(self._skipped[sample])
+                    logger.warning("skipped %s of %s: %s", sample, self._split_name, error)
         raise DatasetError(
             f"no row of the split {self._split_name} is usable{first_few(self.skipped)}: "
             "fix the rows or set data.path to another folder"
         )
 
     def restore(self, cursor: int, pending: Sequence[str]) -> None:
-        """Go on from a checkpoint; the prompts with the ids `pending` come first, in this order.
+        """Resumes from a checkpoint. Prompts with the ids `pending` come first, in this order.
 
         Raises:
-            DatasetError: an id is not at its place, so the rows or the seed are not those of the checkpoint.
+            DatasetError: an id does not match its index, so rows or seed differ from the checkpoint.
         """
         indices = [self.index_of(prompt_id) for prompt_id in pending]
         self._cursor = cursor
@@ -179,7 +188,7 @@ class PromptSource(Generic[R, P]):
         self._ahead.clear()
 
     def id_at(self, index: int) -> str:
-        """The id of the prompt at one index of the endless order."""
+        """The id of the prompt at an index of the endless order."""
         epoch, position = divmod(index, len(self._rows))
         return f"{epoch}/{position}/{self._sample_at(index)}"
 
@@ -187,7 +196,7 @@ class PromptSource(Generic[R, P]):
         """The index of an id in the endless order.
 
         Raises:
-            DatasetError: it is not at its place, so the rows or the seed are not those that it was made from.
+            DatasetError: the id does not match its index, so rows or seed have changed.
         """
         epoch, position, _ = prompt_id.split("/", maxsplit=2)
         index = int(epoch) * len(self._rows) + int(position)
@@ -201,52 +210,35 @@ class PromptSource(Generic[R, P]):
     def _begin(self, index: int) -> Future[P]:
         try:
             row = self._rows.row(index)
-        except Exception as error:  # it is raised where the prompt is asked for
+        except Exception as error:  # raised when the prompt is taken
             return failed(error)
         return self._preparation.begin(row, self.id_at(index))
 
-    def _is_asked(self, index: int) -> bool:
-        """Whether the row there is worth being prepared ahead: it is open now, or there is something wrong with it."""
+    def _is_worth_preparing(self, index: int) -> bool:
+        """Whether the row is open now, or is unusable and will be skipped."""
         try:
             return self._is_open is None or self._is_open(self._rows.row(index))
         except SkippedSample:
             return True
 
-    def _upcoming(self, place: int) -> int:
-        """The index that `next` takes behind `place` others."""
-        num_pending = len(self._pending)
-        return self._pending[place] if place < num_pending else self._cursor + place - num_pending
-
-    def _take_index(self) -> int:
-        if self._pending:
-            return self._pending.popleft()
-        self._cursor += 1
-        return self._cursor - 1
-
     def _sample_at(self, index: int) -> str:
-        """The id of the row, or the name of a record that is none."""
+        """The id of the row, or the name of an unusable record."""
         try:
             return self._rows.row(index).sample_id
         except RowError as error:
             return error.sample
 
-    def _skip(self, sample_id: str, error: SkippedSample) -> None:
-        if sample_id not in self._skipped:
-            self._skipped[sample_id] = Skipped(sample_id, error.reason, str(error))
-            self._on_skipped(self._skipped[sample_id])
-            logger.warning("skipped %s of %s: %s", sample_id, self._split_name, error)
-
 
 @dataclass(frozen=True)
 class PromptSet(Generic[P_co]):
-    """A fixed list of prompts, and the rows that were left out of it."""
+    """A fixed list of prompts, and the skipped rows."""
 
     prompts: tuple[P_co, ...]
     skipped: tuple[Skipped, ...]
 
 
 def fixed_prompts(split: Split[R], preparation: Preparation[R, P], num_prompts: int) -> PromptSet[P]:
-    """The first `num_prompts` usable prompts in file order, always the same; fewer if the split has no more.
+    """Prepares the first `num_prompts` usable prompts in file order; fewer if the split has fewer.
 
     Raises:
         DatasetError: no row is usable.
@@ -266,7 +258,7 @@ def fixed_prompts(split: Split[R], preparation: Preparation[R, P], num_prompts: 
 
 
 def _begun_ahead(split: Split[R], preparation: Preparation[R, P]) -> Iterator[tuple[str, Future[P]]]:
-    """Every row's id and prompt, in file order; a few of them are under way at a time."""
+    """Yields id and prompt of every row in file order; `num_ahead` prompts are prepared ahead."""
     ahead: deque[tuple[str, Future[P]]] = deque()
     for position in range(len(split.rows)):
         try:
@@ -289,12 +281,12 @@ def failed(error: Exception) -> Future[Any]:
 
 @dataclass(frozen=True)
 class PreflightReport(Generic[R_co]):
-    """The content of a split, as it was found before training starts."""
+    """Result of the checks of a split before training."""
 
-    rows: Sequence[R_co]  # those that are fit to be prompts, and those that were not checked
-    skipped: tuple[Skipped, ...]  # records that could not be read and rows that cannot be prompts
+    rows: Sequence[R_co]  # usable rows, and rows that were not checked
+    skipped: tuple[Skipped, ...]  # unreadable records and unusable rows
     longest_prompt_tokens: int
-    fingerprint: str = ""  # of `rows`: equal ones have the same order for the same seed
+    fingerprint: str = ""  # hash of `rows`: with equal fingerprints and seeds, the order is equal
 
     @property
     def num_skipped(self) -> dict[str, int]:
@@ -304,10 +296,10 @@ class PreflightReport(Generic[R_co]):
 
 @dataclass(frozen=True)
 class CheckedRows(Generic[R_co]):
-    """The rows of a split that are not known to be unusable: first those that were checked."""
+    """The rows of a split without those known to be unusable: first the checked rows."""
 
     rows: Sequence[R_co]
-    num_usable: int  # of those that were checked
+    num_usable: int  # number of usable rows among the checked
     skipped: tuple[Skipped, ...]
     longest_prompt_tokens: int
     fingerprint: str
@@ -321,24 +313,23 @@ def preflight(
     max_checked_rows: int,
     difficulty: Difficulty[R] | None = None,
 ) -> PreflightReport[R]:
-    """Check the rows of a split (`checked_rows`), and refuse it if too many are unusable.
+    """Checks the rows of a split (`checked_rows`), and refuses the split if too many are unusable.
 
     Raises:
-        DatasetError: more than `data.max_skipped_fraction` of the checked rows is unusable, or all of them; or a
-            curriculum has rows that are not checked.
+        DatasetError: more than `data.max_skipped_fraction` of the checked rows are unusable, or all; or a curriculum
+            has rows that are not checked.
     """
-    found = checked_rows(split, processor, max_checked_rows, difficulty)
-    _refuse_if_too_many_skipped(split, found.num_usable, found.skipped, max_skipped_fraction)
-    return PreflightReport(found.rows, found.skipped, found.longest_prompt_tokens, found.fingerprint)
+    checked = checked_rows(split, processor, max_checked_rows, difficulty)
+    _refuse_if_too_many_skipped(split, checked.num_usable, checked.skipped, max_skipped_fraction)
+    return PreflightReport(checked.rows, checked.skipped, checked.longest_prompt_tokens, checked.fingerprint)
 
 
 def checked_rows(
     split: Split[R], processor: RowChecker[R], max_checked_rows: int, difficulty: Difficulty[R] | None = None
 ) -> CheckedRows[R]:
-    """Check rows: their images' headers, their placeholders, their length, their ids. No image is decoded.
+    """Checks the first `max_checked_rows` rows (0 for all): headers of images, placeholders, length, ids.
 
-    The first `max_checked_rows` are checked, all of them for 0; those behind are checked when they are asked. A
-    curriculum orders rows by what the check says of them.
+    Decodes no image. Later rows are checked when they are used. For a curriculum, computes the difficulty of each row.
 
     Raises:
         DatasetError: a curriculum has rows that are not checked.
@@ -352,18 +343,21 @@ def checked_rows(
         )
     usable, difficulties, seen, longest = array("q"), array("d"), set[int](), 0
     digest = hashlib.sha256()
-    for place in range(num_checked):
+    for index in range(num_checked):
         sample = ""
         try:
-            row = rows[place]
+            row = rows[index]
             sample = row.sample_id
-            _refuse_duplicate(row, place, rows, seen)
+            if hash(sample) in seen:  # the first row with an id is kept; hashes save memory
+                name = f"{rows.name(index)} ({sample})" if isinstance(rows, LazyRows) else sample
+                raise RowError("duplicate_id", f"another row before it has the id {sample!r}", name)
+            seen.add(hash(sample))
             num_tokens = processor.check(row)
             if difficulty is not None:
                 difficulties.append(difficulty(row, num_tokens))
             longest = max(longest, num_tokens)
-            usable.append(place)
-            digest.update(f"{place} {sample}\0".encode())
+            usable.append(index)
+            digest.update(f"{index} {sample}\0".encode())
         except SkippedSample as error:
             skipped.append(_skipped(sample, error))
     num_usable = len(usable)
@@ -374,24 +368,15 @@ def checked_rows(
 
 
 def _skipped(sample: str, error: SkippedSample) -> Skipped:
-    """`sample` is the row's id; a record that is no row names itself."""
+    """`sample` is the row's id; a RowError has the name of the record."""
     return Skipped(error.sample if isinstance(error, RowError) else sample, error.reason, str(error))
 
 
-def _refuse_duplicate(row: R, place: int, rows: Sequence[R], seen: set[int]) -> None:
-    """Of rows with the same id the first is kept; `seen` holds the hashes of ids."""
-    key = hash(row.sample_id)
-    if key in seen:
-        name = f"{rows.name(place)} ({row.sample_id})" if isinstance(rows, LazyRows) else row.sample_id
-        raise RowError("duplicate_id", f"another row before it has the id {row.sample_id!r}", name)
-    seen.add(key)
-
-
-def _chosen(rows: Sequence[R], places: Sequence[int], difficulty: Sequence[float]) -> Sequence[R]:
+def _chosen(rows: Sequence[R], indices: Sequence[int], difficulty: Sequence[float]) -> Sequence[R]:
     if isinstance(rows, LazyRows):
-        hard = np.asarray(difficulty, dtype=np.float64) if difficulty else None
-        return rows.chosen(np.asarray(places, dtype=np.int64), hard)
-    return tuple(rows[place] for place in places)
+        difficulties = np.asarray(difficulty, dtype=np.float64) if difficulty else None
+        return rows.chosen(np.asarray(indices, dtype=np.int64), difficulties)
+    return tuple(rows[index] for index in indices)
 
 
 def _refuse_if_too_many_skipped(

@@ -1,4 +1,4 @@
-"""Row: one sample of a dataset in the form that every reader gives it, and how unusable samples are named."""
+"""Row: a sample of a dataset, the same type for every reader; RowError and Skipped: unusable samples."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from mobula.cluster.errors import SkippedSample
 from mobula.cluster.records.markup import PLACEHOLDERS
 
 IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, AUDIO_PLACEHOLDER = PLACEHOLDERS.values()
-NUM_NAMED = 3  # skipped samples that an error message names
+NUM_NAMED = 3  # skipped samples in an error message
 
 
 class AnyRow(Protocol):
-    """One sample of a dataset: a `Row`, or of an offline job a `Conversation` or an `ImagePair`."""
+    """One sample of a dataset: a `Row`; for offline jobs a `Conversation` or an `ImagePair`."""
 
     @property
     def sample_id(self) -> str: ...
@@ -30,8 +30,9 @@ R_co = TypeVar("R_co", bound=AnyRow, covariant=True)
 
 @dataclass(frozen=True)
 class Turn:
-    """One turn of a conversation; `text` holds one `<image>` for each image, `<video>` for each video and
-    `<audio>` for each sound of it, and is otherwise marked up as `mobula.cluster.records.markup` says."""
+    """One turn of a conversation. `text` has a placeholder for each medium (`<image>`, `<video>`, `<audio>`) and the
+    markup of `mobula.cluster.records.markup`.
+    """
 
     role: str  # system, user, assistant or tool
     text: str
@@ -39,11 +40,11 @@ class Turn:
 
 @dataclass(frozen=True)
 class Row:
-    """One question with its answer.
+    """One question and answer.
 
-    `history` and `question`, in this order, hold one `<image>` for each of `images`, one `<video>` for each of `videos`
-    and one `<audio>` for each of `audios`, and are otherwise marked up as `cluster.records.markup` says. `chosen` and
-    `rejected` are the two responses of a preference pair.
+    `history` and `question` have a placeholder for each medium, in order: `<image>` for `images`, `<video>` for
+    `videos`, `<audio>` for `audios`; and the markup of `cluster.records.markup`. `chosen` and `rejected` are the two
+    responses of a preference pair.
     """
 
     sample_id: str
@@ -60,12 +61,12 @@ class Row:
 
     @property
     def references(self) -> tuple[str, ...]:
-        """The texts that reward functions compare a response with, the literal answer first."""
+        """Texts that reward functions compare a response with: the literal answer, then the solution."""
         return self.answer, self.solution
 
 
 class RowError(SkippedSample):
-    """A record cannot be used as a row; `sample` names it: file, row and id."""
+    """A record is unusable as a row; `sample` is its name: file, row and id."""
 
     def __init__(self, reason: str, detail: str, sample: str = "") -> None:
         super().__init__(detail)
@@ -76,7 +77,7 @@ class RowError(SkippedSample):
 
 @dataclass(frozen=True)
 class Skipped:
-    """One sample that is not used. `reason` is a word to count by, `detail` a sentence to act on."""
+    """A skipped sample. `reason` is the name of the counter, `detail` the message for the user."""
 
     sample: str  # "train.jsonl:12 (id)" for a record of a file, else the sample's id
     reason: str
@@ -88,7 +89,7 @@ class Skipped:
 
 @dataclass(frozen=True)
 class Split(Generic[R_co]):
-    """The rows of one split, in the order of the files, and what was left out."""
+    """The rows of one split, in the order of the files, and skipped records."""
 
     name: str
     rows: Sequence[R_co]
@@ -101,6 +102,6 @@ def count_by_reason(skipped: Iterable[Skipped]) -> dict[str, int]:
 
 
 def first_few(skipped: Iterable[Skipped]) -> str:
-    """The first few skipped samples as the tail of an error message; empty if there is none."""
+    """Formats the first few skipped samples as the end of an error message; "" if there is none."""
     names = [str(sample) for sample in skipped]
     return f" ({'; '.join(names[:NUM_NAMED])}{'; ...' if len(names) > NUM_NAMED else ''})" if names else ""

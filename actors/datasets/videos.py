@@ -1,4 +1,4 @@
-"""Videos as datasets name them: files as images are named, and frames as folders, lists of images and arrays."""
+"""Resolves videos in dataset rows: files (as for images), and frames as folders, lists of images or arrays."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from mobula.actors.datasets.images import (
 )
 
 FRAME_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")  # .gif is a video here
-FRAME_MARKS = (b"\x89PNG", b"\xff\xd8\xff", b"BM", b"II*\0", b"MM\0*")  # which files of images begin with
-FRAME_KEYS = ("video", "frames", "video_url")  # under which a mapping holds frames, or a video in any form
+FRAME_MARKS = (b"\x89PNG", b"\xff\xd8\xff", b"BM", b"II*\0", b"MM\0*")  # signatures of image files
+FRAME_KEYS = ("video", "frames", "video_url")  # keys of frames, or of a video in any form, in a mapping
 
 
 @dataclass(frozen=True)
 class FrameList:
-    """A video as images in order; `frame_rate` is how many are shown a second, None for `data.video.frame_rate`."""
+    """A video as a list of images; `frame_rate` is in frames a second, None for `data.video.frame_rate`."""
 
     frames: tuple[ImageSource, ...]
     frame_rate: float | None
@@ -42,12 +42,13 @@ Video = Path | EncodedFile | WebFile | FrameList
 
 
 class VideoInputs(ImageInputs):
-    """Resolves what rows name as videos; a path may be a file or a folder of frames."""
+    """Resolves the videos of rows; a path may be a file or a folder of frames."""
 
     def resolve_videos(self, value: Any, name: str) -> tuple[Video, ...]:
-        """The videos of one value, in order: none for None, one for a list of images, several for any other list.
+        """Resolves a value to videos, in order: None gives none, a list of images one, any other list several.
 
-        `name` says whose videos they are, for those that have no name of their own.
+        Args:
+            name: name of the row, for videos without a name.
 
         Raises:
             ImageError: a value is no video, or a path is missing or leads out of the root.
@@ -66,27 +67,32 @@ class VideoInputs(ImageInputs):
         if isinstance(value, Image.Image):
             raise ImageError("bad_video", "one image is no video: write a list of frames, or the column `images`")
         if hasattr(value, "__array__"):
-            return self._frames(list(_four_axes(array_of(value))), name)
+            array = array_of(value)
+            if array.ndim != 4:
+                raise ImageError(
+                    "bad_video", f"an array of {array.dtype} {list(array.shape)} is no video: give [T, H, W, C]"
+                )
+            return self._frames(list(array), name)
         file = self._one(value, name)
         if isinstance(file, Path) and file.is_dir():
-            found = sorted(path for path in file.iterdir() if path.suffix.lower() in FRAME_SUFFIXES)
-            return self._frame_list([self._path(str(path.relative_to(self._root))) for path in found], str(file))
+            paths = sorted(path for path in file.iterdir() if path.suffix.lower() in FRAME_SUFFIXES)
+            return self._frame_list([self._path(str(path.relative_to(self._root))) for path in paths], str(file))
         return file
 
     def _frames(self, frames: Sequence[Any], name: str) -> FrameList:
         return self._frame_list([self._one(f, f"{name}, frame {n}") for n, f in enumerate(frames, start=1)], name)
 
-    def _frame_list(self, found: Sequence[ImageSource], name: str) -> FrameList:
-        if not found:
+    def _frame_list(self, frames: Sequence[ImageSource], name: str) -> FrameList:
+        if not frames:
             raise ImageError("bad_video", f"{name} has no frames: add images to the folder or list, or a file")
-        return FrameList(tuple(found), None, name)
+        return FrameList(tuple(frames), None, name)
 
     def _is_fit(self, path: Path) -> bool:
         return path.is_file() or path.is_dir()
 
 
 def each_video(value: Any) -> list[Any]:
-    """The videos of one value: none for None, one for a list of images, several for any other list."""
+    """The videos of a value: None gives none, a list of images one, any other list several."""
     if is_absent(value):
         return []
     if not isinstance(value, list | tuple):
@@ -96,7 +102,7 @@ def each_video(value: Any) -> list[Any]:
 
 
 def _is_frame(value: Any) -> bool:
-    """Whether an item of a list is an image, so that the list is one video. A GIF is a video."""
+    """Whether an item of a list is a frame, so that the list is one video. A GIF is a video, not a frame."""
     if isinstance(value, str) and value.startswith("data:"):
         return value.startswith("data:image/") and not value.startswith("data:image/gif")
     if isinstance(value, str | Path):
@@ -108,12 +114,6 @@ def _is_frame(value: Any) -> bool:
         held = next((value[key] for key in KEYS if value.get(key) is not None), None)
         return not any(value.get(key) is not None for key in FRAME_KEYS) and _is_frame(held)
     return isinstance(value, Image.Image) or (hasattr(value, "__array__") and np.ndim(value) <= 3)
-
-
-def _four_axes(array: np.ndarray) -> np.ndarray:
-    if array.ndim != 4:
-        raise ImageError("bad_video", f"an array of {array.dtype} {list(array.shape)} is no video: give [T, H, W, C]")
-    return array
 
 
 def _rate(value: Any) -> float:

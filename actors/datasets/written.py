@@ -1,4 +1,4 @@
-"""install_dataset: a dataset folder that appears whole or not at all, with a marker of what it holds."""
+"""install_dataset: writes a dataset folder atomically, with a marker file that describes the content."""
 
 from __future__ import annotations
 
@@ -8,19 +8,22 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-MARKER = "dataset.json"  # its presence says that the folder is whole
+MARKER = "dataset.json"  # present in complete folders
 
 Rows = Mapping[str, Sequence[Mapping[str, Any]]]  # split -> the lines of its JSONL file
 
 
 def install_dataset(folder: Path, marker: Mapping[str, Any], build: Callable[[Path], Rows]) -> Path:
-    """`build` writes images below a new folder and returns the rows; the folder is then renamed to its place.
+    """Builds a dataset in a temporary folder and renames it to `folder`. Returns `folder`.
 
-    `marker` holds the arguments that decide the content. A folder that already holds this very dataset is left alone;
-    of several processes that write it at once the first one wins.
+    Does nothing if `folder` has this dataset already. If several processes write it concurrently, the first one wins.
+
+    Args:
+        marker: the arguments that determine the content.
+        build: writes images into the given folder and returns the rows.
 
     Raises:
-        ValueError: the folder holds something else.
+        ValueError: the folder has other content.
     """
     if holds(folder, marker):
         return folder
@@ -41,10 +44,10 @@ def install_dataset(folder: Path, marker: Mapping[str, Any], build: Callable[[Pa
 
 
 def holds(folder: Path, marker: Mapping[str, Any]) -> bool:
-    """Whether `folder` is this dataset, finished; False for a missing or empty folder.
+    """Whether `folder` is this dataset, complete; False for a missing or empty folder.
 
     Raises:
-        ValueError: it is anything else.
+        ValueError: the folder has other content.
     """
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return False
@@ -52,7 +55,9 @@ def holds(folder: Path, marker: Mapping[str, Any]) -> bool:
         raise ValueError(
             f"{folder} exists and has no {MARKER}, so it is no {marker['task']} dataset: choose another folder"
         )
-    found = json.loads((folder / MARKER).read_text(encoding="utf-8"))
-    if found != marker:
-        raise ValueError(f"{folder} holds {found}, asked for {dict(marker)}: choose another folder or delete this one")
+    present = json.loads((folder / MARKER).read_text(encoding="utf-8"))
+    if present != marker:
+        raise ValueError(
+            f"{folder} holds {present}, asked for {dict(marker)}: choose another folder or delete this one"
+        )
     return True

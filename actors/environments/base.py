@@ -1,4 +1,4 @@
-"""The protocol of an environment: what it is given, what it returns, and how both are checked."""
+"""The protocol of an environment: its inputs and outputs, and checks of both."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from mobula.cluster.errors import MobulaError
 from mobula.cluster.records.markup import PLACEHOLDERS, literal, verbatim
 
 IMAGE_PLACEHOLDER = PLACEHOLDERS["image"]
-IMAGE_MARK = "\ufdd2"  # stands for an image where `<image>` is text
+IMAGE_MARK = "\ufdd2"  # placeholder of an image in a text with a literal `<image>`
 ROLES_OF_RESET = ("system", "user")
 ROLES_OF_STEP = ("user", "tool")
-SEEDS_A_SPLIT = 1_000_000  # the seeds of the train, validation and test split begin at 0, 1 and 2 of these
+SEEDS_A_SPLIT = 1_000_000  # seeds of train, validation and test start at 0, 1 and 2 times this number
 
 
 class EpisodeError(MobulaError):
-    """One episode failed; the run goes on without its reward. `kind` is a word to count by."""
+    """One episode failed; the run continues without the reward. `kind` is the name of the counter."""
 
     def __init__(self, kind: str, detail: str) -> None:
         super().__init__(detail)
@@ -36,9 +36,10 @@ class EpisodeError(MobulaError):
 
 @dataclass(frozen=True)
 class Message:
-    """One chat message of an environment; `text` holds one `<image>` for each of `images` (encoded files).
+    """One chat message of an environment; `text` has one `<image>` for each of `images` (encoded files).
 
-    A text without images may hold any markup. In a text with images, a literal `<image>` is written as IMAGE_MARK.
+    A text without images may contain any markup. If a text with images contains a literal `<image>`, IMAGE_MARK is the
+    placeholder instead.
     """
 
     role: str
@@ -55,28 +56,28 @@ class Tool:
 
     name: str
     description: str
-    parameters: Mapping[str, str]  # a name that begins with ** says that a call may have arguments of other names
+    parameters: Mapping[str, str]  # a name that starts with ** allows arguments with any name
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """One call that the policy wrote. `arguments` is empty unless `status` is `ok` or `unknown_tool`."""
+    """A tool call by the policy. `arguments` is empty unless `status` is `ok` or `unknown_tool`."""
 
     name: str
     arguments: Mapping[str, Any]
     status: str
     """ok | invalid_json | unclosed_block | missing_name | malformed_structure | unknown_tool | unknown_argument"""
-    detail: str = ""  # of a status other than `ok`: what is wrong
+    detail: str = ""  # the error, if `status` is not `ok`
 
     @property
     def error(self) -> str:
-        """What an environment answers to a call whose status is not `ok`."""
+        """The observation after a call with a status other than `ok`."""
         return f"error: {self.status}" + (f": {self.detail}" if self.detail else "")
 
 
 @dataclass(frozen=True)
 class Action:
-    """One turn of the policy: its text, the calls in it, and whether the length limit cut it."""
+    """One turn of the policy: text, tool calls, and whether the length limit truncated it."""
 
     text: str
     tool_calls: tuple[ToolCall, ...] = ()
@@ -94,9 +95,9 @@ class Action:
 class EnvironmentSpec:
     """Description of an environment. An episode is truncated after `max_turns` turns of the policy.
 
-    `is_deterministic` says that equal actions after a reset with equal seeds give equal observations: an episode whose
-    rollout actor is lost then goes on elsewhere by playing its turns again, and else begins again. `demonstrates` says
-    that it is a `Demonstrator`.
+    `is_deterministic`: equal seeds and actions give equal observations. If a rollout actor is lost, a deterministic
+    episode continues on another actor by replaying its turns; other episodes start again. `demonstrates`: the
+    environment is a `Demonstrator`.
     """
 
     max_turns: int
@@ -106,14 +107,14 @@ class EnvironmentSpec:
 
 
 class Reset(NamedTuple):
-    """The start of an episode. `info` may hold `answer` and `solution` (what a supervised step teaches), as text."""
+    """The start of an episode. `info` may have the texts `answer` and `solution` (the target of supervised steps)."""
 
     observation: Observation
     info: Mapping[str, Any]
 
 
 class Step(NamedTuple):
-    """The result of one turn. A reward is a number, or named parts whose sum counts."""
+    """The result of one turn. The reward is a number, or the sum of named parts."""
 
     observation: Observation
     reward: float | Mapping[str, float]
@@ -123,12 +124,12 @@ class Step(NamedTuple):
 
 
 class Environment(Protocol):
-    """One episode at a time, with the semantics of Gymnasium. Methods are synchronous: they run in a host."""
+    """Runs one episode at a time, with the semantics of Gymnasium. Methods are synchronous and run in a host."""
 
     spec: EnvironmentSpec
 
     def reset(self, *, seed: int, options: Mapping[str, Any]) -> Reset:
-        """Begin an episode. Equal seeds and options must give equal observations."""
+        """Starts an episode. Equal seeds and options must give equal observations."""
         ...
 
     def step(self, action: Action) -> Step: ...
@@ -137,39 +138,39 @@ class Environment(Protocol):
 
 
 class Demonstrator(Environment, Protocol):
-    """An environment that knows a good turn in every state; a warm start learns whole episodes of them."""
+    """An environment that knows a good turn in every state; a warm start trains on episodes of such turns."""
 
     def demonstrate(self) -> str:
-        """The text of a good next turn. Asked after `reset`, and after each `step` that does not end the episode."""
+        """The text of a good next turn. Called after `reset`, and after each `step` that does not end the episode."""
         ...
 
 
 def marked_message(role: str, text: str, images: Sequence[bytes]) -> Message:
-    """A message whose `text` holds IMAGE_MARK for each image, so that all else in it is text."""
+    """Builds a message from a `text` with IMAGE_MARK as the placeholder of images; everything else is plain text."""
     is_plain = IMAGE_PLACEHOLDER not in text
     return Message(role, text.replace(IMAGE_MARK, IMAGE_PLACEHOLDER) if is_plain else text, tuple(images))
 
 
-def place_of(message: Message) -> str:
-    """The text that stands for each image of a message that has images."""
+def placeholder_of(message: Message) -> str:
+    """The placeholder of images in a message with images."""
     return IMAGE_MARK if IMAGE_MARK in message.text else IMAGE_PLACEHOLDER
 
 
 def row_text(message: Message) -> str:
-    """The text of a message as a row holds it (`cluster.records.markup`): no part of it becomes a medium or a special
-    token but the placeholders of its images.
+    """The text of a message with the markup of rows (`cluster.records.markup`): placeholders of images are media,
+    everything else is plain text.
     """
-    pieces = message.text.split(place_of(message)) if message.images else [message.text.replace(IMAGE_MARK, "")]
+    pieces = message.text.split(placeholder_of(message)) if message.images else [message.text.replace(IMAGE_MARK, "")]
     return verbatim(IMAGE_PLACEHOLDER.join(map(literal, pieces)))
 
 
 def split_of(seed: int) -> tuple[int, int]:
-    """The number of the split that a seed is of (0 train, 1 validation, 2 test), and its place there."""
+    """The split of a seed (0 train, 1 validation, 2 test), and the index in the split."""
     return divmod(seed, SEEDS_A_SPLIT)
 
 
 def encoded(pixels: np.ndarray, *, scale: int = 1) -> bytes:
-    """uint8 [H, W, 3] as a PNG file, each pixel repeated `scale` times in both directions."""
+    """Encodes uint8 [H, W, 3] as PNG, each pixel repeated `scale` times in both directions."""
     png = BytesIO()
     Image.fromarray(np.ascontiguousarray(pixels).repeat(scale, 0).repeat(scale, 1)).save(png, format="PNG")
     return png.getvalue()
@@ -188,10 +189,10 @@ def observation_hash(observation: Observation) -> str:
 def checked_observation(
     observation: Sequence[Message], roles: Sequence[str], *, max_bytes: int, takes_images: bool
 ) -> Observation:
-    """The observation, if it can be rendered.
+    """Checks that an observation can be rendered, and returns it.
 
     Raises:
-        EpisodeError: a role, a number of placeholders, a size or an image does not fit.
+        EpisodeError: a role, a number of placeholders, the size or an image is invalid.
     """
     num_bytes = 0
     for message in observation:
@@ -199,12 +200,12 @@ def checked_observation(
             raise EpisodeError("bad_observation", f"an observation holds {type(message).__name__}: return Messages")
         if message.role not in roles:
             raise EpisodeError("unknown_role", f"the role {message.role!r} is none of {', '.join(roles)}: use one")
-        num_places = message.text.count(place_of(message))
-        if message.images and num_places != len(message.images):
+        num_placeholders = message.text.count(placeholder_of(message))
+        if message.images and num_placeholders != len(message.images):
             raise EpisodeError(
                 "bad_observation",
-                f"a message has {len(message.images)} images and {num_places} {IMAGE_PLACEHOLDER}: write one each, "
-                f"or IMAGE_MARK of actors.environments.base where {IMAGE_PLACEHOLDER} is text",
+                f"a message has {len(message.images)} images and {num_placeholders} {IMAGE_PLACEHOLDER}: write one "
+                f"each, or IMAGE_MARK of actors.environments.base where {IMAGE_PLACEHOLDER} is text",
             )
         if message.images and not takes_images:
             raise EpisodeError(
@@ -222,7 +223,7 @@ def checked_observation(
 
 
 def checked_rewards(reward: float | Mapping[str, float]) -> dict[str, float]:
-    """The parts of a reward by name.
+    """Returns the parts of a reward by name.
 
     Raises:
         EpisodeError: a part is no finite number.

@@ -1,4 +1,4 @@
-"""TurnBridge: the tokens between two turns of the policy, without tokenising earlier turns again."""
+"""TurnBridge: tokenises an observation between two turns of the policy, without tokenising earlier turns again."""
 
 from __future__ import annotations
 
@@ -13,30 +13,29 @@ from mobula.actors.processors.chat import ChatProcessor, expand
 from mobula.cluster.errors import SkippedSample
 from mobula.cluster.records.media import MediaHandle, MediaSpan
 
-MARK = "mark0"  # where an earlier turn of the policy ends in rendered text
+MARK = "mark0"  # marks the end of an earlier turn of the policy in rendered text
 EARLIER = (MARK, f"some other text, {MARK}", f"<think>\nidea\n</think>\n\n{MARK}")
 PROBED = "probe1"
 
 
 @dataclass(frozen=True)
 class Delta:
-    """The tokens that follow the token that ended a turn: the observation, and the head of the next turn."""
+    """The tokens after the end token of a turn: the observation, and the start of the next turn."""
 
-    ids: np.ndarray  # int32 [D], one placeholder a vision embedding
+    ids: np.ndarray  # int32 [D], one id a vision embedding
     spans: tuple[MediaSpan, ...]
     images: tuple[EncodedFile, ...]
 
 
 class TurnBridge:
-    """delta = render(earlier turn + observation) - render(earlier turn), cut behind the token that ends a turn.
+    """delta = render(earlier turn + observation) - render(earlier turn), without the token that ends the earlier turn.
 
-    The next prompt is the exact ids so far and the delta. This holds only for templates that write an observation in
-    the same way whatever the turn before it says, which the constructor tries. A `tool` message that a template does
-    not take, or whose image it drops, goes into a `user` turn.
+    The next prompt is the ids so far and the delta. This is exact only for templates that render an observation
+    independently of the text before it; the constructor tests this. If a template refuses `tool` messages or drops
+    their images, they become `user` turns.
 
     Raises:
-        ValueError: the chat template of the model changes with the earlier turn, drops images, or has no token that
-            ends a turn.
+        ValueError: the template's text of an observation depends on the earlier turn, or lacks images or an end token.
     """
 
     def __init__(self, chat: ChatProcessor, model: str) -> None:
@@ -51,11 +50,11 @@ class TurnBridge:
         self._roles["tool"] = "tool" if self._problem("tool") is None else "user"
         text = self._rendered((Message("user", ""),), MARK)
         end = chat.end_of_turn(text)
-        assert end is not None, "the probe has found it"
+        assert end is not None, "the constructor has checked this"
         self.end_id: int = end[1]
 
     def delta(self, observation: Sequence[Message]) -> Delta:
-        """The tokens of an observation, whose text stays text; its images are measured, not yet processed.
+        """Tokenises an observation; images are measured and not processed yet.
 
         Raises:
             EpisodeError: an image cannot be used.
@@ -66,7 +65,7 @@ class TurnBridge:
             raise EpisodeError(error.reason, str(error)) from error
 
     def stored(self, delta: Delta) -> tuple[MediaHandle, ...]:
-        """The images of an admitted delta, processed; equal files are processed once.
+        """Processes and stores the images of an admitted delta; equal files are processed once.
 
         Raises:
             EpisodeError: an image is damaged.
@@ -81,15 +80,15 @@ class TurnBridge:
         images = tuple(EncodedFile(p, "an image of an observation") for m in observation for p in m.images)
         text = self._rendered(self._merged(observation), MARK)
         end = self._chat.end_of_turn(text)
-        assert end is not None, "the probe has found it"
+        assert end is not None, "the constructor has checked this"
         compact = self._chat.tokenize(text[len(end[0]) :])
         _, sizes = self._chat.read_images(images)
-        places, expansions = self._chat.expansions(compact, images, sizes, "an observation")
-        ids, spans = expand(compact, places, expansions)
+        positions, expansions = self._chat.expansions(compact, images, sizes, "an observation")
+        ids, spans = expand(compact, positions, expansions)
         return Delta(ids.astype(np.int32), spans, images)
 
     def _merged(self, observation: Sequence[Message]) -> list[Message]:
-        """Messages under the roles that the template takes; neighbours of one role are one turn."""
+        """Maps messages to roles that the template takes; adjacent messages of one role are merged to a turn."""
         turns: list[Message] = []
         for message in observation:
             role = self._roles[message.role]
@@ -101,19 +100,19 @@ class TurnBridge:
         return turns
 
     def _rendered(self, turns: Sequence[Message], earlier: str) -> str:
-        """The text that the template writes behind the text of an earlier turn."""
+        """The rendered text behind the text of an earlier turn."""
         messages = [("user", PROBED), ("assistant", earlier), *((turn.role, turn.text) for turn in turns)]
         _, mark, rest = self._chat.render(messages, is_open=True).partition(MARK)
         return rest if mark else ""
 
     def _problem(self, role: str) -> str | None:
-        """Why a turn of `role` cannot follow a turn of the policy; None if it can."""
+        """The reason why a turn of `role` cannot follow a turn of the policy; None if it can."""
         assert role in ROLES_OF_STEP
         text = f"{PROBED}{IMAGE_PLACEHOLDER}" if self._chat.takes_images else PROBED
         turns = (Message(role, text),)
         try:
             rendered = [self._rendered(turns, earlier) for earlier in EARLIER]
-        except Exception as error:  # templates refuse in their own ways
+        except Exception as error:  # templates raise errors of any type
             return f"it refuses a {role} turn ({type(error).__name__}: {error})"
         if len(set(rendered)) != 1:
             return f"what it writes for a {role} turn depends on the text of the turn before"

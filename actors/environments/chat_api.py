@@ -1,4 +1,4 @@
-"""OpenAI's chat completions as messages and answers of ours, for programs that call the policy themselves."""
+"""Converts OpenAI's chat completions to and from our messages, for programs that call the policy."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ DATA_URL = "data:"
 
 
 def message_of(role: str, content: Any) -> Message:
-    """A message; images are parts of type image_url with a data: URL.
+    """Parses a message; images are parts of type image_url with a data: URL.
 
     Raises:
-        ValueError: a part is of another kind, or an image is no data: URL.
+        ValueError: a part has an unknown type, or an image is no data: URL.
     """
     if content is None or isinstance(content, str):
         return Message(role, content or "")
@@ -30,7 +30,7 @@ def message_of(role: str, content: Any) -> Message:
 
 
 def answer_of(model: str, text: str, *, is_cut: bool) -> dict[str, Any]:
-    """A chat completion; `is_cut` says that a limit of tokens ended it."""
+    """Builds a chat completion; `is_cut`: a token limit ended it."""
     return {
         "id": f"chatcmpl-{uuid4().hex}",
         "object": "chat.completion",
@@ -47,7 +47,7 @@ def answer_of(model: str, text: str, *, is_cut: bool) -> dict[str, Any]:
 
 
 def events_of(answer: Mapping[str, Any]) -> Iterator[bytes]:
-    """A finished completion as the server-sent events of `stream`: all of the text is one of them."""
+    """Yields a finished completion as server-sent events of `stream`, with the whole text in one event."""
     [choice] = answer["choices"]
     common = {**{k: answer[k] for k in ("id", "created", "model")}, "object": "chat.completion.chunk"}
     more = {k: v for k, v in answer.items() if k not in (*common, "choices", "usage")}

@@ -1,4 +1,4 @@
-"""The environments by name, and how a name and its options become an environment."""
+"""Registry of environments, and construction of an environment from name and options."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from mobula.actors.environments.base import Environment
 from mobula.cluster.user_code import check_call, did_you_mean, is_user_code, load
 
-ENVIRONMENTS: Mapping[str, str] = {  # name -> its class, imported when it is asked for
+ENVIRONMENTS: Mapping[str, str] = {  # name -> class, imported on use
     "gymnasium": "mobula.actors.environments.adapters.gymnasium_adapter:GymnasiumEnvironment",
     "openenv": "mobula.actors.environments.adapters.openenv:OpenEnv",
     "program": "mobula.actors.environments.adapters.program:Program",
@@ -18,7 +18,7 @@ ENVIRONMENTS: Mapping[str, str] = {  # name -> its class, imported when it is as
     "verifiers": "mobula.actors.environments.adapters.verifiers_environment:Verifiers",
     "vagen": "mobula.actors.environments.adapters.vagen_class:VAGENClass",
 }
-EXTRAS: Mapping[str, str] = {  # name -> the extra that installs what it needs
+EXTRAS: Mapping[str, str] = {  # name -> extra with the dependencies
     "gymnasium": "environments",
     "reasoning_gym": "reasoning_gym",
     "textarena": "textarena",
@@ -26,10 +26,10 @@ EXTRAS: Mapping[str, str] = {  # name -> the extra that installs what it needs
 
 
 def build_environment(name: str, options: Mapping[str, Any]) -> Environment:
-    """The environment of `name`, a built-in one or the user's own, made with `options`.
+    """Builds a built-in or user environment with `options`.
 
     Raises:
-        ValueError: there is none of this name, a library is missing, or an option is unknown or unfit.
+        ValueError: the name is unknown, a library is missing, or an option is unknown or unfit.
     """
     made_by = _class_of(name)
     try:
@@ -38,7 +38,7 @@ def build_environment(name: str, options: Mapping[str, Any]) -> Environment:
         raise ValueError(f"environment.options of {name}: {error}") from error
     try:
         return made_by(**options)
-    except ModuleNotFoundError as error:  # what is looked up when it is made
+    except ModuleNotFoundError as error:  # a library that the constructor imports
         raise _not_installed(name, error) from error
 
 

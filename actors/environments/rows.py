@@ -1,4 +1,4 @@
-"""The prompts of an environment: a row for each seed, made of its first observation."""
+"""environment_split: the prompts of an environment, a row with the first observation for each seed."""
 
 from __future__ import annotations
 
@@ -28,12 +28,13 @@ SPLITS = ("train", "validation", "test")
 
 
 def environment_split(config: EnvironmentConfig, name: str, *, takes_images: bool) -> Split[Row]:
-    """The episodes of one split. The seeds of splits are disjoint; each seed is reset once, the first one twice.
+    """Builds the rows of one split. The seeds of splits are disjoint. Each seed is reset once; the first seed twice, to
+    check that observations depend only on the seed.
 
-    Rows are made before a run has a cluster: those of `environment.host=ray` come from a process of this machine.
+    There is no cluster yet: with `environment.host=ray`, a local process is used.
 
     Raises:
-        DatasetError: the split is unknown, a reset failed, or the environment ignores its seed.
+        DatasetError: the split is unknown, a reset failed, or the environment ignores the seed.
     """
     counts = dict(zip(SPLITS, (config.num_train, config.num_validation, config.num_test), strict=True))
     if name not in counts:
@@ -43,7 +44,7 @@ def environment_split(config: EnvironmentConfig, name: str, *, takes_images: boo
     first = SPLITS.index(name) * SEEDS_A_SPLIT
     seeds = range(first, first + counts[name])
     try:
-        with ThreadPoolExecutor(1) as thread:  # whether or not a loop runs in this one
+        with ThreadPoolExecutor(1) as thread:  # asyncio.run fails in a thread with a running loop
             rows = thread.submit(asyncio.run, _rows(config, seeds, takes_images=takes_images)).result()
     except EpisodeError as error:
         raise DatasetError(f"environment.name={config.name} cannot be reset ({error.kind}): {error}") from error
@@ -51,7 +52,7 @@ def environment_split(config: EnvironmentConfig, name: str, *, takes_images: boo
 
 
 async def _rows(config: EnvironmentConfig, seeds: range, *, takes_images: bool) -> tuple[Row, ...]:
-    """The stages of a curriculum take turns over the training seeds; held-out episodes are of the last one."""
+    """Training seeds alternate between the stages of a curriculum; held-out episodes use the last stage."""
     stages = config.curriculum.stages or ({},)
     is_train = seeds.start == 0
     pool = EnvironmentPool(config, takes_images=takes_images)
@@ -95,5 +96,5 @@ def _row(name: str, task: Mapping[str, Any], start: Reset) -> Row:
 def episode_of(
     seed: int, observation: Observation, options: Mapping[str, Any] = MappingProxyType({}), stage: int = 0
 ) -> Mapping[str, Any]:
-    """The metadata of a prompt from which rollout actors begin the same episode, and check that it is the same."""
+    """Metadata for rollout actors to start the same episode, and to check the first observation."""
     return {"seed": seed, "hash": observation_hash(observation), "options": dict(options), "stage": stage}

@@ -1,4 +1,4 @@
-"""EnvironmentServer: sessions with environments behind HTTP, for rollout actors on other machines.
+"""EnvironmentServer: sessions with environments over HTTP, for rollout actors on other machines.
 
     POST /v1/sessions                                       -> {"session": ID, "name": ..., "spec": {...}}
     POST /v1/sessions/ID/reset {"call": N, "seed": S, "options": {}}    -> {"result": {...}}
@@ -6,8 +6,8 @@
     POST /v1/sessions/ID/demonstrate {"call": N}                        -> {"result": TEXT}
     DELETE /v1/sessions/ID
 
-What an environment does wrong is a reply, {"failure": {"kind": ..., "detail": ...}}, and ends the session. A call that
-comes again with the same number gets the reply that it had, so a client may repeat what it got no answer to.
+An error of an environment is the reply {"failure": {"kind": ..., "detail": ...}} and ends the session. A call with the
+number of the previous call gets the same reply again, so that a client may retry.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from mobula.configs.schema.environment import EnvironmentConfig
 
 METHODS = ("reset", "step", "demonstrate")
 RETRY_AFTER_S = 1
-CHECKS_A_LIMIT = 4  # how often abandoned sessions are looked for within the time after which they are
+CHECKS_A_LIMIT = 4  # checks for abandoned sessions within `idle_s`
 
 
 @dataclass
 class _Held:
-    """One session of a client, and its last reply."""
+    """One session of a client, and the last reply."""
 
     session: EnvironmentSession
     stack: AsyncExitStack
@@ -46,7 +46,7 @@ class _Held:
 
 
 class EnvironmentServer:
-    """At most `environment.max_concurrent` sessions at a time; a session without a call for `idle_s` is ended."""
+    """Serves at most `environment.max_concurrent` concurrent sessions; ends a session without a call for `idle_s`."""
 
     def __init__(self, config: EnvironmentConfig, *, idle_s: float) -> None:
         self._config = config
@@ -75,10 +75,10 @@ class EnvironmentServer:
         return {"session": name, "name": self._config.name, "spec": spec_to_json(session.spec)}
 
     async def call(self, name: str, method: str, call: int, given: Json) -> Json:
-        """The result or the failure of one call.
+        """Returns the result or the failure of one call.
 
         Raises:
-            KeyError: there is no such session, or no longer.
+            KeyError: the session does not exist or has ended.
         """
         held = self._held[name]
         async with held.lock:
@@ -94,7 +94,7 @@ class EnvironmentServer:
             return reply
 
     async def end(self, name: str) -> None:
-        """End a session whose episode is over; an unknown id is ignored."""
+        """Ends a session after its episode; ignores unknown ids."""
         await self._end(name, None, keep_reply=False)
 
     async def close(self) -> None:
@@ -103,7 +103,7 @@ class EnvironmentServer:
         self._pool.close()
 
     async def end_abandoned(self) -> None:
-        """Runs until it is cancelled."""
+        """Ends abandoned sessions until cancelled."""
         while True:
             await asyncio.sleep(self._idle_s / CHECKS_A_LIMIT)
             latest = time.monotonic() - self._idle_s
@@ -117,11 +117,13 @@ class EnvironmentServer:
         if method == "demonstrate":
             return await session.demonstrate()
         step = await session.step(action_from_json(given["action"]))
-        checked_rewards(step.reward)  # NaN is a failure here already: JSON has none
+        checked_rewards(step.reward)  # here, because JSON has no NaN
         return step_to_json(step)
 
     async def _end(self, name: str, error: Exception | None, *, keep_reply: bool) -> None:
-        """Return the environment to the pool, or close it if it failed. Its last reply can be requested again."""
+        """Returns the environment to the pool, or closes it after an error. With `keep_reply`, the last reply can be
+        requested again.
+        """
         held = self._held.get(name) if keep_reply else self._held.pop(name, None)
         if held is None:
             return
@@ -134,11 +136,11 @@ async def _closed_with(stack: AsyncExitStack, error: Exception) -> None:
         async with stack:
             raise error
     except type(error):
-        """The error is left to the pool, which does not use the environment again."""
+        """The pool has closed the environment."""
 
 
 def make_app(server: EnvironmentServer) -> FastAPI:
-    """The server as an ASGI application."""
+    """Builds the ASGI application."""
 
     @asynccontextmanager
     async def life(_: FastAPI) -> AsyncIterator[None]:

@@ -12,9 +12,9 @@ __all__ = ["CLOSE", "MAX_CALLS", "OPEN", "describe_tools", "parse_tool_calls"]
 
 
 def parse_tool_calls(text: str, tools: Sequence[Tool]) -> tuple[ToolCall, ...]:
-    """Every call in `text`, each with a status. Never raises: a malformed call is an observation for the policy.
+    """Parses every call in `text`, each with a status. Never raises: the policy observes the error of a malformed call.
 
-    The time is linear in the length of the text; calls after the first 32 are not read.
+    The time is linear in the length of the text; calls after the first 32 are ignored.
 
     Example:
         >>> parse_tool_calls('<tool_call>{"name": "f", "arguments": {}}</tool_call>', [Tool("f", "", {})])
@@ -25,7 +25,7 @@ def parse_tool_calls(text: str, tools: Sequence[Tool]) -> tuple[ToolCall, ...]:
 
 
 def describe_tools(tools: Sequence[Tool]) -> str:
-    """How to call the tools, for the first observation of an environment."""
+    """Describes tools and the call syntax, for the first observation of an environment."""
     described = [
         json.dumps({"name": t.name, "description": t.description, "arguments": dict(t.parameters)}) for t in tools
     ]
@@ -34,7 +34,7 @@ def describe_tools(tools: Sequence[Tool]) -> str:
 
 
 def _checked(call: CallText, tool: Tool | None) -> ToolCall:
-    """The call, held against the tool that it names."""
+    """Checks a call against the parameters of the tool."""
     if call.status != "ok":
         return ToolCall(*call)
     if tool is None:

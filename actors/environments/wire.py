@@ -84,5 +84,5 @@ def step_from_json(given: Mapping[str, Any]) -> Step:
 
 
 def _texts(info: Mapping[str, Any]) -> Json:
-    """The part of `info` that JSON has types for; the rest is left out, since the other side reads none of it."""
+    """The entries of `info` with JSON types; the client does not read the others."""
     return {str(k): v for k, v in info.items() if isinstance(v, str | bool | int | float) or v is None}

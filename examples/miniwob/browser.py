@@ -1,6 +1,6 @@
-"""Browser: one headless Chromium of the system a process, driven by playwright on a thread of its own.
+"""Browser: a headless Chromium for each process, driven by playwright on a separate thread.
 
-Playwright's driver ends with the process and takes Chromium with it, also when the process is killed.
+Playwright's driver and Chromium end with the process, also if it is killed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"
 FLAGS = (
     "--disable-gpu",
     "--disable-quic",
-    "--host-resolver-rules=MAP * ~NOTFOUND",  # pages are files, and reach nothing else
+    "--host-resolver-rules=MAP * ~NOTFOUND",  # pages are local files without network access
 )
 START_S = 30.0
 END_S = 5.0
@@ -44,7 +44,7 @@ class Browser:
 
     @classmethod
     def shared(cls) -> Browser:
-        """The browser of this process; a new one if there is none or it has ended."""
+        """The browser of this process; starts one if there is none or it has ended."""
         with cls._making:
             if cls._one is None or not cls._one.is_alive:
                 cls._one = cls(find_chromium())
@@ -55,11 +55,15 @@ class Browser:
         return self._chromium.is_connected()
 
     def run(self, work: Coroutine[Any, Any, T], timeout_s: float) -> T:
-        """Raises: TimeoutError: it took longer."""
+        """Runs a coroutine on the browser's loop and returns the result.
+
+        Raises:
+            TimeoutError: the coroutine took longer than `timeout_s`.
+        """
         return asyncio.run_coroutine_threadsafe(asyncio.wait_for(work, timeout_s), self._loop).result()
 
     async def new_page(self, width: int, height: int) -> Page:
-        """A page in a context of its own: cookies, storage and focus are those of no other page."""
+        """Opens a page in a new context, which shares no cookies, storage or focus."""
         context = await self._chromium.new_context(viewport={"width": width, "height": height})
         return await context.new_page()
 
@@ -74,7 +78,7 @@ class Browser:
         self._chromium = await self._playwright.chromium.launch(
             executable_path=path,
             args=FLAGS,
-            chromium_sandbox=os.geteuid() != 0,  # it does not start as root with one
+            chromium_sandbox=os.geteuid() != 0,  # as root, Chromium starts only without a sandbox
         )
 
     async def _close(self) -> None:
@@ -83,8 +87,8 @@ class Browser:
 
 
 def find_chromium() -> str:
-    """Raises: ValueError: there is none."""
-    found = next(filter(None, map(shutil.which, NAMES)), None)
-    if found is None:
+    """Raises: ValueError: Chromium is not installed."""
+    path = next(filter(None, map(shutil.which, NAMES)), None)
+    if path is None:
         raise ValueError(f"there is no {NAMES[0]} on this machine: install one, e.g. apt-get install chromium")
-    return found
+    return path

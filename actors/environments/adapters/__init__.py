@@ -1,1 +1,1 @@
-"""Environments of other libraries and protocols, one file each."""
+"""Adapters of other libraries and protocols, one file each."""

@@ -1,4 +1,4 @@
-"""AgentEndpoint: chat completions on loopback that wait until the policy has taken its turn."""
+"""AgentEndpoint: a chat completions server on loopback; a request waits until the policy has taken its turn."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from mobula.actors.environments.chat_api import answer_of, events_of, message_of
 
 LOOPBACK = "127.0.0.1"
 MAX_REQUEST_BYTES = 64 << 20
-POLL_S = 0.05  # how soon the server sees that it is to end
-UNFIT = ("tools", "functions")  # fields of a request that cannot be had
+POLL_S = 0.05  # delay of the server's shutdown
+UNFIT = ("tools", "functions")  # unsupported fields of a request
 
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """A call that waits for its answer."""
+    """A request that waits for the answer."""
 
     messages: Observation
     model: str
@@ -35,17 +35,17 @@ class Call:
         self._answer.cancel()
 
     def wait(self) -> dict[str, Any]:
-        """Raises: CancelledError: it is not answered any more."""
+        """Raises: CancelledError: the call was abandoned."""
         return self._answer.result()
 
 
 class Talk:
-    """The calls under one URL, in the order in which they come."""
+    """The calls to one URL, in order of arrival."""
 
     def __init__(self, name: str, port: int) -> None:
         self.name = name
         self.url = f"http://{LOOPBACK}:{port}/{name}/v1"
-        self.events: SimpleQueue[Any] = SimpleQueue()  # calls, and what the owner puts besides
+        self.events: SimpleQueue[Any] = SimpleQueue()  # calls, and events of the owner
         self._calls: list[Call] = []
         self._is_open = True
 
@@ -56,14 +56,14 @@ class Talk:
         self.events.put(call)
 
     def close(self) -> None:
-        """Calls that wait are refused, and so are those to come."""
+        """Abandons waiting and future calls."""
         self._is_open = False
         for call in self._calls:
             call.abandon()
 
 
 class AgentEndpoint:
-    """Serves on a free port until it is closed, each call on a thread of its own."""
+    """Serves on a free port until it is closed, with one thread for each call."""
 
     def __init__(self) -> None:
         self._talk: Talk | None = None
@@ -81,7 +81,7 @@ class AgentEndpoint:
         Thread(target=self._server.serve_forever, args=(POLL_S,), daemon=True, name="agent endpoint").start()
 
     def open(self) -> Talk:
-        """A new URL; calls under an earlier one are refused."""
+        """Opens a new URL; calls to earlier URLs are refused."""
         self._talk = Talk(uuid4().hex, self._server.server_port)
         return self._talk
 
@@ -98,20 +98,20 @@ class AgentEndpoint:
         if talk is None or request.path != f"/{talk.name}/v1/chat/completions":
             return _refuse(request, 404, "this episode is over, or the path is not /v1/chat/completions")
         try:
-            asked = json.loads(body)
-            unfit = [name for name in UNFIT if asked.get(name)]
-            if unfit or asked.get("n", 1) != 1:
+            content = json.loads(body)
+            unfit = [name for name in UNFIT if content.get(name)]
+            if unfit or content.get("n", 1) != 1:
                 raise ValueError(f"{', '.join(unfit) or 'n above 1'} cannot be had: describe tools in the messages")
-            messages = tuple(message_of(str(m["role"]), m.get("content")) for m in asked["messages"])
+            messages = tuple(message_of(str(m["role"]), m.get("content")) for m in content["messages"])
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             return _refuse(request, 400, f"{type(error).__name__}: {error}")
-        call = Call(messages, str(asked.get("model", "")))
+        call = Call(messages, str(content.get("model", "")))
         talk.put(call)
         try:
             answer = call.wait()
         except CancelledError:
             return _refuse(request, 410, "the episode is over")
-        if asked.get("stream"):
+        if content.get("stream"):
             return _send(request, 200, "text/event-stream", b"".join(events_of(answer)))
         return _send(request, 200, "application/json", json.dumps(answer).encode())
 

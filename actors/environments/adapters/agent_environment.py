@@ -1,4 +1,4 @@
-"""AgentEnvironment: an agent program calls the model, and each of its calls is a turn of the policy."""
+"""AgentEnvironment: an agent program calls the policy; each call is a turn of the episode."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ from mobula.actors.environments.programs.base import AgentPrograms, Outcome
 
 
 class AgentEnvironment:
-    """An episode is one play of a task by a program of `programs`.
+    """An episode is one run of a task by `programs`.
 
-    The last `num_test` tasks are for the test split, the `num_validation` before them for validation. The first call of
-    the program is the first observation; what a later call adds behind the answer is the next one. The rewards of the
-    program are those of the last turn. A program that ends for its own limits is truncated and keeps its rewards.
+    The last `num_test` tasks are the test split, the `num_validation` tasks before them the validation split. The first
+    call of the program is the first observation; the messages that a later call adds after the answer are the next
+    observation. The program's rewards are given for the last turn. A program that stops at a limit truncates the
+    episode and keeps its rewards.
 
     Raises:
         ValueError: there are too few tasks.
-        EpisodeError: `program_failed`: the program gave no reward; `conversation_branched`: a call does not continue
-            the one before.
+        EpisodeError: `program_failed`: the program returned no reward; `conversation_branched`: a call does not
+            continue the conversation of the call before.
     """
 
     def __init__(
@@ -63,28 +64,28 @@ class AgentEnvironment:
 
     def reset(self, *, seed: int, options: Mapping[str, Any]) -> Reset:
         self._abandon()
-        number, place = split_of(seed)
-        tasks = self._splits[min(number, len(self._splits) - 1)]
+        split, index = split_of(seed)
+        tasks = self._splits[min(split, len(self._splits) - 1)]
         if not tasks:
             raise EpisodeError("no_task", f"seed {seed} is of a split for which no task was set aside")
         self._talk = self._endpoint.open()
-        self._episode, outcome = self._programs.play(tasks[place % len(tasks)], self._talk.url)
+        self._episode, outcome = self._programs.play(tasks[index % len(tasks)], self._talk.url)
         outcome.add_done_callback(self._talk.events.put)
-        found = self._next()
-        if not isinstance(found, Call):
-            raise EpisodeError("program_failed", _error(found) or "the program ended before its first call")
+        event = self._next()
+        if not isinstance(event, Call):
+            raise EpisodeError("program_failed", _error(event) or "the program ended before its first call")
         return Reset(self._seen, {})
 
     def step(self, action: Action) -> Step:
         assert self._call is not None, "step() follows a call"
         seen = (*self._seen, Message("assistant", action.text))
         self._call.answer(action.text, is_cut=action.is_truncated)
-        found = self._next()
-        if not isinstance(found, Call):
-            if error := _error(found):
+        event = self._next()
+        if not isinstance(event, Call):
+            if error := _error(event):
                 raise EpisodeError("program_failed", error)
-            is_truncated = bool(found["is_truncated"])
-            return Step((), found["rewards"], not is_truncated, is_truncated, {})
+            is_truncated = bool(event["is_truncated"])
+            return Step((), event["rewards"], not is_truncated, is_truncated, {})
         if self._seen[: len(seen)] != seen or len(self._seen) == len(seen):
             raise EpisodeError(
                 "conversation_branched",
@@ -94,28 +95,28 @@ class AgentEnvironment:
         return Step(self._seen[len(seen) :], 0.0, False, False, {})
 
     def close(self) -> None:
-        """`programs` stay for the other episodes of this process."""
+        """Ends the episode and the endpoint; `programs` is shared by the environments of this process."""
         self._abandon()
         self._endpoint.close()
 
     def _next(self) -> Call | Outcome:
-        """The next call, or what came of the program. The host's deadline ends the wait: it closes the environment.
+        """Waits for the program's next call or outcome. No timeout: the host closes the environment at its timeout.
 
         Raises:
-            EpisodeError: the environment is closed.
+            EpisodeError: the environment was closed.
         """
         assert self._talk is not None
-        found: Call | Future[Outcome] | None = self._talk.events.get()
-        if found is None:
+        event: Call | Future[Outcome] | None = self._talk.events.get()
+        if event is None:
             raise EpisodeError("abandoned", "the environment was closed while its program ran")
-        if isinstance(found, Call):
-            self._call, self._seen = found, found.messages
-            return found
+        if isinstance(event, Call):
+            self._call, self._seen = event, event.messages
+            return event
         self._call = None
-        return found.result()
+        return event.result()
 
     def _abandon(self) -> None:
-        """An episode that goes on is ended, and its program gets no further answer."""
+        """Ends a running episode; its program gets no further answers."""
         if self._talk is not None:
             self._programs.cancel(self._episode)
             self._talk.close()

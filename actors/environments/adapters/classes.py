@@ -1,4 +1,4 @@
-"""Shared parts of adapters of a user's environment class: PIL images, an event loop of its own."""
+"""Shared parts of adapters of user environment classes: PNG encoding, an event loop."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def as_png(image: Image.Image) -> bytes:
 
 
 class OwnLoop:
-    """Runs coroutines one at a time, from whichever thread asks."""
+    """Runs coroutines one at a time, from any thread."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()

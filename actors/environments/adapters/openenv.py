@@ -1,4 +1,4 @@
-"""An OpenEnv server: one WebSocket an episode, JSON messages `{"type": ..., "data": ...}`."""
+"""OpenEnv: client of an OpenEnv server, with a WebSocket for each episode and JSON `{"type": ..., "data": ...}`."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from mobula.actors.environments.base import (
 
 
 class OpenEnv:
-    """A session of the server at `url`; `reset` gets the seed.
+    """A session of the server at `url`; `reset` sends the seed.
 
-    A turn becomes an action: with `action_format=text` it is the field `action_field`, with `json` the turn is a JSON
-    object. An observation shows `instruction` at first and the fields of `text_fields`, or all but its metadata as JSON
-    where it names none; `image_fields` hold images in base64. `timeout_s` bounds a message; the host's deadlines
-    come first.
+    With `action_format=text`, the turn's text is sent as the field `action_field`; with `json`, the turn must be a JSON
+    object. The first observation starts with `instruction`. An observation consists of the fields `text_fields`, or of
+    all fields except metadata as JSON if there are none; `image_fields` are images in base64. `timeout_s` is for one
+    message; the host's timeouts are shorter.
 
     Raises:
-        EpisodeError: `server_unreachable`: no connection, or it broke; `server_error`: the server says so.
+        EpisodeError: `server_unreachable`: no connection, or a broken one; `server_error`: the server reports an error.
 
-    Source: OpenEnv 0.10.0, `openenv/core/env_server/types.py` and `http_server.py`; its package is not needed.
+    Source: OpenEnv 0.10.0, `openenv/core/env_server/types.py` and `http_server.py`; the package is not needed.
     """
 
     def __init__(
@@ -70,10 +70,10 @@ class OpenEnv:
         return Reset((first,), {})
 
     def step(self, action: Action) -> Step:
-        given = self._action(action.text)
-        if given is None:
+        data = self._action(action.text)
+        if data is None:
             return Step((Message("user", "Answer with one JSON object."),), 0.0, False, False, {"is_valid": False})
-        answer = self._loop.run(self._exchange({"type": "step", "data": given}))
+        answer = self._loop.run(self._exchange({"type": "step", "data": data}))
         reward = answer.get("reward")
         return Step((self._message(answer),), 0.0 if reward is None else reward, bool(answer.get("done")), False, {})
 
@@ -85,10 +85,10 @@ class OpenEnv:
         if self._action_field:
             return {self._action_field: text}
         try:
-            given = json.loads(text)
+            data = json.loads(text)
         except (ValueError, RecursionError):
             return None
-        return given if isinstance(given, dict) else None
+        return data if isinstance(data, dict) else None
 
     def _message(self, answer: Mapping[str, Any]) -> Message:
         observation = answer["observation"]
@@ -101,12 +101,12 @@ class OpenEnv:
         return marked_message("user", IMAGE_MARK * len(images) + text, images)
 
     async def _exchange(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Send a message; the data of the observation that answers it."""
+        """Sends a message; returns the data of the observation in the reply."""
         try:
             socket = await self._connected()
             await socket.send_json(message)
             answer = await socket.receive_json(timeout=self._timeout_s)
-        except (aiohttp.ClientError, OSError, TypeError, ValueError) as error:  # TypeError: it was closed
+        except (aiohttp.ClientError, OSError, TypeError, ValueError) as error:  # TypeError: the socket was closed
             raise EpisodeError("server_unreachable", f"{self._url}: {type(error).__name__}: {error}") from error
         if answer.get("type") != "observation":
             raise EpisodeError("server_error", f"{self._url} answered {json.dumps(answer)[:300]}")
@@ -128,7 +128,7 @@ class OpenEnv:
 
 
 def _websocket_url(url: str) -> str:
-    """Raises: ValueError: it is no URL of a server."""
+    """Raises: ValueError: `url` is no URL of a server."""
     parts = urlsplit(url)
     schemes = {"http": "ws", "https": "wss", "ws": "ws", "wss": "wss"}
     if parts.scheme not in schemes or not parts.hostname:

@@ -1,4 +1,4 @@
-"""An agent program of one's own: any command that calls an OpenAI-compatible endpoint."""
+"""Program: any command that calls an OpenAI-compatible endpoint, as an environment."""
 
 from __future__ import annotations
 

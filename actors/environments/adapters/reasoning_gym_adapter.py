@@ -1,4 +1,4 @@
-"""Any task of reasoning-gym: a question, one answer, and the task's own score."""
+"""ReasoningGym: a task of reasoning-gym, with one question, one answer, and the task's score."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 class ReasoningGym:
-    """`task` is a data set of reasoning-gym, `config` its arguments; every seed is a problem of its own.
+    """`task` is a dataset of reasoning-gym with arguments `config`; every seed is another problem.
 
-    The answer is what stands between the last `<answer>` and `</answer>`; a response without them scores 0.
+    The answer is the text in the last `<answer>...</answer>`; a response without it scores 0.
 
     Source: reasoning-gym 0.1.25, `create_dataset` and `score_answer`.
     """
@@ -47,4 +47,4 @@ class ReasoningGym:
         return Step((), float(score), True, False, {})
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Does nothing."""

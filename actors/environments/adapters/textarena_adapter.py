@@ -1,4 +1,4 @@
-"""Any game of TextArena: of one player, or of several against an opponent of the user's."""
+"""TextArena: games of TextArena for one player, or for several against an opponent function of the user."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import textarena
 from mobula.actors.environments.base import Action, EnvironmentSpec, Message, Reset, Step
 from mobula.cluster.user_code import load
 
-RAW = "-raw"  # the variant without wrappers, which gives each message once
-GAME = -1  # sender of the game's own messages
+RAW = "-raw"  # variant without wrappers, which returns each message once
+GAME = -1  # sender of messages of the game
 
 
 class TextArena:
-    """The policy is player 0; a turn is its action, and the observation is what it has not seen yet.
+    """The policy is player 0; a turn is an action, and the observation is the messages since the last turn.
 
-    With `num_players` above 1, `opponent` (`module:function`) is called with the messages of another player and returns
-    that one's action. The game's reward comes at its end; an invalid move that the game forgives costs nothing.
+    With `num_players` above 1, `opponent` (`module:function`) gets the messages of another player and returns that
+    player's action. The reward is given at the end of the game; an invalid move that the game forgives costs nothing.
 
-    TextArena draws from Python's global random numbers: use `environment.host=process`, `ray` or `remote`.
+    TextArena uses Python's global random state: use `environment.host=process`, `ray` or `remote`.
 
     Source: TextArena 0.7.4, `make`, `reset`, `get_observation`, `step`, `close`.
     """
@@ -69,21 +69,21 @@ class TextArena:
         return Step((), float((rewards or {}).get(0, 0.0)), True, False, {"is_valid": is_valid})
 
     def close(self) -> None:
-        """A game holds nothing."""
+        """Does nothing."""
 
     def _until_our_turn(self) -> tuple[str, bool]:
-        """The messages that player 0 has not seen yet, and whether the game has ended."""
+        """Plays the other players' turns; returns the new messages for player 0, and whether the game has ended."""
         while True:
             player, messages = self._game.get_observation()
             if player == 0:
                 return self._text(messages, 0), False
-            assert self._opponent is not None, "a game of one player has no other"
+            assert self._opponent is not None, "a game of one player has no opponent"
             done, _ = self._game.step(action=str(self._opponent(self._text(messages, player))))
             if done:
                 return "", True
 
     def _text(self, messages: Sequence[tuple[int, str, Any]], player: int) -> str:
-        """The messages that are new to a player, without those that it wrote itself."""
+        """The new messages for a player, without the player's own messages."""
         names = self._game.state.role_mapping
         others = [(sender, text) for sender, text, _ in messages if sender != player]
         lines = [text if sender == GAME else f"[{names.get(sender, sender)}] {text}" for sender, text in others]

@@ -1,4 +1,4 @@
-"""Environments written for TRL: `reset(**row)`, public methods as tools, `get_reward()`."""
+"""TRLClass: environments written for TRL, with `reset(**row)`, public methods as tools, and `get_reward()`."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ NO_TOOLS = ("reset", "get_reward", "close")
 
 
 class TRLClass:
-    """`target` is the class, made with `arguments`; its public methods are the tools, described by their docstrings.
+    """`target` is a class, called with `arguments`; public methods are the tools, described by their docstrings.
 
-    `rows` is a JSONL file: the episode of seed s gets row s modulo their number, as keywords of `reset`; without it
-    `reset` gets `seed`. The prompt is the row's `prompt`, or `instruction`, and what `reset` returns. A turn without a
-    tool call ends the episode; the reward is what `get_reward()` then says, or after `max_turns`. A tool that raises
-    answers with its error.
+    `rows` is a JSONL file: the episode of seed s passes row s (modulo the number of rows) as keywords to `reset`.
+    Without `rows`, `reset` gets `seed`. The prompt is the row's `prompt`, or `instruction`, and the result of `reset`.
+    An episode ends after a turn without a tool call, or after `max_turns`, with the reward of `get_reward()`. If a tool
+    raises, the observation is the error.
 
     Source: TRL 1.16, `environment_factory` of its GRPO trainer.
     """
@@ -95,7 +95,7 @@ class TRLClass:
             return call.error, ()
         try:
             return _content(getattr(self._environment, call.name)(**call.arguments))
-        except Exception as error:  # the policy sees it, as in TRL
+        except Exception as error:  # the policy observes the error, as in TRL
             return f"error: {type(error).__name__}: {error}", ()
 
 
@@ -113,7 +113,7 @@ def _read(path: str) -> list[dict[str, Any]]:
 
 
 def _tool(name: str, method: Any) -> Tool:
-    """A tool of a method: the first paragraph of its docstring, and its parameters with their types."""
+    """Describes a method as a tool: first paragraph of the docstring, parameters and types."""
     parameters = inspect.signature(method).parameters.values()
     described = {f"{'**' * (p.kind is p.VAR_KEYWORD)}{p.name}": _type_name(p.annotation) for p in parameters}
     return Tool(name, " ".join((inspect.getdoc(method) or name).split("\n\n")[0].split()), described)
@@ -126,7 +126,7 @@ def _type_name(annotation: Any) -> str:
 
 
 def _prompt_of(row: Mapping[str, Any], instruction: str) -> str:
-    """The text of the row's prompt, a text or messages; else the instruction."""
+    """The text of the row's prompt (a text or messages), else the instruction."""
     prompt = row.get("prompt", instruction)
     if isinstance(prompt, str):
         return prompt
@@ -134,7 +134,7 @@ def _prompt_of(row: Mapping[str, Any], instruction: str) -> str:
 
 
 def _content(given: Any) -> tuple[str, tuple[bytes, ...]]:
-    """Text with a placeholder for each image, and the images: of None, a text, an image, or a list of parts."""
+    """Converts None, a text, an image or a list of parts to a text with placeholders and the images."""
     if given is None:
         return "", ()
     if isinstance(given, Image.Image):

@@ -1,4 +1,4 @@
-"""Environments written for VAGEN: asynchronous `system_prompt`, `reset(seed)` and `step(text)`."""
+"""VAGENClass: environments written for VAGEN, with asynchronous `system_prompt`, `reset(seed)` and `step(text)`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from mobula.cluster.user_code import load
 
 
 class VAGENClass:
-    """`target` is the class, made with `config` as its only argument.
+    """`target` is a class, called with `config` as the only argument.
 
     An observation is `{"obs_str": ..., "multi_modal_input": {"<image>": [PIL images]}}` with a placeholder for each
-    image. `step` returns 4 values, `done` of which ends the episode, or 5, with `terminated` and `truncated`.
+    image. `step` returns 4 values, with `done`, or 5 values, with `terminated` and `truncated`.
 
     Source: VAGEN, `vagen/envs/gym_image_env.py`.
     """

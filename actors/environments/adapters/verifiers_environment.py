@@ -1,4 +1,4 @@
-"""An environment of verifiers: its agent program calls the model, and each of its calls is a turn of the policy."""
+"""Verifiers: an environment of verifiers, where an agent program calls the policy."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from mobula.actors.environments.programs.verifiers_process import VerifiersProce
 
 
 class Verifiers(AgentEnvironment):
-    """`env` is verifiers' own configuration of an environment, which its Python at `python` loads once a process.
+    """`env` is a configuration of verifiers; the Python at `python` loads it once for each process.
 
     An episode is a rollout of one of the first `max_tasks` tasks of the taskset, with the rewards of the rubric.
-    Verifiers stays for the other episodes of the process, and ends with it.
+    The process of verifiers serves all episodes of this process, and ends with it.
 
     Raises:
         ValueError: verifiers or the environment cannot be loaded, or there are too few tasks.

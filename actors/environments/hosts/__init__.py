@@ -1,1 +1,1 @@
-"""Hosts of environments: in this process, in processes that can be killed, or on a server."""
+"""Hosts of environments: this process, subprocesses, Ray actors, or a server."""

@@ -1,4 +1,4 @@
-"""The functions that an environment process runs for `ProcessEnvironment`: make the environment, then call it."""
+"""Functions that `ProcessEnvironment` calls in its subprocess."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from mobula.actors.environments.registry import build_environment
 
 T = TypeVar("T")
 
-_made: list[Environment] = []  # the one environment of this process
+_made: list[Environment] = []  # the environment of this process
 
 
 def make(name: str, options: Mapping[str, Any]) -> EnvironmentSpec:
-    """Build the environment of this process; the first call."""
+    """Builds the environment of this process. Called first."""
     _made.append(_checked(lambda: build_environment(name, options)))
     return _made[0].spec
 
@@ -40,10 +40,10 @@ def demonstrate() -> str:
 
 
 def _checked(work: Callable[[], T]) -> T:
-    """The result of `work`.
+    """Returns the result of `work`.
 
     Raises:
-        EpisodeError: whatever else an environment raises is a failure of its episode, its sys.exit() as well.
+        EpisodeError: the environment raised an exception of any type, also SystemExit.
     """
     try:
         return work()

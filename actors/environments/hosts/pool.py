@@ -1,4 +1,4 @@
-"""EnvironmentPool: sessions with environments, at most so many at a time, each call with a deadline."""
+"""EnvironmentPool: a limited number of concurrent sessions with environments, with a timeout for each call."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from mobula.configs.schema.environment import EnvironmentConfig
 
 T = TypeVar("T")
 
-GRACE_S = 1.0  # a process is killed at its deadline; the wait for that is a little longer
+GRACE_S = 1.0  # the host kills a process at the timeout and reports it within this time
 
 
 class EnvironmentSession:
-    """One environment for one episode. What it returns is checked."""
+    """One environment for one episode. Checks all results."""
 
     def __init__(
         self,
@@ -54,21 +54,22 @@ class EnvironmentSession:
         return self._environment.spec
 
     async def reset(self, seed: int, options: Mapping[str, Any] = MappingProxyType({})) -> Reset:
-        """Raises: EpisodeError: the environment raised, hung, or returned what cannot be used."""
+        """Raises: EpisodeError: the environment raised, timed out, or returned an invalid result."""
         call = partial(self._environment.reset, seed=seed, options=dict(options))
-        found = Reset(*await self._run(call, self._config.reset_timeout_s, "reset"))
-        return found._replace(observation=self._checked(found.observation, ROLES_OF_RESET))
+        start = Reset(*await self._run(call, self._config.reset_timeout_s, "reset"))
+        return start._replace(observation=self._checked(start.observation, ROLES_OF_RESET))
 
     async def step(self, action: Action) -> Step:
         """Raises: EpisodeError: as `reset`."""
         call = partial(self._environment.step, action)
-        found = Step(*await self._run(call, self._config.step_timeout_s, "step"))
-        return found._replace(observation=self._checked(found.observation, ROLES_OF_STEP))
+        result = Step(*await self._run(call, self._config.step_timeout_s, "step"))
+        return result._replace(observation=self._checked(result.observation, ROLES_OF_STEP))
 
     async def demonstrate(self) -> str:
-        """The text of a good next turn; only where `spec.demonstrates`.
+        """The text of a good next turn; requires `spec.demonstrates`.
 
-        Raises: EpisodeError: the environment raised, hung, or gave no text.
+        Raises:
+            EpisodeError: the environment raised, timed out, or returned no text.
         """
         demonstrator = cast("Demonstrator", self._environment)
         text = await self._run(demonstrator.demonstrate, self._config.step_timeout_s, "demonstrate")
@@ -78,11 +79,11 @@ class EnvironmentSession:
 
 
 class EnvironmentPool:
-    """Environments of one kind. Those whose episode went well are used again; others are closed.
+    """A pool of equal environments. Environments are reused after successful episodes and closed after failed ones.
 
-    `environment.host=process` runs each in a process that is killed at its deadline, `ray` in a Ray actor that is,
-    `remote` on a server that does so. An inline environment cannot be killed: its episode ends at the deadline, and its
-    thread is lost until the call returns.
+    With `environment.host=process`, `ray` and `remote`, a subprocess, Ray actor or server kills an environment at a
+    timeout. An inline environment cannot be killed: the episode ends at the timeout, and the thread is blocked until
+    the call returns.
     """
 
     def __init__(self, config: EnvironmentConfig, *, takes_images: bool) -> None:
@@ -94,9 +95,12 @@ class EnvironmentPool:
 
     @asynccontextmanager
     async def session(self) -> AsyncIterator[EnvironmentSession]:
-        """An environment for one episode, once a slot is free."""
+        """Waits for a free slot and yields an environment for one episode."""
         async with self._slots:
-            environment = self._idle.pop() if self._idle else await self._make()
+            if self._idle:
+                environment = self._idle.pop()
+            else:
+                environment = await self._run(partial(_made, self._config), self._config.start_timeout_s, "start")
             try:
                 yield EnvironmentSession(environment, self._run, self._config, takes_images=self._takes_images)
             except BaseException:
@@ -105,14 +109,11 @@ class EnvironmentPool:
             self._idle.append(environment)
 
     def close(self) -> None:
-        """End all environments that run no episode."""
+        """Closes all idle environments."""
         for environment in self._idle:
             environment.close()
         self._idle.clear()
-        self._threads.shutdown(wait=False)  # those whose episode failed are still being closed
-
-    async def _make(self) -> Environment:
-        return await self._run(partial(_made, self._config), self._config.start_timeout_s, "start")
+        self._threads.shutdown(wait=False)  # threads may still close environments of failed episodes
 
     async def _run(self, call: Callable[[], T], timeout_s: float, what: str) -> T:
         running = asyncio.get_running_loop().run_in_executor(self._threads, call)
@@ -123,13 +124,13 @@ class EnvironmentPool:
             raise EpisodeError("timed_out", detail) from error
         except EpisodeError:
             raise
-        except Exception as error:  # whatever an environment raises costs its episode, never the run
+        except Exception as error:  # any error of an environment fails the episode, never the run
             detail = f"environment {self._config.name} raised in {what}: {type(error).__name__}: {error}"
             raise EpisodeError("raised", detail) from error
 
 
 def _made(config: EnvironmentConfig) -> Environment:
-    """A new environment where `environment.host` says."""
+    """Builds an environment in the host `environment.host`."""
     limits = {
         "start_timeout_s": config.start_timeout_s,
         "reset_timeout_s": config.reset_timeout_s,

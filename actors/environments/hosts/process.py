@@ -1,4 +1,4 @@
-"""ProcessEnvironment: an environment in a process of its own, which is killed at the deadline of a call."""
+"""ProcessEnvironment: an environment in a subprocess, which is killed when a call times out."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class ProcessEnvironment:
-    """After a call that failed the process is gone and `is_usable` is False."""
+    """Implements `Environment`. A failed call kills the subprocess."""
 
     spec: EnvironmentSpec
 
@@ -27,10 +27,6 @@ class ProcessEnvironment:
         self._child = ChildProcess()
         self.spec = self._call(start_timeout_s, child.make, name, dict(options))
 
-    @property
-    def is_usable(self) -> bool:
-        return self._child.is_running
-
     def reset(self, *, seed: int, options: Mapping[str, Any]) -> Reset:
         return self._call(self._reset_timeout_s, child.reset, seed, dict(options))
 
@@ -41,7 +37,7 @@ class ProcessEnvironment:
         return self._call(self._step_timeout_s, child.demonstrate)
 
     def close(self) -> None:
-        """Kill the process and its children, and reap it."""
+        """Kills the subprocess and its children, and reaps it."""
         self._child.close()
 
     def _call(self, timeout_s: float, function: Callable[..., T], *args: Any) -> T:

@@ -1,4 +1,4 @@
-"""RayEnvironment: an environment in a Ray actor of its own, on any node of the cluster, killed at its deadline."""
+"""RayEnvironment: an environment in a Ray actor on any node, which is killed when a call times out."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mobula.cluster.workers.owned_actor import OwnedActor
 
 
 class HostedEnvironment:
-    """The remote side: the specification of its environment."""
+    """The Ray actor: forwards calls to an environment."""
 
     def __init__(self, name: str, options: Mapping[str, Any]) -> None:
         self._environment = build_environment(name, options)
@@ -31,7 +31,7 @@ class HostedEnvironment:
 
 
 class RayEnvironment:
-    """After a call that failed the actor is gone."""
+    """Implements `Environment`. A failed call kills the actor."""
 
     spec: EnvironmentSpec
 
@@ -70,7 +70,7 @@ class RayEnvironment:
             kind, problem = "timed_out", error
         except WorkerDiedError as error:
             kind, problem = "process_died", error
-        except Exception as error:  # whatever an environment raises costs its episode, never the run
+        except Exception as error:  # any error of an environment fails the episode, never the run
             kind, problem = "raised", error
         self._actor.kill()
         raise EpisodeError(kind, f"environment {self._name} in {method}: {type(problem).__name__}: {problem}")

@@ -1,4 +1,4 @@
-"""RemoteEnvironment: an environment behind HTTP, on a server that `mobula serve-environment` runs."""
+"""RemoteEnvironment: an environment on an HTTP server (`mobula serve-environment`)."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from mobula.actors.environments.wire import (
     step_from_json,
 )
 
-PAUSE_S, MAX_PAUSE_S = 0.1, 2.0  # between two attempts: random up to the first, which doubles up to the second
+PAUSE_S, MAX_PAUSE_S = 0.1, 2.0  # delay between attempts: random up to PAUSE_S, doubled up to MAX_PAUSE_S
 QUOTED_CHARS = 300
 
 
 class RemoteEnvironment:
-    """One session on the server. A call that got no answer is sent again until its deadline, under the same number.
+    """One session on the server. A call without a reply is retried until the timeout, under the same number.
 
     Raises:
-        EpisodeError: `server_unreachable`: no server answered within the deadline; `server_refused`: it answers, with
-            an error; `session_lost`: it does not know the session, for instance after a restart; or whatever the
-            environment did wrong.
+        EpisodeError: `server_unreachable`: no reply before the timeout; `server_refused`: an HTTP error;
+            `session_lost`: the server does not know the session, for instance after a restart; or an error of the
+            environment.
     """
 
     spec: EnvironmentSpec
@@ -71,7 +71,7 @@ class RemoteEnvironment:
         try:
             self._client.delete(f"{self._url}{self._session}", timeout=self._timeouts["step"])
         except httpx.HTTPError:
-            """The server ends a session that no call reaches."""
+            """The server ends sessions without calls."""
         self._client.close()
 
     def _called(self, method: str, given: Json) -> Any:
@@ -108,18 +108,18 @@ class RemoteEnvironment:
 
     def _read(self, reply: httpx.Response) -> Json:
         try:
-            found = reply.json()
+            content = reply.json()
         except ValueError as error:
             raise EpisodeError("server_refused", f"{self._url} answered no JSON ({error})") from error
-        if not isinstance(found, dict):
-            raise EpisodeError("server_refused", f"{self._url} answered {type(found).__name__}, not an object")
-        if "failure" in found:
-            raise EpisodeError(str(found["failure"]["kind"]), f"at {self._url}: {found['failure']['detail']}")
-        return found
+        if not isinstance(content, dict):
+            raise EpisodeError("server_refused", f"{self._url} answered {type(content).__name__}, not an object")
+        if "failure" in content:
+            raise EpisodeError(str(content["failure"]["kind"]), f"at {self._url}: {content['failure']['detail']}")
+        return content
 
 
 def _headers(token_env: str) -> dict[str, str]:
-    """Raises: EpisodeError: the variable that should hold the token is not set."""
+    """Raises: EpisodeError: the environment variable of the token is not set."""
     if not token_env:
         return {}
     token = os.environ.get(token_env, "")

@@ -1,4 +1,4 @@
-"""AgentPrograms: what plays the tasks of an AgentEnvironment."""
+"""AgentPrograms: the protocol of programs that run the tasks of an AgentEnvironment."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from concurrent.futures import Future
 from typing import Any, Protocol
 
 Outcome = Mapping[str, Any]
-"""`rewards` by name and `is_truncated` of an episode; or `error`, why it has no reward."""
+"""`rewards` by name and `is_truncated` of an episode; or `error`, if there is no reward."""
 
 
 class AgentPrograms(Protocol):
-    """Plays tasks, each by a program that calls the endpoint which it is given."""
+    """Runs a program for each task; the program calls the policy at an endpoint."""
 
     num_tasks: int
 
     def play(self, task: int, base_url: str) -> tuple[str, Future[Outcome]]:
-        """Begin a task; the episode's id, and what comes of it."""
+        """Starts a task; returns the episode's id and the future outcome."""
         ...
 
     def cancel(self, name: str) -> None:
-        """End an episode; its outcome does not come."""
+        """Ends an episode; the future outcome is never set."""
         ...

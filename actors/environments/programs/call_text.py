@@ -1,4 +1,4 @@
-"""Reads the tool calls in a policy's text. Standard library alone: the Python of verifiers imports it as well."""
+"""Parses tool calls in a policy's text. Imports the standard library only: the Python of verifiers imports it too."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
-MAX_CALLS = 32  # of one turn that are read
-ARGUMENT_KEYS = ("arguments", "parameters", "args", "input")  # the names that models were trained with
-OTHER_KEYS = ("name", "id", "type")  # the last two are not read
+MAX_CALLS = 32  # calls of one turn that are parsed
+ARGUMENT_KEYS = ("arguments", "parameters", "args", "input")  # models are trained with different names
+OTHER_KEYS = ("name", "id", "type")  # id and type are ignored
 
 
 class CallText(NamedTuple):
-    """One call. `status` is `ok` or the kind of its fault, `detail` says what is wrong."""
+    """One call. `status` is `ok` or the kind of error, `detail` the error message."""
 
     name: str
     arguments: Mapping[str, Any]
@@ -22,30 +22,33 @@ class CallText(NamedTuple):
 
 
 class _DuplicateKeyError(Exception):
-    """An object has a key twice, so it does not say which value it means."""
+    """An object has a key twice, so the value is ambiguous."""
 
 
 def read_calls(text: str) -> list[CallText]:
-    """Every call in `text`, the first MAX_CALLS of them. Never raises. The time is linear in the length of the text.
+    """Parses the first MAX_CALLS calls in `text`. Never raises. The time is linear in the length of the text.
 
-    A block ends behind its JSON value, not at the first closing tag, which may stand in an argument. A block holds one
+    A block ends after the JSON value, not at the first closing tag, which may be part of an argument. A block has one
     call or a list of calls.
     """
     calls: list[CallText] = []
     start = text.find(OPEN)
     while start >= 0 and len(calls) < MAX_CALLS:
-        found, end = _block(text, start + len(OPEN))
-        calls += found
+        block, end = _block(text, start + len(OPEN))
+        calls += block
         start = -1 if end < 0 else text.find(OPEN, end)
     return calls[:MAX_CALLS]
 
 
 def _block(text: str, begin: int) -> tuple[list[CallText], int]:
-    """The calls of the block at `begin`, and the position behind it; -1 where the block has no end."""
+    """The calls of the block at `begin`, and the position after it; -1 if the block has no end."""
     problem, value, end = "", None, begin
+    start = begin
+    while start < len(text) and text[start].isspace():
+        start += 1
     try:
-        value, end = _DECODER.raw_decode(text, _after_spaces(text, begin))
-        json.dumps(value, ensure_ascii=False).encode()  # half a surrogate pair is no text
+        value, end = _DECODER.raw_decode(text, start)
+        json.dumps(value, ensure_ascii=False).encode()  # refuses lone surrogates
     except _DuplicateKeyError as error:
         problem = str(error)
     except (ValueError, RecursionError) as error:
@@ -85,8 +88,8 @@ def _call(value: Any) -> CallText:
 
 
 def _object(value: Any) -> dict[str, Any] | None:
-    """The arguments, which some models write as JSON in a text; None if they are no object."""
-    while isinstance(value, str):  # each round is shorter than the one before
+    """Parses arguments, which some models write as JSON in a string; None if they are no object."""
+    while isinstance(value, str):  # terminates: each decoded string is shorter
         try:
             value = _DECODER.decode(value)
         except (_DuplicateKeyError, ValueError, RecursionError):
@@ -94,19 +97,13 @@ def _object(value: Any) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def _after_spaces(text: str, start: int) -> int:
-    while start < len(text) and text[start].isspace():
-        start += 1
-    return start
-
-
 def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    unique = dict(pairs)
+    if len(unique) < len(pairs):
         keys = [key for key, _ in pairs]
         twice = next(key for key in keys if keys.count(key) > 1)
         raise _DuplicateKeyError(f"the key {twice!r} stands twice")
-    return found
+    return unique
 
 
 def _refuse_constant(name: str) -> Any:

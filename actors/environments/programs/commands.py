@@ -1,4 +1,4 @@
-"""CommandPrograms: any program that calls an OpenAI-compatible endpoint, started once an episode."""
+"""CommandPrograms: starts a program for each episode, which calls an OpenAI-compatible endpoint."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ from mobula.actors.environments.programs.base import Outcome
 from mobula.cluster.proxies import bypass_loopback
 from mobula.cluster.records.json_lines import BYTE_ORDER_MARK, parse_json, read_lines
 
-URL, KEY = "OPENAI_BASE_URL", "OPENAI_API_KEY"  # as the clients of OpenAI read them
-TAIL = 500  # characters of stderr that an error repeats
+URL, KEY = "OPENAI_BASE_URL", "OPENAI_API_KEY"  # environment variables of OpenAI's clients
+TAIL = 500  # characters of stderr in an error
 
 
 class CommandPrograms:
-    """Each line of the JSONL file `tasks` is a task. A program gets its line on stdin and the endpoint in
-    `OPENAI_BASE_URL`; the last line of its stdout is what came of it: `{"reward": 1.0}` or `{"rewards": {NAME: 1.0}}`,
-    with `"is_truncated": true` if it gave up at a limit of its own.
+    """Implements `AgentPrograms`. Each line of the JSONL file `tasks` is a task.
 
-    A program runs in a process group of its own, which ends with its episode. One whose rollout actor is lost gets no
-    further answer.
+    A program reads its line from stdin and the endpoint from `OPENAI_BASE_URL`. The last line of stdout is the outcome:
+    `{"reward": 1.0}` or `{"rewards": {NAME: 1.0}}`, with `"is_truncated": true` if the program stopped at a limit.
+
+    A program runs in a separate process group, which is killed at the end of the episode. If the rollout actor is lost,
+    the endpoint stops to reply.
 
     Raises:
-        ValueError: the file cannot be read, or a line of it is no JSON.
+        ValueError: the file cannot be read, or a line is no JSON.
     """
 
     def __init__(self, command: Sequence[str], tasks: str) -> None:
@@ -53,10 +54,10 @@ class CommandPrograms:
         self._lock = Lock()
 
     def play(self, task: int, base_url: str) -> tuple[str, Future[Outcome]]:
-        """Begin a task; the episode's id, and what comes of it."""
+        """Starts a task; returns the episode's id and the future outcome."""
         name, outcome = uuid4().hex, Future[Outcome]()
         environment = {**os.environ, URL: base_url, KEY: "policy"}
-        bypass_loopback(environment)  # the endpoint
+        bypass_loopback(environment)  # no proxy for the endpoint
         try:
             process = subprocess.Popen(
                 self._command,
@@ -78,19 +79,19 @@ class CommandPrograms:
         return name, outcome
 
     def cancel(self, name: str) -> None:
-        """Kill the episode's process group, if it still runs; its outcome does not come."""
+        """Kills the episode's process group, if it still runs; the future outcome is never set."""
         with self._lock:
             process = self._running.pop(name, None)
         if process is not None:
             _kill(process)
 
     def _watch(self, name: str, process: subprocess.Popen[str], task: str, outcome: Future[Outcome]) -> None:
-        said, complained = process.communicate(task)
+        stdout, stderr = process.communicate(task)
         with self._lock:
             is_wanted = self._running.pop(name, None) is not None
         if is_wanted:
-            _kill(process)  # what it started and left
-            outcome.set_result(_outcome(process.returncode, said, complained))
+            _kill(process)  # children that the program left behind
+            outcome.set_result(_outcome(process.returncode, stdout, stderr))
 
 
 def _kill(process: subprocess.Popen[str]) -> None:
@@ -98,14 +99,14 @@ def _kill(process: subprocess.Popen[str]) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def _outcome(code: int, said: str, complained: str) -> Outcome:
+def _outcome(code: int, stdout: str, stderr: str) -> Outcome:
     if code != 0:
-        return {"error": f"the program ended with {code}: {complained.strip()[-TAIL:] or 'it wrote nothing to stderr'}"}
-    lines = said.strip().splitlines()
+        return {"error": f"the program ended with {code}: {stderr.strip()[-TAIL:] or 'it wrote nothing to stderr'}"}
+    lines = stdout.strip().splitlines()
     try:
-        found: Any = json.loads(lines[-1]) if lines else None
-        rewards = found["rewards"] if "rewards" in found else {"reward": found["reward"]}
-        return {"rewards": dict(rewards), "is_truncated": bool(found.get("is_truncated", False))}
+        last_line: Any = json.loads(lines[-1]) if lines else None
+        rewards = last_line["rewards"] if "rewards" in last_line else {"reward": last_line["reward"]}
+        return {"rewards": dict(rewards), "is_truncated": bool(last_line.get("is_truncated", False))}
     except (ValueError, KeyError, TypeError, AttributeError):
         last = lines[-1][:TAIL] if lines else ""
         return {"error": f'the last line of stdout has no reward: it is {last!r}, not {{"reward": NUMBER}}'}

@@ -1,4 +1,4 @@
-"""The harness `mobula-chat` of verifiers: a conversation with tools, in this process, with all of it in its texts."""
+"""The harness `mobula-chat` of verifiers: a conversation with tools as plain text, in this process."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ Wire = dict[str, Any]
 
 
 class MobulaChat(Harness[HarnessConfig]):  # type: ignore[misc]  # verifiers has an environment of its own
-    """Needs neither a sandbox nor a download, as the chat programs of verifiers do.
+    """Needs no sandbox and no download, unlike the chat programs of verifiers.
 
-    A segment ends with the first answer without a tool call. Tools are described in the system message, calls are read
-    from the answer's text and their results are the user's next message: an endpoint needs no `tools`, and what the
-    model saw and wrote is in the messages, to the letter.
+    A segment ends with the first answer without a tool call. The system message describes the tools, calls are parsed
+    from the answer's text, and results are the next user message. The endpoint needs no support of `tools`, and the
+    messages contain the exact text that the model read and wrote.
     """
 
     APPENDS_SYSTEM_PROMPT = True
@@ -48,7 +48,7 @@ class MobulaChat(Harness[HarnessConfig]):  # type: ignore[misc]  # verifiers has
         async with AsyncExitStack() as stack:
             tools, dispatch, connected = await connect_mcp({"mcpServers": servers}, stack)
             messages = self._opening(data, tools)
-            # The rollout has a deadline; the endpoint is on this machine, which no proxy reaches.
+            # No timeout: the rollout has one. No proxy: the endpoint is on this machine.
             client = await stack.enter_async_context(httpx.AsyncClient(timeout=None, trust_env=False))
             while True:
                 reply = await client.post(
@@ -56,7 +56,7 @@ class MobulaChat(Harness[HarnessConfig]):  # type: ignore[misc]  # verifiers has
                     headers={"Authorization": f"Bearer {secret}"},
                     json={"model": ctx.model, "messages": messages},
                 )
-                if reply.is_error:  # also where verifiers ends the rollout for a limit of its own
+                if reply.is_error:  # also if verifiers ends the rollout at a limit
                     return ProgramResult(exit_code=1, stdout="", stderr=reply.text)
                 text = reply.json()["choices"][0]["message"]["content"] or ""
                 calls = read_calls(text) if tools else []
@@ -72,20 +72,20 @@ class MobulaChat(Harness[HarnessConfig]):  # type: ignore[misc]  # verifiers has
         messages: list[Wire] = [{"role": "system", "content": first}] if first else []
         if isinstance(prompt, str):
             return [*messages, {"role": "user", "content": prompt}]
-        said = [message_to_wire(message) for message in prompt or ()]
-        if first and said and said[0]["role"] == "system" and said[0]["content"] == first:
-            return said  # a later segment, whose conversation begins with it
-        return [*messages, *said]
+        conversation = [message_to_wire(message) for message in prompt or ()]
+        if first and conversation and conversation[0]["role"] == "system" and conversation[0]["content"] == first:
+            return conversation  # a later segment already starts with the system message
+        return [*messages, *conversation]
 
 
 async def _result(call: CallText, connected: Mapping[str, Any], dispatch: Mapping[str, tuple[str, str]]) -> list[Wire]:
-    """The result of a call as parts of a message; an error is reported to the model as text."""
+    """Runs a call and returns the parts of a message; errors are text for the model."""
     if call.status != "ok":
         return [{"type": "text", "text": f"error: no call ({call.status}: {call.detail}); {HOW}"}]
     if call.name not in dispatch:
         return [{"type": "text", "text": f"error: there is no tool {call.name!r}"}]
-    given = await call_mcp(dict(connected), dict(dispatch), call.name, dict(call.arguments))
-    return given if isinstance(given, list) else [{"type": "text", "text": given}]
+    result = await call_mcp(dict(connected), dict(dispatch), call.name, dict(call.arguments))
+    return result if isinstance(result, list) else [{"type": "text", "text": result}]
 
 
 def _joined(results: Sequence[list[Wire]]) -> str | list[Wire]:

@@ -1,4 +1,4 @@
-"""VerifiersProcess: verifiers in its own Python, which plays tasks against an endpoint that it is given."""
+"""VerifiersProcess: runs tasks of verifiers in a separate Python environment, against an endpoint of the policy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PROGRAM = Path(__file__).with_name("verifiers_rollouts.py")
 
 
 class VerifiersProcess:
-    """Plays any number of tasks at a time. It ends with this process, for it reads until its stdin ends.
+    """Implements `AgentPrograms`; runs any number of tasks concurrently. Ends with this process, at the end of stdin.
 
     Raises:
         ValueError: there is no such Python, or the environment of verifiers cannot be loaded.
@@ -34,13 +34,13 @@ class VerifiersProcess:
                 f"environment.options.python={python} is no Python with verifiers: make it with "
                 "`deploy/environment.sh verifiers`, or name another one"
             )
-        ours = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        ours |= {"PYTHONPATH": os.pathsep.join(import_path)} if import_path else {}
+        variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        variables |= {"PYTHONPATH": os.pathsep.join(import_path)} if import_path else {}
         self._process = subprocess.Popen(
             [python, "-P", str(PROGRAM), json.dumps({"env": env, "max_tasks": max_tasks})],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=ours,
+            env=variables,
             encoding="utf-8",
             bufsize=1,
         )
@@ -61,21 +61,21 @@ class VerifiersProcess:
     def shared(
         cls, python: str, env: Mapping[str, Any], *, import_path: Sequence[str], max_tasks: int
     ) -> VerifiersProcess:
-        """The one of this process for these arguments; a new one if there is none or it has ended."""
+        """The process for these arguments; starts one if there is none or it has ended."""
         key = json.dumps([python, env, list(import_path), max_tasks], sort_keys=True)
         with cls._making:
-            found = cls._shared.get(key)
-            if found is None or not found.is_alive:
-                found = cls._shared[key] = cls(python, env, import_path=import_path, max_tasks=max_tasks)
-                atexit.register(found.close)
-            return found
+            process = cls._shared.get(key)
+            if process is None or not process.is_alive:
+                process = cls._shared[key] = cls(python, env, import_path=import_path, max_tasks=max_tasks)
+                atexit.register(process.close)
+            return process
 
     @property
     def is_alive(self) -> bool:
         return self._process.poll() is None
 
     def play(self, task: int, base_url: str) -> tuple[str, Future[Outcome]]:
-        """Begins a task that calls the endpoint at `base_url`. Returns the id of the episode and its outcome."""
+        """Starts a task that calls the endpoint at `base_url`; returns the episode's id and the future outcome."""
         name, outcome = uuid4().hex, Future[Outcome]()
         with self._lock:
             self._playing[name] = outcome
@@ -83,13 +83,13 @@ class VerifiersProcess:
         return name, outcome
 
     def cancel(self, name: str) -> None:
-        """End an episode; its outcome does not come."""
+        """Ends an episode; the future outcome is never set."""
         with self._lock:
             self._playing.pop(name, None)
         self._write({"id": name, "is_cancelled": True})
 
     def close(self, *, grace_s: float = 5.0) -> None:
-        """End the process with all that it plays."""
+        """Ends the process and all running tasks."""
         if self._process.poll() is None:
             self._stdin.close()
             try:
@@ -99,7 +99,7 @@ class VerifiersProcess:
                 self._process.wait()
 
     def _write(self, line: Mapping[str, Any]) -> None:
-        """A process that is gone is found by `_read`, which ends what it played."""
+        """Writes a line to the process. If it has ended, `_read` fails the other running tasks."""
         with self._lock:
             try:
                 self._stdin.write(f"{json.dumps(line)}\n")
@@ -109,11 +109,11 @@ class VerifiersProcess:
 
     def _read(self) -> None:
         for line in self._stdout:
-            said = json.loads(line)
+            result = json.loads(line)
             with self._lock:
-                outcome = self._playing.pop(said.pop("id"), None)
+                outcome = self._playing.pop(result.pop("id"), None)
             if outcome is not None:
-                outcome.set_result(said)
+                outcome.set_result(result)
         code = self._process.wait()
         with self._lock:
             left, self._playing = list(self._playing.values()), {}

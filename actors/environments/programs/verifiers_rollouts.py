@@ -1,6 +1,6 @@
-"""Rollouts of a verifiers environment: a line of JSON on stdin is an episode, a line on stdout is what came of it.
+"""Runs rollouts of a verifiers environment: reads an episode as a line of JSON on stdin, writes the outcome to stdout.
 
-It runs in the environment that `deploy/environment.sh verifiers` makes, by its path, and imports nothing of ours.
+Runs as a script in the Python environment of `deploy/environment.sh verifiers`, and imports no module of the project.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 KEY = "MOBULA_POLICY_KEY"  # never set: our endpoint needs no key, and must not get one of another service
 
 LIMITS = ("max_turns", "max_input_tokens", "max_output_tokens", "max_total_tokens", "compaction_failed")
-"""Values of `Trace.stop_condition` with which verifiers cut a rollout. An answer that was cut is a turn like others."""
+"""Values of `Trace.stop_condition` for truncated rollouts. A truncated answer is not a truncated rollout."""
 
 Say = Callable[[Mapping[str, Any]], object]
 
 
 async def serve(options: Mapping[str, Any], say: Say) -> None:
-    """Say how many tasks there are, then play what is asked for until stdin ends."""
+    """Writes the number of tasks, then runs requested tasks until stdin ends."""
     env = load_environment(resolve_env_config(options["env"]))
     tasks = list(env.taskset.take(options["max_tasks"]))
     playing: dict[str, asyncio.Task[None]] = {}
@@ -53,15 +53,15 @@ async def _play(env: Env, task: Task, asked: Mapping[str, Any], say: Say) -> Non
     context = ModelContext(model="policy", client=client, sampling=SamplingConfig())
     try:
         outcome = outcome_of(await env.run_slot(RunSlot(task), context))
-    except Exception as error:  # of the environment's own code
+    except Exception as error:  # the environment may raise errors of any type
         outcome = {"error": f"{type(error).__name__}: {error}"}
     say({"id": asked["id"], **outcome})
 
 
 def outcome_of(episode: Episode) -> dict[str, Any]:
-    """The rewards of the one agent that is trained, or why there are none."""
-    found = [*episode.errors, *(trace.last_error for trace in episode.traces)]
-    errors = [f"{error.type}: {error.message}" for error in found if error is not None]
+    """The rewards of the trained agent, or an error if there are none."""
+    all_errors = [*episode.errors, *(trace.last_error for trace in episode.traces)]
+    errors = [f"{error.type}: {error.message}" for error in all_errors if error is not None]
     if errors or not episode.ok:
         return {"error": "; ".join(errors) or "the episode is not ok, and says no error"}
     trained = [trace for trace in episode.traces if trace.agent.trainable]
@@ -83,11 +83,11 @@ async def _stdin() -> asyncio.StreamReader:
 
 
 def main() -> None:
-    """Play what is asked for. The one argument is JSON: `env` as verifiers' configuration has it, and `max_tasks`."""
+    """Runs rollouts. The argument is JSON: `env`, a configuration of verifiers, and `max_tasks`."""
     lines = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
-    os.dup2(2, 1)  # what an environment prints goes to the log
+    os.dup2(2, 1)  # output of environments goes to the log, not into the protocol
     sys.path.append(str(Path(__file__).parent))  # mobula_chat
-    asyncio.run(serve(json.loads(sys.argv[1]), lambda said: lines.write(f"{json.dumps(said)}\n")))
+    asyncio.run(serve(json.loads(sys.argv[1]), lambda line: lines.write(f"{json.dumps(line)}\n")))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Every metric of a run: name, unit and description.
 
 Names are the keys of `StepRecord.values`, of `metrics.jsonl`, of TensorBoard tags and (with the prefix `mobula_`) of
-Prometheus series. Further numbers of a learner keep their own names.
+Prometheus series. Other numbers that a learner reports keep their names.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class MetricName(StrEnum):
 
 
 class CounterName(StrEnum):
-    """Counts since the start of the run, each split by a reason."""
+    """Counts since the start of the run, split by reason."""
 
     REJECTED = "rejected"
     REJECTED_RESPONSES = "rejected_responses"
@@ -89,7 +89,7 @@ class CounterName(StrEnum):
 
 
 class LiveName(StrEnum):
-    """Ray gauges that have a value from the start of the process on."""
+    """Ray gauges with a value from the start of the process."""
 
     UP = "up"
     PHASE = "phase"
@@ -117,7 +117,7 @@ class LiveName(StrEnum):
 
 
 class SplitName(StrEnum):
-    """Gauges of a step or an evaluation that are split by a tag, or are not in `MetricName`."""
+    """Gauges of a step or an evaluation with a tag, or without an entry in `MetricName`."""
 
     SECONDS = "seconds"
     REWARD_COMPONENT = "reward_component"
@@ -128,7 +128,7 @@ class SplitName(StrEnum):
 
 @dataclass(frozen=True)
 class Metric:
-    """Description of a metric. `unit` may be empty; `tag` is the tag that splits it, in addition to the run's tags."""
+    """Description of a metric. `unit` may be empty; `tag` splits the metric, in addition to the run's tags."""
 
     unit: str
     help: str
@@ -140,92 +140,92 @@ METRICS: Mapping[str, Metric] = {
     MetricName.REWARD_STD: Metric("", "Standard deviation of the reward over the responses of one step"),
     MetricName.REWARD_MAX: Metric("", "Highest reward in one step"),
     MetricName.REWARD_MIN: Metric("", "Lowest reward in one step"),
-    MetricName.ACCURACY: Metric("", "Mean of the reward component that rewards.accuracy_component names"),
+    MetricName.ACCURACY: Metric("", "Mean of the reward component rewards.accuracy_component"),
     MetricName.KL: Metric("nat/token", "Estimated divergence of the policy from the reference"),
     MetricName.ENTROPY: Metric("nat/token", "Entropy of the policy's token distribution"),
     MetricName.LOSS: Metric("", "Loss of the update"),
     MetricName.GRAD_NORM: Metric("", "Global gradient norm before clipping"),
-    MetricName.CLIP_FRACTION: Metric("", "Share of trained tokens whose ratio was clipped"),
+    MetricName.CLIP_FRACTION: Metric("", "Share of trained tokens with a clipped ratio"),
     MetricName.LEARNING_RATE: Metric("", "Learning rate of the update"),
     MetricName.CHOSEN_REWARD: Metric("", "Mean implicit reward (dpo) or score (reward_model) of chosen answers"),
     MetricName.REJECTED_REWARD: Metric("", "Mean implicit reward (dpo) or score (reward_model) of rejected answers"),
-    MetricName.MARGIN: Metric("", "Mean of chosen less rejected reward over the pairs of one step"),
-    MetricName.TOKEN_ACCURACY: Metric("", "Share of trained tokens that are the likeliest ones (sft)"),
-    MetricName.HELD_OUT_LOSS: Metric("", "Loss of an offline job on held-out rows, when they were assessed last"),
-    MetricName.HELD_OUT_MARGIN: Metric("", "Margin on held-out pairs, when they were assessed last"),
-    MetricName.OPTIMIZER_STEPS: Metric(
-        "", "Optimizer steps of policy and critic that were taken in one step and not skipped"
-    ),
+    MetricName.MARGIN: Metric("", "Mean of chosen minus rejected reward over the pairs of one step"),
+    MetricName.TOKEN_ACCURACY: Metric("", "Share of trained tokens with the highest probability (sft)"),
+    MetricName.HELD_OUT_LOSS: Metric("", "Loss of an offline job on held-out rows, at the last assessment"),
+    MetricName.HELD_OUT_MARGIN: Metric("", "Margin on held-out pairs, at the last assessment"),
+    MetricName.OPTIMIZER_STEPS: Metric("", "Optimizer steps of policy and critic in one step, without skipped ones"),
     MetricName.SUPERVISED_LOSS: Metric("nat/token", "Cross-entropy of the rows of algorithm.supervised"),
     MetricName.VALUE_LOSS: Metric("", "Loss of the critic"),
-    MetricName.EXPLAINED_VARIANCE: Metric("", "Share of the variance of returns that the critic predicted"),
-    MetricName.VALUE_CLIP_FRACTION: Metric("", "Share of trained tokens whose value was clipped"),
+    MetricName.EXPLAINED_VARIANCE: Metric("", "Share of the variance of returns that the critic explains"),
+    MetricName.VALUE_CLIP_FRACTION: Metric("", "Share of trained tokens with a clipped value"),
     MetricName.CRITIC_GRAD_NORM: Metric("", "Global gradient norm of the critic before clipping"),
     MetricName.LOGPROB_GAP_MEAN: Metric(
-        "nat", "Mean absolute log-prob difference of engine and learner at equal weights: tokens of version lag 0"
+        "nat", "Mean absolute log-prob difference of engine and learner with equal weights: tokens of version lag 0"
     ),
     MetricName.LOGPROB_GAP_MAX: Metric(
-        "nat", "Largest absolute log-prob difference of engine and learner at equal weights: tokens of version lag 0"
+        "nat", "Largest absolute log-prob difference of engine and learner with equal weights: tokens of version lag 0"
     ),
     MetricName.LOGPROB_DRIFT_MEAN: Metric(
-        "nat", "Mean absolute log-prob difference of the learner and the older weights that sampled a token"
+        "nat", "Mean absolute log-prob difference between the learner and the older weights that sampled a token"
     ),
     MetricName.RESPONSE_LENGTH: Metric("tokens", "Mean number of tokens of a response"),
-    MetricName.TRUNCATED_FRACTION: Metric("", "Share of responses cut at sampler.max_tokens"),
-    MetricName.UNIFORM_FRACTION: Metric("", "Share of groups whose rewards are all equal (no gradient)"),
-    MetricName.STALENESS: Metric("versions", "Mean age of a trained token: version trained from less its own"),
+    MetricName.TRUNCATED_FRACTION: Metric("", "Share of responses truncated at sampler.max_tokens"),
+    MetricName.UNIFORM_FRACTION: Metric("", "Share of groups with equal rewards (no gradient)"),
+    MetricName.STALENESS: Metric(
+        "versions", "Mean age of trained tokens: version before the step minus version that sampled"
+    ),
     MetricName.STALENESS_MAX: Metric("versions", "Age of the oldest trained token"),
     MetricName.OVER_AGE_TOKENS: Metric("tokens", "Tokens beyond algorithm.max_staleness: masked or reweighted"),
-    MetricName.DROPPED_LENGTH: Metric("tokens", "Mean length of the responses dropped as over-age so far"),
+    MetricName.DROPPED_LENGTH: Metric("tokens", "Mean length of responses dropped as over-age, since the start"),
     MetricName.NUM_GROUPS: Metric("", "Groups trained on in one step"),
     MetricName.NUM_SAMPLES: Metric("", "Responses trained on in one step"),
     MetricName.NUM_TOKENS: Metric("tokens", "Generated tokens trained on in one step"),
     MetricName.SAMPLES_PER_S: Metric("1/s", "Responses trained on per second of the whole step"),
     MetricName.TOKENS_PER_S: Metric("tokens/s", "Generated tokens trained on per second of the whole step"),
     MetricName.BYTES_PER_TRAJECTORY: Metric("B", "Bytes of one trajectory in the object store, media excluded"),
-    MetricName.MEDIA_BYTES_UNIQUE: Metric("B", "Bytes of all media stored so far, each counted once"),
+    MetricName.MEDIA_BYTES_UNIQUE: Metric("B", "Bytes of all media stored since the start, each counted once"),
     MetricName.MEDIA_BYTES_REFERENCED: Metric(
-        "B", "Bytes that the media of the trained samples would have taken with one copy a sample"
+        "B", "Bytes of the media of trained samples with one copy for each sample"
     ),
-    MetricName.QUEUE_READY: Metric("", "Groups in the replay buffer that wait for a step"),
-    MetricName.QUEUE_TAKEN: Metric("", "Groups in the replay buffer that a step has leased"),
-    MetricName.QUEUE_BYTES: Metric("B", "Bytes of the groups in the replay buffer"),
+    MetricName.QUEUE_READY: Metric("", "Groups in the replay buffer that are ready for a step"),
+    MetricName.QUEUE_TAKEN: Metric("", "Groups in the replay buffer that are leased to a step"),
+    MetricName.QUEUE_BYTES: Metric("B", "Bytes of groups in the replay buffer"),
     MetricName.QUEUE_OLDEST_AGE_S: Metric("s", "Age of the oldest group in the replay buffer"),
     MetricName.QUEUE_WAITING: Metric("", "Finished groups that wait for room in the replay buffer"),
-    MetricName.QUEUE_OVERSIZED: Metric("", "Groups larger than replay.max_bytes, since the buffer was started"),
+    MetricName.QUEUE_OVERSIZED: Metric("", "Groups larger than replay.max_bytes, since the start of the buffer"),
     MetricName.CANARY: Metric("nat", "Mean log-prob difference of engine and learner on the probe prompt"),
-    MetricName.PUSH_SECONDS: Metric("s", "From the begin of the newest push until every engine serves it"),
-    MetricName.PUSH_BYTES: Metric("B", "Bytes that the newest push sent to each engine"),
-    MetricName.CURRICULUM_STAGE: Metric("", "Newest open stage of environment.curriculum, from 0 on"),
+    MetricName.PUSH_SECONDS: Metric("s", "Duration of the newest push, until every engine serves the weights"),
+    MetricName.PUSH_BYTES: Metric("B", "Bytes sent to each engine by the newest push"),
+    MetricName.CURRICULUM_STAGE: Metric("", "Newest open stage of environment.curriculum, from 0"),
 }
 
 ALL_REASONS = "all"
-"""Reason under which a counter's Ray gauge has the sum; it exists from the start, at 0."""
+"""Reason of the sum in a counter's Ray gauge; present from the start, with 0."""
 
 LIVE: Mapping[str, Metric] = {
-    LiveName.UP: Metric("", "1 while the run's process lives"),
-    LiveName.PHASE: Metric("", "1 for the phase that the loop is in, 0 for those that it was in before", "phase"),
-    LiveName.PHASE_SECONDS: Metric("s", "How long the loop is in its phase"),
-    LiveName.STEP: Metric("", "The step that is being made, or was made last; 0 before the first one"),
-    LiveName.TOTAL_STEPS: Metric("", "Steps that the run is to make"),
-    LiveName.LAST_STEP_TIME: Metric("s", "When the last step ended, in seconds since the epoch; the start before it"),
-    LiveName.IN_FLIGHT: Metric("", "Prompts that are being sampled"),
-    LiveName.IN_FLIGHT_OLDEST_AGE_S: Metric("s", "How long the oldest of them is being sampled"),
+    LiveName.UP: Metric("", "1 while the run's process is alive"),
+    LiveName.PHASE: Metric("", "1 for the current phase of the loop, 0 for earlier phases", "phase"),
+    LiveName.PHASE_SECONDS: Metric("s", "Time since the start of the phase"),
+    LiveName.STEP: Metric("", "Current or last step; 0 before the first step"),
+    LiveName.TOTAL_STEPS: Metric("", "Planned steps of the run"),
+    LiveName.LAST_STEP_TIME: Metric(
+        "s", "End of the last step in seconds since the epoch; before it, the start of the run"
+    ),
+    LiveName.IN_FLIGHT: Metric("", "Prompts in flight"),
+    LiveName.IN_FLIGHT_OLDEST_AGE_S: Metric("s", "Age of the oldest prompt in flight"),
     LiveName.WORKERS: Metric("", "Workers of a role by state", "state"),
     LiveName.WORKER_VERSION: Metric("", "Weight version that a worker serves"),
-    LiveName.WORKER_IN_FLIGHT: Metric("", "Prompts or calls that a worker has in hand"),
-    LiveName.WORKER_RESTARTS: Metric("", "How often a worker was started again"),
-    LiveName.WORKER_TOKENS_PER_S: Metric("tokens/s", "Tokens that an engine samples"),
-    LiveName.WORKER_KV_USAGE: Metric("", "Share of an engine's KV cache that is taken"),
-    LiveName.WORKER_RUNNING: Metric("", "Responses that an engine decodes"),
-    LiveName.WORKER_QUEUE: Metric("", "Responses that wait in an engine's queue"),
+    LiveName.WORKER_IN_FLIGHT: Metric("", "Prompts or calls in flight at a worker"),
+    LiveName.WORKER_RESTARTS: Metric("", "Restarts of a worker"),
+    LiveName.WORKER_TOKENS_PER_S: Metric("tokens/s", "Tokens sampled by an engine"),
+    LiveName.WORKER_KV_USAGE: Metric("", "Share of an engine's KV cache in use"),
+    LiveName.WORKER_RUNNING: Metric("", "Responses in decoding at an engine"),
+    LiveName.WORKER_QUEUE: Metric("", "Responses in an engine's queue"),
     LiveName.WORKER_BUSY_SHARE: Metric("", "Share of a worker's planned threads that compute"),
-    LiveName.WORKER_RSS_BYTES: Metric("B", "Host memory of a worker's process and its children"),
-    LiveName.WORKER_GPU_BYTES: Metric("B", "Memory that is taken on a worker's GPUs, by all processes"),
-    LiveName.WORKER_GPU_BUSY_SHARE: Metric("", "Share of the time in which a worker's GPUs compute, as NVML says"),
-    LiveName.LOOP_LAG_S: Metric(
-        "s", "How late the driver's event loop is at most: everything that it serves waits as long"
-    ),
+    LiveName.WORKER_RSS_BYTES: Metric("B", "Host memory of a worker process and child processes"),
+    LiveName.WORKER_GPU_BYTES: Metric("B", "Memory in use on a worker's GPUs, by all processes"),
+    LiveName.WORKER_GPU_BUSY_SHARE: Metric("", "Share of time in which a worker's GPUs compute, from NVML"),
+    LiveName.LOOP_LAG_S: Metric("s", "Largest delay of the driver's event loop"),
     LiveName.OBJECT_STORE_BYTES: Metric("B", "Bytes in the object stores of all nodes"),
     LiveName.OBJECT_STORE_SIZE_BYTES: Metric("B", "Size of the object stores of all nodes"),
 }
@@ -233,7 +233,7 @@ LIVE: Mapping[str, Metric] = {
 SPLIT: Mapping[str, Metric] = {
     SplitName.SECONDS: Metric("s", "Seconds of one step by phase; `total` is the whole step", "phase"),
     SplitName.REWARD_COMPONENT: Metric("", "Mean of a reward component over the responses of one step", "component"),
-    SplitName.STALENESS_TOKENS: Metric("tokens", "Tokens of one step by the age of their weights", "lag"),
+    SplitName.STALENESS_TOKENS: Metric("tokens", "Tokens of one step by version lag", "lag"),
     SplitName.EVALUATION_ACCURACY: Metric("", "Held-out accuracy of the newest evaluation"),
     SplitName.EVALUATION_VERSION: Metric("", "Weight version of the newest evaluation"),
 }
@@ -242,24 +242,24 @@ COUNTERS: Mapping[str, Metric] = {
     CounterName.REJECTED: Metric("", "Finished groups that were not trained on"),
     CounterName.REJECTED_RESPONSES: Metric("", "Finished responses that were not trained on"),
     CounterName.REJECTED_TOKENS: Metric("tokens", "Tokens of finished responses that were not trained on"),
-    CounterName.SKIPPED: Metric("", "Dataset samples that could not be used"),
-    CounterName.RESTARTS: Metric("", "Workers that were started again after a failure"),
+    CounterName.SKIPPED: Metric("", "Unusable dataset samples"),
+    CounterName.RESTARTS: Metric("", "Restarts of workers after a failure"),
     CounterName.WEIGHT_SYNCS: Metric("", "Weight versions pushed to the rollout actors"),
-    CounterName.ROLLOUT_RETRIES: Metric("", "Prompts that were sent out again after a failure"),
-    CounterName.REFERENCE_RETRIES: Metric("", "Shares of a step that another reference scorer was asked to score"),
-    CounterName.RESUMED: Metric("", "Prompts that were tried again, and their sampled tokens kept and lost thereby"),
+    CounterName.ROLLOUT_RETRIES: Metric("", "Retries of prompts after a failure"),
+    CounterName.REFERENCE_RETRIES: Metric("", "Parts of a step that were sent to another reference scorer"),
+    CounterName.RESUMED: Metric("", "Retried prompts, and their sampled tokens that were kept and lost"),
     CounterName.REWARD_FAILURES: Metric("", "Responses that could not be scored"),
-    CounterName.SCORED_AHEAD: Metric("", "Responses scored while siblings of theirs were still sampled, used or not"),
-    CounterName.DROPPED_SINKS: Metric("", "Metric sinks that failed and were taken out of the run"),
+    CounterName.SCORED_AHEAD: Metric("", "Responses scored before the group was complete, used or not"),
+    CounterName.DROPPED_SINKS: Metric("", "Metric sinks that were removed after a failure"),
     CounterName.DROPPED_SAMPLES: Metric("", "Report samples that could not be fetched"),
-    CounterName.RECOVERED: Metric("", "Steps and groups that came back from the journal, and what did not, by reason"),
-    CounterName.EPISODE_FAILURES: Metric("", "Tries of an episode that its environment failed, by kind"),
+    CounterName.RECOVERED: Metric("", "Steps and groups recovered from the journal, and losses, by reason"),
+    CounterName.EPISODE_FAILURES: Metric("", "Attempts of episodes that failed in the environment, by kind"),
     CounterName.UNLOGGED_STEPS: Metric("", "Steps that could not be written to the trajectory log"),
 }
 
 
 def describe(name: str) -> Metric:
-    """Returns the description of a value; unknown names are described as the learner's."""
+    """Returns the description of a metric; for unknown names, of a number that the learner reports."""
     for known in (METRICS, LIVE, SPLIT):
         if name in known:
             return known[name]

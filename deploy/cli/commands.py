@@ -400,7 +400,7 @@ def serve_rewards(
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one and says which.")] = 0,
     token_env: Annotated[str | None, typer.Option(help="Environment variable with the bearer token.")] = None,
     token_file: Annotated[Path | None, typer.Option(help="File with the bearer token, instead.")] = None,
-    lanes: Annotated[int, typer.Option(min=1, help="Requests scored at a time; each has its own models.")] = 1,
+    threads: Annotated[int, typer.Option(min=1, help="Scoring threads; each loads all models.")] = 1,
     max_waiting: Annotated[int, typer.Option(min=1, help="Requests that may wait; further ones get 503.")] = 64,
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds to read a request, and to score it.")] = 60.0,
     max_request_mb: Annotated[int, typer.Option(min=1, help="Largest request.")] = 64,
@@ -414,7 +414,9 @@ def serve_rewards(
         from mobula.deploy.tools.http_server import Address, read_token
 
         address = Address(host, port, read_token(token_env, token_file))
-        options = serving.ServeRewardsOptions(address, lanes, max_waiting, timeout, max_request_mb << 20, device, dtype)
+        options = serving.ServeRewardsOptions(
+            address, threads, max_waiting, timeout, max_request_mb << 20, device, dtype
+        )
         serving.serve(rewards, options, lambda url: console.print(f"rewards: {url} (description: {url}/docs)"))
 
 

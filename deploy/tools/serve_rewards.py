@@ -14,8 +14,8 @@ from mobula.configs.load import load_rewards
 from mobula.configs.schema.rewards import RewardsConfig
 from mobula.deploy.tools.http_server import Address, run_server
 from mobula.rewards.contract import FailureKind, Outcome, RewardRequest, Score, ScoringFailure
-from mobula.rewards.http.lanes import Lanes
 from mobula.rewards.http.server import RewardServer, ServerLimits, make_app
+from mobula.rewards.http.thread_pool import ScorerThreads
 from mobula.rewards.isolation.deadline import InTime
 from mobula.rewards.isolation.process_pool import IsolatedPool
 from mobula.rewards.recipes import ComponentError
@@ -23,7 +23,7 @@ from mobula.rewards.scoring import RewardScoring
 from mobula.rewards.tools import Tools
 
 FUNCTION_SHARE = 4  # one answer that hangs may take this part of a request's time, as in a run
-MAX_STUCK = 8  # computations that hang in one lane before it refuses: each keeps a thread, and what it computes on
+MAX_STUCK = 8  # hanging computations after which a scorer refuses requests: each blocks a thread and holds its memory
 START_TIMEOUT_S = 120.0  # to import what a reward function needs; a request's own deadline comes first
 
 
@@ -32,7 +32,7 @@ class ServeRewardsOptions:
     """The options of `serve-rewards`."""
 
     address: Address
-    lanes: int
+    threads: int
     max_waiting: int
     timeout_s: float
     max_request_bytes: int
@@ -41,9 +41,9 @@ class ServeRewardsOptions:
 
 
 class RewardScorer:
-    """One lane: its own functions and the file's recipes; a score's breakdown holds the components' values.
+    """Implements `BatchScorer` with separate functions; the breakdown of a score has the components' values.
 
-    A model or an engine that hangs is left behind in its thread and the lane goes on, until too many were.
+    A model or engine that hangs is abandoned in its thread, and scoring continues, up to MAX_STUCK times.
     """
 
     def __init__(self, rewards: RewardsConfig, options: ServeRewardsOptions) -> None:
@@ -82,11 +82,11 @@ def serve(path: Path, options: ServeRewardsOptions, announce: Callable[[str], No
     listener = options.address.listen()
     rewards = load_rewards(path)
     try:
-        scorers = [RewardScorer(rewards, options) for _ in range(options.lanes)]
+        scorers = [RewardScorer(rewards, options) for _ in range(options.threads)]
     except ValueError as error:
         raise ConfigError(f"{path}: {error}") from error
     limits = ServerLimits(options.timeout_s, options.max_request_bytes)
-    app = make_app(RewardServer(Lanes(scorers, max_waiting=options.max_waiting), limits), options.address.token)
+    app = make_app(RewardServer(ScorerThreads(scorers, max_waiting=options.max_waiting), limits), options.address.token)
     run_server(app, listener, grace_s=math.ceil(2 * options.timeout_s), announce=announce)
 
 

@@ -1,4 +1,4 @@
-"""Adapters in the model that is trained: PEFT puts them in, and a state dict with them is read as if merged."""
+"""Adapters (PEFT) in the trained model, and state dicts with adapters read as merged weights."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from mobula.learner.policies.lora import WEIGHT, A, B, merged
 if TYPE_CHECKING:
     from peft import LoraConfig
 
-NAME = "default"  # PEFT's, of the only adapter
-PEFT_PREFIX = "base_model.model."  # before a module's name in a saved adapter
+NAME = "default"  # PEFT's name of the only adapter
+PEFT_PREFIX = "base_model.model."  # prefix of module names in a saved adapter
 DIFFUSERS_FILE = "pytorch_lora_weights.safetensors"
-DIFFUSERS_PREFIX = "transformer."  # the part of a pipeline that the adapter belongs to
+DIFFUSERS_PREFIX = "transformer."  # the pipeline's component with the adapter
 Factors = Mapping[tuple[str, str], Tensor]
 """(module, A or B) -> factor."""
 FACTORS = {f".lora_A.{NAME}.weight": A, f".lora_B.{NAME}.weight": B}
 
 
 def add_adapters(model: nn.Module, modules: Collection[str], config: LoRAConfig, seed: int) -> None:
-    """Put an adapter at each of `modules` (state-dict names) and freeze all else; B is 0, so nothing changes yet.
+    """Adds an adapter to each of `modules` (state-dict names) and freezes all other parameters. B is 0 at first.
 
-    Every rank draws the same A, whatever else it has drawn.
+    Every rank draws the same A, independently of its random state.
 
     Raises:
         ValueError: a module is no linear layer, or is the output layer, which may share its weight.
@@ -54,11 +54,11 @@ def add_adapters(model: nn.Module, modules: Collection[str], config: LoRAConfig,
         inject_adapter_in_model(peft, model)
         for layer in map(model.get_submodule, modules):
             assert isinstance(layer, LoraLayer)
-            for factors in (layer.lora_A, layer.lora_B):  # on the meta device, if their weight is
-                factors.to_empty(device="cpu").float()  # they are trained in float32
+            for factors in (layer.lora_A, layer.lora_B):  # on the meta device, if the weight is
+                factors.to_empty(device="cpu").float()  # adapters are trained in float32
             layer.reset_lora_parameters(NAME, init_lora_weights=True)
-    found = {name.partition(".lora_A.")[0] for name, _ in model.named_parameters() if ".lora_A." in name}
-    assert found == set(modules), "PEFT matches names by their ends, and these are whole names"
+    adapted = {name.partition(".lora_A.")[0] for name, _ in model.named_parameters() if ".lora_A." in name}
+    assert adapted == set(modules), "PEFT matches suffixes of names, and these are whole names"
 
 
 def factors_of(state: Mapping[str, Tensor]) -> Factors:
@@ -67,7 +67,7 @@ def factors_of(state: Mapping[str, Tensor]) -> Factors:
 
 
 def save_adapters(folder: Path, factors: Factors, config: LoRAConfig, source: str) -> None:
-    """Write adapters as PEFT does; `source` is the checkpoint that they belong to (`policy.model`)."""
+    """Writes adapters in PEFT's format; `source` is the base checkpoint (`policy.model`)."""
     folder.mkdir(parents=True, exist_ok=True)
     save_file(
         {f"{PEFT_PREFIX}{module}.{factor}": tensor.contiguous() for (module, factor), tensor in factors.items()},
@@ -82,7 +82,7 @@ def save_adapters(folder: Path, factors: Factors, config: LoRAConfig, source: st
 
 
 def save_pipeline_adapters(folder: Path, factors: Factors, config: LoRAConfig) -> None:
-    """Write the adapters of a pipeline's transformer as `load_lora_weights` of diffusers reads them."""
+    """Writes the adapters of a pipeline's transformer, for `load_lora_weights` of diffusers."""
     modules = sorted({module for module, _ in factors})
     described = {
         f"{DIFFUSERS_PREFIX}{key}": _listed(value) for key, value in _peft_config(config, modules).to_dict().items()
@@ -96,7 +96,7 @@ def save_pipeline_adapters(folder: Path, factors: Factors, config: LoRAConfig) -
 
 
 def _peft_config(config: LoRAConfig, modules: Collection[str], **own: Any) -> LoraConfig:
-    # It takes seconds, and loads half the field: not without adapters.
+    # Imported here, because the import takes seconds.
     from peft import LoraConfig
 
     alpha: Any = config.alpha  # declared as an integer, only divided by the rank
@@ -104,25 +104,25 @@ def _peft_config(config: LoRAConfig, modules: Collection[str], **own: Any) -> Lo
 
 
 def _listed(value: object) -> object:
-    """A value of PEFT's configuration as JSON has it."""
+    """Converts a value of PEFT's configuration to a JSON type."""
     return sorted(value) if isinstance(value, set) else value
 
 
 def with_saved_adapters(model: PreTrainedModel, folder: Path) -> nn.Module:
-    """The model with the adapters that `save_adapters` wrote merged into it, as PEFT does that."""
+    """Merges the adapters of `save_adapters` into the model, with PEFT."""
     from peft import PeftModel
 
     return PeftModel.from_pretrained(model, folder).merge_and_unload()
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Whether `add_adapters` has put any into this model."""
+    """Whether the model has adapters."""
     return any(is_factor(name) for name, _ in model.named_parameters())
 
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """Within the body the model computes as it did before it had adapters."""
+    """Disables adapters for the body."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
@@ -136,7 +136,7 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 
 
 def is_factor(name: str) -> bool:
-    """Whether this is the state-dict name of an adapter's A or B."""
+    """Whether `name` is the state-dict name of an adapter's A or B."""
     return name.endswith(tuple(FACTORS))
 
 
@@ -147,9 +147,9 @@ def split_factor(name: str) -> tuple[str, str]:
 
 
 def as_merged(state: Iterable[tuple[str, Tensor]], scale: float) -> Iterator[tuple[str, Tensor]]:
-    """A state dict with adapters as the model without them would have it; one without adapters stays what it is.
+    """Merges adapters in a state dict, and renames weights as in a model without adapters.
 
-    A merged weight comes where its B was, since a module's weight, A and B follow each other in this order.
+    A merged weight is yielded at the position of B: weight, A and B of a module are adjacent, in this order.
     """
     held: dict[str, Tensor] = {}
     for name, tensor in state:

@@ -1,4 +1,4 @@
-"""Interfaces of policies, whatever their actions are: rows to train on, and a network to distribute."""
+"""Interfaces of policies with any kind of actions: rows to train on, and a network to distribute."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mobula.cluster.records.media import MediaHandle
 
 
 class PolicyRow(Protocol):
-    """One trajectory, of which `num_targets` steps are scored."""
+    """One trajectory with `num_targets` scored steps."""
 
     @property
     def num_targets(self) -> int: ...
@@ -25,7 +25,7 @@ class PolicyRow(Protocol):
 
     @property
     def num_media_tokens(self) -> int:
-        """How many of them media have to be encoded for."""
+        """The row's tokens of media, which have to be encoded."""
         ...
 
     @property
@@ -33,26 +33,26 @@ class PolicyRow(Protocol):
 
 
 class Velocities(NamedTuple):
-    """Velocities of a flow model at K noise levels of each of B clean images: noise less image, as predicted."""
+    """Velocities (noise minus image) of a flow model at K noise levels of each of B clean images."""
 
     predicted: Tensor  # float32 [B, K, ...]
-    old: Tensor | None  # float32 [B, K, ...]: of the weights that a step trains from, or of the reference
+    old: Tensor | None  # float32 [B, K, ...]: of the weights before the step, or of the reference
     clean: Tensor  # float32 [B, K, ...]
     noise: Tensor  # float32 [B, K, ...]
     sigmas: Tensor  # float32 [B, K, 1, ...]
 
     @property
     def noised(self) -> Tensor:
-        """float32 [B, K, ...]: where they are predicted."""
+        """float32 [B, K, ...]: the noised images, at which velocities are predicted."""
         return (1 - self.sigmas) * self.clean + self.sigmas * self.noise
 
 
 class Moves(NamedTuple):
-    """How far denoising steps lead, [B, T] each."""
+    """Sizes of denoising steps, [B, T] each."""
 
-    std: Tensor  # of the Gaussian that a step is drawn from
-    length: Tensor  # -dt: what a step takes off the noise level
-    drift: Tensor | None  # mean of (mean - old mean)^2 / (2 std^2), against the weights that a step trains from
+    std: Tensor  # of the step's Gaussian
+    length: Tensor  # -dt: decrease of the noise level
+    drift: Tensor | None  # mean of (mean - old mean)^2 / (2 std^2), relative to the weights before the step
 
 
 NO_TOKENS = np.empty(0, dtype=np.int32)
@@ -60,17 +60,14 @@ NO_TOKENS = np.empty(0, dtype=np.int32)
 
 @dataclass(frozen=True)
 class RowOutline:
-    """A row that another rank has: its size and its media's keys, by which rows are shared out, and no content.
-
-    No policy takes it.
-    """
+    """A row of another rank: size and keys of media, to assign rows to ranks, without content. No input of a policy."""
 
     num_targets: int
     num_tokens: int
     num_media_tokens: int
     media: tuple[MediaHandle, ...]  # without references
-    token_ids: np.ndarray = field(default_factory=lambda: NO_TOKENS)  # int32 [T]: the scored ones, or none
-    num_context: int = 0  # of `token_ids`
+    token_ids: np.ndarray = field(default_factory=lambda: NO_TOKENS)  # int32 [T]: scored tokens, or none
+    num_context: int = 0  # context tokens in `token_ids`
 
     @classmethod
     def of(cls, row: PolicyRow, token_ids: np.ndarray = NO_TOKENS) -> RowOutline:
@@ -78,30 +75,30 @@ class RowOutline:
         return cls(row.num_targets, row.num_tokens, row.num_media_tokens, media, token_ids)
 
     def with_end(self) -> RowOutline:
-        """The row with one more token after its last one."""
+        """The row with one more token."""
         return replace(self, num_targets=self.num_targets + 1, num_tokens=self.num_tokens + 1)
 
 
 class PolicyOutput(NamedTuple):
-    """The policy's outputs for each target of a batch; 0 and False behind a row's end."""
+    """The policy's outputs for each target of a batch; 0 and False after a row's end."""
 
     logprobs: Tensor  # float32 [B, T]
-    entropy: Tensor  # float32 [B, T], detached unless a gradient was asked for
+    entropy: Tensor  # float32 [B, T], detached unless a gradient is requested
     is_argmax: Tensor  # bool [B, T]
-    divergence: Tensor | None = None  # float32 [B, T]: KL to the reference, of a policy that computes it itself
-    predicted: Tensor | None = None  # float32 [N, ...] of a flow model: means of its steps, or velocities; row by row
+    divergence: Tensor | None = None  # float32 [B, T]: KL to the reference, if the policy computes the reference
+    predicted: Tensor | None = None  # float32 [N, ...], for flow models: means of steps, or velocities; row by row
     moves: Moves | None = None
     velocities: Velocities | None = None
 
 
 class Policy(nn.Module):
-    """A network whose forward is the only way in, so that sharded parameters are gathered there.
+    """A network that is called only through `forward`, where sharded parameters are gathered.
 
-    `model` has the weights: their names in its state dict are what `PolicyWeights` translates to a checkpoint's.
+    `model` has the weights; `PolicyWeights` translates the names in its state dict to names of a checkpoint.
     """
 
     model: nn.Module
 
     def blocks(self) -> Iterator[nn.Module]:
-        """The repeated parts of the network, each of which may be sharded by itself."""
+        """The repeated blocks of the network, the units of sharding."""
         raise NotImplementedError

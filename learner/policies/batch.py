@@ -1,4 +1,4 @@
-"""Batches of a token policy: rows of tokens, right-padded, with images placed by recorded spans."""
+"""Batches of a token policy: right-padded rows of tokens, with media at recorded spans."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ from mobula.cluster.records.trajectory import Prompt
 from mobula.learner.policies.base import NO_TOKENS
 from mobula.learner.policies.device_copies import on_device
 
-PADDING_ID = 0  # any id will do: attention is causal and padding is on the right, so nothing ever looks at it
-# what M-RoPE positions depend on beside the places of images and videos
+PADDING_ID = 0  # any id: attention is causal and padding is on the right, so no token attends to it
+# Inputs of M-RoPE positions, in addition to the spans of images and videos.
 POSITION_INPUTS = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
-"""They stay on the host: shapes follow from them, for which the host would wait for the device."""
+"""Kept on the host: shapes depend on them, and reading them from the device would synchronise."""
 HOST = torch.device("cpu")
 IMAGE, VIDEO, AUDIO = "image", "video", "audio"  # modalities of a token policy
 
 
 @dataclass(frozen=True)
 class TokenSequence:
-    """One row. `token_ids[num_context:]` are scored, each given all before it; `num_context` is at least 1."""
+    """One row. `token_ids[num_context:]` are scored, each given all earlier tokens; `num_context` is at least 1."""
 
     token_ids: np.ndarray  # int [S]
     num_context: int
     media: tuple[MediaHandle, ...]
     media_spans: tuple[MediaSpan, ...]
-    kept: KeptSets | None = None  # the tokens among which each of the first targets was sampled; None: among all
+    kept: KeptSets | None = None  # for each of the first targets, the set of tokens it was sampled from; None: all
 
     @classmethod
     def of_response(cls, prompt: Prompt, token_ids: np.ndarray, kept: KeptSets | None = None) -> TokenSequence:
-        """A prompt and what was answered; the answer is scored."""
+        """A prompt and a response; the response is scored."""
         tokens = np.concatenate([prompt.expanded_ids, token_ids])
         return cls(tokens, prompt.num_tokens, prompt.media, prompt.media_spans, kept)
 
     @classmethod
     def of_actions(cls, prompt: Prompt, actions: TokenActions) -> TokenSequence:
-        """A prompt and the tokens behind it, with the media of later turns; all behind the prompt is scored."""
+        """A prompt and actions, with media of later turns; all tokens after the prompt are scored."""
         row, num = cls.of_response(prompt, actions.token_ids, actions.kept), prompt.num_tokens
         if not actions.media:
             return row
@@ -51,11 +51,11 @@ class TokenSequence:
 
     @classmethod
     def of_prompt(cls, prompt: Prompt) -> TokenSequence:
-        """A prompt alone; all but its first token is scored."""
+        """A prompt; all tokens but the first are scored."""
         return cls(prompt.expanded_ids, 1, prompt.media, prompt.media_spans)
 
     def with_end(self) -> TokenSequence:
-        """The row with a padding token after its last one, which is scored among all tokens."""
+        """The row with a padding token appended, which is scored with the full softmax."""
         return replace(self, token_ids=np.append(self.token_ids, PADDING_ID), kept=None)
 
     @property
@@ -73,70 +73,68 @@ class TokenSequence:
 
 @dataclass(frozen=True)
 class MediaBatch:
-    """The unique images, videos or sounds of a batch, and the order in which it holds them, row by row."""
+    """The unique images, videos or sounds of a batch, and their order in the rows."""
 
-    inputs: dict[str, Tensor]  # forward() argument -> all unique ones along axis 0; empty without any. On the device,
-    # but for `POSITION_INPUTS`
-    num_parts: tuple[int, ...]  # of each unique one (patches or tiles): its share of axis 0 of its pixels
-    order: tuple[int, ...]  # the unique one of each recorded span, by row and place
-    spans: tuple[tuple[int, int, int], ...]  # row, start and end of one span of each unique one
+    inputs: dict[str, Tensor]  # argument of forward() -> all unique media along axis 0; empty without media. On the
+    # device, except `POSITION_INPUTS`.
+    num_parts: tuple[int, ...]  # for each unique medium: number of patches or tiles, its size along axis 0
+    order: tuple[int, ...]  # for each recorded span, by row and position: index of the unique medium
+    spans: tuple[tuple[int, int, int], ...]  # for each unique medium: row, start and end of one span
 
 
 @dataclass(frozen=True)
 class PositionLayout:
-    """The inputs of M-RoPE positions, on the host. Rows whose media have equal sizes and places share one layout."""
+    """The inputs of M-RoPE positions, on the host. Rows with media of equal sizes and spans share one layout."""
 
     rows: Tensor  # int64 [L]: one row of each layout
     images: Tensor  # int64 [K]: the unique images of these rows, in order
-    videos: Tensor  # int64 [V]: their unique videos, in order
-    row_layouts: Tensor  # int64 [B]
+    videos: Tensor  # int64 [V]: the unique videos of these rows, in order
+    row_layouts: Tensor  # int64 [B]: layout of each row
 
 
 @dataclass(frozen=True)
 class RowPlaces:
-    """The places of B padded rows when they lie behind one another without padding."""
+    """The positions of B padded rows after packing without padding."""
 
     lengths: tuple[int, ...]  # B
-    index: Tensor  # int64 [num_tokens]: of their tokens among the B * S of the padded rows
+    index: Tensor  # int64 [num_tokens]: index of each packed token among the B * S padded tokens
     ends: Tensor  # int32 [B + 1]: 0 and the cumulative lengths
 
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """B rows of at most S tokens, of which at most T a row are scored. Padding is on the right."""
+    """B right-padded rows of at most S tokens and at most T targets."""
 
     input_ids: Tensor  # int64 [B, S]
     row_lengths: tuple[int, ...]  # B: tokens of the rows without padding
     host_ids: np.ndarray  # int64 [B, S]: `input_ids` on the host
     in_media: np.ndarray  # bool [B, S], on the host: within a recorded span
-    in_video: np.ndarray  # bool [B, S], on the host: within that of a video
+    in_video: np.ndarray  # bool [B, S], on the host: within the span of a video
     targets: Tensor  # int64 [B, T]
-    target_mask: Tensor  # bool [B, T]: False behind a row's last target
+    target_mask: Tensor  # bool [B, T]: False after a row's last target
     places: RowPlaces
     host_target_places: np.ndarray  # int64 [N], on the host: of the states before the N targets in packed rows
     target_places: Tensor  # int64 [N]: the same
-    hidden_rows: Tensor  # int64 [N]: where the N targets are predicted, in the order of `target_mask`
-    hidden_columns: Tensor  # int64 [N]
-    target_columns: Tensor  # int64 [N]: where they are in their rows of [B, T]
-    kept_ids: Tensor  # int64 [M]: the kept sets of the N targets, one after the other
-    kept_rows: Tensor  # int64 [M]: the target of each of them
-    kept_ends: np.ndarray  # int64 [N]: where each set ends; an empty one stands for all tokens
+    hidden_rows: Tensor  # int64 [N]: row of the state that predicts each target, in the order of `target_mask`
+    hidden_columns: Tensor  # int64 [N]: column of this state
+    target_columns: Tensor  # int64 [N]: column of each target in [B, T]
+    kept_ids: Tensor  # int64 [M]: the kept sets of the N targets, concatenated
+    kept_rows: Tensor  # int64 [M]: index of the target
+    kept_ends: np.ndarray  # int64 [N]: end of each set; an empty set means all tokens
     media: MediaBatch  # images
     videos: MediaBatch
     audios: MediaBatch
     layout: PositionLayout
 
     def padded(self, values: Tensor) -> Tensor:
-        """[N] of the targets -> [B, T], 0 or False behind a row's last target.
-
-        By index: with a mask both passes would wait for the device to count its elements.
-        """
-        places = (self.hidden_rows, self.target_columns)
-        return values.new_zeros(self.target_mask.shape).index_put(places, values)
+        """Scatters values of targets, [N], to [B, T], with 0 or False after a row's last target."""
+        # By index: with a mask, forward and backward pass would synchronise to count the elements.
+        indices = (self.hidden_rows, self.target_columns)
+        return values.new_zeros(self.target_mask.shape).index_put(indices, values)
 
 
 def collate(sequences: Sequence[TokenSequence], reader: MediaReader, device: torch.device) -> TokenBatch:
-    """Pad rows and resolve their media; each unique image is read and placed once."""
+    """Pads rows and reads their media, each unique medium once."""
     input_ids = pad_rows([s.token_ids for s in sequences], PADDING_ID, np.int64)
     targets = pad_rows([s.token_ids[s.num_context :] for s in sequences], PADDING_ID, np.int64)
     num_targets = np.array([s.num_targets for s in sequences])
@@ -153,10 +151,10 @@ def collate(sequences: Sequence[TokenSequence], reader: MediaReader, device: tor
     in_media, in_video = np.zeros((2, *input_ids.shape), dtype=bool)
     for row, sequence in enumerate(sequences):
         for handle, span in _placed(sequence):
-            # By position, never by token id: text may hold the id of a placeholder, too.
+            # By position, never by token id: text may contain the id of a placeholder.
             in_media[row, span.start : span.end] = True
             in_video[row, span.start : span.end] = handle.modality == VIDEO
-    # Siblings share their images: each is read once a micro-batch.
+    # Siblings share images: each is read once for a micro-batch.
     unique = list({handle.key: handle for s in sequences for handle in s.media}.values())
     media = {h.key: m for h, m in zip(unique, reader.read(unique), strict=True)} if unique else {}
     return TokenBatch(
@@ -196,9 +194,8 @@ def pad_rows(rows: Sequence[np.ndarray], padding: float, dtype: type) -> np.ndar
 
 
 def joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    """Tensors of several images along axis 0; other axes are filled up with zeros behind the shorter ones.
-
-    One alone is not copied: it lies in the object store, which is read-only.
+    """Concatenates arrays along axis 0; other axes are zero-padded to the longest. A single array is not copied and may
+    be read-only (object store).
     """
     if len(arrays) == 1:
         return arrays[0]
@@ -232,7 +229,7 @@ def _media_batch(
 
 
 def _layout(sequences: Sequence[TokenSequence], media: dict[str, ProcessedMedia]) -> PositionLayout:
-    indices: dict[str, int] = {}  # among those of its kind
+    indices: dict[str, int] = {}  # key -> index among media of the same kind
     numbers = {IMAGE: count(), VIDEO: count(), AUDIO: count()}
     for key, medium in media.items():
         indices[key] = next(numbers[medium.modality])
@@ -265,7 +262,7 @@ def _sizes(medium: ProcessedMedia) -> list[bytes]:
 
 
 def _text(sequence: TokenSequence, handle: MediaHandle, span: MediaSpan) -> bytes:
-    """The tokens of a video, whose times are text of any length between its placeholders."""
+    """The tokens of a video: timestamps are text of any length between placeholders."""
     return sequence.token_ids[span.start : span.end].tobytes() if handle.modality == VIDEO else b""
 
 
@@ -274,7 +271,7 @@ def _placed(sequence: TokenSequence) -> list[tuple[MediaHandle, MediaSpan]]:
 
 
 def _own(array: np.ndarray) -> np.ndarray:
-    """The array, copied if it must not be written to."""
+    """The array, copied if it is read-only."""
     return np.require(array, requirements="W")
 
 

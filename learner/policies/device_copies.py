@@ -8,9 +8,9 @@ from torch import Tensor
 
 
 def on_device(array: np.ndarray, device: torch.device) -> Tensor:
-    """The array as a tensor on `device`; on the host it shares the array's memory.
+    """Returns the array as a tensor on `device`; on the CPU it shares the array's memory.
 
-    A copy to a GPU leaves from pinned memory, so the host does not wait for the work that the GPU still has to do.
+    Copies to a GPU are asynchronous, from pinned memory, so that the host does not wait for queued work of the GPU.
     torch keeps the pinned memory until the copy is done.
     """
     tensor = torch.from_numpy(array)

@@ -1,4 +1,4 @@
-"""ScoringHead: the output layer of a policy, which gives log-probs of targets a chunk of tokens at a time."""
+"""ScoringHead: the output layer of a policy, which computes log-probs of targets in chunks of tokens."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from mobula.learner.policies.logprobs import Distribution, Steps, TokenLogprobs,
 
 
 class ScoringHead(nn.Module):
-    """Takes the place of a model's output layer and has its weight, under the same name.
+    """Replaces a model's output layer, with the same weight under the same name.
 
-    Logits exist for one chunk of tokens at a time: the forward pass keeps none of them, and the backward pass computes
-    them again. So of N tokens and a vocabulary of V no [N, V] matrix is made.
+    Logits are computed for one chunk of tokens at a time. The forward pass stores none, and the backward pass computes
+    them again, so that no [N, V] matrix of N tokens and a vocabulary of V is materialised.
     """
 
     def __init__(self, output: nn.Module, chunk_tokens: int) -> None:
-        """Of the model's own output layer; `chunk_tokens` is `learner.logprob_chunk_tokens`.
+        """`output` is the model's output layer, `chunk_tokens` is `learner.logprob_chunk_tokens`.
 
         Raises:
-            ValueError: the layer is not a linear one without a bias.
+            ValueError: the layer is not linear, or has a bias.
         """
         super().__init__()
         if not isinstance(output, nn.Linear) or output.bias is not None:
@@ -42,12 +42,12 @@ class ScoringHead(nn.Module):
         entropy_has_gradient: bool,
         steps: Steps | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Log-probs [N], entropy [N] and whether it is the likeliest [N] of each target, as in `TokenLogprobs`.
+        """Returns the fields of `TokenLogprobs`: log-probs [N], entropy [N] and is_argmax [N] of each target.
 
         Args:
             hidden: float [N, H], the decoder's last states.
             targets: int64 [N].
-            steps: of the N targets, where the distribution is not the same for all of them.
+            steps: parameters of each target's distribution, if they differ.
         """
         device = hidden.device.type
         is_cast = torch.is_autocast_enabled(device)
@@ -57,7 +57,7 @@ class ScoringHead(nn.Module):
 
 
 class _Score:
-    """Function of a chunk's logits, and the type that it is computed in."""
+    """Statistics of a chunk's logits, and the compute type."""
 
     def __init__(
         self,
@@ -74,22 +74,22 @@ class _Score:
         self._chunk_tokens = chunk_tokens
 
     def __call__(self, logits: Tensor, targets: Tensor, chunk: slice) -> TokenLogprobs:
-        """Of the targets of `chunk`, which their logits are for."""
+        """Statistics of the targets of `chunk`; `logits` are for this chunk."""
         steps, has_gradient = self._part(chunk), self.entropy_has_gradient
         return token_logprobs(logits, targets[chunk], self._distribution, steps, entropy_has_gradient=has_gradient)
 
     def trained(self, logits: Tensor, targets: Tensor, chunk: slice) -> list[Tensor]:
-        """The outputs with a gradient: log-probs, and entropies if they are requested with one."""
+        """The outputs with a gradient: log-probs, and entropies if requested."""
         if self.entropy_has_gradient:
-            found = self(logits, targets, chunk)
-            return [found.logprobs, found.entropy]
+            statistics = self(logits, targets, chunk)
+            return [statistics.logprobs, statistics.entropy]
         return [target_logprobs(logits, targets[chunk], self._distribution, self._part(chunk))]
 
     def _part(self, chunk: slice) -> Steps | None:
         return None if self._steps is None else self._steps.part(chunk)
 
     def chunks(self, num_tokens: int) -> list[slice]:
-        """At least one, which may be empty."""
+        """At least one chunk, which may be empty."""
         starts = range(0, max(num_tokens, 1), self._chunk_tokens)
         return [slice(start, start + self._chunk_tokens) for start in starts]
 
@@ -97,8 +97,8 @@ class _Score:
 class _ChunkedLogprobs(torch.autograd.Function):
     """(hidden [N, H], weight [V, H], targets [N], score) -> log-probs, entropy, is_argmax, each [N].
 
-    The gradient with respect to a chunk's logits is autograd's own; the two products with it are added up in place, so
-    that the gradient of the weight takes no [V, H] matrix a chunk.
+    Autograd computes the gradient of a chunk's logits. The products with hidden states and weight are accumulated in
+    place, so that no chunk allocates a [V, H] gradient of the weight.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Policies from and to checkpoints in the Hugging Face layout."""
+"""Reads and writes policies as checkpoints in the Hugging Face layout."""
 
 from __future__ import annotations
 
@@ -37,8 +37,7 @@ RANDOM_PARTS = "drop|jitter"  # in names of attributes that hold a probability o
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Set every random part of training mode to 0: dropout of layers and attention, layers that are skipped at random,
-    noise of routers."""
+    """Disables randomness of training mode: dropout of layers and attention, layer dropping, router jitter."""
     for module in model.modules():
         for name, value in list(vars(module).items()):
             if isinstance(value, float) and re.search(RANDOM_PARTS, name):
@@ -48,24 +47,25 @@ def disable_dropout(model: nn.Module) -> None:
 
 
 def ignore_sampling_defaults(model: PreTrainedModel) -> None:
-    """Make `generate()` sample as its arguments say: not with the penalties, cuts and bans of the checkpoint's
-    generation_config.json, under which recorded log-probs are not the policy's."""
+    """Makes `generate()` ignore penalties, cuts and bans of the checkpoint's generation_config.json: with them, sampled
+    tokens would not follow the policy's distribution.
+    """
     model.generation_config = GenerationConfig()
 
 
 def recompute_blocks(model: nn.Module, kind: str) -> None:
-    """Set what a model in training mode keeps for the backward pass; `kind` is `learner.activation_checkpointing`."""
+    """Sets activation checkpointing for training mode; `kind` is `learner.activation_checkpointing`."""
     if kind == "none":
         return
     if not isinstance(model, PreTrainedModel):
         method(model, "enable_gradient_checkpointing")()  # of diffusers
     else:
-        reentrant = {"use_reentrant": False}  # so that blocks whose inputs have no gradient are trained too
+        reentrant = {"use_reentrant": False}  # reentrant checkpointing skips blocks without an input gradient
         model.gradient_checkpointing_enable(reentrant, offload=kind == "blocks_offloaded")
 
 
 def load_model(source: str, dtype: torch.dtype, attention: str) -> PreTrainedModel:
-    """The model of a checkpoint folder or hub name, or the part of it that is the policy, on the CPU.
+    """Loads the model of a checkpoint folder or hub name, or its policy part, on the CPU.
 
     Raises:
         ValueError: `attention` needs a package that is not installed.
@@ -86,8 +86,9 @@ def described_model(
     dtype: torch.dtype,
     attention: str | None,
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """The model that `load_model` (or `model_class`) makes of these tensors, which have no values, with transformers'
-    account of keys that are missing, unexpected or of another shape."""
+    """Builds the model of `load_model` (or `model_class`) from tensors without values; also returns the report of
+    transformers about missing, unexpected and mismatched keys.
+    """
     own = _policy_config(source)
     automatic: Any = auto_class(own)
     chosen: Any = model_class or automatic._model_mapping[type(own)]  # the automatic class asks for a folder
@@ -95,7 +96,7 @@ def described_model(
         options = {"output_loading_info": True, "ignore_mismatched_sizes": True, "dtype": dtype}
         options |= {"attn_implementation": attention} if attention is not None else {}
         model, info = chosen.from_pretrained(None, config=own, state_dict=state, device_map="meta", **options)
-        model.tie_weights(recompute_mapping=False)  # transformers leaves both sides where the files have both
+        model.tie_weights(recompute_mapping=False)  # transformers does not tie weights if the files have both
     model.config.name_or_path = source
     _keep_transposed(model)
     return model, info
@@ -109,7 +110,7 @@ def _policy_config(source: str) -> PretrainedConfig:
 
 @contextmanager
 def _silent_reports() -> Iterator[None]:
-    """transformers logs a table of the keys that it did not find, which is reported in our words."""
+    """Suppresses transformers' log table of missing keys, which are reported as an error."""
     before = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
@@ -119,14 +120,14 @@ def _silent_reports() -> Iterator[None]:
 
 
 def auto_class(config: PretrainedConfig) -> type[_BaseAutoModelClass]:
-    """By what transformers knows this architecture as: image and text to text, some other medium and text, or text."""
+    """The auto class that knows this architecture: for image and text, another medium and text, or text."""
     if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         return AutoModelForImageTextToText
     return AutoModelForMultimodalLM if type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING else AutoModelForCausalLM
 
 
 def as_stored(model: nn.Module, name: str, tensor: Tensor) -> Tensor:
-    """A tensor of the model in the layout that its checkpoint has; `name` is its name here or there. A view."""
+    """A view of a model's tensor in the checkpoint's layout; `name` is the name in the model or the checkpoint."""
     return tensor.transpose(-1, -2) if _lies_transposed(model, name) else tensor
 
 
@@ -136,10 +137,10 @@ def _lies_transposed(model: nn.Module, name: str) -> bool:
 
 
 def _keep_transposed(model: PreTrainedModel) -> None:
-    """Save tensors as they are given: transformers would turn around what `as_stored` has turned.
+    """Prevents transformers from transposing tensors of `as_stored` again when it saves a model.
 
     Raises:
-        ValueError: a tensor whose shape does not say how it lies.
+        ValueError: a tensor has an ambiguous (square) shape.
     """
     kept = getattr(model, "_weight_conversions", None)
     if kept:
@@ -159,10 +160,10 @@ def _transposes(conversion: object) -> bool:
 
 
 def freeze(model: PreTrainedModel, prefixes: tuple[str, ...]) -> None:
-    """Take parameters out of training whose checkpoint name starts with one of `prefixes`, or is of a part named there.
+    """Freezes parameters by prefix of the checkpoint name, or by part of the model.
 
     Raises:
-        ValueError: a prefix that names nothing.
+        ValueError: a prefix matches nothing.
     """
     if not prefixes:
         return
@@ -179,10 +180,10 @@ def freeze(model: PreTrainedModel, prefixes: tuple[str, ...]) -> None:
 def refuse_unknown_prefixes(
     prefixes: tuple[str, ...], parts: Mapping[str, tuple[str, ...]], names: Sequence[str]
 ) -> None:
-    """Each of `policy.freeze` must be one of the family's `parts`, or the start of some parameter's checkpoint name.
+    """Checks that each entry of `policy.freeze` is a part of the family, or a prefix of a checkpoint name.
 
     Raises:
-        ValueError: a prefix that names nothing.
+        ValueError: a prefix matches nothing.
     """
     for prefix in prefixes:
         if not any(name.startswith(parts.get(prefix, (prefix,))) for name in names):
@@ -190,13 +191,12 @@ def refuse_unknown_prefixes(
 
 
 def checkpoint_names(model: nn.Module) -> dict[str, str]:
-    """State-dict name -> the name in a saved checkpoint, which is also what engines load by. Tied weights are left out.
+    """State-dict name -> name in a saved checkpoint, which engines load by. Tied weights are left out.
 
-    Only transformers renames and ties weights when it saves a model; diffusers saves a state dict as it is.
+    Only transformers renames and ties weights when it saves a model; diffusers saves the state dict unchanged.
 
     Raises:
-        ValueError: a tensor that the checkpoint holds in several pieces, or several in one; such models cannot be
-            pushed by name.
+        ValueError: the checkpoint splits a tensor or merges several; such models cannot be pushed by name.
     """
     if not isinstance(model, PreTrainedModel):
         return {name: name for name in model.state_dict()}
@@ -223,7 +223,7 @@ def checkpoint_names(model: nn.Module) -> dict[str, str]:
 
 
 def saved_names(model: PreTrainedModel, name: str, tensor: Tensor) -> list[str]:
-    """The names of what a checkpoint holds of a tensor of the model."""
+    """The names of a model's tensor in a checkpoint."""
     return list(revert_weight_conversion(model, {name: torch.empty(tensor.shape, device="meta")}))
 
 

@@ -1,4 +1,4 @@
-"""Log-probabilities under the distribution that engines sample from."""
+"""Log-probabilities under the engines' sampling distribution."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-BAN_BIAS = -100.0  # what engines add to the logit of a banned token, before the temperature
-NEVER = -1e30  # the logit of a token that is left out; finite, so that its part of an entropy and its gradient are 0
+BAN_BIAS = -100.0  # engines add it to the logit of a banned token, before the temperature
+NEVER = -1e30  # logit of an excluded token; finite, so that its entropy term and gradient are 0, not NaN
 
 
 @dataclass(frozen=True)
 class Distribution:
     """softmax((logits + bias) / temperature), with the bias `BAN_BIAS` on banned ids and 0 elsewhere.
 
-    With `first_token_temperature` above 0 (FIRE) that is the temperature of a response's first token. Where the engine
-    recorded among which tokens it sampled (`Steps.kept_ids`), the softmax is over these alone.
+    `first_token_temperature` above 0 (FIRE) is the temperature of a response's first token. If the engine recorded the
+    set of tokens it sampled from (`Steps.kept_ids`), the softmax is over this set.
     """
 
     temperature: float
@@ -30,15 +30,15 @@ PLAIN = Distribution(temperature=1.0, banned_ids=())
 
 
 class Steps(NamedTuple):
-    """The parameters of each of N targets' distributions beside its logits."""
+    """Parameters of each of N targets' distributions, in addition to logits."""
 
-    is_first: Tensor  # bool [N]: the first target of its row
-    kept_ids: Tensor  # int64 [M]: of target n, those from kept_ends[n - 1] to kept_ends[n]; none: all tokens
+    is_first: Tensor  # bool [N]: first target of a row
+    kept_ids: Tensor  # int64 [M]: kept_ends[n - 1] to kept_ends[n] are the set of target n; empty: all tokens
     kept_rows: Tensor  # int64 [M]: the target of each
     kept_ends: np.ndarray  # int64 [N], on the host: slices of tensors do not wait for the device then
 
     def part(self, chunk: slice) -> Steps:
-        """The same for some of the targets, which follow each other."""
+        """The parameters of adjacent targets."""
         ends = self.kept_ends[chunk]
         begin = int(self.kept_ends[chunk.start - 1]) if chunk.start > 0 else 0
         end = int(ends[-1]) if len(ends) else begin
@@ -47,7 +47,7 @@ class Steps(NamedTuple):
 
 
 class TokenLogprobs(NamedTuple):
-    """Statistics of each target; leading shape [...] is that of the targets."""
+    """Statistics of each target, with the shape [...] of the targets."""
 
     logprobs: Tensor  # float32 [...]
     entropy: Tensor  # float32 [...], detached unless a gradient was asked for
@@ -85,7 +85,7 @@ def _all_logprobs(logits: Tensor, distribution: Distribution, steps: Steps | Non
     logits = logits.float()
     if distribution.banned_ids:
         bias = logits.new_zeros(logits.shape[-1])
-        for banned in distribution.banned_ids:  # a list of them would be copied to the device each time
+        for banned in distribution.banned_ids:  # indexing with a list would copy it to the device each time
             bias[banned] = BAN_BIAS
         logits = logits + bias
     first = distribution.first_token_temperature
@@ -99,7 +99,7 @@ def _all_logprobs(logits: Tensor, distribution: Distribution, steps: Steps | Non
 
 
 def _is_cut(steps: Steps, num_ids: int) -> Tensor:
-    """bool [N, V]: the tokens that the engine left out."""
+    """bool [N, V]: tokens outside of the engine's set."""
     has_set = torch.zeros_like(steps.is_first).index_fill(0, steps.kept_rows, True)
     is_cut = has_set[:, None].repeat(1, num_ids)
     is_cut[steps.kept_rows, steps.kept_ids] = False

@@ -1,9 +1,9 @@
-"""Low-rank adapters as tensors: which weights have one, how it travels, and how it is merged.
+"""Low-rank adapters as tensors: adapted weights, names in a push, and merging.
 
-An adapter of a weight W [out, in] is A [rank, in] and B [out, rank]; what computes is W + scale * B @ A. Names are
-those of the checkpoint: the adapter of `model.layers.0.self_attn.q_proj.weight` travels as `...q_proj.lora_A.weight`
-and `...q_proj.lora_B.weight`. Learner and engines work out by the same rule, each from its own model, what is adapted.
-Source: arXiv:2106.09685.
+An adapter of a weight W [out, in] is A [rank, in] and B [out, rank]; the effective weight is W + scale * B @ A. Names
+are based on the checkpoint: the adapter of `model.layers.0.self_attn.q_proj.weight` is sent as
+`...q_proj.lora_A.weight` and `...q_proj.lora_B.weight`. Learner and engines determine adapted weights by the same rule,
+each from its model. Source: arXiv:2106.09685.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from mobula.learner.policies.shapes import ModelShape, layer_kind, shape_of
 
 A, B = "lora_A.weight", "lora_B.weight"
 WEIGHT = "weight"
-DTYPE = "float32"  # adapters travel as they are trained: rounding them would round their product twice
+DTYPE = "float32"  # as in training: rounded factors would round the product twice
 
 
 @dataclass(frozen=True)
 class AdapterBase:
-    """The weights that adapters are merged into."""
+    """The base weights that adapters are merged into."""
 
-    folder: str  # the checkpoint that they belong to
+    folder: str  # the checkpoint of the base weights
     scale: float
     dtype: str  # of the merged weights
 
@@ -45,27 +45,26 @@ class AdapterPush:
 
     @classmethod
     def of(cls, folder: Path, manifest: Manifest, policy: PolicyConfig, dtype: str) -> AdapterPush | None:
-        """For the checkpoint in `folder`, whose weights are `manifest`; None if the policy has no adapters."""
+        """For the checkpoint in `folder` with weights `manifest`; None if the policy has no adapters."""
         if not policy.lora.is_on:
             return None
         return cls(adapter_manifest(manifest, policy), AdapterBase(str(folder), policy.lora.scale, dtype))
 
     def is_meant_by(self, manifest: Manifest) -> bool:
-        """Whether a push carries adapters; else it carries weights, and those an engine can always take."""
+        """Whether a push sends adapters; else it sends weights, which any engine can load."""
         return any(spec.name.endswith((f".{A}", f".{B}")) for spec in manifest.tensors)
 
 
 def adapted_modules(
     manifest: Manifest, policy: PolicyConfig, shape: ModelShape | None = None
 ) -> dict[str, tuple[int, int]]:
-    """Name of every module with an adapter -> shape of its weight, in the manifest's order.
+    """Module with an adapter -> shape of the weight, in the manifest's order.
 
     Args:
-        shape: the model's; None reads it from `policy.model` where `policy.lora.target_modules` names a part.
+        shape: of the model; None reads it from `policy.model` if `policy.lora.target_modules` names a part.
 
     Raises:
-        ValueError: `policy.lora.target_modules` names what the model does not have, or `policy.freeze` leaves none of
-            it.
+        ValueError: `policy.lora.target_modules` matches nothing, or `policy.freeze` excludes all matches.
     """
     matrices = {
         spec.name.removesuffix(f".{WEIGHT}"): spec.shape
@@ -95,7 +94,7 @@ def adapted_modules(
 
 
 def _linear_layers(manifest: Manifest, matrices: Iterable[str], shape: ModelShape) -> dict[str, list[str]]:
-    """Part of the model -> its linear layers; `language` is the decoder, also of models without a family file."""
+    """Part of the model -> linear layers; `language` is the decoder, also for models without a family file."""
     names, last = {spec.name for spec in manifest.tensors}, shape.decoder[-1]
     above = (name.removesuffix(last) for name in names if name.endswith(last))
     decoder = tuple(start for start in above if all(f"{start}{weight}" in names for weight in shape.decoder))
@@ -106,7 +105,7 @@ def _linear_layers(manifest: Manifest, matrices: Iterable[str], shape: ModelShap
 
 
 def adapter_manifest(manifest: Manifest, policy: PolicyConfig, shape: ModelShape | None = None) -> Manifest:
-    """Manifest of a push of adapters, where a push of all weights has `manifest`."""
+    """Manifest of a push of adapters; `manifest` is for a push of all weights."""
     rank = policy.lora.rank
     return Manifest(
         tuple(
@@ -126,15 +125,15 @@ def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
 
 
 def changed_weights(received: Iterable[tuple[str, Tensor]], base: AdapterBase) -> Iterator[tuple[str, Tensor]]:
-    """From the tensors of a push of adapters to the checkpoint tensors that are other because of them.
+    """Merges a push of adapters; yields the changed checkpoint tensors.
 
-    With each merged weight come the tensors beside it, as they are in the checkpoint: engines fuse neighbours (q, k and
-    v, gate and up) into one layer and can only reload it as a whole.
+    Also yields unchanged siblings of each merged weight: engines fuse layers (q, k and v; gate and up) and can only
+    reload a fused layer as a whole.
 
     Raises:
         WeightSyncError: the checkpoint has no such weight.
     """
-    factors = {name: tensor.clone() for name, tensor in received}  # small; `received` may use its memory again
+    factors = {name: tensor.clone() for name, tensor in received}  # cloned: `received` reuses its buffer
     modules = {name.removesuffix(f".{A}") for name in factors if name.endswith(f".{A}")}
     parents = {module.rpartition(".")[0] for module in modules}
     for name, tensor in pushed_tensors(Path(base.folder)):

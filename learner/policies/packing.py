@@ -14,19 +14,20 @@ from mobula.learner.policies.base import PolicyRow
 MAX_LOAD = 1.1  # of a rank, over the mean; up to it siblings and their images stay together
 LONG_ROW = 2.0  # costs so many times the mean of the rows
 
-Microbatch = tuple[int, ...]  # indices of the rows; empty where a rank only keeps step with the others
+Microbatch = tuple[int, ...]  # row indices; empty if a rank only takes part in the collective
 
 
 def split_microbatches(
     sequences: Sequence[PolicyRow], config: LearnerConfig, num_ranks: int, groups: Sequence[int] | None = None
 ) -> list[list[Microbatch]]:
-    """For each rank its micro-batches, of at most `learner.tokens_per_microbatch` tokens each (or a single longer row).
+    """For each rank, micro-batches of at most `learner.tokens_per_microbatch` tokens (or a single longer row).
 
-    Rows are ordered so that neighbours share their images and have similar lengths, cut into one part of nearly
-    equal cost a rank, and each part into micro-batches. Where a few long rows leave a part above `MAX_LOAD`, these are
-    placed first. `groups` are those of the rows: siblings stay together, so that a rank needs few groups.
-    Every rank gets equally many micro-batches, because each one is a collective; what a rank lacks are empty ones.
-    Depends on lengths, media and groups alone, so all ranks agree unasked.
+    Rows are ordered so that neighbours share images and have similar lengths, cut into one part of nearly equal cost
+    for each rank, and each part into micro-batches. If a few long rows put a part above `MAX_LOAD`, long rows are
+    assigned first. Siblings (rows with the same entry in `groups`) stay together, so that a rank fetches few groups.
+
+    Every rank gets the same number of micro-batches, because each is a collective; missing ones are empty. The result
+    depends only on lengths, media and groups, so that all ranks compute the same without communication.
     """
     order = _order(sequences, [0] * len(sequences) if groups is None else groups)
     costs = _costs(sequences, config)
@@ -41,8 +42,9 @@ def split_microbatches(
 
 
 def _costs(sequences: Sequence[PolicyRow], config: LearnerConfig) -> list[float]:
-    """Cost of each row, in tokens of the decoder: its tokens, its attention, which grows with their square, and its
-    share of its images' encoding: rows with the same ones encode them together."""
+    """Cost of each row, in tokens of the decoder: tokens, attention (quadratic), and the encoding of images, divided by
+    the number of rows that share them.
+    """
     media = [tuple(handle.key for handle in s.media) for s in sequences]
     sharing = Counter(media)
     return [
@@ -53,7 +55,7 @@ def _costs(sequences: Sequence[PolicyRow], config: LearnerConfig) -> list[float]
 
 
 class _Placed(NamedTuple):
-    """A row in the order in which ranks take their parts, and its place within the part of its rank."""
+    """Sort keys of a row: for the order in which it is cut into parts, and within a part."""
 
     number: int
     by_length: tuple[int, int, int]  # the place of its block, and its length and number, negative in every other block
@@ -61,7 +63,8 @@ class _Placed(NamedTuple):
 
 def _order(sequences: Sequence[PolicyRow], groups: Sequence[int]) -> list[_Placed]:
     """Blocks of rows with the same media, by longest row; in a block groups by longest row, in a group rows by length.
-    Every other block runs from long to short, so that neighbours across a border are alike too."""
+    Every other block is reversed, so that rows at the border of two blocks have similar lengths.
+    """
     sizes = [(s.num_tokens, i) for i, s in enumerate(sequences)]
     blocks: dict[tuple[str, ...], dict[int, list[int]]] = {}
     for i, (row, group) in enumerate(zip(sequences, groups, strict=True)):
@@ -80,8 +83,8 @@ def _order(sequences: Sequence[PolicyRow], groups: Sequence[int]) -> list[_Place
 
 
 def _cut_evenly(order: list[int], costs: list[float], num_parts: int) -> list[list[int]]:
-    """Contiguous parts of the rows; if one costs more than `MAX_LOAD` times the mean, only of the short rows, around
-    the long ones, each of which goes to the part that has least so far (longest processing time first, Graham 1969).
+    """Cuts rows into contiguous parts. If a part costs more than `MAX_LOAD` times the mean, long rows are assigned
+    first, to the part with the least cost (longest processing time first, Graham 1969), and short rows around them.
     """
     mean = sum(costs) / num_parts
     parts = _cut_into(order, costs, [mean] * num_parts)
@@ -101,7 +104,7 @@ def _cut_evenly(order: list[int], costs: list[float], num_parts: int) -> list[li
 
 
 def _cut_into(order: list[int], costs: list[float], sizes: list[float]) -> list[list[int]]:
-    """Contiguous parts, in proportion to `sizes`; a row belongs to the part that its middle falls into."""
+    """Cuts rows into contiguous parts in proportion to `sizes`; a row belongs to the part of its midpoint."""
     scale = sum(costs[row] for row in order) / max(sum(sizes), 1e-9)
     ends = [scale * end for end in accumulate(sizes)]
     parts: list[list[int]] = [[] for _ in sizes]

@@ -1,4 +1,4 @@
-"""ScoreModel: a (vision-)language model that gives a whole conversation one number."""
+"""ScoreModel: a (vision-)language model that scores a whole conversation with a scalar."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ from mobula.learner.policies.token import TokenModel
 
 
 class ScoreModel(TokenModel):
-    """A sequence classifier with one label as transformers has it, read at the state before each target.
+    """A sequence classifier of transformers with one label, read at the state before each target.
 
-    The score of a conversation is at its last token: its row has one target, which stands behind that token and is not
-    read itself.
+    The score of a conversation is read at the last token: a row has one target after that token, which is not read.
     """
 
     def forward(self, batch: TokenBatch) -> Tensor:
@@ -32,8 +31,8 @@ class ScoreModel(TokenModel):
 
 
 def unread_score_model(config: PolicyConfig, dtype: torch.dtype, seed: int) -> tuple[PreTrainedModel, StoredWeights]:
-    """The backbone of `policy.model` with a score head, its parameters on the meta device and frozen ones marked, and
-    their weights.
+    """Builds the backbone of `policy.model` with a score head on the meta device, with frozen parameters marked; also
+    returns the weights.
 
     A checkpoint of a reward model keeps its head. A new head starts from N(0, 1 / (H + 1)^2), the same on every rank.
     Source: Learning to Summarize from Human Feedback, arXiv:2009.01325, appendix B.1.
@@ -80,11 +79,11 @@ def _with_new_head(language_model: PreTrainedModel, classifier: Any, seed: int) 
     return model
 
 
-_MADE: dict[type, type] = {}  # configuration -> classifier, of architectures for which transformers has none
+_MADE: dict[type, type] = {}  # configuration -> classifier, for architectures without one in transformers
 
 
 def classifier_class(config_class: type) -> Any:
-    """Transformers' sequence classifier of an architecture; where it has none, the base model with a `score` head.
+    """Transformers' sequence classifier of an architecture; if there is none, the base model with a `score` head.
 
     The reward function `reward_model` loads checkpoints of the same classes.
     """

@@ -1,9 +1,9 @@
-"""Steps of a flow model as draws from Gaussians: their means, standard deviations and log-probs, in float32.
+"""Stochastic steps of a flow model: means, standard deviations and log-probs of Gaussians, in float32.
 
-A flow model moves x = (1 - sigma) x0 + sigma noise along its velocity v = noise - x0, from a noise level sigma to a
-lower one, sigma'. The ODE step x + v dt, with dt = sigma' - sigma < 0, is deterministic; the stochastic ones below have
-(nearly) the same marginals and a density. Sampler and policy share these functions, so that replay of a step gives the
-log-prob that it was sampled with.
+A flow model moves x = (1 - sigma) x0 + sigma noise along the velocity v = noise - x0, from a noise level sigma to a
+lower level sigma'. The ODE step x + v dt, with dt = sigma' - sigma < 0, is deterministic; the stochastic steps below
+have (nearly) the same marginals, and a density. Sampler and policy share these functions, so that a replayed step has
+the log-prob it was sampled with.
 
 Sources: Flow-GRPO, arXiv:2505.05470; DanceGRPO, arXiv:2505.07818; Coefficients-Preserving Sampling, arXiv:2509.05952.
 """
@@ -21,13 +21,13 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class FlowStep:
-    """From where to where N rows go, each between noise levels of its own."""
+    """Start and end noise level of each of N rows."""
 
     latents: Tensor  # [N, ...]
     velocity: Tensor  # [N, ...]
     sigmas: Tensor  # float32 [N]: of `latents`
     next_sigmas: Tensor  # float32 [N]
-    max_sigmas: Tensor  # float32 [N]: the second level of the schedule, which bounds the noise of its first step
+    max_sigmas: Tensor  # float32 [N]: the schedule's second level, which bounds the noise of the first step
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class Transition:
     """N(mean, std^2), independent for each number of the next latents."""
 
     mean: Tensor  # float32 [N, ...]
-    std: Tensor  # float32 [N, 1, ...]: 0 where the step is deterministic
-    rate: Tensor  # float32 [N, 1, ...]: std = rate sqrt(-dt), or the same as std where no time enters
+    std: Tensor  # float32 [N, 1, ...]: 0 for deterministic steps
+    rate: Tensor  # float32 [N, 1, ...]: std = rate sqrt(-dt), or equal to std if the kernel has no dt
     logprobs: Callable[[Tensor], Tensor]  # next latents [N, ...] -> float32 [N]
 
 
@@ -47,8 +47,8 @@ Kernel = Callable[[FlowStep, float], Transition]
 def flow_grpo(step: FlowStep, level: float) -> Transition:
     """rate = a sqrt(sigma / (1 - min(sigma, max_sigma))). Source: Flow-GRPO.
 
-    Flow-GRPO puts max_sigma in the place of a sigma of exactly 1, with which its schedules begin. UniPC and DPMSolver
-    begin just below 1, where 1 / (1 - sigma) is up to 1,000,000. Later levels are at most max_sigma.
+    Flow-GRPO replaces a sigma of exactly 1, the start of its schedules, by max_sigma. UniPC and DPMSolver start just
+    below 1, where 1 / (1 - sigma) is up to 1,000,000. Later levels are at most max_sigma.
     """
     sigmas = _wide(step.sigmas, step)
     bounded = torch.minimum(sigmas, _wide(step.max_sigmas, step))
@@ -104,10 +104,10 @@ def flow_level(edm_sigmas: Tensor) -> Tensor:
 
 
 def gaussian_kl(mean: Tensor, reference_mean: Tensor, scale: Tensor) -> Tensor:
-    """[N]: mean over the latents' numbers of (mean - reference mean)^2 / (2 scale^2).
+    """Returns [N]: the mean over all elements of (mean - reference mean)^2 / (2 scale^2).
 
-    With `Transition.std` it is the KL divergence of two Gaussians with that deviation, for each number; with
-    `Transition.rate` it does not depend on the size of the step, as in Flow-GRPO.
+    With `Transition.std` it is the KL divergence per element of two Gaussians with this deviation; with
+    `Transition.rate` it is independent of the size of the step, as in Flow-GRPO.
     """
     return _mean((mean - reference_mean) ** 2 / (2 * scale**2))
 

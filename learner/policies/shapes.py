@@ -1,4 +1,4 @@
-"""The shape of a model from its config.json alone: parameters and sizes of the blocks; no weight is read."""
+"""The shape of a model from config.json: parameters and sizes of blocks, without reading weights."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from mobula.learner.policies.tiny import write_tiny
 
 @dataclass(frozen=True)
 class TowerShape:
-    """Blocks of one kind: those of the language model, or those of the vision tower."""
+    """The blocks of the language model, or of the vision tower."""
 
     num_layers: int
     hidden: int
@@ -47,13 +47,13 @@ class TowerShape:
 
 @dataclass(frozen=True)
 class CacheShape:
-    """An engine's cache of one sequence: values of one layer, and how many layers keep what."""
+    """An engine's cache of one sequence: sizes, and numbers of layers by kind."""
 
-    width: int  # values of one token, in layers that attend
-    num_full: int  # layers that keep every token
-    num_windowed: int  # layers that keep the last `window` tokens
+    width: int  # values of one token in an attention layer
+    num_full: int  # layers that cache every token
+    num_windowed: int  # layers that cache the last `window` tokens
     window: int
-    num_states: int  # layers that keep a state, whatever the length
+    num_states: int  # layers with a state of constant size
     state_width: int  # values of one state
 
 
@@ -89,7 +89,7 @@ class ModelShape:
 
 
 def shape_of(source: str) -> ModelShape:
-    """The shape of the checkpoint at `source`, a folder or a hub name, of which config.json alone is read.
+    """The shape of the checkpoint at `source`, a folder or a hub name. Reads config.json only.
 
     Raises:
         ValueError, OSError: there is no config.json that transformers can use.
@@ -98,7 +98,7 @@ def shape_of(source: str) -> ModelShape:
 
 
 def shape_of_values(values: Mapping[str, Any]) -> ModelShape:
-    """The shape of a model that is only described: `model_type` and what its config.json has besides.
+    """The shape of a model from `model_type` and the other values of a config.json.
 
     Raises:
         ValueError: transformers has no such model.
@@ -107,7 +107,7 @@ def shape_of_values(values: Mapping[str, Any]) -> ModelShape:
 
 
 def tiny_shape(name: str, *, tie_word_embeddings: bool) -> ModelShape:
-    """The shape of the model that `policy.tiny` writes, of a copy that is removed again if the model is random."""
+    """The shape of the model that `policy.tiny` writes. A random model is written to a temporary folder."""
     if name in PRETRAINED:
         return shape_of_config(PRETRAINED[name].config())
     with TemporaryDirectory(prefix="mobula-tiny-") as folder, _no_progress_bar():
@@ -116,7 +116,7 @@ def tiny_shape(name: str, *, tie_word_embeddings: bool) -> ModelShape:
 
 @contextmanager
 def _no_progress_bar() -> Iterator[None]:
-    """transformers shows one on stderr for each checkpoint that it writes."""
+    """Disables transformers' progress bar for writing a checkpoint."""
     was_enabled = progress.is_progress_bar_enabled()
     progress.disable_progress_bar()
     try:
@@ -156,7 +156,7 @@ def shape_of_config(config: PretrainedConfig) -> ModelShape:
 
 
 def layer_kind(module: str) -> str:
-    """The name that layers of all blocks share: `q_proj`, or `to_out.0` where a layer is one of a numbered list."""
+    """The name of a layer within a block: `q_proj`, or `to_out.0` for a layer in a numbered list."""
     parts = module.split(".")
     return ".".join(parts[-2:]) if parts[-1].isdigit() else parts[-1]
 
@@ -194,7 +194,7 @@ def _tower(text: PretrainedConfig) -> TowerShape:
 
 
 def _cache(text: PretrainedConfig) -> CacheShape:
-    """By `layer_types`, where a config.json has them; models with a latent of keys and values (MLA) keep that."""
+    """By `layer_types`, if config.json has them; models with a latent of keys and values (MLA) cache the latent."""
     tower, window = _tower(text), getattr(text, "sliding_window", None) or 0
     latent = getattr(text, "kv_lora_rank", None)
     usual = "sliding_attention" if window and getattr(text, "use_sliding_window", True) else "full_attention"
@@ -211,14 +211,14 @@ def _cache(text: PretrainedConfig) -> CacheShape:
 
 
 def _state_width(text: PretrainedConfig) -> int:
-    """Of a gated delta net: the inputs of its convolution, and a matrix a head."""
+    """Values of a gated delta net's state: inputs of the convolution, and a matrix for each head."""
     keys = text.linear_num_key_heads * text.linear_key_head_dim
     values = text.linear_num_value_heads * text.linear_value_head_dim
     return (2 * keys + values) * (text.linear_conv_kernel_dim - 1) + values * text.linear_key_head_dim
 
 
 def _vision_tower(vision: PretrainedConfig) -> TowerShape:
-    """Configurations of vision towers have no common names: the first one that is there."""
+    """The first value present: configurations of vision towers have no common names."""
     hidden = _first(vision, "embed_dim", "hidden_size")  # some call their output width hidden_size
     heads = _first(vision, "num_heads", "num_attention_heads")
     ratio = getattr(vision, "mlp_ratio", None)

@@ -22,16 +22,15 @@ from mobula.learner.policies.logprobs import Distribution, Steps
 class TokenModel(Policy):
     """A model that is read at the states before a batch's targets.
 
-    A subclass has the `forward`, which is the only way in. It reads `states` once, and that enters the vision tower
-    exactly once, so that sharded parameters are gathered equally often on every rank: a batch without images shows
-    the tower a blank one and adds it with weight 0. What enters the decoder is the model family's.
+    A subclass implements `forward`, the only entry point, and computes `states` once. `states` runs the vision tower
+    exactly once, so that sharded parameters are gathered equally often on every rank: a batch without images runs the
+    tower on a blank image and adds the result with weight 0. The model family builds the decoder's inputs.
     """
 
     model: PreTrainedModel
 
     def __init__(self, model: PreTrainedModel, *, packs: bool, sequence_ranks: SequenceRanks | None = None) -> None:
-        """With `packs` the decoder computes rows without their padding (`learner.packing`); it always does so where
-        ranks have a part of their tokens each."""
+        """With `packs` (`learner.packing`) or sequence parallelism, the decoder computes rows without padding."""
         super().__init__()
         self.model = model
         self.family = family_of(model.config, model.config.name_or_path)
@@ -52,8 +51,9 @@ class TokenModel(Policy):
         return (module for module in self.modules() if isinstance(module, GradientCheckpointingLayer))
 
     def states(self, batch: TokenBatch) -> Tensor:
-        """[N, H]: the decoder's last state before each of the N targets, in the order of `batch.target_mask`; of the
-        `own_targets` where ranks have a part of the tokens each."""
+        """Returns [N, H]: the decoder's last state before each target, in the order of `batch.target_mask`; with
+        sequence parallelism, of `own_targets`.
+        """
         with self._packing.rows(batch.places) if self._packing is not None else nullcontext():
             hidden = self.family.hidden_states(self.model, batch, self._ranks)  # [B, S, H]
         if self._ranks is None:
@@ -62,7 +62,7 @@ class TokenModel(Policy):
         return hidden[0].index_select(0, batch.target_places[own] - first)
 
     def own_targets(self, batch: TokenBatch) -> slice:
-        """Targets of the batch that this rank computes."""
+        """The targets of the batch that this rank computes."""
         return slice(None) if self._ranks is None else self._ranks.own(self._ends(batch, self._ranks))
 
     def padded(self, batch: TokenBatch, values: Tensor) -> Tensor:
@@ -76,7 +76,7 @@ class TokenModel(Policy):
 
 
 class TokenPolicy(TokenModel):
-    """Scores targets given everything before them."""
+    """Scores targets given all earlier tokens."""
 
     def __init__(
         self, model: PreTrainedModel, config: LearnerConfig, sequence_ranks: SequenceRanks | None = None

@@ -1,4 +1,4 @@
-"""The trained model by `offline.job` (a policy or a score model), and the rows that it trains on."""
+"""The trained model by `offline.job` (a policy or a score model), and its rows."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from mobula.learner.policies.token import TokenPolicy
 if TYPE_CHECKING:
     from mobula.learner.policies.flow.checkpoint import FlowCheckpoint
 
-NUM_LEVELS = 1000  # noise levels of a schedule that is as good as continuous
+NUM_LEVELS = 1000  # noise levels of a nearly continuous schedule
 
 PolicyBatch = TokenBatch | LatentBatch | NoisedBatch
 """Rows as the forward of their policy takes them."""
@@ -45,17 +45,18 @@ PolicyBatch = TokenBatch | LatentBatch | NoisedBatch
 
 @dataclass(frozen=True)
 class Scoring:
-    """Arguments of a policy's forward beside a batch, and the probe of a push of weights."""
+    """Arguments of a policy's forward in addition to a batch, and the row of the canary."""
 
     training: Distribution | StepRescoring
     canary: Distribution | StepRescoring
     canary_row: Callable[[Prompt], PolicyRow]
-    row: Callable[[Prompt, Any], PolicyRow]  # of a prompt and what the policy did after it
+    row: Callable[[Prompt, Any], PolicyRow]  # (prompt, actions) -> row
 
 
 def unread_trained_model(config: RunConfig) -> tuple[nn.Module, StoredWeights]:
-    """The model with its parameters on the meta device in `learner.master_dtype`, frozen ones marked, and their
-    weights."""
+    """Builds the model on the meta device in `learner.master_dtype`, with frozen parameters marked; also returns the
+    weights.
+    """
     dtype = DTYPES[config.learner.master_dtype]
     if config.offline.job == "reward_model":
         return unread_score_model(config.policy, dtype, config.seed)
@@ -69,7 +70,7 @@ def unread_trained_model(config: RunConfig) -> tuple[nn.Module, StoredWeights]:
 
 
 def as_policy(model: nn.Module, config: RunConfig, sequence_ranks: SequenceRanks | None = None) -> Policy:
-    """The module whose forward a learner calls, on one of `sequence_ranks` if they share the tokens of rows."""
+    """The module that a learner calls; `sequence_ranks` is for sequence parallelism."""
     if config.sampler.is_flow and config.offline.job != "reward_model":
         return FlowPolicy(model, flow_checkpoint(config).family)
     model = _of_tokens(model)
@@ -100,14 +101,14 @@ def scoring_of(config: RunConfig, banned_ids: tuple[int, ...]) -> Scoring:
 
 
 def rl_noising(config: RunConfig, checkpoint: FlowCheckpoint) -> Noising:
-    """The noise levels that images are trained at: those of the sampler, but the last."""
+    """The noise levels for RL: the sampler's, except the last."""
     sigmas, timesteps = _tables(checkpoint, Denoising.of(config.sampler.flow))
     num = max(1, len(timesteps) - 1)
     return Noising(sigmas[:num], timesteps[:num], "uniform", config.algorithm.losses.nft.num_draws)
 
 
 def teaching_noising(config: RunConfig, num_draws: int) -> Noising:
-    """The noise levels at which images of a data set are taught: all of the checkpoint's schedule."""
+    """The noise levels for images of a dataset: the checkpoint's whole schedule."""
     continuous = replace(Denoising.of(config.sampler.flow), num_steps=NUM_LEVELS)
     sigmas, timesteps = _tables(flow_checkpoint(config), continuous)
     return Noising(sigmas[: len(timesteps)], timesteps, "logit_normal", num_draws)
@@ -127,7 +128,7 @@ def save_trained(
     tensors: Iterable[tuple[str, Tensor]],
     dtype: str = "",
 ) -> None:
-    """Write a checkpoint like that of `policy.model`; `described`, `tensors` and `dtype` are as in `save_policy`."""
+    """Writes a checkpoint in the format of `policy.model`; `described`, `tensors` and `dtype` as in `save_policy`."""
     if config.sampler.is_flow:
         flow_checkpoint(config).save(folder, described, tensors, dtype)
     else:
@@ -135,7 +136,7 @@ def save_trained(
 
 
 def save_trained_adapters(factors: Factors, config: RunConfig, folder: Path) -> None:
-    """Write adapters alone, as PEFT or, for a flow model, diffusers loads them."""
+    """Writes adapters for PEFT or, for a flow model, for diffusers."""
     if config.sampler.is_flow:
         save_pipeline_adapters(folder, factors, config.policy.lora)
     else:
@@ -149,14 +150,14 @@ def _of_tokens(model: nn.Module) -> PreTrainedModel:
 
 
 def flow_checkpoint(config: RunConfig) -> FlowCheckpoint:
-    """`policy.model` as a checkpoint of diffusers, which is imported for it alone."""
+    """`policy.model` as a checkpoint of diffusers, which is imported on use."""
     from mobula.learner.policies.flow.checkpoint import FlowCheckpoint
 
     return FlowCheckpoint(config.policy.model)
 
 
 def row_of(prompt: Prompt, actions: Actions) -> PolicyRow:
-    """A prompt and what the policy did after it, as a row to score."""
+    """Builds the scored row of a prompt and actions."""
     if isinstance(actions, TokenActions):
         return TokenSequence.of_actions(prompt, actions)
     assert isinstance(actions, LatentActions)
@@ -164,7 +165,7 @@ def row_of(prompt: Prompt, actions: Actions) -> PolicyRow:
 
 
 def collate_rows(rows: Sequence[PolicyRow], reader: MediaReader, device: torch.device) -> PolicyBatch:
-    """Rows of one kind as a batch, with their media."""
+    """Builds a batch of rows of one kind, with media."""
     assert not any(isinstance(row, RowOutline) for row in rows), "a row of another rank: no content of it was fetched"
     if isinstance(rows[0], CleanSequence):
         return collate_noised(cast(Sequence[CleanSequence], rows), reader, device)

@@ -79,7 +79,7 @@ class RequestGate:
         if length.isdigit() and int(length) > self.max_request_bytes:
             raise self._too_large(int(length))
         if scope["method"] == "POST" and self.is_full():
-            raise _Refusal(503, "busy: every lane is scoring", {"Retry-After": str(self.retry_after_s)})
+            raise _Refusal(503, "busy: every thread is scoring", {"Retry-After": str(self.retry_after_s)})
 
     async def _read(self, receive: Receive) -> bytes:
         chunks: list[bytes] = []

@@ -19,9 +19,9 @@ from pydantic import Discriminator, Tag
 
 from mobula.cluster.errors import RewardError
 from mobula.rewards.contract import FailureKind, Outcome, RewardRequest, ScoringFailure
-from mobula.rewards.http.lanes import BusyError, Lanes
 from mobula.rewards.http.lightrft import LightrftBody, LightrftReply, QueryForm
 from mobula.rewards.http.request_gate import VIEWER_PATH, RequestGate
+from mobula.rewards.http.thread_pool import BusyError, ScorerThreads
 from mobula.rewards.http.wire import OutcomeMessage, ScoreBody, ScoreReply
 
 RETRY_AFTER_S = 1
@@ -50,25 +50,25 @@ class ServerLimits:
 class ServerMetrics:
     """Prometheus metrics in a separate registry, so that one process can run several servers."""
 
-    def __init__(self, lanes: Lanes) -> None:
+    def __init__(self, threads: ScorerThreads) -> None:
         self.registry = CollectorRegistry()
         self.samples = Counter("mobula_rewards_samples", "Samples by outcome.", ["status"], registry=self.registry)
         said = "Requests by status, refused ones too."
         self.requests = Counter("mobula_rewards_requests", said, ["status"], registry=self.registry)
         self.seconds = Histogram("mobula_rewards_seconds", "Seconds from request to reply.", registry=self.registry)
-        waiting = Gauge("mobula_rewards_waiting", "Requests that wait for a lane.", registry=self.registry)
-        waiting.set_function(lambda: lanes.num_waiting)
-        busy = Gauge("mobula_rewards_busy", "Lanes that are scoring.", registry=self.registry)
-        busy.set_function(lambda: lanes.num_busy)
+        waiting = Gauge("mobula_rewards_waiting", "Requests that wait for a thread.", registry=self.registry)
+        waiting.set_function(lambda: threads.num_waiting)
+        busy = Gauge("mobula_rewards_busy", "Threads that are scoring.", registry=self.registry)
+        busy.set_function(lambda: threads.num_busy)
 
 
 class RewardServer:
-    """Scores requests in the lanes and counts them."""
+    """Scores requests in the thread pool and counts them."""
 
-    def __init__(self, lanes: Lanes, limits: ServerLimits) -> None:
-        self.lanes = lanes
+    def __init__(self, threads: ScorerThreads, limits: ServerLimits) -> None:
+        self.threads = threads
         self.limits = limits
-        self.metrics = ServerMetrics(lanes)
+        self.metrics = ServerMetrics(threads)
 
     async def score(self, requests: Sequence[RewardRequest]) -> Sequence[Outcome]:
         """Returns one outcome per request by the deadline; requests without a score by then time out.
@@ -77,7 +77,7 @@ class RewardServer:
             BusyError: the queue is full.
         """
         seconds = self.limits.timeout_s
-        future = self.lanes.submit(requests, time.monotonic() + seconds)
+        future = self.threads.submit(requests, time.monotonic() + seconds)
         try:
             outcomes = await asyncio.wait_for(asyncio.wrap_future(future), seconds + GRACE_S)
         except TimeoutError:
@@ -88,10 +88,10 @@ class RewardServer:
         return outcomes
 
     def health(self) -> tuple[int, dict[str, Any]]:
-        """Returns (HTTP status, body); unhealthy once every lane hangs."""
-        stuck = self.lanes.num_stuck(self.limits.timeout_s + GRACE_S)
-        is_well = stuck < len(self.lanes)
-        counts = {"lanes": len(self.lanes), "busy": self.lanes.num_busy, "waiting": self.lanes.num_waiting}
+        """Returns (HTTP status, body); unhealthy once every thread hangs."""
+        stuck = self.threads.num_stuck(self.limits.timeout_s + GRACE_S)
+        is_well = stuck < len(self.threads)
+        counts = {"threads": len(self.threads), "busy": self.threads.num_busy, "waiting": self.threads.num_waiting}
         return 200 if is_well else 503, {"status": "ok" if is_well else "stuck", "stuck": stuck, **counts}
 
 
@@ -101,7 +101,7 @@ def make_app(service: RewardServer, token: str | None) -> RequestGate:
     @asynccontextmanager
     async def life(_: FastAPI) -> AsyncIterator[None]:
         yield
-        await asyncio.to_thread(service.lanes.close, service.limits.timeout_s)
+        await asyncio.to_thread(service.threads.close, service.limits.timeout_s)
 
     app = FastAPIOffline(
         title="Mobula rewards", description=(__doc__ or ""), lifespan=life, redoc_url=None, static_url=VIEWER_PATH
@@ -114,7 +114,7 @@ def make_app(service: RewardServer, token: str | None) -> RequestGate:
         token=token,
         max_request_bytes=service.limits.max_request_bytes,
         read_s=service.limits.timeout_s,
-        is_full=service.lanes.is_full,
+        is_full=service.threads.is_full,
         retry_after_s=RETRY_AFTER_S,
         on_status=lambda status: service.metrics.requests.labels(str(status)).inc(),
     )

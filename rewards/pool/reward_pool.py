@@ -14,7 +14,7 @@ from mobula.cluster.records.trajectory import Answers, EndedResponse, Reward
 from mobula.cluster.runtime.concurrency import run_all
 from mobula.configs.schema.rewards import RewardsConfig
 from mobula.rewards.contract import FailureKind, Outcome
-from mobula.rewards.pool.scoring_ahead import Ahead, Said, ScoringAhead
+from mobula.rewards.pool.scoring_ahead import Ahead, Outcomes, ScoringAhead
 from mobula.rewards.pool.service import RewardService
 from mobula.rewards.pool.worker import GroupOutcomes, Question
 from mobula.rewards.recipes import ComponentError, RecipeBook
@@ -92,15 +92,15 @@ class RewardPool:
         try:
             with self._ahead.taken(group_id) as ahead:
                 group = self._as_read(group)
-                said = await self._ask(group, {sibling: begun.digest for sibling, begun in ahead.items()})
-                outcomes = await self._completed(group, said, ahead)
+                scored = await self._ask(group, {sibling: begun.digest for sibling, begun in ahead.items()})
+                outcomes = await self._completed(group, scored, ahead)
         except UnscoredGroupError as error:
             if self._on_failure == "exclude":
                 raise
             raise RewardError(f"{group_id}: {error}: fix the reward, or set rewards.on_failure=exclude") from error
         return tuple(
-            self._reward(said.label, trajectory_id, of_one)
-            for trajectory_id, of_one in zip(said.trajectory_ids, outcomes, strict=True)
+            self._reward(scored.label, trajectory_id, of_one)
+            for trajectory_id, of_one in zip(scored.trajectory_ids, outcomes, strict=True)
         )
 
     async def check(self) -> None:
@@ -111,7 +111,7 @@ class RewardPool:
         await self._ahead.close()
         await asyncio.gather(*(service.close() for service in self.services.values()))
 
-    async def _score_ended(self, ended: EndedResponse) -> Said:
+    async def _score_ended(self, ended: EndedResponse) -> Outcomes:
         answers = self._as_read(Answers(ended.prompt, (ended.sibling,), (ended.response,)))
         (outcomes,) = (await self._ask(answers, {})).outcomes
         assert outcomes is not None, "nothing of it was known"
@@ -132,14 +132,14 @@ class RewardPool:
         self.failures[RETRIED] += sum(outcomes.num_retried for outcomes in by_service)
         return _merged(by_service)
 
-    async def _completed(self, group: Any, said: GroupOutcomes, ahead: Mapping[int, Ahead]) -> list[Said]:
-        """Completes `said` with outcomes that were scored ahead; responses whose workers failed are scored again."""
+    async def _completed(self, group: Any, scored: GroupOutcomes, ahead: Mapping[int, Ahead]) -> list[Outcomes]:
+        """Completes `scored` with outcomes that were scored ahead; scores responses again if their workers failed."""
         if not ahead:
-            return _complete(said.outcomes)
-        ahead_outcomes = {i: await ahead[i].said for i, outcomes in enumerate(said.outcomes) if outcomes is None}
+            return _complete(scored.outcomes)
+        ahead_outcomes = {i: await ahead[i].task for i, outcomes in enumerate(scored.outcomes) if outcomes is None}
         used = {i: outcomes for i, outcomes in ahead_outcomes.items() if outcomes is not None}
         self.scored_ahead.update({USED: len(used), UNUSED: len(ahead) - len(used)})
-        again = said
+        again = scored
         if len(used) < len(ahead_outcomes):
             again = await self._ask(group, {i: begun.digest for i, begun in ahead.items() if i in used})
         return _complete(used.get(i, outcomes) for i, outcomes in enumerate(again.outcomes))
@@ -158,12 +158,12 @@ class RewardPool:
             return None
 
 
-def _complete(outcomes: Iterable[Said | None]) -> list[Said]:
+def _complete(by_response: Iterable[Outcomes | None]) -> list[Outcomes]:
     """Checks that every response of a group has outcomes, and returns them."""
-    complete: list[Said] = []
-    for said in outcomes:
-        assert said is not None, "a response has no outcomes"
-        complete.append(said)
+    complete: list[Outcomes] = []
+    for outcomes in by_response:
+        assert outcomes is not None, "a response has no outcomes"
+        complete.append(outcomes)
     return complete
 
 
@@ -172,7 +172,7 @@ def _merged(parts: Sequence[GroupOutcomes]) -> GroupOutcomes:
     if len(parts) == 1:
         return parts[0]
     whole = [
-        None if None in of_one else {name: outcome for said in of_one for name, outcome in said.items()}
+        None if None in of_one else {name: outcome for outcomes in of_one for name, outcome in outcomes.items()}
         for of_one in zip(*(part.outcomes for part in parts), strict=True)
     ]
     return replace(parts[0], outcomes=tuple(whole))

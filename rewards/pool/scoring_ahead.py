@@ -1,4 +1,4 @@
-"""Scores responses while their siblings are still sampled, and keeps the outcomes until the group is complete."""
+"""Scores responses before the group is complete, and stores the outcomes until then."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from mobula.rewards.contract import Outcome
 
 logger = logging.getLogger(__name__)
 
-Said = Mapping[str, Outcome]
-"""The outcomes of a recipe's components for one response."""
+Outcomes = Mapping[str, Outcome]
+"""Component -> outcome, for one response."""
 
 
 def response_digest(response: Response) -> bytes:
@@ -26,22 +26,22 @@ def response_digest(response: Response) -> bytes:
     parts = [response.text, response.num_tokens, response.is_truncated, response.failure, turns]
     digest = hashlib.sha256(json.dumps(parts).encode())
     for image in response.images:
-        digest.update(hashlib.sha256(image).digest())  # of each file, so that file borders count
+        digest.update(hashlib.sha256(image).digest())  # one digest per file, so that boundaries of files count
     return digest.digest()
 
 
 @dataclass(frozen=True)
 class Ahead:
-    """One response that is being scored, or was; the outcome is None if its workers failed."""
+    """One response that is scored ahead."""
 
-    digest: bytes  # of the response
-    said: asyncio.Task[Said | None]
+    digest: bytes  # `response_digest`
+    task: asyncio.Task[Outcomes | None]  # None if the workers failed
 
 
 class ScoringAhead:
-    """Begins to score responses when they end, and returns the outcomes when the group is complete."""
+    """Starts to score responses when they end, and returns the outcomes when the group is complete."""
 
-    def __init__(self, score: Callable[[EndedResponse], Awaitable[Said]]) -> None:
+    def __init__(self, score: Callable[[EndedResponse], Awaitable[Outcomes]]) -> None:
         self._score = score
         self._begun: dict[str, dict[int, Ahead]] = {}  # prompt id -> sibling
 
@@ -49,8 +49,8 @@ class ScoringAhead:
         prompt_id = ended.prompt.prompt_id
         siblings = self._begun.setdefault(prompt_id, {})
         if ended.sibling in siblings:  # a restarted episode has another end
-            siblings[ended.sibling].said.cancel()
-        task = asyncio.create_task(self._said(ended), name=f"score {prompt_id}#{ended.sibling} ahead")
+            siblings[ended.sibling].task.cancel()
+        task = asyncio.create_task(self._outcomes(ended), name=f"score {prompt_id}#{ended.sibling} ahead")
         siblings[ended.sibling] = Ahead(response_digest(ended.response), task)
 
     @contextmanager
@@ -61,16 +61,16 @@ class ScoringAhead:
             yield siblings
         finally:
             for ahead in siblings.values():
-                ahead.said.cancel()
+                ahead.task.cancel()
 
     async def close(self) -> None:
-        tasks = [ahead.said for siblings in self._begun.values() for ahead in siblings.values()]
+        tasks = [ahead.task for siblings in self._begun.values() for ahead in siblings.values()]
         self._begun.clear()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _said(self, ended: EndedResponse) -> Said | None:
+    async def _outcomes(self, ended: EndedResponse) -> Outcomes | None:
         """Scores a response. Failures of workers are logged here; the group is scored again and then raises them."""
         try:
             return await self._score(ended)

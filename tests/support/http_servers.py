@@ -14,8 +14,8 @@ from typing import Any
 import uvicorn
 
 from mobula.rewards.contract import Outcome, RewardRequest
-from mobula.rewards.http.lanes import Lanes
 from mobula.rewards.http.server import RewardServer, ServerLimits, make_app
+from mobula.rewards.http.thread_pool import ScorerThreads
 
 CONNECTION: dict[str, Any] = {  # of a reward function that asks servers; `urls` and `max_attempts` are the test's own
     "max_concurrency": 4,
@@ -76,7 +76,7 @@ class Scripted:
 
 @dataclass
 class Scorer:
-    """A lane's scorer made of a function of one request."""
+    """A scorer made of a function of one request."""
 
     is_stuck = False
     function: Callable[[RewardRequest], Outcome]
@@ -130,6 +130,6 @@ def reward_app(
     max_request_bytes: int = 1 << 20,
     max_waiting: int = 8,
 ) -> Any:
-    """Our own service with one lane."""
-    lanes = Lanes([Scorer(function)], max_waiting=max_waiting)
-    return make_app(RewardServer(lanes, ServerLimits(timeout_s, max_request_bytes)), token)
+    """Our own service with one thread."""
+    threads = ScorerThreads([Scorer(function)], max_waiting=max_waiting)
+    return make_app(RewardServer(threads, ServerLimits(timeout_s, max_request_bytes)), token)

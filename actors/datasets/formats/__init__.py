@@ -1,4 +1,4 @@
-"""Row formats by name, one file each: which columns a record has, and how they become a row."""
+"""Row formats by name, one file each: the columns of a record, and the conversion to a row."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -22,10 +22,10 @@ FORMATS: dict[str, RowFormat] = {
 
 
 def format_of(source: SourceConfig, options: Mapping[str, Any]) -> RowFormat:
-    """The row format that `data.row_format` names; the user's own is a function from a record to a `Draft`.
+    """Returns the row format of `data.row_format`; user code is a function from a record to a `Draft`.
 
     Raises:
-        ValueError: it is the user's own, and cannot be called with its options.
+        ValueError: user code does not accept the options.
     """
     name = source.row_format
     readers = {known: row_format.read for known, row_format in FORMATS.items()}
@@ -40,7 +40,7 @@ def _read_by_user(name: str, read: Callable[[Record], Draft], record: Record) ->
         draft = read(record)
     except SkippedSample:
         raise
-    except Exception as error:  # any mistake of the user's code is one of this row
+    except Exception as error:  # user code may raise errors of any type
         raise RowError("row_format_raised", f"{name} raised {type(error).__name__}: {error}") from error
     if not isinstance(draft, Draft):
         raise RowError("row_format_raised", f"{name} returned a {type(draft).__name__}: return a Draft")

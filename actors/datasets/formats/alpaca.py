@@ -3,8 +3,8 @@
 
     {"instruction": "<image>Which number?", "input": "", "output": "It is 7.", "images": ["a.png"]}
 
-`history` is a list of [question, answer] pairs. `chosen` and `rejected` are the two responses of a preference pair. A
-column `answer` holds the literal answer for rewards, where it is not the whole output.
+`history` is a list of [question, answer] pairs. `chosen` and `rejected` are the two responses of a preference pair. An
+optional column `answer` has the literal answer for rewards, if it is not the whole output.
 """
 
 from __future__ import annotations

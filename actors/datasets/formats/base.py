@@ -1,4 +1,4 @@
-"""RowFormat: how the columns of a record become a row, and what all formats share."""
+"""RowFormat: converts the columns of a record to a row; functions that all formats share."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from mobula.cluster.records.markup import PLACEHOLDERS, literal, placed
 
 Record = Mapping[str, Any]
 ROLES = ("system", "user", "assistant", "tool")
-VALUES = (str, bool, Real, Decimal, Mapping, list, tuple, np.ndarray)  # types that `text_of` writes
+VALUES = (str, bool, Real, Decimal, Mapping, list, tuple, np.ndarray)  # types that `text_of` converts
 COLUMN = re.compile(r"`(\w+)`")  # of the format, in an error message
 NAMES = {"image": "image", "video": "video", "audio": "sound"}  # in error messages
 MEDIA_COLUMNS = ("images", "image", "videos", "video", "audios", "audio")
@@ -34,11 +34,11 @@ MEDIA_COLUMNS = ("images", "image", "videos", "video", "audios", "audio")
 
 @dataclass
 class Draft:
-    """The fields that a format found in a record, with the record's own values; `finish` checks them."""
+    """The fields of a row with raw values of the record, not checked yet; see `finish`."""
 
-    turns: Sequence[Turn]  # the last one is the question
+    turns: Sequence[Turn]  # the last turn is the question
     answer: Any
-    sample_id: Any = None  # None: the record has none
+    sample_id: Any = None
     solution: Any = None  # None: the answer in a \\boxed{}
     images: Any = None
     videos: Any = None
@@ -47,16 +47,16 @@ class Draft:
     chosen: str | None = None
     rejected: str | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
-    has_media_in_front: bool = False  # media of which no turn has a placeholder stand in front of the question
+    has_media_in_front: bool = False  # media without placeholders precede the question
 
 
 @dataclass(frozen=True)
 class RowFormat:
-    """One schema of records. `columns` are its column names, for the check of `data.columns`."""
+    """A schema of records. `columns` are the column names, to check `data.columns`."""
 
     columns: tuple[str, ...]
     read: Callable[[Record], Draft]
-    """Raises: RowError: a column is missing or holds something else."""
+    """Raises: RowError: a column is missing or invalid."""
 
 
 def finish(
@@ -70,7 +70,7 @@ def finish(
     name: str,
     label_key: str,
 ) -> Row:
-    """The draft as a row. `placeholders` is `data.placeholders`.
+    """Checks a draft and builds the row. `placeholders` is `data.placeholders`.
 
     Raises:
         RowError: a text is missing, or media and placeholders do not match.
@@ -100,13 +100,13 @@ def finish(
 
 
 def _placed(turns: Sequence[Turn], kind: str, own: str, num_media: int, in_front: bool) -> list[Turn]:
-    """The turns with a placeholder for each of `num_media` media of a kind; `own` is what the data call it.
+    """Marks one placeholder for each of `num_media` media of a kind in the turns; `own` is the data's placeholder.
 
-    What looks like a placeholder in an answer of the assistant is text, unless there are media for it. With `in_front`,
-    media without any placeholder stand in front of the question.
+    A placeholder in an answer of the assistant is plain text, unless there are media for it. With `in_front`, media
+    without any placeholder precede the question.
 
     Raises:
-        RowError: there are more or fewer placeholders than media.
+        RowError: the numbers of placeholders and media differ.
     """
     placeholder = PLACEHOLDERS[kind]
     texts = placed([turn.text for turn in turns], kind, own, num_media)
@@ -128,13 +128,13 @@ def _placed(turns: Sequence[Turn], kind: str, own: str, num_media: int, in_front
 
 
 def named(error: SkippedSample, sample: str, columns: Mapping[str, str]) -> RowError:
-    """The error with the name of its record. `columns` says what a column of the format is called in the data."""
+    """The error with the name of its record. `columns`: column of the format -> name in the data."""
     detail = error.detail if isinstance(error, RowError | ImageError) else str(error)
-    return RowError(error.reason, COLUMN.sub(lambda found: f"`{columns.get(found[1], found[1])}`", detail), sample)
+    return RowError(error.reason, COLUMN.sub(lambda match: f"`{columns.get(match[1], match[1])}`", detail), sample)
 
 
 def text_of(value: Any, column: str) -> str:
-    """The text of a value: a string unchanged, a number as spelled, a date in ISO 8601, anything else as JSON."""
+    """Converts a value to text: a string unchanged, a number as written, a date in ISO 8601, anything else as JSON."""
     if is_missing(value) or (isinstance(value, str | Mapping | list | tuple) and len(value) == 0):
         raise RowError(f"missing_{column}", f"the row has no `{column}`: add it")
     if isinstance(value, np.generic):
@@ -149,10 +149,10 @@ def text_of(value: Any, column: str) -> str:
 
 
 def asked_text(value: Any, column: str) -> str:
-    """The text of a question, as `text_of`.
+    """As `text_of`, for questions.
 
     Raises:
-        RowError: it is missing, or a list or an object, such as chat turns or a column that holds all rows.
+        RowError: the value is missing, or is a list or object, such as chat turns.
     """
     if isinstance(value, Mapping | list | tuple) and value:
         detail = f"`{column}` is a {type(value).__name__}: write a text, or chat turns with data.row_format=messages"
@@ -161,13 +161,13 @@ def asked_text(value: Any, column: str) -> str:
 
 
 def present(record: Record, column: str) -> Any:
-    """The text of a column that may be left out or empty: None where it is."""
+    """The text of an optional column, or None."""
     value = first_of(record, column)
     return None if value is None else text_of(value, column)
 
 
 def as_json(value: Any) -> str:
-    """JSON of a value, in which numbers keep their spelling."""
+    """Converts a value to JSON; numbers keep their spelling."""
     if isinstance(value, Mapping):
         return f"{{{', '.join(f'{json.dumps(str(key))}: {as_json(item)}' for key, item in value.items())}}}"
     if isinstance(value, np.ndarray):
@@ -182,12 +182,12 @@ def as_json(value: Any) -> str:
 
 
 def spelled(value: np.generic) -> Any:
-    """The value of a NumPy scalar; of a float the fewest digits that are read as the same one: float32 0.1 is 0.1."""
+    """The value of a NumPy scalar; for a float the shortest decimal that parses to it: float32 0.1 is 0.1."""
     return float(str(value)) if isinstance(value, np.floating) else value.item()
 
 
 def first_of(record: Record, *columns: str) -> Any:
-    """The value of the first of the columns that holds something; a dot leads into a mapping."""
+    """The value of the first column that is not empty; a dot selects a field of a mapping."""
     for column in columns:
         value: Any = record
         for part in column.split("."):
@@ -198,12 +198,12 @@ def first_of(record: Record, *columns: str) -> Any:
 
 
 def first_given(*values: Any) -> Any:
-    """The first of the values that is not None; None if all are."""
+    """The first value that is not None."""
     return next((value for value in values if value is not None), None)
 
 
 def only_one(value: Any) -> Any:
-    """The item of a list of one, also where JSON or Python wrote the list as text; anything else as it is."""
+    """The item of a list with one item, also if the list is text (JSON or a Python literal); else the value."""
     if isinstance(value, str) and value.startswith("[") and value.endswith("]"):
         parsed = _parsed(value)
         return parsed[0] if isinstance(parsed, list) and len(parsed) == 1 else value
@@ -211,18 +211,18 @@ def only_one(value: Any) -> Any:
 
 
 def _parsed(text: str) -> Any:
-    """The value of a text of JSON or of a Python literal; the text itself if it is neither."""
+    """Parses JSON or a Python literal; returns the text if it is neither."""
     parsers: tuple[Callable[[str], Any], ...] = (lambda text: parse_json(text.encode()), ast.literal_eval)
     for parse in parsers:
         try:
             return parse(text)
-        except (ValueError, SyntaxError, MemoryError, RecursionError):  # the last two of a text of many brackets
+        except (ValueError, SyntaxError, MemoryError, RecursionError):  # the last two: deeply nested brackets
             continue
     return text
 
 
 def others(record: Record, *known: str) -> dict[str, Any]:
-    """The metadata of a record: its fields beyond the columns of the format, without whole files."""
+    """The metadata of a record: all fields except `known` columns and files."""
     return {
         key: plain(value)
         for key, value in record.items()
@@ -231,8 +231,9 @@ def others(record: Record, *known: str) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """The same value as JSON can hold it: numbers that keep their spelling become plain numbers, dates and decimals
-    text, arrays lists, and whole files are left out."""
+    """Converts a value to JSON types: numbers to int and float, dates and decimals to text, arrays to lists. Files are
+    left out.
+    """
     if isinstance(value, np.generic):
         value = spelled(value)
     if isinstance(value, np.ndarray):
@@ -250,29 +251,21 @@ def plain(value: Any) -> Any:
 
 
 def images_of(record: Record, in_turns: Sequence[Any]) -> Any:
-    """The images that stand in the turns, or in the columns `images` and `image`; None if there are none.
+    """The images in the turns, or in the columns `images` and `image`; None if there are none.
 
     Raises:
-        RowError: they stand in both.
+        RowError: both the turns and the column have images.
     """
     return _in_turns_or_column(record, in_turns, "image")
 
 
 def videos_of(record: Record, in_turns: Sequence[Any]) -> Any:
-    """The videos that stand in the turns, or in the columns `videos` and `video`; None if there are none.
-
-    Raises:
-        RowError: they stand in both.
-    """
+    """As `images_of`, for videos."""
     return _in_turns_or_column(record, in_turns, "video")
 
 
 def audios_of(record: Record, in_turns: Sequence[Any]) -> Any:
-    """The sounds that stand in the turns, or in the columns `audios` and `audio`; None if there are none.
-
-    Raises:
-        RowError: they stand in both.
-    """
+    """As `images_of`, for sounds."""
     return _in_turns_or_column(record, in_turns, "audio")
 
 

@@ -2,11 +2,9 @@
 
     {"prompt": "Which number?", "images": ["a.png"], "reference": "7", "label": "read"}
 
-The prompt is a text or chat turns (`role`/`content` or `from`/`value`); answers of the assistant are left out. A prompt
-without `<image>` has its images in front of the question, one
-without `<video>` its videos. The reference is looked up in `reference`, `answer`,
-`extra_info.reference`, `reward_model.ground_truth`, `ground_truth` and `extra_info.constraints`; the label in `label`
-and `extra_info.label`.
+The prompt is a text or chat turns (`role`/`content` or `from`/`value`); answers of the assistant are left out. Media
+without placeholders precede the question. The reference is the first of `reference`, `answer`, `extra_info.reference`,
+`reward_model.ground_truth`, `ground_truth` and `extra_info.constraints`; the label is `label` or `extra_info.label`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Records of chat turns, as in OpenAI's API: `messages`, images in their parts or in `images`.
+"""Records of chat turns, as in OpenAI's API: `messages`, with images in parts or in `images`.
 
     {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a.png"}},
                                                {"type": "text", "text": "Which number?"}]}], "answer": "7"}

@@ -1,11 +1,10 @@
-r"""Records of a question and its answer, as in MAYE: `question`, `answer`, `image`.
+r"""Records of a question and an answer, as in MAYE: `question`, `answer`, `image`.
 
     {"id": "12", "question": "<image>Which number?", "answer": "7", "solution": "\\boxed{7}", "image": "images/12.png"}
 
-`image` (or `images`) is one image, a list of images, one for each `<image>` in order, or absent; `video` (or
-`videos`) the same for each `<video>`, `audio` (or `audios`) for each `<audio>`. A record without
-`solution` gets its answer in a `\boxed{}`. `metadata`, a mapping, and every column beyond these travel with the row to
-the reward functions.
+`image` (or `images`) is an image, a list of images (one for each `<image>`, in order), or absent; `video` (or `videos`)
+and `audio` (or `audios`) are the same for `<video>` and `<audio>`. The default of `solution` is the answer in a
+`\boxed{}`. `metadata`, a mapping, and all other columns are passed to reward functions.
 """
 
 from __future__ import annotations

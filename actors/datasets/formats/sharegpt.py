@@ -6,7 +6,7 @@
      "images": ["a.png"]}
 
 A last turn of `gpt` is the solution. `chosen` and `rejected`, each a turn, are the two responses of a preference pair.
-A column `answer` holds the literal answer for rewards, where it is not the whole response.
+An optional column `answer` has the literal answer for rewards, if it is not the whole response.
 """
 
 from __future__ import annotations

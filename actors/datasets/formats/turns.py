@@ -1,4 +1,4 @@
-"""Chat turns as datasets write them: text with `<image>` placeholders, or lists of parts as in OpenAI's API."""
+"""Parses chat turns of datasets: text with placeholders, or lists of parts as in OpenAI's API."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ FROM_ROLES = {
     "gpt": "assistant",
     "observation": "tool",
     "model": "assistant",
-    "developer": "system",  # OpenAI's name for it since 2024
+    "developer": "system",  # OpenAI's name since 2024
     **{role: role for role in ROLES},
 }
 
 
 def turns_of(messages: Any, column: str) -> tuple[list[Turn], list[Any], list[Any], list[Any]]:
-    """The turns, and the images, the videos and the sounds that stand in their parts, in order.
+    """Parses messages; returns the turns, and the images, videos and sounds of their parts, in order.
 
-    A turn is `{"role", "content"}` or `{"from", "value"}`; content is a text or a list of parts. An image part without
-    an image is a placeholder for one of the row's own images, and so is one of a video or a sound.
+    A turn is `{"role", "content"}` or `{"from", "value"}`; content is a text or a list of parts. A media part without
+    a medium is a placeholder for an entry of the row's media column.
 
     Raises:
-        RowError: something else stands there.
+        RowError: `messages` has another form.
     """
     if not isinstance(messages, list | tuple) or not messages:
         raise RowError(f"bad_{column}", f"`{column}` is {_shown(messages)}: write a list of turns")
@@ -53,14 +53,15 @@ def turns_of(messages: Any, column: str) -> tuple[list[Turn], list[Any], list[An
 
 
 def medium_of(part: Mapping[str, Any], names: Sequence[str]) -> Any:
-    """The medium that a part holds under one of `names`, or under a key of transformers' templates or Anthropic's API;
-    None if the part only says where one stands."""
+    """The medium of a part, under one of `names` or under a key of transformers' templates or Anthropic's API; None if
+    the part is only a placeholder.
+    """
     held = next((part[key] for key in (*names, *HELD) if part.get(key)), None)
     return {"bytes": held} if held is not None and held is part.get("base64") else held
 
 
 def response_of(value: Any, column: str) -> str | None:
-    """The text of one response: a text, a turn, or a list of one turn; None for None."""
+    """The text of a response, given as text, turn, or list with one turn; None for None."""
     if value is None or value == "":
         return None
     if not isinstance(value, Mapping | list | tuple):
@@ -72,7 +73,7 @@ def response_of(value: Any, column: str) -> str | None:
 
 
 def split_response(turns: Sequence[Turn], column: str) -> tuple[list[Turn], str | None]:
-    """The prompt, which ends in a user's turn, and the assistant's answer to it if there is one."""
+    """Splits turns into the prompt, which ends with a user turn, and the assistant's final answer, if any."""
     asked = list(turns)
     response = plain(asked.pop().text) if asked and asked[-1].role == "assistant" else None
     if not asked or asked[-1].role != "user":
@@ -94,7 +95,7 @@ def _role_and_content(message: Any, column: str) -> tuple[str, Any]:
 
 
 def _part(part: Any, column: str) -> tuple[str, str, Any]:
-    """The kind of a part, its text, which for a medium is its placeholder, and the medium if it stands there."""
+    """Parses a part; returns the kind, the text (a placeholder for a medium), and the medium, if any."""
     if isinstance(part, str | Real):
         return "text", str(part), None
     if not isinstance(part, Mapping):

@@ -3,8 +3,8 @@
     {"data_source": "geo3k", "prompt": [{"role": "user", "content": "<image>What is x?"}], "images": [{"bytes": ...}],
      "reward_model": {"style": "rule", "ground_truth": "3"}, "extra_info": {"split": "train", "index": 0}}
 
-`data_source` is the label that chooses a reward recipe. A ground truth of several answers keeps all of them in the
-metadata; the first one is the answer.
+`data_source` is the label for reward recipes. If the ground truth is a list, the first item is the answer, and the
+metadata has the list.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Readers by the name that `data.kind` chooses them with, one file each: how records lie in files."""
+"""Readers of file formats, by the name in `data.kind`, one file each."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -23,9 +23,9 @@ READERS: dict[str, Reader] = {
 
 
 def reader_of(source: SourceConfig, options: Mapping[str, Any]) -> Reader:
-    """The reader that `data.kind` names, with `data.kind_options`.
+    """Returns the reader of `data.kind` with `data.kind_options`.
 
     Raises:
-        ValueError: it is the user's own, and cannot be called with its options.
+        ValueError: a reader of the user does not accept the options.
     """
     return chosen(READERS, source.kind, "data.kind", ("opened",), options)

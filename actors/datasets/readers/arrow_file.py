@@ -1,4 +1,4 @@
-"""Arrow files in the cache: records that their own file cannot give one by one, memory-mapped."""
+"""Memory-mapped Arrow files in the cache: copies of files without random access to records."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import pyarrow as pa
 
 from mobula.actors.datasets.readers.arrow_records import records_of
 
-BATCH_RECORDS = 256  # of the file's batches: what one read decodes at most
+BATCH_RECORDS = 256  # largest batch, which is decoded to read a record
 
 
 class ArrowFile:
-    """An Arrow IPC file; a record is read where it stands, and the pages belong to the operating system."""
+    """A memory-mapped Arrow IPC file with random access to records."""
 
     def __init__(self, path: Path) -> None:
         self._reader = pa.ipc.open_file(pa.memory_map(str(path)))
@@ -28,14 +28,14 @@ class ArrowFile:
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
 
-    def record(self, place: int) -> dict[str, Any]:
-        batch = int(np.searchsorted(self._ends, place, side="right"))
+    def record(self, index: int) -> dict[str, Any]:
+        batch = int(np.searchsorted(self._ends, index, side="right"))
         start = int(self._ends[batch - 1]) if batch else 0
-        return records_of(self._reader.get_batch(batch).slice(place - start, 1))[0]
+        return records_of(self._reader.get_batch(batch).slice(index - start, 1))[0]
 
 
 def cached(folder: Path, key: str, schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> ArrowFile:
-    """The file of `key` in `folder`; `batches` are written there if it does not exist, whole or not at all."""
+    """Opens the file of `key` in `folder`; writes `batches` to it atomically if it does not exist."""
     path = folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.arrow"
     if not path.is_file():
         folder.mkdir(parents=True, exist_ok=True)
@@ -54,6 +54,6 @@ def cached(folder: Path, key: str, schema: pa.Schema, batches: Iterable[pa.Recor
 
 
 def file_key(file: Path) -> str:
-    """A key of a file's content: its path, size and time of change."""
-    found = file.stat()
-    return f"{file.resolve()} {found.st_size} {found.st_mtime_ns}"
+    """A key of a file's content: path, size and modification time."""
+    stat = file.stat()
+    return f"{file.resolve()} {stat.st_size} {stat.st_mtime_ns}"

@@ -1,4 +1,4 @@
-"""Records of Arrow tables as Python values: maps are mappings, and floats have the digits they were written with."""
+"""Converts Arrow records to Python values: maps to mappings, float32 to the shortest decimal."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def refuse_repeated(schema: pa.Schema, name: str) -> None:
 
 
 def _spelled(value: Any, kind: pa.DataType) -> Any:
-    """float32 0.1 as 0.1, in columns and fields of structs; arrays, such as the samples of a sound, are as they are."""
+    """Converts float32 0.1 to 0.1 in columns and struct fields, but not in arrays (such as samples of a sound)."""
     if value is None:
         return None
     if kind in NARROW:

@@ -1,4 +1,4 @@
-"""Table: the records of one split by place, read one by one or block by block, never all at once."""
+"""Table: random access to the records of a split, read one by one or block by block."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mobula.configs.near_paths import near
 
 Record = Mapping[str, Any]
 T = TypeVar("T")
-SUFFIXES = {  # of the files of a kind of data, looked for in this order
+SUFFIXES = {  # kind of data -> suffixes of files, by priority
     "jsonl": (".jsonl",),
     "prompts": (".jsonl", ".txt"),
     "json": (".json", ".jsonl"),
@@ -28,32 +28,33 @@ TABLES = (".csv", ".tsv")
 
 
 class Table(Protocol):
-    """Records in the order of the files. Any number of threads may read at a time."""
+    """Records in the order of the files. Thread-safe."""
 
     @property
     def blocks(self) -> np.ndarray:
-        """int64 [num_blocks, 2]: records of each block, and the bytes that it takes in memory while one of them is
-        read; 0 bytes where records are read one by one."""
+        """int64 [num_blocks, 2]: number of records of each block, and bytes in memory while a record of it is read; 0
+        bytes if records are read one by one.
+        """
         ...
 
     @property
     def root(self) -> Path:
-        """The folder in which the paths of images begin."""
+        """The folder that paths of media are relative to."""
         ...
 
     @property
     def source(self) -> str:
-        """The first file, or the dataset's own name, for error messages."""
+        """The first file, or the name of the dataset, for error messages."""
         ...
 
     def __len__(self) -> int: ...
 
-    def record(self, place: int) -> Record:
-        """Raises: RowError: it cannot be read."""
+    def record(self, index: int) -> Record:
+        """Raises: RowError: the record cannot be read."""
         ...
 
-    def name(self, place: int) -> str:
-        """The file and the place in it, e.g. `train.jsonl:12`."""
+    def name(self, index: int) -> str:
+        """The file and the number in the file, e.g. `train.jsonl:12`."""
         ...
 
 
@@ -62,24 +63,24 @@ class Opened:
     """Input of a reader: the location of the data, and its options."""
 
     path: Path  # a folder, or a hub name
-    split: str  # as the data call it
-    cache: Path  # where a reader may write files that later runs use again
-    max_block_bytes: int  # a larger block is not held in memory
-    subset: str  # the configuration of a dataset that has several; empty for its only one
-    num_streamed: int  # records that are streamed from the hub; 0 downloads all
+    split: str  # name in the data
+    cache: Path  # folder of files for later runs
+    max_block_bytes: int  # larger blocks are not read into memory
+    subset: str  # configuration of a dataset with several; else empty
+    num_streamed: int  # records to stream from the hub; 0 downloads all
 
 
 Reader = Callable[[Opened], Table]
-"""Raises: DatasetError: there is no such split, or its files cannot be read."""
+"""Raises: DatasetError: there is no such split, or the files cannot be read."""
 
 
 def files_of(opened: Opened, suffixes: Sequence[str]) -> list[Path]:
-    """The files of a split, in order of their names: `SPLIT.EXT`, `SPLIT-*.EXT`, `SPLIT/*.EXT`, or these below `data/`.
+    """The files of a split, sorted by name: `SPLIT.EXT`, `SPLIT-*.EXT` or `SPLIT/*.EXT` in the folder or in `data/`.
 
-    A split name with a wildcard or a dot is a pattern of file names below the folder.
+    A split name with a wildcard or a dot is a pattern of file names.
 
     Raises:
-        DatasetError: there are none.
+        DatasetError: there are no files.
     """
     folder, split = opened.path, opened.split
     if folder.is_file():
@@ -91,9 +92,8 @@ def files_of(opened: Opened, suffixes: Sequence[str]) -> list[Path]:
         names = [split] if is_pattern else [f"{split}{suffix}", f"{split}-*{suffix}", f"{split}/*{suffix}"]
         for below in (folder, folder / "data"):
             for name in names:
-                found = sorted(path for path in below.glob(name) if path.is_file())
-                if found:
-                    return found
+                if files := sorted(path for path in below.glob(name) if path.is_file()):
+                    return files
     wanted = split if is_pattern else f"{split}{suffixes[0]}"
     refuse_unread(folder, split)
     raise DatasetError(
@@ -103,7 +103,7 @@ def files_of(opened: Opened, suffixes: Sequence[str]) -> list[Path]:
 
 
 def refuse_unread(folder: Path, split: str) -> None:
-    """Raises: DatasetError: the split is there in a form that is not read."""
+    """Raises: DatasetError: the split exists in an unsupported file format."""
     for path in sorted((*folder.glob(f"{split}*"), *(folder / "data").glob(f"{split}*"))):
         if path.suffix in COMPRESSED:
             raise DatasetError(f"{path} is compressed: unpack it")
@@ -112,9 +112,9 @@ def refuse_unread(folder: Path, split: str) -> None:
 
 
 def without_nulls(value: Any) -> Any:
-    """The value without fields that are missing: columnar files have every field in every record.
+    """Removes missing fields recursively: columnar files have every field in every record.
 
-    Null, NaN, and what NumPy and pandas write for them are missing. An item of a list becomes None.
+    Null, NaN, and the missing values of NumPy and pandas are removed; an item of a list becomes None.
     """
     if isinstance(value, Mapping):
         return {key: without_nulls(item) for key, item in value.items() if not is_missing(item)}
@@ -133,12 +133,12 @@ def is_missing(value: Any) -> bool:
 
 
 def read_one_by_one(num_records: int) -> np.ndarray:
-    """The blocks of a table whose records are read one by one."""
+    """The `blocks` of a table with records that are read one by one."""
     return np.array([[num_records, 0]], dtype=np.int64)
 
 
 class BlockCache(Generic[T]):
-    """The blocks that were used last, at most `max_bytes` of them beside the newest. One thread at a time."""
+    """An LRU cache of blocks with at most `max_bytes`, but at least one block. Not thread-safe."""
 
     def __init__(self, load: Callable[[int], tuple[T, int]], max_bytes: int) -> None:
         self._load = load
@@ -147,12 +147,11 @@ class BlockCache(Generic[T]):
         self._num_bytes = 0
 
     def get(self, block: int) -> T:
-        found = self._blocks.get(block)
-        if found is None:
-            found = self._blocks[block] = self._load(block)
-            self._num_bytes += found[1]
+        if block not in self._blocks:
+            self._blocks[block] = self._load(block)
+            self._num_bytes += self._blocks[block][1]
             while self._num_bytes > self._max_bytes and len(self._blocks) > 1:
                 _, (_, freed) = self._blocks.popitem(last=False)
                 self._num_bytes -= freed
         self._blocks.move_to_end(block)
-        return found[0]
+        return self._blocks[block][0]

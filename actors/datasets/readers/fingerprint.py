@@ -1,4 +1,4 @@
-"""A fingerprint of files of rows, by which a run knows whether its data are those that it began with."""
+"""A fingerprint of data files, to detect on a resume that the data have changed."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import hashlib
 from collections.abc import Iterable
 from pathlib import Path
 
-WHOLE_BYTES = 1 << 20  # a file of at most this size is read whole
-NUM_BLOCKS, BLOCK_BYTES = 16, 1 << 16  # of a larger one, at equal distances, the first and the last bytes among them
+WHOLE_BYTES = 1 << 20  # files up to this size are hashed completely
+NUM_BLOCKS, BLOCK_BYTES = 16, 1 << 16  # of larger files: equidistant blocks, with the first and the last bytes
 
 
 def fingerprint_of(files: Iterable[Path]) -> str:
-    """A hash of names, sizes and content; at most 1 MiB of each file is read. Media files do not count.
+    """A hash of names, sizes and content; reads at most 1 MiB of each file. Media files are not included.
 
     Raises:
         OSError: a file cannot be read.

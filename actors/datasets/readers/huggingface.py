@@ -1,4 +1,4 @@
-"""Hugging Face datasets: a folder of `save_to_disk`, a local folder of data files, or a name on the hub."""
+"""Reads Hugging Face datasets: a folder of `save_to_disk`, a folder of data files, or a name on the hub."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from mobula.actors.datasets.readers.base import Opened, Record, Table, read_one_
 from mobula.cluster.errors import DatasetError
 from mobula.configs.near_paths import may_be_hub_name, near
 
-STREAMED_RECORDS = 256  # of a stream that are in memory at a time
+STREAMED_RECORDS = 256  # records of a stream in memory
 
 
 def open_huggingface(opened: Opened) -> Table:
-    """Raises: DatasetError: the package is missing or cannot write, or the dataset or its split cannot be had."""
+    """Raises: DatasetError: the package is missing, the cache is not writable, or the split cannot be loaded."""
     try:
         import datasets
     except ImportError as error:
@@ -31,8 +31,8 @@ def open_huggingface(opened: Opened) -> Table:
             f"openai/gsm8k: set data.path to one of the two"
         )
     try:
-        found = _opened(datasets, opened)
-    except Exception as error:  # of any kind, by which of its loaders fails
+        dataset = _opened(datasets, opened)
+    except Exception as error:  # the type depends on the loader that fails
         _refuse_unwritable(Path(datasets.config.HF_DATASETS_CACHE))
         reason = " ".join(str(error).split())
         raise DatasetError(
@@ -41,12 +41,12 @@ def open_huggingface(opened: Opened) -> Table:
             f"{reason}): name a folder or a hub dataset, and its splits in data.splits"
         ) from error
     root = opened.path if opened.path.is_dir() else Path()
-    features = as_files(datasets, found.features)
-    return HuggingFaceTable(found.with_format("arrow"), features, root, f"{opened.path}/{opened.split}")
+    features = as_files(datasets, dataset.features)
+    return HuggingFaceTable(dataset.with_format("arrow"), features, root, f"{opened.path}/{opened.split}")
 
 
 def _refuse_unwritable(cache: Path) -> None:
-    """Raises: DatasetError: the package has no place for its files."""
+    """Raises: DatasetError: the cache folder of `datasets` is not writable."""
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with TemporaryFile(dir=cache):
@@ -58,22 +58,25 @@ def _refuse_unwritable(cache: Path) -> None:
 
 
 def _opened(datasets: Any, opened: Opened) -> Any:
-    """The dataset, memory-mapped. A stream is cut after `num_streamed` records, which are kept in the cache."""
+    """Opens the dataset, memory-mapped. The first `num_streamed` records of a stream are stored in the cache."""
     if (opened.path / "dataset_dict.json").is_file() or (opened.path / "state.json").is_file():
         if opened.subset:
             raise ValueError(f"a folder of save_to_disk has no data.subset, which is {opened.subset}")
         if opened.num_streamed:
             raise ValueError(f"a folder of save_to_disk is not streamed, and data.streamed_rows={opened.num_streamed}")
-        found = datasets.load_from_disk(str(opened.path))
-        return found[opened.split] if isinstance(found, datasets.DatasetDict) else found
+        loaded = datasets.load_from_disk(str(opened.path))
+        return loaded[opened.split] if isinstance(loaded, datasets.DatasetDict) else loaded
     source, subset = str(opened.path), opened.subset or None
     if opened.num_streamed == 0:
-        found = datasets.load_dataset(source, subset, split=opened.split)
-        as_texts = _texts_of_csv(datasets, found.info)
-        return datasets.load_dataset(source, subset, split=opened.split, features=as_texts) if as_texts else found
+        loaded = datasets.load_dataset(source, subset, split=opened.split)
+        if loaded.info.builder_name != "csv":
+            return loaded
+        # CSV files have no types: an answer of 007 must not become 7.
+        texts = datasets.Features({name: datasets.Value("string") for name in loaded.info.features})
+        return datasets.load_dataset(source, subset, split=opened.split, features=texts)
     name = "-".join(part.replace("/", "_") for part in (source, opened.subset, opened.split) if part)
-    kept = opened.cache / f"stream-{name}-{opened.num_streamed}"
-    if not kept.is_dir():
+    cached = opened.cache / f"stream-{name}-{opened.num_streamed}"
+    if not cached.is_dir():
         stream = datasets.load_dataset(source, subset, split=opened.split, streaming=True).decode(False)
         written = datasets.Dataset.from_generator(
             lambda: islice(stream, opened.num_streamed),
@@ -81,23 +84,16 @@ def _opened(datasets: Any, opened: Opened) -> Any:
             cache_dir=str(opened.cache / "generated"),
             writer_batch_size=STREAMED_RECORDS,
         )
-        draft = kept.with_name(f".{kept.name}")
+        draft = cached.with_name(f".{cached.name}")
         written.save_to_disk(str(draft))
-        draft.rename(kept)
-    return datasets.load_from_disk(str(kept))
-
-
-def _texts_of_csv(datasets: Any, info: Any) -> Any:
-    """Features that are all texts for CSV files, which have no types: an answer of 007 must not become 7; else None."""
-    if info.builder_name != "csv":
-        return None
-    return datasets.Features({name: datasets.Value("string") for name in info.features})
+        draft.rename(cached)
+    return datasets.load_from_disk(str(cached))
 
 
 def as_files(datasets: Any, feature: Any) -> Any:
-    """The feature with the files of images, sounds and videos in their place, at any depth of lists and structs.
+    """Replaces images, sounds and videos in a feature by their encoded files, recursively.
 
-    Decoded ones would be encoded again, and lose what they were; and sounds and videos need torchcodec.
+    Decoding would need torchcodec, and encoding again would change the files.
     """
     if isinstance(feature, dict):
         return type(feature)({key: as_files(datasets, value) for key, value in feature.items()})
@@ -112,7 +108,7 @@ def as_files(datasets: Any, feature: Any) -> Any:
 
 
 class HuggingFaceTable:
-    """The records of a memory-mapped dataset in the format arrow; `features` decode a record of it."""
+    """Implements `Table` for a memory-mapped dataset in the format arrow; `features` decode a record."""
 
     def __init__(self, dataset: Any, features: Any, root: Path, name: str) -> None:
         self.root = root
@@ -129,10 +125,10 @@ class HuggingFaceTable:
     def __len__(self) -> int:
         return len(self._dataset)
 
-    def record(self, place: int) -> Record:
+    def record(self, index: int) -> Record:
         with self._lock:
-            [record] = self._dataset[place].to_pylist()
+            [record] = self._dataset[index].to_pylist()
         return self._features.decode_example(record)
 
-    def name(self, place: int) -> str:
-        return f"{self._name}:{place + 1}"
+    def name(self, index: int) -> str:
+        return f"{self._name}:{index + 1}"

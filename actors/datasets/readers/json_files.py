@@ -1,4 +1,4 @@
-"""JSON files: one object a line, or one array of objects; only the offsets of the records are in memory."""
+"""Reads JSON files: one object a line, or an array of objects; only offsets of records are in memory."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from mobula.cluster.records.json_lines import line_positions, parse_json, read_l
 
 
 def parse_object(text: bytes, what: str) -> Record:
-    """The object of one line or element.
+    """Parses the object of a line or element.
 
     Raises:
-        RowError: it is no JSON object, or holds text that cannot be encoded.
+        RowError: the text is no JSON object, or has text that cannot be encoded.
     """
     try:
         record: Any = parse_json(text)
@@ -49,7 +49,7 @@ class FileSpans:
     """Byte positions of the records of one file; 20 bytes a record."""
 
     def __init__(self, file: Path, spans: Iterable[tuple[int, int, int]]) -> None:
-        """`spans` are (start, length, number in the file) of every record."""
+        """`spans`: (start, length, number in the file) of every record."""
         self.file = file
         starts, lengths, numbers = array("q"), array("q"), array("I")
         for start, length, number in spans:
@@ -62,10 +62,10 @@ class FileSpans:
 
 
 class JsonTable:
-    """JSON objects of several files; only their offsets are in memory."""
+    """Implements `Table` for JSON objects of several files; only offsets are in memory."""
 
     def __init__(self, root: Path, files: list[FileSpans], what: str) -> None:
-        """`what` is a record in the words of the user: line, element."""
+        """`what` is the name of a record in errors: line, element."""
         self.root = root
         self.source = str(files[0].file)
         self._files = files
@@ -84,23 +84,23 @@ class JsonTable:
         for descriptor in self.__dict__.pop("_descriptors", []):
             os.close(descriptor)
 
-    def record(self, place: int) -> Record:
-        file, row = self._find(place)
+    def record(self, index: int) -> Record:
+        file, row = self._locate(index)
         spans = self._files[file]
         text = os.pread(self._descriptors[file], int(spans.lengths[row]), int(spans.starts[row]))
         return self.parsed(text)
 
     def parsed(self, text: bytes) -> Record:
-        """The record that stands in some bytes of a file."""
+        """Parses the bytes of a record."""
         return parse_object(text, self._what)
 
-    def name(self, place: int) -> str:
-        file, row = self._find(place)
+    def name(self, index: int) -> str:
+        file, row = self._locate(index)
         return f"{self._files[file].file.name}:{self._files[file].numbers[row]}"
 
-    def _find(self, place: int) -> tuple[int, int]:
-        file = int(np.searchsorted(self._ends, place, side="right"))
-        return file, place - (int(self._ends[file - 1]) if file else 0)
+    def _locate(self, index: int) -> tuple[int, int]:
+        file = int(np.searchsorted(self._ends, index, side="right"))
+        return file, index - (int(self._ends[file - 1]) if file else 0)
 
 
 def open_jsonl(opened: Opened) -> Table:
@@ -108,7 +108,6 @@ def open_jsonl(opened: Opened) -> Table:
 
 
 def lines_table(root: Path, files: list[Path]) -> JsonTable:
-    """The lines of `files`."""
     return JsonTable(root, [line_spans(file) for file in files], "line")
 
 
@@ -116,7 +115,7 @@ def line_spans(file: Path) -> FileSpans:
     """Byte positions of the lines that are not empty.
 
     Raises:
-        DatasetError: the file is compressed, or in another encoding than UTF-8.
+        DatasetError: the file is compressed or not UTF-8.
     """
     try:
         return FileSpans(file, line_positions(file))
@@ -125,8 +124,8 @@ def line_spans(file: Path) -> FileSpans:
 
 
 def read_objects(file: Path) -> Iterator[tuple[int, Record | RowError]]:
-    """Number, from 1, and object of every line that holds anything, without missing values; a line that is no object
-    is its error.
+    """Yields number (from 1) and object of every line that is not empty, without missing values; for an invalid line,
+    the error instead of the object.
 
     Raises:
         DatasetError: as `line_spans`.
@@ -141,7 +140,7 @@ def read_objects(file: Path) -> Iterator[tuple[int, Record | RowError]]:
         raise DatasetError(str(error)) from error
 
 
-# A text, or a character that gives JSON its structure. Possessive: no backtracking in texts of any length.
+# A string, or a structural character of JSON. Possessive quantifiers: no backtracking in long strings.
 TOKEN = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|[\[\]{},]', re.DOTALL)
 OPENING, CLOSING = (b"[", b"{"), (b"]", b"}")
 ANYTHING = re.compile(rb"\S")
@@ -160,26 +159,26 @@ def _is_array(file: Path) -> bool:
 
 
 def _elements(file: Path) -> Iterator[tuple[int, int, int]]:
-    """Start, length and number, from 1, of every element of the array, found without reading it into memory.
+    """Yields start, length and number (from 1) of every element of an array, without parsing it into memory.
 
     Raises:
-        DatasetError: the array does not end, or something follows it.
+        DatasetError: the array does not end, or text follows it.
     """
     with file.open("rb") as content, mmap.mmap(content.fileno(), 0, access=mmap.ACCESS_READ) as text:
         depth, start, number = 0, 0, 0
         for token in TOKEN.finditer(text):
-            found = token[0]
-            if found in OPENING:
+            symbol = token[0]
+            if symbol in OPENING:
                 depth += 1
                 if depth == 1:
                     start = token.end()
-            elif depth == 1 and found in (b",", b"]"):
+            elif depth == 1 and symbol in (b",", b"]"):
                 if text[start : token.start()].strip():
                     number += 1
                     yield start, token.start() - start, number
                 start = token.end()
-                depth -= found == b"]"
-            elif found in CLOSING:
+                depth -= symbol == b"]"
+            elif symbol in CLOSING:
                 depth -= 1
             if depth == 0:
                 if ANYTHING.search(text, token.end()):

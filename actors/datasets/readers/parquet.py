@@ -1,4 +1,4 @@
-"""Parquet files: read by row group; a file with larger ones is copied to an Arrow file in the cache once."""
+"""Reads Parquet files by row group. Files with large row groups are copied once to an Arrow file in the cache."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from mobula.actors.datasets.readers.base import SUFFIXES, BlockCache, Opened, Re
 from mobula.actors.datasets.rows import RowError
 from mobula.cluster.errors import DatasetError
 
-COPIED_RECORDS = 1024  # of a large row group that are decoded at a time
+COPIED_RECORDS = 1024  # records of a large row group that are decoded at once
 
 
 def open_parquet(opened: Opened) -> Table:
-    """Raises: DatasetError: a file is no Parquet file, or has two columns of one name."""
+    """Raises: DatasetError: a file is no Parquet file, or has two columns with the same name."""
     try:
         return ParquetTable(opened, files_of(opened, SUFFIXES["parquet"]))
     except (pa.ArrowException, OSError) as error:
@@ -27,7 +27,7 @@ def open_parquet(opened: Opened) -> Table:
 
 
 class ParquetTable:
-    """The records of Parquet files. A block is a row group; records of a copied file are read one by one."""
+    """Implements `Table`. A block is a row group; records of a copied file are read one by one."""
 
     def __init__(self, opened: Opened, files: list[Path]) -> None:
         self.root = opened.path
@@ -40,14 +40,14 @@ class ParquetTable:
         groups: list[tuple[int, int, int, int]] = []  # file, row group, first record in the file, records
         sizes: list[int] = []
         for number, (path, file) in enumerate(zip(files, self._files, strict=True)):
-            found = [file.metadata.row_group(group) for group in range(file.num_row_groups)]
-            if any(group.total_byte_size > opened.max_block_bytes for group in found):
+            infos = [file.metadata.row_group(group) for group in range(file.num_row_groups)]
+            if any(info.total_byte_size > opened.max_block_bytes for info in infos):
                 self._copies[number] = _copied(path, file, opened.cache)
                 groups.append((number, 0, 0, file.metadata.num_rows))
                 sizes.append(0)
                 continue
             start = 0
-            for group, info in enumerate(found):
+            for group, info in enumerate(infos):
                 groups.append((number, group, start, info.num_rows))
                 sizes.append(info.total_byte_size)
                 start += info.num_rows
@@ -60,8 +60,8 @@ class ParquetTable:
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
 
-    def record(self, place: int) -> Record:
-        block, row = self._find(place)
+    def record(self, index: int) -> Record:
+        block, row = self._locate(index)
         file, _, first, _ = self._groups[block]
         try:
             if file in self._copies:
@@ -74,18 +74,19 @@ class ParquetTable:
             raise RowError("broken_parquet", f"the record cannot be read ({error}): write the file again") from error
         return record
 
-    def name(self, place: int) -> str:
-        block, row = self._find(place)
+    def name(self, index: int) -> str:
+        block, row = self._locate(index)
         file, _, first, _ = self._groups[block]
         return f"{self._names[file]}:{first + row + 1}"
 
-    def _find(self, place: int) -> tuple[int, int]:
-        block = int(np.searchsorted(self._ends, place, side="right"))
-        return block, place - (int(self._ends[block - 1]) if block else 0)
+    def _locate(self, index: int) -> tuple[int, int]:
+        block = int(np.searchsorted(self._ends, index, side="right"))
+        return block, index - (int(self._ends[block - 1]) if block else 0)
 
     def _load(self, block: int) -> tuple[pa.Table, int]:
-        """A row group, and its size as `blocks` has it: the blocks that are shuffled together stay in memory together,
-        even where a dictionary made them smaller in the file."""
+        """Reads a row group; returns it with the size in `blocks`, not the size in memory (which differs for dictionary
+        columns), so that all blocks of a shuffle window fit into the cache.
+        """
         file, group, _, _ = self._groups[block]
         return self._files[file].read_row_group(group, use_threads=False), int(self.blocks[block, 1])
 

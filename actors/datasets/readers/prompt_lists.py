@@ -1,4 +1,4 @@
-"""Lists of prompts: text files with one prompt a line, or JSONL files."""
+"""Reads lists of prompts: text files with one prompt a line, or JSONL files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ TEXT = ".txt"
 
 
 def open_prompts(opened: Opened) -> Table:
-    """The JSONL files of a split or, where there are none, its text files."""
+    """Opens the JSONL files of a split; without any, the text files."""
     files = files_of(opened, SUFFIXES["prompts"])
     if files[0].suffix != TEXT:
         return lines_table(opened.path, files)

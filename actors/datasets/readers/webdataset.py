@@ -1,9 +1,9 @@
-"""WebDataset shards: tar files in which the members of one sample follow each other and share the name up to a dot.
+"""Reads WebDataset shards: tar files in which members of a sample are adjacent and share the name up to the first dot.
 
-`000012.json` holds the record, `000012.png` (or `000012.0.jpg`, `000012.1.jpg`) its images in order, `000012.mp4` (or
-`000012.0.mp4`, ...) its videos, `000012.wav` (or `000012.0.flac`, ...) its sounds; a GIF is a video if `video` is in
-its name, `000012.video.gif`. A text member such as `000012.question.txt` or `000012.answer` is the column
-`question.txt` or `answer`, without the byte order mark and the end of its last line.
+`000012.json` is the record; `000012.png` (or `000012.0.jpg`, `000012.1.jpg`) are images in order; `000012.mp4` (or
+`000012.0.mp4`, ...) videos; `000012.wav` (or `000012.0.flac`, ...) sounds. A GIF is a video if the name has `video`,
+`000012.video.gif`. A text member such as `000012.question.txt` or `000012.answer` is the column `question.txt` or
+`answer`, without byte order mark and final line break.
 """
 
 from __future__ import annotations
@@ -28,23 +28,25 @@ SOUNDS = ("wav", "flac", "mp3", "ogg", "aiff", "aif", "m4a", "mka", "aac")
 
 
 def open_webdataset(opened: Opened) -> Table:
-    """Raises: DatasetError: a shard is no tar file, is compressed, or ends in its middle."""
+    """Raises: DatasetError: a shard is no tar file, is compressed, or is truncated."""
     return ShardTable(opened.path, files_of(opened, SUFFIXES["webdataset"]))
 
 
 class ShardTable:
-    """The samples of tar files; only names and offsets of their members are in memory."""
+    """Implements `Table` for samples of tar files; only names and offsets of members are in memory."""
 
     def __init__(self, root: Path, files: list[Path]) -> None:
         self.root = root
         self.source = str(files[0])
         self._files = files
         self._extensions: list[str] = []
-        self._starts = array("q")  # of every member, in its shard
+        # By member:
+        self._starts = array("q")  # offset in the shard
         self._sizes = array("q")
-        self._kinds = array("i")  # of every member: the place of its extension in `_extensions`
-        self._first = array("q")  # of every sample: its first member
-        self._shards = array("i")  # of every sample
+        self._kinds = array("i")  # index of the extension in `_extensions`
+        # By sample:
+        self._first = array("q")  # first member
+        self._shards = array("i")
         numbers: dict[str, int] = {}
         for shard, file in enumerate(files):
             try:
@@ -71,21 +73,21 @@ class ShardTable:
         for descriptor in self.__dict__.pop("_descriptors", []):
             os.close(descriptor)
 
-    def record(self, place: int) -> Record:
+    def record(self, index: int) -> Record:
         record: dict[str, object] = {}
         images: list[EncodedFile] = []
         videos: list[EncodedFile] = []
         audios: list[EncodedFile] = []
-        for member in range(self._first[place], self._first[place + 1]):
+        for member in range(self._first[index], self._first[index + 1]):
             extension = self._extensions[self._kinds[member]]
             last = extension.rpartition(".")[2].lower()
-            content = os.pread(self._descriptors[self._shards[place]], self._sizes[member], self._starts[member])
+            content = os.pread(self._descriptors[self._shards[index]], self._sizes[member], self._starts[member])
             if last in VIDEOS or "video" in extension.lower().split("."):
-                videos.append(EncodedFile(content, f"{self.name(place)} .{extension}"))
+                videos.append(EncodedFile(content, f"{self.name(index)} .{extension}"))
             elif last in SOUNDS:
-                audios.append(EncodedFile(content, f"{self.name(place)} .{extension}"))
+                audios.append(EncodedFile(content, f"{self.name(index)} .{extension}"))
             elif last in IMAGES:
-                images.append(EncodedFile(content, f"{self.name(place)} .{extension}"))
+                images.append(EncodedFile(content, f"{self.name(index)} .{extension}"))
             elif last == "json":
                 record.update(parse_object(content, f".{extension} of the sample"))
             else:
@@ -93,17 +95,17 @@ class ShardTable:
         media = {"images": images, "videos": videos, "audios": audios}
         return {**record, **{column: files for column, files in media.items() if files}}
 
-    def name(self, place: int) -> str:
-        """Samples are numbered in their shard."""
-        shard = self._shards[place]
+    def name(self, index: int) -> str:
+        """The shard, and the number in the shard."""
+        shard = self._shards[index]
         first = int(np.searchsorted(np.frombuffer(self._shards, dtype=np.int32), shard))
-        return f"{self._files[shard].name}:{place - first + 1}"
+        return f"{self._files[shard].name}:{index - first + 1}"
 
     def _index(self, shard: int, file: Path, numbers: dict[str, int]) -> None:
         key = None
         with tarfile.open(file, "r:") as members:
             for member in members:
-                members.members = []  # type: ignore[attr-defined]  # it keeps every header otherwise
+                members.members = []  # type: ignore[attr-defined]  # tarfile would keep every header in memory
                 folder, _, name = member.name.rpartition("/")
                 stem, dot, extension = name.partition(".")
                 if not member.isfile() or not dot or not stem:

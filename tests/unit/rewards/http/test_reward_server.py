@@ -15,9 +15,9 @@ from http_servers import Running, Scorer, reward_app, serving
 from waiting import wait_until
 
 from mobula.rewards.contract import FailureKind, Outcome, RewardRequest, Score, ScoringFailure
-from mobula.rewards.http.lanes import BusyError, Lanes
 from mobula.rewards.http.lightrft import LightrftBody
 from mobula.rewards.http.server import RewardServer, ServerLimits, make_app
+from mobula.rewards.http.thread_pool import BusyError, ScorerThreads
 from mobula.rewards.markers import without_markers
 
 SAMPLE = {"response": "abc", "num_tokens": 1}
@@ -204,7 +204,7 @@ def test_a_full_server_returns_when_to_retry_and_a_stuck_one_is_unhealthy() -> N
                 wait_until(lambda state=state: state.items() <= health(running).items(), what=lambda: health(running))
             for asker in askers:
                 asker.join(20)
-            # One is in the lane and one waits, until both have timed out; the others found no place.
+            # One is scored and one waits, until both have timed out; the queue is full for the others.
             statuses = sorted(status for status, _, _ in replies)
             assert statuses == [200, 200, 503, 503]
             assert all(headers["retry-after"] == "1" for status, _, headers in replies if status == 503)
@@ -226,7 +226,7 @@ def test_stopping_lets_what_is_in_flight_finish() -> None:
         return Score(1.0)
 
     scorer = Scorer(slow)
-    running = Running(make_app(RewardServer(Lanes([scorer], max_waiting=4), ServerLimits(5.0, 10_000)), None))
+    running = Running(make_app(RewardServer(ScorerThreads([scorer], max_waiting=4), ServerLimits(5.0, 10_000)), None))
     replies: list[Any] = []
     asker = threading.Thread(target=lambda: replies.append(fetch(f"{running.url}/score", {"samples": [SAMPLE]})))
     asker.start()
@@ -247,16 +247,16 @@ def test_a_request_that_was_given_up_is_not_scored() -> None:
         scored.append(request.response.text)
         return Score(1.0)
 
-    lanes = Lanes([Scorer(score)], max_waiting=2)
+    threads = ScorerThreads([Scorer(score)], max_waiting=2)
     requests = {text: LightrftBody(queries=[text]).requests("response") for text in ("first", "given up", "last", "x")}
-    running = lanes.submit(requests["first"], time.monotonic() + 60)
-    wait_until(lambda: lanes.num_busy)
-    given_up = lanes.submit(requests["given up"], time.monotonic() + 60)
-    last = lanes.submit(requests["last"], time.monotonic() + 60)
+    running = threads.submit(requests["first"], time.monotonic() + 60)
+    wait_until(lambda: threads.num_busy)
+    given_up = threads.submit(requests["given up"], time.monotonic() + 60)
+    last = threads.submit(requests["last"], time.monotonic() + 60)
     with pytest.raises(BusyError):
-        lanes.submit(requests["x"], time.monotonic() + 60)
+        threads.submit(requests["x"], time.monotonic() + 60)
     assert given_up.cancel()
     release.set()
     assert [outcome for future in (running, last) for outcome in future.result(20)] == [Score(1.0), Score(1.0)]
-    lanes.close(10)
+    threads.close(10)
     assert scored == ["first", "last"]

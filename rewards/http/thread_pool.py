@@ -1,4 +1,4 @@
-"""Lanes: a thread pool that scores for a server's event loop, with a bounded queue and a deadline per request."""
+"""ScorerThreads: a thread pool that scores for a server, with a bounded queue and a deadline per request."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class BatchScorer(Protocol):
 
 
 class BusyError(Exception):
-    """Every lane is busy and the queue is full."""
+    """Every thread is busy and the queue is full."""
 
 
-class _Lane:
+class _Slot:
     def __init__(self, scorer: BatchScorer) -> None:
         self.scorer = scorer
         self.busy_since: float | None = None
@@ -37,16 +37,16 @@ class _Lane:
 _Job = tuple["Future[Sequence[Outcome]]", Sequence[RewardRequest], float]
 
 
-class Lanes:
-    """Scores batches in one daemon thread (lane) per scorer. A lane that hangs stays busy until the process ends."""
+class ScorerThreads:
+    """Scores batches in one daemon thread per scorer. A thread that hangs stays busy until the process ends."""
 
     def __init__(self, scorers: Sequence[BatchScorer], *, max_waiting: int) -> None:
-        self._lanes = [_Lane(scorer) for scorer in scorers]
+        self._slots = [_Slot(scorer) for scorer in scorers]
         self._max_waiting = max_waiting
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._threads = [
-            threading.Thread(target=self._work, args=(lane,), name=f"reward-lane-{number}", daemon=True)
-            for number, lane in enumerate(self._lanes)
+            threading.Thread(target=self._work, args=(slot,), name=f"reward-scorer-{number}", daemon=True)
+            for number, slot in enumerate(self._slots)
         ]
         for thread in self._threads:
             thread.start()
@@ -57,16 +57,16 @@ class Lanes:
 
     @property
     def num_busy(self) -> int:
-        return sum(lane.busy_since is not None for lane in self._lanes)
+        return sum(slot.busy_since is not None for slot in self._slots)
 
     def num_stuck(self, seconds: float) -> int:
-        """Returns the number of lanes that score one batch for longer than `seconds`, or whose scorer is stuck."""
+        """Returns the number of threads that score one batch for longer than `seconds`, or have a stuck scorer."""
         now = time.monotonic()
-        starts = [(lane.scorer.is_stuck, lane.busy_since) for lane in self._lanes]
+        starts = [(slot.scorer.is_stuck, slot.busy_since) for slot in self._slots]
         return sum(is_stuck or (start is not None and now - start > seconds) for is_stuck, start in starts)
 
     def __len__(self) -> int:
-        return len(self._lanes)
+        return len(self._slots)
 
     def is_full(self) -> bool:
         return self.num_waiting >= self._max_waiting
@@ -78,30 +78,30 @@ class Lanes:
             BusyError: the queue is full.
         """
         if self.is_full():
-            raise BusyError(f"{self.num_busy} lanes are busy and {self.num_waiting} requests wait")
+            raise BusyError(f"{self.num_busy} threads are busy and {self.num_waiting} requests wait")
         future: Future[Sequence[Outcome]] = Future()
         self._jobs.put((future, requests, deadline))
         return future
 
     def close(self, timeout_s: float) -> None:
-        """Ends the lanes after the submitted requests, or at the timeout."""
+        """Ends the threads after the submitted requests, or at the timeout."""
         until = time.monotonic() + timeout_s
         for _ in self._threads:
             self._jobs.put(None)
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
-        for lane in self._lanes:
-            lane.scorer.close()
+        for slot in self._slots:
+            slot.scorer.close()
 
-    def _work(self, lane: _Lane) -> None:
+    def _work(self, slot: _Slot) -> None:
         while (job := self._jobs.get()) is not None:
             future, requests, deadline = job
             if not future.set_running_or_notify_cancel():
                 continue
-            lane.busy_since = time.monotonic()
+            slot.busy_since = time.monotonic()
             try:
-                future.set_result(lane.scorer.score(requests, deadline))
+                future.set_result(slot.scorer.score(requests, deadline))
             except BaseException as error:  # raised in the waiting call
                 future.set_exception(error)
             finally:
-                lane.busy_since = None
+                slot.busy_since = None

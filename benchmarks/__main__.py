@@ -46,6 +46,7 @@ class Name(StrEnum):
     REFERENCE_QUANTISATION = "reference_quantisation"
     DATA_READING = "data_reading"
     PLANNER = "planner"
+    LEARNER_MEMORY = "learner_memory"
     EPISODES = "episodes"
     FLOW = "flow"
     MEDIA_PREPARATION = "media_preparation"

@@ -230,7 +230,7 @@ def learner_environment(config: RunConfig) -> dict[str, str]:
     return {"PYTORCH_ALLOC_CONF": "expandable_segments:True,pinned_max_round_threshold_mb:1"}
 
 
-def _allocator_environment(config: RunConfig) -> dict[str, str]:
+def allocator_environment(config: RunConfig) -> dict[str, str]:
     """Returns the glibc malloc settings of workers on CPU: freed memory is kept for the next step. By default malloc
     trims the heaps of all threads but the first, so that the kernel maps and clears an engine's buffers again in every
     step: thousands of page faults per second.
@@ -247,7 +247,7 @@ def _allocator_environment(config: RunConfig) -> dict[str, str]:
 def _environment(config: RunConfig, session: ClusterSession) -> dict[str, str]:
     """For every worker: usage statistics are off, and on a private cluster everything stays on the loopback."""
     env = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
-    env |= _allocator_environment(config) | session.mark.environment | {FOLDER_VARIABLE: os.getcwd()}
+    env |= allocator_environment(config) | session.mark.environment | {FOLDER_VARIABLE: os.getcwd()}
     if Path(config.policy.model).is_dir():
         env["HF_HUB_OFFLINE"] = "1"
     if session.is_local:

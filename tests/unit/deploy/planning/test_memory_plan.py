@@ -10,6 +10,8 @@ import pytest
 from described import checkpoint, qwen, shape_7b
 from typer.testing import CliRunner
 
+from benchmarks import learner_memory
+from benchmarks.harness.report import BASELINES, read
 from mobula.cluster.errors import PreflightError
 from mobula.configs.load import load_config
 from mobula.configs.overrides import overridden
@@ -23,6 +25,7 @@ from mobula.deploy.planning.plan_view import refuse_shortfalls
 from mobula.deploy.planning.remedies import changed, remedies
 from mobula.deploy.planning.workers import (
     MAX_WHOLE_GRADIENT_BYTES,
+    MIB,
     PROCESS,
     SAMPLING,
     SYNC,
@@ -326,3 +329,11 @@ def test_doctor_plans_memory() -> None:
     assert doctor.check_planned_memory(digits, large).verdict is doctor.Verdict.OK
     unnamed = doctor.check_planned_memory(config(), large)
     assert unnamed.verdict is doctor.Verdict.WARNING and "policy.model" in unnamed.action
+
+
+def test_the_figure_of_a_learner_rank_is_within_15_percent_of_the_benchmark() -> None:
+    baseline = read(BASELINES / "learner_memory.json").findings
+    shape = shape_of_values({"model_type": "qwen2", "tie_word_embeddings": True, **baseline.settings["model"]})
+    memory = worker_memory(config(*learner_memory.SETTINGS), shape, "learner")
+    planned = (memory.peak + sum(memory.host.values())) / MIB
+    assert planned == pytest.approx(max(baseline.series[phase].median for phase in learner_memory.PHASES), rel=0.15)

@@ -354,6 +354,7 @@ class Learner:
             timeout_s=self._config.weight_sync.timeout_s,
             num_ranks=self._world_size,
             num_senders=self._config.weight_sync.max_senders,
+            same_host=self._config.weight_sync.same_host,
         )
 
     def _named_weights(self) -> Iterator[tuple[str, Tensor]]:

@@ -36,6 +36,7 @@ class WeightPublisher:
         timeout_s: float,
         num_ranks: int = 1,
         num_senders: int = 1,
+        same_host: str = "memory",
     ) -> None:
         """
         Args:
@@ -50,6 +51,7 @@ class WeightPublisher:
         self._num_senders = min(num_senders, num_ranks)
         self._device = device
         self._transport = transport
+        self._same_host = same_host
         self._timeout_s = timeout_s
         self._staging = torch.empty(0, dtype=torch.uint8, device=device)
         self._stores: dict[int, RendezvousStore] = {}
@@ -58,8 +60,16 @@ class WeightPublisher:
     def open_transfer(self, epoch: int, num_receivers: int) -> Rendezvous:
         """Opens the rendezvous of transfer group `epoch`. Called on rank 0."""
         store = self._stores[epoch] = RendezvousStore(self._timeout_s)
-        size, transport = 1 + num_receivers, self._transport
-        return Rendezvous(store.host, store.port, epoch, size, transport, self._timeout_s, self._num_senders)
+        return Rendezvous(
+            store.host,
+            store.port,
+            epoch,
+            1 + num_receivers,
+            self._transport,
+            self._timeout_s,
+            self._num_senders,
+            self._same_host,
+        )
 
     def join_transfer(self, rendezvous: Rendezvous) -> None:
         """Joins a transfer group, in addition to earlier ones. Does nothing on ranks that do not send."""

@@ -39,17 +39,20 @@ def join_store(host: str, port: int, prefix: str, timeout_s: float) -> dist.Stor
     return dist.PrefixStore(prefix, store)
 
 
-def wait_for_members(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> None:
-    """Wait until every rank has called this with the same store.
+def wait_for_members(
+    store: dist.Store, rank: int, world_size: int, timeout_s: float, text: str = "here"
+) -> list[bytes]:
+    """Wait until every rank has called this with the same store; returns their texts in the order of the ranks.
 
     Raises:
         DistStoreError: some did not within `timeout_s`; the message names them.
     """
     # Keys in the store instead of a barrier: a barrier of the group does not say who is missing.
     keys = [f"member-{number}" for number in range(world_size)]
-    store.set(keys[rank], "here")
+    store.set(keys[rank], text)
     try:
         store.wait(keys, timedelta(seconds=timeout_s))
     except dist.DistStoreError as error:
         missing = [number for number, key in enumerate(keys) if not store.check([key])]
         raise dist.DistStoreError(f"ranks {missing} did not come within {timeout_s:g} s") from error
+    return store.multi_get(keys)

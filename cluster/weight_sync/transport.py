@@ -1,8 +1,9 @@
-"""The transfer group: learner ranks that send and many receivers, over gloo or nccl, apart from other process groups.
+"""The transfer group: learner ranks that send and many receivers, apart from other process groups.
 
-Each sender shares a separate process group with all receivers, so that senders broadcast at the same time. In each
-group the sender is rank 0; receivers have the ranks from 1 on: one each, or as many as an engine is split over. Bucket
-`i` of a push comes from sender `i % num_senders`.
+Each sender has a channel to all receivers, so that senders broadcast at the same time. In each channel the sender is
+rank 0; receivers have the ranks from 1 on: one each, or as many as an engine is split over. Receivers on the sender's
+host read memory that it shares with them (`shared_ring`); the others form a process group with it, over gloo or nccl.
+Bucket `i` of a push comes from sender `i % num_senders`.
 Transfer groups are numbered by epoch: members of another epoch can never meet, because the epoch is part of every key
 of the rendezvous store. A collective runs on a helper thread and is waited for with a deadline on the calling one, as
 no backend can be trusted to give up by itself. A group whose collective failed is aborted by every member that noticed.
@@ -30,6 +31,7 @@ from mobula.cluster.runtime.concurrency import DaemonThread
 from mobula.cluster.weight_sync.digests import digest
 from mobula.cluster.weight_sync.manifest import Bucket, Manifest
 from mobula.cluster.weight_sync.rendezvous import join_store, wait_for_members
+from mobula.cluster.weight_sync.shared_ring import Location, RingReader, RingWriter, join, listener, share
 
 ABORT_S = 10.0  # that a member waits for its own abort
 # torch's watchdog ends the process on an error or a timeout of NCCL. A group whose waits block has no watchdog, and
@@ -51,6 +53,7 @@ class Rendezvous:
     transport: str  # gloo | nccl
     timeout_s: float
     num_senders: int = 1
+    same_host: str = "memory"  # memory | network: how bytes reach receivers on the sender's host
 
     def to_wire(self) -> dict[str, Any]:
         return asdict(self)
@@ -58,10 +61,34 @@ class Rendezvous:
 
 @dataclass(frozen=True)
 class _Channel:
-    """The process group of one sender and all receivers, and the thread that runs its collectives."""
+    """The ways between one sender and its receivers, and the thread on which bytes travel."""
 
-    group: Any
+    group: Any  # a process group; None where all use shared memory
+    rings: tuple[RingWriter | RingReader, ...]
     thread: DaemonThread
+
+    def move(self, buffer: torch.Tensor, timeout: timedelta) -> None:
+        work = None
+        if self.group is not None:
+            options = dist.BroadcastOptions()
+            options.rootRank = TransferGroup.SENDER
+            options.timeout = timeout
+            work = self.group.broadcast([buffer], options)
+        for ring in self.rings:
+            ring.move(buffer)
+        if work is not None:
+            work.wait(timeout)
+
+    def close(self) -> None:
+        for ring in self.rings:
+            ring.leave()
+        # On the thread, so after the copy that it may be in.
+        released = [self.thread.submit(ring.release) for ring in self.rings]
+        self.thread.shutdown()
+        if self.group is not None:
+            self.group.abort()
+        if any(isinstance(ring, RingReader) for ring in self.rings):
+            released[0].result()  # the caller may free the memory that it has received into
 
 
 class TransferGroup:
@@ -86,8 +113,7 @@ class TransferGroup:
         deadline = time.monotonic() + rendezvous.timeout_s
         try:
             for number in (sender,) if rank == self.SENDER else range(rendezvous.num_senders):
-                thread = DaemonThread(f"transfer-epoch-{rendezvous.epoch}-{number}")
-                self._channels[number] = _Channel(_open_group(rendezvous, rank, number), thread)
+                self._channels[number] = _open_channel(rendezvous, rank, number, device)
                 first = torch.zeros(1, dtype=torch.uint8, device=device)
                 self._begin(number, first, "the first byte", deadline - time.monotonic())()
         except BaseException:
@@ -171,13 +197,10 @@ class TransferGroup:
         channel = self._channels[sender]
         streams = torch.get_device_module(buffer.device)  # of the CPU: a null object
         stream = streams.current_stream()  # of this thread; the helper thread has another
-        options = dist.BroadcastOptions()
-        options.rootRank = self.SENDER
-        options.timeout = timeout = timedelta(seconds=timeout_s)
 
         def broadcast() -> None:
             with streams.stream(stream):
-                channel.group.broadcast([buffer], options).wait(timeout)
+                channel.move(buffer, timedelta(seconds=timeout_s))
 
         # On a helper thread: a collective cannot be cancelled, and this thread has to keep its deadline.
         running = channel.thread.submit(broadcast)
@@ -189,7 +212,7 @@ class TransferGroup:
                 self.close()
                 waited = f"waited {self._timeout_s:g} s for {what} in transfer epoch {self._epoch}"
                 raise WeightSyncError(waited) from error
-            except RuntimeError as error:
+            except (RuntimeError, OSError) as error:
                 self.close()
                 raise WeightSyncError(f"{what} failed in transfer epoch {self._epoch}: {error}") from error
 
@@ -203,35 +226,51 @@ class TransferGroup:
         channels, self._channels = self._channels, {}
         aborting = []
         for sender, channel in channels.items():
-            channel.thread.shutdown()
-            aborting.append(Thread(target=channel.group.abort, name=f"abort-{self._epoch}-{sender}", daemon=True))
+            aborting.append(Thread(target=channel.close, name=f"abort-{self._epoch}-{sender}", daemon=True))
             aborting[-1].start()
         deadline = time.monotonic() + ABORT_S
         for thread in aborting:
             thread.join(max(0.0, deadline - time.monotonic()))
 
 
-def _open_group(rendezvous: Rendezvous, rank: int, sender: int) -> Any:
-    timeout = timedelta(seconds=rendezvous.timeout_s)
+def _open_channel(rendezvous: Rendezvous, rank: int, sender: int, device: torch.device) -> _Channel:
+    if rendezvous.transport not in ("gloo", "nccl"):
+        raise WeightSyncError(f"resources.transport={rendezvous.transport} is unknown: use gloo or nccl")
+    timeout_s, prefix = rendezvous.timeout_s, f"transfer-epoch-{rendezvous.epoch}-sender-{sender}"
     try:
-        prefix = f"transfer-epoch-{rendezvous.epoch}-sender-{sender}"
-        store = join_store(rendezvous.host, rendezvous.port, prefix, rendezvous.timeout_s)
-        if rendezvous.transport in ("gloo", "nccl"):
+        store = join_store(rendezvous.host, rendezvous.port, prefix, timeout_s)
+        with listener() as listening:
+            here = Location.here(device, listening.getsockname(), shares=rendezvous.same_host == "memory")
             # NCCL's init has no deadline and cannot be aborted, so it begins when all are there.
-            wait_for_members(store, rank, rendezvous.world_size, rendezvous.timeout_s)
-        if rendezvous.transport == "gloo":
-            return dist.ProcessGroupGloo(store, rank, rendezvous.world_size, timeout)
-        if rendezvous.transport == "nccl":
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = 2 * timeout  # ours ends first
-            with environment_variables(WITHOUT_WATCHDOG):
-                return dist.ProcessGroupNCCL(store, rank, rendezvous.world_size, options)
-    except RuntimeError as error:
+            texts = wait_for_members(store, rank, rendezvous.world_size, timeout_s, here.to_text())
+            members = [Location.from_text(text) for text in texts]
+            ways = {n: members[0].way_to(member, rendezvous.transport) for n, member in enumerate(members) if n > 0}
+            apart = [n for n, way in ways.items() if way == "network"]
+            near = {n: way for n, way in ways.items() if way != "network"}
+            rings: tuple[RingWriter | RingReader, ...] = ()
+            if rank == TransferGroup.SENDER and near:
+                rings = share(listening, near, device, timeout_s)
+            elif rank in near:
+                rings = (join(members[0].address, rank, device, timeout_s),)
+        group = None
+        if apart and rank not in near:
+            group = _open_group(rendezvous, store, [TransferGroup.SENDER, *apart].index(rank), 1 + len(apart))
+    except (RuntimeError, OSError) as error:
         raise WeightSyncError(
             f"rank {rank} of {rendezvous.world_size} could not join transfer epoch {rendezvous.epoch} at "
             f"{rendezvous.host}:{rendezvous.port} over {rendezvous.transport}: {error}"
         ) from error
-    raise WeightSyncError(f"resources.transport={rendezvous.transport} is unknown: use gloo or nccl")
+    return _Channel(group, rings, DaemonThread(f"transfer-epoch-{rendezvous.epoch}-{sender}"))
+
+
+def _open_group(rendezvous: Rendezvous, store: dist.Store, rank: int, world_size: int) -> Any:
+    timeout = timedelta(seconds=rendezvous.timeout_s)
+    if rendezvous.transport == "gloo":
+        return dist.ProcessGroupGloo(store, rank, world_size, timeout)
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = 2 * timeout  # ours ends first
+    with environment_variables(WITHOUT_WATCHDOG):
+        return dist.ProcessGroupNCCL(store, rank, world_size, options)
 
 
 def lone_bytes(bucket: Bucket, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor | None:

@@ -140,6 +140,10 @@ class WeightSyncConfig(Section):
     max_senders: PositiveInt = 4
     """Most learner ranks that send in parallel; buckets are distributed over them. A receiver needs memory for one
     bucket of each sender."""
+    same_host: Literal["memory", "network"] = "memory"
+    """How weights reach engines on a sender's host. `memory`: memory that they share, or CUDA IPC handles where they
+    share a GPU; between GPUs of a host NCCL stays, where it is `resources.transport`, and a host that can share none
+    uses that too. `network`: `resources.transport`, as between hosts."""
     timeout_s: Seconds = 120.0
     """Timeout of a push to one wave; the error names the actors that did not reply. 1.25 times this value must be less
     than `supervision.probe_timeout_s` and `timeouts.rollout_s`."""

@@ -1,4 +1,4 @@
-"""The transfer group over gloo: bytes arrive as they were sent, and no rank waits longer than the deadline."""
+"""The transfer group over gloo and over shared memory: bytes arrive as sent, no rank waits longer than the deadline."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from mobula.cluster.environment_variables import environment_variables
 from mobula.cluster.errors import DeadlineError, WeightSyncError
-from mobula.cluster.weight_sync import transport
+from mobula.cluster.weight_sync import shared_ring, transport
 from mobula.cluster.weight_sync.manifest import Manifest, TensorSpec
 from mobula.cluster.weight_sync.rendezvous import RendezvousStore
 from mobula.cluster.weight_sync.transport import Rendezvous, TransferGroup, pack, unpack, unpack_all
@@ -31,6 +31,13 @@ Meet = Callable[..., list[TransferGroup]]
 @pytest.fixture(autouse=True)
 def loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+
+
+@pytest.fixture(params=["memory", "network"], autouse=True)
+def same_host(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Members share memory, or are on a host that can share none."""
+    if request.param == "network":
+        monkeypatch.setattr(shared_ring, "host_name", lambda: "")
 
 
 @pytest.fixture

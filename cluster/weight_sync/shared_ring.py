@@ -182,7 +182,10 @@ def share(
             refusals = [reader for reader in on_device if not _opens(reader, shared.handle)]
             on_host += refusals
             opened = [reader for reader in on_device if reader not in refusals]
-            rings.append(RingWriter(shared.tensor, opened, shared.free))
+            if opened:
+                rings.append(RingWriter(shared.tensor, opened, shared.free))
+            else:
+                shared.free()
         if on_host:
             descriptor = os.memfd_create("mobula-weights")
             try:

@@ -316,10 +316,12 @@ class WeightSync:
 
         Raises:
             ManifestError: a receiver's checkpoint has other tensors.
+            CancelledError: the call of a receiver was cancelled.
         """
         failed = {receiver: error for receiver, error in results.items() if error is not None}
         for receiver, error in failed.items():
-            if isinstance(error, ManifestError):
+            # A cancelled call has not failed: the push ends, and nothing is sent again.
+            if isinstance(error, ManifestError) or not isinstance(error, Exception):
                 raise error
             if isinstance(error, RECEIVER_LOST):
                 self._members.lose(receiver, error)

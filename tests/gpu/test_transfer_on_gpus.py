@@ -1,4 +1,4 @@
-"""Transfer groups of GPUs: order of streams, and members over NCCL that die or hang."""
+"""Transfer groups of GPUs: order of streams, and members over NCCL or CUDA IPC that die or hang."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from transfer_faults import (
     survives_a_death_before_the_first_byte,
     survives_a_hang,
     survives_a_kill,
+    survives_a_kill_of_the_sender,
 )
 from transfer_members import members
 
+from mobula.cluster.weight_sync.shared_ring import RingWriter
 from mobula.cluster.weight_sync.transport import TransferGroup
 
 NUM_GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -107,3 +109,16 @@ def test_a_death_before_the_first_byte() -> None:
 def test_a_member_that_hangs() -> None:
     with members("cuda:1") as (hanging,):
         survives_a_hang(Transfers("nccl", "cuda:0", TIMEOUT_S), hanging)
+
+
+def test_processes_on_one_gpu_exchange_handles() -> None:
+    """Bytes go through device memory; a killed reader and a killed sender leave the others able to meet again."""
+    with members("cuda:0", "cuda:0", "cuda:0", "cuda:0") as (killed, other, fresh, sender):
+        transfers = Transfers("gloo", "cuda:0", TIMEOUT_S)
+        group = transfers.meet([killed, other])
+        [ring] = group._channels[0].rings
+        assert isinstance(ring, RingWriter) and ring._chunks.is_cuda
+        group.close()
+        transfers.delivers([killed, other])
+        survives_a_kill(transfers, killed, [other], [fresh])
+        survives_a_kill_of_the_sender(transfers, sender, [other, fresh])

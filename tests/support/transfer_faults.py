@@ -22,8 +22,9 @@ NUM_BYTES = 1 << 20
 class Transfers:
     """A sender in this process, and its groups of one epoch after the other."""
 
-    def __init__(self, transport: str, device: str, timeout_s: float) -> None:
+    def __init__(self, transport: str, device: str, timeout_s: float, same_host: str = "memory") -> None:
         self.timeout_s = timeout_s
+        self._same_host = same_host
         self._transport = transport
         self._device = torch.device(device)
         self._epoch = 0
@@ -32,8 +33,8 @@ class Transfers:
     def open(self, num_receivers: int) -> Rendezvous:
         """Where the next group meets."""
         self._epoch += 1
-        store = self._store
-        return Rendezvous(store.host, store.port, self._epoch, 1 + num_receivers, self._transport, self.timeout_s)
+        host, port, size = self._store.host, self._store.port, 1 + num_receivers
+        return Rendezvous(host, port, self._epoch, size, self._transport, self.timeout_s, same_host=self._same_host)
 
     def meet(self, receivers: Sequence[Member]) -> TransferGroup:
         """A group of the sender and exactly these."""
@@ -77,6 +78,24 @@ def survives_a_kill(transfers: Transfers, killed: Member, others: Sequence[Membe
     assert time.monotonic() - started < transfers.timeout_s + MARGIN_S
     assert all(receiver.is_alive for receiver in others)
     transfers.delivers([*others, *fresh])
+
+
+def survives_a_kill_of_the_sender(transfers: Transfers, killed: Member, receivers: Sequence[Member]) -> None:
+    """It is killed in the middle of a push; this process sends in the next epoch."""
+    at = transfers.open(len(receivers))
+    for rank, member in enumerate((killed, *receivers)):
+        member.join(at, rank)
+    assert [member.outcome() for member in (killed, *receivers)] == [None] * (1 + len(receivers))
+    for receiver in receivers:
+        receiver.receive(NUM_BYTES)
+    killed.send(NUM_BYTES)
+    time.sleep(0.2)  # buckets travel
+    started = time.monotonic()
+    killed.signal(signal.SIGKILL)
+    for receiver in receivers:
+        assert "transfer epoch" in receiver.outcome()
+    assert time.monotonic() - started < transfers.timeout_s + MARGIN_S
+    transfers.delivers(receivers)
 
 
 def survives_a_death_before_the_first_byte(transfers: Transfers, dying: Member, others: Sequence[Member]) -> None:

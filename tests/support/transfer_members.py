@@ -14,6 +14,7 @@ import torch
 
 from mobula.cluster.errors import WeightSyncError
 from mobula.cluster.weight_sync.rendezvous import join_store, wait_for_members
+from mobula.cluster.weight_sync.shared_ring import Location
 from mobula.cluster.weight_sync.transport import Rendezvous, TransferGroup
 
 ANSWER_S = 240.0  # a process on busy cores takes a minute to import torch
@@ -36,6 +37,10 @@ class Member:
     def vanish(self, at: Rendezvous, rank: int) -> None:
         """Arrive at the rendezvous and die before the group is made; there is no outcome."""
         self._pipe.send(("vanish", at, rank))
+
+    def send(self, num_bytes: int) -> None:
+        """As rank 0, send buckets of ones for ever; the outcome is an error."""
+        self._pipe.send(("send", num_bytes))
 
     def receive(self, num_bytes: int) -> None:
         """Receive buckets until one holds 0 alone; the outcome is the sum of the bytes of each."""
@@ -88,8 +93,17 @@ def _serve(pipe: Connection, device: str) -> None:
                     pipe.send(str(error))
             case ("vanish", at, rank):
                 store = join_store(at.host, at.port, f"transfer-epoch-{at.epoch}-sender-0", at.timeout_s)
-                wait_for_members(store, rank, at.world_size, at.timeout_s)
+                here = Location.here(torch.device(device), b"", shares=at.same_host == "memory")
+                wait_for_members(store, rank, at.world_size, at.timeout_s, here.to_text())
                 os._exit(1)
+            case ("send", num_bytes):
+                assert group is not None, "join first"
+                buffer = torch.ones(num_bytes, dtype=torch.uint8, device=device)
+                try:
+                    while True:
+                        group.broadcast(buffer, "bucket of 1")
+                except WeightSyncError as error:
+                    pipe.send(str(error))
             case ("receive", num_bytes):
                 try:
                     pipe.send(_received(group, num_bytes, device))

@@ -46,7 +46,7 @@ STAGES = (
     CheckStage("nccl_push", "push over NCCL", 900, JOB, num_gpus=2),
     CheckStage("tensor_parallel", "vLLM engine over two GPUs", 600, ENGINE, num_gpus=2),
     CheckStage(
-        "colocated_ipc", "colocated push by CUDA IPC", 1, missing="no such transport: colocated pushes go over gloo"
+        "colocated_ipc", "colocated push by CUDA IPC", 1, missing="its test is tests/gpu/test_transfer_on_gpus.py"
     ),
     CheckStage("main_job", "main job", 900, JOB, is_long=True),
     CheckStage("pretrained", "a pretrained model", 600),

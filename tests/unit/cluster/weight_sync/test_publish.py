@@ -403,6 +403,17 @@ class Slow(FakeReceiver):
         return version
 
 
+async def test_a_cancelled_call_of_a_receiver_is_no_reason_to_send_again() -> None:
+    class Cancelled(FakeReceiver):
+        async def receive_weights(self, manifest: Manifest, bucket_bytes: int, version: int) -> int:
+            raise asyncio.CancelledError
+
+    sender = FakeSender()
+    with pytest.raises(asyncio.CancelledError):
+        await weight_sync(sender, Cancelled("rollout/0", sender)).publish(1)
+    assert sender.exports == []
+
+
 async def test_the_learner_goes_on_once_all_is_sent_and_the_next_push_waits_for_who_still_loads() -> None:
     sender, pushes = FakeSender(), []
     slow = Slow("rollout/0", sender)

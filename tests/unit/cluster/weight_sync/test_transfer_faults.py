@@ -1,8 +1,11 @@
-"""Members of a transfer group over gloo that die or hang: the others leave in time and meet in a new epoch."""
+"""Members of a transfer group over gloo or shared memory that die or hang: the others leave in time and meet again."""
 
 from __future__ import annotations
 
+import gc
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from transfer_faults import (
@@ -11,6 +14,7 @@ from transfer_faults import (
     survives_a_death_before_the_first_byte,
     survives_a_hang,
     survives_a_kill,
+    survives_a_kill_of_the_sender,
 )
 from transfer_members import Member, members
 
@@ -22,17 +26,34 @@ def loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
 
 
+@pytest.fixture(scope="module", params=["memory", "network"])
+def same_host(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def receivers() -> Iterator[list[Member]]:
+def receivers(same_host: str) -> Iterator[list[Member]]:
+    """Once they are dead, nothing is left of the memory that they shared."""
+    files = set(Path("/dev/shm").glob("*mobula*"))
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("GLOO_SOCKET_IFNAME", "lo")
-        with members("cpu", "cpu", "cpu") as started:
+        with members("cpu", "cpu", "cpu", "cpu") as started:
             yield started
+    deadline = time.monotonic() + TIMEOUT_S
+    while _num_mapped() > 0 and time.monotonic() < deadline:  # it is freed once the last reader is known to be dead
+        gc.collect()
+        time.sleep(0.05)
+    assert _num_mapped() == 0
+    assert set(Path("/dev/shm").glob("*mobula*")) == files
+
+
+def _num_mapped() -> int:
+    return Path("/proc/self/maps").read_text().count("mobula-weights")
 
 
 @pytest.fixture
-def transfers() -> Transfers:
-    return Transfers("gloo", "cpu", TIMEOUT_S)
+def transfers(same_host: str) -> Transfers:
+    return Transfers("gloo", "cpu", TIMEOUT_S, same_host)
 
 
 def test_members_that_do_not_come_are_named(transfers: Transfers) -> None:
@@ -40,11 +61,15 @@ def test_members_that_do_not_come_are_named(transfers: Transfers) -> None:
 
 
 def test_a_kill_between_two_buckets(transfers: Transfers, receivers: list[Member]) -> None:
-    survives_a_kill(transfers, receivers[0], receivers[1:2], fresh=receivers[2:])
+    survives_a_kill(transfers, receivers[0], receivers[1:2], fresh=receivers[2:3])
+
+
+def test_a_kill_of_the_sender_in_the_middle_of_a_push(transfers: Transfers, receivers: list[Member]) -> None:
+    survives_a_kill_of_the_sender(transfers, receivers[3], receivers[1:3])
 
 
 def test_a_death_before_the_first_byte(transfers: Transfers, receivers: list[Member]) -> None:
-    survives_a_death_before_the_first_byte(transfers, receivers[1], receivers[2:])
+    survives_a_death_before_the_first_byte(transfers, receivers[1], receivers[2:3])
 
 
 def test_a_member_that_hangs(transfers: Transfers, receivers: list[Member]) -> None:

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 
 from mobula.cluster.environment_variables import environment_variables
 from mobula.cluster.errors import DeadlineError, WeightSyncError
-from mobula.cluster.weight_sync import shared_ring, transport
+from mobula.cluster.weight_sync import cuda_memory, shared_ring, transport
+from mobula.cluster.weight_sync.cuda_memory import DeviceMemory
 from mobula.cluster.weight_sync.manifest import Manifest, TensorSpec
 from mobula.cluster.weight_sync.rendezvous import RendezvousStore
 from mobula.cluster.weight_sync.transport import Rendezvous, TransferGroup, pack, unpack, unpack_all
@@ -72,6 +73,56 @@ def test_all_receivers_get_the_bytes_of_the_sender(store: RendezvousStore) -> No
         assert all(torch.equal(buffer, sent) for buffer in received)
     for member in members:
         member.close()
+
+
+def test_receivers_on_other_hosts_get_the_same_bytes_over_gloo(
+    store: RendezvousStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at, thread = rendezvous(store, world_size=4), threading.local()
+    monkeypatch.setattr(shared_ring, "host_name", lambda: thread.host)
+
+    def member(rank: int) -> TransferGroup:
+        thread.host = "there" if rank == 2 else "here"
+        return TransferGroup(at, rank, CPU)
+
+    members = together(*(lambda rank=rank: member(rank) for rank in range(4)))
+    channels = [group._channels[0] for group in members]
+    assert [channel.group is None for channel in channels] == [False, True, False, True]
+    assert [len(channel.rings) for channel in channels] == [1, 1, 0, 1]
+    sent = torch.randint(0, 256, ((9 << 20) + 5,), dtype=torch.uint8)  # more than a ring's chunk
+    received = [torch.zeros_like(sent) for _ in range(3)]
+    for _ in range(4):
+        broadcast(members, [sent, *received])
+    assert all(torch.equal(buffer, sent) for buffer in received)
+    for group in members:
+        group.close()
+
+
+@pytest.mark.parametrize("opens", [True, False])
+def test_a_receiver_on_the_senders_gpu_opens_its_memory_or_reads_host_memory(
+    opens: bool, store: RendezvousStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver is faked."""
+    memory, freed = torch.zeros(4 * shared_ring.CHUNK_BYTES["cuda"], dtype=torch.uint8), []
+
+    def shared(end: str) -> DeviceMemory:
+        if end == "opened" and not opens:
+            raise OSError("no handle for this process")
+        return DeviceMemory(memory, b"handle", lambda: freed.append(end))
+
+    monkeypatch.setattr(shared_ring.Location, "way_to", lambda *_: "device")
+    monkeypatch.setattr(cuda_memory, "create", lambda *_: shared("created"))
+    monkeypatch.setattr(cuda_memory, "open_handle", lambda *_: shared("opened"))
+    members = meet(rendezvous(store))
+    sent = torch.randint(0, 256, (1000,), dtype=torch.uint8)
+    received = [torch.zeros_like(sent) for _ in range(2)]
+    broadcast(members, [sent, *received])
+    assert all(torch.equal(buffer, sent) for buffer in received)
+    bucket = memory.view(4, -1)[1, :1000]  # the group's first byte took the first chunk
+    assert torch.equal(bucket, sent) is opens
+    for member in reversed(members):
+        member.close()
+    assert freed.count("opened") == 2 * opens
 
 
 def test_groups_of_different_epochs_at_one_store_never_meet(store: RendezvousStore) -> None:

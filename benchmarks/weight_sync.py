@@ -135,6 +135,7 @@ class Member:
             device=self._device,
             transport=self._meeting.transport,
             timeout_s=TIMEOUT_S,
+            same_host="network",
         )
         self._epoch = job.epoch
         return self._publisher.open_transfer(job.epoch, num_receivers=1)

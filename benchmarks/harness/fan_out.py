@@ -178,6 +178,7 @@ class Member:
             device=self._device,
             transport="gloo",
             timeout_s=TIMEOUT_S,
+            same_host="network",
         )
 
 

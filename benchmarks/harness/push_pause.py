@@ -56,7 +56,7 @@ class Pushes:
         self._numbers = count()
 
     async def connect(self, manifest: Manifest, tensors: dict[str, torch.Tensor], epoch: int) -> Wire:
-        resources = self._stage.prepared.config.resources
+        resources, same_host = self._stage.prepared.config.resources, self._stage.prepared.config.weight_sync.same_host
         publisher = WeightPublisher(
             manifest,
             lambda: ((spec.name, tensors[spec.name]) for spec in manifest.tensors),
@@ -64,6 +64,7 @@ class Pushes:
             device=torch.device(resources.device),
             transport=resources.transport,
             timeout_s=TIMEOUT_S,
+            same_host=same_host,
         )
         rendezvous = publisher.open_transfer(epoch, num_receivers=1)
         await asyncio.gather(

@@ -76,6 +76,7 @@ class LearnerRank:
                 timeout_s=TIMEOUT_S,
                 num_ranks=NUM_RANKS,
                 num_senders=num_senders,
+                same_host="network",
             )
             for num_senders in (1, 2)
         }

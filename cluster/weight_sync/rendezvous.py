@@ -34,7 +34,8 @@ class RendezvousStore:
 
 
 def join_store(host: str, port: int, prefix: str, timeout_s: float) -> dist.Store:
-    """A member's view of the store at `host:port`; keys of other prefixes are out of its sight."""
+    """Returns a member's view of the store at `host:port`: the keys with `prefix`."""
+    # torch asks the resolver for the name of the address first: a lost request delays a join by 5 s (resolv.conf).
     store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
     return dist.PrefixStore(prefix, store)
 

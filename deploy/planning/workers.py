@@ -15,6 +15,7 @@ from math import ceil, prod
 
 from mobula.cluster.errors import PreflightError
 from mobula.cluster.weight_sync.manifest import DTYPE_BYTES, TensorSpec
+from mobula.cluster.weight_sync.shared_ring import CHUNK_BYTES, NUM_CHUNKS
 from mobula.configs.schema import RunConfig, SamplerKind
 from mobula.configs.schema.rewards import RewardComponent
 from mobula.deploy.planning.activations import (
@@ -107,9 +108,11 @@ def worker_memory(config: RunConfig, shape: ModelShape, role: str) -> WorkerMemo
             memory = WorkerMemory(_phases({}))
     extra = _kept(config, shape, kind) if config.resources.device == "cpu" else {}
     processes = config.resources.rollout.tensor_parallel if kind == "rollout" else 1
+    shared = _shared(config) if kind == "learner" else {}
+    device = {phase: {**parts, **shared.get("cuda", {})} for phase, parts in memory.device.items()}
     return WorkerMemory(
-        _with_context(config, memory.device),
-        {"process": processes * _process(config, role), **extra, **memory.host},
+        _with_context(config, device),
+        {"process": processes * _process(config, role), **extra, **memory.host, **shared.get("cpu", {})},
         memory.gpu_share,
     )
 
@@ -124,6 +127,18 @@ def _kept(config: RunConfig, shape: ModelShape, kind: str) -> dict[str, int]:
     is_engine = kind == "rollout" and config.sampler.kind is SamplerKind.VLLM
     weights = DTYPE_BYTES[config.resources.dtype if kind == "rollout" else "float32"] * shape.num_parameters
     return {"kept": min(KEPT_FREE, weights), **({"packed": PACKED_COPIES * weights} if is_engine else {})}
+
+
+def _shared(config: RunConfig) -> dict[str, Parts]:
+    """Returns the memory, by device, from which engines on a learner rank's host read its pushes."""
+    resources, sync = config.resources, config.weight_sync
+    if sync.same_host == "network":
+        return {}
+    num_engines = resources.rollout.num_workers
+    num_waves = ceil(num_engines / (sync.wave_size or num_engines))
+    devices = ["cpu"] if resources.transport == "gloo" else []
+    devices += ["cuda"] if resources.device == "cuda" and resources.colocated else []
+    return {device: {"shared": num_waves * NUM_CHUNKS * CHUNK_BYTES[device]} for device in devices}
 
 
 def _process(config: RunConfig, role: str) -> int:

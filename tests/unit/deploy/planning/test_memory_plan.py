@@ -130,6 +130,19 @@ def test_engine_has_weights_cache_and_a_bucket_while_weights_come() -> None:
     assert engine.device[SYNC]["sync"] == 2 * shape_7b().largest_tensor  # larger than weight_sync.bucket_bytes
 
 
+def test_a_learner_rank_has_the_memory_that_engines_of_its_host_read() -> None:
+    def shared(*words: str) -> tuple[int, int]:
+        learner = worker_memory(config(*words), shape_7b(), "learner")
+        return learner.host.get("shared", 0), learner.device[TRAINING].get("shared", 0)
+
+    assert shared("resources=laptop") == (16 * 2**20, 0)
+    engines = ("resources=laptop", "resources.rollout.num_workers=3")
+    assert shared(*engines, "weight_sync.wave_size=2") == (32 * 2**20, 0)
+    assert shared(*engines, "weight_sync.same_host=network") == (0, 0)
+    assert shared("resources=two_gpu") == (0, 0)  # between GPUs of a host NCCL stays
+    assert shared("resources=one_gpu_colocated")[1] == 64 * 2**20
+
+
 def test_workers_on_cpu_hold_what_was_measured_with_a_released_model() -> None:
     """SmolLM2-135M: freed memory and packed copies, fitted in docs/measured.md."""
     shape = shape_of_values(SMOLLM2)

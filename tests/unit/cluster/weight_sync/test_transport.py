@@ -179,9 +179,11 @@ def test_a_broadcast_is_ordered_on_the_stream_of_its_caller(
     """Of devices with streams: collectives wait for the current stream of the thread that starts them."""
     sender, receiver = meet(rendezvous(store, world_size=2))
     entered: list[tuple[str, str]] = []
+    both_began = threading.Barrier(2)  # a sender that has ended would lend its thread to the receiver
 
     class Streams:
         def current_stream(self) -> str:
+            both_began.wait(20)
             return f"stream of {threading.current_thread().name}"
 
         @contextmanager

@@ -16,6 +16,7 @@ from mobula.learner.backends.sharded import saved_tensors
 from mobula.learner.optim.average import FOLDER as AVERAGE
 from mobula.learner.optim.average import refuse_without_average
 from mobula.learner.policies.adapters import add_adapters, as_merged, factors_of, is_factor, split_factor
+from mobula.learner.policies.checkpoint.pushed import pushed_manifest
 from mobula.learner.policies.checkpoint.reading import StoredWeights, plain_name
 from mobula.learner.policies.loading import as_stored, checkpoint_names
 from mobula.learner.policies.lora import WEIGHT, A, B, adapted_modules, adapter_manifest, merged
@@ -52,14 +53,24 @@ class PolicyWeights:
             self.manifest = adapter_manifest(plain, config.policy)
             self.pushed = self.adapters
         else:
-            self.manifest = self._described(self.described.items(), config.resources.dtype)
-            self.pushed = self.merged
+            self.manifest = pushed_manifest(self._described(self.described.items(), config.resources.dtype), config)
+            self.pushed = self._pushed_weights
 
     def merged(self, backend: Backend) -> Named:
         """(checkpoint name, whole tensor) of every weight, adapters merged; tied weights once."""
         for name, tensor in self.plain_state(backend):
             if name in self._names:
                 yield self._names[name], as_stored(self._model, self._names[name], tensor)
+
+    def _pushed_weights(self, backend: Backend) -> Named:
+        """(checkpoint name, whole tensor) of every weight in the manifest, adapters merged. Others are not gathered."""
+        names = {spec.name for spec in self.manifest.tensors}
+
+        def is_pushed(name: str) -> bool:
+            return is_factor(name) or self._names.get(plain_name(name)) in names
+
+        for name, tensor in as_merged(backend.full_state(is_pushed), self._scale):
+            yield self._names[name], as_stored(self._model, self._names[name], tensor.detach())
 
     def adapters(self, backend: Backend) -> Named:
         """(checkpoint name, whole tensor) of every factor."""

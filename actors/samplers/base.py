@@ -46,6 +46,7 @@ class EngineSettings:
     stop_ids: tuple[int, ...]
     pad_id: int
     expected: Manifest  # the tensors every push of weights must carry
+    has_unpushed: bool  # the checkpoint has others, which are frozen
     adapters: AdapterPush | None  # how a push of adapters is taken; None where the run has none
     memory_bytes: int = 0  # of each of its GPUs, beyond the context of its process; 0: the engine's own default
     memory_fraction: float = 0.0  # of each of its GPUs, instead of `memory_bytes`; 0: those

@@ -9,6 +9,7 @@ from typing import Protocol
 from mobula.actors.samplers.base import EngineSettings
 from mobula.cluster.weight_sync.manifest import Manifest
 from mobula.configs.schema import RunConfig, SamplerConfig, SamplerKind
+from mobula.learner.policies.checkpoint.pushed import pushed_manifest
 from mobula.learner.policies.flow.denoising import Denoising
 from mobula.learner.policies.lora import AdapterPush
 
@@ -33,6 +34,7 @@ def engine_settings(
 ) -> EngineSettings:
     """Settings of engine `index`; `checkpoint` lists the tensors of `model_folder` in the dtype of engines."""
     sampler, dtype = config.sampler, config.resources.dtype
+    pushed = pushed_manifest(checkpoint, config)
     return EngineSettings(
         model=config.policy.model,
         dtype=dtype,
@@ -56,7 +58,8 @@ def engine_settings(
         banned_ids=processor.media_token_ids,
         stop_ids=processor.eos_token_ids,
         pad_id=processor.pad_token_id,
-        expected=checkpoint,
+        expected=pushed,
+        has_unpushed=pushed != checkpoint,
         adapters=AdapterPush.of(model_folder, checkpoint, config.policy, dtype),
         denoising=Denoising.of(sampler.flow) if sampler.is_flow else None,
         image_guidance=sampler.image_tokens.guidance,

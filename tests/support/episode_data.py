@@ -49,7 +49,7 @@ def engine_settings(model: Path, chat: ChatProcessor) -> EngineSettings:
         max_videos_per_prompt=0, max_audios_per_prompt=0, kv_cache_bytes=1 << 20,
         keeps_kv_cache=False, sleep_level=0, reports_load=False, block_size=16, enforce_eager=True,
         banned_ids=chat.media_token_ids, stop_ids=chat.eos_token_ids, pad_id=chat.pad_token_id,
-        expected=checkpoint_manifest(model, "float32"), adapters=None, tensor_parallel=1,
+        expected=checkpoint_manifest(model, "float32"), has_unpushed=False, adapters=None, tensor_parallel=1,
     )  # fmt: skip
 
 

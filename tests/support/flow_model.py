@@ -86,6 +86,7 @@ async def flow_sampler(folder: Path, denoising: Denoising = DENOISING, **own: An
             "stop_ids": (),
             "pad_id": 0,
             "expected": checkpoint_manifest(folder / TRANSFORMER, "float32"),
+            "has_unpushed": False,
             "adapters": None,
         }
         | own

@@ -230,8 +230,9 @@ class VLLMSampler:
     def _update(self, manifest: Manifest, bucket_bytes: int) -> dict[str, Any]:
         """The arguments of a push for the engine process, as plain values."""
         adapters = self._settings.adapters_of(manifest)
+        takes_all = adapters is None and not self._settings.has_unpushed
         extra = {} if adapters is None else {"adapters": asdict(adapters.base)}
-        return {"manifest": manifest.to_wire(), "bucket_bytes": bucket_bytes} | extra
+        return {"manifest": manifest.to_wire(), "bucket_bytes": bucket_bytes, "takes_all": takes_all} | extra
 
     async def _replace_weights(self, update: dict[str, Any], version: int) -> int:
         """Pauses, reloads, sets the version, drops every cache of the old weights and resumes. Returns the version.

@@ -71,10 +71,12 @@ class JoinInfo(WeightTransferInitInfo):
 @dataclass
 class PushInfo(WeightTransferUpdateInfo):
     """The content of one push. `buckets` holds packed bytes with digests that do not come over the transfer group,
-    `tensors` those already received over it; `adapters` describes how adapters are merged."""
+    `tensors` those already received over it; `adapters` describes how adapters are merged. Without `takes_all` layers
+    may be missing as a whole."""
 
     manifest: list[dict[str, Any]]
     bucket_bytes: int
+    takes_all: bool
     buckets: list[bytes] | None = None
     tensors: list[tuple[str, torch.Tensor]] | None = None
     adapters: dict[str, Any] | None = None
@@ -127,7 +129,7 @@ class MobulaWeightTransferEngine(WeightTransferEngine[JoinInfo, PushInfo]):
             initialize_layerwise_reload(self.model)
             try:
                 self.model.load_weights(tensors)  # type: ignore[operator]  # torch: an attribute is a tensor or a module
-                _refuse_stale_layers(self.model, takes_all=update_info.adapters is None)
+                _refuse_stale_layers(self.model, takes_all=update_info.takes_all)
             except BaseException:
                 _forget_incomplete_layers(self.model)
                 raise

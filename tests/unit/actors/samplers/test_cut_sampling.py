@@ -74,6 +74,7 @@ def settings(folder: Path, tokenizer) -> EngineSettings:
         stop_ids=(tokenizer.eos_token_id,),
         pad_id=tokenizer.pad_token_id,
         expected=Manifest(()),
+        has_unpushed=False,
         adapters=None,
     )
 

@@ -1,0 +1,29 @@
+"""The tensors that a push of weights carries."""
+
+from __future__ import annotations
+
+from mobula.cluster.weight_sync.manifest import Manifest
+from mobula.configs.schema import RunConfig
+from mobula.learner.policies.families import frozen_prefixes
+
+EXPERTS = ".experts."
+
+
+def pushed_manifest(checkpoint: Manifest, config: RunConfig) -> Manifest:
+    """Returns the tensors of `checkpoint` without those that `policy.freeze` keeps as the engines have loaded them.
+
+    vLLM loads q, k and v, gate and up, or all experts of a block as one layer: a frozen tensor is sent where another
+    tensor of the same parent module is trained. At `resources.sleep_level` 2 engines discard their weights: all are
+    sent.
+    """
+    frozen = frozen_prefixes(config.policy)
+    if not frozen or (config.resources.colocated and config.resources.sleep_level == 2):
+        return checkpoint
+    trained = {_parent(spec.name) for spec in checkpoint.tensors if not spec.name.startswith(frozen)}
+    return Manifest(tuple(spec for spec in checkpoint.tensors if _parent(spec.name) in trained))
+
+
+def _parent(name: str) -> str:
+    """Returns the module whose children vLLM may load as one layer."""
+    block, experts, _ = name.partition(EXPERTS)
+    return block + experts if experts else name.rsplit(".", 2)[0]

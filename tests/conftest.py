@@ -20,6 +20,9 @@ from typing import Any
 # Before torch loads MKL: on some processors its products of float32 otherwise depend on the alignment of their memory,
 # and tests of equal bits compare two passes over equal numbers.
 os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
+# Store clients of torch look up the name of each address: a request that the name server drops takes 5 s otherwise,
+# which is as long as some deadlines of tests.
+os.environ.setdefault("RES_OPTIONS", "timeout:1")
 
 import pytest
 import torch

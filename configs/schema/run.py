@@ -134,7 +134,8 @@ class WeightSyncConfig(Section):
 
     payload: Literal["weights", "adapters"] = "weights"
     """Content of a push: `weights` with adapters merged; or `adapters`, which the receiver merges into the weights of
-    the checkpoint."""
+    the checkpoint. Weights in `policy.freeze` are sent only where engines lack them (`resources.sleep_level=2`), or
+    where vLLM loads them as one layer with trained ones."""
     bucket_bytes: PositiveInt = 64 * 2**20
     """Largest size of the buckets that tensors are packed into."""
     max_senders: PositiveInt = 4

@@ -340,3 +340,11 @@ def test_the_command_prints_a_table(play: Path, asked: LmmsEval, monkeypatch: py
     assert "mean score 0.5000, 1 samples" in done.output
     (artifact,) = asked.output.glob("*/lmms-eval.json")
     assert json.loads(artifact.read_text())["command"].endswith("--force_simple")
+
+
+def test_the_command_ends_with_1_when_the_harness_fails(play: Path, asked: LmmsEval) -> None:
+    play.write_text("import sys\nsys.exit('out of memory')")
+    words = ["lmms-eval", "--model", asked.model, "--tasks", "mini", "--environment", str(asked.environment)]
+    done = CliRunner().invoke(app, [*words, "--output", str(asked.output), "--device", "cpu"])
+    assert done.exit_code == 1
+    assert "out of memory" in done.output

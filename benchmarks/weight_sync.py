@@ -19,6 +19,7 @@ from benchmarks.harness.apart import Peer, apart
 from benchmarks.harness.fan_out import NUM_RECEIVERS, adapters_of, fan_out
 from benchmarks.harness.measure import Claim, Effort, Findings, Measurements, interleave, rates, share
 from benchmarks.harness.push_pause import into_engine
+from benchmarks.harness.same_host import measure_same_host
 from benchmarks.harness.senders import measure_senders
 from benchmarks.harness.stage import private_ray, scratch_config
 from mobula.cluster.weight_sync.manifest import Manifest, TensorSpec
@@ -32,6 +33,7 @@ SIZES = {256: 1, 64: 4, 1: 64}  # MiB of one push -> pushes within one measureme
 CLAIMED = 256
 TARGET = 0.5
 SENDERS_TARGET = 0.95  # three processes here share two cores; with a core each it is 1.3 or more
+SAME_HOST_TARGET = 2.0
 TIMEOUT_S = 60.0
 SENDER, RECEIVER = 0, 1
 FAN_OUT = 64  # MiB of weights in a push to several receivers
@@ -45,6 +47,7 @@ def measure(effort: Effort, overrides: Sequence[str]) -> Findings:
         found = asyncio.run(_between_processes(effort, config))
         delivered = asyncio.run(fan_out(effort, config, transformer_manifest(FAN_OUT * MIB)))
         delivered |= asyncio.run(measure_senders(effort, config, transformer_manifest(CLAIMED * MIB)))
+        delivered |= asyncio.run(measure_same_host(effort, config, transformer_manifest(CLAIMED * MIB)))
         with private_ray(config):
             pushed = asyncio.run(into_engine(effort, config))
     return _findings(config, found, delivered, pushed)
@@ -277,6 +280,8 @@ def _findings(
     claims += _fan_out_claims(series)
     ratio = rates(series["senders_2"], series["senders_1"])
     claims += (Claim(f"push by two learner ranks / by one, {CLAIMED} MiB", ratio, SENDERS_TARGET),)
+    ratio = rates(series["same_host_memory"], series["same_host_gloo"])
+    claims += (Claim(f"push to two receivers on one host, memory / gloo, {CLAIMED} MiB", ratio, SAME_HOST_TARGET),)
     claims += tuple(
         Claim(f"pause of a running generation / push, {kind}", series[f"pause_{kind}"].median / series[name].median)
         for kind, name in (("weights", "engine_reload"), ("adapters", "engine_adapters"))

@@ -50,7 +50,7 @@ class MixedRows(LazyRows[Row]):
         """
         for name, part in parts.items():
             if len(part) == 0:
-                raise DatasetError(f"data.sources.{name} has no usable row: fix its rows, or remove the source")
+                raise DatasetError(f"data.mixture.sources.{name} has no usable row: fix its rows, or remove the source")
         self._parts = dict(parts)
         self._weights = dict(weights)
         self._by_rows = by_rows
@@ -63,8 +63,8 @@ class MixedRows(LazyRows[Row]):
         for name, share, quota in zip(self._names, self.shares, self._quotas, strict=True):
             if quota == 0:
                 raise DatasetError(
-                    f"data.sources.{name} has a share of {share:.2g}, less than one in {PERIOD} prompts: raise its "
-                    "weight or data.temperature, or remove it"
+                    f"data.mixture.sources.{name} has a share of {share:.2g}, less than one in {PERIOD} prompts: raise "
+                    "its weight or data.mixture.temperature, or remove it"
                 )
 
     def __len__(self) -> int:

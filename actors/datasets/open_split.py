@@ -174,10 +174,10 @@ def open_split(data: DataConfig, split: str, label_key: str, *, fetches_late: bo
         return Split(split, _open_source(data, data, data.path, split, label_key, fetches_late), ())
     parts = {
         name: _open_source(data, source, _path_of(data, source), split, label_key, fetches_late)
-        for name, source in data.sources.items()
+        for name, source in data.mixture.sources.items()
     }
-    weights = {name: source.weight for name, source in data.sources.items()}
-    mixed = MixedRows(parts, weights, by_rows=data.weight_by_rows, temperature=data.temperature)
+    weights = {name: source.weight for name, source in data.mixture.sources.items()}
+    mixed = MixedRows(parts, weights, by_rows=data.mixture.weight_by_rows, temperature=data.mixture.temperature)
     return Split(split, mixed, ())
 
 
@@ -210,8 +210,8 @@ def _open_source(
         source.splits.get(split, split),
         cache=data.cache_path,
         max_block_bytes=data.shuffle_bytes,
-        subset=source.subset,
-        num_streamed=data.streamed_rows,
+        subset=source.huggingface.subset,
+        num_streamed=source.huggingface.streamed_rows,
     )
     table = reader_of(source, data.kind_options)(named)
     if len(table) == 0:

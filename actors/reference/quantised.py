@@ -25,8 +25,8 @@ def quantise(model: PreTrainedModel, kind: Quantisation) -> None:
         from torchao.quantization import Int4WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
     except ModuleNotFoundError as error:
         raise ValueError(
-            f"reference.quantisation={kind} needs {error.name!r}, which is not installed: "
-            "pip install 'mobula[quantised]', or set reference.quantisation=none"
+            f"reference.scorers.quantisation={kind} needs {error.name!r}, which is not installed: "
+            "pip install 'mobula[quantised]', or set reference.scorers.quantisation=none"
         ) from error
     group, output = GROUP[kind], model.get_output_embeddings()
 

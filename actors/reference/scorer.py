@@ -59,7 +59,7 @@ class ReferenceScorer:
         config = self._config
         frozen = config.policy.model_copy(update={"model": str(folder), "freeze": ()})
         model = load_policy_model(frozen, DTYPES[config.resources.dtype], self._device)
-        quantise(model, config.reference.quantisation)
+        quantise(model, config.reference.scorers.quantisation)
         return TokenPolicy(model, config.learner).eval()
 
     def score(self, groups: Sequence[ScoredGroup]) -> list[list[np.ndarray]]:

@@ -41,7 +41,11 @@ MEMORY_SETTINGS = {  # role -> settings that reduce the memory of its process, o
         "learner.activation_checkpointing=blocks",
         "sampler.vllm.kv_cache_bytes",
     ),
-    "reference": ("reference.quantisation=int8", "resources.reference.num_workers", "sampler.vllm.kv_cache_bytes"),
+    "reference": (
+        "reference.scorers.quantisation=int8",
+        "resources.reference.num_workers",
+        "sampler.vllm.kv_cache_bytes",
+    ),
     "reward": ("rewards.processes", "resources.reward.num_workers", "sampler.vllm.kv_cache_bytes"),
 }
 OTHER_SETTINGS = ("sampler.vllm.kv_cache_bytes", "learner.tokens_per_microbatch", "resources.rollout.num_workers")

@@ -8,7 +8,7 @@ from mobula.configs.schema.run import RunConfig
 
 def _rows_fit_the_job(config: RunConfig) -> str | None:
     job, kind = config.offline.job, config.data.kind
-    has_chat = DataKind.CHAT in (kind, *(s.kind for s in config.data.sources.values()))
+    has_chat = DataKind.CHAT in (kind, *(s.kind for s in config.data.mixture.sources.values()))
     if config.offline.is_on == (kind is DataKind.CHAT) == has_chat:
         return None
     if config.offline.is_on:

@@ -113,18 +113,19 @@ def _reference_has_a_scorer(config: RunConfig) -> str | None:
 
 
 def _reference_can_be_quantised(config: RunConfig) -> str | None:
-    kind, resources = config.reference.quantisation, config.resources
+    kind, resources = config.reference.scorers.quantisation, config.resources
     if kind == "none":
         return None
     if not config.needs_reference:
         return (
-            f"reference.quantisation={kind} but nothing reads a reference: set algorithm.kl.coef above 0, or "
-            "reference.quantisation=none"
+            f"reference.scorers.quantisation={kind} but nothing reads a reference: set algorithm.kl.coef above 0, or "
+            "reference.scorers.quantisation=none"
         )
     if kind == "int4" and (resources.device, resources.dtype) != ("cuda", "bfloat16"):
         return (
-            f"reference.quantisation=int4 runs with resources.device=cuda and resources.dtype=bfloat16 alone, got "
-            f"{resources.device} and {resources.dtype}: set reference.quantisation=int8, or use a GPU preset"
+            "reference.scorers.quantisation=int4 runs with resources.device=cuda and resources.dtype=bfloat16 alone, "
+            f"got {resources.device} and {resources.dtype}: set reference.scorers.quantisation=int8, or use a GPU "
+            "preset"
         )
     return None
 
@@ -142,7 +143,6 @@ def _the_learner_is_its_own_reference(config: RunConfig) -> str | None:
         "algorithm.distillation.coef=0, since a teacher is another model": not algorithm.distillation.is_on,
         "algorithm.critic.place other than own_ranks, which have no policy": not algorithm.critic.has_own_ranks,
         "sampler.kind other than flow, whose models are compared without one": not sampler.is_flow,
-        "reference.quantisation=none, since the weights are the learner's": config.reference.quantisation == "none",
     }
     missing = [what for what, is_there in needed.items() if not is_there]
     if not missing:

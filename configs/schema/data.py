@@ -31,6 +31,15 @@ AUTO_SUFFIX = "auto"
 BOXED_SUFFIX = r" Answer in \boxed{}."
 
 
+class HuggingFaceConfig(Section):
+    """Rows that `datasets` reads."""
+
+    subset: str = ""
+    """The configuration of a dataset with several, e.g. `main` of `openai/gsm8k`; else empty."""
+    streamed_rows: Annotated[int, Field(ge=0)] = 0
+    """Rows of each split that are streamed from the hub instead of downloading the dataset; 0 downloads."""
+
+
 class SourceConfig(Section):
     """Location of rows, and the names of their columns."""
 
@@ -39,8 +48,6 @@ class SourceConfig(Section):
     observations of `environment.name` are the prompts."""
     path: Annotated[Path, NOT_EMPTY]
     """The folder with the files of all splits; for `huggingface` also a name on the hub."""
-    subset: str = ""
-    """For `huggingface`: the configuration of a dataset with several, e.g. `main` of `openai/gsm8k`; else empty."""
     row_format: Literal["question", "messages", "verl", "lightrft", "alpaca", "sharegpt"] | UserCode = "question"
     """The schema of a record: its columns and their meaning."""
     columns: dict[str, str] = {}
@@ -52,6 +59,8 @@ class SourceConfig(Section):
     """The folder of media: paths are relative to it and may not leave it; empty for `data.path`."""
     label: str = ""
     """Label of all rows, for recipes; empty to keep the label of each row."""
+    huggingface: HuggingFaceConfig = HuggingFaceConfig()
+    """Read with `kind=huggingface`."""
 
 
 class PlaceholdersConfig(Section):
@@ -73,6 +82,17 @@ class MixtureSource(SourceConfig):
 
     weight: PositiveFloat
     """The source's share of the prompts, relative to the other sources."""
+
+
+class MixtureConfig(Section):
+    """Several sources in given shares."""
+
+    sources: dict[str, MixtureSource] = {}
+    """The sources, by name; paths are relative to `data.path`."""
+    temperature: PositiveFloat = 1.0
+    """Shares of sources are weight^(1 / temperature): values above 1 make them more equal."""
+    weight_by_rows: bool = False
+    """Multiply the weight of a source by the number of its rows."""
 
 
 class CurriculumConfig(Section):
@@ -136,16 +156,10 @@ class DataConfig(SourceConfig):
     """Arguments of `kind`, if it is user code."""
     row_format_options: dict[str, Any] = {}
     """Arguments of `row_format`, if it is user code."""
-    sources: dict[str, MixtureSource] = {}
-    """The sources of `data.kind=mixture`, by name; paths are relative to `data.path`."""
-    temperature: PositiveFloat = 1.0
-    """Shares of sources are weight^(1 / temperature): values above 1 make them more equal."""
-    weight_by_rows: bool = False
-    """Multiply the weight of a source by the number of its rows."""
+    mixture: MixtureConfig = MixtureConfig()
+    """Read with `kind=mixture`."""
     curriculum: CurriculumConfig = CurriculumConfig()
     """The order of training rows."""
-    streamed_rows: Annotated[int, Field(ge=0)] = 0
-    """Rows of each split that `huggingface` streams from the hub instead of downloading the dataset; 0 downloads."""
     cache_path: Annotated[Path, NOT_EMPTY] = Path("data/cache")
     """Cache folder, shared by runs: downloaded media, and copies of files that cannot be read in parts."""
     shuffle_bytes: PositiveInt = 256 * 2**20

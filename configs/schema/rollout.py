@@ -56,16 +56,22 @@ class PolicyConfig(Section):
     """Adapters instead of full training."""
 
 
+class ScorersConfig(Section):
+    """Reference scorers."""
+
+    quantisation: Literal["none", "int8", "int4"] = "none"
+    """Bits of the weights of linear layers, except the output layer, by torchao (the extra `quantised`). `int8`: a
+    scale for each row; `int4`: a scale for 128 values, only with resources.device=cuda and resources.dtype=bfloat16."""
+
+
 class ReferenceConfig(Section):
     """The frozen policy, or the teacher that replaces it."""
 
     place: Literal["scorers", "learner_ranks"] = "scorers"
     """Processes that compute the reference. `scorers`: the workers of `resources.reference`; `learner_ranks`: the
     learner with adapters off, for `policy.lora` without a warm start, where this equals the initial policy."""
-    quantisation: Literal["none", "int8", "int4"] = "none"
-    """Bits of the weights of linear layers in scorers, except the output layer, by torchao (the extra `quantised`).
-    `int8`: a scale for each row; `int4`: a scale for 128 values, only with resources.device=cuda and
-    resources.dtype=bfloat16."""
+    scorers: ScorersConfig = ScorersConfig()
+    """Read with `place=scorers`."""
 
 
 class SamplerKind(StrEnum):

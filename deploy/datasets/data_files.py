@@ -30,7 +30,7 @@ def identity_with_data(config: RunConfig, usable_rows: str = "") -> dict[str, An
 
 def _fingerprint(config: RunConfig) -> str:
     data = config.data
-    sources: list[tuple[Path, SourceConfig]] = [(data.path / s.path, s) for s in data.sources.values()]
+    sources: list[tuple[Path, SourceConfig]] = [(data.path / s.path, s) for s in data.mixture.sources.values()]
     sources = sources or [(data.path, data)]
     try:
         return fingerprint_of(

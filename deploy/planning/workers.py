@@ -337,7 +337,7 @@ def _reference(config: RunConfig, shape: ModelShape) -> dict[str, int]:
 
 def _frozen_weights(config: RunConfig, shape: ModelShape) -> int:
     """Of the reference; in 8 or 4 bits its matrices, but not those of the vocabulary (scales are a hundredth of it)."""
-    value, kind = DTYPE_BYTES[config.resources.dtype], config.reference.quantisation
+    value, kind = DTYPE_BYTES[config.resources.dtype], config.reference.scorers.quantisation
     if kind == "none":
         return value * shape.num_parameters
     specs = shape.manifest.tensors

@@ -54,7 +54,7 @@ def _check_other_parts(config: RunConfig) -> None:
     sampler_maker(config.sampler.kind, config.sampler.kind_options)
     processor_maker(config)
     data_writer(config.data)
-    for source in (config.data, *config.data.sources.values()):
+    for source in (config.data, *config.data.mixture.sources.values()):
         if is_user_code(source.kind) or source.kind in READERS:
             reader_of(source, config.data.kind_options)
         format_of(source, config.data.row_format_options)

@@ -61,9 +61,11 @@ def _opened(datasets: Any, opened: Opened) -> Any:
     """Opens the dataset, memory-mapped. The first `num_streamed` records of a stream are stored in the cache."""
     if (opened.path / "dataset_dict.json").is_file() or (opened.path / "state.json").is_file():
         if opened.subset:
-            raise ValueError(f"a folder of save_to_disk has no data.subset, which is {opened.subset}")
+            raise ValueError(f"a folder of save_to_disk has no data.huggingface.subset, which is {opened.subset}")
         if opened.num_streamed:
-            raise ValueError(f"a folder of save_to_disk is not streamed, and data.streamed_rows={opened.num_streamed}")
+            raise ValueError(
+                f"a folder of save_to_disk is not streamed, and data.huggingface.streamed_rows={opened.num_streamed}"
+            )
         loaded = datasets.load_from_disk(str(opened.path))
         return loaded[opened.split] if isinstance(loaded, datasets.DatasetDict) else loaded
     source, subset = str(opened.path), opened.subset or None

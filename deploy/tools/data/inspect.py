@@ -259,6 +259,6 @@ def _facts(
 
 
 def _source(data: DataConfig) -> str:
-    if data.sources:
-        return ", ".join(f"{name} x {source.weight:g}" for name, source in data.sources.items())
+    if data.mixture.sources:
+        return ", ".join(f"{name} x {source.weight:g}" for name, source in data.mixture.sources.items())
     return f"{data.kind}, row format {data.row_format}"

@@ -267,7 +267,7 @@ def test_a_scorer_in_8_bits_is_close_to_one_in_full_precision_and_smaller(folder
     groups = random_groups(AutoTokenizer.from_pretrained(folder), 3, 2)  # none, one and two images
     found, sizes = {}, {}
     for kind in ("none", "int8"):
-        scorer = ReferenceScorer(tiny_config(folder, *KL, f"reference.quantisation={kind}"), ())
+        scorer = ReferenceScorer(tiny_config(folder, *KL, f"reference.scorers.quantisation={kind}"), ())
         scorer.load(folder)
         found[kind] = np.concatenate([row for rows in scorer.score(groups) for row in rows])
         sizes[kind] = num_weight_bytes(scorer._policy)

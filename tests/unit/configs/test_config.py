@@ -103,12 +103,11 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
         ["resources.sleep_level=2 discards", "set resources.sleep_level=1 or weight_sync.payload=weights"],
     ),
     (["sampler=huggingface", "sampler.max_videos_per_prompt=1"], ["samples no prompts with videos", "sampler=vllm"]),
-    (["data.subset=hard"], ["data.subset=hard is for data.kind=huggingface, and this is jsonl: leave it empty"]),
-    (["data=parquet", "data.path=x", "data.streamed_rows=5"], ["data.streamed_rows=5", "this is parquet: set it to 0"]),
-    (["data.temperature=2"], ["data.temperature=2", "data.kind=mixture", "set data.temperature=1"]),
+    (["data.huggingface.subset=hard"], ["is not read with data.kind=jsonl", "set data.kind=huggingface"]),
+    (["data.mixture.temperature=2"], ["is not read with data.kind=jsonl", "set data.kind=mixture"]),
     (
-        ["data.weight_by_rows=true"],
-        ["data.weight_by_rows=true", "set data.temperature=1 and data.weight_by_rows=false"],
+        ["reference.place=learner_ranks", "reference.scorers.quantisation=int8"],
+        ["is not read with reference.place=learner_ranks", "set reference.place=scorers"],
     ),
     (["data=environment", "environment=calculator", "data.media_path=x"], ["data.media_path=x is not read"]),
     ([*CHAT, "data.label=a"], ["data.label=a is not read with data.kind=chat: leave it empty"]),
@@ -185,8 +184,14 @@ MISTAKES: list[tuple[list[str], list[str]]] = [
     (["learner=single", "learner.sequence_parallel=2"], ["but learner.backend=single", "learner=fsdp2"]),
     ([*SHARING, "policy.attention=eager"], ["learner.sequence_parallel=2", "policy.attention=eager", "sdpa"]),
     ([*SHARING, "resources.learner.replicas=2"], ["the 1 ranks of resources.learner", "as a multiple of 4"]),
-    (["reference.quantisation=int4"], ["reference.quantisation=int4", "set reference.quantisation=int8"]),
-    (["reference.quantisation=int8", "algorithm.kl.coef=0"], ["nothing reads a reference", "quantisation=none"]),
+    (
+        ["reference.scorers.quantisation=int4"],
+        ["reference.scorers.quantisation=int4", "set reference.scorers.quantisation=int8"],
+    ),
+    (
+        ["reference.scorers.quantisation=int8", "algorithm.kl.coef=0"],
+        ["nothing reads a reference", "quantisation=none"],
+    ),
     (["resources.reference.num_workers=0"], ["algorithm.kl.coef=0.01", "resources.reference.num_workers=1"]),
     (["resources.rollout.num_workers=0"], ["resources.rollout.num_workers is 0", "1 or more"]),
     (["resources.transport=nccl"], ["resources.transport=nccl", "set resources.transport=gloo"]),
@@ -327,9 +332,7 @@ NEEDS: dict[str, list[str]] = {
     **{f"data={option}": ["data.path=some/folder"] for option in groups()["data"] if not has_path(option)},
     "data=environment": ["environment=calculator"],
     "data=mixture": [
-        "data.sources={one: {kind: jsonl, path: a, row_format: question, columns: {}, splits: {}, media_path: '', "
-        "subset: '', "
-        "label: '', weight: 1.0}}"
+        "data.mixture.sources={one: {kind: jsonl, path: a, weight: 1.0}}",
     ],
     "learner=single": ["resources.learner.num_workers=1"],
     "algorithm=distill": ["algorithm.distillation.teacher=some/model"],
@@ -723,13 +726,13 @@ def test_entries_of_lists_and_mappings_are_written_with_what_differs() -> None:
             f"rewards.components=[{component}]",
             "rewards.recipes={default: {components: [accuracy]}}",
             "data=mixture",
-            "data.sources={a: {kind: jsonl, path: a, weight: 1.0}}",
+            "data.mixture.sources={a: {kind: jsonl, path: a, weight: 1.0}}",
             "data.path=x",
         ]
     )
     only = config.rewards.components[0]
     assert (only.service, only.options, only.retries, only.needs_images) == (SHARED_SERVICE, {}, 0, False)
-    assert config.data.sources["a"].row_format == config.data.row_format == "question"
+    assert config.data.mixture.sources["a"].row_format == config.data.row_format == "question"
     assert keys.known_keys()["rewards.components.INDEX.service"].default == SHARED_SERVICE
 
 

@@ -19,7 +19,7 @@ from mobula.cluster.errors import DatasetError
 from mobula.cluster.records.trajectory import Prompt
 from mobula.configs.errors import ConfigError
 from mobula.configs.load import load_config
-from mobula.configs.schema.data import DataConfig, DataKind, MixtureSource
+from mobula.configs.schema.data import DataConfig, DataKind, MixtureConfig, MixtureSource
 
 
 class Processor:
@@ -44,9 +44,10 @@ def source(name: str, weight: float, label: str = "") -> MixtureSource:
     return MixtureSource(**(base | {"path": Path(name), "weight": weight, "label": label}))
 
 
-def mixture(folder: Path, weights: dict[str, float], **changes: Any) -> DataConfig:
+def mixture(folder: Path, weights: dict[str, float], *, weight_by_rows: bool = False, **changes: Any) -> DataConfig:
     sources = {name: source(name, weight, f"{name}-label") for name, weight in weights.items()}
-    return data_config(folder, kind=DataKind.MIXTURE, sources=sources, **changes)
+    mixed = MixtureConfig(sources=sources, weight_by_rows=weight_by_rows)
+    return data_config(folder, kind=DataKind.MIXTURE, mixture=mixed, **changes)
 
 
 def prompts_of(config: DataConfig, seed: int = 0) -> PromptSource:
@@ -96,7 +97,7 @@ def test_every_row_of_a_source_is_asked_before_one_is_asked_again(folder: Path) 
 def test_weights_may_count_rows_and_a_temperature_evens_them(folder: Path) -> None:
     by_rows = mixture(folder, {"large": 1.0, "small": 1.0}, weight_by_rows=True)
     assert open_split(by_rows, "train", "label").rows.shares.tolist() == pytest.approx([90 / 101, 11 / 101])
-    warm = by_rows.model_copy(update={"temperature": 2.0})
+    warm = by_rows.model_copy(update={"mixture": by_rows.mixture.model_copy(update={"temperature": 2.0})})
     root = np.sqrt([90, 11])
     assert open_split(warm, "train", "label").rows.shares.tolist() == pytest.approx((root / root.sum()).tolist())
 
@@ -148,30 +149,34 @@ def test_another_source_does_not_change_the_order_of_the_first(folder: Path) -> 
 
 
 def test_a_source_without_rows_or_without_a_share_is_refused(folder: Path) -> None:
-    with pytest.raises(DatasetError, match=r"data\.sources\.small has a share of 1e-06, .*data\.temperature"):
+    with pytest.raises(
+        DatasetError, match=r"data\.mixture\.sources\.small has a share of 1e-06, .*data\.mixture\.temperature"
+    ):
         open_split(mixture(folder, {"large": 1.0, "small": 1e-6}), "train", "label")
     write(folder, "empty", 0, "{broken")
-    with pytest.raises(DatasetError, match=r"data\.sources\.empty has no usable row"):
+    with pytest.raises(DatasetError, match=r"data\.mixture\.sources\.empty has no usable row"):
         prompts_of(mixture(folder, {"large": 1.0, "empty": 1.0}))
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["data=mixture"], "data.kind=mixture has no data.sources"),
-        (["data=jsonl", "data.path=x", "data.sources={a: SOURCE}"], "set data.kind=mixture, or data.sources={}"),
-        (["data=mixture", "data.sources={a: WRITTEN}"], "data.sources.a.kind=environment is no reader"),
+        (["data=mixture"], "data.kind=mixture has no data.mixture.sources"),
+        (["data=jsonl", "data.path=x", "data.mixture.sources={a: SOURCE}"], "leave it out, or set data.kind=mixture"),
+        (["data=mixture", "data.mixture.sources={a: WRITTEN}"], "data.mixture.sources.a.kind=environment is no reader"),
         (
-            ["data=mixture", "data.sources={a: SOURCE}", "data.sources.a.subset=hard"],
-            "data.sources.a.subset=hard is for data.sources.a.kind=huggingface, and this is jsonl: leave it empty",
+            ["data=mixture", "data.mixture.sources={a: SOURCE}", "data.mixture.sources.a.huggingface.subset=hard"],
+            "is not read with data.mixture.sources.a.kind=jsonl: leave it out, or set .*kind=huggingface",
         ),
-        (["data=mixture", "data.sources={a: SOURCE}", "data.subset=hard"], r"set data\.sources\.NAME\.subset"),
-        (["data=mixture", "data.sources={a: SOURCE}", "data.label=x"], r"set data\.sources\.NAME\.label"),
-        (["data=mixture", "data.sources={a: SOURCE}", "data.streamed_rows=5"], "this is mixture: set it to 0"),
+        (
+            ["data=mixture", "data.mixture.sources={a: SOURCE}", "data.huggingface.subset=hard"],
+            "data.huggingface.subset=hard is not read with data.kind=mixture",
+        ),
+        (["data=mixture", "data.mixture.sources={a: SOURCE}", "data.label=x"], "set data.mixture.sources.NAME.label"),
     ],
 )
 def test_a_mixture_needs_sources_that_are_read(words: list[str], message: str) -> None:
-    texts = "path: a, row_format: question, media_path: '', subset: '', label: ''"
+    texts = "path: a, row_format: question, media_path: '', label: ''"
     fields = f"{texts}, columns: {{}}, splits: {{}}, weight: 1.0"
     made = {"SOURCE": f"{{kind: jsonl, {fields}}}", "WRITTEN": f"{{kind: environment, {fields}}}"}
     for name, text in made.items():
@@ -181,8 +186,7 @@ def test_a_mixture_needs_sources_that_are_read(words: list[str], message: str) -
 
 
 def test_a_mixture_streams_from_the_hub_and_names_a_subset_in_its_source() -> None:
-    text = (
-        "path: a, row_format: question, media_path: '', subset: hard, label: '', columns: {}, splits: {}, weight: 1.0"
-    )
-    words = ["policy.model=m", "data=mixture", f"data.sources={{a: {{kind: huggingface, {text}}}}}"]
-    assert load_config([*words, "data.streamed_rows=5", "data.temperature=2"]).data.sources["a"].subset == "hard"
+    source = "kind: huggingface, path: a, weight: 1.0, huggingface: {subset: hard, streamed_rows: 5}"
+    words = ["policy.model=m", "data=mixture", f"data.mixture.sources={{a: {{{source}}}}}"]
+    huggingface = load_config([*words, "data.mixture.temperature=2"]).data.mixture.sources["a"].huggingface
+    assert (huggingface.subset, huggingface.streamed_rows) == ("hard", 5)

@@ -307,7 +307,9 @@ def test_a_stream_is_cut_and_kept(tmp_path: Path) -> None:
     pytest.importorskip("datasets")
     (tmp_path / "data").mkdir()
     write_jsonl(tmp_path / "data")
-    config = data_config(tmp_path / "data", "huggingface", streamed_rows=20, cache_path=tmp_path / "cache")
+    config = data_config(
+        tmp_path / "data", "huggingface", "data.huggingface.streamed_rows=20", cache_path=tmp_path / "cache"
+    )
     for _ in range(2):
         rows = open_split(config, "train", "label").rows
         assert [row.sample_id for row in rows] == [f"r{n}" for n in range(20)]
@@ -341,7 +343,7 @@ def test_media_columns_of_a_hugging_face_dataset_stay_files(tmp_path: Path, kind
     record = {"question": f"<{column[:-1]}>" * (num or 1), "answer": "7", column: [value] * num if num else value}
     write_media(tmp_path / "d", columns, record, is_hub=is_hub)
     for streamed in (0, 1) if is_hub else (0,):
-        [row] = read_split(tmp_path / "d", "train", "huggingface", streamed_rows=streamed).rows
+        [row] = read_split(tmp_path / "d", "train", "huggingface", f"data.huggingface.streamed_rows={streamed}").rows
         assert [medium.content for medium in getattr(row, column)] == [b"content"] * (num or 1)
 
 
@@ -373,17 +375,18 @@ def test_a_dataset_of_several_configurations_gives_the_one_that_is_named(tmp_pat
         listed.append(f"- config_name: {name}\n  data_files: {name}/train.jsonl\n")
     (tmp_path / "d" / "README.md").write_text(f"---\nconfigs:\n{''.join(listed)}---\n")
     for name in ("easy", "hard"):
-        split = read_split(tmp_path / "d", "train", "huggingface", subset=name, streamed_rows=streamed)
+        named = (f"data.huggingface.subset={name}", f"data.huggingface.streamed_rows={streamed}")
+        split = read_split(tmp_path / "d", "train", "huggingface", *named)
         assert [row.question for row in split.rows] == [name]
     with pytest.raises(DatasetError, match="Config name is missing"):
-        read_split(tmp_path / "d", "train", "huggingface", streamed_rows=streamed)
+        read_split(tmp_path / "d", "train", "huggingface", f"data.huggingface.streamed_rows={streamed}")
 
 
-@pytest.mark.parametrize(("key", "value"), [("subset", "hard"), ("streamed_rows", 5)])
-def test_a_saved_folder_refuses_what_is_for_the_hub(tmp_path: Path, key: str, value: str | int) -> None:
+@pytest.mark.parametrize("word", ["data.huggingface.subset=hard", "data.huggingface.streamed_rows=5"])
+def test_a_saved_folder_refuses_what_is_for_the_hub(tmp_path: Path, word: str) -> None:
     write_huggingface(tmp_path / "d")
-    with pytest.raises(DatasetError, match=rf"a folder of save_to_disk .*data\.{key}"):
-        read_split(tmp_path / "d", "train", "huggingface", **{key: value})
+    with pytest.raises(DatasetError, match=f"a folder of save_to_disk .*{word.partition('=')[0]}"):
+        read_split(tmp_path / "d", "train", "huggingface", word)
 
 
 def test_a_dataset_that_is_not_there_is_named(tmp_path: Path) -> None:

@@ -138,10 +138,10 @@ def test_a_conversion_refuses_what_it_cannot_do(folder: Path, tmp_path: Path) ->
 def test_an_option_of_another_reader_is_refused_before_the_data_are_opened(
     tmp_path: Path, command: tuple[str, ...]
 ) -> None:
-    for word in ("data.subset=hard", "data.streamed_rows=5"):
+    for word in ("data.huggingface.subset=hard", "data.huggingface.streamed_rows=5"):
         found = run(*command, "data=jsonl", f"data.path={tmp_path / 'none'}", word)
         assert found.exit_code == 2
-        assert f"{word} is for data.kind=huggingface, and this is jsonl" in found.stderr.replace("\n", " ")
+        assert f"{word} is not read with data.kind=jsonl" in found.stderr.replace("\n", " ")
     assert list(tmp_path.iterdir()) == []
 
 

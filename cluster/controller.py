@@ -24,7 +24,7 @@ class HeldOutEvaluator(Protocol):
         ...
 
     async def maybe_run(self, version: int) -> None:
-        """Begins to evaluate `version` if that is due. The version stays published until `finish` has returned."""
+        """Starts an evaluation of `version` if one is due. The version stays published until `finish` returns."""
         ...
 
     async def finish(self) -> None: ...
@@ -51,7 +51,7 @@ class Controller:
     """Runs the loop of a run.
 
     Version v is the state of the learner after v steps; step v + 1 trains from version v and makes version v + 1. The
-    loop is the same for synchronous and asynchronous training, with and without a reference: the collaborators differ.
+    loop is the same for synchronous and asynchronous training, with and without a reference; only collaborators differ.
     """
 
     total_steps: int
@@ -71,7 +71,7 @@ class Controller:
         """Trains until version `total_steps` and returns it.
 
         Raises:
-            RunStopped: the run was asked to stop. It has a checkpoint of its version unless the deadline has passed.
+            RunStopped: after a stop request. The version has a checkpoint unless the deadline has passed.
             MobulaError: a failure that no retry could fix; the newest complete checkpoint is untouched.
         """
         version = await self.checkpoints.resume()

@@ -3,14 +3,14 @@
     MobulaError
     ├── PreflightError          the run cannot start: a preset, a path or a dataset is unusable (never raised later)
     │   ├── PlacementError      the cluster cannot hold the resource preset
-    │   └── DatasetError        nothing to train on, or a row that may not be skipped
+    │   └── DatasetError        there are no training data, or a row cannot be used and may not be skipped
     ├── SkippedSample           one sample is unusable; it is skipped, counted and named
-    │   ├── MediaError          one image is missing, corrupt, too large or no image
+    │   ├── MediaError          one image is missing, corrupt, too large or not an image
     │   ├── PromptError         one prompt is too long or its placeholders do not match its media
-    │   ├── ChangedDataError    the data no longer give the prompt that a recorded group was sampled from
+    │   ├── ChangedDataError    the data no longer contain the prompt of a recorded group
     │   └── ExcludedPromptError one prompt crashed several engines in a row with the same cause
-    ├── DeadlineError           an answer did not arrive in time; the message names the call
-    ├── WorkerDiedError         a role's process ended or no longer answers; the message names it
+    ├── DeadlineError           a call was not answered in time; the message names the call
+    ├── WorkerDiedError         a role's process ended or does not answer; the message names the role
     │   └── RestartLoopError    workers die repeatedly with one cause, which a restart does not remove
     ├── StuckError              a worker's process answers but cannot work: it has to be replaced
     │   └── EngineLostError     the engine inside it failed; `failure` is the cause
@@ -20,7 +20,7 @@
     ├── RolloutError            a rollout actor could not finish a prompt
     │   └── EngineDiedError     its engine ended; `failure` is the cause
     ├── EnvironmentFailedError  an environment fails in too large a share of its episodes
-    ├── RewardError             a reward function failed, timed out or returned something that is not a finite number
+    ├── RewardError             a reward function failed, timed out or returned no finite number
     │   └── UnscoredGroupError  a group crashed several reward workers; none of its responses has a reward
     ├── ScoringError            a reference scorer could not fetch the images of a step
     ├── WeightSyncError         weights could not be moved or verified
@@ -33,7 +33,7 @@
     └── RunOverError            a command found that the run is over, or that its driver is dead
 
 User mistakes in a configuration are `ValueError`s (`mobula.configs.load.ConfigError`); this tree is for the run.
-`RunStopped` is no error: it ends the loop of a run that was asked to stop.
+`RunStopped` is not an error: it ends the loop after a stop request.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from mobula.cluster.failures import Failure
 
 
 class MobulaError(Exception):
-    """Base of everything that a run raises on purpose."""
+    """Base class of the errors of a run."""
 
 
 class PreflightError(MobulaError):
@@ -56,7 +56,7 @@ class PlacementError(PreflightError):
 
 
 class DatasetError(PreflightError):
-    """There is nothing to train on, or the data folder is unusable."""
+    """There are no training data, or the data folder is unusable."""
 
 
 class SkippedSample(MobulaError):
@@ -66,7 +66,7 @@ class SkippedSample(MobulaError):
 
 
 class MediaError(SkippedSample):
-    """One image is missing, corrupt, too large or no image."""
+    """One image is missing, corrupt, too large or not an image."""
 
     reason = "bad_media"
 
@@ -78,7 +78,7 @@ class PromptError(SkippedSample):
 
 
 class ChangedDataError(SkippedSample):
-    """The data no longer give the prompt that a recorded group was sampled from."""
+    """The data no longer contain the prompt of a recorded group."""
 
     reason = "changed_data"
 
@@ -90,11 +90,11 @@ class ExcludedPromptError(SkippedSample):
 
 
 class DeadlineError(MobulaError, TimeoutError):
-    """An answer did not arrive in time; the message names the call and the seconds."""
+    """A call was not answered in time; the message has the call and the seconds."""
 
 
 class WorkerDiedError(MobulaError):
-    """A role's process ended or no longer answers; the message names it."""
+    """A role's process ended or does not answer; the message names the role."""
 
     failure: Failure | None = None  # the cause, if it is known in addition to the message
 
@@ -104,7 +104,7 @@ class RestartLoopError(WorkerDiedError):
 
 
 class StuckError(MobulaError):
-    """An earlier call still hangs in a worker's process: the process answers, but has to be replaced."""
+    """A worker's process answers, but an earlier call in it hangs. It has to be replaced."""
 
 
 class EngineLostError(StuckError):
@@ -115,7 +115,7 @@ class EngineLostError(StuckError):
         self.failure = failure
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.failure,), self.__dict__  # the last holds the notes
+        return type(self), (self.failure,), self.__dict__  # `__dict__` has the notes
 
 
 class LostReplyError(MobulaError):
@@ -144,7 +144,7 @@ class EngineDiedError(RolloutError):
         self.failure = failure
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.what, self.failure), self.__dict__  # the last holds the notes
+        return type(self), (self.what, self.failure), self.__dict__  # `__dict__` has the notes
 
 
 class EnvironmentFailedError(MobulaError):
@@ -152,7 +152,7 @@ class EnvironmentFailedError(MobulaError):
 
 
 class RewardError(MobulaError):
-    """A reward function failed, timed out or returned something that is not a finite number."""
+    """A reward function failed, timed out or returned no finite number."""
 
 
 class UnscoredGroupError(RewardError):
@@ -196,16 +196,16 @@ class JournalError(MobulaError):
 
 
 class RunStopped(Exception):
-    """The run was asked to stop. This is not an error."""
+    """Ends the loop after a stop request. This is not an error."""
 
 
 def as_raised_by_role(error: Exception) -> Exception:
-    """Converts an error inside a role for its caller: the deadline or death of another role does not replace it."""
+    """Converts an error inside a role for its caller: a deadline or death of another role becomes a DependencyError."""
     return DependencyError(str(error)) if isinstance(error, (DeadlineError, WorkerDiedError)) else error
 
 
 def loss_kind(error: Exception) -> str:
-    """Returns the kind of a worker's loss, for metrics."""
+    """Returns the metric label of a worker's loss."""
     match error:
         case WorkerDiedError() | EngineDiedError() | EngineLostError():
             return "died"

@@ -1,4 +1,4 @@
-"""Failure: the cause of the end of a process or an engine, in plain values that can be sent between processes."""
+"""Failure: why a process or an engine ended, in plain values that can be sent between processes."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from pathlib import Path
 NUM_FRAMES = 3  # stack frames in a failure
 MAX_MESSAGE = 300  # characters of an exception's message in a failure
 MAX_TRACEBACK = 20_000  # last characters of a traceback in a failure, so that it fits into a pipe
-WRAPPERS = ("contextlib.py", "vllm/tracing/otel.py")  # files whose frames are not the cause
+WRAPPERS = ("contextlib.py", "vllm/tracing/otel.py")  # wrapper files, whose frames are left out
 FRAME = re.compile(r'File "(.+?)", line (\d+),? in (\S+)')  # as a printed stack shows it
-CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)  # a process causes these itself
+CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)  # caused by the process itself
 
 
 @dataclass(frozen=True)
 class Failure:
-    """The cause of one end.
+    """Why one process or engine ended.
 
-    `fingerprint` is equal for equal causes. It is None if the process was killed from outside (SIGKILL, out of memory):
-    such an end is not caused by the work of the process.
+    `fingerprint` is equal for equal causes. It is None if the process was killed from outside (SIGKILL, out of memory),
+    so that its work is not the cause.
     """
 
     summary: str  # "RuntimeError: CPU Generator does not ...", or "its process was ended by signal 9 (SIGKILL)"
@@ -67,7 +67,7 @@ class Failure:
 
 
 def at_frames(frames: Sequence[str]) -> str:
-    """Returns text on where an exception was raised, to append to its message; empty without frames."""
+    """Returns the frames of an exception as text to append to its message; empty without frames."""
     if not frames:
         return ""
     first, *callers = frames

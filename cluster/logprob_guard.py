@@ -1,4 +1,4 @@
-"""LogprobGuard: bounds the log-prob gap of engine and learner in every step."""
+"""LogprobGuard: checks the log-prob gap between engine and learner in every step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CAUSES = (
 
 
 class LogprobGuard:
-    """Raises or warns if, at equal weights, learner and engine computed different log-probs of a step's tokens."""
+    """Raises or warns if learner and engine compute different log-probs of a step's tokens at equal weights."""
 
     def __init__(self, *, dtype: str, limit: float, rounding: Rounding, stops: bool) -> None:
         """`limit` is the maximum mean gap in nat for `resources.dtype=dtype`; `rounding` may widen it."""

@@ -17,7 +17,7 @@ from urllib.request import (  # type: ignore[attr-defined]  # typeshed does not 
 import httpx
 
 LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
-NO_PROXY = ("NO_PROXY", "no_proxy")  # programs read either
+NO_PROXY = ("NO_PROXY", "no_proxy")  # some programs read only one of them
 
 
 def bypass_loopback(environment: MutableMapping[str, str]) -> None:
@@ -86,7 +86,7 @@ class ProxiedTransport(httpx.BaseTransport):
 
 
 def _is_in_network(host: str, proxies: Mapping[str, str]) -> bool:
-    """Whether NO_PROXY lists a network that holds the address, such as 10.0.0.0/8: urllib ignores networks."""
+    """Whether NO_PROXY lists a network that contains the address, such as 10.0.0.0/8. urllib ignores networks."""
     for name in proxies.get("no", "").split(","):
         with suppress(ValueError):  # the entry is not a network, or `host` is a name
             if "/" in name and ipaddress.ip_address(host) in ipaddress.ip_network(name.strip(), strict=False):
@@ -95,7 +95,7 @@ def _is_in_network(host: str, proxies: Mapping[str, str]) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches an address."""
+    """Whether an address is a loopback address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -17,7 +17,7 @@ from mobula.cluster.runtime.seeds import derived_seed
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """Settings with which one group is sampled."""
+    """Sampling settings of one group."""
 
     num_samples: int
     temperature: float  # 0 is greedy (evaluation only)

@@ -1,4 +1,4 @@
-"""Code of a user, named in a configuration instead of a built-in part: `module:name` or `path/to/file.py:name`."""
+"""Loads user code that a configuration names in place of a built-in part: `module:name` or `path/to/file.py:name`."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from mobula.configs.near_paths import near
 T = TypeVar("T")
 
 PACKAGE = Path(__file__).parents[1]
-"""The directory of `mobula`, which has `examples/` in it."""
+"""The directory of `mobula`, which contains `examples/`."""
 FOLDER_VARIABLE = "MOBULA_COMMAND_FOLDER"
-"""Environment variable of workers: the working directory of the command, to which paths are relative."""
+"""Environment variable of workers: the working directory of the command. Paths are relative to it."""
 REFERENCE = re.compile(r"[^:\s]+:[A-Za-z_][\w.]*")
 NO_OPTIONS: Mapping[str, Any] = {}
-_IMPORTING = threading.RLock()  # a file that is imported may load another one
+_IMPORTING = threading.RLock()  # reentrant: an imported file may load another file
 
 
 def is_user_code(name: str) -> bool:
@@ -37,7 +37,7 @@ def is_user_code(name: str) -> bool:
 
 
 def names_user_code(values: Any) -> bool:
-    """Whether nested values of a configuration name code of a user, or options of it; that of `examples/` is none."""
+    """Whether nested configuration values name user code or its options. `examples/` does not count."""
     if isinstance(values, Mapping):
         return any(names_user_code(v) or (k.endswith("_options") and bool(v)) for k, v in values.items())
     if isinstance(values, list):
@@ -46,7 +46,7 @@ def names_user_code(values: Any) -> bool:
 
 
 def user_files(values: Any) -> list[str]:
-    """The files of a user's code that nested values of a configuration name, without those of `examples/`."""
+    """Returns the files of user code that nested configuration values name, without files of `examples/`."""
     if isinstance(values, Mapping | list):
         below = values.values() if isinstance(values, Mapping) else values
         return [file for value in below for file in user_files(value)]
@@ -150,9 +150,9 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def file_at(path: str) -> Path:
-    """The file at a path that begins in the working directory of the command, in that of this process, or in `mobula`.
+    """Finds a file relative to the working directory of the command, to that of this process, or to `mobula`.
 
-    A job that was submitted with a working directory runs in another copy of it on each node. `mobula` has `examples/`.
+    A job submitted with a working directory runs in a copy of it on each node. `mobula` contains `examples/`.
 
     Raises:
         ValueError: there is no file.
@@ -181,13 +181,13 @@ def _module_in(path: str) -> ModuleType:
     """Imports a file as a module, once, under a unique name that cannot shadow an installed module."""
     file = file_at(path)
     name = f"user_file_{file.as_posix().encode().hex()}"
-    with _IMPORTING:  # environments are loaded in threads: none sees a module of which a half has run
+    with _IMPORTING:  # environments are loaded in threads: no thread may see a half-imported module
         if name in sys.modules:
             return sys.modules[name]
         spec = importlib.util.spec_from_file_location(name, file)
         assert spec is not None and spec.loader is not None, f"{path} ends in .py, so it has a loader"
         if str(file.parent) not in sys.path:
-            sys.path.append(str(file.parent))  # for imports of its neighbours; last, so that nothing is shadowed
+            sys.path.append(str(file.parent))  # for imports of files in its folder; last, so that it shadows no module
         sys.modules[name] = module = importlib.util.module_from_spec(spec)  # as the import system does: before it runs
         try:
             spec.loader.exec_module(module)
@@ -202,7 +202,7 @@ def _module_in(path: str) -> ModuleType:
 def _raised(error: BaseException) -> ValueError:
     """Returns the error of an import, with the line of the user's module that raised it."""
     reason = f"{type(error).__name__}: {error}"
-    if isinstance(error, SyntaxError):  # its text has the file and the line
+    if isinstance(error, SyntaxError):  # the text of the error has file and line
         return ValueError(f"its import raised {reason}")
     tools = (__file__, importlib.__file__, "<frozen importlib")
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(tools)]

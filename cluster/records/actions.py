@@ -26,7 +26,7 @@ class KeptSets:
 
     @classmethod
     def of(cls, is_kept: np.ndarray) -> KeptSets:
-        """From a bool [T, V] array."""
+        """Builds the sets from a bool [T, V] array."""
         return cls(is_kept.sum(axis=1, dtype=np.int32), np.nonzero(is_kept)[1].astype(np.int32))
 
     @classmethod
@@ -81,7 +81,7 @@ class Actions(Protocol):
 
     @property
     def media(self) -> tuple[MediaHandle, ...]:
-        """Images and other media that an environment showed between the steps."""
+        """Media of the environment's observations between the steps."""
         ...
 
     @property

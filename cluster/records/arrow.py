@@ -1,7 +1,7 @@
 """Converts trajectory groups to Arrow records and back, for the journal and the trajectory log.
 
-A record batch holds one group with one row per trajectory. Images of prompts are not written, only keys and sources:
-they can be processed again. Images of later turns are written as model inputs, each once per group.
+A record batch holds one group with one row per trajectory. Of the prompts' images only keys and sources are written,
+because they can be processed again. Images of later turns are written as model inputs, each once per group.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ _TURN = pa.struct(
 )
 SCHEMA = pa.schema(
     [
-        ("step", pa.int32()),  # the version that was made by training on it; null before
+        ("step", pa.int32()),  # version made by training on the group; null before
         ("group_id", pa.string()),
         ("trajectory_id", pa.string()),
         ("sample_id", pa.string()),
@@ -125,7 +125,7 @@ _OF_LATENTS = {"step_index": np.int32, "timesteps": np.float32, "sigmas": np.flo
 
 @dataclass(frozen=True)
 class RecordedGroup:
-    """One group read from a record. Media of its prompt have keys and sources but no reference."""
+    """One group read from a record. Media of the prompt have keys and sources but no reference."""
 
     group: TrajectoryGroup
     rewards: tuple[Reward | None, ...]

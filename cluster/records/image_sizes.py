@@ -1,4 +1,4 @@
-"""Metadata keys of a prompt for the sizes of its images, for reward functions."""
+"""Metadata keys of a prompt under which reward functions find image sizes."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ IMAGE_SIZES = "image_sizes"
 """[width, height] of each image file of the prompt, upright."""
 
 SHOWN_SIZES = "shown_image_sizes"
-"""[width, height] of each image after the model's processor, for families that output coordinates in these pixels."""
+"""[width, height] of each image after the model's processor, for model families with coordinates in these pixels."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # of UTF-8; Windows tools write it in front of a file
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # of UTF-8; Windows tools write it at the start of a file
 UNREADABLE = (
     (b"\xff\xfe", "UTF-16: convert it to UTF-8"),
     (b"\xfe\xff", "UTF-16: convert it to UTF-8"),
@@ -22,7 +22,7 @@ HEAD_BYTES = 6
 
 
 class _Spelled:
-    """A number that keeps its spelling: an answer of 7.50 must not become 7.5."""
+    """A number that keeps its source text: an answer of 7.50 must not become 7.5."""
 
     def __init__(self, spelling: str) -> None:
         self.spelling = spelling
@@ -94,7 +94,7 @@ def check_encoding(file: Path) -> None:
 
 
 def refuse_compressed(file: Path) -> None:
-    """Raises: ValueError: the first bytes are those of a compressed file, or of another encoding than UTF-8."""
+    """Raises: ValueError: the file is compressed or has another encoding than UTF-8, by its first bytes."""
     file_type = next((name for mark, name in UNREADABLE if _head(file).startswith(mark)), None)
     if file_type is not None:
         raise ValueError(f"{file} is {file_type}")

@@ -1,7 +1,7 @@
-"""Placeholders of media in texts, and how text that happens to look like one, or like a special token, stays text.
+"""Marks media placeholders in texts, and escapes text that looks like a placeholder or a special token.
 
-Between a row and its prompt a text holds `<image>`, `<video>` and `<audio>` where media stand. A `BREAK` inside of one
-says that it is text. U+FDD0 to U+FDD3 are noncharacters: no text that is interchanged holds them.
+While a row is made into a prompt, `<image>`, `<video>` and `<audio>` mark the positions of media. A `BREAK` inside a
+placeholder escapes it as text. U+FDD0 to U+FDD3 are noncharacters, which interchanged text does not contain.
 """
 
 from __future__ import annotations
@@ -11,39 +11,39 @@ from collections.abc import Sequence
 
 PLACEHOLDERS = {"image": "<image>", "video": "<video>", "audio": "<audio>"}
 BREAK = "\ufdd0"
-PART = "\ufdd1"  # behind a placeholder: a part of a message has said that a medium stands here
-SOFT = "\ufdd3"  # inside of a placeholder: it stands in a text part, and is text unless the row has a medium for it
+PART = "\ufdd1"  # after a placeholder that comes from a media part of a message
+SOFT = "\ufdd3"  # inside a placeholder of a text part: it is text unless the row has a medium for it
 _ANY = re.compile("|".join(PLACEHOLDERS.values()))
 
 
 def plain(text: str) -> str:
-    """The text to be shown, without the marks of this module."""
+    """Returns the text for display, without the marks of this module."""
     return text.replace(BREAK, "").replace(PART, "").replace(SOFT, "")
 
 
 def literal(text: str, kinds: Sequence[str] = tuple(PLACEHOLDERS)) -> str:
-    """`text`, in which placeholders of `kinds` are text."""
+    """Escapes the placeholders of `kinds` as text."""
     for placeholder in map(PLACEHOLDERS.__getitem__, kinds):
         text = text.replace(placeholder, _broken(placeholder))
     return text
 
 
 def text_part(text: str) -> str:
-    """The text of a text part of a message."""
+    """Marks the placeholders in a text part of a message with `SOFT`."""
     for placeholder in PLACEHOLDERS.values():
         text = text.replace(placeholder, placeholder[0] + SOFT + placeholder[1:])
     return text
 
 
 def parts_of(text: str) -> list[dict[str, str]]:
-    """The text of a row as parts of a message."""
+    """Splits the text of a row into parts of a message."""
     kinds = {placeholder: {"type": kind} for kind, placeholder in PLACEHOLDERS.items()}
     pieces = [piece for piece in re.split(f"({_ANY.pattern})", text) if piece]
     return [kinds.get(piece, {"type": "text", "text": plain(piece)}) for piece in pieces]
 
 
 def verbatim(text: str) -> str:
-    """A text whose special tokens are text as well; of its placeholders, those stand for media that are not broken."""
+    """Marks a text whose special tokens are plain text. Unbroken placeholders still mark media."""
     return BREAK + text
 
 
@@ -52,7 +52,7 @@ def is_verbatim(text: str) -> bool:
 
 
 def without_special(text: str, special: re.Pattern[str]) -> str:
-    """`text`, in which every match of `special` is broken behind its first character; placeholders of media stay."""
+    """Inserts a `BREAK` after the first character of every match of `special`; keeps placeholders of media."""
     pieces, done = list[str](), 0
     for found in [*_ANY.finditer(text), None]:
         pieces.append(_without_matches(text[done : found.start() if found else len(text)], special))
@@ -63,10 +63,10 @@ def without_special(text: str, special: re.Pattern[str]) -> str:
 
 
 def placed(texts: Sequence[str], kind: str, own: str, num_media: int) -> list[str]:
-    """`texts` with the placeholder of `kind` where the row has one, and nowhere else.
+    """Returns `texts` with placeholders of `kind` at the media of the row; other placeholders become text.
 
-    If a part of a message names a medium of this kind, placeholders are parts alone. Else they are `own` in the texts,
-    what the configuration calls them; empty for none. Those in text parts count where the row has `num_media` media.
+    If a part of a message names a medium of this kind, only such parts are placeholders. Otherwise each `own` is one
+    (the configured placeholder; empty: none). Placeholders in text parts count unless the others are `num_media`.
     """
     placeholder = PLACEHOLDERS[kind]
     soft = placeholder[0] + SOFT + placeholder[1:]
@@ -85,7 +85,7 @@ def _placed(texts: Sequence[str], kind: str, own: str) -> list[str]:
 
 
 def cut_at_breaks(text: str, special: re.Pattern[str]) -> list[str]:
-    """The pieces of `text` that are tokenised one by one: it is cut at breaks within what would be a special token."""
+    """Splits `text` at breaks inside special tokens. The pieces are tokenised one by one."""
     pieces = text.split(BREAK)
     whole = "".join(pieces)
     inside = {place for found in special.finditer(whole) for place in range(found.start() + 1, found.end())}

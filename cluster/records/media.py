@@ -38,7 +38,7 @@ class ProcessedMedia:
 
 @dataclass(frozen=True)
 class MediaSpan:
-    """Position of one medium in expanded ids: the half-open interval [start, end) of its expansion.
+    """Position of one expanded medium in expanded ids: the half-open interval [start, end).
 
     In some families it contains other tokens, too; only tokens with the placeholder id are replaced by embeddings.
     """
@@ -102,7 +102,7 @@ class MediaStore:
             return self._handles.get(key)
 
     def keep(self, handle: MediaHandle) -> MediaHandle:
-        """Stores a medium of another process. Returns the handle of its key, which may be an earlier handle."""
+        """Stores a medium of another process. Returns the handle of the key, which may be an earlier handle."""
         with self._lock:
             kept = self._handles.get(handle.key) or self._add(handle)
             self._handles.move_to_end(handle.key)

@@ -28,7 +28,7 @@ class SampledSequence:
     """One sampled response, or a part of it; `weight_spans` count from its first step.
 
     A step of a text model is a token, including a sampled EOS. `images` are the images of a visual model at the end,
-    as in `Response`. In an episode the steps are those of `turns`, without the tokens between them.
+    as in `Response`. In an episode the steps belong to `turns`; tokens between turns are left out.
     """
 
     actions: Actions  # T steps
@@ -92,7 +92,7 @@ NOTHING = SampledSequence(TokenActions(np.empty(0, dtype=np.int32)), np.empty(0,
 class TokenChunk:
     """The steps of one sibling since its last chunk."""
 
-    request_id: str  # of the attempt that sampled it
+    request_id: str  # id of the attempt that sampled the chunk
     sibling: int
     start: int  # number of earlier tokens of the sibling
     tokens: SampledSequence

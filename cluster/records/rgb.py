@@ -1,4 +1,4 @@
-"""Converts any decoded image to RGB, identically for the policy, a reward model and a judge."""
+"""Converts any decoded image to RGB, in the same way for policy, reward models and judges."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def upright_size(image: Image.Image) -> tuple[int, int]:
     PNG file with metadata after its pixels.
 
     Raises:
-        Exception: of nearly any type: the metadata are damaged.
+        Exception: the metadata are damaged. Nearly any type is possible.
     """
     width, height = image.size
-    tags = getattr(image, "tag_v2", {})  # of a TIFF file, whose size Pillow has exchanged by this tag
+    tags = getattr(image, "tag_v2", {})  # TIFF: Pillow has already swapped the size by this tag
     if tags.get(Base.Orientation) in ON_ITS_SIDE:
         return width, height
     if isinstance(image, PngImageFile) and "exif" not in image.info:

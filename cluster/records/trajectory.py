@@ -1,7 +1,7 @@
 """The records that roles exchange: Prompt, Trajectory, TrajectoryGroup, Response, Reward, WeightSpan.
 
-All arrays of the RL formulas have the axis T: the decision steps of one trajectory (generated tokens, or denoising
-steps). The policy's actions in these steps are opaque here (`actions`).
+All arrays for training have the axis T: the decision steps of one trajectory (generated tokens, or denoising steps).
+The policy's actions in these steps are opaque here (`actions`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from mobula.cluster.records.actions import Actions, Column, packed, unpacked
 from mobula.cluster.records.media import MediaHandle, MediaSpan
 
-MAX_CHARACTERS_BY_VALUE = 16_384  # of a group's responses; more are fetched by their readers
+MAX_CHARACTERS_BY_VALUE = 16_384  # of a group's responses; larger responses are fetched by their readers
 NO_IDS = np.empty(0, dtype=np.int32)
 
 
@@ -24,7 +24,7 @@ NO_IDS = np.empty(0, dtype=np.int32)
 class Prompt:
     """One prompt, processed once and shared by its siblings and all roles.
 
-    It has two token sequences: `compact_ids` with one placeholder per medium (for engines, which expand it) and
+    There are two token sequences: `compact_ids` with one placeholder per medium (engines expand it) and
     `expanded_ids` with one placeholder per vision embedding (for policies). `media[i]` fills `media_spans[i]`.
     """
 
@@ -43,7 +43,7 @@ class Prompt:
         return int(self.expanded_ids.shape[0])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles as plain values, which is fast: prompts are sent more often than any other record."""
+        """Pickles as plain values for speed: prompts are sent more often than any other record."""
         ids = [np.asarray(ids, dtype=np.int32).tobytes() for ids in (self.compact_ids, self.expanded_ids)]
         media = [(h.key, h.modality, h.num_bytes, h.reference, h.source) for h in self.media]
         spans = [(span.start, span.end) for span in self.media_spans]
@@ -70,21 +70,21 @@ def _prompt(
 
 
 class FinishReason(StrEnum):
-    """Why a trajectory ended. Only STOP guarantees a sampled EOS token at the end; STOP_STRING ends with the token that
-    completed a text of `sampler.stop_strings`.
+    """Why a trajectory ended. Only STOP guarantees a sampled EOS token at the end. The last token of STOP_STRING
+    completes one of `sampler.stop_strings`.
     """
 
     STOP = "stop"
     STOP_STRING = "stop_string"
     LENGTH = "length"
     ABORT = "abort"
-    TERMINATED = "terminated"  # an episode came to its end
-    TRUNCATED = "truncated"  # an episode was cut by its environment, or by a limit of turns, tokens or images
+    TERMINATED = "terminated"  # the episode ended
+    TRUNCATED = "truncated"  # the episode was cut by its environment, or by a limit of turns, tokens or images
 
 
 @dataclass(frozen=True)
 class WeightSpan:
-    """Steps [start, end) were sampled by weights of `version`."""
+    """Steps [start, end) were sampled with the weights of `version`."""
 
     version: int
     start: int
@@ -110,9 +110,9 @@ class EpisodeTurn:
 class Response:
     """The input of a reward function: the response alone, without prompt and special tokens.
 
-    `images` are the images of a visual generative policy, each an encoded file (PNG, JPEG); of a video, its frames in
-    order. In an episode `text` and `num_tokens` count the policy's turns alone, which are listed in `turns`. `failure`
-    has the kind and the message of the failure of an episode that cannot be scored.
+    `images` are encoded files (PNG, JPEG) sampled by a visual generative policy; for a video, the frames in order. In
+    an episode, `text` and `num_tokens` cover only the policy's turns, which `turns` lists. If an episode cannot be
+    scored, `failure` has the kind and the message of its failure.
     """
 
     text: str
@@ -123,7 +123,7 @@ class Response:
     failure: str = ""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles by position, which is fast: hundreds of responses are sent at a time."""
+        """Pickles by position for speed: hundreds of responses are sent at a time."""
         return Response, (self.text, self.num_tokens, self.is_truncated, self.images, self.turns, self.failure)
 
 
@@ -149,7 +149,7 @@ class Answers:
         return tuple(f"{self.prompt.prompt_id}#{sibling}" for sibling in self.siblings)
 
     def lean(self, *, with_media: bool) -> Answers:
-        """Returns the answers without the prompt's tokens, which reward functions do not need; media are optional."""
+        """Returns the answers without prompt tokens, unused by reward functions. `with_media` keeps the media."""
         media = self.prompt.media if with_media else ()
         prompt = replace(self.prompt, compact_ids=NO_IDS, expanded_ids=NO_IDS, media=media, media_spans=())
         return replace(self, prompt=prompt)
@@ -326,9 +326,9 @@ class GroupSummary:
     num_truncated: int
     tokens_by_version: Mapping[int, int]
     media_keys: tuple[str, ...]
-    num_media_bytes: int  # of its media, each counted once per group
+    num_media_bytes: int  # of the prompt's media, each counted once per group
     num_bytes: int  # of the group with media of later turns, without media of its prompt
-    failures: Mapping[str, int] = field(default_factory=dict)  # failed episodes by kind, with those of earlier tries
+    failures: Mapping[str, int] = field(default_factory=dict)  # failed episodes by kind, including earlier attempts
 
     @property
     def oldest_version(self) -> int:
@@ -336,7 +336,7 @@ class GroupSummary:
 
 
 GroupReport = tuple[GroupSummary, tuple[Response, ...] | None]
-"""Returned by an actor with a group: its summary, and its responses if they are small."""
+"""Report of an actor on a group: the summary, and the responses if they are small."""
 
 
 class Generated(NamedTuple):
@@ -362,7 +362,7 @@ class Generated(NamedTuple):
 
 @dataclass(frozen=True)
 class ScoredGroup:
-    """A finished group for the learner: a reference to its arrays, and its rewards.
+    """A finished group for the learner: reference to the arrays, and rewards.
 
     `cluster.runtime.object_store.fetch` resolves `group` to a `TrajectoryGroup` (it is an object ref, or the value in
     one process) and `reference_logprobs`, once scored, to one float32 [T] array per trajectory. `rewards[i]` belongs to

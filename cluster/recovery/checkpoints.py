@@ -32,7 +32,7 @@ _logger = logging.getLogger(__name__)
 _STEP = re.compile(r"step-(\d+)")
 _LEFTOVER = re.compile(r"\.(tmp|old)-.+")
 FINISHED = "the trained policy"
-# Writers in Rust and C++ raise other types than OSError.
+# Text of errors for a full disk: writers in Rust and C++ do not raise OSError.
 _FULL_DISK = ("No space left on device", "Disk quota exceeded", "enforce fail at inline_container")
 _MANIFEST, _STATE, _LEARNER = "manifest.json", "state.json", "learner"
 
@@ -54,7 +54,7 @@ class Durable(Protocol):
 
 
 class Resumable(Protocol):
-    """A part of the driver whose state is kept in checkpoints."""
+    """A part of the driver with state in checkpoints."""
 
     def state(self) -> dict[str, Any]:
         """Returns the state for a checkpoint, as JSON."""
@@ -181,7 +181,7 @@ class Checkpoints:
             await self.maybe_save(reached)  # the run may have been killed before this checkpoint
         elif reached == self._schedule.total_steps:
             with self._disk_explained(FINISHED):
-                await self._finish()  # the export leaves no record of its progress, so it is repeated
+                await self._finish()  # repeated: the export records no progress
         return reached
 
     @asynccontextmanager
@@ -197,14 +197,14 @@ class Checkpoints:
                 await self._finish_write()
             finally:
                 self._tasks = None
-                if self._running is not None:  # also after an error of the body: the state was copied before it
+                if self._running is not None:  # also after an error of the body: the copy was taken before the error
                     await asyncio.wait({self._running})
 
     async def maybe_save(self, version: int) -> None:
         """Saves `version` if a checkpoint is due; after the last version, calls `finish`.
 
-        Inside `writing` it returns once the state is copied; one checkpoint is written at a time. It waits for the last
-        checkpoint. A copy that was lost with a learner rank is replaced by a checkpoint of the next step.
+        Inside `writing` it returns once the state is copied; one checkpoint is written at a time. For the last version
+        it returns once the checkpoint is written. If a copy is lost with a learner rank, the next step is saved.
         """
         is_last = version == self._schedule.total_steps
         await self._finish_write(is_waiting=is_last or self._schedule.is_due(version))
@@ -219,7 +219,7 @@ class Checkpoints:
                 await self._finish()
 
     async def ensure_saved(self, version: int) -> None:
-        """Saves `version` for a run that stops, unless it has its checkpoint.
+        """Saves `version` before a stop, unless its checkpoint exists.
 
         Raises:
             CheckpointError: the checkpoint could not be written; earlier checkpoints are untouched.
@@ -242,13 +242,13 @@ class Checkpoints:
                 return path
 
     async def _finish_write(self, *, is_waiting: bool = True) -> None:
-        """Takes the outcome of the checkpoint in progress; with `is_waiting`, waits for it."""
+        """Takes the outcome of the checkpoint in progress, if it is done. `is_waiting`: waits until it is done."""
         if self._running is not None and (is_waiting or self._running.done()):
             self._is_overdue = await self._running is None
             self._running = None
 
     async def _copy(self, version: int) -> tuple[Path, Mapping[str, Any]]:
-        """Returns the draft folder, to which the learner writes its copy, and a copy of the driver's state."""
+        """Returns the draft folder, to which the learner writes, and a copy of the driver's state."""
         state = {
             "version": version,
             "identity": self._identity,
@@ -270,7 +270,7 @@ class Checkpoints:
                 return None
             path = await asyncio.to_thread(self._complete, draft, version, state)
         self._is_overdue, self._newest = False, version
-        # After the rename: the journal may forget only what a complete checkpoint holds.
+        # After the rename: the journal may drop only steps that a complete checkpoint contains.
         await self._recovery.saved(version)
         _logger.info("checkpoint of step %d: %s", version, path)
         return path
@@ -293,7 +293,7 @@ class Checkpoints:
 
     @contextmanager
     def _explained(self, draft: Path, version: int) -> Iterator[None]:
-        """Removes the draft of a checkpoint that cannot be completed (it may have filled the disk) and explains why."""
+        """Removes the draft of a failed checkpoint, which may have filled the disk. Raises an error with the reason."""
         try:
             yield
         except Exception as error:
@@ -323,7 +323,7 @@ class Checkpoints:
         _write_manifest(draft)
         path = self._folder / f"step-{version:06d}"
         if path.exists():
-            _remove(path)  # damaged: a complete one would have been resumed
+            _remove(path)  # damaged: a complete checkpoint would have been resumed
         os.rename(draft, path)
         _sync(self._folder)
         self._prune()

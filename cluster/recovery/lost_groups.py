@@ -1,8 +1,8 @@
-"""Regeneration of finished groups that were lost with their node, from the journal or by sampling again.
+"""Regenerates finished groups that were lost with their node, from the journal or by sampling again.
 
-A finished group is stored on the node of its rollout actor alone until the journal has fetched it. A missing group of a
+Until the journal has fetched a finished group, only the node of its rollout actor stores it. A missing group of a
 new step is taken from the journal, or sampled and scored again if the journal does not have it. The groups of a trained
-step come from the journal only: other groups would give other weights.
+step come from the journal only: new samples would give other weights.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class GroupRegenerator:
 
     async def regenerate(self, groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
         """Returns the groups of a step that is not trained yet, in order. Regenerated groups, and groups that lost only
-        their reference log-probs, have none of the latter.
+        their reference log-probs, have no reference log-probs.
 
         Raises:
             RolloutError, RewardError: a prompt could not be sampled or scored again.

@@ -1,8 +1,8 @@
 """RestartableLearner: a learner group that is restarted from its newest checkpoint when a rank is lost.
 
 The other ranks cannot continue without the state of the lost rank. So all ranks are restarted, load the newest complete
-checkpoint and repeat the later steps with the same groups. An update is a function of state and groups, so the weights
-are as before. Then the call that failed is repeated.
+checkpoint and repeat the later steps with the same groups. An update is a function of state and groups, so this gives
+the same weights. Then the failed call is repeated.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ class Ranks(Learner, Sender, Durable, MovableLearner, Protocol):
 
 
 class RestartableLearner:
-    """Implements `Ranks` around `ranks`, and restarts them when one is dead or does not answer.
+    """Implements `Ranks` around `ranks`, and restarts all of them when one is dead or does not answer.
 
-    Every call is repeated until it is answered; each loss costs one restart of the budget. All calls in progress fail
-    and are repeated when a rank is lost, including a call whose answer has just arrived: its effect may be lost with
-    the ranks. Transfer groups do not survive: a push in progress raises a WeightSyncError and is repeated in a group of
-    a new epoch. A loss before the first checkpoint ends the run.
+    Every call is repeated until it is answered; each loss costs one restart of the budget. When a rank is lost, all
+    calls in progress fail and are repeated. This includes a call whose answer has just arrived: its effect may be lost
+    with the ranks. Transfer groups are lost too: a push in progress raises a WeightSyncError and is repeated in a new
+    epoch. A loss before the first checkpoint ends the run.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class RestartableLearner:
         self._lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._trained: list[tuple[int, Sequence[ScoredGroup]]] = []  # (version made, groups), since a checkpoint
         self._generation = 0  # of ranks
-        self._saved_by = 0  # the generation that holds the last copy
+        self._saved_by = 0  # generation of the ranks with the last copy
         self._opened: set[int] = set()  # transfer epochs of the current ranks
         self._recall: Recall | None = None
         self.num_steps_repeated = 0
@@ -104,7 +104,7 @@ class RestartableLearner:
         return self._generation
 
     def lose(self, error: Exception) -> None:
-        """Reports that a rank is dead or does not answer: calls in progress fail now instead of at their deadline."""
+        """Reports that a rank is dead or does not answer. Calls in progress fail now, before their deadline."""
         if not self._restarting.locked():  # starting ranks do not answer yet
             self._break_off(error)
 
@@ -128,7 +128,7 @@ class RestartableLearner:
         await self._outliving(lambda: self._ranks.save(folder))
         self._saved_by = self._generation
         newest = await asyncio.to_thread(self._newest)
-        if newest is not None:  # its steps need not be repeated; this save is not complete yet
+        if newest is not None:  # steps up to it need not be repeated; the current save is not complete yet
             self._trained = [(version, groups) for version, groups in self._trained if version > newest[0]]
 
     async def finish_save(self) -> bool:
@@ -272,7 +272,7 @@ class RestartableLearner:
         )
 
     async def _repeat(self, groups: Sequence[ScoredGroup]) -> Sequence[ScoredGroup]:
-        """Repeats a step. Returns its groups, some of which may have been read from the journal."""
+        """Repeats a step. Returns the groups of the step; lost groups are read from the journal."""
         try:
             await self._ranks.update(groups)
         except LostObjectError:

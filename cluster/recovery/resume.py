@@ -68,7 +68,7 @@ class JournalRecovery:
         restored. Returns the version reached.
 
         Raises:
-            JournalError: a step cannot be repeated: its data have changed, or the checkpoint already contains it.
+            JournalError: a step cannot be repeated: the data have changed, or the checkpoint already contains it.
         """
         recovered = await asyncio.to_thread(self._journal.recover, version)
         # In this order: the dispatcher needs the version that the learner reached, the buffer needs both.
@@ -145,7 +145,7 @@ class NoRecovery:
     """
 
     def __init__(self, folder: Path) -> None:
-        """`folder` is the journal's folder, which may not exist."""
+        """`folder` is the journal's folder. It may be missing."""
         self._folder = folder
 
     async def begin(self) -> None:

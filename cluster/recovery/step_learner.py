@@ -27,7 +27,7 @@ Regenerate = Callable[[Sequence[ScoredGroup]], Awaitable[Sequence[ScoredGroup]]]
 
 
 class StepLearner:
-    """Implements `mobula.cluster.roles.Learner` and `Durable` around `learner`, which restarts its ranks itself.
+    """Implements `mobula.cluster.roles.Learner` and `Durable` around `learner`, which restarts lost ranks.
 
     The journal is written during the update, before the new version is returned, so no token is sampled with a version
     that the journal of a killed run lacks. The log is written after the update on a separate thread; with more than
@@ -102,7 +102,7 @@ class StepLearner:
         return report
 
     async def save(self, folder: Path) -> None:
-        # A run that resumes from this checkpoint does not train the earlier steps again, so none could be logged later.
+        # A run that resumes from this checkpoint does not repeat the earlier steps, so it could not log them.
         await self._flush(0)
         await self._learner.save(folder)
 

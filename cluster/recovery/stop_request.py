@@ -34,7 +34,7 @@ class StopRequest:
         self._wait: asyncio.Timeout | None = None  # while the loop runs a body that may be cancelled
 
     def request(self) -> bool:
-        """Asks the run to stop. Returns False if the caller has to cancel it: no loop runs, or it was asked before."""
+        """Asks the run to stop. Returns False if no loop runs or at a second request: the caller has to cancel it."""
         if self._deadline is None:
             return False
         if self._is_requested:
@@ -65,7 +65,7 @@ class StopRequest:
                 self._deadline = deadline
                 yield
         except TimeoutError as error:
-            # A TimeoutError of the body itself is not ours.
+            # Do not handle a TimeoutError that the body raised.
             if not deadline.expired():
                 raise
             _logger.warning(

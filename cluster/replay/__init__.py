@@ -1,1 +1,1 @@
-"""Finished groups and the record of them: replay buffer, journal and trajectory log."""
+"""Storage of finished groups: replay buffer, journal and trajectory log."""

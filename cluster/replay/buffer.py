@@ -1,6 +1,6 @@
-"""ReplayBuffer: finished groups wait here, first in, first out, until a step takes them under a lease.
+"""ReplayBuffer: a FIFO queue of finished groups, from which training steps lease groups.
 
-It lives in the driver's process, which owns the groups: it holds references, and the bytes stay in the object store.
+The buffer runs in the driver process, which owns the groups. It holds references; the bytes stay in the object store.
 """
 
 from __future__ import annotations
@@ -30,18 +30,17 @@ DUPLICATE = "duplicate"
 class _Entry:
     group: ScoredGroup
     since_s: float
-    written: asyncio.Task[None]  # done once the journal has it on disk
+    written: asyncio.Task[None]  # done once the group is on disk in the journal
 
 
 class ReplayBuffer:
-    """The replay buffer: finished groups wait here, first in, first out, until a step takes them.
+    """A FIFO queue of finished groups, from which training steps lease groups.
 
-    Delivery is at least once, training at most once: a group id that was ever put is never ready a second time.
+    Delivery is at least once, training at most once: a group id can be put only once.
 
-    A finished group is reserved, which takes room of the byte budget and starts its record in the journal, and is put
-    once its step is known. `take` leases: a group comes back with `abort` or is forgotten with `release`; `commit`
-    returns once what is trained, and the groups it was trained on, are on disk. `clock` gives seconds that never run
-    backwards.
+    `reserve` charges a finished group to the byte budget and starts its journal record. `put` makes the group ready
+    once its step is known. `take` leases groups; `abort` returns them to the queue, `release` removes them. `commit`
+    returns once the step and its groups are on disk. `clock` is monotonic, in seconds.
     """
 
     def __init__(
@@ -56,10 +55,10 @@ class ReplayBuffer:
         clock: Callable[[], float] = time.monotonic,
         tracer: RunTracer = UNTRACED,
     ) -> None:
-        """Groups wait for room while more than `max_bytes` are held and `min_ready` groups, one step, are ready.
+        """Groups wait for room while more than `max_bytes` are held and `min_ready` groups (one step) are ready.
 
-        Seconds: `room_s` bounds that wait, `take_s` the wait of `take` for groups, `close_s` the wait of `close` for
-        the journal; None does not bound it.
+        Timeouts in seconds: `room_s` of that wait, `take_s` of the wait of `take` for groups, `close_s` of the wait of
+        `close` for the journal; None waits without limit.
         """
         self._journal = journal or NoJournal()
         self._max_bytes = max_bytes
@@ -69,25 +68,25 @@ class ReplayBuffer:
         self._close_s = close_s
         self._clock = clock
         self._tracer = tracer
-        self._held: dict[str, _Entry] = {}  # by group, oldest first; each is reserved, ready or leased
+        self._held: dict[str, _Entry] = {}  # by group id, oldest first; reserved, ready or leased
         self._reserved: set[str] = set()
         self._ready: dict[str, None] = {}  # in order
         self._leased: set[str] = set()
         self._seen: set[str] = set()
         self._num_rejected: Counter[str] = Counter()
-        self._num_bytes = 0  # of all groups that are held
+        self._num_bytes = 0  # of all held groups
         self._waiting: set[str] = set()  # for room
         self._num_oversized = 0
         self._changed = asyncio.Event()
 
     async def reserve(self, group: ScoredGroup) -> None:
-        """Hold a finished group whose step is not known yet; returns once there is room for it.
+        """Holds a finished group whose step is not known yet. Waits for room in the byte budget.
 
-        It does not wait for room while less than a step is ready: the learner could never make any. A group that is
-        larger than the whole budget is let in like any other, and counted. One that was seen before is a duplicate.
+        Does not wait while less than a step is ready: the learner could not free any room. A group larger than the
+        whole budget is accepted and counted. A group id that was seen before is a duplicate.
 
         Raises:
-            DeadlineError: there was no room within `room_s`.
+            DeadlineError: no room within `room_s`.
         """
         group_id = group.summary.group_id
         if group_id in self._seen or group_id in self._waiting:
@@ -103,19 +102,20 @@ class ReplayBuffer:
         self._num_bytes += group.summary.num_bytes
 
     async def put(self, groups: Sequence[ScoredGroup]) -> None:
-        """Make `groups` ready in this order, behind those that are; one that was not reserved yet is reserved first."""
+        """Appends `groups` to the ready groups, in this order. Reserves groups that are not reserved yet."""
         for group in groups:
             group_id = group.summary.group_id
             if group_id not in self._reserved:
                 await self.reserve(group)
-            if group_id in self._reserved:  # else it is a duplicate
+            if group_id in self._reserved:  # else the group is a duplicate
                 self._reserved.remove(group_id)
                 self._ready[group_id] = None
                 self._changed.set()
 
     async def reject(self, group_id: str, reason: str) -> None:
-        """Count a finished group that will not be trained on, and forget it if it is reserved; should it be put after
-        all, it is a duplicate."""
+        """Counts a finished group as rejected and removes it if it is reserved. A later `put` of the group is a
+        duplicate.
+        """
         self._tracer.finish(group_id, outcome=reason)
         self._seen.add(group_id)
         if group_id in self._reserved:
@@ -125,15 +125,15 @@ class ReplayBuffer:
         await self._journal.rejected(group_id, reason)
 
     async def take(self, num_groups: int) -> list[ScoredGroup]:
-        """Wait until `num_groups` groups are ready and lease the oldest ones.
+        """Waits until `num_groups` groups are ready and leases the oldest.
 
-        A take that waits for a producer that died is cancelled by the caller that runs both; it then holds no lease.
+        The caller cancels the take if the producer dies. A cancelled take holds no lease.
 
         Raises:
-            DeadlineError: there were not so many within `take_s`.
+            DeadlineError: fewer groups were ready within `take_s`.
         """
         try:
-            # Leases are taken after the wait, in one go: a cancelled take holds none.
+            # All leases are taken after the wait, without an await: a cancelled take holds none.
             async with asyncio.timeout(self._take_s):
                 await self._until(lambda: len(self._ready) >= num_groups)
         except TimeoutError as error:
@@ -150,50 +150,53 @@ class ReplayBuffer:
         return [self._held[group_id].group for group_id in taken]
 
     async def commit(self, version: int, groups: Sequence[ScoredGroup]) -> None:
-        """Write down that these leased groups, in this order, make `version`: from then on a kill cannot undo it.
+        """Records in the journal that these leased groups make `version`, in order. The step then survives a kill.
 
         Raises:
-            JournalError: this, or one of the groups before it, could not be written.
-            LostObjectError: one of them went with its node before that.
+            JournalError: the step or one of its groups could not be written.
+            LostObjectError: a group was lost with its node before it was written.
         """
         leased = [self._leased_group(group.summary.group_id) for group in groups]
         for held in leased:
             if held.written.done() and isinstance(held.written.exception(), LostObjectError):
-                held.written = self._write_down(held.group)  # it may be there again: the learner has fetched it
+                held.written = self._write_down(
+                    held.group
+                )  # retry: the learner has fetched the group, so it may be available
         await asyncio.gather(*(held.written for held in leased))
         await self._journal.trained(version, groups)
 
     async def release(self, groups: Sequence[ScoredGroup]) -> None:
-        """The step that took these groups is done: forget them, and with them their bytes."""
+        """Removes the groups of a completed step and frees their bytes."""
         for group in groups:
             self._end_lease(group.summary.group_id)
             self._forget(group.summary.group_id)
             self._tracer.finish(group.summary.group_id, outcome=Stage.TRAINED.value)
 
     async def abort(self, groups: Sequence[ScoredGroup]) -> None:
-        """The step that took these groups failed: they are the first to be taken again, in the order given."""
+        """Returns the groups of a failed step to the front of the queue, in the given order."""
         for group in groups:
             self._end_lease(group.summary.group_id)
         self._ready = {**dict.fromkeys(group.summary.group_id for group in groups), **self._ready}
         self._changed.set()
 
     async def resume(self, version: int, group_ids: Sequence[str]) -> None:
-        """Write down that the run goes on from `version` with these finished groups, before any other call."""
+        """Records that the run resumes from `version` with these finished groups. Must be the first call."""
         await self._journal.resumed(version, group_ids)
 
     async def forget(self, version: int) -> None:
-        """A checkpoint holds `version`: the journal need not."""
+        """Removes journal records that the checkpoint of `version` covers."""
         await self._journal.forget(version)
 
     async def recall(self, group_ids: Sequence[str]) -> dict[str, RecordedGroup]:
-        """The records of these groups in the journal, in whichever state they are, once its pending writes have been
-        tried."""
+        """Returns the journal records of these groups, in any state. First waits for pending writes, successful or
+        not.
+        """
         under_way = [self._held[group_id].written for group_id in group_ids if group_id in self._held]
         await asyncio.gather(*under_way, return_exceptions=True)
         return await self._journal.read(group_ids)
 
     async def exchange(self, group: ScoredGroup) -> None:
-        """Hold this group from now on, instead of the one of its id that is lost."""
+        """Replaces the lost group with the same id."""
         held = self._held.get(group.summary.group_id)
         if held is not None:
             self._num_bytes += group.summary.num_bytes - held.group.summary.num_bytes
@@ -213,18 +216,18 @@ class ReplayBuffer:
         )
 
     async def close(self) -> None:
-        """Drop every reference; what is being written to the journal is completed first."""
+        """Waits for writes to the journal in progress, then drops every reference."""
         writing = [held.written for held in self._held.values()]
         if writing:
             await asyncio.wait(writing, timeout=self._close_s)
         self._held.clear()
         try:
             await self._journal.close()
-        except (JournalError, OSError):  # the run is over: its result or its error matters more
+        except (JournalError, OSError):  # the run is over: do not mask its result or error
             _logger.warning("the journal was not closed: groups that were not trained may be missing", exc_info=True)
 
     def _write_down(self, group: ScoredGroup) -> asyncio.Task[None]:
-        """In the background; the journal does not write a group again that it has."""
+        """Writes a group to the journal in the background. The journal skips groups that it already has."""
         writing = asyncio.ensure_future(self._journal.finished(group))
         writing.add_done_callback(_retrieve)
         return writing
@@ -280,6 +283,6 @@ class ReplayBuffer:
 
 
 def _retrieve(writing: asyncio.Task[None]) -> None:
-    """`commit` raises the error of a group that is trained; that of any other group matters to no caller."""
+    """Discards the error of a write: `commit` raises errors of trained groups, other errors affect no caller."""
     if not writing.cancelled():
         writing.exception()

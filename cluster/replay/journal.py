@@ -1,12 +1,12 @@
-"""Journal: what a run must not forget between two checkpoints, append-only on disk.
+"""Journal: append-only record on disk of the groups and steps since the last checkpoint.
 
     journal/000000.arrows, 000001.arrows, ...     segments, see `mobula.cluster.replay.journal_segments`
 
-It says which groups are finished, which of them were trained in which step, which were rejected, and from which version
-the run went on after a kill. A step is replayed from it: the groups are there, images excepted, which are made again
-from the data. What a checkpoint holds is forgotten segment by segment, the oldest first.
+The journal records finished groups, the groups of each trained step, rejected groups, and the version from which the
+run resumed after a kill. Steps are replayed from the journal. It holds the groups without images, which are rebuilt
+from the data. Segments that a checkpoint covers are removed, oldest first.
 
-One process writes; another may read only before that one's first append.
+One process writes. Other processes may read only before its first append.
 """
 
 from __future__ import annotations
@@ -40,12 +40,13 @@ _logger = logging.getLogger(__name__)
 
 SEGMENT_BYTES = 16 * 2**20
 _NO_ROWS = record_batch([])
-_NOT_IDENTITY = {"tokens_per_microbatch", "max_concurrent_groups"}  # they change speed and rounding alone
+_NOT_IDENTITY = {"tokens_per_microbatch", "max_concurrent_groups"}  # they change only speed and rounding
 
 
 def journal_identity(config: RunConfig) -> dict[str, Any]:
-    """The settings that recorded groups and updates depend on, as JSON: a journal with another identity is not
-    continued."""
+    """Returns the settings on which recorded groups and updates depend, as JSON. A journal with another identity is
+    not continued.
+    """
     return {
         **run_identity(config),
         "num_steps": config.num_steps,
@@ -58,17 +59,17 @@ def journal_identity(config: RunConfig) -> dict[str, Any]:
 
 
 def finished(group: TrajectoryGroup, rewards: Sequence[Reward | None]) -> JournalRecord:
-    """The group was accepted: it will be trained on."""
+    """Builds the record of an accepted group, which will be trained."""
     return JournalRecord(RecordKind.FINISHED, {"group_id": group.group_id}, to_batch(group, rewards))
 
 
 def rejected(group_id: str, reason: str) -> JournalRecord:
-    """The group will not be trained on."""
+    """Builds the record of a group that will not be trained."""
     return JournalRecord(RecordKind.REJECTED, {"group_id": group_id, "reason": reason}, _NO_ROWS)
 
 
 def trained(version: int, group_ids: Sequence[str], logprobs: Sequence[Sequence[np.ndarray] | None]) -> JournalRecord:
-    """These groups, in this order, make `version`; `logprobs` are each group's reference log-probs, if any."""
+    """Records that these groups, in this order, make `version`; `logprobs`: reference log-probs per group, or None."""
     rows = [
         {"group_id": group_id, "reference_logprobs": of_trajectory}
         for group_id, of_group in zip(group_ids, logprobs, strict=True)
@@ -79,7 +80,7 @@ def trained(version: int, group_ids: Sequence[str], logprobs: Sequence[Sequence[
 
 
 def resumed(version: int, group_ids: Sequence[str]) -> JournalRecord:
-    """The run goes on from `version` with these finished groups; later steps and other untrained groups are void."""
+    """Records a resume from `version` with these finished groups. Voids later steps and other untrained groups."""
     return JournalRecord(RecordKind.RESUMED, {"version": version, "group_ids": list(group_ids)}, _NO_ROWS)
 
 
@@ -96,18 +97,18 @@ class FinishedGroup:
 
 @dataclass(frozen=True)
 class TrainedStep:
-    """The groups that made a version, in the order in which they were trained."""
+    """The groups that made a version, in training order."""
 
     version: int
     groups: tuple[FinishedGroup, ...]
-    rows: pa.RecordBatch  # of the reference log-probs
+    rows: pa.RecordBatch  # reference log-probs
 
     @property
     def group_ids(self) -> tuple[str, ...]:
         return tuple(group.group_id for group in self.groups)
 
     def read(self) -> list[RecordedGroup]:
-        """With the reference log-probs that were trained with."""
+        """Returns the groups with the reference log-probs of their training."""
         groups = [group.read() for group in self.groups]
         if self.rows.num_rows == 0:
             return groups
@@ -123,30 +124,30 @@ class Recovered:
     """The content of a journal beyond the checkpoint of `version`. Groups are read on access."""
 
     version: int
-    steps: tuple[TrainedStep, ...] = ()  # that followed, without a gap
-    finished: tuple[FinishedGroup, ...] = ()  # not trained in these steps or before, in the order of their ends
+    steps: tuple[TrainedStep, ...] = ()  # after `version`, without a gap
+    finished: tuple[FinishedGroup, ...] = ()  # not trained in these steps or before, in order of completion
     rejected: tuple[str, ...] = ()
-    num_torn: int = 0  # segments whose end was lost
+    num_torn: int = 0  # segments with a damaged or incomplete end
 
     @property
     def reached(self) -> int:
-        """The version that the steps lead to."""
+        """The version after the last step."""
         return self.version + len(self.steps)
 
 
 class Journal:
-    """The journal of one run, in `folder`. Nothing is touched before it is first used."""
+    """The journal of one run in `folder`. Accesses the disk on first use."""
 
     def __init__(self, folder: Path, identity: Mapping[str, Any], *, segment_bytes: int = SEGMENT_BYTES) -> None:
-        """`identity` is `journal_identity(config)`; a segment that has `segment_bytes` is followed by a new one."""
+        """`identity` is `journal_identity(config)`. A new segment begins after `segment_bytes`."""
         self.folder = folder
-        self._identity = json.loads(json.dumps(identity))  # as it comes back from a file
+        self._identity = json.loads(json.dumps(identity))  # in the form read from a file
         self._segment_bytes = segment_bytes
         self._held: _Held | None = None
         self._writer: SegmentWriter | None = None
 
     def recover(self, version: int) -> Recovered:
-        """The content beyond the checkpoint of `version`, as far as it is complete and has this identity."""
+        """Returns the complete content with this identity after the checkpoint of `version`."""
         ledger = _Ledger()
         for segment in self._segments():
             self._tell_of_losses(segment)
@@ -154,17 +155,17 @@ class Journal:
         return ledger.beyond(version)
 
     def read(self, group_ids: Iterable[str]) -> dict[str, RecordedGroup]:
-        """Those of the groups that are on disk, with the reference log-probs of their training, if there was one."""
+        """Returns the groups found on disk. Trained groups have the reference log-probs of their training."""
         ledger = _Ledger()
         for segment in self._segments():
             ledger.add(segment, is_ours=self._is_ours(segment))
         return ledger.read(set(group_ids))
 
     def append(self, records: Sequence[JournalRecord]) -> None:
-        """Write records in order and wait until they are on disk. A group that is held already is not written again.
+        """Writes records in order and waits until they are on disk. Skips groups that are already on disk.
 
         Raises:
-            JournalError: the disk is full or gone; what was written before is untouched.
+            JournalError: the disk is full or gone; earlier records are intact.
         """
         try:
             held = self._opened()
@@ -176,15 +177,15 @@ class Journal:
         except OSError as error:
             if self._writer is not None:
                 self._writer.abandon()
-            # A write may have ended in the middle of a record.
-            self._writer = self._held = None  # what the files hold now is read again
+            # The write may have stopped in the middle of a record.
+            self._writer = self._held = None  # the next use reads the files again
             raise JournalError(
                 f"the journal below {self.folder} cannot be written: {error}; free the disk, then go on with "
                 "resume=auto, or set replay.journal=false"
             ) from error
 
     def forget(self, version: int) -> None:
-        """A checkpoint of `version` is complete: remove the oldest segments as far as it holds what they say."""
+        """Removes the oldest segments that the complete checkpoint of `version` covers."""
         held = self._opened()
         for number in held.done_with(version):
             if self._writer is not None and number == self._writer.number:
@@ -198,7 +199,7 @@ class Journal:
             self._writer = None
 
     def _opened(self) -> _Held:
-        """The content of the files, read once."""
+        """Returns the index of the files, read once."""
         if self._held is None:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._held = _Held()
@@ -221,7 +222,7 @@ class Journal:
         held.add(record)
 
     def _segments(self) -> Iterator[Segment]:
-        """The segments on disk, oldest first."""
+        """Yields the segments on disk, oldest first."""
         return (read_segment(self.folder, number) for number in segment_numbers(self.folder))
 
     def _is_ours(self, segment: Segment) -> bool:
@@ -239,7 +240,7 @@ class Journal:
 
 @dataclass
 class _Ledger:
-    """Records applied one after the other."""
+    """State of the journal after its records, applied in order."""
 
     finished: dict[str, pa.RecordBatch] = field(default_factory=dict)
     rejected: dict[str, None] = field(default_factory=dict)
@@ -257,7 +258,7 @@ class _Ledger:
             steps.append(self._step(made))
         settled = {group_id for made in self.steps if made <= version for group_id in _ids(self.steps[made])}
         settled.update(group_id for step in steps for group_id in step.group_ids)
-        settled.update(self.rejected)  # also after it had finished
+        settled.update(self.rejected)  # a finished group may be rejected later
         return Recovered(
             version=version,
             steps=tuple(steps),
@@ -286,11 +287,11 @@ class _Ledger:
                 self._void(record.body["version"], _ids(record))
 
     def _void(self, version: int, kept: Iterable[str]) -> None:
-        """Forget what did not come to be: the run went on from `version` with the groups `kept`."""
+        """Removes steps and groups voided by a resume from `version` with the groups `kept`."""
         self.steps = {made: step for made, step in self.steps.items() if made <= version}
         used = {*kept, *(group_id for step in self.steps.values() for group_id in _ids(step))}
         self.finished = {group_id: rows for group_id, rows in self.finished.items() if group_id in used}
-        self.num_torn = 0  # it was seen and reported then
+        self.num_torn = 0  # reported at that resume
 
     def _is_whole(self, step: JournalRecord) -> bool:
         return all(group_id in self.finished for group_id in _ids(step))
@@ -302,12 +303,12 @@ class _Ledger:
 
 
 class _Held:
-    """Which segment holds what, so that whole ones can be removed. Segments are opened in their numbers' order."""
+    """Maps groups and versions to segments, to find removable segments. Segments are opened in order of number."""
 
     def __init__(self) -> None:
-        self._segments: dict[int, set[str]] = {}  # number -> finished groups that stand there
-        self._versions: dict[str, int] = {}  # finished group -> version that it helped to make
-        self._marks: dict[int, int] = {}  # version -> segment in which it was made, or gone on from
+        self._segments: dict[int, set[str]] = {}  # number -> finished groups in the segment
+        self._versions: dict[str, int] = {}  # finished group -> version whose step trained it
+        self._marks: dict[int, int] = {}  # version -> segment of its training or resume record
 
     @property
     def newest(self) -> int:
@@ -317,7 +318,7 @@ class _Held:
         self._segments[number] = set()
 
     def knows(self, record: JournalRecord) -> bool:
-        """Whether it states a finished group that is held already."""
+        """Whether the record is of a finished group that is already on disk."""
         if record.kind is not RecordKind.FINISHED:
             return False
         return any(record.body["group_id"] in groups for groups in self._segments.values())
@@ -332,12 +333,12 @@ class _Held:
             case RecordKind.RESUMED:
                 self._void(record.body["version"], set(_ids(record)))
             case RecordKind.REJECTED:
-                pass  # it counts until a checkpoint after it: see `done_with`
+                pass  # needed until a later checkpoint: see `done_with`
 
     def done_with(self, version: int) -> list[int]:
-        """The oldest segments of which a checkpoint of `version` holds everything, oldest first.
+        """Returns the segments that a checkpoint of `version` covers, oldest first.
 
-        They end before the version was made, so what they say of rejected groups is in the checkpoint too.
+        They end before the step that made `version`, so the checkpoint covers their rejected groups too.
         """
         done: list[int] = []
         for number in sorted(self._segments):
@@ -362,7 +363,7 @@ class _Held:
 
 
 def _of_identity(records: Sequence[JournalRecord], *, is_ours: bool) -> Sequence[JournalRecord]:
-    """A run of other settings says nothing of its groups to this one, but that it went on voids what was before it."""
+    """Drops records of a run with other settings, except resumes, which void earlier records."""
     return records if is_ours else [record for record in records if record.kind is RecordKind.RESUMED]
 
 

@@ -1,8 +1,7 @@
-"""Segments: the files of a journal, each an Arrow IPC stream to which checked records are appended.
+"""Segments: the files of a journal. Each is an Arrow IPC stream of records with checksums.
 
-A record is one record batch with a kind, a small JSON body and a checksum in its metadata, so any Arrow reader can look
-into a segment. Nothing that is wrong in a file gets past `read_segment`: it gives the records before the first byte
-that is not what was written.
+A record is one record batch with a kind, a small JSON body and a checksum in its metadata, so any Arrow reader can read
+a segment. `read_segment` returns only the records before the first damaged byte.
 """
 
 from __future__ import annotations
@@ -21,24 +20,24 @@ import pyarrow as pa
 
 from mobula.cluster.records.arrow import SCHEMA
 
-_IDENTITY = b"identity"  # in the schema's metadata: what the run was, as JSON
+_IDENTITY = b"identity"  # key in the schema's metadata: the run's identity, as JSON
 _SUFFIX = ".arrows"
-_BUFFER_BYTES = 2**18  # of what is not synced yet: Arrow writes a record in a hundred pieces
-_END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"  # a segment that was closed ends in it
+_BUFFER_BYTES = 2**18  # of unsynced data: Arrow writes a record in a hundred pieces
+_END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"  # end of a closed segment
 
 
 class RecordKind(StrEnum):
     """Kinds of records."""
 
-    FINISHED = "finished"  # this group will be trained on; one row a trajectory
-    REJECTED = "rejected"  # this group will not
-    TRAINED = "trained"  # these groups make this version; rows hold the reference log-probs, if any
-    RESUMED = "resumed"  # the run went on from this version with these groups: what else was said is void
+    FINISHED = "finished"  # a group that will be trained; one row per trajectory
+    REJECTED = "rejected"  # a group that will not be trained
+    TRAINED = "trained"  # groups that make a version; rows hold the reference log-probs, if any
+    RESUMED = "resumed"  # version and groups from which the run resumed: voids all else recorded before
 
 
 @dataclass(frozen=True)
 class JournalRecord:
-    """One statement of a journal."""
+    """One record of a journal."""
 
     kind: RecordKind
     body: Mapping[str, Any]
@@ -56,7 +55,7 @@ class Segment:
 
 
 class SegmentWriter:
-    """Appends to one new file; what `sync` has returned from is on disk."""
+    """Appends records to one new file. `sync` returns once they are on disk."""
 
     def __init__(self, folder: Path, number: int, identity: Mapping[str, Any]) -> None:
         self.number = number
@@ -77,7 +76,7 @@ class SegmentWriter:
         self._writer.write_batch(record.rows, custom_metadata=metadata)
 
     def sync(self) -> None:
-        self._stream.flush()  # to the file, which has a buffer too
+        self._stream.flush()  # to the file, which has its own buffer
         self._file.flush()
         os.fsync(self._file.fileno())
 
@@ -87,8 +86,8 @@ class SegmentWriter:
         self._stream.close()
 
     def abandon(self) -> None:
-        """Leave the file as it is, after a write that failed: nothing more may follow what is half there."""
-        with suppress(OSError):  # the disk that refused the write may refuse the rest of it too
+        """Closes the file after a failed write. No record may follow an incomplete one."""
+        with suppress(OSError):  # closing writes buffered bytes, which may fail again
             self._stream.close()
 
 
@@ -97,12 +96,12 @@ def segment_path(folder: Path, number: int) -> Path:
 
 
 def segment_numbers(folder: Path) -> list[int]:
-    """Of the files that are there, oldest first."""
+    """Returns the numbers of the segments in `folder`, oldest first."""
     return sorted(int(path.stem) for path in folder.glob(f"*{_SUFFIX}"))
 
 
 def read_segment(folder: Path, number: int) -> Segment:
-    """Every record that is whole. Rows lie in the file's pages, mapped into memory: read when looked at."""
+    """Returns the intact records. Their rows are memory-mapped and read on access."""
     path = segment_path(folder, number)
     size = path.stat().st_size
     if size == 0:
@@ -135,7 +134,7 @@ def _records(reader: pa.RecordBatchStreamReader) -> Iterator[JournalRecord]:
 
 
 def _record(batch: pa.RecordBatch, metadata: Mapping[bytes, bytes]) -> JournalRecord:
-    """Raises: ValueError, KeyError, TypeError: it is not what was written."""
+    """Raises: ValueError, KeyError, TypeError: the record is damaged."""
     batch.validate(full=True)
     kind, body = metadata[b"kind"].decode(), metadata[b"body"].decode()
     if int(metadata[b"checksum"]) != _checksum(kind, body, batch):

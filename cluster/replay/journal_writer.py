@@ -1,4 +1,4 @@
-"""The journal as the replay buffer writes it: from the driver's event loop, in order, one sync for all that wait."""
+"""JournalWriter: writes the replay buffer's records to the journal on a thread, in order, with group commit."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from mobula.cluster.runtime.concurrency import DaemonThread
 from mobula.cluster.runtime.object_store import fetch_at_hand, fetch_or_miss
 
 T = TypeVar("T")
-WAIT_S = 0.05  # with what is not there yet: all that is written together waits for it
-MAX_TOGETHER = 32  # records, whose groups are in memory at one time
-MAX_LATE = 8  # groups that are waited for at one time
+WAIT_S = 0.05  # for groups that are not available yet: delays all records of one write
+MAX_TOGETHER = 32  # records in one write, whose groups are in memory together
+MAX_LATE = 8  # concurrent waits for unavailable groups
 
 
 class GroupJournal(Protocol):
-    """Log of the buffer's groups; every call returns once its records are on disk."""
+    """Log of the buffer's groups. Every call returns once its records are on disk."""
 
     async def finished(self, group: ScoredGroup) -> None: ...
 
@@ -35,18 +35,18 @@ class GroupJournal(Protocol):
     async def resumed(self, version: int, group_ids: Sequence[str]) -> None: ...
 
     async def forget(self, version: int) -> None:
-        """A checkpoint holds `version`."""
+        """Removes records that the checkpoint of `version` covers."""
         ...
 
     async def read(self, group_ids: Sequence[str]) -> dict[str, RecordedGroup]:
-        """Those of the groups that were written down."""
+        """Returns the records of the groups found in the journal."""
         ...
 
     async def close(self) -> None: ...
 
 
 class NoJournal:
-    """Nothing is written down."""
+    """Implements `GroupJournal` without writing anything."""
 
     async def finished(self, group: ScoredGroup) -> None: ...
 
@@ -66,7 +66,7 @@ class NoJournal:
 
 @dataclass(frozen=True)
 class _Draft:
-    """A record that `make` makes of the values of `references`."""
+    """A record to be built by `make` from the values of `references`."""
 
     make: Callable[..., JournalRecord]
     references: Sequence[Any] = ()
@@ -74,11 +74,11 @@ class _Draft:
 
 
 class JournalWriter:
-    """Writes a `Journal` on a thread of its own, so that the event loop never waits for a disk.
+    """Writes a `Journal` on its own thread, so that the event loop never waits for a disk.
 
-    Records that come in while that thread is busy share one fetch and one sync afterwards (group commit). What is not
-    there when they are fetched, as a group that went with its node, is waited for on other threads: it holds up nothing
-    else. A disk that does not answer in time is an error, and does not keep the process from ending.
+    Records that arrive while the thread is busy share the next fetch and sync (group commit). Other threads wait for
+    groups that are unavailable, such as groups lost with a node; these waits do not delay other records. A disk that
+    does not answer in time raises an error and does not block the exit of the process.
     """
 
     def __init__(
@@ -89,8 +89,8 @@ class JournalWriter:
         write_s: float | None = None,
         start_thread: Callable[[], Executor] | None = None,
     ) -> None:
-        """`timeout_s` bounds the fetch of one group, `write_s` each use of the disk (None: unbounded). `start_thread`
-        gives an executor that runs one job at a time.
+        """`timeout_s` bounds the fetch of one group, `write_s` each disk access (None: unbounded). `start_thread`
+        returns an executor that runs one job at a time.
         """
         self._journal = journal
         self._timeout_s = timeout_s
@@ -134,7 +134,7 @@ class JournalWriter:
             assert is_written, "a record that is made is written"
 
     async def _is_written(self, draft: _Draft) -> bool:
-        """Have it written with all that wait; False once it turns out that it cannot be made at once."""
+        """Writes a draft together with all waiting drafts. Returns False if its groups are not available now."""
         written: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._waiting.append((draft, written))
         if self._writing is None or self._writing.done():
@@ -142,9 +142,9 @@ class JournalWriter:
         return await written
 
     async def _write_waiting(self) -> None:
-        """Until no call waits: write what has come in by now, and answer the calls that still wait."""
+        """Writes the waiting drafts and wakes their callers, until no draft waits."""
         while self._waiting:
-            # Several groups in one write: the fsync costs the same for one and for many.
+            # Several groups in one write: an fsync costs the same for one group as for many.
             batch, self._waiting = self._waiting[:MAX_TOGETHER], self._waiting[MAX_TOGETHER:]
             try:
                 are_written = await self._on_thread(self._write, [draft for draft, _ in batch])
@@ -158,7 +158,7 @@ class JournalWriter:
                         written.set_result(is_written)
 
     def _write(self, drafts: Sequence[_Draft]) -> list[bool]:
-        """Runs on the writer's thread: writes the drafts whose groups are at hand, and returns which were written."""
+        """Writes the drafts whose groups are available, on the writer's thread; returns whether each was written."""
         fetched = fetch_at_hand([draft.references for draft in drafts], wait_s=WAIT_S)
         made = [_made(draft, values) for draft, values in zip(drafts, fetched, strict=True)]
         self._journal.append([record for record in made if record is not None])
@@ -171,7 +171,7 @@ class JournalWriter:
         deadline = asyncio.timeout(self._write_s)
         try:
             async with deadline:
-                # A disk that hangs keeps its thread; the run ends by this deadline instead.
+                # A hung disk blocks its thread; this deadline ends the run instead.
                 return await asyncio.wrap_future(self._thread.submit(work, *args))
         except TimeoutError as error:
             if not deadline.expired():
@@ -183,7 +183,7 @@ class JournalWriter:
 
 
 def _made(draft: _Draft, values: Sequence[Any] | None) -> JournalRecord | None:
-    """None if it cannot be made: alone it is tried again, and only its own caller gets the error."""
+    """Returns None if the record cannot be built. The draft is then retried alone; only its caller gets the error."""
     if values is None:
         return None
     try:

@@ -1,4 +1,4 @@
-"""LiveGroups: recorded groups made fit to be trained on again, with their prompts' images."""
+"""LiveGroups: restores recorded groups for training, with the images of their prompts."""
 
 from __future__ import annotations
 
@@ -14,20 +14,19 @@ from mobula.cluster.roles import Prompts
 
 
 class LiveGroups:
-    """Records hold no images of prompts: each prompt is made again from its id, and must be the one it was then."""
+    """Records hold no images, so each prompt is rebuilt from its id. The rebuilt prompt must equal the recorded one."""
 
     def __init__(self, prompts: Prompts, put: Callable[[Any], Any]) -> None:
-        """`put` stores a value for the other roles and returns the reference that `cluster.runtime.object_store.fetch`
-        resolves."""
+        """`put` stores a value and returns a reference for `mobula.cluster.runtime.object_store.fetch`."""
         self._prompts = prompts
         self._put = put
 
     def revive(self, recorded: RecordedGroup) -> ScoredGroup:
-        """The group as it was before it was written.
+        """Returns the group as it was before it was recorded.
 
         Raises:
-            SkippedSample: its row is unusable now, or gives another prompt (`ChangedDataError`).
-            DatasetError: its id is not at its place in the sequence.
+            SkippedSample: the row is unusable now, or gives another prompt (`ChangedDataError`).
+            DatasetError: the sequence has another id at the prompt's position.
         """
         group = recorded.group
         if not recorded.has_all_media:

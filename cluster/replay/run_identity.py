@@ -1,4 +1,4 @@
-"""The configuration keys that must not change between the parts of one run, and those whose change is named."""
+"""Configuration keys that must not change when a run is resumed, and keys whose change is reported."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from mobula.configs.schema.run import RunConfig
 
 
 def run_identity(config: RunConfig) -> dict[str, Any]:
-    """The dotted keys that must not change between the parts of one run, with their values as JSON. Keys of parts that
-    are off are left out."""
+    """Returns the dotted keys that must not change when a run is resumed -> value, as JSON. Keys of disabled parts are
+    omitted.
+    """
     values = config.model_dump(mode="json")
     off = tuple(_off(config))
     return {key: _at(values, key) for key in DECLARED[OnResume.REFUSED] if not key.startswith(off)}
 
 
 def changed_settings(before: Mapping[str, Any], config: RunConfig) -> dict[str, tuple[Any, Any]]:
-    """Key -> value before and now, for keys that change how a resumed run learns; `before` is its `config.yaml`."""
+    """Returns key -> (old, new) for changed keys that affect learning. `before` is the run's `config.yaml`."""
     old, new = dict(_leaves(before)), dict(_leaves(config.model_dump(mode="json")))
     return {
         key: (old[key], value)

@@ -1,4 +1,4 @@
-"""TrajectoryLog: the append-only Parquet record of what was trained on, one file a step, one row a trajectory."""
+"""TrajectoryLog: append-only Parquet log of trained trajectories, one file per step, one row per trajectory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mobula.cluster.runtime.object_store import fetch
 
 
 class TrajectoryLog:
-    """Writes and reads the record of one run; a step's file is complete or absent, whenever the process is killed."""
+    """Writes and reads the log of one run. If the process is killed, a step's file is complete or absent."""
 
     def __init__(self, folder: Path, *, timeout_s: float) -> None:
         """`timeout_s` bounds the fetch of one step's groups."""
@@ -27,7 +27,7 @@ class TrajectoryLog:
         self._timeout_s = timeout_s
 
     def append(self, step: int, groups: Sequence[ScoredGroup]) -> Path:
-        """Record the groups that made version `step`; a step that is trained again after a resume replaces its file."""
+        """Writes the groups that made version `step`. A step that is repeated after a resume replaces its file."""
         what = f"{len(groups)} groups of step {step} to log"
         values = fetch([group.group for group in groups], timeout_s=self._timeout_s, what=what)
         references = fetch([group.reference_logprobs for group in groups], timeout_s=self._timeout_s, what=what)
@@ -42,20 +42,20 @@ class TrajectoryLog:
         with draft.open("wb") as file:
             pq.write_table(pa.Table.from_pylist(rows, SCHEMA), file, compression="zstd")
             file.flush()
-            # Before the rename: a file of the final name is complete after a power failure, too.
+            # fsync before the rename: a file with the final name is complete even after a power failure.
             os.fsync(file.fileno())
         os.replace(draft, path)
         return path
 
     def steps(self) -> list[int]:
-        """The recorded steps, oldest first."""
+        """Returns the recorded steps, oldest first."""
         return sorted(int(path.stem.removeprefix("step-")) for path in self.folder.glob("step-*.parquet"))
 
     def check(self, steps: Iterable[int]) -> None:
-        """Look at the files of these steps without reading their rows.
+        """Checks the files of these steps without reading their rows.
 
         Raises:
-            PreflightError: one is cut off, holds other columns than `append` writes, or no row.
+            PreflightError: a file is truncated, has other columns than `append` writes, or has no row.
         """
         for path in map(self._path, steps):
             with _readable(path), pq.ParquetFile(path) as file:
@@ -67,7 +67,7 @@ class TrajectoryLog:
                 raise _no_record(path, "it has no rows")
 
     def read(self, step: int) -> list[RecordedGroup]:
-        """The groups of one step, in the order in which they were appended.
+        """Returns the groups of one step in the order of `append`.
 
         Raises:
             PreflightError: the file is damaged.

@@ -1,4 +1,4 @@
-"""Trajectory replay: the recorded steps of a run, trained on again without a rollout actor."""
+"""Trajectory replay: repeats the recorded training steps of a run without rollout actors."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from mobula.cluster.roles import Learner, UpdateReport
 
 
 def recorded_steps(log: TrajectoryLog) -> range:
-    """The steps of a log, from the first one.
+    """Returns the steps of a log, from the first.
 
     Raises:
-        PreflightError: there is none, or one is missing.
+        PreflightError: the log is empty or a step is missing.
     """
     steps = log.steps()
     if not steps:
@@ -33,13 +33,13 @@ def recorded_steps(log: TrajectoryLog) -> range:
 async def train_again(
     learner: Learner, log: TrajectoryLog, groups: LiveGroups, on_step: Callable[[UpdateReport], None]
 ) -> int:
-    """Take every recorded step, beginning with a learner that holds version 0; returns the version that they make.
+    """Trains every recorded step, starting from version 0 of the learner. Returns the final version.
 
-    With the run's own configuration the weights come out as they were (see `mobula.cluster.recovery.resume`).
+    With the run's own configuration this reproduces the weights (see `mobula.cluster.recovery.resume`).
 
     Raises:
         PreflightError: the log has a gap.
-        SkippedSample: the data no longer give a prompt of it.
+        SkippedSample: the data no longer contain a recorded prompt.
     """
 
     def revived(step: int) -> list[ScoredGroup]:

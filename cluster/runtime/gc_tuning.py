@@ -19,7 +19,7 @@ def tune_gc() -> None:
 def return_free_memory() -> None:
     """Returns freed memory to the system, if the C library can.
 
-    glibc keeps blocks below its threshold (at most 32 MiB): nearly all of the copy of a small model's state.
+    glibc keeps blocks below its threshold (at most 32 MiB): for a small model, nearly the whole copy of the state.
     """
     if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         trim(0)

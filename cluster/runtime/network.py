@@ -15,16 +15,16 @@ ADDRESS_VARIABLE = "VLLM_HOST_IP"
 
 
 def node_address() -> str:
-    """Returns the address at which other nodes reach this node; the loopback address outside a cluster."""
+    """Returns this node's address for other nodes; outside a cluster the loopback address."""
     ray = sys.modules.get("ray")  # a process without ray is not in a cluster
     return ray.util.get_node_ip_address() if ray is not None and ray.is_initialized() else LOOPBACK
 
 
 def use_node_interface() -> None:
-    """Makes the collectives of this process and its children use the interface of the node's Ray address.
+    """Selects the interface of the node's Ray address for collectives of this process and child processes.
 
-    By default gloo and NCCL take the interface to which the hostname resolves. On Debian that is loopback (127.0.1.1),
-    and groups over several nodes never connect. Variables that are already set stay.
+    By default gloo and NCCL use the interface to which the hostname resolves. On Debian that is loopback (127.0.1.1),
+    and groups over several nodes never connect. Variables that are already set are kept.
     """
     address = node_address()
     os.environ.setdefault(ADDRESS_VARIABLE, address)

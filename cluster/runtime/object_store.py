@@ -1,8 +1,8 @@
 """Resolves references to values in Ray's object store.
 
-Roles never import ray. They call `fetch`, which takes object refs and plain values alike, so the same role runs inside
-and outside a cluster, and without ray: it is imported when there is a reference to resolve. Every fetch has a deadline
-and a name for its error message.
+Roles never import ray. They call `fetch`, which accepts object refs and plain values, so a role also runs outside a
+cluster and without ray: ray is imported when there is a reference to resolve. Every fetch has a deadline and a name
+for error messages.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def fetch(references: Sequence[Any], *, timeout_s: float, what: str) -> list[Any
         values = iter(ray.get(pending, timeout=timeout_s))
     except GetTimeoutError as error:
         raise DeadlineError(f"waited {timeout_s:g} s for {what} ({len(pending)} objects)") from error
-    except (ObjectLostError, *PROCESS_GONE) as error:  # the latter: the actor that held it died, too
+    except (ObjectLostError, *PROCESS_GONE) as error:  # PROCESS_GONE: the actor that held the value died, too
         raise LostObjectError(
             f"{what} cannot be had: the node that held it is gone ({type(error).__name__})"
         ) from error

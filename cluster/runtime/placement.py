@@ -1,7 +1,7 @@
 """Plans a resource preset on a cluster: node, CPUs, GPUs and cores of each worker.
 
-The plan is computed before anything starts: a preset that does not fit is refused at once, while a placement group
-that does not fit would wait for ever without an error.
+The plan is computed before any process starts, so a preset that does not fit is refused at once. A placement group
+that does not fit would wait forever without an error.
 
     nodes = [NodeResources("a", num_cpus=2, num_gpus=0)]
     plan = plan_placement(config.resources, nodes, roles=needed_roles(config))
@@ -85,21 +85,21 @@ class PlacementPlan:
 
 @dataclass(frozen=True)
 class PlanRow:
-    """One role on one node: a row of the table for users."""
+    """A row of the table for users: one role on one node."""
 
     role: str
-    node: str  # its name
+    node: str  # name of the node
     num_workers: int
     num_cpus: float  # of all these workers
     num_gpus: float  # of all these workers
     num_threads: int  # of one worker
-    cores: tuple[tuple[int, ...], ...]  # one entry a worker
+    cores: tuple[tuple[int, ...], ...]  # one entry per worker
 
 
 def needed_roles(config: RunConfig) -> tuple[str, ...]:
     """Returns the roles that this run starts.
 
-    There is no reference without a KL term or a teacher, no critic without ranks of its own, and no reward worker
+    There is no reference without a KL term or a teacher, no critic without separate ranks, and no reward worker
     without a component. An offline job has learner, reference and processor workers only.
     """
     idle = set() if config.needs_reference else {"reference"}
@@ -185,7 +185,7 @@ def plan_table(plan: PlacementPlan) -> list[PlanRow]:
 
 
 class _Space:
-    """Free resources of one node. GPUs are counted one by one, because a share must lie on one GPU."""
+    """Free resources of one node. Each GPU is counted separately, because a share must fit on one GPU."""
 
     def __init__(self, node: NodeResources) -> None:
         self.node = node
@@ -336,7 +336,7 @@ def _placed(role: str, index: int, workers: WorkerResources, node: NodeResources
 
 
 def _cores(role: str, workers: WorkerResources, node: NodeResources, seat: int) -> tuple[int, ...]:
-    """Returns the cores of the `seat`-th worker of its node. After the last core they start again with the first."""
+    """Returns the cores of the `seat`-th worker of its node. Indices wrap around after the last core."""
     if workers.num_threads > node.num_cores:
         raise PlacementError(
             f"resources.{role}.num_threads={workers.num_threads} with bind_cores=true, but {node.shown} has "

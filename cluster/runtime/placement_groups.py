@@ -16,8 +16,8 @@ from uuid import uuid4
 
 import ray
 from ray._private.state import available_resources_per_node  # the public API has only the sum of the cluster
-from ray._private.state import state as control_store  # nor does it list dead drivers
-from ray.core.generated.gcs_pb2 import PlacementGroupTableData  # type: ignore[attr-defined]  # made when it is imported
+from ray._private.state import state as control_store  # the public API does not list dead drivers
+from ray.core.generated.gcs_pb2 import PlacementGroupTableData  # type: ignore[attr-defined]  # generated on import
 from ray.util.placement_group import (
     PlacementGroup,
     placement_group,
@@ -186,7 +186,7 @@ def remove_placement_groups(bookings: Mapping[str, Booking]) -> None:
 def groups_of_dead_drivers() -> list[tuple[str, str]]:
     """Returns id and name of every placement group whose driver is dead.
 
-    Ray removes such groups after a moment. A group that stays listed is a leftover.
+    Ray removes such groups after a delay. A group that stays listed is a leftover.
     """
     table = control_store._connect_and_get_accessor().get_placement_group_table()
     rows = (PlacementGroupTableData.FromString(row) for row in table)
@@ -198,7 +198,7 @@ def groups_of_dead_drivers() -> list[tuple[str, str]]:
 
 
 def remove_group(group_id: str) -> None:
-    """Removes the group with this id, whichever process created it."""
+    """Removes the group with this id. Any process may have created it."""
     remove_placement_group(PlacementGroup(ray.PlacementGroupID(bytes.fromhex(group_id))))
 
 
@@ -217,7 +217,7 @@ def _reserve(members: Sequence[PlacedWorker], name: str) -> PlacementGroup:
 
 
 def _group_name(name: str) -> str:
-    """Makes a unique name: Ray refuses duplicates, and the groups of a killed run exist for a moment longer."""
+    """Makes a unique name: Ray refuses duplicates, and groups of a killed run are removed with a delay."""
     return f"{name}/{uuid4().hex[:8]}"
 
 

@@ -35,7 +35,7 @@ from mobula.cluster.runtime.vitals import HasEngine, Vitals
 
 _logger = logging.getLogger(__name__)
 
-HEALTH = "health"  # concurrency group of every actor in which a busy role still answers
+HEALTH = "health"  # concurrency group of health checks: a busy role still answers them
 BACKGROUND = "background"  # concurrency group for calls that wait for a thread of the role while the role works
 BOUND_THREADS = "VLLM_CPU_OMP_THREADS_BIND"  # core numbers to which an engine on CPU binds its threads
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
@@ -87,7 +87,7 @@ def spawn_named(role: type, *, name: str, env: Mapping[str, str]) -> ray.actor.A
 
 
 def gpu_environment(num_gpus: float) -> dict[str, str]:
-    """Returns environment variables with which a process sees only the GPUs that it reserved.
+    """Returns the environment variables that limit a process to its reserved GPUs.
 
     Ray sets CUDA_VISIBLE_DEVICES if an actor reserves a GPU, unless the node was started with
     RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES. Since 2.60 an actor that reserves none sees all GPUs of its node.
@@ -107,7 +107,7 @@ async def answer(reference: ray.ObjectRef[Any], *, timeout_s: float, what: str) 
     try:
         async with asyncio.timeout(timeout_s):
             return await asyncio.wrap_future(reference.future())
-    except RayError as error:  # first: it may also be an instance of its cause's class, such as TimeoutError
+    except RayError as error:  # first: a RayError may also be an instance of the cause's class, such as TimeoutError
         raise _as_seen_here(error, what, reference) from None
     except TimeoutError as error:
         raise DeadlineError(f"waited {timeout_s:g} s for {what}") from error
@@ -116,11 +116,11 @@ async def answer(reference: ray.ObjectRef[Any], *, timeout_s: float, what: str) 
 def on_failure(reference: ray.ObjectRef[Any], tell: Callable[[Exception], None], *, what: str) -> None:
     """Calls `tell` in this event loop with the error of `answer` if the call fails.
 
-    There is no deadline, since no caller waits.
+    There is no deadline, because no caller waits.
     """
     loop = asyncio.get_running_loop()
 
-    def look(call: Future[Any]) -> None:  # on a thread of Ray's
+    def look(call: Future[Any]) -> None:  # runs on a thread of Ray
         if isinstance(error := call.exception(), Exception) and not loop.is_closed():
             loop.call_soon_threadsafe(tell, _as_seen_here(error, what, reference))
 
@@ -145,7 +145,7 @@ def _as_seen_here(error: Exception, what: str, reference: ray.ObjectRef[Any]) ->
 
 
 def in_background(method: Any) -> Any:
-    """Returns a method of a spawned role whose calls do not wait for other calls of the role."""
+    """Returns a method of a spawned role. Calls of it do not wait for other calls of the role."""
     return method.options(concurrency_group=BACKGROUND)
 
 
@@ -154,11 +154,10 @@ async def with_attachments(
 ) -> AsyncIterator[tuple[Any, list[ray.ObjectRef[Any]]]]:
     """Yields the values of a streaming call, each with references to the `num_attached(value)` values that follow it.
 
-    Attached values are not fetched. All values belong to the caller and outlive the actor. There is no deadline here:
-    the caller has one.
+    Attached values are not fetched. The caller owns all values, so they outlive the actor. The caller sets a deadline.
 
     Raises:
-        WorkerDiedError: the actor died. All values that it sent were yielded before, except those lost with its node.
+        WorkerDiedError: the actor died. Values sent earlier have been yielded, except values lost with its node.
         Exception: any error of the role.
     """
     try:
@@ -178,14 +177,15 @@ async def _unfetched(stream: ray.ObjectRefGenerator, *, before: ray.ObjectRef[An
     # On a thread only if it may block: the switch costs more than the wait for most values.
     reference = next(stream) if stream.next_ready() else await asyncio.to_thread(next, stream, None)
     if reference is None or reference == stream.completed():
-        for reason in (before, stream.completed()):  # an error of the role is its last value; its death is in the other
+        # An error of the role is the last value; the death of the role is in `completed()`.
+        for reason in (before, stream.completed()):
             await asyncio.wrap_future(reason.future())
         raise RuntimeError("a stream ended before the attached values of its last value")
     return reference
 
 
 async def stop(handle: ray.actor.ActorHandle[Any], *, timeout_s: float, what: str) -> None:
-    """Asks the role to `close()`, then kills its process in any case."""
+    """Calls `close()` of the role, then kills the process in any case."""
     try:
         await answer(handle.close.remote(), timeout_s=timeout_s, what=f"{what} to close")
     except (DeadlineError, WorkerDiedError):
@@ -195,7 +195,7 @@ async def stop(handle: ray.actor.ActorHandle[Any], *, timeout_s: float, what: st
 
 
 def kill(handle: ray.actor.ActorHandle[Any]) -> None:
-    """Kills the role's process."""
+    """Kills the process of the role."""
     ray.kill(handle, no_restart=True)
 
 
@@ -209,8 +209,8 @@ class Seat:
 
 
 def _claim(cores: Sequence[int]) -> None:
-    """Binds this process to the usable cores with these indices. Ray may count more CPUs than there are cores: larger
-    indices start again with the first core.
+    """Binds this process to the usable cores with these indices, modulo their number: Ray may count more CPUs than
+    there are cores.
     """
     usable = sorted(os.sched_getaffinity(0))
     claimed = sorted({usable[core % len(usable)] for core in cores})
@@ -222,11 +222,11 @@ def _claim(cores: Sequence[int]) -> None:
 
 
 def _hosted(role: type, name: str) -> type:
-    """Returns a subclass of `role` for a process of its own. The constructor opens the log, binds the cores, selects
+    """Returns a subclass of `role` to run in an actor. The constructor opens the log, binds the cores, selects
     the network interface, builds the role and tunes the garbage collector. `is_alive` returns the process's vitals.
     """
 
-    class Hosted(role):  # type: ignore[misc]  # whose base is an argument
+    class Hosted(role):  # type: ignore[misc]  # the base class is an argument
         def __init__(self, seat: Seat, *args: Any, **kwargs: Any) -> None:
             if seat.log is not None:
                 write_to(seat.log, name)
@@ -246,7 +246,7 @@ def _hosted(role: type, name: str) -> type:
         def is_alive(self) -> Vitals:
             return self._vitals.read(self.engine_load() if isinstance(self, HasEngine) else None)
 
-        def __repr__(self) -> str:  # what the dashboard and log prefixes show
+        def __repr__(self) -> str:  # shown in the dashboard and in log prefixes
             return name
 
     Hosted.__name__ = Hosted.__qualname__ = role.__name__

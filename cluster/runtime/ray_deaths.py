@@ -1,4 +1,4 @@
-"""Finds why the process of a Ray actor ended, from Ray and from the worker's log on this node."""
+"""Finds out why the process of a Ray actor ended, from Ray's error and the worker's log on this node."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ PROCESS_ID = re.compile(r"^\s*pid: (\d+)$|\(pid=(\d+)", re.MULTILINE)
 LOST_CONNECTION = "connection error"  # Ray's reason for a process that ended without a message
 NODE_MEMORY = re.compile(r"was ([\d.]+)GB used / ([\d.]+)GB limit")
 KILLED = re.compile(r"\(Actor\((\w+)\).*?pid=(\d+), actual memory used=([\d.]+)GB")
-NOISE = (":", "(raylet)")  # beginnings of lines in a worker's log that are Ray's own
-MEMORY_SETTINGS = {  # role -> settings that reduce the memory of its process, or of others on its node
+NOISE = (":", "(raylet)")  # prefixes of Ray's own lines in a worker's log
+MEMORY_SETTINGS = {  # role -> settings that reduce memory on the node of its process
     "rollout": ("sampler.vllm.kv_cache_bytes", "sampler.vllm.max_num_seqs", "resources.rollout.num_workers"),
     "learner": ("learner.tokens_per_microbatch", "learner.activation_checkpointing=blocks", "policy.lora.rank=16"),
     "critic": (
@@ -52,8 +52,7 @@ OTHER_SETTINGS = ("sampler.vllm.kv_cache_bytes", "learner.tokens_per_microbatch"
 
 
 def actor_death(error: RayError, what: str, actor_id: str | None = None) -> WorkerDiedError:
-    """Returns an error whose message has the cause in one line. Ray's full text and the end of the worker's log are
-    notes.
+    """Returns an error with the cause in one line. Ray's full text and the end of the worker's log are its notes.
 
     Args:
         error: one of `PROCESS_GONE`.
@@ -74,7 +73,7 @@ def actor_death(error: RayError, what: str, actor_id: str | None = None) -> Work
 
 
 def memory_settings(what: str) -> tuple[str, str, str]:
-    """Returns three settings that reduce the memory of the role with which `what` begins."""
+    """Returns three settings that reduce the memory of a role; `what` begins with the role's name."""
     return MEMORY_SETTINGS.get(what.partition("/")[0], OTHER_SETTINGS)
 
 
@@ -120,7 +119,7 @@ def _process_id(text: str) -> str | None:
 
 
 def _log_of(text: str) -> tuple[Path | None, str]:
-    """Returns path and text of the process's stderr; nothing for a process on another node."""
+    """Returns path and text of the process's stderr; (None, "") for a process on another node."""
     process_id = _process_id(text)
     path = None if process_id is None else _path_of(process_id)
     if path is None:

@@ -1,4 +1,4 @@
-"""The log file of one worker: the output of its process, its children and its libraries."""
+"""The log file of one worker: output of the process, child processes and libraries."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def write_to(path: Path, name: str) -> None:
 
 
 def opening(process_id: int | str) -> str:
-    """Returns the line with which the part of one process begins."""
+    """Returns the first line of the part of one process."""
     return f"===== process {process_id}"
 
 

@@ -27,7 +27,7 @@ class GpuReading:
 
 
 class NvidiaGpus:
-    """The NVIDIA GPUs that processes with this environment see, read through NVML; none without a driver.
+    """Reads the NVIDIA GPUs visible in an environment through NVML; none without a driver.
 
     CUDA_VISIBLE_DEVICES may hold numbers or UUIDs. Numbers are in bus order, which is also CUDA's order if the GPUs are
     equal or CUDA_DEVICE_ORDER=PCI_BUS_ID is set. MIG slices are left out: NVML reports no utilisation for them.
@@ -65,7 +65,7 @@ class NvidiaGpus:
 
 
 def visible_gpus(environment: Mapping[str, str]) -> list[GpuReading]:
-    """Returns a reading of each GPU that processes with this environment see."""
+    """Returns a reading of each GPU visible in this environment."""
     gpus = NvidiaGpus(environment)
     try:
         return gpus.read()
@@ -136,7 +136,7 @@ class ProcessTree:
         for process in processes:
             try:
                 times, memory = process.cpu_times(), process.memory_info()
-            except (psutil.NoSuchProcess, psutil.AccessDenied):  # it ended meanwhile, or its id has another owner
+            except (psutil.NoSuchProcess, psutil.AccessDenied):  # the process ended, or its id was reused
                 continue
             seconds[process] = times.user + times.system
             resident += memory.rss

@@ -21,14 +21,14 @@ class EngineLoad:
 class Vitals:
     """One worker at one health check. Values that cannot be measured are None."""
 
-    node: str  # the Ray address of its node
+    node: str  # Ray address of the node
     pid: int
     rss_bytes: int | None  # of the process and its children
     busy_share: float | None  # CPU time since the previous check / time of the planned threads
-    gpu_bytes: int | None = None  # used on its GPUs, by all processes
-    gpu_busy_share: float | None = None  # mean over its GPUs
+    gpu_bytes: int | None = None  # used on the worker's GPUs, by all processes
+    gpu_busy_share: float | None = None  # mean over the worker's GPUs
     load: EngineLoad | None = None  # of a worker with an engine
-    tokens_per_s: float | None = None  # sampled by its engine since the previous check
+    tokens_per_s: float | None = None  # sampled by the engine since the previous check
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ LOOP, PROMPTS = 1, 2  # process ids in the trace
 class ChromeTraceSink:
     """Writes `step-000003.json` for each of `steps`: the phases of the loop, and a row per overlapping prompt.
 
-    A stage of a prompt is recorded at its end, which may be after the step. So a step is written when the next step has
-    ended, or at the end of the run. Spans of other steps are not kept.
+    A stage of a prompt is recorded when it ends, which may be after the step. So a step is written after the end of the
+    next step, or at the end of the run. Spans of other steps are not kept.
     """
 
     name = "chrome"

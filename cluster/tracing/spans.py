@@ -87,8 +87,7 @@ class RunTracer:
 
     @contextmanager
     def sampling(self, prompt_id: str) -> Iterator[dict[str, Value]]:
-        """Measures the sampling of a prompt: `queued` until the first attempt, then `generated`. An error ends the
-        trace."""
+        """Measures sampling of a prompt: `queued` until the first attempt, then `generated`. Errors end the trace."""
         attributes: dict[str, Value] = {}
         self.begin(prompt_id, Stage.QUEUED)
         try:
@@ -112,7 +111,7 @@ class RunTracer:
         self._open[trace, name] = now
 
     def end(self, trace: str, name: str, **attributes: Value) -> None:
-        """Ends an open span. Spans that were begun before a resume are ignored."""
+        """Ends an open span. Spans begun before a resume are ignored."""
         if (trace, name) in self._open:
             span = Span(trace, name, self._open.pop((trace, name)), self._clock(), attributes)
             self._each(lambda sink: sink.record(span))
@@ -139,7 +138,7 @@ class RunTracer:
             self._each(lambda sink: sink.end_step(step, whole))
 
     def close(self) -> None:
-        """Closes the sinks. Stages in progress have no end and are left out."""
+        """Closes the sinks. Stages in progress are not recorded."""
         self._each(lambda sink: sink.close())
         self._sinks.clear()
 

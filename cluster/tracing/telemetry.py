@@ -77,7 +77,7 @@ def _line(span: ReadableSpan) -> str:
 
 
 def otlp_exporter(address: str) -> SpanExporter:
-    """Returns an exporter to a collector over HTTP. OTEL_EXPORTER_OTLP_HEADERS has its headers, such as keys."""
+    """Returns an exporter to a collector over HTTP. OTEL_EXPORTER_OTLP_HEADERS has the headers, such as keys."""
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
     return OTLPSpanExporter(endpoint=address)

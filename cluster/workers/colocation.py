@@ -1,4 +1,4 @@
-"""GpuLease: engines and learner take turns on the devices that they share.
+"""GpuLease: gives engines and learner time slices on shared GPUs.
 
     HANDOVER --generate--> GENERATING --train--> TRAINING --hand_over--> HANDOVER
 
@@ -11,7 +11,7 @@
 
 So the device never holds the KV cache together with the policy or the optimizer. Nothing is sampled outside
 GENERATING: only there the engines hold the weights of the last push. No engine starts in TRAINING: an engine allocates
-its whole memory at start-up, which the learner uses then.
+its whole memory at start-up, and the learner uses this memory.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class LeaseState:
 
 
 class SleepingEngine(Protocol):
-    """A rollout actor that can free its device memory."""
+    """A rollout actor that can free device memory."""
 
     name: str
 
@@ -127,7 +127,7 @@ class MovableLearner(Protocol):
 
 
 class GpuLease:
-    """Puts engines to sleep and offloads the learner at each change of phase. An engine that fails to do so is lost."""
+    """Suspends engines and offloads the learner at phase changes. An engine that fails to sleep or wake is lost."""
 
     def __init__(self, engines: Engines, learner: MovableLearner) -> None:
         self._engines = engines
@@ -216,7 +216,7 @@ class GpuLease:
 
 
 class LeasedRollouts:
-    """Rollouts that sample in the phase GENERATING only."""
+    """Rollouts that sample only in the phase GENERATING."""
 
     def __init__(self, rollouts: Rollouts, lease: GpuLease) -> None:
         self._rollouts = rollouts

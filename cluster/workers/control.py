@@ -3,7 +3,7 @@
     mobula status, mobula scale  ->  ControlPanel (a named actor)  <-  ControlLoop (in the driver)  ->  Scalable roles
 
 The driver serves no requests. It calls the panel every `interval_s` with the newest status and the outcomes of
-requests; the reply holds the new requests.
+requests. The reply has the new requests.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ class ControlLoop:
             return
         try:
             await self._end_panel(dropped)
-        except Exception:  # the run needs nothing from the old panel
+        except Exception:  # the old panel is no longer used
             _logger.warning("the control panel did not close cleanly", exc_info=True)
 
     async def _status(self) -> RunStatus:

@@ -1,6 +1,6 @@
 """Detects restart loops: engines that die again and again with the same cause.
 
-An engine that crashes leaves a fingerprint of the cause. Consecutive deaths with equal fingerprints form a series. A
+Every crash has a fingerprint of the cause. Consecutive deaths with equal fingerprints form a series. A
 death without a fingerprint (the process was killed from outside) neither belongs to a series nor ends it. Two patterns
 end a series before the restart budget is used up:
 
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 MIN_DEATHS = 3
 MAX_PUSHES = 10
 MIN_AFTER_PUSH = 2
-MAX_ALONE = 4  # up to this number of suspects, each runs alone as early as after the second death
+MAX_ALONE = 4  # up to this number, suspects run alone from the second death on
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class FaultPatterns:
 
     Example:
         patterns = FaultPatterns()
-        for num_in_flight in (9, 3, 1):         # prompts of which "0/7/s7" is one
+        for num_in_flight in (9, 3, 1):         # prompts including "0/7/s7"
             finding = patterns.died(Death("RuntimeError|model.py:7", 0, prompts[:num_in_flight]))
         finding                                 # OnePrompt("0/7/s7", num_deaths=3)
     """

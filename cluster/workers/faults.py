@@ -2,8 +2,8 @@
 
     report_loss("rollout/0", error, "prompts in flight that are retried: 64")
 
-logs one record whose first line names worker, kind and cause. The traceback follows on further lines, which only the
-log file shows. `FaultFile` is the logging handler that writes the rows, each with step and phase of the run.
+logs one record whose first line names worker, kind and cause. The traceback follows on further lines, which appear
+only in the log file. `FaultFile` is the logging handler that writes the rows, each with step and phase of the run.
 """
 
 from __future__ import annotations

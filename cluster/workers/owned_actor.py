@@ -1,4 +1,4 @@
-"""OwnedActor: runs a plain class in a Ray actor on any node, for its creator alone."""
+"""OwnedActor: runs a plain class in a Ray actor that belongs to one process."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from mobula.cluster.runtime.ray_deaths import PROCESS_GONE, actor_death
 
 
 class OwnedActor:
-    """Calls block, so make them from a thread. The actor ends with its creator, or by `kill`.
+    """A Ray actor with blocking calls: make them from a thread. It ends with its creator, or by `kill`.
 
-    Ray reserves `num_cpus` for it outside the run's placement groups, on any node that has them.
+    Ray reserves `num_cpus` for the actor outside the run's placement groups, on any node with enough CPUs.
     """
 
     def __init__(self, role: type, *args: Any, name: str, num_cpus: float) -> None:
         """Raises: PreflightError: this process is not connected to a Ray cluster."""
-        if not ray.is_initialized():  # Ray would start a cluster with its own settings, open to the network
+        if not ray.is_initialized():  # otherwise Ray starts a cluster with default settings, open to the network
             raise PreflightError(
                 f"{name} runs in a Ray actor, but this command has no Ray cluster: set environment.host=process"
             )
         self._name = name
-        paths = os.pathsep.join(path for path in sys.path if path)  # so that the actor imports the user's modules
+        paths = os.pathsep.join(path for path in sys.path if path)  # for imports of the user's modules in the actor
         env_vars = {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
         options = {"num_cpus": num_cpus, "max_restarts": 0, "runtime_env": {"env_vars": env_vars}}
         remote: Any = ray.remote(role)  # typed for classes that are written out

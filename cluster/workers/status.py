@@ -13,16 +13,16 @@ if TYPE_CHECKING:
     from mobula.cluster.roles import ReplayStats
 
 
-MAX_WORKERS = 10_000  # of one role; a larger number is taken for a typing error
+MAX_WORKERS = 10_000  # of one role; larger numbers are refused as typing errors
 
 
 class WorkerState(StrEnum):
     """The state of one worker of a pool."""
 
-    STARTING = "starting"  # its process is being created
-    JOINING = "joining"  # its process runs, builds itself, and gets its model or weights
+    STARTING = "starting"  # the process is being created
+    JOINING = "joining"  # the process builds the role and loads the model or weights
     SERVING = "serving"
-    DRAINING = "draining"  # scaled away: finishes its work in flight and takes no new work
+    DRAINING = "draining"  # scaled away: finishes the work in flight and takes no new work
     WAITING = "waiting"  # lost; is restarted after a backoff
     QUARANTINED = "quarantined"  # no restart is left: see `mobula.cluster.workers.restart_policy`
 
@@ -33,11 +33,11 @@ class WorkerStatus:
 
     name: str  # rollout/0
     state: WorkerState
-    version: int | None  # of its weights; None for roles without weights
+    version: int | None  # of the weights; None for roles without weights
     num_in_flight: int
     num_restarts: int
-    detail: str = ""  # why it was lost last
-    vitals: Vitals | None = None  # of its newest health check; None before the first
+    detail: str = ""  # cause of the last loss
+    vitals: Vitals | None = None  # of the newest health check; None before the first
 
 
 class Scalable(Protocol):
@@ -58,10 +58,10 @@ class Scalable(Protocol):
 
 @dataclass(frozen=True)
 class InFlightSummary:
-    """The number of prompts in flight, and the oldest of them."""
+    """Number of prompts in flight, and the oldest prompt."""
 
     num_prompts: int
-    oldest_id: str | None  # None where nothing is in flight
+    oldest_id: str | None  # None if no prompt is in flight
     oldest_age_s: float
 
 

@@ -1,7 +1,7 @@
 """Supervisor: watches every role during the run and closes all roles at its end.
 
 A role that cannot be replaced ends the run when it dies, with an error that names it. For other roles `on_lost` is
-called and the owner replaces them. Pools check their own workers.
+called, and the owner replaces them. Pools check their own workers.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _logger = logging.getLogger(__name__)
 class Watched:
     """One role's process.
 
-    `ping` returns while the process is alive, however busy: in an actor it runs in a separate concurrency group.
-    `close` ends the process cleanly within a deadline of its own. `on_lost` is called for every failed ping, also
-    repeatedly for one loss: with a DeadlineError if there was no answer, with a WorkerDiedError if the process is gone.
+    `ping` returns while the process is alive, even if it is busy: in an actor it runs in a separate concurrency group.
+    `close` ends the process cleanly and has a separate deadline. `on_lost` is called for every failed ping, possibly
+    several times for one loss: with a DeadlineError without an answer, with a WorkerDiedError if the process is gone.
     """
 
     name: str
@@ -34,9 +34,9 @@ class Watched:
 
 
 def watched_pool(name: str, check: Callable[[], Awaitable[None]], close: Callable[[], Awaitable[None]]) -> Watched:
-    """Watches a pool that replaces its own workers. `check` pings each worker, within deadlines of its own.
+    """Watches a pool that replaces its own workers. `check` pings each worker with its own deadlines.
 
-    So a late `check` means a slow driver; it is logged and ends nothing.
+    So a late `check` means a slow driver. It is logged and does not end the run.
     """
 
     def on_lost(error: Exception) -> None:
@@ -89,7 +89,7 @@ class Supervisor:
             await self.close()
 
     async def close(self) -> None:
-        """Closes every pool, then every role, in reverse order of start. An error of one does not affect the others."""
+        """Closes every pool, then every role, in reverse order of start. Errors are logged and the rest is closed."""
         while self._pools:
             await self._close(self._pools.pop().close, "a pool")
         while self._roles:
@@ -99,7 +99,7 @@ class Supervisor:
     async def _close(self, close: Callable[[], Awaitable[None]], name: str) -> None:
         try:
             await close()
-        except Exception:  # the run is over: its result or its error matters more
+        except Exception:  # must not replace the result or the error of the run
             _logger.warning("%s did not close cleanly", name, exc_info=True)
 
     async def _watch(self, role: Watched) -> None:

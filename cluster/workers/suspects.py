@@ -40,7 +40,7 @@ class Suspects:
     async def admitted(self, prompt: Prompt) -> AsyncIterator[None]:
         """Waits until the prompt may go to an engine, and counts it as in flight while the body runs.
 
-        A suspect waits for earlier suspects, each of which has a deadline.
+        A suspect waits for earlier suspects. Each has a deadline.
 
         Raises:
             ExcludedPromptError: the prompt crashed several engines, in this or an earlier epoch.

@@ -111,7 +111,7 @@ class WorkQueue:
     async def slot(self, *, is_urgent: bool = False) -> AsyncIterator[WorkerSlot]:
         """Holds a slot at the least loaded worker while the body runs. Callers wait in the order of their calls.
 
-        Urgent work goes first: work that has to be repeated after a failure.
+        Urgent work, such as a repetition after a failure, goes first.
 
         Raises:
             WorkerDiedError: every worker is quarantined, or the pool is closed.
@@ -126,14 +126,14 @@ class WorkQueue:
             self._leave(worker)
 
     def lose(self, slot: WorkerSlot, error: Lost) -> None:
-        """Reports that the worker died or hangs: it gets no more work and is restarted in the background."""
+        """Reports that the worker died or hangs. It gets no more work and is restarted in the background."""
         self.pool.lose(slot.handle, error)
 
     async def failed(self, slot: WorkerSlot, error: Lost) -> Lost | LostReplyError:
         """Handles a failed call and returns the error to raise for the work.
 
-        A worker that died or hangs is lost. A worker that missed a deadline and then answers `ping` within `alive_s`
-        has finished the call and only its reply was lost or late: it is kept, and the error is a LostReplyError.
+        A worker that died or hangs is lost. A worker that missed a deadline but answers `ping` within `alive_s` has
+        finished the call; the reply was lost or late. It is kept, and the error is a LostReplyError.
         """
         cause = error
         if isinstance(error, DeadlineError):

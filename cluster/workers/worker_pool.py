@@ -30,7 +30,7 @@ Handle = TypeVar("Handle")
 
 @dataclass(eq=False)
 class Worker(Generic[Handle]):
-    """One member of a pool. Its process changes with every restart; `handle` is the current process."""
+    """One member of a pool. Every restart creates a new process; `handle` is the current one."""
 
     name: str  # <role>/<index>
     index: int
@@ -38,10 +38,10 @@ class Worker(Generic[Handle]):
     state: WorkerState = WorkerState.STARTING
     handle: Handle | None = None
     load: int = 0  # pieces of work in flight
-    detail: str = ""  # why it was lost last
+    detail: str = ""  # cause of the last loss
     vitals: Vitals | None = None  # of the newest health check of its process
     failed_starts: RepeatedCause = field(default_factory=RepeatedCause)
-    leaving: asyncio.Event = field(default_factory=asyncio.Event)  # set once it is scaled away
+    leaving: asyncio.Event = field(default_factory=asyncio.Event)  # set when the worker is scaled away
     task: asyncio.Task[None] | None = None  # start, restart or removal in progress
 
     @property
@@ -66,7 +66,7 @@ class Hooks(Generic[Handle]):
 
     start: Callable[[int], Awaitable[Handle]]  # (index): reserve resources, start a process there, return at once
     join: Callable[[str, Handle], Awaitable[None]]  # (name, handle): return once it is built and has model or weights
-    check: Callable[[str, Handle], Awaitable[Vitals | None]]  # (name, handle): raise if it is not healthy
+    check: Callable[[str, Handle], Awaitable[Vitals | None]]  # (name, handle): raise if the worker is not healthy
     stop: Callable[[int, Handle], Awaitable[None]]  # (index, handle): end the process; resources stay reserved
     release: Callable[[int], Awaitable[None]]  # (index): release the resources, if any are reserved
     on_lost: Callable[[Worker[Handle], Exception], None]  # each loss and failed start, before the state changes
@@ -128,7 +128,7 @@ class WorkerPool(Generic[Handle]):
             self._begin(worker, self._restart)
 
     def end_work(self, worker: Worker[Handle]) -> None:
-        """Called when a piece of work is done or failed. The caller counted its start in `worker.load`."""
+        """Called when a piece of work is done or failed. The caller has counted its start in `worker.load`."""
         worker.load -= 1
         self._remove_if_idle(worker)
 
@@ -181,7 +181,7 @@ class WorkerPool(Generic[Handle]):
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def close(self) -> None:
-        """Ends every worker. An error of one is logged and does not affect the others."""
+        """Ends every worker. The error of one worker is logged and does not affect the others."""
         await self.stop_restarts()
         workers, self.workers = self.workers, []
         await asyncio.gather(*(self._end(worker) for worker in workers))
@@ -261,7 +261,7 @@ class WorkerPool(Generic[Handle]):
         self._remove_if_idle(worker)
 
     async def _abort_start(self, worker: Worker[Handle]) -> None:
-        """Ends process and reservation of a starting worker, so that its start fails soon and the worker is removed."""
+        """Ends process and reservation of a starting worker: the start fails soon, and the worker is removed."""
         await self._end(worker)
         if worker.state is WorkerState.STARTING:
             try:
@@ -278,11 +278,11 @@ class WorkerPool(Generic[Handle]):
         try:
             await self._hooks.release(worker.index)
         finally:
-            self.workers.remove(worker)  # only now: a new worker may take the index once its resources are free
+            self.workers.remove(worker)  # last: a new worker may take the index once the resources are free
         _logger.info("%s is removed", worker.name)
 
     def _begin(self, worker: Worker[Handle], work: Callable[[Worker[Handle]], Coroutine[Any, Any, None]]) -> None:
-        """Starts, restarts or removes the worker in the background, one of these at a time."""
+        """Runs a start, restart or removal of the worker in the background, one at a time."""
         if self._is_stopped:
             return
         assert worker.task is None, f"{worker.name} is already being started, restarted or removed"

@@ -1,4 +1,4 @@
-"""Credit: from the rewards of a step to an advantage for each token, in one order."""
+"""Credit: computes the advantage of each token from the rewards of a step, in a fixed order."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from mobula.learner.algorithms.turns import turns_of
 from mobula.learner.algorithms.value_loss import explained_variance
 from mobula.learner.batch import LearnerItem, filled
 
-NUM_MEASURED_TURNS = 16  # of an episode, whose rewards are metrics
+NUM_MEASURED_TURNS = 16  # first turns of an episode with a reward metric
 
 Groups = list[list[LearnerItem]]
 
@@ -49,15 +49,15 @@ class Credited:
 
 
 class Credit:
-    """Assigns advantages. Every rank is given the whole step, so its statistics are global without communication.
+    """Assigns advantages. Every rank gets the whole step, so statistics are global without communication.
 
-    The order, each step once and only if its key is set:
+    The order; each operation runs once and only if its key is set:
 
     1. penalties on the reward: repetition, length, and `shaping.function`
     2. running moments, 3. reward clip
     4. advantage of each response (`algorithm.advantage`), or of each turn of an episode (`return_to_go`)
-    5. return of each token: discount, and the KL where `algorithm.kl.place=reward`; with a critic the advantage of each
-       token, from its reward and the values. What an environment paid for a turn is earned at the end of that turn, and
+    5. return of each token: discount, and the KL if `algorithm.kl.place=reward`; with a critic the advantage of each
+       token, from its reward and the values. The environment's reward for a turn counts at the end of that turn, and
        the rest of the reward at the end of the response
     6. distillation where `algorithm.distillation.teacher` is set: the returns times `reward_weight`, and the teacher's
        advantage where `place=advantage`
@@ -101,7 +101,7 @@ class Credit:
         return Credited([[next(credited) for _ in group] for group in groups], metrics)
 
     def state(self) -> dict[str, Any]:
-        """Returns the state for a resume, as JSON."""
+        """Returns the state for a resume, JSON-serialisable."""
         return {
             "moments": self._moments.state(),
             "kl_coef": self.kl.value,
@@ -111,7 +111,7 @@ class Credit:
     def load(self, state: dict[str, Any]) -> None:
         """Restores the result of `state`. A fixed coefficient keeps its configured value."""
         self._moments.load(state["moments"])
-        self._history.load(state.get("prompt_history", ()))  # a run that kept none goes on with none
+        self._history.load(state.get("prompt_history", ()))  # empty if the saved run kept none
         if self._config.kl.controller == "adaptive":
             self.kl.value = state["kl_coef"]
 
@@ -139,7 +139,7 @@ class Credit:
         self._history.add([items[n].sample_id for n in known], shaped[known].tolist())
 
     def _shaped(self, items: Sequence[LearnerItem], rewards: StepRewards) -> tuple[Tensor, float]:
-        """Rewards [N] after shaping, and the share that the clip changed."""
+        """Returns the shaped rewards [N], and the share that the clip changed."""
         shaping = self._config.shaping
         values = rewards.values.double()
         is_solved = values >= self._config.solved_reward
@@ -161,7 +161,7 @@ class Credit:
         return held, is_out.sum().item() / max(int(rewards.included.sum()), 1)
 
     def _earned(self, items: Sequence[LearnerItem], rewards: StepRewards) -> list[np.ndarray]:
-        """The reward of each turn of a response, float64 [turns]; a response of one turn has all of it at its end."""
+        """Returns the reward of each turn for each response, float64 [turns]; a response of one turn has one entry."""
         weights = rewards.weights[:, self._paid]
         paid = (weights * rewards.components[:, self._paid]).sum(dim=1).tolist()
         return [
@@ -182,7 +182,7 @@ class Credit:
         return self.kl.value * capped(self._kl(policy, reference, policy), kl.token_cap).numpy()
 
     def _with_teacher(self, item: LearnerItem) -> np.ndarray:
-        """The item's advantages, and the teacher's, float32 [T]."""
+        """The item's advantages times `reward_weight`, plus the teacher's if `place=advantage`, float32 [T]."""
         distillation = self._config.distillation
         if not distillation.is_on:
             return item.advantages
@@ -212,7 +212,7 @@ class Credit:
 
 
 def missing_reference(config: AlgorithmConfig) -> str:
-    """Next action for groups that were not scored by the reference, or by the teacher in its place."""
+    """Next action for groups without scores of the reference, or of the teacher that replaces it."""
     if config.distillation.is_on:
         return (
             f"algorithm.distillation.teacher={config.distillation.teacher} but these groups carry no log-probs of it: "
@@ -247,7 +247,7 @@ def _spread(config: AlgorithmConfig) -> Spread:
 
 
 def _reshape(config: ShapingConfig) -> Callable[[Tensor, StepRewards], Tensor]:
-    """The user's own change to rewards [N] after the penalties, or none."""
+    """Returns the user's function for rewards [N] after the penalties, or the identity."""
     unchanged: dict[str, Callable[[Tensor, StepRewards], Tensor]] = {"none": lambda values, rewards: values}
     given = ("values", "rewards")
     return chosen(unchanged, config.function, "algorithm.shaping.function", given, config.function_options)
@@ -261,7 +261,7 @@ def _by_return(
     earned: Arrays,
     costs: Arrays,
 ) -> list[LearnerItem]:
-    """One advantage a response."""
+    """One advantage for each response."""
     options = AdvantageOptions(config.std, config.pass_k, config.solved_reward)
     return [
         replace(item, advantages=credit_by_token(advantage, cost, item.loss_mask, config.gamma))
@@ -277,7 +277,7 @@ def _by_turn_advantage(
     earned: Arrays,
     costs: Arrays,
 ) -> list[LearnerItem]:
-    """One advantage a turn, less the costs from a token on."""
+    """One advantage for each turn, minus the costs of a token and later tokens."""
     num_turns = np.array([len(turns) for turns in earned])
     padded = np.stack([np.pad(turns, (0, num_turns.max() - len(turns))) for turns in earned])
     step = StepTurns(padded, num_turns, rewards.included.numpy(), rewards.group_ids.numpy())
@@ -298,7 +298,7 @@ def _by_values(
     earned: Arrays,
     costs: Arrays,
 ) -> list[LearnerItem]:
-    """One advantage a token, from the values of the critic."""
+    """One advantage for each token, from the critic's values."""
     discount = config.turn_discount if config.advantage in TURNWISE else config.gamma
     credited = []
     for item, turns, cost in zip(items, earned, costs, strict=True):
@@ -315,8 +315,8 @@ def _by_values(
 
 
 def _by_turn(item: LearnerItem, value: float, weight: float, paid: float) -> np.ndarray:
-    """The reward of each turn: `weight` times the environment's reward for it, and the rest of the reward `value` at
-    the last one; `paid` is the environment's part of `value`."""
+    """Returns the reward of each turn: `weight` times the environment's reward for the turn; the last turn also gets
+    the rest of `value`, without the environment's part `paid`."""
     num_turns = max(len(turns_of(item.loss_mask)), 1)  # a response without a reward has no trained token
     earned = np.zeros(num_turns)
     if item.turn_rewards and item.reward is not None:

@@ -1,4 +1,4 @@
-"""The policy's weights on their way out of the learner: for a push, for a late joiner, for a checkpoint folder."""
+"""The policy's weights for a push, a late joiner or a checkpoint folder."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from mobula.learner.policies.lora import WEIGHT, A, B, adapted_modules, adapter_
 from mobula.learner.policies.trained import save_trained, save_trained_adapters, unread_trained_model
 
 Named = Iterator[tuple[str, Tensor]]
-MODEL = "model."  # a policy's, before the state-dict names of its model
+MODEL = "model."  # prefix of a policy's state-dict names, before the names of its model
 
 
 class PolicyWeights:
-    """The weights that leave the learner, with their names; adapters are merged or, in a push, sent alone.
+    """Exports the learner's weights with their names; adapters are merged or, in a push, sent alone.
 
     Every iterator over tensors is collective: all ranks run it to the end.
 
     Example:
-        weights = PolicyWeights(model, config)  # puts adapters in, if there are to be any
+        weights = PolicyWeights(model, config)  # adds the adapters of `policy.lora`
         backend.wrap(TokenPolicy(model, config.learner), stored)
         WeightPublisher(weights.manifest, lambda: weights.pushed(backend), ...)
     """
 
     def __init__(self, model: nn.Module, config: RunConfig) -> None:
-        """Of a model as it was loaded. From here on it has adapters where `policy.lora` asks for them."""
+        """Takes a model as loaded and adds the adapters of `policy.lora` to it, in place."""
         self._model = model
         self._scale = config.policy.lora.scale
         self._names = checkpoint_names(model)  # state-dict name -> checkpoint name, of the model without adapters
@@ -57,13 +57,13 @@ class PolicyWeights:
             self.pushed = self._pushed_weights
 
     def merged(self, backend: Backend) -> Named:
-        """(checkpoint name, whole tensor) of every weight, adapters merged; tied weights once."""
+        """Yields (checkpoint name, whole tensor) of every weight, adapters merged; tied weights once."""
         for name, tensor in self.plain_state(backend):
             if name in self._names:
                 yield self._names[name], as_stored(self._model, self._names[name], tensor)
 
     def _pushed_weights(self, backend: Backend) -> Named:
-        """(checkpoint name, whole tensor) of every weight in the manifest, adapters merged. Others are not gathered."""
+        """Yields (checkpoint name, whole tensor) of the manifest's weights, adapters merged. Gathers no others."""
         names = {spec.name for spec in self.manifest.tensors}
 
         def is_pushed(name: str) -> bool:
@@ -73,13 +73,13 @@ class PolicyWeights:
             yield self._names[name], as_stored(self._model, self._names[name], tensor.detach())
 
     def adapters(self, backend: Backend) -> Named:
-        """(checkpoint name, whole tensor) of every factor."""
+        """Yields (checkpoint name, whole tensor) of every adapter factor."""
         for name, tensor in backend.full_state(is_factor):
             module, factor = split_factor(name)
             yield f"{_module(self._names[f'{module}.{WEIGHT}'])}.{factor}", tensor.detach()
 
     def plain_state(self, backend: Backend) -> Named:
-        """(state-dict name, whole tensor) of the model without adapters, as if it had been trained itself."""
+        """Yields (state-dict name, whole tensor) of the model with adapters merged and removed."""
         for name, tensor in as_merged(backend.full_state(), self._scale):
             yield name, tensor.detach()
 
@@ -90,15 +90,15 @@ class PolicyWeights:
 
 
 def export_state(config: RunConfig, state: Path, folder: Path, *, merge: bool, average: bool, dtype: str = "") -> None:
-    """Write the policy of a learner's saved `state` to `folder`, in one process, however many ranks saved it. It holds
-    one tensor at a time, and all adapters.
+    """Writes the policy of a learner's saved `state` to `folder`, in one process, for a state of any number of ranks.
+    Memory holds one tensor at a time, and all adapters.
 
-    It is a checkpoint in the Hugging Face layout, adapters merged. Without `merge` a policy with adapters is written as
-    these alone, in the layout of PEFT or, of a flow model, of diffusers. With `average` the average of the weights is
-    in the place of the weights. Tensors have the dtypes of `policy.model`, or `dtype`; adapters are float32.
+    The folder is a checkpoint in the Hugging Face layout with merged adapters. Without `merge` only the adapters are
+    written, in the layout of PEFT or, for a flow model, of diffusers. With `average` the averaged weights replace the
+    weights. Tensors have the dtypes of `policy.model`, or `dtype`; adapters are float32.
 
     Raises:
-        CheckpointError: there is no complete state in `state`, or no average in it.
+        CheckpointError: `state` is incomplete, or has no average.
     """
     model, stored = unread_trained_model(config)
     weights = PolicyWeights(model, config)
@@ -112,7 +112,7 @@ def export_state(config: RunConfig, state: Path, folder: Path, *, merge: bool, a
 
 
 def _saved(config: RunConfig, state: Path, shapes: Mapping[str, torch.Size], *, average: bool) -> Named:
-    """(state-dict name, whole tensor) of the model's tensors in a learner's state, or in its average where that has
+    """Yields (state-dict name, whole tensor) from a learner's state; with `average`, averaged tensors if it has
     them."""
     tensors = saved_weights(config.learner, state)
     if average:
@@ -122,12 +122,12 @@ def _saved(config: RunConfig, state: Path, shapes: Mapping[str, torch.Size], *, 
     for name, read in tensors.items():
         if (plain := name.removeprefix(MODEL)) in shapes:
             shape = shapes[plain]
-            yield plain, read().flatten()[: shape.numel()].view(shape)  # what DeepSpeed shards is flat and padded
+            yield plain, read().flatten()[: shape.numel()].view(shape)  # DeepSpeed shards are flat and padded
 
 
 def _plain(saved: Named, stored: StoredWeights, scale: float) -> Named:
-    """(state-dict name, whole tensor) of the model without adapters: `saved` ones, which adapters are merged with, and
-    those of the checkpoint that training began with."""
+    """Yields (state-dict name, whole tensor) of the model without adapters: `saved` tensors with adapters merged, and
+    `stored` tensors of the initial checkpoint."""
     names, factors = set(), dict[tuple[str, str], Tensor]()
     for name, tensor in saved:
         if is_factor(name):

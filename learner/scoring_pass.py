@@ -1,4 +1,4 @@
-"""A forward pass over a step before it is trained: log-probs and entropies of the weights that the step trains from."""
+"""Forward passes before a training step: log-probs and entropies of the weights that the step trains from."""
 
 from __future__ import annotations
 
@@ -26,12 +26,11 @@ Scores = dict[int, tuple[np.ndarray, np.ndarray, np.ndarray | None]]
 
 
 class ScoringPass:
-    """Scores a step's tokens, each rank a share, and hands every rank the scores of all. Collective.
+    """Scores a step's tokens: each rank computes a share and receives the scores of all ranks. Collective.
 
-    With `keeps_predictions` rows of a flow model get what it predicted, for losses that compare with that.
+    With `keeps_predictions` rows of a flow model also get its predictions, for losses that compare with them.
 
-    Which rank trains a row changes from minibatch to minibatch, so every rank needs the scores of every row: 8 bytes a
-    token.
+    A row may move to another rank in each minibatch, so every rank needs the scores of every row: 8 bytes a token.
     """
 
     def __init__(
@@ -48,7 +47,7 @@ class ScoringPass:
         self._forward = forward
 
     def __call__(self, groups: list[list[LearnerItem]]) -> list[list[LearnerItem]]:
-        """The same items with `old_logprobs` and `entropies`."""
+        """Returns the items with `old_logprobs` and `entropies`."""
         scores = gathered(self._own([item for group in groups for item in group]))
         return [[with_scores(item, scores) for item in group] for group in groups]
 
@@ -64,7 +63,7 @@ class ScoringPass:
         return scores
 
     def _predicted(self, rows: Sequence[LearnerItem], output: PolicyOutput) -> Sequence[np.ndarray | None]:
-        """By row."""
+        """Returns the predictions of each row; None without `keeps_predictions`."""
         if not self._keeps_predictions:
             return [None] * len(rows)
         assert isinstance(output.predicted, Tensor), "only flow models predict what such losses compare with"
@@ -74,8 +73,8 @@ class ScoringPass:
 
 
 class ReferencePass:
-    """Scores a step with the policy below its adapters, each rank a share, and hands every rank the log-probs of all:
-    the reference of a run that begins with the checkpoint. Collective.
+    """Scores a step with the policy without adapters, the reference of a run that starts from the checkpoint. Each rank
+    computes a share and receives the log-probs of all ranks. Collective.
     """
 
     def __init__(
@@ -91,9 +90,9 @@ class ReferencePass:
         self._model = model
 
     def __call__(self, groups: list[list[LearnerItem]]) -> list[list[LearnerItem]]:
-        """The same items with `reference_logprobs`."""
+        """Returns the items with `reference_logprobs`."""
         own: dict[int, np.ndarray] = {}
-        # Adapters come back last: parameters that are still gathered are not those that an optimizer holds.
+        # Re-enable adapters after resharding: gathered parameters are not the tensors that the optimizer holds.
         with without_adapters(self._model), self._backend.inference():
             for rows in self._step.shares([item for group in groups for item in group]):
                 logprobs = self._forward(rows).logprobs.cpu().numpy()
@@ -103,12 +102,12 @@ class ReferencePass:
 
 
 def unscored(groups: list[list[LearnerItem]]) -> list[list[LearnerItem]]:
-    """In the place of a ScoringPass or a ReferencePass where nothing reads its scores."""
+    """Returns the groups unchanged; replaces a ScoringPass or ReferencePass if nothing reads the scores."""
     return groups
 
 
 def with_scores(item: LearnerItem, scores: Scores) -> LearnerItem:
-    """The item with its scores; what a flow model predicted is kept by the rank that trains the row."""
+    """Returns the item with its scores; predictions of a flow model are kept by the rank that trains the row."""
     logprobs, entropies, predicted = scores[item.index]
     sequence = item.sequence
     if predicted is not None and isinstance(sequence, FlowRow):
@@ -117,7 +116,7 @@ def with_scores(item: LearnerItem, scores: Scores) -> LearnerItem:
 
 
 def gathered(own: dict[int, S]) -> dict[int, S]:
-    """The scores of all ranks together, by the index of an item. Collective."""
+    """Returns the scores of all ranks by item index. Collective."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return own
     parts: list[dict[int, S]] = [{} for _ in range(dist.get_world_size())]

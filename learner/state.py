@@ -1,5 +1,5 @@
-"""Learner checkpoints: what is trained and its optimizer, as the backend keeps them, version, random state and the
-state of the algorithm. What is frozen comes from `policy.model` again."""
+"""Learner checkpoints: trained parameters and optimizer state in the backend's format, version, random state and
+state of the algorithm. Frozen parameters are loaded from `policy.model`."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ ALGORITHM_FILE = "algorithm.json"
 
 
 class CheckpointPart(Protocol):
-    """Further state in the policy's checkpoint: the critic, the average of the weights."""
+    """Additional state in the policy's checkpoint: the critic, the average of the weights."""
 
     def save(self, folder: Path, version: int) -> Callable[[], None]:
-        """Copy its state; what is returned writes it to `folder`. Collective."""
+        """Copies the state; the returned function writes it to `folder`. Collective."""
         ...
 
     def load(self, folder: Path) -> object:
-        """Go on from what was written. Collective."""
+        """Restores the state written by `save`. Collective."""
         ...
 
 
 class StateWriter:
-    """Writes one rank's part of the learner's state on a thread of its own, from a copy of it."""
+    """Writes a copy of one rank's part of the learner's state on a separate thread."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -47,9 +47,9 @@ class StateWriter:
         version: int,
         algorithm: dict[str, Any],
     ) -> None:
-        """Copy the state and begin to write it into `folder`, once the copy before it is written. Collective.
+        """Copies the state and starts to write it into `folder`; waits for the previous write first. Collective.
 
-        `algorithm` is JSON that all ranks agree on; rank 0 writes it.
+        `algorithm` is JSON, equal on all ranks; rank 0 writes it.
         """
         self.finish()
         folder.mkdir(parents=True, exist_ok=True)
@@ -63,7 +63,7 @@ class StateWriter:
         self.begin([*writes, write_algorithm], folder)
 
     def begin(self, writes: Sequence[Callable[[], None]], folder: Path) -> None:
-        """Begin to write copies, and this rank's random state to `folder`; the copy before is written."""
+        """Starts to write copies, and this rank's random state, to `folder`. The previous write must be complete."""
         random_state = torch.get_rng_state()
 
         def write_all() -> None:
@@ -74,10 +74,10 @@ class StateWriter:
         self._writing = self._thread.submit(write_all)
 
     def finish(self) -> None:
-        """Wait until the last copy is on disk.
+        """Waits until the last copy is on disk.
 
         Raises:
-            OSError: it could not be written.
+            OSError: the copy could not be written.
         """
         if self._writing is not None:
             self._writing.result()
@@ -87,11 +87,11 @@ class StateWriter:
 def load_state(
     folder: Path, backend: Backend, optimizer: Optimizer, parts: Sequence[CheckpointPart], rank: int
 ) -> tuple[int, dict[str, Any]]:
-    """Read what this rank wrote to `folder` into policy, optimizer and `parts`; returns the version and the algorithm's
+    """Loads this rank's state in `folder` into policy, optimizer and `parts`; returns the version and the algorithm's
     state. Collective.
 
     Raises:
-        CheckpointError: there is no complete learner state in `folder`, or none that this backend and these ranks read.
+        CheckpointError: `folder` has no complete learner state that this backend and these ranks can read.
     """
     version = backend.load(folder, optimizer)
     for part in parts:
@@ -101,16 +101,16 @@ def load_state(
 
 
 def load_random_state(folder: Path, rank: int) -> None:
-    """Set the random state of this rank to the saved one; a rank without a saved state keeps its current one."""
+    """Restores the random state of this rank; a rank without a saved state keeps the current state."""
     if _rng_file(folder, rank).is_file():
         torch.set_rng_state(torch.load(_rng_file(folder, rank), weights_only=True))
 
 
 def load_algorithm(folder: Path) -> dict[str, Any]:
-    """The algorithm's state in a learner's.
+    """Reads the algorithm's state from a learner's state.
 
     Raises:
-        CheckpointError: it is missing.
+        CheckpointError: the state is missing.
     """
     if not (folder / ALGORITHM_FILE).is_file():
         raise CheckpointError(

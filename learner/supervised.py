@@ -28,7 +28,7 @@ from mobula.learner.policies.logprobs import PLAIN, Distribution
 
 @dataclass(frozen=True)
 class SupervisedExample:
-    """A prompt and the tokens of its right answer, EOS included, or of a whole episode with a mask.
+    """A prompt and the tokens of its correct answer with EOS, or of a whole episode with a mask.
 
     Prompt and vision tokens are never trained on.
     """
@@ -38,7 +38,7 @@ class SupervisedExample:
     answer_mask: np.ndarray  # bool [A]: True where a token is trained
     media: tuple[MediaHandle, ...] = ()  # of later turns: `media[i]` fills `media_spans[i]` of `answer_ids`
     media_spans: tuple[MediaSpan, ...] = ()
-    group: ClassVar[None] = None  # it has no siblings
+    group: ClassVar[None] = None  # no siblings
     labels: ClassVar[tuple[float, ...]] = ()
 
     @cached_property
@@ -60,7 +60,7 @@ WARMUP_STEPS = 30  # of the cosine schedule
 
 
 def taught_rate(config: WarmStartConfig, step: int) -> float:
-    """The learning rate of step `step` of a warm start, from 0 on; a cosine ends at a tenth of the peak."""
+    """Learning rate of warm-start step `step` (from 0); a cosine ends at a tenth of the peak."""
     if config.schedule == "constant":
         return config.learning_rate
     rise = min(1.0, (step + 1) / WARMUP_STEPS)
@@ -68,7 +68,7 @@ def taught_rate(config: WarmStartConfig, step: int) -> float:
 
 
 class SupervisedTrainer:
-    """Teaches the policy answers, and says how many it knows. All methods are collective."""
+    """Trains the policy on answers and measures its accuracy. All methods are collective."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class SupervisedTrainer:
         sampled: Distribution,
         sequence_parallel: int,
     ) -> None:
-        """`policy` has the forward of a TokenPolicy; responses are sampled from `sampled`."""
+        """`policy` has the `forward` of a TokenPolicy; `sampled` is the sampling distribution of responses."""
         self._policy = policy
         self._backend = backend
         self._step = step
@@ -109,9 +109,9 @@ class SupervisedTrainer:
         return {**meter.reduce(), "grad_norm": grad_norm, "skipped": skipped, **counts}
 
     def answer_accuracy(self, examples: Sequence[SharedSupervised]) -> float:
-        """The share of examples whose every trained token is the likeliest one given those before it.
+        """Returns the share of examples in which each trained token is the argmax given the tokens before it.
 
-        Greedy decoding gives exactly those answers, so this is its exact-match accuracy without decoding.
+        This equals the exact-match accuracy of greedy decoding, without decoding.
         """
         meter = Meter(self._sequence_parallel)
         with self._backend.inference():

@@ -1,1 +1,1 @@
-"""Flow models on images of a data set."""
+"""Supervised training of flow models on images of a dataset."""

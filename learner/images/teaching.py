@@ -1,4 +1,4 @@
-"""Supervised steps of a flow model: flow matching on images of a data set."""
+"""Supervised steps of a flow model: flow matching on images of a dataset."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from mobula.learner.policies.flow.policy import StepRescoring
 
 @dataclass(frozen=True)
 class ImageExample:
-    """An image that a prompt should give, and at which noise levels it is taught."""
+    """A prompt, its target image, and the noise levels to train on."""
 
     sequence: CleanSequence
     is_trained: bool = True
-    group: ClassVar[None] = None  # it has no siblings
+    group: ClassVar[None] = None  # no siblings
     labels: ClassVar[tuple[float, ...]] = ()
 
     @property
@@ -42,7 +42,7 @@ SharedImage = ImageExample | ExampleOutline
 
 
 class ImageTrainer:
-    """Teaches a flow model images, and measures how well it reproduces them. All methods are collective."""
+    """Trains a flow model on images and measures its velocity error. All methods are collective."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class ImageTrainer:
         self._replay = replace(replay, divergence="none")
 
     def step(self, examples: Sequence[SharedImage], learning_rate: float) -> dict[str, float]:
-        """One step on the mean of (v - (noise - image))^2 over images, levels and numbers.
+        """Takes one step on the mean of (v - (noise - image))^2 over images, levels and elements.
 
         Source: Flow Matching for Generative Modeling, arXiv:2210.02747.
         """
@@ -79,9 +79,10 @@ class ImageTrainer:
         return {**meter.reduce(), "grad_norm": grad_norm, "skipped": skipped, **counts}
 
     def answer_accuracy(self, examples: Sequence[SharedImage]) -> float:
-        """The share of the velocities' squares that is predicted: 1 - sum (v - (noise - image))^2 / sum (noise -
-        image)^2, and at least 0. It is 0 for a model that predicts 0, and 1 is out of reach: noise is no secret only
-        where there is little else.
+        """Returns the explained share of the squared velocities, at least 0:
+        1 - sum (v - (noise - image))^2 / sum (noise - image)^2.
+
+        A model that predicts 0 has 0. It stays below 1: noise can be predicted only at high noise levels.
         """
         meter = Meter()
         with self._backend.inference():
@@ -107,5 +108,5 @@ class ImageTrainer:
 
 
 def errors(velocities: Velocities) -> Tensor:
-    """[B, K]: mean over the latents' numbers of (v - (noise - image))^2."""
+    """[B, K]: mean of (v - (noise - image))^2 over the elements of the latents."""
     return (velocities.predicted - (velocities.noise - velocities.clean)).square().flatten(2).mean(2)

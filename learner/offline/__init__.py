@@ -1,1 +1,1 @@
-"""Offline jobs: the learner's ranks on rows of a data set."""
+"""Offline jobs: training of the learner's ranks on rows of a dataset."""

@@ -1,4 +1,4 @@
-"""OfflineLearner: one rank of the group that trains on rows of a data set."""
+"""OfflineLearner: one rank of the group that trains on rows of a dataset."""
 
 from __future__ import annotations
 
@@ -34,9 +34,10 @@ from mobula.learner.policies.logprobs import PLAIN
 
 
 class OfflineLearner(Learner):
-    """A learner rank whose step is one of `offline.job`: backends, optimizer, checkpoints and export are the learner's.
+    """A learner rank that runs the steps of `offline.job`. Backends, optimizer, checkpoints and export are those of
+    `Learner`.
 
-    Both methods here are collective; every rank is given references to all groups and fetches its share.
+    `update` and `assess` are collective: every rank gets references to all groups and fetches its share.
     """
 
     def __init__(self, config: RunConfig, rank: int, world_size: int, banned_ids: tuple[int, ...]) -> None:
@@ -78,15 +79,14 @@ class OfflineLearner(Learner):
         return self._shares.fetch(DataRows([groups], self._config.learner, row, timeout_s))
 
     def _compared(self, examples: list[SharedExample]) -> list[SharedExample]:
-        """Examples with what the initial weights make of them, this rank's own share: of a flow model the predicted
-        velocities, of adapters that are their own reference (`reference.place=learner_ranks`) the log-probs. Those of
-        other models have them from scorers, or need none.
+        """Adds outputs of the initial weights to this rank's examples: predicted velocities for a flow model, log-probs
+        for adapters with `reference.place=learner_ranks`. Other examples have log-probs from scorers, or need none.
         """
         if self._config.sampler.is_flow:
             with self._initial.in_place(), self._backend.inference():
                 return self._measured(examples, self._predicted)
         if self._config.reference.place == "learner_ranks":
-            # Adapters come back last: parameters that are still gathered are not those that an optimizer holds.
+            # Re-enable adapters after resharding: gathered parameters are not the tensors that the optimizer holds.
             with without_adapters(self._policy), self._backend.inference():
                 return self._measured(examples, self._logprobs)
         return examples

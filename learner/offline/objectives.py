@@ -1,4 +1,4 @@
-"""Objectives of offline jobs: one class a job, which computes a loss and metrics from a model's outputs."""
+"""Objectives of offline jobs: one class for each job, which computes a loss and metrics from a model's outputs."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ class Objective(Protocol):
     def row(self) -> Row: ...
 
     def __call__(self, model: Model, batch: ExampleBatch, totals: ExampleTotals, meter: Meter) -> Tensor:
-        """This micro-batch's part of the step's loss; its metrics go to `meter`."""
+        """Returns this micro-batch's part of the step's loss; adds metrics to `meter`."""
         ...
 
 
 class SupervisedObjective:
-    """Mean cross-entropy of the assistant's tokens: each weighs the same, whatever its row.
+    """Mean cross-entropy of the assistant's tokens, with equal weight for each token of all rows.
 
-    `token_accuracy` is the share of trained tokens that are the likeliest ones given those before them, `accuracy` the
-    share of rows with such tokens alone.
+    `token_accuracy` is the share of trained tokens that are the argmax given the tokens before them. `accuracy` is the
+    share of rows in which all trained tokens are.
     """
 
     row = staticmethod(answer_row)
 
     def __init__(self, config: OfflineConfig) -> None:
-        """It has no parameters."""
+        """This job has no options."""
 
     def __call__(self, model: Model, batch: ExampleBatch, totals: ExampleTotals, meter: Meter) -> Tensor:
         output, counts = model(batch.tokens, PLAIN), Totals(totals.num_tokens, totals.num_examples)
@@ -64,8 +64,8 @@ class SupervisedObjective:
 class PreferenceObjective:
     """Direct preference optimisation: `offline.dpo.loss` of the log-ratios of each pair to the initial policy.
 
-    The log-ratio of an answer is the sum over its tokens. The implicit reward of an answer is beta times its log-ratio;
-    `accuracy` is the share of pairs whose chosen answer has the higher one.
+    The log-ratio of an answer is the sum over its tokens. The implicit reward of an answer is beta times its log-ratio.
+    `accuracy` is the share of pairs in which the chosen answer has the higher implicit reward.
     """
 
     row = staticmethod(answer_row)
@@ -91,12 +91,12 @@ class PreferenceObjective:
 
 
 class ImagePreferenceObjective:
-    """Diffusion-DPO: `offline.dpo.loss` on images. Both of a pair are seen at the same noise levels with the same
-    noise, and the log-ratio of an image to the initial policy is
+    """Diffusion-DPO: `offline.dpo.loss` on images. Both images of a pair have the same noise levels and noise. The
+    log-ratio of an image to the initial policy is
 
         -1/2 mean over levels of (|v - (noise - image)|^2 - |v_initial - (noise - image)|^2),
 
-    with |.|^2 as a mean over the latents' numbers. Source: arXiv:2311.12908, equation 14.
+    with |.|^2 as a mean over the elements of the latents. Source: arXiv:2311.12908, equation 14.
     """
 
     def __init__(self, config: OfflineConfig, noising: Noising, replay: StepRescoring) -> None:
@@ -112,7 +112,7 @@ class ImagePreferenceObjective:
         velocities = model(batch.tokens, self._replay).velocities
         initial = (
             velocities.predicted.detach() if velocities.old is None else velocities.old
-        )  # old is missing of rows not trained
+        )  # untrained rows have no old velocities
         ratio = -0.5 * (errors(velocities) - errors(velocities._replace(predicted=initial))).mean(dim=1)  # [B]
         chosen, rejected = ratio.view(-1, 2).unbind(dim=1)  # [E] each
         loss = _mean(self._loss(chosen, rejected), batch, totals)
@@ -121,7 +121,7 @@ class ImagePreferenceObjective:
 
 
 class PairwiseScoreObjective:
-    """A reward model from pairs: the Bradley-Terry loss of their scores, `offline.reward_model.margin` apart."""
+    """Reward model from pairs: the Bradley-Terry loss of their scores with margin `offline.reward_model.margin`."""
 
     row = staticmethod(end_row)
 
@@ -136,7 +136,7 @@ class PairwiseScoreObjective:
 
 
 class RegressionScoreObjective:
-    """A reward model from scored answers: the squared distance of its score from the given one.
+    """Reward model from labelled answers: the squared error of the score.
 
     `accuracy` is the share of rows whose score is on the same side of the mean label as their label.
     """
@@ -159,7 +159,7 @@ class RegressionScoreObjective:
 
 
 def build_objective(run: RunConfig, replay: object) -> Objective:
-    """The objective of `offline.job`; `replay` is how the run's policy scores rows without a divergence."""
+    """Builds the objective of `offline.job`; `replay` is the policy's scoring of rows without a divergence."""
     config = run.offline
     if isinstance(replay, StepRescoring):
         return ImagePreferenceObjective(config, teaching_noising(run, PAIR_LEVELS), replay)

@@ -1,4 +1,4 @@
-"""Attention over packed rows: torch's kernel for rows of different lengths, or scaled dot products row by row."""
+"""Attention over packed rows: torch's variable-length kernel, or scaled dot products row by row."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from mobula.learner.policies.attention.sequence_ranks import SequenceRanks
 
-# The name under which transformers finds `packed_attention`. Its vision towers pass the bounds of their windows to
-# implementations with "flash" in their name, and split queries, keys and values themselves for all others.
+# Name of `packed_attention` in transformers. Vision towers of transformers pass window bounds to implementations with
+# "flash" in their name; for other implementations they split queries, keys and values themselves.
 PACKED = "packed_flash"
 PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
 """Values of `policy.attention` -> the package that has the kernel."""
@@ -25,16 +25,16 @@ PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_
 MAX_HEAD_DIM = 256  # of the kernel
 HALF = (torch.float16, torch.bfloat16)
 OLDEST = (8, 0)  # compute capability (Ampere)
-# torch 2.11 computes grouped heads without an argument for it.
+# torch 2.11 supports grouped heads without an argument.
 GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
-MIN_WINDOW_BLOCK = 128  # queries that are computed at a time where a window is shorter
+MIN_WINDOW_BLOCK = 128  # queries per block if the window is shorter
 
-UNSHARED = nn.Module()  # to transformers an attention whose queries have keys and values of their own
+UNSHARED = nn.Module()  # transformers repeats no keys and values for this module
 
 
 class RowBounds:
-    """Where packed rows end, for an attention that keeps them apart."""
+    """Bounds of packed rows, for attention within each row."""
 
     def __init__(
         self,
@@ -46,8 +46,8 @@ class RowBounds:
         """Args:
         ends: int32 [R + 1]: 0 and the cumulative lengths, on the device of the rows.
         longest: the largest length.
-        lengths: the R lengths, where the host has them; otherwise they are read from `ends` when they are needed.
-        sequence_ranks: the ranks that have a part of the rows' tokens each.
+        lengths: the R lengths on the host; None: read from `ends` on first use.
+        sequence_ranks: ranks that share the tokens of the rows.
         """
         self.ends = ends
         self.longest = longest
@@ -78,15 +78,15 @@ def packed_attention(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention within each packed row, also of ranks with a part of it each; without bounds, within each row of the
-    batch.
+    """Computes attention within each packed row, or within each row of the batch if there are no bounds. Ranks of
+    sequence parallelism exchange heads.
 
     Shapes are those of transformers' attention functions: [1, heads, num_tokens, D] -> [1, num_tokens, heads, D].
     Bounds come from `RowPacking` (`row_bounds`) or from a vision tower (`cu_seq_lens_q`, `max_length_q`). The kernel
-    is used where `kernel_takes` holds; otherwise transformers' `sdpa` computes row by row.
+    is used where `kernel_takes` holds; otherwise transformers' `sdpa` runs row by row.
 
     Raises:
-        ValueError: the model needs a cap on its scores or attention sinks, which neither of the two computes.
+        ValueError: the model caps its scores or has attention sinks, which neither the kernel nor `sdpa` supports.
     """
     assert attention_mask is None, "packed rows have no mask: they are causal or see all of themselves"
     if softcap is not None or s_aux is not None:
@@ -118,7 +118,7 @@ def _of_rows(
     dropout: float,
     **kwargs: Any,
 ) -> Tensor:
-    """Attention [1, num_tokens, heads, D] of whole rows."""
+    """Returns the attention [1, num_tokens, heads, D] of whole rows."""
     if bounds is not None:
         bounds.is_used = True
         parts = _autocast(query, key, value)
@@ -127,7 +127,7 @@ def _of_rows(
             return _kernel(*parts, bounds, is_causal, sliding_window, scaling)
     num_sharing = query.shape[1] // key.shape[1]
     if bounds is not None and bounds.sequence_ranks is not None and num_sharing > 1:
-        # A rank's queries may share a head with fewer of them than the module says.
+        # On a rank, fewer queries may share a key head than the module states.
         key, value = (part.repeat_interleave(num_sharing, dim=1) for part in (key, value))
     if bounds is not None and bounds.sequence_ranks is not None:
         module = UNSHARED
@@ -140,10 +140,10 @@ def _of_rows(
 
 
 def kernel_takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether torch's kernel for rows of different lengths computes these heads [1, heads, num_tokens, D].
+    """Whether torch's variable-length kernel supports these heads [1, heads, num_tokens, D].
 
-    It needs a GPU of compute capability 8.0 or more, float16 or bfloat16, and heads of one width for queries, keys and
-    values that is a multiple of 8 and at most 256. It has no mask, dropout, cap on scores or attention sinks.
+    It needs a GPU of compute capability 8.0 or more, float16 or bfloat16, and the same head width for queries, keys and
+    values: a multiple of 8, at most 256. It has no mask, dropout, cap on scores or attention sinks.
     """
     width = query.shape[-1]
     return (
@@ -162,7 +162,7 @@ def _has_kernel(device: torch.device) -> bool:
 
 
 def _autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The parts in the type of autocast, which does not know the kernel: position embeddings leave float32 behind."""
+    """Casts to the autocast dtype. Autocast does not cover the kernel, and position embeddings return float32."""
     device = query.device.type
     if not torch.is_autocast_enabled(device):
         return query, key, value
@@ -179,7 +179,7 @@ def _kernel(
     sliding_window: int | None,
     scaling: float | None,
 ) -> Tensor:
-    """[1, num_tokens, heads, D]; the kernel counts the tokens before one, and `sliding_window` counts itself too."""
+    """Returns [1, num_tokens, heads, D]. `sliding_window` includes the token itself; the kernel's window does not."""
     before = -1 if sliding_window is None else sliding_window - 1
     window = (before, 0) if is_causal else (-1, -1)
     q, k, v = (part[0].transpose(0, 1) for part in (query, key, value))  # [num_tokens, heads, D] each
@@ -190,7 +190,7 @@ def _kernel(
 
 
 def _split(bounds: RowBounds | None, *parts: Tensor) -> list[tuple[Tensor, ...]]:
-    """Queries, keys and values of each row."""
+    """Returns queries, keys and values of each row."""
     if bounds is None:
         return [parts]
     return list(zip(*(part.split(bounds.lengths, dim=2) for part in parts), strict=True))
@@ -199,8 +199,8 @@ def _split(bounds: RowBounds | None, *parts: Tensor) -> list[tuple[Tensor, ...]]
 def _blocks(
     query: Tensor, key: Tensor, value: Tensor, sliding_window: int | None
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor | None]]:
-    """The row itself, or blocks of its queries with the keys and values in their window and a mask bool [1, 1, n, m]: a
-    token sees itself and those before it in the window. A mask of a whole row would take the square of its length."""
+    """Yields the row, or blocks of its queries with keys and values of their window and a mask bool [1, 1, n, m]. A
+    token attends to itself and the earlier tokens of the window. A whole row's mask is quadratic in its length."""
     num_tokens = query.shape[2]
     if sliding_window is None or num_tokens <= sliding_window:
         yield query, key, value, None
@@ -215,9 +215,9 @@ def _blocks(
 
 
 def pack_windows(model: PreTrainedModel) -> None:
-    """Computes the windows of vision and audio towers by `packed_attention`, where the model is one of `sdpa`.
+    """Switches vision and audio towers with `sdpa` to `packed_attention`.
 
-    These towers hold all media of a batch as one row and know the bounds of their windows (`cu_seqlens`).
+    These towers compute all media of a batch as one row and have the bounds of their windows (`cu_seqlens`).
     """
     for module in model.modules():
         own = getattr(module, "config", None)
@@ -228,13 +228,13 @@ def pack_windows(model: PreTrainedModel) -> None:
 
 
 def missing_package(attention: str) -> str | None:
-    """The package that has the kernel of this `policy.attention`, if it is not installed here."""
+    """Returns the package with the kernel of this `policy.attention` if it is not installed, else None."""
     package = PACKAGES.get(attention)
     return package if package is not None and find_spec(package) is None else None
 
 
 def refuse_without_package(attention: str) -> None:
-    """Raises: ValueError: `policy.attention` needs a package that is not installed here."""
+    """Raises: ValueError: `policy.attention` needs a package that is not installed."""
     if package := missing_package(attention):
         raise ValueError(
             f"policy.attention={attention} needs the package {package}, which is not installed: install it, or set "

@@ -1,4 +1,4 @@
-"""Rows without padding: a decoder computes all rows of a batch as one, and each row attends to itself alone."""
+"""Row packing: a decoder computes all rows of a batch as one row without padding; attention stays within each row."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from mobula.learner.policies.attention.sequence_ranks import SequenceRanks
 from mobula.learner.policies.batch import RowPlaces
 
 PER_TOKEN = ("inputs_embeds", "visual_pos_masks")  # arguments of decoders with axes [B, S, ...]
-VISUAL_MASK, PER_VISUAL_TOKEN = "visual_pos_masks", "deepstack_visual_embeds"  # the latter: of the mask's tokens alone
+VISUAL_MASK, PER_VISUAL_TOKEN = "visual_pos_masks", "deepstack_visual_embeds"  # the latter: tokens of the mask only
 POSITIONS = "position_ids"  # [B, S], or [3, B, S] with M-RoPE
 Args = tuple[Any, ...]
 
 
 class RowPacking:
-    """Takes the padding out of what enters a decoder and puts it back into what leaves it.
+    """Removes padding from the inputs of a decoder and restores it in the outputs.
 
-    Rows lie behind one another in one row of all their tokens, with the positions that they have alone. Attention is
-    computed by a kernel that takes their bounds: torch's own (`sdpa`, by `packed_attention`) or that of a package
-    (`flash_attention_2`); everything else of the decoder is computed for tokens and not for padding.
+    The rows are concatenated into one row and keep their positions. Attention runs in a kernel that takes row bounds:
+    torch's own (`sdpa`, by `packed_attention`) or the kernel of a package (`flash_attention_2`). The rest of the
+    decoder computes no padding.
 
-    With `sequence_ranks` the decoder computes this rank's tokens of that row alone, and what leaves it stays packed.
+    With `sequence_ranks` the decoder computes only this rank's tokens of that row, and its outputs stay packed.
 
     Example:
         packing = RowPacking(model)
@@ -38,10 +38,10 @@ class RowPacking:
     """
 
     def __init__(self, model: PreTrainedModel, sequence_ranks: SequenceRanks | None = None) -> None:
-        """From here on the model's decoder takes packed rows within `rows`, and padded ones outside of it.
+        """Installs hooks on the model's decoder: rows are packed within `rows` and padded outside of it.
 
         Raises:
-            ValueError: its attention cannot keep rows apart.
+            ValueError: `policy.attention` cannot keep rows apart.
         """
         decoder = model.get_decoder()
         self._attention = decoder.config._attn_implementation
@@ -62,7 +62,7 @@ class RowPacking:
 
     @contextmanager
     def rows(self, places: RowPlaces) -> Iterator[None]:
-        """Within the body the decoder is called with rows of these lengths, padded on the right."""
+        """Packs the decoder's inputs within the body: rows of these lengths, padded on the right."""
         self._places = places
         try:
             yield
@@ -87,16 +87,16 @@ class RowPacking:
         return args, {**kwargs, **packed, **self._bounds_of(places)}
 
     def _index_of(self, places: RowPlaces) -> Tensor:
-        """int64 [n]: the tokens that the decoder computes, among the B * S of the padded rows."""
+        """Returns int64 [n]: indices of the tokens to compute among the B * S tokens of the padded rows."""
         if self._ranks is None:
             return places.index
         num_tokens = sum(places.lengths)
-        # The first token fills up the last rank's part, as a row of its own behind the others.
+        # Copies of the first token fill the last rank's part, as a separate row at the end.
         filled = pad(places.index, (0, self._ranks.num_padded(num_tokens) - num_tokens))
         return filled[self._ranks.chunk(num_tokens)]
 
     def _own_visual(self, mask: Tensor, features: list[Tensor], places: RowPlaces) -> dict[str, Any]:
-        """The mask of this rank's visual tokens [1, n], and their features of each layer."""
+        """Returns the mask of this rank's visual tokens [1, n] and their features of each layer."""
         assert self._ranks is not None
         num_tokens = sum(places.lengths)
         chunk = self._ranks.chunk(num_tokens)
@@ -107,8 +107,8 @@ class RowPacking:
         return {VISUAL_MASK: own.unsqueeze(0), PER_VISUAL_TOKEN: [layer[shown] for layer in features]}
 
     def _bounds_of(self, places: RowPlaces) -> dict[str, Any]:
-        """Row bounds for the attention; they are passed with each call, so that a block that is recomputed in the
-        backward pass has them too."""
+        """Returns row bounds as arguments of the attention. They are passed in each call, so that blocks recomputed in
+        the backward pass get them."""
         ends, longest, lengths = places.ends, max(places.lengths), places.lengths
         if self._ranks is not None and (num_fill := self._ranks.num_padded(sum(lengths)) - sum(lengths)) > 0:
             ends, longest, lengths = (
@@ -139,7 +139,7 @@ class RowPacking:
 
 
 def _taken(tensor: Tensor, index: Tensor, axis: int) -> Tensor:
-    """Tokens of all rows as one row: axes [B, S] at `axis` become [1, num_tokens]."""
+    """Joins the tokens of all rows: axes [B, S] at `axis` become [1, num_tokens]."""
     return tensor.flatten(axis, axis + 1).index_select(axis, index).unsqueeze(axis)
 
 

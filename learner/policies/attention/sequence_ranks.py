@@ -1,4 +1,4 @@
-"""Sequence parallelism: ranks that share the tokens of the same rows, and exchange heads around attention."""
+"""Sequence parallelism: ranks share the tokens of the same rows and exchange heads around attention."""
 
 from __future__ import annotations
 
@@ -14,20 +14,19 @@ from torch.distributed.device_mesh import init_device_mesh
 
 
 class SequenceRanks:
-    """N neighbouring ranks with the same rows, each of which computes an N-th of their tokens.
+    """N neighbouring ranks with the same rows. Each rank computes an N-th of the tokens.
 
-    Attention needs all tokens of a row: before it every rank gives away the tokens that it has of other heads and gets
-    those that others have of its own heads, and after it the other way round. Everything else in a decoder is computed
-    for each token alone. The outputs for targets are exchanged too, so each rank computes the loss of whole rows.
-    Gradients are summed over all ranks: each output passes its gradient to the rank that computed it, and to no other.
-    Images of the rows are encoded in shares: each rank has the features of all, and passes the gradients of those that
-    its tokens read to the rank that encoded them.
+    Attention needs all tokens of a row: before it an all-to-all gives each rank all tokens of a share of the heads, and
+    after it a second one restores the tokens. The rest of a decoder computes each token separately. The outputs for
+    targets are gathered, so each rank computes the loss of whole rows. Gradients are summed over all ranks: an output
+    passes its gradient only to the rank that computed it. Each rank encodes a share of the rows' images and gathers the
+    features of all images; gradients of features return to the rank that encoded them.
 
     Source: DeepSpeed Ulysses, arXiv:2309.14509.
     """
 
     def __init__(self, size: int, device: torch.device) -> None:
-        """Of this rank; `size` ranks (`learner.sequence_parallel`) are together. Collective over all ranks."""
+        """Forms groups of `size` ranks (`learner.sequence_parallel`). Collective over all ranks."""
         shape = (dist.get_world_size() // size, size)
         mesh = init_device_mesh(device.type, shape, mesh_dim_names=("data", "sequence"))
         self.size = size
@@ -35,17 +34,17 @@ class SequenceRanks:
         self.rank = mesh.get_local_rank("sequence")
 
     def chunk(self, num_tokens: int) -> slice:
-        """This rank's tokens; the last ones of the group may lie beyond `num_tokens`."""
+        """Returns this rank's tokens; the last tokens of the group may lie beyond `num_tokens`."""
         length = self._length(num_tokens)
         return slice(self.rank * length, (self.rank + 1) * length)
 
     def num_padded(self, num_tokens: int) -> int:
-        """The tokens of all ranks together."""
+        """Returns the number of tokens of all ranks, padding included."""
         return self._length(num_tokens) * self.size
 
     def to_heads(self, *parts: Tensor) -> tuple[Tensor, ...]:
-        """[1, heads, n, D] of this rank's n tokens -> [1, heads / N, N * n, D] of its heads; heads of keys and values
-        that N does not divide are repeated."""
+        """[1, heads, n, D] of this rank's n tokens -> [1, heads / N, N * n, D] of this rank's heads. Key and value
+        heads are repeated if N does not divide their number."""
         return tuple(self._to_heads(part) for part in parts)
 
     def _to_heads(self, part: Tensor) -> Tensor:
@@ -55,32 +54,32 @@ class SequenceRanks:
         return _AllToAll.apply(sent, self._group).transpose(0, 1).flatten(1, 2).unsqueeze(0)
 
     def to_tokens(self, output: Tensor) -> Tensor:
-        """[1, N * n, heads / N, D] of this rank's heads -> [1, n, heads, D] of its tokens."""
+        """[1, N * n, heads / N, D] of this rank's heads -> [1, n, heads, D] of this rank's tokens."""
         sent = output[0].unflatten(0, (self.size, -1))
         return _AllToAll.apply(sent, self._group).transpose(0, 1).flatten(1, 2).unsqueeze(0)
 
     def ends(self, places: np.ndarray, num_tokens: int) -> list[int]:
-        """For each rank how many of the sorted `places` are of its tokens or of those before them."""
+        """Returns for each rank the number of sorted `places` up to the end of the rank's tokens."""
         length = self._length(num_tokens)
         return np.searchsorted(places, length * np.arange(1, self.size + 1)).tolist()
 
     def own(self, ends: list[int]) -> slice:
-        """What `ends` gives to this rank."""
+        """Returns the range of this rank in `ends`."""
         return slice(ends[self.rank - 1] if self.rank > 0 else 0, ends[self.rank])
 
     def gathered(self, values: Tensor, ends: list[int]) -> Tensor:
-        """[n] of each rank, as many as `ends` says -> [N] of all of them, in order."""
+        """Gathers [n] of each rank, with sizes by `ends`, to [N] of all ranks, in order."""
         return _Gather.apply(values, ends, self.own(ends), self._group)
 
     def dealt(self, costs: Sequence[int]) -> list[list[int]]:
-        """For each rank the items that it computes, of nearly equal cost (longest processing time first)."""
+        """Assigns items to ranks at nearly equal cost (longest processing time first)."""
         shares: list[list[int]] = [[] for _ in range(self.size)]
         for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
             min(shares, key=lambda share: sum(costs[j] for j in share)).append(i)
         return shares
 
     def features(self, own: Tensor, counts: Sequence[int]) -> Tensor:
-        """[n, H] of each rank, as many as `counts` says -> [N, H] of all of them, rank by rank."""
+        """Gathers [n, H] of each rank, with n by `counts`, to [N, H], rank by rank."""
         return _GatherFeatures.apply(own, counts, self.rank, self._group)
 
     def _length(self, num_tokens: int) -> int:
@@ -88,7 +87,7 @@ class SequenceRanks:
 
 
 class _AllToAll(torch.autograd.Function):
-    """Part j of axis 0 goes to rank j, and part i of the result comes from rank i; so do gradients."""
+    """Sends part j of axis 0 to rank j; part i of the result comes from rank i. The same holds for gradients."""
 
     @staticmethod
     def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -107,7 +106,7 @@ def _exchanged(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class _Gather(torch.autograd.Function):
-    """The values of all ranks behind one another; each rank keeps the gradient of its own."""
+    """Concatenates the values of all ranks; each rank keeps the gradient of its own values."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, ends: list[int], own: slice, group: dist.ProcessGroup) -> Tensor:
@@ -120,7 +119,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _GatherFeatures(torch.autograd.Function):
-    """The values of all ranks behind one another; each rank gets the sum of the gradients that all have of its own."""
+    """Concatenates the values of all ranks; each rank gets the gradients of its values, summed over all ranks."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, counts: Sequence[int], rank: int, group: dist.ProcessGroup) -> Tensor:
@@ -135,7 +134,7 @@ class _GatherFeatures(torch.autograd.Function):
 
 
 def _all_gathered(values: Tensor, counts: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """`values` of all ranks behind one another, of which rank i has `counts[i]`."""
+    """Concatenates `values` of all ranks; rank i has `counts[i]`."""
     longest = max(counts)
     received = values.new_empty(len(counts) * longest, *values.shape[1:])
     dist.all_gather_single(received, _filled(values, longest), group)
@@ -144,5 +143,5 @@ def _all_gathered(values: Tensor, counts: Sequence[int], group: dist.ProcessGrou
 
 
 def _filled(values: Tensor, length: int) -> Tensor:
-    """With zeros behind them up to this length."""
+    """Pads `values` with zeros to `length`."""
     return torch.cat([values, values.new_zeros(length - len(values), *values.shape[1:])])

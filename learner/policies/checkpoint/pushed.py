@@ -1,4 +1,4 @@
-"""The tensors that a push of weights carries."""
+"""Selects the tensors of a weight push."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ EXPERTS = ".experts."
 
 
 def pushed_manifest(checkpoint: Manifest, config: RunConfig) -> Manifest:
-    """Returns the tensors of `checkpoint` without those that `policy.freeze` keeps as the engines have loaded them.
+    """Returns the tensors of `checkpoint` without frozen tensors (`policy.freeze`), which the engines already have.
 
-    vLLM loads q, k and v, gate and up, or all experts of a block as one layer: a frozen tensor is sent where another
-    tensor of the same parent module is trained. At `resources.sleep_level` 2 engines discard their weights: all are
-    sent.
+    vLLM loads q, k and v, gate and up, or all experts of a block as one layer: a frozen tensor is sent if another
+    tensor of the same parent module is trained. At `resources.sleep_level` 2 engines discard their weights, so all
+    tensors are sent.
     """
     frozen = frozen_prefixes(config.policy)
     if not frozen or (config.resources.colocated and config.resources.sleep_level == 2):

@@ -1,4 +1,4 @@
-"""Models without values, and their weights from a checkpoint's files, of which a rank reads its own rows."""
+"""Builds models on the meta device and fills them from checkpoint files; a rank reads only its own rows."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from mobula.learner.policies.checkpoint.stored import GENERATION_FILE, checkpoin
 from mobula.learner.policies.loading import as_stored, disable_dropout, freeze
 
 CPU = torch.device("cpu")
-BASE = ".base_layer."  # PEFT's, between a module with adapters and its own weight
+BASE = ".base_layer."  # PEFT inserts it between a module with adapters and the module's own weight
 
 
 class Rows(Protocol):
-    """A weight whose rows are read when they are indexed; a whole tensor is one."""
+    """A weight that reads rows when indexed. A whole tensor satisfies it."""
 
     def __getitem__(self, index: slice | EllipsisType, /) -> Tensor: ...
 
@@ -38,7 +38,7 @@ Weights = Iterable[tuple[str, Rows]]
 
 @dataclass(frozen=True)
 class StoredWeights:
-    """The weights in a checkpoint's files; each is read when its rows are indexed."""
+    """The weights in a checkpoint's files; indexing a weight reads its rows."""
 
     folder: Path
     names: Mapping[str, str]  # name in the files -> state-dict name
@@ -54,7 +54,7 @@ class StoredWeights:
 
 @dataclass(frozen=True)
 class _StoredRows:
-    """Rows of a file in the layout of the model; experts that lie transposed keep their first axis."""
+    """Rows of a file in the layout of the model; transposed experts keep their first axis."""
 
     model: nn.Module
     name: str
@@ -65,15 +65,15 @@ class _StoredRows:
 
 
 def load_policy_model(config: PolicyConfig, dtype: torch.dtype, device: torch.device = CPU) -> PreTrainedModel:
-    """The whole model of `policy.model` on one device, frozen parameters marked, ready to train."""
+    """Returns the whole model of `policy.model` on one device, ready to train, with frozen parameters marked."""
     model, weights = unread_policy_model(config, dtype)
     fill(model, weights, device)
-    nn.Module.to(model, device)  # its buffers
+    nn.Module.to(model, device)  # moves the buffers
     return model
 
 
 def unread_policy_model(config: PolicyConfig, dtype: torch.dtype) -> tuple[PreTrainedModel, StoredWeights]:
-    """The model of `policy.model` with its parameters on the meta device, frozen ones marked, and their weights."""
+    """Returns the model of `policy.model` on the meta device, with frozen parameters marked, and its weights."""
     model, weights = unread_model(config.model, dtype, config.attention)
     freeze(model, config.freeze)
     if not config.dropout:
@@ -84,9 +84,9 @@ def unread_policy_model(config: PolicyConfig, dtype: torch.dtype) -> tuple[PreTr
 def unread_model(
     source: str, dtype: torch.dtype, attention: str, model_class: type[PreTrainedModel] | None = None
 ) -> tuple[PreTrainedModel, StoredWeights]:
-    """The model of a checkpoint folder or hub name with its parameters on the meta device, and their weights.
+    """Returns the model of a checkpoint folder or hub name, with parameters on the meta device, and its weights.
 
-    `model_class` is the class that loads it, if it is not that of a policy.
+    `model_class` replaces the class of a policy.
 
     Raises:
         ValueError: `attention` needs a package that is not installed.
@@ -106,19 +106,19 @@ def unread_model(
 
 
 def _compute_buffers(model: PreTrainedModel) -> None:
-    """Compute the buffers on the CPU, as `from_pretrained` does: most of them are in no file."""
+    """Computes the buffers on the CPU, as `from_pretrained` does: most buffers are in no file."""
     for buffer in model.buffers():
         swap_tensors(buffer, torch.empty_like(buffer, device=CPU))
     for module in model.modules():
         vars(module).pop("_is_hf_initialized", None)  # set when the buffers had no values
-    model.initialize_weights()  # parameters have none still
+    model.initialize_weights()  # parameters stay without values
 
 
 @torch.no_grad()
 def fill(model: nn.Module, weights: Weights, device: torch.device) -> None:
-    """Gives memory on `device` to the parameters that are on the meta device, and copies this rank's rows into them.
+    """Allocates the parameters on the meta device on `device` and copies this rank's rows into them.
 
-    Not collective. Parameters that have values keep them where `weights` lacks them.
+    Not collective. Parameters with values keep them if `weights` lacks them.
 
     Raises:
         ValueError: `weights` lacks a parameter.
@@ -133,22 +133,22 @@ def fill(model: nn.Module, weights: Weights, device: torch.device) -> None:
 
 
 def plain_name(name: str) -> str:
-    """The state-dict name that a weight has in the model without adapters."""
+    """Returns the state-dict name of a weight in the model without adapters."""
     return name.replace(BASE, ".")
 
 
 def allocate(model: nn.Module, device: torch.device) -> set[Tensor]:
-    """Gives memory on `device` to the parameters that are on the meta device; returns these."""
+    """Allocates the parameters on the meta device on `device` and returns them."""
     empty: set[Tensor] = {parameter for parameter in model.parameters() if parameter.device.type == "meta"}
     for parameter in empty:
-        # Swapped, so that tied weights, optimizers and shards stay the tensors that they are.
+        # Swapped, so that tied weights, optimizers and shards keep their tensor objects.
         memory = torch.empty_like(parameter, device=device)
         swap_tensors(parameter, nn.Parameter(memory, requires_grad=parameter.requires_grad))
     return empty
 
 
 def refuse_lacking(model: nn.Module, lacking: set[Tensor]) -> None:
-    """Raises: ValueError: parameters of the model were in no file."""
+    """Raises: ValueError: parameters of the model are in no file."""
     if lacking:
         names = [name for name, parameter in model.named_parameters() if parameter in lacking]
         raise ValueError(

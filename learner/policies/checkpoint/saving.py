@@ -1,4 +1,4 @@
-"""Policies to checkpoints in the Hugging Face layout, with the dtypes and the other files of the one they came from."""
+"""Saves policies in the Hugging Face layout, with the dtypes and the other files of the source checkpoint."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mobula.learner.policies.loading import as_stored, saved_names
 
 CONFIG_FILE = "config.json"
 TEMPLATES_FOLDER = "additional_chat_templates"
-WEIGHTS_STEM, MAX_FILE_SIZE = "model", "50GB"  # those of transformers
+WEIGHTS_STEM, MAX_FILE_SIZE = "model", "50GB"  # as in transformers
 WEIGHT_SUFFIXES = (
     ".safetensors",
     ".safetensors.index.json",
@@ -41,21 +41,20 @@ def save_policy(
     tensors: Iterable[tuple[str, Tensor]],
     dtype: str = "",
 ) -> None:
-    """Write a checkpoint that transformers and vLLM load like the one at `source`, with its other files.
+    """Writes a checkpoint that transformers and vLLM load like `source`, and copies the other files of `source`.
 
-    Each tensor has the dtype that it has there, and config.json the one that most values have. One tensor is held at a
-    time.
+    Each tensor keeps its dtype in `source`; config.json names the dtype of most values. One tensor is held at a time.
 
     Args:
         source: `policy.model`.
-        described: state-dict name -> tensor of the whole one's shape; its values are not read.
+        described: state-dict name -> tensor with the shape of the whole tensor; values are not read.
         tensors: (state-dict name, whole tensor) of each.
-        dtype: that of all tensors, if they are not to keep theirs.
+        dtype: dtype of all tensors; empty: each tensor keeps its dtype.
     """
     folder.mkdir(parents=True, exist_ok=True)
     original = checkpoint_folder(source)
     dtypes, names = SavedDtypes.of_model(original, dtype), {}
-    tied = set(model.all_tied_weights_keys)  # loading finds those again in the tensors that they are tied to
+    tied = set(model.all_tied_weights_keys)  # loading restores them from the tensors they are tied to
     family = own_family(model.config)
     prefix = "" if family is None else family.checkpoint_prefix
     for name, tensor in described.items():
@@ -75,7 +74,7 @@ def save_policy(
 
 
 def _copy_other_files(original: Path, folder: Path) -> None:
-    """Tokenizer, processor, chat templates, generation_config.json, model card, code."""
+    """Copies tokenizer, processor, chat templates, generation_config.json, model card and code."""
     for file in original.iterdir():
         if file.is_file() and file.name != CONFIG_FILE and not file.name.endswith(WEIGHT_SUFFIXES):
             shutil.copy2(file, folder / file.name)
@@ -84,7 +83,7 @@ def _copy_other_files(original: Path, folder: Path) -> None:
 
 
 def _write_dtype(original: Path, folder: Path, dtypes: SavedDtypes, *, keeps_parts: bool) -> None:
-    """Name the dtype of most values in config.json; parts of the configuration keep theirs with `keeps_parts`."""
+    """Writes the main dtype to config.json; with `keeps_parts`, parts of the configuration keep their dtypes."""
     settings = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
     before = json.loads((original / CONFIG_FILE).read_text(encoding="utf-8")) if keeps_parts else {}
     _set_dtype(settings, str(dtypes.main).removeprefix("torch."), before)

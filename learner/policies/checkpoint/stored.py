@@ -1,4 +1,4 @@
-"""The tensors in a checkpoint's files, and what transformers makes of them; no weight is read for it."""
+"""Compares the tensors in a checkpoint's files with the model that transformers builds, without reading weights."""
 
 from __future__ import annotations
 
@@ -26,38 +26,38 @@ FLOATING = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "B
 
 @dataclass(frozen=True)
 class StoredModel:
-    """Names of a checkpoint: those in its files, and those of a push, which the learner has from its model."""
+    """Tensor names of a checkpoint in its files and in a weight push. The learner takes push names from its model."""
 
     manifest: Manifest  # of a push, in float32
     names: Mapping[str, str]  # name in the files -> name in a push
     tensors: Mapping[str, StoredTensor]  # name in the files -> shape and dtype there
-    left_out: tuple[str, ...]  # names in the files that belong to no part of the model and are not known to be spare
-    missing: tuple[str, ...]  # tensors of the model that the files do not have
-    misshapen: tuple[str, ...]  # those that have another shape than config.json gives them
-    ties: Mapping[str, str]  # name in the files -> that of the tensor it is tied to, where the files have both
-    copies: Mapping[str, str]  # name that files give the copy of a tied tensor -> the tensor's name in a push
+    left_out: tuple[str, ...]  # names in the files that match no part of the model and are not known to be unused
+    missing: tuple[str, ...]  # tensors of the model that the files lack
+    misshapen: tuple[str, ...]  # tensors whose shape differs from config.json
+    ties: Mapping[str, str]  # name in the files -> name of the tensor it is tied to, if the files have both
+    copies: Mapping[str, str]  # file name of the copy of a tied tensor -> the tensor's name in a push
 
     def in_dtype(self, dtype: str) -> Manifest:
-        """The manifest of a push in `dtype`."""
+        """Returns the manifest of a push in `dtype`."""
         return Manifest(tuple(TensorSpec(spec.name, spec.shape, dtype) for spec in self.manifest.tensors))
 
 
 @dataclass(frozen=True)
 class SavedDtypes:
-    """The dtypes in which trained tensors are written: those of the checkpoint that they came from."""
+    """The dtypes in which trained tensors are written, taken from the source checkpoint."""
 
     by_name: Mapping[str, torch.dtype]  # name in a push -> dtype
-    main: torch.dtype  # that of most values, which tensors without another one get
+    main: torch.dtype  # dtype of most values, and of tensors that are not in `by_name`
 
     @classmethod
     def of_model(cls, folder: Path, dtype: str = "") -> SavedDtypes:
-        """As in `folder`, or `dtype` for all."""
+        """Returns the dtypes of the files in `folder`, or `dtype` for all tensors."""
         stored = stored_model(folder)
         return cls._of({stored.names[name]: t for name, t in stored.tensors.items() if name in stored.names}, dtype)
 
     @classmethod
     def of_files(cls, folder: Path, dtype: str = "") -> SavedDtypes:
-        """As `of_model`, of a model whose files have the names of its state dict."""
+        """As `of_model`, for a model whose files use state-dict names."""
         return cls._of(stored_tensors(folder), dtype)
 
     @classmethod
@@ -71,15 +71,15 @@ class SavedDtypes:
         return cls(found, max(counts, key=counts.__getitem__, default=torch.float32))
 
     def described(self, name: str, tensor: Tensor) -> Tensor:
-        """The shape and the dtype in which a tensor is written, on the meta device."""
+        """Returns a meta tensor with the shape and dtype in which `tensor` is written."""
         dtype = self.by_name.get(name, self.main) if tensor.is_floating_point() else tensor.dtype
         return torch.empty(tensor.shape, dtype=dtype, device="meta")
 
     def cast(self, name: str, tensor: Tensor) -> Tensor:
-        """The tensor as it is written.
+        """Returns the tensor in the dtype in which it is written.
 
         Raises:
-            ValueError: the dtype does not hold its values.
+            ValueError: a value overflows the dtype.
         """
         dtype = self.described(name, tensor).dtype
         if tensor.dtype == dtype:
@@ -91,28 +91,28 @@ class SavedDtypes:
 
 @dataclass(frozen=True)
 class DescribedFiles:
-    """A model without values beside the files of its checkpoint."""
+    """A model on the meta device and the names of its tensors in the checkpoint files."""
 
     model: PreTrainedModel
-    info: Mapping[str, Any]  # transformers' account of keys that are missing, unexpected or of another shape
-    tensors: Mapping[str, StoredTensor]  # by their names in the files
+    info: Mapping[str, Any]  # loading report of transformers: missing, unexpected and mismatched keys
+    tensors: Mapping[str, StoredTensor]  # name in the files -> shape and dtype
     pushed: Mapping[str, str]  # state-dict name -> name in a push
     names: Mapping[str, str]  # name in the files -> name in a push
     copies: Mapping[str, str]  # as in `StoredModel`
 
 
 def checkpoint_folder(source: str) -> Path:
-    """The folder of `policy.model`, which may be a hub name.
+    """Returns the folder of `policy.model`; downloads it if `source` is a hub name.
 
     Raises:
-        OSError: it is neither a folder nor a model that can be downloaded.
+        OSError: `source` is neither a folder nor a model that can be downloaded.
     """
     if Path(source).is_dir():
         return Path(source)
     try:
-        # Without the other formats that a repository may have beside the files that are read.
+        # Skips weights in formats that are not read.
         return Path(snapshot_download(source, allow_patterns=["*.json", "model*.safetensors"], ignore_patterns=["*/*"]))
-    except HFValidationError as error:  # a path: of a name that the hub lacks the error is an OSError
+    except HFValidationError as error:  # a path; an unknown hub name raises OSError
         raise FileNotFoundError(f"{source} is neither a folder nor a name of a model on the hub") from error
 
 
@@ -134,10 +134,10 @@ def described_files(
 def stored_model(folder: Path, model_class: type[PreTrainedModel] | None = None) -> StoredModel:
     """Compares the files of `folder` with the model of its config.json, by loading tensors without values.
 
-    `model_class` is the class that loads them, if it is not that of a policy.
+    `model_class` replaces the class of a policy.
 
     Raises:
-        PreflightError: the folder lacks files of weights, or has a damaged one.
+        PreflightError: the folder has no weight files, or a damaged one.
         ValueError: the model cannot be pushed by name.
     """
     described = described_files(folder, model_class)
@@ -160,13 +160,13 @@ def stored_model(folder: Path, model_class: type[PreTrainedModel] | None = None)
 
 
 def pushed_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """(name in a push, tensor) of every tensor of the model in `folder`, in the dtype of its file."""
+    """Yields (name in a push, tensor) for every tensor of the model in `folder`, in the dtype of its file."""
     names = stored_names(folder)
     yield from ((names[name], tensor) for name, tensor in _read(folder, names))
 
 
 def loaded_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """As `pushed_tensors`; tied tensors come under the names of their copies as well."""
+    """As `pushed_tensors`; also yields tied tensors under the names of their copies."""
     copies = stored_model(folder).copies
     for name, tensor in pushed_tensors(folder):
         yield name, tensor
@@ -174,14 +174,14 @@ def loaded_tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def stored_names(folder: Path) -> Mapping[str, str]:
-    """Name in the files of `folder` -> name in a push."""
-    if any(file.name.startswith("diffusion_") for file in checkpoint_files(folder)):  # saved as a state dict is
+    """Returns name in the files of `folder` -> name in a push."""
+    if any(file.name.startswith("diffusion_") for file in checkpoint_files(folder)):  # files use state-dict names
         return {name: name for name in stored_tensors(folder)}
     return stored_model(folder).names
 
 
 def _copies(model: PreTrainedModel, pushed: Mapping[str, str]) -> dict[str, str]:
-    """The name that files give a tied tensor's copy -> the tensor's name in a push."""
+    """Returns file name of the copy of a tied tensor -> the tensor's name in a push."""
     state = model.state_dict()
     ties = model.all_tied_weights_keys.items()
     return {saved_names(model, copy, state[copy])[0]: pushed[source] for copy, source in ties if source in pushed}
@@ -193,9 +193,9 @@ def _names(
     copies: Mapping[str, str],
     tensors: Mapping[str, StoredTensor],
 ) -> dict[str, str]:
-    """Files name a tensor as a push does, but for the prefix of a base model and for the side of a tie that they keep.
+    """Returns name in the files -> name in a push. They differ in the base model's prefix and in the side of a tie.
 
-    Files may hold both sides of a tie: the model has one tensor, and the other is no part of a push.
+    Files may hold both sides of a tie. The model has one tensor, so the other side is not pushed.
     """
     wanted = {name: name for name in pushed.values()}
     prefix = f"{model.base_model_prefix}."
@@ -212,13 +212,13 @@ def _names(
 
 
 def _ties(copies: Mapping[str, str], names: Mapping[str, str], tensors: Mapping[str, StoredTensor]) -> dict[str, str]:
-    """The copies of tied tensors that the files have beside the tensors themselves."""
+    """Returns the copies of tied tensors in files that also hold the tensors themselves."""
     own = {name: file_name for file_name, name in names.items()}
     return {copy: own[name] for copy, name in copies.items() if copy in tensors and own.get(name, copy) != copy}
 
 
 def broken_ties(folder: Path, stored: StoredModel) -> list[tuple[str, str]]:
-    """The ties whose tensors differ. transformers takes these as two tensors, engines go by config.json."""
+    """Returns the ties whose tensors differ. transformers loads them as two tensors; engines follow config.json."""
     if not stored.ties:
         return []
     wanted = {*stored.ties, *stored.ties.values()}

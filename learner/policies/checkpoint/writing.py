@@ -1,4 +1,4 @@
-"""Safetensors files that are written tensor by tensor, so that no process holds more than one of them."""
+"""Writes safetensors files tensor by tensor, so that a process holds one tensor at a time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
 
-DTYPES = {  # in the order in which safetensors writes them, which aligns every tensor
+DTYPES = {  # in the write order of safetensors, which aligns every tensor
     torch.int64: "I64",
     torch.float64: "F64",
     torch.float32: "F32",
@@ -35,15 +35,15 @@ def write_weights(
     tensors: Iterable[tuple[str, Tensor]],
     max_file_size: str,
 ) -> None:
-    """Write `STEM.safetensors`, or several files and their index, byte for byte as `save_pretrained` does.
+    """Writes `STEM.safetensors`, or several files and their index, byte for byte as `save_pretrained` does.
 
     Args:
-        described: name -> tensor on the meta device, with the shape and the dtype of the one that is written.
-        tensors: (name, tensor) of each, in any order.
-        max_file_size: as huggingface_hub takes it, such as 50GB.
+        described: name -> tensor on the meta device, with the shape and dtype to write.
+        tensors: (name, tensor) of every entry of `described`, in any order.
+        max_file_size: in the format of huggingface_hub, such as 50GB.
 
     Raises:
-        ValueError: `tensors` lacks one.
+        ValueError: `tensors` lacks an entry of `described`.
     """
     pattern = f"{stem}{{suffix}}.safetensors"
     split = split_torch_state_dict_into_shards(dict(described), filename_pattern=pattern, max_shard_size=max_file_size)
@@ -67,7 +67,7 @@ def write_weights(
 
 
 def _write_header(file: BinaryIO, described: Mapping[str, Tensor], keys: Sequence[str]) -> dict[str, int]:
-    """Write the header of a file with these tensors; returns where each one begins."""
+    """Writes the header of a file with these tensors; returns the offset of each tensor in the file."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     begins, end = {}, 0
     for key in sorted(keys, key=lambda key: (RANKS[described[key].dtype], key)):

@@ -1,4 +1,4 @@
-"""Which model families a token policy computes, by `model_type` of a checkpoint's config.json."""
+"""Registry of the model families of token policies, by `model_type` of a checkpoint's config.json."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def family_of(config: PreTrainedConfig, source: str | None = "", key: str = "pol
 
 
 def _refuse_scaled_logits(config: PreTrainedConfig, source: str | None, key: str) -> None:
-    """Refuse a model that changes logits behind its output embeddings, or attention scores before their softmax."""
+    """Refuses a model that changes logits after its output embeddings, or attention scores before the softmax."""
     text = config.get_text_config()
     scales = {name: getattr(text, name, None) for name in LOGIT_SCALES}
     scales = {name: value for name, value in scales.items() if value not in (None, 1, 0)}
@@ -88,8 +88,9 @@ def _refuse_scaled_logits(config: PreTrainedConfig, source: str | None, key: str
 
 
 def unequal_window(source: str) -> int | None:
-    """The sliding window in which vLLM computes other layers of a checkpoint than transformers does; None if there is
-    none. vLLM applies a window to all layers of most types, transformers to those that `layer_types` names.
+    """Returns the sliding window if vLLM and transformers apply it to different layers of a checkpoint, else None.
+
+    vLLM applies a window to all layers of most types, transformers to those that `layer_types` names.
     """
     text = AutoConfig.from_pretrained(source).get_text_config()
     window = getattr(text, "sliding_window", None)
@@ -101,7 +102,7 @@ def unequal_window(source: str) -> int | None:
 
 
 def own_family(config: PreTrainedConfig) -> Family | None:
-    """The family that has a file of its own, of a model or of the part of one that is the policy; else None."""
+    """Returns the registered family of a model, or of the policy within it; None if it has no file."""
     return INNER.get(config.model_type) or BY_MODEL_TYPE.get(config.model_type)
 
 
@@ -136,7 +137,7 @@ def takes_images(source: str, key: str = "policy.model") -> bool:
 
 
 def frozen_prefixes(policy: PolicyConfig) -> tuple[str, ...]:
-    """`policy.freeze` as beginnings of checkpoint names; a part of the family stands for all of its own."""
+    """Returns `policy.freeze` as prefixes of checkpoint names; a part of the family expands to its prefixes."""
     if not policy.freeze:
         return ()
     parts = family_at(policy.model).parts
@@ -144,7 +145,7 @@ def frozen_prefixes(policy: PolicyConfig) -> tuple[str, ...]:
 
 
 def max_positions(source: str) -> int | None:
-    """The longest sequence that the checkpoint's positions are made for; None if the file leaves that to a factor."""
+    """Returns the maximum sequence length of the checkpoint's positions; None if config.json has only a factor."""
     text = AutoConfig.from_pretrained(source).get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
     return None if "factor" in str(rope) else text.max_position_embeddings

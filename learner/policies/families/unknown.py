@@ -1,4 +1,4 @@
-"""Vision-language models without a file of their own: the model's own forward pass, under a parity gate at start."""
+"""Vision-language models without a family file: uses the model's forward pass, with a parity check at start."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ GRIDS = ("image_grid_thw", "image_sizes")  # arguments of forward() that say how
 class UnknownFamily(VisionFamily):
     """A model that transformers loads as image-text-to-text and whose base takes `mm_encoder_outputs`.
 
-    Every argument of forward() that depends on images is given by its name. Whether that is enough is not known from
-    the code: a run compares the engine with the learner before its first step, and is refused if they differ.
+    Every argument of forward() that depends on images is passed by name. This may not be enough, so a run compares
+    engine and learner before its first step and is refused if they differ.
     """
 
     model_types = ()
@@ -45,11 +45,11 @@ class UnknownFamily(VisionFamily):
 
     @classmethod
     def takes(cls, config: PreTrainedConfig) -> bool:
-        """Whether a model with this config can be tried."""
+        """Returns whether this class may support a model with this config."""
         return type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and hasattr(config, "image_token_id")
 
     def media_token_ids(self, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-        """All special tokens that the names of media occur in."""
+        """Returns all special tokens that contain the name of a medium."""
         added = tokenizer.added_tokens_decoder.items()
         about = re.compile("image|img|video|vision|audio|frame|row_|col_", re.IGNORECASE)
         return tuple(i for i, token in added if token.special and about.search(token.content))
@@ -80,7 +80,7 @@ class UnknownFamily(VisionFamily):
         inputs: Mapping[str, Tensor],
         media: Sequence[MediaBatch],
     ) -> ModelOutput:
-        """By every rank: which part of its tensors an image has is not known."""
+        """Encodes all media on every rank: the share of an image in the tensors is unknown."""
         return self.encode(core, inputs)
 
     def encode(self, core: PreTrainedModel, inputs: Mapping[str, Tensor]) -> ModelOutput:

@@ -21,7 +21,7 @@ from mobula.learner.policies.batch import MediaBatch, TokenBatch
 from mobula.learner.policies.device_copies import on_device
 from mobula.learner.policies.families.base import Clip, ImageFamily, Size
 
-MODALITIES = ("image", "video")  # the n-th of them is n in token types
+MODALITIES = ("image", "video")  # the n-th modality has token type n
 
 
 def takes_encoded_images(core: type[nn.Module]) -> bool:
@@ -30,14 +30,14 @@ def takes_encoded_images(core: type[nn.Module]) -> bool:
 
 
 class VisionFamily(ImageFamily):
-    """A model whose base takes `mm_encoder_outputs`: what `get_image_features` returned, once for each placeholder run.
+    """A model whose base takes `mm_encoder_outputs`: the results of `get_image_features`.
 
-    Each unique image of a batch is encoded once. Its features are repeated for every place where it stands, and the
-    model puts them (and whatever else its decoder takes of images) at its placeholder tokens, row by row.
+    Each unique image of a batch is encoded once, and its features are repeated for every placeholder run of the image.
+    The model inserts features, and other image inputs of its decoder, at the placeholder tokens, row by row.
     """
 
     def expansion(self, processor: ProcessorMixin, size: Size) -> np.ndarray:
-        """By the processor itself: what it makes of a black image of this size."""
+        """Runs the processor on a black image of this size."""
         blank = Image.new("RGB", size)
         images = processor.image_processor(images=[blank], return_tensors="pt", **image_settings(processor))
         text = processor.replace_image_token(images, 0)
@@ -81,7 +81,7 @@ class VisionFamily(ImageFamily):
     def encode_all(
         self, core: PreTrainedModel, config: PreTrainedConfig, batch: TokenBatch, ranks: SequenceRanks | None
     ) -> dict[str, ModelOutput]:
-        """Modality -> the features of a batch at all their places, of exactly one call of the vision tower."""
+        """Returns modality -> features at all placeholders of a batch, in exactly one call of the vision tower."""
         if not batch.media.inputs:
             return {"image": self.encode_nothing(core, config, batch.input_ids.device)}
         encoded = self.encode_shared(core, config, batch, ranks, batch.media.inputs, [batch.media])
@@ -93,10 +93,10 @@ class VisionFamily(ImageFamily):
         return encoded
 
     def encode_nothing(self, core: PreTrainedModel, config: PreTrainedConfig, device: torch.device) -> ModelOutput:
-        """Features of a blank image, of which nothing is placed.
+        """Returns features of a blank image, none of which is inserted.
 
-        Modules are entered and inputs have gradients as in a batch with images, since ZeRO-3 gathers parameters in
-        the order of both passes, which has to be one order on all ranks.
+        Modules are entered and inputs have gradients as in a batch with images: ZeRO-3 gathers parameters in the order
+        of both passes, and the order must be equal on all ranks.
         """
         encoded = self.encode(core, self.blank_image(config, device))
         place_nothing(encoded)
@@ -111,9 +111,9 @@ class VisionFamily(ImageFamily):
         inputs: Mapping[str, Tensor],
         media: Sequence[MediaBatch],
     ) -> ModelOutput:
-        """The features of `inputs`, the joined tensors of all `media`.
+        """Returns the features of `inputs`, the concatenated tensors of all `media`.
 
-        Ranks that have a part of the rows' tokens each encode a share of the media each, and gather the features.
+        Ranks of sequence parallelism encode a share of the media each and gather the features.
         """
         if ranks is None:
             return self.encode(core, inputs)
@@ -136,11 +136,11 @@ class VisionFamily(ImageFamily):
         return submodel(model, "model")
 
     def encode(self, core: PreTrainedModel, inputs: Mapping[str, Tensor]) -> ModelOutput:
-        """The features of images, before they have places."""
+        """Returns the features of unique images, before they are repeated."""
         return method(core, "get_image_features")(**self.forward_inputs(inputs), return_dict=True)
 
     def decoder_inputs(self, core: PreTrainedModel, batch: TokenBatch, token_types: Tensor) -> dict[str, Tensor]:
-        """Positions and masks that the model would work out otherwise; `token_types` [B, S], on the host, is 1 at
+        """Returns positions and masks that replace the model's own; `token_types` [B, S], on the host, is 1 at
         placeholders of images and 2 at those of videos."""
         return {}
 
@@ -150,10 +150,10 @@ class VisionFamily(ImageFamily):
 
 
 def submodel(model: nn.Module, name: str) -> PreTrainedModel:
-    """A part of a model that is a model of transformers itself.
+    """Returns a submodule that is a transformers model.
 
     Raises:
-        TypeError: it is something else.
+        TypeError: the submodule is not a transformers model.
     """
     part = model.get_submodule(name)
     if not isinstance(part, PreTrainedModel):
@@ -181,7 +181,7 @@ def image_settings(processor: ProcessorMixin) -> dict[str, Any]:
 
 
 def place(encoded: ModelOutput, media: MediaBatch) -> None:
-    """Features of unique images to features of all places, in the order in which the batch holds them."""
+    """Repeats features of unique images for all their positions, in batch order, in place."""
     encoded["pooler_output"] = _in_order(encoded["pooler_output"], media)
     if "deepstack_features" in encoded:
         encoded["deepstack_features"] = [_in_order(layer, media) for layer in encoded["deepstack_features"]]
@@ -213,7 +213,7 @@ def _chosen(inputs: Mapping[str, Tensor], num_parts: list[int], chosen: list[int
 def _gathered(
     own: Tensor | Sequence[Tensor], num_tokens: list[int], shares: list[list[int]], ranks: SequenceRanks
 ) -> Tensor | list[Tensor]:
-    """Features of a rank's share to those of all media, in order and in the form that they have."""
+    """Gathers the features of each rank's share to the features of all media, in order and in the same form."""
     flat = ranks.features(_flat(own), [sum(num_tokens[i] for i in share) for share in shares])
     order = [i for share in shares for i in share]
     found = dict(zip(order, flat.split([num_tokens[i] for i in order]), strict=True))
@@ -222,7 +222,7 @@ def _gathered(
 
 
 def place_nothing(encoded: ModelOutput) -> None:
-    """Features of an image to features of no place, through which gradients are zeros."""
+    """Reduces features of an image to zero rows, through which gradients are zeros."""
     encoded["pooler_output"] = _none_of(encoded["pooler_output"])
     if "deepstack_features" in encoded:
         encoded["deepstack_features"] = [_none_of(layer) for layer in encoded["deepstack_features"]]
@@ -241,7 +241,7 @@ def _in_order(features: Tensor | Sequence[Tensor], media: MediaBatch) -> Tensor 
 
 
 def check_count(encoded: ModelOutput | None, num_placeholders: int) -> None:
-    """Raises: ValueError: placeholders and embeddings are not equally many."""
+    """Raises: ValueError: the numbers of placeholders and embeddings differ."""
     features = () if encoded is None else encoded["pooler_output"]
     rows = [features] if isinstance(features, Tensor) else features
     num_embeddings = sum(tensor.numel() // tensor.shape[-1] for tensor in rows)
@@ -253,7 +253,7 @@ def check_count(encoded: ModelOutput | None, num_placeholders: int) -> None:
 
 
 def refuse_long(clip: Clip, num_tokens: int, limits: VideoConfig) -> None:
-    """Raises: ValueError: a video takes too many tokens, in a family whose frames take equally many of any size."""
+    """Raises: ValueError: a video has too many tokens; for families with a fixed number of tokens per frame."""
     if num_tokens > limits.max_tokens:
         raise ValueError(
             f"its {len(clip.timestamps)} frames take {num_tokens} tokens, however small they are, and "
@@ -262,7 +262,7 @@ def refuse_long(clip: Clip, num_tokens: int, limits: VideoConfig) -> None:
 
 
 def _refuse_stray(ids: np.ndarray, is_placeholder: np.ndarray, placeholder: int, batch: TokenBatch) -> None:
-    """The model would put an image at a placeholder that no image was recorded for."""
+    """Refuses placeholders without a recorded image: the model would insert an image there."""
     is_stray = (ids == placeholder) & ~is_placeholder
     is_seen = np.arange(ids.shape[1]) < np.array(batch.row_lengths)[:, None] - 1
     if (is_stray & is_seen).any():

@@ -28,15 +28,15 @@ from mobula.learner.policies.flow.families import TRANSFORMER, Schedule, flow_fa
 from mobula.learner.policies.flow.rows import LatentSequence
 
 VAE, SCHEDULER = "vae", "scheduler"
-WEIGHTS_STEM, MAX_FILE_SIZE = "diffusion_pytorch_model", "10GB"  # those of diffusers
-DENOISING = (TRANSFORMER, VAE, SCHEDULER)  # what sampling needs: prompts come encoded
+WEIGHTS_STEM, MAX_FILE_SIZE = "diffusion_pytorch_model", "10GB"  # as in diffusers
+DENOISING = (TRANSFORMER, VAE, SCHEDULER)  # parts for sampling: prompts come encoded
 
 
 class FlowCheckpoint:
     """A checkpoint folder or hub name whose family is supported.
 
     Raises:
-        ValueError: it is no diffusers checkpoint, or of a family that is not supported, or lacks a part.
+        ValueError: the source is no diffusers checkpoint, has an unsupported family, or lacks a part.
     """
 
     def __init__(self, source: str) -> None:
@@ -52,7 +52,7 @@ class FlowCheckpoint:
             )
 
     def unread_transformer(self) -> tuple[ModelMixin, StoredWeights]:
-        """The network that is trained, its parameters on the meta device in float32, and their weights."""
+        """Returns the trained network, with parameters on the meta device in float32, and its weights."""
         network = getattr(diffusers, self._index[TRANSFORMER][1])
         with no_init_weights(), init_empty_weights(include_buffers=False):
             model = network.from_config(self._config(TRANSFORMER))
@@ -82,7 +82,7 @@ class FlowCheckpoint:
         """Noise levels and times of the checkpoint's scheduler.
 
         Raises:
-            ValueError: they are not those of a flow model.
+            ValueError: the scheduler is not of a flow model.
         """
         name = self._index[SCHEDULER][1]
         scheduler = getattr(diffusers, name).from_pretrained(self.folder, subfolder=SCHEDULER)
@@ -99,10 +99,10 @@ class FlowCheckpoint:
         return schedule
 
     def latent_shape(self, denoising: Denoising) -> tuple[int, ...]:
-        """Of the latents of one image or video.
+        """Returns the shape of the latents of one image or video.
 
         Raises:
-            ValueError: there are none of this size.
+            ValueError: the family does not support this size.
         """
         if denoising.num_frames > 1 and not self.family.is_video:
             raise ValueError(
@@ -112,17 +112,17 @@ class FlowCheckpoint:
         return self.family.latent_shape(self._config(TRANSFORMER), self._config(VAE), denoising.size)
 
     def takes_negatives(self, guidance: float) -> bool:
-        """Whether a prompt comes with a negative one."""
+        """Returns whether prompts have a negative prompt."""
         return guidance != 1 and not self.family.embeds_guidance(self._config(TRANSFORMER))
 
     def canary(self, prompt: Prompt, denoising: Denoising) -> LatentSequence:
-        """Arbitrary steps after a prompt, the same wherever they are made: what a push of weights is proven by."""
+        """Returns arbitrary, deterministic steps after a prompt, which verify a weight push."""
         schedule = self.schedule(denoising)
         sigmas, timesteps = schedule.sigmas.numpy(), schedule.timesteps.numpy()
         return LatentSequence(canary_actions(denoising, self.latent_shape(denoising), sigmas, timesteps), prompt.media)
 
     def encoder_fingerprint(self) -> str:
-        """Changes with the files that encode prompts."""
+        """Returns a fingerprint of the files that encode prompts."""
         folders = [self.folder / name for name in self._parts() if name not in DENOISING]
         files = sorted(file for folder in folders for file in folder.rglob("*") if file.is_file())
         names = [f"{file.relative_to(self.folder)} {file.stat().st_size}" for file in files]
@@ -135,11 +135,11 @@ class FlowCheckpoint:
         tensors: Iterable[tuple[str, Tensor]],
         dtype: str = "",
     ) -> None:
-        """Write a pipeline like this one with other weights of the transformer, which have the dtypes of its files, or
-        `dtype`. One tensor is held at a time.
+        """Writes this pipeline with new weights of the transformer, in the dtypes of its files or in `dtype`. One
+        tensor is held at a time.
 
         Args:
-            described: state-dict name -> tensor of the whole one's shape; its values are not read.
+            described: state-dict name -> tensor with the shape of the whole tensor; values are not read.
             tensors: (state-dict name, whole tensor) of each.
         """
         ignored = shutil.ignore_patterns(TRANSFORMER)
@@ -155,7 +155,7 @@ class FlowCheckpoint:
         return [name for name, value in self._index.items() if isinstance(value, list)]
 
     def _parts(self) -> list[str]:
-        """Those that this one has; a Stable Diffusion 3 may come without its T5."""
+        """Returns the parts of this pipeline; a Stable Diffusion 3 may lack its T5."""
         return [name for name in self._slots() if any(self._index[name])]
 
     def _config(self, part: str) -> dict[str, Any]:
@@ -163,10 +163,10 @@ class FlowCheckpoint:
 
 
 def _downloaded(source: str) -> Path:
-    """The folder of a hub name.
+    """Downloads a hub name and returns its folder.
 
     Raises:
-        ValueError: the hub does not give it.
+        ValueError: the download fails.
     """
     try:
         return Path(snapshot_download(source))

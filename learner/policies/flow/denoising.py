@@ -1,4 +1,4 @@
-"""How images are denoised: what sampler and policy must have alike, and the velocity that both compute."""
+"""Denoising settings shared by sampler and policy, and the velocity that both compute."""
 
 from __future__ import annotations
 
@@ -76,21 +76,21 @@ class Denoising:
 
     @property
     def proof(self) -> Denoising:
-        """How a push of weights is proven: by stochastic steps, also where sampling has none."""
+        """Returns the denoising that verifies a weight push: stochastic steps, even if sampling has none."""
         if self.kernel != "ddim":
             return self
         return replace(self, kernel="sde", window_start=0, window_end=max(1, self.num_steps - 1))
 
     @property
     def without_noise(self) -> Denoising:
-        """How images that nothing is trained on are made: by the ODE, in steps of their own number."""
+        """Returns the denoising of evaluation images: by the ODE, with `evaluation_steps`."""
         if self.evaluation_steps in (0, self.num_steps):
             return self
         num = self.evaluation_steps
         return replace(self, num_steps=num, kernel="ddim", window_start=num - 1, window_end=num, window_size=0)
 
     def for_group(self, seed: int, version: int) -> Denoising:
-        """With the window of one group.
+        """Returns the denoising with the window of one group.
 
         `random`: at a place that the group's seed decides; `progressive`: it starts at the first step and moves by its
         own size after every `window_interval` versions, and begins again behind the last (MixGRPO, arXiv:2507.21802).
@@ -116,7 +116,7 @@ def canary_actions(
 ) -> LatentActions:
     """Arbitrary latents of `shape` as stochastic steps of a schedule, the same on every call.
 
-    Two models that score them alike have the same velocities there: a push of weights is proven by them.
+    Two models with equal scores have the same velocities there; this verifies a weight push.
     """
     index = np.arange(denoising.window_start, denoising.window_end, dtype=np.int32)
     latents = np.random.default_rng(0).standard_normal((len(index) + 1, *shape), dtype=np.float32)
@@ -134,8 +134,8 @@ def velocities(
 ) -> Tensor:
     """float32 [N, ...]: the velocity of each row, with guidance in one forward pass of 2N rows where it has negatives.
 
-    A pass of few rows is filled up with copies. So a row's velocity does not depend on the rows beside it, and a replay
-    in other batches than the sampler's gives the same numbers on the same backend.
+    A pass of few rows is padded with copies. So a row's velocity does not depend on the other rows, and a replay in
+    other batches than the sampler's gives the same numbers on the same backend.
     """
     num, dtype = len(latents), next(model.parameters()).dtype
     rows = torch.arange(max(num, MIN_ROWS), device=latents.device) % num

@@ -1,4 +1,4 @@
-"""Clean images at drawn noise levels: what a flow model is trained on where it needs no likelihood of its steps."""
+"""Clean images at sampled noise levels, for training of flow models without step likelihoods."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class CleanSequence:
 
     @classmethod
     def of_response(cls, noising: Noising, prompt: Prompt, actions: LatentActions) -> CleanSequence:
-        """The image at the end of some denoising steps. The image itself is the seed: no two are alike."""
+        """Returns the image at the end of some denoising steps. The seed is derived from the image."""
         clean = actions.values[-1]
         seed = zlib.crc32(np.ascontiguousarray(clean).tobytes())
         return cls(clean, condition_of(prompt), noising, seed)
@@ -83,7 +83,7 @@ class CleanSequence:
         return replace(self, old=old)
 
     def drawn(self, num_draws: int) -> CleanSequence:
-        """The same image at so many levels."""
+        """Returns the same image at `num_draws` levels."""
         return replace(self, noising=replace(self.noising, num_draws=num_draws))
 
 
@@ -102,13 +102,13 @@ class NoisedBatch:
 
     @property
     def noised(self) -> Tensor:
-        """float32 [N, ...]: what the model is given."""
+        """Returns float32 [N, ...]: the input of the model."""
         sigmas = self.sigmas.view(-1, *(1,) * (self.clean.ndim - 1))
         return (1 - sigmas) * self.clean + sigmas * self.noise
 
 
 def collate_noised(sequences: Sequence[CleanSequence], reader: Reader, device: torch.device) -> NoisedBatch:
-    """Draw levels and noise of each image, and resolve the conditions; each unique one is read and placed once."""
+    """Draws levels and noise of each image and resolves conditions; each unique condition is read once."""
     handles = list({s.media[0].key: s.media[0] for s in sequences}.values())
     media = reader.read(handles)
     indices = {handle.key: index for index, handle in enumerate(handles)}

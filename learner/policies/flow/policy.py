@@ -22,7 +22,7 @@ from mobula.learner.policies.sde import FlowStep, Transition, gaussian_kl
 
 @dataclass(frozen=True)
 class StepRescoring:
-    """How stored steps are scored again.
+    """Settings for rescoring stored steps.
 
     `divergence` is the KL divergence to the model without its adapters: `exact`, or `per_time`, which does not depend
     on the size of the steps (`mobula.learner.policies.sde.gaussian_kl`).
@@ -33,7 +33,7 @@ class StepRescoring:
 
 
 class FlowPolicy(Policy):
-    """Scores denoising steps given what they began with and the encoded prompt."""
+    """Scores denoising steps, given the latents before each step and the encoded prompt."""
 
     def __init__(self, model: nn.Module, family: FlowFamily) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class FlowPolicy(Policy):
         The entropy is that of one number of the latents. It depends on the schedule alone, so it has no gradient.
 
         Raises:
-            ValueError: a divergence is asked of a model without adapters, whose weights are all that there is.
+            ValueError: a divergence is requested, but the model has no adapters and so no reference.
         """
         if isinstance(batch, NoisedBatch):
             return self._at_levels(batch, replay)

@@ -51,7 +51,7 @@ class LatentSequence:
 
     @property
     def num_tokens(self) -> int:
-        """Places of the latent image, in all steps: what a row takes of `learner.tokens_per_microbatch`."""
+        """Positions of the latent image in all steps: the row's share of `learner.tokens_per_microbatch`."""
         return self.num_targets * int(np.prod(self.actions.latents.shape[2:]))
 
     @property
@@ -86,8 +86,8 @@ def condition_of(prompt: Prompt) -> tuple[MediaHandle, ...]:
 class LatentBatch:
     """B rows of at most T steps, N steps in all, in the order of `target_mask`."""
 
-    latents: Tensor  # float32 [N, ...]: what each step begins with
-    next_latents: Tensor  # float32 [N, ...]: what it ends with
+    latents: Tensor  # float32 [N, ...]: before each step
+    next_latents: Tensor  # float32 [N, ...]: after each step
     timesteps: Tensor  # float32 [N]
     sigmas: Tensor  # float32 [N]: noise levels before each step
     next_sigmas: Tensor  # float32 [N]: and after it
@@ -106,7 +106,7 @@ class LatentBatch:
 
 
 def collate_latents(sequences: Sequence[LatentSequence], reader: Reader, device: torch.device) -> LatentBatch:
-    """Line the steps of all rows up and resolve their conditions; each unique one is read and placed once."""
+    """Concatenates the steps of all rows and resolves their conditions; each unique condition is read once."""
     handles = list({handle.key: handle for s in sequences for handle in s.media}.values())
     media = reader.read(handles)
     indices = {handle.key: index for index, handle in enumerate(handles)}

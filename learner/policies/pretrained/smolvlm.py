@@ -1,4 +1,4 @@
-"""A SmolVLM with SmolLM2-135M as its decoder: a small vision tower and the connector have random weights."""
+"""SmolVLM with SmolLM2-135M as decoder; a small vision tower and the connector have random weights."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ADDED_TOKENS = (
 
 
 def smolvlm_config() -> SmolVLMConfig:
-    """The configuration; 64 x 64 pixels are one tile of 4 tokens."""
+    """Returns the configuration; 64 x 64 pixels are one tile of 4 tokens."""
     text = smollm2_config().to_dict()
     first = text["vocab_size"]
     return SmolVLMConfig(
@@ -53,7 +53,7 @@ def smolvlm_config() -> SmolVLMConfig:
 
 
 def write_smolvlm(folder: Path, *, seed: int = 0) -> Path:
-    """Write the checkpoint into `folder` and return `folder`; `seed` is that of tower, connector and new embeddings.
+    """Writes the checkpoint into `folder` and returns `folder`; `seed` seeds tower, connector and new embeddings.
 
     Raises:
         PreflightError: the packages of the extra `pretrained` are not installed.
@@ -69,11 +69,11 @@ def _save(folder: Path, seed: int) -> None:
 
 
 def smolvlm_model(seed: int) -> SmolVLMForConditionalGeneration:
-    """The model, float32, with output and input embeddings tied as SmolLM2 has them.
+    """Returns the model, float32, with output and input embeddings tied as in SmolLM2.
 
-    An embedding of a new token is the mean of the released ones plus a tenth of their deviation, drawn value by value.
-    As an output embedding it gives a new token the logit of an average one; with a whole deviation some new tokens were
-    the likeliest of all.
+    The embedding of a new token is the mean of the released embeddings plus normal noise of a tenth of their deviation,
+    drawn per value. So a new token gets an average logit. With noise of a whole deviation some new tokens were the most
+    likely of all tokens.
     """
     decoder = smollm2_model()
     with torch.random.fork_rng(devices=[]):
@@ -91,7 +91,7 @@ def smolvlm_model(seed: int) -> SmolVLMForConditionalGeneration:
 
 
 def _processor(tokenizer: PreTrainedTokenizerBase) -> SmolVLMProcessor:
-    """An image is scaled to one tile; turns are written as SmolLM2 knows them, without its system prompt."""
+    """Scales an image to one tile; renders turns in the format of SmolLM2, without the system prompt."""
     side = {"longest_edge": TILE}
     return SmolVLMProcessor(
         image_processor=SmolVLMImageProcessor(size=side, max_image_size=side),

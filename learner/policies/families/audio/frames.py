@@ -1,4 +1,4 @@
-"""Frames of sounds: how many the feature extractor makes of samples, how many embeddings of these, and their places."""
+"""Counts frames and embeddings of sounds, and places the embeddings in prompts."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from mobula.learner.policies.device_copies import on_device
 
 
 def num_frames(processor: ProcessorMixin, num_samples: int) -> int:
-    """Frames that hold a sound; the extractor fills up with silent ones behind them."""
+    """Returns the number of frames of a sound, without the silent frames that the extractor appends."""
     return -(-num_samples // processor.feature_extractor.hop_length)
 
 
 def num_embeddings(frames: int) -> int:
-    """Embeddings of so many frames: a convolution and a mean, each of stride 2."""
+    """Returns the number of embeddings for `frames`: a convolution and a mean, each of stride 2."""
     return max(0, ((frames - 1) // 2 + 1 - 2) // 2 + 1)
 
 
@@ -37,8 +37,7 @@ def expansion(processor: ProcessorMixin, num_samples: int, placeholder: int) -> 
 
 
 def extracted(processor: ProcessorMixin, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """float32 [1, mel, F] and int64 [1, F]: the frames of a sound, filled up to the extractor's length, and which of
-    them hold it."""
+    """Returns float32 [1, mel, F], frames padded to the extractor's length, and their mask int64 [1, F]."""
     extractor = processor.feature_extractor
     made = extractor(
         [samples],
@@ -51,13 +50,12 @@ def extracted(processor: ProcessorMixin, samples: np.ndarray) -> tuple[np.ndarra
 
 
 def put(embeds: Tensor, is_placeholder: np.ndarray, sounds: Sequence[Tensor], media: MediaBatch) -> Tensor:
-    """[B, S, H]: `embeds` with the embeddings of sounds at their placeholders, bool [B, S] on the host.
+    """Returns [B, S, H]: `embeds` with sound embeddings at their placeholders, bool [B, S] on the host.
 
-    `sounds` has [n, H] for each unique sound of `media`, or for a silent one if there is none, of which nothing is put
-    anywhere.
+    `sounds` has [n, H] for each unique sound of `media`; without sounds it has a silent one, which is not inserted.
 
     Raises:
-        ValueError: placeholders and embeddings are not equally many.
+        ValueError: the numbers of placeholders and embeddings differ.
     """
     chosen = torch.cat([sounds[i] for i in media.order]) if media.order else torch.cat(list(sounds))[:0]
     if len(chosen) != int(is_placeholder.sum()):
@@ -69,11 +67,11 @@ def put(embeds: Tensor, is_placeholder: np.ndarray, sounds: Sequence[Tensor], me
 
 
 def put_at(embeds: Tensor, is_placeholder: np.ndarray, features: Tensor) -> Tensor:
-    """[B, S, H]: `embeds` with `features` [N, H] at the N places, bool [B, S] on the host, row by row."""
+    """Returns [B, S, H]: `embeds` with `features` [N, H] at the N placeholders, bool [B, S] on the host, row by row."""
     places = tuple(on_device(axis, embeds.device) for axis in np.nonzero(is_placeholder))
     return embeds.index_put(places, features.to(embeds.dtype))
 
 
 def places(batch: TokenBatch, placeholder: int) -> np.ndarray:
-    """bool [B, S]: where embeddings of sounds stand."""
+    """Returns bool [B, S]: the positions of sound embeddings."""
     return (batch.host_ids == placeholder) & batch.in_media

@@ -29,10 +29,10 @@ SILENT_FRAMES = 4  # the fewest that give an embedding
 
 
 class Qwen25Omni(QwenVL, AudioFamily):
-    """Source: arXiv:2503.20215. The talker is not trained, and a video's own sound is not heard.
+    """Source: arXiv:2503.20215. The talker is not trained, and the sound of videos is ignored.
 
-    `input_features` of a sound is float32 [1, mel, F], `feature_attention_mask` int64 [1, F], without the frames that
-    the extractor fills up with: the tower cuts sounds into windows, and nothing sees what is behind one.
+    `input_features` of a sound is float32 [1, mel, F], `feature_attention_mask` int64 [1, F], without the
+    extractor's padding: the tower cuts sounds into windows and reads no frames after a sound.
     """
 
     model_types = ("qwen2_5_omni",)
@@ -108,7 +108,7 @@ class Qwen25Omni(QwenVL, AudioFamily):
         return model
 
     def hidden_states(self, model: PreTrainedModel, batch: TokenBatch, ranks: SequenceRanks | None = None) -> Tensor:
-        """By hand: the model's own forward() ends in logits of every token."""
+        """Runs the parts separately: the model's forward() computes logits of every token."""
         config, ids = model.config, batch.input_ids
         embeds = model.get_input_embeddings()(ids)
         types = np.zeros_like(batch.host_ids)  # [B, S]

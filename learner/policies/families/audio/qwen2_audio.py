@@ -18,8 +18,8 @@ from mobula.learner.policies.families.vision import submodel
 class Qwen2Audio(AudioFamily):
     """Source: arXiv:2407.10759.
 
-    `input_features` of a sound is float32 [1, mel, 3000], `feature_attention_mask` int64 [1, 3000]. The frames behind a
-    sound travel with it, for the convolution sees the first of them.
+    `input_features` of a sound is float32 [1, mel, 3000], `feature_attention_mask` int64 [1, 3000]. The frames after a
+    sound are kept, because the convolution reads the first of them.
     """
 
     model_types = ("qwen2_audio",)
@@ -66,7 +66,7 @@ class Qwen2Audio(AudioFamily):
         return submodel(core, "language_model")(inputs_embeds=embeds, use_cache=False).last_hidden_state
 
     def _heard(self, config: PreTrainedConfig, batch: TokenBatch) -> tuple[Tensor, Tensor]:
-        """The unique sounds of a batch, or a silent one, so that ranks enter the tower equally often."""
+        """Returns the unique sounds of a batch, or a silent one, so that all ranks enter the tower equally often."""
         if batch.audios.inputs:
             return batch.audios.inputs["input_features"], batch.audios.inputs["feature_attention_mask"]
         audio = config.audio_config

@@ -1,4 +1,4 @@
-"""FlowFamily: what differs between flow models, and the parts that several of them share."""
+"""FlowFamily: the interface of a family of flow models, and helpers shared by families."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Config = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class ImageSize:
-    """Of what is denoised: an image, or a video of several frames."""
+    """Size of a denoised image, or of a video of several frames."""
 
     height: int
     width: int
@@ -39,17 +39,17 @@ class FlowFamily(ABC):
     """A family of flow models of diffusers. Its latents are (1 - sigma) image + sigma noise."""
 
     lora_targets: tuple[str, ...]
-    """Linear layers that adapters are usually put at."""
+    """Linear layers that usually get adapters."""
     is_video = False
-    """Whether it denoises videos; others take one frame."""
+    """Whether the family denoises videos; other families take one frame."""
     encoder_parts: tuple[str, ...] = ()
-    """Parts that the pipeline cannot encode a prompt without, beside tokenizers and text encoders."""
+    """Parts required to encode a prompt, besides tokenizers and text encoders."""
     is_exact = True
-    """Whether a row of a forward pass is the same bit for bit however many there are; convolutions are not."""
+    """Whether a row is bit-identical for any number of rows in a forward pass; convolutions are not."""
     reads_shape = False
-    """Whether the pipeline asks its transformer for sizes where it encodes."""
+    """Whether encoding reads sizes from the pipeline's transformer."""
     placeholders: tuple[str, ...] = ()
-    """Parts that the pipeline must be given something for, and that neither encoding nor denoising uses."""
+    """Parts that the pipeline's constructor requires and that neither encoding nor denoising uses."""
 
     @abstractmethod
     def encode(self, pipeline: Any, text: str, max_tokens: int) -> dict[str, Tensor]:
@@ -64,17 +64,17 @@ class FlowFamily(ABC):
 
     @abstractmethod
     def latent_shape(self, model: Config, vae: Config, size: ImageSize) -> tuple[int, ...]:
-        """Of the latents of one image or video, given the configurations of transformer and VAE.
+        """Returns the shape of the latents of one image or video, from the configurations of transformer and VAE.
 
         Raises:
-            ValueError: there are none of this size.
+            ValueError: the family does not support this size.
         """
 
     @abstractmethod
     def velocity(
         self, model: nn.Module, latents: Tensor, timesteps: Tensor, conditions: Conditions, guidance: float
     ) -> Tensor:
-        """[N, ...]: noise less image, as the model predicts it for `latents` [N, ...].
+        """Returns [N, ...]: noise minus image, predicted for `latents` [N, ...].
 
         Only models that take the guidance as an input (`embeds_guidance`) read `guidance`.
         """
@@ -90,7 +90,7 @@ class FlowFamily(ABC):
         """
 
     def schedule(self, scheduler: Any, num_steps: int, shape: tuple[int, ...]) -> Schedule:
-        """Of a pipeline's scheduler, for latents of `shape`."""
+        """Returns the schedule of a pipeline's scheduler, for latents of `shape`."""
         scheduler.set_timesteps(num_steps)
         return Schedule(scheduler.sigmas, scheduler.timesteps.float())
 
@@ -103,7 +103,7 @@ class FlowFamily(ABC):
         return False
 
     def guided(self, conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
-        """float32: one velocity from that of the prompt and that of the negative prompt."""
+        """Returns float32: the guided velocity from the velocities of prompt and negative prompt."""
         return guided(conditional, unconditional, scale)
 
 
@@ -132,10 +132,10 @@ def config_of(model: nn.Module) -> Config:
 
 
 def fit(size: ImageSize, multiple: int, most: int | None = None) -> None:
-    """Check the sides of an image, and that it is one.
+    """Checks the sides of an image.
 
     Raises:
-        ValueError: they do not fit.
+        ValueError: a side is no multiple of `multiple` or exceeds `most`.
     """
     sides = (size.height, size.width)
     limit = "" if most is None else f" and at most {most}"
@@ -147,10 +147,10 @@ def fit(size: ImageSize, multiple: int, most: int | None = None) -> None:
 
 
 def fit_frames(size: ImageSize, per_latent: int, most: int) -> int:
-    """How many latent frames there are.
+    """Returns the number of latent frames.
 
     Raises:
-        ValueError: no video has so many frames.
+        ValueError: the number of frames is not supported.
     """
     if size.num_frames % per_latent != 1 % per_latent or size.num_frames > most * per_latent:
         raise ValueError(

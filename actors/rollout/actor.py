@@ -30,8 +30,7 @@ class MediaBatcher:
     """Reads media on a thread for an event loop, in batches.
 
     The switch to a thread and the request to the object store cost more than reading the media of one prompt, so
-    prompts that arrive during a read share the next read. For media that are not on this node yet only their prompt
-    waits.
+    prompts that arrive during a read share the next read. A prompt with media on another node waits alone.
     """
 
     def __init__(self, reader: MediaReader) -> None:
@@ -59,7 +58,7 @@ class MediaBatcher:
                 try:
                     handles = [handles for handles, _ in waiting]
                     batch = await asyncio.to_thread(self._reader.read_at_hand, handles)
-                except Exception:  # of an unknown call: the read of that call alone raises it again
+                except Exception:  # the failing call is unknown: each call reads alone
                     batch = [None] * len(waiting)
                 for (_, local), media in zip(waiting, batch, strict=True):
                     if not local.done():
@@ -86,7 +85,7 @@ class RolloutActor(PromptServer):
         self._media = MediaBatcher(MediaReader(timeout_s=object_timeout_s, max_items=MEDIA_IN_MEMORY))
 
     async def start(self) -> None:
-        """Load the engine."""
+        """Loads the engine."""
         await self._sampler.start()
 
     async def ping(self) -> int:

@@ -53,7 +53,7 @@ class RolloutClient:
         self._in_flight_requests = in_flight_requests
         self._prompts = PromptClient(handle, name)
         self._version = -1  # newest version that the actor is known to serve
-        self._held: list[RenewableTimeout] = []  # timeouts of prompts that wait in the actor for a push
+        self._held: list[RenewableTimeout] = []  # of prompts that wait in the actor for a push
         self._start_s = start_s
         self._rollout_s = rollout_s
         self._sync_s = sync_s
@@ -98,7 +98,7 @@ class RolloutClient:
         call = self._handle.receive_weights.remote(manifest, bucket_bytes, version)
         try:
             self._version = await self._sync(call, f"receive version {version}")
-        finally:  # also after a failed push: prompts wait no longer for it
+        finally:  # after a failed push, too, prompts stop waiting for it
             for timeout in self._held:
                 timeout.renew()
             self._held.clear()
@@ -230,7 +230,7 @@ class PromptClient:
             if (waiting := self._asked.get(chunk.request_id)) is not None:
                 try:
                     waiting.take(chunk)
-                except MobulaError as error:  # of this request alone
+                except MobulaError as error:  # fails this request only
                     waiting.fail(error)
         whole = iter(groups)
         for ended in batch.ended:

@@ -86,8 +86,9 @@ class Episode:
 
 
 class ObservationBudget:
-    """Appends observations to episodes within `environment.max_tokens`, which must leave a token for the next turn,
-    and within `sampler.max_images_per_prompt`.
+    """Appends observations to episodes within `environment.max_tokens` and `sampler.max_images_per_prompt`.
+
+    An observation must leave a token for the next turn.
     """
 
     def __init__(self, config: EnvironmentConfig, chat: ChatProcessor, *, model: str, max_images: int) -> None:

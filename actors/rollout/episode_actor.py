@@ -30,8 +30,9 @@ class EpisodeSettings:
 
 
 class EpisodeActor(RolloutActor):
-    """Samples episodes. A group contains the images of its observations, each once, because objects that an actor puts
-    into the object store are lost with the actor.
+    """Samples episodes.
+
+    A group contains each image of its observations once: objects of an actor in the object store are lost with it.
     """
 
     def __init__(

@@ -80,7 +80,7 @@ class _TurnReport:
         finish_reason: FinishReason | None,
         response: Callable[[], Response],
     ) -> None:
-        """Reports a turn that the environment has answered.
+        """Reports a turn after the answer of the environment.
 
         Raises: EpisodeError: the answer to a replayed turn differs from the earlier attempt.
         """

@@ -22,45 +22,45 @@ from mobula.learner.policies.lora import AdapterPush
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """Settings that a sampler starts with; the same for every engine of a run except `seed`."""
+    """Start-up settings of a sampler. All engines of a run have equal settings, except `seed`."""
 
     model: str
     dtype: Literal["float32", "bfloat16"]
     device: str  # cpu | cuda
     seed: int
-    tensor_parallel: int  # GPUs that the model is split over
+    tensor_parallel: int  # number of GPUs per engine
     max_model_len: int
-    max_num_seqs: int  # 0: vLLM's own default, or all siblings of a prompt
+    max_num_seqs: int  # 0: vLLM's default, or all siblings of a prompt
     max_num_batched_tokens: int
-    chunk_tokens: int  # after so many new tokens of a response the sampler reports them
+    chunk_tokens: int  # new tokens of a response per report
     max_images_per_prompt: int
     max_videos_per_prompt: int
     max_audios_per_prompt: int
-    kv_cache_bytes: int  # 0: what vLLM measures to be left of its memory
-    keeps_kv_cache: bool  # of running requests, over a push
-    sleep_level: int  # of an engine that shares its device with the learner; 0: it never sleeps
-    reports_load: bool  # keep account of queue, KV cache and preemptions, at a little cost a step
+    kv_cache_bytes: int  # 0: vLLM measures the free part of its memory
+    keeps_kv_cache: bool  # running requests keep their KV cache during a push
+    sleep_level: int  # for an engine on the device of the learner; 0: never sleeps
+    reports_load: bool  # reports queue, KV cache and preemptions, at a small cost per step
     block_size: int
     enforce_eager: bool
     banned_ids: tuple[int, ...]  # ids that are never sampled (image placeholders)
     stop_ids: tuple[int, ...]
     pad_id: int
-    expected: Manifest  # the tensors every push of weights must carry
-    has_unpushed: bool  # the checkpoint has others, which are frozen
-    adapters: AdapterPush | None  # how a push of adapters is taken; None where the run has none
-    memory_bytes: int = 0  # of each of its GPUs, beyond the context of its process; 0: the engine's own default
-    memory_fraction: float = 0.0  # of each of its GPUs, instead of `memory_bytes`; 0: those
-    denoising: Denoising | None = None  # of a flow model
-    image_guidance: float = 1.0  # of a model that draws token by token
-    options: Mapping[str, Any] = field(default_factory=dict)  # of a sampler that is the user's own code
+    expected: Manifest  # tensors of a complete push of weights
+    has_unpushed: bool  # the checkpoint also has frozen tensors, which are not pushed
+    adapters: AdapterPush | None  # how to merge pushed adapters; None in runs without adapters
+    memory_bytes: int = 0  # per GPU, without the context of the process; 0: the engine's default
+    memory_fraction: float = 0.0  # share of each GPU, replaces `memory_bytes`; 0: `memory_bytes`
+    denoising: Denoising | None = None  # for flow models
+    image_guidance: float = 1.0  # for models that sample image tokens
+    options: Mapping[str, Any] = field(default_factory=dict)  # for a user's sampler class
 
     @property
     def hidden_ids(self) -> frozenset[int]:
-        """The ids that are no part of a response's text: ends, padding and media."""
+        """Ids without text in a response: stop, padding and media tokens."""
         return frozenset((*self.stop_ids, self.pad_id, *self.banned_ids))
 
     def expected_by(self, manifest: Manifest) -> Manifest:
-        """The manifest that a push of `manifest` must have."""
+        """Returns the required manifest for a push of `manifest`: of weights or of adapters."""
         adapters = self.adapters_of(manifest)
         return self.expected if adapters is None else adapters.manifest
 
@@ -73,7 +73,7 @@ class Sampler(Protocol):
     """An engine that samples responses and receives weights while it runs."""
 
     async def start(self) -> None:
-        """Load the model. Must be awaited before anything else."""
+        """Loads the model. Must be awaited before any other call."""
         ...
 
     def coming(self) -> AbstractContextManager[None]:
@@ -97,7 +97,7 @@ class Sampler(Protocol):
         ...
 
     async def prompt_logprobs(self, prompt: Prompt, media: Sequence[ProcessedMedia]) -> np.ndarray:
-        """float32 [P - 1]: log-prob of each prompt token after the first, at temperature 1 without banned ids."""
+        """Returns float32 [P - 1], log-probs of the prompt tokens after the first, at temperature 1 without bans."""
         ...
 
     async def probe(self) -> None:
@@ -105,26 +105,29 @@ class Sampler(Protocol):
         ...
 
     async def sleep(self) -> None:
-        """Give the device's memory back; nothing may be sampled until both parts are awake. No request is under way."""
+        """Frees device memory. Requires no request in flight; sampling requires `wake_up` of both parts."""
         ...
 
     async def wake_up(self, tag: str) -> None:
-        """Take memory again: `weights`, then `kv_cache`. At `sleep_level` 2 weights are dead until the next push."""
+        """Allocates `weights`, then `kv_cache`. After `sleep_level` 2 the weights are invalid until the next push."""
         ...
 
     def load(self) -> EngineLoad:
-        """Returns the current load. Preemptions, and requests inside a core in another
-        process, need `EngineSettings.reports_load`.
+        """Returns the current load.
+
+        Preemptions, and requests in a core in another process, need `EngineSettings.reports_load`.
         """
         ...
 
     async def check_manifest(self, manifest: Manifest) -> None:
-        """Refuse (ManifestError) a push that does not fit, before anything is sent."""
+        """Raises `ManifestError` for a push that does not fit, before data are sent."""
         ...
 
     async def join_transfer(self, rendezvous: Rendezvous, rank: int) -> None:
-        """Joins a transfer group as receiver `rank` and leaves the previous group. An engine on several GPUs takes
-        consecutive ranks from `rank` on, in the order of its own ranks."""
+        """Joins a transfer group as receiver `rank` and leaves the previous group.
+
+        The ranks of an engine on several GPUs have consecutive group ranks, starting with `rank`.
+        """
         ...
 
     async def receive_weights(self, manifest: Manifest, bucket_bytes: int, version: int) -> int:
@@ -139,8 +142,10 @@ class Sampler(Protocol):
     async def load_weights(
         self, manifest: Manifest, bucket_bytes: int, buckets: Iterable[np.ndarray], version: int
     ) -> None:
-        """Loads weights from packed buckets, for a late joiner without a transfer group. Each bucket is taken once, on
-        another thread than the caller's, because it may have to be fetched."""
+        """Loads weights from packed buckets, for a late joiner without a transfer group.
+
+        Iterates `buckets` once on another thread, because a bucket may have to be fetched.
+        """
         ...
 
     async def weight_version(self) -> int: ...

@@ -1,4 +1,4 @@
-"""FlowSampler: denoises images with a flow model of diffusers, and keeps the steps that a policy is trained on."""
+"""FlowSampler: denoises images with a flow model of diffusers, and keeps the denoising steps for training."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class FlowSampler(ImageSampler):
         return SampledSequence(actions, logprobs.astype(np.float32), spans, FinishReason.STOP, images)
 
     def _rounded(self, latents: Tensor) -> Tensor:
-        """float32 with the values that are stored."""
+        """Rounds latents to the stored dtype; returns float32."""
         return latents.to(ROUNDED[self._denoising.dtype]).float()
 
     def _conditions(self, prompt: Prompt, media: Sequence[ProcessedMedia]) -> list[dict[str, Tensor]]:
@@ -128,7 +128,7 @@ class FlowSampler(ImageSampler):
 
     @torch.no_grad()
     def _prompt_logprobs(self, prompt: Prompt, media: Sequence[ProcessedMedia]) -> np.ndarray:
-        """float32 [T]: log-probs of arbitrary steps, which depend on all weights that a push brings."""
+        """Returns float32 [T], log-probs of arbitrary steps, which depend on all pushed weights."""
         how = self._denoising.proof
         row = self._checkpoint.canary(prompt, how)
         batch = collate_latents([row], _AtHand(media), self._device)
@@ -142,7 +142,7 @@ class FlowSampler(ImageSampler):
 
 
 class _AtHand:
-    """Reads media that are here already."""
+    """A media reader that returns the given media."""
 
     def __init__(self, media: Sequence[ProcessedMedia]) -> None:
         self._media = media

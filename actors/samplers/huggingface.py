@@ -32,7 +32,7 @@ from mobula.learner.policies.families.base import ImageFamily
 from mobula.learner.policies.loading import DTYPES, ignore_sampling_defaults, load_model
 from mobula.learner.policies.logprobs import PLAIN, target_logprobs
 
-CHUNK_TOKENS = 512  # of a prompt, whose log-probs are computed together
+CHUNK_TOKENS = 512  # prompt tokens per log-prob computation
 
 
 class HuggingFaceSampler(InProcessSampler):
@@ -93,7 +93,7 @@ class HuggingFaceSampler(InProcessSampler):
         settings: SamplingSettings,
         progress: GroupProgress,
     ) -> None:
-        """The first token of each sibling that has none, with the temperature of first tokens."""
+        """Samples the first token of each empty sibling, with the temperature of first tokens."""
         empty = progress.empty()
         if not empty:
             return
@@ -116,7 +116,7 @@ class HuggingFaceSampler(InProcessSampler):
         is_greedy = settings.temperature == 0
         bans = [SuppressTokensLogitsProcessor(list(self._settings.banned_ids), device=str(self._device))]
         reader = _Reader(self._settings, prompt.num_tokens, settings, siblings, self._served.number, progress)
-        output = self._model.generate(  # type: ignore[operator]  # which subclasses have mixed in
+        output = self._model.generate(  # type: ignore[operator]  # from a mixin of the subclasses
             **self._model_inputs(prompt, media, settings.num_samples),
             do_sample=not is_greedy,
             temperature=None if is_greedy else settings.temperature,
@@ -143,7 +143,7 @@ class HuggingFaceSampler(InProcessSampler):
         inputs = self._model_inputs(prompt, media, 1)
         logits, targets = self._model(**inputs).logits[0, :-1], inputs["input_ids"][0, 1:]  # [P - 1, V], [P - 1]
         parts = zip(logits.split(CHUNK_TOKENS), targets.split(CHUNK_TOKENS), strict=True)
-        # In parts: of a long prompt float32 log-probs of all tokens would take more memory than the model.
+        # In parts: float32 log-probs of all tokens of a long prompt would take more memory than the model.
         found = [target_logprobs(some, ids, PLAIN) for some, ids in parts]
         return torch.cat(found).cpu().numpy()
 
@@ -168,8 +168,9 @@ class HuggingFaceSampler(InProcessSampler):
 
 
 class _Reader(StoppingCriteria):
-    """A stopping criterion of generate() that reports sampled tokens every `chunk_tokens` steps, or every step if stop
-    strings may end a response.
+    """A stopping criterion of generate() that reports sampled tokens.
+
+    Reports every `chunk_tokens` steps, or every step if stop strings may end a response.
     """
 
     def __init__(
@@ -196,7 +197,7 @@ class _Reader(StoppingCriteria):
         return torch.tensor([sibling not in goes_on for sibling in self._siblings], device=input_ids.device)
 
     def read(self, input_ids: torch.Tensor, scores: Sequence[torch.Tensor]) -> None:
-        """Takes new tokens from `input_ids` [n, P + T] and `scores`, T times [n, V] after bans and temperature."""
+        """Reads new tokens from `input_ids` [n, P + T] and `scores`, T times [n, V] after bans and temperature."""
         start, self._num_read = self._num_read, len(scores)
         if start == len(scores):
             return

@@ -75,7 +75,7 @@ class ImageTokenSampler(ImageSampler):
         return self._model.get_input_embeddings()(ids)
 
     def _images(self, tokens: Tensor) -> np.ndarray:
-        """uint8 [n, H, W, 3]"""
+        """Decodes image tokens to uint8 [n, H, W, 3]."""
         pixels = self._model.decode_image_tokens(tokens).float()  # in -1 .. 1
         return ((pixels / 2 + 0.5).clamp(0, 1) * 255).round().to(torch.uint8).cpu().numpy()
 
@@ -90,7 +90,7 @@ class ImageTokenSampler(ImageSampler):
 
     @torch.no_grad()
     def _prompt_logprobs(self, prompt: Prompt, media: Sequence[ProcessedMedia]) -> np.ndarray:
-        """float32 [T]: log-probs of arbitrary image tokens behind the prompt."""
+        """Returns float32 [T], log-probs of arbitrary image tokens after the prompt."""
         tokens = canary_tokens(self._settings.model)
         ids = torch.cat([torch.from_numpy(prompt.expanded_ids).long(), tokens])[None].to(self._device)
         num = prompt.num_tokens
@@ -111,7 +111,7 @@ class ImageTokenSampler(ImageSampler):
 
 
 def _chosen(logprobs: Tensor, generators: Sequence[torch.Generator], *, is_greedy: bool) -> Tensor:
-    """int64 [n]: a token of each row."""
+    """Samples one token per row; returns int64 [n]."""
     if is_greedy:
         return logprobs.argmax(-1)
     drawn = [torch.multinomial(row.exp(), 1, generator=g) for row, g in zip(logprobs, generators, strict=True)]

@@ -53,7 +53,7 @@ class ImageSampler(InProcessSampler):
 
 
 def png(image: np.ndarray) -> bytes:
-    """The file of uint8 [H, W, 3]."""
+    """Encodes uint8 [H, W, 3] as a PNG file."""
     file = io.BytesIO()
     Image.fromarray(image).save(file, format="PNG")
     return file.getvalue()

@@ -31,7 +31,7 @@ class InProcessSampler(ABC):
         self._settings = settings
         self._device = torch.device(settings.device)
         self._turn = asyncio.Lock()
-        self._num_asked = 0  # groups
+        self._num_asked = 0  # groups that run or wait
         self._num_tokens = 0  # sampled so far
         self._is_asleep = False
         self._served = ServedVersion()
@@ -110,7 +110,7 @@ class InProcessSampler(ABC):
             self._num_asked -= 1
 
     def _placed(self) -> tuple[torch.nn.Module, ...]:
-        """The modules that occupy memory of the device while the sampler is awake."""
+        """Returns the modules in device memory while the sampler is awake."""
         return (self._model,)
 
     def _received(self, manifest: Manifest, bucket_bytes: int) -> Iterator[tuple[str, torch.Tensor]]:
@@ -131,7 +131,7 @@ class InProcessSampler(ABC):
             self._parameters[name].copy_(tensor)
 
     def _take_parameters(self) -> None:
-        """Find the weights of `_model`, where they are now, under the names that a push has."""
+        """Maps the names in a push to the weights of `_model` in their current memory."""
         names, state = checkpoint_names(self._model), self._model.state_dict()
         self._parameters = {
             names[name]: as_stored(self._model, names[name], tensor) for name, tensor in state.items() if name in names
@@ -139,7 +139,7 @@ class InProcessSampler(ABC):
 
     @abstractmethod
     def _prompt_logprobs(self, prompt: Prompt, media: Sequence[ProcessedMedia]) -> np.ndarray:
-        """As `prompt_logprobs`, on a thread."""
+        """Computes `prompt_logprobs` on a thread."""
 
     @abstractmethod
     def _work_a_little(self) -> None:

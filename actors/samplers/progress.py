@@ -40,7 +40,7 @@ class StopStrings:
         return bool(self._strings)
 
     def cut(self, sequence: SampledSequence) -> SampledSequence:
-        """The response up to the token with which some stop string is complete; itself where there is none."""
+        """Returns the response up to the token that completes a stop string; unchanged without a stop string."""
         if not self._strings:
             return sequence
         assert isinstance(sequence.actions, TokenActions), "only tokens have a text"
@@ -85,22 +85,22 @@ class GroupProgress:
             self.siblings[sibling] = self._stop_strings.cut(known.followed_by(piece))
 
     def unfinished(self) -> list[int]:
-        """Siblings that go on."""
+        """Returns the indices of siblings that have not ended."""
         return [index for index, sibling in enumerate(self.siblings) if not sibling.is_finished]
 
     def empty(self) -> list[int]:
-        """Siblings without a token."""
+        """Returns the indices of siblings without tokens."""
         return [index for index, sibling in enumerate(self.siblings) if sibling.num_tokens == 0]
 
     def aside(self, num_samples: int) -> GroupProgress:
-        """A progress of `num_samples` siblings that are not reported."""
+        """Returns a progress of `num_samples` siblings without reports."""
         nothing = Attempt(self._request_id)
         return GroupProgress(
             nothing, num_samples, self._chunk_tokens, lambda chunks, siblings: None, self._stop_strings
         )
 
     def report(self) -> None:
-        """Emit the chunks if they are due."""
+        """Emits the new chunks of all siblings if a sibling has a full chunk."""
         if not self.unfinished():
             return
         if any(now.num_tokens - reported.num_tokens >= self._chunk_tokens for now, reported in self._pairs()):
@@ -109,17 +109,17 @@ class GroupProgress:
             self._emit(chunks, tuple(self.siblings))
 
     def finished(self) -> list[SampledSequence]:
-        """All siblings, once each has ended.
+        """Returns all siblings.
 
         Raises:
-            RolloutError: some sibling has not.
+            RolloutError: a sibling has not ended.
         """
         if unfinished := self.unfinished():
             raise RolloutError(f"the engine ended request {self._request_id} without an end of siblings {unfinished}")
         return self.siblings
 
     def _pairs(self) -> Iterator[tuple[SampledSequence, SampledSequence]]:
-        """Returns the new chunks of all siblings."""
+        """Yields (current, last reported) of each sibling."""
         return zip(self.siblings, self._reported, strict=True)
 
     def _new_chunks(self) -> Iterator[TokenChunk]:
@@ -129,12 +129,12 @@ class GroupProgress:
 
 
 def first_token_settings(settings: SamplingSettings, num_samples: int) -> SamplingSettings:
-    """How the first tokens of `num_samples` siblings are sampled where they have a temperature of their own (FIRE)."""
+    """Returns the settings for first tokens of `num_samples` siblings, with their separate temperature (FIRE)."""
     return replace(settings, num_samples=num_samples, temperature=settings.first_token_temperature, max_tokens=1)
 
 
 def opened(first: SampledSequence, settings: SamplingSettings) -> SampledSequence:
-    """A first token that was sampled by itself, as the beginning of a response; an EOS ends the response."""
+    """Converts a separately sampled first token to the start of a response; an EOS ends the response."""
     goes_on = first.finish_reason is FinishReason.LENGTH and settings.max_tokens > 1
     return replace(first, finish_reason=None) if goes_on else first
 

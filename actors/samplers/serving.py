@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 
 
 class ServedVersion:
-    """The version that samples new requests; -1 before the first push."""
+    """The weight version of new requests; -1 before the first push."""
 
     def __init__(self) -> None:
         self.number = -1
@@ -20,13 +20,13 @@ class ServedVersion:
         self._changed = asyncio.Event()
 
     async def reach(self, number: int) -> None:
-        """Wait for a version that is not older. The caller has the deadline."""
+        """Waits for version `number` or newer, without a deadline."""
         while self.number < number:
             await self._changed.wait()
 
 
 class RunningRequests:
-    """How many requests an engine has at the moment."""
+    """Counts the requests in flight of an engine."""
 
     def __init__(self) -> None:
         self._num = 0
@@ -35,7 +35,7 @@ class RunningRequests:
 
     @contextmanager
     def one_more(self) -> Iterator[None]:
-        """A request, while the body runs."""
+        """Counts one request while the body runs."""
         self._num += 1
         self._none.clear()
         try:
@@ -46,6 +46,6 @@ class RunningRequests:
                 self._none.set()
 
     async def drained(self, timeout_s: float) -> None:
-        """Wait until there is none, or `timeout_s` is over."""
+        """Waits until no request is in flight, at most `timeout_s`."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self._none.wait(), timeout_s)

@@ -13,11 +13,11 @@ from mobula.learner.policies.checkpoint.pushed import pushed_manifest
 from mobula.learner.policies.flow.denoising import Denoising
 from mobula.learner.policies.lora import AdapterPush
 
-ENGINE_SEED_STRIDE = 7919  # engines of one run never share a seed; requests carry seeds of their own besides
+ENGINE_SEED_STRIDE = 7919  # distinct seeds for the engines of a run; requests have separate seeds
 
 
 class TokenIds(Protocol):
-    """The ids of a processor that an engine must know."""
+    """Token ids of a processor that an engine needs."""
 
     @property
     def media_token_ids(self) -> tuple[int, ...]: ...
@@ -32,7 +32,7 @@ class TokenIds(Protocol):
 def engine_settings(
     config: RunConfig, model_folder: Path, checkpoint: Manifest, processor: TokenIds, index: int
 ) -> EngineSettings:
-    """Settings of engine `index`; `checkpoint` lists the tensors of `model_folder` in the dtype of engines."""
+    """Returns the settings of engine `index`; `checkpoint` has the tensors of `model_folder` in engine dtype."""
     sampler, dtype = config.sampler, config.resources.dtype
     pushed = pushed_manifest(checkpoint, config)
     return EngineSettings(
@@ -68,7 +68,7 @@ def engine_settings(
 
 
 def _at_a_time(sampler: SamplerConfig) -> int:
-    """Returns how many sequences or images an engine samples at once; 0 leaves it to vLLM, or means all siblings."""
+    """Returns the maximum number of concurrent sequences or images; 0: vLLM's default, or all siblings."""
     sizes: Mapping[str, int] = {
         SamplerKind.FLOW: sampler.flow.batch_size,
         SamplerKind.IMAGE_TOKENS: sampler.image_tokens.batch_size,

@@ -159,9 +159,8 @@ class ReplayBuffer:
         leased = [self._leased_group(group.summary.group_id) for group in groups]
         for held in leased:
             if held.written.done() and isinstance(held.written.exception(), LostObjectError):
-                held.written = self._write_down(
-                    held.group
-                )  # retry: the learner has fetched the group, so it may be available
+                # Retry: the learner has fetched the group, so it may be available.
+                held.written = self._write_down(held.group)
         await asyncio.gather(*(held.written for held in leased))
         await self._journal.trained(version, groups)
 

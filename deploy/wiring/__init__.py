@@ -1,1 +1,1 @@
-"""From a configuration to running roles."""
+"""Builds the roles of a run from its configuration."""

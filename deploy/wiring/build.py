@@ -59,10 +59,10 @@ from mobula.learner.learner_group import LearnerGroup, RankGroup
 from mobula.learner.offline.learner import OfflineLearner
 from mobula.rewards.pool.reward_pool import RewardPool
 
-POLICY_FOLDER = "policy"  # of the run folder: the trained policy, in the Hugging Face layout
+POLICY_FOLDER = "policy"  # in the run folder: the trained policy, in the Hugging Face layout
 MAX_REJECTED_STEPS = 20  # a run that rejects this many steps' worth of groups in a row has nothing to learn from
 PROBE_CANDIDATES = 16
-FRESH_TOKENS = 16  # of a response on which the log-prob gap is measured in steps of older tokens
+FRESH_TOKENS = 16  # response tokens for measuring the log-prob gap in steps with older tokens
 ORDERS = {"wait": StepOrder, "overtake": OvertakingOrder}
 
 
@@ -71,7 +71,7 @@ class Inference:
     """Roles that sample and score; evaluation needs only these."""
 
     rollouts: RolloutPool
-    in_flight_requests: InFlightRequests  # of the prompts that it samples
+    in_flight_requests: InFlightRequests  # of the rollout pool
     rewards: RewardPool
     watched: tuple[Watched, ...]
 
@@ -85,11 +85,11 @@ class Training:
     reference: ReferencePool | NullReference
     replay: ReplayBuffer
     watched: tuple[Watched, ...]
-    supervised: SupervisedRows | None  # that steps train beside their groups
+    supervised: SupervisedRows | None  # trained in addition to groups
 
 
 def spawn_inference(prepared: Prepared, spawner: Spawner, on_lost: Callable[[str], None]) -> Inference:
-    """Starts the reward workers, which load in the background. The rollout pool starts its engines."""
+    """Starts reward workers, which load in the background. The rollout pool starts its engines later."""
     config = prepared.config
     pool = reward_pool(config, spawner, on_lost)
     in_flight_requests = InFlightRequests(_chunk_tokens(config), on_ended=pool.score_ahead)
@@ -130,7 +130,7 @@ def spawn_training(
 
 
 def supervised_rows(prepared: Prepared) -> SupervisedRows | None:
-    """The rows of `algorithm.supervised`, if there are any."""
+    """Returns the rows of `algorithm.supervised`; None without them."""
     config, found = prepared.config, prepared.supervised
     if found is None:
         return None
@@ -151,7 +151,7 @@ def spawn_learner(
     on_lost: Callable[[str], None],
     supervised: SupervisedRows | None = None,
 ) -> tuple[LearnerGroup, RestartableLearner, list[Watched]]:
-    """Start the learner ranks: as a group without restarts, with restarts, and one by one for the supervisor."""
+    """Starts the learner ranks; returns the group without restarts, with restarts, and each rank for the supervisor."""
     config = prepared.config
     ranks = learner_group(prepared, spawner, supervised)
     learner = RestartableLearner(
@@ -167,7 +167,7 @@ def spawn_learner(
 
 
 def learner_group(prepared: AnyPrepared, spawner: Spawner, supervised: SupervisedRows | None) -> LearnerGroup:
-    """Returns the learner's ranks with the ranks of a separate critic."""
+    """Returns the learner ranks, including the ranks of a separate critic."""
     config, start = prepared.config, partial(start_learner, prepared, spawner)
     if not config.algorithm.critic.has_own_ranks:
         return LearnerGroup(start, config.timeouts, ray.put, supervised)
@@ -177,7 +177,7 @@ def learner_group(prepared: AnyPrepared, spawner: Spawner, supervised: Supervise
 
 
 def watched_reference(reference: ReferencePool | NullReference) -> list[Watched]:
-    """The reference scorers for the supervisor."""
+    """Returns the reference scorers for the supervisor."""
     if not isinstance(reference, ReferencePool):
         return []
     return [watched_pool("reference", reference.pool.check, reference.pool.close)]
@@ -221,9 +221,9 @@ def build_controller(
     beside: Sequence[Watched],
     stop_request: StopRequest,
 ) -> Controller:
-    """The main loop and its collaborators; `beside` are other roles that are watched.
+    """Builds the main loop and its collaborators; the supervisor also watches the roles in `beside`.
 
-    It prepares the held-out prompts. Call it in a thread: processor workers are served by the event loop.
+    Prepares the held-out prompts. Call it in a thread: the event loop serves the processor workers.
     """
     config = prepared.config
     curriculum = _curriculum(config, metrics)
@@ -253,10 +253,10 @@ def build_controller(
     weights.on_published(partial(_after_push, metrics=metrics, observe=observe))
     weights.on_arrived(parity_gate(prepared, training.learner, inference.rollouts.receivers, tolerance))
     if gpu_lease:
-        weights.on_arrived(gpu_lease.arrived)  # after the gate, for which the learner scores
+        weights.on_arrived(gpu_lease.arrived)  # after the gate, which needs scores of the learner
     regenerator = _regenerator(config, source, dispatcher, training, metrics)
     reference = RegeneratingReference(training.reference, regenerator)
-    # On shared devices no group can be sampled again during the learner's turn: a lost group ends the run there.
+    # On shared devices engines cannot resample a group while the learner trains: a lost group then ends the run.
     learner = step_learner(
         config,
         training.learner,
@@ -331,14 +331,14 @@ def start_learner(prepared: AnyPrepared, spawner: Spawner) -> list[Any]:
 
 
 def _start_critic(prepared: AnyPrepared, spawner: Spawner) -> list[Any]:
-    """The handles of all ranks of a critic with ranks of its own, as `start_learner` has those of the learner."""
+    """Returns the handles of all ranks of a separate critic. Blocks and raises like `start_learner`."""
     ranks = spawner.book_together("critic")
     env = learner_environment(prepared.config)
     return [spawner.start(CriticRank, prepared.config, w.index, len(ranks), worker=w, env=env) for w in ranks]
 
 
 def _watched_rank(ranks: RankGroup, index: int, learner: RestartableLearner, config: RunConfig) -> Watched:
-    """Watches a learner rank: its loss restarts all ranks. Pings of replaced ranks are ignored."""
+    """Watches a learner rank. The loss of a rank restarts all ranks; pings of replaced ranks are ignored."""
     name = f"{ranks.role}/{index}"
 
     async def ping() -> None:
@@ -442,8 +442,8 @@ def _regenerator(
 
 
 def _check_of(config: RunConfig, rounding: Rounding) -> Callable[[UpdateReport], None]:
-    """The bound on the log-prob gap, where equal weights mean equal log-probs: not with keys and values of older
-    weights, and not for the steps of a flow model, whose sampler has bounds of its own."""
+    """Returns the bound on the log-prob gap. There is no bound where equal weights can give different log-probs (a KV
+    cache of older weights) or for flow models, whose sampler checks separate bounds."""
     if config.sampler.is_flow or config.weight_sync.kv_cache == "keep":
         return lambda report: None
     supervision, dtype = config.supervision, config.resources.dtype
@@ -481,7 +481,7 @@ def _weights(
 
 
 def probe_prompt(prepared: Prepared) -> Prompt:
-    """The prompt on which engines and learner are compared: an early held-out one with an image, else the first."""
+    """Returns the prompt for comparing engines and learner: an early held-out prompt with an image, else the first."""
     prompts = prepared.fixed_prompts(prepared.config.evaluation.split, PROBE_CANDIDATES).prompts
     return next((prompt for prompt in prompts if prompt.media), prompts[0])
 
@@ -509,7 +509,7 @@ async def _after_push(push: Push, *, metrics: Metrics, observe: Callable[[], Non
 
 
 def _observe(prepared: Prepared, inference: Inference, metrics: Metrics) -> None:
-    """Adds the counters of the driver's own parts since the step before to the metrics."""
+    """Adds the driver's counters since the previous step to the metrics."""
     metrics.observe(MetricName.MEDIA_BYTES_UNIQUE, prepared.media.num_bytes_unique)
     metrics.count_up_to(CounterName.RESUMED, inference.in_flight_requests.resumed)
     metrics.count_up_to(CounterName.REWARD_FAILURES, inference.rewards.failures)

@@ -21,7 +21,7 @@ from mobula.cluster.rollout.evaluation import (
 from mobula.cluster.rollout.response_files import ResponseFiles
 from mobula.deploy.wiring.preparation import Prepared
 
-RESPONSES_FOLDER = "evaluations"  # of the run folder
+RESPONSES_FOLDER = "evaluations"  # in the run folder
 AFTER_TRAINING = 1  # priority of held-out prompts
 
 
@@ -32,7 +32,7 @@ def build_evaluator(
     on_result: Callable[[EvaluationResult], None],
     responses: ResponseLog,
 ) -> Evaluator:
-    """Held-out evaluation with the run's own rollout actors."""
+    """Builds held-out evaluation on the run's rollout actors."""
     config = prepared.config
     return Evaluator(
         suites=list(_suites(prepared)),
@@ -48,7 +48,7 @@ def build_evaluator(
 
 
 def _suites(prepared: Prepared) -> Iterator[Suite]:
-    """The run's own suite, then the others by name. A prompt has another id in each: ids are unique in a run."""
+    """Yields the run's own suite, then the others by name. Prompt ids are unique across the suites of a run."""
     evaluation, sampler = prepared.config.evaluation, prepared.config.sampler
     own = SamplingSettings(
         num_samples=evaluation.num_samples,
@@ -66,7 +66,7 @@ def _suites(prepared: Prepared) -> Iterator[Suite]:
 
 
 def response_log(prepared: Prepared, folder: Path | None) -> ResponseLog:
-    """The log of responses in `folder`: of a flow model the images; of others the texts, if they are asked for."""
+    """Returns the log of responses in `folder`: images of a flow model; texts of other models, if configured."""
     config = prepared.config
     if folder is not None and config.sampler.is_flow:
         return ContactSheets(folder, timeout_s=config.timeouts.object_s)
@@ -81,7 +81,7 @@ def response_log(prepared: Prepared, folder: Path | None) -> ResponseLog:
 
 
 def record_evaluation(metrics: Metrics, result: EvaluationResult) -> None:
-    """Records a result, unless an earlier part of the run recorded it after the checkpoint of the resume."""
+    """Records a result, unless the run recorded it after the checkpoint from which it was resumed."""
     if metrics.totals.has_evaluation(result.version, result.suite):
         return
     metrics.record_evaluation(

@@ -35,7 +35,7 @@ _logger = logging.getLogger(__name__)
 def build_metrics(
     config: RunConfig, console: Console, version: int, sinks: Sequence[Sink] = (), tracer: RunTracer = UNTRACED
 ) -> Metrics:
-    """The hub of a run that goes on from `version`, with what its earlier part recorded; `sinks` come last."""
+    """Returns the metrics hub of a run resumed at `version`, with its earlier records; `sinks` come last."""
     folder = config.run_folder
     journal = JsonlSink(folder / METRICS_FILE, version=version)
     samples = SampleKeeper(
@@ -97,10 +97,10 @@ def _optional_sinks(config: RunConfig, console: Console, version: int) -> list[S
 
 
 def _started(name: str, make: Callable[[], Sink]) -> Sink | None:
-    """None if it cannot start, for want of a disk or a server.
+    """Returns the sink; None if it cannot start because a disk or server is unavailable.
 
     Raises:
-        ValueError, PreflightError: the user has something to change.
+        ValueError, PreflightError: the configuration of the sink is invalid.
     """
     try:
         return make()

@@ -1,4 +1,4 @@
-"""The wiring of an offline job: the same loop, with rows of the data set in the place of rollouts."""
+"""The wiring of an offline job: the main loop with data set rows instead of rollouts."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class OfflineTraining:
-    """The roles of an offline job, and its rows."""
+    """Roles and rows of an offline job."""
 
-    ranks: LearnerGroup  # without restarts: before there is a checkpoint
+    ranks: LearnerGroup  # without restarts: for use before the first checkpoint
     learner: RestartableLearner
     reference: ReferencePool | NullReference
     rows: RowStream
@@ -48,7 +48,7 @@ class OfflineTraining:
 
     @property
     def scalable(self) -> dict[str, Scalable]:
-        """The roles that can be scaled while the run goes on, by name."""
+        """Returns the roles that can be scaled during the run, by name."""
         return {"reference": self.reference.pool} if isinstance(self.reference, ReferencePool) else {}
 
 
@@ -59,8 +59,8 @@ def spawn_offline(
     on_rescore: Callable[[str], None],
     beside: Sequence[Watched],
 ) -> OfflineTraining:
-    """Start the learner ranks, and the reference scorers where the job compares with the initial policy; `beside` are
-    other roles that are watched."""
+    """Starts the learner ranks, and reference scorers if the job compares with the initial policy. The supervisor also
+    watches the roles in `beside`."""
     config = prepared.config
     ranks, learner, watched = spawn_learner(prepared, spawner, on_lost)
     frozen = reference_folder(config)
@@ -76,9 +76,9 @@ def build_offline_controller(
     stop_request: StopRequest,
     put: Callable[[Any], Any] = ray.put,
 ) -> Controller:
-    """The main loop of an offline job and its collaborators.
+    """Builds the main loop of an offline job and its collaborators.
 
-    It prepares the held-out rows. Call it in a thread: processor workers are served by the event loop.
+    Prepares the held-out rows. Call it in a thread: the event loop serves the processor workers.
     """
     config = prepared.config
     held_out = prepared.fixed_prompts(config.evaluation.split, config.evaluation.num_prompts)
@@ -120,7 +120,7 @@ def build_offline_controller(
 
 
 class _Unpushed(NoReceivers):
-    """Replaces the push at the end of a step; updates the metrics of the driver."""
+    """Updates the driver's metrics at the end of a step instead of pushing weights."""
 
     def __init__(self, prepared: PreparedRows, metrics: Metrics) -> None:
         self._prepared = prepared
@@ -133,7 +133,7 @@ class _Unpushed(NoReceivers):
 
 
 async def _freeze_reference(prepared: PreparedRows, learner: LearnerGroup) -> None:
-    """The frozen copy of the initial policy that the reference scores with."""
+    """Saves the initial policy for the reference scorers."""
     if prepared.config.needs_reference:
         await learner.export(reference_folder(prepared.config))
 

@@ -1,4 +1,4 @@
-"""ParityGate: compares engines and learner before the first step of a model type that was never measured."""
+"""ParityGate: compares engines and learner before the first step of an unmeasured model type."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from mobula.learner.policies.families import family_at, model_type_at
 _logger = logging.getLogger(__name__)
 
 
-IMAGES_FOLDER = "parity"  # of the run folder
+IMAGES_FOLDER = "parity"  # in the run folder
 MAX_IMAGES = 2
 
 
 class ParityGate:
-    """Called with the version of every push that arrived; on the first one it compares the log-probs of a few prompts.
+    """Called with the version of every completed push; compares the log-probs of a few prompts after the first push.
 
-    It comes before the canary of that push, which has one prompt and takes a difference for a failed transfer.
+    Runs before the canary of that push, which has one prompt and reports a difference as a failed transfer.
 
     Raises:
-        CanaryError: they differ by more than the tolerance on some prompt.
+        CanaryError: the log-probs of a prompt differ by more than the tolerance.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class ParityGate:
         prompts: Mapping[str, Prompt],
         tolerance: Tolerance,
     ) -> None:
-        """`prompts` has what each shows -> prompt, and none where nothing is to be compared."""
+        """`prompts` maps a case name to its prompt; empty disables the comparison."""
         self._model_type = model_type
         self._learner = learner
         self._receivers = receivers
@@ -65,14 +65,14 @@ class ParityGate:
         self._is_passed = True
 
     async def _gaps(self, prompt: Prompt) -> np.ndarray:
-        """Absolute differences of the engine that is furthest from the learner."""
+        """Returns the absolute differences of the engine with the largest gap to the learner."""
         expected = await self._learner.sequence_logprobs(prompt)
         differences = [np.abs(await receiver.prompt_logprobs(prompt) - expected) for receiver in self._receivers()]
         return max(differences, key=np.max, default=np.array([np.nan]))
 
 
 def tolerance_of(config: RunConfig) -> Tolerance:
-    """How far engine and learner may differ in the precision of a run."""
+    """Returns the allowed difference of engine and learner in the precision of a run."""
     sync, dtype = config.weight_sync, config.resources.dtype
     rounding = Rounding() if dtype == "float32" else MeasuredRounding()
     return Tolerance(sync.canary_tolerance.of(dtype), sync.canary_share.of(dtype), rounding)
@@ -81,9 +81,9 @@ def tolerance_of(config: RunConfig) -> Tolerance:
 def parity_gate(
     prepared: Prepared, learner: RestartableLearner, receivers: Callable[[], Sequence[Receiver]], tolerance: Tolerance
 ) -> ParityGate:
-    """The gate of a run; it compares nothing for a model type that docs/models.md has measured."""
+    """Returns the gate of a run; it compares nothing for model types measured in docs/models.md."""
     config = prepared.config
-    if config.sampler.is_flow:  # the canary of the first push compares them
+    if config.sampler.is_flow:  # the canary of the first push compares flow models
         return ParityGate("flow", learner, receivers, {}, tolerance)
     model_type = model_type_at(config.policy.model)
     prompts = {}

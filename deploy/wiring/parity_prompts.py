@@ -1,4 +1,4 @@
-"""The prompts on which engine and learner are compared: text, images, a video, sounds, and several of these."""
+"""Prompts for comparing engine and learner: text, images, videos, sounds and combinations."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from mobula.actors.datasets.videos import FrameList
 from mobula.actors.processors.chat import ChatProcessor
 from mobula.cluster.records.trajectory import Prompt
 
-SIZES = ((70, 50), (101, 133), (56, 56))  # (width, height), so that no two images expand alike
-CASES: dict[str, tuple[str, tuple[int, ...]]] = {  # question, and which of the images it shows
+SIZES = ((70, 50), (101, 133), (56, 56))  # (width, height); no two images expand alike
+CASES: dict[str, tuple[str, tuple[int, ...]]] = {  # question, indices of its images
     "text": ("What is this?", ()),
     "one image": ("<image>Which digit is this?", (0,)),
     "two images": ("<image>Which digit is this? And this? <image>", (1, 0)),
@@ -29,7 +29,7 @@ CASES: dict[str, tuple[str, tuple[int, ...]]] = {  # question, and which of the 
 
 VIDEO, SEVERAL_VIDEOS = "video", "several videos"
 NUM_FRAMES = (6, 3)  # of each video
-FRAME_RATE = 2.0  # as many as are taken: all of them are
+FRAME_RATE = 2.0  # equals the sampling rate, so that every frame is used
 VIDEOS: dict[str, tuple[str, tuple[int, ...], tuple[int, ...]]] = {  # question, its images, its videos
     VIDEO: ("<video>Which digit is shown longest?", (), (0,)),
     "image and video": ("<image><video>Which of these?", (1,), (0,)),
@@ -49,7 +49,7 @@ SOUNDS: dict[str, tuple[str, tuple[int, ...], tuple[int, ...]]] = {  # question,
 
 @dataclass(frozen=True)
 class Case:
-    """A prompt, and the images, the frames of the videos and the sounds in it."""
+    """A prompt with its images, video frames and sounds."""
 
     prompt: Prompt
     images: tuple[Image.Image, ...]
@@ -58,7 +58,7 @@ class Case:
 
 
 def cases(processor: ChatProcessor, folder: Path, most: int = len(SIZES)) -> dict[str, Case]:
-    """Those that the processor's family takes, with `most` images at most; images are written to `folder`."""
+    """Returns the cases that the processor's family supports, with at most `most` images each, written to `folder`."""
     paths = [_image(folder / f"image{n}.png", n, size) for n, size in enumerate(SIZES)]
     built = {}
     for number, (name, (question, shown)) in enumerate(CASES.items()):
@@ -90,7 +90,7 @@ def _sound_cases(processor: ChatProcessor, paths: Sequence[Path]) -> dict[str, C
 
 
 def _tones(length: int, seed: int) -> np.ndarray:
-    """float32 [length]: three tones and noise."""
+    """Returns three tones with noise, float32 [length]."""
     random, times = np.random.default_rng(seed), np.arange(length) / SOUND_RATE
     pitches = random.uniform(200, 3000, 3)
     return (np.sin(2 * np.pi * pitches[:, None] * times).mean(0) + random.normal(0, 0.05, length)).astype(np.float32)
@@ -116,7 +116,7 @@ def _video_cases(processor: ChatProcessor, folder: Path, paths: Sequence[Path], 
 
 
 def _image(path: Path, seed: int, size: tuple[int, int]) -> Path:
-    """Smooth noise as a file."""
+    """Writes an image of smooth noise."""
     width, height = size
     pixels = np.random.default_rng(seed).integers(0, 256, (height // 8 + 1, width // 8 + 1, 3), dtype=np.uint8)
     Image.fromarray(pixels).resize(size, Image.Resampling.BICUBIC).save(path)

@@ -30,7 +30,7 @@ from mobula.configs.schema import RunConfig
 
 
 def replay_buffer(config: RunConfig, tracer: RunTracer = UNTRACED) -> ReplayBuffer:
-    """The replay buffer, and the journal that it writes."""
+    """Returns the replay buffer with its journal writer."""
     return ReplayBuffer(
         journal=build_journal_writer(config),
         max_bytes=config.replay.max_bytes,
@@ -43,9 +43,9 @@ def replay_buffer(config: RunConfig, tracer: RunTracer = UNTRACED) -> ReplayBuff
 
 
 def _take_deadline(config: RunConfig) -> float:
-    """Returns the longest time of a step's groups: all attempts of the slowest prompt, with backoff and reward.
+    """Returns the maximum time for a step's groups: all attempts of the slowest prompt, with backoff and reward.
 
-    Each sampled chunk extends an attempt's deadline, and retries resume behind sampled chunks. A chunk of an episode is
+    Each sampled chunk extends an attempt's deadline, and retries resume after sampled chunks. A chunk of an episode is
     a turn of at least one token.
     """
     timeouts, supervision, sampler = config.timeouts, config.supervision, config.sampler
@@ -58,13 +58,13 @@ def _take_deadline(config: RunConfig) -> float:
     return tries + num_chunks * timeouts.rollout_s + timeouts.reward_s
 
 
-JOURNAL_FOLDER = "journal"  # of the run folder
-TRAJECTORIES_FOLDER = "trajectories"  # of the run folder
-MAX_WAITING_STEPS = 2  # whose groups are held in memory until the trajectory log has them
+JOURNAL_FOLDER = "journal"  # in the run folder
+TRAJECTORIES_FOLDER = "trajectories"  # in the run folder
+MAX_WAITING_STEPS = 2  # steps whose groups wait in memory for the trajectory log
 
 
 def build_journal_writer(config: RunConfig) -> GroupJournal:
-    """The journal writer of the replay buffer."""
+    """Returns the journal writer of the replay buffer."""
     if not config.replay.journal:
         return NoJournal()
     return JournalWriter(_journal(config), timeout_s=config.timeouts.object_s, write_s=config.timeouts.object_s)
@@ -76,14 +76,14 @@ def reached_version(config: RunConfig, version: int) -> int:
 
 
 def trajectory_log(run_folder: Path, config: RunConfig) -> TrajectoryLog:
-    """The log of the run in `run_folder`."""
+    """Returns the trajectory log of the run in `run_folder`."""
     return TrajectoryLog(run_folder / TRAJECTORIES_FOLDER, timeout_s=config.timeouts.object_s)
 
 
 def step_learner(
     config: RunConfig, learner: RestartableLearner, replay: ReplayBuffer, metrics: Metrics, **options: Any
 ) -> StepLearner:
-    """`learner` with the journal of `replay` and a trajectory log, as configured; `options` of `StepLearner`."""
+    """Wraps `learner` with the configured journal and trajectory log; `options` go to `StepLearner`."""
     return StepLearner(
         learner,
         journal=replay if config.replay.journal else None,
@@ -102,7 +102,7 @@ def build_recovery(
     replay: ReplayBuffer,
     metrics: Metrics,
 ) -> Recovery:
-    """Recovery from the journal, as configured."""
+    """Returns the configured recovery from the journal."""
     if not config.replay.journal:
         return NoRecovery(config.run_folder / JOURNAL_FOLDER)
     return JournalRecovery(
@@ -118,7 +118,7 @@ def build_recovery(
 
 
 def age_limit(config: RunConfig) -> AgeLimit:
-    """Returns the age limit of groups for training."""
+    """Returns the maximum age of groups for training."""
     algorithm = config.algorithm
     return AgeLimit(algorithm.max_trained_age, is_whole=algorithm.over_age.action == "drop")
 

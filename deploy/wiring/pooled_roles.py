@@ -1,4 +1,4 @@
-"""Roles as pools whose workers come and go: processor workers, reward workers and reference scorers."""
+"""Builds the worker pools of a run: processor workers, reward workers and reference scorers."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from mobula.rewards.pool.worker import RewardWorker
 
 AnyJob = TypeVar("AnyJob", bound=PreparedJob[Any, Any])
 PROCESSOR = "processor"  # the role
-REFERENCE_FOLDER = "reference"  # of the run folder: the frozen policy, in the Hugging Face layout
+REFERENCE_FOLDER = "reference"  # in the run folder: the frozen policy, in the Hugging Face layout
 
 
 def reference_folder(config: RunConfig) -> Path:
-    """Folder of a run's frozen policy, in the Hugging Face layout."""
+    """Returns the folder of a run's frozen policy, in the Hugging Face layout."""
     return config.run_folder / REFERENCE_FOLDER
 
 
@@ -51,16 +51,14 @@ def restart_policy(config: RunConfig) -> RestartPolicy:
 class Processors:
     """The processor workers of a run, if any."""
 
-    start: Callable[[], Coroutine[Any, Any, None]]  # returns once they serve
+    start: Callable[[], Coroutine[Any, Any, None]]  # returns when the workers serve
     watched: tuple[Watched, ...] = ()
     scalable: Mapping[str, Scalable] = field(default_factory=dict)  # by the name of the role
 
 
 def spawn_processors(prepared: AnyJob, spawner: Spawner, on_lost: Callable[[str], None]) -> tuple[AnyJob, Processors]:
-    """`prepared`, whose prompts are prepared where the run has chosen, and the workers that do it.
-
-    Start the workers of `resources.processor`, which build themselves in the background; without any the driver
-    prepares prompts. Called in the event loop that the pool is to live in.
+    """Starts the workers of `resources.processor`, which load in the background. Without workers the driver prepares
+    prompts. Returns `prepared` with this choice, and the workers. Call it in the event loop of the pool.
 
     `on_lost` receives the kind of each loss.
     """
@@ -90,16 +88,16 @@ def spawn_processors(prepared: AnyJob, spawner: Spawner, on_lost: Callable[[str]
 
 
 async def _nothing() -> None:
-    """Returns at once: there are no workers to wait for."""
+    """Returns immediately: there are no workers."""
 
 
 def reward_pool(config: RunConfig, spawner: Spawner, on_lost: Callable[[str], None] = lambda kind: None) -> RewardPool:
-    """Start the reward workers of every service; they build themselves in the background.
+    """Starts the reward workers of every service, which load in the background.
 
     `on_lost` receives the kind of each loss.
 
     Raises:
-        ValueError: gates make services wait for each other.
+        ValueError: gates form a cycle between services.
     """
     losses = LossCounter(on_lost)
     services = {name: _reward_service(config, spawner, name, losses) for name in config.rewards.services}
@@ -107,7 +105,7 @@ def reward_pool(config: RunConfig, spawner: Spawner, on_lost: Callable[[str], No
 
 
 def reward_role(service: str) -> str:
-    """The role whose workers run a service's components."""
+    """Returns the role of the workers that run a service's components."""
     return service if service == SHARED_SERVICE else f"{REWARD_SERVICE}{service}"
 
 
@@ -142,11 +140,11 @@ def reference_pool(
     on_lost: Callable[[str], None],
     on_retry: Callable[[str], None],
 ) -> ReferencePool | NullReference:
-    """Start the scorers of the checkpoint in the folder `frozen`, which never sample a `banned` id; the null object if
-    the run needs none. The folder may be written later, before they load it. Rows of a label in `teachers` are scored
-    with the checkpoint there.
+    """Starts scorers of the checkpoint in the folder `frozen`, which never sample a `banned` id. Returns a null object
+    if the run needs no scorers. The folder may be written later, before scorers load it. Rows with a label in
+    `teachers` are scored with that label's checkpoint.
 
-    `on_lost` receives the kind of each loss, `on_retry` why a share of a step is sent out again.
+    `on_lost` receives the kind of each loss, `on_retry` the reason for each retry of a share of a step.
     """
     timeouts = config.timeouts
 
@@ -179,7 +177,7 @@ def _start_reward(config: RunConfig, spawner: Spawner, service: str, worker: Pla
         start_timeout_s=timeouts.start_s,
         function_timeout_s=timeouts.reward_s / 4,
         group_timeout_s=timeouts.reward_s,
-        device="cuda" if worker.num_gpus else "cpu",  # a worker that books no GPU sees none
+        device="cuda" if worker.num_gpus else "cpu",  # without a reserved GPU the worker sees no GPU
         dtype=config.resources.dtype,
         gpu_share=min(1.0, worker.num_gpus or 1.0),
         worker=worker,

@@ -1,4 +1,4 @@
-"""Everything that is checked and written before a role starts: model, data, processor, preflight."""
+"""Checks and writes model, data and processor before a role starts."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class SupervisedSource:
     """Supervised rows that RL steps train in addition to their groups."""
 
     report: PreflightReport[Conversation]
-    processor: ConversationProcessor  # with a tokenizer of its own: it works beside the others, on another thread
+    processor: ConversationProcessor  # with a separate tokenizer: it runs on another thread than other processors
 
 
 @dataclass(frozen=True)
@@ -95,15 +95,15 @@ class PreparedJob(Generic[R, P]):
     """The checked parts of a run, with a processor that turns a row into a `P`."""
 
     config: RunConfig
-    model_folder: Path  # the files of the network that is trained
-    checkpoint: Manifest  # what they promise
+    model_folder: Path  # files of the trained network
+    checkpoint: Manifest  # contents of these files
     processor: Processor[R, P]
     media: MediaStore
     splits: dict[str, PreflightReport[R]]
-    late_skips: dict[str, Skipped] = field(default_factory=dict)  # by sample, found when the prompt was prepared
-    teacher_folder: Path | None = None  # the files of the teacher, if there is one
-    workers: Preparation[R, P] | None = None  # that have a `processor` each; None: prompts are prepared in the driver
-    teachers: Mapping[str, Path] = field(default_factory=dict)  # label -> those of its own teacher
+    late_skips: dict[str, Skipped] = field(default_factory=dict)  # by sample, skipped while preparing the prompt
+    teacher_folder: Path | None = None  # files of the teacher; None without a teacher
+    workers: Preparation[R, P] | None = None  # each worker has a `processor`; None: the driver prepares prompts
+    teachers: Mapping[str, Path] = field(default_factory=dict)  # label -> files of its teacher
     supervised: SupervisedSource | None = None
     engine: EngineSizes | None = None  # None: engines are not planned
 
@@ -113,7 +113,7 @@ class PreparedJob(Generic[R, P]):
 
     @property
     def preparation(self) -> Preparation[R, P]:
-        """The part that turns rows into prompts."""
+        """Returns the part that converts rows to prompts."""
         return self.workers or InDriver(self.processor)
 
     @property
@@ -124,7 +124,7 @@ class PreparedJob(Generic[R, P]):
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Settings and data that must not change on resume."""
+        """Returns the settings and data that must not change on resume."""
         supervised = [self.supervised.report.fingerprint] if self.supervised else []
         return identity_with_data(self.config, "; ".join([self.splits[TRAIN].fingerprint, *supervised]))
 
@@ -147,7 +147,7 @@ class PreparedJob(Generic[R, P]):
         )
 
     def fixed_prompts(self, split: str, num_prompts: int) -> PromptSet[P]:
-        """The first usable ones of a split. Raises: DatasetError: no row is usable."""
+        """Returns the first usable prompts of a split. Raises: DatasetError: no row is usable."""
         return fixed_prompts(self.usable(split), self.preparation, num_prompts)
 
 
@@ -164,15 +164,15 @@ AnyPrepared = Prepared | PreparedRows
 
 
 def prepare(config: RunConfig, put: Callable[[Any], Any]) -> AnyPrepared:
-    """Write what is missing, check everything, and load the processor; `put` stores an image's tensors.
+    """Writes missing files, checks model and data, and loads the processor; `put` stores an image's tensors.
 
     Raises:
-        PreflightError: model or data cannot be had or written, or too much of the data is unusable.
-        ValueError: model or configuration do not fit.
+        PreflightError: model or data cannot be obtained or written, or too much of the data is unusable.
+        ValueError: model and configuration do not match.
     """
     try:
         return _prepare(config, put)
-    except (ValueError, OSError) as error:  # the user's mistakes, by whichever part finds them
+    except (ValueError, OSError) as error:  # errors of the user's configuration, model or data
         raise PreflightError(str(error)) from error
 
 
@@ -212,11 +212,11 @@ def _prepare(config: RunConfig, put: Callable[[Any], Any]) -> AnyPrepared:
 
 
 def load_checked(config: RunConfig, media: MediaKeeper) -> LoadedModel:
-    """Loads what is read of `policy.model` before a run, and checks its files against the configuration.
+    """Loads the parts of `policy.model` that checks read, and checks its files against the configuration.
 
     Raises:
-        PreflightError: the model cannot be had or written.
-        ValueError: model or configuration do not fit.
+        PreflightError: the model cannot be obtained or written.
+        ValueError: model and configuration do not match.
     """
     model_folder = ensure_model(config)
     stored, dtype = None, config.resources.dtype
@@ -224,7 +224,7 @@ def load_checked(config: RunConfig, media: MediaKeeper) -> LoadedModel:
         checkpoint = checkpoint_manifest(model_folder, dtype)
         _check_flow(checkpoint, config)
     else:
-        family_at(config.policy.model)  # refuses by name a type that transformers does not build
+        family_at(config.policy.model)  # names an unsupported model type in its error
         stored = stored_model(model_folder, score_class(model_folder) if config.offline.job == "reward_model" else None)
         checkpoint = stored.in_dtype(dtype)
         _check_dtype(config)
@@ -236,15 +236,15 @@ def load_checked(config: RunConfig, media: MediaKeeper) -> LoadedModel:
 
 
 def workers_download(config: RunConfig) -> bool:
-    """Whether processor workers download media of the web. Where a curriculum needs the lengths of all prompts before
-    the start, this process does."""
+    """Whether processor workers download media. This process downloads them if a curriculum needs the lengths of all
+    prompts before the start."""
     curriculum = curriculum_of(config.data)
     needs_lengths = curriculum is not None and curriculum.key == PROMPT_TOKENS
     return config.resources.processor.num_workers > 0 and not needs_lengths
 
 
 def _supervised(config: RunConfig, media: MediaStore) -> SupervisedSource:
-    """The rows of `algorithm.supervised`, checked; their media are stored beside those of the prompts."""
+    """Returns the checked rows of `algorithm.supervised`; their media share the media store of the prompts."""
     supervised = config.algorithm.supervised
     device = config.resources.device
     chat = ChatProcessor(config.policy.model, config.data, config.sampler, media, keep_files=False, device=device)
@@ -319,7 +319,7 @@ def _check_trained(checkpoint: Manifest, policy: PolicyConfig) -> None:
 
 
 def _check_flow(checkpoint: Manifest, config: RunConfig) -> None:
-    """Images of this size, and adapters at layers that are there."""
+    """Checks that the model supports the image size and has the adapted layers."""
     flow_checkpoint(config).latent_shape(Denoising.of(config.sampler.flow))
     if config.policy.lora.is_on:
         adapted_modules(checkpoint, config.policy)
@@ -348,7 +348,7 @@ def _check_positions(config: RunConfig) -> None:
 
 
 def _checked_teachers(config: RunConfig) -> tuple[Path | None, dict[str, Path]]:
-    """The folder of the teacher, and of those that labels have of their own."""
+    """Returns the folder of the teacher, and the folders of teachers by label."""
     distillation = config.algorithm.distillation
     if not distillation.is_on:
         return None, {}
@@ -360,11 +360,11 @@ def _checked_teachers(config: RunConfig) -> tuple[Path | None, dict[str, Path]]:
 
 
 def ensure_model(config: RunConfig) -> Path:
-    """The folder of `policy.model`: the model `policy.tiny` is written if it is not there yet, a hub name is looked up.
+    """Returns the folder of `policy.model`. Writes a missing model `policy.tiny`; looks up a hub name.
 
     Raises:
-        PreflightError: the folder is there and holds no checkpoint, it cannot be written, or the name is none that the
-            hub gives.
+        PreflightError: the existing folder holds no checkpoint, it cannot be written, or the hub does not provide the
+            name.
     """
     folder = Path(config.policy.model)
     if config.sampler.is_flow:
@@ -387,7 +387,7 @@ def ensure_model(config: RunConfig) -> Path:
 
 
 def _ensure_flow_model(config: RunConfig, folder: Path) -> Path:
-    """The folder of the transformer of `policy.model`."""
+    """Returns the folder of the transformer of `policy.model`."""
     if config.policy.tiny != "none" and not (folder / INDEX).is_file():
         if config.policy.tiny not in TINY_FLOW:
             names = ", ".join(TINY_FLOW)
@@ -399,11 +399,11 @@ def _ensure_flow_model(config: RunConfig, folder: Path) -> Path:
 
 
 def checkpoint_folder(key: str, name: str) -> Path:
-    """The folder of the checkpoint `name`, the value of `key`: a local folder, or a hub name, which is downloaded.
+    """Returns the folder of the checkpoint `name`, the value of `key`: a local folder, or a hub name to download.
 
     Raises:
-        PreflightError: the folder is there and holds no checkpoint, or one that cannot be trained, or the name is none
-            that the hub gives.
+        PreflightError: the existing folder holds no checkpoint or one that cannot be trained, or the hub does not
+            provide the name.
     """
     folder = Path(name)
     if (folder / "config.json").is_file():
@@ -453,7 +453,7 @@ def require_model(config: RunConfig) -> None:
     weights.
 
     Raises:
-        PreflightError: it is no checkpoint folder.
+        PreflightError: `policy.model` is not a checkpoint folder.
     """
     folder, file = Path(config.policy.model), INDEX if config.sampler.is_flow else "config.json"
     if config.policy.tiny not in ("none", *PRETRAINED) and not (folder / file).is_file():
@@ -464,7 +464,7 @@ def require_model(config: RunConfig) -> None:
 
 
 def ensure_data(config: RunConfig) -> None:
-    """Writes the data by `data.writer`."""
+    """Writes the data set with `data.writer`."""
     with _writing("data.path", config.data.path):
         data_writer(config.data)(config.data.path)
 

@@ -22,7 +22,7 @@ from mobula.deploy.wiring.preparation import Prepared
 from mobula.deploy.wiring.scaling import RoleHosts
 from mobula.deploy.wiring.spawner import Spawner, engine_environment
 
-CALLS_AT_A_TIME = 16  # that a rollout actor answers; groups come over its stream and take none
+CALLS_AT_A_TIME = 16  # concurrent calls of a rollout actor, not counting its stream of groups
 
 
 def sampling_settings(config: RunConfig) -> SamplingSettings:
@@ -45,7 +45,7 @@ def sampling_settings(config: RunConfig) -> SamplingSettings:
 def rollout_pool(
     prepared: Prepared, spawner: Spawner, in_flight_requests: InFlightRequests, on_lost: Callable[[str], None]
 ) -> RolloutPool:
-    """The pool; its `start` starts the engines. `on_lost` is called with the kind of each loss."""
+    """Returns the rollout pool; its `start` starts the engines. `on_lost` receives the kind of each loss."""
     config, timeouts, supervision = prepared.config, prepared.config.timeouts, prepared.config.supervision
 
     role, *episodes = _role(config)
@@ -94,7 +94,7 @@ def rollout_pool(
 
 
 def _role(config: RunConfig) -> tuple[Any, ...]:
-    """The class of rollout actors, and what it needs besides an engine."""
+    """Returns the class of rollout actors and its extra constructor arguments."""
     if not config.environment.is_on:
         return (RolloutActor,)
     return EpisodeActor, EpisodeSettings(
@@ -103,7 +103,7 @@ def _role(config: RunConfig) -> tuple[Any, ...]:
 
 
 def engine_settings(prepared: Prepared, index: int) -> EngineSettings:
-    """Settings of the run's engine `index`, with the sizes that the plan of the run gives it."""
+    """Returns the settings of engine `index`, with its sizes from the memory plan."""
     config, sizes = prepared.config, prepared.engine
     settings = settings_of_engine(config, prepared.model_folder, prepared.checkpoint, prepared.processor, index)
     if sizes is None:

@@ -1,5 +1,4 @@
-"""Scaling of a run: placement of workers that come and go, waiting for free resources, and the loop that takes
-requests."""
+"""Scales a run: places joining workers, checks free resources, and answers requests."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ from mobula.cluster.workers.status import Scalable, WorkerState, WorkerStatus
 from mobula.configs.schema import ResourcesConfig, RunConfig
 from mobula.deploy.wiring.spawner import BOOKING_S, Spawner
 
-SCALE_FILE = "scale.json"  # of the run folder
+SCALE_FILE = "scale.json"  # in the run folder
 VISIT_INTERVAL_S = 1.0
 VISIT_DEADLINE_S = 20.0  # of one call to the panel
 
@@ -32,7 +31,7 @@ class RoleHosts:
     """Implements `mobula.cluster.workers.work_queue.Hosts`: workers of one role, each with a separate reservation."""
 
     def __init__(self, spawner: Spawner, role: str, start: Callable[[PlacedWorker], Any], *, stop_s: float) -> None:
-        """`start` makes the worker of a place and returns its handle."""
+        """`start` creates the worker at a place and returns its handle."""
         self._spawner = spawner
         self._role = role
         self._start = start
@@ -49,20 +48,20 @@ class RoleHosts:
 
 
 class ScaleFile:
-    """The requested numbers of workers, kept in the run's folder and read when it is resumed."""
+    """Keeps the requested numbers of workers in the run folder for a resume."""
 
     def __init__(self, folder: Path, resources: ResourcesConfig) -> None:
         self._path = folder / SCALE_FILE
         self._configured = {role: workers.num_workers for role, workers in resources.roles.items()}
 
     def note(self, role: str, num_workers: int) -> None:
-        """A role has accepted this number."""
+        """Records the number that a role accepted."""
         row = {"num_workers": num_workers, "configured": self._configured[role]}
         write_atomically(self._path, json.dumps({**self._read(), role: row}, indent=1))
 
     def earlier(self) -> dict[str, int]:
-        """Role -> workers, where that is another number than the configured one. A number that has been configured
-        since then counts more than what was scaled.
+        """Returns role -> workers where it differs from the configuration. A number configured after the scaling takes
+        precedence.
         """
         rows = {role: row for role, row in self._read().items() if role in self._configured}
         return {

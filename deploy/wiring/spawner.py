@@ -1,4 +1,4 @@
-"""Spawner: starts a role's workers where the plan puts them, with the environment that this cluster needs."""
+"""Spawner: starts workers at their planned places, with the environment of the cluster."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def has_autoscaler() -> bool:
 
 
 class Autoscaler:
-    """The standing request of one run for a cluster of some size.
+    """The pending request of one run for a cluster size.
 
     Ray keeps a request until it is replaced, and compares it with all resources of the cluster, not with the free ones.
-    So a request contains everything that the run holds plus the missing resources.
+    So a request contains the run's reservations plus the missing resources.
     """
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ _logger = logging.getLogger(__name__)
 
 MIB = 1 << 20
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-BOOKING_S = 30.0  # for one worker that joins a run; there was room a moment before
+BOOKING_S = 30.0  # for one joining worker, after a check for free resources
 
 
 class Spawner:
@@ -118,14 +118,14 @@ class Spawner:
         )
 
     def start_named(self, role_class: type, name: str) -> Any:
-        """The handle of an actor that others find by name; it takes no resources of the plan."""
+        """Returns the handle of a named actor, which takes no resources of the plan."""
         return spawn_named(role_class, name=name, env=self._env)
 
     def check_room(self, role: str, num_more: int) -> None:
-        """Whether so many more workers of a role can be booked now; if not, the autoscaler is asked for them.
+        """Checks that `num_more` workers of a role can be reserved now; if not, requests nodes from the autoscaler.
 
         Raises:
-            PlacementError: they cannot; the message says why, and what the autoscaler can do about it.
+            PlacementError: resources are missing; the message has the reason and the autoscaler's result.
         """
         with self._lock:
             try:
@@ -137,20 +137,20 @@ class Spawner:
             self._autoscaler.withdraw()
 
     def book(self, role: str, index: int) -> PlacedWorker:
-        """The place of one worker, reserved now unless it is; one whose node is gone is given up for another.
+        """Returns the place of one worker. Reserves it if necessary, and replaces a place whose node is gone.
 
         Raises:
-            PlacementError: what it needs was not free within a deadline.
+            PlacementError: its resources were not free within a deadline.
         """
         with self._lock:
             self._give_up_if_gone([f"{role}/{index}"])
             return self._book(role, [index])[0]
 
     def book_together(self, role: str) -> tuple[PlacedWorker, ...]:
-        """Places of the plan's workers of a role that share one booking; if the node of one is gone, all get others.
+        """Returns the places of a role's workers in one shared reservation; replaces all of them if one node is gone.
 
         Raises:
-            PlacementError: what they need was not free within a deadline.
+            PlacementError: their resources were not free within a deadline.
         """
         planned = self.plan.of_role(role)
         with self._lock:
@@ -166,7 +166,7 @@ class Spawner:
                 remove_placement_groups({name: self._bookings.pop(name)})
 
     def _book(self, role: str, indices: Sequence[int]) -> tuple[PlacedWorker, ...]:
-        """The places of these workers, which are reserved together if they are not yet."""
+        """Returns the places of these workers; reserves them together if necessary."""
         names, resources = [f"{role}/{index}" for index in indices], self._config.resources
         if not all(name in self._placed for name in names):
             run_name = f"{self._config.name}/{names[0]}"
@@ -240,12 +240,12 @@ def allocator_environment(config: RunConfig) -> dict[str, str]:
     return {
         "MALLOC_TRIM_THRESHOLD_": str(512 * MIB),
         "MALLOC_TOP_PAD_": str(64 * MIB),
-        "MALLOC_MMAP_THRESHOLD_": str(32 * MIB),  # the most that glibc takes
+        "MALLOC_MMAP_THRESHOLD_": str(32 * MIB),  # maximum of glibc
     }
 
 
 def _environment(config: RunConfig, session: ClusterSession) -> dict[str, str]:
-    """For every worker: usage statistics are off, and on a private cluster everything stays on the loopback."""
+    """Returns the environment of every worker: no usage statistics; loopback addresses on a private cluster."""
     env = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
     env |= allocator_environment(config) | session.mark.environment | {FOLDER_VARIABLE: os.getcwd()}
     if Path(config.policy.model).is_dir():

@@ -84,7 +84,7 @@ def _chosen(rows: Sequence[Row], num_rows: int, seed: int) -> Sequence[Row]:
         return rows
     by_answer: defaultdict[str, list[int]] = defaultdict(list)
     for index in epoch_order(len(rows), seed, 0).tolist():
-        with suppress(RowError):  # a record that was not checked, and is none
+        with suppress(RowError):  # an unchecked, invalid record
             by_answer[rows[index].answer].append(index)
     turns = zip_longest(*by_answer.values())
     chosen = [index for turn in turns for index in turn if index is not None]
@@ -146,7 +146,7 @@ class Episodes:
 
 
 class Images:
-    """One of the images of a row, at one noise level to teach it and at several to check it."""
+    """One image of a row, at one noise level for training and at several for validation."""
 
     def __init__(self, processor: FlowProcessor, config: RunConfig) -> None:
         self._processor = processor
@@ -166,7 +166,7 @@ class Images:
         return self._example(self._checked, prompt, seed)
 
     def _example(self, noising: Noising, prompt: Prompt, seed: int, *, without_text: bool = False) -> ImageExample:
-        """`without_text`: with the negative prompt, the second condition."""
+        """`without_text` uses the negative prompt, the second condition."""
         clean = self._processor.clean(prompt, derived_seed(seed, "image"))
         conditions = condition_of(prompt)
         return ImageExample(CleanSequence(clean, conditions[-1:] if without_text else conditions[:1], noising, seed))

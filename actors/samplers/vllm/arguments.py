@@ -15,19 +15,19 @@ from mobula.actors.samplers.base import EngineSettings
 from mobula.cluster.roles import SamplingSettings
 from mobula.learner.policies.logprobs import BAN_BIAS
 
-WEIGHT_TRANSFER = "mobula"  # our transport's name in vLLM's registry
-LOGITS = {"cuda": {"head_dtype": "float32"}}  # as the learner computes them; on CPU in the dtype of the model
-LOAD_FORMAT = "mobula"  # our loader's name in vLLM's registry
-MAX_TEMPERATURE = 2.0  # that SamplingParams is made with; its samplers take any
-SPARE_LOGPROBS = 16  # beyond top_k: tokens whose logits equal the k-th are kept too
+WEIGHT_TRANSFER = "mobula"  # name of our transport in vLLM's registry
+LOGITS = {"cuda": {"head_dtype": "float32"}}  # like the learner; on CPU in the dtype of the model
+LOAD_FORMAT = "mobula"  # name of our loader in vLLM's registry
+MAX_TEMPERATURE = 2.0  # limit of the SamplingParams constructor; samplers have no limit
+SPARE_LOGPROBS = 16  # beyond top_k: tokens with the logit of the k-th are also kept
 
 
 def engine_args(settings: EngineSettings) -> AsyncEngineArgs:
-    """How an engine of ours is made."""
+    """Builds the arguments of a vLLM engine."""
     return AsyncEngineArgs(
         model=settings.model,
         load_format=LOAD_FORMAT,
-        config_format="hf",  # the learner reads config.json, whatever other formats the folder holds
+        config_format="hf",  # the learner reads config.json only
         dtype=settings.dtype,
         hf_overrides=LOGITS.get(settings.device, {}),
         seed=settings.seed,
@@ -47,22 +47,24 @@ def engine_args(settings: EngineSettings) -> AsyncEngineArgs:
         block_size=settings.block_size,
         enforce_eager=settings.enforce_eager,
         logprobs_mode="processed_logprobs",
-        max_logprobs=-1,  # a cut distribution is reported whole
-        generation_config="vllm",  # the checkpoint's own sampling defaults must not leak in
-        mm_processor_cache_gb=0,  # images arrive processed, ...
-        mm_device_do_normalize=False,  # ... normalised included
+        max_logprobs=-1,  # no limit: a truncated distribution is reported completely
+        generation_config="vllm",  # ignores the sampling defaults of the checkpoint
+        mm_processor_cache_gb=0,  # images arrive processed
+        mm_device_do_normalize=False,  # and normalised
         weight_transfer_config=WeightTransferConfig(backend=WEIGHT_TRANSFER),
         worker_extension_cls="mobula.actors.samplers.vllm.weights.WorkerExtension",
         enable_sleep_mode=settings.sleep_level > 0 and settings.device == "cuda",
-        scheduling_policy="priority",  # held-out prompts after those of training
+        scheduling_policy="priority",  # training prompts before held-out prompts
         enable_log_requests=False,
         disable_log_stats=True,
     )
 
 
 def _memory_share(settings: EngineSettings) -> float:
-    """Returns the share of a GPU that must be free when the engine starts, for any size of the KV cache
-    (`vllm.v1.worker.utils.request_memory`). vLLM's default, 0.92, is more than a learner on the same GPU leaves."""
+    """Returns the share of a GPU that must be free at engine start (`vllm.v1.worker.utils.request_memory`).
+
+    vLLM requires it for any size of the KV cache. Its default, 0.92, fails if a learner shares the GPU.
+    """
     if settings.device == "cpu" or not (settings.memory_fraction or settings.memory_bytes):
         return AsyncEngineArgs.gpu_memory_utilization
     share = settings.memory_fraction or settings.memory_bytes / current_platform.get_device_total_memory()
@@ -72,7 +74,7 @@ def _memory_share(settings: EngineSettings) -> float:
 def sampling_params(engine: EngineSettings, settings: SamplingSettings) -> SamplingParams:
     """Builds vLLM's sampling parameters of a request.
 
-    Responses of at most one chunk are returned once, at the end: no chunk would be reported earlier.
+    Responses of at most one chunk are returned once, at the end.
     """
     is_reported = settings.max_tokens > engine.chunk_tokens
     params = SamplingParams(
@@ -90,10 +92,10 @@ def sampling_params(engine: EngineSettings, settings: SamplingSettings) -> Sampl
         stop=list(settings.stop_strings),
         include_stop_str_in_output=True,
         detokenize=bool(settings.stop_strings),
-        skip_special_tokens=False,  # a stop string may be a tag that is one
+        skip_special_tokens=False,  # a stop string may be a special token
         output_kind=RequestOutputKind.DELTA if is_reported else RequestOutputKind.FINAL_ONLY,
         stream_interval=engine.chunk_tokens,
-        skip_clone=True,  # made for this request alone
+        skip_clone=True,  # used by one request only
     )
     if settings.temperature > 0:
         # vLLM's parameters replace temperatures below 0.01 and refuse FIRE's above 2; its samplers compute with both.

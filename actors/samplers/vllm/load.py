@@ -17,7 +17,7 @@ class LoadLogger(StatLoggerBase):
         self._num_running = 0
         self._num_waiting = 0
         self._num_preemptions = 0
-        self._num_expected = 0  # preemptions that a push causes
+        self._num_expected = 0  # preemptions by the next push
 
     def record(
         self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
@@ -39,5 +39,5 @@ class LoadLogger(StatLoggerBase):
     def log_engine_initialized(self) -> None: ...
 
     def load(self) -> EngineLoad:
-        """As of the newest step."""
+        """Returns the load after the latest step."""
         return EngineLoad(self._kv_usage, self._num_running, self._num_waiting, self._num_preemptions)

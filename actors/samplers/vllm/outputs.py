@@ -24,12 +24,12 @@ class OutputReader:
     """Reads the outputs of one request, in steps (RequestOutputKind.DELTA) or at the end."""
 
     def __init__(self, engine: AsyncLLM, request_id: str, *, keeps_sets: bool) -> None:
-        """With `keeps_sets` the request asks for the log-probs of all tokens that are kept, and of a few more."""
+        """`keeps_sets`: the request asks for log-probs of all kept tokens and some further tokens."""
         self._processor = engine.output_processor
         self._request_id = request_id
         self._keeps_sets = keeps_sets
         self._num_read: Counter[int] = Counter()  # sibling -> tokens
-        self._states: dict[int, RequestState] = {}  # sibling -> vLLM's own record of it
+        self._states: dict[int, RequestState] = {}  # sibling -> state in vLLM
 
     def read(self, output: RequestOutput) -> Iterator[tuple[int, SampledSequence]]:
         """Returns (sibling, new tokens) for each sibling in the output.
@@ -61,7 +61,7 @@ class OutputReader:
         For each step vLLM gives the sampled token, then the requested tokens by decreasing log-prob; tokens that are
         not kept have the log-prob -inf.
         """
-        if not isinstance(steps, FlatLogprobs):  # floats, of `patches.logprobs`
+        if not isinstance(steps, FlatLogprobs):  # floats, from `patches.logprobs`
             return np.asarray(steps or [], dtype=np.float32), None
         num_steps = len(steps)
         values = np.array(steps.logprobs, dtype=np.float32).reshape(num_steps, -1 if num_steps else 1)
@@ -79,8 +79,8 @@ class OutputReader:
     def _spans(self, completion: CompletionOutput, end: int) -> list[WeightSpan]:
         """Returns the versions of at least the first `end` tokens of a sibling in this request.
 
-        vLLM returns versions at the end of a response. Until then they are in the engine's record, which may be ahead
-        of the tokens read here.
+        vLLM returns versions at the end of a response. Until then they are read from the request state in vLLM,
+        which may be ahead of the tokens read here.
         """
         if completion.weight_versions is not None:
             return [WeightSpan(int(span.version), span.start, span.end) for span in completion.weight_versions]

@@ -61,9 +61,9 @@ _logger = logging.getLogger(__name__)
 
 LAST_TO_WAKE = "kv_cache"
 CORE_WATCH_S = 0.5  # how often the core is checked
-MAX_LAYOUTS = 1024  # of the images of a prompt, as sizes
-DRAIN_S = 0.05  # that responses which are about to end have, once a push is there: cut, they would be computed again
-MAX_BYTES_BESIDE = 1 << 30  # of weights that may arrive in host memory while the engine samples on with those it has
+MAX_LAYOUTS = 1024  # cached layouts of the images of a prompt
+DRAIN_S = 0.05  # after a push arrives, for responses that end soon: their KV cache would be computed again
+MAX_BYTES_BESIDE = 1 << 30  # largest push that is received in host memory while the engine samples
 
 
 class VLLMSampler:
@@ -78,8 +78,8 @@ class VLLMSampler:
         self._is_replacing = False
         self._num_replaced = 0
         self._num_tokens = 0  # sampled so far
-        self._watching: asyncio.Task[None] | None = None  # from the moment the engine is there
-        self._failure: Failure | None = None  # of the core, once it is dead and was asked for
+        self._watching: asyncio.Task[None] | None = None  # None before `start`
+        self._failure: Failure | None = None  # of the core, cached by `_cause`
 
     async def start(self) -> None:
         if current_platform.device_type != self._settings.device:
@@ -92,12 +92,12 @@ class VLLMSampler:
             keep_sampled_logprobs_alone()
         warnings.filterwarnings(
             "ignore", message="The given NumPy array is not writable"
-        )  # one image alone is not copied
+        )  # a single image is not copied
         start = in_process_engine if self._settings.device == "cpu" else engine_in_its_own_process
         loggers = [lambda config, index: self._load] if self._settings.reports_load else None
         try:
             self._engine = start(engine_args(self._settings), stat_loggers=loggers)
-        except (ValueError, MobulaError):  # the first is how vLLM refuses settings
+        except (ValueError, MobulaError):  # vLLM refuses settings with ValueError
             raise
         except Exception as error:
             _logger.exception("the engine failed to start")
@@ -107,7 +107,7 @@ class VLLMSampler:
             self._fields_of = processor._get_mm_fields_config
             self._model = self._engine.model_config.hf_config
             self._family = family_of(self._model, self._settings.model)
-            self._placeholder_ids: dict[str, int] = {}  # none where a family takes text alone
+            self._placeholder_ids: dict[str, int] = {}  # empty for families of text only
             if isinstance(self._family, ImageFamily):
                 self._placeholder_ids["image"] = self._family.placeholder_id(self._model)
             if isinstance(self._family, VideoFamily):
@@ -116,7 +116,7 @@ class VLLMSampler:
                 self._placeholder_ids["audio"] = self._family.audio_placeholder_id(self._model)
         self._fields_by_layout: dict[Any, Any] = {}
         self._watching = asyncio.create_task(self._watch(), name="watch the engine's core")
-        await self._engine.update_weight_version("-1")  # nothing may be sampled before the first push
+        await self._engine.update_weight_version("-1")  # no sampling before the first push
 
     def coming(self) -> AbstractContextManager[None]:
         core = self._engine.engine_core
@@ -172,13 +172,13 @@ class VLLMSampler:
             await self._engine.sleep(self._settings.sleep_level)
 
     async def wake_up(self, tag: str) -> None:
-        if self._is_asleep and self._can_sleep:  # one that was started meanwhile is awake
+        if self._is_asleep and self._can_sleep:  # an engine that was restarted is awake
             await self._engine.wake_up([tag])
         self._is_asleep = self._is_asleep and tag != LAST_TO_WAKE
 
     @property
     def _can_sleep(self) -> bool:
-        """In host memory there is nothing to give back."""
+        """Whether the engine can free memory; in host memory it cannot."""
         return self._settings.sleep_level > 0 and self._settings.device == "cuda"
 
     def load(self) -> EngineLoad:
@@ -220,7 +220,7 @@ class VLLMSampler:
             self._engine.shutdown()
 
     async def _watch(self) -> None:
-        """Fail the calls that wait for a dead core: vLLM fails the requests of a dead process, and forgets these."""
+        """Fails the calls that wait for a dead core; vLLM fails only the requests of a dead process."""
         while not self._engine.errored:
             await asyncio.sleep(CORE_WATCH_S)
         for call in self._engine.engine_core.utility_results.values():
@@ -228,7 +228,7 @@ class VLLMSampler:
                 call.set_exception(EngineDeadError())
 
     def _update(self, manifest: Manifest, bucket_bytes: int) -> dict[str, Any]:
-        """The arguments of a push for the engine process, as plain values."""
+        """Returns the arguments of a push for the engine process, as plain values."""
         adapters = self._settings.adapters_of(manifest)
         takes_all = adapters is None and not self._settings.has_unpushed
         extra = {} if adapters is None else {"adapters": asdict(adapters.base)}
@@ -246,11 +246,11 @@ class VLLMSampler:
         self._load.expect_push()
         await self._engine.engine_core.pause_scheduler_async(
             mode="keep", clear_cache=not self._settings.keeps_kv_cache
-        )  # `pause_generation` sleeps 20 ms besides, for the order of events in a log
+        )  # `pause_generation` also sleeps 20 ms, for the order of events in a log
         self._num_replaced += 1
         self._is_replacing = False
         self._served.set(version)
-        # The core takes calls in order; each that is waited for by itself is a way there and back.
+        # The core runs calls in order; separate awaits would add a round trip per call.
         await asyncio.gather(
             self._engine.start_weight_update(),
             self._engine.update_weights(WeightTransferUpdateRequest(update)),
@@ -261,14 +261,15 @@ class VLLMSampler:
             self._engine.reset_encoder_cache(),
             self._engine.reset_prefix_cache(),
         )
-        named = await self.weight_version()  # while the engine stands still: it would answer between two steps
+        named = await self.weight_version()  # while paused: a running engine answers only between steps
         await self._engine.resume_generation()
         return named
 
     def _cache_salt(self) -> str | None:
-        """Returns a salt; requests with equal salts share the KV of equal prefixes. If KV outlives a push, only
-        requests between the same two pushes share it. The weights of a request during a push are unknown, so it shares
-        none.
+        """Returns a salt; requests with equal salts share the KV of equal prefixes.
+
+        If pushes keep KV, only requests between the same two pushes share it. The weights of a request during a push
+        are unknown, so it shares no KV.
         """
         if not self._settings.keeps_kv_cache:
             return None
@@ -373,11 +374,11 @@ class VLLMSampler:
     def expanded_by_engine(
         self, compact_ids: list[int], media: Mapping[str, list[Any]], options: Mapping[str, int]
     ) -> list[int]:
-        """Returns the ids that vLLM's processing makes of a compact prompt, with our video placeholders. `media` has
-        images (`image`), videos (`video`, each frames and metadata) and audio clips (`audio`, each samples and rate);
-        `options` are settings of the image processor.
+        """Returns the expanded ids of a compact prompt from vLLM's processor, with our video placeholders.
 
-        Not used for requests, which have expanded ids and processed images.
+        `media` has images (`image`), videos (`video`, each frames and metadata) and audio clips (`audio`, each samples
+        and rate); `options` are settings of the image processor. Requests do not use this: they have expanded ids and
+        processed images.
         """
         processor = MULTIMODAL_REGISTRY.create_processor(self._engine.model_config)
         items = processor.info.parse_mm_data(dict(media))
@@ -389,13 +390,15 @@ class VLLMSampler:
         return [self._placeholder_ids["video"] if token == theirs else token for token in ids]
 
     def _placeholder(self, prompt: Prompt, span: MediaSpan, kind: str) -> PlaceholderRange:
-        """Returns the span of a medium, with a mask of the placeholder ids that embeddings replace."""
+        """Returns the span of a medium, with a mask of its placeholder ids, which embeddings replace."""
         is_embed = torch.from_numpy(prompt.expanded_ids[span.start : span.end] == self._placeholder_ids[kind])
         return PlaceholderRange(span.start, span.end - span.start, None if is_embed.all() else is_embed)
 
     def _fields(self, features: BatchFeature, arrays: Mapping[str, np.ndarray | list[np.ndarray]]) -> Any:
-        """Returns how vLLM splits the tensors of a prompt into images. The result depends on shapes and integers only,
-        not on pixels, and is cached because it is the slowest part of building an input.
+        """Returns vLLM's split of the tensors of a prompt into images.
+
+        The result depends on shapes and integers, not on pixels. It is cached because it is the slowest part of
+        building an input.
         """
         layout = tuple((name, _layout_of(array)) for name, array in arrays.items())
         if layout not in self._fields_by_layout:
@@ -406,8 +409,9 @@ class VLLMSampler:
 
     @contextmanager
     def _named(self, what: str) -> Iterator[None]:
-        """Converts errors of vLLM's core, which are bare Exceptions, to weight-sync errors that name the call. A dead
-        core is not a failed weight sync: another push would not reach it.
+        """Converts errors of vLLM's core, which are bare Exceptions, to weight-sync errors with the name of the call.
+
+        A dead core raises `EngineDiedError` instead, because a retried push would fail.
         """
         try:
             yield
@@ -418,7 +422,7 @@ class VLLMSampler:
 
     @contextmanager
     def _failing(self, what: str) -> Iterator[None]:
-        """Converts the death of the core, or an aborted request, to an error that the caller retries elsewhere."""
+        """Converts the death of the core, or an aborted request, to an error; the caller retries on another engine."""
         try:
             yield
         except EngineDeadError as error:
@@ -427,7 +431,7 @@ class VLLMSampler:
             raise RolloutError(f"the engine failed {what}: {error!r}") from error
 
     def _cause(self) -> Failure:
-        """Why the core died."""
+        """Returns why the core died."""
         if self._failure is None:
             core = self._engine.engine_core
             if isinstance(core, InProcessClient):

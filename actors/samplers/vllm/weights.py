@@ -1,9 +1,9 @@
 """Runs inside vLLM's worker process: our weight-transfer engine for vLLM's registry, over gloo or nccl.
 
-No transport of vLLM works on CPU, and a bare `load_weights` has no effect there because linear layers pack their
-weights after loading. A push therefore uses vLLM's layer-wise reload, which rebuilds every layer from checkpoint-format
-tensors and processes it again. vLLM imports this module in every worker, because `worker_extension_cls` names
-`WorkerExtension`; the import registers engine and loader, and applies `patches.seeds`.
+vLLM has no transport for CPU, and `load_weights` alone has no effect on CPU because linear layers pack their weights
+after loading. A push therefore uses vLLM's layer-wise reload, which rebuilds and processes every layer from tensors in
+checkpoint format. vLLM imports this module in every worker, because `worker_extension_cls` names `WorkerExtension`; the
+import registers engine and loader, and applies `patches.seeds`.
 """
 
 from __future__ import annotations
@@ -50,19 +50,19 @@ class CheckpointLoader(DefaultModelLoader):
         _folder(model_config.model)
 
     def get_all_weights(self, model_config: Any, model: torch.nn.Module) -> Generator[tuple[str, torch.Tensor]]:
-        # With an output embedding in the files vLLM makes a tied one a layer apart, and ties equal ones again.
+        # If the files have an output embedding, vLLM builds a separate layer for it and ties equal embeddings later.
         is_apart = model_config.word_embeddings_untied_by_checkpoint
         yield from (loaded_tensors if is_apart else pushed_tensors)(_folder(model_config.model))
 
 
 def _folder(model: str) -> Path:
-    """The local folder of `policy.model`."""
+    """Returns the local directory of `policy.model`; downloads a hub model."""
     return Path(model) if Path(model).is_dir() else Path(snapshot_download(model))
 
 
 @dataclass
 class JoinInfo(WeightTransferInitInfo):
-    """Which transfer group to join; `rank` is that of the engine's first rank."""
+    """The transfer group to join; `rank` is the group rank of the engine's first rank."""
 
     rendezvous: dict[str, Any]
     rank: int
@@ -70,9 +70,11 @@ class JoinInfo(WeightTransferInitInfo):
 
 @dataclass
 class PushInfo(WeightTransferUpdateInfo):
-    """The content of one push. `buckets` holds packed bytes with digests that do not come over the transfer group,
-    `tensors` those already received over it; `adapters` describes how adapters are merged. Without `takes_all` layers
-    may be missing as a whole."""
+    """The content of one push.
+
+    `buckets` has packed bytes with digests that were not sent over the transfer group, `tensors` the tensors already
+    received over it. `adapters` describes the merge of adapters. Without `takes_all` whole layers may be missing.
+    """
 
     manifest: list[dict[str, Any]]
     bucket_bytes: int
@@ -94,19 +96,19 @@ class MobulaWeightTransferEngine(WeightTransferEngine[JoinInfo, PushInfo]):
         self.shutdown()
         rank = (
             init_info.rank + self.parallel_config.rank
-        )  # every rank of an engine gets all tensors, and keeps its part
+        )  # every rank of an engine receives all tensors and keeps its shard
         self._group = TransferGroup(Rendezvous(**init_info.rendezvous), rank, torch.device(self.device))
 
     def start_weight_update(self) -> None:
         """Prepares a full reload, or a merge of adapters."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        # The base class ends in torch.accelerator.synchronize(), which a machine without accelerator refuses;
-        # a broadcast of ours has arrived when it returns.
+        # The base class calls torch.accelerator.synchronize(), which fails on a machine without accelerator. Our
+        # broadcasts need no synchronisation: they return after the data arrived.
         try:
             self.receive_weights(self.parse_update_info(update_info))
         except BaseException:
-            self.shutdown()  # the others must not wait for a member that receives no more
+            self.shutdown()  # other members must not wait for this one
             raise
 
     def receive_weights(self, update_info: PushInfo) -> None:
@@ -137,13 +139,13 @@ class MobulaWeightTransferEngine(WeightTransferEngine[JoinInfo, PushInfo]):
                 finalize_layerwise_reload(self.model, self.model_config)
 
     def receive(self, manifest: Manifest, bucket_bytes: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields the tensors of a push over the group, in separate memory, because layers need several at a time."""
+        """Yields the tensors of a push in separate memory, because a layer needs several at a time."""
         if self._group is None:
             raise WeightSyncError("this engine is in no transfer group: call join_transfer first")
         return self._group.receive(manifest, bucket_bytes, keeps=True)
 
     def finish_weight_update(self) -> None:
-        """All is done when the weights are there."""
+        """Does nothing: `receive_weights` completes the update."""
 
     def shutdown(self) -> None:
         if self._group is not None:
@@ -157,9 +159,9 @@ class WorkerExtension:
 
 @contextmanager
 def _experts_packed_again(model: torch.nn.Module, device: torch.device) -> Iterator[None]:
-    """Makes reloads in the body pack experts in host memory.
+    """Packs experts in host memory again at each reload in the body.
 
-    vLLM packs them only when it creates the kernel: after a later reload the kernel would read plain weights as packed.
+    vLLM packs experts only when it creates the kernel. After a reload the kernel would read plain weights as packed.
     """
     layers = model.modules() if device.type == "cpu" else ()
     methods = [method for layer in layers if (method := getattr(layer, "quant_method", None)) is not None]
@@ -175,9 +177,9 @@ def _experts_packed_again(model: torch.nn.Module, device: torch.device) -> Itera
 
 @contextmanager
 def _unsent_layers_apart(model: torch.nn.Module) -> Iterator[None]:
-    """Within the body stand-ins replace the layers that no push has tensors of; then tied LM heads are packed again.
+    """Replaces layers without tensors in any push by identities while the body runs, then packs tied LM heads again.
 
-    A reload would keep a tied head's packed copy of the old weight, and warn at every such layer.
+    A reload would keep a tied head's packed copy of the old weight, and warn about every such layer.
     """
     layers = _unsent_layers(model)
     for parent, name, _ in layers:
@@ -192,8 +194,10 @@ def _unsent_layers_apart(model: torch.nn.Module) -> Iterator[None]:
 
 
 def _unsent_layers(model: torch.nn.Module) -> list[tuple[torch.nn.Module, str, torch.nn.Module]]:
-    """Yields (parent, attribute, layer) of LM heads that share the weight of an embedding, and of layers with computed
-    constants only, such as rotary embeddings."""
+    """Returns (parent, attribute, layer) of the layers that no push has tensors of.
+
+    These are LM heads tied to an embedding, and layers with computed constants only, such as rotary embeddings.
+    """
     vocabularies = [layer for layer in model.modules() if isinstance(layer, VocabParallelEmbedding)]
     embeddings = {id(layer.weight) for layer in vocabularies if not isinstance(layer, ParallelLMHead)}
 
@@ -207,8 +211,9 @@ def _unsent_layers(model: torch.nn.Module) -> list[tuple[torch.nn.Module, str, t
 
 
 def _refuse_stale_layers(model: torch.nn.Module, *, takes_all: bool) -> None:
-    """Refuses a push with incomplete layers, on each rank for its part of the layers. Complete layers are already
-    processed, and vLLM no longer counts their tensors.
+    """Refuses a push with incomplete layers, on each rank for its shards.
+
+    Complete layers are already processed, and vLLM no longer counts their tensors.
 
     Args:
         takes_all: the push must have every layer; otherwise whole layers may be missing.
@@ -233,7 +238,7 @@ def _refuse_stale_layers(model: torch.nn.Module, *, takes_all: bool) -> None:
 
 def _is_incomplete(layer: torch.nn.Module, takes_all: bool) -> bool:
     info = get_layerwise_info(layer)
-    if info.load_numel_total is None:  # not to be loaded
+    if info.load_numel_total is None:  # not loaded
         return False
     if info.load_numel == 0:
         return takes_all
@@ -244,7 +249,7 @@ def _is_incomplete(layer: torch.nn.Module, takes_all: bool) -> bool:
 
 
 def _num_padding(layer: torch.nn.Module) -> int:
-    """Elements of an embedding or LM head that no checkpoint has: vLLM rounds the number of rows up."""
+    """Returns the number of padding elements of an embedding or LM head: vLLM rounds the number of rows up."""
     if not isinstance(layer, VocabParallelEmbedding):
         return 0
     num_rows = layer.num_embeddings_per_partition - layer.shard_indices.num_org_elements
@@ -252,8 +257,11 @@ def _num_padding(layer: torch.nn.Module) -> int:
 
 
 def _forget_incomplete_layers(model: torch.nn.Module) -> None:
-    """Resets layers that a failed push left incomplete, which keep their old weights. Otherwise vLLM would count the
-    old tensors, treat a layer as complete too early in a later push, and drop the last tensors."""
+    """Resets layers that a failed push left incomplete; they keep their old weights.
+
+    Otherwise vLLM would count the tensors of the failed push, complete a layer too early in a later push, and drop its
+    last tensors.
+    """
     for layer in model.modules():
         info = get_layerwise_info(layer)
         info.loaded_weights.clear()

@@ -1,7 +1,7 @@
-"""vLLM's engine core in a child process, which sends its last exception to the actor and keeps images.
+"""Runs vLLM's engine core in a child process, which sends its last exception to the actor and keeps images.
 
 Replaces `EngineCoreProc.run_engine_core` while an engine starts, and `EngineCoreProc._send_engine_dead` in the core's
-process. vLLM 0.32 logs the exception of a core in the core's process alone; the client gets an `EngineDeadError`
+process. vLLM 0.32 logs the exception of a core in the core's process only; the client gets an `EngineDeadError`
 without a cause. `run_core` sends the exception through a pipe before vLLM reports the death. The scheduler runs in this
 process, so the patch of `patches.images` is applied here.
 """
@@ -24,12 +24,12 @@ from mobula.actors.samplers.vllm.patches.images import keep_images
 from mobula.cluster.errors import EngineDiedError
 from mobula.cluster.failures import Failure
 
-EXIT_S = 2.0  # that a core which is dead has to leave an exit code
-RUN_ENGINE_CORE = EngineCoreProc.run_engine_core  # as vLLM has it
+EXIT_S = 2.0  # wait for the exit code of a dead core
+RUN_ENGINE_CORE = EngineCoreProc.run_engine_core  # vLLM's original
 
 
 def engine_in_its_own_process(arguments: AsyncEngineArgs, *, stat_loggers: list[Any] | None = None) -> AsyncLLM:
-    """Builds an `AsyncLLM` in a running event loop. `core_failure` returns the reason of its death.
+    """Builds an `AsyncLLM` in a running event loop. `core_failure` returns the reason if its core dies.
 
     Raises:
         ValueError: the core refused its arguments, such as a KV cache that does not fit.
@@ -76,7 +76,7 @@ def run_core(sender: Connection, *args: Any, **kwargs: Any) -> None:
             sender.send(Failure.of(error))
 
     def send_failure_first(core: EngineCoreProc) -> None:
-        send(sys.exception())  # it is there when the other side looks for it
+        send(sys.exception())  # before vLLM reports the death, so that the client can read it
         send_dead(core)
 
     EngineCoreProc._send_engine_dead = send_failure_first
@@ -88,10 +88,10 @@ def run_core(sender: Connection, *args: Any, **kwargs: Any) -> None:
 
 
 def _sent(failures: Connection) -> Failure | None:
-    """The failure that the core has sent, if any."""
+    """Returns the failure sent by the core, or None."""
     try:
         return failures.recv() if failures.poll() else None
-    except EOFError:  # it ended without a word
+    except EOFError:  # the process ended without a failure
         return None
 
 

@@ -1,4 +1,4 @@
-"""vLLM's scheduler sends every image of a new request to the worker. Runs in the process of the engine core.
+"""Patch of vLLM's scheduler, in the process of the engine core: sends every image of a new request to the worker.
 
 Replaces `vllm.v1.core.sched.output.strip_covered_mm_data`. vLLM 0.32 does not send an image to the worker when the
 prefix cache covers its tokens, as it does for every sibling but the first. If such a request is preempted later, by a
@@ -15,7 +15,7 @@ from vllm.v1.core.sched import output
 
 
 def keep_images() -> None:
-    """From now on the scheduler of this process sends every image of a new request, covered or not."""
+    """Patches this process: the scheduler also sends images of a new request that the prefix cache covers."""
     output.strip_covered_mm_data = _all_of_them
 
 

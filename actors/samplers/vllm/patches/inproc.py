@@ -1,8 +1,8 @@
 """AsyncLLM with an engine core on a thread of this process instead of a child process.
 
 vLLM 0.32 offers this for `LLM` (VLLM_ENABLE_V1_MULTIPROCESSING=0) but not for `AsyncLLM`. On CPU a second process costs
-a second import of all modules, and a serialised copy of every request with images for each sibling, on the cores that
-should compute. The core's loop is unchanged; queues replace the sockets.
+a second import of all modules, and a serialised copy of every request with images for each sibling, on the cores of the
+engine. The core's loop is unchanged; queues replace the sockets.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from mobula.actors.samplers.vllm.patches.images import keep_images
 from mobula.cluster.runtime.vitals import EngineLoad
 
 JOIN_S = 10.0
-BURST_GAP_S = 0.004  # the next request of a burst comes within this
+BURST_GAP_S = 0.004  # longest gap between the requests of a burst
 BURST_S = 0.1  # longest wait for a burst to end
 
 
@@ -42,14 +42,14 @@ def in_process_engine(arguments: AsyncEngineArgs, *, stat_loggers: list[Any] | N
 
 
 class ThreadedCore(EngineCoreProc):
-    """The loop of an engine core between an input queue and a function that takes outputs."""
+    """The loop of an engine core: reads an input queue and passes outputs to `deliver`."""
 
     last_came = 0.0  # time.monotonic() of the newest request, set by its sender
-    num_coming = 0  # requests that are known of, and not in the queue yet
+    num_coming = 0  # announced requests that are not in the queue yet
 
     def __init__(self, config: Any, executor: Any, log_stats: bool, deliver: Callable[[Any], None]) -> None:
         self.input_queue = queue.Queue()
-        self.output_queue = SimpleNamespace(put_nowait=deliver)  # type: ignore[assignment]  # vLLM puts, and we take
+        self.output_queue = SimpleNamespace(put_nowait=deliver)  # type: ignore[assignment]  # vLLM only calls put_nowait
         self.engine_index = 0
         self.engines_running = False
         self.shutdown_state = EngineShutdownState.RUNNING
@@ -64,8 +64,8 @@ class ThreadedCore(EngineCoreProc):
     def _process_input_queue(self) -> None:
         """Takes requests until there is work; an idle engine waits for the end of a burst.
 
-        A step costs almost the same for few and for many sequences, and no request is taken during a step: a start with
-        the first request would spread the burst over many small steps. A full step starts at once.
+        A step costs almost the same for few and for many sequences, and requests are not read during a step. Without
+        the wait the burst would be spread over many small steps. A full step starts at once.
         """
         was_idle = not self.has_work()
         super()._process_input_queue()  # type: ignore[no-untyped-call]  # vLLM's
@@ -76,11 +76,11 @@ class ThreadedCore(EngineCoreProc):
             super()._process_input_queue()  # type: ignore[no-untyped-call]  # vLLM's
 
     def _gap_end(self) -> float:
-        """Until when the next request of a burst would come."""
+        """Returns the time (`time.monotonic`) until which the next request of a burst is expected."""
         return (time.monotonic() if self.num_coming else self.last_came) + BURST_GAP_S
 
     def _is_full(self) -> bool:
-        """Whether as many requests have come as a step can take."""
+        """Whether the requests fill a step."""
         num_come = self.scheduler.get_num_unfinished_requests() + self.input_queue.qsize()
         return num_come >= self.vllm_config.scheduler_config.max_num_seqs
 
@@ -114,16 +114,16 @@ class InProcessClient(AsyncMPClient):
             target=self._run, args=(vllm_config, executor_class, log_stats), name="engine-core", daemon=True
         )
         self._is_ready = threading.Event()
-        self.failure: BaseException | None = None  # what ended the core
+        self.failure: BaseException | None = None  # the exception that ended the core
         self._thread.start()
         self._start_mm_warmup()
-        self._is_ready.wait()  # the load itself has no deadline here: the starter of this actor has one
+        self._is_ready.wait()  # no deadline: the caller that starts this actor has a deadline
         if self.failure is not None:
             raise self.failure
 
     @property
     def transfer_engine(self) -> Any:
-        """The worker's end of the transfer group, for a receiver on another thread than the core's."""
+        """The worker's weight-transfer engine, for receiving on a thread other than the core's."""
         return self._core.model_executor.driver_worker.worker.weight_transfer_engine
 
     def measured(self, load: EngineLoad) -> EngineLoad:
@@ -186,7 +186,7 @@ class InProcessClient(AsyncMPClient):
         try:
             self._core.run_busy_loop()
         except SystemExit:
-            pass  # how the loop ends when it was asked to
+            pass  # the loop ends by SystemExit after `request_shutdown`
         except Exception as error:
             self.failure = error
             self._tell(self._died)
@@ -194,7 +194,7 @@ class InProcessClient(AsyncMPClient):
             self._core.shutdown()
 
     def _deliver(self, output: tuple[int, EngineCoreOutputs]) -> None:
-        """On the core's thread, after every step and for every answer."""
+        """Passes outputs to the event loop. The core's thread calls it after every step and with every reply."""
         _, outputs = output
         if outputs.outputs or outputs.scheduler_stats or outputs.utility_output:
             self._tell(self._take, outputs)
@@ -210,7 +210,7 @@ class InProcessClient(AsyncMPClient):
             self.outputs_queue.put_nowait(outputs)
 
     def _died(self) -> None:
-        """Does nothing: `VLLMSampler` ends the calls that wait for a dead core, in this or another process."""
+        """Marks the core as dead; `VLLMSampler` ends the calls that wait for it."""
         self.resources.engine_dead = True
         self.outputs_queue.put_nowait(EngineDeadError())
 

@@ -1,7 +1,7 @@
 """Patch of vLLM's output side in the actor's process: keeps only the log-probs of sampled tokens.
 
 vLLM 0.32 keeps ids, log-probs, ranks and texts of all requested alternatives per token, in six lists, even without
-alternatives. This is half of the output side's work per token, on the core of the engine.
+alternatives. These are half of the output side's work per token, on the CPU core of the engine.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def keep_sampled_logprobs_alone() -> None:
 
 
 class SampledLogprobs(LogprobsProcessor):
-    """Keeps the first log-prob of each row that a step gives, which is that of the sampled token."""
+    """Keeps the first log-prob of each row of a step, the log-prob of the sampled token."""
 
     @classmethod
     def from_new_request(cls, tokenizer: Any, request: Any) -> LogprobsProcessor:
@@ -38,6 +38,6 @@ class SampledLogprobs(LogprobsProcessor):
         )
 
     def update_from_output(self, output: Any) -> None:
-        """Takes the tokens of one step, [T, 1]."""
+        """Appends the log-probs of one step, [T, 1]."""
         if output.new_logprobs is not None:
             self.logprobs += output.new_logprobs.logprobs[:, 0].tolist()

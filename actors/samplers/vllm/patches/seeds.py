@@ -21,7 +21,7 @@ from torch import Tensor
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_top_p
 from vllm.v1.worker.gpu_input_batch import InputBatch
 
-SEEDS = 2**31  # seeds of one token's noise lie below this, as vLLM's do
+SEEDS = 2**31  # seeds are below this, like in vLLM
 FIRST_INCREMENT, SECOND_INCREMENT = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD1B54A32D192ED03)
 
 _forward = TopKTopPSampler.forward_cpu
@@ -47,7 +47,7 @@ class TokenSeeds:
         return torch.Generator().manual_seed(int(seed))
 
     def get_offset(self) -> int:
-        """vLLM rewinds the generator of a request whose sampled token is discarded. There is nothing to rewind."""
+        """Returns 0: vLLM rewinds the generator if a sampled token is discarded, and this one has no state."""
         return 0
 
     def set_offset(self, offset: int) -> None:
@@ -66,7 +66,7 @@ def token_seeds(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
 
 
 def _mixed(values: np.ndarray) -> np.ndarray:
-    """SplitMix64's finalizer; uint64, wraps around."""
+    """Applies SplitMix64's finalizer; uint64, wraps around."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))

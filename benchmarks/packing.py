@@ -16,10 +16,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from benchmarks.harness.apart import Peer, apart
 from benchmarks.harness.measure import Claim, Effort, Findings, Measurements, Side, interleave, rates
+from benchmarks.harness.text_model import text_model
 from mobula.cluster.records.media import MediaReader
 from mobula.configs.load import load_config
 from mobula.configs.overrides import overridden
@@ -64,7 +64,7 @@ class Passes:
         self._side = side
         self._device = torch.device(device)
         self._config = config.model_copy(update={"packing": side == "packed"})
-        self._model = _model().to(self._device)
+        self._model = text_model(WIDTH, NUM_BLOCKS, VOCABULARY).to(self._device)
         self._policy = None if side == "plain" else TokenPolicy(self._model, self._config)
         self._rows = [TokenSequence(ids, 1, (), ()) for ids in _rows()]
         self._clock = time.perf_counter if self._device.type == "cuda" else time.process_time
@@ -103,20 +103,6 @@ def _rows() -> list[np.ndarray]:
     lengths = [LONGEST, *(rest // others + (n < rest % others) for n in range(others))]
     rng = np.random.default_rng(0)
     return [rng.integers(0, VOCABULARY, size=n).astype(np.int32) for n in lengths]
-
-
-def _model() -> Qwen2ForCausalLM:
-    config = Qwen2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=WIDTH,
-        intermediate_size=3 * WIDTH,
-        num_hidden_layers=NUM_BLOCKS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        dtype="float32",
-        attn_implementation="sdpa",
-    )
-    return Qwen2ForCausalLM(config).train()
 
 
 def measure(effort: Effort, overrides: Sequence[str]) -> Findings:

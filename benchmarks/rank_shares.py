@@ -19,11 +19,11 @@ from statistics import fmean
 import numpy as np
 import torch
 import torch.distributed as dist
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from benchmarks.harness.apart import Peer, apart
 from benchmarks.harness.measure import Claim, Effort, Findings, Measurements, Side, interleave
 from benchmarks.harness.peak_memory import peak_bytes, restart_peak
+from benchmarks.harness.text_model import text_model
 from mobula.cluster.records.media import MediaReader
 from mobula.configs.load import load_config
 from mobula.configs.schema import LearnerConfig
@@ -68,7 +68,7 @@ class Passes:
                 "gloo", store=dist.FileStore(str(store), num_ranks), rank=rank, world_size=num_ranks
             )
             ranks = SequenceRanks(num_ranks, CPU)
-        self._policy = TokenPolicy(_model(), _config(), ranks)
+        self._policy = TokenPolicy(text_model(WIDTH, NUM_BLOCKS, VOCABULARY), _config(), ranks)
 
     def __call__(self, job: Pass) -> Done:
         rng = np.random.default_rng(0)
@@ -88,20 +88,6 @@ def _config() -> LearnerConfig:
     budget = f"learner.tokens_per_microbatch={MEAN * SKEW}"
     attention = f"learner.attention_token_cost={1 / (12 * WIDTH)}"
     return load_config(["experiment=digits", "learner.packing=true", budget, attention]).learner
-
-
-def _model() -> Qwen2ForCausalLM:
-    config = Qwen2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=WIDTH,
-        intermediate_size=3 * WIDTH,
-        num_hidden_layers=NUM_BLOCKS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        dtype="float32",
-        attn_implementation="sdpa",
-    )
-    return Qwen2ForCausalLM(config).train()
 
 
 def measure(effort: Effort, overrides: Sequence[str]) -> Findings:

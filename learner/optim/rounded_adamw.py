@@ -67,8 +67,8 @@ def _update(
 
 
 def rounded(values: Tensor, generator: torch.Generator) -> Tensor:
-    """Float32 values as bfloat16: up with a probability that is their distance from the lower neighbour, over that of
-    both neighbours.
+    """Rounds float32 values stochastically to bfloat16: up with probability (value - lower) / (upper - lower), where
+    lower and upper are the neighbours in bfloat16. The mean of the result is the value.
     """
     noise = torch.randint(1 << LOW_BITS, values.shape, dtype=torch.int32, device=values.device, generator=generator)
     bits = noise.add_(values.view(torch.int32)).bitwise_and_(-1 << LOW_BITS)

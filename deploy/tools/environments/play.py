@@ -70,7 +70,7 @@ async def watch(game: Game, seed: int, console: Console) -> None:
 
 
 def _show(console: Console, episode: PlayedEpisode, start: int) -> None:
-    """The messages from `start` on, and what was paid."""
+    """Prints the messages from index `start`, and the rewards."""
     for message in episode.messages[start:]:
         style = {"system": "dim", ASSISTANT: "bold cyan"}.get(message.role, "")
         console.print(Text(f"{message.role}: ", style="dim") + Text(message.text, style=style))

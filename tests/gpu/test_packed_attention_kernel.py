@@ -1,4 +1,5 @@
-"""Packed rows on a GPU: torch's kernel computes what scaled dot products compute row by row, gradients included."""
+"""Packed rows on a GPU: torch's kernel computes what scaled dot products compute row by row, gradients and shared
+prefixes included."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from transformers import AutoTokenizer
 from mobula.cluster.records.media import MediaReader
 from mobula.configs.load import load_config
 from mobula.learner.policies.attention import packed as attention
-from mobula.learner.policies.attention.packed import RowBounds, packed_attention
+from mobula.learner.policies.attention.packed import RowBounds, RowKeys, packed_attention
 from mobula.learner.policies.batch import TokenSequence, collate
 from mobula.learner.policies.loading import load_model
 from mobula.learner.policies.logprobs import Distribution
@@ -36,10 +37,24 @@ class Attention(nn.Module):
     is_causal = True
 
 
-def computed(parts: list[Tensor], grad: Tensor, **options) -> list[Tensor]:
+def ends(lengths: tuple[int, ...]) -> Tensor:
+    return torch.tensor([0, *lengths], device=GPU).cumsum(0).int()
+
+
+def shared_keys() -> RowKeys:
+    """The second row goes on from the third token of the first, the fourth from its 50th, and so does the fifth."""
+    starts = ends(LENGTHS).tolist()
+    own = [torch.arange(start, start + num, device=GPU) for start, num in zip(starts, LENGTHS, strict=False)]
+    second = torch.cat([own[0][:3], own[1]])
+    rows = [own[0], second, own[2], torch.cat([second[:50], own[3]]), torch.cat([second[:50], own[4]])]
+    lengths = tuple(map(len, rows))
+    return RowKeys(torch.cat(rows), ends(lengths), max(lengths), lengths)
+
+
+def computed(parts: list[Tensor], grad: Tensor, keys: RowKeys | None = None, **options) -> list[Tensor]:
     """Output and the gradients of queries, keys and values."""
     leaves = [part.detach().clone().requires_grad_() for part in parts]
-    bounds = RowBounds(torch.tensor([0, *LENGTHS], device=GPU).cumsum(0).int(), max(LENGTHS), LENGTHS)
+    bounds = RowBounds(ends(LENGTHS), max(LENGTHS), LENGTHS, keys=keys)
     found, _ = packed_attention(Attention(), *leaves, None, row_bounds=bounds, **options)
     found.backward(grad)
     return [found, *(leaf.grad for leaf in leaves)]
@@ -47,17 +62,27 @@ def computed(parts: list[Tensor], grad: Tensor, **options) -> list[Tensor]:
 
 @pytest.mark.parametrize("width", [8, 64, 72, 128, 192, 224, 256])
 @pytest.mark.parametrize(
-    "options", [{}, {"sliding_window": 16}, {"is_causal": False}], ids=["causal", "window", "both"]
+    ("options", "shares"),
+    [
+        ({}, False),
+        ({"sliding_window": 16}, False),
+        ({"is_causal": False}, False),
+        ({}, True),
+        ({"sliding_window": 16}, True),
+        ({"sliding_window": 100}, True),
+    ],
+    ids=["causal", "window", "both", "shared", "window of shared rows", "long window of shared rows"],
 )
-def test_the_kernel_is_row_by_row(width: int, options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernel_is_row_by_row(width: int, options: dict, shares: bool) -> None:
     generator, num = torch.Generator(GPU).manual_seed(0), sum(LENGTHS)
     shapes = [(1, count, num, width) for count in (8, 2, 2)] + [(1, num, 8, width)]
     made = [torch.randn(shape, generator=generator, device=GPU).bfloat16() for shape in shapes]
     assert attention.kernel_takes(*made[:3])
+    options = {**options, "keys": shared_keys() if shares else None}
     by_kernel = computed(made[:3], made[3], **options)
-    monkeypatch.setattr(attention, "kernel_takes", lambda *parts: False)
-    for found, expected in zip(by_kernel, computed(made[:3], made[3], **options), strict=True):
-        torch.testing.assert_close(found, expected, atol=CLOSE, rtol=CLOSE)
+    wide = [part.float() for part in made]  # of which the kernel takes none
+    for found, expected in zip(by_kernel, computed(wide[:3], wide[3], **options), strict=True):
+        torch.testing.assert_close(found.float(), expected, atol=CLOSE, rtol=CLOSE)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from importlib.util import find_spec
 from typing import Any
@@ -11,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from mobula.learner.policies.attention.sequence_ranks import SequenceRanks
 
@@ -28,9 +29,18 @@ OLDEST = (8, 0)  # compute capability (Ampere)
 # torch 2.11 supports grouped heads without an argument.
 GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
-MIN_WINDOW_BLOCK = 128  # queries per block if the window is shorter
+QUERY_BLOCK = 512  # queries under one mask
+MIN_WINDOW_BLOCK = 128  # the same, if the window is shorter
 
-UNSHARED = nn.Module()  # transformers repeats no keys and values for this module
+
+@dataclass(frozen=True)
+class RowKeys:
+    """Keys and values of packed rows whose first tokens may lie in other rows."""
+
+    index: Tensor  # int64 [K]: packed token of each key, row by row
+    ends: Tensor  # int32 [R + 1]: 0 and the cumulative lengths of the R whole rows
+    longest: int
+    lengths: tuple[int, ...]  # R
 
 
 class RowBounds:
@@ -42,22 +52,48 @@ class RowBounds:
         longest: int,
         lengths: tuple[int, ...] | None = None,
         sequence_ranks: SequenceRanks | None = None,
+        keys: RowKeys | None = None,
     ) -> None:
         """Args:
         ends: int32 [R + 1]: 0 and the cumulative lengths, on the device of the rows.
         longest: the largest length.
         lengths: the R lengths on the host; None: read from `ends` on first use.
         sequence_ranks: ranks that share the tokens of the rows.
+        keys: if rows share prefixes. The lengths are then those of the rows' own tokens, which are their last.
         """
         self.ends = ends
         self.longest = longest
         self.sequence_ranks = sequence_ranks
+        self.keys = keys
         self.is_used = False
         self._known = lengths
+        self._masks: dict[tuple[int | None, torch.dtype], Tensor] = {}
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
         return self._known if self._known is not None else tuple(self.ends.diff().tolist())
+
+    def of_keys(self, part: Tensor) -> Tensor:
+        """[1, heads, num_tokens, D] -> [1, heads, K, D]: the keys or values of whole rows, row by row."""
+        if self.keys is None:
+            return part
+        # In float32, in which the backward pass adds up the gradients of a shared token.
+        wide = part.to(torch.promote_types(part.dtype, torch.float32))
+        return wide.index_select(2, self.keys.index).to(part.dtype)
+
+    def mask(self, num_queries: int, num_keys: int, window: int | None, like: Tensor) -> Tensor:
+        """Returns [num_queries, num_keys], 0 or -inf: of the last tokens of a row each attends to itself and the
+        earlier tokens of the window. All layers of a batch share the memory of one mask for a window."""
+        before = window or (self.keys or self).longest
+        wide = self._masks.get((window, like.dtype))
+        if wide is None:
+            positions = torch.arange(before + _block_size(window), device=like.device)
+            distance = positions[before:, None] - positions
+            is_seen = (distance >= 0) & (distance < before) if window else distance >= 0
+            wide = torch.zeros_like(distance, dtype=like.dtype).masked_fill(~is_seen, -torch.inf)
+            self._masks[window, like.dtype] = wide
+        last = before + num_queries
+        return wide[:num_queries, last - num_keys : last]
 
 
 def packed_attention(
@@ -76,6 +112,7 @@ def packed_attention(
     dropout: float = 0.0,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Computes attention within each packed row, or within each row of the batch if there are no bounds. Ranks of
@@ -83,16 +120,16 @@ def packed_attention(
 
     Shapes are those of transformers' attention functions: [1, heads, num_tokens, D] -> [1, num_tokens, heads, D].
     Bounds come from `RowPacking` (`row_bounds`) or from a vision tower (`cu_seq_lens_q`, `max_length_q`). The kernel
-    is used where `kernel_takes` holds; otherwise transformers' `sdpa` runs row by row.
+    is used where `kernel_takes` holds; otherwise torch's scaled dot products run row by row.
 
     Raises:
-        ValueError: the model caps its scores or has attention sinks, which neither the kernel nor `sdpa` supports.
+        ValueError: the model caps its scores, adds to them or has attention sinks, which is not supported.
     """
     assert attention_mask is None, "packed rows have no mask: they are causal or see all of themselves"
-    if softcap is not None or s_aux is not None:
+    if softcap is not None or s_aux is not None or position_bias is not None:
         raise ValueError(
-            f"policy.model: {type(module).__name__} caps its attention scores or has attention sinks, which are not "
-            "computed for packed rows: set policy.attention=eager and learner.packing=false"
+            f"policy.model: {type(module).__name__} caps its attention scores, adds to them or has attention sinks, "
+            "which is not computed for packed rows: set policy.attention=eager and learner.packing=false"
         )
     is_causal = bool(module.is_causal) if is_causal is None else is_causal
     bounds = row_bounds
@@ -102,12 +139,11 @@ def packed_attention(
     ranks = None if bounds is None else bounds.sequence_ranks
     if ranks is not None:
         query, key, value = ranks.to_heads(query, key, value)
-    output = _of_rows(module, query, key, value, bounds, is_causal, sliding_window, scaling, dropout, **kwargs)
+    output = _of_rows(*_autocast(query, key, value), bounds, is_causal, sliding_window, scaling, dropout)
     return (output if ranks is None else ranks.to_tokens(output)), None
 
 
 def _of_rows(
-    module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -116,25 +152,19 @@ def _of_rows(
     sliding_window: int | None,
     scaling: float | None,
     dropout: float,
-    **kwargs: Any,
 ) -> Tensor:
     """Returns the attention [1, num_tokens, heads, D] of whole rows."""
-    if bounds is not None:
-        bounds.is_used = True
-        parts = _autocast(query, key, value)
-        # The kernel has no dropout.
-        if dropout == 0 and kernel_takes(*parts):
-            return _kernel(*parts, bounds, is_causal, sliding_window, scaling)
-    num_sharing = query.shape[1] // key.shape[1]
-    if bounds is not None and bounds.sequence_ranks is not None and num_sharing > 1:
-        # On a rank, fewer queries may share a key head than the module states.
-        key, value = (part.repeat_interleave(num_sharing, dim=1) for part in (key, value))
-    if bounds is not None and bounds.sequence_ranks is not None:
-        module = UNSHARED
+    rows = bounds if bounds is not None else RowBounds(torch.tensor([0, query.shape[2]]), query.shape[2])
+    rows.is_used = True
+    key, value = rows.of_keys(key), rows.of_keys(value)
+    # The kernel has no dropout.
+    if bounds is not None and dropout == 0 and kernel_takes(query, key, value):
+        return _kernel(query, key, value, bounds, is_causal, sliding_window, scaling)
     blocks = [
-        sdpa_attention_forward(module, q, k, v, mask, dropout, scaling, is_causal=is_causal, **kwargs)[0]
-        for row_query, row_key, row_value in _split(bounds, query, key, value)
-        for q, k, v, mask in _blocks(row_query, row_key, row_value, sliding_window)
+        scaled_dot_product_attention(
+            q, k, v, mask, dropout, is_causal and mask is None, scale=scaling, enable_gqa=True
+        ).transpose(1, 2)
+        for q, k, v, mask in _blocks(rows, query, key, value, is_causal, sliding_window)
     ]
     return torch.cat(blocks, dim=1)
 
@@ -182,36 +212,39 @@ def _kernel(
     """Returns [1, num_tokens, heads, D]. `sliding_window` includes the token itself; the kernel's window does not."""
     before = -1 if sliding_window is None else sliding_window - 1
     window = (before, 0) if is_causal else (-1, -1)
-    q, k, v = (part[0].transpose(0, 1) for part in (query, key, value))  # [num_tokens, heads, D] each
-    ends, longest = bounds.ends, bounds.longest
-    found = varlen_attn(q, k, v, ends, ends, longest, longest, scale=scaling, window_size=window, **GROUPED)
-    assert isinstance(found, Tensor), "the logarithms of the sums come with it on request alone"
-    return found.unsqueeze(0)
-
-
-def _split(bounds: RowBounds | None, *parts: Tensor) -> list[tuple[Tensor, ...]]:
-    """Returns queries, keys and values of each row."""
-    if bounds is None:
-        return [parts]
-    return list(zip(*(part.split(bounds.lengths, dim=2) for part in parts), strict=True))
+    q, k, v = (part[0].transpose(0, 1) for part in (query, key, value))  # [num_tokens or K, heads, D] each
+    # A row's queries are the last of its keys: with unequal lengths the kernel counts from the ends of both.
+    seen = bounds.keys or bounds
+    output = varlen_attn(
+        q, k, v, bounds.ends, seen.ends, bounds.longest, seen.longest, scale=scaling, window_size=window, **GROUPED
+    )
+    assert isinstance(output, Tensor), "the logarithms of the sums come with it on request alone"
+    return output.unsqueeze(0)
 
 
 def _blocks(
-    query: Tensor, key: Tensor, value: Tensor, sliding_window: int | None
+    bounds: RowBounds, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, sliding_window: int | None
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor | None]]:
-    """Yields the row, or blocks of its queries with keys and values of their window and a mask bool [1, 1, n, m]. A
-    token attends to itself and the earlier tokens of the window. A whole row's mask is quadratic in its length."""
-    num_tokens = query.shape[2]
-    if sliding_window is None or num_tokens <= sliding_window:
-        yield query, key, value, None
-        return
-    size = max(sliding_window, MIN_WINDOW_BLOCK)
-    positions = torch.arange(num_tokens, device=query.device)
-    for start in range(0, num_tokens, size):
-        own, seen = slice(start, start + size), slice(max(0, start - sliding_window + 1), start + size)
-        distance = positions[own, None] - positions[seen]
-        mask = ((distance >= 0) & (distance < sliding_window))[None, None]
-        yield query[:, :, own], key[:, :, seen], value[:, :, seen], mask
+    """Yields queries, keys and values of whole rows; where a triangle is not what queries see, blocks of a row's
+    queries, the keys and values that they see, and a mask."""
+    seen_lengths = (bounds.keys or bounds).lengths
+    parts = (query.split(bounds.lengths, dim=2), key.split(seen_lengths, dim=2), value.split(seen_lengths, dim=2))
+    for q, k, v in zip(*parts, strict=True):
+        num_keys = k.shape[2]
+        window = sliding_window if sliding_window is not None and sliding_window < num_keys else None
+        last = num_keys - q.shape[2]
+        if not is_causal or (last == 0 and window is None):
+            yield q, k, v, None
+            continue
+        for block in q.split(_block_size(window), dim=2):
+            first, last = last, last + block.shape[2]
+            start = 0 if window is None else max(0, first - window + 1)
+            mask = bounds.mask(last - first, last - start, window, q)
+            yield block, k[:, :, start:last], v[:, :, start:last], mask
+
+
+def _block_size(window: int | None) -> int:
+    return QUERY_BLOCK if window is None else min(max(window, MIN_WINDOW_BLOCK), QUERY_BLOCK)
 
 
 def pack_windows(model: PreTrainedModel) -> None:

@@ -17,7 +17,7 @@ from mobula.configs.errors import ConfigError
 from mobula.configs.load import load_config
 from mobula.deploy.preflight.checks import check_attention
 from mobula.learner.policies.attention import packed as attention
-from mobula.learner.policies.attention.packed import PACKED, RowBounds, packed_attention
+from mobula.learner.policies.attention.packed import PACKED, RowBounds, RowKeys, packed_attention
 from mobula.learner.policies.loading import load_model
 from mobula.learner.policies.tiny import write_tiny
 
@@ -85,6 +85,44 @@ def test_windows_without_the_kernel_are_computed_in_blocks(window: int, monkeypa
     parts = heads(torch.float32)
     output, _ = packed_attention(Attention(), *parts, None, row_bounds=bounds(), sliding_window=window)
     torch.testing.assert_close(output, row_by_row(*parts, window=window))
+
+
+def shared_rows() -> tuple[RowBounds, list[list[int]]]:
+    """Bounds of the packed tokens of four rows, and the tokens of each: two answers of one prompt, a second turn that
+    goes on from the second, and a row that shares nothing."""
+    rows = [[0, 1, 2, 3, 4], [0, 1, 2, 5, 6, 7, 8], [0, 1, 2, 5, 6, 9], [*range(10, 23)]]
+    own, lengths = (5, 4, 1, 13), tuple(map(len, rows))
+    index = torch.tensor([token for row in rows for token in row])
+    keys = RowKeys(index, torch.tensor([0, *lengths]).cumsum(0).int(), max(lengths), lengths)
+    return RowBounds(torch.tensor([0, *own]).cumsum(0).int(), max(own), own, keys=keys), rows
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 6])
+@pytest.mark.parametrize("by_kernel", [False, True])
+def test_rows_that_share_tokens_are_rows_alone(
+    by_kernel: bool, window: int | None, kernel: list, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Outputs and gradients, with masks of several blocks."""
+    monkeypatch.setattr(attention, "HALF", (torch.float32,) if by_kernel else ())
+    monkeypatch.setattr(attention, "MIN_WINDOW_BLOCK", 2)
+    monkeypatch.setattr(attention, "QUERY_BLOCK", 3)
+    bounds, rows = shared_rows()
+    one, other = ([part.requires_grad_() for part in heads(torch.float32)] for _ in range(2))
+    output, _ = packed_attention(Attention(), *one, None, row_bounds=bounds, sliding_window=window)
+    expected = torch.zeros_like(output)
+    for row in rows:
+        parts = (part[:, :, row] for part in other)
+        distance = torch.arange(len(row))[:, None] - torch.arange(len(row))
+        mask = (distance >= 0) & (distance < (window or len(row)))
+        alone = scaled_dot_product_attention(*parts, mask, enable_gqa=True)
+        expected = expected.index_copy(1, torch.tensor(row), alone.transpose(1, 2))
+    torch.testing.assert_close(output, expected)
+    weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1))
+    output.backward(weights)
+    expected.backward(weights)
+    for part, same in zip(one, other, strict=True):
+        torch.testing.assert_close(part.grad, same.grad)
+    assert len(kernel) == by_kernel
 
 
 def test_bounds_of_towers_are_those_that_transformers_passes(kernel: list) -> None:

@@ -100,6 +100,7 @@ DECLARED: Mapping[OnResume, tuple[str, ...]] = {
         "environment.retries",
         "learner.tokens_per_microbatch",
         "learner.packing",
+        "learner.share_prompts",
         "learner.sequence_parallel",
         "learner.image_token_cost",
         "learner.attention_token_cost",

@@ -45,14 +45,17 @@ class LearnerConfig(Section):
     max_grad_norm: PositiveFloat = 1.0
     """The global gradient norm is clipped to this."""
     tokens_per_microbatch: PositiveInt = 8192
-    """Tokens in one forward and backward pass of one rank, or of `sequence_parallel` ranks together; without `packing`,
-    padding counts."""
+    """Tokens in one forward and backward pass of one rank, or of `sequence_parallel` ranks together; without `packing`
+    padding counts, and with `share_prompts` a prompt counts once for its responses."""
     sequence_parallel: PositiveInt = 1
     """Adjacent ranks that split the tokens of the same rows, so that a rank stores only the activations of its part.
     Must divide the attention heads of `policy.model`; 1 splits no row."""
     packing: bool = False
     """Compute rows of different lengths without padding; each row attends to itself only. Not available with
     `policy.attention=eager`."""
+    share_prompts: bool = False
+    """With `packing` or `sequence_parallel`: compute the prompt of a group once for all its responses in a forward and
+    backward pass."""
     image_token_cost: NonNegativeFloat = 0.4
     """Cost of encoding one image token, in tokens of the decoder, for balancing ranks. About 4 times the ratio of
     parameters of vision tower and decoder."""
@@ -71,6 +74,15 @@ class LearnerConfig(Section):
     zero_stage: Literal[2, 3] = 2
     """State that DeepSpeed shards: 2 for gradients and optimizer state, 3 for parameters as well. FSDP2 always shards
     all three."""
+
+    @property
+    def packs(self) -> bool:
+        """Whether the decoder computes rows without padding; ranks that split tokens always do."""
+        return self.packing or self.sequence_parallel > 1
+
+    @property
+    def shares_prompts(self) -> bool:
+        return self.packs and self.share_prompts
 
 
 class WarmStartConfig(Section):

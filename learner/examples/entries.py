@@ -106,6 +106,6 @@ def _expected(row: ScoredGroup, index: int) -> ExampleOutline:
     """Predicts an example's size from its summary, to assign the row to a rank."""
     summary = row.summary
     num_targets = max(summary.num_steps)
-    num_tokens = summary.num_trajectories * (summary.num_prompt_tokens + num_targets)
     media = tuple(MediaHandle(key, UNKNOWN, 0, None) for key in summary.media_keys)
-    return ExampleOutline(index, RowOutline(num_targets, num_tokens, summary.num_media_tokens, media), num_targets, ())
+    sequence = RowOutline(num_targets, summary.num_prompt_tokens, summary.num_steps, summary.num_media_tokens, media)
+    return ExampleOutline(index, sequence, num_targets, ())

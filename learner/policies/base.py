@@ -20,7 +20,17 @@ class PolicyRow(Protocol):
 
     @property
     def num_tokens(self) -> int:
-        """The row's tokens in a micro-batch."""
+        """The row's tokens if it is computed alone."""
+        ...
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """The first of them, which all rows of the group have in common."""
+        ...
+
+    @property
+    def answers(self) -> tuple[int, ...]:
+        """The tokens after the prompt: of each candidate, if a row has several."""
         ...
 
     @property
@@ -63,7 +73,8 @@ class RowOutline:
     """A row of another rank: size and keys of media, to assign rows to ranks, without content. No input of a policy."""
 
     num_targets: int
-    num_tokens: int
+    num_prompt_tokens: int
+    answers: tuple[int, ...]
     num_media_tokens: int
     media: tuple[MediaHandle, ...]  # without references
     token_ids: np.ndarray = field(default_factory=lambda: NO_TOKENS)  # int32 [T]: scored tokens, or none
@@ -72,11 +83,15 @@ class RowOutline:
     @classmethod
     def of(cls, row: PolicyRow, token_ids: np.ndarray = NO_TOKENS) -> RowOutline:
         media = tuple(replace(handle, reference=None) for handle in row.media)
-        return cls(row.num_targets, row.num_tokens, row.num_media_tokens, media, token_ids)
+        return cls(row.num_targets, row.num_prompt_tokens, row.answers, row.num_media_tokens, media, token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.answers) * self.num_prompt_tokens + sum(self.answers)
 
     def with_end(self) -> RowOutline:
         """The row with one more token."""
-        return replace(self, num_targets=self.num_targets + 1, num_tokens=self.num_tokens + 1)
+        return replace(self, num_targets=self.num_targets + 1, answers=tuple(num + 1 for num in self.answers))
 
 
 class PolicyOutput(NamedTuple):

@@ -67,6 +67,14 @@ class TokenSequence:
         return self.num_tokens - self.num_context
 
     @property
+    def num_prompt_tokens(self) -> int:
+        return self.num_context
+
+    @property
+    def answers(self) -> tuple[int, ...]:
+        return (self.num_targets,)
+
+    @property
     def num_media_tokens(self) -> int:
         return sum(span.end - span.start for span in self.media_spans)
 

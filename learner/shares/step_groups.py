@@ -85,7 +85,7 @@ def _planned(scored: ScoredGroup, index: int, group: int, num_steps: int, *, is_
         index=index,
         group=group,
         sample_id=UNKNOWN,
-        sequence=RowOutline(num_steps, summary.num_prompt_tokens + num_steps, summary.num_media_tokens, media),
+        sequence=RowOutline(num_steps, summary.num_prompt_tokens, (num_steps,), summary.num_media_tokens, media),
         behavior_logprobs=NOTHING,
         loss_mask=mask,
         kept_mask=mask,

@@ -72,6 +72,15 @@ class CleanSequence:
         return self.noising.num_draws * int(np.prod(self.clean.shape[1:]))
 
     @property
+    def num_prompt_tokens(self) -> int:
+        """0: latents have no tokens in common."""
+        return 0
+
+    @property
+    def answers(self) -> tuple[int, ...]:
+        return (self.num_tokens,)
+
+    @property
     def num_media_tokens(self) -> int:
         return 0
 

@@ -55,6 +55,15 @@ class LatentSequence:
         return self.num_targets * int(np.prod(self.actions.latents.shape[2:]))
 
     @property
+    def num_prompt_tokens(self) -> int:
+        """0: latents have no tokens in common."""
+        return 0
+
+    @property
+    def answers(self) -> tuple[int, ...]:
+        return (self.num_tokens,)
+
+    @property
     def num_media_tokens(self) -> int:
         """0: conditions come encoded."""
         return 0

@@ -20,6 +20,7 @@ from mobula.cluster.errors import RunStopped
 from mobula.cluster.metrics.definitions import CounterName, MetricName
 from mobula.cluster.metrics.sinks.base import Sink
 from mobula.cluster.metrics.sinks.fan_out import FanOut
+from mobula.cluster.metrics.start_up import StartUp
 from mobula.cluster.metrics.step_records import EvaluationRecord, MetricsRecord, SampleRecord, StepRecord
 from mobula.cluster.metrics.step_values import component_means, staleness_of, step_values
 from mobula.cluster.metrics.totals import RunTotals
@@ -122,9 +123,12 @@ class Metrics:
         watchers: Sequence[RaySink] = (),
         signal: SignalWatch | None = None,
         tracer: RunTracer = UNTRACED,
+        start_up: StartUp | None = None,
     ) -> None:
-        """`watchers` get the run's status between steps; `signal` detects that nothing is learned."""
+        """`watchers` get the run's status between steps; `signal` detects that nothing is learned; `start_up` has the
+        phases before this call."""
         self.totals = RunTotals()
+        self.start_up = start_up or StartUp(clock(), clock)
         self._watchers = watchers
         self._sinks = FanOut(sinks, on_dropped=lambda name: self.count(CounterName.DROPPED_SINKS, name))
         self._clock = clock

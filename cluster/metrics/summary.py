@@ -71,6 +71,7 @@ class Summary:
     values_before: Mapping[str, float] = field(default_factory=dict)  # further metrics of the same evaluation
     values_after: Mapping[str, float] = field(default_factory=dict)
     warnings: Sequence[str] = ()  # why the run may have learned nothing, newest last
+    start_up: Mapping[str, float] = field(default_factory=dict)  # phase -> seconds, of the newest part of the run
 
 
 def summarize(metrics: Metrics, facts: RunFacts, *, status: Status, version: int, wall_s: float) -> Summary:
@@ -110,6 +111,7 @@ def summarize(metrics: Metrics, facts: RunFacts, *, status: Status, version: int
         values_before=dict(evaluations[0].values) if evaluations else {},
         values_after=dict(evaluations[-1].values) if len(evaluations) > 1 else {},
         warnings=tuple(metrics.warnings),
+        start_up=dict(metrics.start_up.seconds),
     )
 
 

@@ -19,6 +19,7 @@ from typing import Annotated
 import typer
 
 from mobula.cluster.errors import PreflightError
+from mobula.cluster.runtime.gc_tuning import collect_rarely
 from mobula.cluster.workers.status import MAX_WORKERS
 from mobula.configs.errors import ConfigError
 from mobula.configs.schema import RunConfig
@@ -89,6 +90,7 @@ def main() -> None:
         from mobula.cluster.proxies import bypass_loopback
 
         bypass_loopback(os.environ)  # also for Ray's dashboard and for child processes
+    collect_rarely()
     open_missing_streams()
     write_any_text()
     outlive_output("stderr")

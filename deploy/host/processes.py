@@ -9,6 +9,7 @@ import os
 import select
 import signal
 import socket
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +49,11 @@ class ProcessId:
 
     def __str__(self) -> str:
         return f"{self.host}/{self.pid}/{self.start_ticks}"
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the start of a process of this machine."""
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - self.start_ticks / os.sysconf("SC_CLK_TCK")
 
     @property
     def is_here(self) -> bool:

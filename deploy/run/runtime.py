@@ -30,6 +30,7 @@ from mobula.cluster.metrics.report.report import write_report
 from mobula.cluster.metrics.report.run_folder import PLAN_FILE, REPORT_FILE, SUMMARY_FILE
 from mobula.cluster.metrics.sinks.base import Sink
 from mobula.cluster.metrics.sinks.trackers import refuse_missing
+from mobula.cluster.metrics.start_up import StartUp
 from mobula.cluster.metrics.step_records import strict
 from mobula.cluster.metrics.summary import RunFacts, Status, Summary, summarize, write_summary
 from mobula.cluster.recovery.checkpoints import find_resumable, refuse_other_run
@@ -47,6 +48,7 @@ from mobula.cluster.tracing.tracer import build_tracer, refuse_missing_exporter
 from mobula.configs.schema import RunConfig
 from mobula.deploy.datasets.data_files import identity_with_data
 from mobula.deploy.host.cuda import examine_apart, refuse_flaws
+from mobula.deploy.host.processes import ProcessId
 from mobula.deploy.host.run_folder import (
     CHECKPOINTS_FOLDER,
     check_run_folder,
@@ -102,7 +104,11 @@ def train(config: RunConfig) -> int:
     outlive_output()
     log_thread_failures()
     console = terminal()
-    summary = run_training(config, console)
+    process = ProcessId.of(os.getpid())
+    assert process is not None, "this process has an entry in /proc"
+    start_up = StartUp(time.perf_counter() - process.age_s)
+    start_up.ended("imports")
+    summary = run_training(config, console, start_up=start_up)
     console.print(
         f"{headline(config, summary)}; report: {config.run_folder / REPORT_FILE}", markup=False, soft_wrap=True
     )
@@ -152,14 +158,17 @@ def with_engines(config: RunConfig, work: Callable[[Prepared, Inference], Awaita
         PreflightError, ValueError: it cannot start; no role was started.
         MobulaError: it failed on the way.
     """
-    with signals_raise(), _cluster(config, inference_roles(config), logs=None) as cluster:
+    with signals_raise(), _cluster(config, inference_roles(config), None, StartUp(time.perf_counter())) as cluster:
         return asyncio.run(_until_signal(_serving(cluster, work)))
 
 
-def run_training(config: RunConfig, console: Console, sinks: Sequence[Sink] = ()) -> Summary:
+def run_training(
+    config: RunConfig, console: Console, sinks: Sequence[Sink] = (), start_up: StartUp | None = None
+) -> Summary:
     """Run the main job to its end, or on from its newest checkpoint; returns what `summary.json` says.
 
     `sinks` get the run's records in addition to the configured sinks; a step waits until they have taken its record.
+    `start_up` has the phases of this process before the call.
 
     Raises:
         PreflightError, ValueError: it cannot start; no role was started.
@@ -171,10 +180,12 @@ def run_training(config: RunConfig, console: Console, sinks: Sequence[Sink] = ()
     set_up_logging(console)
     check_run_folder(config)
     with signals_raise(), held_run_folder(config):
-        return _run_training(config, console, sinks, started)
+        return _run_training(config, console, sinks, started, start_up or StartUp(started))
 
 
-def _run_training(config: RunConfig, console: Console, sinks: Sequence[Sink], started: float) -> Summary:
+def _run_training(
+    config: RunConfig, console: Console, sinks: Sequence[Sink], started: float, start_up: StartUp
+) -> Summary:
     checkpoint = find_resumable(config.run_folder / CHECKPOINTS_FOLDER, config.resume, identity_with_data(config))
     version = 0 if checkpoint is None else reached_version(config, int(checkpoint.name.removeprefix("step-")))
     refuse_missing(config.metrics.trackers)
@@ -182,7 +193,7 @@ def _run_training(config: RunConfig, console: Console, sinks: Sequence[Sink], st
     logs = config.run_folder / LOGS_FOLDER
     changes = changed_settings(written_config(config), config)
     roles = needed_roles(config)
-    with _cluster(config, roles, logs, checkpoint) as cluster, run_folder(config), _findable(cluster):
+    with _cluster(config, roles, logs, start_up, checkpoint) as cluster, run_folder(config), _findable(cluster):
         log_to(config.run_folder)
         process = f"process {os.getpid()} on {socket.gethostname()}"
         _logger.info("run %s starts at version %d: %s", config.name, version, process)
@@ -194,7 +205,7 @@ def _run_training(config: RunConfig, console: Console, sinks: Sequence[Sink], st
             write_skipped(config.run_folder, cluster.prepared.skipped)
             _write_plan(config.run_folder / PLAN_FILE, cluster.plan)
         tracer = build_tracer(config.tracing, config.name, config.run_folder)
-        metrics = build_metrics(config, console, version, sinks, tracer)
+        metrics = build_metrics(config, console, version, sinks, tracer, start_up)
         write_faults_to(config.run_folder, metrics.progress)
         # A part that was killed has left no summary, but the seconds of its steps.
         started -= max(earlier_wall_s(config.run_folder), metrics.totals.seconds["total"]) if version else 0.0
@@ -247,7 +258,7 @@ def _findable(cluster: _Cluster) -> AbstractContextManager[None]:
 
 @contextmanager
 def _cluster(
-    config: RunConfig, roles: tuple[str, ...], logs: Path | None, checkpoint: Path | None = None
+    config: RunConfig, roles: tuple[str, ...], logs: Path | None, start_up: StartUp, checkpoint: Path | None = None
 ) -> Iterator[_Cluster]:
     """Runs every check that needs no cluster and checks access to it, then joins or starts Ray.
 
@@ -266,6 +277,7 @@ def _cluster(
     prepared = prepare(config, ray.put)
     if checkpoint is not None:
         refuse_other_run(checkpoint, prepared.identity)
+    start_up.ended("checks")
     with ray_session(config) as session:
         plan = plan_when_free(config.resources, roles, wait_s=config.timeouts.stop_s)
         if nodes is None:
@@ -275,6 +287,7 @@ def _cluster(
             used = {worker.node_id: worker.node_name for worker in plan.workers if worker.num_gpus}
             refuse_flaws({used[n.node_id]: n.cuda for n in joined if n.cuda and n.node_id in used})
             engine = planned_engine(config, joined, roles)
+        start_up.ended("Ray")
         yield _Cluster(replace(prepared, engine=engine), session, plan, logs)
 
 
@@ -298,7 +311,7 @@ async def _train_on_rows(cluster: _Cluster, checked: PreparedRows, metrics: Metr
         roles = {**training.scalable, **processors.scalable}
         control = control_loop(config, spawner, roles, in_flight, training.rows, metrics, ranks)
         async with control.running():
-            await _started(training.ranks.start(), processors.start())
+            await _started(metrics.start_up.timing("learner", training.ranks.start()), processors.start())
             controller = await asyncio.to_thread(build_offline_controller, prepared, training, metrics, stop_request)
             tune_gc()
             await controller.run()
@@ -319,8 +332,13 @@ async def _train_on_rollouts(
         control = control_loop(prepared.config, spawner, roles, in_flight, training.replay, metrics, ranks)
         try:
             async with control.running():
-                own = (inference.rollouts.start(), inference.rewards.start(), processors.start())
-                await _started(training.ranks.start(), *own)
+                timing = metrics.start_up.timing
+                await _started(
+                    timing("learner", training.ranks.start()),
+                    timing("engines", inference.rollouts.start()),
+                    timing("scorers", inference.rewards.start()),
+                    processors.start(),
+                )
                 controller = await asyncio.to_thread(
                     build_controller, prepared, inference, training, metrics, tracer, beside, stop_request
                 )

@@ -17,6 +17,7 @@ from mobula.cluster.controller import Controller
 from mobula.cluster.logprob_guard import LogprobGuard
 from mobula.cluster.metrics.definitions import CounterName, MetricName
 from mobula.cluster.metrics.hub import Metrics
+from mobula.cluster.metrics.start_up import StartUp
 from mobula.cluster.metrics.summary import rejected_length
 from mobula.cluster.records.trajectory import GroupSummary, Prompt, ScoredGroup
 from mobula.cluster.recovery.checkpoints import Checkpoints, CheckpointSchedule, newest_learner_state
@@ -237,7 +238,7 @@ def build_controller(
         inference.in_flight_requests,
         max_retries=config.max_rollout_retries,
         on_retry=partial(metrics.count, CounterName.ROLLOUT_RETRIES),
-        on_sampled=partial(_count_failures, metrics),
+        on_sampled=partial(_on_sampled, metrics),
     )
     gate = _gate(config)
     dispatcher = _dispatcher(config, gate, source, rollouts, inference, training, metrics, tracer, curriculum)
@@ -276,7 +277,7 @@ def build_controller(
             **({"curriculum": curriculum} if curriculum else {}),
             **({"supervised": training.supervised} if training.supervised else {}),
         },
-        prepare=partial(_make_version_zero, prepared, training.ranks),
+        prepare=partial(_make_version_zero, prepared, training.ranks, metrics.start_up),
         finish=partial(training.learner.export, config.run_folder / POLICY_FOLDER),
         identity=prepared.identity,
         resume=config.resume,
@@ -306,9 +307,9 @@ def build_controller(
     )
 
 
-async def _make_version_zero(prepared: Prepared, learner: LearnerGroup) -> None:
+async def _make_version_zero(prepared: Prepared, learner: LearnerGroup, start_up: StartUp) -> None:
     """Runs the warm start and saves the frozen copy for the reference."""
-    await warm_start(prepared, learner)
+    await start_up.timing("warm start", warm_start(prepared, learner))
     await learner.begin_rl()
     await learner.export(reference_folder(prepared.config))
 
@@ -494,13 +495,15 @@ def _count_rejected(metrics: Metrics, summary: GroupSummary, reason: str) -> Non
         metrics.observe(MetricName.DROPPED_LENGTH, rejected_length(metrics)[reason])
 
 
-def _count_failures(metrics: Metrics, summary: GroupSummary) -> None:
+def _on_sampled(metrics: Metrics, summary: GroupSummary) -> None:
+    metrics.start_up.responded()
     for kind, number in summary.failures.items():
         metrics.count(CounterName.EPISODE_FAILURES, kind, number)
 
 
 async def _after_push(push: Push, *, metrics: Metrics, observe: Callable[[], None]) -> None:
     metrics.count(CounterName.WEIGHT_SYNCS, "push")
+    metrics.start_up.ended("first push", push.seconds)
     metrics.observe(MetricName.PUSH_SECONDS, push.seconds)
     metrics.observe(MetricName.PUSH_BYTES, push.num_bytes)
     if push.canary_gap is not None:

@@ -23,6 +23,7 @@ from mobula.cluster.metrics.sinks.jsonl import JsonlSink
 from mobula.cluster.metrics.sinks.ray_gauges import RaySink
 from mobula.cluster.metrics.sinks.tensorboard import TensorBoardSink
 from mobula.cluster.metrics.sinks.trackers import TrackedRun, tracker
+from mobula.cluster.metrics.start_up import StartUp
 from mobula.cluster.runtime.object_store import fetch
 from mobula.cluster.tracing.spans import UNTRACED, RunTracer
 from mobula.configs.schema import RunConfig
@@ -33,7 +34,12 @@ _logger = logging.getLogger(__name__)
 
 
 def build_metrics(
-    config: RunConfig, console: Console, version: int, sinks: Sequence[Sink] = (), tracer: RunTracer = UNTRACED
+    config: RunConfig,
+    console: Console,
+    version: int,
+    sinks: Sequence[Sink] = (),
+    tracer: RunTracer = UNTRACED,
+    start_up: StartUp | None = None,
 ) -> Metrics:
     """Returns the metrics hub of a run resumed at `version`, with its earlier records; `sinks` come last."""
     folder = config.run_folder
@@ -61,6 +67,7 @@ def build_metrics(
             timeout_s=config.timeouts.object_s,
         ),
         tracer=tracer,
+        start_up=start_up,
     )
     metrics.resume(journal.kept)
     return metrics

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import subprocess
@@ -20,7 +21,7 @@ from ray.exceptions import GetTimeoutError, ObjectLostError, OutOfMemoryError, R
 from mobula.cluster.errors import DeadlineError, LostObjectError
 from mobula.cluster.runtime import network, ray_actors, ray_deaths
 from mobula.cluster.runtime.concurrency import DaemonThread
-from mobula.cluster.runtime.gc_tuning import return_free_memory
+from mobula.cluster.runtime.gc_tuning import collect_rarely, return_free_memory, tune_gc
 from mobula.cluster.runtime.network import LOOPBACK, node_address, use_node_interface
 from mobula.cluster.runtime.object_store import fetch, fetch_at_hand, fetch_or_miss
 from mobula.cluster.runtime.ray_actors import BOUND_THREADS, gpu_environment
@@ -45,6 +46,15 @@ def test_positions_are_those_of_usable_cores(
     assert bound == [claimed]
     assert os.environ[BOUND_THREADS] == ",".join(map(str, claimed))
     assert ("Ray counts more CPUs" in caplog.text) == (max(positions) > 1)
+
+
+def test_garbage_is_collected_rarely_until_a_process_is_set_up() -> None:
+    usual = gc.get_threshold()
+    collect_rarely()
+    assert gc.get_threshold()[0] > 10 * usual[0]
+    tune_gc()
+    gc.unfreeze()
+    assert gc.get_threshold() == usual and gc.isenabled()
 
 
 def test_without_an_engine_no_variable_appears(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,13 +38,17 @@ class SupervisedExample:
     answer_mask: np.ndarray  # bool [A]: True where a token is trained
     media: tuple[MediaHandle, ...] = ()  # of later turns: `media[i]` fills `media_spans[i]` of `answer_ids`
     media_spans: tuple[MediaSpan, ...] = ()
-    group: ClassVar[None] = None  # no siblings
     labels: ClassVar[tuple[float, ...]] = ()
 
     @cached_property
     def sequence(self) -> TokenSequence:
         actions = TokenActions(self.answer_ids, media=self.media, media_spans=self.media_spans)
         return TokenSequence.of_actions(self.prompt, actions)
+
+    @property
+    def group(self) -> int:
+        """A key of the prompt: examples with the same prompt compute it once."""
+        return self.sequence.prefix_key(self.prompt.num_tokens)
 
     @property
     def num_trained(self) -> int:

@@ -97,15 +97,18 @@ class ReferenceScorer:
         for label, indices in by_label.items():
             own = [fetched[index] for index in indices]
             rows = [row_of(group.prompt, trajectory.actions) for group in own for trajectory in group.trajectories]
-            scores = iter(self._logprobs(self._own_policies.get(label, self._policy), rows))
+            of = [n for n, group in enumerate(own) for _ in group.trajectories]
+            scores = iter(self._logprobs(self._own_policies.get(label, self._policy), rows, of))
             for index, group in zip(indices, own, strict=True):
                 scored[index] = [next(scores) for _ in group.trajectories]
         return [scored[index] for index in range(len(fetched))]
 
     @torch.no_grad()
-    def _logprobs(self, policy: nn.Module, sequences: Sequence[PolicyRow]) -> list[np.ndarray]:
+    def _logprobs(
+        self, policy: nn.Module, sequences: Sequence[PolicyRow], groups: Sequence[int]
+    ) -> list[np.ndarray]:
         scores: dict[int, np.ndarray] = {}
-        [plan] = split_microbatches(sequences, self._config.learner, 1)
+        [plan] = split_microbatches(sequences, self._config.learner, 1, groups)
         for rows in plan:
             batch = collate_rows([sequences[i] for i in rows], self._reader, self._device)
             logprobs = policy(batch, self._distribution).logprobs.cpu().numpy()

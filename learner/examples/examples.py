@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -33,6 +33,11 @@ class Outlined(Protocol):
     def sequence(self) -> PolicyRow: ...
 
     @property
+    def group(self) -> int | None:
+        """A key of the prompt; None for images."""
+        ...
+
+    @property
     def num_trained(self) -> int:
         """Trained tokens."""
         ...
@@ -56,8 +61,14 @@ class Example:
     """One row of an offline job, all of whose candidates are in one micro-batch: the highest label first."""
 
     candidates: tuple[Candidate, ...]
+    num_prompt_tokens: int  # with which all candidates begin; 0 for images
     is_trained: bool = True
-    group: ClassVar[None] = None  # its candidates are one row
+
+    @property
+    def group(self) -> int | None:
+        """A key of the prompt: examples with the same prompt compute it once."""
+        first = self.candidates[0].sequence
+        return first.prefix_key(self.num_prompt_tokens) if isinstance(first, TokenSequence) else None
 
     @property
     def labels(self) -> tuple[float, ...]:
@@ -70,15 +81,10 @@ class Example:
 
     @property
     def sequence(self) -> PolicyRow:
-        """The example's size in a micro-batch: as many rows as candidates, each as long as the longest."""
-        first, *others = (candidate.sequence for candidate in self.candidates)
-        if not others:
-            return first
-        if isinstance(first, CleanSequence):
-            return first.drawn(len(self.candidates) * first.noising.num_draws)
-        assert isinstance(first, TokenSequence)
-        longest = max(first.num_tokens, *(other.num_tokens for other in others))
-        return replace(first, token_ids=np.broadcast_to(np.int32(PADDING_ID), len(self.candidates) * longest))
+        """The example's size in a micro-batch, of all its candidates."""
+        first, prompt = self.candidates[0].sequence, self.num_prompt_tokens
+        answers = tuple(candidate.sequence.num_tokens - prompt for candidate in self.candidates)
+        return RowOutline(first.num_targets, prompt, answers, first.num_media_tokens, first.media)
 
     def compared(self, predicted: np.ndarray) -> Example:
         """Images with what the initial weights predict of all candidates, float32 [N, ...] one after the other."""
@@ -99,7 +105,7 @@ class Example:
     def untrained(self) -> Example:
         """Returns the example without trained tokens."""
         masked = tuple(replace(candidate, mask=np.zeros_like(candidate.mask)) for candidate in self.candidates)
-        return Example(masked, is_trained=False)
+        return replace(self, candidates=masked, is_trained=False)
 
 
 @dataclass(frozen=True)
@@ -110,11 +116,11 @@ class ExampleOutline:
     sequence: RowOutline
     num_trained: int
     labels: tuple[float, ...]
-    group: ClassVar[None] = None
+    group: int | None = None
 
     @classmethod
     def of(cls, example: Outlined, index: int) -> ExampleOutline:
-        return cls(index, RowOutline.of(example.sequence), example.num_trained, example.labels)
+        return cls(index, RowOutline.of(example.sequence), example.num_trained, example.labels, example.group)
 
     def untrained(self) -> ExampleOutline:
         return self
@@ -177,7 +183,8 @@ def fetch_examples(groups: Sequence[ScoredGroup], row: Row, timeout_s: float) ->
             )
             for n, (trajectory, reward) in enumerate(zip(group.trajectories, rewards, strict=True))
         ]
-        examples.append(Example(tuple(sorted(candidates, key=lambda candidate: -candidate.label))))
+        num_prompt_tokens = group.prompt.num_tokens if isinstance(candidates[0].sequence, TokenSequence) else 0
+        examples.append(Example(tuple(sorted(candidates, key=lambda candidate: -candidate.label)), num_prompt_tokens))
     return examples
 
 

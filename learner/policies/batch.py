@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from hashlib import blake2b
 from itertools import count
 
 import numpy as np
@@ -53,6 +54,13 @@ class TokenSequence:
     def of_prompt(cls, prompt: Prompt) -> TokenSequence:
         """A prompt; all tokens but the first are scored."""
         return cls(prompt.expanded_ids, 1, prompt.media, prompt.media_spans)
+
+    def prefix_key(self, num_tokens: int) -> int:
+        """A hash of the row's first tokens and of its media."""
+        digest = blake2b(self.token_ids[:num_tokens].astype(np.int32).tobytes(), digest_size=8)
+        for handle in self.media:
+            digest.update(handle.key.encode())
+        return int.from_bytes(digest.digest())
 
     def with_end(self) -> TokenSequence:
         """The row with a padding token appended, which is scored with the full softmax."""

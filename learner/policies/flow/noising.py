@@ -91,10 +91,6 @@ class CleanSequence:
     def with_old(self, old: np.ndarray) -> CleanSequence:
         return replace(self, old=old)
 
-    def drawn(self, num_draws: int) -> CleanSequence:
-        """Returns the same image at `num_draws` levels."""
-        return replace(self, noising=replace(self.noising, num_draws=num_draws))
-
 
 @dataclass(frozen=True)
 class NoisedBatch:

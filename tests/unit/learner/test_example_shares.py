@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from offline_rows import config_of, rows
 from ranks_in_threads import RanksInThreads, Store
 
 from mobula.cluster.records.media import MediaReader
-from mobula.cluster.records.trajectory import ScoredGroup
+from mobula.cluster.records.trajectory import Prompt, ScoredGroup
 from mobula.configs.schema import RunConfig
 from mobula.learner.examples import examples
 from mobula.learner.examples.entries import DataRows
@@ -92,3 +93,25 @@ def test_a_row_of_another_rank_cannot_be_put_into_a_batch(folder: Path, tokenize
     outlined = [example for example in part if not isinstance(example, Example)]
     with pytest.raises(AssertionError, match="an example of another rank"):
         collate_examples(outlined[:1], MediaReader(timeout_s=1, max_items=1), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("job", ["sft", "dpo", "reward_model"])
+def test_examples_of_one_prompt_compute_it_once(folder: Path, tokenizer, store: Store, job: str) -> None:
+    """Eight rows with four prompts, two of which are equal; a pair has its prompt once."""
+    config = config_of(folder, job, "learner.packing=true", "learner.share_prompts=true")
+    groups = rows(tokenizer, job, num=8, seed=1)
+    repeated = [with_prompt(scored, groups[n // 2].group.prompt) for n, scored in enumerate(groups)]
+    row = build_objective(config, PLAIN).row
+    whole = fetch_examples(repeated, row, 1.0)
+    assert [len({example.group for example in whole[n : n + 2]}) for n in range(0, 8, 2)] == [1] * 4
+    assert len({example.group for example in whole}) == 3
+    for example, scored in zip(whole, repeated, strict=True):
+        size, prompt = example.sequence, scored.group.prompt.num_tokens
+        lengths = [candidate.sequence.num_tokens for candidate in example.candidates]
+        assert (size.num_prompt_tokens, size.answers) == (prompt, tuple(num - prompt for num in lengths))
+    [found, _] = fetched(config, 2, store, [store.put(repeated)])
+    assert [example.group for example in found[0]] == [example.group for example in whole]
+
+
+def with_prompt(scored: ScoredGroup, prompt: Prompt) -> ScoredGroup:
+    return replace(scored, group=replace(scored.group, prompt=prompt))

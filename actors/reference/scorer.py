@@ -104,9 +104,7 @@ class ReferenceScorer:
         return [scored[index] for index in range(len(fetched))]
 
     @torch.no_grad()
-    def _logprobs(
-        self, policy: nn.Module, sequences: Sequence[PolicyRow], groups: Sequence[int]
-    ) -> list[np.ndarray]:
+    def _logprobs(self, policy: nn.Module, sequences: Sequence[PolicyRow], groups: Sequence[int]) -> list[np.ndarray]:
         scores: dict[int, np.ndarray] = {}
         [plan] = split_microbatches(sequences, self._config.learner, 1, groups)
         for rows in plan:

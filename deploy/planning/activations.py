@@ -22,28 +22,34 @@ HEAD_COPIES = 3  # float32 tensors as large as the logits: scaled logits, log-pr
 
 @dataclass(frozen=True)
 class Microbatch:
-    """The largest micro-batch of one learner rank, all its rows at the longest length."""
+    """The largest micro-batch of one learner rank."""
 
-    rows: int
-    tokens: int  # padded; this rank's, where ranks share the tokens of rows
+    rows: int  # of the longest length
+    tokens: int  # padded, or of each prompt once; this rank's, where ranks share the tokens of rows
     targets: int  # tokens whose log-probs are computed
     patches: int  # of all images and videos that the vision tower encodes
 
     @classmethod
     def of(cls, config: RunConfig, shape: ModelShape, num_sharing: int = 1) -> Microbatch:
-        """An image is encoded once a micro-batch, and the siblings of a group share their images.
+        """Shorter rows fill it up to `learner.tokens_per_microbatch`. An image is encoded once a micro-batch; the
+        siblings of a group share their images, and with `share_prompts` a prompt.
 
         `num_sharing` ranks share the tokens of rows; each of them encodes all images.
         """
+        learner, siblings, step = config.learner, config.algorithm.samples_per_prompt, step_rows(config)
         length = min(config.data.max_prompt_tokens + config.sampler.max_tokens, config.sampler.max_model_len)
-        rows = max(1, config.learner.tokens_per_microbatch // length)
-        rows = min(rows, step_rows(config))
-        groups = ceil(rows / config.algorithm.samples_per_prompt)
-        patches = 0
-        if shape.vision is not None:
-            patches = groups * media_patches(config, shape)
-        tokens = ceil(rows * length / num_sharing)
-        return cls(rows, tokens, min(tokens, rows * min(config.sampler.max_tokens, length)), patches)
+        answer = min(config.sampler.max_tokens, length)
+        prompt, per_prompt = length - answer, siblings if learner.shares_prompts else 1
+        num_whole, rest = divmod(learner.tokens_per_microbatch, prompt + per_prompt * answer)
+        rows = min(step, max(1, num_whole * per_prompt + max(0, rest - prompt) // answer))
+        most = ceil(step / per_prompt) * prompt + step * answer
+        num_tokens = min(most, max(length, learner.tokens_per_microbatch))
+        groups = ceil(rows / siblings)
+        if learner.shares_prompts:  # prompts with short responses leave space for other prompts
+            groups = max(1, min(ceil(step / siblings), num_tokens // max(1, prompt)))
+        patches = 0 if shape.vision is None else groups * media_patches(config, shape)
+        tokens = ceil(num_tokens / num_sharing)
+        return cls(rows, tokens, tokens if learner.shares_prompts else min(tokens, rows * answer), patches)
 
 
 def media_patches(config: RunConfig, shape: ModelShape) -> int:

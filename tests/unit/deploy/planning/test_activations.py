@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from kept_bytes import kept_bytes
@@ -16,8 +17,10 @@ from transformers import (
 
 from mobula.configs.load import load_config
 from mobula.configs.schema import RunConfig
-from mobula.deploy.planning.activations import Microbatch, checkpointing, logits_bytes, training_bytes
+from mobula.deploy.planning.activations import Microbatch, checkpointing, logits_bytes, media_patches, training_bytes
+from mobula.learner.policies.base import RowOutline
 from mobula.learner.policies.logprobs import Distribution, token_logprobs
+from mobula.learner.policies.packing import split_microbatches
 from mobula.learner.policies.shapes import shape_of_config
 from mobula.learner.policies.tiny.qwen2_5_vl import build_config, build_processor
 
@@ -117,3 +120,30 @@ def test_the_largest_microbatch_shares_images_between_siblings() -> None:
     found = Microbatch.of(config("float32", "learner.tokens_per_microbatch=30720"), shape)
     assert (found.rows, found.tokens, found.targets) == (10, 30720, 10240)
     assert found.patches == 2 * 2 * 3072  # two groups of eight siblings, two images of 768 tokens each
+
+
+SHARED = ("learner.packing=true", "learner.share_prompts=true", "learner.tokens_per_microbatch=30720")
+
+
+def test_the_largest_microbatch_has_each_prompt_once() -> None:
+    """A group of eight responses of 1,024 tokens and a prompt of 2,048 takes 10,240 tokens."""
+    shape = shape_of_config(vision_model().config)
+    found = Microbatch.of(config("float32", *SHARED), shape)
+    assert (found.rows, found.tokens, found.targets) == (24, 30720, 30720)
+    assert found.patches == 15 * 2 * 3072, "responses of a few tokens leave space for 15 prompts"
+
+
+def test_no_microbatch_of_shared_prompts_is_larger_than_estimated() -> None:
+    shape, rng = shape_of_config(vision_model().config), np.random.default_rng(0)
+    run = config("float32", *SHARED)
+    largest = Microbatch.of(run, shape)
+    for longest in (4, 64, 1024):
+        lengths = [(int(rng.integers(1700, 2048)), rng.integers(1, longest + 1, 8).tolist()) for _ in range(40)]
+        rows = [(n, RowOutline(own, prompt, (own,), 0, ())) for n, (prompt, owns) in enumerate(lengths) for own in owns]
+        groups = [n for n, _ in rows]
+        [plan] = split_microbatches([row for _, row in rows], run.learner, 1, groups)
+        for batch in plan:
+            prompts = {groups[i] for i in batch}
+            own = sum(rows[i][1].num_targets for i in batch)
+            assert own <= largest.targets and own + sum(lengths[n][0] for n in prompts) <= largest.tokens
+            assert len(prompts) <= largest.patches // media_patches(run, shape) + 2, "prompts are up to a sixth shorter"

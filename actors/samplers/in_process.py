@@ -52,8 +52,11 @@ class InProcessSampler(ABC):
     async def sleep(self) -> None:
         async with self._turn:
             self._is_asleep = True
+            self._parameters = {}  # they hold the memory on the device
             for module in self._placed():
                 module.to("cpu")
+            if self._device.type == "cuda":
+                torch.cuda.empty_cache()
 
     async def wake_up(self, tag: str) -> None:
         if tag == "weights":

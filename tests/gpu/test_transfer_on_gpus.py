@@ -45,7 +45,8 @@ def loopback(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_a_bucket_is_sent_after_it_was_packed_and_filled_again_after_it_was_read(transport: str, receiver: str) -> None:
     """Both sides queue slow kernels on streams of their own, and use one buffer for all buckets."""
-    at = Transfers(transport, "cuda:0", TIMEOUT_S).open(1)
+    transfers = Transfers(transport, "cuda:0", TIMEOUT_S)  # keeps the store
+    at = transfers.open(1)
     values = list(range(1, 9))
 
     def on_a_stream(rank: int, device: str, step: Callable[[torch.Tensor, int], None]) -> torch.Tensor:

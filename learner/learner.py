@@ -17,6 +17,7 @@ from mobula.cluster.records.media import MediaReader
 from mobula.cluster.records.trajectory import Prompt, ScoredGroup, TrajectoryGroup
 from mobula.cluster.roles import UpdateReport
 from mobula.cluster.tracing.profiler import UpdateProfiler
+from mobula.cluster.weight_sync.changes import PushedChanges, VersionStep
 from mobula.cluster.weight_sync.manifest import Manifest
 from mobula.cluster.weight_sync.transport import Rendezvous
 from mobula.configs.schema import RunConfig
@@ -227,10 +228,13 @@ class Learner:
     def leave_transfer(self, epoch: int) -> None:
         self.weights.leave_transfer(epoch)
 
-    def send_weights(self, bucket_bytes: int, epoch: int) -> None:
-        """Sends the weights to a transfer group."""
+    def send_weights(self, bucket_bytes: int, epoch: int, step: VersionStep | None = None) -> PushedChanges | None:
+        """Sends the weights to a transfer group; with `step` their changes, and returns this rank's part of them."""
         with self._slow.in_place():
+            if step is not None:
+                return self.weights.send_changes(bucket_bytes, epoch, step)
             self.weights.send(bucket_bytes, epoch)
+            return None
 
     def export_weights(self, bucket_bytes: int) -> tuple[int, list[np.ndarray]]:
         """Returns the version and the packed buckets, for engines without a transfer group. Buckets of other ranks are

@@ -16,6 +16,7 @@ from mobula.cluster.rollout.supervised_rows import SupervisedRows
 from mobula.cluster.runtime.concurrency import outcomes
 from mobula.cluster.runtime.ray_actors import answer, in_background, kill, stop
 from mobula.cluster.runtime.vitals import Vitals
+from mobula.cluster.weight_sync.changes import PushedChanges, VersionStep
 from mobula.cluster.weight_sync.fresh_samples import FreshSamples
 from mobula.cluster.weight_sync.manifest import Manifest
 from mobula.cluster.weight_sync.transport import Rendezvous
@@ -106,7 +107,12 @@ class RankGroup:
         )
 
     async def _all(self, calls: Sequence[Any], timeout_s: float, what: str) -> Any:
-        """Waits for calls to all ranks and returns the result of rank 0.
+        """As `_each`; returns the result of rank 0."""
+        answers = await self._each(calls, timeout_s, what)
+        return answers[0] if answers else None
+
+    async def _each(self, calls: Sequence[Any], timeout_s: float, what: str) -> list[Any]:
+        """Waits for calls to all ranks and returns their results.
 
         Raises:
             WorkerDiedError: a rank died. Peers may notice this before Ray does.
@@ -114,7 +120,7 @@ class RankGroup:
         # Counted for `mobula status`: a rank is busy while a call is in progress.
         self.num_calls += 1
         try:
-            answers = await asyncio.gather(
+            return await asyncio.gather(
                 *(answer(call, timeout_s=timeout_s, what=f"{self.role}/{n} {what}") for n, call in enumerate(calls))
             )
         except Exception as error:
@@ -124,7 +130,6 @@ class RankGroup:
             raise WorkerDiedError(f"a {self.role} rank was lost to the others, which were {what}: {error}") from error
         finally:
             self.num_calls -= 1
-        return answers[0] if answers else None
 
     async def _raise_cause(self, calls: Sequence[Any], what: str) -> None:
         """After broken collectives, raises the error of the lost rank, if it arrives within `CAUSE_S`."""
@@ -241,9 +246,12 @@ class LearnerGroup(RankGroup):
         calls = [w.leave_transfer.remote(epoch) for w in self._workers]
         await self._all(calls, self._timeouts.update_s, f"to leave transfer epoch {epoch}")
 
-    async def send_weights(self, bucket_bytes: int, epoch: int) -> None:
-        calls = [w.send_weights.remote(bucket_bytes, epoch) for w in self._workers]
-        await self._all(calls, self._timeouts.update_s, "to send its weights")
+    async def send_weights(
+        self, bucket_bytes: int, epoch: int, step: VersionStep | None = None
+    ) -> PushedChanges | None:
+        calls = [w.send_weights.remote(bucket_bytes, epoch, step) for w in self._workers]
+        sent = await self._each(calls, self._timeouts.update_s, "to send its weights")
+        return None if step is None else PushedChanges.total(sent)
 
     async def export_weights(self, bucket_bytes: int) -> tuple[int, Sequence[Any]]:
         """Returns the version and a reference to each packed bucket.

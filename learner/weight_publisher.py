@@ -9,10 +9,29 @@ import numpy as np
 import torch
 
 from mobula.cluster.errors import WeightSyncError
+from mobula.cluster.weight_sync.changes import (
+    HEADER,
+    Base,
+    PushedChanges,
+    TensorChanges,
+    VersionStep,
+    apply,
+    message,
+    offsets,
+    words_of,
+)
 from mobula.cluster.weight_sync.digests import digest
-from mobula.cluster.weight_sync.manifest import Manifest
+from mobula.cluster.weight_sync.manifest import Bucket, Manifest
 from mobula.cluster.weight_sync.rendezvous import RendezvousStore
-from mobula.cluster.weight_sync.transport import DIGESTS, Rendezvous, TransferGroup, lone_bytes, pack, with_digest
+from mobula.cluster.weight_sync.transport import (
+    DIGESTS,
+    Rendezvous,
+    TransferGroup,
+    lone_bytes,
+    pack,
+    unpack,
+    with_digest,
+)
 
 NO_BYTES = np.empty(0, dtype=np.uint8)
 NamedWeights = Callable[[], Iterator[tuple[str, torch.Tensor]]]
@@ -54,6 +73,7 @@ class WeightPublisher:
         self._same_host = same_host
         self._timeout_s = timeout_s
         self._staging = torch.empty(0, dtype=torch.uint8, device=device)
+        self._base = Base()  # this rank's part of the last push of changes, in host memory
         self._stores: dict[int, RendezvousStore] = {}
         self._groups: dict[int, TransferGroup] = {}
 
@@ -90,8 +110,78 @@ class WeightPublisher:
         Raises:
             WeightSyncError: on a sender: a member failed or the group is closed. The other members fail as well.
         """
-        failure: WeightSyncError | None = None
         digests: list[torch.Tensor] = []
+
+        def send_bucket(index: int, packed: torch.Tensor) -> WeightSyncError | None:
+            digests.append(digest(packed))
+            return self._broadcast(epoch, packed, f"weight bucket {index} ({packed.numel()} bytes)")
+
+        self._send_rounds(bucket_bytes, send_bucket)
+        # Last: receivers compare after loading all tensors, which detects memory that was reused too early.
+        if digests and (failure := self._broadcast(epoch, torch.stack(digests), DIGESTS)) is not None:
+            raise failure
+
+    def send_changes(self, bucket_bytes: int, epoch: int, step: VersionStep) -> PushedChanges:
+        """Broadcasts the changes of this rank's buckets since `step.base_version`: of each bucket the headers, int64
+        [tensors, HEADER], and, if there are any, the changes. Called on every rank.
+
+        Sends whole tensors if it does not hold that version. With `step.is_last` it holds `step.version` afterwards.
+
+        Raises:
+            WeightSyncError: as `send`.
+        """
+        buckets = list(self.manifest.buckets(bucket_bytes))
+        has_base = step.base_version is not None and step.base_version == self._base.version
+        sent: list[PushedChanges] = []
+
+        def send_bucket(index: int, packed: torch.Tensor) -> WeightSyncError | None:
+            messages = self._messages(buckets[index], packed, has_base=has_base)
+            headers = [item.header for item in messages]
+            starts = offsets(buckets[index], headers)
+            if step.is_last:
+                self._hold(buckets[index], messages)
+            header = torch.tensor(headers, dtype=torch.int64, device=self._device)
+            failure = self._broadcast(epoch, header, f"the header of weight bucket {index}")
+            if starts[-1] > 0 and failure is None:
+                body = torch.zeros(starts[-1], dtype=torch.uint8, device=self._device)
+                for start, item in zip(starts, messages, strict=False):
+                    body[start : start + item.data.numel()] = item.data
+                failure = self._broadcast(epoch, body, f"the changes of weight bucket {index} ({starts[-1]} bytes)")
+            sent.append(PushedChanges(8 * HEADER * len(headers) + starts[-1], sum(m.num_changed for m in messages)))
+            return failure
+
+        if step.is_last:
+            with self._base.changing_to(step.version):
+                self._send_rounds(bucket_bytes, send_bucket)
+        else:
+            self._send_rounds(bucket_bytes, send_bucket)
+        return PushedChanges.total(sent)
+
+    def _messages(self, bucket: Bucket, packed: torch.Tensor, *, has_base: bool) -> list[TensorChanges]:
+        """Returns the message of each tensor of a packed bucket."""
+        messages = []
+        for slot, (name, tensor) in zip(bucket.slots, unpack(bucket, packed), strict=True):
+            base = words_of(self._base.tensors[name], slot.spec).to(self._device) if has_base else None
+            messages.append(message(words_of(tensor, slot.spec), base))
+        return messages
+
+    def _hold(self, bucket: Bucket, messages: list[TensorChanges]) -> None:
+        """Applies messages to the held tensors."""
+        for slot, item in zip(bucket.slots, messages, strict=True):
+            spec = slot.spec
+            if spec.name not in self._base.tensors:
+                self._base.tensors[spec.name] = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
+            apply(item.header, item.data, words_of(self._base.tensors[spec.name], spec))
+
+    def _send_rounds(
+        self, bucket_bytes: int, send_bucket: Callable[[int, torch.Tensor], WeightSyncError | None]
+    ) -> None:
+        """Gathers rounds of buckets on every rank; after each round calls `send_bucket` with this rank's bucket.
+
+        Raises:
+            WeightSyncError: returned by `send_bucket`, which is then not called again.
+        """
+        failure: WeightSyncError | None = None
         packed: torch.Tensor | None = None
         last = sum(1 for _ in self.manifest.buckets(bucket_bytes)) - 1
         for index, own in enumerate(self._packed_buckets(bucket_bytes, self._num_senders)):
@@ -99,13 +189,8 @@ class WeightPublisher:
             packed = packed if own is None else own
             is_round_over = index == last or index % self._num_senders == self._num_senders - 1
             if is_round_over and packed is not None and failure is None:
-                sent = index - index % self._num_senders + self._rank
-                digests.append(digest(packed))
-                failure = self._broadcast(epoch, packed, f"weight bucket {sent} ({packed.numel()} bytes)")
+                failure = send_bucket(index - index % self._num_senders + self._rank, packed)
                 packed = None
-        # Last: receivers compare after loading all tensors, which detects memory that was reused too early.
-        if digests and failure is None:
-            failure = self._broadcast(epoch, torch.stack(digests), DIGESTS)
         if failure is not None:
             raise failure
 

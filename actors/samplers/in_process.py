@@ -16,6 +16,7 @@ from mobula.cluster.errors import WeightSyncError
 from mobula.cluster.records.media import ProcessedMedia
 from mobula.cluster.records.trajectory import Prompt
 from mobula.cluster.runtime.vitals import EngineLoad
+from mobula.cluster.weight_sync.changes import Base
 from mobula.cluster.weight_sync.manifest import Manifest
 from mobula.cluster.weight_sync.transport import Rendezvous, TransferGroup, unpack_all
 from mobula.learner.policies.loading import as_stored, checkpoint_names
@@ -36,6 +37,7 @@ class InProcessSampler(ABC):
         self._is_asleep = False
         self._served = ServedVersion()
         self._group: TransferGroup | None = None
+        self._base = Base()  # the parameters, and the version of all of them
 
     def coming(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -52,7 +54,7 @@ class InProcessSampler(ABC):
     async def sleep(self) -> None:
         async with self._turn:
             self._is_asleep = True
-            self._parameters = {}  # they hold the memory on the device
+            self._base.tensors = {}  # they hold the memory on the device
             for module in self._placed():
                 module.to("cpu")
             if self._device.type == "cuda":
@@ -81,8 +83,7 @@ class InProcessSampler(ABC):
 
     async def receive_weights(self, manifest: Manifest, bucket_bytes: int, version: int) -> int:
         async with self._turn:
-            tensors = self._received(manifest, bucket_bytes)
-            await asyncio.to_thread(self._copy_weights, self._weights(manifest, tensors))
+            await asyncio.to_thread(self._receive, manifest, bucket_bytes, version)
             self._served.set(version)
         return self._served.number
 
@@ -91,7 +92,7 @@ class InProcessSampler(ABC):
     ) -> None:
         tensors = unpack_all(manifest, bucket_bytes, buckets)
         async with self._turn:
-            await asyncio.to_thread(self._copy_weights, self._weights(manifest, tensors))
+            await asyncio.to_thread(self._copy_weights, self._weights(manifest, tensors), version)
             self._served.set(version)
 
     async def weight_version(self) -> int:
@@ -116,10 +117,14 @@ class InProcessSampler(ABC):
         """Returns the modules in device memory while the sampler is awake."""
         return (self._model,)
 
-    def _received(self, manifest: Manifest, bucket_bytes: int) -> Iterator[tuple[str, torch.Tensor]]:
+    def _receive(self, manifest: Manifest, bucket_bytes: int, version: int) -> None:
         if self._group is None:
             raise WeightSyncError("this sampler is in no transfer group: call join_transfer first")
-        return self._group.receive(manifest, bucket_bytes, keeps=False, into=self._parameters)
+        if manifest.payload == "delta":
+            self._group.receive_changes(manifest, bucket_bytes, self._base, version)
+            return
+        tensors = self._group.receive(manifest, bucket_bytes, keeps=False, into=self._base.tensors)
+        self._copy_weights(self._weights(manifest, tensors), version)
 
     def _weights(
         self, manifest: Manifest, tensors: Iterator[tuple[str, torch.Tensor]]
@@ -129,14 +134,15 @@ class InProcessSampler(ABC):
         return tensors if adapters is None else changed_weights(tensors, adapters.base)
 
     @torch.no_grad()
-    def _copy_weights(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
-        for name, tensor in tensors:
-            self._parameters[name].copy_(tensor)
+    def _copy_weights(self, tensors: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
+        with self._base.changing_to(version):
+            for name, tensor in tensors:
+                self._base.tensors[name].copy_(tensor)
 
     def _take_parameters(self) -> None:
         """Maps the names in a push to the weights of `_model` in their current memory."""
         names, state = checkpoint_names(self._model), self._model.state_dict()
-        self._parameters = {
+        self._base.tensors = {
             names[name]: as_stored(self._model, names[name], tensor) for name, tensor in state.items() if name in names
         }
 

@@ -59,7 +59,7 @@ def engine_settings(
         stop_ids=processor.eos_token_ids,
         pad_id=processor.pad_token_id,
         expected=pushed,
-        has_unpushed=pushed != checkpoint,
+        has_unpushed=pushed.tensors != checkpoint.tensors,
         adapters=AdapterPush.of(model_folder, checkpoint, config.policy, dtype),
         denoising=Denoising.of(sampler.flow) if sampler.is_flow else None,
         image_guidance=sampler.image_tokens.guidance,

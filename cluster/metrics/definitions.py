@@ -64,6 +64,7 @@ class MetricName(StrEnum):
     CANARY = "canary"
     PUSH_SECONDS = "push_seconds"
     PUSH_BYTES = "push_bytes"
+    PUSH_CHANGED_SHARE = "push_changed_share"
     CURRICULUM_STAGE = "curriculum_stage"
 
 
@@ -76,6 +77,7 @@ class CounterName(StrEnum):
     SKIPPED = "skipped"
     RESTARTS = "restarts"
     WEIGHT_SYNCS = "weight_syncs"
+    WEIGHT_RESENDS = "weight_resends"
     ROLLOUT_RETRIES = "rollout_retries"
     REFERENCE_RETRIES = "reference_retries"
     RESUMED = "resumed"
@@ -196,6 +198,7 @@ METRICS: Mapping[str, Metric] = {
     MetricName.CANARY: Metric("nat", "Mean log-prob difference of engine and learner on the probe prompt"),
     MetricName.PUSH_SECONDS: Metric("s", "Duration of the newest push, until every engine serves the weights"),
     MetricName.PUSH_BYTES: Metric("B", "Bytes sent to each engine by the newest push"),
+    MetricName.PUSH_CHANGED_SHARE: Metric("", "Share of weights that changed, with weight_sync.payload=delta"),
     MetricName.CURRICULUM_STAGE: Metric("", "Newest open stage of environment.curriculum, from 0"),
 }
 
@@ -245,6 +248,7 @@ COUNTERS: Mapping[str, Metric] = {
     CounterName.SKIPPED: Metric("", "Unusable dataset samples"),
     CounterName.RESTARTS: Metric("", "Restarts of workers after a failure"),
     CounterName.WEIGHT_SYNCS: Metric("", "Weight versions pushed to the rollout actors"),
+    CounterName.WEIGHT_RESENDS: Metric("", "Engines that missed a push and were sent whole tensors"),
     CounterName.ROLLOUT_RETRIES: Metric("", "Retries of prompts after a failure"),
     CounterName.REFERENCE_RETRIES: Metric("", "Parts of a step that were sent to another reference scorer"),
     CounterName.RESUMED: Metric("", "Retried prompts, and their sampled tokens that were kept and lost"),

@@ -27,6 +27,7 @@ from mobula.cluster.errors import (
 from mobula.cluster.records.trajectory import Prompt, ScoredGroup
 from mobula.cluster.recovery.checkpoints import Durable
 from mobula.cluster.roles import Learner, UpdateReport
+from mobula.cluster.weight_sync.changes import PushedChanges, VersionStep
 from mobula.cluster.weight_sync.interfaces import Sender
 from mobula.cluster.weight_sync.manifest import Manifest
 from mobula.cluster.weight_sync.transport import Rendezvous
@@ -177,8 +178,10 @@ class RestartableLearner:
         self._opened.discard(epoch)
         await self._outliving(lambda: self._ranks.leave_transfer(epoch))
 
-    async def send_weights(self, bucket_bytes: int, epoch: int) -> None:
-        await self._outliving(lambda: self._ranks.send_weights(bucket_bytes, epoch))
+    async def send_weights(
+        self, bucket_bytes: int, epoch: int, step: VersionStep | None = None
+    ) -> PushedChanges | None:
+        return await self._outliving(lambda: self._ranks.send_weights(bucket_bytes, epoch, step))
 
     async def export_weights(self, bucket_bytes: int) -> tuple[int, Sequence[Any]]:
         return await self._outliving(lambda: self._ranks.export_weights(bucket_bytes))

@@ -1,4 +1,4 @@
-"""Interfaces of the participants of a push: the learner, which sends, and receivers that join and leave."""
+"""Interfaces of the members of a push: the learner, which sends, and receivers that join and leave."""
 
 from __future__ import annotations
 
@@ -8,59 +8,64 @@ from typing import Any, Protocol
 import numpy as np
 
 from mobula.cluster.records.trajectory import Prompt
+from mobula.cluster.weight_sync.changes import PushedChanges, VersionStep
 from mobula.cluster.weight_sync.manifest import Manifest
 from mobula.cluster.weight_sync.transport import Rendezvous
 
 
 class Sender(Protocol):
-    """The learner group as weight sync sees it. Every call addresses all ranks."""
+    """The learner group. Every call goes to all ranks."""
 
     async def manifest(self) -> Manifest: ...
 
     async def open_transfer(self, epoch: int, num_receivers: int) -> Rendezvous:
-        """Start a rendezvous for one transfer group; members may join from then on."""
+        """Opens the rendezvous of a transfer group; members may join when it returns."""
         ...
 
     async def join_transfer(self, rendezvous: Rendezvous) -> None: ...
 
-    async def send_weights(self, bucket_bytes: int, epoch: int) -> None:
-        """Broadcast to the members of one transfer group.
+    async def send_weights(self, bucket_bytes: int, epoch: int, step: VersionStep | None) -> PushedChanges | None:
+        """Broadcasts to the members of a transfer group: whole tensors, or with `step` their changes.
 
         Raises:
-            WeightSyncError: the group of that epoch is unusable, or gone with a learner that was restored.
+            WeightSyncError: the group of that epoch is unusable, or was lost with a restarted learner.
         """
         ...
 
     async def leave_transfer(self, epoch: int) -> None:
-        """Forget one transfer group; members that still wait in it fail at once."""
+        """Closes a transfer group; waiting members fail at once."""
         ...
 
     async def export_weights(self, bucket_bytes: int) -> tuple[int, Sequence[Any]]:
-        """The learner's version, and a reference to each of its packed buckets with its digest, owned by the caller."""
+        """Returns the learner's version, and a reference to each packed bucket with its digest, owned by the caller."""
         ...
 
     async def sequence_logprobs(self, prompt: Prompt, num_copies: int = 1) -> np.ndarray:
-        """float32 [P - 1], as it comes out of a batch of so many copies of the prompt."""
+        """Returns float32 [P - 1], computed in a batch of `num_copies` of the prompt."""
         ...
 
 
 class Receiver(Protocol):
-    """One rollout actor as weight sync sees it."""
+    """A rollout actor."""
 
     name: str
 
     async def check_manifest(self, manifest: Manifest) -> None: ...
 
     async def join_transfer(self, rendezvous: Rendezvous, rank: int) -> None:
-        """Become rank `rank` of the transfer group; one of several ranks takes those from `rank` on."""
+        """Joins the transfer group as rank `rank`; a split engine takes the ranks from `rank` on."""
         ...
 
     async def receive_weights(self, manifest: Manifest, bucket_bytes: int, version: int) -> int:
-        """Returns the version that it then serves."""
+        """Receives a push, of changes if the manifest has that payload; returns the version that it then serves.
+
+        Raises:
+            WeightSyncError: the push failed, or has changes since another version than the receiver holds.
+        """
         ...
 
     async def load_weights(self, manifest: Manifest, bucket_bytes: int, buckets: Sequence[Any], version: int) -> None:
-        """Load packed buckets, each of them bytes or a reference to them."""
+        """Loads whole tensors from packed buckets, each an array or a reference to one."""
         ...
 
     async def weight_version(self) -> int: ...
@@ -69,22 +74,22 @@ class Receiver(Protocol):
 
 
 class Members(Protocol):
-    """The actors that receive weights at present. Membership changes while the run goes on."""
+    """The actors that receive weights; they join and leave during the run."""
 
     def receivers(self) -> Sequence[Receiver]: ...
 
     def announced(self, version: int) -> None:
-        """Present receivers are brought to `version`; receivers that join from now on must have it."""
+        """Called before a push: receivers are brought to `version`, and receivers that join later must have it."""
         ...
 
     def synced(self, receiver: Receiver, version: int) -> None:
-        """`receiver` serves `version` from now on."""
+        """Called when `receiver` serves `version`."""
         ...
 
     def published(self, version: int) -> None:
-        """Every receiver serves `version` or is lost; what serves less may not be sampled from."""
+        """Called when every receiver serves `version` or is lost; older weights must not be sampled from."""
         ...
 
     def lose(self, receiver: Receiver, error: Exception) -> None:
-        """`receiver` failed a push: its weights are neither old nor new."""
+        """Called when `receiver` failed a push: its weights may be partly old and partly new."""
         ...

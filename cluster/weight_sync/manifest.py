@@ -1,16 +1,17 @@
-"""The manifest: which tensors a push carries, in which order, and how they are packed into buckets.
+"""The manifest: the tensors of a push, their order, how they are packed into buckets, and the payload.
 
-Names are the checkpoint's own (what is in the safetensors files), never those of one library's modules. The receiver
-compares the sender's manifest with what its own checkpoint promises; a difference refuses the push before a byte.
+Names are those of the checkpoint (of the safetensors files), never those of one library's modules. The receiver
+compares the sender's manifest with its own checkpoint; a difference refuses the push before the first byte.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from math import prod
 from pathlib import Path
+from typing import Any, Literal
 
 from safetensors import SafetensorError, safe_open
 
@@ -18,7 +19,7 @@ from mobula.cluster.errors import ManifestError, PreflightError
 
 ALIGNMENT_BYTES = 16
 ALONE_BYTES = 4 << 20
-# The first that is there is loaded; of both layouts transformers prefers the single file, diffusers the index.
+# The first existing file is loaded: transformers prefers the single file over the index, diffusers the index.
 WEIGHT_FILES = (
     "model.safetensors",
     "model.safetensors.index.json",
@@ -26,6 +27,8 @@ WEIGHT_FILES = (
     "diffusion_pytorch_model.safetensors",
 )
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+Payload = Literal["weights", "adapters", "delta"]
 
 
 @dataclass(frozen=True)
@@ -59,20 +62,35 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Everything one push carries, in order."""
+    """The tensors of one push, in order.
+
+    A push of payload `delta` has the elements that changed since `base_version`, or whole tensors where that is None.
+    """
 
     tensors: tuple[TensorSpec, ...]
+    payload: Payload = "weights"
+    base_version: int | None = None
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of the whole tensors."""
         return sum(spec.num_bytes for spec in self.tensors)
 
+    @property
+    def num_elements(self) -> int:
+        return sum(prod(spec.shape) for spec in self.tensors)
+
     def check_against(self, expected: Manifest) -> None:
-        """Compare by name, shape and dtype; order is the sender's.
+        """Compares the payload, and tensors by name, shape and dtype; the order may differ.
 
         Raises:
-            ManifestError: names what is missing, unexpected or different.
+            ManifestError: names missing, unexpected and different tensors.
         """
+        if self.payload != expected.payload:
+            raise ManifestError(
+                f"the push has the payload {self.payload}, and the engine was started for {expected.payload} "
+                "(weight_sync.payload): start learner and engines with one configuration. No byte was sent"
+            )
         ours = {spec.name: spec for spec in self.tensors}
         theirs = {spec.name: spec for spec in expected.tensors}
         problems = [f"missing {name}" for name in sorted(theirs.keys() - ours.keys())]
@@ -89,19 +107,19 @@ class Manifest:
             raise ManifestError(f"the push does not fit the engine's checkpoint: {shown}. No byte was sent")
 
     def below(self, prefix: str) -> Manifest:
-        """The tensors whose names begin with `prefix`."""
-        return Manifest(tuple(spec for spec in self.tensors if spec.name.startswith(prefix)))
+        """Returns the manifest of the tensors whose names begin with `prefix`."""
+        return replace(self, tensors=tuple(spec for spec in self.tensors if spec.name.startswith(prefix)))
 
     def buckets(self, max_bytes: int) -> Iterator[Bucket]:
-        """Pack in order; a bucket exceeds `max_bytes` only if a single tensor does.
+        """Packs in order; a bucket exceeds `max_bytes` only if a single tensor does.
 
-        A tensor of `ALONE_BYTES` or more is a bucket by itself: it can travel from the sender's memory into the
+        A tensor of `ALONE_BYTES` or more has its own bucket: it can be sent from the sender's memory into the
         receiver's without a copy on either side.
         """
         slots: list[Slot] = []
         end = 0
         for spec in self.tensors:
-            start = _align(end)
+            start = align(end)
             is_full = start + spec.num_bytes > max_bytes
             if slots and (is_full or ALONE_BYTES <= max(spec.num_bytes, slots[-1].spec.num_bytes)):
                 yield Bucket(tuple(slots), end)
@@ -111,13 +129,14 @@ class Manifest:
         if slots:
             yield Bucket(tuple(slots), end)
 
-    def to_wire(self) -> list[dict[str, object]]:
-        """Plain lists and strings, for serializers that know nothing else."""
-        return [dict(vars(spec)) for spec in self.tensors]
+    def to_wire(self) -> dict[str, Any]:
+        """Plain dictionaries, lists and strings, for serializers that support nothing else."""
+        return asdict(self)
 
     @classmethod
-    def from_wire(cls, wire: Sequence[Mapping[str, object]]) -> Manifest:
-        return cls(tuple(TensorSpec(str(w["name"]), tuple(w["shape"]), str(w["dtype"])) for w in wire))  # type: ignore[arg-type]
+    def from_wire(cls, wire: Mapping[str, Any]) -> Manifest:
+        specs = (TensorSpec(spec["name"], tuple(spec["shape"]), spec["dtype"]) for spec in wire["tensors"])
+        return cls(tuple(specs), wire["payload"], wire["base_version"])
 
 
 @dataclass(frozen=True)
@@ -129,7 +148,7 @@ class StoredTensor:
 
 
 def checkpoint_manifest(folder: Path, dtype: str) -> Manifest:
-    """Manifest of a checkpoint folder, read from its safetensors headers alone, as tensors of `dtype`.
+    """Returns the manifest of a checkpoint directory, read from its safetensors headers, as tensors of `dtype`.
 
     Raises:
         PreflightError: as `checkpoint_files` and `stored_tensors`.
@@ -139,7 +158,7 @@ def checkpoint_manifest(folder: Path, dtype: str) -> Manifest:
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """The tensors of a checkpoint folder by their names.
+    """Returns the tensors of a checkpoint directory by name.
 
     Raises:
         PreflightError: a file is cut off or damaged, or `checkpoint_files` finds none.
@@ -148,11 +167,11 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
 
 
 def checkpoint_files(folder: Path) -> list[Path]:
-    """The files of weights that transformers or diffusers loads: others in the folder (those of another format or of
-    an earlier save, adapters) are not part of the model.
+    """Returns the weight files that transformers or diffusers loads. Other files in the directory (of another format
+    or an earlier save, adapters) are not part of the model.
 
     Raises:
-        PreflightError: there is none, or the index names a file that is not there.
+        PreflightError: there is none, or the index names a missing file.
     """
     first = next((folder / name for name in WEIGHT_FILES if (folder / name).is_file()), None)
     if first is None:
@@ -175,7 +194,7 @@ def checkpoint_files(folder: Path) -> list[Path]:
 
 
 def _header(file: Path) -> dict[str, StoredTensor]:
-    """The tensors of a safetensors file; opening it compares its header with its length."""
+    """Returns the tensors of a safetensors file; opening it compares its header with its length."""
     try:
         with safe_open(file, framework="numpy") as tensors:
             slices = {name: tensors.get_slice(name) for name in tensors.keys()}
@@ -184,7 +203,8 @@ def _header(file: Path) -> dict[str, StoredTensor]:
         raise PreflightError(f"{file} is no whole safetensors file ({error}): download or write it again") from error
 
 
-def _align(offset: int) -> int:
+def align(offset: int) -> int:
+    """Returns the first position from `offset` on at which a tensor may begin."""
     return (offset + ALIGNMENT_BYTES - 1) // ALIGNMENT_BYTES * ALIGNMENT_BYTES
 
 

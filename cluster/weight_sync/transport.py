@@ -1,12 +1,12 @@
-"""The transfer group: learner ranks that send and many receivers, apart from other process groups.
+"""The transfer group: learner ranks that send, and receivers, separate from other process groups.
 
-Each sender has a channel to all receivers, so that senders broadcast at the same time. In each channel the sender is
-rank 0; receivers have the ranks from 1 on: one each, or as many as an engine is split over. Receivers on the sender's
-host read memory that it shares with them (`shared_ring`); the others form a process group with it, over gloo or nccl.
-Bucket `i` of a push comes from sender `i % num_senders`.
-Transfer groups are numbered by epoch: members of another epoch can never meet, because the epoch is part of every key
-of the rendezvous store. A collective runs on a helper thread and is waited for with a deadline on the calling one, as
-no backend can be trusted to give up by itself. A group whose collective failed is aborted by every member that noticed.
+Each sender has a channel to all receivers, so that senders broadcast in parallel. In each channel the sender is rank 0;
+receivers have the ranks from 1 on: one, or one for each rank of a split engine. Receivers on the sender's host read
+memory that it shares with them (`shared_ring`); the others form a process group with it, over gloo or nccl. Sender
+`i % num_senders` sends bucket `i` of a push.
+Transfer groups are numbered by epoch. The epoch is part of every key of the rendezvous store, so members of different
+epochs cannot meet. A collective runs on a helper thread while the calling thread waits with a deadline, because no
+backend reliably times out. A member that notices a failed collective aborts its group.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ import torch.distributed as dist
 from mobula.cluster.environment_variables import environment_variables
 from mobula.cluster.errors import WeightSyncError
 from mobula.cluster.runtime.concurrency import DaemonThread
+from mobula.cluster.weight_sync.changes import HEADER, Base, apply_bucket, offsets
 from mobula.cluster.weight_sync.digests import digest
 from mobula.cluster.weight_sync.manifest import Bucket, Manifest
 from mobula.cluster.weight_sync.rendezvous import join_store, wait_for_members
 from mobula.cluster.weight_sync.shared_ring import Location, RingReader, RingWriter, join, listener, share
 
-ABORT_S = 10.0  # that a member waits for its own abort
-# torch's watchdog ends the process on an error or a timeout of NCCL. A group whose waits block has no watchdog, and
-# reports both as errors of the wait. torch reads the variable when it makes a group.
+ABORT_S = 10.0  # timeout of a member's abort
+# torch's watchdog ends the process on an error or a timeout of NCCL. A group with blocking waits has no watchdog, and
+# reports both as errors of the wait. torch reads the variable when it creates a group.
 WITHOUT_WATCHDOG = {"TORCH_NCCL_BLOCKING_WAIT": "1"}
 
 DIGESTS = "the digests of the weight buckets"
@@ -44,7 +45,7 @@ DIGEST_BYTES = 8
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Address and backend of one transfer group; `world_size` counts one sender and all receivers."""
+    """Address and backend of a transfer group; `world_size` counts one sender and all receivers."""
 
     host: str
     port: int
@@ -61,9 +62,9 @@ class Rendezvous:
 
 @dataclass(frozen=True)
 class _Channel:
-    """The ways between one sender and its receivers, and the thread on which bytes travel."""
+    """The connections between one sender and its receivers, and the thread that moves bytes."""
 
-    group: Any  # a process group; None where all use shared memory
+    group: Any  # a process group; None if all receivers use shared memory
     rings: tuple[RingWriter | RingReader, ...]
     thread: DaemonThread
 
@@ -88,22 +89,22 @@ class _Channel:
         if self.group is not None:
             self.group.abort()
         if any(isinstance(ring, RingReader) for ring in self.rings):
-            released[0].result()  # the caller may free the memory that it has received into
+            released[0].result()  # the caller may free the memory that it received into
 
 
 class TransferGroup:
-    """One member's end of the transfer group: a sender broadcasts to all receivers, a receiver has all senders."""
+    """A member of a transfer group: a sender broadcasts to all receivers, a receiver receives from all senders."""
 
     SENDER = 0
 
     def __init__(self, rendezvous: Rendezvous, rank: int, device: torch.device, *, sender: int = 0) -> None:
-        """Meet the others, with `rank` 0 as number `sender` of the senders; each waits for them at most
+        """Joins the group, with `rank` 0 as sender number `sender`, and waits for the other members at most
         `rendezvous.timeout_s`.
 
-        It ends with a broadcast of one byte, because NCCL makes its communicator at the first collective.
+        Ends with a broadcast of one byte, because NCCL creates its communicator at the first collective.
 
         Raises:
-            WeightSyncError: the others did not come, or the transport is unknown.
+            WeightSyncError: other members did not join, or the transport is unknown.
         """
         self.rank = rank
         self.device = device
@@ -121,13 +122,13 @@ class TransferGroup:
             raise
 
     def broadcast(self, buffer: torch.Tensor, what: str) -> None:
-        """Send `buffer` (rank 0) or fill it from the first sender (others), in place; returns when the bytes arrived.
+        """Sends `buffer` (rank 0), or fills it in place from the first sender (others); returns when the bytes
+        arrived.
 
-        It is ordered on the caller's stream: it begins after work that the caller has queued, and what the caller
-        queues later sees the bytes.
+        Ordered on the caller's stream: begins after work queued before, and work queued later sees the bytes.
 
         Raises:
-            WeightSyncError: some member died or did not take part in time, or the group is closed; it is closed then.
+            WeightSyncError: a member died or timed out, or the group is closed. The group is then closed.
         """
         self._begin(next(iter(self._channels), 0), buffer, what, self._timeout_s)()
 
@@ -139,14 +140,14 @@ class TransferGroup:
         keeps: bool,
         into: Mapping[str, torch.Tensor] = MappingProxyType({}),
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Name and tensor of everything in a push, in the manifest's order.
+        """Yields (name, tensor) of a push of whole tensors, in the manifest's order.
 
-        With `keeps` each tensor stays what it is; without, it holds until the next one is asked for, and the memory of
-        one bucket serves for all. A tensor that travels alone arrives in `into`'s of the same name, if that has its
-        shape, its dtype and no gaps, and is then not given. A receiver that stops before the end leaves the group.
+        With `keeps` the tensors stay valid; otherwise each is valid until the next one, and all use the memory of one
+        bucket. A tensor with its own bucket is received into the tensor of the same name in `into` and not yielded, if
+        that has its shape, its dtype and no gaps. A receiver that stops before the end leaves the group.
 
         Raises:
-            WeightSyncError: a broadcast failed; or, once all tensors were taken, bytes differ from those of the sender.
+            WeightSyncError: a broadcast failed; or, after the last tensor, bytes differ from those of the sender.
         """
         try:
             yield from self._buckets(manifest, bucket_bytes, keeps=keeps, into=into)
@@ -167,7 +168,7 @@ class TransferGroup:
             filled = lone_bytes(bucket, into)
             is_held = filled is not None
             if filled is None:
-                # One buffer a sender: its tensors are loaded before its next broadcast overwrites it.
+                # One buffer for each sender: its tensors are loaded before its next broadcast overwrites it.
                 if keeps or memory[sender].numel() < bucket.num_bytes:
                     memory[sender] = torch.empty(bucket.num_bytes, dtype=torch.uint8, device=self.device)
                 filled = memory[sender][: bucket.num_bytes]
@@ -181,7 +182,7 @@ class TransferGroup:
             wait()
             if not is_held:
                 yield from unpack(bucket, filled)
-            digests.append(digest(filled))  # once its tensors were taken: memory that was reused too early differs
+            digests.append(digest(filled))  # after its tensors were used, to detect memory that was reused too early
             if index + num_senders < len(buckets):
                 begin(index + num_senders)
         for sender in range(min(num_senders, len(buckets))):
@@ -190,8 +191,50 @@ class TransferGroup:
             self._begin(sender, sent, DIGESTS, self._timeout_s)()
             check_arrival(buckets[sender::num_senders], sent, arrived)
 
+    def receive_changes(self, manifest: Manifest, bucket_bytes: int, base: Base, version: int) -> None:
+        """Applies a push of payload `delta` to the tensors of `base`, which then is `version`. A receiver that fails
+        leaves the group.
+
+        Raises:
+            WeightSyncError: `base` is not the version that the changes apply to; a broadcast failed; or a tensor
+                differs from the sender's afterwards. In the last two cases `base` has no version.
+        """
+        try:
+            base.check(manifest.base_version)
+            with base.changing_to(version):
+                self._receive_changes(manifest, bucket_bytes, base.tensors)
+        except BaseException:
+            self.close()
+            raise
+
+    def _receive_changes(self, manifest: Manifest, bucket_bytes: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        buckets, num_senders = list(manifest.buckets(bucket_bytes)), max(1, len(self._channels))
+        for first in range(0, len(buckets), num_senders):
+            # The buckets of a round travel in parallel, one from each sender.
+            headers, bodies = [], []
+            for sender, bucket in enumerate(buckets[first : first + num_senders]):
+                header = torch.empty(len(bucket.slots), HEADER, dtype=torch.int64, device=self.device)
+                what = f"the header of weight bucket {first + sender}"
+                headers.append((bucket, header, self._begin(sender, header, what, self._timeout_s)))
+            for sender, (bucket, header, wait) in enumerate(headers):
+                wait()
+                rows = header.tolist()
+                body = torch.empty(offsets(bucket, rows)[-1], dtype=torch.uint8, device=self.device)
+                what = f"the changes of weight bucket {first + sender} ({body.numel()} bytes)"
+                has_body = body.numel() > 0
+                bodies.append((bucket, rows, body, has_body and self._begin(sender, body, what, self._timeout_s)))
+            for bucket, rows, body, arrive in bodies:
+                if arrive:
+                    arrive()
+                wrong = apply_bucket(bucket, rows, body, tensors)
+                if wrong:
+                    named = ", ".join(wrong[:3]) + (", ..." if len(wrong) > 3 else "")
+                    raise WeightSyncError(
+                        f"{len(wrong)} tensors differ from the learner's after its changes were applied ({named})"
+                    )
+
     def _begin(self, sender: int, buffer: torch.Tensor, what: str, timeout_s: float) -> Callable[[], None]:
-        """Begin one broadcast; returns a function that waits for its end."""
+        """Begins one broadcast; returns a function that waits for its end."""
         if sender not in self._channels:
             raise WeightSyncError(f"{what}: this member has left transfer epoch {self._epoch}")
         channel = self._channels[sender]
@@ -219,9 +262,10 @@ class TransferGroup:
         return wait
 
     def close(self) -> None:
-        """Leave the group, once or again. Over gloo the others fail at once, over NCCL at their own deadline.
+        """Leaves the group; does nothing the second time. Over gloo the other members fail at once, over NCCL at
+        their deadline.
 
-        A collective of NCCL that hangs cannot be cancelled, but aborted: its kernels end, and the memory is free.
+        A hanging NCCL collective cannot be cancelled but aborted: its kernels end, and the memory is free.
         """
         channels, self._channels = self._channels, {}
         aborting = []
@@ -241,7 +285,7 @@ def _open_channel(rendezvous: Rendezvous, rank: int, sender: int, device: torch.
         store = join_store(rendezvous.host, rendezvous.port, prefix, timeout_s)
         with listener() as listening:
             here = Location.here(device, listening.getsockname(), shares=rendezvous.same_host == "memory")
-            # NCCL's init has no deadline and cannot be aborted, so it begins when all are there.
+            # NCCL's init has no deadline and cannot be aborted, so it begins after all members arrived.
             texts = wait_for_members(store, rank, rendezvous.world_size, timeout_s, here.to_text())
             members = [Location.from_text(text) for text in texts]
             ways = {n: members[0].way_to(member, rendezvous.transport) for n, member in enumerate(members) if n > 0}
@@ -274,7 +318,8 @@ def _open_group(rendezvous: Rendezvous, store: dist.Store, rank: int, world_size
 
 
 def lone_bytes(bucket: Bucket, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-    """The bytes, uint8, of a bucket's only tensor where it lies in `tensors`; None if they are not the bucket's own."""
+    """Returns the bytes, uint8, of the only tensor of a bucket in the memory of `tensors`; None if the bucket has more
+    tensors, or that memory another layout."""
     spec = bucket.slots[0].spec
     if len(bucket.slots) > 1 or spec.name not in tensors:
         return None
@@ -284,7 +329,7 @@ def lone_bytes(bucket: Bucket, tensors: Mapping[str, torch.Tensor]) -> torch.Ten
 
 
 def pack(bucket: Bucket, tensors: dict[str, torch.Tensor], buffer: torch.Tensor) -> torch.Tensor:
-    """Copy the bucket's tensors into the front of `buffer` (uint8); returns the filled part."""
+    """Copies the tensors of a bucket into the front of `buffer` (uint8); returns the filled part."""
     for slot in bucket.slots:
         source = tensors[slot.spec.name].detach().to(getattr(torch, slot.spec.dtype)).contiguous()
         view = buffer[slot.offset : slot.offset + slot.spec.num_bytes]
@@ -293,7 +338,7 @@ def pack(bucket: Bucket, tensors: dict[str, torch.Tensor], buffer: torch.Tensor)
 
 
 def unpack(bucket: Bucket, buffer: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-    """Name and view of each tensor in a filled bucket; the views share the buffer's memory."""
+    """Returns name and view of each tensor in a filled bucket; the views share the buffer's memory."""
     return [
         (
             slot.spec.name,
@@ -306,17 +351,17 @@ def unpack(bucket: Bucket, buffer: torch.Tensor) -> list[tuple[str, torch.Tensor
 
 
 def with_digest(packed: torch.Tensor) -> np.ndarray:
-    """A packed bucket as uint8 in host memory, and its digest in `DIGEST_BYTES` behind it."""
+    """Returns a packed bucket as uint8 in host memory, followed by its digest in `DIGEST_BYTES`."""
     return torch.cat([packed.cpu(), digest(packed).cpu().reshape(1).view(torch.uint8)]).numpy()
 
 
 def unpack_all(
     manifest: Manifest, bucket_bytes: int, packed: Iterable[np.ndarray]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and tensor of everything in an exported push, whose buckets have their digests behind them.
+    """Yields (name, tensor) of an exported push, whose buckets are followed by their digests.
 
     Raises:
-        WeightSyncError: once all tensors were taken: the bytes of a bucket have another digest.
+        WeightSyncError: after the last tensor: the bytes of a bucket have another digest.
     """
     buckets, sent, arrived = list(manifest.buckets(bucket_bytes)), [], []
     for bucket, data in zip(buckets, packed, strict=True):
@@ -329,10 +374,10 @@ def unpack_all(
 
 
 def check_arrival(buckets: Sequence[Bucket], sent: torch.Tensor, arrived: Sequence[torch.Tensor]) -> None:
-    """Compare the digests of the sender, int64 [number of buckets], with those of the bytes that arrived.
+    """Compares the sender's digests, int64 [number of buckets], with those of the received bytes.
 
     Raises:
-        WeightSyncError: names the buckets that differ.
+        WeightSyncError: names the different buckets.
     """
     is_other = (sent != torch.stack(list(arrived))).tolist()
     wrong = [bucket for bucket, differs in zip(buckets, is_other, strict=True) if differs]
@@ -344,6 +389,6 @@ def check_arrival(buckets: Sequence[Bucket], sent: torch.Tensor, arrived: Sequen
 
 
 def _named(bucket: Bucket) -> str:
-    """The bucket by its tensors."""
+    """Returns a name of the bucket, after its tensors."""
     first, others = bucket.slots[0].spec.name, len(bucket.slots) - 1
     return f"{first} and {others} more tensors" if others else first

@@ -1,4 +1,4 @@
-"""WeightSync: bring every rollout actor to one version, a few at a time, and prove it."""
+"""WeightSync: brings every rollout actor to one version, in waves, and verifies it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -22,6 +23,7 @@ from mobula.cluster.errors import (
 )
 from mobula.cluster.records.trajectory import Prompt
 from mobula.cluster.runtime.concurrency import outcomes
+from mobula.cluster.weight_sync.changes import PushedChanges, VersionStep
 from mobula.cluster.weight_sync.interfaces import Members, Receiver, Sender
 from mobula.cluster.weight_sync.manifest import Manifest
 from mobula.cluster.weight_sync.tolerance import Gap, Tolerance
@@ -31,23 +33,25 @@ _logger = logging.getLogger(__name__)
 
 _Outcomes = Mapping[Receiver, BaseException | None]  # the error of each receiver, None where it succeeded
 
-RECEIVER_LOST = (WorkerDiedError, DeadlineError, RolloutError)  # it is gone itself; others may be a peer's fault
+RECEIVER_LOST = (WorkerDiedError, DeadlineError, RolloutError)  # the receiver itself failed; others may be a peer's
 
 
 @dataclass(frozen=True)
 class Push:
-    """Times of one push, and the result of its canary."""
+    """Size and time of one push, and the result of its canary."""
 
     version: int
-    num_bytes: int
+    num_bytes: int  # sent to each receiver of the last wave
     seconds: float
-    canary_gap: float | None  # mean absolute log-prob difference; None where the canary did not run
-    num_lost: int = 0  # receivers that did not survive it
+    canary_gap: float | None  # mean absolute log-prob difference; None if the canary did not run
+    num_lost: int = 0  # receivers that were lost
+    num_resent: int = 0  # receivers that missed the push and were sent whole tensors
+    changed_share: float | None = None  # of all elements, since the push before; None for whole tensors
 
 
 @dataclass(frozen=True)
 class _Wave:
-    """Receivers that are updated together, and the transfer group in which they meet the sender."""
+    """Receivers that are updated together, and their transfer group with the sender."""
 
     epoch: int
     receivers: tuple[Receiver, ...]
@@ -55,35 +59,40 @@ class _Wave:
 
 @dataclass(frozen=True)
 class _Underway:
-    """A push that is not over."""
+    """A push in progress."""
 
     version: int
     manifest: Manifest
     num_receivers: int
     started: float  # time.monotonic()
-    reached: set[Receiver] = field(default_factory=set)  # that hold these very weights
+    reached: set[Receiver] = field(default_factory=set)  # receivers with exactly these weights
+    resent: set[Receiver] = field(default_factory=set)  # receivers that missed it
 
 
 @dataclass(frozen=True)
 class _Sent:
-    """A wave that the sender has sent everything to; `arrivals` holds the outcome of each of its receivers."""
+    """A wave to which everything was sent; `arrivals` has the outcome of each of its receivers."""
 
     wave: _Wave
     arrivals: asyncio.Future[list[Any]]
+    changes: PushedChanges | None  # None: whole tensors
 
 
 class WeightSync:
-    """Pushes the learner's weights to all receivers over transfer groups, `wave_size` of them at a time.
+    """Pushes the learner's weights to all receivers over transfer groups, `wave_size` receivers at a time.
 
-    While one wave receives, the engines of the others go on generating. The order within a wave: every receiver agrees
-    to the manifest; sender and receivers broadcast; every receiver names its version; the canary compares log-probs of
-    a probe prompt (with an image) with the learner's. The learner is needed until it has sent the last wave and scored
-    the probe: within `settling()` it may go on then, while the receivers of that wave load what they have and score it.
+    While one wave receives, the engines of the others generate. Order within a wave: every receiver checks the
+    manifest; sender and receivers broadcast; every receiver returns its version; the canary compares log-probs of a
+    probe prompt (with an image) with the learner's. The learner is needed until it has sent the last wave and scored
+    the probe: within `settling()` it may then continue, while the receivers of that wave load the weights and score it.
 
-    A transfer group is numbered by its epoch and never repaired. When the sender fails, the receivers that died or did
-    not answer are lost, and those that failed with them push again in a group of a new epoch. A receiver that is alive
-    and has not got what the sender has sent is given what the learner then has, as a late joiner is. No engine is left
-    on weights of unknown origin: a receiver has the new version, or a newer one, or it is lost.
+    A transfer group is numbered by its epoch and never repaired. If the sender fails, receivers that died or did not
+    answer are lost, and the others receive the push again in a group of a new epoch. A living receiver that missed a
+    push gets the learner's current weights, as a late joiner. So a receiver has the new version, a newer one, or it is
+    lost.
+
+    With a manifest of payload `delta`, a wave gets the changes since the version of the push before if all of its
+    receivers hold that version, and otherwise whole tensors; so do further attempts.
     """
 
     def __init__(
@@ -99,8 +108,11 @@ class WeightSync:
         ranks_of_receiver: int = 1,
         probe: Prompt,
     ) -> None:
-        """`wave_size` 0 is all at once; a receiver takes `ranks_of_receiver` ranks of a transfer group; `max_attempts`
-        bounds how often a wave is sent to, and a receiver given weights, in one push.
+        """
+        Args:
+            wave_size: 0 updates all receivers at once.
+            max_attempts: of a push to a wave, and of giving weights to a receiver that missed it.
+            ranks_of_receiver: ranks of a transfer group that a receiver takes.
         """
         self._sender = sender
         self._members = members
@@ -117,6 +129,8 @@ class WeightSync:
         self._announced = -1
         self._manifest: Manifest | None = None
         self._agreed: set[int] = set()  # receivers, by identity, that have agreed to the manifest
+        self._held = WeakKeyDictionary[Receiver, int]()  # versions of receivers that hold exactly these weights
+        self._base_version: int | None = None  # that the sender holds for changes
         self._waves: list[_Wave] = []
         self._epoch = 0
         self._one_push = asyncio.Lock()
@@ -127,24 +141,23 @@ class WeightSync:
         self.num_pushes = 0
 
     def on_announced(self, listener: Callable[[int], None]) -> None:
-        """Call `listener` with the version once its push is under way; every receiver will have it or be lost."""
+        """Calls `listener` with the version when its push has begun; every receiver will have it or be lost."""
         self._announcement_listeners.append(listener)
 
     def on_arrived(self, listener: Callable[[int], Awaitable[None]]) -> None:
-        """Call `listener` with the version of every push whose receivers have it, before they are compared with the
-        learner."""
+        """Calls `listener` with the version when all receivers of a push have it, before the canary."""
         self._arrival_listeners.append(listener)
 
     def on_published(self, listener: Callable[[Push], Awaitable[None]]) -> None:
-        """Call `listener` after every push that succeeded."""
+        """Calls `listener` after every successful push."""
         self._listeners.append(listener)
 
     @asynccontextmanager
     async def settling(self) -> AsyncIterator[None]:
-        """While the body runs, `publish` returns once all is sent, and receivers settle beside it.
+        """While the body runs, `publish` returns once everything is sent; receivers settle in the background.
 
         Raises:
-            WeightSyncError, ManifestError: what `publish` raises of receivers; the body was cancelled.
+            WeightSyncError, ManifestError: errors of receivers, as from `publish`; the body was cancelled.
         """
         async with background_tasks() as self._tasks:
             try:
@@ -154,22 +167,22 @@ class WeightSync:
                 self._tasks = None
 
     async def settled(self) -> None:
-        """Wait until every receiver serves what was published last, or is lost."""
+        """Waits until every receiver serves the last published version, or is lost."""
         if self._settling is not None:
             await self._settling
             self._settling = None
 
     async def publish(self, version: int) -> int:
-        """Bring all receivers to `version`; returns it. A push waits for the receivers of the one before it.
+        """Brings all receivers to `version`; returns it. Waits for the receivers of the push before.
 
         Raises:
             ManifestError: a receiver's checkpoint has other tensors; nothing was sent to it.
-            WeightSyncError: the receivers of a wave live, and yet no attempt got the weights through.
-            CanaryError: the weights arrived, and no engine computes what the learner computes.
-            WorkerDiedError, DeadlineError: the sender is gone.
+            WeightSyncError: all attempts failed, although the receivers of a wave live.
+            CanaryError: the weights arrived, but no engine computes the learner's log-probs.
+            WorkerDiedError, DeadlineError: the sender died.
         """
         async with self._one_push:
-            # Receivers of the push before may still load: this one must not overtake it.
+            # Receivers may still load the push before: this one must not overtake it.
             await self.settled()
             started = time.monotonic()
             manifest = await self._agreed_manifest()
@@ -177,11 +190,12 @@ class WeightSync:
             push = _Underway(version, manifest, len(receivers), started)
             self._members.announced(version)
             sent: _Sent | None = None
-            for wave in self._cut(receivers):
-                # Wave after wave: engines of the other waves sample meanwhile.
+            waves = self._cut(receivers)
+            for number, wave in enumerate(waves, start=1):
+                # One wave after the other: engines of the other waves sample meanwhile.
                 await self._arrive(push, sent)
-                sent = await self._send(push, wave)
-            await self._announce(version)  # where there was no receiver
+                sent = await self._send(push, wave, is_last=number == len(waves))
+            await self._announce(version)  # if there was no receiver
             await self._canary_tolerance.rounding.measure(self._sender, self._probe)
             expected = await self._expected() if self._is_canary_due() else None
             self.num_pushes += 1
@@ -193,22 +207,32 @@ class WeightSync:
         return version
 
     async def _settle(self, push: _Underway, sent: _Sent | None, expected: np.ndarray | None) -> None:
-        """See the last wave of a push to its end, and tell of the push. `expected` is what the canary compares with."""
+        """Waits for the last wave of a push, runs the canary and calls the listeners.
+
+        Args:
+            expected: float32 [P - 1], the learner's log-probs of the probe; None skips the canary.
+        """
+        changes = None if sent is None else sent.changes
         await self._arrive(push, sent)
         for arrival_listener in self._arrival_listeners:
             await arrival_listener(push.version)
         gap = None if expected is None else await self._canary(push, expected)
         self._members.published(push.version)
         num_lost = max(0, push.num_receivers - len(self._members.receivers()))
-        done = Push(push.version, push.manifest.num_bytes, time.monotonic() - push.started, gap, num_lost)
+        seconds, num_resent = time.monotonic() - push.started, len(push.resent)
+        if changes is None:
+            done = Push(push.version, push.manifest.num_bytes, seconds, gap, num_lost, num_resent)
+        else:
+            share = changes.num_changed / max(1, push.manifest.num_elements)
+            done = Push(push.version, changes.num_bytes, seconds, gap, num_lost, num_resent, share)
         for listener in self._listeners:
             await listener(done)
 
     async def admit(self, receiver: Receiver) -> int:
-        """Bring a late joiner to the learner's version through the object store; returns that version.
+        """Brings a late joiner to the learner's version through the object store; returns that version.
 
-        Joiner and pushes do not wait for each other: the joiner may serve once the published version is its own, and
-        takes part in later pushes.
+        Joiner and pushes do not wait for each other: the joiner may serve once its version is published, and takes part
+        in later pushes.
         """
         manifest = await self._sender.manifest()
         await receiver.check_manifest(manifest)
@@ -221,9 +245,10 @@ class WeightSync:
         loaded = await receiver.weight_version()
         if loaded != version:
             raise WeightSyncError(f"{receiver.name} was given version {version} and is at {loaded}")
+        self._held[receiver] = version
 
     async def _agreed_manifest(self) -> Manifest:
-        """The manifest, after each receiver that has not yet compared it with its checkpoint has done so."""
+        """Returns the manifest, after every new receiver has compared it with its checkpoint."""
         if self._manifest is None:
             self._manifest = await self._sender.manifest()
         manifest = self._manifest
@@ -241,38 +266,51 @@ class WeightSync:
         size = self._wave_size or max(1, len(receivers))
         return [tuple(receivers[i : i + size]) for i in range(0, len(receivers), size)]
 
-    async def _send(self, push: _Underway, receivers: tuple[Receiver, ...]) -> _Sent | None:
+    async def _send(self, push: _Underway, receivers: tuple[Receiver, ...], *, is_last: bool) -> _Sent | None:
         """Sends to one wave, in up to `max_attempts` epochs; None if all of its receivers are lost."""
         waiting, last = receivers, BaseException()
+        base = self._base_version
+        has_base = base is not None and all(self._held.get(receiver) == base for receiver in receivers)
+        step = VersionStep(push.version, base if has_base else None, is_last)
+        if is_last:
+            self._base_version = None
         for _ in range(self._max_attempts):
-            attempt = await self._try_to_send(push, waiting)
+            attempt = await self._try_to_send(push, waiting, step)
             if isinstance(attempt, _Sent):
+                if is_last:
+                    self._base_version = push.version
                 return attempt
+            step = replace(step, base_version=None)
             failed = self._living(attempt)
             if not failed:
                 return None
+            push.resent.update(failed)
             waiting, last = tuple(failed), next(iter(failed.values()))
             _logger.warning("version %d goes out again to %s: %s", push.version, _names(waiting), last)
         raise self._not_reached(push, waiting, last)
 
-    async def _try_to_send(self, push: _Underway, receivers: tuple[Receiver, ...]) -> _Sent | _Outcomes:
-        """Sends one broadcast to `receivers`; returns the outcome of each if the sender could not send everything."""
+    async def _try_to_send(
+        self, push: _Underway, receivers: tuple[Receiver, ...], step: VersionStep
+    ) -> _Sent | _Outcomes:
+        """Sends one push to `receivers`; returns the outcome of each if the sender could not send everything."""
+        is_delta = push.manifest.payload == "delta"
+        manifest = replace(push.manifest, base_version=step.base_version) if is_delta else push.manifest
         try:
             wave = await self._meet(receivers)
         except _NotMet as failure:
             return failure.outcomes
         # Receivers first: a broadcast that begins without them would wait for its deadline.
-        arrivals = asyncio.gather(*(self._receive(push, r) for r in receivers), return_exceptions=True)
+        arrivals = asyncio.gather(*(self._receive(push, r, manifest) for r in receivers), return_exceptions=True)
         try:
             sent, error = await outcomes(
-                self._sender.send_weights(self._bucket_bytes, wave.epoch),
-                self._announce(push.version),  # behind the calls: what it sets off comes after them
+                self._sender.send_weights(self._bucket_bytes, wave.epoch, step if is_delta else None),
+                self._announce(push.version),  # after the calls, so that calls of listeners follow them
             )
         except BaseException:
             arrivals.cancel()
             raise
-        if sent is None and error is None:
-            return _Sent(wave, arrivals)
+        if not isinstance(sent, BaseException) and error is None:
+            return _Sent(wave, arrivals, sent)
         arrived = dict(zip(receivers, await arrivals, strict=True))  # None: the receiver has all of the version
         if error is not None:
             raise error
@@ -288,7 +326,7 @@ class WeightSync:
                 listener(version)
 
     async def _arrive(self, push: _Underway, sent: _Sent | None) -> None:
-        """Wait for the receivers of a wave that was sent to."""
+        """Waits for the receivers of a wave."""
         if sent is None:
             return
         arrived: _Outcomes = dict(zip(sent.wave.receivers, await sent.arrivals, strict=True))
@@ -302,6 +340,7 @@ class WeightSync:
             if not failed:
                 return
             _logger.warning("version %d did not arrive: %s", push.version, "; ".join(map(str, failed.values())))
+            push.resent.update(failed)
             version, packed = await self._sender.export_weights(self._bucket_bytes)
             loads = await outcomes(*(self._load(r, push.manifest, packed, version) for r in failed))
             for receiver, error in zip(failed, loads, strict=True):
@@ -312,7 +351,7 @@ class WeightSync:
             raise self._not_reached(push, tuple(failed), next(iter(failed.values())))
 
     def _living(self, results: _Outcomes) -> dict[Receiver, BaseException]:
-        """The receivers that failed and are alive, with their errors; the others that failed are lost.
+        """Returns the living receivers that failed, with their errors; marks the other failed receivers as lost.
 
         Raises:
             ManifestError: a receiver's checkpoint has other tensors.
@@ -335,25 +374,27 @@ class WeightSync:
         error.__cause__ = last
         return error
 
-    async def _receive(self, push: _Underway, receiver: Receiver) -> None:
-        received = await receiver.receive_weights(push.manifest, self._bucket_bytes, push.version)
+    async def _receive(self, push: _Underway, receiver: Receiver, manifest: Manifest) -> None:
+        self._held.pop(receiver, None)
+        received = await receiver.receive_weights(manifest, self._bucket_bytes, push.version)
         if received != push.version:
             raise WeightSyncError(f"after the push of version {push.version}: {receiver.name} is at {received}")
         self._has(push, receiver, push.version)
 
     def _has(self, push: _Underway, receiver: Receiver, version: int) -> None:
+        self._held[receiver] = version
         if version == push.version:
             push.reached.add(receiver)
         self._members.synced(receiver, version)
 
     async def _meet(self, receivers: tuple[Receiver, ...]) -> _Wave:
-        """Returns the transfer group of exactly these receivers; makes one in a new epoch if there is none."""
+        """Returns the transfer group of exactly these receivers; opens one in a new epoch if there is none."""
         for wave in self._waves:
             if wave.receivers == receivers:
                 return wave
         for wave in [w for w in self._waves if set(w.receivers) & set(receivers) or self._is_empty(w)]:
             await self._disband(wave)
-        # Never an epoch twice: a late member of the group before must not join this one.
+        # Every epoch is new: a late member of an earlier group must not join this one.
         self._epoch += 1
         wave = _Wave(self._epoch, receivers)
         width = self._ranks_of_receiver
@@ -372,7 +413,8 @@ class WeightSync:
         return wave
 
     def _is_canary_due(self) -> bool:
-        """At the first push, at each one until the weights have changed, and then at every `canary_interval`-th.
+        """Whether to compare log-probs: at the first push, at each push until the weights have changed, and then at
+        every `canary_interval`-th.
 
         An engine that keeps old weights equals the learner until the learner's weights change.
         """
@@ -380,7 +422,7 @@ class WeightSync:
         return is_on and (not self._has_checked_changed or self.num_pushes % self._canary_interval == 0)
 
     async def _expected(self) -> np.ndarray:
-        """The learner's log-probs of the probe."""
+        """Returns the learner's log-probs of the probe."""
         expected = await self._sender.sequence_logprobs(self._probe)
         if self._first_expected is None:
             self._first_expected = expected
@@ -389,7 +431,7 @@ class WeightSync:
         return expected
 
     def _is_empty(self, wave: _Wave) -> bool:
-        """Whether no engine of the wave receives any more."""
+        """Whether all engines of the wave have left."""
         return not set(wave.receivers) & set(self._members.receivers())
 
     async def _disband(self, wave: _Wave) -> None:

@@ -78,7 +78,7 @@ def _roles_have_workers(config: RunConfig) -> str | None:
 
 def _slept_weights_come_back(config: RunConfig) -> str | None:
     resources = config.resources
-    if not resources.colocated or resources.sleep_level == 1 or config.weight_sync.payload == "weights":
+    if not resources.colocated or resources.sleep_level == 1 or config.weight_sync.payload != "adapters":
         return None
     return (
         f"resources.sleep_level={resources.sleep_level} discards the weights of a sleeping engine, and a push with "

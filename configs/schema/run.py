@@ -132,10 +132,12 @@ class TracingConfig(Section):
 class WeightSyncConfig(Section):
     """Transfer of the learner's weights to the rollout actors."""
 
-    payload: Literal["weights", "adapters"] = "weights"
-    """Content of a push: `weights` with adapters merged; or `adapters`, which the receiver merges into the weights of
-    the checkpoint. Weights in `policy.freeze` are sent only where engines lack them (`resources.sleep_level=2`), or
-    where vLLM loads them as one layer with trained ones."""
+    payload: Literal["weights", "adapters", "delta"] = "weights"
+    """Content of a push: `weights` with adapters merged; `adapters`, which the receiver merges into the weights of the
+    checkpoint; or `delta`, the elements of the weights whose value in `resources.dtype` changed since the push before.
+    `delta` needs a copy of the weights in the host memory of the learner, and in that of each rank of a vLLM engine.
+    Weights in `policy.freeze` are sent only where engines lack them (`resources.sleep_level=2`), or where vLLM loads
+    them as one layer with trained ones."""
     bucket_bytes: PositiveInt = 64 * 2**20
     """Largest size of the buckets that tensors are packed into."""
     max_senders: PositiveInt = 4

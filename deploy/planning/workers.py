@@ -109,10 +109,11 @@ def worker_memory(config: RunConfig, shape: ModelShape, role: str) -> WorkerMemo
     extra = _kept(config, shape, kind) if config.resources.device == "cpu" else {}
     processes = config.resources.rollout.tensor_parallel if kind == "rollout" else 1
     shared = _shared(config) if kind == "learner" else {}
+    pushed = _pushed_copy(config, shape, kind) if config.weight_sync.payload == "delta" else {}
     device = {phase: {**parts, **shared.get("cuda", {})} for phase, parts in memory.device.items()}
     return WorkerMemory(
         _with_context(config, device),
-        {"process": processes * _process(config, role), **extra, **memory.host, **shared.get("cpu", {})},
+        {"process": processes * _process(config, role), **extra, **memory.host, **shared.get("cpu", {}), **pushed},
         memory.gpu_share,
     )
 
@@ -139,6 +140,16 @@ def _shared(config: RunConfig) -> dict[str, Parts]:
     devices = ["cpu"] if resources.transport == "gloo" else []
     devices += ["cuda"] if resources.device == "cuda" and resources.colocated else []
     return {device: {"shared": num_waves * NUM_CHUNKS * CHUNK_BYTES[device]} for device in devices}
+
+
+def _pushed_copy(config: RunConfig, shape: ModelShape, kind: str) -> dict[str, int]:
+    """Returns the host memory of the pushed weights that changes apply to: in learner ranks that send, each its part,
+    and in every rank of a vLLM engine."""
+    whole, resources = DTYPE_BYTES[config.resources.dtype] * shape.num_parameters, config.resources
+    if kind == "learner":
+        return {"pushed": ceil(whole / min(config.weight_sync.max_senders, resources.learner.num_workers))}
+    is_engine = kind == "rollout" and config.sampler.kind is SamplerKind.VLLM
+    return {"pushed": resources.rollout.tensor_parallel * whole} if is_engine else {}
 
 
 def _process(config: RunConfig, role: str) -> int:

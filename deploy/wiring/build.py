@@ -506,6 +506,10 @@ async def _after_push(push: Push, *, metrics: Metrics, observe: Callable[[], Non
     metrics.start_up.ended("first push", push.seconds)
     metrics.observe(MetricName.PUSH_SECONDS, push.seconds)
     metrics.observe(MetricName.PUSH_BYTES, push.num_bytes)
+    if push.changed_share is not None:
+        metrics.observe(MetricName.PUSH_CHANGED_SHARE, push.changed_share)
+    if push.num_resent:
+        metrics.count(CounterName.WEIGHT_RESENDS, "missed", push.num_resent)
     if push.canary_gap is not None:
         metrics.observe(MetricName.CANARY, push.canary_gap)
     observe()

@@ -52,7 +52,7 @@ class AdapterPush:
 
     def is_meant_by(self, manifest: Manifest) -> bool:
         """Whether a push sends adapters; else it sends weights, which any engine can load."""
-        return any(spec.name.endswith((f".{A}", f".{B}")) for spec in manifest.tensors)
+        return manifest.payload == "adapters"
 
 
 def adapted_modules(
@@ -105,7 +105,7 @@ def _linear_layers(manifest: Manifest, matrices: Iterable[str], shape: ModelShap
 
 
 def adapter_manifest(manifest: Manifest, policy: PolicyConfig, shape: ModelShape | None = None) -> Manifest:
-    """Manifest of a push of adapters; `manifest` is for a push of all weights."""
+    """Returns the manifest of a push of adapters; `manifest` is for a push of all weights."""
     rank = policy.lora.rank
     return Manifest(
         tuple(
@@ -115,7 +115,8 @@ def adapter_manifest(manifest: Manifest, policy: PolicyConfig, shape: ModelShape
                 TensorSpec(f"{module}.{A}", (rank, columns), DTYPE),
                 TensorSpec(f"{module}.{B}", (rows, rank), DTYPE),
             )
-        )
+        ),
+        "adapters",
     )
 
 

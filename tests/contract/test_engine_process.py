@@ -28,6 +28,7 @@ from waiting import wait_until
 
 from mobula.cluster.errors import DeadlineError, EngineDiedError, RolloutError
 from mobula.cluster.roles import SamplingSettings
+from mobula.cluster.weight_sync.changes import VersionStep
 from mobula.cluster.weight_sync.transport import Rendezvous
 from mobula.deploy.host.processes import ProcessId
 from mobula.learner.learner import Learner
@@ -52,9 +53,9 @@ class KillsTheCore(LocalSender):
     async def open_transfer(self, epoch: int, num_receivers: int) -> Rendezvous:
         return replace(await super().open_transfer(epoch, num_receivers), timeout_s=HUNG_S)
 
-    async def send_weights(self, bucket_bytes: int, epoch: int) -> None:
+    async def send_weights(self, bucket_bytes: int, epoch: int, step: VersionStep | None = None) -> None:
         os.kill(self._core.pid, signal.SIGKILL)
-        await super().send_weights(bucket_bytes, epoch)
+        await super().send_weights(bucket_bytes, epoch, step)
 
 
 @pytest.fixture

@@ -33,6 +33,7 @@ from members import FixedMembers
 from mobula.cluster.errors import CanaryError, ManifestError, WeightSyncError, WorkerDiedError
 from mobula.cluster.records.trajectory import TrajectoryGroup
 from mobula.cluster.roles import SamplingSettings
+from mobula.cluster.weight_sync.changes import VersionStep
 from mobula.cluster.weight_sync.manifest import TensorSpec
 from mobula.cluster.weight_sync.tolerance import Tolerance
 from mobula.cluster.weight_sync.transport import Rendezvous
@@ -125,11 +126,11 @@ async def test_an_engine_samples_on_until_a_push_has_arrived_or_failed(engine: E
         async def open_transfer(self, epoch: int, num_receivers: int) -> Rendezvous:
             return replace(await super().open_transfer(epoch, num_receivers), timeout_s=5.0)
 
-        async def send_weights(self, bucket_bytes: int, epoch: int) -> None:
+        async def send_weights(self, bucket_bytes: int, epoch: int, step: VersionStep | None = None) -> None:
             self.meanwhile = await engine.sample(engine.model.probe)
             if self.error is not None:
                 raise self.error
-            await super().send_weights(bucket_bytes, epoch)
+            await super().send_weights(bucket_bytes, epoch, step)
 
     sender = Slow(learner)
     sync = weight_sync(engine, sender)
@@ -316,11 +317,11 @@ async def test_a_late_joiner_with_another_model_is_refused_by_name(engine: Engin
 class SwappedBytes(LocalSender):
     """A sender that puts two tensors of one shape under each other's names: no manifest can tell."""
 
-    async def send_weights(self, bucket_bytes: int, epoch: int) -> None:
+    async def send_weights(self, bucket_bytes: int, epoch: int, step: VersionStep | None = None) -> None:
         true = copied(self.learner)
         first, second = twins(true)
         restore(self.learner, true | {first: true[second], second: true[first]})
-        await super().send_weights(bucket_bytes, epoch)
+        await super().send_weights(bucket_bytes, epoch, step)
         restore(self.learner, true)
 
 
@@ -363,7 +364,7 @@ class Silent(LocalSender):
     async def open_transfer(self, epoch: int, num_receivers: int) -> Rendezvous:
         return replace(await super().open_transfer(epoch, num_receivers), timeout_s=3.0)
 
-    async def send_weights(self, bucket_bytes: int, epoch: int) -> None:
+    async def send_weights(self, bucket_bytes: int, epoch: int, step: VersionStep | None = None) -> None:
         self.num_sent += 1
 
 
@@ -382,7 +383,7 @@ async def test_a_sender_that_dies_ends_the_push_in_time_and_a_reload_brings_the_
     engine: Engine, learner: Learner
 ) -> None:
     class Dead(Silent):
-        async def send_weights(self, bucket_bytes: int, epoch: int) -> None:
+        async def send_weights(self, bucket_bytes: int, epoch: int, step: VersionStep | None = None) -> None:
             raise WorkerDiedError("learner/0 died")
 
     started = time.monotonic()

@@ -25,6 +25,7 @@ from mobula.cluster.records.partial_response import Attempt
 from mobula.cluster.records.trajectory import GroupReport, Prompt, Response, ScoredGroup, TrajectoryGroup
 from mobula.cluster.roles import SamplingSettings, UpdateReport
 from mobula.cluster.runtime.object_store import fetch, fetch_or_miss
+from mobula.cluster.weight_sync.changes import VersionStep
 from mobula.cluster.weight_sync.manifest import Manifest, TensorSpec
 from mobula.cluster.weight_sync.transport import Rendezvous, TransferGroup, unpack_all
 from mobula.learner.backends.process_group import RankRendezvous
@@ -175,7 +176,7 @@ class SmallLearner:
     def leave_transfer(self, epoch: int) -> None:
         self._publisher.leave_transfer(epoch)
 
-    def send_weights(self, bucket_bytes: int, epoch: int) -> None:
+    def send_weights(self, bucket_bytes: int, epoch: int, step: VersionStep | None = None) -> None:
         if self._rank == 0:
             self._saboteur.moment("sending")
         self._publisher.send(bucket_bytes, epoch)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from mobula.actors.samplers.vllm.weights import JoinInfo, MobulaWeightTransferEngine
+from mobula.cluster.weight_sync.changes import VersionStep
 from mobula.cluster.weight_sync.manifest import Manifest, TensorSpec
 from mobula.cluster.weight_sync.tolerance import Tolerance
 from mobula.cluster.weight_sync.transport import Rendezvous
@@ -50,7 +51,10 @@ def rank_process(own_rank: int, calls: Connection) -> None:
             calls.send(engine._group.rank)
         else:
             calls.send(
-                {name: tensor.clone() for name, tensor in engine.receive(Manifest.from_wire(argument), BUCKET_BYTES)}
+                {
+                    name: tensor.clone()
+                    for name, tensor in engine.receive(Manifest.from_wire(argument), BUCKET_BYTES, version=0)
+                }
             )
     engine.shutdown()
 
@@ -109,7 +113,7 @@ class Sender:
     async def join_transfer(self, rendezvous: Rendezvous) -> None:
         await asyncio.to_thread(self._publisher.join_transfer, rendezvous)
 
-    async def send_weights(self, bucket_bytes: int, epoch: int) -> None:
+    async def send_weights(self, bucket_bytes: int, epoch: int, step: VersionStep | None = None) -> None:
         await asyncio.to_thread(self._publisher.send, bucket_bytes, epoch)
 
 

@@ -153,7 +153,8 @@ class AlteredManifest(LocalSender):
         self._alter = alter
 
     async def manifest(self) -> Manifest:
-        return Manifest(self._alter(self.learner.manifest().tensors))
+        manifest = self.learner.manifest()
+        return replace(manifest, tensors=self._alter(manifest.tensors))
 
 
 def dropped(tensors: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
@@ -278,14 +279,15 @@ def weight_sync(
     tolerance: Tolerance = EXACT,
     members: FixedMembers | None = None,
     ranks_of_receiver: int = 1,
+    max_attempts: int = 1,
 ) -> WeightSync:
-    """The push of the main job, from `sender` to the engine; what fails is not tried again."""
+    """The push of the main job, from `sender` to the engine; by default a failed attempt is not repeated."""
     return WeightSync(
         sender,
         members or FixedMembers(engine.client),
         bucket_bytes=engine.model.config.weight_sync.bucket_bytes,
         wave_size=0,
-        max_attempts=1,
+        max_attempts=max_attempts,
         canary_interval=canary_interval,
         canary_tolerance=tolerance,
         ranks_of_receiver=ranks_of_receiver,

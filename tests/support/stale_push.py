@@ -8,6 +8,7 @@ import pytest
 import torch
 from engines import LocalSender, copied
 
+from mobula.cluster.weight_sync.changes import VersionStep
 from mobula.cluster.weight_sync.manifest import Bucket
 from mobula.cluster.weight_sync.transport import TransferGroup, pack
 from mobula.learner.learner import Learner
@@ -36,7 +37,7 @@ class StaleOnTheWay(LocalSender):
         self._stale = stale
         self._monkeypatch = monkeypatch
 
-    async def send_weights(self, bucket_bytes: int, epoch: int) -> None:
+    async def send_weights(self, bucket_bytes: int, epoch: int, step: VersionStep | None = None) -> None:
         buckets = list(self.learner.manifest().buckets(bucket_bytes))
         [index] = [n for n, b in enumerate(buckets) if any(slot.spec.name == self._stale.name for slot in b.slots)]
         broadcast, tensors = TransferGroup.broadcast, copied(self.learner)
@@ -47,4 +48,4 @@ class StaleOnTheWay(LocalSender):
 
         with self._monkeypatch.context() as patch:
             patch.setattr(TransferGroup, "broadcast", stale_broadcast)
-            await super().send_weights(bucket_bytes, epoch)
+            await super().send_weights(bucket_bytes, epoch, step)

@@ -196,10 +196,11 @@ class VLLMSampler:
 
     async def receive_weights(self, manifest: Manifest, bucket_bytes: int, version: int) -> int:
         with self._named(f"receive version {version}"):
-            update, core = self._update(manifest, bucket_bytes), self._engine.engine_core
-            if isinstance(core, InProcessClient) and manifest.num_bytes <= MAX_BYTES_BESIDE:
+            update, core = self._update(manifest, bucket_bytes, version), self._engine.engine_core
+            needs_memory = manifest.payload != "delta"  # which the engine holds anyway
+            if isinstance(core, InProcessClient) and not (needs_memory and manifest.num_bytes > MAX_BYTES_BESIDE):
                 receive = core.transfer_engine.receive
-                update["tensors"] = await asyncio.to_thread(lambda: list(receive(manifest, bucket_bytes)))
+                update["tensors"] = await asyncio.to_thread(lambda: list(receive(manifest, bucket_bytes, version)))
                 await self._in_flight.drained(DRAIN_S)
             return await self._replace_weights(update, version)
 
@@ -207,7 +208,7 @@ class VLLMSampler:
         self, manifest: Manifest, bucket_bytes: int, buckets: Iterable[np.ndarray], version: int
     ) -> None:
         packed = await asyncio.to_thread(lambda: [bucket.tobytes() for bucket in buckets])
-        update = self._update(manifest, bucket_bytes) | {"buckets": packed}
+        update = self._update(manifest, bucket_bytes, version) | {"buckets": packed}
         with self._named(f"load version {version}"):
             await self._replace_weights(update, version)
 
@@ -227,12 +228,13 @@ class VLLMSampler:
             if not call.done():
                 call.set_exception(EngineDeadError())
 
-    def _update(self, manifest: Manifest, bucket_bytes: int) -> dict[str, Any]:
+    def _update(self, manifest: Manifest, bucket_bytes: int, version: int) -> dict[str, Any]:
         """Returns the arguments of a push for the engine process, as plain values."""
         adapters = self._settings.adapters_of(manifest)
         takes_all = adapters is None and not self._settings.has_unpushed
         extra = {} if adapters is None else {"adapters": asdict(adapters.base)}
-        return {"manifest": manifest.to_wire(), "bucket_bytes": bucket_bytes, "takes_all": takes_all} | extra
+        wire = {"manifest": manifest.to_wire(), "bucket_bytes": bucket_bytes, "version": version}
+        return wire | {"takes_all": takes_all} | extra
 
     async def _replace_weights(self, update: dict[str, Any], version: int) -> int:
         """Pauses, reloads, sets the version, drops every cache of the old weights and resumes. Returns the version.

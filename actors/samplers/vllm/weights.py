@@ -36,6 +36,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 from mobula.actors.samplers.vllm.arguments import LOAD_FORMAT, WEIGHT_TRANSFER
 from mobula.actors.samplers.vllm.patches.seeds import seed_by_position
 from mobula.cluster.errors import WeightSyncError
+from mobula.cluster.weight_sync.changes import Base
 from mobula.cluster.weight_sync.manifest import Manifest
 from mobula.cluster.weight_sync.transport import Rendezvous, TransferGroup, unpack_all
 from mobula.learner.policies.checkpoint.stored import loaded_tensors, pushed_tensors
@@ -76,8 +77,9 @@ class PushInfo(WeightTransferUpdateInfo):
     received over it. `adapters` describes the merge of adapters. Without `takes_all` whole layers may be missing.
     """
 
-    manifest: list[dict[str, Any]]
+    manifest: dict[str, Any]
     bucket_bytes: int
+    version: int
     takes_all: bool
     buckets: list[bytes] | None = None
     tensors: list[tuple[str, torch.Tensor]] | None = None
@@ -85,12 +87,17 @@ class PushInfo(WeightTransferUpdateInfo):
 
 
 class MobulaWeightTransferEngine(WeightTransferEngine[JoinInfo, PushInfo]):
-    """Receives packed buckets and reloads the model layer by layer."""
+    """Receives packed buckets and reloads the model layer by layer.
+
+    With `weight_sync.payload=delta` it applies the changes to a copy of the pushed tensors in host memory, and reloads
+    from there: vLLM's parameters are fused, split over ranks and packed, so that no position in them is known.
+    """
 
     init_info_cls = JoinInfo
     update_info_cls = PushInfo
 
     _group: TransferGroup | None = None
+    _base: Base | None = None  # the pushed tensors, with payload delta
 
     def init_transfer_engine(self, init_info: JoinInfo) -> None:
         self.shutdown()
@@ -119,8 +126,10 @@ class MobulaWeightTransferEngine(WeightTransferEngine[JoinInfo, PushInfo]):
         elif update_info.buckets is not None:
             packed = [np.frombuffer(data, dtype=np.uint8) for data in update_info.buckets]
             tensors = unpack_all(manifest, update_info.bucket_bytes, packed)
+            if manifest.payload == "delta":
+                tensors = self._held(tensors, update_info.version)
         else:
-            tensors = self.receive(manifest, update_info.bucket_bytes)
+            tensors = self.receive(manifest, update_info.bucket_bytes, update_info.version)
         if update_info.adapters is not None:
             tensors = changed_weights(tensors, AdapterBase(**update_info.adapters))
         with (
@@ -138,11 +147,30 @@ class MobulaWeightTransferEngine(WeightTransferEngine[JoinInfo, PushInfo]):
             finally:
                 finalize_layerwise_reload(self.model, self.model_config)
 
-    def receive(self, manifest: Manifest, bucket_bytes: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields the tensors of a push in separate memory, because a layer needs several at a time."""
+    def receive(self, manifest: Manifest, bucket_bytes: int, version: int) -> Iterable[tuple[str, torch.Tensor]]:
+        """Yields the tensors of a push in separate memory, because a layer needs several at a time.
+
+        Raises:
+            WeightSyncError: as `TransferGroup.receive` and `TransferGroup.receive_changes`.
+        """
         if self._group is None:
             raise WeightSyncError("this engine is in no transfer group: call join_transfer first")
-        return self._group.receive(manifest, bucket_bytes, keeps=True)
+        if manifest.payload != "delta":
+            return self._group.receive(manifest, bucket_bytes, keeps=True)
+        base = self._base = self._base or Base()
+        for spec in manifest.tensors:
+            if spec.name not in base.tensors:
+                base.tensors[spec.name] = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
+        self._group.receive_changes(manifest, bucket_bytes, base, version)
+        return base.tensors.items()
+
+    def _held(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields whole tensors and holds them, for later changes."""
+        base = self._base = Base()
+        with base.changing_to(version):
+            for name, tensor in tensors:
+                base.tensors[name] = tensor
+                yield name, tensor
 
     def finish_weight_update(self) -> None:
         """Does nothing: `receive_weights` completes the update."""

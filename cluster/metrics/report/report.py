@@ -139,8 +139,21 @@ def _facts(run: RunFolder) -> list[Fact]:
         Fact("canary", _optional(s.canary_max), "largest gap after a push"),
         Fact("mean length", _optional(s.response_length), _lengths_not_trained(s.rejected_length, unit)),
         Fact("images stored", _size(s.media_bytes_unique), f"unshared {_size(s.media_bytes_referenced)}"),
+        *_pushes(run),
         *_stage(run),
     ]
+
+
+def _pushes(run: RunFolder) -> list[Fact]:
+    """Returns the mean size of a push; nothing if no step names one."""
+    sizes, shares = (
+        [step.values[name] for step in run.steps if name in step.values]
+        for name in (MetricName.PUSH_BYTES, MetricName.PUSH_CHANGED_SHARE)
+    )
+    if not sizes:
+        return []
+    changed = f"{100 * sum(shares) / len(shares):.2g} % of the weights changed" if shares else "to each engine"
+    return [Fact("size of a push", _size(round(sum(sizes) / len(sizes))), changed)]
 
 
 def _stage(run: RunFolder) -> list[Fact]:

@@ -16,6 +16,7 @@ from mobula.actors.samplers.settings import engine_settings
 from mobula.cluster.records.media import MediaStore
 from mobula.cluster.records.trajectory import Prompt, Reward, ScoredGroup, TrajectoryGroup
 from mobula.cluster.roles import SamplingSettings
+from mobula.cluster.weight_sync.changes import PushedChanges, VersionStep
 from mobula.cluster.weight_sync.interfaces import Receiver
 from mobula.cluster.weight_sync.manifest import Manifest
 from mobula.cluster.weight_sync.tolerance import Tolerance
@@ -84,9 +85,11 @@ class LocalSender:
     async def leave_transfer(self, epoch: int) -> None:
         self.learner.leave_transfer(epoch)
 
-    async def send_weights(self, bucket_bytes: int, epoch: int) -> None:
+    async def send_weights(
+        self, bucket_bytes: int, epoch: int, step: VersionStep | None = None
+    ) -> PushedChanges | None:
         self.num_sent += 1
-        await asyncio.to_thread(self.learner.send_weights, bucket_bytes, epoch)
+        return await asyncio.to_thread(self.learner.send_weights, bucket_bytes, epoch, step)
 
     async def export_weights(self, bucket_bytes: int) -> tuple[int, list[np.ndarray]]:
         self.num_exported += 1

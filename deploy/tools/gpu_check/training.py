@@ -8,6 +8,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
+from mobula.cluster.weight_sync.changes import PushedChanges, VersionStep
 from mobula.cluster.weight_sync.transport import TransferGroup
 from mobula.deploy.tools.gpu_check.context import Context, Figures
 from mobula.deploy.tools.gpu_check.roles import LocalActor, LocalSender, Model, gap, sample, scored
@@ -25,7 +26,9 @@ class PlantingSender(LocalSender):
 
     plants = False
 
-    async def send_weights(self, bucket_bytes: int, epoch: int) -> None:
+    async def send_weights(
+        self, bucket_bytes: int, epoch: int, step: VersionStep | None = None
+    ) -> PushedChanges | None:
         broadcast = TransferGroup.broadcast
 
         def stale(group: TransferGroup, buffer: torch.Tensor, step: str) -> None:
@@ -35,7 +38,7 @@ class PlantingSender(LocalSender):
             broadcast(group, buffer, step)
 
         with patch.object(TransferGroup, "broadcast", stale):
-            await super().send_weights(bucket_bytes, epoch)
+            return await super().send_weights(bucket_bytes, epoch, step)
 
 
 async def train(context: Context, model: Model) -> Figures:

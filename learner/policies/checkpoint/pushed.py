@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from mobula.cluster.weight_sync.manifest import Manifest
+from dataclasses import replace
+
+from mobula.cluster.weight_sync.manifest import Manifest, Payload
 from mobula.configs.schema import RunConfig
 from mobula.learner.policies.families import frozen_prefixes
 
@@ -10,17 +12,19 @@ EXPERTS = ".experts."
 
 
 def pushed_manifest(checkpoint: Manifest, config: RunConfig) -> Manifest:
-    """Returns the tensors of `checkpoint` without frozen tensors (`policy.freeze`), which the engines already have.
+    """Returns the manifest of a push of weights: `checkpoint` without frozen tensors (`policy.freeze`), which the
+    engines already have.
 
     vLLM loads q, k and v, gate and up, or all experts of a block as one layer: a frozen tensor is sent if another
     tensor of the same parent module is trained. At `resources.sleep_level` 2 engines discard their weights, so all
     tensors are sent.
     """
+    payload: Payload = "delta" if config.weight_sync.payload == "delta" else "weights"
     frozen = frozen_prefixes(config.policy)
     if not frozen or (config.resources.colocated and config.resources.sleep_level == 2):
-        return checkpoint
+        return replace(checkpoint, payload=payload)
     trained = {_parent(spec.name) for spec in checkpoint.tensors if not spec.name.startswith(frozen)}
-    return Manifest(tuple(spec for spec in checkpoint.tensors if _parent(spec.name) in trained))
+    return Manifest(tuple(spec for spec in checkpoint.tensors if _parent(spec.name) in trained), payload)
 
 
 def _parent(name: str) -> str:

@@ -15,6 +15,7 @@ from mobula.cluster.failures import Failure
 from mobula.cluster.records.trajectory import ScoredGroup
 from mobula.cluster.recovery.restartable_learner import RestartableLearner
 from mobula.cluster.roles import UpdateReport
+from mobula.cluster.weight_sync.changes import VersionStep
 from mobula.cluster.weight_sync.transport import Rendezvous
 from mobula.cluster.workers.restart_policy import MAX_EQUAL, RestartBudget, RestartPolicy
 
@@ -71,7 +72,7 @@ class FakeRanks:
         self._answer("join_transfer")
         self.epochs.add(rendezvous.epoch)
 
-    async def send_weights(self, bucket_bytes: int, epoch: int) -> None:
+    async def send_weights(self, bucket_bytes: int, epoch: int, step: VersionStep | None = None) -> None:
         self._answer("send_weights")
         if epoch not in self.epochs:
             raise WeightSyncError(f"the learner is not in transfer group {epoch}")

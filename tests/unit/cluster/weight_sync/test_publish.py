@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from mobula.cluster.errors import (
     WorkerDiedError,
 )
 from mobula.cluster.records.trajectory import Prompt
+from mobula.cluster.weight_sync.changes import PushedChanges, VersionStep
 from mobula.cluster.weight_sync.manifest import Manifest, TensorSpec
 from mobula.cluster.weight_sync.tolerance import MeasuredRounding, Tolerance, num_copies
 from mobula.cluster.weight_sync.transport import Rendezvous
@@ -38,6 +40,7 @@ class FakeSender:
         self.version = 1
         self.events: list[str] = []
         self.exports: list[int] = []
+        self.steps: list[VersionStep | None] = []
         self._manifest = manifest
 
     async def manifest(self) -> Manifest:
@@ -53,8 +56,10 @@ class FakeSender:
     async def leave_transfer(self, epoch: int) -> None:
         self.events.append(f"leave {epoch}")
 
-    async def send_weights(self, bucket_bytes: int, epoch: int) -> None:
+    async def send_weights(self, bucket_bytes: int, epoch: int, step: VersionStep | None) -> PushedChanges | None:
         self.events.append(f"send {epoch}")
+        self.steps.append(step)
+        return step and PushedChanges(num_bytes=3, num_changed=1)
 
     async def export_weights(self, bucket_bytes: int) -> tuple[int, list[np.ndarray]]:
         self.exports.append(self.version)
@@ -78,7 +83,7 @@ class FakeReceiver:
         self._version_error = version_error
 
     async def check_manifest(self, manifest: Manifest) -> None:
-        manifest.check_against(MANIFEST)
+        manifest.check_against(replace(MANIFEST, payload=self._sender._manifest.payload))
 
     async def join_transfer(self, rendezvous: Rendezvous, rank: int) -> None:
         self.ranks.append((rendezvous.epoch, rank))
@@ -316,10 +321,11 @@ async def test_interval_0_switches_the_canary_off() -> None:
 class BreakingSender(FakeSender):
     """Sees its first broadcast break."""
 
-    async def send_weights(self, bucket_bytes: int, epoch: int) -> None:
-        await super().send_weights(bucket_bytes, epoch)
+    async def send_weights(self, bucket_bytes: int, epoch: int, step: VersionStep | None) -> PushedChanges | None:
+        sent = await super().send_weights(bucket_bytes, epoch, step)
         if epoch == 1:
             raise WeightSyncError("connection closed by peer")
+        return sent
 
 
 class Mortal(FakeReceiver):
@@ -570,7 +576,7 @@ async def test_a_group_that_does_not_come_together_is_tried_again() -> None:
 
 async def test_a_sender_that_is_gone_ends_the_push_as_itself() -> None:
     class Gone(FakeSender):
-        async def send_weights(self, bucket_bytes: int, epoch: int) -> None:
+        async def send_weights(self, bucket_bytes: int, epoch: int, step: VersionStep | None = None) -> None:
             raise WorkerDiedError("learner/0 died")
 
     sender = Gone()
@@ -594,3 +600,101 @@ async def test_an_engine_over_several_gpus_takes_that_many_ranks_of_the_group() 
     await sync.publish(1)
     assert sender.events[0] == "open epoch 1 for 12"
     assert [receiver.ranks for receiver in receivers] == [[(1, 1)], [(1, 5)], [(1, 9)]]
+
+
+DELTA = replace(MANIFEST, payload="delta")
+
+
+class DeltaReceiver(FakeReceiver):
+    """Notes the base version of each push."""
+
+    def __init__(self, name: str, sender: FakeSender) -> None:
+        super().__init__(name, sender)
+        self.bases: list[int | None] = []
+        self.fails = False
+
+    async def receive_weights(self, manifest: Manifest, bucket_bytes: int, version: int) -> int:
+        self.bases.append(manifest.base_version)
+        if self.fails:
+            raise WeightSyncError("1 tensors differ from the learner's")
+        return await super().receive_weights(manifest, bucket_bytes, version)
+
+
+async def test_changes_are_sent_since_the_version_that_every_receiver_of_the_wave_holds() -> None:
+    sender = FakeSender(manifest=DELTA)
+    first, late = DeltaReceiver("rollout/0", sender), DeltaReceiver("rollout/1", sender)
+    members, pushes = FixedMembers(first), []
+    sync = weight_sync(sender, members=members)
+
+    async def listen(push: Push) -> None:
+        pushes.append(push)
+
+    sync.on_published(listen)
+    for version in (1, 2):
+        await sync.publish(version)
+    assert (pushes[1].num_bytes, pushes[1].changed_share) == (3, 0.5)
+    sender.version = 2
+    await sync.admit(late)  # at the version of the last push
+    members.add(late)
+    await sync.publish(3)
+    members.add(another := DeltaReceiver("rollout/2", sender))
+    await sync.admit(another)  # at version 2
+    for version in (4, 5):
+        await sync.publish(version)
+    assert first.bases == [None, 1, 2, None, 4]
+    assert (late.bases, another.bases) == ([2, None, 4], [None, 4])
+    assert sender.steps == [VersionStep(n, base, is_last=True) for n, base in enumerate(first.bases, start=1)]
+
+
+async def test_a_receiver_that_differs_after_changes_is_given_whole_tensors_and_counted() -> None:
+    sender = FakeSender(manifest=DELTA)
+    receivers = [DeltaReceiver(f"rollout/{n}", sender) for n in range(2)]
+    sync, pushes = weight_sync(sender, *receivers), []
+
+    async def listen(push: Push) -> None:
+        pushes.append(push)
+
+    sync.on_published(listen)
+    await sync.publish(1)
+    receivers[1].fails, sender.version = True, 2
+    await sync.publish(2)
+    receivers[1].fails, sender.version = False, 3
+    await sync.publish(3)
+    assert sender.exports == [2]
+    assert [push.num_resent for push in pushes] == [0, 1, 0]
+    assert [receiver.bases for receiver in receivers] == [[None, 1, 2]] * 2, "it was given the version of the push"
+
+
+async def test_waves_get_changes_since_one_version_and_the_last_one_makes_the_next_base() -> None:
+    sender = FakeSender(manifest=DELTA)
+    receivers = [DeltaReceiver(f"rollout/{n}", sender) for n in range(2)]
+    sync = weight_sync(sender, *receivers, wave_size=1)
+    for version in (1, 2):
+        await sync.publish(version)
+    assert sender.steps == [
+        VersionStep(1, None, False),
+        VersionStep(1, None, True),
+        VersionStep(2, 1, False),
+        VersionStep(2, 1, True),
+    ]
+
+
+async def test_an_attempt_after_a_failure_sends_whole_tensors() -> None:
+    class Breaking(FakeSender):
+        breaks = False
+
+        async def send_weights(self, bucket_bytes: int, epoch: int, step: VersionStep | None) -> PushedChanges | None:
+            sent = await super().send_weights(bucket_bytes, epoch, step)
+            if self.breaks:
+                self.breaks = False
+                raise WeightSyncError("connection closed by peer")
+            return sent
+
+    sender = Breaking(manifest=DELTA)
+    receiver = Mortal("rollout/0", sender, WeightSyncError("connection closed by peer"), num_failures=0)
+    sync = weight_sync(sender, receiver)
+    await sync.publish(1)
+    sender.breaks, receiver.num_failures = True, 1
+    await sync.publish(2)
+    await sync.publish(3)
+    assert [step.base_version for step in sender.steps if step] == [None, 1, None, 2]

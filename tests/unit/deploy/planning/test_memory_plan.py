@@ -143,6 +143,20 @@ def test_a_learner_rank_has_the_memory_that_engines_of_its_host_read() -> None:
     assert shared("resources=one_gpu_colocated")[1] == 64 * 2**20
 
 
+def test_changes_need_a_copy_of_the_pushed_weights_in_host_memory() -> None:
+    def pushed(role: str, *words: str) -> int:
+        return worker_memory(config(*words, "weight_sync.payload=delta"), shape_7b(), role).host.get("pushed", 0)
+
+    two_senders = ("resources=gpu_1", "resources.learner.num_workers=2", "resources.learner.num_gpus=1")
+    assert pushed("learner", "resources=two_gpu") == pushed("rollout", "resources=two_gpu") == 2 * NUM_7B
+    assert pushed("learner", *two_senders) == NUM_7B
+    assert pushed("rollout", "resources=multi_node_large") == 4 * 2 * NUM_7B
+    assert (
+        pushed("rollout", "resources=two_gpu", "sampler=huggingface") == pushed("reference", "resources=two_gpu") == 0
+    )
+    assert "pushed" not in worker_memory(config("resources=two_gpu"), shape_7b(), "learner").host
+
+
 def test_workers_on_cpu_hold_what_was_measured_with_a_released_model() -> None:
     """SmolLM2-135M: freed memory and packed copies, fitted in docs/measured.md."""
     shape = shape_of_values(SMOLLM2)

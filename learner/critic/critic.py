@@ -119,8 +119,8 @@ class Critic:
     def _unread(self) -> tuple[ValueModel, StoredWeights]:
         model, weights = unread_policy_model(self._config.policy, torch.float32)
         recompute_blocks(model, self._config.learner.activation_checkpointing)
-        packs = self._config.learner.packing
-        return ValueModel(model, self._config.seed, packs=packs, sequence_ranks=self._sequence_ranks).train(), weights
+        critic = ValueModel(model, self._config.learner, self._config.seed, self._sequence_ranks)
+        return critic.train(), weights
 
     def _wrap(self, critic: ValueModel, weights: Weights) -> None:
         PolicyWeights(critic.model, self._config)  # puts adapters in, where the policy has them

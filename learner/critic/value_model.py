@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from mobula.configs.schema import LearnerConfig
 from mobula.learner.policies.attention.sequence_ranks import SequenceRanks
 from mobula.learner.policies.batch import TokenBatch
 from mobula.learner.policies.token import TokenModel
@@ -34,10 +35,10 @@ class ValueModel(TokenModel):
     """The backbone of a model with a scalar head in the place of its output layer."""
 
     def __init__(
-        self, model: PreTrainedModel, seed: int, *, packs: bool, sequence_ranks: SequenceRanks | None = None
+        self, model: PreTrainedModel, config: LearnerConfig, seed: int, sequence_ranks: SequenceRanks | None = None
     ) -> None:
         """Takes the output layer out of `model`, which no other part may use from here on."""
-        super().__init__(model, packs=packs, sequence_ranks=sequence_ranks)
+        super().__init__(model, config, sequence_ranks)
         model.set_output_embeddings(nn.Identity())
         self.head = ScalarHead(model.config.get_text_config().hidden_size, seed)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
+from functools import cached_property
 from itertools import count
 
 import numpy as np
@@ -14,6 +15,7 @@ from torch import Tensor
 from mobula.cluster.records.actions import KeptSets, TokenActions
 from mobula.cluster.records.media import MediaHandle, MediaReader, MediaSpan, ProcessedMedia
 from mobula.cluster.records.trajectory import Prompt
+from mobula.learner.policies.attention.places import RowPlaces, SharedPrefix, shared_prefixes
 from mobula.learner.policies.base import NO_TOKENS
 from mobula.learner.policies.device_copies import on_device
 
@@ -109,15 +111,6 @@ class PositionLayout:
 
 
 @dataclass(frozen=True)
-class RowPlaces:
-    """The positions of B padded rows after packing without padding."""
-
-    lengths: tuple[int, ...]  # B
-    index: Tensor  # int64 [num_tokens]: index of each packed token among the B * S padded tokens
-    ends: Tensor  # int32 [B + 1]: 0 and the cumulative lengths
-
-
-@dataclass(frozen=True)
 class TokenBatch:
     """B right-padded rows of at most S tokens and at most T targets."""
 
@@ -128,9 +121,8 @@ class TokenBatch:
     in_video: np.ndarray  # bool [B, S], on the host: within the span of a video
     targets: Tensor  # int64 [B, T]
     target_mask: Tensor  # bool [B, T]: False after a row's last target
-    places: RowPlaces
-    host_target_places: np.ndarray  # int64 [N], on the host: of the states before the N targets in packed rows
-    target_places: Tensor  # int64 [N]: the same
+    prefixes: dict[int, SharedPrefix]  # row -> the prefix that it shares, in the order of `shared_prefixes`
+    before_targets: tuple[np.ndarray, np.ndarray]  # int64 [N] each, on the host: `hidden_rows`, `hidden_columns`
     hidden_rows: Tensor  # int64 [N]: row of the state that predicts each target, in the order of `target_mask`
     hidden_columns: Tensor  # int64 [N]: column of this state
     target_columns: Tensor  # int64 [N]: column of each target in [B, T]
@@ -141,6 +133,20 @@ class TokenBatch:
     videos: MediaBatch
     audios: MediaBatch
     layout: PositionLayout
+
+    @cached_property
+    def places(self) -> RowPlaces:
+        """The tokens of each row behind one another."""
+        return self._places({})
+
+    @cached_property
+    def shared_places(self) -> RowPlaces:
+        """The same, with each shared prefix once."""
+        return self._places(self.prefixes)
+
+    def _places(self, prefixes: dict[int, SharedPrefix]) -> RowPlaces:
+        width, device = self.host_ids.shape[1], self.input_ids.device
+        return RowPlaces.of(self.row_lengths, width, self.before_targets, prefixes, device)
 
     def padded(self, values: Tensor) -> Tensor:
         """Scatters values of targets, [N], to [B, T], with 0 or False after a row's last target."""
@@ -161,9 +167,6 @@ def collate(sequences: Sequence[TokenSequence], reader: MediaReader, device: tor
     counts = pad_rows([s.kept.counts if s.kept is not None else NO_TOKENS for s in sequences], 0, np.int64)
     counts = np.pad(counts, [(0, 0), (0, targets.shape[1] - counts.shape[1])])[target_mask]
     kept_ids = [s.kept.ids for s in sequences if s.kept is not None]
-    lengths = np.array([s.num_tokens for s in sequences])
-    target_places = (lengths.cumsum() - lengths)[rows] + columns
-    in_rows = np.arange(input_ids.shape[1]) < lengths[:, None]
     in_media, in_video = np.zeros((2, *input_ids.shape), dtype=bool)
     for row, sequence in enumerate(sequences):
         for handle, span in _placed(sequence):
@@ -173,21 +176,17 @@ def collate(sequences: Sequence[TokenSequence], reader: MediaReader, device: tor
     # Siblings share images: each is read once for a micro-batch.
     unique = list({handle.key: handle for s in sequences for handle in s.media}.values())
     media = {h.key: m for h, m in zip(unique, reader.read(unique), strict=True)} if unique else {}
+    spans = [[(span.start, span.end) for span in s.media_spans] for s in sequences]
     return TokenBatch(
         input_ids=_tensor(input_ids, device),
-        row_lengths=tuple(lengths.tolist()),
+        row_lengths=tuple(s.num_tokens for s in sequences),
         host_ids=input_ids,
         in_media=in_media,
         in_video=in_video,
         targets=_tensor(targets, device),
         target_mask=_tensor(target_mask, device),
-        places=RowPlaces(
-            lengths=tuple(lengths.tolist()),
-            index=_tensor(np.flatnonzero(in_rows), device),
-            ends=_tensor(np.append(0, lengths.cumsum()).astype(np.int32), device),
-        ),
-        host_target_places=target_places,
-        target_places=_tensor(target_places, device),
+        prefixes=shared_prefixes(_distinct_ids(sequences), spans),
+        before_targets=(rows, columns),
         hidden_rows=_tensor(rows, device),
         hidden_columns=_tensor(columns, device),
         target_columns=_tensor(steps, device),
@@ -275,6 +274,19 @@ def _layout(sequences: Sequence[TokenSequence], media: dict[str, ProcessedMedia]
 
 def _sizes(medium: ProcessedMedia) -> list[bytes]:
     return [medium.inputs[name].tobytes() for name in POSITION_INPUTS if name in medium.inputs]
+
+
+def _distinct_ids(sequences: Sequence[TokenSequence]) -> list[np.ndarray]:
+    """int64 [S] of each row: token ids, which of media are those of one medium and say where it begins."""
+    numbers: dict[str, int] = {}  # of each medium
+    rows = []
+    for sequence in sequences:
+        ids = sequence.token_ids.astype(np.int64)
+        for handle, span in _placed(sequence):
+            ids[span.start : span.end] += 2 * numbers.setdefault(handle.key, len(numbers) + 1) << 32
+            ids[span.start] += 1 << 32
+        rows.append(ids)
+    return rows
 
 
 def _text(sequence: TokenSequence, handle: MediaHandle, span: MediaSpan) -> bytes:

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mobula.learner.policies.device_copies import on_device
+
 BAN_BIAS = -100.0  # engines add it to the logit of a banned token, before the temperature
 NEVER = -1e30  # logit of an excluded token; finite, so that its entropy term and gradient are 0, not NaN
 
@@ -44,6 +46,15 @@ class Steps(NamedTuple):
         end = int(ends[-1]) if len(ends) else begin
         kept_rows = self.kept_rows[begin:end] - chunk.start
         return Steps(self.is_first[chunk], self.kept_ids[begin:end], kept_rows, ends - begin)
+
+    def chosen(self, targets: np.ndarray) -> Steps:
+        """The parameters of some targets, by their indices."""
+        device, counts = self.is_first.device, np.diff(self.kept_ends, prepend=0)[targets]
+        ends = counts.cumsum()
+        kept = np.repeat(self.kept_ends[targets] - ends, counts) + np.arange(counts.sum())
+        kept_rows = on_device(np.repeat(np.arange(len(targets)), counts), device)
+        is_first, kept_ids = self.is_first[on_device(targets, device)], self.kept_ids[on_device(kept, device)]
+        return Steps(is_first, kept_ids, kept_rows, ends)
 
 
 class TokenLogprobs(NamedTuple):

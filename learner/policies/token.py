@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
 
+import numpy as np
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from mobula.configs.schema import LearnerConfig
+from mobula.learner.policies.attention.places import RowPlaces
 from mobula.learner.policies.attention.row_packing import RowPacking
 from mobula.learner.policies.attention.sequence_ranks import SequenceRanks
 from mobula.learner.policies.base import Policy, PolicyOutput
 from mobula.learner.policies.batch import TokenBatch
+from mobula.learner.policies.device_copies import on_device
 from mobula.learner.policies.families import family_of
 from mobula.learner.policies.head import ScoringHead
 from mobula.learner.policies.logprobs import Distribution, Steps
@@ -29,12 +31,16 @@ class TokenModel(Policy):
 
     model: PreTrainedModel
 
-    def __init__(self, model: PreTrainedModel, *, packs: bool, sequence_ranks: SequenceRanks | None = None) -> None:
-        """With `packs` (`learner.packing`) or sequence parallelism, the decoder computes rows without padding."""
+    def __init__(
+        self, model: PreTrainedModel, config: LearnerConfig, sequence_ranks: SequenceRanks | None = None
+    ) -> None:
+        """With `learner.packing` or sequence parallelism, the decoder computes rows without padding; with
+        `learner.share_prompts` also, each prefix that rows share once.
+        """
         super().__init__()
         self.model = model
         self.family = family_of(model.config, model.config.name_or_path)
-        if packs and not self.family.keeps_packed_rows_apart:
+        if config.packing and not self.family.keeps_packed_rows_apart:
             raise ValueError(
                 f"policy.model is of type {model.config.model_type}, whose layers run through rows that lie behind one "
                 "another: set learner.packing=false"
@@ -45,7 +51,8 @@ class TokenModel(Policy):
                 "set learner.sequence_parallel=1"
             )
         self._ranks = sequence_ranks
-        self._packing = RowPacking(model, sequence_ranks) if packs or sequence_ranks is not None else None
+        self._shares = config.share_prompts
+        self._packing = RowPacking(model, sequence_ranks) if config.packing or sequence_ranks is not None else None
 
     def blocks(self) -> Iterator[nn.Module]:
         return (module for module in self.modules() if isinstance(module, GradientCheckpointingLayer))
@@ -54,25 +61,34 @@ class TokenModel(Policy):
         """Returns [N, H]: the decoder's last state before each target, in the order of `batch.target_mask`; with
         sequence parallelism, of `own_targets`.
         """
-        with self._packing.rows(batch.places) if self._packing is not None else nullcontext():
-            hidden = self.family.hidden_states(self.model, batch, self._ranks)  # [B, S, H]
+        if self._packing is None:
+            return self.family.hidden_states(self.model, batch)[batch.hidden_rows, batch.hidden_columns]
+        places = self._places(batch)
+        with self._packing.rows(places):
+            hidden = self.family.hidden_states(self.model, batch, self._ranks)[0]  # [num_tokens, H], or of this rank
         if self._ranks is None:
-            return hidden[batch.hidden_rows, batch.hidden_columns]
-        own, first = self.own_targets(batch), self._ranks.chunk(sum(batch.row_lengths)).start
-        return hidden[0].index_select(0, batch.target_places[own] - first)
+            return hidden.index_select(0, places.targets)
+        own = places.targets[on_device(self.own_targets(batch, self._ranks), hidden.device)]
+        return hidden.index_select(0, own - self._ranks.chunk(places.num_tokens).start)
 
-    def own_targets(self, batch: TokenBatch) -> slice:
-        """The targets of the batch that this rank computes."""
-        return slice(None) if self._ranks is None else self._ranks.own(self._ends(batch, self._ranks))
+    def own_targets(self, batch: TokenBatch, ranks: SequenceRanks) -> np.ndarray:
+        """int64 [n]: the targets of the batch that this rank computes."""
+        order, ends = self._owned(batch, ranks)
+        return order[ranks.own(ends)]
 
     def padded(self, batch: TokenBatch, values: Tensor) -> Tensor:
         """[n] of this rank's targets -> [B, T] of all, 0 or False behind a row's last target."""
-        whole = values if self._ranks is None else self._ranks.gathered(values, self._ends(batch, self._ranks))
-        return batch.padded(whole)
+        if self._ranks is None:
+            return batch.padded(values)
+        order, ends = self._owned(batch, self._ranks)
+        return batch.padded(self._ranks.gathered(values, ends)[on_device(order.argsort(), values.device)])
 
-    @staticmethod
-    def _ends(batch: TokenBatch, ranks: SequenceRanks) -> list[int]:
-        return ranks.ends(batch.host_target_places, sum(batch.row_lengths))
+    def _owned(self, batch: TokenBatch, ranks: SequenceRanks) -> tuple[np.ndarray, list[int]]:
+        places = self._places(batch)
+        return ranks.owned(places.host_targets, places.num_tokens)
+
+    def _places(self, batch: TokenBatch) -> RowPlaces:
+        return batch.shared_places if self._shares else batch.places
 
 
 class TokenPolicy(TokenModel):
@@ -82,7 +98,7 @@ class TokenPolicy(TokenModel):
         self, model: PreTrainedModel, config: LearnerConfig, sequence_ranks: SequenceRanks | None = None
     ) -> None:
         """From here on the model's output layer is a `ScoringHead`."""
-        super().__init__(model, packs=config.packing, sequence_ranks=sequence_ranks)
+        super().__init__(model, config, sequence_ranks)
         model.set_output_embeddings(ScoringHead(model.get_output_embeddings(), config.logprob_chunk_tokens))
 
     def forward(
@@ -90,10 +106,11 @@ class TokenPolicy(TokenModel):
     ) -> PolicyOutput:
         """Log-probs of the batch's targets under `distribution`; there are logits for a chunk of these at a time."""
         head = self.model.get_output_embeddings()
-        own = self.own_targets(batch)
-        targets = batch.targets[batch.hidden_rows[own], batch.target_columns[own]]  # [N]
+        targets = batch.targets[batch.hidden_rows, batch.target_columns]  # [N]
         steps = Steps(batch.target_columns == 0, batch.kept_ids, batch.kept_rows, batch.kept_ends)
-        steps = steps if self._ranks is None else steps.part(own)
+        if self._ranks is not None:
+            own = self.own_targets(batch, self._ranks)
+            targets, steps = targets[on_device(own, targets.device)], steps.chosen(own)
         flat = head(self.states(batch), targets, distribution, entropy_has_gradient, steps)
         logprobs, entropy, is_argmax = (self.padded(batch, values) for values in flat)
         return PolicyOutput(logprobs, entropy, is_argmax)

@@ -75,7 +75,7 @@ def as_policy(model: nn.Module, config: RunConfig, sequence_ranks: SequenceRanks
         return FlowPolicy(model, flow_checkpoint(config).family)
     model = _of_tokens(model)
     if config.offline.job == "reward_model":
-        return ScoreModel(model, packs=config.learner.packing, sequence_ranks=sequence_ranks)
+        return ScoreModel(model, config.learner, sequence_ranks)
     if config.sampler.draws_tokens:
         return ImageTokenPolicy(model, config.learner, config.sampler.image_tokens.guidance)
     return TokenPolicy(model, config.learner, sequence_ranks)

@@ -63,7 +63,7 @@ def check_policy(config: RunConfig) -> dict[str, Tensor]:
 def check_critic(config: RunConfig) -> dict[str, Tensor]:
     model, stored = unread_policy_model(config.policy, torch.float32)
     backend = build_backend(config.learner, CPU, torch.float32)
-    critic = ValueModel(model, config.seed, packs=False)
+    critic = ValueModel(model, config.learner, config.seed)
     backend.wrap(critic, stored)
     whole = load_model(config.policy.model, torch.float32, config.policy.attention)
     check_equal(dict(backend.full_state()), whole)

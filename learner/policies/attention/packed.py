@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from importlib.util import find_spec
 from typing import Any
@@ -15,6 +14,7 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
+from mobula.learner.policies.attention.places import RowKeys
 from mobula.learner.policies.attention.sequence_ranks import SequenceRanks
 
 # Name of `packed_attention` in transformers. Vision towers of transformers pass window bounds to implementations with
@@ -31,16 +31,6 @@ GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signat
 
 QUERY_BLOCK = 512  # queries under one mask
 MIN_WINDOW_BLOCK = 128  # the same, if the window is shorter
-
-
-@dataclass(frozen=True)
-class RowKeys:
-    """Keys and values of packed rows whose first tokens may lie in other rows."""
-
-    index: Tensor  # int64 [K]: packed token of each key, row by row
-    ends: Tensor  # int32 [R + 1]: 0 and the cumulative lengths of the R whole rows
-    longest: int
-    lengths: tuple[int, ...]  # R
 
 
 class RowBounds:

@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from mobula.learner.policies.attention.packed import PACKAGES, PACKED, RowBounds
+from mobula.learner.policies.attention.places import RowPlaces
 from mobula.learner.policies.attention.sequence_ranks import SequenceRanks
-from mobula.learner.policies.batch import RowPlaces
 
 PER_TOKEN = ("inputs_embeds", "visual_pos_masks")  # arguments of decoders with axes [B, S, ...]
 VISUAL_MASK, PER_VISUAL_TOKEN = "visual_pos_masks", "deepstack_visual_embeds"  # the latter: tokens of the mask only
@@ -23,22 +23,21 @@ Args = tuple[Any, ...]
 
 
 class RowPacking:
-    """Removes padding from the inputs of a decoder and restores it in the outputs.
+    """Removes padding, and all but one copy of shared prefixes, from the inputs of a decoder.
 
     The rows are concatenated into one row and keep their positions. Attention runs in a kernel that takes row bounds:
-    torch's own (`sdpa`, by `packed_attention`) or the kernel of a package (`flash_attention_2`). The rest of the
-    decoder computes no padding.
-
-    With `sequence_ranks` the decoder computes only this rank's tokens of that row, and its outputs stay packed.
+    torch's own (`sdpa`, by `packed_attention`) or the kernel of a package (`flash_attention_2`), which shares no
+    prefixes. The rest of the decoder computes no padding. Its outputs stay packed; with `sequence_ranks` they are those
+    of this rank's tokens of the row.
 
     Example:
         packing = RowPacking(model)
         with packing.rows(batch.places):  # of two rows, 17 and 4 tokens long
-            hidden = decoder(inputs_embeds=embeds, position_ids=positions).last_hidden_state  # [2, 17, H]
+            hidden = decoder(inputs_embeds=embeds, position_ids=positions).last_hidden_state  # [1, 21, H]
     """
 
     def __init__(self, model: PreTrainedModel, sequence_ranks: SequenceRanks | None = None) -> None:
-        """Installs hooks on the model's decoder: rows are packed within `rows` and padded outside of it.
+        """Installs hooks on the model's decoder: rows are packed within `rows` and stay padded outside of it.
 
         Raises:
             ValueError: `policy.attention` cannot keep rows apart.
@@ -62,7 +61,7 @@ class RowPacking:
 
     @contextmanager
     def rows(self, places: RowPlaces) -> Iterator[None]:
-        """Packs the decoder's inputs within the body: rows of these lengths, padded on the right."""
+        """Packs the decoder's inputs within the body."""
         self._places = places
         try:
             yield
@@ -74,51 +73,46 @@ class RowPacking:
         if places is None:
             return args, kwargs
         embeds = kwargs["inputs_embeds"]  # [B, S, H]
-        num_rows, width = self._shape = embeds.shape[:2]
-        assert len(places.lengths) == num_rows and max(places.lengths) == width, "a length for each row of the batch"
+        num_rows, width = embeds.shape[:2]
         index = self._index_of(places)
         packed = {name: _taken(kwargs[name], index, axis=0) for name in PER_TOKEN if kwargs.get(name) is not None}
         positions = kwargs.get(POSITIONS)
         if positions is None:
             positions = torch.arange(width, device=embeds.device).expand(num_rows, width)
         packed[POSITIONS] = _taken(positions, index, axis=positions.ndim - 2)
-        if self._ranks is not None and kwargs.get(VISUAL_MASK) is not None:
-            packed |= self._own_visual(kwargs[VISUAL_MASK], kwargs[PER_VISUAL_TOKEN], places)
+        if kwargs.get(VISUAL_MASK) is not None and (self._ranks is not None or places.keys is not None):
+            packed |= self._visual(kwargs[VISUAL_MASK], kwargs[PER_VISUAL_TOKEN], places)
         return args, {**kwargs, **packed, **self._bounds_of(places)}
 
     def _index_of(self, places: RowPlaces) -> Tensor:
         """Returns int64 [n]: indices of the tokens to compute among the B * S tokens of the padded rows."""
         if self._ranks is None:
             return places.index
-        num_tokens = sum(places.lengths)
         # Copies of the first token fill the last rank's part, as a separate row at the end.
-        filled = pad(places.index, (0, self._ranks.num_padded(num_tokens) - num_tokens))
-        return filled[self._ranks.chunk(num_tokens)]
+        filled = pad(places.index, (0, self._ranks.num_padded(places.num_tokens) - places.num_tokens))
+        return filled[self._ranks.chunk(places.num_tokens)]
 
-    def _own_visual(self, mask: Tensor, features: list[Tensor], places: RowPlaces) -> dict[str, Any]:
-        """Returns the mask of this rank's visual tokens [1, n] and their features of each layer."""
-        assert self._ranks is not None
-        num_tokens = sum(places.lengths)
-        chunk = self._ranks.chunk(num_tokens)
-        visual = mask.flatten().index_select(0, places.index)
-        own = pad(visual, (0, self._ranks.num_padded(num_tokens) - num_tokens))[chunk]
-        first = int(visual[: chunk.start].sum())
-        shown = slice(first, first + int(own.sum()))
-        return {VISUAL_MASK: own.unsqueeze(0), PER_VISUAL_TOKEN: [layer[shown] for layer in features]}
+    def _visual(self, mask: Tensor, features: list[Tensor], places: RowPlaces) -> dict[str, Any]:
+        """Returns the mask of the computed visual tokens [1, n] and their features of each layer."""
+        index, flat = self._index_of(places), mask.flatten()
+        is_visual = flat.index_select(0, index)
+        if self._ranks is not None:
+            is_visual[max(0, places.num_tokens - self._ranks.chunk(places.num_tokens).start) :] = False
+        shown = (flat.cumsum(0) - 1)[index[is_visual]]
+        return {VISUAL_MASK: is_visual.unsqueeze(0), PER_VISUAL_TOKEN: [layer[shown] for layer in features]}
 
     def _bounds_of(self, places: RowPlaces) -> dict[str, Any]:
         """Returns row bounds as arguments of the attention. They are passed in each call, so that blocks recomputed in
         the backward pass get them."""
-        ends, longest, lengths = places.ends, max(places.lengths), places.lengths
-        if self._ranks is not None and (num_fill := self._ranks.num_padded(sum(lengths)) - sum(lengths)) > 0:
-            ends, longest, lengths = (
-                torch.cat([ends, ends[-1:] + num_fill]),
-                max(longest, num_fill),
-                (*lengths, num_fill),
-            )
+        ends, lengths, keys, num_tokens = places.ends, places.lengths, places.keys, places.num_tokens
+        if self._ranks is not None and (num_fill := self._ranks.num_padded(num_tokens) - num_tokens) > 0:
+            lengths = (*lengths, num_fill)
+            ends = pad(ends, (0, 1), value=num_tokens + num_fill)
+            keys = None if keys is None else keys.with_row(num_tokens, num_fill)
         if self._attention == "sdpa":
-            self._bounds = RowBounds(ends, longest, lengths, self._ranks)
+            self._bounds = RowBounds(ends, max(lengths), lengths, self._ranks, keys)
             return {"row_bounds": self._bounds}
+        longest = max(lengths)
         return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
 
     def _unpack(self, decoder: nn.Module, args: Args, output: ModelOutput) -> ModelOutput:
@@ -129,12 +123,6 @@ class RowPacking:
                 f"policy.model: {type(decoder).__name__} does not tell its attention where rows end, so they cannot be "
                 "packed: set learner.packing=false"
             )
-        if self._ranks is not None:
-            return output
-        packed = output["last_hidden_state"][0]  # [num_tokens, H]
-        num_rows, width = self._shape
-        padded = packed.new_zeros(num_rows * width, packed.shape[-1]).index_copy(0, self._places.index, packed)
-        output["last_hidden_state"] = padded.view(num_rows, width, -1)
         return output
 
 

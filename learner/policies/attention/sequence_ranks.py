@@ -58,17 +58,20 @@ class SequenceRanks:
         sent = output[0].unflatten(0, (self.size, -1))
         return _AllToAll.apply(sent, self._group).transpose(0, 1).flatten(1, 2).unsqueeze(0)
 
-    def ends(self, places: np.ndarray, num_tokens: int) -> list[int]:
-        """Returns for each rank the number of sorted `places` up to the end of the rank's tokens."""
-        length = self._length(num_tokens)
-        return np.searchsorted(places, length * np.arange(1, self.size + 1)).tolist()
+    def owned(self, places: np.ndarray, num_tokens: int) -> tuple[np.ndarray, list[int]]:
+        """Assigns targets to the ranks that compute the tokens at `places` [N].
+
+        Returns int64 [N], the targets of each rank in order, rank by rank, and for each rank the end of its targets.
+        """
+        owners = places // self._length(num_tokens)
+        return owners.argsort(kind="stable"), np.bincount(owners, minlength=self.size).cumsum().tolist()
 
     def own(self, ends: list[int]) -> slice:
         """Returns the range of this rank in `ends`."""
         return slice(ends[self.rank - 1] if self.rank > 0 else 0, ends[self.rank])
 
     def gathered(self, values: Tensor, ends: list[int]) -> Tensor:
-        """Gathers [n] of each rank, with sizes by `ends`, to [N] of all ranks, in order."""
+        """Gathers [n] of each rank, with sizes by `ends`, to [N] of all ranks, rank by rank."""
         return _Gather.apply(values, ends, self.own(ends), self._group)
 
     def dealt(self, costs: Sequence[int]) -> list[list[int]]:

@@ -13,6 +13,7 @@ import torch
 import varlen_reference
 from family_prompts import family_prompts
 from learner_data import image, prompt, random_groups, tiny_config, with_logprobs
+from scored_rows import HOT, assert_equal, learner_config, scores_of
 from tiny_text_models import write_text_policy
 from transformers import AutoTokenizer
 
@@ -21,7 +22,6 @@ from mobula.cluster.records.media import MediaReader
 from mobula.cluster.records.trajectory import MediaSpan, ScoredGroup
 from mobula.configs.errors import ConfigError
 from mobula.configs.load import load_config
-from mobula.configs.schema import LearnerConfig
 from mobula.learner.learner import Learner
 from mobula.learner.policies.attention import packed as attention
 from mobula.learner.policies.attention.row_packing import RowPacking
@@ -33,7 +33,7 @@ from mobula.learner.policies.tiny import TINY, write_tiny, write_tiny_qwen2_5_vl
 from mobula.learner.policies.token import TokenPolicy
 
 CPU = torch.device("cpu")
-HOT = Distribution(0.7, (5, 9))
+PACKED, PADDED = "learner.packing=true", "learner.packing=false"
 VISION = "qwen2.5-vl"
 # Text alone, and families whose images or layers packing refuses.
 UNPACKED = ("qwen3", "qwen2.5", "llama", "gemma3", "qwen3.5")
@@ -47,10 +47,6 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return write_tiny_qwen2_5_vl(at) if request.param == VISION else write_text_policy(at, request.param)
 
 
-def config(*overrides: str) -> LearnerConfig:
-    return load_config(["experiment=digits", *overrides]).learner
-
-
 def sequences(folder: Path) -> list[TokenSequence]:
     """Rows of very different lengths; of a vision model some have one image, two, or one that a sibling has too."""
     tokenizer, rng = AutoTokenizer.from_pretrained(folder), np.random.default_rng(0)
@@ -62,50 +58,24 @@ def sequences(folder: Path) -> list[TokenSequence]:
     return [TokenSequence.of_response(p, rng.integers(0, 250, n)) for p, n in zip(prompts, sizes, strict=True)]
 
 
-def scored(folder: Path, packs: bool, batches: list[list[TokenSequence]], *overrides: str):
-    """Log-probs, entropies and gradients of a mean in which each token has a weight of its own."""
-    model = load_model(str(folder), torch.float32, "sdpa").train()
-    policy = TokenPolicy(model, config(f"learner.packing={str(packs).lower()}", *overrides))
-    found, num_targets = [], sum(row.num_targets for batch in batches for row in batch)
-    for batch in batches:
-        output = policy(collate(batch, MediaReader(timeout_s=1, max_items=8), CPU), HOT, entropy_has_gradient=True)
-        loss = torch.zeros(())
-        for row, sequence in enumerate(batch):
-            logprobs, entropy = (part[row, : sequence.num_targets] for part in (output.logprobs, output.entropy))
-            weights = torch.linspace(-1, 1, len(logprobs) + 1)[1:]
-            loss = loss + ((logprobs + 0.1 * entropy) * weights).sum() / num_targets
-            found.append((logprobs.detach(), entropy.detach()))
-        loss.backward()
-    return found, {name: p.grad for name, p in policy.named_parameters() if p.grad is not None}
-
-
-def assert_equal(one, other, atol: float = 1e-6) -> None:
-    for (logprobs, entropy), (other_logprobs, other_entropy) in zip(one[0], other[0], strict=True):
-        torch.testing.assert_close(logprobs, other_logprobs, atol=atol, rtol=1e-6)
-        torch.testing.assert_close(entropy, other_entropy, atol=atol, rtol=1e-6)
-    assert one[1].keys() == other[1].keys()
-    for name, gradient in one[1].items():
-        torch.testing.assert_close(gradient, other[1][name], atol=atol, rtol=0)
-
-
 def test_packed_rows_are_padded_rows_are_single_rows(folder: Path) -> None:
     rows = sequences(folder)
-    packed, padded = scored(folder, True, [rows]), scored(folder, False, [rows])
+    packed, padded = scores_of(folder, [rows], PACKED), scores_of(folder, [rows], PADDED)
     assert_equal(packed, padded)
-    assert_equal(packed, scored(folder, False, [[row] for row in rows]))
-    assert_equal(packed, scored(folder, True, [rows[:2], rows[2:]]))
+    assert_equal(packed, scores_of(folder, [[row] for row in rows], PADDED))
+    assert_equal(packed, scores_of(folder, [rows[:2], rows[2:]], PACKED))
     assert max(gradient.abs().max() for gradient in packed[1].values()) > 0.01
 
 
 def test_the_kernel_for_rows_gives_what_padded_rows_give(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Decoder and vision tower; plain arithmetic stands in for the kernel, and float32 for the types that it takes."""
     rows = sequences(folder)
-    padded = scored(folder, False, [rows])
+    padded = scores_of(folder, [rows], PADDED)
     monkeypatch.setattr(attention, "varlen_attn", varlen_reference.varlen_attn)
     monkeypatch.setattr(attention, "_has_kernel", lambda device: True)
     monkeypatch.setattr(attention, "HALF", (torch.float32,))
     varlen_reference.calls.clear()
-    assert_equal(scored(folder, True, [rows]), padded, atol=1e-5)
+    assert_equal(scores_of(folder, [rows], PACKED), padded, atol=1e-5)
     windows = {"qwen2_5_vl": {(-1, 0), (-1, -1)}, "gemma3_text": {(15, 0)}, "mistral": {(4095, 0)}}
     assert set(varlen_reference.calls) == windows.get(folder_type(folder), {(-1, 0)})
 
@@ -123,14 +93,17 @@ def test_every_family_with_images_computes_packed_rows_as_padded_ones(tmp_path: 
     at = write_tiny(name, tmp_path / name, seed=1)
     asked = family_prompts(at, tmp_path).cases.values()
     rows = [TokenSequence.of_response(case.prompt, np.arange(20, 24 + n)) for n, case in enumerate(asked)]
-    assert_equal(scored(at, True, [rows]), scored(at, False, [rows]))
+    assert_equal(scores_of(at, [rows], PACKED), scores_of(at, [rows], PADDED))
 
 
 def test_the_decoder_computes_tokens_and_no_padding(folder: Path) -> None:
     rows = sequences(folder)
     widths = {}
     for packs in (False, True):
-        policy = TokenPolicy(load_model(str(folder), torch.float32, "sdpa"), config(f"learner.packing={packs}".lower()))
+        policy = TokenPolicy(
+            load_model(str(folder), torch.float32, "sdpa"),
+            learner_config(f"learner.packing={packs}".lower(), "learner.share_prompts=false"),
+        )
         block = policy.model.get_decoder().layers[0]
         block.register_forward_pre_hook(lambda _, args, packs=packs: widths.update({packs: args[0].shape[:2].numel()}))
         with torch.no_grad():
@@ -143,13 +116,13 @@ def test_blocks_that_are_computed_again_keep_the_rows_apart(folder: Path) -> Non
     rows = sequences(folder)
     model = load_model(str(folder), torch.float32, "sdpa").train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    policy = TokenPolicy(model, config("learner.packing=true"))
+    policy = TokenPolicy(model, learner_config(PACKED))
     for sequence in (rows, rows[:2]):  # the bounds of the first batch are not those of the second
         policy.zero_grad()
         output = policy(collate(sequence, MediaReader(timeout_s=1, max_items=8), CPU), HOT)
         output.logprobs.sum().backward()
     found = {name: p.grad for name, p in policy.named_parameters() if p.grad is not None}
-    plain = TokenPolicy(load_model(str(folder), torch.float32, "sdpa").train(), config())
+    plain = TokenPolicy(load_model(str(folder), torch.float32, "sdpa").train(), learner_config())
     plain(collate(rows[:2], MediaReader(timeout_s=1, max_items=8), CPU), HOT).logprobs.sum().backward()
     for name, p in plain.named_parameters():
         if p.grad is not None:
@@ -158,7 +131,7 @@ def test_blocks_that_are_computed_again_keep_the_rows_apart(folder: Path) -> Non
 
 def test_a_decoder_that_leaves_the_bounds_out_is_refused(folder: Path) -> None:
     model = load_model(str(folder), torch.float32, "sdpa")
-    policy = TokenPolicy(deepcopy(model), config("learner.packing=true"))
+    policy = TokenPolicy(deepcopy(model), learner_config(PACKED))
     decoder = policy.model.get_decoder()
     for layer in decoder.layers:
         forward = layer.forward
@@ -205,7 +178,9 @@ def with_gaps(scored: ScoredGroup, logprobs: list[np.ndarray], rng: np.random.Ge
 
 def gradient_by_hand(folder: Path, groups: list[ScoredGroup], kl_coef: float) -> dict[str, torch.Tensor]:
     """Of -sum A_t log p_t / number of tokens, row by row, with A_t = r - coef * sum over k >= t of KL_k."""
-    policy = TokenPolicy(load_model(str(folder), torch.float32, "sdpa").train(), config("learner.packing=false"))
+    policy = TokenPolicy(
+        load_model(str(folder), torch.float32, "sdpa").train(), learner_config("learner.packing=false")
+    )
     num_tokens = sum(t.num_steps for scored in groups for t in scored.group.trajectories)
     for scored in groups:
         for t, reward, reference in zip(
@@ -249,7 +224,7 @@ def row(num_tokens: int, *images: int) -> TokenSequence:
 def test_packed_microbatches_hold_tokens_up_to_the_budget() -> None:
     lengths = np.random.default_rng(1).integers(2, 60, size=37).tolist()
     rows = [TokenSequence(np.zeros(n, dtype=np.int32), 1, (), ()) for n in lengths]
-    [plan] = split_microbatches(rows, config("learner.packing=true", "learner.tokens_per_microbatch=100"), 1)
+    [plan] = split_microbatches(rows, learner_config("learner.packing=true", "learner.tokens_per_microbatch=100"), 1)
     sums = [sum(lengths[i] for i in batch) for batch in plan]
     assert sorted(i for batch in plan for i in batch) == list(range(37))
     assert max(sums) <= 100 and all(a + b > 100 for a, b in zip(sums, sums[1:], strict=False))
@@ -260,7 +235,7 @@ def test_ranks_share_images_and_tokens_evenly() -> None:
     rows = [row(40, n) if n < 4 else row(40) for n in range(24)]
     loads = {}
     for cost in (20, 0):
-        plan = split_microbatches(rows, config(f"learner.image_token_cost={cost}"), 2)
+        plan = split_microbatches(rows, learner_config(f"learner.image_token_cost={cost}"), 2)
         loads[cost] = [sum(40 + 16 * 20 * (i < 4) for batch in share for i in batch) for share in plan]
     assert abs(loads[20][0] - loads[20][1]) <= 360, "they differ by one row at most"
     assert abs(loads[0][0] - loads[0][1]) > 360, "by tokens alone one rank has most of the images"
@@ -269,5 +244,5 @@ def test_ranks_share_images_and_tokens_evenly() -> None:
 def test_siblings_share_what_their_image_costs() -> None:
     """Eight rows of 40 tokens and 320 / 8 for their image, and eight of 40: 960 in all, 480 are six of the first."""
     rows = [row(40, 1) for _ in range(8)] + [row(40) for _ in range(8)]
-    plan = split_microbatches(rows, config("learner.image_token_cost=20"), 2)
+    plan = split_microbatches(rows, learner_config("learner.image_token_cost=20"), 2)
     assert [sum(i < 8 for batch in share for i in batch) for share in plan] == [6, 2]

@@ -30,7 +30,8 @@ def checkpoint(request, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def model(checkpoint: Path) -> ValueModel:
-    return ValueModel(load_policy_model(tiny_config(checkpoint).policy, torch.float32), seed=3, packs=False).eval()
+    config = tiny_config(checkpoint)
+    return ValueModel(load_policy_model(config.policy, torch.float32), config.learner, seed=3).eval()
 
 
 def sequences(checkpoint: Path) -> list[TokenSequence]:
@@ -78,7 +79,8 @@ def test_values_are_those_of_the_plain_forward_for_text_and_images(model, checkp
 def test_values_of_a_text_family_are_those_of_the_plain_forward(tmp_path: Path) -> None:
     checkpoint = write_text_policy(tmp_path, "qwen3")
     row = TokenSequence(np.array([3, 4, 5, 6]), 2, (), ())
-    model = ValueModel(load_policy_model(tiny_config(checkpoint).policy, torch.float32), seed=3, packs=False).eval()
+    config = tiny_config(checkpoint)
+    model = ValueModel(load_policy_model(config.policy, torch.float32), config.learner, seed=3).eval()
     expected = plain_states(AutoModelForCausalLM.from_pretrained(checkpoint).eval(), row) @ model.head.weight[0]
     torch.testing.assert_close(values(model, [row])[0], expected, atol=1e-7, rtol=1e-5)
 

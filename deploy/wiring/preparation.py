@@ -183,6 +183,7 @@ def _prepare(config: RunConfig, put: Callable[[Any], Any]) -> AnyPrepared:
     refuse(find_mismatches(config, loaded))
     teacher_folder, teachers = _checked_teachers(config)
     ensure_data(config)
+    config = with_possible_sharing(config)
     processor, basis = loaded.processor, (config, loaded.folder, loaded.checkpoint)
     names = (TRAIN, config.evaluation.split)
     if isinstance(processor, ConversationProcessor):
@@ -209,6 +210,25 @@ def _prepare(config: RunConfig, put: Callable[[Any], Any]) -> AnyPrepared:
         teachers=teachers,
         supervised=_supervised(config, media) if config.algorithm.supervised.is_on else None,
     )
+
+
+def with_possible_sharing(config: RunConfig) -> RunConfig:
+    """Returns the config without `learner.share_prompts` if shared prompts would change results, and logs why."""
+    if not config.learner.shares_prompts or config.sampler.is_flow:
+        return config
+    model, attention = config.policy.model, config.policy.attention
+    if config.sampler.draws_tokens:
+        reason = "sampler=image_tokens computes padded rows"
+    elif attention != "sdpa":
+        reason = f"policy.attention={attention} attends within rows alone"
+    elif config.policy.dropout:
+        reason = "policy.dropout=true is drawn for each response"
+    elif not family_at(model).shares_prefixes:
+        reason = f"a {model_type_at(model)} (policy.model={model}) has no family file that says it can"
+    else:
+        return config
+    _logger.info("learner.share_prompts is off: %s", reason)
+    return config.model_copy(update={"learner": config.learner.model_copy(update={"share_prompts": False})})
 
 
 def load_checked(config: RunConfig, media: MediaKeeper) -> LoadedModel:

@@ -35,7 +35,7 @@ class TokenModel(Policy):
         self, model: PreTrainedModel, config: LearnerConfig, sequence_ranks: SequenceRanks | None = None
     ) -> None:
         """With `learner.packing` or sequence parallelism, the decoder computes rows without padding; with
-        `learner.share_prompts` also, each prefix that rows share once.
+        `learner.share_prompts`, if the family allows it, each prefix that rows share once.
         """
         super().__init__()
         self.model = model
@@ -51,7 +51,7 @@ class TokenModel(Policy):
                 "set learner.sequence_parallel=1"
             )
         self._ranks = sequence_ranks
-        self._shares = config.share_prompts
+        self._shares = config.share_prompts and self.family.shares_prefixes
         self._packing = RowPacking(model, sequence_ranks) if config.packing or sequence_ranks is not None else None
 
     def blocks(self) -> Iterator[nn.Module]:

@@ -112,6 +112,11 @@ class RowPacking:
         if self._attention == "sdpa":
             self._bounds = RowBounds(ends, max(lengths), lengths, self._ranks, keys)
             return {"row_bounds": self._bounds}
+        if keys is not None:
+            raise ValueError(
+                f"learner.share_prompts=true needs policy.attention=sdpa, and it is {self._attention}: set "
+                "learner.share_prompts=false"
+            )
         longest = max(lengths)
         return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
 

@@ -65,6 +65,9 @@ class Family(ABC):
     """Differences with vLLM on CPU and their reason; docs/supported.md shows it."""
     keeps_packed_rows_apart = True
     """Whether `learner.packing` gives the same results as separate rows."""
+    shares_prefixes = True
+    """Whether states and positions of tokens depend on earlier tokens and media alone, so that `learner.share_prompts`
+    gives the same results."""
     note = ""
     """Text on the family in docs/models.md beside its measurements."""
 

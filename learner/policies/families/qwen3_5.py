@@ -15,7 +15,7 @@ class Qwen35(Qwen3VL):
         "language": ("model.language_model.", "lm_head."),
     }
     engine_dtypes_on_cpu = ("bfloat16",)
-    keeps_packed_rows_apart = False
+    keeps_packed_rows_apart = shares_prefixes = False
     needs_gate = True
     on_cpu = "`resources.dtype=bfloat16` alone with vLLM, whose kernels take no float32; wider tolerance"
     note = (

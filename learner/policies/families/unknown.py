@@ -42,6 +42,7 @@ class UnknownFamily(VisionFamily):
     media_tokens = ""  # see `media_token_ids`
     parts = {}
     needs_gate = True
+    shares_prefixes = False  # its positions may depend on the whole row
 
     @classmethod
     def takes(cls, config: PreTrainedConfig) -> bool:

@@ -134,14 +134,14 @@ def test_a_prefix_that_saves_little_is_computed_again() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_pretrained_model_scores_shared_rows_as_single_rows(tmp_path: Path) -> None:
-    """Relative to the largest value: gradients of 30 layers are sums of many rounded terms."""
+    """Rows in one pack differ from single rows as much when they share nothing: 30 layers add up rounded terms."""
     folder = PRETRAINED["smollm2-135m"].write(tmp_path / "model")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     ids = np.array(tokenizer.encode("What is 17 + 25? Show your work. " * 6), dtype=np.int32)
     rows = tree([Prompt("sum", "sum", "", ids, ids, (), ())])
     shared, single = scores_of(folder, [rows], PACKED), scores_of(folder, [[row] for row in rows], PADDED)
-    for found, expected in zip(shared[0], single[0], strict=True):
-        for one, other in zip(found, expected, strict=True):
-            assert (one - other).abs().max() <= 1e-6 * max(1, other.abs().max())
+    for (logprobs, entropy), expected in zip(shared[0], single[0], strict=True):
+        assert (logprobs - expected[0]).abs().max() <= 5e-6 * expected[0].abs().max()
+        assert (entropy - expected[1]).abs().max() <= 5e-5 * expected[1].abs().max()
     for name, gradient in single[1].items():
-        assert (shared[1][name] - gradient).abs().max() <= 1e-5 * gradient.abs().max(), name
+        assert (shared[1][name] - gradient).norm() <= 5e-5 * gradient.norm(), name

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from hashlib import blake2b
 from functools import cached_property
+from hashlib import blake2b
 from itertools import count
 
 import numpy as np

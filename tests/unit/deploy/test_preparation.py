@@ -72,8 +72,7 @@ def test_a_run_is_made_of_what_the_config_names_and_stores_images_through_the_gi
     ("words", "reason"),
     [
         ((), ""),
-        (("learner.packing=false",), ""),
-        (("policy.dropout=true",), "policy.dropout=true is drawn for each response"),
+        (("policy.dropout=true", "supervision.on_logprob_gap=warn"), "policy.dropout=true is drawn for each response"),
         (("policy.model={llava}",), r"a llava .* has no family file that says it can"),
     ],
 )
@@ -83,6 +82,7 @@ def test_prompts_are_shared_where_the_model_can(
     llava = write_tiny("llava", tmp_path / "llava") if "{llava}" in str(words) else ""
     caplog.set_level(logging.INFO)
     asked = config(shared, tmp_path, "learner.packing=true", *(word.format(llava=llava) for word in words))
+    ensure_model(asked)
     assert with_possible_sharing(asked).learner.share_prompts is (reason == "")
     lines = [record.getMessage() for record in caplog.records if "share_prompts" in record.getMessage()]
     assert len(lines) == bool(reason) and all(re.search(f"share_prompts is off: {reason}", line) for line in lines)

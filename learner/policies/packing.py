@@ -9,6 +9,7 @@ from itertools import accumulate, groupby
 from typing import NamedTuple
 
 from mobula.configs.schema import LearnerConfig
+from mobula.learner.policies.attention.places import MIN_SHARE
 from mobula.learner.policies.base import PolicyRow
 
 MAX_LOAD = 1.1  # of a rank, over the mean; up to it siblings and their images stay together
@@ -44,7 +45,7 @@ def split_microbatches(
 class _Size(NamedTuple):
     """Tokens of a row in a micro-batch. Costs are in tokens of the decoder, with attention (quadratic)."""
 
-    prompt: int  # computed once for the siblings in a micro-batch; 0 without `shares_prompts`
+    prompt: int  # computed once for the siblings in a micro-batch; 0 if it is not shared
     prompt_cost: float
     own: int  # the others
     own_cost: float
@@ -54,7 +55,8 @@ class _Size(NamedTuple):
         lengths = [row.num_prompt_tokens + answer for answer in row.answers]
         if not config.packs:  # candidates are padded
             lengths = [max(lengths)] * len(lengths)
-        prompt = row.num_prompt_tokens if config.shares_prompts else 0
+        is_shared = config.shares_prompts and row.num_prompt_tokens * MIN_SHARE >= max(lengths)
+        prompt = row.num_prompt_tokens if is_shared else 0
         attention = config.attention_token_cost
         return cls(
             prompt,
@@ -161,7 +163,8 @@ class _Plan:
         load = 0.0
         for batch in batches:
             load += sum(self._sizes[row].own_cost + self._media_costs[row] for row in batch)
-            load += sum({self._groups[row]: self._sizes[row].prompt_cost for row in batch}.values())
+            shared = [row for row in batch if self._sizes[row].prompt > 0]
+            load += sum({self._groups[row]: self._sizes[row].prompt_cost for row in shared}.values())
         return load
 
     def _microbatches(self, part: Sequence[int]) -> list[Microbatch]:

@@ -119,3 +119,10 @@ def test_one_response_a_prompt_is_packed_as_without_sharing() -> None:
     plans = [split_microbatches(rows, config(shares=shares), 3, of) for shares in (True, False)]
     first, second = ([[sorted(batch) for batch in share] for share in plan] for plan in plans)
     assert first == second
+
+
+def test_a_prompt_that_is_short_beside_its_responses_counts_in_each_row() -> None:
+    """The layout shares no prefix below a sixteenth of a row."""
+    rows, of = rows_of([(2, [30, 33, 33])])
+    [plan] = split_microbatches(rows, config(), 1, of)
+    assert [len(batch) for batch in plan] == [2, 1], "2 + 30 + 35 + 35 tokens"

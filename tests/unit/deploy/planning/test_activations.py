@@ -117,7 +117,9 @@ def test_recomputed_blocks_keep_their_inputs_alone() -> None:
 
 def test_the_largest_microbatch_shares_images_between_siblings() -> None:
     shape = shape_of_config(vision_model().config)
-    found = Microbatch.of(config("float32", "learner.tokens_per_microbatch=30720"), shape)
+    found = Microbatch.of(
+        config("float32", "learner.share_prompts=false", "learner.tokens_per_microbatch=30720"), shape
+    )
     assert (found.rows, found.tokens, found.targets) == (10, 30720, 10240)
     assert found.patches == 2 * 2 * 3072  # two groups of eight siblings, two images of 768 tokens each
 

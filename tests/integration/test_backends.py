@@ -39,16 +39,16 @@ class Variant:
 
 VARIANTS = {
     "fsdp2": {
-        "untied": Variant("untied", ("learner=fsdp2", AVERAGE, BLOCKS)),
+        "untied": Variant("untied", ("learner=fsdp2", AVERAGE, PACKED, BLOCKS)),
         "tied": Variant(
             "tied", ("learner=fsdp2", AVERAGE, PACKED), min_unit_numel=1 << 20, max_whole_gradient_bytes=1 << 30
         ),
-        "adapters": Variant("adapters", ("learner=fsdp2", AVERAGE)),
+        "adapters": Variant("adapters", ("learner=fsdp2", AVERAGE, PACKED)),
     },
     "deepspeed": {
         "stage 2, tied": Variant("tied", ("learner=deepspeed", "learner.zero_stage=2", AVERAGE, PACKED)),
-        "stage 3, untied": Variant("untied", ("learner=deepspeed", "learner.zero_stage=3", AVERAGE, BLOCKS)),
-        "stage 3, adapters": Variant("adapters", ("learner=deepspeed", "learner.zero_stage=3", AVERAGE)),
+        "stage 3, untied": Variant("untied", ("learner=deepspeed", "learner.zero_stage=3", AVERAGE, PACKED, BLOCKS)),
+        "stage 3, adapters": Variant("adapters", ("learner=deepspeed", "learner.zero_stage=3", AVERAGE, PACKED)),
     },
 }
 

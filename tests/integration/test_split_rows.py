@@ -10,8 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from family_prompts import family_prompts
 from kept_bytes import kept_bytes
 from learner_data import image, prompt, tiny_config
+from scored_rows import HOT, tree
 from tiny_text_models import write_text_policy
 from transformers import AutoTokenizer
 
@@ -20,7 +22,7 @@ from mobula.learner.policies.attention.sequence_ranks import SequenceRanks
 from mobula.learner.policies.batch import TokenSequence, collate
 from mobula.learner.policies.loading import load_model
 from mobula.learner.policies.logprobs import PLAIN
-from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
+from mobula.learner.policies.tiny import write_tiny, write_tiny_qwen2_5_vl
 from mobula.learner.policies.token import TokenPolicy
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -28,6 +30,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 NUM_TOKENS = 2048
 LENGTHS = (50, 3, 17, 1, 30)  # of the targets of rows; together with their contexts no multiple of 4
 FAMILIES = ("qwen3", "gemma3_text")  # the latter has a window of 16 tokens
+TREES = ("qwen2.5", "qwen3-vl")  # the latter has features of images for several layers
 CPU = torch.device("cpu")
 
 
@@ -51,9 +54,31 @@ def _rank(rank: int, num_ranks: int, out: Path) -> None:
         long = collate([_of_length(NUM_TOKENS, NUM_TOKENS // 2)], reader, CPU)
         kept = kept_bytes(partial(policy, long, PLAIN), policy.parameters())
         torch.save((policy(batch, PLAIN), kept), out / f"{name}-{num_ranks}-{rank}")
+    for name in TREES:
+        torch.save(
+            _of_tree(ranks, out / name, out / f"{name}-media-{num_ranks}-{rank}"),
+            out / f"tree-{name}-{num_ranks}-{rank}",
+        )
     for is_frozen in (False, True):
         torch.save(_of_images(ranks, out / "images", is_frozen), out / f"images-{is_frozen}-{num_ranks}-{rank}")
     dist.destroy_process_group()
+
+
+def _of_tree(
+    ranks: SequenceRanks | None, model: Path, media: Path
+) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    """Log-probs and entropies of rows that share prefixes, and the gradients of all ranks; one rank shares nothing."""
+    config = tiny_config(model, f"learner.share_prompts={str(ranks is not None).lower()}").learner
+    policy = TokenPolicy(load_model(str(model), torch.float32, "sdpa").train(), config, ranks)
+    media.mkdir()
+    asked = [case.prompt for case in family_prompts(model, media).cases.values()]
+    batch = collate(tree(asked), MediaReader(timeout_s=1.0, max_items=12), CPU)
+    output = policy(batch, HOT, entropy_has_gradient=True)
+    (output.logprobs.sum(1).mean() + output.entropy.mean()).backward()
+    gradients = {name: p.grad for name, p in policy.named_parameters() if p.grad is not None}
+    for gradient in gradients.values():
+        dist.all_reduce(gradient)
+    return [output.logprobs.detach(), output.entropy.detach()], gradients
 
 
 def _of_images(ranks: SequenceRanks | None, model: Path, is_frozen: bool) -> tuple[int, dict[str, torch.Tensor]]:
@@ -79,6 +104,8 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in FAMILIES:
         write_text_policy(out / name, name)
     write_tiny_qwen2_5_vl(out / "images", seed=0)
+    for name in TREES:
+        write_tiny(name, out / name)
     multiprocessing.set_forkserver_preload(["kept_bytes"])
     for num_ranks in (1, 2, 4):
         mp.start_processes(_rank, args=(num_ranks, out), nprocs=num_ranks, start_method="forkserver")
@@ -101,6 +128,17 @@ def test_each_of_two_ranks_keeps_at_most_six_tenths_of_a_row(ran: Path, name: st
     for rank in range(2):
         _, kept = torch.load(ran / f"{name}-2-{rank}", weights_only=False)
         assert kept <= 0.6 * whole
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_ranks_that_share_tokens_share_prefixes_of_rows(ran: Path, name: str) -> None:
+    outputs, gradients = torch.load(ran / f"tree-{name}-1-0")
+    for num_ranks, rank in [(2, 0), (2, 1), (4, 3)]:
+        own, summed = torch.load(ran / f"tree-{name}-{num_ranks}-{rank}")
+        for found, expected in zip(own, outputs, strict=True):
+            torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
+        for parameter, gradient in gradients.items():
+            torch.testing.assert_close(summed[parameter], gradient, atol=1e-5, rtol=1e-5, msg=parameter)
 
 
 @pytest.mark.parametrize("is_frozen", [False, True])

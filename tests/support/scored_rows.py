@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
+from learner_data import prompt
+from transformers import AutoTokenizer
 
+from mobula.cluster.records.actions import KeptSets
 from mobula.cluster.records.media import MediaReader
+from mobula.cluster.records.trajectory import Prompt
 from mobula.configs.load import load_config
 from mobula.configs.schema import LearnerConfig
 from mobula.learner.policies.batch import TokenSequence, collate
@@ -15,6 +21,33 @@ from mobula.learner.policies.logprobs import Distribution
 from mobula.learner.policies.token import TokenPolicy
 
 HOT = Distribution(0.7, (5, 9))
+VOCABULARY = 250  # of answers
+
+
+def tree(asked: Sequence[Prompt]) -> list[TokenSequence]:
+    """Of each prompt three answers, one that begins like the second, and one that is the second again; not in order.
+
+    Answers have sets of tokens that they were sampled from.
+    """
+    rng, rows = np.random.default_rng(0), []
+    for number, one in enumerate(asked):
+        answers = [rng.integers(0, VOCABULARY, size) for size in (2, 30, 1 + number)]
+        answers += [np.append(answers[1][:25], rng.integers(0, VOCABULARY, 9)), answers[1]]
+        rows += [TokenSequence.of_response(one, ids, kept_with(ids, rng)) for ids in answers]
+    return [rows[i] for i in rng.permutation(len(rows))]
+
+
+def kept_with(ids: np.ndarray, rng: np.random.Generator) -> KeptSets | None:
+    """Sets for some of the tokens of an answer, or for none."""
+    is_kept = rng.random((len(ids), VOCABULARY)) < 0.1
+    is_kept[np.arange(len(ids)), ids] = True
+    is_kept[::3] = False
+    return KeptSets.of(is_kept) if len(ids) > 9 else None
+
+
+def text_prompts(folder: Path) -> list[Prompt]:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    return [prompt(tokenizer, text, text=text) for text in ("Which digit is this? " * 5, "Which number?", "Hello")]
 
 
 def learner_config(*overrides: str) -> LearnerConfig:

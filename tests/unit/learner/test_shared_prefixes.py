@@ -11,11 +11,10 @@ import pytest
 import torch
 from family_prompts import family_prompts
 from learner_data import image, prompt
-from scored_rows import assert_equal, scores_of
+from scored_rows import assert_equal, scores_of, text_prompts, tree
 from tiny_text_models import write_text_policy
 from transformers import AutoTokenizer
 
-from mobula.cluster.records.actions import KeptSets
 from mobula.cluster.records.media import MediaReader
 from mobula.cluster.records.trajectory import Prompt
 from mobula.learner.policies.attention.places import SharedPrefix, shared_prefixes
@@ -24,38 +23,11 @@ from mobula.learner.policies.pretrained import PRETRAINED
 from mobula.learner.policies.tiny import TINY, write_tiny
 
 PACKED, PADDED, APART = "learner.packing=true", "learner.packing=false", "learner.share_prompts=false"
-VOCABULARY = 250  # of answers
 TEXT = ("gemma3_text", "mistral", "qwen3")  # grouped heads; the first has a window of 16 tokens, shorter than rows
 # Layers that carry a state, images that need a mask; text alone is in `TEXT`.
 UNSHARED = ("qwen3.5", "gemma3", "qwen3", "qwen2.5", "llama")
 FAMILIES = tuple(name for name in TINY if name not in UNSHARED)
 EVERY_RUN = ("qwen2.5-vl", "qwen3-vl")
-
-
-def tree(asked: Sequence[Prompt]) -> list[TokenSequence]:
-    """Of each prompt three answers, one that begins like the second, and one that is the second again; not in order.
-
-    Answers have sets of tokens that they were sampled from.
-    """
-    rng, rows = np.random.default_rng(0), []
-    for number, one in enumerate(asked):
-        answers = [rng.integers(0, VOCABULARY, size) for size in (2, 30, 1 + number)]
-        answers += [np.append(answers[1][:25], rng.integers(0, VOCABULARY, 9)), answers[1]]
-        rows += [TokenSequence.of_response(one, ids, kept_with(ids, rng)) for ids in answers]
-    return [rows[i] for i in rng.permutation(len(rows))]
-
-
-def kept_with(ids: np.ndarray, rng: np.random.Generator) -> KeptSets | None:
-    """Sets for some of the tokens of an answer, or for none."""
-    is_kept = rng.random((len(ids), VOCABULARY)) < 0.1
-    is_kept[np.arange(len(ids)), ids] = True
-    is_kept[::3] = False
-    return KeptSets.of(is_kept) if len(ids) > 9 else None
-
-
-def text_prompts(folder: Path) -> list[Prompt]:
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    return [prompt(tokenizer, text, text=text) for text in ("Which digit is this? " * 5, "Which number?", "Hello")]
 
 
 def batch_of(rows: Sequence[TokenSequence]) -> TokenBatch:

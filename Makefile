@@ -9,7 +9,7 @@ NOW := $(shell date +%Y%m%d-%H%M%S)
 ARGS ?=
 unless = $(if $(filter $(1)=%,$(ARGS)),,$(1)=$(2))
 
-.PHONY: environment harness verifiers train train-pretrained test test-all types benchmark clean
+.PHONY: environment harness verifiers peers train train-pretrained test test-all types benchmark clean
 
 environment:
 	@./deploy/environment.sh
@@ -19,6 +19,10 @@ harness:
 
 verifiers:
 	@./deploy/environment.sh verifiers
+
+peers: environment
+	@for peer in $(patsubst benchmarks/peers/%.txt,%,$(wildcard benchmarks/peers/*.txt)); do \
+	    ./deploy/environment.sh peer $$peer || exit 1; done
 
 train: PRESET ?= $(call preset,laptop)
 train: NAME ?= digits-$(NOW)
@@ -66,4 +70,4 @@ benchmark: environment
 	.venv/bin/python -m benchmarks $(ARGS)
 
 clean:
-	rm -rf .venv .venv-uv .venv-lmms-eval .venv-verifiers build *.egg-info
+	rm -rf .venv .venv-uv .venv-lmms-eval .venv-verifiers .venv-peers build *.egg-info

@@ -41,7 +41,7 @@ def describe(name: str, device: str, overrides: Sequence[str], findings: Finding
         name=name,
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         device=device,
-        machine={"cores": len(os.sched_getaffinity(0)), "cpu": _cpu_model(), "gpus": _gpus(device)},
+        machine={"cores": len(os.sched_getaffinity(0)), "cpu": cpu_model(), "gpus": _gpus(device)},
         versions={"python": platform.python_version(), **_versions()},
         overrides=tuple(overrides),
         findings=findings,
@@ -108,7 +108,7 @@ def tables(report: Report) -> tuple[Table, Table]:
     return measured, claims
 
 
-def _cpu_model() -> str:
+def cpu_model() -> str:
     for line in CPU_FILE.read_text().splitlines():
         key, _, value = line.partition(":")
         if key.strip() == "model name":

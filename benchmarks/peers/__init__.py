@@ -1,0 +1,7 @@
+"""The speed of Mobula and of other trainers on the same work, side by side: `python -m benchmarks.peers`.
+
+Every side is a script that runs in a process of its own, in its trainer's environment (`make peers`, from the files
+`NAME.txt` here), and prints one line of JSON (`step_clock.Run`). The sides of a work take turns, five rounds of A B
+A B; a round is a whole run, of which the first steps are not counted. Both sides have the same two cores, two threads,
+float32, the same checkpoint, prompts a step, samples a prompt, most tokens and optimizer steps.
+"""

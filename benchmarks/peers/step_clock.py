@@ -1,0 +1,59 @@
+"""What a side of a comparison reports, and the clock of steps of a transformers Trainer; needs no package of Mobula."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+MARK = "peers: "  # begins the one line that the harness reads
+
+
+@dataclass
+class Run:
+    """Totals of each optimizer step of one run, in order."""
+
+    seconds: list[float] = field(default_factory=list)
+    samples: list[int] = field(default_factory=list)  # responses, or trained rows
+    tokens: list[int] = field(default_factory=list)  # of these responses or rows
+    reached_s: float | None = None  # seconds of training until held-out 0.9; None: not reached or not asked
+
+    def print(self) -> None:
+        print(MARK + json.dumps(asdict(self)), flush=True)
+
+
+class StepClock:
+    """Callbacks of a transformers Trainer that fill a Run; `counted` is called by whatever sees the samples."""
+
+    def __init__(self) -> None:
+        self.run = Run()
+        self._samples = self._tokens = 0
+        self._since = 0.0
+
+    def counted(self, samples: int, tokens: int) -> None:
+        self._samples += samples
+        self._tokens += tokens
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("on_"):  # every other event of a Trainer
+            return lambda args, state, control, **kwargs: control
+        raise AttributeError(name)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        self._since = time.perf_counter()
+        return control
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        now = time.perf_counter()
+        self.run.seconds.append(now - self._since)
+        self.run.samples.append(self._samples)
+        self.run.tokens.append(self._tokens)
+        self._since, self._samples, self._tokens = now, 0, 0
+        return control
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    """Lines of a JSONL split."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

@@ -1,0 +1,72 @@
+"""Results of works as a committed file and as a table in Markdown."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+
+from benchmarks.peers.rounds import Round, ratios
+
+
+@dataclass(frozen=True)
+class Result:
+    """A work that is done; the peer is the last of the sides."""
+
+    work: str
+    date: str  # UTC
+    cpu: str
+    rounds: Mapping[str, Sequence[Round]]  # by side
+    targets: Mapping[str, float]  # of our sides
+    equal: str
+    unequal: str
+    load: float  # processes that were ready to run, of one minute, when it began: above 1, others were at work
+
+    @property
+    def peer(self) -> str:
+        return list(self.rounds)[-1]
+
+
+def read(path: Path) -> dict[str, Result]:
+    """Results by work. An absent file has none."""
+    rows = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+    results = [
+        Result(**{**row, "rounds": {side: [Round(**r) for r in rounds] for side, rounds in row["rounds"].items()}})
+        for row in rows
+    ]
+    return {result.work: result for result in results}
+
+
+def write(path: Path, known: Mapping[str, Result]) -> None:
+    """The file appears whole: a command that is killed leaves the old one."""
+    draft = path.with_suffix(".part")
+    rows = [asdict(known[work]) for work in sorted(known)]
+    draft.write_text(json.dumps(rows, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    draft.rename(path)
+
+
+def markdown(known: Mapping[str, Result]) -> list[str]:
+    """One row a work and side, then what was equal and what was not."""
+    heads = ("work", "side", "samples/s", "tokens a sample", "peak MiB", "over the peer (rounds)", "target", "met")
+    lines = [_line(heads), _line(["---"] * len(heads))]
+    lines += [_line(_cells(result, side)) for result in known.values() for side in result.rounds]
+    notes = [f"- `{r.work}`: equal: {r.equal}. Not equal: {r.unequal}. Load {r.load:.1f}." for r in known.values()]
+    return [*lines, "", *notes]
+
+
+def _cells(result: Result, side: str) -> list[str]:
+    rounds = result.rounds[side]
+    rate = median(r.samples_per_s for r in rounds)
+    tokens = sum(r.tokens for r in rounds) / sum(r.samples for r in rounds)
+    cells = [f"`{result.work}`", side, f"{rate:.2f}", f"{tokens:.1f}", f"{max(r.peak_mib for r in rounds):.0f}"]
+    if side == result.peer:
+        return [*cells, "", "", ""]
+    found, target = ratios(rounds, result.rounds[result.peer]), result.targets[side]
+    spread = f"{median(found):.2f} ({min(found):.2f} to {max(found):.2f})"
+    return [*cells, spread, f"{target:g}", "yes" if median(found) >= target else "no"]
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"

@@ -1,0 +1,78 @@
+"""TRL's GRPOTrainer on the prompts of a Mobula data set; transformers generates, with its default cache.
+
+Its other mode without vLLM, continuous batching, needs paged attention; vLLM has no wheel for CPU beside this torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from PIL import Image
+from transformers import AutoProcessor
+from trl import GRPOConfig, GRPOTrainer
+
+from benchmarks.peers.step_clock import StepClock, rows_of
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--data", type=Path, required=True, help="a split of a Mobula data set")
+    parser.add_argument("--output", required=True)
+    for name in ("prompts", "samples", "tokens", "steps"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    for name in ("kl", "temperature", "learning-rate"):
+        parser.add_argument(f"--{name}", type=float, required=True)
+    asked = parser.parse_args()
+    torch.set_num_threads(2)
+    clock = StepClock()
+
+    def reward(completions: list[Any], completion_ids: list[list[int]], answer: list[str], **_: Any) -> list[float]:
+        clock.counted(len(completions), sum(map(len, completion_ids)))
+        texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
+        return [float(right in text) for right, text in zip(answer, texts, strict=True)]
+
+    trainer = GRPOTrainer(
+        model=asked.model,
+        processing_class=AutoProcessor.from_pretrained(asked.model),
+        reward_funcs=reward,
+        train_dataset=Dataset.from_list([_row(row, asked.data.parent) for row in rows_of(asked.data)]),
+        args=GRPOConfig(
+            output_dir=asked.output,
+            use_cpu=True,
+            bf16=False,
+            gradient_checkpointing=False,
+            per_device_train_batch_size=asked.prompts * asked.samples,
+            gradient_accumulation_steps=1,
+            num_generations=asked.samples,
+            max_completion_length=asked.tokens,
+            max_steps=asked.steps,
+            beta=asked.kl,
+            temperature=asked.temperature,
+            learning_rate=asked.learning_rate,
+            lr_scheduler_type="constant",
+            report_to="none",
+            save_strategy="no",
+            logging_steps=asked.steps,
+            model_init_kwargs={"dtype": "float32"},
+        ),
+        callbacks=[clock],
+    )
+    trainer.train()
+    clock.run.print()
+
+
+def _row(row: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """One prompt: the images first, then the text."""
+    images = row.get("image", [])
+    loaded = [Image.open(folder / name).convert("RGB") for name in ([images] if isinstance(images, str) else images)]
+    prompt = [{"role": "user", "content": row["question"].replace("<image>", "")}]
+    return {"prompt": prompt, "answer": row["answer"], **({"images": loaded} if loaded else {})}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""Benchmarks beside other trainers: sides take turns, ratios go round by round, results survive their file."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.peers.rounds import MIB, Round, Side, counted, ratios, run_once, take_turns
+from benchmarks.peers.step_clock import Run, StepClock
+from benchmarks.peers.table import Result, markdown, read, write
+
+SIDES = [Side("ours", lambda folder: ()), Side("theirs", lambda folder: ())]
+
+
+def test_sides_take_turns():
+    order = []
+
+    def measure(side: Side) -> Round:
+        order.append(side.name)
+        return Round(64, 512, 1, float(len(order)), 1.0)
+
+    measured = take_turns(SIDES, 3, measure)
+
+    assert order == ["ours", "theirs"] * 3
+    assert [r.seconds for r in measured["theirs"]] == [2.0, 4.0, 6.0]
+
+
+def test_a_ratio_is_of_the_two_runs_of_a_round():
+    ours = [Round(100, 0, 1, 1.0, 1.0), Round(100, 0, 1, 4.0, 1.0)]
+    theirs = [Round(100, 0, 1, 2.0, 1.0), Round(100, 0, 1, 8.0, 1.0)]
+
+    assert ratios(ours, theirs) == [2.0, 2.0]
+
+
+def test_first_and_last_steps_do_not_count():
+    run = Run(seconds=[9.0, 1.0, 2.0, 9.0], samples=[8, 8, 8, 8], tokens=[80, 81, 82, 83], reached_s=5.0)
+
+    assert counted(run, 1, 1, 7.0) == Round(16, 163, 2, 3.0, 7.0, 5.0)
+    with pytest.raises(ValueError, match="ask more"):
+        counted(run, 3, 1, 7.0)
+
+
+def test_a_side_runs_by_itself_and_its_memory_is_watched():
+    code = (
+        "import time; from benchmarks.peers.step_clock import Run; held = bytearray(64 * 2**20); time.sleep(1.5); "
+        "Run([1.0, 2.0, 3.0], [4, 5, 6], [40, 50, 60]).print()"
+    )
+
+    measured = run_once(Side("one", lambda folder: (sys.executable, "-c", code)), 1)
+
+    assert (measured.samples, measured.tokens, measured.steps, measured.seconds) == (5, 50, 1, 2.0)
+    assert 64 < measured.peak_mib < 64 + 200_000_000 / MIB
+
+
+def test_a_side_that_fails_says_why():
+    with pytest.raises(RuntimeError, match="(?s)broken ended with 3 and 0 reports.*no memory"):
+        run_once(Side("broken", lambda folder: (sys.executable, "-c", "print('no memory'); raise SystemExit(3)")), 0)
+
+
+def test_the_clock_of_a_trainer_counts_each_step_by_itself():
+    clock = StepClock()
+
+    clock.on_train_begin(None, None, None)
+    for samples in (3, 4):
+        clock.counted(samples, 10 * samples)
+        clock.on_step_end(None, None, None)
+    clock.on_log(None, None, None)
+
+    assert (clock.run.samples, clock.run.tokens, len(clock.run.seconds)) == ([3, 4], [30, 40], 2)
+
+
+def test_results_are_read_as_they_were_written_and_have_a_row_a_side(tmp_path: Path):
+    rounds = {"ours": [Round(64, 512, 1, 1.0, 100.0)], "theirs": [Round(64, 512, 1, 2.0, 50.0)]}
+    result = Result("digits", "2026-11-27", "a CPU", rounds, {"ours": 1.5}, "prompts", "lengths", 0.5)
+
+    write(tmp_path / "peers.json", {"digits": result})
+
+    known = read(tmp_path / "peers.json")
+    assert known == {"digits": result} and os.listdir(tmp_path) == ["peers.json"]
+    assert markdown(known)[2:4] == [
+        "| `digits` | ours | 64.00 | 8.0 | 100 | 2.00 (2.00 to 2.00) | 1.5 | yes |",
+        "| `digits` | theirs | 32.00 | 8.0 | 50 |  |  |  |",
+    ]

@@ -48,13 +48,15 @@ def spawn(
     booking: Booking,
     env: Mapping[str, str],
     log: Path | None = None,
+    python: str | None = None,
     max_concurrency: int = 1,
     **kwargs: Any,
 ) -> ray.actor.ActorHandle[Any]:
     """Starts `role(*args, **kwargs)` in an actor and returns the handle at once.
 
     The actor has the worker's name in the dashboard and in logs. Its process writes to the file `log`, or to Ray's log
-    files. Ray never restarts it: a dead role has lost its state, so its supervisor creates a new one.
+    files. `python` is a command in place of this interpreter. Ray never restarts the actor: a dead role has lost its
+    state, so its supervisor creates a new one.
     """
     threads = str(worker.num_threads)
     env_vars = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false", **env}
@@ -67,7 +69,7 @@ def spawn(
         num_gpus=worker.num_gpus,
         max_restarts=0,
         max_concurrency=max_concurrency,
-        runtime_env={"env_vars": env_vars},
+        runtime_env={"env_vars": env_vars, **({} if python is None else {"py_executable": python})},
         scheduling_strategy=PlacementGroupSchedulingStrategy(booking.group, booking.bundle_index),
     )
     return actor.remote(Seat(worker.cores, worker.num_threads, log), *args, **kwargs)

@@ -31,6 +31,7 @@ from mobula.deploy.cli.job_commands import Auth, AuthOption, list_jobs, logs, st
 from mobula.deploy.cli.lmms_eval_command import lmms_eval
 from mobula.deploy.host.authentication import set_auth
 from mobula.deploy.host.terminal import open_missing_streams, outlive_output, terminal, write_any_text
+from mobula.deploy.preloading.preloaded import preloaded
 
 app = typer.Typer(
     help="RL post-training of vision-language models on a Ray actor/learner cluster.",
@@ -102,9 +103,11 @@ def train(overrides: Overrides = None, config_file: ConfigFile = None) -> None:
     """Train: warm start, evaluation, RL or an offline job, evaluation, report."""
     with explained():
         config = _config(overrides or [], config_file)
-        from mobula.deploy.run import runtime
+        with preloaded(config) as workers:
+            from mobula.deploy.run import runtime
 
-        raise typer.Exit(runtime.train(config))
+            code = runtime.train(config, workers)
+        raise typer.Exit(code)
 
 
 @app.command()
@@ -135,9 +138,11 @@ def evaluate(
     """Score a policy on the held-out split, and on the suites of an evaluation scheme."""
     with explained():
         config = _config([*([f"evaluation={scheme}"] if scheme else []), *(overrides or [])], config_file)
-        from mobula.deploy.run import runtime
+        with preloaded(config) as workers:
+            from mobula.deploy.run import runtime
 
-        raise typer.Exit(runtime.evaluate(config, output))
+            code = runtime.evaluate(config, output, workers)
+        raise typer.Exit(code)
 
 
 @app.command()

@@ -47,10 +47,13 @@ class RunMark:
 
 @contextmanager
 def marking(run: str) -> Iterator[RunMark]:
-    """Marks every process that this process starts while the body runs."""
+    """Marks every process that this process starts while the body runs. Nested calls for one run have one mark."""
     driver = ProcessId.of(os.getpid())
     assert driver is not None, "this process has an entry in /proc"
-    mark = RunMark(f"{run}/{uuid4().hex}", driver)
+    run_id = os.environ.get(RUN_VARIABLE, "")
+    if os.environ.get(DRIVER_VARIABLE) != str(driver) or run_id.rpartition("/")[0] != run:
+        run_id = f"{run}/{uuid4().hex}"
+    mark = RunMark(run_id, driver)
     with environment_variables(mark.environment):
         yield mark
 

@@ -62,6 +62,7 @@ from mobula.deploy.host.terminal import outlive_output, terminal
 from mobula.deploy.planning.nodes import joined_nodes, this_node
 from mobula.deploy.planning.plan_command import planned_engine, refuse_too_small_cache
 from mobula.deploy.preflight.engine_build import check_engine_build
+from mobula.deploy.preloading.preloaded import Preloaded
 from mobula.deploy.run.headline import headline
 from mobula.deploy.run.logs import log_thread_failures, log_to, set_up_logging, write_faults_to
 from mobula.deploy.run.node_network import check_network
@@ -99,7 +100,7 @@ EVALUATION_FILE = "evaluation.json"
 _logger = logging.getLogger(__name__)
 
 
-def train(config: RunConfig) -> int:
+def train(config: RunConfig, preloaded: Preloaded | None = None) -> int:
     """Runs the main job from start to report; returns the exit code."""
     outlive_output()
     log_thread_failures()
@@ -108,7 +109,7 @@ def train(config: RunConfig) -> int:
     assert process is not None, "this process has an entry in /proc"
     start_up = StartUp(time.perf_counter() - process.age_s)
     start_up.ended("imports")
-    summary = run_training(config, console, start_up=start_up)
+    summary = run_training(config, console, start_up=start_up, preloaded=preloaded)
     console.print(
         f"{headline(config, summary)}; report: {config.run_folder / REPORT_FILE}", markup=False, soft_wrap=True
     )
@@ -122,7 +123,7 @@ def train(config: RunConfig) -> int:
     return 0
 
 
-def evaluate(config: RunConfig, output: Path | None = None) -> int:
+def evaluate(config: RunConfig, output: Path | None = None, preloaded: Preloaded | None = None) -> int:
     """Score `policy.model` as it is on every suite of held-out prompts; returns the exit code.
 
     Results are printed. They are also written to `evaluation.json` in the folder `output`, if one is given, with the
@@ -133,7 +134,7 @@ def evaluate(config: RunConfig, output: Path | None = None) -> int:
     """
     require_model(config)
     console = terminal(soft_wrap=True)
-    results, seconds = with_engines(config, partial(_evaluate, output))
+    results, seconds = with_engines(config, partial(_evaluate, output), preloaded)
     if output is not None:  # first: the console may be gone
         output.mkdir(parents=True, exist_ok=True)
         rows = [strict(asdict(result)) for result in results]
@@ -151,24 +152,31 @@ def evaluate(config: RunConfig, output: Path | None = None) -> int:
     return 0
 
 
-def with_engines(config: RunConfig, work: Callable[[Prepared, Inference], Awaitable[T]]) -> T:
+def with_engines(
+    config: RunConfig, work: Callable[[Prepared, Inference], Awaitable[T]], preloaded: Preloaded | None = None
+) -> T:
     """Runs `work` with engines of `policy.model` and reward workers on a private cluster; returns its result.
 
     Raises:
         PreflightError, ValueError: it cannot start; no role was started.
         MobulaError: it failed on the way.
     """
-    with signals_raise(), _cluster(config, inference_roles(config), None, StartUp(time.perf_counter())) as cluster:
+    start_up = StartUp(time.perf_counter())
+    with signals_raise(), _cluster(config, inference_roles(config), None, start_up, preloaded) as cluster:
         return asyncio.run(_until_signal(_serving(cluster, work)))
 
 
 def run_training(
-    config: RunConfig, console: Console, sinks: Sequence[Sink] = (), start_up: StartUp | None = None
+    config: RunConfig,
+    console: Console,
+    sinks: Sequence[Sink] = (),
+    start_up: StartUp | None = None,
+    preloaded: Preloaded | None = None,
 ) -> Summary:
     """Run the main job to its end, or on from its newest checkpoint; returns what `summary.json` says.
 
     `sinks` get the run's records in addition to the configured sinks; a step waits until they have taken its record.
-    `start_up` has the phases of this process before the call.
+    `start_up` has the phases of this process before the call; `preloaded` forks the workers.
 
     Raises:
         PreflightError, ValueError: it cannot start; no role was started.
@@ -180,11 +188,16 @@ def run_training(
     set_up_logging(console)
     check_run_folder(config)
     with signals_raise(), held_run_folder(config):
-        return _run_training(config, console, sinks, started, start_up or StartUp(started))
+        return _run_training(config, console, sinks, started, start_up or StartUp(started), preloaded)
 
 
 def _run_training(
-    config: RunConfig, console: Console, sinks: Sequence[Sink], started: float, start_up: StartUp
+    config: RunConfig,
+    console: Console,
+    sinks: Sequence[Sink],
+    started: float,
+    start_up: StartUp,
+    preloaded: Preloaded | None,
 ) -> Summary:
     checkpoint = find_resumable(config.run_folder / CHECKPOINTS_FOLDER, config.resume, identity_with_data(config))
     version = 0 if checkpoint is None else reached_version(config, int(checkpoint.name.removeprefix("step-")))
@@ -193,7 +206,11 @@ def _run_training(
     logs = config.run_folder / LOGS_FOLDER
     changes = changed_settings(written_config(config), config)
     roles = needed_roles(config)
-    with _cluster(config, roles, logs, start_up, checkpoint) as cluster, run_folder(config), _findable(cluster):
+    with (
+        _cluster(config, roles, logs, start_up, preloaded, checkpoint) as cluster,
+        run_folder(config),
+        _findable(cluster),
+    ):
         log_to(config.run_folder)
         process = f"process {os.getpid()} on {socket.gethostname()}"
         _logger.info("run %s starts at version %d: %s", config.name, version, process)
@@ -236,6 +253,7 @@ class _Cluster:
     session: ClusterSession
     plan: PlacementPlan
     logs: Path | None  # the folder of the workers' logs; None where there is no run folder
+    preloaded: Preloaded | None
 
     @asynccontextmanager
     async def spawner(self) -> AsyncIterator[Spawner]:
@@ -244,7 +262,7 @@ class _Cluster:
         bookings = await asyncio.to_thread(
             create_placement_groups, self.plan, run_name=config.name, timeout_s=config.timeouts.start_s
         )
-        spawner = Spawner(config, self.session, self.plan, bookings, self.logs)
+        spawner = Spawner(config, self.session, self.plan, bookings, self.logs, self.preloaded)
         try:
             yield spawner
         finally:
@@ -258,7 +276,12 @@ def _findable(cluster: _Cluster) -> AbstractContextManager[None]:
 
 @contextmanager
 def _cluster(
-    config: RunConfig, roles: tuple[str, ...], logs: Path | None, start_up: StartUp, checkpoint: Path | None = None
+    config: RunConfig,
+    roles: tuple[str, ...],
+    logs: Path | None,
+    start_up: StartUp,
+    preloaded: Preloaded | None,
+    checkpoint: Path | None = None,
 ) -> Iterator[_Cluster]:
     """Runs every check that needs no cluster and checks access to it, then joins or starts Ray.
 
@@ -288,7 +311,7 @@ def _cluster(
             refuse_flaws({used[n.node_id]: n.cuda for n in joined if n.cuda and n.node_id in used})
             engine = planned_engine(config, joined, roles)
         start_up.ended("Ray")
-        yield _Cluster(replace(prepared, engine=engine), session, plan, logs)
+        yield _Cluster(replace(prepared, engine=engine), session, plan, logs, preloaded)
 
 
 async def _train(cluster: _Cluster, metrics: Metrics, tracer: RunTracer, stop_request: StopRequest) -> None:

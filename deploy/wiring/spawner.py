@@ -27,6 +27,7 @@ from mobula.cluster.runtime.role_log import role_log
 from mobula.cluster.user_code import FOLDER_VARIABLE
 from mobula.configs.schema import RunConfig
 from mobula.deploy.host.session import ClusterSession
+from mobula.deploy.preloading.preloaded import Preloaded, library_environment
 
 GROUP_LABEL = "ray.io/node-group"  # label of nodes that an autoscaler (cluster launcher, KubeRay) started
 
@@ -63,7 +64,6 @@ class Autoscaler:
 
 _logger = logging.getLogger(__name__)
 
-MIB = 1 << 20
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 BOOKING_S = 30.0  # for one joining worker, after a check for free resources
 
@@ -82,14 +82,18 @@ class Spawner:
         plan: PlacementPlan,
         bookings: Mapping[str, Booking],
         logs: Path | None = None,
+        preloaded: Preloaded | None = None,
     ) -> None:
-        """`logs` is the folder for a log file of each worker; without it their output stays in Ray's session folder."""
+        """`logs` is the folder for a log file of each worker; without it their output stays in Ray's session folder.
+        `preloaded` forks the workers; without it each imports its modules.
+        """
         self.plan = plan
         self._config = config
         self._bookings = dict(bookings)
         self._placed = {worker.name: worker for worker in plan.workers}
         self._env = _environment(config, session)
         self._logs = None if logs is None else logs.absolute()
+        self._preloaded = preloaded
         self._autoscaler = Autoscaler()
         self._lock = threading.Lock()
 
@@ -113,6 +117,7 @@ class Spawner:
             booking=self._bookings[worker.name],
             env={**self._env, **(env or {})},
             log=None if self._logs is None else role_log(self._logs, worker.name),
+            python=None if self._preloaded is None else self._preloaded.python(worker.role),
             max_concurrency=max_concurrency,
             **kwargs,
         )
@@ -230,26 +235,9 @@ def learner_environment(config: RunConfig) -> dict[str, str]:
     return {"PYTORCH_ALLOC_CONF": "expandable_segments:True,pinned_max_round_threshold_mb:1"}
 
 
-def allocator_environment(config: RunConfig) -> dict[str, str]:
-    """Returns the glibc malloc settings of workers on CPU: freed memory is kept for the next step. By default malloc
-    trims the heaps of all threads but the first, so that the kernel maps and clears an engine's buffers again in every
-    step: thousands of page faults per second.
-    """
-    if config.resources.device == "cuda":
-        return {}
-    return {
-        "MALLOC_TRIM_THRESHOLD_": str(512 * MIB),
-        "MALLOC_TOP_PAD_": str(64 * MIB),
-        "MALLOC_MMAP_THRESHOLD_": str(32 * MIB),  # maximum of glibc
-    }
-
-
 def _environment(config: RunConfig, session: ClusterSession) -> dict[str, str]:
-    """Returns the environment of every worker: no usage statistics; loopback addresses on a private cluster."""
-    env = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
-    env |= allocator_environment(config) | session.mark.environment | {FOLDER_VARIABLE: os.getcwd()}
-    if Path(config.policy.model).is_dir():
-        env["HF_HUB_OFFLINE"] = "1"
+    """Returns the environment of every worker; loopback addresses on a private cluster."""
+    env = library_environment(config) | session.mark.environment | {FOLDER_VARIABLE: os.getcwd()}
     if session.is_local:
         env |= {"GLOO_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": LOOPBACK}
         env |= {"NCCL_SOCKET_IFNAME": "lo"} if config.resources.device == "cuda" else {}

@@ -19,6 +19,7 @@ from mobula.configs.load import dump_config, load_config, load_resolved
 from mobula.configs.schema import RunConfig
 from mobula.deploy.cli import app
 from mobula.deploy.host.machine import Machine
+from mobula.deploy.preloading.preloaded import Preloaded
 from mobula.deploy.run import run_client
 from mobula.deploy.run.run_client import RunAddress
 from mobula.deploy.tools import leftovers
@@ -38,13 +39,13 @@ class FakeRuntime:
         self.outcome = outcome
         self.trained: list[RunConfig] = []
 
-    def train(self, config: RunConfig) -> int:
+    def train(self, config: RunConfig, preloaded: Preloaded | None = None) -> int:
         self.trained.append(config)
         if isinstance(self.outcome, BaseException):
             raise self.outcome
         return self.outcome
 
-    def evaluate(self, config: RunConfig, output: Path | None) -> int:
+    def evaluate(self, config: RunConfig, output: Path | None, preloaded: Preloaded | None) -> int:
         return self.train(config)
 
 

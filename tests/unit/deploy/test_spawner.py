@@ -19,6 +19,7 @@ from mobula.configs.schema import RunConfig, WorkerResources
 from mobula.deploy.host.processes import ProcessId
 from mobula.deploy.host.run_record import RunMark
 from mobula.deploy.host.session import ClusterSession
+from mobula.deploy.preloading.preloaded import Preloaded
 from mobula.deploy.wiring import spawner
 from mobula.deploy.wiring.spawner import Spawner, engine_environment, learner_environment
 
@@ -41,13 +42,14 @@ def started(
     is_local: bool = True,
     env: dict[str, str] | None = None,
     logs: Path | None = None,
+    preloaded: Preloaded | None = None,
 ) -> dict[str, Any]:
     """What Ray is asked for when the second rollout actor is started."""
     asked: dict[str, Any] = {}
     monkeypatch.setattr(spawner, "spawn", lambda role, *args, **options: asked.update(role=role, args=args, **options))
     placed = plan(config)
     bookings = {worker.name: Booking(group=worker.name, bundle_index=0) for worker in placed.workers}
-    Spawner(config, ClusterSession(NODES, is_local, MARK), placed, bookings, logs).start(
+    Spawner(config, ClusterSession(NODES, is_local, MARK), placed, bookings, logs, preloaded).start(
         Role, 1, 2, worker=placed.of_role("rollout")[1], env=env, max_concurrency=9, option=3
     )
     return asked
@@ -66,6 +68,13 @@ def test_a_worker_has_a_log_in_the_run_folder_if_there_is_one(monkeypatch: pytes
     monkeypatch.chdir(tmp_path)
     log = started(monkeypatch, config, logs=Path("runs/digits/logs"))["log"]
     assert log == tmp_path / "runs" / "digits" / "logs" / "rollout-1.log", "workers have other working folders"
+
+
+def test_a_preloaded_worker_is_asked_for_at_the_socket_of_its_role(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config(["experiment=digits"])
+    assert started(monkeypatch, config)["python"] is None
+    python = started(monkeypatch, config, preloaded=Preloaded(Path("/tmp/roles"), Path("/tmp/engines")))["python"]
+    assert python.startswith(f"{sys.executable} -I -S ") and python.endswith("worker.py /tmp/engines")
 
 
 def test_workers_of_a_role_are_those_of_the_plan() -> None:

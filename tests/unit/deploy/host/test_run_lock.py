@@ -170,8 +170,10 @@ def test_children_carry_the_mark_and_it_ends_with_the_run(monkeypatch: pytest.Mo
     assert os.environ[RUN_VARIABLE] == "an outer run's" and DRIVER_VARIABLE not in os.environ
 
 
-def test_two_runs_of_one_name_differ() -> None:
-    with marking("digits") as first, marking("digits") as second:
+def test_two_runs_of_one_name_differ_and_nested_marks_of_one_run_do_not() -> None:
+    with marking("digits") as first, marking("digits") as inner, marking("sums") as other:
+        assert first == inner != other
+    with marking("digits") as second:
         assert first != second
 
 

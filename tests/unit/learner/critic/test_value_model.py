@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from learner_data import group, image, prompt, random_groups, tiny_config
+from scored_rows import tree
 from tiny_text_models import write_text_policy
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
@@ -83,6 +84,18 @@ def test_values_of_a_text_family_are_those_of_the_plain_forward(tmp_path: Path) 
     model = ValueModel(load_policy_model(config.policy, torch.float32), config.learner, seed=3).eval()
     expected = plain_states(AutoModelForCausalLM.from_pretrained(checkpoint).eval(), row) @ model.head.weight[0]
     torch.testing.assert_close(values(model, [row])[0], expected, atol=1e-7, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_rows_that_share_prefixes_have_the_values_of_single_rows(model, checkpoint) -> None:
+    """With one value after the last token of each row."""
+    config = tiny_config(checkpoint, "learner.packing=true")
+    packed = ValueModel(load_policy_model(config.policy, torch.float32), config.learner, seed=3).eval()
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    asked = [prompt(tokenizer, "p0", [image(1), image(2, 6, 4)]), prompt(tokenizer, "p1")]
+    rows = [row.with_end() for row in tree(asked)]
+    for row, own in zip(rows, values(packed, rows), strict=True):
+        torch.testing.assert_close(own[: row.num_targets], values(model, [row])[0], atol=1e-6, rtol=1e-6)
 
 
 def test_the_gradient_of_a_value_reaches_the_backbone_and_the_vision_tower(model, checkpoint) -> None:

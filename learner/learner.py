@@ -51,6 +51,8 @@ from mobula.learner.optim.average import NullAverage, WeightAverage
 from mobula.learner.optim.slow import NullSlow, SlowWeights
 from mobula.learner.policies.attention.sequence_ranks import SequenceRanks
 from mobula.learner.policies.base import PolicyOutput
+from mobula.learner.policies.batch import TokenBatch
+from mobula.learner.policies.device_copies import on_device
 from mobula.learner.policies.flow.policy import StepRescoring
 from mobula.learner.policies.loading import DTYPES, recompute_blocks
 from mobula.learner.policies.trained import as_policy, collate_rows, save_trained, scoring_of, unread_trained_model
@@ -304,6 +306,10 @@ class Learner:
 
         def loss(rows: Sequence[LearnerItem]) -> Tensor:
             output, batch = self._forward(rows)
+            if self._config.learner.shares_prompts and isinstance(batch.inputs, TokenBatch):
+                counts = [sum(batch.inputs.row_lengths), batch.inputs.num_shared]
+                row_tokens, shared_tokens = on_device(np.array(counts, dtype=np.float32), self._device)
+                meter.add(row_tokens=row_tokens, shared_tokens=shared_tokens)
             if is_first:
                 measure_gap(output, batch, ages, meter)
             return self._objective(output, batch, part_totals, meter, kl_coef)
@@ -371,11 +377,14 @@ class Learner:
     def _metrics(self, meter: Meter, items: list[list[LearnerItem]], grad_norms: list[float]) -> dict[str, float]:
         """Reduces metrics over ranks: means over minibatches; maxima and counts over the whole step."""
         reduced = meter.reduce()
+        num_tokens, num_shared = reduced.pop("row_tokens", 0.0), reduced.pop("shared_tokens", 0.0)
+        shared = {"shared_prompt_share": num_shared / num_tokens} if num_tokens > 0 else {}
         per_step = ("logprob_gap_mean", "logprob_gap_max", "logprob_drift_mean", "ratio_max")
         means = {name: value if name in per_step else value / len(grad_norms) for name, value in reduced.items()}
         rows = [item for group in items for item in group]
         return {
             **means,
+            **shared,
             "grad_norm": sum(grad_norms) / len(grad_norms),
             "response_length": sum(item.sequence.num_targets for item in rows) / len(rows),
             "num_tokens": float(sum(item.num_trained for item in rows)),

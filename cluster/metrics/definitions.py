@@ -50,6 +50,7 @@ class MetricName(StrEnum):
     NUM_GROUPS = "num_groups"
     NUM_SAMPLES = "num_samples"
     NUM_TOKENS = "num_tokens"
+    SHARED_PROMPT_SHARE = "shared_prompt_share"
     SAMPLES_PER_S = "samples_per_s"
     TOKENS_PER_S = "tokens_per_s"
     BYTES_PER_TRAJECTORY = "bytes_per_trajectory"
@@ -182,6 +183,9 @@ METRICS: Mapping[str, Metric] = {
     MetricName.NUM_GROUPS: Metric("", "Groups trained on in one step"),
     MetricName.NUM_SAMPLES: Metric("", "Responses trained on in one step"),
     MetricName.NUM_TOKENS: Metric("tokens", "Generated tokens trained on in one step"),
+    MetricName.SHARED_PROMPT_SHARE: Metric(
+        "", "Share of the tokens of prompts and responses that another row of their forward pass computed"
+    ),
     MetricName.SAMPLES_PER_S: Metric("1/s", "Responses trained on per second of the whole step"),
     MetricName.TOKENS_PER_S: Metric("tokens/s", "Generated tokens trained on per second of the whole step"),
     MetricName.BYTES_PER_TRAJECTORY: Metric("B", "Bytes of one trajectory in the object store, media excluded"),

@@ -144,6 +144,11 @@ class TokenBatch:
         """The same, with each shared prefix once."""
         return self._places(self.prefixes)
 
+    @property
+    def num_shared(self) -> int:
+        """Tokens of rows that another row has too, which `shared_places` leaves out."""
+        return sum(prefix.num_tokens for prefix in self.prefixes.values())
+
     def _places(self, prefixes: dict[int, SharedPrefix]) -> RowPlaces:
         width, device = self.host_ids.shape[1], self.input_ids.device
         return RowPlaces.of(self.row_lengths, width, self.before_targets, prefixes, device)

@@ -177,6 +177,26 @@ def test_any_split_into_microbatches_gives_the_same_gradient(folder, tokenizer, 
         assert largest_difference(gradients[0], other) < 1e-6
 
 
+@pytest.mark.parametrize("tokens", [30, 150, 100_000])
+def test_siblings_that_compute_their_prompt_once_have_the_same_gradient(folder, tokenizer, tokens: int) -> None:
+    groups = sampled(tiny_config(folder), folder, random_groups(tokenizer, 6, 4))
+    words = ("learner.packing=true", f"learner.tokens_per_microbatch={tokens}", "learner.max_grad_norm=1000000")
+    metrics, gradients = [], []
+    for shares in ("true", "false"):
+        learner = connected(tiny_config(folder, *words, f"learner.share_prompts={shares}"))
+        learner._optimizer.zero_grad = lambda: None  # keep what this one step saw
+        metrics.append(learner.update(groups, 1).metrics)
+        gradients.append({name: p.grad for name, p in learner._policy.named_parameters()})
+    assert largest_difference(*gradients) < 1e-6
+    share = metrics[0].pop("shared_prompt_share")
+    assert metrics[0] == pytest.approx(metrics[1], abs=1e-6, rel=1e-4)
+    prompts = [scored.summary.num_prompt_tokens for scored in groups]
+    if tokens == 100_000:
+        assert share >= 3 * sum(prompts) / (4 * sum(prompts) + sum(scored.summary.num_tokens for scored in groups))
+    else:
+        assert share > 0.1
+
+
 def test_minibatches_are_several_steps_on_whole_groups(folder, tokenizer) -> None:
     groups = sampled(tiny_config(folder), folder, random_groups(tokenizer, 6, 4))
     metrics = connected(tiny_config(folder, "algorithm.num_minibatches=3")).update(groups, 1).metrics

@@ -30,7 +30,8 @@ case "${1:-mobula}" in
         folder=.venv-verifiers what=verifiers asked=(deploy/verifiers.txt) packages=(--requirement deploy/verifiers.txt) ;;
     peer)
         [ -f "benchmarks/peers/${2:-}.txt" ] || die "there is no peer '${2:-}': benchmarks/peers has a file for each"
-        folder=.venv-peers/$2 what=$2 asked=("benchmarks/peers/$2.txt") packages=(--requirement "benchmarks/peers/$2.txt") ;;
+        # --no-config: our overrides take audio packages out, which peers import.
+        folder=.venv-peers/$2 what=$2 asked=("benchmarks/peers/$2.txt") packages=(--no-config --requirement "benchmarks/peers/$2.txt") ;;
     *) die "there is no environment '$1': say lmms-eval, verifiers, peer NAME, or nothing" ;;
 esac
 

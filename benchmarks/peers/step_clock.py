@@ -36,6 +36,13 @@ class StepClock:
         self._samples += samples
         self._tokens += tokens
 
+    def counted_labels(self, labels: Any) -> None:
+        """Of packed rows [B, T], -100 outside of answers: every answer is a sample, all its labels are its tokens."""
+        trained = labels != -100
+        starts = trained.clone()
+        starts[:, 1:] &= ~trained[:, :-1]
+        self.counted(int(starts.sum()), int(trained.sum()))
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("on_"):  # every other event of a Trainer
             return lambda args, state, control, **kwargs: control

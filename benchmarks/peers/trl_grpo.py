@@ -17,6 +17,8 @@ from trl import GRPOConfig, GRPOTrainer
 
 from benchmarks.peers.step_clock import StepClock, rows_of
 
+MEDIA_TOKENS = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+
 
 def main() -> None:
     parser = argparse.ArgumentParser()
@@ -36,9 +38,13 @@ def main() -> None:
         texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
         return [float(right in text) for right, text in zip(answer, texts, strict=True)]
 
+    processor = AutoProcessor.from_pretrained(asked.model)
+    # A sampled image token has no image: the forward pass of TRL then fails, and Mobula's samplers never draw one.
+    tokenizer = getattr(processor, "tokenizer", processor)
+    media = [n for n in tokenizer.convert_tokens_to_ids(MEDIA_TOKENS) if n not in (None, tokenizer.unk_token_id)]
     trainer = GRPOTrainer(
         model=asked.model,
-        processing_class=AutoProcessor.from_pretrained(asked.model),
+        processing_class=processor,
         reward_funcs=reward,
         train_dataset=Dataset.from_list([_row(row, asked.data.parent) for row in rows_of(asked.data)]),
         args=GRPOConfig(
@@ -50,6 +56,7 @@ def main() -> None:
             gradient_accumulation_steps=1,
             num_generations=asked.samples,
             max_completion_length=asked.tokens,
+            generation_kwargs={"suppress_tokens": media} if media else None,
             max_steps=asked.steps,
             beta=asked.kl,
             temperature=asked.temperature,

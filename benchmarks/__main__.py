@@ -29,6 +29,7 @@ class Name(StrEnum):
 
     ROLLOUT = "rollout"
     WEIGHT_SYNC = "weight_sync"
+    WEIGHT_CHANGES = "weight_changes"
     REPLAY = "replay"
     STEP_BREAKDOWN = "step_breakdown"
     WHOLE_STEP = "whole_step"

@@ -87,7 +87,7 @@ def message(now: torch.Tensor, base: torch.Tensor | None) -> TensorChanges:
     new_digest = int(digest(now.view(torch.uint8)))
     if base is None:
         return TensorChanges((now.numel(), WHOLE, new_digest), now.view(torch.uint8), now.numel())
-    changed = _nonzero(now != base)  # [number of changes]
+    changed = _different(now, base)  # [number of changes]
     num_changed = changed.numel()
     if num_changed == 0:
         return TensorChanges((0, WHOLE, new_digest), now[:0].view(torch.uint8), 0)
@@ -104,11 +104,11 @@ def message(now: torch.Tensor, base: torch.Tensor | None) -> TensorChanges:
     return TensorChanges((codes.numel(), gap_bytes, new_digest), torch.cat(parts), num_changed)
 
 
-def _nonzero(mask: torch.Tensor) -> torch.Tensor:
-    """int64 positions of the true elements; on a CPU numpy finds them in a third of torch's time."""
-    if mask.device.type == "cpu":
-        return torch.from_numpy(np.flatnonzero(mask.numpy()))
-    return mask.nonzero().view(-1)
+def _different(now: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+    """int64 positions of the elements that differ; on a CPU numpy compares in less than half of torch's time."""
+    if now.device.type == "cpu":
+        return torch.from_numpy(np.flatnonzero(now.numpy() != base.numpy()))
+    return (now != base).nonzero().view(-1)
 
 
 def _divided(gaps: torch.Tensor, changed: torch.Tensor, gap_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:

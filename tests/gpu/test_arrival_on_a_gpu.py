@@ -12,6 +12,7 @@ from engines import Engine, LocalSender, copied, new_learner, open_model, pertur
 from skipping_engine import SkippingActor
 from stale_push import Stale, StaleOnTheWay
 
+from mobula.cluster.weight_sync.weight_sync import Push
 from mobula.deploy.wiring.parity_gate import tolerance_of
 from mobula.learner.learner import Learner
 from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
@@ -33,8 +34,8 @@ MATRIX, BIAS = "model.layers.0.mlp.up_proj.weight", "model.layers.1.self_attn.k_
 CLOSE = 0.2  # nat, largest, bfloat16
 
 
-async def started(folder: Path, index: int) -> Engine:
-    engine = await asyncio.to_thread(start_actor, open_model(folder, *WORDS), "vllm", index, SkippingActor)
+async def started(folder: Path, index: int, *words: str) -> Engine:
+    engine = await asyncio.to_thread(start_actor, open_model(folder, *WORDS, *words), "vllm", index, SkippingActor)
     await engine.client.start()
     return engine
 
@@ -87,3 +88,27 @@ async def test_parameters_after_a_push_are_those_of_an_engine_that_loads_the_exp
         assert await loaded.handle.checksums.remote() == pushed != before
     finally:
         await loaded.close()
+
+
+async def test_parameters_after_pushes_of_changes_are_those_of_whole_tensors(tmp_path: Path) -> None:
+    write_tiny_qwen2_5_vl(tmp_path / "model", seed=0)
+    engine = await started(tmp_path / "model", 2, "weight_sync.payload=delta")
+    learner = new_learner(engine.model)
+    try:
+        sync, pushes = weight_sync(engine, LocalSender(learner), tolerance=tolerance_of(engine.model.config)), []
+
+        async def keep(push: Push) -> None:
+            pushes.append(push)
+
+        sync.on_published(keep)
+        for version in range(5):
+            await sync.publish(version)
+            perturb(learner, seed=version, scale=1e-4)
+        await sync.publish(5)
+        changed = await engine.handle.checksums.remote()
+        await engine.serve(learner, version=6)
+        assert await engine.handle.checksums.remote() == changed
+        assert all(0 < push.changed_share < 1 and push.num_resent == 0 for push in pushes[1:])
+    finally:
+        learner.close()
+        await engine.close()

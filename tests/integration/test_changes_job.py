@@ -1,0 +1,57 @@
+"""The main job with `weight_sync.payload=delta`: an engine and a learner rank are killed, and pushes go on."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from jobs import RUN_DEADLINE_S, Job, marked, none_left
+from waiting import wait_until
+
+from mobula.cluster.metrics.definitions import MetricName
+from mobula.cluster.metrics.report.run_folder import read_run_folder
+from mobula.cluster.metrics.sinks.jsonl import read_records
+from mobula.cluster.metrics.step_records import StepRecord
+
+pytestmark = [pytest.mark.core, pytest.mark.slow, pytest.mark.timeout(1200)]
+
+NUM_STEPS = 8
+
+
+def kill(job: Job, role: str) -> None:
+    """Ends a process of the role with SIGKILL."""
+    found = [number for number, command in marked(job.marks[-1]).items() if command.startswith(f"ray::{role}")]
+    os.kill(found[0], signal.SIGKILL)
+
+
+def test_engines_and_learner_ranks_that_are_killed_get_and_send_whole_tensors_and_then_changes_again(
+    tmp_path: Path,
+) -> None:
+    words = (
+        "experiment=digits", "resources=laptop", f"data.path={tmp_path / 'digits'}", f"num_steps={NUM_STEPS}",
+        "resources.dtype=bfloat16", "weight_sync.payload=delta", "weight_sync.canary_interval=1",
+        "learner.learning_rate=1e-6", "checkpoints.interval_steps=1", "algorithm.max_staleness=0",
+    )  # fmt: skip
+    with Job(tmp_path, words) as job:
+        training = job.start()
+        for num_steps, role in ((2, "RolloutActor"), (4, "Learner")):
+            wait_until(
+                lambda least=num_steps: len(job.steps) >= least or training.poll() is not None,
+                RUN_DEADLINE_S,
+                lambda: job.output,
+            )
+            assert training.poll() is None, job.output
+            kill(job, role)
+        job.finish(training)
+        none_left(job.marks[-1])
+    found = read_run_folder(job.run_folder)
+    assert (found.summary.status, found.summary.version) == ("done", NUM_STEPS)
+    assert found.summary.restarts >= 2
+    steps = {r.step: r for r in read_records(job.run_folder / "metrics.jsonl") if isinstance(r, StepRecord)}
+    shares = [steps[n].values[MetricName.PUSH_CHANGED_SHARE] for n in sorted(steps)]
+    assert shares[0] < 0.2, "the second push has changes alone"
+    assert shares[-1] < 0.2, "so has the last one"
+    assert any(share == 1.0 for share in shares), "the new learner sends whole tensors"
+    assert 0 <= found.summary.canary_max <= 0.3

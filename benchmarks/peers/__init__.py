@@ -4,4 +4,6 @@ Every side is a script that runs in a process of its own, in its trainer's envir
 `NAME.txt` here), and prints one line of JSON (`step_clock.Run`). The sides of a work take turns, five rounds of A B
 A B; a round is a whole run, of which the first steps are not counted. Both sides have the same two cores, two threads,
 float32, the same checkpoint, prompts a step, samples a prompt, most tokens and optimizer steps.
+
+Without a script: ms-swift's GRPO (4.6.0 installs beside this torch), diffusers' pipeline and flow_grpo's inner loop.
 """

@@ -16,7 +16,7 @@ class Run:
     """Totals of each optimizer step of one run, in order."""
 
     seconds: list[float] = field(default_factory=list)
-    samples: list[int] = field(default_factory=list)  # responses, or trained rows
+    samples: list[int] = field(default_factory=list)  # responses or answers: two of a pair
     tokens: list[int] = field(default_factory=list)  # of these responses or rows
     reached_s: float | None = None  # seconds of training until held-out 0.9; None: not reached or not asked
 

@@ -30,7 +30,7 @@ def main() -> None:
 
     class Counting(DPOTrainer):  # type: ignore[misc]  # trl is not in the environment that checks types
         def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-            clock.counted(len(inputs["input_ids"]) // 2, int(inputs["completion_mask"].sum()))
+            clock.counted(len(inputs["input_ids"]), int(inputs["completion_mask"].sum()))
             return super().training_step(model, inputs, *args, **kwargs)
 
     rows = rows_of(asked.data / "train.jsonl")[: asked.rows]

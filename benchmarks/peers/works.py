@@ -193,7 +193,7 @@ def dpo(name: str, *, num_rows: int, num_pairs: int, num_steps: int) -> Work:
         sides,
         {OURS: 1.0},
         equal="checkpoint, pairs of a step, beta, reference model, one optimizer step (AdamW) a batch",
-        unequal="TRL computes the reference in the trainer's process, we in one beside it",
+        unequal="TRL computes the reference in its trainer, we in a process beside it; TRL counts line ends too",
     )
 
 

@@ -5,5 +5,7 @@ Every side is a script that runs in a process of its own, in its trainer's envir
 A B; a round is a whole run, of which the first steps are not counted. Both sides have the same two cores, two threads,
 float32, the same checkpoint, prompts a step, samples a prompt, most tokens and optimizer steps.
 
+`trl_grpo_long_tail` does not run: with one to twelve images a prompt the loss of TRL 1.16.0 fails in `get_rope_index`
+("value tensor of shape [3, 184] cannot be broadcast to indexing result of shape [3, 181]"); the cause is not known.
 Without a script: ms-swift's GRPO (4.6.0 installs beside this torch), diffusers' pipeline and flow_grpo's inner loop.
 """

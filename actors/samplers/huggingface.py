@@ -64,7 +64,13 @@ class HuggingFaceSampler(InProcessSampler):
         stop_strings = StopStrings(self._settings.model, settings.stop_strings, self._settings.hidden_ids)
         progress = GroupProgress(attempt, settings.num_samples, chunk_tokens, emit_here, stop_strings)
         async with self._serving(settings.min_version):
-            await asyncio.to_thread(self._sample, prompt, media, settings, attempt, progress)
+            work = asyncio.ensure_future(asyncio.to_thread(self._sample, prompt, media, settings, attempt, progress))
+            try:
+                await asyncio.shield(work)
+            except asyncio.CancelledError:
+                progress.is_cancelled = True  # ends the thread, which uses the model and torch's generator until then
+                await asyncio.wait([work])
+                raise
             num_kept = sum(sibling.num_tokens for sibling in attempt.siblings)
             self._num_tokens += sum(sibling.num_tokens for sibling in progress.siblings) - num_kept
         return progress.finished()
@@ -191,6 +197,8 @@ class _Reader(StoppingCriteria):
         self._num_read = 0
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        if self._progress.is_cancelled:
+            return torch.ones(len(self._siblings), dtype=torch.bool, device=input_ids.device)
         if self._sampling.stop_strings or len(scores) % self._settings.chunk_tokens == 0:
             self.read(input_ids, scores)
         goes_on = set(self._progress.unfinished())

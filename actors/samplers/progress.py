@@ -72,6 +72,7 @@ class GroupProgress:
         self, attempt: Attempt, num_samples: int, chunk_tokens: int, emit: Emit, stop_strings: StopStrings
     ) -> None:
         self.siblings: list[SampledSequence] = list(attempt.siblings) or [NOTHING] * num_samples
+        self.is_cancelled = False
         self._request_id = attempt.request_id
         self._chunk_tokens = chunk_tokens
         self._emit = emit

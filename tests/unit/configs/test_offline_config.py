@@ -37,7 +37,7 @@ def test_a_command_trains_the_experiment_of_its_job_or_the_one_that_is_named(
     monkeypatch: pytest.MonkeyPatch, command: str, experiment: str
 ) -> None:
     found: list[RunConfig] = []
-    monkeypatch.setattr("mobula.deploy.run.runtime.train", lambda config: found.append(config) or 0)
+    monkeypatch.setattr("mobula.deploy.run.runtime.train", lambda config, preloaded: found.append(config) or 0)
     named = [] if experiment == "dpo" else [f"experiment={experiment}"]
     result = CliRunner().invoke(app, [command, *named, "policy.model=m", "data.path=d", "num_steps=3"])
     assert result.exit_code == 0, result.output

@@ -224,3 +224,27 @@ def test_a_request_is_drawn_from_its_own_seed(settings, asked) -> None:
         for name in ("0/1/a", "0/1/a", "0/2/b")
     )
     assert first == again != other
+
+
+def test_a_cancelled_response_draws_no_more(settings, asked) -> None:
+    """Its thread would disturb the next response: the generator is torch's own."""
+
+    async def run() -> None:
+        sampler = HuggingFaceSampler(settings)
+        await sampler.start()
+        sampler._served.set(0)
+        begun = asyncio.Event()
+        media = [handle.reference for handle in asked.media]
+        long = replace(PLAIN_SETTINGS, max_tokens=90)
+        work = asyncio.create_task(
+            sampler.sample(asked, media, long, Attempt("a"), lambda chunks, siblings: begun.set())
+        )
+        await begun.wait()
+        work.cancel()
+        await asyncio.wait([work])
+        assert work.cancelled()
+        state = torch.get_rng_state()
+        await asyncio.sleep(0.1)
+        assert torch.equal(state, torch.get_rng_state())
+
+    asyncio.run(run())

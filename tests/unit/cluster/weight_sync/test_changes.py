@@ -114,8 +114,7 @@ class Pushes:
         return {spec.name: torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in self.manifest.tensors}
 
     def restart_learner(self) -> None:
-        for sender in self.senders:
-            sender.close()
+        self.close()
         self.senders = [self._publisher(rank, len(self.senders)) for rank in range(len(self.senders))]
         self.meet()
 

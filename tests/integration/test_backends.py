@@ -130,7 +130,8 @@ def test_two_ranks_end_with_the_weights_of_one_process(ran: Ran) -> None:
 
 def test_metrics_are_those_of_the_whole_batch_on_any_number_of_ranks(ran: Ran) -> None:
     for step in range(2):
-        assert ran.two["metrics"][step] == pytest.approx(ran.one["metrics"][step], rel=1e-4, abs=1e-5)
+        two = {name: value for name, value in ran.two["metrics"][step].items() if name != "shared_prompt_share"}
+        assert two == pytest.approx(ran.one["metrics"][step], rel=1e-4, abs=1e-5), "one pads its rows"
         assert ran.two["metrics"][step]["logprob_gap_mean"] > 0, "of its own tokens, then of fresh ones"
     assert ran.two["supervised"] == pytest.approx(ran.one["supervised"], rel=1e-4)
     assert ran.two["accuracy"] == ran.one["accuracy"]

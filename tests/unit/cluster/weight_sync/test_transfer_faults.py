@@ -34,16 +34,16 @@ def same_host(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def receivers(same_host: str) -> Iterator[list[Member]]:
     """Once they are dead, nothing is left of the memory that they shared."""
-    files = set(Path("/dev/shm").glob("*mobula*"))
+    files, before = set(Path("/dev/shm").glob("*mobula*")), _num_mapped()  # by groups that other tests left open
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("GLOO_SOCKET_IFNAME", "lo")
         with members("cpu", "cpu", "cpu", "cpu") as started:
             yield started
     deadline = time.monotonic() + TIMEOUT_S
-    while _num_mapped() > 0 and time.monotonic() < deadline:  # it is freed once the last reader is known to be dead
+    while _num_mapped() > before and time.monotonic() < deadline:  # it is freed when the last reader is dead
         gc.collect()
         time.sleep(0.05)
-    assert _num_mapped() == 0
+    assert _num_mapped() <= before
     assert set(Path("/dev/shm").glob("*mobula*")) == files
 
 

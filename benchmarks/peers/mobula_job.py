@@ -1,4 +1,4 @@
-"""A Mobula command as one side: runs it in a process of its own, and reads its steps from the run folder."""
+"""A Mobula command as one side: runs it in a separate process, and reads its steps from the run folder."""
 
 from __future__ import annotations
 

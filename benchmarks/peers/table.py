@@ -48,7 +48,7 @@ def write(path: Path, known: Mapping[str, Result]) -> None:
 
 
 def markdown(known: Mapping[str, Result]) -> list[str]:
-    """One row a work and side, then what was equal and what was not."""
+    """A row for each work and side, then the equal and the unequal settings of each work."""
     heads = ("work", "side", "samples/s", "tokens a sample", "peak MiB", "over the peer (rounds)", "target", "met")
     lines = [_line(heads), _line(["---"] * len(heads))]
     lines += [_line(_cells(result, side)) for result in known.values() for side in result.rounds]

@@ -1,6 +1,6 @@
 """TRL's GRPOTrainer on the prompts of a Mobula data set; transformers generates, with its default cache.
 
-Its other mode without vLLM, continuous batching, needs paged attention; vLLM has no wheel for CPU beside this torch.
+Its other mode without vLLM, continuous batching, needs paged attention; vLLM has no CPU wheel for this torch.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ class Done:
 
 
 class Passes:
-    """One side, in a process of its own."""
+    """One side, in a separate process."""
 
     def __init__(self, kind: str, side: str, device: str, config: LearnerConfig) -> None:
         torch.set_num_threads(1)

@@ -70,7 +70,7 @@ class Compare:
 
 @dataclass(frozen=True)
 class Pushed:
-    """When it began and ended, on the clock that both processes share, and what was sent."""
+    """Start and end of a push, on the clock that both processes share, and the size of its changes."""
 
     started_s: float
     ended_s: float

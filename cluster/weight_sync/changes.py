@@ -75,7 +75,7 @@ class Base:
 
 @dataclass(frozen=True)
 class TensorChanges:
-    """What is sent of one tensor."""
+    """The message for one tensor."""
 
     header: tuple[int, int, int]  # as HEADER
     data: torch.Tensor  # uint8 [message_bytes(...)]

@@ -67,6 +67,7 @@ def run(connection: socket.socket) -> None:
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
         os.close(stream)
+    os.setpgid(0, 0)  # Ray signals the process group of a worker that ended: it must hold no other worker
     connection.sendall(b"1")
     connection.close()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)

@@ -1,27 +1,45 @@
-"""Chat rows of skewed lengths: the longest answer is eight times as long as the mean."""
+"""Rows of skewed lengths: the longest answer is eight times as long as the mean."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from random import Random
 
 MEAN_NUMBERS, MOST_NUMBERS = 32, 256  # of an answer
-SIZES = {"train": 2048, "validation": 16}
+SIZES = {"train": 2048, "validation": 16, "test": 16}
 
 
-def write_skewed(folder: Path) -> Path:
-    """Write both splits unless they are there; the same rows every time."""
+def write_chats(folder: Path) -> Path:
+    """Write chats for supervised fine-tuning; a space between two digits."""
+    return _write(folder, lambda n, text: {"messages": [_turn("user", _asked(n)), _turn("assistant", " ".join(text))]})
+
+
+def write_questions(folder: Path) -> Path:
+    """Write questions for RL. The digits of an answer are a token each in the tiny models."""
+    return _write(folder, lambda n, text: {"question": _asked(n), "answer": text, "solution": text})
+
+
+def _write(folder: Path, row: Callable[[int, str], Mapping[str, object]]) -> Path:
+    """The same rows every time; `row` takes the number of digits and the digits."""
     random = Random(0)
     folder.mkdir(parents=True, exist_ok=True)
     for split, size in SIZES.items():
         counts = [min(MOST_NUMBERS, 1 + int(random.expovariate(1 / MEAN_NUMBERS))) for _ in range(size)]
         counts[0] = MOST_NUMBERS
-        lines = [json.dumps({"messages": _messages(count, random)}) for count in counts]
+        lines = [json.dumps({"id": f"{split}-{n}", **row(c, _digits(c, random))}) for n, c in enumerate(counts)]
         (folder / f"{split}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     return folder
 
 
-def _messages(count: int, random: Random) -> list[dict[str, str]]:
-    answer = " ".join(str(random.randrange(10)) for _ in range(count))
-    return [{"role": "user", "content": f"Say {count} digits."}, {"role": "assistant", "content": answer}]
+def _digits(count: int, random: Random) -> str:
+    return "".join(str(random.randrange(10)) for _ in range(count))
+
+
+def _asked(count: int) -> str:
+    return f"Say {count} digits."
+
+
+def _turn(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,11 +25,21 @@ class Run:
         print(MARK + json.dumps(asdict(self)), flush=True)
 
 
+@dataclass(frozen=True)
+class HeldOut:
+    """Training ends with the first weights of at least this accuracy."""
+
+    accuracy: float
+    interval: int  # steps between two evaluations
+    measure: Callable[[Any], float]  # the model -> its accuracy
+
+
 class StepClock:
     """Callbacks of a transformers Trainer that fill a Run; `counted` is called by whatever sees the samples."""
 
-    def __init__(self) -> None:
+    def __init__(self, held_out: HeldOut | None = None) -> None:
         self.run = Run()
+        self._held_out = held_out
         self._samples = self._tokens = 0
         self._since = 0.0
 
@@ -57,7 +68,15 @@ class StepClock:
         self.run.seconds.append(now - self._since)
         self.run.samples.append(self._samples)
         self.run.tokens.append(self._tokens)
-        self._since, self._samples, self._tokens = now, 0, 0
+        self._samples = self._tokens = 0
+        held_out = self._held_out
+        if held_out is not None and len(self.run.seconds) % held_out.interval == 0:
+            accuracy = held_out.measure(kwargs["model"])
+            print(f"held-out accuracy {accuracy:.3f} after {len(self.run.seconds)} steps", flush=True)
+            if accuracy >= held_out.accuracy:
+                self.run.reached_s = sum(self.run.seconds)
+                control.should_training_stop = True
+        self._since = time.perf_counter()  # an evaluation is in no step
         return control
 
 

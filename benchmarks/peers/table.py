@@ -49,7 +49,8 @@ def write(path: Path, known: Mapping[str, Result]) -> None:
 
 def markdown(known: Mapping[str, Result]) -> list[str]:
     """A row for each work and side, then the equal and the unequal settings of each work."""
-    heads = ("work", "side", "samples/s", "tokens a sample", "peak MiB", "over the peer (rounds)", "target", "met")
+    heads = ("work", "side", "samples/s", "tokens a sample", "peak MiB", "seconds to held-out 0.9")
+    heads += ("over the peer (rounds)", "target", "met")
     lines = [_line(heads), _line(["---"] * len(heads))]
     lines += [_line(_cells(result, side)) for result in known.values() for side in result.rounds]
     notes = [f"- `{r.work}`: equal: {r.equal}. Not equal: {r.unequal}. Load {r.load:.1f}." for r in known.values()]
@@ -60,7 +61,9 @@ def _cells(result: Result, side: str) -> list[str]:
     rounds = result.rounds[side]
     rate = median(r.samples_per_s for r in rounds)
     tokens = sum(r.tokens for r in rounds) / sum(r.samples for r in rounds)
+    reached = [r.reached_s for r in rounds if r.reached_s is not None]
     cells = [f"`{result.work}`", side, f"{rate:.2f}", f"{tokens:.1f}", f"{max(r.peak_mib for r in rounds):.0f}"]
+    cells.append(f"{median(reached):.0f} ({len(reached)} of {len(rounds)} runs)" if reached else "")
     if side == result.peer:
         return [*cells, "", "", ""]
     found, target = ratios(rounds, result.rounds[result.peer]), result.targets[side]

@@ -2,13 +2,19 @@
 
 import os
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from benchmarks import peers
+from benchmarks.peers.__main__ import left
 from benchmarks.peers.rounds import MIB, Round, Side, counted, ratios, run_once, take_turns
-from benchmarks.peers.step_clock import Run, StepClock
+from benchmarks.peers.skewed import write_questions
+from benchmarks.peers.step_clock import HeldOut, Run, StepClock, rows_of
 from benchmarks.peers.table import Result, markdown, read, write
+from benchmarks.peers.works import WORKS
 
 SIDES = [Side("ours", lambda folder: ()), Side("theirs", lambda folder: ())]
 
@@ -70,8 +76,38 @@ def test_the_clock_of_a_trainer_counts_each_step_by_itself():
     assert (clock.run.samples, clock.run.tokens, len(clock.run.seconds)) == ([3, 4], [30, 40], 2)
 
 
+def test_training_ends_with_the_first_weights_of_the_accuracy_and_evaluations_are_in_no_step():
+    accuracies = {2: 0.5, 4: 0.93}
+    clock = StepClock(HeldOut(0.9, 2, lambda model: time.sleep(0.2) or accuracies[len(clock.run.seconds)]))
+    control = SimpleNamespace(should_training_stop=False)
+
+    clock.on_train_begin(None, None, control)
+    for _ in range(4):
+        assert not control.should_training_stop
+        clock.on_step_end(None, None, control, model=None)
+
+    assert control.should_training_stop and clock.run.reached_s == sum(clock.run.seconds) < 0.1
+
+
+def test_works_have_a_side_of_the_peer_and_rows_of_skewed_lengths(tmp_path: Path):
+    folder = Path(peers.__file__).parent
+    assert {work.peer for work in WORKS.values()} == {path.stem for path in folder.glob("*.txt")}
+
+    rows = rows_of(write_questions(tmp_path) / "train.jsonl")
+    lengths = [len(row["answer"]) for row in rows]
+    assert max(lengths) == 256 and 28 < sum(lengths) / len(lengths) < 36
+    assert all(row["question"] == f"Say {len(row['answer'])} digits." for row in rows)
+
+
+def test_works_measured_since_a_time_are_left_out():
+    done = Result("digits", "2026-11-27T17:05:00+00:00", "a CPU", {}, {}, "", "", 0.5)
+
+    assert left(["digits", "sums"], {"digits": done}, since="2026-11-27T17:00") == ["sums"]
+    assert left(["digits", "sums"], {"digits": done}, since="") == ["digits", "sums"]
+
+
 def test_results_are_read_as_they_were_written_and_have_a_row_a_side(tmp_path: Path):
-    rounds = {"ours": [Round(64, 512, 1, 1.0, 100.0)], "theirs": [Round(64, 512, 1, 2.0, 50.0)]}
+    rounds = {"ours": [Round(64, 512, 1, 1.0, 100.0, 40.0)], "theirs": [Round(64, 512, 1, 2.0, 50.0)]}
     result = Result("digits", "2026-11-27", "a CPU", rounds, {"ours": 1.5}, "prompts", "lengths", 0.5)
 
     write(tmp_path / "peers.json", {"digits": result})
@@ -79,6 +115,6 @@ def test_results_are_read_as_they_were_written_and_have_a_row_a_side(tmp_path: P
     known = read(tmp_path / "peers.json")
     assert known == {"digits": result} and os.listdir(tmp_path) == ["peers.json"]
     assert markdown(known)[2:4] == [
-        "| `digits` | ours | 64.00 | 8.0 | 100 | 2.00 (2.00 to 2.00) | 1.5 | yes |",
-        "| `digits` | theirs | 32.00 | 8.0 | 50 |  |  |  |",
+        "| `digits` | ours | 64.00 | 8.0 | 100 | 40 (1 of 1 runs) | 2.00 (2.00 to 2.00) | 1.5 | yes |",
+        "| `digits` | theirs | 32.00 | 8.0 | 50 |  |  |  |  |",
     ]

@@ -6,6 +6,7 @@ Its other mode without vLLM, continuous batching, needs paged attention; vLLM ha
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from PIL import Image
 from transformers import AutoProcessor
 from trl import GRPOConfig, GRPOTrainer
 
-from benchmarks.peers.step_clock import StepClock, rows_of
+from benchmarks.peers.scripts.held_out import add_options, greedy_accuracy
+from benchmarks.peers.step_clock import HeldOut, StepClock, rows_of
 
 MEDIA_TOKENS = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
 
@@ -29,19 +31,25 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, required=True)
     for name in ("kl", "temperature", "learning-rate"):
         parser.add_argument(f"--{name}", type=float, required=True)
+    add_options(parser)
     asked = parser.parse_args()
     torch.set_num_threads(2)
-    clock = StepClock()
-
-    def reward(completions: list[Any], completion_ids: list[list[int]], answer: list[str], **_: Any) -> list[float]:
-        clock.counted(len(completions), sum(map(len, completion_ids)))
-        texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
-        return [float(right in text) for right, text in zip(answer, texts, strict=True)]
-
     processor = AutoProcessor.from_pretrained(asked.model)
     # A sampled image token has no image: the forward pass of TRL then fails, and Mobula's samplers never draw one.
     tokenizer = getattr(processor, "tokenizer", processor)
     media = [n for n in tokenizer.convert_tokens_to_ids(MEDIA_TOKENS) if n not in (None, tokenizer.unk_token_id)]
+    held_out = None
+    if asked.accuracy:
+        rows = [_row(row, asked.held_out.parent) for row in rows_of(asked.held_out)[: asked.held_out_rows]]
+        measure = partial(greedy_accuracy, processor=processor, rows=rows, tokens=asked.tokens, banned=media)
+        held_out = HeldOut(asked.accuracy, asked.interval, measure)
+    clock = StepClock(held_out)
+
+    def reward(completions: list[Any], completion_ids: list[list[int]], solution: list[str], **_: Any) -> list[float]:
+        clock.counted(len(completions), sum(map(len, completion_ids)))
+        texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
+        return [float(right in text) for right, text in zip(solution, texts, strict=True)]
+
     trainer = GRPOTrainer(
         model=asked.model,
         processing_class=processor,
@@ -78,7 +86,7 @@ def _row(row: dict[str, Any], folder: Path) -> dict[str, Any]:
     images = row.get("image", [])
     loaded = [Image.open(folder / name).convert("RGB") for name in ([images] if isinstance(images, str) else images)]
     prompt = [{"role": "user", "content": row["question"].replace("<image>", "")}]
-    return {"prompt": prompt, "answer": row["answer"], **({"images": loaded} if loaded else {})}
+    return {"prompt": prompt, "solution": row["solution"], **({"images": loaded} if loaded else {})}
 
 
 if __name__ == "__main__":

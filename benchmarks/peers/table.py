@@ -49,8 +49,8 @@ def write(path: Path, known: Mapping[str, Result]) -> None:
 
 def markdown(known: Mapping[str, Result]) -> list[str]:
     """A row for each work and side, then the equal and the unequal settings of each work."""
-    heads = ("work", "side", "samples/s", "tokens a sample", "peak MiB", "seconds to held-out 0.9")
-    heads += ("over the peer (rounds)", "target", "met")
+    measured = ("samples/s", "tokens a sample", "peak MiB", "seconds to held-out 0.9")
+    heads = ("work", "side", *measured, "over the peer (rounds)", "target", "met")
     lines = [_line(heads), _line(["---"] * len(heads))]
     lines += [_line(_cells(result, side)) for result in known.values() for side in result.rounds]
     notes = [f"- `{r.work}`: equal: {r.equal}. Not equal: {r.unequal}. Load {r.load:.1f}." for r in known.values()]

@@ -40,9 +40,10 @@ from mobula.learner.critic import build_critic
 from mobula.learner.critic.rows import Values, with_values
 from mobula.learner.examples.entries import StoredExample, TaughtExamples
 from mobula.learner.examples.supervised_term import SupervisedTerm
-from mobula.learner.fresh_gap import FreshGap
 from mobula.learner.gradient_step import GradientStep, Term
 from mobula.learner.images.teaching import ImageTrainer
+from mobula.learner.measures.fresh_gap import FreshGap
+from mobula.learner.measures.movement import Movement, ratios
 from mobula.learner.meter import Meter
 from mobula.learner.objective import PolicyObjective, measure_gap
 from mobula.learner.offload import Offloader
@@ -125,6 +126,7 @@ class Learner:
         self._supervised, self._num_taught = self._trainer(), 0
         self._critic = build_critic(self._config, self._rank, self._world_size, self._reader, self._device)
         self._critic.connect()
+        self._movement = Movement(self._backend, self._step.shares, self._forward, self._config.num_steps)
         self._average = self._weight_average()
         self._slow = self._slow_weights()
         self._offloader = Offloader(
@@ -176,12 +178,14 @@ class Learner:
             critic, num_parts = self._critic.train(parts, version), len(parts)
             parts = [] if is_alone else parts
             meter = Meter(self._config.learner.sequence_parallel)
+            self._movement.begin(parts[0] if parts else (), version)
             losses = [Term(part, self._loss(part, meter, is_first=n == 0)) for n, part in enumerate(parts)]
             grad_norms = []
             for n, loss in enumerate(losses):
                 measures = [partial(self._fresh_gap.measure, group, version - 1, meter) for group in fresh if n == 0]
                 terms: list[Term[Any]] = [loss, *self._supervised_term.terms(self._policy, examples, n, meter)]
                 grad_norms.append(self._optimized(terms, rate, *measures))
+            self._movement.end(meter)
             self._slow.follow(version)
             self.version = version
             metrics = self._metrics(meter, items, grad_norms) if parts else {"loss": 0.0, "policy_loss": 0.0}
@@ -377,6 +381,7 @@ class Learner:
     def _metrics(self, meter: Meter, items: list[list[LearnerItem]], grad_norms: list[float]) -> dict[str, float]:
         """Reduces metrics over ranks: means over minibatches; maxima and counts over the whole step."""
         reduced = meter.reduce()
+        measured = ratios(reduced)
         num_tokens, num_shared = reduced.pop("row_tokens", 0.0), reduced.pop("shared_tokens", 0.0)
         shared = {"shared_prompt_share": num_shared / num_tokens} if num_tokens > 0 else {}
         per_step = ("logprob_gap_mean", "logprob_gap_max", "logprob_drift_mean", "ratio_max")
@@ -384,6 +389,7 @@ class Learner:
         rows = [item for group in items for item in group]
         return {
             **means,
+            **measured,
             **shared,
             "grad_norm": sum(grad_norms) / len(grad_norms),
             "response_length": sum(item.sequence.num_targets for item in rows) / len(rows),

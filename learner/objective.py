@@ -164,13 +164,18 @@ def measure_gap(output: PolicyOutput, batch: LearnerBatch, tokens: TokensByAge, 
     """|learner - behaviour| of the sampled tokens' log-probs, before any step; `tokens` are those of the minibatch.
 
     For tokens of the weights that are trained from, this is the gap between two implementations of one policy
-    (`logprob_gap_*`). For older ones it is how far the policy has moved since (`logprob_drift_mean`).
+    (`logprob_gap_*`; `movement.ratios` divides the sums of first and last tokens). For older ones it is how far the
+    policy has moved since (`logprob_drift_mean`).
     """
     gap = (output.logprobs - batch.behavior_logprobs).abs()
     if tokens.num_current > 0:
         current = torch.where(batch.loss_mask & (batch.ages == 0), gap, 0.0)
         meter.add(logprob_gap_mean=current.sum() / tokens.num_current)
         meter.keep_max(logprob_gap_max=current.max())
+        count = batch.loss_mask.cumsum(dim=1)
+        for name, rank in (("first", count), ("last", count.max(dim=1, keepdim=True).values - count + 1)):
+            is_chosen = batch.loss_mask & (batch.ages == 0) & (rank == 1)
+            meter.add(**{f"gap_{name}": torch.where(is_chosen, gap, 0.0).sum(), f"num_{name}": is_chosen.sum().float()})
     if tokens.num_older > 0:
         older = torch.where(batch.loss_mask & (batch.ages > 0), gap, 0.0)
         meter.add(logprob_drift_mean=older.sum() / tokens.num_older)

@@ -39,10 +39,16 @@ class MetricName(StrEnum):
     CRITIC_GRAD_NORM = "critic_grad_norm"
     LOGPROB_GAP_MEAN = "logprob_gap_mean"
     LOGPROB_GAP_MAX = "logprob_gap_max"
+    LOGPROB_GAP_FIRST = "logprob_gap_first"
+    LOGPROB_GAP_LAST = "logprob_gap_last"
     LOGPROB_DRIFT_MEAN = "logprob_drift_mean"
+    POLICY_CHANGE = "policy_change"
+    WEIGHT_CHANGE = "weight_change"
     RESPONSE_LENGTH = "response_length"
     TRUNCATED_FRACTION = "truncated_fraction"
     UNIFORM_FRACTION = "uniform_fraction"
+    UNIFORM_RIGHT_FRACTION = "uniform_right_fraction"
+    UNIFORM_WRONG_FRACTION = "uniform_wrong_fraction"
     STALENESS = "staleness"
     STALENESS_MAX = "staleness_max"
     OVER_AGE_TOKENS = "over_age_tokens"
@@ -83,6 +89,7 @@ class CounterName(StrEnum):
     REFERENCE_RETRIES = "reference_retries"
     RESUMED = "resumed"
     REWARD_FAILURES = "reward_failures"
+    REWARD_REASONS = "reward_reasons"
     SCORED_AHEAD = "scored_ahead"
     DROPPED_SINKS = "dropped_sinks"
     DROPPED_SAMPLES = "dropped_samples"
@@ -168,12 +175,20 @@ METRICS: Mapping[str, Metric] = {
     MetricName.LOGPROB_GAP_MAX: Metric(
         "nat", "Largest absolute log-prob difference of engine and learner with equal weights: tokens of version lag 0"
     ),
+    MetricName.LOGPROB_GAP_FIRST: Metric("nat", "As logprob_gap_mean, of the first token of each response"),
+    MetricName.LOGPROB_GAP_LAST: Metric("nat", "As logprob_gap_mean, of the last token of each response"),
+    MetricName.POLICY_CHANGE: Metric(
+        "nat", "Mean absolute log-prob difference of a few trained tokens before and after the update"
+    ),
+    MetricName.WEIGHT_CHANGE: Metric("", "Norm of the change of the update divided by the norm of the weights"),
     MetricName.LOGPROB_DRIFT_MEAN: Metric(
         "nat", "Mean absolute log-prob difference between the learner and the older weights that sampled a token"
     ),
     MetricName.RESPONSE_LENGTH: Metric("tokens", "Mean number of tokens of a response"),
     MetricName.TRUNCATED_FRACTION: Metric("", "Share of responses truncated at sampler.max_tokens"),
     MetricName.UNIFORM_FRACTION: Metric("", "Share of groups with equal rewards (no gradient)"),
+    MetricName.UNIFORM_RIGHT_FRACTION: Metric("", "Share of groups with equal rewards whose accuracy is at least 0.5"),
+    MetricName.UNIFORM_WRONG_FRACTION: Metric("", "Share of groups with equal rewards whose accuracy is below 0.5"),
     MetricName.STALENESS: Metric(
         "versions", "Mean age of trained tokens: version before the step minus version that sampled"
     ),
@@ -257,6 +272,7 @@ COUNTERS: Mapping[str, Metric] = {
     CounterName.REFERENCE_RETRIES: Metric("", "Parts of a step that were sent to another reference scorer"),
     CounterName.RESUMED: Metric("", "Retried prompts, and their sampled tokens that were kept and lost"),
     CounterName.REWARD_FAILURES: Metric("", "Responses that could not be scored"),
+    CounterName.REWARD_REASONS: Metric("", "Trained responses whose component is not above 0, by component and reason"),
     CounterName.SCORED_AHEAD: Metric("", "Responses scored before the group was complete, used or not"),
     CounterName.DROPPED_SINKS: Metric("", "Metric sinks that were removed after a failure"),
     CounterName.DROPPED_SAMPLES: Metric("", "Report samples that could not be fetched"),

@@ -22,7 +22,14 @@ from mobula.cluster.metrics.sinks.base import Sink
 from mobula.cluster.metrics.sinks.fan_out import FanOut
 from mobula.cluster.metrics.start_up import StartUp
 from mobula.cluster.metrics.step_records import EvaluationRecord, MetricsRecord, SampleRecord, StepRecord
-from mobula.cluster.metrics.step_values import component_means, staleness_of, step_values
+from mobula.cluster.metrics.step_values import (
+    component_means,
+    correlations,
+    reasons_of,
+    staleness_of,
+    step_values,
+    uniform_values,
+)
 from mobula.cluster.metrics.totals import RunTotals
 from mobula.cluster.tracing.spans import UNTRACED, RunTracer
 from mobula.cluster.workers.status import Progress, RunStatus
@@ -40,6 +47,8 @@ Clock = Callable[[], float]
 STARTING = "starting"  # engines, warm start, first push, first evaluation
 BETWEEN_PHASES = "other"
 ENDING = "ending"
+MAX_REASONS = 24  # of rewards that are counted by name; others are counted together
+OTHER = "other"
 
 
 class Samples(Protocol):
@@ -94,6 +103,7 @@ class MeasuredStep:
         staleness = staleness_of(self.groups, trained_version=self._step - 1)
         components = component_means(self.groups)
         values = step_values(self.groups, self.replay, staleness, total)
+        values |= uniform_values(self.groups, self._accuracy_component)
         if self._accuracy_component in components:  # recipes may leave it out
             values[MetricName.ACCURACY] = components[self._accuracy_component]
         return StepRecord(
@@ -103,6 +113,7 @@ class MeasuredStep:
             staleness=staleness,
             components=components,
             counters={name: dict(reasons) for name, reasons in counters.items()},
+            correlations=correlations(self.groups),
         )
 
 
@@ -177,6 +188,7 @@ class Metrics:
         samples = self._kept_samples(step, scope.groups)
         if scope.replay is not None:
             self.count_up_to(CounterName.REJECTED, scope.replay.num_rejected)
+        self._count_reasons(scope.groups)
         record = scope.finish(self._observed, self._counters)
         self.totals.add(record)
         self._sinks.emit(record)
@@ -253,6 +265,13 @@ class Metrics:
             _logger.exception("step %d: a report sample could not be kept", step)
             self.count(CounterName.DROPPED_SAMPLES, "error")
             return ()
+
+    def _count_reasons(self, groups: Sequence[ScoredGroup]) -> None:
+        for reason, num in reasons_of(groups).items():
+            known = self.counts(CounterName.REWARD_REASONS)
+            self.count(
+                CounterName.REWARD_REASONS, reason if reason in known or len(known) < MAX_REASONS else OTHER, num
+            )
 
     def _warn_of_idle_steps(self, record: StepRecord, groups: Sequence[ScoredGroup]) -> None:
         try:

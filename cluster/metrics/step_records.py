@@ -19,7 +19,8 @@ class StepRecord:
     """One finished step.
 
     `seconds` holds each timed phase, `total` and `other` (total less all phases); `staleness` maps a lag in versions to
-    trained tokens; `components` maps a reward component to its mean; `counters` are cumulative.
+    trained tokens; `components` maps a reward component to its mean; `counters` are cumulative; `correlations` are
+    those of `step_values.correlations`.
     """
 
     step: int
@@ -28,6 +29,7 @@ class StepRecord:
     staleness: Mapping[int, int]
     components: Mapping[str, float]
     counters: Counters
+    correlations: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def phases(self) -> dict[str, float]:
@@ -95,6 +97,7 @@ def from_line(line: str) -> MetricsRecord:
         staleness={int(lag): tokens for lag, tokens in row["staleness"].items()},
         components=_floats(row["components"]),
         counters=row["counters"],
+        correlations=_floats(row.get("correlations", {})),  # older files have none
     )
 
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import combinations
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from mobula.cluster.metrics.definitions import MetricName
 
 if TYPE_CHECKING:
-    from mobula.cluster.records.trajectory import ScoredGroup
+    from mobula.cluster.records.trajectory import Reward, ScoredGroup
     from mobula.cluster.roles import ReplayStats
 
 
@@ -61,6 +65,82 @@ def component_means(groups: Sequence[ScoredGroup]) -> dict[str, float]:
             totals.update(reward.components)
             counts.update(reward.components.keys())
     return {name: totals[name] / counts[name] for name in totals}
+
+
+def uniform_values(groups: Sequence[ScoredGroup], accuracy_component: str) -> dict[str, float]:
+    """Returns the shares of groups with equal rewards that are right and wrong, by the component of accuracy; without
+    this component, by a reward above 0."""
+    right = wrong = 0
+    for group in groups:
+        rewards = group.scored_rewards
+        if len({reward.value for reward in rewards}) == 1:
+            marks = [_accuracy(reward, accuracy_component) for reward in rewards]
+            is_right = math.fsum(marks) >= RIGHT_FROM * len(marks)
+            right, wrong = right + is_right, wrong + (not is_right)
+    return {
+        MetricName.UNIFORM_RIGHT_FRACTION: right / len(groups),
+        MetricName.UNIFORM_WRONG_FRACTION: wrong / len(groups),
+    }
+
+
+def correlations(groups: Sequence[ScoredGroup]) -> dict[str, float]:
+    """Returns Pearson correlations within groups, as the policy gradient sees them: `length` of the reward with the
+    number of tokens, `NAME` of the reward with a component, `NAME/NAME` of two components. Columns that do not vary
+    within any group have none."""
+    columns: dict[str, list[float]] = {}
+    rows = list(_centred_rows(groups))
+    for name in dict.fromkeys(name for row in rows for name in row):
+        columns[name] = [row[name] if name in row else 0.0 for row in rows]
+    columns = {name: values for name, values in columns.items() if any(abs(value) > TINY for value in values)}
+    if REWARD not in columns:
+        return {}
+    others = [name for name in columns if name != REWARD]
+    found = {name: _cosine(columns[REWARD], columns[name]) for name in others}
+    components = [name for name in others if name != LENGTH][:MAX_CORRELATED]
+    return found | {f"{a}/{b}": _cosine(columns[a], columns[b]) for a, b in combinations(components, 2)}
+
+
+def reasons_of(groups: Sequence[ScoredGroup]) -> Counter[str]:
+    """Returns `component: reason` -> responses whose component is not above 0. Digits are replaced and reasons cut,
+    so that few names occur."""
+    return Counter(
+        f"{name}: {_DIGITS.sub('#', reason)[:MAX_REASON]}"
+        for group in groups
+        for reward in group.scored_rewards
+        for name, reason in reward.reasons.items()
+        if name not in reward.components or reward.components[name] <= 0
+    )
+
+
+REWARD, LENGTH = "reward", "length"  # columns beside the components
+RIGHT_FROM = 0.5
+TINY = 1e-12
+MAX_CORRELATED = 4  # components whose correlations with each other are kept
+MAX_REASON = 60  # characters
+_DIGITS = re.compile(r"\d+")
+
+
+def _centred_rows(groups: Sequence[ScoredGroup]) -> Iterator[dict[str, float]]:
+    """Yields reward, length and components of each scored response, less their means over its group."""
+    for group in groups:
+        rows = [
+            {**reward.components, REWARD: reward.value, LENGTH: float(num_steps)}
+            for reward, num_steps in zip(group.rewards, group.summary.num_steps, strict=True)
+            if reward is not None
+        ]
+        names = dict.fromkeys(name for row in rows for name in row)
+        means = {name: math.fsum(row.get(name, 0.0) for row in rows) / len(rows) for name in names}
+        for row in rows:
+            yield {name: value - means[name] for name, value in row.items()}
+
+
+def _cosine(a: Sequence[float], b: Sequence[float]) -> float:
+    left, right = np.array(a), np.array(b)
+    return float(left @ right / math.sqrt((left @ left) * (right @ right)))
+
+
+def _accuracy(reward: Reward, component: str) -> float:
+    return reward.components[component] if component in reward.components else float(reward.value > 0)
 
 
 def _reward_values(groups: Sequence[ScoredGroup]) -> dict[str, float]:

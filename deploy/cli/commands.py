@@ -249,6 +249,38 @@ def replay(
 
 
 @app.command()
+def diagnose(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[NAME | KEY=VALUE...]",
+            help="The run; the latest one if it is left out. Overrides check a configuration before its first step.",
+        ),
+    ] = None,
+    run: RunFolder = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+) -> None:
+    """Why does it not learn? Check a run, or a configuration, and show the findings, worst first.
+
+    Exits with 1 if there is a fault.
+    """
+    with explained():
+        from mobula.deploy.tools.diagnose import command
+
+        title, material = command.material_of(words or [], run)
+        findings = command.diagnose(material)
+    from mobula.cluster.metrics.report.findings import RunVerdict, to_json
+    from mobula.deploy.tools.diagnose.page import show
+
+    if json:
+        terminal(soft_wrap=True).print(to_json(findings), markup=False, highlight=False)
+    else:
+        show(title, findings, terminal())
+    if any(finding.verdict is RunVerdict.FAULT for finding in findings):
+        raise typer.Exit(FAILED)
+
+
+@app.command()
 def report(
     run: Annotated[str, typer.Argument(metavar="RUN_FOLDER", help="The run's folder, or its name below runs/.")],
 ) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -25,6 +25,9 @@ Kind = Literal["best", "worst", "random"]
 PERIODS: tuple[Period, ...] = ("early", "late")
 KINDS: tuple[Kind, ...] = ("best", "worst", "random")
 MAX_CHARACTERS = 4000  # of one prompt or response in the report
+NUM_GROUPS = 4  # drawn from a step
+MAX_ANSWERS = 8  # of a drawn group
+MAX_ANSWER_CHARACTERS = 160  # last ones of a drawn response
 NUM_LOOKS = 48  # steps of a whole run from which samples are taken, so that long runs do not fetch more
 
 
@@ -61,11 +64,36 @@ class ReportSample:
 
 
 @dataclass(frozen=True)
+class KeptAnswer:
+    """One response of a drawn group; `text` is its end. `repetition` is the share of word 4-grams that occurred
+    before in it."""
+
+    text: str
+    reward: float | None
+    components: Mapping[str, float]
+    reasons: Mapping[str, str]
+    finish_reason: str
+    num_tokens: int
+    repetition: float
+
+
+@dataclass(frozen=True)
+class AnswerGroup:
+    """Responses to one prompt of a step, drawn at random, for statistics of `mobula diagnose`."""
+
+    step: int
+    sample_id: str
+    references: tuple[str, ...]
+    answers: tuple[KeptAnswer, ...]
+
+
+@dataclass(frozen=True)
 class SampleFile:
-    """The content of `samples.jsonl`: samples, and each thumbnail (PNG) once."""
+    """The content of `samples.jsonl`: samples, each thumbnail (PNG) once, and the drawn groups."""
 
     samples: tuple[ReportSample, ...]
     thumbnails: Mapping[str, bytes]
+    answers: tuple[AnswerGroup, ...] = ()
 
 
 class Fetch(Protocol):
@@ -109,6 +137,7 @@ class SampleKeeper:
         earlier = read_samples(path)
         self._samples = [sample for sample in earlier.samples if sample.step <= version]
         self._thumbnails = dict(earlier.thumbnails)
+        self._answers = [group for group in earlier.answers if group.step <= version]
 
     @property
     def samples(self) -> tuple[ReportSample, ...]:
@@ -121,12 +150,24 @@ class SampleKeeper:
             return []
         choice = random.Random(f"{self._seed}/{step}")
         kept = [sample for kind in KINDS if (sample := self._offer_one(step, kind, groups, choice)) is not None]
-        if kept:
+        self._answers += self._drawn(step, groups)
+        if kept or self._answers:
             shown = [keys for s in self._samples for keys in (s.media_keys, *(turn.media_keys for turn in s.turns))]
             used = {key for keys in shown for key in keys}
             self._thumbnails = {key: png for key, png in self._thumbnails.items() if key in used}
-            write_samples(self._path, SampleFile(self.samples, self._thumbnails))
+            write_samples(self._path, SampleFile(self.samples, self._thumbnails, tuple(self._answers)))
         return [self._record(sample) for sample in kept]
+
+    def _drawn(self, step: int, groups: Sequence[ScoredGroup]) -> Iterator[AnswerGroup]:
+        chosen = random.Random(f"{self._seed}/{step}/answers").sample(groups, min(NUM_GROUPS, len(groups)))
+        references = [scored.group for scored in chosen]
+        loaded: list[TrajectoryGroup] = self._fetch(
+            references, timeout_s=self._timeout_s, what=f"answers of step {step}"
+        )
+        for scored, group in zip(chosen, loaded, strict=True):
+            pairs = list(zip(scored.rewards, group.trajectories, strict=True))[:MAX_ANSWERS]
+            answers = tuple(_answer(reward, trajectory) for reward, trajectory in pairs)
+            yield AnswerGroup(step, group.prompt.sample_id, group.prompt.references, answers)
 
     def _offer_one(
         self, step: int, kind: Kind, groups: Sequence[ScoredGroup], choice: random.Random
@@ -213,7 +254,9 @@ def write_samples(path: Path, content: SampleFile) -> None:
         for key, png in content.thumbnails.items()
     ]
     samples = [{"kind": "sample", "sample": strict(asdict(sample))} for sample in content.samples]
-    write_atomically(path, "".join(json.dumps(row, allow_nan=False) + "\n" for row in (*thumbnails, *samples)))
+    answers = [{"kind": "answers", "group": strict(asdict(group))} for group in content.answers]
+    rows = (*thumbnails, *samples, *answers)
+    write_atomically(path, "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows))
 
 
 def read_samples(path: Path) -> SampleFile:
@@ -223,6 +266,7 @@ def read_samples(path: Path) -> SampleFile:
     return SampleFile(
         tuple(_sample(row["sample"]) for row in rows if row["kind"] == "sample"),
         {row["key"]: base64.b64decode(row["png"]) for row in rows if row["kind"] == "thumbnail"},
+        tuple(_answer_group(row["group"]) for row in rows if row["kind"] == "answers"),
     )
 
 
@@ -262,6 +306,33 @@ def _turns(trajectory: Trajectory) -> tuple[ReportTurn, ...]:
         )
         for turn, media in zip(trajectory.response.turns, trajectory.turn_media, strict=True)
     )
+
+
+def _answer(reward: Reward | None, trajectory: Trajectory) -> KeptAnswer:
+    text = trajectory.response.text
+    return KeptAnswer(
+        text=text[-MAX_ANSWER_CHARACTERS:],
+        reward=None if reward is None else reward.value,
+        components={} if reward is None else dict(reward.components),
+        reasons={}
+        if reward is None
+        else {name: reason[:MAX_ANSWER_CHARACTERS] for name, reason in reward.reasons.items()},
+        finish_reason=str(trajectory.finish_reason),
+        num_tokens=trajectory.response.num_tokens,
+        repetition=_repetition(text),
+    )
+
+
+def _repetition(text: str) -> float:
+    """Returns the share of word 4-grams that occurred before in the text; 0 for shorter texts."""
+    words = text.split()
+    grams = list(zip(words, words[1:], words[2:], words[3:], strict=False))
+    return 1 - len(set(grams)) / len(grams) if grams else 0.0
+
+
+def _answer_group(row: dict[str, Any]) -> AnswerGroup:
+    answers = tuple(KeptAnswer(**answer) for answer in row["answers"])
+    return AnswerGroup(row["step"], row["sample_id"], tuple(row["references"]), answers)
 
 
 def _clip(text: str) -> str:

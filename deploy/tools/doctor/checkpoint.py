@@ -16,7 +16,7 @@ def check_checkpoint(config: RunConfig) -> Iterator[Finding]:
     """Runs the preflight, if the checkpoint is here; nothing is downloaded or written."""
     model = config.policy.model
     try:
-        if _is_here(config):
+        if is_here(config):
             yield from _preflight(config)
         else:
             yield Finding(NAME, Verdict.OK, f"policy.model={model} is not here yet, a run checks it at its start")
@@ -42,7 +42,7 @@ def _preflight(config: RunConfig) -> Iterator[Finding]:
         yield Finding(NAME, verdict, finding.problem, finding.action)
 
 
-def _is_here(config: RunConfig) -> bool:
+def is_here(config: RunConfig) -> bool:
     """Whether the files are in a local folder or in the cache of the hub."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError

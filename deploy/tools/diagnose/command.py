@@ -1,0 +1,74 @@
+"""`mobula diagnose`: reads a run or a configuration, runs the checks, shows and writes the findings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from mobula.cluster.errors import PreflightError
+from mobula.cluster.metrics.report.findings import RunFinding, worst_first
+from mobula.cluster.metrics.report.run_folder import CONFIG_FILE, RunFolder, read_run_folder
+from mobula.cluster.records.media import MediaStore
+from mobula.configs.load import load_config, load_resolved
+from mobula.configs.schema import RunConfig
+from mobula.configs.schema.run import LATEST
+from mobula.deploy.preflight.loaded import LoadedModel
+from mobula.deploy.run.run_client import RUNS
+from mobula.deploy.tools.diagnose.checks import CHECKS
+from mobula.deploy.tools.diagnose.records.material import Material
+from mobula.deploy.tools.diagnose.records.registry import run_checks
+from mobula.deploy.tools.diagnose.records.survey import DataSurvey, survey
+from mobula.deploy.tools.doctor.checkpoint import is_here
+from mobula.deploy.wiring.preparation import ensure_data, load_checked
+
+
+def material_of(words: Sequence[str], folder: Path | None) -> tuple[str, Material]:
+    """Returns a title and the material: of a configuration if `words` are overrides, else of a run.
+
+    Raises:
+        PreflightError: there is no such run, or a file of it cannot be read.
+        ConfigError: the configuration does not fit the schema.
+    """
+    if folder is None and any("=" in word for word in words):
+        config = load_config(words)
+        return f"configuration {config.name}", Material(
+            config, None, partial(_written, config), partial(_loaded, config)
+        )
+    if len(words) > 1:
+        raise PreflightError(f"{' '.join(words)}: name one run, or give overrides (KEY=VALUE)")
+    run_folder = folder or next(
+        (path for path in map(Path, words) if path.is_dir()), RUNS / (words[0] if words else LATEST)
+    )
+    if not (run_folder / CONFIG_FILE).is_file():
+        raise PreflightError(
+            f"there is no run in {run_folder}: give its NAME below {RUNS}, --run FOLDER, or overrides (KEY=VALUE)"
+        )
+    config = load_resolved(run_folder / CONFIG_FILE)
+    run = _read(run_folder)
+    return f"run {run.name}", Material(config, run, partial(survey, config), partial(_loaded, config))
+
+
+def diagnose(material: Material) -> list[RunFinding]:
+    """Runs all checks; the worst findings are first."""
+    return worst_first(list(run_checks(CHECKS, material)))
+
+
+def _read(folder: Path) -> RunFolder:
+    try:
+        return replace(read_run_folder(folder), name=folder.resolve().name)
+    except (ValueError, KeyError, OSError) as error:
+        raise PreflightError(f"the run in {folder} cannot be read: {error}") from error
+
+
+def _written(config: RunConfig) -> DataSurvey | None:
+    ensure_data(config)
+    return survey(config)
+
+
+def _loaded(config: RunConfig) -> LoadedModel | None:
+    """Returns the model's checked files; None if they are not on this machine and no words write them."""
+    if not is_here(config) and config.policy.tiny == "none":
+        return None
+    return load_checked(config, MediaStore(lambda media: media, config.data.media_cache_bytes))

@@ -1,0 +1,1 @@
+"""Checks of data and model files: duplicates, leaks, labels, pictures and chat template."""

@@ -1,0 +1,103 @@
+"""DataSurvey: fingerprints, labels and pictures of the rows of the splits that a run reads."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from mobula.actors.datasets.open_split import open_split
+from mobula.actors.datasets.rows import Row
+from mobula.actors.processors.image import ImageLimits, decode_image, read_image
+from mobula.cluster.errors import DatasetError, SkippedSample
+from mobula.configs.schema import RunConfig
+
+TRAIN = "train"
+MAX_ROWS = 20_000  # of a split
+MAX_S = 20.0  # of a split; further rows are not read
+FLAT = 2.0  # standard deviation of the pixels of a blank picture, of 255
+_PLACEHOLDER = re.compile(r"<\w+>")
+
+
+@dataclass
+class SplitSurvey:
+    """Rows of one split: fingerprints of question and media with the ids that have them, labels, pictures."""
+
+    num_rows: int
+    rows: dict[str, list[str]] = field(default_factory=dict)  # fingerprint -> sample ids
+    labels: Counter[str] = field(default_factory=Counter)
+    texts: Counter[str] = field(default_factory=Counter)  # normalised questions
+    pictures: Counter[str] = field(default_factory=Counter)  # digest of the pixels -> rows
+    num_blank: int = 0
+    num_pictures: int = 0
+
+    @property
+    def num_read(self) -> int:
+        return sum(map(len, self.rows.values()))
+
+    @property
+    def num_repeated(self) -> int:
+        """Rows whose fingerprint occurred before."""
+        return self.num_read - len(self.rows)
+
+
+@dataclass(frozen=True)
+class DataSurvey:
+    """The surveyed splits: training rows, and held-out rows."""
+
+    train: SplitSurvey
+    held_out: SplitSurvey
+    held_out_name: str
+
+    @property
+    def leaked(self) -> list[tuple[str, str]]:
+        """Returns (held-out id, training id) of the held-out rows that are training rows, too."""
+        both = [key for key in self.held_out.rows if key in self.train.rows]
+        return [(sample, self.train.rows[key][0]) for key in both for sample in self.held_out.rows[key]]
+
+
+def survey(config: RunConfig) -> DataSurvey | None:
+    """Reads up to `MAX_ROWS` rows of each split; None without a data set, or if it is not on this machine."""
+    if config.environment.is_on or config.offline.is_on:
+        return None
+    held_out = config.evaluation.split
+    try:
+        return DataSurvey(_split(config, TRAIN), _split(config, held_out), held_out)
+    except (DatasetError, OSError):
+        return None
+
+
+def _split(config: RunConfig, name: str) -> SplitSurvey:
+    rows: Sequence[Row] = open_split(config.data, name, config.rewards.label_key).rows
+    limits = ImageLimits(config.data.max_image_bytes, config.data.max_decoded_pixels)
+    found, end = SplitSurvey(len(rows)), time.monotonic() + MAX_S
+    stride = max(1, len(rows) // MAX_ROWS)
+    for index in range(0, len(rows), stride):
+        if time.monotonic() > end:
+            break
+        try:
+            _add(found, rows[index], limits)
+        except SkippedSample:
+            continue  # counted by the checks of the data
+    return found
+
+
+def _add(found: SplitSurvey, row: Row, limits: ImageLimits) -> None:
+    text = " ".join(" ".join([*(turn.text for turn in row.history), row.question]).casefold().split())
+    digests = []
+    for source in row.images:
+        pixels = np.asarray(decode_image(read_image(source, limits), source, limits))  # uint8 [H, W, 3]
+        digests.append(hashlib.sha256(pixels.tobytes() + str(pixels.shape).encode()).hexdigest())
+        found.num_blank += bool(pixels.std() < FLAT)
+        found.num_pictures += 1
+    media = [*digests, *(str(each) for each in (*row.videos, *row.audios))]
+    key = hashlib.sha256("\0".join([text, *media]).encode()).hexdigest()
+    found.rows.setdefault(key, []).append(row.sample_id)
+    found.labels[row.answer.strip().casefold()] += 1
+    found.texts[_PLACEHOLDER.sub("", text).strip()] += 1
+    found.pictures.update(set(digests))

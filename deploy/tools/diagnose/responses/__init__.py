@@ -1,0 +1,1 @@
+"""Checks of responses: length, ends, variety, and agreement with the labels."""

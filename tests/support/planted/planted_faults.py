@@ -1,0 +1,199 @@
+"""The table of planted faults: overrides of a short run, and the checks of which one must report each fault.
+
+    python tests/support/planted/planted_faults.py FOLDER [NAME...]   # makes the runs that FOLDER lacks, and diagnoses
+    python tests/support/planted/planted_faults.py FOLDER --table     # prints the table of docs
+
+A run that FOLDER holds is not made again, so runs may be made by several calls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from local_run import LocalRun, write_done
+
+from mobula.cluster.errors import MobulaError
+from mobula.cluster.metrics.report.findings import RunFinding, RunVerdict
+from mobula.configs.load import load_config
+from mobula.configs.schema import RunConfig
+from mobula.deploy.tools.diagnose.command import diagnose, material_of
+
+ROOT = Path(__file__).parents[3]
+HERE = Path(__file__).parent.relative_to(ROOT)
+PARTS, DATA = f"{HERE}/planted_parts.py", f"{HERE}/planted_data.py"
+NUM_STEPS = 24
+SERIOUS = (RunVerdict.FAULT, RunVerdict.WARNING)
+ALONE = (
+    "resources=laptop", "learner=single", "resources.learner.num_workers=1", "resources.rollout.num_workers=1",
+    f"num_steps={NUM_STEPS}", "replay.trajectory_log=true",
+)  # fmt: skip
+DIGITS = (
+    "experiment=digits", *ALONE, "sampler=huggingface", "algorithm.prompts_per_step=16",
+    "algorithm.max_concurrent_groups=32",
+)  # fmt: skip
+GLYPHS = ("experiment=glyphs_grpo", *ALONE, "warm_start.num_steps=300", "algorithm.prompts_per_step=4")
+
+
+@dataclass(frozen=True)
+class PlantedRun:
+    """A run with a fault, or a healthy one. `checks` are the checks of which one must give a fault or a warning; a
+    healthy run has none and must not have a fault. `refused` says that the configuration is checked before a run."""
+
+    name: str
+    title: str
+    words: tuple[str, ...]
+    checks: tuple[str, ...] = ()
+    refused: bool = False
+
+
+def own_data(fault: str) -> tuple[str, ...]:
+    """Overrides that write the digits with a fault to a folder of their own."""
+    return (f"data.writer={DATA}:write", f"data.writer_options={{fault: {fault}}}", f"data.path=FOLDER/data/{fault}")
+
+
+def own_reward(name: str) -> str:
+    return f"rewards.components=[{{name: accuracy, function: '{PARTS}:{name}', weight: 1.0}}]"
+
+
+FAULTS: tuple[PlantedRun, ...] = (
+    PlantedRun("wrong_label_column", "the label is the column of the id", (*DIGITS, "data.columns={answer: id}"),
+               ("answers_and_labels", "reward_parser")),
+    PlantedRun("reward_never_parses", "the reward reads JSON, and answers are boxes",
+               (*DIGITS, "rewards=exact_match", "rewards.components.0.options.extract=json:answer"),
+               ("reward_parser",)),
+    PlantedRun("answers_cut", "sampler.max_tokens cuts the answer", (*DIGITS, "sampler.max_tokens=2"), ("truncation",)),
+    PlantedRun("one_token", "sampler.max_tokens=1", (*DIGITS, "sampler.max_tokens=1"), ("truncation", "end_of_text")),
+    PlantedRun("rate_too_small", "learning rate 100 times too small", (*DIGITS, "learner.learning_rate=5e-6"),
+               ("learning_rate",)),
+    PlantedRun("rate_too_large", "learning rate 100 times too large", (*DIGITS, "learner.learning_rate=5e-2"),
+               ("learning_rate",)),
+    PlantedRun("endless_warm_up", "a warm-up of 100,000 steps", (*DIGITS, "learner.warmup_steps=100000"),
+               ("learning_rate",)),
+    PlantedRun("stale_engine", "engines confirm pushes and keep their weights",
+               (*DIGITS, f"sampler.kind={PARTS}:StaleSampler", "supervision.on_logprob_gap=warn",
+                "weight_sync.canary_interval=0"), ("engine_weights", "logprob_gap")),
+    PlantedRun("shuffled_pictures", "pictures belong to other rows", (*DIGITS, *own_data("shuffled_pictures")),
+               ("answers_and_labels",)),
+    PlantedRun("blank_pictures", "pictures are grey", (*DIGITS, *own_data("blank_pictures")), ("pictures",)),
+    PlantedRun("one_picture", "all rows show one picture", (*DIGITS, *own_data("one_picture")), ("pictures",)),
+    PlantedRun("noise_labels", "labels belong to other rows", (*DIGITS, *own_data("noise_labels")),
+               ("answers_and_labels",)),
+    PlantedRun("frozen_decoder", "the decoder is frozen", (*DIGITS, "policy.freeze=[language]"), ("frozen_parts",)),
+    PlantedRun("kl_of_10", "algorithm.kl.coef=10", (*DIGITS, "algorithm.kl.coef=10"), ("kl_weight",)),
+    PlantedRun("too_easy", "every row has the same answer", (*DIGITS, *own_data("too_easy")),
+               ("uniform_groups", "label_distribution")),
+    PlantedRun("too_hard", "an untrained policy without a warm start", (*DIGITS, "warm_start=none"),
+               ("uniform_groups", "reward_parser")),
+    PlantedRun("duplicates", "each training row ten times", (*DIGITS, *own_data("duplicates")), ("duplicate_prompts",)),
+    PlantedRun("leak", "a third of the test split is training rows", (*DIGITS, *own_data("leak")), ("held_out_leak",)),
+    PlantedRun("pays_length", "the reward is the length", (*DIGITS, own_reward("pays_length")), ("reward_and_length",)),
+    PlantedRun("pays_a_loophole", "the reward pays for the digit 1; a judge without a weight",
+               (*DIGITS, "rewards.components=[{name: reward, function: '" + PARTS + ":pays_one', weight: 1.0}, "
+                "{name: accuracy, function: math_answer, weight: 0.0, options: {require_boxed: true}}]"),
+               ("reward_exploitation", "reward_components")),
+    PlantedRun("cold_sampling", "sampler.temperature=0.02", (*DIGITS, "sampler.temperature=0.02"),
+               ("variety", "entropy", "uniform_groups")),
+    PlantedRun("constant_reward", "the reward is constant", (*DIGITS, own_reward("constant")), ("uniform_groups",)),
+    PlantedRun("no_advantage", "all advantages are 0", (*DIGITS, f"algorithm.advantage={PARTS}:no_advantage"),
+               ("skipped_steps",)),
+    PlantedRun("inverted_reward", "the weight of the accuracy is -1", (*DIGITS, "rewards.components.0.weight=-1"),
+               ("reward_components",)),
+    PlantedRun("failing_reward", "the reward function fails on most responses", (*DIGITS, own_reward("fails_often")),
+               ("reward_parser", "rejected_groups")),
+    PlantedRun("unbound_adapters", "policy.lora.target_modules matches nothing",
+               (*DIGITS, "policy.lora.rank=8", "policy.lora.target_modules=[attn_proj]"),
+               ("model_and_template",), True),
+    PlantedRun("glyphs_rate_too_small", "glyphs: learning rate 100 times too small",
+               (*GLYPHS, "learner.learning_rate=3e-6"), ("learning_rate",)),
+    PlantedRun("glyphs_inverted_reward", "glyphs: the weight of the OCR reward is -1",
+               (*GLYPHS, "rewards.components.0.weight=-1"), ("reward_components",)),
+)  # fmt: skip
+
+HEALTHY: tuple[PlantedRun, ...] = (
+    PlantedRun("digits", "digits, synchronous", DIGITS),
+    PlantedRun("digits_async", "digits, one version ahead", (*DIGITS, "algorithm.max_staleness=1")),
+    PlantedRun("digit_sum", "sums of two digits", ("experiment=digit_sum", *DIGITS[1:])),
+    PlantedRun(
+        "digits_adapters", "digits with adapters", (*DIGITS, "policy.lora.rank=16", "learner.learning_rate=2e-3")
+    ),
+    PlantedRun("glyphs", "glyphs, Flow-GRPO", GLYPHS),
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The findings of a run by check."""
+
+    run: PlantedRun
+    findings: dict[str, RunFinding]
+
+    @property
+    def found(self) -> list[str]:
+        """The expected checks that report a fault or a warning."""
+        return [name for name in self.run.checks if self.findings[name].verdict in SERIOUS]
+
+    @property
+    def faults(self) -> list[str]:
+        return [name for name, finding in self.findings.items() if finding.verdict is RunVerdict.FAULT]
+
+    @property
+    def warnings(self) -> list[str]:
+        return [name for name, finding in self.findings.items() if finding.verdict is RunVerdict.WARNING]
+
+
+def outcome(run: PlantedRun, folder: Path) -> Outcome:
+    """Makes the run if `folder` lacks it, and diagnoses it; a refused configuration is diagnosed without a run."""
+    words = [word.replace("FOLDER", str(folder)) for word in (*run.words, f"name={run.name}", f"folder={folder}/runs")]
+    run_folder = folder / "runs" / run.name
+    if run.refused:
+        _, material = material_of(words, None)
+    else:
+        if not (run_folder / "done.json").exists():
+            _make(load_config(words), folder / "warm_starts")
+        _, material = material_of([], run_folder)
+    return Outcome(run, {finding.name: finding for finding in diagnose(material)})
+
+
+def _make(config: RunConfig, cache: Path) -> None:
+    torch.manual_seed(config.seed)
+    try:
+        asyncio.run(LocalRun(config, cache).run())
+    except MobulaError as error:  # a failed run is diagnosed, too
+        sys.stderr.write(f"{config.name}: {type(error).__name__}: {error}\n")
+    write_done(config)
+
+
+def table(outcomes: Sequence[Outcome]) -> Iterator[str]:
+    """Yields the lines of the table in docs."""
+    yield "| planted | found by | measured |"
+    yield "|---|---|---|"
+    for each in outcomes:
+        name = each.found[0] if each.found else ""
+        measured = each.findings[name].measured.replace("|", "\\|") if name else "not found"
+        yield f"| {each.run.title} | {f'`{name}`' if name else '-'} | {measured} |"
+
+
+def is_made(run: PlantedRun, folder: Path) -> bool:
+    return run.refused or (folder / "runs" / run.name / "done.json").exists()
+
+
+def main(arguments: Sequence[str]) -> None:
+    folder, names = Path(arguments[0]).resolve(), arguments[1:]
+    if "--table" in names:
+        found = [outcome(run, folder) for run in FAULTS if is_made(run, folder)]
+        sys.stdout.write("\n".join(table(found)) + "\n")
+        return
+    for run in (*FAULTS, *HEALTHY):
+        if not names or run.name in names:
+            each = outcome(run, folder)
+            sys.stdout.write(f"{run.name}: found {each.found} faults {each.faults} warnings {each.warnings}\n")
+            sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,49 @@
+"""Rewards, an advantage and an engine with a planted fault, named by overrides of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from mobula.actors.samplers.huggingface import HuggingFaceSampler
+from mobula.rewards.contract import RewardRequest
+
+NUM_TOKENS = 8  # the longest response of the digits task
+
+
+def pays_length(request: RewardRequest) -> float:
+    """The share of the longest length."""
+    return min(1.0, request.response.num_tokens / NUM_TOKENS)
+
+
+def constant(request: RewardRequest) -> float:
+    """The same for every response."""
+    return 0.5
+
+
+def pays_one(request: RewardRequest) -> float:
+    """A loophole: 1 for the digit 1, whatever the picture shows."""
+    return float("1" in request.response.text)
+
+
+def fails_often(request: RewardRequest) -> float:
+    """Fails on most responses."""
+    if request.response.text[-2:-1] not in ("7",):
+        raise ValueError("this response cannot be scored")
+    return 1.0
+
+
+def no_advantage(rewards: object, options: object) -> Tensor:
+    """Advantages of 0."""
+    return torch.zeros_like(rewards.values)  # type: ignore[attr-defined]
+
+
+class StaleSampler(HuggingFaceSampler):
+    """Confirms each push and keeps the weights that it loaded first."""
+
+    def _copy_weights(self, tensors: Iterator[tuple[str, Tensor]], version: int) -> None:
+        with self._base.changing_to(version):
+            for _ in tensors:
+                pass

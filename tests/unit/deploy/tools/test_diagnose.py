@@ -1,0 +1,286 @@
+"""Checks of `mobula diagnose`: each reports its fault with a number, and none reports a fault of a healthy run."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from mobula.cluster.errors import PreflightError
+from mobula.cluster.metrics.definitions import CounterName, MetricName
+from mobula.cluster.metrics.report.findings import (
+    Evidence,
+    RunFinding,
+    RunVerdict,
+    read_findings,
+    worst_first,
+    write_findings,
+)
+from mobula.cluster.metrics.report.run_folder import RunFolder
+from mobula.cluster.metrics.report.samples import AnswerGroup, KeptAnswer, SampleFile
+from mobula.cluster.metrics.step_records import EvaluationRecord, StepRecord
+from mobula.cluster.workers.faults import Fault
+from mobula.configs.load import load_config
+from mobula.configs.schema import RunConfig
+from mobula.deploy.tools.diagnose.checks import CHECKS
+from mobula.deploy.tools.diagnose.command import material_of
+from mobula.deploy.tools.diagnose.page import show
+from mobula.deploy.tools.diagnose.records.material import Material
+from mobula.deploy.tools.diagnose.records.registry import run_checks
+from mobula.deploy.tools.diagnose.records.survey import DataSurvey, SplitSurvey
+from mobula.deploy.tools.diagnose.records.trends import Agreement, Trend
+
+NUM_STEPS = 32
+HEALTHY: Mapping[str, Callable[[float], float]] = {
+    MetricName.REWARD_MEAN: lambda share: 0.4 + 0.3 * share,
+    MetricName.ACCURACY: lambda share: 0.4 + 0.3 * share,
+    MetricName.REWARD_MAX: lambda share: 1.0,
+    MetricName.REWARD_MIN: lambda share: 0.0,
+    MetricName.UNIFORM_FRACTION: lambda share: 0.3,
+    MetricName.UNIFORM_RIGHT_FRACTION: lambda share: 0.2,
+    MetricName.UNIFORM_WRONG_FRACTION: lambda share: 0.1,
+    MetricName.TRUNCATED_FRACTION: lambda share: 0.0,
+    MetricName.RESPONSE_LENGTH: lambda share: 4.0,
+    MetricName.NUM_SAMPLES: lambda share: 64.0,
+    MetricName.NUM_TOKENS: lambda share: 256.0,
+    MetricName.NUM_GROUPS: lambda share: 8.0,
+    MetricName.POLICY_CHANGE: lambda share: 0.03,
+    MetricName.WEIGHT_CHANGE: lambda share: 3e-4,
+    MetricName.LEARNING_RATE: lambda share: 5e-4,
+    MetricName.GRAD_NORM: lambda share: 1.0,
+    MetricName.OPTIMIZER_STEPS: lambda share: 1.0,
+    "skipped": lambda share: 0.0,
+    MetricName.CLIP_FRACTION: lambda share: 0.01,
+    MetricName.OVER_AGE_TOKENS: lambda share: 0.0,
+    MetricName.STALENESS_MAX: lambda share: 0.0,
+    MetricName.KL: lambda share: 0.1 * share,
+    MetricName.ENTROPY: lambda share: 0.3,
+    MetricName.LOGPROB_GAP_MEAN: lambda share: 1e-6,
+    MetricName.LOGPROB_GAP_FIRST: lambda share: 1e-6,
+    MetricName.LOGPROB_GAP_LAST: lambda share: 1e-6,
+    MetricName.CANARY: lambda share: 1e-6,
+}
+FLAT = {MetricName.REWARD_MEAN: 0.4, MetricName.ACCURACY: 0.4}
+
+
+@pytest.fixture(scope="module")
+def config() -> RunConfig:
+    return load_config(["experiment=digits", f"num_steps={NUM_STEPS}"])
+
+
+def step(number: int, changes: Mapping[str, float], **fields: Any) -> StepRecord:
+    noise = 0.01 * random.Random(number).random()
+    values = {name: float(value(number / NUM_STEPS)) for name, value in HEALTHY.items()}
+    values[MetricName.REWARD_MEAN] += noise
+    counters = {CounterName.WEIGHT_SYNCS: {"all": number + 1}}
+    fields = {"components": {"accuracy": 0.5}, "correlations": {"accuracy": 1.0}, "counters": counters} | fields
+    return StepRecord(number, {"total": 1.0}, {**values, **changes}, {0: 256}, **fields)
+
+
+def answers(text: Callable[[str, int], str], finish_reason: str = "stop") -> tuple[AnswerGroup, ...]:
+    """Four groups a step with four answers each; `text` is a function of label and number of the sibling."""
+    return tuple(
+        AnswerGroup(number // 4 + 1, f"row-{number}", (label,), tuple(
+            KeptAnswer(text(label, n), float(text(label, n) == label), {"accuracy": float(text(label, n) == label)}, {},
+                       finish_reason, 4, 0.0)
+            for n in range(4)
+        ))
+        for number, label in enumerate(str(i * 7 % 10) for i in range(4 * NUM_STEPS))
+    )  # fmt: skip
+
+
+def right_half_the_time(label: str, sibling: int) -> str:
+    return label if sibling % 2 else str((int(label) + 1) % 10)
+
+
+def material(config: RunConfig, changes: Mapping[str, float] | None = None, **run: Any) -> Material:
+    drawn = run.pop("answers", answers(right_half_the_time))
+    fields = {name: run.pop(name) for name in ("components", "correlations", "counters") if name in run}
+    steps = [step(number, changes or {}, **fields) for number in range(1, NUM_STEPS + 1)]
+    folder = RunFolder("r", steps, (), {}, SampleFile((), {}, drawn), None, (), (), (), "")
+    return Material(config, replace(folder, **run), lambda: survey())
+
+
+def survey(**changes: Any) -> DataSurvey:
+    def split(start: int, num: int) -> SplitSurvey:
+        found = SplitSurvey(num, {f"key-{i}": [f"row-{i}"] for i in range(start, start + num)})
+        found.labels.update(str(i % 10) for i in range(num))
+        found.pictures.update(f"picture-{i}" for i in range(start, start + num))
+        found.texts["which digit is this?"], found.num_pictures = num, num
+        return found
+
+    train, held_out = split(0, 200), split(1000, 50)
+    for name, value in changes.items():
+        setattr(train, name, value)
+    return DataSurvey(train, held_out, "test")
+
+
+def findings(of: Material) -> dict[str, RunFinding]:
+    return {finding.name: finding for finding in run_checks(CHECKS, of)}
+
+
+def test_a_healthy_run_has_neither_fault_nor_warning(config: RunConfig) -> None:
+    found = findings(material(config))
+    serious = [f for f in found.values() if f.verdict in (RunVerdict.FAULT, RunVerdict.WARNING)]
+    assert serious == []
+    assert sum(f.verdict is RunVerdict.OK for f in found.values()) >= 20
+    assert all(f.numbers for f in found.values() if f.verdict is not RunVerdict.NOT_MEASURED)
+
+
+CASES: dict[str, tuple[str, RunVerdict, Mapping[str, float]]] = {
+    "groups without a difference": ("uniform_groups", RunVerdict.FAULT, {MetricName.UNIFORM_FRACTION: 1.0}),
+    "cut responses": ("truncation", RunVerdict.FAULT, {MetricName.TRUNCATED_FRACTION: 1.0}),
+    "a third cut": ("truncation", RunVerdict.WARNING, {MetricName.TRUNCATED_FRACTION: 0.4}),
+    "a small step": ("learning_rate", RunVerdict.FAULT, {MetricName.POLICY_CHANGE: 1e-4, **FLAT}),
+    "a large step": ("learning_rate", RunVerdict.FAULT, {MetricName.POLICY_CHANGE: 3.0, **FLAT}),
+    "gradients that are not finite": (
+        "skipped_steps",
+        RunVerdict.FAULT,
+        {"skipped": 1.0, MetricName.OPTIMIZER_STEPS: 0.0},
+    ),
+    "no gradient": ("skipped_steps", RunVerdict.FAULT, {MetricName.GRAD_NORM: 0.0}),
+    "clipped ratios": ("clipped_tokens", RunVerdict.WARNING, {MetricName.CLIP_FRACTION: 0.3}),
+    "old tokens": ("over_age_tokens", RunVerdict.FAULT, {MetricName.OVER_AGE_TOKENS: 200.0}),
+    "no exploration": ("entropy", RunVerdict.FAULT, {MetricName.ENTROPY: 0.001, **FLAT}),
+    "a far policy": ("kl", RunVerdict.WARNING, {MetricName.KL: 2.0, **FLAT}),
+    "a gap at the first token": ("logprob_gap", RunVerdict.FAULT, {MetricName.LOGPROB_GAP_FIRST: 0.1}),
+    "a canary": ("engine_weights", RunVerdict.FAULT, {MetricName.CANARY: 0.1}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_changed_number_is_found_by_its_check(case: str, config: RunConfig) -> None:
+    name, verdict, changes = CASES[case]
+    found = findings(material(config, changes))[name]
+    assert (found.verdict, bool(found.action)) == (verdict, True), found
+
+
+def test_unparsed_answers_are_counted_without_those_that_were_compared(config: RunConfig) -> None:
+    def counted(reason: str, num: int) -> RunFinding:
+        counters = {CounterName.WEIGHT_SYNCS: {"all": 99}, CounterName.REWARD_REASONS: {f"accuracy: {reason}": num}}
+        steps = [replace(s, counters=counters if s.step > 24 else {}) for s in material(config).steps]
+        return findings(material(config, steps=steps))["reward_parser"]
+
+    assert counted("no \\boxed{} answer", 500).verdict is RunVerdict.FAULT
+    assert counted("no \\boxed{} answer", 200).verdict is RunVerdict.WARNING
+    assert counted("another value", 500).verdict is RunVerdict.OK
+
+
+def test_a_reward_against_its_accuracy_and_one_that_follows_length_are_found(config: RunConfig) -> None:
+    assert findings(material(config, correlations={"accuracy": -1.0}))["reward_components"].verdict is RunVerdict.FAULT
+    followed = {"accuracy": 0.6, "length": 0.95}
+    assert findings(material(config, correlations=followed))["reward_and_length"].verdict is RunVerdict.WARNING
+
+
+def test_an_accuracy_without_weight_that_falls_while_the_reward_rises_is_exploitation(config: RunConfig) -> None:
+    own = [{"name": "paid", "function": "format", "weight": 1.0, "options": {"preset": "boxed"}}]
+    judged = replace_rewards(config, own)
+    evaluations = (EvaluationRecord(0, 0.6, 0.55, 0.65, 64), EvaluationRecord(32, 0.2, 0.15, 0.25, 64))
+    found = findings(material(judged, evaluations=evaluations))["reward_exploitation"]
+    assert found.verdict is RunVerdict.FAULT and "held-out accuracy" in found.measured
+
+
+def replace_rewards(config: RunConfig, components: list[dict[str, Any]]) -> RunConfig:
+    values = config.model_dump()
+    values["rewards"] |= {"components": components, "accuracy_component": "paid"}
+    return RunConfig.model_validate(values)
+
+
+def test_answers_that_do_not_depend_on_labels_are_a_fault(config: RunConfig) -> None:
+    draw = random.Random(3)
+    found = findings(material(config, FLAT, answers=answers(lambda label, n: str(draw.randrange(10)))))
+    assert found["answers_and_labels"].verdict is RunVerdict.FAULT, found["answers_and_labels"]
+    foreign = findings(material(config, FLAT, answers=answers(lambda label, n: "dog")))["answers_and_labels"]
+    assert foreign.verdict is RunVerdict.WARNING and foreign.numbers["answers_in_labels"] == 0
+
+
+def test_equal_siblings_and_responses_without_an_end_are_found(config: RunConfig) -> None:
+    found = findings(material(config, FLAT, answers=answers(lambda label, n: "7", "length")))
+    assert found["variety"].verdict is RunVerdict.FAULT and found["end_of_text"].verdict is RunVerdict.FAULT
+
+
+def test_an_engine_that_was_replaced_for_its_weights_is_found_with_its_cause(config: RunConfig) -> None:
+    cause = "the canary of version 3 differs by 0.2 nat"
+    found = findings(material(config, faults=(Fault(0.0, "rollout/0", "lost", cause, 3),)))["engine_weights"]
+    assert found.verdict is RunVerdict.FAULT and cause in found.evidence[0].text
+
+
+def test_the_weight_of_the_kl_term_is_checked_before_the_first_step(config: RunConfig) -> None:
+    strong = config.model_copy(update={"algorithm": config.algorithm.model_copy(
+        update={"kl": config.algorithm.kl.model_copy(update={"coef": 10.0})})})  # fmt: skip
+    found = findings(Material(strong))
+    assert found["kl_weight"].verdict is RunVerdict.FAULT
+    assert (
+        found["uniform_groups"].verdict is RunVerdict.NOT_MEASURED
+        and "no finished step" in found["uniform_groups"].measured
+    )
+
+
+def test_duplicates_leaks_blank_pictures_and_one_label_are_found(config: RunConfig) -> None:
+    repeated = {f"key-{i}": [f"row-{i}", f"copy-{i}"] for i in range(100)}
+    cases = {
+        "duplicate_prompts": (survey(rows=repeated), RunVerdict.WARNING),
+        "held_out_leak": (survey(rows={f"key-{i}": [f"row-{i}"] for i in range(1000, 1020)}), RunVerdict.FAULT),
+        "pictures": (survey(num_blank=200), RunVerdict.FAULT),
+    }
+    for name, (surveyed, verdict) in cases.items():
+        found = findings(replace(material(config), read_data=lambda surveyed=surveyed: surveyed))[name]
+        assert found.verdict is verdict, found
+    alike = survey()
+    alike.train.labels["0"] += 10_000
+    found = findings(replace(material(config), read_data=lambda: alike))["label_distribution"]
+    assert found.verdict is RunVerdict.WARNING
+
+
+def test_a_model_that_is_refused_is_a_fault_with_the_refusal_as_the_next_action(config: RunConfig) -> None:
+    def refuse() -> None:
+        raise PreflightError("policy.lora.target_modules: no matrix of the model is called attn_proj")
+
+    found = findings(Material(config, read_model=refuse))["model_and_template"]
+    assert found.verdict is RunVerdict.FAULT and "attn_proj" in found.action
+
+
+def test_an_ablated_check_does_not_hide_the_others(config: RunConfig) -> None:
+    broken = material(config, steps=[StepRecord(1, {"total": 1.0}, {}, {}, {}, {})])
+    found = findings(broken)
+    assert len(found) == len(CHECKS) and found["reward_parser"].verdict is RunVerdict.NOT_MEASURED
+
+
+def test_a_verdict_without_a_number_is_refused() -> None:
+    with pytest.raises(AssertionError, match="needs a number"):
+        RunFinding("check", RunVerdict.FAULT, "it does not learn")
+
+
+def test_findings_survive_the_file_and_the_worst_is_shown_first(tmp_path: Path) -> None:
+    fault = RunFinding(
+        "b", RunVerdict.FAULT, "3 of 4", {"share": float("inf")}, "change k.ey", (Evidence("a\x1b[0m", ("k",)),)
+    )
+    given = [RunFinding("a", RunVerdict.OK, "1 of 4", {"share": 0.25}), fault]
+    write_findings(tmp_path, worst_first(given))
+    assert read_findings(tmp_path) == [fault, given[0]]
+    assert read_findings(tmp_path / "absent") == []
+    console = Console(width=100, record=True)
+    show("run r", worst_first(given), console)
+    text = console.export_text()
+    assert text.index("3 of 4") < text.index("1 of 4") and "1 fault, 1 ok" in text and "change k.ey" in text
+
+
+def test_a_run_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(PreflightError, match="there is no run in"):
+        material_of(["no-such-run"], None)
+
+
+def test_trends_and_agreement_state_their_error() -> None:
+    assert Trend.of([1.0] * 7) is None
+    rising = Trend.of([0.1 * i for i in range(20)])
+    assert rising is not None and rising.rises and not rising.falls
+    flat = Trend.of([0.5, 0.6, 0.4, 0.5, 0.6, 0.4, 0.5, 0.6, 0.4, 0.5, 0.6, 0.4])
+    assert flat is not None and not flat.rises and not flat.falls
+    half = Agreement.of([("a", ["a", "b"]), ("b", ["b", "a"])] * 20)
+    assert half is not None and half.kappa == pytest.approx(0) and half.expected == pytest.approx(0.5)
+    assert Agreement.of([("a", ["a"])]) is None

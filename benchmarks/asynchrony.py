@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 
 from benchmarks.harness.measure import Claim, Effort, Findings, Measurements, rates
-from benchmarks.simulation.simulated_engines import Lengths
 from benchmarks.simulation.simulated_run import Outcome, Workload, simulate
+from mobula.deploy.rehearsal.simulated.lengths import LognormalLengths
 
 MAX_STALENESS = (0, 1, 2, 4, 8)
 ASYNC = 4  # the bound that the targets are for
@@ -24,11 +24,13 @@ WARMUP_STEPS = 12
 UNIT = "steps/h"
 
 MEAN_TOKENS = 6600.0  # before the cut
-LENGTHS = Lengths(median=MEAN_TOKENS / math.exp(0.5), sigma=1.0, max_tokens=32768, num_siblings=16, seed=0)
+NUM_SIBLINGS = 16
+LENGTHS = LognormalLengths(median=MEAN_TOKENS / math.exp(0.5), sigma=1.0, max_tokens=32768, seed=0)
 WORKLOAD = Workload(
     # Reasoning as it is published: a limit of 32k tokens that some percent of the responses reach, a mean of a fifth of
     # it, 16 siblings. A step's responses fill all slots twice; the learner has four fifths of the engines' work.
     lengths=LENGTHS,
+    num_siblings=NUM_SIBLINGS,
     num_engines=32,
     slots_per_engine=32,
     tokens_per_s=50.0,
@@ -75,7 +77,7 @@ def _simulate(workload: Workload, bound: int, responses: int = RESPONSES_IN_FLIG
 
 def _num_groups(workload: Workload, responses: int) -> int:
     """The limit on groups in flight that gives each slot so many responses."""
-    return responses * workload.num_slots // workload.lengths.num_siblings
+    return responses * workload.num_slots // workload.num_siblings
 
 
 def in_regime(workload: Workload, *, sigma: float, balance: float) -> Workload:
@@ -131,7 +133,7 @@ def _compare(name: str, load: Workload) -> list[Claim]:
     ]
 
 
-def _quantiles(lengths: Lengths, num_prompts: int = 1000) -> dict[str, float]:
-    tokens = sorted(n for index in range(num_prompts) for n in lengths.of(str(index)).tolist())
+def _quantiles(lengths: LognormalLengths, num_prompts: int = 1000) -> dict[str, float]:
+    tokens = sorted(n for index in range(num_prompts) for n in lengths.of(str(index), NUM_SIBLINGS).tolist())
     found = {f"p{percent}": tokens[len(tokens) * percent // 100] for percent in (50, 90, 99)}
     return {**found, "mean": sum(tokens) / len(tokens), "cut": tokens.count(lengths.max_tokens) / len(tokens)}

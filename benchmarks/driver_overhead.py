@@ -19,7 +19,6 @@ import ray
 
 from benchmarks.harness.measure import Claim, Effort, Findings, Measurements, Side, interleave
 from benchmarks.replay import Load, make_group
-from benchmarks.simulation.simulated_engines import summary
 from benchmarks.simulation.simulated_run import KEEP_ALL, DelayedRewards, NumberedPrompts
 from mobula.actors.rollout.client import RolloutClient
 from mobula.actors.rollout.server import PromptServer
@@ -36,6 +35,7 @@ from mobula.cluster.runtime.gc_tuning import tune_gc
 from mobula.cluster.workers.restart_policy import RestartPolicy
 from mobula.configs.schema import Recipe, RunConfig
 from mobula.configs.schema.rewards import SHARED_SERVICE
+from mobula.deploy.rehearsal.simulated.engine import summary_of
 from mobula.deploy.wiring.persistence import replay_buffer
 from mobula.rewards.contract import Score
 from mobula.rewards.pool.reward_pool import LossCounter, RewardPool
@@ -259,7 +259,7 @@ def _sleep_s(prompt: Prompt, mean_s: float) -> float:
 
 def _summary(prompt: Prompt) -> GroupSummary:
     newest = 2**31  # whatever is published meanwhile: nothing here is too old
-    return summary(prompt, {newest: NUM_SIBLINGS * NUM_TOKENS}, num_trajectories=NUM_SIBLINGS)
+    return summary_of(prompt, {newest: NUM_SIBLINGS * NUM_TOKENS}, [NUM_TOKENS] * NUM_SIBLINGS, 2 * NUM_TOKENS)
 
 
 def _findings(found: Mapping[str, tuple[float, ...]]) -> Findings:

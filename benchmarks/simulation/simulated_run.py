@@ -12,14 +12,16 @@ from functools import cache
 
 import numpy as np
 
-from benchmarks.simulation.simulated_engines import LeastLoaded, Lengths, SimulatedEngine
-from benchmarks.simulation.virtual_time import run_virtually
 from mobula.cluster.controller import Controller
-from mobula.cluster.records.trajectory import GroupSummary, Prompt, Reward, ScoredGroup
+from mobula.cluster.records.trajectory import Generated, GroupSummary, Prompt, Reward, ScoredGroup
 from mobula.cluster.replay.buffer import ReplayBuffer
 from mobula.cluster.roles import ReplayStats, SamplingSettings, UpdateReport
 from mobula.cluster.rollout.dispatcher import AdmissionFilter, RolloutDispatcher
 from mobula.cluster.rollout.staleness import StalenessGate, StepOrder
+from mobula.deploy.rehearsal.simulated.decoder import Decoder, DecodeSpeed
+from mobula.deploy.rehearsal.simulated.engine import summary_of
+from mobula.deploy.rehearsal.simulated.lengths import LognormalLengths
+from mobula.deploy.rehearsal.simulated.virtual_time import run_virtually
 
 KEEP_ALL = AdmissionFilter(min_scored=1, drop_uniform=False, max_rejected_in_a_row=1)
 
@@ -28,7 +30,8 @@ KEEP_ALL = AdmissionFilter(min_scored=1, drop_uniform=False, max_rejected_in_a_r
 class Workload:
     """The responses and steps of a workload, and the speed of the machines."""
 
-    lengths: Lengths
+    lengths: LognormalLengths
+    num_siblings: int
     num_engines: int
     slots_per_engine: int  # responses that one engine decodes at a time
     tokens_per_s: float  # of one response, however many are decoded beside it
@@ -47,7 +50,8 @@ class Workload:
     @property
     def decoding_s(self) -> float:
         """Seconds a step while every slot decodes all the time."""
-        num_tokens = _num_tokens(self.lengths, self.num_steps * self.prompts_per_step) / self.num_steps
+        num_prompts = self.num_steps * self.prompts_per_step
+        num_tokens = _num_tokens(self.lengths, self.num_siblings, num_prompts) / self.num_steps
         return num_tokens / (self.num_slots * self.tokens_per_s)
 
     @property
@@ -83,12 +87,7 @@ def simulate(
 
 
 async def _simulate(workload: Workload, max_staleness: int, max_concurrent: int, order: type[StepOrder]) -> Outcome:
-    engines = [
-        SimulatedEngine(
-            workload.lengths, num_slots=workload.slots_per_engine, tokens_per_s=workload.tokens_per_s, name=str(index)
-        )
-        for index in range(workload.num_engines)
-    ]
+    engines = [Engine.of(workload) for _ in range(workload.num_engines)]
     learner = _Learner(workload.update_s)
     observer = _Observer(engines)
     replay = ReplayBuffer(clock=asyncio.get_running_loop().time)
@@ -121,19 +120,19 @@ async def _simulate(workload: Workload, max_staleness: int, max_concurrent: int,
 def _dispatcher(
     workload: Workload,
     gate: StalenessGate,
-    engines: Sequence[SimulatedEngine],
+    engines: Sequence[Engine],
     replay: ReplayBuffer,
     order: StepOrder[ScoredGroup],
     dropped: list[GroupSummary],
 ) -> RolloutDispatcher:
-    lengths = workload.lengths
+    num_siblings = workload.num_siblings
     return RolloutDispatcher(
         prompts=NumberedPrompts(),
         gate=gate,
         rollouts=LeastLoaded(engines),
-        rewards=DelayedRewards(workload.reward_s, lengths.num_siblings),
+        rewards=DelayedRewards(workload.reward_s, num_siblings),
         replay=replay,
-        settings=SamplingSettings(lengths.num_siblings, 1.0, lengths.max_tokens, lengths.seed),
+        settings=SamplingSettings(num_siblings, 1.0, workload.lengths.max_tokens, workload.lengths.seed),
         admission_filter=KEEP_ALL,
         order=order,
         on_rejected=lambda summary, reason: dropped.append(summary),
@@ -142,7 +141,7 @@ def _dispatcher(
 
 def _outcome(
     workload: Workload,
-    engines: Sequence[SimulatedEngine],
+    engines: Sequence[Engine],
     trained: Sequence[Sequence[ScoredGroup]],
     observer: _Observer,
     dropped: Sequence[GroupSummary],
@@ -150,11 +149,10 @@ def _outcome(
     first, last = workload.num_warmup_steps, workload.num_steps - workload.num_warmup_steps
     begin, end = observer.moments[first - 1], observer.moments[last - 1]
     seconds = end.loop_s - begin.loop_s
-    clocks = zip(engines, begin.engines_s, end.engines_s, strict=True)
-    busy_s = sum(engine.busy_s(start_s, end_s) for engine, start_s, end_s in clocks)
+    busy_s = end.busy_slot_s - begin.busy_slot_s
     working_s = sum(phases["update"] + phases["weight_sync"] for phases in observer.phases[first:last])
     ages = _ages(trained, range(first, last))
-    num_responses = (last - first) * workload.prompts_per_step * workload.lengths.num_siblings
+    num_responses = (last - first) * workload.prompts_per_step * workload.num_siblings
     return Outcome(
         step_s=seconds / (last - first),
         engine_idle_share=1 - busy_s / (seconds * workload.num_slots),
@@ -184,8 +182,41 @@ def _ages(trained: Sequence[Sequence[ScoredGroup]], steps: range) -> Counter[int
 
 
 @cache
-def _num_tokens(lengths: Lengths, num_prompts: int) -> int:
-    return sum(int(lengths.of(str(index)).sum()) for index in range(num_prompts))
+def _num_tokens(lengths: LognormalLengths, num_siblings: int, num_prompts: int) -> int:
+    return sum(int(lengths.of(str(index), num_siblings).sum()) for index in range(num_prompts))
+
+
+class Engine:
+    """Decodes up to `num_slots` responses at a time, each at `tokens_per_s`."""
+
+    def __init__(self, lengths: LognormalLengths, *, num_slots: int, tokens_per_s: float) -> None:
+        self.decoder = Decoder(DecodeSpeed(1 / tokens_per_s), num_slots=num_slots)
+        self.num_in_flight = 0  # groups
+        self._lengths = lengths
+
+    @classmethod
+    def of(cls, workload: Workload) -> Engine:
+        return cls(workload.lengths, num_slots=workload.slots_per_engine, tokens_per_s=workload.tokens_per_s)
+
+    async def generate(self, prompt: Prompt, settings: SamplingSettings) -> Generated:
+        """One group, once its slowest sibling is done; its id stands for its bytes."""
+        self.num_in_flight += 1
+        try:
+            lengths = self._lengths.of(prompt.prompt_id, settings.num_samples).tolist()
+            tokens = await self.decoder.decode(lengths, 0)
+        finally:
+            self.num_in_flight -= 1
+        return Generated(prompt.prompt_id, summary_of(prompt, tokens, lengths, settings.max_tokens))
+
+
+class LeastLoaded:
+    """Sends each prompt to the engine with the fewest groups in flight."""
+
+    def __init__(self, engines: Sequence[Engine]) -> None:
+        self._engines = engines
+
+    async def generate(self, prompt: Prompt, settings: SamplingSettings) -> Generated:
+        return await min(self._engines, key=lambda engine: engine.num_in_flight).generate(prompt, settings)
 
 
 class NumberedPrompts:
@@ -243,7 +274,7 @@ class _Learner:
 class _Push:
     """Every engine stands still while the weights travel."""
 
-    def __init__(self, seconds: float, engines: Sequence[SimulatedEngine], advance: Callable[[int], None]) -> None:
+    def __init__(self, seconds: float, engines: Sequence[Engine], advance: Callable[[int], None]) -> None:
         self._seconds = seconds
         self._engines = engines
         self._advance = advance
@@ -256,10 +287,10 @@ class _Push:
 
     async def publish(self, version: int) -> int:
         for engine in self._engines:
-            engine.pause()
+            engine.decoder.pause()
         await asyncio.sleep(self._seconds)
         for engine in self._engines:
-            engine.go_on(version)
+            engine.decoder.resume(version)
         self._advance(version)
         return version
 
@@ -269,13 +300,13 @@ class _Moment:
     """All clocks at the end of a step."""
 
     loop_s: float
-    engines_s: tuple[float, ...]
+    busy_slot_s: float
 
 
 class _Observer:
     """The time of each step by phase, and the clocks at its end."""
 
-    def __init__(self, engines: Sequence[SimulatedEngine]) -> None:
+    def __init__(self, engines: Sequence[Engine]) -> None:
         self.moments: list[_Moment] = []
         self.phases: list[Counter[str]] = []  # phase -> seconds
         self._engines = engines
@@ -285,7 +316,9 @@ class _Observer:
         self.phases.append(Counter())
         yield self
         now = asyncio.get_running_loop().time()
-        self.moments.append(_Moment(now, tuple(engine.clock_s for engine in self._engines)))
+        for engine in self._engines:
+            engine.decoder.settle()
+        self.moments.append(_Moment(now, sum(engine.decoder.busy_slot_s for engine in self._engines)))
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -232,7 +231,7 @@ class RestartableLearner:
                     f"{fault.cause}. A restart does not help; fix the cause, then go on with resume=auto"
                 ) from error
             # Taken before the pause: ranks that die during their start use up the budget, too.
-            pause = self._budget.take(time.monotonic())
+            pause = self._budget.take(asyncio.get_running_loop().time())
             if pause is None:
                 raise WorkerDiedError(
                     f"the learner was lost {self._budget.num_restarts + 1} times, more than "

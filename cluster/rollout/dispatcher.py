@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -40,6 +41,7 @@ _logger = logging.getLogger(__name__)
 TOO_FEW_SCORED = "too_few_scored"
 UNIFORM = "uniform"
 OVER_AGE = "over_age"
+LOST_TOGETHER_S = 1.0  # actors that die within this time count as one failure of a prompt: their node is gone
 LOG_WINDOW_S = 1.0  # failures of prompts with one cause within this time are one line of the log
 MAX_NODES_LOST = 8  # in a row, for one prompt or one step
 MAX_PREFETCHED = 32  # prompts that are prepared before a slot is free
@@ -105,7 +107,7 @@ class RetryingRollouts:
         return generated
 
     async def _try(self, prompt: Prompt, settings: SamplingSettings) -> Generated:
-        num_failed = 0
+        num_failed, last_death_s = 0, -math.inf
         while True:
             try:
                 return await self._rollouts.generate(prompt, settings)
@@ -113,7 +115,11 @@ class RetryingRollouts:
                 # Not counted for this prompt: others shared the engine. The pool bounds such losses.
                 self._on_retry(type(error).__name__)
             except self.RETRIED as error:
-                num_failed += 1
+                # A retry may go to an actor of the same node before the pool knows of its death.
+                now = asyncio.get_running_loop().time()
+                is_repeated = isinstance(error, WorkerDiedError) and now - last_death_s < LOST_TOGETHER_S
+                last_death_s = now if isinstance(error, WorkerDiedError) else last_death_s
+                num_failed += 0 if is_repeated else 1
                 if num_failed > self._max_retries:
                     raise RolloutError(
                         f"prompt {prompt.prompt_id} (sample {prompt.sample_id}) failed {num_failed} times, last with "

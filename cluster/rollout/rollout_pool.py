@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -209,7 +208,7 @@ class RolloutPool:
             self._failed(member, error)
             raise
         member.num_failures_in_a_row = 0
-        member.last_sign_s = time.monotonic()
+        member.last_sign_s = asyncio.get_running_loop().time()
         return result
 
     def receivers(self) -> list[Engine]:
@@ -219,7 +218,7 @@ class RolloutPool:
     def synced(self, receiver: Receiver, version: int) -> None:
         if (member := self._find(receiver)) is not None:
             member.version = version
-            member.last_sign_s = time.monotonic()
+            member.last_sign_s = asyncio.get_running_loop().time()
             self._notify()
 
     def announced(self, version: int) -> None:
@@ -313,14 +312,14 @@ class RolloutPool:
             else:
                 version = await member.engine.weight_version()
         member.version = version
-        member.last_sign_s = time.monotonic()
+        member.last_sign_s = asyncio.get_running_loop().time()
         _logger.info("%s joins with version %d of the weights", name, version)
 
     async def _check(self, name: str, member: _Member) -> Vitals | None:
         vitals = await member.engine.is_alive()
-        if time.monotonic() - member.last_sign_s > self._health.probe_interval_s:
+        if asyncio.get_running_loop().time() - member.last_sign_s > self._health.probe_interval_s:
             await member.engine.probe()
-            member.last_sign_s = time.monotonic()
+            member.last_sign_s = asyncio.get_running_loop().time()
         return vitals
 
     async def _watch(self) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -64,7 +63,7 @@ class _Underway:
     version: int
     manifest: Manifest
     num_receivers: int
-    started: float  # time.monotonic()
+    started: float  # of the event loop, in seconds
     reached: set[Receiver] = field(default_factory=set)  # receivers with exactly these weights
     resent: set[Receiver] = field(default_factory=set)  # receivers that missed it
 
@@ -184,7 +183,7 @@ class WeightSync:
         async with self._one_push:
             # Receivers may still load the push before: this one must not overtake it.
             await self.settled()
-            started = time.monotonic()
+            started = asyncio.get_running_loop().time()
             manifest = await self._agreed_manifest()
             receivers = self._members.receivers()
             push = _Underway(version, manifest, len(receivers), started)
@@ -219,7 +218,7 @@ class WeightSync:
         gap = None if expected is None else await self._canary(push, expected)
         self._members.published(push.version)
         num_lost = max(0, push.num_receivers - len(self._members.receivers()))
-        seconds, num_resent = time.monotonic() - push.started, len(push.resent)
+        seconds, num_resent = asyncio.get_running_loop().time() - push.started, len(push.resent)
         if changes is None:
             done = Push(push.version, push.manifest.num_bytes, seconds, gap, num_lost, num_resent)
         else:

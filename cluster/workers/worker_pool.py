@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -240,7 +239,7 @@ class WorkerPool(Generic[Handle]):
         The worker is quarantined if no restart is left, and not started again if it is scaled away during the pause.
         """
         await self._end(worker)
-        pause = None if worker.failed_starts.are_equal else worker.budget.take(time.monotonic())
+        pause = None if worker.failed_starts.are_equal else worker.budget.take(asyncio.get_running_loop().time())
         if pause is None:
             self._set(worker, WorkerState.QUARANTINED)
             await self._hooks.release(worker.index)

@@ -29,6 +29,7 @@ from mobula.deploy.cli.errors import FAILED, explained
 from mobula.deploy.cli.gpu_check_command import gpu_check
 from mobula.deploy.cli.job_commands import Auth, AuthOption, list_jobs, logs, stop, submit
 from mobula.deploy.cli.lmms_eval_command import lmms_eval
+from mobula.deploy.cli.rehearse_command import rehearse
 from mobula.deploy.host.authentication import set_auth
 from mobula.deploy.host.terminal import open_missing_streams, outlive_output, terminal, write_any_text
 from mobula.deploy.preloading.preloaded import preloaded
@@ -514,6 +515,7 @@ def doctor(
 
 app.add_typer(data, name="data")
 app.command()(gpu_check)
+app.command()(rehearse)
 app.command()(lmms_eval)
 app.command()(play)
 app.command()(rollout)

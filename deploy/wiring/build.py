@@ -162,7 +162,7 @@ def spawn_learner(
         on_lost=on_lost,
     )
     watched = [
-        _watched_rank(group, index, learner, config) for group in ranks.groups for index in range(len(group.workers))
+        watched_rank(group, index, learner, config) for group in ranks.groups for index in range(len(group.workers))
     ]
     return ranks, learner, watched
 
@@ -338,7 +338,7 @@ def _start_critic(prepared: AnyPrepared, spawner: Spawner) -> list[Any]:
     return [spawner.start(CriticRank, prepared.config, w.index, len(ranks), worker=w, env=env) for w in ranks]
 
 
-def _watched_rank(ranks: RankGroup, index: int, learner: RestartableLearner, config: RunConfig) -> Watched:
+def watched_rank(ranks: RankGroup, index: int, learner: RestartableLearner, config: RunConfig) -> Watched:
     """Watches a learner rank. The loss of a rank restarts all ranks; pings of replaced ranks are ignored."""
     name = f"{ranks.role}/{index}"
 

@@ -88,9 +88,7 @@ class ShareFetcher:
         """
         if self._world_size == 1:
             return entries.fetch(range(len(entries)))
-        held = entries.wanted(entries.expected(), self._world_size)
-        owned = _owned(held, len(entries))
-        held = [needed | own for needed, own in zip(held, owned, strict=True)]
+        held, owned = planned_shares(entries, entries.expected(), self._world_size)
         whole, lost = _fetched(entries, held[self._rank])
         completed = self._completed(entries, whole, lost, owned[self._rank])
         # Rows with media of later turns are larger than summaries predict: compute the shares again from exact sizes.
@@ -126,10 +124,23 @@ def _fetched(entries: Entries[E], indices: set[int]) -> tuple[dict[int, E], str]
         return {}, str(error)
 
 
+def planned_shares(entries: Entries[E], known: Sequence[E], num_ranks: int) -> tuple[list[set[int]], list[set[int]]]:
+    """For each rank, the entries that it fetches first, and those of them whose outlines it sends.
+
+    The time grows with the entries and ranks, not with their product.
+    """
+    wanted = entries.wanted(known, num_ranks)
+    owned = _owned(wanted, len(entries))
+    return [needed | own for needed, own in zip(wanted, owned, strict=True)], owned
+
+
 def _owned(held: Sequence[set[int]], num: int) -> list[set[int]]:
     """For each rank, the entries that it sends outlines of: the first rank that fetches an entry, else round robin."""
+    first: dict[int, int] = {}  # entry -> rank
+    for rank, own in enumerate(held):
+        for index in own:
+            first.setdefault(index, rank)
     owned: list[set[int]] = [set() for _ in held]
     for index in range(num):
-        holders = [rank for rank, own in enumerate(held) if index in own]
-        owned[holders[0] if holders else index % len(held)].add(index)
+        owned[first.get(index, index % len(held))].add(index)
     return owned

@@ -9,15 +9,17 @@ import pytest
 from fakes import SETTINGS, make_prompt
 
 from benchmarks.asynchrony import WORKLOAD, in_regime
-from benchmarks.simulation.simulated_engines import LeastLoaded, Lengths, SimulatedEngine
-from benchmarks.simulation.simulated_run import Workload, simulate
-from benchmarks.simulation.virtual_time import run_virtually
+from benchmarks.simulation.simulated_run import Engine, LeastLoaded, Workload, simulate
 from mobula.cluster.rollout.staleness import OvertakingOrder
+from mobula.deploy.rehearsal.simulated.lengths import LognormalLengths
+from mobula.deploy.rehearsal.simulated.virtual_time import run_virtually
 
-EQUAL = Lengths(median=100, sigma=0.0, max_tokens=1000, num_siblings=2, seed=0)
-TAILED = Lengths(median=100, sigma=1.0, max_tokens=500, num_siblings=2, seed=0)
+EQUAL = LognormalLengths(median=100, sigma=0.0, max_tokens=1000, seed=0)
+TAILED = LognormalLengths(median=100, sigma=1.0, max_tokens=500, seed=0)
+PAIR = replace(SETTINGS, num_samples=2)
 SMALL = Workload(
     lengths=TAILED,
+    num_siblings=2,
     num_engines=4,
     slots_per_engine=4,
     tokens_per_s=10.0,
@@ -31,32 +33,32 @@ SMALL = Workload(
 )
 
 
-def engine(lengths: Lengths = EQUAL, num_slots: int = 2) -> SimulatedEngine:
-    return SimulatedEngine(lengths, num_slots=num_slots, tokens_per_s=10.0)
+def engine(lengths: LognormalLengths = EQUAL, num_slots: int = 2) -> Engine:
+    return Engine(lengths, num_slots=num_slots, tokens_per_s=10.0)
 
 
 def test_lengths_are_a_function_of_seed_and_prompt_and_end_at_the_limit() -> None:
-    lengths = [TAILED.of(str(index)) for index in range(200)]
-    assert all((TAILED.of(str(index)) == lengths[index]).all() for index in range(200))
-    assert (replace(TAILED, seed=1).of("0") != lengths[0]).any()
+    lengths = [TAILED.of(str(index), 2) for index in range(200)]
+    assert all((TAILED.of(str(index), 2) == lengths[index]).all() for index in range(200))
+    assert (replace(TAILED, seed=1).of("0", 2) != lengths[0]).any()
     longest = max(int(of.max()) for of in lengths)
     assert longest == TAILED.max_tokens
-    assert set(EQUAL.of("0").tolist()) == {100}
+    assert set(EQUAL.of("0", 2).tolist()) == {100}
 
 
 def test_a_group_that_finds_all_slots_taken_waits_for_the_one_before_it() -> None:
     async def main() -> list[float]:
         ours = engine()
-        ours.go_on(0)
+        ours.decoder.resume(0)
 
         async def end_s(prompt_id: str) -> float:
-            await ours.generate(make_prompt(prompt_id), SETTINGS)
+            await ours.generate(make_prompt(prompt_id), PAIR)
             return asyncio.get_running_loop().time()
 
         ends = await asyncio.gather(end_s("0"), end_s("1"))
         assert ours.num_in_flight == 0
-        assert ours.busy_s(0.0, 20.0) == pytest.approx(40.0)
-        assert ours.busy_s(5.0, 12.0) == pytest.approx(14.0)
+        assert ours.decoder.busy_slot_s == pytest.approx(40.0)
+        assert ours.decoder.busy_s == pytest.approx(20.0)
         return ends
 
     assert run_virtually(main()) == pytest.approx([10.0, 20.0])
@@ -65,12 +67,12 @@ def test_a_group_that_finds_all_slots_taken_waits_for_the_one_before_it() -> Non
 def test_a_response_stands_still_in_a_pause_and_goes_on_with_the_new_version() -> None:
     async def main() -> tuple[dict[int, int], float]:
         ours = engine()
-        ours.go_on(0)
-        generating = asyncio.create_task(ours.generate(make_prompt("0"), SETTINGS))
+        ours.decoder.resume(0)
+        generating = asyncio.create_task(ours.generate(make_prompt("0"), PAIR))
         await asyncio.sleep(3.0)
-        ours.pause()
+        ours.decoder.pause()
         await asyncio.sleep(5.0)
-        ours.go_on(1)
+        ours.decoder.resume(1)
         found = await generating
         return dict(found.summary.tokens_by_version), asyncio.get_running_loop().time()
 
@@ -82,9 +84,9 @@ def test_a_response_stands_still_in_a_pause_and_goes_on_with_the_new_version() -
 def test_nothing_is_decoded_before_the_first_weights() -> None:
     async def main() -> float:
         ours = engine()
-        generating = asyncio.create_task(ours.generate(make_prompt("0"), SETTINGS))
+        generating = asyncio.create_task(ours.generate(make_prompt("0"), PAIR))
         await asyncio.sleep(4.0)
-        ours.go_on(0)
+        ours.decoder.resume(0)
         await generating
         return asyncio.get_running_loop().time()
 
@@ -96,8 +98,8 @@ def test_prompts_go_to_the_engine_with_the_fewest() -> None:
         engines = [engine(num_slots=8) for _ in range(3)]
         pool = LeastLoaded(engines)
         for each in engines:
-            each.go_on(0)
-        calls = [asyncio.create_task(pool.generate(make_prompt(str(i)), SETTINGS)) for i in range(7)]
+            each.decoder.resume(0)
+        calls = [asyncio.create_task(pool.generate(make_prompt(str(i)), PAIR)) for i in range(7)]
         await asyncio.sleep(0)
         loads = [each.num_in_flight for each in engines]
         await asyncio.gather(*calls)

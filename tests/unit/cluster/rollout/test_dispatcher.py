@@ -94,6 +94,17 @@ async def test_a_failed_prompt_is_tried_again_in_its_slot(error: Exception) -> N
     assert bench.retries == [type(error).__name__] * 2
 
 
+async def test_actors_that_die_together_count_once_for_a_prompt() -> None:
+    died = WorkerDiedError("rollout/1 died: its node is gone")
+    bench = Bench(
+        FakeRollouts(fault=lambda prompt_id, attempt: died if prompt_id == "0/0/s0" and attempt < 8 else None),
+        FakeRewards(),
+        max_retries=1,
+    )
+    assert await bench.step() == ["0/0/s0", "0/1/s1"]
+    assert bench.retries == ["WorkerDiedError"] * 8
+
+
 async def test_an_excluded_prompt_gives_its_slot_to_the_next_one_and_is_settled() -> None:
     excluded = ExcludedPromptError("prompt 0/1/s1 is excluded")
     bench = Bench(

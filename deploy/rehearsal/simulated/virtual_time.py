@@ -26,7 +26,9 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         return self._now
 
-    def run_in_executor(self, executor: Executor | None, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
+    def run_in_executor(  # type: ignore[override]  # a narrower signature than the typeshed's
+        self, executor: Executor | None, func: Callable[..., Any], *args: Any
+    ) -> asyncio.Future[Any]:
         done = self.create_future()
         try:
             done.set_result(func(*args))
@@ -55,6 +57,6 @@ class _JumpingSelector(selectors.DefaultSelector):
         ready = super().select(0)
         if not ready and timeout is None:
             raise RuntimeError("every task waits for another and no timer is set: nothing can happen any more")
-        if not ready and timeout > 0:
+        if not ready and timeout is not None and timeout > 0:
             self._jump(timeout)
         return ready

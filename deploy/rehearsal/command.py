@@ -1,0 +1,183 @@
+"""`mobula rehearse`: plays a configuration on this machine and shows what its cluster would do."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from tempfile import TemporaryDirectory
+
+import yaml
+from rich.console import Console
+
+from mobula.cluster.errors import PreflightError
+from mobula.configs.groups import MISSING
+from mobula.configs.load import load_config
+from mobula.configs.schema import RunConfig
+from mobula.deploy.planning.clusters import PlannedNode, described_nodes, read_cluster
+from mobula.deploy.planning.nodes import this_node
+from mobula.deploy.planning.policy_shape import policy_shape
+from mobula.deploy.planning.scaling_guide import MODELS
+from mobula.deploy.rehearsal.limits import gains, sizes
+from mobula.deploy.rehearsal.measured import measured_speeds, recorded_lengths
+from mobula.deploy.rehearsal.page import as_json, show
+from mobula.deploy.rehearsal.prompts import StatedPrompts, prepared_run, shrunk, stated_run
+from mobula.deploy.rehearsal.roofline import estimated_speeds, gpu_of_memory
+from mobula.deploy.rehearsal.simulated.faults import read_faults
+from mobula.deploy.rehearsal.simulated.lengths import LognormalLengths, RecordedLengths, ResponseLengths
+from mobula.deploy.rehearsal.speeds import Speeds
+from mobula.deploy.rehearsal.stage import RehearsalStage, result_of
+from mobula.deploy.wiring.preparation import Prepared
+from mobula.learner.policies.shapes import ModelShape, shape_of_values
+
+MEASURED_PROMPTS = 32  # prompts whose mean length is that of a measured run
+GPUS_OF_NODE = 8
+GPU_MEMORY = "80GB"
+UNKNOWN_PATH = "nowhere"  # of data that are stated
+
+
+@dataclass(frozen=True, kw_only=True)
+class RehearseCommand:
+    """The arguments of `mobula rehearse`."""
+
+    overrides: Sequence[str] = ()
+    nodes: str | None = None
+    cluster: Path | None = None
+    model: str | None = None  # of released_models.yaml
+    gpu: str | None = None
+    measured: Sequence[Path] = ()
+    speeds: Path | None = None
+    words: Sequence[str] = ()  # of speeds
+    lengths_of: Path | None = None
+    mean_tokens: float | None = None
+    sigma: float = 0.8
+    prompt_tokens: int | None = None
+    media_tokens: int = 0
+    media_bytes: int = 0
+    faults: Sequence[str] = ()
+    fault_file: Path | None = None
+    num_steps: int = 12
+    factors: Sequence[int] = ()
+    with_gains: bool = True
+    json_file: Path | None = None
+
+
+def rehearse(command: RehearseCommand, console: Console) -> None:
+    """Plays the configuration and prints the page.
+
+    Raises:
+        PreflightError: the configuration, data or speeds cannot be used.
+        PlacementError: the nodes do not hold the workers.
+    """
+    faults = read_faults(command.faults, command.fault_file)
+    with _stage(command) as (stage, source), _quiet():
+        memory = stage.memory()
+        played = stage.play(faults=faults)
+        if not played.steps:
+            raise PreflightError(f"the rehearsal ended before its first step: {played.error}")
+        result = result_of(stage, played)
+        found = gains(stage, result) if command.with_gains else []
+        larger = sizes(stage, command.factors) if command.factors else []
+    show(console, stage, played, result, memory, found, larger, source)
+    if command.json_file is not None:
+        page = as_json(stage, played, result, memory, found, larger, source)
+        command.json_file.write_text(json.dumps(page, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def _stage(command: RehearseCommand) -> Iterator[tuple[RehearsalStage, str]]:
+    with TemporaryDirectory(prefix="mobula-rehearsal-") as folder:
+        config = load_config([*command.overrides, f"num_steps={command.num_steps}"], is_complete=False)
+        shape = _shape(config, command.model)
+        nodes = _nodes(config, command)
+        small = shrunk(config, shape.model_type, Path(folder) / "model")
+        prepared = _prepared(small, shape, command)
+        speeds, source = _speeds(prepared, shape, nodes, command)
+        yield RehearsalStage(prepared, shape, nodes, speeds, _lengths(config, command)), source
+
+
+def _shape(config: RunConfig, model: str | None) -> ModelShape:
+    if model is not None:
+        known = yaml.safe_load(MODELS.read_text(encoding="utf-8"))
+        if model not in known:
+            raise PreflightError(f"--model {model} is unknown: choose {', '.join(known)}, or set policy.model")
+        return shape_of_values(known[model])
+    shape = policy_shape(config)
+    if shape is None:
+        raise PreflightError("a rehearsal needs the sizes of a model: set policy.model, or give --model")
+    return shape
+
+
+def _nodes(config: RunConfig, command: RehearseCommand) -> tuple[PlannedNode, ...]:
+    if command.cluster is not None:
+        return read_cluster(command.cluster)
+    if command.nodes is not None:
+        return described_nodes(command.nodes)
+    if config.resources.device == "cpu":
+        return (this_node(config.resources),)
+    num_gpus = sum(role.num_workers * role.num_gpus for role in config.resources.roles.values())
+    num_nodes = max(config.resources.num_nodes, math.ceil(num_gpus / GPUS_OF_NODE))
+    return described_nodes(f"{num_nodes}x{GPUS_OF_NODE}x{GPU_MEMORY}")
+
+
+def _prepared(config: RunConfig, shape: ModelShape, command: RehearseCommand) -> Prepared:
+    if command.prompt_tokens is not None:
+        stated = StatedPrompts(command.prompt_tokens, command.media_tokens, command.media_bytes)
+        data = config.data.model_copy(update={"path": Path(UNKNOWN_PATH)})
+        return stated_run(config.model_copy(update={"data": data}), shape, stated)
+    if str(config.data.path) == MISSING:
+        raise PreflightError("prompts come from the run's data: set data.path, or state --prompt-tokens")
+    return prepared_run(config, shape)
+
+
+def _speeds(
+    prepared: Prepared, shape: ModelShape, nodes: Sequence[PlannedNode], command: RehearseCommand
+) -> tuple[Speeds, str]:
+    """The speeds, and where they come from."""
+    config = prepared.config
+    if command.measured:
+        prompts = prepared.fixed_prompts(config.evaluation.split, MEASURED_PROMPTS).prompts
+        speeds = measured_speeds(command.measured, fmean(prompt.num_tokens for prompt in prompts))
+        source = f"fitted to {', '.join(folder.name for folder in command.measured)}"
+    elif config.resources.device == "cuda":
+        gpu = command.gpu or gpu_of_memory(nodes[0].gpu_bytes or 0)
+        speeds, source = estimated_speeds(config, shape, gpu), f"estimated from the peak rates of {gpu}"
+    elif command.speeds is not None or command.words:
+        speeds, source = (
+            Speeds(decode_step_s=0.02, decode_sequence_s=0, prefill_tokens_per_s=1e4, learner_tokens_per_s=1e3),
+            "stated",
+        )
+    else:
+        raise PreflightError(
+            "speeds on CPU are not estimated: give --measured RUN, --speeds FILE or --speed KEY=NUMBER"
+        )
+    if command.speeds is not None:
+        speeds, source = speeds.with_file(command.speeds), f"{source}; {command.speeds}"
+    if command.words:
+        speeds, source = speeds.with_words(command.words), f"{source}; {', '.join(command.words)}"
+    return speeds, source
+
+
+def _lengths(config: RunConfig, command: RehearseCommand) -> ResponseLengths:
+    limit = config.sampler.max_tokens
+    if command.lengths_of is not None:
+        return RecordedLengths(recorded_lengths(command.lengths_of), limit, config.seed)
+    mean = command.mean_tokens or limit / 2
+    return LognormalLengths(mean / math.exp(command.sigma**2 / 2), command.sigma, limit, config.seed)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Hides the log lines of simulated workers below errors."""
+    logger = logging.getLogger("mobula")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

@@ -1,0 +1,174 @@
+"""Plays a configuration: the wiring of a run around simulated roles, in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from mobula.cluster.errors import MobulaError, WorkerDiedError
+from mobula.cluster.metrics.definitions import CounterName
+from mobula.cluster.metrics.hub import Metrics
+from mobula.cluster.recovery.stop_request import StopRequest
+from mobula.cluster.runtime.concurrency import run_all
+from mobula.cluster.runtime.gc_tuning import tune_gc
+from mobula.cluster.tracing.spans import UNTRACED
+from mobula.configs.schema import RunConfig
+from mobula.deploy.rehearsal.recording import Moment, Recording, RehearsedStep
+from mobula.deploy.rehearsal.roles import LEARNER, Hardware, SimulatedRoles
+from mobula.deploy.rehearsal.simulated.faults import RESTORED_S, PlannedFault, disk_error
+from mobula.deploy.rehearsal.simulated.lengths import ResponseLengths
+from mobula.deploy.rehearsal.simulated.observed import Observed
+from mobula.deploy.rehearsal.simulated.virtual_time import run_virtually
+from mobula.deploy.wiring.build import build_controller
+from mobula.deploy.wiring.preparation import Prepared
+
+LOOKS_A_STEP = 8  # how often a fault looks for its step
+
+
+@dataclass(frozen=True)
+class Played:
+    """The measurements of a rehearsal."""
+
+    steps: Sequence[RehearsedStep]
+    store_peak: Mapping[str, int]  # node -> most bytes in its object store
+    driver_s: float  # CPU seconds of the driver's code, measured
+    simulation_s: float  # CPU seconds of the simulated parts
+    wall_s: float  # of the rehearsal
+    virtual_s: float
+    num_tokens: int  # decoded
+    events: Sequence[str] = ()  # faults, and the losses that followed
+    error: str = ""  # why the run ended before its last step
+    counters: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+
+
+def play(
+    prepared: Prepared, hardware: Hardware, lengths: ResponseLengths, faults: Sequence[PlannedFault] = ()
+) -> Played:
+    """Runs the configuration of `prepared` from its first step to its last; a fault may end it before."""
+    with TemporaryDirectory(prefix="mobula-rehearsal-") as folder:
+        config = rehearsed(prepared.config, Path(folder))
+        return run_virtually(_play(replace(prepared, config=config), hardware, lengths, faults))
+
+
+def rehearsed(config: RunConfig, folder: Path) -> RunConfig:
+    """The configuration without warm start, and without the files that need the content of responses."""
+    replay = config.replay.model_copy(update={"journal": False, "trajectory_log": False})
+    warm_start = config.warm_start.model_copy(update={"num_steps": 0})
+    evaluation = config.evaluation.model_copy(update={"save_responses": False})
+    changes = {"folder": folder, "replay": replay, "warm_start": warm_start, "evaluation": evaluation}
+    return config.model_copy(update=changes)
+
+
+async def _play(
+    prepared: Prepared, hardware: Hardware, lengths: ResponseLengths, faults: Sequence[PlannedFault]
+) -> Played:
+    loop, wall_s = asyncio.get_running_loop(), time.perf_counter()
+    config = prepared.config
+    config.run_folder.mkdir(parents=True)
+    observed = Observed(hardware.driver_node)
+    events: list[str] = []
+    counted: list[Metrics] = []
+
+    def on_lost(kind: str) -> None:
+        events.append(f"{loop.time():.0f} s: {kind}")
+        counted[0].count(CounterName.RESTARTS, kind)
+
+    roles = SimulatedRoles(config, hardware, lengths, observed, on_lost)
+
+    def look() -> Moment:
+        return Moment(
+            loop.time(), observed.cpu.driver_s, roles.busy_s(), observed.num_tokens(), dict(observed.store.used)
+        )
+
+    num_workers = {role: len(hardware.placement.of_role(role)) for role in config.resources.roles}
+    recording = Recording(look, {role: num for role, num in num_workers.items() if num})
+    metrics = Metrics([recording], loop.time, accuracy_component=config.rewards.accuracy_component)
+    counted.append(metrics)
+    error = ""
+    try:
+        await _run(prepared, roles, metrics, recording, faults, events)
+    except MobulaError as failure:
+        error = f"{type(failure).__name__}: {failure}"
+        events.append(f"{loop.time():.0f} s: the run ends: {error}")
+    return Played(
+        steps=recording.steps,
+        store_peak=dict(observed.store.peak),
+        driver_s=observed.cpu.driver_s,
+        simulation_s=observed.cpu.simulation_s,
+        wall_s=time.perf_counter() - wall_s,
+        virtual_s=loop.time(),
+        num_tokens=observed.num_tokens(),
+        events=events,
+        error=error,
+        counters={name: metrics.counts(name) for name in CounterName if metrics.counts(name)},
+    )
+
+
+async def _run(
+    prepared: Prepared,
+    roles: SimulatedRoles,
+    metrics: Metrics,
+    recording: Recording,
+    faults: Sequence[PlannedFault],
+    events: list[str],
+) -> None:
+    inference, training = roles.inference(), roles.training()
+    await run_all(training.ranks.start(), inference.rollouts.start(), inference.rewards.start())
+    stop = StopRequest(deadline_s=prepared.config.timeouts.stop_checkpoint_s, progress=metrics.progress)
+    controller = build_controller(prepared, inference, training, metrics, UNTRACED, (), stop)
+    tune_gc()
+    recording.begin()
+    pending = [
+        asyncio.create_task(_strike(fault, roles, metrics, events), name=f"fault {fault.kind}") for fault in faults
+    ]
+    try:
+        await controller.run()
+    finally:
+        for task in pending:
+            task.cancel()
+
+
+async def _strike(fault: PlannedFault, roles: SimulatedRoles, metrics: Metrics, events: list[str]) -> None:
+    """Waits for the middle of the fault's step, causes it, and ends it after its time."""
+    loop, step_s = asyncio.get_running_loop(), 1.0
+    while (progress := metrics.progress()).step < fault.step:
+        step_s = progress.step_s or step_s
+        await asyncio.sleep(step_s / LOOKS_A_STEP)
+    await asyncio.sleep(step_s / 2)
+    node_id = fault.node_id or roles.places(LEARNER)[-1].node_id
+    events.append(f"{loop.time():.0f} s: {fault.kind} of {node_id} in step {metrics.progress().step}")
+    end = partial(events.append, f"{node_id} is back")
+    match fault.kind:
+        case "slow_node":
+            roles.slow_down(node_id, fault.factor)
+            if fault.seconds:
+                await asyncio.sleep(fault.seconds)
+                roles.slow_down(node_id, 1.0)
+                end()
+        case "full_disk":
+            roles.ranks.disk_error = disk_error()
+            if fault.seconds:
+                await asyncio.sleep(fault.seconds)
+                roles.ranks.disk_error = None
+        case _:
+            _lose(node_id, roles)
+            seconds = fault.seconds or (RESTORED_S if fault.kind == "preemption" else 0.0)
+            if seconds:
+                await asyncio.sleep(seconds)
+                roles.restore(node_id)
+                end()
+
+
+def _lose(node_id: str, roles: SimulatedRoles) -> None:
+    roles.down.add(node_id)
+    for engine in list(roles.engines.values()):
+        if engine.node_id == node_id:
+            engine.lose(WorkerDiedError(f"{engine.name} died: {node_id} is gone"))
+    for worker in roles.places(LEARNER):
+        if worker.node_id == node_id:
+            roles.rank_handles[worker.index].lose(WorkerDiedError(f"{worker.name} died: {node_id} is gone"))

@@ -1,0 +1,316 @@
+"""SimulatedRoles: the roles of a run, placed on the planned nodes and replaced by simulated ones."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from mobula.actors.reference.pool import NullReference, ReferencePool
+from mobula.cluster.errors import PlacementError, WorkerDiedError
+from mobula.cluster.recovery.checkpoints import newest_learner_state
+from mobula.cluster.recovery.restartable_learner import RestartableLearner
+from mobula.cluster.rollout.in_flight import InFlightRequests
+from mobula.cluster.rollout.rollout_pool import HealthChecks, RolloutPool
+from mobula.cluster.runtime.placement import PlacedWorker, PlacementPlan
+from mobula.cluster.weight_sync.manifest import Manifest
+from mobula.cluster.workers.restart_policy import RestartBudget
+from mobula.cluster.workers.supervisor import watched_pool
+from mobula.configs.schema import RunConfig
+from mobula.deploy.host.run_folder import CHECKPOINTS_FOLDER
+from mobula.deploy.rehearsal.simulated.cores import Cores
+from mobula.deploy.rehearsal.simulated.decoder import Decoder, DecodeSpeed
+from mobula.deploy.rehearsal.simulated.engine import EngineTimes, SimulatedEngine
+from mobula.deploy.rehearsal.simulated.lengths import ResponseLengths
+from mobula.deploy.rehearsal.simulated.observed import Observed
+from mobula.deploy.rehearsal.simulated.workers import (
+    Handle,
+    RankTimes,
+    SimulatedRank,
+    SimulatedRanks,
+    SimulatedRewards,
+    SimulatedScorer,
+)
+from mobula.deploy.rehearsal.speeds import Speeds
+from mobula.deploy.wiring.build import Inference, Training, watched_rank
+from mobula.deploy.wiring.persistence import replay_buffer
+from mobula.deploy.wiring.pooled_roles import restart_policy, reward_role
+from mobula.learner.learner_group import LearnerGroup
+from mobula.learner.policies.lora import adapter_manifest
+from mobula.rewards.pool.reward_pool import LossCounter, RewardPool
+from mobula.rewards.pool.service import RewardService, ServiceSettings
+
+OPTIMIZER_COPIES = 6  # bytes of a checkpoint over those of the bfloat16 weights: float32 weights and two moments
+REFERENCE, LEARNER, ROLLOUT = "reference", "learner", "rollout"
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What the simulated workers have: nodes, speeds and shared processors."""
+
+    placement: PlacementPlan
+    speeds: Speeds
+    cores: Cores
+    num_slots: int  # responses that one engine decodes at a time
+    manifest: Manifest  # of the real model
+    driver_node: str
+
+
+class SimulatedRoles:
+    """Builds the parts of a run that `build_controller` connects. Create it in the event loop of the rehearsal."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        hardware: Hardware,
+        lengths: ResponseLengths,
+        observed: Observed,
+        on_lost: Callable[[str], None],
+    ) -> None:
+        self.config = config
+        self.engines: dict[int, SimulatedEngine] = {}  # by index; a restarted engine replaces the lost one
+        self.rank_handles: list[Handle] = []
+        self.down: set[str] = set()  # nodes
+        self.slow: dict[str, float] = {}  # node -> factor on its seconds
+        self.workers: dict[str, list[Any]] = {}  # role -> simulated scorers or reward workers
+        self._hardware = hardware
+        self._lengths = lengths
+        self._observed = observed
+        self._on_lost = on_lost
+        self._restored = asyncio.Event()
+        self.ranks = SimulatedRanks(self._rank_times(), len(self.places(LEARNER)), self._pushed(), hardware.cores)
+
+    def places(self, role: str) -> Sequence[PlacedWorker]:
+        return self._hardware.placement.of_role(role)
+
+    def inference(self) -> Inference:
+        rewards, in_flight = self._rewards(), InFlightRequests(self.config.sampler.chunk_tokens)
+        return Inference(
+            rollouts=self._rollouts(),
+            in_flight_requests=in_flight,
+            rewards=rewards,
+            watched=(watched_pool("reward", rewards.check, rewards.close),),
+        )
+
+    def training(self) -> Training:
+        config = self.config
+        group = _LearnerGroup(self._start_ranks, config.timeouts, lambda value: value)
+        group.restored = self._all_up
+        learner = RestartableLearner(
+            group,
+            newest=partial(newest_learner_state, config.run_folder / CHECKPOINTS_FOLDER),
+            budget=RestartBudget(restart_policy(config)),
+            on_lost=self._on_lost,
+        )
+        watched = [
+            replace(watched_rank(group, index, learner, config), close=_nothing) for index in range(len(group.workers))
+        ]
+        reference = self._reference()
+        if isinstance(reference, ReferencePool):
+            watched.append(watched_pool(REFERENCE, reference.pool.check, reference.pool.close))
+        return Training(group, learner, reference, replay_buffer(config), tuple(watched), None)
+
+    def node_of(self, role: str, index: int) -> str:
+        return next(worker.node_id for worker in self.places(role) if worker.index == index)
+
+    def restore(self, node_id: str) -> None:
+        """Brings a node back."""
+        self.down.discard(node_id)
+        self._restored.set()
+        self._restored = asyncio.Event()
+
+    def slow_down(self, node_id: str, factor: float) -> None:
+        """Multiplies all seconds of a node's workers."""
+        self.slow[node_id] = factor
+        for engine in self.engines.values():
+            if engine.node_id == node_id:
+                engine.decoder.settle()
+                engine.decoder.slow_down = factor
+                engine.decoder.replan()
+        for worker in self.places(LEARNER):
+            if worker.node_id == node_id:
+                self.ranks.slow_down[worker.index] = factor
+
+    def busy_s(self) -> dict[str, float]:
+        """Role -> seconds of work, summed over workers that are there and that were lost."""
+        busy = {role: sum(worker.busy_s for worker in workers) for role, workers in self.workers.items()}
+        return {
+            ROLLOUT: self._observed.busy_s(),
+            LEARNER: self.ranks.busy_s * self.ranks.num_ranks,
+            **busy,
+        }
+
+    async def _all_up(self) -> None:
+        """Waits until every node of a learner rank is there."""
+        while any(worker.node_id in self.down for worker in self.places(LEARNER)):
+            await self._restored.wait()
+
+    def _pushed(self) -> Manifest:
+        manifest, payload = self._hardware.manifest, self.config.weight_sync.payload
+        return (
+            adapter_manifest(manifest, self.config.policy)
+            if payload == "adapters"
+            else replace(manifest, payload=payload)
+        )
+
+    @property
+    def _push_s(self) -> float:
+        speeds = self._hardware.speeds
+        return speeds.push_s + self._pushed().num_bytes / speeds.push_bytes_per_s
+
+    def _rank_times(self) -> RankTimes:
+        speeds, num_ranks = self._hardware.speeds, max(1, len(self.places(LEARNER)))
+        state_bytes = OPTIMIZER_COPIES * self._hardware.manifest.num_bytes / num_ranks
+        return RankTimes(
+            start_s=speeds.start_s,
+            update_s=speeds.update_s,
+            tokens_per_s=speeds.learner_tokens_per_s,
+            send_s=self._push_s,
+            save_s=state_bytes / speeds.storage_bytes_per_s,
+            load_s=state_bytes / speeds.storage_bytes_per_s,
+        )
+
+    def _start_ranks(self) -> list[Handle]:
+        self.ranks.forget()
+        self.rank_handles = [
+            Handle(SimulatedRank(self.ranks, worker.index), worker.name) for worker in self.places(LEARNER)
+        ]
+        return self.rank_handles
+
+    def _rollouts(self) -> RolloutPool:
+        supervision = self.config.supervision
+        return RolloutPool(
+            self._start_engine,
+            len(self.places(ROLLOUT)),
+            release=_release,
+            policy=restart_policy(self.config),
+            health=HealthChecks(
+                interval_s=supervision.interval_s,
+                probe_interval_s=supervision.probe_interval_s,
+                max_failures_in_a_row=supervision.max_failures_in_a_row,
+                no_worker_s=supervision.no_worker_s,
+            ),
+            on_lost=self._on_lost,
+        )
+
+    async def _start_engine(self, index: int) -> SimulatedEngine:
+        node_id, speeds = self.node_of(ROLLOUT, index), self._hardware.speeds
+        if node_id in self.down:
+            raise PlacementError(f"{ROLLOUT}/{index} has no place: {node_id} is gone")
+        speed = DecodeSpeed(
+            speeds.decode_step_s, speeds.decode_sequence_s, speeds.prefill_tokens_per_s, speeds.engine_response_s
+        )
+        decoder = Decoder(speed, num_slots=self._hardware.num_slots, cores=self._hardware.cores)
+        decoder.slow_down = self.slow.get(node_id, 1.0)
+        push_s = self._push_s
+        times = EngineTimes(
+            start_s=speeds.start_s,
+            receive_s=push_s + speeds.settle_s,
+            load_s=push_s + speeds.settle_s,
+            wait_s=speeds.wait_s,
+        )
+        engine = SimulatedEngine(f"{ROLLOUT}/{index}", node_id, decoder, self._lengths, times, self._observed)
+        self.engines[index] = engine
+        return engine
+
+    def _reference(self) -> ReferencePool | NullReference:
+        config, speeds = self.config, self._hardware.speeds
+        if not (places := self.places(REFERENCE)):
+            return NullReference()
+        make = partial(
+            SimulatedScorer, speeds.start_s, speeds.reference_tokens_per_s, speeds.reference_s, self._hardware.cores
+        )
+        hosts = _Hosts(self, REFERENCE, make)
+        return ReferencePool(
+            [hosts.handle(worker.index) for worker in places],
+            Path("reference"),
+            hosts=hosts,
+            restarts=restart_policy(config),
+            alive_s=config.supervision.sign_timeout_s / 2,
+            timeout_s=config.timeouts.reference_s,
+            max_attempts=config.max_rollout_retries + 1,
+            on_lost=self._on_lost,
+        )
+
+    def _rewards(self) -> RewardPool:
+        losses = LossCounter(self._on_lost)
+        services = {name: self._reward_service(name, losses) for name in self.config.rewards.services}
+        return RewardPool(self.config.rewards, services, losses)
+
+    def _reward_service(self, name: str, losses: LossCounter) -> RewardService:
+        config, pool, role = self.config, self.config.rewards.pool, reward_role(name)
+        hosts = _Hosts(self, role, partial(SimulatedRewards, config.rewards, name, self._hardware.speeds.reward_s))
+        return RewardService(
+            role,
+            [hosts.handle(worker.index) for worker in self.places(role)],
+            hosts=hosts,
+            restarts=restart_policy(config),
+            settings=ServiceSettings(
+                start_s=config.timeouts.start_s,
+                alive_s=config.supervision.sign_timeout_s / 2,
+                timeout_s=config.timeouts.start_s
+                + pool.batches_in_flight * pool.max_batch_groups * config.timeouts.reward_s,
+                max_batch=pool.max_batch_groups,
+                max_in_flight=pool.batches_in_flight,
+                max_queued=pool.max_queued_groups,
+                max_attempts=config.max_rollout_retries + 1,
+            ),
+            on_lost=losses.count_loss,
+        )
+
+
+class _LearnerGroup(LearnerGroup):
+    """A learner group whose ranks are no Ray actors."""
+
+    restored: Callable[[], Any]
+
+    async def respawn(self) -> None:
+        """As of `LearnerGroup`; waits for lost nodes up to `timeouts.start_s`."""
+        self.version, self.is_started = 0, False
+        for worker in self._workers:
+            worker.lose(WorkerDiedError(f"{worker.name} is ended"))
+        try:
+            async with asyncio.timeout(self._timeouts.start_s):
+                await self.restored()
+        except TimeoutError as error:
+            raise WorkerDiedError("the learner has no place: a node with learner ranks is gone") from error
+        self._workers = self._spawn()
+        await self.start()
+
+    async def close(self) -> None:
+        """Nothing is held."""
+
+
+class _Hosts:
+    """Implements `mobula.cluster.workers.work_queue.Hosts` with simulated workers."""
+
+    def __init__(self, roles: SimulatedRoles, role: str, make: Callable[[], Any]) -> None:
+        self._roles = roles
+        self._role = role
+        self._make = make
+
+    def handle(self, index: int) -> Handle:
+        worker = self._make()
+        self._roles.workers.setdefault(self._role, []).append(worker)
+        return Handle(worker, f"{self._role}/{index}")
+
+    async def start(self, index: int) -> Handle:
+        if self._roles.node_of(self._role, index) in self._roles.down:
+            raise PlacementError(f"{self._role}/{index} has no place: its node is gone")
+        return self.handle(index)
+
+    async def stop(self, index: int, handle: Handle) -> None:
+        handle.lose(WorkerDiedError(f"{handle.name} is ended"))
+
+    async def release(self, index: int) -> None: ...
+
+
+async def _release(index: int) -> None:
+    """Nothing is reserved."""
+
+
+async def _nothing() -> None:
+    """Nothing is held."""

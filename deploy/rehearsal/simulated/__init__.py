@@ -1,0 +1,1 @@
+"""Simulated parts of a rehearsal: virtual time, engines, workers and faults."""

@@ -1,0 +1,79 @@
+"""A rehearsal: a run's wiring around simulated roles, from its words to its page."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from mobula.cluster.errors import PreflightError
+from mobula.deploy.rehearsal.command import RehearseCommand, rehearse
+
+WORDS = (
+    "experiment=own",
+    "resources=multi_node",
+    "policy.tiny=qwen2.5-vl",
+    "policy.model=not-there",
+    "algorithm.prompts_per_step=8",
+    "algorithm.samples_per_prompt=4",
+    "evaluation.num_prompts=4",
+    "sampler.max_tokens=128",
+)
+STATED = ("decode_step_s=0.02", "learner_tokens_per_s=500", "start_s=10", "update_s=1", "reward_s=0")
+
+
+def page(tmp_path: Path, *words: str, **options: object) -> dict:
+    """The page as JSON."""
+    file = tmp_path / "page.json"
+    arguments = {"words": STATED, "prompt_tokens": 100, "num_steps": 6, "with_gains": False, **options}
+    command = RehearseCommand(overrides=(*WORDS, *words), nodes="2x8x80GB", json_file=file, **arguments)
+    rehearse(command, Console(quiet=True))
+    return json.loads(file.read_text())
+
+
+def test_a_synchronous_step_is_the_sum_of_its_parts(tmp_path: Path) -> None:
+    found = page(tmp_path, "algorithm.max_staleness=0", mean_tokens=50, sigma=0.0)
+    assert found["result"]["staleness"] == {"0": 1.0}
+    # 8 prompts on 8 engines: 50 steps; 32 rows of 150 tokens on 8 ranks.
+    phases = found["result"]["phases"]
+    assert phases["update"] == pytest.approx(1 + 32 * 150 / 8 / 500)
+    speeds = found["speeds"]
+    decoding_s = 50 * (speeds["decode_step_s"] + 4 * speeds["decode_sequence_s"]) + 100 / speeds["prefill_tokens_per_s"]
+    assert phases["wait_for_rollouts"] == pytest.approx(decoding_s, rel=0.02)
+    assert 0 < found["result"]["driver"]["measured_s"] < 5
+
+
+def test_staleness_takes_the_waits_away_and_stays_within_its_bound(tmp_path: Path) -> None:
+    waits = {}
+    for bound in (0, 2):
+        found = page(tmp_path, f"algorithm.max_staleness={bound}", mean_tokens=100, num_steps=10)
+        waits[bound] = found["wait_share"]
+        assert max(map(int, found["result"]["staleness"])) <= bound
+    assert waits[2] < waits[0] / 2
+
+
+def test_a_larger_size_and_the_gain_of_each_role_are_on_the_page(tmp_path: Path) -> None:
+    found = page(tmp_path, mean_tokens=100, factors=(1, 2), with_gains=True)
+    assert [(size["num_engines"], size["num_ranks"]) for size in found["sizes"]] == [(8, 8), (16, 16)]
+    assert found["gains"][0]["gain"] > 0
+
+
+def test_an_engine_that_is_lost_with_its_node_is_replaced_and_the_run_ends_as_planned(tmp_path: Path) -> None:
+    words = ("resources.num_nodes=2", "timeouts.start_s=3000")
+    found = page(tmp_path, *words, mean_tokens=100, faults=("preemption:node-1@2+20",))
+    assert len(found["played"]["steps"]) == 6
+    assert any("preemption of node-1" in event for event in found["played"]["events"])
+    assert found["played"]["counters"]["restarts"]
+
+
+def test_a_full_disk_ends_the_run_with_its_error(tmp_path: Path) -> None:
+    found = page(tmp_path, "checkpoints.interval_steps=2", faults=("full_disk@2",))
+    assert "No space left on device" in found["played"]["error"]
+
+
+def test_the_speeds_of_a_cpu_are_not_guessed(tmp_path: Path) -> None:
+    command = RehearseCommand(overrides=(WORDS[0], "resources=laptop", *WORDS[2:]), prompt_tokens=100)
+    with pytest.raises(PreflightError, match="--measured"):
+        rehearse(command, Console(quiet=True))

@@ -34,8 +34,8 @@ def driver_load(config: RunConfig, steps: Sequence[RehearsedStep]) -> DriverLoad
     """The mean over `steps`."""
     algorithm, resources = config.algorithm, config.resources
     num_checks = sum(step.seconds["total"] for step in steps) / len(steps) / config.supervision.interval_s
-    calls = CALLS_OF_RANK * resources.learner.num_workers + CALLS_OF_ENGINE * resources.rollout.num_workers
-    calls += num_checks * sum(role.num_workers for role in resources.roles.values())
+    of_step = CALLS_OF_RANK * resources.learner.num_workers + CALLS_OF_ENGINE * resources.rollout.num_workers
+    calls = of_step + num_checks * sum(role.num_workers for role in resources.roles.values())
     trajectories = algorithm.prompts_per_step * algorithm.samples_per_prompt
     return DriverLoad(
         measured_s=sum(step.driver_cpu_s for step in steps) / len(steps),

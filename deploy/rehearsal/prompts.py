@@ -12,8 +12,8 @@ import numpy as np
 from mobula.actors.datasets.prompts import PreflightReport
 from mobula.actors.datasets.rows import Row
 from mobula.cluster.errors import PreflightError
-from mobula.cluster.records.media import MediaHandle, MediaStore
-from mobula.cluster.records.trajectory import MediaSpan, Prompt
+from mobula.cluster.records.media import MediaHandle, MediaSpan, MediaStore
+from mobula.cluster.records.trajectory import Prompt
 from mobula.configs.schema import RunConfig
 from mobula.deploy.wiring.preparation import TRAIN, VALIDATION, Prepared, prepare
 from mobula.learner.policies.shapes import ModelShape

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from mobula.cluster.errors import RunStopped
+from mobula.cluster.guard.guard import Guard, NoGuard
 from mobula.cluster.metrics.hub import Metrics
 from mobula.cluster.records.trajectory import ScoredGroup
 from mobula.cluster.recovery.checkpoints import Checkpoints
@@ -66,6 +67,7 @@ class Controller:
     evaluator: HeldOutEvaluator
     metrics: Metrics
     stop: StopRequest
+    guard: Guard = field(default_factory=NoGuard)
 
     async def run(self) -> int:
         """Trains until version `total_steps` and returns it.
@@ -98,6 +100,8 @@ class Controller:
                             update = await self.learner.update(groups)
                         with step.timed("evaluation"):
                             await self.evaluator.finish()  # before the push replaces the evaluated weights
+                        with step.timed("guard"):
+                            update = await self.guard.inspect(groups, update)  # may restore older weights
                         with step.timed("weight_sync"):
                             version = await self.weights.publish(update.version)
                         await self.replay.release(groups)

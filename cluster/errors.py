@@ -29,6 +29,7 @@
     ├── CheckpointError         a checkpoint cannot be written or is not complete
     ├── JournalError            the journal cannot be written, or one of its steps cannot be repeated
     ├── LogprobGapError         engine and learner compute different log-probs at equal weights
+    ├── RewardHackingError      the trained reward rises while the judge falls, and the guard stops the run
     ├── NothingTrainedError     every optimizer step of a run was skipped
     └── RunOverError            a command found that the run is over, or that its driver is dead
 
@@ -181,6 +182,10 @@ class CheckpointError(MobulaError):
 
 class LogprobGapError(MobulaError):
     """Engine and learner compute different log-probs at equal weights."""
+
+
+class RewardHackingError(MobulaError):
+    """The guard stops the run: the trained reward rises while the judge falls, or responses drift."""
 
 
 class NothingTrainedError(MobulaError):

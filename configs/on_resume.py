@@ -77,6 +77,7 @@ DECLARED: Mapping[OnResume, tuple[str, ...]] = {
         "learner.optimizer_options",
         "learner.max_grad_norm",
         "algorithm",
+        "guard",
         "rewards",
         "offline",
         "sampler",

@@ -76,6 +76,12 @@ class Credit:
         self._moments = RunningMoments()
         self._history = PromptHistory(config.algorithm.prompt_history_steps)
         self.kl = _coefficient(config.algorithm.kl)
+        self.kl_scale = 1.0  # of the coefficient; the guard may raise it
+
+    @property
+    def kl_coef(self) -> float:
+        """The KL coefficient in effect."""
+        return self.kl.value * self.kl_scale
 
     def assign(self, groups: Groups) -> Credited:
         """Assigns an advantage to every item. Updates the running moments and the history: call it once per step."""
@@ -94,7 +100,7 @@ class Credit:
             "shaped_reward_mean": shaped[included].mean().item() if included.any() else 0.0,
             "reward_clip_fraction": clip_fraction,
             "advantage_clip_fraction": advantage_clip_fraction,
-            "kl_coef": self.kl.value,
+            "kl_coef": self.kl_coef,
             **values,
             **_measure_turns(items),
         }
@@ -179,7 +185,7 @@ class Credit:
         if item.reference_logprobs is None:
             raise ValueError(missing_reference(self._config))
         policy, reference = (torch.from_numpy(a) for a in (item.behavior_logprobs, item.reference_logprobs))
-        return self.kl.value * capped(self._kl(policy, reference, policy), kl.token_cap).numpy()
+        return self.kl_coef * capped(self._kl(policy, reference, policy), kl.token_cap).numpy()
 
     def _with_teacher(self, item: LearnerItem) -> np.ndarray:
         """The item's advantages times `reward_weight`, plus the teacher's if `place=advantage`, float32 [T]."""

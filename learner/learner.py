@@ -149,6 +149,7 @@ class Learner:
         supervised: Sequence[ScoredGroup] = (),
         values: Values = (),
         fresh: Sequence[Any] = (),
+        kl_scale: float = 1.0,
     ) -> UpdateReport:
         """Runs one RL step on `groups`, which makes `version`.
 
@@ -159,8 +160,10 @@ class Learner:
             values: of a critic with separate ranks.
             fresh: empty, or a reference to a group sampled with the weights before the step, on which the log-prob gap
                 is measured.
+            kl_scale: factor of the KL coefficient.
         """
         with self._profiler.update(version):
+            self._credit.kl_scale = kl_scale
             algorithm = self._config.algorithm
             fetched = self._shares.fetch(StepGroups(groups, version, self._config, self._scoring.row))
             examples = self._supervised_term.fetch(supervised)
@@ -281,6 +284,11 @@ class Learner:
         self._credit.load(algorithm)
         return self.version
 
+    def restore(self, folder: Path, version: int) -> None:
+        """Restores a saved state, which becomes `version`."""
+        self.load(folder)
+        self.version = version
+
     def export(self, folder: Path) -> None:
         """Writes the policy in the Hugging Face layout; rank 0 writes each tensor as soon as it is gathered."""
         with self._offloader.policy_on_device():
@@ -306,7 +314,7 @@ class Learner:
         self, part: list[LearnerItem], meter: Meter, *, is_first: bool
     ) -> Callable[[Sequence[LearnerItem]], Tensor]:
         """Returns the loss of a micro-batch of `part`."""
-        part_totals, ages, kl_coef = totals(part), tokens_by_age(part), self._credit.kl.value
+        part_totals, ages, kl_coef = totals(part), tokens_by_age(part), self._credit.kl_coef
 
         def loss(rows: Sequence[LearnerItem]) -> Tensor:
             output, batch = self._forward(rows)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from mobula.cluster.errors import DeadlineError, LostObjectError, PlacementError, WorkerDiedError
+from mobula.cluster.guard.kl_scale import KLScale
 from mobula.cluster.records.trajectory import Prompt, ScoredGroup
 from mobula.cluster.roles import UpdateReport
 from mobula.cluster.rollout.supervised_rows import SupervisedRows
@@ -100,6 +101,11 @@ class RankGroup:
         version: int = await self._all(calls, self._timeouts.checkpoint_s, f"to load {folder}")
         return version
 
+    async def restore(self, folder: Path, version: int) -> None:
+        """Loads the state in `folder`, which becomes `version`."""
+        calls = [w.restore.remote(folder, version) for w in self._workers]
+        await self._all(calls, self._timeouts.checkpoint_s, f"to load {folder} as version {version}")
+
     async def close(self) -> None:
         """Stops every rank; kills ranks that take longer than `timeouts.stop_s`."""
         await asyncio.gather(
@@ -159,11 +165,20 @@ class LearnerGroup(RankGroup):
         self._supervised = supervised
         self._put = put
         self._fresh: FreshSamples | None = None
+        self._kl_scale: KLScale | None = None
         self.version = 0
 
     def measure_with(self, fresh: FreshSamples) -> None:
         """Measures the log-prob gap on groups of `fresh` if the groups of a step were sampled with older weights."""
         self._fresh = fresh
+
+    def scale_kl_with(self, kl_scale: KLScale) -> None:
+        """Multiplies the KL coefficient of each step by the factor of its version."""
+        self._kl_scale = kl_scale
+
+    def kl_scale_at(self, version: int) -> float:
+        """The factor of the KL coefficient for the step that makes `version`."""
+        return 1.0 if self._kl_scale is None else self._kl_scale.at(version)
 
     @property
     def groups(self) -> tuple[RankGroup, ...]:
@@ -199,6 +214,7 @@ class LearnerGroup(RankGroup):
         fresh = None if self._fresh is None else self._fresh.begin(self.version, groups)
         more |= {} if fresh is None else {"fresh": [fresh]}  # in a list: Ray starts the call before the group exists
         shared, version = self._put(groups), self.version + 1
+        more |= {"kl_scale": scale} if (scale := self.kl_scale_at(version)) != 1 else {}
         calls = [w.update.remote(shared, version, **more) for w in self._workers]
         try:
             report: UpdateReport = await self._all(calls, self._timeouts.update_s, f"to make version {version}")
@@ -267,6 +283,11 @@ class LearnerGroup(RankGroup):
         """Restores a saved state and returns its version."""
         self.version = await super().load(folder)
         return self.version
+
+    async def restore(self, folder: Path, version: int) -> None:
+        """Loads the state in `folder`, which becomes `version`."""
+        await super().restore(folder, version)
+        self.version = version
 
     async def export(self, folder: Path) -> None:
         calls = [w.export.remote(folder) for w in self._workers]

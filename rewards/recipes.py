@@ -8,6 +8,7 @@ A component with a closed gate does not run and counts as 0.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -36,20 +37,23 @@ class ComponentError(RewardError):
 
 @dataclass(frozen=True)
 class BuiltRecipe:
-    """One recipe. `gates` maps a component to conditions: the minimum values of other components."""
+    """One recipe. `gates` maps a component to conditions: the minimum values of other components. `judges` are not
+    trained."""
 
     weights: Mapping[str, float]
     gates: Mapping[str, tuple[tuple[str, float], ...]]
     scale: float  # of the sum
+    judges: frozenset[str] = frozenset()
 
-    def wants(self, component: str, outcomes: Mapping[str, Outcome]) -> bool:
-        """Whether a component has to run, given the outcomes of earlier components."""
-        if component not in self.weights:
+    def wants(self, component: str, outcomes: Mapping[str, Outcome], *, is_judged: bool = True) -> bool:
+        """Whether a component has to run, given the outcomes of earlier components. Judges run if `is_judged`."""
+        if component not in self.weights or (component in self.judges and not is_judged):
             return False
         return component not in self.gates or self._shut_gate(component, outcomes) is None
 
     def reward(self, outcomes: Mapping[str, Outcome]) -> Reward:
-        """Combines the outcomes of all components to one reward. `Reward.components` has the unweighted values.
+        """Combines the outcomes of all components to one reward. `Reward.components` has the unweighted values, without
+        judges that did not run or failed.
 
         Raises:
             ComponentError: a component could not score the response, or the sum is not finite.
@@ -58,11 +62,14 @@ class BuiltRecipe:
         reasons: dict[str, str] = {}
         for name, outcome in outcomes.items():
             if isinstance(outcome, ScoringFailure):
+                if name in self.judges:
+                    reasons[name] = f"{outcome.kind}: {outcome.reason}"
+                    continue
                 raise ComponentError(name, outcome.kind, outcome.reason)
             values[name] = outcome.value
             if outcome.reason:
                 reasons[name] = outcome.reason
-        for name in self.weights.keys() - values.keys():
+        for name in self.weights.keys() - values.keys() - self.judges:
             needs, at_least = self._shut_gate(name, outcomes) or (None, None)
             assert needs is not None, f"component {name!r} neither ran nor was kept from it"
             reasons[name] = f"not run: {needs} is below {at_least:g}"
@@ -86,6 +93,16 @@ class BuiltRecipe:
         return None
 
 
+_TRAINING_ID = re.compile(r"\d+/(\d+)/")  # of a training prompt: epoch/position/sample
+
+
+def is_judged(prompt_id: str, interval: int) -> bool:
+    """Whether judges score the responses to a prompt: every `interval`-th of the training prompts (0: none), and all
+    held-out prompts."""
+    found = _TRAINING_ID.match(prompt_id)
+    return found is None or (interval > 0 and int(found[1]) % interval == 0)
+
+
 class RecipeBook:
     """The recipes of a run, by label."""
 
@@ -100,6 +117,11 @@ class RecipeBook:
     def find(self, label: str) -> BuiltRecipe | None:
         """Returns the recipe of a label, or the default recipe; None if there is neither."""
         return for_label(self._recipes, label)
+
+    def judge_failures(self, outcomes: Mapping[str, Outcome]) -> dict[str, ScoringFailure]:
+        """Returns the failures of judges, which cost no response its reward."""
+        judges = self._rewards.judge_weights
+        return {n: o for n, o in outcomes.items() if n in judges and isinstance(o, ScoringFailure)}
 
     def reward(self, label: str, outcomes: Mapping[str, Outcome]) -> Reward:
         """Returns the reward of a response.
@@ -121,4 +143,4 @@ def _ready(rewards: RewardsConfig, recipe: RecipeConfig) -> BuiltRecipe:
     for gate in recipe.gates:
         gates[gate.component] = (*gates.get(gate.component, ()), (gate.needs, gate.at_least))
     scale = 1 / math.fsum(map(abs, weights.values())) if recipe.normalise else 1.0
-    return BuiltRecipe(weights, gates, scale)
+    return BuiltRecipe(weights, gates, scale, frozenset(rewards.judge_weights.keys() & weights.keys()))

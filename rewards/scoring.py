@@ -36,9 +36,15 @@ class RewardScoring:
         return sum(component.num_retried for component in self.components)
 
     def outcomes(
-        self, requests: Sequence[RewardRequest], earlier: Sequence[Mapping[str, Outcome]] | None = None
+        self,
+        requests: Sequence[RewardRequest],
+        earlier: Sequence[Mapping[str, Outcome]] | None = None,
+        judged: Sequence[bool] | None = None,
     ) -> list[dict[str, Outcome]]:
-        """Returns component -> outcome for each request, for the components that ran, without `earlier` outcomes."""
+        """Returns component -> outcome for each request, for the components that ran, without `earlier` outcomes.
+        `judged` names the requests on which judges run; the default is all.
+        """
+        judged = [True] * len(requests) if judged is None else judged
         recipes = [self.book.find(self.book.label(request.metadata)) for request in requests]
         outcomes: list[dict[str, Outcome]] = [{} for _ in requests]
         known: Sequence[Mapping[str, Outcome]] = outcomes
@@ -46,7 +52,9 @@ class RewardScoring:
             known = [ChainMap(own, dict(others)) for own, others in zip(outcomes, earlier, strict=True)]
         for component in self.components:
             wanted = [
-                i for i, recipe in enumerate(recipes) if recipe is not None and recipe.wants(component.name, known[i])
+                i
+                for i, recipe in enumerate(recipes)
+                if recipe is not None and recipe.wants(component.name, known[i], is_judged=judged[i])
             ]
             for i, outcome in zip(wanted, component.evaluate([requests[i] for i in wanted]), strict=True):
                 outcomes[i][component.name] = outcome

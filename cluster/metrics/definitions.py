@@ -73,6 +73,14 @@ class MetricName(StrEnum):
     PUSH_BYTES = "push_bytes"
     PUSH_CHANGED_SHARE = "push_changed_share"
     CURRICULUM_STAGE = "curriculum_stage"
+    GUARD_REWARD = "guard_reward"
+    GUARD_JUDGE = "guard_judge"
+    GUARD_LENGTH = "guard_length"
+    GUARD_REPETITION = "guard_repetition"
+    GUARD_SCRIPT_MIX = "guard_script_mix"
+    GUARD_FORMAT = "guard_format"
+    GUARD_STRENGTH = "guard_strength"
+    GUARD_KL_SCALE = "guard_kl_scale"
 
 
 class CounterName(StrEnum):
@@ -96,6 +104,8 @@ class CounterName(StrEnum):
     RECOVERED = "recovered"
     UNLOGGED_STEPS = "unlogged_steps"
     EPISODE_FAILURES = "episode_failures"
+    GUARD_ALARMS = "guard_alarms"
+    GUARD_ACTIONS = "guard_actions"
 
 
 class LiveName(StrEnum):
@@ -219,6 +229,14 @@ METRICS: Mapping[str, Metric] = {
     MetricName.PUSH_BYTES: Metric("B", "Bytes sent to each engine by the newest push"),
     MetricName.PUSH_CHANGED_SHARE: Metric("", "Share of weights that changed, with weight_sync.payload=delta"),
     MetricName.CURRICULUM_STAGE: Metric("", "Newest open stage of environment.curriculum, from 0"),
+    MetricName.GUARD_REWARD: Metric("", "Mean reward over the groups of one step with a judge; `_se`: standard error"),
+    MetricName.GUARD_JUDGE: Metric("", "Mean of the judge (components with trained=false) over the same groups"),
+    MetricName.GUARD_LENGTH: Metric("tokens", "Mean response length over groups, with guard.limits.length"),
+    MetricName.GUARD_REPETITION: Metric("", "Share of repeated n-grams of words, with guard.limits.repetition"),
+    MetricName.GUARD_SCRIPT_MIX: Metric("", "Share of letters outside the main script, with guard.limits.language"),
+    MetricName.GUARD_FORMAT: Metric("", "Mean of the `format` components over groups, with guard.limits.format"),
+    MetricName.GUARD_STRENGTH: Metric("", "Largest evidence for reward hacking in critical values: an alarm from 1 on"),
+    MetricName.GUARD_KL_SCALE: Metric("", "Factor of algorithm.kl.coef that the guard has set"),
 }
 
 ALL_REASONS = "all"
@@ -278,6 +296,8 @@ COUNTERS: Mapping[str, Metric] = {
     CounterName.DROPPED_SAMPLES: Metric("", "Report samples that could not be fetched"),
     CounterName.RECOVERED: Metric("", "Steps and groups recovered from the journal, and losses, by reason"),
     CounterName.EPISODE_FAILURES: Metric("", "Attempts of episodes that failed in the environment, by kind"),
+    CounterName.GUARD_ALARMS: Metric("", "Alarms of the guard against reward hacking, by sign"),
+    CounterName.GUARD_ACTIONS: Metric("", "Actions of the guard: warn, raise_kl, rollback, stop"),
     CounterName.UNLOGGED_STEPS: Metric("", "Steps that could not be written to the trajectory log"),
 }
 

@@ -17,7 +17,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,11 +123,13 @@ class Checkpoints:
         recovery: Recovery | None = None,
         before_resume: Callable[[], Awaitable[None]] | None = None,
         on_accepted: Callable[[], None] = lambda: None,
+        kept: Callable[[Sequence[int]], Collection[int]] = lambda versions: (),
     ) -> None:
         """`prepare` makes version 0 of a new run (the warm start). `finish` runs after the last checkpoint (the export
         of the trained policy). `identity` is `run_identity(config)`. Without `recovery` a run resumes from its
         checkpoint alone. `before_resume` is awaited before the learner loads a checkpoint or makes version 0.
-        `on_accepted` is called once the checkpoint is loaded, or before version 0 of a new run is made.
+        `on_accepted` is called once the checkpoint is loaded, or before version 0 of a new run is made. `kept` chooses
+        checkpoints that are kept in addition to the newest, from the versions of all complete ones.
         """
         self._folder = folder
         self._learner = learner
@@ -140,6 +142,7 @@ class Checkpoints:
         self._recovery = recovery or CheckpointAlone()
         self._before_resume = before_resume
         self._on_accepted = on_accepted
+        self._kept = kept
         self._tasks: asyncio.TaskGroup | None = None
         self._running: asyncio.Task[Path | None] | None = None
         self._is_overdue = False
@@ -172,8 +175,8 @@ class Checkpoints:
         assert version == state["version"], f"the learner loaded version {version} from {latest}"
         # Learner first: its version is checked before any part of the driver is changed.
         self._newest = version
-        for name, part in self._parts.items():
-            part.restore(version, state["parts"][name])
+        for name in self._parts.keys() & state["parts"].keys():  # a part that was off starts from its initial state
+            self._parts[name].restore(version, state["parts"][name])
         self._accept()
         _logger.info("resumed from %s", latest)
         reached = await self._recovery.recover(version)
@@ -331,8 +334,9 @@ class Checkpoints:
 
     def _prune(self) -> None:
         complete = [path for path in _newest_first(self._folder) if _fault(path, with_hashes=False) is None]
+        kept = self._kept([_version(path) for path in complete])
         for path in complete[self._schedule.keep :]:
-            if _version(path) != 0:
+            if _version(path) != 0 and _version(path) not in kept:
                 _remove(path)
 
 
@@ -378,9 +382,10 @@ def _shown(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def latest_complete(folder: Path) -> Path | None:
-    """Returns the newest complete checkpoint, its hashes verified; logs a warning for each damaged one."""
-    for path in _newest_first(folder):
+def latest_complete(folder: Path, accepts: Callable[[int], bool] = lambda version: True) -> Path | None:
+    """Returns the newest complete checkpoint of an accepted version, its hashes verified; logs a warning for each
+    damaged one."""
+    for path in (path for path in _newest_first(folder) if accepts(_version(path))):
         fault = _fault(path, with_hashes=True)
         if fault is None:
             return path
@@ -388,9 +393,12 @@ def latest_complete(folder: Path) -> Path | None:
     return None
 
 
-def newest_learner_state(folder: Path) -> tuple[int, Path] | None:
-    """Returns version and learner folder of the newest complete checkpoint; None if there is none."""
-    latest = latest_complete(folder)
+def newest_learner_state(
+    folder: Path, accepts: Callable[[int], bool] = lambda version: True
+) -> tuple[int, Path] | None:
+    """Returns version and learner folder of the newest complete checkpoint of an accepted version; None if there is
+    none."""
+    latest = latest_complete(folder, accepts)
     return None if latest is None else (_version(latest), latest / _LEARNER)
 
 

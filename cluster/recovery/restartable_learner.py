@@ -54,6 +54,10 @@ class Ranks(Learner, Sender, Durable, MovableLearner, Protocol):
         """Kills every rank and starts all of them again."""
         ...
 
+    async def restore(self, folder: Path, version: int) -> None:
+        """Loads the state in `folder`, which becomes `version`."""
+        ...
+
     async def export(self, folder: Path) -> None: ...
 
     async def assess(self, groups: Sequence[ScoredGroup]) -> Mapping[str, float]: ...
@@ -88,6 +92,7 @@ class RestartableLearner:
         self._restarting = asyncio.Lock()
         self._lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._trained: list[tuple[int, Sequence[ScoredGroup]]] = []  # (version made, groups), since a checkpoint
+        self._base: tuple[int, Path] | None = None  # version made by `restore`, and the state that it loaded
         self._generation = 0  # of ranks
         self._saved_by = 0  # generation of the ranks with the last copy
         self._opened: set[int] = set()  # transfer epochs of the current ranks
@@ -138,6 +143,12 @@ class RestartableLearner:
 
     async def load(self, folder: Path) -> int:
         return await self._outliving(lambda: self._ranks.load(folder))
+
+    async def restore(self, folder: Path, version: int) -> None:
+        """Loads an older state, which becomes `version`. A restart of the ranks loads it again, unless a checkpoint of
+        `version` or later is complete."""
+        await self._outliving(lambda: self._ranks.restore(folder, version))
+        self._base, self._trained = (version, folder), []
 
     async def export(self, folder: Path) -> None:
         await self._outliving(lambda: self._ranks.export(folder))
@@ -257,13 +268,15 @@ class RestartableLearner:
         newest = await asyncio.to_thread(self._newest)
         if newest is None:
             raise NotRestartableError(f"the learner was lost before its first checkpoint: {error}") from error
-        version, folder = newest
+        is_base = self._base is not None and self._base[0] > newest[0]
+        version, folder = self._base if is_base and self._base is not None else newest
         # Before the ranks start: the copy of the lost ranks is lost even if the start fails.
         self._generation += 1
         self._opened.clear()
         await self._ranks.respawn()
-        loaded = await self._ranks.load(folder)
-        if loaded != version:
+        if is_base:
+            await self._ranks.restore(folder, version)
+        elif (loaded := await self._ranks.load(folder)) != version:
             raise CheckpointError(f"{folder} holds version {loaded} instead of {version}")
         for n, (made, groups) in enumerate(self._trained):
             if made > version:

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import shutil
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 
 from mobula.cluster.errors import JournalError, SkippedSample
@@ -21,12 +21,14 @@ from mobula.cluster.recovery.step_learner import StepLearner
 from mobula.cluster.replay.buffer import ReplayBuffer
 from mobula.cluster.replay.journal import Journal, Recovered, TrainedStep
 from mobula.cluster.replay.live_groups import LiveGroups
-from mobula.cluster.roles import ReplayStats
+from mobula.cluster.roles import ReplayStats, UpdateReport
 from mobula.cluster.rollout.dispatcher import OVER_AGE, RolloutDispatcher
 from mobula.cluster.rollout.staleness import AgeLimit
 
 _logger = logging.getLogger(__name__)
 
+AfterRepeat = Callable[[Sequence[ScoredGroup], UpdateReport], Awaitable[UpdateReport]]
+"""Takes the groups of a step and its report; returns the report with more metrics."""
 NEWER = "newer"
 TORN = "torn"
 NO_STATS = ReplayStats(num_ready=0, num_taken=0, num_bytes=0, oldest_age_s=0.0)
@@ -46,9 +48,10 @@ class JournalRecovery:
         metrics: Metrics,
         age_limit: AgeLimit,
         on_recovered: Callable[[Mapping[str, int]], None],
+        after_repeat: AfterRepeat | None = None,
     ) -> None:
         """`metrics` may lack some of the repeated steps. `on_recovered` gets the number of recovered steps and groups,
-        and the number of lost groups by reason.
+        and the number of lost groups by reason. `after_repeat` is awaited after each repeated step.
         """
         self._journal = journal
         self._learner = learner
@@ -58,6 +61,7 @@ class JournalRecovery:
         self._metrics = metrics
         self._age_limit = age_limit
         self._on_recovered = on_recovered
+        self._after_repeat = after_repeat
 
     async def begin(self) -> None:
         """Called at the start of a new run: invalidates the records that an earlier run left in the journal."""
@@ -109,6 +113,8 @@ class JournalRecovery:
             with measured.timed("update"):
                 update = await self._learner.repeat(groups)
             assert update.version == step.version, f"step {step.version} of the journal made version {update.version}"
+            if self._after_repeat is not None:
+                update = await self._after_repeat(groups, update)
             measured.record(groups, update, NO_STATS)
 
     def _unfit(self, step: TrainedStep, reason: str) -> JournalError:

@@ -14,6 +14,7 @@ from mobula.configs.rules import (
     data,
     environment,
     flow,
+    guard,
     learner,
     offline,
     resources,
@@ -33,6 +34,7 @@ RULES: tuple[Callable[[RunConfig], str | None], ...] = (
     *offline.RULES,
     *flow.RULES,
     *data.RULES,
+    *guard.RULES,
 )
 
 

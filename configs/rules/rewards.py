@@ -28,11 +28,21 @@ def _names_differ(rewards: RewardsConfig) -> str | None:
 
 
 def _has_signal(rewards: RewardsConfig) -> str | None:
-    if rewards.recipes or any(component.weight != 0 for component in rewards.components):
+    if rewards.recipes or any(component.weight != 0 and component.trained for component in rewards.components):
         return None
     return (
-        f"rewards.components has {len(rewards.components)} parts and none has a weight, so every reward is 0: "
-        "give at least one part a weight other than 0, e.g. rewards=math_answer"
+        f"rewards.components has {len(rewards.components)} parts and none is trained with a weight, so every reward is "
+        "0: give at least one part with trained=true a weight other than 0, e.g. rewards=math_answer"
+    )
+
+
+def _judges_have_weights(rewards: RewardsConfig) -> str | None:
+    idle = [name for name, weight in rewards.judge_weights.items() if weight == 0]
+    if not idle:
+        return None
+    return (
+        f"rewards.components has {', '.join(idle)} with trained=false and weight=0, so the judge's sum lacks it: "
+        "give it a weight, e.g. 1, or set trained=true to measure it without a judge"
     )
 
 
@@ -51,7 +61,12 @@ def _accuracy_is_scored(rewards: RewardsConfig) -> str | None:
     return None
 
 
-_RULES: Sequence[Callable[[RewardsConfig], str | None]] = (_has_signal, _names_differ, _accuracy_is_scored)
+_RULES: Sequence[Callable[[RewardsConfig], str | None]] = (
+    _has_signal,
+    _judges_have_weights,
+    _names_differ,
+    _accuracy_is_scored,
+)
 
 
 def _circles(rewards: RewardsConfig) -> Iterator[str]:
@@ -79,6 +94,13 @@ def _recipe_flaws(rewards: RewardsConfig, label: str) -> Iterator[str]:
     outside = sorted(named - set(recipe.components))
     if outside:
         yield f"{key}: weights and gates name {', '.join(outside)}, which its components do not: add them there"
+    judges = rewards.judge_weights
+    misused = sorted({*judges} & {*recipe.weights, *(gate.needs for gate in recipe.gates)})
+    if misused:
+        yield (
+            f"{key} weighs or needs {', '.join(misused)}, whose trained=false makes it an independent judge: remove it "
+            "from weights and gates.needs; its weight is rewards.components.INDEX.weight"
+        )
     if any(gate.component == rewards.accuracy_component for gate in recipe.gates):
         yield (
             f"{key}.gates has one for {rewards.accuracy_component}, but the accuracy is of all responses of a label: "

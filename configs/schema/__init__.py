@@ -3,6 +3,7 @@
 from mobula.configs.schema.algorithm import AlgorithmConfig, CriticConfig, KLConfig, OverAgeConfig
 from mobula.configs.schema.data import DataConfig, DataKind
 from mobula.configs.schema.environment import EnvironmentConfig
+from mobula.configs.schema.guard import GuardConfig, GuardLimits
 from mobula.configs.schema.learner import LearnerConfig, WarmStartConfig
 from mobula.configs.schema.offline import DPOConfig, OfflineConfig, RewardModelConfig
 from mobula.configs.schema.resources import ResourcesConfig, WorkerResources
@@ -38,6 +39,8 @@ __all__ = [
     "EvaluationConfig",
     "KLConfig",
     "Gate",
+    "GuardConfig",
+    "GuardLimits",
     "LearnerConfig",
     "LoRAConfig",
     "MetricsConfig",

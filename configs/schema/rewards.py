@@ -27,6 +27,9 @@ class RewardComponent(Section):
     """A built-in function (docs/algorithms.md lists them), or user code: `module:function` or `FILE.py:function`."""
     weight: float
     """The weight in the sum, unless a recipe overrides it. 0 measures the component without rewarding it."""
+    trained: bool = True
+    """Whether the component counts in the reward. With false it is a judge: `weight` is its weight in the judge's sum,
+    with which the guard compares the reward (`guard`), and a response that it cannot score keeps its reward."""
     options: dict[str, Any] = {}
     """Arguments of the function."""
     service: str = SHARED_SERVICE
@@ -101,6 +104,9 @@ class RewardsConfig(Section):
     """A response that cannot be scored: exclude it from the group, or stop the run. It never counts as 0."""
     processes: Annotated[int, Field(ge=1)] = 1
     """Subprocesses of a worker for functions that may hang (computer algebra, user functions), with a timeout."""
+    judged_interval: NonNegativeInt = 1
+    """Components with `trained: false` score every so many-th training prompt, and all held-out prompts; 0: only
+    held-out prompts."""
     pool: RewardPoolConfig = RewardPoolConfig()
     """Batching and queueing of groups for the workers."""
 
@@ -126,18 +132,23 @@ class RewardsConfig(Section):
 
     @property
     def reads_box(self) -> bool:
-        """Whether a component with a weight other than 0 requires a box."""
+        """Whether a judge, or a component with a weight other than 0, requires a box."""
         return any(
-            self.weight(recipe, component.name) != 0 and component.reads_box
+            component.reads_box and (not component.trained or self.weight(recipe, component.name) != 0)
             for recipe in self.active_recipes.values()
             for component in self.components
             if component.name in recipe.components
         )
 
+    @property
+    def judge_weights(self) -> dict[str, float]:
+        """Component -> weight in the judge's sum, for components that are not trained."""
+        return {component.name: component.weight for component in self.components if not component.trained}
+
     def weight(self, recipe: Recipe, component: str) -> float:
-        """The weight of a component in a recipe."""
-        default = next(c.weight for c in self.components if c.name == component)
-        return recipe.weights.get(component, default)
+        """The weight of a component in a recipe; 0 for a judge."""
+        chosen = next(c for c in self.components if c.name == component)
+        return recipe.weights.get(component, chosen.weight) if chosen.trained else 0.0
 
     def weights_in(self, recipe: Recipe) -> dict[str, float]:
         """Component -> weight, for the components of a recipe."""

@@ -10,6 +10,7 @@ from mobula.configs.schema.algorithm import AlgorithmConfig
 from mobula.configs.schema.base import NOT_EMPTY, ByDtype, Field, PositiveInt, Section, UserCode
 from mobula.configs.schema.data import AUTO_SUFFIX, BOXED_SUFFIX, DataConfig
 from mobula.configs.schema.environment import EnvironmentConfig
+from mobula.configs.schema.guard import GuardConfig
 from mobula.configs.schema.learner import LearnerConfig, WarmStartConfig
 from mobula.configs.schema.offline import OfflineConfig
 from mobula.configs.schema.resources import ResourcesConfig
@@ -262,6 +263,8 @@ class RunConfig(Section):
     """Components of the reward, and recipes that combine them."""
     algorithm: AlgorithmConfig
     """The RL algorithm."""
+    guard: GuardConfig = GuardConfig()
+    """Guard against reward hacking."""
     reference: ReferenceConfig = ReferenceConfig()
     """The frozen policy."""
     learner: LearnerConfig

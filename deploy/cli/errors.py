@@ -1,7 +1,8 @@
 """How a failed `mobula` command ends: one message on stderr, and an exit code for the kind of the error.
 
-Exit codes: 0 done, 1 the run failed, 2 the user has something to change (one message on stderr, no traceback), 130 it
-was interrupted. The message of a run that failed ends with the log file, which holds the traceback.
+Exit codes: 0 done, 1 the run failed, 2 the user has something to change (one message on stderr, no traceback), 3 the
+guard against reward hacking stopped the run, 130 it was interrupted. The message of a run that failed ends with the log
+file, which holds the traceback.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ from pathlib import Path
 
 import typer
 
-from mobula.cluster.errors import MobulaError, PreflightError
+from mobula.cluster.errors import MobulaError, PreflightError, RewardHackingError
 from mobula.configs.errors import ConfigError
 from mobula.deploy.host.terminal import terminal
 from mobula.deploy.run.logs import log_failure
 
 FAILED = 1
 USER_ERROR = 2
+GUARDED = 3
 INTERRUPTED = 130
 GO_ON = "the same command with resume=auto goes on from the last checkpoint"
 
@@ -34,7 +36,7 @@ def explained(when_interrupted: str = GO_ON) -> Iterator[None]:
         raise typer.Exit(USER_ERROR) from error
     except MobulaError as error:
         _complain(_with_log(error, log_failure(error)))
-        raise typer.Exit(FAILED) from error
+        raise typer.Exit(GUARDED if isinstance(error, RewardHackingError) else FAILED) from error
     except KeyboardInterrupt as error:
         _complain(f"interrupted: {when_interrupted}")
         raise typer.Exit(INTERRUPTED) from error

@@ -14,6 +14,7 @@ from mobula.actors.datasets.rows import Row, count_by_reason
 from mobula.actors.environments.rows import ENVIRONMENT
 from mobula.actors.reference.pool import NullReference, ReferencePool
 from mobula.cluster.controller import Controller
+from mobula.cluster.guard.guard import NoGuard
 from mobula.cluster.logprob_guard import LogprobGuard
 from mobula.cluster.metrics.definitions import CounterName, MetricName
 from mobula.cluster.metrics.hub import Metrics
@@ -46,6 +47,7 @@ from mobula.cluster.workers.supervisor import Supervisor, Watched, watched_pool
 from mobula.configs.schema import RunConfig
 from mobula.deploy.host.run_folder import CHECKPOINTS_FOLDER, write_config
 from mobula.deploy.wiring.evaluation import RESPONSES_FOLDER, build_evaluator, record_evaluation, response_log
+from mobula.deploy.wiring.guard import build_guard, judged_log
 from mobula.deploy.wiring.parity_gate import parity_gate, tolerance_of
 from mobula.deploy.wiring.persistence import age_limit, build_recovery, replay_buffer, step_learner
 from mobula.deploy.wiring.pooled_roles import reference_folder, reference_pool, restart_policy, reward_pool, reward_role
@@ -242,7 +244,8 @@ def build_controller(
     )
     gate = _gate(config)
     dispatcher = _dispatcher(config, gate, source, rollouts, inference, training, metrics, tracer, curriculum)
-    responses = InformingLog(response_log(prepared, config.run_folder / RESPONSES_FOLDER))
+    guard = build_guard(config, training.ranks, training.learner, metrics)
+    responses = InformingLog(judged_log(guard, response_log(prepared, config.run_folder / RESPONSES_FOLDER)))
     on_result = partial(record_evaluation, metrics)
     evaluator = build_evaluator(prepared, rollouts, inference.rewards, on_result, responses)
     probe = probe_prompt(prepared)
@@ -276,6 +279,7 @@ def build_controller(
             "evaluator": evaluator,
             **({"curriculum": curriculum} if curriculum else {}),
             **({"supervised": training.supervised} if training.supervised else {}),
+            **({"guard": guard} if guard else {}),
         },
         prepare=partial(_make_version_zero, prepared, training.ranks, metrics.start_up),
         finish=partial(training.learner.export, config.run_folder / POLICY_FOLDER),
@@ -283,7 +287,10 @@ def build_controller(
         resume=config.resume,
         on_accepted=partial(write_config, config),
         schedule=CheckpointSchedule(config.checkpoints.interval_steps, config.num_steps, config.checkpoints.keep),
-        recovery=build_recovery(config, learner, source, dispatcher, training.replay, metrics),
+        recovery=build_recovery(
+            config, learner, source, dispatcher, training.replay, metrics, guard.repeat if guard else None
+        ),
+        **({"kept": guard.kept} if guard else {}),
         before_resume=gpu_lease.begin if gpu_lease else None,
     )
     return Controller(
@@ -304,6 +311,7 @@ def build_controller(
         evaluator=evaluator,
         metrics=metrics,
         stop=stop_request,
+        guard=guard or NoGuard(),
     )
 
 

@@ -16,7 +16,7 @@ from mobula.cluster.metrics.hub import Metrics
 from mobula.cluster.records.trajectory import Prompt
 from mobula.cluster.recovery.checkpoints import Recovery
 from mobula.cluster.recovery.restartable_learner import RestartableLearner
-from mobula.cluster.recovery.resume import JournalRecovery, NoRecovery
+from mobula.cluster.recovery.resume import AfterRepeat, JournalRecovery, NoRecovery
 from mobula.cluster.recovery.step_learner import StepLearner
 from mobula.cluster.replay.buffer import ReplayBuffer
 from mobula.cluster.replay.journal import Journal, journal_identity
@@ -101,6 +101,7 @@ def build_recovery(
     dispatcher: RolloutDispatcher,
     replay: ReplayBuffer,
     metrics: Metrics,
+    after_repeat: AfterRepeat | None = None,
 ) -> Recovery:
     """Returns the configured recovery from the journal."""
     if not config.replay.journal:
@@ -114,6 +115,7 @@ def build_recovery(
         metrics=metrics,
         age_limit=age_limit(config),
         on_recovered=partial(_count_recovered, metrics),
+        after_repeat=after_repeat,
     )
 
 

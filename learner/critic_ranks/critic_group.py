@@ -40,9 +40,9 @@ class CriticGroup(RankGroup):
         await self._all([made for made, _ in calls], self._timeouts.update_s, f"to value the groups of {version}")
         return calls[0][1]
 
-    async def train(self, version: int) -> tuple[Mapping[str, float], float]:
+    async def train(self, version: int, kl_scale: float) -> tuple[Mapping[str, float], float]:
         """Trains on the groups of the last `value` call; returns metrics and the number of optimizer steps."""
-        calls = [w.train.remote(version) for w in self._workers]
+        calls = [w.train.remote(version, kl_scale) for w in self._workers]
         result: tuple[Mapping[str, float], float] = await self._all(
             calls, self._timeouts.update_s, f"to train on the groups of {version}"
         )
@@ -100,7 +100,9 @@ class LearnerWithCritic(LearnerGroup):
         version = self.version + 1
         values = await self._critic.value(groups, version, self._kl)
         self._kl = None
-        report, trained = await outcomes(super().update(groups, values), self._critic.train(version))
+        report, trained = await outcomes(
+            super().update(groups, values), self._critic.train(version, self.kl_scale_at(version))
+        )
         if isinstance(report, LostObjectError):
             raise WorkerDiedError(f"the critic trains on groups that the policy could not get at: {report}") from report
         for failed in (report, trained):
@@ -129,6 +131,10 @@ class LearnerWithCritic(LearnerGroup):
         if version != of_critic:
             raise CheckpointError(f"{folder} holds version {version} of the policy and {of_critic} of the critic")
         return version
+
+    async def restore(self, folder: Path, version: int) -> None:
+        self._kl = None
+        await run_all(super().restore(folder, version), self._critic.restore(folder, version))
 
     async def close(self) -> None:
         await self._critic.close()

@@ -82,9 +82,10 @@ class CriticRank:
         values = [[item.values for item in group if item.values is not None] for group in self._valued]
         return version, values if self._rank == 0 else []
 
-    def train(self, version: int) -> tuple[Mapping[str, float], float]:
+    def train(self, version: int, kl_scale: float) -> tuple[Mapping[str, float], float]:
         """Trains on the groups of the last `value` call; returns metrics and the number of optimizer steps."""
         algorithm = self._config.algorithm
+        self._credit.kl_scale = kl_scale
         credited = self._credit.assign(self._valued)
         items = without_overlong(credited.groups, algorithm)
         parts = minibatches_of(items, algorithm, (self._config.seed, version))
@@ -118,6 +119,11 @@ class CriticRank:
         self._credit.load(load_algorithm(folder))
         self._valued, self._num_items = [], 0
         return self.version
+
+    def restore(self, folder: Path, version: int) -> None:
+        """Loads a saved state, which becomes `version`."""
+        self.load(folder)
+        self.version = version
 
     def close(self) -> None:
         """Leave the process group."""

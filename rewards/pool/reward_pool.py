@@ -145,6 +145,9 @@ class RewardPool:
         return _complete(used.get(i, outcomes) for i, outcomes in enumerate(again.outcomes))
 
     def _reward(self, label: str, trajectory_id: str, outcomes: Mapping[str, Outcome]) -> Reward | None:
+        for name, failure in self._book.judge_failures(outcomes).items():
+            self.failures[failure.kind] += 1
+            logger.warning("%s is not judged: %s %s: %s", trajectory_id, name, failure.kind, failure.reason)
         try:
             return self._book.reward(label, outcomes)
         except ComponentError as error:

@@ -16,6 +16,7 @@ from mobula.rewards.contract import Outcome, RewardRequest, Score
 from mobula.rewards.isolation.deadline import InTime
 from mobula.rewards.isolation.process_pool import IsolatedPool
 from mobula.rewards.pool.scoring_ahead import response_digest
+from mobula.rewards.recipes import is_judged
 from mobula.rewards.scoring import RewardScoring
 from mobula.rewards.tools import Tools
 
@@ -93,6 +94,7 @@ class RewardWorker:
         )
         self._in_time = InTime(timeout_s=function_timeout_s)
         self._service = service
+        self._judged_interval = rewards.judged_interval
         self._scoring = RewardScoring(rewards, service, Tools(self._isolated, device, dtype, self._in_time, gpu_share))
         own = [component for component in rewards.components if component.service == service]
         self._needs_images = any(component.needs_images for component in own)
@@ -142,7 +144,8 @@ class RewardWorker:
         if any(group.earlier is not None for group in asked):
             before = [{} if group.earlier is None else group.earlier[i] for group, i, _ in wanted]
         num_retried = self._scoring.num_retried
-        outcomes = iter(self._scoring.outcomes(requests, before))
+        judged = [is_judged(group.prompt.prompt_id, self._judged_interval) for group, _, _ in wanted]
+        outcomes = iter(self._scoring.outcomes(requests, before, judged))
         num_retried = self._scoring.num_retried - num_retried
         return [
             GroupOutcomes(

@@ -54,6 +54,7 @@ class Chart:
     is_stacked: bool = False
     domain: tuple[float, float] | None = None  # of the values, unless some lie outside
     axis: str = "step"  # unit of the horizontal axis: whole steps, or epochs
+    marks: Sequence[tuple[float, str]] = ()  # (step, label) of vertical lines
 
     @property
     def has_values(self) -> bool:
@@ -63,7 +64,7 @@ class Chart:
     def data(self) -> dict[str, Any]:
         """Returns the input of `drawChart` in report.js. Values that cannot be drawn are null, which leaves a gap."""
         curves = [_curve_data(curve, self.is_log) for curve in self.series if curve.has_values]
-        shown = {"axis": self.axis, "unit": self.unit, "domain": self.domain}
+        shown = {"axis": self.axis, "unit": self.unit, "domain": self.domain, "marks": list(self.marks)}
         return {**shown, "isLog": self.is_log, "isStacked": self.is_stacked, "curves": curves}
 
     @property
@@ -78,6 +79,7 @@ class Chart:
                     for point in (finite[0], finite[-1])
                 )
                 parts.append(f"{curve.label} from {first} to {last}")
+        parts += [f"{label} at {self.axis} {write_number(step)}" for step, label in self.marks]
         return f"{self.title}: {'; '.join(parts)}"
 
 

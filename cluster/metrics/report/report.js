@@ -10,7 +10,7 @@ function write(value) {
 // Draws the curves that a figure holds as JSON. Dragging zooms, and a double click shows all steps again. The pointer
 // and the arrow keys read values into the legend.
 function drawChart(figure) {
-  const { axis, unit, domain, isLog, isStacked, curves } = JSON.parse(figure.querySelector("script").textContent);
+  const { axis, unit, domain, marks, isLog, isStacked, curves } = JSON.parse(figure.querySelector("script").textContent);
   const plot = figure.querySelector(".plot");
   const colour = (name) => () => getComputedStyle(figure).getPropertyValue(name).trim();
   if (isStacked) curves.reverse(); // the sum of all is painted first, smaller sums over it
@@ -44,6 +44,25 @@ function drawChart(figure) {
     const usual = sums[Math.floor(0.9 * (sums.length - 1))]; // one slow step may not flatten all others
     return uPlot.rangeNum(Math.min(0, min), usual > 0 && max > 3 * usual ? 1.5 * usual : max, 0.1, true);
   }
+  // Vertical lines, each with its label beside the top; labels of close lines stand below each other.
+  function drawMarks(u) {
+    const { ctx } = u, { left, top, width, height } = u.bbox, line = 14 * devicePixelRatio;
+    ctx.save();
+    ctx.font = `${11 * devicePixelRatio}px sans-serif`;
+    ctx.strokeStyle = ctx.fillStyle = colour("--c2")();
+    ctx.setLineDash([4 * devicePixelRatio, 4 * devicePixelRatio]);
+    marks.forEach(([step, label], n) => {
+      const x = u.valToPos(step, "x", true);
+      if (x < left || x > left + width) return;
+      ctx.beginPath();
+      ctx.moveTo(x, top);
+      ctx.lineTo(x, top + height);
+      ctx.stroke();
+      ctx.textAlign = x > left + width / 2 ? "right" : "left";
+      ctx.fillText(label, x + (ctx.textAlign === "left" ? 4 : -4) * devicePixelRatio, top + line * (1 + (n % 4)));
+    });
+    ctx.restore();
+  }
   const ruled = { stroke: colour("--quiet"), grid: { stroke: colour("--rule"), width: 1 }, ticks: { show: false } };
   const whole = Array.from({ length: 24 }, (_, n) => [1, 2, 5][n % 3] * 10 ** Math.floor(n / 3));
   const height = figure.classList.contains("tall") ? 320 : 225;
@@ -59,6 +78,7 @@ function drawChart(figure) {
       },
       axes: [{ ...ruled, size: 32, ...(axis === "step" ? { incrs: whole } : {}) }, { ...ruled, size: 60, values: (u, ticks) => ticks.map(write) }],
       cursor: { y: false },
+      hooks: { draw: [drawMarks] },
     },
     data,
     plot,

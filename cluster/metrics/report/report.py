@@ -14,7 +14,11 @@ from pathlib import Path
 from mobula.cluster.metrics.definitions import MetricName
 from mobula.cluster.metrics.files import write_atomically
 from mobula.cluster.metrics.report.page import render
-from mobula.cluster.metrics.report.report_charts import accuracy_chart, curves, phase_colours, phase_label, phases_chart
+from mobula.cluster.metrics.report.report_charts import (
+    accuracy_chart,
+    curves,
+    guard_charts,
+    phase_colours, phase_label, phases_chart
 from mobula.cluster.metrics.report.run_folder import REPORT_FILE, RunFolder, read_run_folder
 from mobula.cluster.metrics.report.samples import ReportSample
 from mobula.cluster.metrics.report.sheets import Sheet, read_sheets
@@ -104,7 +108,7 @@ def render_report(
         after=run.evaluations[-1] if len(run.evaluations) > 1 else None,
         facts=_facts(run),
         accuracy=accuracy_chart(run.steps, run.evaluations),
-        curves=curves(run.steps, unit),
+        curves=[*guard_charts(run.steps, run.guard), *curves(run.steps, unit)],
         unit=unit,
         phases=phases_chart(run.steps),
         shares=_phase_shares(run),

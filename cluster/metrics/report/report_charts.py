@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from mobula.cluster.guard.events import GuardEvent
 from mobula.cluster.metrics.definitions import METRICS, MetricName
 from mobula.cluster.metrics.report.charts import Chart, Curve, Point, curve
 from mobula.cluster.metrics.report.units import TOKEN, counted_in
@@ -53,6 +54,31 @@ def _counted_in(unit: str, chart: Chart) -> Chart:
     title, text, of = (counted_in(unit, words) for words in (chart.title, chart.help, chart.unit))
     series = [replace(line, label=counted_in(unit, line.label)) for line in chart.series]
     return replace(chart, title=title, help=text, unit=of, series=series)
+
+
+def guard_charts(steps: Sequence[StepRecord], events: Sequence[GuardEvent]) -> list[Chart]:
+    """Returns the chart of the trained reward and the judge, with a line at each action of the guard; none without a
+    judge and without an action."""
+    series = [
+        Curve(label, colour, [_with_error(record, name) for record in steps if name in record.values])
+        for label, colour, name in (
+            ("trained reward", 1, MetricName.GUARD_REWARD),
+            ("judge (not trained)", 3, MetricName.GUARD_JUDGE),
+        )
+    ]
+    if not any(line.has_values for line in series):
+        series = [curve("trained reward", 1, _values(steps, MetricName.REWARD_MEAN))]
+        if not events:
+            return []
+    marks = [(float(event.version), f"{event.action} ({event.sign})") for event in events]
+    done = [f"Step {event.version}, {event.action}: {event.text}." for event in events]
+    text = "Group means with one standard error; a dashed line is an action of the guard."
+    return [Chart("guard", "Reward and judge", " ".join([text, *done]), series, marks=marks)]
+
+
+def _with_error(record: StepRecord, name: MetricName) -> Point:
+    value, error = record.values[name], record.values[f"{name}_se"]
+    return Point(record.step, value, value - error, value + error)
 
 
 def phases_chart(steps: Sequence[StepRecord]) -> Chart:

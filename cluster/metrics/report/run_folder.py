@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mobula.cluster.guard.events import GUARD_FILE, GuardEvent, read_events
 from mobula.cluster.metrics.report.samples import SampleFile, read_samples
 from mobula.cluster.metrics.sinks.jsonl import read_records
 from mobula.cluster.metrics.step_records import HELD_OUT, EvaluationRecord, StepRecord
@@ -58,6 +59,7 @@ class RunFolder:
     skipped: Sequence[SkippedRow]
     faults: Sequence[Fault]
     config: str
+    guard: Sequence[GuardEvent] = ()
 
 
 def read_run_folder(folder: Path) -> RunFolder:
@@ -86,6 +88,7 @@ def read_run_folder(folder: Path) -> RunFolder:
         skipped=[_skipped_row(row) for row in _rows(folder / SKIPPED_FILE)],
         faults=read_faults(folder / FAULTS_FILE),
         config=config.read_text(encoding="utf-8") if config.exists() else "",
+        guard=read_events(folder / GUARD_FILE),
     )
 
 

@@ -1,0 +1,1 @@
+"""Guard against reward hacking: signs, their statistics, and the actions of a run."""

@@ -1,0 +1,194 @@
+"""Guard: looks for signs of reward hacking after each step, and acts before the new weights are pushed."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+from mobula.cluster.errors import MobulaError, RewardHackingError
+from mobula.cluster.guard.actions import GuardAction, Rollback, Situation
+from mobula.cluster.guard.events import GuardEvent, GuardLog
+from mobula.cluster.guard.kl_scale import KLScale
+from mobula.cluster.guard.observation import Observer, metrics_of, reward_and_judge
+from mobula.cluster.guard.watch import Alarm, Watch
+from mobula.cluster.guard.windows import Moments, StepValues
+from mobula.cluster.metrics.definitions import MetricName
+from mobula.cluster.records.trajectory import Reward, ScoredGroup
+from mobula.cluster.roles import UpdateReport
+
+_logger = logging.getLogger(__name__)
+
+
+class Guard(Protocol):
+    """Looks at each step of the loop."""
+
+    async def inspect(self, groups: Sequence[ScoredGroup], update: UpdateReport) -> UpdateReport:
+        """Called after the update and before its version is pushed. Returns the report with the guard's metrics."""
+        ...
+
+
+class NoGuard:
+    """Looks at nothing."""
+
+    async def inspect(self, groups: Sequence[ScoredGroup], update: UpdateReport) -> UpdateReport:
+        return update
+
+
+class RunGuard:
+    """Implements `Guard`, and `Resumable` for its state in checkpoints.
+
+    With `judges_held_out` the sign `judge` reads held-out evaluations, which `evaluated` collects, one window each;
+    else the step's groups. A rollback keeps the number of the version: the restored weights are pushed as the version
+    of the step, and the run continues with new prompts.
+    """
+
+    def __init__(
+        self,
+        *,
+        watch: Watch,
+        held_out: Watch | None,
+        observer: Observer,
+        actions: Mapping[str, GuardAction],
+        rollback: Rollback,
+        log: GuardLog,
+        kl_scale: KLScale,
+        identity: str,
+        on_event: Callable[[GuardEvent], None] = lambda event: None,
+    ) -> None:
+        """`held_out` watches evaluations (None: groups are judged). `actions` maps signs to actions; `rollback` repeats
+        recorded rollbacks. The state of a run with another `identity` (rewards and settings of the guard) is not used.
+        """
+        self._watch = watch
+        self._held_out = held_out
+        self._observer = observer
+        self._actions = actions
+        self._rollback = rollback
+        self._log = log
+        self._kl_scale = kl_scale
+        self._identity = identity
+        self._on_event = on_event
+        self._evaluated: list[StepValues] = []
+        self._since = 0  # version of the newest rollback: groups of earlier weights are not counted
+
+    @property
+    def agreeing(self) -> int:
+        """Newest version of weights without a divergence."""
+        versions = [max(self._watch.agreeing - 1, 0)] if self._watch.signs else []  # version s - 1 samples step s
+        return min([*versions, *([] if self._held_out is None else [self._held_out.agreeing])])
+
+    def is_discarded(self, version: int) -> bool:
+        """Whether a rollback has replaced the weights that made `version`."""
+        return any(e.restored is not None and e.restored < version < e.version for e in self._log.events)
+
+    def kept(self, versions: Sequence[int]) -> list[int]:
+        """Returns which of the `versions` with a complete checkpoint a rollback would load; it is not removed."""
+        usable = [version for version in versions if version <= self.agreeing and not self.is_discarded(version)]
+        return [max(usable)] if usable else []
+
+    def evaluated(self, version: int, rewards: Sequence[Sequence[Reward]]) -> None:
+        """Takes the rewards of each prompt of a held-out evaluation; the next step's inspection looks at them."""
+        if self._held_out is not None:
+            values = reward_and_judge(rewards, self._observer.judge_weights)
+            self._evaluated.append(StepValues(version, {q: Moments.of(v) for q, v in values.items() if v}))
+
+    async def inspect(self, groups: Sequence[ScoredGroup], update: UpdateReport) -> UpdateReport:
+        """Looks at a step and acts.
+
+        Raises:
+            RewardHackingError: by the configuration the run has to stop.
+        """
+        self._log.forget_from(update.version)  # of an earlier part of the run that lost this step
+        measured, alarms = await self._look(groups, update.version)
+        chosen = max(alarms, key=lambda alarm: (self._actions[alarm.sign].severity, alarm.strength), default=None)
+        for alarm in alarms:
+            if alarm is chosen:
+                await self._act(alarm, update.version)
+            elif alarm.is_new:
+                _logger.warning("step %d: %s (sign %s)", update.version, alarm.text, alarm.sign)
+        return self._with_metrics(update, measured)
+
+    async def repeat(self, groups: Sequence[ScoredGroup], update: UpdateReport) -> UpdateReport:
+        """Looks at a step that a resume repeats; actions recorded for it are applied again, none is decided."""
+        measured, _ = await self._look(groups, update.version)
+        for event in self._log.at(update.version):
+            if event.action == "raise_kl":
+                self._kl_scale.set_from(event.version + 1, event.kl_scale)
+            if event.restored is not None:
+                await self._rollback.repeat(event)
+                self._cut(event)
+        return self._with_metrics(update, measured)
+
+    def state(self) -> dict[str, Any]:
+        """Returns the state for a checkpoint, as JSON."""
+        return {
+            "identity": self._identity,
+            "watch": self._watch.state(),
+            "held_out": None if self._held_out is None else self._held_out.state(),
+            "kl_scale": self._kl_scale.state(),
+            "since": self._since,
+        }
+
+    def restore(self, version: int, state: Mapping[str, Any]) -> None:
+        """Restores the state of a checkpoint. The KL factor stays if rewards or guard were changed since."""
+        self._kl_scale.restore(state["kl_scale"])
+        if state["identity"] != self._identity:
+            _logger.warning("rewards or guard have changed: the guard compares steps after %d only", version)
+            return
+        self._since = state["since"]
+        self._watch.restore(state["watch"])
+        if self._held_out is not None:
+            self._held_out.restore(state["held_out"])
+
+    async def _look(self, groups: Sequence[ScoredGroup], version: int) -> tuple[dict[str, float], list[Alarm]]:
+        """Returns the metrics of a step, and of an evaluation that ended in it, and the alarms of both."""
+        try:
+            values = await asyncio.to_thread(self._observer.observe, version, groups, since=self._since)
+        except MobulaError as error:  # the texts of a drift sign must not end the run
+            _logger.warning("step %d is not looked at: its groups cannot be read: %s", version, error)
+            values = StepValues(version, {})
+        measured, alarms = metrics_of(values), self._watch.observe(values)
+        evaluated, self._evaluated = self._evaluated, []
+        for evaluation in evaluated:
+            if self._held_out is not None and evaluation.step >= self._since:
+                measured |= metrics_of(evaluation)
+                alarms += self._held_out.observe(evaluation)
+        return measured, alarms
+
+    async def _act(self, alarm: Alarm, version: int) -> None:
+        action = self._actions[alarm.sign]
+        situation = Situation(alarm, version, self.agreeing, self._kl_scale.newest, tuple(self._log.events))
+        try:
+            event = await action.act(situation)
+        except RewardHackingError:
+            self._record(situation.event("stop", situation.kl_scale))
+            raise
+        if event is not None:
+            self._record(event)
+            self._cut(event)
+
+    def _cut(self, event: GuardEvent) -> None:
+        if event.restored is None:
+            return
+        self._since = event.version
+        self._watch.cut(event.agreeing + 1)
+        if self._held_out is not None:
+            self._held_out.cut(event.agreeing)
+
+    def _record(self, event: GuardEvent) -> None:
+        self._log.append(event)
+        done = {"raise_kl": f"the KL coefficient is now algorithm.kl.coef * {event.kl_scale:g}"}
+        done["rollback"] = f"the weights of version {event.restored} replace those of version {event.version}"
+        done |= {"warn": "the run continues (guard.action=warn)", "stop": "the run stops"}
+        _logger.warning("step %d: %s (sign %s); %s", event.version, event.text, event.sign, done[event.action])
+        self._on_event(event)
+
+    def _with_metrics(self, update: UpdateReport, measured: Mapping[str, float]) -> UpdateReport:
+        watches = [self._watch, *([self._held_out] if self._held_out is not None else [])]
+        own = {
+            MetricName.GUARD_STRENGTH: max(watch.strength for watch in watches),
+            MetricName.GUARD_KL_SCALE: self._kl_scale.newest,
+        }
+        return replace(update, metrics={**update.metrics, **measured, **own})

@@ -100,7 +100,6 @@ class Controller:
                             update = await self.learner.update(groups)
                         with step.timed("evaluation"):
                             await self.evaluator.finish()  # before the push replaces the evaluated weights
-                        with step.timed("guard"):
                             update = await self.guard.inspect(groups, update)  # may restore older weights
                         with step.timed("weight_sync"):
                             version = await self.weights.publish(update.version)

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Protocol
 
 from mobula.cluster.errors import RewardHackingError
-from mobula.cluster.guard.events import GuardEvent
 from mobula.cluster.guard.kl_scale import KLScale
 from mobula.cluster.guard.watch import Alarm
+from mobula.cluster.metrics.guard_events import GuardEvent
 
 _logger = logging.getLogger(__name__)
 

@@ -10,12 +10,12 @@ from typing import Any, Protocol
 
 from mobula.cluster.errors import MobulaError, RewardHackingError
 from mobula.cluster.guard.actions import GuardAction, Rollback, Situation
-from mobula.cluster.guard.events import GuardEvent, GuardLog
 from mobula.cluster.guard.kl_scale import KLScale
 from mobula.cluster.guard.observation import Observer, metrics_of, reward_and_judge
 from mobula.cluster.guard.watch import Alarm, Watch
 from mobula.cluster.guard.windows import Moments, StepValues
 from mobula.cluster.metrics.definitions import MetricName
+from mobula.cluster.metrics.guard_events import GuardEvent, GuardLog
 from mobula.cluster.records.trajectory import Reward, ScoredGroup
 from mobula.cluster.roles import UpdateReport
 

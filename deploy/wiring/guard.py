@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 
 from mobula.cluster.guard.actions import GuardAction, RaiseKL, Rollback, Stop, Warn
-from mobula.cluster.guard.events import GUARD_FILE, GuardEvent, GuardLog
 from mobula.cluster.guard.guard import RunGuard
 from mobula.cluster.guard.kl_scale import KLScale
 from mobula.cluster.guard.observation import Observer
@@ -18,6 +17,7 @@ from mobula.cluster.guard.signs import DRIFTS, Divergence, Sign
 from mobula.cluster.guard.watch import Watch
 from mobula.cluster.guard.windows import Quantity, Series
 from mobula.cluster.metrics.definitions import CounterName
+from mobula.cluster.metrics.guard_events import GUARD_FILE, GuardEvent, GuardLog
 from mobula.cluster.metrics.hub import Metrics
 from mobula.cluster.metrics.step_records import HELD_OUT
 from mobula.cluster.recovery.checkpoints import newest_learner_state

@@ -18,7 +18,10 @@ from mobula.cluster.metrics.report.report_charts import (
     accuracy_chart,
     curves,
     guard_charts,
-    phase_colours, phase_label, phases_chart
+    phase_colours,
+    phase_label,
+    phases_chart,
+)
 from mobula.cluster.metrics.report.run_folder import REPORT_FILE, RunFolder, read_run_folder
 from mobula.cluster.metrics.report.samples import ReportSample
 from mobula.cluster.metrics.report.sheets import Sheet, read_sheets

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from mobula.cluster.guard.events import GuardEvent
 from mobula.cluster.metrics.definitions import METRICS, MetricName
+from mobula.cluster.metrics.guard_events import GuardEvent
 from mobula.cluster.metrics.report.charts import Chart, Curve, Point, curve
 from mobula.cluster.metrics.report.units import TOKEN, counted_in
 from mobula.cluster.metrics.step_records import EvaluationRecord, StepRecord

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mobula.cluster.guard.events import GUARD_FILE, GuardEvent, read_events
+from mobula.cluster.metrics.guard_events import GUARD_FILE, GuardEvent, read_events
 from mobula.cluster.metrics.report.samples import SampleFile, read_samples
 from mobula.cluster.metrics.sinks.jsonl import read_records
 from mobula.cluster.metrics.step_records import HELD_OUT, EvaluationRecord, StepRecord

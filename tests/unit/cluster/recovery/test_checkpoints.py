@@ -14,7 +14,12 @@ import pytest
 from fakes import FakeLearner
 
 from mobula.cluster.errors import CheckpointError, PreflightError
-from mobula.cluster.recovery.checkpoints import Checkpoints, CheckpointSchedule, latest_complete
+from mobula.cluster.recovery.checkpoints import (
+    Checkpoints,
+    CheckpointSchedule,
+    latest_complete,
+    newest_learner_state,
+)
 from mobula.configs.schema.run import Resume
 
 
@@ -53,7 +58,9 @@ class Setup:
             resume=resume,
             schedule=CheckpointSchedule(interval_steps=2, total_steps=9, keep=keep),
             recovery=self,
+            kept=lambda versions: self.kept,
         )
+        self.kept: list[int] = []
         self.calls: list[str] = []
         self._reached = reached
 
@@ -187,6 +194,29 @@ async def test_only_the_newest_ones_and_version_0_are_kept(tmp_path: Path) -> No
     for version in (0, 2, 4, 6, 8):
         await setup.save(version)
     assert setup.names() == ["step-000000", "step-000006", "step-000008"]
+
+
+async def test_a_checkpoint_that_a_rollback_would_load_is_kept(tmp_path: Path) -> None:
+    setup = Setup(tmp_path, keep=1)
+    setup.kept = [2]
+    for version in (0, 2, 4, 6):
+        await setup.save(version)
+    assert setup.names() == ["step-000000", "step-000002", "step-000006"]
+    found = newest_learner_state(setup.folder, lambda version: version < 6)
+    assert found is not None
+    assert found[0] == 2
+    setup.kept = []
+    await setup.save(8)
+    assert setup.names() == ["step-000000", "step-000008"]
+
+
+async def test_a_part_that_was_off_starts_from_its_initial_state(tmp_path: Path) -> None:
+    first = Setup(tmp_path)
+    await first.save(2)
+    second = Setup(tmp_path)
+    second.checkpoints._parts = {"part": second.part, "guard": (later := Counting())}
+    assert await second.checkpoints.resume() == 2
+    assert (second.part.value, later.value) == (2, Counting().value)
 
 
 async def test_wherever_a_save_is_killed_a_resume_finds_a_complete_checkpoint(

@@ -63,6 +63,10 @@ class FakeRanks:
         self.weights = list(weights)
         return self.version
 
+    async def restore(self, folder: Path, version: int) -> None:
+        self._answer("restore")
+        self.version, self.weights = version, list(self.saved[folder][1])
+
     async def open_transfer(self, epoch: int, num_receivers: int) -> Rendezvous:
         return Rendezvous("here", 1, epoch, num_receivers + 1, "gloo", 1.0)
 
@@ -287,3 +291,28 @@ async def test_a_copy_that_ranks_had_before_they_were_restored_is_lost() -> None
     assert not await bench.learner.finish_save(), "an update had them restored meanwhile"
     await bench.learner.save(Path("step-2"))
     assert await bench.learner.finish_save()
+
+
+@pytest.mark.parametrize("method", ["restore", "update"])
+async def test_restored_weights_survive_a_lost_rank_although_a_newer_checkpoint_was_discarded(method: str) -> None:
+    bench = Bench()
+    await bench.save()
+    await bench.train("0/0/s")
+    await bench.save()
+    good = Path("step-1")
+    await bench.train("0/1/s")
+    await bench.save()  # version 2, which the rollback discards
+    await bench.train("0/2/s")
+    if method == "restore":
+        bench.ranks.dies_in["restore"] = 1
+    await bench.learner.restore(good, 3)
+    assert (bench.ranks.version, bench.ranks.weights) == (3, ["0/0/s"])
+    await bench.train("0/3/s")
+    if method == "update":
+        bench.ranks.dies_in["update"] = 1
+    assert await bench.train("0/4/s") == 5
+    assert bench.ranks.weights == ["0/0/s", "0/3/s", "0/4/s"]
+    await bench.save()
+    bench.ranks.dies_in["update"] = 1
+    assert await bench.train("0/5/s") == 6
+    assert (bench.ranks.weights[-2:], bench.ranks.num_respawns) == (["0/4/s", "0/5/s"], 2)

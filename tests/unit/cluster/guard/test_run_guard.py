@@ -1,0 +1,220 @@
+"""RunGuard: what it does at an alarm, and what a resumed run does again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from fakes import make_scored
+
+from mobula.cluster.errors import RewardHackingError
+from mobula.cluster.guard.actions import GuardAction, RaiseKL, Rollback, Stop, Warn
+from mobula.cluster.guard.guard import RunGuard
+from mobula.cluster.guard.kl_scale import KLScale
+from mobula.cluster.guard.observation import Observer, recorded_values, repeated_words, script_mix
+from mobula.cluster.guard.signs import Divergence, Sign
+from mobula.cluster.guard.watch import Watch
+from mobula.cluster.guard.windows import Quantity, Series
+from mobula.cluster.metrics.definitions import MetricName
+from mobula.cluster.metrics.guard_events import GUARD_FILE, GuardLog, read_events
+from mobula.cluster.metrics.step_records import StepRecord
+from mobula.cluster.records.trajectory import Reward, ScoredGroup
+from mobula.cluster.roles import UpdateReport
+
+NUM_GROUPS = 8
+HONEST, HACKED = [(0.3, 0.6), (0.5, 0.8)], [(0.9, 0.1), (0.8, 0.0)]  # (trained reward, judge) of two responses
+
+
+class Restored:
+    """A learner that only loads states."""
+
+    def __init__(self) -> None:
+        self.loads: list[tuple[str, int]] = []
+
+    async def restore(self, folder: Path, version: int) -> None:
+        self.loads.append((folder.name, version))
+
+
+class Bench:
+    """A guard with windows of two steps and checkpoints of all even versions."""
+
+    def __init__(
+        self, folder: Path, action: str = "warn", *, identity: str = "same", is_held_out: bool = False
+    ) -> None:
+        self.learner, self.kl_scale, self.counted = Restored(), KLScale(), []
+        rollback = Rollback(self.learner, self.newest, max_actions=2)
+        actions: dict[str, GuardAction] = {
+            "warn": Warn(),
+            "raise_kl": RaiseKL(self.kl_scale, factor=3, max_actions=2),
+            "rollback": rollback,
+            "stop": Stop(),
+        }
+        signs: list[Sign] = [Divergence(0.1)]
+        self.path = folder / GUARD_FILE
+        self.guard = RunGuard(
+            watch=Watch([] if is_held_out else signs, Series(2), 0.01),
+            held_out=Watch(signs, Series(1), 0.01) if is_held_out else None,
+            observer=Observer(
+                quantities=frozenset({Quantity.REWARD, Quantity.JUDGE}),
+                judge_weights={"exact": 1.0},
+                format_components=(),
+                num_text_groups=4,
+                ngram=2,
+                fetch=lambda *args, **more: [],
+                timeout_s=1,
+            ),
+            actions={"judge": actions[action]},
+            rollback=rollback,
+            log=GuardLog(self.path),
+            kl_scale=self.kl_scale,
+            identity=identity,
+            on_event=lambda event: self.counted.append((event.version, event.action)),
+        )
+
+    def newest(self, version: int) -> tuple[int, Path] | None:
+        usable = [v for v in range(0, version + 1, 2) if not self.guard.is_discarded(v)]
+        return (max(usable), Path(f"step-{max(usable)}")) if usable else None
+
+    async def go(self, *courses: list[tuple[float, float]], start: int = 1) -> list[dict[str, float]]:
+        """Inspects a step of each course; returns the metrics of each."""
+        return [dict((await self.step(start + n, course)).metrics) for n, course in enumerate(courses)]
+
+    async def step(self, version: int, course: list[tuple[float, float]]) -> UpdateReport:
+        return await self.guard.inspect(groups_of(version, course), UpdateReport(version, {"loss": 1.0}))
+
+
+def groups_of(version: int, course: list[tuple[float, float]]) -> list[ScoredGroup]:
+    """Groups that differ a little, sampled by the weights before `version`."""
+    groups = []
+    for n in range(NUM_GROUPS):
+        scored = make_scored(f"0/{version * NUM_GROUPS + n}/s")
+        rewards = tuple(Reward(r + 0.01 * n, {"exact": j + 0.01 * (n % 3), "loophole": r}) for r, j in course)
+        summary = scored.summary.__class__(**{**vars(scored.summary), "tokens_by_version": {version - 1: 6}})
+        groups.append(ScoredGroup(summary, scored.group, rewards))
+    return groups
+
+
+async def test_a_healthy_run_is_left_alone_and_measured(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, "stop")
+    metrics = await bench.go(*[HONEST] * 8)
+    assert bench.counted == []
+    assert not bench.path.exists()
+    assert metrics[0]["loss"] == 1.0
+    assert metrics[0]["guard_judge"] == pytest.approx(0.7 + 0.01 * (0 + 1 + 2 + 0 + 1 + 2 + 0 + 1) / 8)
+    assert metrics[0]["guard_reward"] == pytest.approx(0.4 + 0.035)
+    assert (metrics[-1]["guard_groups"], metrics[-1][MetricName.GUARD_KL_SCALE]) == (NUM_GROUPS, 1.0)
+    assert metrics[-1][MetricName.GUARD_STRENGTH] < 1
+    record = StepRecord(8, {}, metrics[-1], {}, {}, {})
+    assert recorded_values(record).moments[Quantity.JUDGE].mean == pytest.approx(metrics[-1]["guard_judge"])
+    assert recorded_values(record).moments[Quantity.JUDGE].num == NUM_GROUPS
+
+
+async def test_a_warning_is_given_once_and_names_the_figures(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    bench = Bench(tmp_path)
+    metrics = await bench.go(HONEST, HONEST, HACKED, HACKED, HACKED, HACKED, HACKED, HACKED)
+    assert bench.counted == [(4, "warn")]
+    assert metrics[3][MetricName.GUARD_STRENGTH] >= 1
+    [event] = read_events(bench.path)
+    assert (event.version, event.sign, event.agreeing) == (4, "judge", 1)
+    assert "from steps 1 to 2 to steps 3 to 4 the trained reward rose from 0.435" in caplog.text
+
+
+async def test_the_kl_factor_rises_at_each_alarm_up_to_a_number_and_then_the_run_stops(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, "raise_kl")
+    metrics = await bench.go(HONEST, HONEST, *[HACKED] * 5)
+    assert [bench.kl_scale.at(version) for version in range(4, 9)] == [1, 3, 3, 9, 9]
+    assert [m[MetricName.GUARD_KL_SCALE] for m in metrics[3:6]] == [3, 3, 9]
+    with pytest.raises(RewardHackingError, match=r"step 8: .*after 2 raises of the KL coefficient"):
+        await bench.step(8, HACKED)
+    assert [event.action for event in read_events(bench.path)] == ["raise_kl", "raise_kl", "stop"]
+
+
+async def test_a_rollback_loads_the_newest_agreeing_checkpoint_and_never_a_discarded_one(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, "rollback")
+    await bench.go(*[HONEST] * 6, HACKED, HACKED)
+    assert bench.learner.loads == [("step-4", 8)]  # steps 5 and 6 agree: sampled with versions 4 and 5
+    assert bench.guard.kept(range(9)) == [4]
+    assert [v for v in range(12) if bench.guard.is_discarded(v)] == [5, 6, 7]
+    await bench.go(HACKED, HACKED, start=9)
+    assert bench.learner.loads == [("step-4", 8), ("step-4", 10)]
+    with pytest.raises(RewardHackingError, match="after 2 rollbacks"):
+        await bench.go(HACKED, HACKED, start=11)
+
+
+async def test_groups_that_discarded_weights_sampled_are_not_counted(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, "rollback")
+    await bench.go(*[HONEST] * 4, HACKED, HACKED)
+    late = await bench.guard.inspect(groups_of(6, HACKED), UpdateReport(7, {}))  # sampled with version 5
+    assert "guard_judge" not in late.metrics
+    await bench.go(*[HONEST] * 6, start=8)
+    assert len(bench.learner.loads) == 1
+
+
+async def test_an_alarm_stops_the_run_with_the_newest_agreeing_version(tmp_path: Path) -> None:
+    with pytest.raises(RewardHackingError, match=r"The newest version without this divergence is 3"):
+        await Bench(tmp_path, "stop").go(*[HONEST] * 4, HACKED, HACKED)
+
+
+@pytest.mark.parametrize("action", ["raise_kl", "rollback"])
+async def test_a_resumed_run_repeats_the_recorded_actions_and_goes_on_as_the_first_part(
+    tmp_path: Path, action: str
+) -> None:
+    courses = [*[HONEST] * 6, *[HACKED] * 4]
+    whole = Bench(tmp_path / "whole", action)
+    whole.path.parent.mkdir()
+    await whole.go(*courses)
+    part = Bench(tmp_path, action)
+    await part.go(*courses[:5])
+    state = part.guard.state()
+    await part.go(*courses[5:8], start=6)  # the alarm of step 8, after the checkpoint of step 5
+    again = Bench(tmp_path, "warn" if action == "rollback" else action)  # also with another action by now
+    again.guard.restore(5, state)
+    for version, course in enumerate(courses[5:8], start=6):
+        await again.guard.repeat(groups_of(version, course), UpdateReport(version, {}))
+    assert again.counted == []
+    assert again.learner.loads == part.learner.loads
+    assert again.guard.state() == part.guard.state()
+    resumed = Bench(tmp_path, action)
+    resumed.guard.restore(8, again.guard.state())
+    await resumed.go(*courses[8:], start=9)
+    assert read_events(resumed.path) == read_events(whole.path)
+    assert resumed.guard.state() == whole.guard.state()
+
+
+async def test_actions_of_steps_that_are_trained_again_are_forgotten(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, "raise_kl")
+    await bench.go(HONEST, HONEST, HACKED, HACKED)
+    again = Bench(tmp_path, "raise_kl")
+    await again.go(HONEST, HONEST, HONEST, HONEST)
+    assert (read_events(bench.path), again.kl_scale.newest) == ([], 1.0)
+
+
+async def test_windows_of_another_reward_are_not_compared(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, "raise_kl")
+    await bench.go(HONEST, HONEST, HACKED, HACKED)
+    changed = Bench(tmp_path, "raise_kl", identity="another")
+    changed.guard.restore(4, bench.guard.state())
+    await changed.go(HACKED, HACKED, HACKED, HACKED, start=5)
+    assert (changed.counted, changed.kl_scale.newest) == ([], 3)
+
+
+async def test_a_held_out_judge_is_compared_evaluation_by_evaluation(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, "rollback", is_held_out=True)
+    for version, course in ((0, HONEST), (2, HONEST), (4, HACKED)):
+        bench.guard.evaluated(version, [group.scored_rewards for group in groups_of(version + 1, course)])
+        await bench.step(version + 1, HACKED)  # its own groups are not judged
+    assert bench.learner.loads == [("step-2", 5)]
+
+
+@pytest.mark.parametrize(
+    ("text", "mix"), [("", 0.0), ("12 + 3", 0.0), ("plain words", 0.0), ("слово word", 4 / 9), ("字word", 1 / 5)]
+)
+def test_the_script_mix_is_the_share_of_letters_outside_the_main_script(text: str, mix: float) -> None:
+    assert script_mix(text) == pytest.approx(mix)
+
+
+@pytest.mark.parametrize(
+    ("text", "share"), [("a b c", 0.0), ("a b", 0.0), ("a b a b a b", 3 / 5), ("one two three one two", 1 / 4)]
+)
+def test_repetition_is_the_share_of_n_grams_that_occurred_before(text: str, share: float) -> None:
+    assert repeated_words(text, 2) == pytest.approx(share)

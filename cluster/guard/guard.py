@@ -187,7 +187,7 @@ class RunGuard:
 
     def _with_metrics(self, update: UpdateReport, measured: Mapping[str, float]) -> UpdateReport:
         watches = [self._watch, *([self._held_out] if self._held_out is not None else [])]
-        own = {
+        own: dict[str, float] = {
             MetricName.GUARD_STRENGTH: max(watch.strength for watch in watches),
             MetricName.GUARD_KL_SCALE: self._kl_scale.newest,
         }

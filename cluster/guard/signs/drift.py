@@ -17,7 +17,7 @@ class Drift:
     def __init__(self, name: str, quantity: Quantity, *, rise: float | None, fall: float | None, ratio: bool) -> None:
         """`rise` and `fall` are margins (None: that direction is free), with `ratio` as shares of the first mean."""
         self.name = name
-        self.quantities = (quantity,)
+        self.quantities: tuple[Quantity, ...] = (quantity,)
         self._quantity = quantity
         self._rise, self._fall, self._is_ratio = rise, fall, ratio
 

@@ -71,6 +71,10 @@ class Actions(Protocol):
         """Size of the arrays."""
         ...
 
+    def content(self) -> Sequence[np.ndarray]:
+        """Returns the arrays, for a digest."""
+        ...
+
     def stretch(self, start: int, end: int) -> Self:
         """Returns the steps [start, end)."""
         ...
@@ -121,6 +125,10 @@ class TokenActions:
     def num_bytes(self) -> int:
         kept = 0 if self.kept is None else self.kept.counts.nbytes + self.kept.ids.nbytes
         return self.token_ids.nbytes + kept
+
+    def content(self) -> Sequence[np.ndarray]:
+        ids = np.asarray(self.token_ids, dtype=np.int32)
+        return (ids,) if self.kept is None else (ids, self.kept.counts, self.kept.ids)
 
     def stretch(self, start: int, end: int) -> TokenActions:
         """Returns the steps [start, end). Neither border may lie inside a medium."""
@@ -213,6 +221,9 @@ class LatentActions:
     @property
     def media_spans(self) -> tuple[MediaSpan, ...]:
         return ()
+
+    def content(self) -> Sequence[np.ndarray]:
+        return [getattr(self, f.name) for f in fields(self)]
 
     def stretch(self, start: int, end: int) -> LatentActions:
         index, times = self.step_index[start:end], self.timesteps[start:end]

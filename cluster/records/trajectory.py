@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mobula.cluster.records.actions import Actions, Column, packed, unpacked
+from mobula.cluster.records.content import group_digest
 from mobula.cluster.records.media import MediaHandle, MediaSpan
 
 MAX_CHARACTERS_BY_VALUE = 16_384  # of a group's responses; larger responses are fetched by their readers
@@ -282,6 +283,7 @@ class TrajectoryGroup:
             media_keys=tuple(handle.key for handle in self.prompt.media),
             num_media_bytes=sum(handle.num_bytes for handle in self.prompt.media),
             num_bytes=group_num_bytes(self) + sum(later.values()),
+            sha256=group_digest(self),
         )
 
 
@@ -329,6 +331,7 @@ class GroupSummary:
     num_media_bytes: int  # of the prompt's media, each counted once per group
     num_bytes: int  # of the group with media of later turns, without media of its prompt
     failures: Mapping[str, int] = field(default_factory=dict)  # failed episodes by kind, including earlier attempts
+    sha256: str = ""  # of the content, see `group_digest`
 
     @property
     def oldest_version(self) -> int:

@@ -34,7 +34,8 @@ _LEFTOVER = re.compile(r"\.(tmp|old)-.+")
 FINISHED = "the trained policy"
 # Text of errors for a full disk: writers in Rust and C++ do not raise OSError.
 _FULL_DISK = ("No space left on device", "Disk quota exceeded", "enforce fail at inline_container")
-_MANIFEST, _STATE, _LEARNER = "manifest.json", "state.json", "learner"
+MANIFEST_FILE = "manifest.json"
+_STATE, _LEARNER = "state.json", "learner"
 
 
 class Durable(Protocol):
@@ -324,7 +325,7 @@ class Checkpoints:
     def _complete(self, draft: Path, version: int, state: Mapping[str, Any]) -> Path:
         (draft / _STATE).write_text(json.dumps(state, indent=1))
         _write_manifest(draft)
-        path = self._folder / f"step-{version:06d}"
+        path = checkpoint_folder(self._folder, version)
         if path.exists():
             _remove(path)  # damaged: a complete checkpoint would have been resumed
         os.rename(draft, path)
@@ -333,7 +334,7 @@ class Checkpoints:
         return path
 
     def _prune(self) -> None:
-        complete = [path for path in _newest_first(self._folder) if _fault(path, with_hashes=False) is None]
+        complete = [path for path in _newest_first(self._folder) if fault_of(path, with_hashes=False) is None]
         kept = self._kept([_version(path) for path in complete])
         for path in complete[self._schedule.keep :]:
             if _version(path) != 0 and _version(path) not in kept:
@@ -386,7 +387,7 @@ def latest_complete(folder: Path, accepts: Callable[[int], bool] = lambda versio
     """Returns the newest complete checkpoint of an accepted version, its hashes verified; logs a warning for each
     damaged one."""
     for path in (path for path in _newest_first(folder) if accepts(_version(path))):
-        fault = _fault(path, with_hashes=True)
+        fault = fault_of(path, with_hashes=True)
         if fault is None:
             return path
         _logger.warning("%s is skipped: %s", path, fault)
@@ -402,17 +403,27 @@ def newest_learner_state(
     return None if latest is None else (_version(latest), latest / _LEARNER)
 
 
+def checkpoint_folder(folder: Path, version: int) -> Path:
+    """Returns the folder of the checkpoint of `version`, which may not exist."""
+    return folder / f"step-{version:06d}"
+
+
+def versions_in(folder: Path) -> list[int]:
+    """Returns the versions of all checkpoints below `folder`, complete or not, oldest first."""
+    return [_version(path) for path in reversed(_newest_first(folder))]
+
+
 def learner_state_of(folder: Path, version: int) -> Path:
     """Returns the learner folder of the checkpoint of `version`.
 
     Raises:
         PreflightError: the checkpoint does not exist or is not complete.
     """
-    path = folder / f"step-{version:06d}"
+    path = checkpoint_folder(folder, version)
     if not path.is_dir():
-        steps = ", ".join(str(_version(step)) for step in reversed(_newest_first(folder)))
+        steps = ", ".join(map(str, versions_in(folder)))
         raise PreflightError(f"{folder} has no checkpoint of step {version}; it has these steps: {steps or 'none'}")
-    fault = _fault(path, with_hashes=True)
+    fault = fault_of(path, with_hashes=True)
     if fault is not None:
         raise PreflightError(f"{path} is not complete, {fault}: use another step")
     return path / _LEARNER
@@ -429,14 +440,14 @@ def _version(path: Path) -> int:
     return int(match[1])
 
 
-def _fault(path: Path, *, with_hashes: bool) -> str | None:
+def fault_of(path: Path, *, with_hashes: bool = True) -> str | None:
     """Returns why a checkpoint is not complete; None if it is complete."""
-    if not (path / _MANIFEST).is_file():
-        return f"it has no {_MANIFEST}"
+    if not (path / MANIFEST_FILE).is_file():
+        return f"it has no {MANIFEST_FILE}"
     try:
-        files = json.loads((path / _MANIFEST).read_text())["files"]
+        files = json.loads((path / MANIFEST_FILE).read_text())["files"]
     except (ValueError, KeyError, TypeError):
-        return f"its {_MANIFEST} cannot be read"
+        return f"its {MANIFEST_FILE} cannot be read"
     for name, entry in files.items():
         file = path / name
         if not file.is_file():
@@ -452,8 +463,8 @@ def _write_manifest(folder: Path) -> None:
     """Lists and syncs every file below `folder`, then writes and syncs the manifest."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     entries = {str(f.relative_to(folder)): {"num_bytes": f.stat().st_size, "sha256": _sha256(f)} for f in files}
-    (folder / _MANIFEST).write_text(json.dumps({"files": entries}, indent=1))
-    for path in (*files, folder / _MANIFEST, *(p for p in folder.rglob("*") if p.is_dir()), folder):
+    (folder / MANIFEST_FILE).write_text(json.dumps({"files": entries}, indent=1))
+    for path in (*files, folder / MANIFEST_FILE, *(p for p in folder.rglob("*") if p.is_dir()), folder):
         _sync(path)
 
 

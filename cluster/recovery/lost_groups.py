@@ -37,15 +37,18 @@ class GroupRegenerator:
         *,
         timeout_s: float,
         on_lost: Callable[[str], None],
+        on_replaced: Callable[[ScoredGroup, str], None] = lambda group, source: None,
     ) -> None:
         """`sample_again(prompt_id)` returns a scored group. `timeout_s` bounds the check of one group. `on_lost` is
-        called for each group that is sampled again.
+        called for each group that is sampled again, `on_replaced` with each new group and its source: `journal` or
+        `sampled`.
         """
         self._replay = replay
         self._groups = groups
         self._sample_again = sample_again
         self._timeout_s = timeout_s
         self._on_lost = on_lost
+        self._on_replaced = on_replaced
 
     async def regenerate(self, groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
         """Returns the groups of a step that is not trained yet, in order. Regenerated groups, and groups that lost only
@@ -77,7 +80,8 @@ class GroupRegenerator:
 
     async def _replace(self, lost: ScoredGroup, recorded: Mapping[str, RecordedGroup]) -> ScoredGroup:
         group_id = lost.summary.group_id
-        if group_id in recorded and recorded[group_id].has_all_media:
+        is_recorded = group_id in recorded and recorded[group_id].has_all_media
+        if is_recorded:
             # Without log-probs: the journal has log-probs of trained steps only, and this step is scored again.
             bare = replace(recorded[group_id], reference_logprobs=None)
             group = await asyncio.to_thread(self._groups.revive, bare)
@@ -86,6 +90,7 @@ class GroupRegenerator:
             self._on_lost(LostObjectError.__name__)
             group = await self._sample_again(group_id)
         await self._replay.exchange(group)
+        self._on_replaced(group, "journal" if is_recorded else "sampled")
         return group
 
     async def _is_lost(self, reference: Any) -> bool:

@@ -63,6 +63,22 @@ class Ranks(Learner, Sender, Durable, MovableLearner, Protocol):
     async def assess(self, groups: Sequence[ScoredGroup]) -> Mapping[str, float]: ...
 
 
+class StepObserver(Protocol):
+    """Gets the steps of a learner as they are trained."""
+
+    def trained(self, version: int, groups: Sequence[ScoredGroup]) -> None:
+        """Called when the ranks have trained `groups`, which makes `version`."""
+        ...
+
+    def repeated(self, version: int, groups: Sequence[ScoredGroup]) -> None:
+        """Called when restarted ranks have trained a step again."""
+        ...
+
+    def restored(self, version: int) -> None:
+        """Called when restarted ranks have loaded the checkpoint of `version`."""
+        ...
+
+
 class RestartableLearner:
     """Implements `Ranks` around `ranks`, and restarts all of them when one is dead or does not answer.
 
@@ -97,6 +113,7 @@ class RestartableLearner:
         self._saved_by = 0  # generation of the ranks with the last copy
         self._opened: set[int] = set()  # transfer epochs of the current ranks
         self._recall: Recall | None = None
+        self._observers: list[StepObserver] = []
         self.num_steps_repeated = 0
 
     @property
@@ -117,6 +134,8 @@ class RestartableLearner:
         report = await self._outliving(lambda: self._ranks.update(groups))
         self._furthest = report.version
         self._trained.append((report.version, groups))
+        for observer in self._observers:
+            observer.trained(report.version, groups)
         return report
 
     async def assess(self, groups: Sequence[ScoredGroup]) -> Mapping[str, float]:
@@ -200,6 +219,10 @@ class RestartableLearner:
         """Sets the function that returns the lost groups of a trained step. Without it their loss ends the run."""
         self._recall = recall
 
+    def observe_with(self, observer: StepObserver) -> None:
+        """Reports every later step and restart to `observer`."""
+        self._observers.append(observer)
+
     async def _outliving(self, call: Callable[[], Coroutine[Any, Any, T]], *, may_time_out: bool = False) -> T:
         """Returns the answer to `call`, repeated after each restart.
 
@@ -278,10 +301,15 @@ class RestartableLearner:
             await self._ranks.restore(folder, version)
         elif (loaded := await self._ranks.load(folder)) != version:
             raise CheckpointError(f"{folder} holds version {loaded} instead of {version}")
+        for observer in self._observers:
+            observer.restored(version)
         for n, (made, groups) in enumerate(self._trained):
             if made > version:
-                self._trained[n] = (made, await self._repeat(groups))
+                again = await self._repeat(groups)
+                self._trained[n] = (made, again)
                 self.num_steps_repeated += 1
+                for observer in self._observers:
+                    observer.repeated(made, again)
         _logger.info(
             "the learner is back at version %d, from the checkpoint of version %d", self._ranks.version, version
         )

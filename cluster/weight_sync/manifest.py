@@ -6,9 +6,10 @@ compares the sender's manifest with its own checkpoint; a difference refuses the
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any, Literal
@@ -79,6 +80,11 @@ class Manifest:
     @property
     def num_elements(self) -> int:
         return sum(prod(spec.shape) for spec in self.tensors)
+
+    @property
+    def sha256(self) -> str:
+        """Digest of payload, names, shapes and dtypes, in order."""
+        return hashlib.sha256(json.dumps([self.payload, [astuple(spec) for spec in self.tensors]]).encode()).hexdigest()
 
     def check_against(self, expected: Manifest) -> None:
         """Compares the payload, and tensors by name, shape and dtype; the order may differ.

@@ -46,6 +46,8 @@ class Push:
     num_lost: int = 0  # receivers that were lost
     num_resent: int = 0  # receivers that missed the push and were sent whole tensors
     changed_share: float | None = None  # of all elements, since the push before; None for whole tensors
+    manifest_sha256: str = ""
+    receivers: Mapping[str, str] = field(default_factory=dict)  # name -> `checksum`, `checksum+canary` or `newer`
 
 
 @dataclass(frozen=True)
@@ -124,6 +126,7 @@ class WeightSync:
         self._probe = probe
         self._arrival_listeners: list[Callable[[int], Awaitable[None]]] = []
         self._listeners: list[Callable[[Push], Awaitable[None]]] = []
+        self._admission_listeners: list[Callable[[str, int], None]] = []
         self._announcement_listeners: list[Callable[[int], None]] = []
         self._announced = -1
         self._manifest: Manifest | None = None
@@ -150,6 +153,10 @@ class WeightSync:
     def on_published(self, listener: Callable[[Push], Awaitable[None]]) -> None:
         """Calls `listener` after every successful push."""
         self._listeners.append(listener)
+
+    def on_admitted(self, listener: Callable[[str, int], None]) -> None:
+        """Calls `listener` with name and version of every late joiner that has loaded weights."""
+        self._admission_listeners.append(listener)
 
     @asynccontextmanager
     async def settling(self) -> AsyncIterator[None]:
@@ -217,15 +224,24 @@ class WeightSync:
             await arrival_listener(push.version)
         gap = None if expected is None else await self._canary(push, expected)
         self._members.published(push.version)
-        num_lost = max(0, push.num_receivers - len(self._members.receivers()))
-        seconds, num_resent = asyncio.get_running_loop().time() - push.started, len(push.resent)
-        if changes is None:
-            done = Push(push.version, push.manifest.num_bytes, seconds, gap, num_lost, num_resent)
-        else:
-            share = changes.num_changed / max(1, push.manifest.num_elements)
-            done = Push(push.version, changes.num_bytes, seconds, gap, num_lost, num_resent, share)
+        done = Push(
+            push.version,
+            push.manifest.num_bytes if changes is None else changes.num_bytes,
+            asyncio.get_running_loop().time() - push.started,
+            gap,
+            num_lost=max(0, push.num_receivers - len(self._members.receivers())),
+            num_resent=len(push.resent),
+            changed_share=None if changes is None else changes.num_changed / max(1, push.manifest.num_elements),
+            manifest_sha256=push.manifest.sha256,
+            receivers=self._verified(push, has_canary=gap is not None),
+        )
         for listener in self._listeners:
             await listener(done)
+
+    def _verified(self, push: _Underway, *, has_canary: bool) -> dict[str, str]:
+        """Returns how the weights of each engine were verified. Every way of sending compares digests of all bytes."""
+        how = "checksum+canary" if has_canary else "checksum"
+        return {r.name: how if r in push.reached else "newer" for r in self._members.receivers()}
 
     async def admit(self, receiver: Receiver) -> int:
         """Brings a late joiner to the learner's version through the object store; returns that version.
@@ -237,6 +253,8 @@ class WeightSync:
         await receiver.check_manifest(manifest)
         version, packed = await self._sender.export_weights(self._bucket_bytes)
         await self._load(receiver, manifest, packed, version)
+        for listener in self._admission_listeners:
+            listener(receiver.name, version)
         return version
 
     async def _load(self, receiver: Receiver, manifest: Manifest, packed: Any, version: int) -> None:

@@ -58,20 +58,30 @@ def report_loss(worker: str, error: Exception, consequence: str = "") -> Fault:
 class FaultFile(logging.Handler):
     """Appends each logged fault to a file as a line of JSON, with the step and phase that `progress` returns."""
 
-    def __init__(self, path: Path, progress: Callable[[], Progress]) -> None:
+    def __init__(
+        self, path: Path, progress: Callable[[], Progress], on_fault: Callable[[Fault], None] = lambda fault: None
+    ) -> None:
+        """`on_fault` gets each fault before it is written."""
         super().__init__()
         self._path = path
         self._progress = progress
+        self._on_fault = on_fault
         self.addFilter(lambda record: hasattr(record, "fault"))
 
     def emit(self, record: logging.LogRecord) -> None:
         now = self._progress()
         fault = replace(record.__dict__["fault"], step=now.step, phase=now.phase)
+        self._on_fault(fault)
         try:
             with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(asdict(fault)) + "\n")
+                file.write(fault_line(fault))
         except OSError as error:
             _logger.warning("%s cannot be written (%s): the file lacks this fault", self._path, error)
+
+
+def fault_line(fault: Fault) -> str:
+    """Formats a fault as one line of JSON, with its line feed."""
+    return json.dumps(asdict(fault)) + "\n"
 
 
 def read_faults(path: Path) -> list[Fault]:

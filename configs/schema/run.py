@@ -113,6 +113,8 @@ class MetricsConfig(Section):
     rewards in `artifacts.jsonl`; 0 writes none."""
     artifact_frame_rate: PositiveInt = 16
     """Frames per second of videos in `artifacts/`."""
+    audit: bool = True
+    """Write `audit.jsonl` in the run folder, a hash chain of what was trained, pushed and saved, for `mobula audit`."""
 
 
 class TracingConfig(Section):

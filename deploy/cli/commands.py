@@ -23,6 +23,7 @@ from mobula.cluster.runtime.gc_tuning import collect_rarely
 from mobula.cluster.workers.status import MAX_WORKERS
 from mobula.configs.errors import ConfigError
 from mobula.configs.schema import RunConfig
+from mobula.deploy.cli.audit_command import audit
 from mobula.deploy.cli.data_commands import data
 from mobula.deploy.cli.environment_commands import play, rollout, serve_environment, serve_policy
 from mobula.deploy.cli.errors import FAILED, explained
@@ -514,6 +515,7 @@ def doctor(
 
 
 app.add_typer(data, name="data")
+app.command()(audit)
 app.command()(gpu_check)
 app.command()(rehearse)
 app.command()(lmms_eval)

@@ -96,9 +96,12 @@ def log_to(folder: Path) -> None:
     logger.handlers = [file, *(handler for handler in logger.handlers if not isinstance(handler, MemoryHandler))]
 
 
-def write_faults_to(folder: Path, progress: Callable[[], Progress]) -> None:
-    """Writes each loss of a worker to `faults.jsonl`, with the step and phase returned by `progress`."""
-    logging.getLogger(faults.__name__).handlers = [faults.FaultFile(folder / faults.FAULTS_FILE, progress)]
+def write_faults_to(
+    folder: Path, progress: Callable[[], Progress], on_fault: Callable[[faults.Fault], None] = lambda fault: None
+) -> None:
+    """Writes each loss of a worker to `faults.jsonl`, with the step and phase returned by `progress`. `on_fault` gets
+    each fault before it is written."""
+    logging.getLogger(faults.__name__).handlers = [faults.FaultFile(folder / faults.FAULTS_FILE, progress, on_fault)]
 
 
 def log_thread_failures() -> None:

@@ -21,6 +21,7 @@ import ray
 from rich.console import Console
 
 from mobula.actors.datasets.rows import count_by_reason
+from mobula.cluster.audit.observer import RunAudit
 from mobula.cluster.errors import NothingTrainedError, PreflightError, RunStopped
 from mobula.cluster.metrics.definitions import CounterName
 from mobula.cluster.metrics.files import write_atomically
@@ -67,6 +68,7 @@ from mobula.deploy.run.headline import headline
 from mobula.deploy.run.logs import log_thread_failures, log_to, set_up_logging, write_faults_to
 from mobula.deploy.run.node_network import check_network
 from mobula.deploy.run.overview import overview
+from mobula.deploy.run.provenance import provenance
 from mobula.deploy.run.run_report import earlier_wall_s
 from mobula.deploy.run.shared_paths import check_on_all_nodes
 from mobula.deploy.wiring.build import (
@@ -78,7 +80,7 @@ from mobula.deploy.wiring.build import (
     spawn_training,
 )
 from mobula.deploy.wiring.evaluation import build_evaluator, response_log
-from mobula.deploy.wiring.observers import build_metrics
+from mobula.deploy.wiring.observers import build_audit, build_metrics
 from mobula.deploy.wiring.offline import build_offline_controller, spawn_offline
 from mobula.deploy.wiring.persistence import reached_version
 from mobula.deploy.wiring.pooled_roles import spawn_processors
@@ -222,14 +224,16 @@ def _run_training(
             write_skipped(config.run_folder, cluster.prepared.skipped)
             _write_plan(config.run_folder / PLAN_FILE, cluster.plan)
         tracer = build_tracer(config.tracing, config.name, config.run_folder)
-        metrics = build_metrics(config, console, version, sinks, tracer, start_up)
-        write_faults_to(config.run_folder, metrics.progress)
+        audit = build_audit(config)
+        metrics = build_metrics(config, console, version, sinks, tracer, start_up, audit)
+        audit.started(provenance(cluster.prepared))
+        write_faults_to(config.run_folder, metrics.progress, audit.lost)
         # A part that was killed has left no summary, but the seconds of its steps.
         started -= max(earlier_wall_s(config.run_folder), metrics.totals.seconds["total"]) if version else 0.0
         status: Status = "failed"
         stop_request = StopRequest(deadline_s=config.timeouts.stop_checkpoint_s, progress=metrics.progress)
         try:
-            asyncio.run(_until_signal(_train(cluster, metrics, tracer, stop_request), stop_request.request))
+            asyncio.run(_until_signal(_train(cluster, metrics, tracer, stop_request, audit), stop_request.request))
             status = "done"
         except (asyncio.CancelledError, RunStopped):
             status = "stopped"
@@ -239,6 +243,8 @@ def _run_training(
             with informing("the last traces"):
                 tracer.close()
             summary = _leave_behind(cluster.prepared, metrics, status, time.perf_counter() - started)
+            with informing("the audit"):
+                audit.ended(status, summary.version)
             _logger.info(
                 "run %s is %s at version %d after %.0f s", config.name, status, summary.version, summary.wall_s
             )
@@ -314,15 +320,19 @@ def _cluster(
         yield _Cluster(replace(prepared, engine=engine), session, plan, logs, preloaded)
 
 
-async def _train(cluster: _Cluster, metrics: Metrics, tracer: RunTracer, stop_request: StopRequest) -> None:
+async def _train(
+    cluster: _Cluster, metrics: Metrics, tracer: RunTracer, stop_request: StopRequest, audit: RunAudit
+) -> None:
     """RL on rollouts, or an offline job on rows."""
     if isinstance(cluster.prepared, Prepared):
-        await _train_on_rollouts(cluster, cluster.prepared, metrics, tracer, stop_request)
+        await _train_on_rollouts(cluster, cluster.prepared, metrics, tracer, stop_request, audit)
     else:
-        await _train_on_rows(cluster, cluster.prepared, metrics, stop_request)
+        await _train_on_rows(cluster, cluster.prepared, metrics, stop_request, audit)
 
 
-async def _train_on_rows(cluster: _Cluster, checked: PreparedRows, metrics: Metrics, stop_request: StopRequest) -> None:
+async def _train_on_rows(
+    cluster: _Cluster, checked: PreparedRows, metrics: Metrics, stop_request: StopRequest, audit: RunAudit
+) -> None:
     async with cluster.spawner() as spawner:
         on_lost = partial(metrics.count, CounterName.RESTARTS)
         on_rescore = partial(metrics.count, CounterName.REFERENCE_RETRIES)
@@ -335,13 +345,20 @@ async def _train_on_rows(cluster: _Cluster, checked: PreparedRows, metrics: Metr
         control = control_loop(config, spawner, roles, in_flight, training.rows, metrics, ranks)
         async with control.running():
             await _started(metrics.start_up.timing("learner", training.ranks.start()), processors.start())
-            controller = await asyncio.to_thread(build_offline_controller, prepared, training, metrics, stop_request)
+            controller = await asyncio.to_thread(
+                build_offline_controller, prepared, training, metrics, stop_request, audit
+            )
             tune_gc()
             await controller.run()
 
 
 async def _train_on_rollouts(
-    cluster: _Cluster, checked: Prepared, metrics: Metrics, tracer: RunTracer, stop_request: StopRequest
+    cluster: _Cluster,
+    checked: Prepared,
+    metrics: Metrics,
+    tracer: RunTracer,
+    stop_request: StopRequest,
+    audit: RunAudit,
 ) -> None:
     async with cluster.spawner() as spawner:
         on_lost = partial(metrics.count, CounterName.RESTARTS)
@@ -363,7 +380,7 @@ async def _train_on_rollouts(
                     processors.start(),
                 )
                 controller = await asyncio.to_thread(
-                    build_controller, prepared, inference, training, metrics, tracer, beside, stop_request
+                    build_controller, prepared, inference, training, metrics, tracer, beside, stop_request, audit
                 )
                 tune_gc()
                 await controller.run()

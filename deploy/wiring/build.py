@@ -13,6 +13,7 @@ from mobula.actors.datasets.prompts import InDriver, PromptSource
 from mobula.actors.datasets.rows import Row, count_by_reason
 from mobula.actors.environments.rows import ENVIRONMENT
 from mobula.actors.reference.pool import NullReference, ReferencePool
+from mobula.cluster.audit.observer import AuditedRecovery, RunAudit
 from mobula.cluster.controller import Controller
 from mobula.cluster.guard.guard import NoGuard
 from mobula.cluster.logprob_guard import LogprobGuard
@@ -223,6 +224,7 @@ def build_controller(
     tracer: RunTracer,
     beside: Sequence[Watched],
     stop_request: StopRequest,
+    audit: RunAudit,
 ) -> Controller:
     """Builds the main loop and its collaborators; the supervisor also watches the roles in `beside`.
 
@@ -243,7 +245,7 @@ def build_controller(
         on_sampled=partial(_on_sampled, metrics),
     )
     gate = _gate(config)
-    dispatcher = _dispatcher(config, gate, source, rollouts, inference, training, metrics, tracer, curriculum)
+    dispatcher = _dispatcher(config, gate, source, rollouts, inference, training, metrics, tracer, curriculum, audit)
     guard = build_guard(config, training.ranks, training.learner, metrics)
     responses = InformingLog(judged_log(guard, response_log(prepared, config.run_folder / RESPONSES_FOLDER)))
     on_result = partial(record_evaluation, metrics)
@@ -255,10 +257,13 @@ def build_controller(
     observe = partial(_observe, prepared, inference, metrics)
     weights.on_announced(dispatcher.advance)
     weights.on_published(partial(_after_push, metrics=metrics, observe=observe))
+    weights.on_published(audit.pushed)
+    weights.on_admitted(audit.admitted)
+    training.learner.observe_with(audit)
     weights.on_arrived(parity_gate(prepared, training.learner, inference.rollouts.receivers, tolerance))
     if gpu_lease:
         weights.on_arrived(gpu_lease.arrived)  # after the gate, which needs scores of the learner
-    regenerator = _regenerator(config, source, dispatcher, training, metrics)
+    regenerator = _regenerator(config, source, dispatcher, training, metrics, audit)
     reference = RegeneratingReference(training.reference, regenerator)
     # On shared devices engines cannot resample a group while the learner trains: a lost group then ends the run.
     learner = step_learner(
@@ -287,8 +292,11 @@ def build_controller(
         resume=config.resume,
         on_accepted=partial(write_config, config),
         schedule=CheckpointSchedule(config.checkpoints.interval_steps, config.num_steps, config.checkpoints.keep),
-        recovery=build_recovery(
-            config, learner, source, dispatcher, training.replay, metrics, guard.repeat if guard else None
+        recovery=AuditedRecovery(
+            build_recovery(
+                config, learner, source, dispatcher, training.replay, metrics, guard.repeat if guard else None
+            ),
+            audit,
         ),
         **({"kept": guard.kept} if guard else {}),
         before_resume=gpu_lease.begin if gpu_lease else None,
@@ -387,6 +395,7 @@ def _dispatcher(
     metrics: Metrics,
     tracer: RunTracer,
     curriculum: StageCurriculum | None,
+    audit: RunAudit,
 ) -> RolloutDispatcher:
     algorithm = config.algorithm
     return RolloutDispatcher(
@@ -403,7 +412,7 @@ def _dispatcher(
         ),
         order=ORDERS[algorithm.stragglers](gate),
         age_limit=age_limit(config),
-        on_rejected=partial(_count_rejected, metrics),
+        on_rejected=partial(_count_rejected, metrics, audit),
         on_lost=partial(metrics.count, CounterName.ROLLOUT_RETRIES),
         on_scored=partial(_observe_stage, config, curriculum) if curriculum else None,
         tracer=tracer,
@@ -438,6 +447,7 @@ def _regenerator(
     dispatcher: RolloutDispatcher,
     training: Training,
     metrics: Metrics,
+    audit: RunAudit,
 ) -> GroupRegenerator:
     regenerator = GroupRegenerator(
         training.replay,
@@ -445,6 +455,7 @@ def _regenerator(
         dispatcher.sample_again,
         timeout_s=config.timeouts.object_s,
         on_lost=partial(metrics.count, CounterName.ROLLOUT_RETRIES),
+        on_replaced=audit.regenerated,
     )
     training.learner.recall_with(regenerator.recall)
     return regenerator
@@ -495,8 +506,9 @@ def probe_prompt(prepared: Prepared) -> Prompt:
     return next((prompt for prompt in prompts if prompt.media), prompts[0])
 
 
-def _count_rejected(metrics: Metrics, summary: GroupSummary, reason: str) -> None:
+def _count_rejected(metrics: Metrics, audit: RunAudit, summary: GroupSummary, reason: str) -> None:
     """Counts rejected groups and their tokens: dropping slow groups favours short responses."""
+    audit.rejected(summary, reason)
     metrics.count(CounterName.REJECTED_RESPONSES, reason, summary.num_trajectories)
     metrics.count(CounterName.REJECTED_TOKENS, reason, summary.num_tokens)
     if reason == OVER_AGE:

@@ -1,4 +1,4 @@
-"""Builds the observers of a run: the metrics sinks of its configuration, and the samples for its report."""
+"""Builds the observers of a run: audit, metrics sinks, and the samples for its report."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from functools import partial
 
 from rich.console import Console
 
+from mobula.cluster.audit.observer import AuditSink, RunAudit
+from mobula.cluster.audit.writer import ChainWriter
 from mobula.cluster.errors import PreflightError
 from mobula.cluster.metrics.artifacts import ArtifactWriter, refuse_without_encoder
 from mobula.cluster.metrics.hub import Metrics
@@ -27,10 +29,19 @@ from mobula.cluster.metrics.start_up import StartUp
 from mobula.cluster.runtime.object_store import fetch
 from mobula.cluster.tracing.spans import UNTRACED, RunTracer
 from mobula.configs.schema import RunConfig
+from mobula.deploy.host.run_folder import CHECKPOINTS_FOLDER
 
 CONSOLE_INTERVAL_S = 10.0
 
 _logger = logging.getLogger(__name__)
+
+
+def build_audit(config: RunConfig) -> RunAudit:
+    """Returns the audit of a run, which continues the chain of an earlier part."""
+    folder = config.run_folder
+    if not config.metrics.audit:
+        return RunAudit()
+    return RunAudit(ChainWriter(folder, close_s=config.timeouts.stop_s), folder, folder / CHECKPOINTS_FOLDER)
 
 
 def build_metrics(
@@ -40,6 +51,7 @@ def build_metrics(
     sinks: Sequence[Sink] = (),
     tracer: RunTracer = UNTRACED,
     start_up: StartUp | None = None,
+    audit: RunAudit | None = None,
 ) -> Metrics:
     """Returns the metrics hub of a run resumed at `version`, with its earlier records; `sinks` come last."""
     folder = config.run_folder
@@ -56,7 +68,7 @@ def build_metrics(
     artifacts = [_artifacts(config, version)] if config.metrics.artifacts_per_step > 0 else []
     optional = _optional_sinks(config, console, version)
     metrics = Metrics(
-        [journal, EstimateSink(num_steps=config.num_steps), *optional, *sinks],
+        [*([AuditSink(audit)] if audit else []), journal, EstimateSink(num_steps=config.num_steps), *optional, *sinks],
         time.perf_counter,
         accuracy_component=config.rewards.accuracy_component,
         samples=[samples, *artifacts],

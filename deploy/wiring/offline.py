@@ -12,12 +12,13 @@ import ray
 
 from mobula.actors.datasets.rows import count_by_reason
 from mobula.actors.reference.pool import NullReference, ReferencePool
+from mobula.cluster.audit.observer import AuditedRecovery, RunAudit
 from mobula.cluster.controller import Controller
 from mobula.cluster.metrics.definitions import CounterName, MetricName
 from mobula.cluster.metrics.evaluation_statistics import wilson_interval
 from mobula.cluster.metrics.hub import Metrics
 from mobula.cluster.metrics.step_records import HELD_OUT, EvaluationRecord
-from mobula.cluster.recovery.checkpoints import Checkpoints, CheckpointSchedule
+from mobula.cluster.recovery.checkpoints import CheckpointAlone, Checkpoints, CheckpointSchedule
 from mobula.cluster.recovery.restartable_learner import RestartableLearner
 from mobula.cluster.recovery.stop_request import StopRequest
 from mobula.cluster.rollout.evaluation import EvaluationSchedule
@@ -74,6 +75,7 @@ def build_offline_controller(
     training: OfflineTraining,
     metrics: Metrics,
     stop_request: StopRequest,
+    audit: RunAudit,
     put: Callable[[Any], Any] = ray.put,
 ) -> Controller:
     """Builds the main loop of an offline job and its collaborators.
@@ -81,6 +83,7 @@ def build_offline_controller(
     Prepares the held-out rows. Call it in a thread: the event loop serves the processor workers.
     """
     config = prepared.config
+    training.learner.observe_with(audit)
     held_out = prepared.fixed_prompts(config.evaluation.split, config.evaluation.num_prompts)
     rows = [stored(row, 0, put) for row in held_out.prompts]
     evaluator = RowEvaluator(
@@ -100,6 +103,7 @@ def build_offline_controller(
         resume=config.resume,
         on_accepted=partial(write_config, config),
         schedule=CheckpointSchedule(config.checkpoints.interval_steps, config.num_steps, config.checkpoints.keep),
+        recovery=AuditedRecovery(CheckpointAlone(), audit),
     )
     return Controller(
         total_steps=config.num_steps,

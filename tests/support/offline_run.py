@@ -14,6 +14,7 @@ from rich.console import Console
 from mobula.actors.datasets.prompts import PromptSource
 from mobula.actors.reference.pool import NullReference
 from mobula.actors.reference.scorer import ReferenceScorer
+from mobula.cluster.audit.observer import RunAudit
 from mobula.cluster.metrics.hub import Metrics
 from mobula.cluster.recovery.checkpoints import newest_learner_state
 from mobula.cluster.recovery.restartable_learner import RestartableLearner
@@ -84,7 +85,9 @@ class OfflineRun:
         found = newest_learner_state(self.config.run_folder / CHECKPOINTS_FOLDER)
         metrics = build_metrics(self.config, Console(file=io.StringIO()), 0 if found is None else found[0])
         try:
-            controller = build_offline_controller(self.prepared, self.training, metrics, self.stop, lambda value: value)
+            controller = build_offline_controller(
+                self.prepared, self.training, metrics, self.stop, RunAudit(), lambda value: value
+            )
             await controller.run()
         finally:
             metrics.close()

@@ -23,9 +23,10 @@ from fakes import (
 )
 from pooled_fakes import PooledRollouts
 
+from mobula.cluster.audit.observer import AuditedRecovery, RunAudit
 from mobula.cluster.controller import Controller
 from mobula.cluster.records.trajectory import GroupSummary
-from mobula.cluster.recovery.checkpoints import Checkpoints, CheckpointSchedule
+from mobula.cluster.recovery.checkpoints import CheckpointAlone, Checkpoints, CheckpointSchedule
 from mobula.cluster.recovery.resume import JournalRecovery
 from mobula.cluster.recovery.step_learner import StepLearner
 from mobula.cluster.replay.buffer import ReplayBuffer
@@ -85,6 +86,7 @@ class Run:
         drops_whole: bool = False,
         stop_s: float = 5.0,
         tracer: RunTracer = UNTRACED,
+        audit: RunAudit | None = None,
     ) -> None:
         self.prompts = FakePrompts(epoch_size=50)
         self.rollouts = rollouts or (FakeRollouts(pauses, fault) if fault else PooledRollouts(FakeRollouts(pauses)))
@@ -146,7 +148,7 @@ class Run:
             identity={"seed": 0},
             resume=resume,
             schedule=CheckpointSchedule(interval_steps=checkpoint_interval, total_steps=total_steps, keep=2),
-            recovery=recovery if has_journal else None,
+            recovery=AuditedRecovery(recovery if has_journal else CheckpointAlone(), audit or RunAudit()),
         )
         self.controller = Controller(
             total_steps=total_steps,

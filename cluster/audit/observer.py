@@ -1,0 +1,182 @@
+"""RunAudit: turns the events of a run into records of its hash chain."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from mobula.cluster.audit.chain import RecordKind
+from mobula.cluster.audit.files import digests_below, file_sha256, text_sha256
+from mobula.cluster.audit.writer import NoRecorder, Recorder
+from mobula.cluster.metrics.report.run_folder import METRICS_FILE
+from mobula.cluster.metrics.step_records import EvaluationRecord, MetricsRecord, StepRecord, record_version, to_line
+from mobula.cluster.records.trajectory import GroupSummary, Reward, ScoredGroup
+from mobula.cluster.recovery.checkpoints import MANIFEST_FILE, Recovery, checkpoint_folder, versions_in
+from mobula.cluster.weight_sync.weight_sync import Push
+from mobula.cluster.workers.faults import Fault
+
+
+_logger = logging.getLogger(__name__)
+
+
+def group_entry(group: ScoredGroup) -> list[Any]:
+    """Returns id, digest of content and rewards, and trained tokens by the version that sampled them."""
+    summary = group.summary
+    digest = scored_digest(summary.sha256, group.rewards)
+    return [summary.group_id, digest, {str(version): num for version, num in summary.tokens_by_version.items()}]
+
+
+def scored_digest(content: str, rewards: Sequence[Reward | None]) -> str:
+    """Returns the sha256 of a group's `GroupSummary.sha256` and its rewards."""
+    values = [None if reward is None else [reward.value, *sorted(reward.components.items())] for reward in rewards]
+    return hashlib.sha256(f"{content}{json.dumps(values)}".encode()).hexdigest()
+
+
+class RunAudit:
+    """Records steps, pushes, checkpoints, restarts and metrics of a run."""
+
+    def __init__(self, recorder: Recorder | None = None, run_folder: Path = Path(), checkpoints: Path = Path()) -> None:
+        """`checkpoints` is the folder of the run's checkpoints. Without `recorder` nothing is written."""
+        self._recorder = recorder or NoRecorder()
+        self._run_folder = run_folder
+        self._checkpoints = checkpoints
+        self._rejected: list[tuple[str, str]] = []
+        self._is_recovering = False
+
+    def started(self, body: Mapping[str, Any]) -> None:
+        """A part of the run begins; `body` is of `mobula.deploy.run.provenance`. Call it once `metrics.jsonl` has the
+        lines that this part keeps.
+        """
+        metrics = self._run_folder / METRICS_FILE
+        content = metrics.read_bytes() if metrics.is_file() else b""
+        kept = {"num_lines": content.count(b"\n"), "sha256": hashlib.sha256(content).hexdigest()}
+        found = asdict(self._recorder.found)
+        self._recorder.record(RecordKind.STARTED, {**body, "found": found, "metrics": kept})
+
+    def trained(self, version: int, groups: Sequence[ScoredGroup]) -> None:
+        """Implements `StepObserver`: the learner has trained these groups, which makes `version`."""
+        rejected, self._rejected = self._rejected, []
+        body = {
+            "version": version,
+            "source": "journal" if self._is_recovering else "new",
+            "groups": [group_entry(group) for group in groups],
+            "rejected": rejected,
+        }
+        self._recorder.record(RecordKind.TRAINED, body)
+
+    def repeated(self, version: int, groups: Sequence[ScoredGroup]) -> None:
+        """Implements `StepObserver`: restarted ranks have trained a step again."""
+        body = {"version": version, "groups": [group_entry(group) for group in groups]}
+        self._recorder.record(RecordKind.REPEATED, body)
+
+    def restored(self, version: int) -> None:
+        """Implements `StepObserver`: restarted ranks have loaded the checkpoint of `version`."""
+        self._recorder.record(RecordKind.RESTORED, {"version": version})
+
+    def regenerated(self, group: ScoredGroup, source: str) -> None:
+        self._recorder.record(RecordKind.REGENERATED, {"group": group_entry(group), "source": source})
+
+    def rejected(self, summary: GroupSummary, reason: str) -> None:
+        """Adds a rejected group to the record of the next step."""
+        self._rejected.append((summary.group_id, reason))
+
+    async def pushed(self, push: Push) -> None:
+        """A listener of `WeightSync.on_published`."""
+        body = {
+            "version": push.version,
+            "manifest": push.manifest_sha256,
+            "num_bytes": push.num_bytes,
+            "receivers": dict(push.receivers),
+            "num_lost": push.num_lost,
+            "canary_gap": push.canary_gap,
+        }
+        self._recorder.record(RecordKind.PUSHED, body)
+
+    def admitted(self, engine: str, version: int) -> None:
+        """A listener of `WeightSync.on_admitted`."""
+        self._recorder.record(RecordKind.ADMITTED, {"engine": engine, "version": version})
+
+    def lost(self, fault: Fault) -> None:
+        """A listener of `FaultFile`."""
+        self._recorder.record(RecordKind.LOST, asdict(fault))
+
+    def emitted(self, record: MetricsRecord) -> None:
+        kind = "step" if isinstance(record, StepRecord) else "evaluation"
+        line = text_sha256(to_line(record) + "\n")
+        self._recorder.record(RecordKind.METRICS, {"version": record_version(record), "of": kind, "sha256": line})
+        if self._recorder.error is not None:
+            raise self._recorder.error
+
+    def checkpointed(self, version: int) -> None:
+        """Records the checkpoint of `version`, which is complete."""
+        manifest = checkpoint_folder(self._checkpoints, version) / MANIFEST_FILE
+        body = {"version": version, "manifest": file_sha256(manifest), "kept": versions_in(self._checkpoints)}
+        self._recorder.record(RecordKind.CHECKPOINT, body)
+        self._log_head(f"at the checkpoint of step {version}")
+
+    def resumed(self, version: int) -> None:
+        """The run continues from the checkpoint of `version`; the steps of the journal follow."""
+        manifest = checkpoint_folder(self._checkpoints, version) / MANIFEST_FILE
+        self._is_recovering = True
+        self._recorder.record(RecordKind.RESUMED, {"version": version, "manifest": file_sha256(manifest)})
+
+    def recovered(self, version: int) -> None:
+        """The steps of the journal are repeated."""
+        self._is_recovering = False
+        self._recorder.record(RecordKind.RECOVERED, {"version": version})
+
+    def ended(self, status: str, version: int) -> None:
+        """This part of the run is over and its files are written. Reads them, then closes the chain."""
+        if not isinstance(self._recorder, NoRecorder):
+            files = digests_below(self._run_folder)
+            self._recorder.record(RecordKind.ENDED, {"status": status, "version": version, "files": files})
+            self._log_head("at the end")
+        self._recorder.close()
+
+    def _log_head(self, when: str) -> None:
+        head = self._recorder.head
+        _logger.info("audit %s: %d records, sha256 %s", when, head.num_records, head.sha256, extra={"file_only": True})
+
+
+class AuditSink:
+    """A metrics sink that records the lines of `metrics.jsonl` before they are written."""
+
+    name = "audit"
+
+    def __init__(self, audit: RunAudit) -> None:
+        self._audit = audit
+
+    def emit(self, record: StepRecord) -> None:
+        """Raises: OSError: the chain cannot be written; the hub drops and counts this sink."""
+        self._audit.emitted(record)
+
+    def emit_evaluation(self, record: EvaluationRecord) -> None:
+        self._audit.emitted(record)
+
+    def close(self) -> None: ...
+
+
+class AuditedRecovery:
+    """Implements `Recovery` around another: records checkpoints and resumes."""
+
+    def __init__(self, recovery: Recovery, audit: RunAudit) -> None:
+        self._recovery = recovery
+        self._audit = audit
+
+    async def begin(self) -> None:
+        await self._recovery.begin()
+
+    async def recover(self, version: int) -> int:
+        self._audit.resumed(version)
+        reached = await self._recovery.recover(version)
+        self._audit.recovered(reached)
+        return reached
+
+    async def saved(self, version: int) -> None:
+        self._audit.checkpointed(version)
+        await self._recovery.saved(version)

@@ -1,0 +1,160 @@
+"""ChainWriter: appends records to the hash chain of a run and continues the chain of an earlier part."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from mobula.cluster.audit.chain import AUDIT_FILE, GENESIS, HEAD_FILE, DamagedRecord, Head, RecordKind, encode, split
+from mobula.cluster.runtime.concurrency import DaemonThread
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Found:
+    """The chain that a writer continues. The audit reads from the part's first record what was lost before it."""
+
+    num_records: int
+    torn_bytes: int  # of a last line that a killed writer had not completed; they are removed
+    head: Mapping[str, Any] | None  # `audit.head` if it counts other records than the file has, else None
+
+
+class Recorder(Protocol):
+    """Takes the records of a run, from any thread."""
+
+    @property
+    def found(self) -> Found:
+        """The chain of the earlier part."""
+        ...
+
+    @property
+    def head(self) -> Head:
+        """The newest end of the chain."""
+        ...
+
+    @property
+    def error(self) -> OSError | None:
+        """The error after which no record was written."""
+        ...
+
+    def record(self, kind: RecordKind, body: Mapping[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class NoRecorder:
+    """Implements `Recorder` without a file: `metrics.audit=false`."""
+
+    found = Found(0, 0, None)
+    head = Head()
+    error: OSError | None = None
+
+    def record(self, kind: RecordKind, body: Mapping[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class ChainWriter:
+    """Writes each record with one call of the system, so that a killed process leaves whole records.
+
+    A separate thread syncs the file to disk: after a power failure the last records may be missing. An error of the
+    disk is logged and ends the chain; the run continues.
+    """
+
+    def __init__(self, folder: Path, *, close_s: float | None = None) -> None:
+        """`close_s` bounds the wait of `close` for the disk, in seconds; None waits without limit."""
+        self._lock = threading.Lock()
+        self._close_s = close_s
+        self._syncing: Future[None] | None = None
+        self._thread = DaemonThread("audit")
+        self.error: OSError | None = None
+        self._chain: int | None = None  # file descriptor; None after an error
+        self._end: int | None = None
+        self.found, self.head = Found(0, 0, None), Head()
+        try:
+            self._open(folder)
+        except OSError as error:
+            self._fail(error)
+
+    def record(self, kind: RecordKind, body: Mapping[str, Any]) -> None:
+        with self._lock:
+            if self._chain is None or self._end is None:
+                return
+            head = self.head
+            line, digest = encode(head.num_records, head.sha256, time.time(), kind.value, body)
+            try:
+                _write_all(self._chain, line)
+                self.head = Head(head.num_records + 1, head.num_bytes + len(line), digest)
+                os.pwrite(self._end, self.head.encoded(), 0)  # after the record: see `mobula.cluster.audit.chain`
+            except OSError as error:
+                self._fail(error)
+                return
+            if self._syncing is None or self._syncing.done():
+                self._syncing = self._thread.submit(_sync, self._chain)
+
+    def close(self) -> None:
+        """Waits until every record is on disk."""
+        with self._lock:
+            descriptors, self._chain, self._end = [self._chain, self._end], None, None
+        for descriptor in filter(None, descriptors):
+            try:
+                self._thread.submit(_sync, descriptor).result(self._close_s)
+            except TimeoutError:
+                _logger.warning("waited %g s for the disk to take %s (timeouts.stop_s)", self._close_s, AUDIT_FILE)
+            else:
+                os.close(descriptor)
+        self._thread.shutdown(wait=False)
+
+    def _open(self, folder: Path) -> None:
+        path, end = folder / AUDIT_FILE, folder / HEAD_FILE
+        content = path.read_bytes() if path.exists() else b""
+        lines, torn_bytes = split(content)
+        whole = len(content) - torn_bytes
+        last = lines[-1].record if lines else None
+        # After a damaged last line the chain continues with a digest that no record has: the audit names that place.
+        self.head = Head(len(lines), whole, last.sha256 if last else GENESIS)
+        self.found = Found(len(lines), torn_bytes, _other_head(end, self.head, content))
+        self._chain = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
+        os.ftruncate(self._chain, whole)
+        os.lseek(self._chain, 0, os.SEEK_END)
+        self._end = os.open(end, os.O_WRONLY | os.O_CREAT, 0o644)
+        os.ftruncate(self._end, 0)
+        os.pwrite(self._end, self.head.encoded(), 0)
+
+    def _fail(self, error: OSError) -> None:
+        _logger.warning("%s cannot be written (%s): the run continues without further records in it", AUDIT_FILE, error)
+        self._chain, self._end, self.error = None, None, error
+
+
+def _other_head(path: Path, now: Head, content: bytes) -> Mapping[str, Any] | None:
+    """Returns what `audit.head` counts, if records that it counts are missing or damaged in the file."""
+    if not path.exists():
+        return None if now.num_records == 0 else {"fault": "it is missing"}
+    try:
+        head = Head.decoded(path.read_bytes())
+    except DamagedRecord as error:
+        return {"fault": str(error)}
+    counted, _ = split(content[: head.num_bytes])
+    last = counted[-1].record if counted else None
+    is_whole = len(counted) == head.num_records and (last.sha256 if last else GENESIS) == head.sha256
+    return None if is_whole else asdict(head)
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(descriptor, data) :]
+
+
+def _sync(descriptor: int) -> None:
+    try:
+        os.fsync(descriptor)
+    except OSError as error:  # the file is closed, or the disk is gone: the next write reports it
+        _logger.debug("audit: %s", error)

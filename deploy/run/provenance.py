@@ -1,0 +1,120 @@
+"""Provenance of a run: code, packages, machine, data and seeds, as the first record of each part of its audit."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from mobula.actors.datasets.readers.fingerprint import fingerprint_of
+from mobula.cluster.errors import PreflightError
+from mobula.cluster.replay.run_identity import run_identity
+from mobula.cluster.weight_sync.manifest import checkpoint_files
+from mobula.configs.load import dump_config
+from mobula.configs.schema import RunConfig
+from mobula.deploy.host.machine import CPU_FILE
+from mobula.deploy.wiring.preparation import AnyPrepared
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("actors", "cluster", "configs", "deploy", "learner", "rewards")
+GIT_S = 10.0
+
+
+def provenance(prepared: AnyPrepared) -> dict[str, Any]:
+    """Returns what the results of a run depend on, as JSON."""
+    config = prepared.config
+    identity = prepared.identity
+    text = dump_config(config)
+    return {
+        "run": config.name,
+        "config_sha256": hashlib.sha256(text.encode()).hexdigest(),
+        "seed": config.seed,
+        "bounds": bounds(config),
+        "code": code(),
+        "packages": packages(),
+        "machine": machine(),
+        "data": {key: identity[key] for key in sorted(identity.keys() - run_identity(config).keys())},
+        "model": _model(prepared.model_folder),
+    }
+
+
+def bounds(config: RunConfig) -> dict[str, Any]:
+    """Returns the limits that the audit compares with."""
+    return {
+        "max_staleness": 0 if config.offline.is_on else config.algorithm.max_staleness,
+        "stragglers": config.algorithm.stragglers,
+        "num_steps": config.num_steps,
+        "keep": config.checkpoints.keep,
+    }
+
+
+def code() -> dict[str, str]:
+    """Returns version, commit (empty outside a checkout) and the sha256 of all modules."""
+    digest = hashlib.sha256()
+    for package in PACKAGES:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            content = path.read_bytes()
+            digest.update(f"{path.relative_to(ROOT)}\0{len(content)}\0".encode() + content)
+    return {"version": metadata.version("mobula"), "commit": _commit(), "sha256": digest.hexdigest()}
+
+
+def packages() -> dict[str, str]:
+    """Returns name -> version of every installed distribution, from the names of their folders."""
+    names = [path.stem for folder in sys.path if folder for path in Path(folder).glob("*.dist-info")]
+    return {name.lower(): version for name, _, version in sorted(stem.partition("-") for stem in names)}
+
+
+def machine() -> dict[str, Any]:
+    """Returns the machine of the driver."""
+    return {
+        "host": platform.node(),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "cpu": _cpu(),
+        "num_cores": len(os.sched_getaffinity(0)),
+    }
+
+
+def differences(was: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> dict[str, tuple[Any, Any]]:
+    """Returns dotted key -> (then, now) of every value that differs; None for a missing value."""
+    found: dict[str, tuple[Any, Any]] = {}
+    for key in sorted(was.keys() | now.keys()):
+        old, new = was.get(key), now.get(key)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            found |= differences(old, new, f"{prefix}{key}.")
+        elif old != new:
+            found[f"{prefix}{key}"] = (old, new)
+    return found
+
+
+def _model(folder: Path) -> str:
+    """Returns a fingerprint of the weight files from which the run begins."""
+    try:
+        return fingerprint_of(checkpoint_files(folder))
+    except (PreflightError, OSError):  # a flow pipeline has its weights in folders of its parts
+        return fingerprint_of(sorted(folder.rglob("*.safetensors")))
+
+
+def _cpu() -> str:
+    lines = CPU_FILE.read_text(encoding="utf-8").splitlines() if CPU_FILE.exists() else []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+
+
+def _commit() -> str:
+    """Returns the commit of this checkout, with `+` if tracked files differ from it; empty outside one."""
+    commit = _git("rev-parse", "HEAD")
+    return commit + ("+" if commit and _git("status", "--porcelain", "--untracked-files=no") else "")
+
+
+def _git(*arguments: str) -> str:
+    try:
+        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=GIT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""

@@ -1,0 +1,161 @@
+"""`mobula audit`: what the hash chain of a run proves, in the terminal or as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from mobula.cluster.audit.chain import AUDIT_FILE
+from mobula.cluster.audit.history import History, Part, SavedCheckpoint, named
+from mobula.cluster.audit.proofs import staleness_of
+from mobula.cluster.audit.verification import Audit, verify
+from mobula.cluster.errors import PreflightError
+from mobula.configs.schema.run import LATEST
+from mobula.deploy.host.run_folder import CHECKPOINTS_FOLDER
+from mobula.deploy.run.run_client import RUNS
+
+MAX_FINDINGS = 50  # that are shown; --json has all
+SHORT = 12  # characters of a digest
+
+
+def audit(name: str | None, folder: Path | None, head: str, is_json: bool, console: Console) -> int:
+    """Audits the run in `folder`, or `name` below `runs`, or the latest one; returns the exit code.
+
+    Raises:
+        PreflightError: there is no such run, or it has no chain.
+    """
+    run_folder = folder if folder is not None else RUNS / (name or LATEST)
+    if not run_folder.is_dir():
+        raise PreflightError(f"there is no run folder {run_folder}: give the run's NAME, or --run FOLDER")
+    result = verify(run_folder, run_folder / CHECKPOINTS_FOLDER, head)
+    if is_json:
+        console.print(json.dumps(as_json(result), indent=1), markup=False, highlight=False, soft_wrap=True)
+    else:
+        for label, text in _lines(result):
+            console.print(Text.assemble((f"{label:<12}", "bold"), text), highlight=False, soft_wrap=True)
+        _show_findings(result, console)
+    return 1 if result.findings else 0
+
+
+def as_json(result: Audit) -> dict[str, Any]:
+    """Returns every figure of the audit."""
+    history, staleness = result.history, staleness_of(result.history)
+    return {
+        "findings": [{"file": finding.file, "message": finding.message} for finding in result.findings],
+        "num_records": result.num_records,
+        "head": result.sha256,
+        "has_torn_end": result.has_torn_end,
+        "version": history.version,
+        "tokens_by_lag": {str(lag): num for lag, num in staleness.tokens_by_lag.items()},
+        "mean_lag": staleness.mean,
+        "max_staleness": staleness.max_allowed,
+        "num_groups": sum(len(step.groups) for step in history.steps.values()),
+        "num_steps_repeated": sum(step.num_repeats for step in history.steps.values()),
+        "num_steps_void": history.num_void,
+        "num_steps_remade": history.num_remade,
+        "groups_regenerated": dict(history.regenerated),
+        "groups_rejected": dict(history.rejected),
+        "num_pushes": len(history.pushes),
+        "receipts": {engine: dict(counts) for engine, counts in sorted(history.receipts.items())},
+        "num_admitted": dict(history.num_admitted),
+        "parts": [_part_json(part) for part in history.parts],
+        "rollbacks": [dict(record.body) for record in history.rollbacks],
+        "checkpoints": {
+            str(version): {"parent": saved.parent, "part": saved.part + 1, "manifest": saved.record.body["manifest"]}
+            for version, saved in sorted(history.checkpoints.items())
+        },
+    }
+
+
+def _part_json(part: Part) -> dict[str, Any]:
+    return {
+        "resumed_from": part.resumed_from,
+        "recovered_to": part.recovered_to,
+        "status": part.status,
+        "losses": [dict(loss) for loss in part.losses],
+        "num_learner_restarts": part.num_restored,
+        "provenance": None if part.started is None else dict(part.started.body),
+    }
+
+
+def _lines(result: Audit) -> Iterator[tuple[str, str]]:
+    history = result.history
+    torn = "; a record was half written when a process was killed" if result.has_torn_end else ""
+    yield "chain", f"{result.num_records} records in {AUDIT_FILE}, newest {result.sha256}{torn}"
+    for number, part in enumerate(history.parts, start=1):
+        yield f"part {number}", _part_text(part)
+    yield from _trained_lines(history)
+    yield from _push_lines(history)
+    for version, saved in sorted(history.checkpoints.items()):
+        yield "checkpoint", _checkpoint_text(version, saved)
+    for record in history.rollbacks:
+        yield "rollback", f"to version {record.body['version']}: {record.body.get('reason', 'no reason recorded')}"
+
+
+def _part_text(part: Part) -> str:
+    if part.started is None:
+        return "its first record cannot be read"
+    body = part.started.body
+    code = body["code"]
+    start = "a new run" if part.resumed_from is None else f"resumed from the checkpoint of version {part.resumed_from}"
+    if part.recovered_to is not None and part.recovered_to != part.resumed_from:
+        start += f", by the journal to {part.recovered_to}"
+    lost = f"; lost workers: {named([str(loss['worker']) for loss in part.losses])}" if part.losses else ""
+    restored = f"; learner ranks restored {part.num_restored} times" if part.num_restored else ""
+    num_torn = body["found"]["torn_bytes"]
+    torn = f"; {num_torn} bytes of an unfinished record removed" if num_torn else ""
+    end = part.status or "killed, or still running"
+    version = f"mobula {code['version']} {code['commit'][:SHORT]}, seed {body['seed']}"
+    return f"{start}; {end}; {version}{lost}{restored}{torn}"
+
+
+def _trained_lines(history: History) -> Iterator[tuple[str, str]]:
+    staleness = staleness_of(history)
+    num_groups = sum(len(step.groups) for step in history.steps.values())
+    rejected = ", ".join(f"{reason} {num}" for reason, num in sorted(history.rejected.items()))
+    yield "trained", f"{history.version} steps of {num_groups} groups" + (f"; rejected: {rejected}" if rejected else "")
+    repeated = sum(step.num_repeats for step in history.steps.values())
+    if repeated or history.num_void:
+        yield (
+            "repeated",
+            (
+                f"{repeated} steps by restarted ranks, {history.num_remade} from the journal, from equal groups; "
+                f"{history.num_void - history.num_remade} steps after a checkpoint were lost with their process"
+            ),
+        )
+    if history.regenerated:
+        yield "regenerated", named([f"{group} ({source})" for group, source in history.regenerated.items()])
+    lags = ", ".join(
+        f"{lag}: {num} tokens ({num / staleness.num_tokens:.1%})" for lag, num in staleness.tokens_by_lag.items()
+    )
+    allowed = "unknown" if staleness.max_allowed is None else staleness.max_allowed
+    yield "staleness", f"{lags or 'no token'}; mean {staleness.mean:.3f}, max {staleness.max} of {allowed} allowed"
+
+
+def _push_lines(history: History) -> Iterator[tuple[str, str]]:
+    yield "pushes", f"{len(history.pushes)}, of {len({record.body['manifest'] for record in history.pushes})} manifests"
+    for engine, counts in sorted(history.receipts.items()):
+        joined = f", joined {history.num_admitted[engine]} times by checksum" if history.num_admitted[engine] else ""
+        yield f"  {engine}", ", ".join(f"{how} {num}" for how, num in sorted(counts.items())) + joined
+
+
+def _checkpoint_text(version: int, saved: SavedCheckpoint) -> str:
+    digest = saved.record.body["manifest"][:SHORT]
+    if saved.parent is None:
+        return f"version {version}, {digest}, of part {saved.part + 1}"
+    steps = f"step {version}" if version == saved.parent + 1 else f"steps {saved.parent + 1} to {version}"
+    return f"version {version}, {digest}, of part {saved.part + 1}: {steps} after version {saved.parent}"
+
+
+def _show_findings(result: Audit, console: Console) -> None:
+    for finding in result.findings[:MAX_FINDINGS]:
+        console.print(Text(f"{finding}", style="red"), highlight=False, soft_wrap=True)
+    if len(result.findings) > MAX_FINDINGS:
+        console.print(f"and {len(result.findings) - MAX_FINDINGS} more: --json has all", style="red", highlight=False)
+    verdict = f"{len(result.findings)} findings" if result.findings else "nothing is missing, altered or out of order"
+    console.print(verdict, style="red" if result.findings else "green", highlight=False)

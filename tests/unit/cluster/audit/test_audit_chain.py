@@ -1,0 +1,154 @@
+"""The hash chain of a run: whatever is altered, dropped or moved in its files is found and named."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from audited import audited, audited_run, whole_run
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mobula.cluster.audit.chain import AUDIT_FILE, HEAD_FILE, RecordKind, encode
+from mobula.cluster.audit.files import recorded_files
+from mobula.cluster.audit.writer import ChainWriter
+from mobula.cluster.errors import PreflightError
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return whole_run(tmp_path_factory.mktemp("audited") / "run")
+
+
+@pytest.fixture
+def copy(run: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(run, tmp_path / "copy"))
+
+
+def covered(folder: Path) -> list[Path]:
+    """Every file whose content the chain covers."""
+    checkpoints = [path for path in (folder / "checkpoints").rglob("*") if path.is_file()]
+    return [folder / AUDIT_FILE, folder / HEAD_FILE, *recorded_files(folder), *sorted(checkpoints)]
+
+
+def edited(path: Path, edit: Callable[[list[bytes]], None]) -> None:
+    lines = path.read_bytes().splitlines(keepends=True)
+    edit(lines)
+    path.write_bytes(b"".join(lines))
+
+
+def test_a_whole_run_has_no_finding_and_its_figures(run: Path) -> None:
+    result = audited(run)
+    assert result.findings == []
+    history = result.history
+    assert (history.version, [part.status for part in history.parts]) == (4, ["done", "done"])
+    assert [part.resumed_from for part in history.parts] == [None, 2]
+    assert {version: saved.parent for version, saved in history.checkpoints.items()} == {0: None, 2: 0, 4: 2}
+    assert history.receipts == {"rollout/0": {"checksum+canary": 6}, "rollout/1": {"checksum": 6}}
+
+
+@settings(max_examples=100)
+@given(data=st.data())
+def test_a_flipped_bit_is_found_in_its_file(run: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    path = data.draw(st.sampled_from(covered(run)), label="file")
+    content = path.read_bytes()
+    bit = data.draw(st.integers(0, 8 * len(content) - 1), label="bit")
+    altered = bytearray(content)
+    altered[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(altered)
+    try:
+        findings = audited(run).findings
+    finally:
+        path.write_bytes(content)
+    name = str(path.relative_to(run))
+    assert [finding for finding in findings if name.startswith(finding.file)], findings
+    if path.name == AUDIT_FILE:
+        number = content[: bit // 8].count(b"\n")
+        assert any(f"record {number}" in finding.message for finding in findings), findings
+    assert audited(run).findings == []
+
+
+def test_a_dropped_record_is_named(run: Path, copy: Path) -> None:
+    records = (run / AUDIT_FILE).read_bytes().splitlines(keepends=True)
+    for number in range(len(records)):
+        (copy / AUDIT_FILE).write_bytes(b"".join(records[:number] + records[number + 1 :]))
+        assert f"{AUDIT_FILE}: record {number} is missing" in map(str, audited(copy).findings)
+
+
+def test_moved_records_are_named(run: Path, copy: Path) -> None:
+    records = (run / AUDIT_FILE).read_bytes().splitlines(keepends=True)
+    rng = random.Random(0)
+    for _ in range(50):
+        one, other = sorted(rng.sample(range(len(records)), 2))
+        moved = list(records)
+        moved[one], moved[other] = moved[other], moved[one]
+        (copy / AUDIT_FILE).write_bytes(b"".join(moved))
+        messages = [finding.message for finding in audited(copy).findings if "records were moved" in finding.message]
+        assert any(f"record {one} " in message for message in messages)
+        assert any(f"record {other} " in message for message in messages)
+
+
+def test_lines_of_the_metrics_that_are_dropped_or_moved_are_named(run: Path, copy: Path) -> None:
+    path = copy / "metrics.jsonl"
+    edited(path, lambda lines: lines.__delitem__(slice(3, 4)))
+    assert any("record" in f.message and "version 4" in f.message for f in audited(copy).findings if f.file == path.name)
+    shutil.copy(run / path.name, path)
+    edited(path, lambda lines: lines.reverse())
+    assert path.name in {finding.file for finding in audited(copy).findings}
+
+
+def test_a_record_that_was_rewritten_with_its_digest_is_found_by_its_successor(run: Path, copy: Path) -> None:
+    result = audited(copy)
+    step = next(step for step in result.history.steps.values() if step.record.body["version"] == 2)
+    forged, _ = encode(step.record.seq, step.record.previous, step.record.at_s, "trained", {**step.record.body, "x": 1})
+    edited(copy / AUDIT_FILE, lambda lines: lines.__setitem__(step.record.seq, forged))
+    assert any("one of them was replaced" in finding.message for finding in audited(copy).findings)
+
+
+def test_a_chain_that_was_rewritten_from_one_record_on_lacks_a_digest_that_was_noted(run: Path, copy: Path) -> None:
+    noted = audited(run).sha256
+    assert audited(run, noted).findings == []
+    (copy / AUDIT_FILE).unlink()
+    (copy / HEAD_FILE).unlink()
+    shutil.rmtree(copy / "checkpoints")
+    whole_run(copy)
+    assert audited(copy).findings == []
+    assert any(noted in finding.message for finding in audited(copy, noted).findings)
+
+
+def test_a_half_written_last_record_is_no_finding_and_the_next_part_removes_it(tmp_path: Path) -> None:
+    writer = ChainWriter(tmp_path)
+    for version in range(3):
+        writer.record(RecordKind.ADMITTED, {"engine": "rollout/0", "version": version})
+    head = writer.head
+    line, _ = encode(3, head.sha256, 0.0, "admitted", {"engine": "rollout/0", "version": 3})
+    with (tmp_path / AUDIT_FILE).open("ab") as file:
+        file.write(line[:40])
+    again = ChainWriter(tmp_path)
+    assert (again.found.torn_bytes, again.found.head, again.head) == (40, None, head)
+
+
+def test_a_record_that_a_killed_writer_had_not_counted_is_kept(tmp_path: Path) -> None:
+    writer = ChainWriter(tmp_path)
+    writer.record(RecordKind.LOST, {})
+    before = (tmp_path / HEAD_FILE).read_bytes()
+    writer.record(RecordKind.LOST, {})
+    (tmp_path / HEAD_FILE).write_bytes(before)
+    again = ChainWriter(tmp_path)
+    assert (again.found.head, again.head.num_records) == (None, 2)
+
+
+def test_records_that_are_gone_when_a_run_is_resumed_stay_a_finding(tmp_path: Path) -> None:
+    folder = whole_run(tmp_path / "run")
+    edited(folder / AUDIT_FILE, lambda lines: lines.__delitem__(slice(-3, None)))
+    _, audit = audited_run(folder, total_steps=4)
+    audit.resumed(4)
+    assert any("audit.head said" in finding.message for finding in audited(folder).findings)
+
+
+def test_a_folder_without_a_chain_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(PreflightError, match=r"metrics\.audit=true"):
+        audited(tmp_path)

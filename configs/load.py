@@ -47,6 +47,9 @@ from mobula.configs.schema.run import RunConfig
 
 OF_UNION = re.compile(r"(literal|str-enum)\[|constrained-str$")
 """Part of an error's location: the member of `Literal | UserCode` that refused the value; each member has an error."""
+REPRODUCE = "reproduce"
+RUNS = Path("runs")
+CONFIG_FILE = "config.yaml"  # of a run folder
 NAMED_BY_USER = (("policy", "model"), ("data", "path"))
 for _name, _computation in COMPUTATIONS.items():
     OmegaConf.register_new_resolver(_name, _computation, replace=True)
@@ -57,7 +60,8 @@ NAME_BOTH = (
 
 
 def load_config(overrides: Sequence[str], *, is_complete: bool = True) -> RunConfig:
-    """Composes the YAML groups with `overrides` and validates the result.
+    """Composes the YAML groups with `overrides` and validates the result. `reproduce=RUN` takes the configuration of a
+    run in place of groups.
 
     Without `is_complete`, values without a default (`policy.model`, `data.path`) may be missing and are `???`.
 
@@ -66,6 +70,8 @@ def load_config(overrides: Sequence[str], *, is_complete: bool = True) -> RunCon
             override without effect.
     """
     parsed = read_overrides(overrides)
+    if any(override.name == REPRODUCE for override in parsed):
+        return _reproduced(parsed)
     values = _composed(parsed)
     apply_overrides(values, parsed)
     refuse_unread(values, parsed)
@@ -130,6 +136,23 @@ def load_resolved(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     config = _validated(without_missing(without_unread(RunConfig, values)))
     refuse_overruled(values, parsed)
     return config
+
+
+def _reproduced(parsed: Sequence[Override]) -> RunConfig:
+    """Returns the configuration of the run that `reproduce` names, with the other overrides, for a new run."""
+    named = str(next(override.value for override in parsed if override.name == REPRODUCE))
+    folder = next((path for path in (Path(named), RUNS / named) if (path / CONFIG_FILE).is_file()), None)
+    if folder is None:
+        raise ConfigError(
+            f"{REPRODUCE}={named}: there is no {CONFIG_FILE} in {named} or {RUNS / named}: give the run's folder, or "
+            f"its name below {RUNS}"
+        )
+    folder = folder.resolve()
+    own = {"name": f"{folder.name}-again", "resume": "never"}
+    texts = {override.name: override.text for override in parsed} | {REPRODUCE: f"{REPRODUCE}={folder}"}
+    return load_resolved(
+        folder / CONFIG_FILE, [*(f"{key}={value}" for key, value in own.items() if key not in texts), *texts.values()]
+    )
 
 
 def load_rewards(path: Path) -> RewardsConfig:

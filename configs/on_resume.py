@@ -86,6 +86,7 @@ DECLARED: Mapping[OnResume, tuple[str, ...]] = {
         "name",
         "folder",
         "resume",
+        "reproduce",
         "max_rollout_retries",
         "data.cache_path",
         "data.download_timeout_s",

@@ -24,7 +24,7 @@ _END_BYTES = len(_MARK) + 64 + len('"}')
 HEAD_BYTES = 192
 
 
-class RecordKind(StrEnum):
+class AuditKind(StrEnum):
     """Kinds of records. A reader keeps records of unknown kinds and checks their place in the chain."""
 
     STARTED = "started"  # a part of the run begins: code, packages, machine, data, seeds

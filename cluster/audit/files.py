@@ -19,6 +19,7 @@ UNRECORDED_FOLDERS = (
     "replay",
     "export",
     "mlruns",
+    "trackio",
     "wandb",
 )
 UNRECORDED_FILES = (AUDIT_FILE, HEAD_FILE, "run.log", "report.html", "cluster.json", "scale.json")

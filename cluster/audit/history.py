@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mobula.cluster.audit.chain import AUDIT_FILE, AuditRecord, RecordKind
-from mobula.cluster.audit.order import Finding
+from mobula.cluster.audit.chain import AUDIT_FILE, AuditKind, AuditRecord
+from mobula.cluster.audit.order import AuditFinding
 
 MAX_NAMED = 5  # groups in one message
 UNKNOWN_BOUNDS: Mapping[str, Any] = {"max_staleness": None, "stragglers": "wait"}
@@ -31,7 +31,7 @@ class Part:
 
 
 @dataclass
-class Step:
+class AuditedStep:
     """A step of the run's line of versions."""
 
     record: AuditRecord
@@ -54,8 +54,8 @@ class History:
 
     def __init__(self) -> None:
         self.parts: list[Part] = []
-        self.steps: dict[int, Step] = {}
-        self.void: dict[int, Step] = {}  # steps of earlier parts that a resume or a rollback left behind, newest
+        self.steps: dict[int, AuditedStep] = {}
+        self.void: dict[int, AuditedStep] = {}  # steps of earlier parts that a resume or a rollback left behind, newest
         self.num_void = 0
         self.num_remade = 0  # void steps that were trained again from the same groups
         self.checkpoints: dict[int, SavedCheckpoint] = {}
@@ -69,23 +69,23 @@ class History:
         self.metrics: list[AuditRecord] = []  # of the newest part
         self.logged: dict[int, AuditRecord] = {}
         self.ended: AuditRecord | None = None  # if it is the newest record
-        self.findings: list[Finding] = []
+        self.findings: list[AuditFinding] = []
         self._handlers: Mapping[str, Callable[[AuditRecord], None]] = {
-            RecordKind.STARTED: self._started,
-            RecordKind.RESUMED: self._resumed,
-            RecordKind.RECOVERED: self._recovered,
-            RecordKind.CHECKPOINT: self._checkpoint,
-            RecordKind.TRAINED: self._trained,
-            RecordKind.REPEATED: self._repeated,
-            RecordKind.RESTORED: self._restored,
-            RecordKind.REGENERATED: self._regenerated,
-            RecordKind.PUSHED: self._pushed,
-            RecordKind.ADMITTED: self._admitted,
-            RecordKind.LOST: lambda record: self.parts[-1].losses.append(record.body),
-            RecordKind.METRICS: lambda record: self.metrics.append(record),
-            RecordKind.LOGGED: self._logged,
-            RecordKind.ROLLED_BACK: self._rolled_back,
-            RecordKind.ENDED: self._end,
+            AuditKind.STARTED: self._started,
+            AuditKind.RESUMED: self._resumed,
+            AuditKind.RECOVERED: self._recovered,
+            AuditKind.CHECKPOINT: self._checkpoint,
+            AuditKind.TRAINED: self._trained,
+            AuditKind.REPEATED: self._repeated,
+            AuditKind.RESTORED: self._restored,
+            AuditKind.REGENERATED: self._regenerated,
+            AuditKind.PUSHED: self._pushed,
+            AuditKind.ADMITTED: self._admitted,
+            AuditKind.LOST: lambda record: self.parts[-1].losses.append(record.body),
+            AuditKind.METRICS: lambda record: self.metrics.append(record),
+            AuditKind.LOGGED: self._logged,
+            AuditKind.ROLLED_BACK: self._rolled_back,
+            AuditKind.ENDED: self._end,
         }
 
     @property
@@ -96,7 +96,7 @@ class History:
     def add(self, record: AuditRecord) -> None:
         """Applies the next record. A record of an unknown kind changes nothing."""
         self.ended = None
-        if not self.parts and record.kind != RecordKind.STARTED:
+        if not self.parts and record.kind != AuditKind.STARTED:
             self.parts.append(Part(None))
             self._find(f"{record.name} stands before the start of the run")
         try:
@@ -106,7 +106,7 @@ class History:
             self._find(f"{record.name} is not as this version writes it ({type(error).__name__}: {error})")
 
     def _find(self, message: str) -> None:
-        self.findings.append(Finding(AUDIT_FILE, message))
+        self.findings.append(AuditFinding(AUDIT_FILE, message))
 
     def _started(self, record: AuditRecord) -> None:
         self.parts.append(Part(record))
@@ -149,7 +149,7 @@ class History:
         elif left is not None and record.body["source"] == "journal":
             self._find(f"{record.name} was read from the journal and differs from {left.record.name}")
         self.rejected.update(reason for _, reason in record.body["rejected"])
-        self.steps[version] = Step(record, groups, tokens, len(self.parts) - 1, part.bounds)
+        self.steps[version] = AuditedStep(record, groups, tokens, len(self.parts) - 1, part.bounds)
 
     def _repeated(self, record: AuditRecord) -> None:
         step = self.steps.get(record.body["version"])

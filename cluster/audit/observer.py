@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from mobula.cluster.audit.chain import RecordKind
+from mobula.cluster.audit.chain import AuditKind
 from mobula.cluster.audit.files import digests_below, file_sha256, text_sha256
 from mobula.cluster.audit.writer import NoRecorder, Recorder
 from mobula.cluster.metrics.report.run_folder import METRICS_FILE
@@ -19,7 +19,6 @@ from mobula.cluster.records.trajectory import GroupSummary, Reward, ScoredGroup
 from mobula.cluster.recovery.checkpoints import MANIFEST_FILE, Recovery, checkpoint_folder, versions_in
 from mobula.cluster.weight_sync.weight_sync import Push
 from mobula.cluster.workers.faults import Fault
-
 
 _logger = logging.getLogger(__name__)
 
@@ -56,7 +55,7 @@ class RunAudit:
         content = metrics.read_bytes() if metrics.is_file() else b""
         kept = {"num_lines": content.count(b"\n"), "sha256": hashlib.sha256(content).hexdigest()}
         found = asdict(self._recorder.found)
-        self._recorder.record(RecordKind.STARTED, {**body, "found": found, "metrics": kept})
+        self._recorder.record(AuditKind.STARTED, {**body, "found": found, "metrics": kept})
 
     def trained(self, version: int, groups: Sequence[ScoredGroup]) -> None:
         """Implements `StepObserver`: the learner has trained these groups, which makes `version`."""
@@ -67,19 +66,19 @@ class RunAudit:
             "groups": [group_entry(group) for group in groups],
             "rejected": rejected,
         }
-        self._recorder.record(RecordKind.TRAINED, body)
+        self._recorder.record(AuditKind.TRAINED, body)
 
     def repeated(self, version: int, groups: Sequence[ScoredGroup]) -> None:
         """Implements `StepObserver`: restarted ranks have trained a step again."""
         body = {"version": version, "groups": [group_entry(group) for group in groups]}
-        self._recorder.record(RecordKind.REPEATED, body)
+        self._recorder.record(AuditKind.REPEATED, body)
 
     def restored(self, version: int) -> None:
         """Implements `StepObserver`: restarted ranks have loaded the checkpoint of `version`."""
-        self._recorder.record(RecordKind.RESTORED, {"version": version})
+        self._recorder.record(AuditKind.RESTORED, {"version": version})
 
     def regenerated(self, group: ScoredGroup, source: str) -> None:
-        self._recorder.record(RecordKind.REGENERATED, {"group": group_entry(group), "source": source})
+        self._recorder.record(AuditKind.REGENERATED, {"group": group_entry(group), "source": source})
 
     def rejected(self, summary: GroupSummary, reason: str) -> None:
         """Adds a rejected group to the record of the next step."""
@@ -95,46 +94,52 @@ class RunAudit:
             "num_lost": push.num_lost,
             "canary_gap": push.canary_gap,
         }
-        self._recorder.record(RecordKind.PUSHED, body)
+        self._recorder.record(AuditKind.PUSHED, body)
 
     def admitted(self, engine: str, version: int) -> None:
         """A listener of `WeightSync.on_admitted`."""
-        self._recorder.record(RecordKind.ADMITTED, {"engine": engine, "version": version})
+        self._recorder.record(AuditKind.ADMITTED, {"engine": engine, "version": version})
 
     def lost(self, fault: Fault) -> None:
         """A listener of `FaultFile`."""
-        self._recorder.record(RecordKind.LOST, asdict(fault))
+        self._recorder.record(AuditKind.LOST, asdict(fault))
 
     def emitted(self, record: MetricsRecord) -> None:
         kind = "step" if isinstance(record, StepRecord) else "evaluation"
         line = text_sha256(to_line(record) + "\n")
-        self._recorder.record(RecordKind.METRICS, {"version": record_version(record), "of": kind, "sha256": line})
+        self._recorder.record(AuditKind.METRICS, {"version": record_version(record), "of": kind, "sha256": line})
         if self._recorder.error is not None:
             raise self._recorder.error
+
+    def logged(self, version: int, path: Path) -> None:
+        """Records the file of a step in the trajectory log; a listener of `TrajectoryLog`."""
+        if not isinstance(self._recorder, NoRecorder):
+            file = {"file": str(path.relative_to(self._run_folder)), "num_bytes": path.stat().st_size}
+            self._recorder.record(AuditKind.LOGGED, {"version": version, **file, "sha256": file_sha256(path)})
 
     def checkpointed(self, version: int) -> None:
         """Records the checkpoint of `version`, which is complete."""
         manifest = checkpoint_folder(self._checkpoints, version) / MANIFEST_FILE
         body = {"version": version, "manifest": file_sha256(manifest), "kept": versions_in(self._checkpoints)}
-        self._recorder.record(RecordKind.CHECKPOINT, body)
+        self._recorder.record(AuditKind.CHECKPOINT, body)
         self._log_head(f"at the checkpoint of step {version}")
 
     def resumed(self, version: int) -> None:
         """The run continues from the checkpoint of `version`; the steps of the journal follow."""
         manifest = checkpoint_folder(self._checkpoints, version) / MANIFEST_FILE
         self._is_recovering = True
-        self._recorder.record(RecordKind.RESUMED, {"version": version, "manifest": file_sha256(manifest)})
+        self._recorder.record(AuditKind.RESUMED, {"version": version, "manifest": file_sha256(manifest)})
 
     def recovered(self, version: int) -> None:
         """The steps of the journal are repeated."""
         self._is_recovering = False
-        self._recorder.record(RecordKind.RECOVERED, {"version": version})
+        self._recorder.record(AuditKind.RECOVERED, {"version": version})
 
     def ended(self, status: str, version: int) -> None:
         """This part of the run is over and its files are written. Reads them, then closes the chain."""
         if not isinstance(self._recorder, NoRecorder):
             files = digests_below(self._run_folder)
-            self._recorder.record(RecordKind.ENDED, {"status": status, "version": version, "files": files})
+            self._recorder.record(AuditKind.ENDED, {"status": status, "version": version, "files": files})
             self._log_head("at the end")
         self._recorder.close()
 

@@ -11,7 +11,7 @@ from mobula.cluster.audit.chain import AUDIT_FILE, GENESIS, HEAD_FILE, AuditReco
 
 
 @dataclass(frozen=True)
-class Finding:
+class AuditFinding:
     """Something that the audit found wrong, in `file` of the run folder."""
 
     file: str
@@ -42,7 +42,7 @@ class ChainFile:
         return self.num_torn_bytes > 0 and isinstance(self.head, Head) and end >= self.head.num_bytes
 
 
-def check_order(chain: ChainFile) -> Iterator[Finding]:
+def check_order(chain: ChainFile) -> Iterator[AuditFinding]:
     """Yields every fault of the chain; empty if it is as it was written."""
     intact = [(line.number, line.record) for line in chain.lines if line.record]
     present = Counter(record.seq for _, record in intact)
@@ -51,19 +51,23 @@ def check_order(chain: ChainFile) -> Iterator[Finding]:
     damaged = _damaged(chain.lines, absent)
     for line, seq in damaged:
         absent = [number for number in absent if number != seq]
-        yield Finding(AUDIT_FILE, f"record {seq} (line {line.number}) was altered: {line.fault}")
+        yield AuditFinding(AUDIT_FILE, f"record {seq} (line {line.number}) was altered: {line.fault}")
     if chain.num_torn_bytes and not chain.has_torn_end:
         number = absent.pop() if absent else len(chain.lines)
-        yield Finding(AUDIT_FILE, f"record {number} was altered: its line has no end ({chain.num_torn_bytes} bytes)")
+        yield AuditFinding(
+            AUDIT_FILE, f"record {number} was altered: its line has no end ({chain.num_torn_bytes} bytes)"
+        )
     for first, last in _ranges(absent):
         named = f"record {first} is" if first == last else f"records {first} to {last} are"
-        yield Finding(AUDIT_FILE, f"{named} missing")
+        yield AuditFinding(AUDIT_FILE, f"{named} missing")
     for seq, num in present.items():
         if num > 1:
-            yield Finding(AUDIT_FILE, f"record {seq} stands {num} times in the file")
+            yield AuditFinding(AUDIT_FILE, f"record {seq} stands {num} times in the file")
     for (_, before), (number, record) in pairwise(intact):
         if record.seq < before.seq:
-            yield Finding(AUDIT_FILE, f"{record.name} stands after {before.name} (line {number}): records were moved")
+            yield AuditFinding(
+                AUDIT_FILE, f"{record.name} stands after {before.name} (line {number}): records were moved"
+            )
     yield from _check_links({record.seq: record for _, record in intact})
     yield from _check_head(chain, intact)
 
@@ -87,31 +91,33 @@ def _ranges(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
         yield members[0], members[-1]
 
 
-def _check_links(by_number: dict[int, AuditRecord]) -> Iterator[Finding]:
+def _check_links(by_number: dict[int, AuditRecord]) -> Iterator[AuditFinding]:
     for seq, record in by_number.items():
         before = GENESIS if seq == 0 else by_number[seq - 1].sha256 if seq - 1 in by_number else record.previous
         if record.previous != before:
-            yield Finding(
+            yield AuditFinding(
                 AUDIT_FILE,
                 f"{record.name} was written after another record {seq - 1} than the one in the file: one of them was "
                 "replaced",
             )
 
 
-def _check_head(chain: ChainFile, intact: Sequence[tuple[int, AuditRecord]]) -> Iterator[Finding]:
+def _check_head(chain: ChainFile, intact: Sequence[tuple[int, AuditRecord]]) -> Iterator[AuditFinding]:
     if not isinstance(chain.head, Head):
-        yield Finding(HEAD_FILE, chain.head)
+        yield AuditFinding(HEAD_FILE, chain.head)
         return
     last = next((record for _, record in intact if record.seq == chain.head.num_records - 1), None)
     if last is not None and last.sha256 != chain.head.sha256:
-        yield Finding(HEAD_FILE, f"{last.name} has another sha256 than the one noted here: it was replaced")
+        yield AuditFinding(HEAD_FILE, f"{last.name} has another sha256 than the one noted here: it was replaced")
     if chain.head.num_records == 0 and chain.head.sha256 != GENESIS:
-        yield Finding(HEAD_FILE, "it has a digest and counts no record")
+        yield AuditFinding(HEAD_FILE, "it has a digest and counts no record")
     is_last_line = last is not None and chain.lines and chain.lines[-1].record in (last, None)
     if is_last_line and last is not None and len(chain.lines) == chain.head.num_records:
         end = chain.lines[-1].end
         if end != chain.head.num_bytes:
-            yield Finding(HEAD_FILE, f"it counts {chain.head.num_bytes} bytes, and the file has {end}")
+            yield AuditFinding(HEAD_FILE, f"it counts {chain.head.num_bytes} bytes, and the file has {end}")
     beyond = [record for _, record in intact if record.seq > chain.head.num_records]  # one may follow: a killed writer
     if beyond:
-        yield Finding(HEAD_FILE, f"it counts {chain.head.num_records} records, and {beyond[0].name} is beyond them")
+        yield AuditFinding(
+            HEAD_FILE, f"it counts {chain.head.num_records} records, and {beyond[0].name} is beyond them"
+        )

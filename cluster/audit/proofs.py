@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from mobula.cluster.audit.chain import AUDIT_FILE
-from mobula.cluster.audit.history import History, Step, named
-from mobula.cluster.audit.order import Finding
+from mobula.cluster.audit.history import AuditedStep, History, named
+from mobula.cluster.audit.order import AuditFinding
 
 # `newer`: the engine joined during the push, or got a later version, each through a load that checks every byte.
 VERIFIED = ("checksum", "checksum+canary", "newer")
@@ -44,7 +44,7 @@ def staleness_of(history: History) -> Staleness:
     return Staleness(dict(sorted((lag, num) for lag, num in lags.items() if num)), allowed)
 
 
-def check_staleness(history: History) -> Iterator[Finding]:
+def check_staleness(history: History) -> Iterator[AuditFinding]:
     """Yields tokens over the bound, of a version after the step's, or of a version that no engine had received."""
     newest = max(history.served, default=0)
     for version, step in history.steps.items():
@@ -54,10 +54,10 @@ def check_staleness(history: History) -> Iterator[Finding]:
                 if not problem and history.pushes and sampled < newest and sampled not in history.served:
                     problem = f"of version {sampled}, which was never pushed"
                 if problem:
-                    yield Finding(AUDIT_FILE, f"{step.record.name}: group {group_id} has tokens {problem}")
+                    yield AuditFinding(AUDIT_FILE, f"{step.record.name}: group {group_id} has tokens {problem}")
 
 
-def _problem_of(lag: int, step: Step) -> str:
+def _problem_of(lag: int, step: AuditedStep) -> str:
     if lag < 0:
         return f"of version {step.record.body['version'] - 1 - lag}, which did not exist yet"
     limit = step.bounds["max_staleness"]
@@ -66,27 +66,27 @@ def _problem_of(lag: int, step: Step) -> str:
     return ""
 
 
-def check_groups(history: History) -> Iterator[Finding]:
+def check_groups(history: History) -> Iterator[AuditFinding]:
     """Yields groups that stand in two steps of the run's line of versions."""
     steps_of: dict[str, list[int]] = defaultdict(list)
     for version, step in history.steps.items():
         for group_id in step.groups:
             steps_of[group_id].append(version)
         if len(step.groups) < len(step.record.body["groups"]):
-            yield Finding(AUDIT_FILE, f"{step.record.name} has a group twice")
+            yield AuditFinding(AUDIT_FILE, f"{step.record.name} has a group twice")
     twice = {group_id: versions for group_id, versions in steps_of.items() if len(versions) > 1}
     for group_id, versions in twice.items():
         made = " and ".join(map(str, versions))
-        yield Finding(AUDIT_FILE, f"group {group_id} was trained {len(versions)} times, for versions {made}")
+        yield AuditFinding(AUDIT_FILE, f"group {group_id} was trained {len(versions)} times, for versions {made}")
     gaps = sorted(set(range(1, history.version + 1)) - history.steps.keys())
     if gaps:
-        yield Finding(AUDIT_FILE, f"versions {named([str(gap) for gap in gaps])} have no record of their step")
+        yield AuditFinding(AUDIT_FILE, f"versions {named([str(gap) for gap in gaps])} have no record of their step")
 
 
-def check_pushes(history: History) -> Iterator[Finding]:
+def check_pushes(history: History) -> Iterator[AuditFinding]:
     """Yields pushes that an engine took without a check of its bytes."""
     for record in history.pushes:
         engines = [engine for engine, how in record.body["receivers"].items() if how not in VERIFIED]
         if engines:
             where = named(engines)
-            yield Finding(AUDIT_FILE, f"{record.name} was verified neither by checksum nor by canary at {where}")
+            yield AuditFinding(AUDIT_FILE, f"{record.name} was verified neither by checksum nor by canary at {where}")

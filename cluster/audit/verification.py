@@ -9,7 +9,7 @@ from pathlib import Path
 from mobula.cluster.audit.chain import AUDIT_FILE, HEAD_FILE, DamagedRecord, Head, split
 from mobula.cluster.audit.coverage import check_files
 from mobula.cluster.audit.history import History
-from mobula.cluster.audit.order import ChainFile, Finding, check_order
+from mobula.cluster.audit.order import AuditFinding, ChainFile, check_order
 from mobula.cluster.audit.proofs import check_groups, check_pushes, check_staleness
 from mobula.cluster.errors import PreflightError
 
@@ -19,7 +19,7 @@ class Audit:
     """The history of a run, and its faults: `findings` is empty if there is none."""
 
     history: History
-    findings: Sequence[Finding]
+    findings: Sequence[AuditFinding]
     num_records: int
     sha256: str  # of the newest record
     has_torn_end: bool
@@ -58,7 +58,9 @@ def verify(folder: Path, checkpoints: Path, head: str = "") -> Audit:
     records = chain.records
     findings = list(check_order(chain))
     if head and head not in {record.sha256 for record in records}:
-        findings.append(Finding(AUDIT_FILE, f"no record has the sha256 {head}: the chain is another one, or was cut"))
+        findings.append(
+            AuditFinding(AUDIT_FILE, f"no record has the sha256 {head}: the chain is another one, or was cut")
+        )
     if not records:
         raise PreflightError(f"{folder / AUDIT_FILE} has no readable record: put the file of the run back")
     history = History()

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from mobula.cluster.audit.chain import AUDIT_FILE, GENESIS, HEAD_FILE, DamagedRecord, Head, RecordKind, encode, split
+from mobula.cluster.audit.chain import AUDIT_FILE, GENESIS, HEAD_FILE, AuditKind, DamagedRecord, Head, encode, split
 from mobula.cluster.runtime.concurrency import DaemonThread
 
 _logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class Recorder(Protocol):
         """The error after which no record was written."""
         ...
 
-    def record(self, kind: RecordKind, body: Mapping[str, Any]) -> None: ...
+    def record(self, kind: AuditKind, body: Mapping[str, Any]) -> None: ...
 
     def close(self) -> None: ...
 
@@ -57,7 +57,7 @@ class NoRecorder:
     head = Head()
     error: OSError | None = None
 
-    def record(self, kind: RecordKind, body: Mapping[str, Any]) -> None: ...
+    def record(self, kind: AuditKind, body: Mapping[str, Any]) -> None: ...
 
     def close(self) -> None: ...
 
@@ -84,7 +84,7 @@ class ChainWriter:
         except OSError as error:
             self._fail(error)
 
-    def record(self, kind: RecordKind, body: Mapping[str, Any]) -> None:
+    def record(self, kind: AuditKind, body: Mapping[str, Any]) -> None:
         with self._lock:
             if self._chain is None or self._end is None:
                 return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
@@ -21,10 +21,14 @@ from mobula.cluster.runtime.object_store import fetch
 class TrajectoryLog:
     """Writes and reads the log of one run. If the process is killed, a step's file is complete or absent."""
 
-    def __init__(self, folder: Path, *, timeout_s: float) -> None:
-        """`timeout_s` bounds the fetch of one step's groups."""
+    def __init__(
+        self, folder: Path, *, timeout_s: float, on_written: Callable[[int, Path], None] = lambda step, path: None
+    ) -> None:
+        """`timeout_s` bounds the fetch of one step's groups. `on_written` gets each step with its file, on the thread
+        that has written it."""
         self.folder = folder
         self._timeout_s = timeout_s
+        self._on_written = on_written
 
     def append(self, step: int, groups: Sequence[ScoredGroup]) -> Path:
         """Writes the groups that made version `step`. A step that is repeated after a resume replaces its file."""
@@ -45,6 +49,7 @@ class TrajectoryLog:
             # fsync before the rename: a file with the final name is complete even after a power failure.
             os.fsync(file.fileno())
         os.replace(draft, path)
+        self._on_written(step, path)
         return path
 
     def steps(self) -> list[int]:

@@ -251,6 +251,10 @@ class RunConfig(Section):
     """Steps of RL or of the offline job: weight versions after the initial one."""
     resume: Resume = Resume.NEVER
     """`auto` resumes from the newest complete checkpoint of the run; `never` refuses a folder with a checkpoint."""
+    reproduce: str = ""
+    """Folder of a run, or its name below `runs`, whose `config.yaml` this run takes; further words are listed as
+    differences, with those of code, packages, machine, data and model. The run is called `NAME-again` unless `name` is
+    set."""
     max_rollout_retries: NonNegativeInt = 3
     """Retries of a prompt before the run fails."""
     policy: PolicyConfig

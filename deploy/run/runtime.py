@@ -69,6 +69,7 @@ from mobula.deploy.run.logs import log_thread_failures, log_to, set_up_logging, 
 from mobula.deploy.run.node_network import check_network
 from mobula.deploy.run.overview import overview
 from mobula.deploy.run.provenance import provenance
+from mobula.deploy.run.reproduction import reproduction
 from mobula.deploy.run.run_report import earlier_wall_s
 from mobula.deploy.run.shared_paths import check_on_all_nodes
 from mobula.deploy.wiring.build import (
@@ -226,7 +227,8 @@ def _run_training(
         tracer = build_tracer(config.tracing, config.name, config.run_folder)
         audit = build_audit(config)
         metrics = build_metrics(config, console, version, sinks, tracer, start_up, audit)
-        audit.started(provenance(cluster.prepared))
+        origin = provenance(cluster.prepared)
+        audit.started(origin | reproduction(config, origin))
         write_faults_to(config.run_folder, metrics.progress, audit.lost)
         # A part that was killed has left no summary, but the seconds of its steps.
         started -= max(earlier_wall_s(config.run_folder), metrics.totals.seconds["total"]) if version else 0.0

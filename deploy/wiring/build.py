@@ -271,6 +271,7 @@ def build_controller(
         training.learner,
         training.replay,
         metrics,
+        audit,
         before=(evaluator.finish, gpu_lease.train) if gpu_lease else (),
         regenerate=None if gpu_lease else reference.regenerate,
         check=_check_of(config, tolerance.rounding),

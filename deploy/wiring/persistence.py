@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ import ray
 
 from mobula.actors.datasets.prompts import PromptSource
 from mobula.actors.datasets.rows import Row
+from mobula.cluster.audit.observer import RunAudit
 from mobula.cluster.metrics.definitions import CounterName
 from mobula.cluster.metrics.hub import Metrics
 from mobula.cluster.records.trajectory import Prompt
@@ -75,19 +76,26 @@ def reached_version(config: RunConfig, version: int) -> int:
     return _journal(config).recover(version).reached if config.replay.journal else version
 
 
-def trajectory_log(run_folder: Path, config: RunConfig) -> TrajectoryLog:
-    """Returns the trajectory log of the run in `run_folder`."""
-    return TrajectoryLog(run_folder / TRAJECTORIES_FOLDER, timeout_s=config.timeouts.object_s)
+def trajectory_log(
+    run_folder: Path, config: RunConfig, on_written: Callable[[int, Path], None] = lambda step, path: None
+) -> TrajectoryLog:
+    """Returns the trajectory log of the run in `run_folder`; `on_written` gets each step with its file."""
+    return TrajectoryLog(run_folder / TRAJECTORIES_FOLDER, timeout_s=config.timeouts.object_s, on_written=on_written)
 
 
 def step_learner(
-    config: RunConfig, learner: RestartableLearner, replay: ReplayBuffer, metrics: Metrics, **options: Any
+    config: RunConfig,
+    learner: RestartableLearner,
+    replay: ReplayBuffer,
+    metrics: Metrics,
+    audit: RunAudit,
+    **options: Any,
 ) -> StepLearner:
     """Wraps `learner` with the configured journal and trajectory log; `options` go to `StepLearner`."""
     return StepLearner(
         learner,
         journal=replay if config.replay.journal else None,
-        log=trajectory_log(config.run_folder, config) if config.replay.trajectory_log else None,
+        log=trajectory_log(config.run_folder, config, audit.logged) if config.replay.trajectory_log else None,
         max_waiting=MAX_WAITING_STEPS,
         on_log_failed=partial(metrics.count, CounterName.UNLOGGED_STEPS),
         **options,

@@ -70,4 +70,6 @@ def test_the_audit_of_a_killed_run_passes_and_counts_its_parts(
     result = audited(folder)
     assert result.findings == []
     assert [part.status for part in result.history.parts] == [*[None] * len(kills), "done"]
-    assert [sorted(step.groups) for step in result.history.steps.values()] == [sorted(ids) for ids in run.learner.weights]
+    assert [sorted(step.groups) for step in result.history.steps.values()] == [
+        sorted(ids) for ids in run.learner.weights
+    ]

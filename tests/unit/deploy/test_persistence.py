@@ -12,6 +12,7 @@ from fakes import FakeLearner, make_scored
 from family_prompts import family_prompts
 from metrics_data import FakeClock, make_metrics
 
+from mobula.cluster.audit.observer import RunAudit
 from mobula.cluster.errors import CanaryError
 from mobula.cluster.metrics.definitions import CounterName
 from mobula.cluster.metrics.hub import Metrics
@@ -42,7 +43,7 @@ def config(folder: Path, *overrides: str) -> RunConfig:
 
 def build(run: RunConfig, learner: FakeLearner, metrics: Metrics) -> tuple[StepLearner, Recovery]:
     nothing = SimpleNamespace()
-    steps = step_learner(run, learner, nothing, metrics)
+    steps = step_learner(run, learner, nothing, metrics, RunAudit())
     return steps, build_recovery(run, steps, nothing, nothing, nothing, metrics)
 
 

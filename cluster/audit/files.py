@@ -22,7 +22,7 @@ UNRECORDED_FOLDERS = (
     "trackio",
     "wandb",
 )
-UNRECORDED_FILES = (AUDIT_FILE, HEAD_FILE, "run.log", "report.html", "cluster.json", "scale.json")
+UNRECORDED_FILES = (AUDIT_FILE, HEAD_FILE, "run.log", "report.html", "cluster.json", "scale.json", "run.lock")
 
 
 def file_sha256(path: Path) -> str:

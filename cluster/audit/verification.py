@@ -48,6 +48,14 @@ def read_chain(folder: Path) -> ChainFile:
     return ChainFile(lines, num_torn, head)
 
 
+def replayed(chain: ChainFile) -> History:
+    """Replays the undamaged records of a chain."""
+    history = History()
+    for record in chain.records:
+        history.add(record)
+    return history
+
+
 def verify(folder: Path, checkpoints: Path, head: str = "") -> Audit:
     """Audits a run folder. `head`: the sha256 of a record that was noted elsewhere and must be part of the chain.
 
@@ -63,9 +71,7 @@ def verify(folder: Path, checkpoints: Path, head: str = "") -> Audit:
         )
     if not records:
         raise PreflightError(f"{folder / AUDIT_FILE} has no readable record: put the file of the run back")
-    history = History()
-    for record in records:
-        history.add(record)
+    history = replayed(chain)
     findings += history.findings
     findings += check_staleness(history)
     findings += check_groups(history)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,10 @@ from rich.console import Console
 from rich.text import Text
 
 from mobula.cluster.audit.chain import AUDIT_FILE
+from mobula.cluster.audit.comparison import Comparison, compare
 from mobula.cluster.audit.history import History, Part, SavedCheckpoint, named
 from mobula.cluster.audit.proofs import staleness_of
-from mobula.cluster.audit.verification import Audit, verify
+from mobula.cluster.audit.verification import Audit, read_chain, replayed, verify
 from mobula.cluster.errors import PreflightError
 from mobula.configs.schema.run import LATEST
 from mobula.deploy.host.run_folder import CHECKPOINTS_FOLDER
@@ -36,7 +38,7 @@ def audit(name: str | None, folder: Path | None, head: str, is_json: bool, conso
     if is_json:
         console.print(json.dumps(as_json(result), indent=1), markup=False, highlight=False, soft_wrap=True)
     else:
-        for label, text in _lines(result):
+        for label, text in (*_lines(result), *_comparison_lines(result.history)):
             console.print(Text.assemble((f"{label:<12}", "bold"), text), highlight=False, soft_wrap=True)
         _show_findings(result, console)
     return 1 if result.findings else 0
@@ -64,12 +66,21 @@ def as_json(result: Audit) -> dict[str, Any]:
         "receipts": {engine: dict(counts) for engine, counts in sorted(history.receipts.items())},
         "num_admitted": dict(history.num_admitted),
         "parts": [_part_json(part) for part in history.parts],
+        "reproduces": _reproduced_json(history),
         "rollbacks": [dict(record.body) for record in history.rollbacks],
         "checkpoints": {
             str(version): {"parent": saved.parent, "part": saved.part + 1, "manifest": saved.record.body["manifest"]}
             for version, saved in sorted(history.checkpoints.items())
         },
     }
+
+
+def _reproduced_json(history: History) -> dict[str, Any] | None:
+    found = reproduced(history)
+    if found is None:
+        return None
+    folder, compared = found
+    return {"run": str(folder), **({} if compared is None else asdict(compared))}
 
 
 def _part_json(part: Part) -> dict[str, Any]:
@@ -150,6 +161,33 @@ def _checkpoint_text(version: int, saved: SavedCheckpoint) -> str:
         return f"version {version}, {digest}, of part {saved.part + 1}"
     steps = f"step {version}" if version == saved.parent + 1 else f"steps {saved.parent + 1} to {version}"
     return f"version {version}, {digest}, of part {saved.part + 1}: {steps} after version {saved.parent}"
+
+
+def _comparison_lines(history: History) -> Iterator[tuple[str, str]]:
+    """How far the run is equal to the run that it reproduces."""
+    found = reproduced(history)
+    if found is None:
+        return
+    folder, compared = found
+    if compared is None:
+        yield "reproduces", f"{folder}, whose {AUDIT_FILE} cannot be read"
+        return
+    policy = {None: "no policies to compare", True: "the policies are equal bit for bit", False: "the policies differ"}
+    where = f"step {compared.equal_to + 1} differs first: {compared.first_difference}"
+    steps = where if compared.first_difference else f"all {compared.num_shared} steps trained equal groups"
+    yield "reproduces", f"{folder}: {steps}; {policy[compared.has_equal_policy]}"
+
+
+def reproduced(history: History) -> tuple[Path, Comparison | None] | None:
+    """Returns the run that this one reproduces, and the comparison with it; None if it reproduces none."""
+    started = history.parts[0].started
+    if started is None or "reproduces" not in started.body:
+        return None
+    folder = Path(started.body["reproduces"]["run"])
+    try:
+        return folder, compare(history, replayed(read_chain(folder)))
+    except PreflightError:
+        return folder, None
 
 
 def _show_findings(result: Audit, console: Console) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mobula.cluster.audit.chain import AUDIT_FILE, HEAD_FILE, AuditKind, encode
+from mobula.cluster.audit.comparison import Comparison, compare
 from mobula.cluster.audit.files import recorded_files
 from mobula.cluster.audit.writer import ChainWriter
 from mobula.cluster.errors import PreflightError
@@ -153,3 +155,13 @@ def test_records_that_are_gone_when_a_run_is_resumed_stay_a_finding(tmp_path: Pa
 def test_a_folder_without_a_chain_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PreflightError, match=r"metrics\.audit=true"):
         audited(tmp_path)
+
+
+def test_the_first_group_that_differs_between_two_runs_is_named(run: Path, tmp_path: Path) -> None:
+    whole_run(tmp_path / "equal")
+    ours, equal = audited(run).history, audited(tmp_path / "equal").history
+    assert compare(ours, equal) == Comparison(4, 4, "", None)
+    step = equal.steps[3]
+    first = next(iter(step.groups))
+    equal.steps[3] = replace(step, groups=dict.fromkeys(step.groups, "0" * 64))
+    assert compare(ours, equal) == Comparison(2, 4, f"{first}, with other content", None)

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from mobula.cluster.audit.observer import RunAudit
 from mobula.cluster.errors import MobulaError, WorkerDiedError
 from mobula.cluster.metrics.definitions import CounterName
 from mobula.cluster.metrics.hub import Metrics
@@ -120,7 +121,7 @@ async def _run(
     inference, training = roles.inference(), roles.training()
     await run_all(training.ranks.start(), inference.rollouts.start(), inference.rewards.start())
     stop = StopRequest(deadline_s=prepared.config.timeouts.stop_checkpoint_s, progress=metrics.progress)
-    controller = build_controller(prepared, inference, training, metrics, UNTRACED, (), stop)
+    controller = build_controller(prepared, inference, training, metrics, UNTRACED, (), stop, RunAudit())
     tune_gc()
     recording.begin()
     pending = [

@@ -47,6 +47,11 @@ class RunAudit:
         self._rejected: list[tuple[str, str]] = []
         self._is_recovering = False
 
+    @property
+    def is_on(self) -> bool:
+        """Whether records are written; otherwise no file is read for them."""
+        return not isinstance(self._recorder, NoRecorder)
+
     def started(self, body: Mapping[str, Any]) -> None:
         """A part of the run begins; `body` is of `mobula.deploy.run.provenance`. Call it once `metrics.jsonl` has the
         lines that this part keeps.
@@ -113,12 +118,14 @@ class RunAudit:
 
     def logged(self, version: int, path: Path) -> None:
         """Records the file of a step in the trajectory log; a listener of `TrajectoryLog`."""
-        if not isinstance(self._recorder, NoRecorder):
+        if self.is_on:
             file = {"file": str(path.relative_to(self._run_folder)), "num_bytes": path.stat().st_size}
             self._recorder.record(AuditKind.LOGGED, {"version": version, **file, "sha256": file_sha256(path)})
 
     def checkpointed(self, version: int) -> None:
         """Records the checkpoint of `version`, which is complete."""
+        if not self.is_on:
+            return
         manifest = checkpoint_folder(self._checkpoints, version) / MANIFEST_FILE
         body = {"version": version, "manifest": file_sha256(manifest), "kept": versions_in(self._checkpoints)}
         self._recorder.record(AuditKind.CHECKPOINT, body)
@@ -126,6 +133,8 @@ class RunAudit:
 
     def resumed(self, version: int) -> None:
         """The run continues from the checkpoint of `version`; the steps of the journal follow."""
+        if not self.is_on:
+            return
         manifest = checkpoint_folder(self._checkpoints, version) / MANIFEST_FILE
         self._is_recovering = True
         self._recorder.record(AuditKind.RESUMED, {"version": version, "manifest": file_sha256(manifest)})
@@ -137,7 +146,7 @@ class RunAudit:
 
     def ended(self, status: str, version: int) -> None:
         """This part of the run is over and its files are written. Reads them, then closes the chain."""
-        if not isinstance(self._recorder, NoRecorder):
+        if self.is_on:
             files = digests_below(self._run_folder)
             self._recorder.record(AuditKind.ENDED, {"status": status, "version": version, "files": files})
             self._log_head("at the end")

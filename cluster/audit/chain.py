@@ -40,7 +40,8 @@ class AuditKind(StrEnum):
     LOST = "lost"  # a worker died or did not answer
     METRICS = "metrics"  # a line of metrics.jsonl, written after this record
     LOGGED = "logged"  # a step's file in the trajectory log
-    ROLLED_BACK = "rolled_back"  # later steps are void: the run continues from an older checkpoint
+    GUARDED = "guarded"  # the guard warned, raised the KL coefficient or stopped the run
+    ROLLED_BACK = "rolled_back"  # the guard replaced the weights of a version by those of an older checkpoint
     ENDED = "ended"  # this part is over, with the digests of its files
 
 

@@ -42,11 +42,23 @@ class AuditedStep:
     num_repeats: int = 0
 
 
-@dataclass
+@dataclass(frozen=True)
 class SavedCheckpoint:
+    """A checkpoint and the part of the run that wrote it."""
+
     record: AuditRecord
-    parent: int | None  # version of the checkpoint before it in the run's line of versions
     part: int
+
+
+@dataclass(frozen=True)
+class Descent:
+    """What the weights of a version were made of: `steps` were trained on the checkpoint of version `base`, in order.
+
+    A rollback leaves out the steps whose weights it replaced.
+    """
+
+    base: int
+    steps: tuple[int, ...]
 
 
 class History:
@@ -65,7 +77,9 @@ class History:
         self.served: set[int] = set()  # versions that engines have received
         self.rejected: Counter[str] = Counter()  # reason -> groups
         self.regenerated: dict[str, str] = {}  # group -> source
-        self.rollbacks: list[AuditRecord] = []
+        self.guarded: dict[int, AuditRecord] = {}  # actions of the guard by the version of their step
+        self.rollbacks: dict[int, AuditRecord] = {}  # by the version whose weights they replaced
+        self._void_rollbacks: dict[int, AuditRecord] = {}
         self.metrics: list[AuditRecord] = []  # of the newest part
         self.logged: dict[int, AuditRecord] = {}
         self.ended: AuditRecord | None = None  # if it is the newest record
@@ -84,6 +98,7 @@ class History:
             AuditKind.LOST: lambda record: self.parts[-1].losses.append(record.body),
             AuditKind.METRICS: lambda record: self.metrics.append(record),
             AuditKind.LOGGED: self._logged,
+            AuditKind.GUARDED: self._guarded,
             AuditKind.ROLLED_BACK: self._rolled_back,
             AuditKind.ENDED: self._end,
         }
@@ -124,7 +139,7 @@ class History:
         if known is not None and known.record.body["manifest"] != record.body["manifest"]:
             self._find(f"{record.name} loaded another checkpoint than {known.record.name} had written")
         if known is None:  # the process was killed between the checkpoint and its record
-            self.checkpoints[version] = SavedCheckpoint(record, self._parent(version), len(self.parts) - 1)
+            self.checkpoints[version] = SavedCheckpoint(record, len(self.parts) - 1)
 
     def _recovered(self, record: AuditRecord) -> None:
         self.parts[-1].recovered_to = record.body["version"]
@@ -133,7 +148,7 @@ class History:
         version = record.body["version"]
         if version == 0:
             self._leave(0)  # a new run, where an earlier one was killed before its first checkpoint
-        self.checkpoints[version] = SavedCheckpoint(record, self._parent(version), len(self.parts) - 1)
+        self.checkpoints[version] = SavedCheckpoint(record, len(self.parts) - 1)
 
     def _trained(self, record: AuditRecord) -> None:
         version, part = record.body["version"], self.parts[-1]
@@ -148,6 +163,8 @@ class History:
             self.num_remade += 1
         elif left is not None and record.body["source"] == "journal":
             self._find(f"{record.name} was read from the journal and differs from {left.record.name}")
+        if record.body["source"] == "journal" and version in self._void_rollbacks:
+            self.rollbacks[version] = self._void_rollbacks[version]  # a resume applies it again
         self.rejected.update(reason for _, reason in record.body["rejected"])
         self.steps[version] = AuditedStep(record, groups, tokens, len(self.parts) - 1, part.bounds)
 
@@ -181,9 +198,14 @@ class History:
     def _logged(self, record: AuditRecord) -> None:
         self.logged[record.body["version"]] = record
 
+    def _guarded(self, record: AuditRecord) -> None:
+        self.guarded[record.body["version"]] = record
+
     def _rolled_back(self, record: AuditRecord) -> None:
-        self.rollbacks.append(record)
-        self._leave(record.body["version"])
+        version, restored = record.body["version"], record.body["restored"]
+        self.rollbacks[version] = record
+        if restored not in self.checkpoints or restored >= version:
+            self._find(f"{record.name} loaded version {restored}, of which no record has a checkpoint before it")
 
     def _end(self, record: AuditRecord) -> None:
         self.parts[-1].status = record.body["status"]
@@ -195,9 +217,21 @@ class History:
             self.void[later] = self.steps.pop(later)
             self.num_void += 1
         self.checkpoints = {saved: value for saved, value in self.checkpoints.items() if saved <= version}
+        self._void_rollbacks |= {made: record for made, record in self.rollbacks.items() if made > version}
+        self.rollbacks = {made: record for made, record in self.rollbacks.items() if made <= version}
+        self.guarded = {made: record for made, record in self.guarded.items() if made <= version}
 
-    def _parent(self, version: int) -> int | None:
-        return max((saved for saved in self.checkpoints if saved < version), default=None)
+    def descent(self, version: int) -> Descent:
+        """Returns what the weights of `version` were made of, back to the newest checkpoint before them."""
+        steps: list[int] = []
+        made = version
+        while made > 0 and (made == version or made not in self.checkpoints):
+            if made in self.rollbacks:
+                made = self.rollbacks[made].body["restored"]
+            else:
+                steps.append(made)
+                made -= 1
+        return Descent(made, tuple(reversed(steps)))
 
 
 def named(names: list[str]) -> str:

@@ -13,12 +13,15 @@ from typing import Any
 from mobula.cluster.audit.chain import AuditKind
 from mobula.cluster.audit.files import digests_below, file_sha256, text_sha256
 from mobula.cluster.audit.writer import NoRecorder, Recorder
+from mobula.cluster.metrics.guard_events import GuardEvent
 from mobula.cluster.metrics.report.run_folder import METRICS_FILE
 from mobula.cluster.metrics.step_records import EvaluationRecord, MetricsRecord, StepRecord, record_version, to_line
 from mobula.cluster.records.trajectory import GroupSummary, Reward, ScoredGroup
 from mobula.cluster.recovery.checkpoints import MANIFEST_FILE, Recovery, checkpoint_folder, versions_in
 from mobula.cluster.weight_sync.weight_sync import Push
 from mobula.cluster.workers.faults import Fault
+
+MAX_STRENGTH = 1e9  # of an alarm: JSON has no infinity
 
 _logger = logging.getLogger(__name__)
 
@@ -115,6 +118,11 @@ class RunAudit:
         self._recorder.record(AuditKind.METRICS, {"version": record_version(record), "of": kind, "sha256": line})
         if self._recorder.error is not None:
             raise self._recorder.error
+
+    def guarded(self, event: GuardEvent) -> None:
+        """Records an action of the guard, before the version of its step is pushed."""
+        kind = AuditKind.GUARDED if event.restored is None else AuditKind.ROLLED_BACK
+        self._recorder.record(kind, {**asdict(event), "strength": min(event.strength, MAX_STRENGTH)})
 
     def logged(self, version: int, path: Path) -> None:
         """Records the file of a step in the trajectory log; a listener of `TrajectoryLog`."""

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from mobula.cluster.audit.chain import AUDIT_FILE
 from mobula.cluster.audit.comparison import Comparison, compare
-from mobula.cluster.audit.history import History, Part, SavedCheckpoint, named
+from mobula.cluster.audit.history import Descent, History, Part, SavedCheckpoint, named
 from mobula.cluster.audit.proofs import staleness_of
 from mobula.cluster.audit.verification import Audit, read_chain, replayed, verify
 from mobula.cluster.errors import PreflightError
@@ -67,9 +67,13 @@ def as_json(result: Audit) -> dict[str, Any]:
         "num_admitted": dict(history.num_admitted),
         "parts": [_part_json(part) for part in history.parts],
         "reproduces": _reproduced_json(history),
-        "rollbacks": [dict(record.body) for record in history.rollbacks],
+        "guard": [dict(record.body) for record in (*history.guarded.values(), *history.rollbacks.values())],
         "checkpoints": {
-            str(version): {"parent": saved.parent, "part": saved.part + 1, "manifest": saved.record.body["manifest"]}
+            str(version): {
+                **asdict(history.descent(version)),
+                "part": saved.part + 1,
+                "manifest": saved.record.body["manifest"],
+            }
             for version, saved in sorted(history.checkpoints.items())
         },
     }
@@ -103,9 +107,14 @@ def _lines(result: Audit) -> Iterator[tuple[str, str]]:
     yield from _trained_lines(history)
     yield from _push_lines(history)
     for version, saved in sorted(history.checkpoints.items()):
-        yield "checkpoint", _checkpoint_text(version, saved)
-    for record in history.rollbacks:
-        yield "rollback", f"to version {record.body['version']}: {record.body.get('reason', 'no reason recorded')}"
+        yield "checkpoint", _checkpoint_text(version, saved, history.descent(version))
+    for version, record in sorted(history.rollbacks.items()):
+        yield (
+            "rollback",
+            f"version {version} got the weights of version {record.body['restored']}: {record.body['text']}",
+        )
+    for version, record in sorted(history.guarded.items()):
+        yield "guard", f"version {version}, {record.body['action']}: {record.body['text']}"
 
 
 def _part_text(part: Part) -> str:
@@ -155,12 +164,15 @@ def _push_lines(history: History) -> Iterator[tuple[str, str]]:
         yield f"  {engine}", ", ".join(f"{how} {num}" for how, num in sorted(counts.items())) + joined
 
 
-def _checkpoint_text(version: int, saved: SavedCheckpoint) -> str:
-    digest = saved.record.body["manifest"][:SHORT]
-    if saved.parent is None:
-        return f"version {version}, {digest}, of part {saved.part + 1}"
-    steps = f"step {version}" if version == saved.parent + 1 else f"steps {saved.parent + 1} to {version}"
-    return f"version {version}, {digest}, of part {saved.part + 1}: {steps} after version {saved.parent}"
+def _checkpoint_text(version: int, saved: SavedCheckpoint, descent: Descent) -> str:
+    named = f"version {version}, {saved.record.body['manifest'][:SHORT]}, of part {saved.part + 1}"
+    if version == 0:
+        return f"{named}: the policy before RL"
+    steps = descent.steps
+    if not steps:
+        return f"{named}: the weights of version {descent.base}"
+    trained = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
+    return f"{named}: {trained} after version {descent.base}"
 
 
 def _comparison_lines(history: History) -> Iterator[tuple[str, str]]:

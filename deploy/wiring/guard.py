@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from mobula.cluster.audit.observer import RunAudit
 from mobula.cluster.guard.actions import GuardAction, RaiseKL, Rollback, Stop, Warn
 from mobula.cluster.guard.guard import RunGuard
 from mobula.cluster.guard.kl_scale import KLScale
@@ -31,7 +32,7 @@ from mobula.learner.learner_group import LearnerGroup
 
 
 def build_guard(
-    config: RunConfig, ranks: LearnerGroup, learner: RestartableLearner, metrics: Metrics
+    config: RunConfig, ranks: LearnerGroup, learner: RestartableLearner, metrics: Metrics, audit: RunAudit
 ) -> RunGuard | None:
     """Returns the configured guard; None if no sign is on."""
     names = guard_signs(config)
@@ -76,7 +77,7 @@ def build_guard(
         log=log,
         kl_scale=kl_scale,
         identity=_identity(config),
-        on_event=partial(_count, metrics),
+        on_event=partial(_count, metrics, audit),
     )
     return built
 
@@ -105,6 +106,7 @@ def _identity(config: RunConfig) -> str:
     return hashlib.sha256(json.dumps(measured, sort_keys=True).encode()).hexdigest()
 
 
-def _count(metrics: Metrics, event: GuardEvent) -> None:
+def _count(metrics: Metrics, audit: RunAudit, event: GuardEvent) -> None:
+    audit.guarded(event)
     metrics.count(CounterName.GUARD_ALARMS, event.sign)
     metrics.count(CounterName.GUARD_ACTIONS, event.action)

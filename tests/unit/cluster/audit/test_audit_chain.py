@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -13,11 +13,13 @@ from audited import audited, audited_run, whole_run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mobula.cluster.audit.chain import AUDIT_FILE, HEAD_FILE, AuditKind, encode
+from mobula.cluster.audit.chain import AUDIT_FILE, HEAD_FILE, AuditKind, AuditRecord, encode
 from mobula.cluster.audit.comparison import Comparison, compare
 from mobula.cluster.audit.files import recorded_files
+from mobula.cluster.audit.history import Descent
 from mobula.cluster.audit.writer import ChainWriter
 from mobula.cluster.errors import PreflightError
+from mobula.cluster.metrics.guard_events import GuardEvent
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +50,9 @@ def test_a_whole_run_has_no_finding_and_its_figures(run: Path) -> None:
     history = result.history
     assert (history.version, [part.status for part in history.parts]) == (4, ["done", "done"])
     assert [part.resumed_from for part in history.parts] == [None, 2]
-    assert {version: saved.parent for version, saved in history.checkpoints.items()} == {0: None, 2: 0, 4: 2}
+    assert [history.descent(version) for version in sorted(history.checkpoints)] == [
+        Descent(0, ()), Descent(0, (1, 2)), Descent(2, (3, 4)),
+    ]  # fmt: skip
     assert history.receipts == {"rollout/0": {"checksum+canary": 6}, "rollout/1": {"checksum": 6}}
 
 
@@ -155,6 +159,16 @@ def test_records_that_are_gone_when_a_run_is_resumed_stay_a_finding(tmp_path: Pa
 def test_a_folder_without_a_chain_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PreflightError, match=r"metrics\.audit=true"):
         audited(tmp_path)
+
+
+def test_a_rollback_leaves_out_the_steps_whose_weights_it_replaced(run: Path) -> None:
+    history = audited(run).history
+    event = GuardEvent(3, "judge", "rollback", 2.0, 2, "the judge falls", 1.0, restored=2)
+    history.add(AuditRecord(99, "", 0.0, "rolled_back", asdict(event), ""))
+    assert history.descent(4) == Descent(2, (4,))
+    assert history.findings == []
+    history.add(AuditRecord(100, "", 0.0, "rolled_back", asdict(replace(event, restored=1)), ""))
+    assert "no record has a checkpoint" in history.findings[0].message
 
 
 def test_the_first_group_that_differs_between_two_runs_is_named(run: Path, tmp_path: Path) -> None:

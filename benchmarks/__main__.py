@@ -53,6 +53,7 @@ class Name(StrEnum):
     FLOW = "flow"
     MEDIA_PREPARATION = "media_preparation"
     MEDIA_SIBLINGS = "media_siblings"
+    AUDIT_COST = "audit_cost"
     ALL = "all"
 
 

@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from audited import audited
 from jobs import PROMPTS_PER_STEP, Job, none_left
 from sabotage import Saboteur
 from test_faults import KINDS, MOMENTS
@@ -36,6 +37,9 @@ def test_whatever_happens_to_an_engines_core_costs_nothing_but_time(kind: signal
     found = read_run_folder(job.run_folder).summary
     assert found.status == "done"
     assert found.restarts == (0 if kind is signal.SIGCONT else len(MOMENTS))
+    audit = audited(job.run_folder)
+    assert audit.findings == []
+    assert len(audit.history.parts[0].losses) == found.restarts
     log = TrajectoryLog(job.run_folder / "trajectories", timeout_s=1.0)
     assert log.steps() == list(range(1, found.num_steps + 1))
     trained = [sorted(_place(group.group.group_id) for group in log.read(step)) for step in log.steps()]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+from audited import audited
 from jobs import NUM_SAMPLES, PROMPTS_PER_STEP, RUN_DEADLINE_S, Job, none_left
 from waiting import wait_until
 
@@ -248,6 +249,14 @@ def test_recorded_responses_are_scored_again_alike(resumed: Job) -> None:
     recorded = [row for file in files for row in pq.read_table(file).to_pylist()]
     assert len(again) == RESUMED_STEPS * PROMPTS_PER_STEP * NUM_SAMPLES
     assert [row["reward"] for row in again] == [pytest.approx(row["reward"]["value"], abs=1e-6) for row in recorded]
+
+
+def test_the_audit_holds_with_vllm_and_after_a_kill_with_staleness_1(on_policy: Job, resumed: Job) -> None:
+    assert audited(on_policy.run_folder).findings == []
+    result = audited(resumed.run_folder)
+    assert result.findings == []
+    assert [part.status for part in result.history.parts] == [None, "done"]
+    assert result.history.num_remade >= result.history.num_void - 1, "at most the step of the kill is sampled again"
 
 
 def test_no_step_is_missing_or_twice_after_a_resume(resumed: Job) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from audited import audited
 from jobs import PROMPTS_PER_STEP, Job, none_left
 from sabotage import Saboteur
 from safetensors.torch import load_file
@@ -170,6 +171,10 @@ def test_a_rank_that_is_killed_in_a_step_costs_nothing_but_time(unharmed: Ended,
     assert saboteur.struck == [f"{moment} {victim} 9" for moment, victim in faults]
     found = ended(job)
     assert found.report.summary.restarts == len(faults)
+    audit = audited(job.run_folder)
+    assert audit.findings == []
+    assert audit.history.parts[0].num_restored >= 1
+    assert sum(step.num_repeats for step in audit.history.steps.values()) >= 1
     assert_is_the_same(found, unharmed)
 
 
@@ -185,6 +190,9 @@ def test_a_run_that_is_killed_in_a_step_and_resumed_ends_with_the_same_weights(
         none_left(job.marks[0])
         job.finish(start(job))
     assert saboteur.struck == [f"critic_trains_{version} driver 9"]
+    audit = audited(job.run_folder)
+    assert audit.findings == []
+    assert [part.status for part in audit.history.parts] == [None, "done"]
     assert_is_the_same(ended(job), unharmed)
 
 

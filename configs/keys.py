@@ -197,7 +197,7 @@ def _noun(annotation: Any) -> str:
     if annotation in NOUNS:
         return NOUNS[annotation]
     if get_origin(annotation) is Literal:
-        return "one of " + ", ".join(map(str, get_args(annotation)))
+        return "one of " + ", ".join(str(v).lower() if isinstance(v, bool) else str(v) for v in get_args(annotation))
     if isinstance(annotation, type) and issubclass(annotation, Enum):
         return "one of " + ", ".join(member.value for member in annotation)
     if get_origin(annotation) in (Union, UnionType):

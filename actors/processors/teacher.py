@@ -25,6 +25,14 @@ IMAGE_SETTINGS = (
 )
 
 
+def named_teachers(config: RunConfig) -> dict[str, str]:
+    """Returns the configuration key of each teacher -> its checkpoint; empty without distillation."""
+    distillation = config.algorithm.distillation
+    if not distillation.is_on:
+        return {}
+    return {TEACHER: distillation.teacher, **{f"{TEACHER}s.{n}": t for n, t in distillation.teachers.items()}}
+
+
 def check_teacher(config: RunConfig, teacher: Path, key: str) -> None:
     """Checks that the teacher in the folder `teacher` reads the token ids and image tensors of `policy.model`.
 

@@ -116,7 +116,7 @@ def _backend_can_offload(config: RunConfig) -> str | None:
 
 
 def _attention_keeps_rows_apart(config: RunConfig) -> str | None:
-    if not config.learner.packing or config.policy.attention != "eager":
+    if config.learner.packing is not True or config.policy.attention != "eager":
         return None
     return (
         "learner.packing=true keeps rows apart in every attention but policy.attention=eager: set "

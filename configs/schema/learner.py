@@ -45,18 +45,18 @@ class LearnerConfig(Section):
     max_grad_norm: PositiveFloat = 1.0
     """The global gradient norm is clipped to this."""
     tokens_per_microbatch: PositiveInt = 8192
-    """Tokens in one forward and backward pass of one rank, or of `sequence_parallel` ranks together; without `packing`
+    """Tokens in one forward and backward pass of one rank, or of `sequence_parallel` ranks together; with padded rows
     padding counts, and with `share_prompts` a prompt counts once for its responses."""
     sequence_parallel: PositiveInt = 1
     """Adjacent ranks that split the tokens of the same rows, so that a rank stores only the activations of its part.
     Must divide the attention heads of `policy.model`; 1 splits no row."""
-    packing: bool = False
-    """Compute rows of different lengths without padding; each row attends to itself only. Not available with
-    `policy.attention=eager`."""
+    packing: Literal["auto", True, False] = "auto"
+    """Compute rows of different lengths without padding; each row attends to itself only. `auto`: wherever model,
+    teachers, sampler and `policy.attention` allow it, else padded rows, with a line in the log; `true` refuses the run
+    there."""
     share_prompts: bool = True
-    """With `packing` or `sequence_parallel`: compute a prompt, or another beginning that several rows of a forward and
-    backward pass have in common, once. Turned off, with a line in the log, where the model or `policy.attention` cannot
-    share it."""
+    """Without padding: compute a prompt, or another beginning that several rows of a forward and backward pass have in
+    common, once. Turned off, with a line in the log, where the model or `policy.attention` cannot share it."""
     image_token_cost: NonNegativeFloat = 0.4
     """Cost of encoding one image token, in tokens of the decoder, for balancing ranks. About 4 times the ratio of
     parameters of vision tower and decoder."""
@@ -78,8 +78,9 @@ class LearnerConfig(Section):
 
     @property
     def packs(self) -> bool:
-        """Whether the decoder computes rows without padding; ranks that split tokens always do."""
-        return self.packing or self.sequence_parallel > 1
+        """Whether the decoder computes rows without padding; ranks that split tokens always do. A run decides
+        `packing=auto` before roles start (`mobula.deploy.preflight.row_layout`); undecided, rows are packed."""
+        return self.packing is not False or self.sequence_parallel > 1
 
     @property
     def shares_prompts(self) -> bool:

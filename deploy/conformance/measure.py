@@ -34,6 +34,7 @@ from mobula.configs.load import load_config
 from mobula.configs.schema import RunConfig
 from mobula.configs.schema.rollout import SamplerKind
 from mobula.deploy.conformance.lone_engine import set_engine_environment
+from mobula.deploy.preflight.row_layout import with_row_layout
 from mobula.deploy.wiring.parity_prompts import (
     FRAME_RATE,
     MOST_VIDEOS,
@@ -271,7 +272,7 @@ def takes_media(family: Family) -> bool:
 
 def _config(model: Path, *overrides: str) -> RunConfig:
     family = family_at(str(model))
-    return load_config(
+    config = load_config(
         [
             f"experiment={SMALL_EXAMPLE}",
             f"policy.model={model}",
@@ -289,6 +290,7 @@ def _config(model: Path, *overrides: str) -> RunConfig:
             *overrides,
         ]
     )
+    return with_row_layout(config)
 
 
 def _media(case: Case) -> list[ProcessedMedia]:

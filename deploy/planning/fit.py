@@ -11,6 +11,7 @@ from mobula.configs.schema import RunConfig
 from mobula.deploy.planning.clusters import PlannedNode
 from mobula.deploy.planning.engine_sizes import EngineSizes, engine_sizes, with_engine_sizes
 from mobula.deploy.planning.workers import USABLE, WorkerMemory, worker_memory
+from mobula.deploy.preflight.row_layout import decided
 from mobula.learner.policies.shapes import ModelShape
 
 GIB = 2**30
@@ -57,6 +58,7 @@ def plan_memory(
         PreflightError: an engine's KV cache follows from a GPU whose memory is not known.
     """
     roles = needed_roles(config) if roles is None else roles
+    config, _ = decided(config, {shape.model_type: shape.family})
     placement = plan_placement(config.resources, [node.resources for node in nodes], roles)
     sized = with_engine_sizes(config, shape, placement, nodes)
     by_role = {role: worker_memory(sized, shape, role) for role in roles}

@@ -69,7 +69,7 @@ def check_attention(config: RunConfig, loaded: LoadedModel) -> Iterator[Prefligh
 def check_packing(config: RunConfig, loaded: LoadedModel) -> Iterator[PreflightFinding]:
     """Checks that the model separates packed rows, and that ranks can share the tokens of rows."""
     values = {
-        "learner.packing": (config.learner.packing, False),
+        "learner.packing": (config.learner.packing is True, False),  # `auto` computes padded rows
         "learner.sequence_parallel": (config.learner.sequence_parallel, 1),
     }
     if not loaded.chat or family_at(str(loaded.folder)).keeps_packed_rows_apart:

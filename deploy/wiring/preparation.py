@@ -36,7 +36,7 @@ from mobula.actors.processors.chat import ChatProcessor
 from mobula.actors.processors.conversation import ConversationProcessor
 from mobula.actors.processors.image_tokens import ImageTokenProcessor
 from mobula.actors.processors.make import make_processor
-from mobula.actors.processors.teacher import TEACHER, check_teacher
+from mobula.actors.processors.teacher import TEACHER, check_teacher, named_teachers
 from mobula.cluster.errors import PreflightError
 from mobula.cluster.metrics.report.run_folder import SKIPPED_FILE
 from mobula.cluster.records.media import MediaKeeper, MediaStore
@@ -50,6 +50,7 @@ from mobula.deploy.planning.engine_sizes import EngineSizes
 from mobula.deploy.preflight.checks import find_mismatches
 from mobula.deploy.preflight.findings import refuse
 from mobula.deploy.preflight.loaded import LoadedModel
+from mobula.deploy.preflight.row_layout import with_row_layout
 from mobula.deploy.preflight.user_code import check_user_code, data_writer
 from mobula.deploy.preflight.weights import find_unusable
 from mobula.learner.policies.checkpoint.stored import stored_model
@@ -183,7 +184,7 @@ def _prepare(config: RunConfig, put: Callable[[Any], Any]) -> AnyPrepared:
     refuse(find_mismatches(config, loaded))
     teacher_folder, teachers = _checked_teachers(config)
     ensure_data(config)
-    config = with_possible_sharing(config)
+    config = with_row_layout(config)
     processor, basis = loaded.processor, (config, loaded.folder, loaded.checkpoint)
     names = (TRAIN, config.evaluation.split)
     if isinstance(processor, ConversationProcessor):
@@ -210,25 +211,6 @@ def _prepare(config: RunConfig, put: Callable[[Any], Any]) -> AnyPrepared:
         teachers=teachers,
         supervised=_supervised(config, media) if config.algorithm.supervised.is_on else None,
     )
-
-
-def with_possible_sharing(config: RunConfig) -> RunConfig:
-    """Returns the config without `learner.share_prompts` if shared prompts would change results, and logs why."""
-    if not config.learner.shares_prompts or config.sampler.is_flow:
-        return config
-    model, attention = config.policy.model, config.policy.attention
-    if config.sampler.draws_tokens:
-        reason = "sampler=image_tokens computes padded rows"
-    elif attention != "sdpa":
-        reason = f"policy.attention={attention} attends within rows alone"
-    elif config.policy.dropout:
-        reason = "policy.dropout=true is drawn for each response"
-    elif not family_at(model).shares_prefixes:
-        reason = f"a {model_type_at(model)} (policy.model={model}) has no family file that says it can"
-    else:
-        return config
-    _logger.info("learner.share_prompts is off: %s", reason)
-    return config.model_copy(update={"learner": config.learner.model_copy(update={"share_prompts": False})})
 
 
 def load_checked(config: RunConfig, media: MediaKeeper) -> LoadedModel:
@@ -369,14 +351,11 @@ def _check_positions(config: RunConfig) -> None:
 
 def _checked_teachers(config: RunConfig) -> tuple[Path | None, dict[str, Path]]:
     """Returns the folder of the teacher, and the folders of teachers by label."""
-    distillation = config.algorithm.distillation
-    if not distillation.is_on:
-        return None, {}
-    named = {TEACHER: distillation.teacher, **{f"{TEACHER}s.{n}": t for n, t in distillation.teachers.items()}}
-    folders = {key: checkpoint_folder(key, name) for key, name in named.items()}
+    folders = {key: checkpoint_folder(key, name) for key, name in named_teachers(config).items()}
     for key, folder in folders.items():
         check_teacher(config, folder, key)
-    return folders[TEACHER], {label: folders[f"{TEACHER}s.{label}"] for label in distillation.teachers}
+    labels = config.algorithm.distillation.teachers if folders else ()
+    return folders.get(TEACHER), {label: folders[f"{TEACHER}s.{label}"] for label in labels}
 
 
 def ensure_model(config: RunConfig) -> Path:

@@ -23,6 +23,7 @@ from transformers.utils import logging as progress
 
 from mobula.cluster.weight_sync.manifest import Manifest, TensorSpec
 from mobula.learner.policies.families import family_of
+from mobula.learner.policies.families.base import Family
 from mobula.learner.policies.loading import as_stored, auto_class, checkpoint_names
 from mobula.learner.policies.pretrained import PRETRAINED
 from mobula.learner.policies.tiny import write_tiny
@@ -70,9 +71,14 @@ class ModelShape:
     largest_block: int  # parameters of the largest block
     num_in_blocks: int  # parameters that belong to some block
     pixels_per_patch: int  # 0 without a vision tower
-    parts: Mapping[str, tuple[str, ...]]  # parts of the family -> beginnings of checkpoint names
+    family: Family
     linear_kinds: frozenset[str]  # of all linear layers but the output layer, see `layer_kind`
     decoder: tuple[str, ...]  # names of the decoder's weights below it; checkpoints differ in the names above it
+
+    @property
+    def parts(self) -> Mapping[str, tuple[str, ...]]:
+        """Parts of the family -> beginnings of checkpoint names."""
+        return self.family.parts
 
     def starts(self, freeze: tuple[str, ...]) -> tuple[str, ...]:
         """`policy.freeze` as beginnings of checkpoint names."""
@@ -148,7 +154,7 @@ def shape_of_config(config: PretrainedConfig) -> ModelShape:
         vocab=config.get_text_config().vocab_size,
         largest_block=max(blocks),
         num_in_blocks=sum(blocks),
-        parts=family.parts,
+        family=family,
         linear_kinds=_linear_kinds(model),
         decoder=_decoder_weights(model),
         pixels_per_patch=0 if vision is None else _pixels(vision.patch_size),

@@ -34,13 +34,13 @@ class TokenModel(Policy):
     def __init__(
         self, model: PreTrainedModel, config: LearnerConfig, sequence_ranks: SequenceRanks | None = None
     ) -> None:
-        """With `learner.packing` or sequence parallelism, the decoder computes rows without padding; with
-        `learner.share_prompts`, if the family allows it, each prefix that rows share once.
+        """Unless `learner.packing` is false, and with sequence parallelism, the decoder computes rows without padding;
+        with `learner.share_prompts`, if the family allows it, each prefix that rows share once.
         """
         super().__init__()
         self.model = model
         self.family = family_of(model.config, model.config.name_or_path)
-        if config.packing and not self.family.keeps_packed_rows_apart:
+        if config.packing is not False and not self.family.keeps_packed_rows_apart:
             raise ValueError(
                 f"policy.model is of type {model.config.model_type}, whose layers run through rows that lie behind one "
                 "another: set learner.packing=false"
@@ -52,7 +52,8 @@ class TokenModel(Policy):
             )
         self._ranks = sequence_ranks
         self._shares = config.share_prompts and self.family.shares_prefixes
-        self._packing = RowPacking(model, sequence_ranks) if config.packing or sequence_ranks is not None else None
+        is_packed = config.packing is not False or sequence_ranks is not None
+        self._packing = RowPacking(model, sequence_ranks) if is_packed else None
 
     def blocks(self) -> Iterator[nn.Module]:
         return (module for module in self.modules() if isinstance(module, GradientCheckpointingLayer))

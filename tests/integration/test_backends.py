@@ -23,7 +23,7 @@ from mobula.learner.policy_weights import export_state
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 AVERAGE, BLOCKS = "learner.ema_decay=0.5", "learner.activation_checkpointing=blocks"
-PACKED = "learner.packing=true"
+PACKED, PADDED = "learner.packing=true", "learner.packing=false"
 MODELS = {"untied": (), "tied": (), "adapters": LORA}  # name -> overrides that go with it
 
 
@@ -70,7 +70,7 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, overrides in MODELS.items():
         model = write_tiny_qwen2_5_vl(out / name, seed=0, tie_word_embeddings=name == "tied")
         (out / f"one-{name}").mkdir()
-        train(config_of(model, *overrides, AVERAGE), 0, 1, out / f"one-{name}")
+        train(config_of(model, *overrides, AVERAGE, PADDED), 0, 1, out / f"one-{name}")
     return out
 
 
@@ -119,7 +119,7 @@ def configs_of(ran: Ran, *words: str) -> tuple[RunConfig, RunConfig]:
     """Of one process, and of two ranks."""
     adapters = MODELS[ran.variant.model]
     ranks = (*ran.variant.overrides, "resources.learner.num_workers=2")
-    return config_of(ran.base, *adapters, *words), config_of(ran.base, *ranks, *adapters, *words)
+    return config_of(ran.base, PADDED, *adapters, *words), config_of(ran.base, *ranks, *adapters, *words)
 
 
 def test_two_ranks_end_with_the_weights_of_one_process(ran: Ran) -> None:

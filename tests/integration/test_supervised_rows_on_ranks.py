@@ -24,9 +24,10 @@ MIXED = (
     "algorithm.supervised.batch_size=3",
     "algorithm.num_minibatches=2",
 )
+PADDED = "learner.packing=false"
 BACKENDS = {
     "fsdp2": ("learner=fsdp2",),
-    "packed": ("learner=fsdp2", "learner.packing=true"),
+    "padded": ("learner=fsdp2", PADDED),
     "stage 3": ("learner=deepspeed", "learner.zero_stage=3"),
 }
 
@@ -67,13 +68,14 @@ def test_two_ranks_train_as_one_process_does_and_resume_exactly(tmp_path: Path, 
     model = write_tiny_qwen2_5_vl(tmp_path / "model", seed=0)
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
-    train(config_of(model, *MIXED), 0, 1, tmp_path / "one")
+    train(config_of(model, *MIXED, PADDED), 0, 1, tmp_path / "one")
     multiprocessing.set_forkserver_preload(["backend_run", "offline_rows"])
     mp.start_processes(_rank, args=(model, words, tmp_path / "two"), nprocs=2, start_method="forkserver")
     one, two = (torch.load(tmp_path / name / "seen.pt") for name in ("one", "two"))
     assert equal(one["weights"], two["weights"], atol=5e-5)
     assert not equal(one["weights"], one["before"], atol=1e-4)
     for step in range(2):
-        assert two["metrics"][step] == pytest.approx(one["metrics"][step], rel=1e-3, abs=1e-4)
+        metrics = {name: value for name, value in two["metrics"][step].items() if name != "shared_prompt_share"}
+        assert metrics == pytest.approx(one["metrics"][step], rel=1e-3, abs=1e-4)
         assert two["metrics"][step]["supervised_loss"] > 1
     assert equal(two["third_again"], two["third"], atol=0)

@@ -12,10 +12,16 @@ from transformers import AutoProcessor, AutoTokenizer
 from mobula.actors.processors.chat import ChatProcessor
 from mobula.cluster.records.media import MediaStore
 from mobula.configs.load import load_config
-from mobula.configs.schema import RunConfig
+from mobula.configs.schema import LearnerConfig, RunConfig
+from mobula.deploy.preflight.row_layout import with_row_layout
 from mobula.deploy.wiring.parity_prompts import MOST_VIDEOS, SOUND_RATE, Case, cases
 from mobula.learner.policies.families import family_at
 from mobula.learner.policies.families.base import AudioFamily, VideoFamily
+
+
+def learner_of(folder: Path) -> LearnerConfig:
+    """With packed rows where a run with this model packs them."""
+    return with_row_layout(load_config(["experiment=digits", f"policy.model={folder}", "policy.tiny=none"])).learner
 
 
 @dataclass(frozen=True)

@@ -54,11 +54,11 @@ def learner_config(*overrides: str) -> LearnerConfig:
     return load_config(["experiment=digits", *overrides]).learner
 
 
-def scores_of(folder: Path, batches: list[list[TokenSequence]], *overrides: str):
+def scores_of(folder: Path, batches: list[list[TokenSequence]], *overrides: str, recomputed: str = "none"):
     """Log-probs, entropies and gradients of a mean in which each token has a weight of its own."""
     config = learner_config(*overrides)
     model = load_model(str(folder), torch.float32, "sdpa").train()
-    recompute_blocks(model, config.activation_checkpointing)
+    recompute_blocks(model, recomputed)
     policy = TokenPolicy(model, config)
     outputs, num_targets = [], sum(row.num_targets for batch in batches for row in batch)
     for batch in batches:

@@ -64,7 +64,9 @@ class Family(ABC):
     on_cpu = ""
     """Differences with vLLM on CPU and their reason; docs/supported.md shows it."""
     keeps_packed_rows_apart = True
-    """Whether `learner.packing` gives the same results as separate rows."""
+    """Whether `learner.packing=true` gives the same results as separate rows; if not, it is refused."""
+    padded_because = ""
+    """Reason why `learner.packing=auto` computes padded rows; empty if it packs them."""
     shares_prefixes = True
     """Whether states and positions of tokens depend on earlier tokens and media alone, so that `learner.share_prompts`
     gives the same results."""

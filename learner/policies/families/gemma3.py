@@ -28,13 +28,14 @@ class Gemma3(VisionFamily):
     media_tokens = r"<start_of_image>|<end_of_image>|<image_soft_token>"
     parts = {"vision": ("vision_tower.",), "connector": ("multi_modal_projector.",), "language": ("language_model.",)}
     needs_gate = True
+    padded_because = "its images need a mask; learner.packing=true packs rows of text alone"
     on_cpu = "text alone with vLLM, which ignores the mask of images (0.01 nat); with `sampler=huggingface` images too"
     note = (
         "on CPU vLLM ignores the bidirectional mask of images (0.007 to 0.01 nat in the mean, 0.04 at most), so "
         "`resources.device=cpu` with `sampler=vllm` takes text alone; `sampler=huggingface` takes images on any "
         "device. Engine and learner are compared before the first step. Images were never run on a GPU, where the "
         "presets' tolerance for bfloat16 (0.3 nat) is wider than the effect of the mask on this model: compare with "
-        "`resources.dtype=float32` first. Images need `policy.attention=sdpa` and `learner.packing=false`"
+        "`resources.dtype=float32` first. Images need `policy.attention=sdpa` and padded rows"
     )
 
     def without_images_on(self, device: str, sampler: str) -> str:

@@ -16,11 +16,12 @@ class Qwen35(Qwen3VL):
     }
     engine_dtypes_on_cpu = ("bfloat16",)
     keeps_packed_rows_apart = shares_prefixes = False
+    padded_because = "its layers carry a state from token to token"
     needs_gate = True
     on_cpu = "`resources.dtype=bfloat16` alone with vLLM, whose kernels take no float32; wider tolerance"
     note = (
         "measured in bfloat16, in which alone vLLM computes it on CPU; the learner's float32 equals transformers' to "
         "1e-5, and its own bfloat16 is 0.019 nat away from that in the mean. Tolerance: 0.05 nat in the mean, and "
         "those of `weight_sync.canary_tolerance` in a run. Engine and learner are compared before the first step. "
-        "`learner.packing=true` is refused. Never run on a GPU"
+        "Rows are padded: `learner.packing=true` is refused. Never run on a GPU"
     )

@@ -43,6 +43,7 @@ class UnknownFamily(VisionFamily):
     parts = {}
     needs_gate = True
     shares_prefixes = False  # its positions may depend on the whole row
+    padded_because = "it has no family file, and its decoder may not keep rows apart"
 
     @classmethod
     def takes(cls, config: PreTrainedConfig) -> bool:

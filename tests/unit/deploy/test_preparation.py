@@ -6,7 +6,6 @@ import io
 import json
 import logging
 import os
-import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -35,11 +34,10 @@ from mobula.deploy.wiring.preparation import (
     ensure_model,
     prepare,
     require_model,
-    with_possible_sharing,
 )
 from mobula.learner.learner import Learner
 from mobula.learner.policies.loading import load_model
-from mobula.learner.policies.tiny import write_tiny, write_tiny_qwen2_5_vl
+from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 
 
 @pytest.fixture(scope="module")
@@ -66,26 +64,6 @@ def test_a_run_is_made_of_what_the_config_names_and_stores_images_through_the_gi
     [handle] = prepared.processor.prepare(prepared.usable("test").rows[0], "0/0/x").media
     assert isinstance(handle, MediaHandle)
     assert (handle.reference, len(stored)) == (1, 1)
-
-
-@pytest.mark.parametrize(
-    ("words", "reason"),
-    [
-        ((), ""),
-        (("policy.dropout=true", "supervision.on_logprob_gap=warn"), "policy.dropout=true is drawn for each response"),
-        (("policy.model={llava}",), r"a llava .* has no family file that says it can"),
-    ],
-)
-def test_prompts_are_shared_where_the_model_can(
-    shared: Path, tmp_path: Path, words: tuple[str, ...], reason: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    llava = write_tiny("llava", tmp_path / "llava") if "{llava}" in str(words) else ""
-    caplog.set_level(logging.INFO)
-    asked = config(shared, tmp_path, "learner.packing=true", *(word.format(llava=llava) for word in words))
-    ensure_model(asked)
-    assert with_possible_sharing(asked).learner.share_prompts is (reason == "")
-    lines = [record.getMessage() for record in caplog.records if "share_prompts" in record.getMessage()]
-    assert len(lines) == bool(reason) and all(re.search(f"share_prompts is off: {reason}", line) for line in lines)
 
 
 def test_the_model_and_the_data_are_written_once(shared: Path, tmp_path: Path) -> None:

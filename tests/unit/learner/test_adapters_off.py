@@ -37,8 +37,9 @@ def test_updates_are_those_of_a_scorer_of_the_initial_policy(folder: Path, words
     tokenizer = AutoTokenizer.from_pretrained(folder)
     scorer = ReferenceScorer(tiny_config(folder, *LORA, *words), (250,))
     scorer.load(folder)
-    asking = connected(tiny_config(folder, *LORA, *words, "resources.reference.num_workers=1"))
-    alone = connected(tiny_config(folder, *LORA, *words, OFF, "learner.tokens_per_microbatch=100"))
+    apart = "learner.share_prompts=false"  # micro-batches of another size share another part of the prompts
+    asking = connected(tiny_config(folder, *LORA, *words, apart, "resources.reference.num_workers=1"))
+    alone = connected(tiny_config(folder, *LORA, *words, apart, OFF, "learner.tokens_per_microbatch=100"))
     for version in (1, 2, 3):
         groups = random_groups(tokenizer, 4, 3, seed=version)
         scored = [

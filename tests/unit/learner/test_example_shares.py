@@ -76,9 +76,10 @@ def test_each_rank_has_its_share_whole_and_the_totals_of_all(folder: Path, token
 
 
 def test_two_ranks_fetch_each_row_once(folder: Path, tokenizer, store: Store) -> None:
+    """Prompts are not shared here: that two rows have the same one is known once they are fetched."""
     stored = store.put(rows(tokenizer, "dpo", num=40))
     total = sum(len(g.group.content) + len(g.reference_logprobs.content) for g in stored)
-    fetched(config_of(folder, "dpo"), 2, store, [stored])
+    fetched(config_of(folder, "dpo", "learner.share_prompts=false"), 2, store, [stored])
     assert len(store.num_bytes) == 2 and sum(store.num_bytes.values()) == total
     assert max(store.num_bytes.values()) < 0.7 * total
 

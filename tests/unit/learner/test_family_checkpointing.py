@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from family_prompts import family_prompts
+from family_prompts import family_prompts, learner_of
 from kept_bytes import kept_bytes
 
 from mobula.cluster.records.media import MediaReader
-from mobula.configs.load import load_config
 from mobula.learner.policies.batch import TokenBatch, TokenSequence, collate
 from mobula.learner.policies.loading import disable_dropout, load_model, recompute_blocks
 from mobula.learner.policies.logprobs import PLAIN
@@ -44,7 +43,7 @@ def backward(folder: Path, batch: TokenBatch, kind: str) -> tuple[int, dict[str,
     model = load_model(str(folder), torch.float32, "sdpa").train()
     disable_dropout(model)
     recompute_blocks(model, kind)
-    policy = TokenPolicy(model, load_config(["experiment=digits"]).learner)
+    policy = TokenPolicy(model, learner_of(folder))
     loss: list[torch.Tensor] = []
     kept = kept_bytes(lambda: loss.append(policy(batch, PLAIN).logprobs.mean()) or loss, policy.parameters())
     loss[0].backward()

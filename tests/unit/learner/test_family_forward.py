@@ -7,11 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from family_prompts import FamilyPrompts, family_prompts
+from family_prompts import FamilyPrompts, family_prompts, learner_of
 
 from mobula.cluster.records.media import MediaHandle, MediaReader, ProcessedMedia
 from mobula.cluster.records.trajectory import MediaSpan, Prompt
-from mobula.configs.load import load_config
 from mobula.learner.policies.batch import TokenSequence, collate
 from mobula.learner.policies.families import family_at
 from mobula.learner.policies.loading import checkpoint_names, load_model
@@ -53,7 +52,7 @@ def policy(folder: Path) -> TokenPolicy:
         for parameter in model.parameters():  # so that norms and biases matter
             if parameter.dim() == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.05)
-    return TokenPolicy(model, load_config(["experiment=digits"]).learner)
+    return TokenPolicy(model, learner_of(folder))
 
 
 def sequences(asked: FamilyPrompts) -> list[TokenSequence]:

@@ -18,6 +18,7 @@ from mobula.cluster.records.media import MediaReader, MediaStore
 from mobula.cluster.weight_sync.manifest import checkpoint_manifest
 from mobula.configs.load import load_config
 from mobula.configs.schema import RunConfig
+from mobula.deploy.preflight.row_layout import with_row_layout
 from mobula.deploy.wiring.preparation import Prepared
 from mobula.deploy.wiring.rollouts import engine_settings
 from mobula.learner.policies.batch import TokenSequence, collate
@@ -43,7 +44,7 @@ def asked(folder: Path) -> FamilyPrompts:
 def logprobs(folder: Path, asked: FamilyPrompts, case: str, *words: str) -> np.ndarray:
     """The learner's, of a case's prompt."""
     policy = TokenPolicy(
-        load_model(str(folder), torch.float32, "sdpa"), load_config(["experiment=digits", *words]).learner
+        load_model(str(folder), torch.float32, "sdpa"), with_row_layout(run_of(folder, *words)).learner
     )
     batch = collate([TokenSequence.of_prompt(asked.cases[case].prompt)], MediaReader(timeout_s=1, max_items=8), CPU)
     with torch.no_grad():

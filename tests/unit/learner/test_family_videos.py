@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from clips import noise_frames, write_clip
+from family_prompts import learner_of
 from transformers import AutoConfig, AutoProcessor
 from transformers.video_utils import VideoMetadata
 
@@ -70,9 +71,7 @@ def prompts(folder: Path, tmp_path: Path) -> list[Prompt]:
 
 
 def policy_of(folder: Path) -> TokenPolicy:
-    return TokenPolicy(
-        load_model(str(folder), torch.float32, "sdpa").eval(), load_config(["experiment=digits"]).learner
-    )
+    return TokenPolicy(load_model(str(folder), torch.float32, "sdpa").eval(), learner_of(folder))
 
 
 def batch_of(prompts: list[Prompt]):

@@ -140,7 +140,7 @@ def test_log_probs_of_passes_without_a_gradient_have_no_dropout(tmp_path, tokeni
     """LightRFT defect B21: scoring passes ran in training mode. What is trained has its dropout."""
     folder = add_dropout(write_tiny_qwen2_5_vl(tmp_path / "dropout", seed=0))
     words = ("algorithm.old_logprobs=recomputed", "policy.attention=eager", "learner.tokens_per_microbatch=100000")
-    words += ("policy.dropout=true", "supervision.on_logprob_gap=warn")
+    words += ("policy.dropout=true", "supervision.on_logprob_gap=warn", "learner.packing=false")
     learner = connected(tiny_config(folder, *words))
     items = fetch_items(random_groups(tokenizer, 3, 4), 0, 1.0)
     once, again = ([item for row in learner._scored(items) for item in row] for _ in range(2))

@@ -8,14 +8,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from learner_data import add_dropout
+from learner_data import add_dropout, image, prompt
 from offline_rows import JOBS, config_of, rows
 from transformers import AutoModelForImageTextToText
 
+from mobula.cluster.records.actions import TokenActions
+from mobula.cluster.records.media import MediaReader
 from mobula.cluster.records.trajectory import Reward, ScoredGroup
 from mobula.configs.schema import RunConfig
-from mobula.learner.examples.examples import Example, all_whole, collate_examples
+from mobula.learner.examples.examples import Example, all_whole, collate_examples, end_row
 from mobula.learner.offline.learner import OfflineLearner
+from mobula.learner.policies.batch import collate
 from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 
 # AdamW's first step divides a gradient by its own size. With an epsilon of 1e-8, a gradient that is 0 but for float32
@@ -120,15 +123,37 @@ def test_the_gradient_does_not_depend_on_the_split_and_a_resume_is_exact(folder,
 
 @pytest.mark.parametrize("job", ["sft", "dpo", "reward_model"])
 def test_packed_rows_have_the_loss_and_the_gradient_of_padded_ones(folder: Path, tokenizer, job: str) -> None:
-    words = ("learner.packing=true", "learner.tokens_per_microbatch=90")
-    padded, packed = (connected(config_of(folder, job, *own)).update(rows(tokenizer, job), 1) for own in ((), words))
+    sides = (("learner.packing=false",), ("learner.packing=true", "learner.tokens_per_microbatch=90"))
+    padded, packed = (connected(config_of(folder, job, *own)).update(rows(tokenizer, job), 1) for own in sides)
     assert packed.metrics == pytest.approx(padded.metrics, rel=1e-3, abs=1e-4)
+
+
+def test_scores_of_rows_that_share_prefixes_are_those_of_single_rows(folder: Path, tokenizer) -> None:
+    """Of a reward model with its new head, in one batch with every prefix once; gradients too."""
+    asked = [prompt(tokenizer, "a", [image(1), image(2, 6, 4)]), prompt(tokenizer, "b", text="Which number? " * 9)]
+    ends = [end_row(one, TokenActions(np.array(ids))) for one in asked for ids in ([1, 2, 3], [1, 2, 4], [5])]
+    shared, padded = (
+        connected(config_of(folder, "reward_model", f"learner.packing={packing}"))._policy for packing in (True, False)
+    )
+    reader = MediaReader(timeout_s=1, max_items=4)
+    batch, *single = (collate(some, reader, torch.device("cpu")) for some in (ends, *([end] for end in ends)))
+    assert batch.shared_places.num_tokens < 0.5 * batch.places.num_tokens
+    together, alone = shared(batch)[:, 0], torch.cat([padded(one)[:, 0] for one in single])
+    torch.testing.assert_close(together, alone, atol=1e-6, rtol=1e-6)
+    for scores in (together, alone):
+        (scores * torch.linspace(-1, 1, len(ends))).mean().backward()
+    expected = dict(padded.named_parameters())
+    for name, parameter in shared.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(parameter.grad, expected[name].grad, atol=1e-6, rtol=1e-5)
+    assert max(p.grad.abs().max() for p in expected.values() if p.grad is not None) > 0.01
 
 
 def test_scores_of_a_padded_batch_are_those_of_single_rows_and_have_no_dropout(tmp_path: Path, tokenizer) -> None:
     """LightRFT defect B21: its reward model pooled the padding, and scored in training mode."""
     folder = add_dropout(write_tiny_qwen2_5_vl(tmp_path / "dropout", seed=0))
-    learner = connected(config_of(folder, "reward_model", "policy.attention=eager", "policy.dropout=true"))
+    padded = ("policy.attention=eager", "learner.packing=false")
+    learner = connected(config_of(folder, "reward_model", *padded, "policy.dropout=true"))
     groups = rows(tokenizer, "reward_model")
     assert learner.assess(groups) == learner.assess(groups)
     examples = all_whole(learner._examples(groups), Example)

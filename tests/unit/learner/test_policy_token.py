@@ -48,6 +48,9 @@ def policy(config: PolicyConfig) -> TokenPolicy:
     ).eval()
 
 
+PADDED = "learner.packing=false"  # plans of padded rows; tests/unit/learner/test_shared_plan.py has packed ones
+
+
 def learner_config(*overrides: str) -> LearnerConfig:
     return load_config(["experiment=digits", *overrides]).learner
 
@@ -196,7 +199,7 @@ def rows_of(lengths: list[int]) -> list[TokenSequence]:
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 5])
 def test_every_row_is_in_one_microbatch_and_ranks_have_equally_many(num_ranks: int) -> None:
     lengths = np.random.default_rng(num_ranks).integers(2, 60, size=37).tolist()
-    plan = split_microbatches(rows_of(lengths), learner_config("learner.tokens_per_microbatch=100"), num_ranks)
+    plan = split_microbatches(rows_of(lengths), learner_config(PADDED, "learner.tokens_per_microbatch=100"), num_ranks)
     assert len({len(share) for share in plan}) == 1
     assert sorted(i for share in plan for batch in share for i in batch) == list(range(37))
     batches = [batch for share in plan for batch in share if len(batch) > 1]
@@ -211,7 +214,9 @@ def test_ranks_compute_alike_where_some_rows_are_eight_times_as_long(num_ranks: 
     """An eighth of the rows is long, as responses are in RL of reasoning."""
     rng = np.random.default_rng(num_ranks)
     lengths = [int(n * (8 if i % 8 == 0 else 1)) for i, n in enumerate(rng.integers(100, 200, size=16 * num_ranks))]
-    config = learner_config(f"learner.attention_token_cost={attention_cost}", "learner.tokens_per_microbatch=2000")
+    config = learner_config(
+        PADDED, f"learner.attention_token_cost={attention_cost}", "learner.tokens_per_microbatch=2000"
+    )
     plan = split_microbatches(rows_of(lengths), config, num_ranks)
     costs = [n * (1 + attention_cost * n) for n in lengths]
     loads = [sum(costs[i] for batch in share for i in batch) for share in plan]
@@ -223,7 +228,7 @@ def test_ranks_compute_alike_where_some_rows_are_eight_times_as_long(num_ranks: 
 def test_siblings_stay_on_one_rank_where_parts_allow_it(num_ranks: int) -> None:
     lengths = np.random.default_rng(num_ranks).integers(2, 60, size=48).tolist()
     groups = np.random.default_rng(0).permutation(np.repeat(np.arange(12), 4)).tolist()
-    config = learner_config("learner.tokens_per_microbatch=100")
+    config = learner_config(PADDED, "learner.tokens_per_microbatch=100")
     plan = split_microbatches(rows_of(lengths), config, num_ranks, groups)
     assert sorted(i for share in plan for batch in share for i in batch) == list(range(48))
     held = [{groups[i] for batch in share for i in batch} for share in plan]
@@ -242,7 +247,7 @@ def test_groups_with_images_of_their_own_are_shared_out_by_these(handles: list[M
         for length in rng.integers(9, 60, size=5):
             rows.append(TokenSequence(np.zeros(length, np.int32), 5, (handle,), (MediaSpan(1, 5),)))
             groups.append(n)
-    config = learner_config("learner.tokens_per_microbatch=100", "learner.image_token_cost=3")
+    config = learner_config(PADDED, "learner.tokens_per_microbatch=100", "learner.image_token_cost=3")
     assert split_microbatches(rows, config, 3, groups) == split_microbatches(rows, config, 3)
 
 

@@ -46,12 +46,12 @@ def num_distinct(rows: Sequence[TokenSequence]) -> int:
     )
 
 
-@pytest.mark.parametrize("recomputed", ["none", "blocks"])
+@pytest.mark.parametrize("recomputed", ["none", "blocks", "blocks_offloaded"])
 @pytest.mark.parametrize("name", TEXT)
 def test_rows_of_text_that_share_prefixes_are_single_rows(tmp_path: Path, name: str, recomputed: str) -> None:
     folder = write_text_policy(tmp_path, name)
     rows = tree(text_prompts(folder))
-    shared = scores_of(folder, [rows], PACKED, f"learner.activation_checkpointing={recomputed}")
+    shared = scores_of(folder, [rows], PACKED, recomputed=recomputed)
     assert_equal(shared, scores_of(folder, [[row] for row in rows], PADDED))
     assert_equal(shared, scores_of(folder, [rows], PACKED, APART))
     assert max(gradient.abs().max() for gradient in shared[1].values()) > 0.01

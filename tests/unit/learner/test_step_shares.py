@@ -118,7 +118,7 @@ WORDS = {
     "critic": ("algorithm=ppo_gae", "algorithm.kl.coef=0", "algorithm.num_minibatches=2"),
     "components": ("algorithm=gdpo", "algorithm.kl.coef=0"),
     "prompts of both steps": ("algorithm.advantage=prompt_stats", "algorithm.prompt_history_steps=1"),
-    "packed": ("learner.packing=true", "algorithm.num_minibatches=2"),
+    "padded": ("learner.packing=false", "algorithm.num_minibatches=2"),
 }
 
 

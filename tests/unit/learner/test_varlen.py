@@ -122,7 +122,7 @@ def test_blocks_that_are_computed_again_keep_the_rows_apart(folder: Path) -> Non
         output = policy(collate(sequence, MediaReader(timeout_s=1, max_items=8), CPU), HOT)
         output.logprobs.sum().backward()
     found = {name: p.grad for name, p in policy.named_parameters() if p.grad is not None}
-    plain = TokenPolicy(load_model(str(folder), torch.float32, "sdpa").train(), learner_config())
+    plain = TokenPolicy(load_model(str(folder), torch.float32, "sdpa").train(), learner_config(PADDED))
     plain(collate(rows[:2], MediaReader(timeout_s=1, max_items=8), CPU), HOT).logprobs.sum().backward()
     for name, p in plain.named_parameters():
         if p.grad is not None:
@@ -161,9 +161,9 @@ def gradients(folder: Path, *overrides: str, of: list[ScoredGroup] | None = None
 
 def test_no_split_into_packed_microbatches_changes_the_gradient(tmp_path: Path) -> None:
     folder = write_tiny_qwen2_5_vl(tmp_path / "tiny")
-    padded = gradients(folder, "learner.tokens_per_microbatch=100000")
+    padded = gradients(folder, PADDED, "learner.tokens_per_microbatch=100000")
     for tokens in (40, 150, 100_000):
-        packed = gradients(folder, "learner.packing=true", f"learner.tokens_per_microbatch={tokens}")
+        packed = gradients(folder, PACKED, f"learner.tokens_per_microbatch={tokens}")
         for name, gradient in padded.items():
             torch.testing.assert_close(packed[name], gradient, atol=1e-6, rtol=0)
     assert max(gradient.abs().max() for gradient in padded.values()) > 1e-3

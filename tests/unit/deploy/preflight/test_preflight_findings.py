@@ -46,11 +46,12 @@ def test_the_doctor_checks_a_checkpoint_that_is_here(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "packing", "found"), [("qwen3.5", True, 1), ("qwen3.5", False, 0), ("qwen3", True, 0)]
+    ("name", "packing", "found"),
+    [("qwen3.5", "true", 1), ("qwen3.5", "false", 0), ("qwen3.5", "auto", 0), ("qwen3", "true", 0)],
 )
-def test_a_model_with_a_state_takes_no_packed_rows(tmp_path: Path, name: str, packing: bool, found: int) -> None:
+def test_a_model_with_a_state_takes_no_packed_rows(tmp_path: Path, name: str, packing: str, found: int) -> None:
     folder = write_tiny(name, tmp_path / "model", seed=0)
-    words = ["experiment=own", f"policy.model={folder}", "data.path=none", f"learner.packing={str(packing).lower()}"]
+    words = ["experiment=own", f"policy.model={folder}", "data.path=none", f"learner.packing={packing}"]
     config = load_config(words)
     loaded = LoadedModel(folder, None, make_processor(config, MediaReader(timeout_s=1, max_items=1)), None)
     findings = [str(finding) for finding in check_packing(config, loaded)]

@@ -269,7 +269,8 @@ def test_values_have_no_dropout(tmp_path, tokenizer, groups) -> None:
     """LightRFT defect B21: scoring passes ran in training mode, and pads were pooled."""
     folder = add_dropout(write_tiny_qwen2_5_vl(tmp_path / "dropout", seed=0))
     kept = ("policy.dropout=true", "supervision.on_logprob_gap=warn")
-    learner = connected(folder, *kept, "policy.attention=eager", "learner.tokens_per_microbatch=100000")
+    padded = ("policy.attention=eager", "learner.packing=false", "learner.tokens_per_microbatch=100000")
+    learner = connected(folder, *kept, *padded)
     twice = [critic_of(learner).valued(fetch_items(groups, 0, 1.0)) for _ in range(2)]
     for a, b in zip(*([i for row in v for i in row] for v in twice), strict=True):
         np.testing.assert_array_equal(a.values, b.values)

@@ -14,6 +14,7 @@ from tiny_text_models import write_text_policy
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
 from mobula.cluster.records.media import MediaReader
+from mobula.configs.schema import RunConfig
 from mobula.learner.batch import LearnerItem, fetch_items
 from mobula.learner.critic.rows import ValueRow, collate_rows
 from mobula.learner.critic.value_model import ScalarHead, ValueModel
@@ -31,7 +32,10 @@ def checkpoint(request, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def model(checkpoint: Path) -> ValueModel:
-    config = tiny_config(checkpoint)
+    return value_model(tiny_config(checkpoint))
+
+
+def value_model(config: RunConfig) -> ValueModel:
     return ValueModel(load_policy_model(config.policy, torch.float32), config.learner, seed=3).eval()
 
 
@@ -89,13 +93,12 @@ def test_values_of_a_text_family_are_those_of_the_plain_forward(tmp_path: Path) 
 @torch.no_grad()
 def test_rows_that_share_prefixes_have_the_values_of_single_rows(model, checkpoint) -> None:
     """With one value after the last token of each row."""
-    config = tiny_config(checkpoint, "learner.packing=true")
-    packed = ValueModel(load_policy_model(config.policy, torch.float32), config.learner, seed=3).eval()
+    packed, padded = (value_model(tiny_config(checkpoint, f"learner.packing={on}")) for on in ("true", "false"))
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     asked = [prompt(tokenizer, "p0", [image(1), image(2, 6, 4)]), prompt(tokenizer, "p1")]
     rows = [row.with_end() for row in tree(asked)]
     for row, own in zip(rows, values(packed, rows), strict=True):
-        torch.testing.assert_close(own[: row.num_targets], values(model, [row])[0], atol=1e-6, rtol=1e-6)
+        torch.testing.assert_close(own[: row.num_targets], values(padded, [row])[0], atol=1e-6, rtol=1e-6)
 
 
 def test_the_gradient_of_a_value_reaches_the_backbone_and_the_vision_tower(model, checkpoint) -> None:

@@ -151,12 +151,10 @@ def _of_rows(
     if bounds is not None and dropout == 0 and kernel_takes(query, key, value):
         return _kernel(query, key, value, bounds, is_causal, sliding_window, scaling)
     blocks = [
-        scaled_dot_product_attention(
-            q, k, v, mask, dropout, is_causal and mask is None, scale=scaling, enable_gqa=True
-        ).transpose(1, 2)
+        scaled_dot_product_attention(q, k, v, mask, dropout, is_causal and mask is None, scale=scaling, enable_gqa=True)
         for q, k, v, mask in _blocks(rows, query, key, value, is_causal, sliding_window)
     ]
-    return torch.cat(blocks, dim=1)
+    return torch.cat([block.transpose(1, 2).flatten(0, 1) for block in blocks]).unsqueeze(0)
 
 
 def kernel_takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -215,11 +213,10 @@ def _kernel(
 def _blocks(
     bounds: RowBounds, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, sliding_window: int | None
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor | None]]:
-    """Yields queries, keys and values of whole rows; where a triangle is not what queries see, blocks of a row's
-    queries, the keys and values that they see, and a mask."""
-    seen_lengths = (bounds.keys or bounds).lengths
-    parts = (query.split(bounds.lengths, dim=2), key.split(seen_lengths, dim=2), value.split(seen_lengths, dim=2))
-    for q, k, v in zip(*parts, strict=True):
+    """Yields queries, keys and values of whole rows, [rows, heads, num_tokens, D]: of one row, or of equal rows that
+    follow one another; where a triangle is not what queries see, blocks of a row's queries, the keys and values that
+    they see, and a mask."""
+    for q, k, v in _equal_rows(bounds, query, key, value):
         num_keys = k.shape[2]
         window = sliding_window if sliding_window is not None and sliding_window < num_keys else None
         last = num_keys - q.shape[2]
@@ -231,6 +228,21 @@ def _blocks(
             start = 0 if window is None else max(0, first - window + 1)
             mask = bounds.mask(last - first, last - start, window, q)
             yield block, k[:, :, start:last], v[:, :, start:last], mask
+
+
+def _equal_rows(bounds: RowBounds, *parts: Tensor) -> Iterator[list[Tensor]]:
+    """Splits queries, keys and values [1, heads, num_tokens, D]; short rows of equal lengths that follow one another
+    stay together, because calls of the kernel take most of their time."""
+    lengths = zip(bounds.lengths, (bounds.keys or bounds).lengths, strict=True)
+    runs: list[tuple[int, tuple[int, int]]] = []  # rows, their queries and keys
+    for sizes in lengths:
+        if runs and runs[-1][1] == sizes and sizes[0] <= MIN_WINDOW_BLOCK:
+            runs[-1] = (runs[-1][0] + 1, sizes)
+        else:
+            runs.append((1, sizes))
+    ends = (part.split([num * sizes[kind > 0] for num, sizes in runs], dim=2) for kind, part in enumerate(parts))
+    for (num, _), *own in zip(runs, *ends, strict=True):
+        yield [part[0].unflatten(1, (num, -1)).transpose(0, 1) for part in own]
 
 
 def _block_size(window: int | None) -> int:

@@ -208,3 +208,29 @@ def test_attention_of_a_package_that_is_missing_is_refused(version: int, monkeyp
     assert not list(check_attention(load_config(gpu[:2]), None))
     with pytest.raises(ConfigError, match=rf"{name} needs resources\.device=cuda"):
         load_config(["experiment=digits", f"policy.attention={name}"])
+
+
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 5}, {"is_causal": False}], ids=str)
+def test_equal_rows_that_follow_one_another_are_computed_in_one_call(
+    monkeypatch: pytest.MonkeyPatch, options: dict
+) -> None:
+    """Without the kernel; longer rows are computed one by one."""
+    lengths, calls = (9, 9, 9, 4, 9, 200, 200), []
+
+    def counted(query: Tensor, *args, **more) -> Tensor:
+        calls.append(query.shape[0])
+        return scaled_dot_product_attention(query, *args, **more)
+
+    generator, num = torch.Generator().manual_seed(0), sum(lengths)
+    parts = [torch.randn(1, count, num, 16, generator=generator) for count in (4, 2, 2)]
+    limits = RowBounds(torch.tensor([0, *lengths]).cumsum(0).int(), max(lengths), lengths)
+    monkeypatch.setattr(attention, "scaled_dot_product_attention", counted)
+    found, _ = packed_attention(Attention(), *parts, None, row_bounds=limits, **options)
+    assert calls[:3] == [3, 1, 1] and set(calls[3:]) == {1}
+    for n, (q, own) in enumerate(zip(parts[0].split(lengths, dim=2), found.split(lengths, dim=1), strict=True)):
+        k, v = (part.split(lengths, dim=2)[n] for part in parts[1:])
+        behind = torch.arange(lengths[n])[:, None] - torch.arange(lengths[n])
+        window, is_causal = options.get("sliding_window", 10**6), options.get("is_causal", True)
+        mask = (behind >= 0) & (behind < window) if is_causal else None
+        alone = scaled_dot_product_attention(q, k, v, mask, enable_gqa=True).transpose(1, 2)
+        torch.testing.assert_close(own, alone, atol=1e-6, rtol=1e-6)

@@ -57,9 +57,11 @@ class RunGuard:
         kl_scale: KLScale,
         identity: str,
         on_event: Callable[[GuardEvent], None] = lambda event: None,
+        on_rollback: Callable[[int], None] = lambda version: None,
     ) -> None:
         """`held_out` watches evaluations (None: groups are judged). `actions` maps signs to actions; `rollback` repeats
         recorded rollbacks. The state of a run with another `identity` (rewards and settings of the guard) is not used.
+        `on_rollback` gets the version that has older weights: groups of earlier versions are to be rejected.
         """
         self._watch = watch
         self._held_out = held_out
@@ -70,6 +72,7 @@ class RunGuard:
         self._kl_scale = kl_scale
         self._identity = identity
         self._on_event = on_event
+        self._on_rollback = on_rollback
         self._evaluated: list[StepValues] = []
         self._since = 0  # version of the newest rollback: groups of earlier weights are not counted
 
@@ -137,7 +140,7 @@ class RunGuard:
         if state["identity"] != self._identity:
             _logger.warning("rewards or guard have changed: the guard compares steps after %d only", version)
             return
-        self._since = state["since"]
+        self._begin(state["since"])
         self._watch.restore(state["watch"])
         if self._held_out is not None:
             self._held_out.restore(state["held_out"])
@@ -172,10 +175,14 @@ class RunGuard:
     def _cut(self, event: GuardEvent) -> None:
         if event.restored is None:
             return
-        self._since = event.version
+        self._begin(event.version)
         self._watch.cut(event.agreeing + 1)
         if self._held_out is not None:
             self._held_out.cut(event.agreeing)
+
+    def _begin(self, version: int) -> None:
+        self._since = version
+        self._on_rollback(version)
 
     def _record(self, event: GuardEvent) -> None:
         self._log.append(event)

@@ -41,6 +41,7 @@ _logger = logging.getLogger(__name__)
 TOO_FEW_SCORED = "too_few_scored"
 UNIFORM = "uniform"
 OVER_AGE = "over_age"
+ROLLED_BACK = "rolled_back"
 LOST_TOGETHER_S = 1.0  # actors that die within this time count as one failure of a prompt: their node is gone
 LOG_WINDOW_S = 1.0  # failures of prompts with one cause within this time are one line of the log
 MAX_NODES_LOST = 8  # in a row, for one prompt or one step
@@ -217,6 +218,7 @@ class RolloutDispatcher:
         self._steps: dict[int, list[str]] = {}  # step -> prompt ids put into the buffer for it
         self._putting = asyncio.Lock()
         self._num_rejected_in_a_row = 0
+        self._oldest_version = 0  # groups with tokens of earlier versions are rejected
 
     @asynccontextmanager
     async def streaming(self) -> AsyncIterator[None]:
@@ -241,6 +243,12 @@ class RolloutDispatcher:
             for prompt_id in self._steps.pop(step):
                 del self._pending[prompt_id]
         self._gate.advance(version)
+
+    def reject_before(self, version: int) -> None:
+        """Rejects groups with tokens of versions before `version`, whose weights were rolled back. Groups of steps that
+        are complete in the buffer are still trained.
+        """
+        self._oldest_version = version
 
     def pending(self) -> tuple[str, ...]:
         """Ids of the prompts that were handed out and neither trained nor rejected, in the order of hand-out."""
@@ -339,12 +347,16 @@ class RolloutDispatcher:
 
     def _reason_to_reject(self, group: ScoredGroup) -> str | None:
         if self._is_too_old(group):
-            return OVER_AGE
+            return self._reason_of(group)
         return self._filter.reason_to_reject(group.scored_rewards)
 
     def _is_too_old(self, group: ScoredGroup) -> bool:
-        """Whether all tokens of the group are too old for the next step to be filled."""
-        return self._age_limit.drops(group.summary.tokens_by_version, self._order.next_step)
+        """Whether all tokens of the group are too old for the next step to be filled, or some were rolled back."""
+        is_discarded = self._reason_of(group) == ROLLED_BACK
+        return is_discarded or self._age_limit.drops(group.summary.tokens_by_version, self._order.next_step)
+
+    def _reason_of(self, group: ScoredGroup) -> str:
+        return ROLLED_BACK if group.summary.oldest_version < self._oldest_version else OVER_AGE
 
     async def _accept(self, group: ScoredGroup, admission: Admission) -> None:
         self._num_rejected_in_a_row = 0
@@ -387,7 +399,7 @@ class RolloutDispatcher:
 
     async def _next_step(self) -> list[ScoredGroup]:
         """Drops over-age groups and returns the groups of the next step, or none while it is not complete."""
-        for group in self._order.remove(self._is_too_old):
+        for group in self._order.remove(self._is_too_old, below=self._oldest_version):
             self._gate.drop()
-            await self._forget(group, OVER_AGE)
+            await self._forget(group, self._reason_of(group))
         return self._order.pop_step()

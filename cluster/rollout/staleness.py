@@ -180,10 +180,12 @@ class StepOrder(Generic[Group]):
         self.next_step += 1
         return [self._pop_oldest() for _ in range(size)]
 
-    def remove(self, is_too_old: Callable[[Group], bool]) -> list[Group]:
-        """Removes and returns the groups that match `is_too_old`. Groups that are young at admission are not tested."""
+    def remove(self, is_too_old: Callable[[Group], bool], *, below: int = 0) -> list[Group]:
+        """Removes and returns the groups that match `is_too_old`. Groups that are young at admission, and not of a
+        version below `below`, are not tested."""
         removed: list[Group] = []
-        for version in [v for v in self._finished if v < self.next_step - self._gate.max_staleness]:
+        oldest = max(self.next_step - self._gate.max_staleness, below)
+        for version in [v for v in self._finished if v < oldest]:
             heap = self._finished.pop(version)
             removed += [group for _, group in heap if is_too_old(group)]
             kept = [entry for entry in heap if not is_too_old(entry[1])]

@@ -79,7 +79,8 @@ def _topics(prepared: AnyPrepared, plan: PlacementPlan, version: int) -> Iterato
     every = _every(config.evaluation.interval_steps, "before and after RL")
     yield "evaluation", f"{config.evaluation.num_prompts} prompts of {config.evaluation.split}, {every}"
     yield "checkpoints", _checkpoints(config, parameters)
-    yield "rewards", ", ".join(f"{part.name} x {part.weight:g}" for part in config.rewards.components)
+    parts = config.rewards.components
+    yield "rewards", ", ".join(f"{c.name} x {c.weight:g}{'' if c.trained else ' (judge)'}" for c in parts)
     yield "roles", _roles(config, plan)
 
 

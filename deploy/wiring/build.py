@@ -246,7 +246,7 @@ def build_controller(
     )
     gate = _gate(config)
     dispatcher = _dispatcher(config, gate, source, rollouts, inference, training, metrics, tracer, curriculum, audit)
-    guard = build_guard(config, training.ranks, training.learner, metrics, audit)
+    guard = build_guard(config, training.ranks, training.learner, metrics, audit, dispatcher.reject_before)
     responses = InformingLog(judged_log(guard, response_log(prepared, config.run_folder / RESPONSES_FOLDER)))
     on_result = partial(record_evaluation, metrics)
     evaluator = build_evaluator(prepared, rollouts, inference.rewards, on_result, responses)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,9 +32,14 @@ from mobula.learner.learner_group import LearnerGroup
 
 
 def build_guard(
-    config: RunConfig, ranks: LearnerGroup, learner: RestartableLearner, metrics: Metrics, audit: RunAudit
+    config: RunConfig,
+    ranks: LearnerGroup,
+    learner: RestartableLearner,
+    metrics: Metrics,
+    audit: RunAudit,
+    on_rollback: Callable[[int], None],
 ) -> RunGuard | None:
-    """Returns the configured guard; None if no sign is on."""
+    """Returns the configured guard; None if no sign is on. `on_rollback` gets the version of each rollback."""
     names = guard_signs(config)
     if not names:
         return None
@@ -78,6 +83,7 @@ def build_guard(
         kl_scale=kl_scale,
         identity=_identity(config),
         on_event=partial(_count, metrics, audit),
+        on_rollback=on_rollback,
     )
     return built
 

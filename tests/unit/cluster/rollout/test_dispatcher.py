@@ -1,11 +1,12 @@
 """The dispatcher: retries, rejections, seeds, and the fate of every prompt."""
 
 import asyncio
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 
 import pytest
-from fakes import SETTINGS, FakePrompts, FakeRewards, FakeRollouts, make_group, make_prompt, make_scored
+from fakes import SETTINGS, FakePrompts, FakeRewards, FakeRollouts, make_group, make_prompt, make_scored, turns
 from waiting import until
 
 from mobula.cluster.errors import (
@@ -224,6 +225,35 @@ async def test_a_run_whose_engines_stay_behind_ends_with_an_error() -> None:
     bench.dispatcher.restore(1, {"cursor": 0, "pending": []})
     with pytest.raises(RolloutError, match="'over_age'"):
         await bench.step()
+
+
+async def test_groups_of_rolled_back_weights_are_rejected_in_flight_and_finished() -> None:
+    class Held(FakeRollouts):
+        """Samples prompt 3 after `released`."""
+
+        released = asyncio.Event()
+
+        async def _pause(self, prompt_id: str, versions: Sequence[int]) -> None:
+            if prompt_id == "0/3/s3" and versions:
+                await self.released.wait()
+            await turns(1)
+
+    rollouts = Held()
+    bench = Bench(rollouts, FakeRewards(), max_staleness=1)
+    async with bench.dispatcher.streaming():
+        first = await asyncio.wait_for(bench.replay.take(2), 2)
+        await asyncio.sleep(0.05)
+        assert bench.dispatcher.pending() == ("0/0/s0", "0/1/s1", "0/2/s2", "0/3/s3")
+        assert rollouts.num_in_flight == 1, "prompt 2 is finished and waits for prompt 3 to complete the step"
+        bench.dispatcher.reject_before(1)
+        bench.dispatcher.advance(1)
+        rollouts.version = 1
+        rollouts.released.set()
+        await bench.replay.release(first)
+        second = await asyncio.wait_for(bench.replay.take(2), 2)
+    assert ids(first) == ["0/0/s0", "0/1/s1"]
+    assert [group.summary.oldest_version for group in second] == [1, 1]
+    assert (await bench.replay.stats()).num_rejected == {"rolled_back": 2}
 
 
 async def test_prompts_of_an_announced_push_go_out_while_it_is_under_way_and_wait_for_it() -> None:

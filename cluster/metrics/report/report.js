@@ -44,6 +44,7 @@ function drawChart(figure) {
     const usual = sums[Math.floor(0.9 * (sums.length - 1))]; // one slow step may not flatten all others
     return uPlot.rangeNum(Math.min(0, min), usual > 0 && max > 3 * usual ? 1.5 * usual : max, 0.1, true);
   }
+  const marked = (min) => marks.map(([step]) => step).filter((step) => step >= min); // a stop has no step of its own
   // Vertical lines, each with its label beside the top; labels of close lines stand below each other.
   function drawMarks(u) {
     const { ctx } = u, { left, top, width, height } = u.bbox, line = 14 * devicePixelRatio;
@@ -73,7 +74,7 @@ function drawChart(figure) {
       series,
       bands,
       scales: {
-        x: { time: false, range: (u, min, max) => (isStacked ? [min - 0.5, max + 0.5] : [min, max]) },
+        x: { time: false, range: (u, min, max) => (isStacked ? [min - 0.5, max + 0.5] : [min, Math.max(max, ...marked(min))]) },
         y: { distr: isLog ? 3 : 1, range: valueRange },
       },
       axes: [{ ...ruled, size: 32, ...(axis === "step" ? { incrs: whole } : {}) }, { ...ruled, size: 60, values: (u, ticks) => ticks.map(write) }],

@@ -9,11 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from handles import LocalHandle
 from learner_data import add_dropout, group, image, prompt, random_groups, tiny_config, with_logprobs
 from taught import at_hand
 
 from mobula.actors.reference.scorer import ReferenceScorer
 from mobula.cluster.errors import CheckpointError
+from mobula.cluster.guard.kl_scale import KLScale
 from mobula.cluster.records.actions import KeptSets
 from mobula.cluster.records.trajectory import FinishReason, ScoredGroup, Trajectory, TrajectoryGroup, WeightSpan
 from mobula.configs.schema import LearnerConfig, RunConfig
@@ -21,6 +23,7 @@ from mobula.learner.backends import sharded
 from mobula.learner.batch import fetch_items
 from mobula.learner.credit import Credit
 from mobula.learner.learner import Learner
+from mobula.learner.learner_group import LearnerGroup
 from mobula.learner.optim import learning_rate
 from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 from mobula.learner.supervised import SupervisedExample
@@ -53,6 +56,10 @@ def sampled(config: RunConfig, folder: Path, groups: list[ScoredGroup]) -> list[
     """The groups as if the untrained policy had sampled them; it is their reference too."""
     scores = scored_by(config, folder, groups)
     return [dataclasses.replace(with_logprobs(g, s), reference_logprobs=s) for g, s in zip(groups, scores, strict=True)]
+
+
+def by_value(value: object) -> object:
+    return value
 
 
 def examples(tokenizer, num: int) -> list[SupervisedExample]:
@@ -426,3 +433,41 @@ def test_fresh_samples_that_are_lost_leave_a_step_without_a_gap(folder, tokenize
     learner._fresh_gap._fetched = lambda reference: None
     report = learner.update([older(group) for group in current], 1, fresh=["lost"])
     assert report.version == 1 and "logprob_gap_mean" not in report.metrics
+
+
+@pytest.mark.parametrize("place", ["loss", "reward"])
+async def test_a_raised_kl_factor_trains_as_the_higher_coefficient_from_its_version_on(
+    folder, tokenizer, place: str
+) -> None:
+    words = ("resources.reference.num_workers=1", f"algorithm.kl.place={place}", "algorithm.max_staleness=3")
+    groups = [
+        dataclasses.replace(g, reference_logprobs=[t.behavior_logprobs - 0.3 for t in g.group.trajectories])
+        for g in random_groups(tokenizer, 3, 3)
+    ]
+    raised = connected(tiny_config(folder, "algorithm.kl.coef=0.1", *words))
+    higher = connected(tiny_config(folder, "algorithm.kl.coef=0.4", *words))
+    factor, ranks = KLScale(), LearnerGroup(lambda: [LocalHandle(raised)], higher._config.timeouts, by_value)
+    ranks.scale_kl_with(factor)
+    factor.set_from(1, 4.0)
+    report = await ranks.update(groups)
+    expected = higher.update(groups, 1)
+    assert report.metrics["kl_coef"] == expected.metrics["kl_coef"] == pytest.approx(0.4)
+    assert largest_difference(weights(raised), weights(higher)) == 0
+    factor.set_from(2, 1.0)
+    assert (await ranks.update(groups)).metrics["kl_coef"] == pytest.approx(0.1)
+
+
+async def test_a_rollback_is_the_saved_learner_under_the_number_of_its_step(folder, tokenizer, tmp_path) -> None:
+    learner, groups = connected(tiny_config(folder, "algorithm.max_staleness=9")), random_groups(tokenizer, 3, 3)
+    ranks = LearnerGroup(lambda: [LocalHandle(learner)], learner._config.timeouts, by_value)
+    await ranks.update(groups)
+    await ranks.save(tmp_path)
+    assert await ranks.finish_save()
+    saved = weights(learner)
+    await ranks.update(groups)
+    await ranks.update(groups)
+    assert largest_difference(weights(learner), saved) > 0
+    await ranks.restore(tmp_path, 3)
+    assert (ranks.version, learner.version, learner.export_weights(1 << 20)[0]) == (3, 3, 3)
+    assert largest_difference(weights(learner), saved) == 0
+    assert (await ranks.update(groups)).version == 4

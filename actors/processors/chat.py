@@ -294,7 +294,7 @@ class ChatProcessor:
 
     def _ids(self, text: str) -> list[int]:
         pieces = cut_at_breaks(text, self._special) if BREAK in text else [text]
-        return [i for piece in pieces for i in self._tokenizer(piece, add_special_tokens=False).input_ids]
+        return [i for piece in pieces if piece for i in self._tokenizer(piece, add_special_tokens=False).input_ids]
 
     @property
     def num_embeddings(self) -> int:

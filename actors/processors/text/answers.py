@@ -31,6 +31,8 @@ class AnswerLayout:
     Text before an answer (such as an empty thought) and behind it belongs to the template. White space directly before
     an answer belongs to the policy, because a tokenizer joins it to the first word. If the template changes an answer
     (such as dropping the thought), the unchanged answer follows the generation prompt.
+
+    Rendered texts are kept: the answers of a row have most of them in common.
     """
 
     def __init__(self, render: Callable[[Turns, bool], str], mark: str, num_context: int) -> None:
@@ -40,7 +42,8 @@ class AnswerLayout:
             mark: a text that occurs in no turn.
             num_context: number of first turns that are context; later answers belong to the policy.
         """
-        self._render = render
+        self._renderer = render
+        self._rendered: dict[tuple[tuple[tuple[str, str], ...], bool], str] = {}
         self._mark = mark
         self._num_context = num_context
 
@@ -74,6 +77,12 @@ class AnswerLayout:
         if text.startswith(opened) and not text[len(opened) : start].strip():
             start = len(opened)  # also if the answer repeats the first words of the generation prompt
         return self._behind_mark(text[:start], os.path.commonprefix([opened, text[:start]]), text[start:], tail)
+
+    def _render(self, turns: Turns, is_open: bool) -> str:
+        key = (tuple(turns), is_open)
+        if key not in self._rendered:
+            self._rendered[key] = self._renderer(turns, is_open)
+        return self._rendered[key]
 
     def _behind_mark(self, head: str, opened: str, text: str, tail: str) -> PlacedAnswer:
         return PlacedAnswer(head.rpartition(self._mark)[2], opened.rpartition(self._mark)[2], text, tail)

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from diffusers import DiffusionPipeline
+from diffusers.utils import logging
 from torch import Tensor
 
 from benchmarks.peers.step_clock import Run, rows_of
@@ -133,6 +134,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=float, required=True)
     asked = parser.parse_args()
     torch.set_num_threads(2)
+    logging.set_verbosity_error()  # each text is longer than its tokens
     texts = [row["question"] for row in rows_of(asked.data)]
     loop, run, random = FlowGrpo(asked), Run(), Random(0)
     for _ in range(asked.steps):

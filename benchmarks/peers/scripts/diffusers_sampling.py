@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from diffusers import DiffusionPipeline
+from diffusers.utils import logging
 
 from benchmarks.peers.step_clock import Run, rows_of
 
@@ -23,6 +24,7 @@ def main() -> None:
     parser.add_argument("--guidance", type=float, required=True)
     asked = parser.parse_args()
     torch.set_num_threads(2)
+    logging.set_verbosity_error()  # each text is longer than its tokens
     pipeline = DiffusionPipeline.from_pretrained(asked.model)
     pipeline.set_progress_bar_config(disable=True)
     texts = [row["question"] for row in rows_of(asked.data)]

@@ -164,6 +164,20 @@ def test_the_templates_text_is_trained_on_request(build: Build) -> None:
     assert group.prompt.text == PROMPTS["qwen3"][0]
 
 
+def test_a_row_renders_no_conversation_twice(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    chat, rendered = build(QWEN3), []
+    render = chat.template.render
+
+    def recorded(messages: Any, *, is_open: bool) -> str:
+        rendered.append((repr(messages), is_open))
+        return render(messages, is_open=is_open)
+
+    monkeypatch.setattr(chat.template, "render", recorded)
+    offline(chat).prepare(conversation("7", "8"), "p")
+
+    assert len(rendered) == len(set(rendered)) == 5, "the question open and closed, a mark and two answers behind it"
+
+
 def test_a_reward_model_reads_to_the_end_of_what_the_template_writes(build: Build) -> None:
     chat = build(QWEN3)
     [(whole, _)] = texts(chat, offline(chat, has_tail=True).prepare(conversation("7"), "p").group)

@@ -38,7 +38,7 @@ def alarms(steps: list[StepValues], sign: Sign, rate: float = 0.01) -> list[Alar
 
 @pytest.mark.parametrize("share", [0.5, 0.95])
 def test_a_judge_that_stays_gives_false_alarms_in_at_most_the_stated_share_of_runs(share: float) -> None:
-    """The reward always rises, so the test of the judge alone is measured: 150 runs, none over a rate of 0.2."""
+    """The reward always rises, so the test of the judge alone is measured: at most the share 0.2 of 150 runs."""
     random, rate, num_runs = np.random.default_rng(0), 0.2, 150
     runs = [recorded(random, lambda step: share, lambda step: step / 20, num_groups=16) for _ in range(num_runs)]
     num = sum(bool(alarms(steps, Divergence(0.0), rate)) for steps in runs)

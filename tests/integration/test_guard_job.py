@@ -13,7 +13,7 @@ from waiting import wait_until
 from mobula.cluster.metrics.guard_events import GUARD_FILE, GuardEvent, read_events
 from mobula.cluster.metrics.report.run_folder import RunFolder, read_run_folder
 
-pytestmark = [pytest.mark.core, pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 TASK = REPOSITORY / "tests" / "support" / "hackable"
 WORDS = (

@@ -16,7 +16,7 @@ from mobula.cluster.audit.chain import AUDIT_FILE, HEAD_FILE
 from mobula.cluster.audit.files import recorded_files
 from mobula.cluster.metrics.sinks.jsonl import read_records
 
-pytestmark = [pytest.mark.core, pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 NUM_STEPS = 4
 WORDS = (

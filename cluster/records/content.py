@@ -41,8 +41,8 @@ def _outline(trajectory: Trajectory) -> bytes:
     return repr((trajectory.trajectory_id, trajectory.num_steps, spans, shown, reason)).encode()
 
 
-def _places(media: Sequence[MediaHandle], spans: Sequence[MediaSpan]) -> list[tuple[str, int, int]]:
-    return [(medium.key, int(span.start), int(span.end)) for medium, span in zip(media, spans, strict=True)]
+def _places(media: Sequence[MediaHandle], spans: Sequence[MediaSpan]) -> tuple[list[str], list[tuple[int, int]]]:
+    return [medium.key for medium in media], [(int(span.start), int(span.end)) for span in spans]
 
 
 def _bytes(array: np.ndarray, dtype: type[np.generic]) -> np.ndarray:

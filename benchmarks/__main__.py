@@ -44,6 +44,7 @@ class Name(StrEnum):
     PACKING = "packing"
     LOGPROB_MEMORY = "logprob_memory"
     RANK_SHARES = "rank_shares"
+    LEARNER_RANKS = "learner_ranks"
     SHARED_PROMPTS = "shared_prompts"
     REFERENCE_QUANTISATION = "reference_quantisation"
     DATA_READING = "data_reading"

@@ -87,11 +87,10 @@ def shares_of_ranks(rows: Sequence[R], config: LearnerConfig, num_ranks: int) ->
     num_sharing = config.sequence_parallel
     plan = split_microbatches([row.sequence for row in rows], config, num_ranks // num_sharing, _groups(rows))
 
-    def stand_in() -> R:
-        return min(rows, key=lambda row: row.sequence.num_tokens).untrained()
-
     # Every forward and backward is a collective: a rank without rows computes one that teaches nothing.
-    own = [[[rows[i] for i in share] if share else [stand_in()] for share in shares] for shares in plan]
+    is_short = any(not share for shares in plan for share in shares)
+    stand_in = [min(rows, key=lambda row: row.sequence.num_tokens).untrained()] if is_short else []
+    own = [[[rows[i] for i in share] or stand_in for share in shares] for shares in plan]
     return [shares for shares in own for _ in range(num_sharing)]
 
 

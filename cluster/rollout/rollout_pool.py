@@ -106,8 +106,15 @@ class RolloutPool:
         """
 
         async def start(index: int) -> _Member:
-            return _Member(await spawn(index))
+            member = _Member(await spawn(index))
+            self._of_engine[member.engine] = member
+            return member
 
+        async def stop(index: int, member: _Member) -> None:
+            del self._of_engine[member.engine]
+            await member.engine.close()
+
+        self._of_engine: dict[Receiver, _Member] = {}  # of running processes
         self._pool: WorkerPool[_Member] = WorkerPool(
             "rollout",
             [None] * num_workers,
@@ -115,7 +122,7 @@ class RolloutPool:
                 start=start,
                 join=self._join,
                 check=self._check,
-                stop=lambda index, member: member.engine.close(),
+                stop=stop,
                 release=release,
                 on_lost=self._note_loss,
                 on_change=self._notify,
@@ -267,8 +274,7 @@ class RolloutPool:
         return min(ready, key=lambda worker: worker.load)
 
     def _find(self, receiver: Receiver) -> _Member | None:
-        members = (worker.handle for worker in self._pool.workers)
-        return next((member for member in members if member and member.engine is receiver), None)
+        return self._of_engine.get(receiver)
 
     def _notify(self) -> None:
         self._changed.set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -136,10 +137,12 @@ class _Plan:
             long = sorted((unit for unit in units if costs[unit] > least_of_long), key=lambda u: (-costs[u], u))
             placed: list[list[int]] = [[] for _ in range(num_parts)]
             loads = [0.0] * num_parts
+            by_load = [(0.0, part) for part in range(num_parts)]  # a heap
             for unit in long:
-                least = loads.index(min(loads))
+                least = by_load[0][1]
                 placed[least] += unit
                 loads[least] += costs[unit]
+                heapq.heapreplace(by_load, (loads[least], least))
             is_long = set(long)
             short = [unit for unit in units if unit not in is_long]
             rest = _cut_into(short, costs, [max(0.0, mean - load) for load in loads])

@@ -45,6 +45,7 @@ class Name(StrEnum):
     LOGPROB_MEMORY = "logprob_memory"
     RANK_SHARES = "rank_shares"
     LEARNER_RANKS = "learner_ranks"
+    REHEARSALS = "rehearsals"
     SHARED_PROMPTS = "shared_prompts"
     REFERENCE_QUANTISATION = "reference_quantisation"
     DATA_READING = "data_reading"

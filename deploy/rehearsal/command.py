@@ -24,7 +24,7 @@ from mobula.deploy.planning.nodes import this_node
 from mobula.deploy.planning.policy_shape import policy_shape
 from mobula.deploy.planning.scaling_guide import MODELS
 from mobula.deploy.rehearsal.limits import gains, sizes
-from mobula.deploy.rehearsal.measured import measured_speeds, recorded_lengths
+from mobula.deploy.rehearsal.measured import MeasuredRun, measured_speeds, recorded_lengths
 from mobula.deploy.rehearsal.page import as_json, show
 from mobula.deploy.rehearsal.prompts import StatedPrompts, prepared_run, shrunk, stated_run
 from mobula.deploy.rehearsal.roofline import estimated_speeds, gpu_of_memory
@@ -75,7 +75,7 @@ def rehearse(command: RehearseCommand, console: Console) -> None:
         PlacementError: the nodes do not hold the workers.
     """
     faults = read_faults(command.faults, command.fault_file)
-    with _stage(command) as (stage, source), _quiet():
+    with staged(command) as (stage, source), _quiet():
         memory = stage.memory()
         played = stage.play(faults=faults)
         if not played.steps:
@@ -90,7 +90,8 @@ def rehearse(command: RehearseCommand, console: Console) -> None:
 
 
 @contextmanager
-def _stage(command: RehearseCommand) -> Iterator[tuple[RehearsalStage, str]]:
+def staged(command: RehearseCommand) -> Iterator[tuple[RehearsalStage, str]]:
+    """Everything that the rehearsal needs, and where its speeds come from. Files of the model are removed on exit."""
     with TemporaryDirectory(prefix="mobula-rehearsal-") as folder:
         config = load_config([*command.overrides, f"num_steps={command.num_steps}"], is_complete=False)
         shape = _shape(config, command.model)
@@ -141,8 +142,8 @@ def _speeds(
     """The speeds, and where they come from."""
     config = prepared.config
     if command.measured:
-        prompts = prepared.fixed_prompts(config.evaluation.split, MEASURED_PROMPTS).prompts
-        speeds = measured_speeds(command.measured, fmean(prompt.num_tokens for prompt in prompts))
+        runs = [MeasuredRun.read(folder) for folder in command.measured]
+        speeds = measured_speeds(runs, mean_prompt_tokens(prepared))
         source = f"fitted to {', '.join(folder.name for folder in command.measured)}"
     elif config.resources.device == "cuda":
         gpu = command.gpu or gpu_of_memory(nodes[0].gpu_bytes or 0)
@@ -161,6 +162,12 @@ def _speeds(
     if command.words:
         speeds, source = speeds.with_words(command.words), f"{source}; {', '.join(command.words)}"
     return speeds, source
+
+
+def mean_prompt_tokens(prepared: Prepared) -> float:
+    """Of the first held-out prompts."""
+    prompts = prepared.fixed_prompts(prepared.config.evaluation.split, MEASURED_PROMPTS).prompts
+    return fmean(prompt.num_tokens for prompt in prompts)
 
 
 def _lengths(config: RunConfig, command: RehearseCommand) -> ResponseLengths:

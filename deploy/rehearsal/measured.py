@@ -48,9 +48,13 @@ class MeasuredRun:
             raise PreflightError(f"--measured {folder}: {error}") from error
         if not steps:
             raise PreflightError(f"--measured {folder}: a run of more than {WARM_UP_STEPS} steps is needed")
+        return cls.of(load_resolved(folder / CONFIG_FILE), steps)
+
+    @classmethod
+    def of(cls, config: RunConfig, steps: Sequence[StepRecord]) -> MeasuredRun:
         phases = dict.fromkeys(name for step in steps for name in step.seconds)
         return cls(
-            config=load_resolved(folder / CONFIG_FILE),
+            config=config,
             seconds={name: median(step.seconds.get(name, 0.0) for step in steps) for name in phases},
             push_s=_median(steps, MetricName.PUSH_SECONDS),
             num_responses=_median(steps, "num_samples"),
@@ -77,7 +81,7 @@ class MeasuredRun:
         return self.mean_length * self.responses_per_engine / self.batch
 
 
-def measured_speeds(folders: Sequence[Path], prompt_tokens: float) -> Speeds:
+def measured_speeds(runs: Sequence[MeasuredRun], prompt_tokens: float) -> Speeds:
     """Fits speeds to finished runs of one model on one machine.
 
     Engines are fitted to synchronous runs, in which nothing else computes while they do. Two lengths tell the time of a
@@ -85,9 +89,8 @@ def measured_speeds(folders: Sequence[Path], prompt_tokens: float) -> Speeds:
     do not tell apart counts as the time of a step.
 
     Raises:
-        PreflightError: a folder holds no usable run, or no run is synchronous.
+        PreflightError: no run is synchronous.
     """
-    runs = [MeasuredRun.read(folder) for folder in folders]
     calm = [run for run in runs if run.config.algorithm.max_staleness == 0]
     if not calm:
         raise PreflightError(

@@ -10,7 +10,8 @@ from rich.console import Console
 from rich.table import Table
 
 from mobula.cluster.metrics.step_records import strict
-from mobula.deploy.planning.fit import MemoryPlan
+from mobula.cluster.runtime.placement import needed_roles
+from mobula.deploy.planning.fit import GIB, MemoryPlan
 from mobula.deploy.planning.plan_view import demand_table
 from mobula.deploy.rehearsal.limits import Gain, Size
 from mobula.deploy.rehearsal.play import Played
@@ -39,6 +40,9 @@ def show(
     console.print(f"staleness of trained tokens, in versions: {staleness}", highlight=False)
     if memory is not None:
         console.print(demand_table(memory.demands))
+        for demand in memory.shortfalls:
+            text = f"{demand.node_id}, {demand.place}: {demand.shortfall / GIB:.1f} GiB short"
+            console.print(text, style="red", highlight=False)
     for line in _loads(stage, result):
         console.print(line, highlight=False)
     for event in played.events:
@@ -108,7 +112,7 @@ def _headline(stage: RehearsalStage, source: str) -> Iterator[str]:
 
 def _workers(stage: RehearsalStage) -> dict[str, int]:
     roles = stage.config.resources.roles
-    return {role: workers.num_workers for role, workers in roles.items() if workers.num_workers and role != "critic"}
+    return {role: roles[role].num_workers for role in needed_roles(stage.config)}
 
 
 def _step_table(result: Result) -> Table:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -24,11 +26,11 @@ WORDS = (
 STATED = ("decode_step_s=0.02", "learner_tokens_per_s=500", "start_s=10", "update_s=1", "reward_s=0")
 
 
-def page(tmp_path: Path, *words: str, **options: object) -> dict:
+def page(tmp_path: Path, *words: str, base: Sequence[str] = WORDS, nodes: str = "2x8x80GB", **options: object) -> dict:
     """The page as JSON."""
     file = tmp_path / "page.json"
     arguments = {"words": STATED, "prompt_tokens": 100, "num_steps": 6, "with_gains": False, **options}
-    command = RehearseCommand(overrides=(*WORDS, *words), nodes="2x8x80GB", json_file=file, **arguments)
+    command = RehearseCommand(overrides=(*base, *words), nodes=nodes, json_file=file, **arguments)
     rehearse(command, Console(quiet=True))
     return json.loads(file.read_text())
 
@@ -71,6 +73,29 @@ def test_an_engine_that_is_lost_with_its_node_is_replaced_and_the_run_ends_as_pl
 def test_a_full_disk_ends_the_run_with_its_error(tmp_path: Path) -> None:
     found = page(tmp_path, "checkpoints.interval_steps=2", faults=("full_disk@2",))
     assert "No space left on device" in found["played"]["error"]
+
+
+@pytest.mark.slow
+def test_256_engines_and_512_ranks_are_played_in_a_minute_of_cpu_time(tmp_path: Path) -> None:
+    started = time.process_time()
+    words = (
+        "resources.rollout.num_workers=256",
+        "resources.learner.num_workers=512",
+        "resources.reference.num_workers=0",
+        "algorithm.max_staleness=1",
+    )
+    many = ("algorithm.prompts_per_step=512", "algorithm.max_concurrent_groups=1024")
+    overrides = tuple(word for word in WORDS if not word.startswith("algorithm.prompts_per_step"))
+    found = page(tmp_path, *words, *many, mean_tokens=100, base=overrides, nodes="96x8x80GB")
+    assert len(found["played"]["steps"]) == 6
+    assert sum(found["result"]["staleness"].values()) == pytest.approx(1)
+    assert time.process_time() - started < 60
+
+
+def test_work_of_the_driver_that_grows_with_groups_times_ranks_is_a_limit(tmp_path: Path) -> None:
+    found = page(tmp_path, mean_tokens=20, sigma=0.0, factors=(1, 32))
+    shares = [size["result"]["driver"]["ray_s"] / size["num_ranks"] for size in found["sizes"]]
+    assert shares[1] > 1.2 * shares[0]
 
 
 def test_the_speeds_of_a_cpu_are_not_guessed(tmp_path: Path) -> None:

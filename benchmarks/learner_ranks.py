@@ -31,7 +31,7 @@ PROMPT_TOKENS, MEDIAN_TOKENS, SIGMA = 1024, 400, 0.8
 MAX_REPEATS = 3
 LINEAR = 1.5
 UNIT = "CPU ms/rank"
-AT_ONCE = RankTimes(start_s=0, update_s=0, tokens_per_s=float("inf"), send_s=0, save_s=0, load_s=0)
+AT_ONCE = RankTimes(start_s=0, update_s=0, tokens_per_s=float("inf"), response_s=0, send_s=0, save_s=0, load_s=0)
 
 
 def measure(effort: Effort, overrides: Sequence[str]) -> Findings:

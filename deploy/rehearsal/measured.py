@@ -100,27 +100,33 @@ def measured_speeds(runs: Sequence[MeasuredRun], prompt_tokens: float) -> Speeds
     waits = [run.seconds["wait_for_rollouts"] - run.settle_s for run in calm]
     engines = [[run.engine_steps, run.responses_per_engine, run.engine_steps * run.batch] for run in calm]
     step_s, response_s, sequence_s = _fitted(engines, waits)
-    tokens = [run.num_responses * (run.mean_length + prompt_tokens) for run in calm]
-    ranks = [run.config.resources.learner.num_workers for run in calm]
-    updates = [[n / m, 1.0] for n, m in zip(tokens, ranks, strict=True)]
-    token_s, update_s = _fitted(updates, [run.seconds["update"] for run in calm])
-    scorers = [max(1, run.config.resources.reference.num_workers) for run in calm]
-    scores = [[n / m, 1.0] for n, m in zip(tokens, scorers, strict=True)]
-    reference_s, call_s = _fitted(scores, [run.seconds["reference"] for run in calm])
+    token_s, learner_response_s, update_s = _fitted_rows(calm, "learner", "update", prompt_tokens)
+    reference_s, reference_response_s, call_s = _fitted_rows(calm, "reference", "reference", prompt_tokens)
     return Speeds(
         decode_step_s=step_s,
         decode_sequence_s=sequence_s,
         prefill_tokens_per_s=float("inf"),
         engine_response_s=response_s,
         learner_tokens_per_s=1 / token_s if token_s else float("inf"),
+        learner_response_s=learner_response_s,
         update_s=update_s,
         reference_tokens_per_s=1 / reference_s if reference_s else float("inf"),
+        reference_response_s=reference_response_s,
         reference_s=call_s,
         push_s=median(run.seconds["weight_sync"] for run in calm),
         settle_s=median(run.settle_s for run in calm),
         step_s=median(sum(run.seconds.get(name, 0.0) for name in ("other", "checkpoint")) for run in calm),
         start_s=START_S,
     )
+
+
+def _fitted_rows(runs: Sequence[MeasuredRun], role: str, phase: str, prompt_tokens: float) -> list[float]:
+    """Seconds of a worker of a role for each token of its rows, for each sampled token, and for a call."""
+    rows = []
+    for run in runs:
+        responses = run.num_responses / max(1, run.config.resources.roles[role].num_workers)
+        rows.append([responses * (run.mean_length + prompt_tokens), responses * run.mean_length, 1.0])
+    return _fitted(rows, [run.seconds[phase] for run in runs])
 
 
 def recorded_lengths(folder: Path) -> list[int]:

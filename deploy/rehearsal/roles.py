@@ -168,6 +168,7 @@ class SimulatedRoles:
             start_s=speeds.start_s,
             update_s=speeds.update_s,
             tokens_per_s=speeds.learner_tokens_per_s,
+            response_s=speeds.learner_response_s,
             send_s=self._push_s,
             save_s=state_bytes / speeds.storage_bytes_per_s,
             load_s=state_bytes / speeds.storage_bytes_per_s,
@@ -221,7 +222,12 @@ class SimulatedRoles:
         if not (places := self.places(REFERENCE)):
             return NullReference()
         make = partial(
-            SimulatedScorer, speeds.start_s, speeds.reference_tokens_per_s, speeds.reference_s, self._hardware.cores
+            SimulatedScorer,
+            speeds.start_s,
+            speeds.reference_tokens_per_s,
+            speeds.reference_response_s,
+            speeds.reference_s,
+            self._hardware.cores,
         )
         hosts = _Hosts(self, REFERENCE, make)
         return ReferencePool(

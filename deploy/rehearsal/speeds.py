@@ -28,8 +28,10 @@ class Speeds:
     learner_tokens_per_s: float  # of one rank: rows with their prompts, forward and backward
     engine_response_s: float = 0.0  # of one engine, more for each response
     wait_s: float = 0.0  # of each group between engine and driver
+    learner_response_s: float = 0.0  # of one rank, more for each sampled token: its logits
     update_s: float = 0.0  # of one step, apart from its tokens
     reference_tokens_per_s: float = math.inf  # of one scorer
+    reference_response_s: float = 0.0  # more for each sampled token
     reference_s: float = 0.0  # of one call
     reward_s: float = 0.0  # of one group, at one worker of a service
     push_s: float = 0.0  # of one push, apart from its bytes

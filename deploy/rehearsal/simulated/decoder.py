@@ -136,6 +136,8 @@ class Decoder:
         if self._active and not self._is_paused:
             delay_s = self._stall_s + max(0.0, self._active[0][0] - self._step) * self._step_s()
             self._timer = self._loop.call_later(delay_s, self._tick)
+        elif self._is_counted:  # other work on the cores settled this one, and the last response had ended
+            self._timer = self._loop.call_later(0.0, self._tick)
 
     def _tick(self) -> None:
         self.settle()

@@ -102,6 +102,7 @@ class RankTimes:
     start_s: float
     update_s: float  # of a step, apart from its tokens
     tokens_per_s: float  # of one rank, forward and backward
+    response_s: float  # of one rank, more for each sampled token
     send_s: float  # of one push to one wave
     save_s: float
     load_s: float
@@ -135,8 +136,10 @@ class SimulatedRanks:
     async def _compute(self, groups: Sequence[ScoredGroup]) -> float:
         started_s = asyncio.get_running_loop().time()
         tokens = sum(map(row_tokens, (group.summary for group in groups))) / self.num_ranks
+        sampled = sum(group.summary.num_tokens for group in groups) / self.num_ranks
         slowest = max(self.slow_down.values(), default=1.0)
-        seconds = slowest * (self.times.update_s + tokens / self.times.tokens_per_s)
+        times = self.times
+        seconds = slowest * (times.update_s + tokens / times.tokens_per_s + sampled * times.response_s)
         await self.cores.compute(seconds, num_threads=self.num_ranks)
         self.busy_s += asyncio.get_running_loop().time() - started_s
         return seconds
@@ -218,10 +221,11 @@ class SimulatedRank:
 class SimulatedScorer:
     """One reference scorer."""
 
-    def __init__(self, load_s: float, tokens_per_s: float, call_s: float, cores: Cores) -> None:
+    def __init__(self, load_s: float, tokens_per_s: float, response_s: float, call_s: float, cores: Cores) -> None:
         self.busy_s = 0.0
         self._load_s = load_s
         self._tokens_per_s = tokens_per_s
+        self._response_s = response_s
         self._call_s = call_s
         self._cores = cores
 
@@ -237,7 +241,8 @@ class SimulatedScorer:
     async def score(self, groups: Sequence[ScoredGroup]) -> None:
         started_s = asyncio.get_running_loop().time()
         tokens = sum(row_tokens(group.summary) for group in groups)
-        await self._cores.compute(self._call_s + tokens / self._tokens_per_s)
+        sampled = sum(group.summary.num_tokens for group in groups)
+        await self._cores.compute(self._call_s + tokens / self._tokens_per_s + sampled * self._response_s)
         self.busy_s += asyncio.get_running_loop().time() - started_s
 
     async def score_one(self, group: ScoredGroup) -> None:

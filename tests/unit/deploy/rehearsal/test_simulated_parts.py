@@ -66,6 +66,20 @@ def test_work_on_shared_cores_slows_all_of_it_down() -> None:
     assert decoded_s == pytest.approx([14.0])
 
 
+def test_engines_that_end_together_leave_the_cores_to_others() -> None:
+    async def main() -> float:
+        cores = Cores(1)
+        decoders = [Decoder(DecodeSpeed(step_s=1.0), num_slots=1, cores=cores) for _ in range(3)]
+        for decoder in decoders:
+            decoder.resume(0)
+        await asyncio.gather(*(ends_s(decoder, [[10]]) for decoder in decoders))
+        begun_s = asyncio.get_running_loop().time()
+        await cores.compute(4.0)
+        return asyncio.get_running_loop().time() - begun_s
+
+    assert run_virtually(main()) == pytest.approx(4.0)
+
+
 def test_groups_of_a_lost_engine_fail() -> None:
     async def main() -> list[BaseException]:
         decoder = Decoder(DecodeSpeed(step_s=1.0), num_slots=1)

@@ -18,7 +18,6 @@ from vllm.v1.engine.core import EngineShutdownState
 from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.outputs import LogprobsLists
 
-from benchmarks.simulation.virtual_time import run_virtually
 from mobula.actors.samplers.serving import RunningRequests
 from mobula.actors.samplers.vllm.arguments import engine_args, sampling_params
 from mobula.actors.samplers.vllm.outputs import OutputReader
@@ -27,6 +26,7 @@ from mobula.actors.samplers.vllm.patches.inproc import BURST_GAP_S, BURST_S, InP
 from mobula.actors.samplers.vllm.patches.logprobs import SampledLogprobs
 from mobula.cluster.errors import RolloutError
 from mobula.cluster.roles import SamplingSettings
+from mobula.deploy.rehearsal.simulated.virtual_time import run_virtually
 
 IMPORTS = """
 import sys

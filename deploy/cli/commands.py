@@ -25,6 +25,7 @@ from mobula.configs.errors import ConfigError
 from mobula.configs.schema import RunConfig
 from mobula.deploy.cli.audit_command import audit
 from mobula.deploy.cli.data_commands import data
+from mobula.deploy.cli.diagnose_command import diagnose, diagnosed
 from mobula.deploy.cli.environment_commands import play, rollout, serve_environment, serve_policy
 from mobula.deploy.cli.errors import FAILED, explained
 from mobula.deploy.cli.gpu_check_command import gpu_check
@@ -105,7 +106,7 @@ def train(overrides: Overrides = None, config_file: ConfigFile = None) -> None:
     """Train: warm start, evaluation, RL or an offline job, evaluation, report."""
     with explained():
         config = _config(overrides or [], config_file)
-        with preloaded(config) as workers:
+        with preloaded(config) as workers, diagnosed(config):
             from mobula.deploy.run import runtime
 
             code = runtime.train(config, workers)
@@ -248,38 +249,6 @@ def replay(
         from mobula.deploy.tools.replay import replay as train_again
 
         raise typer.Exit(train_again(run_folder, config))
-
-
-@app.command()
-def diagnose(
-    words: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[NAME | KEY=VALUE...]",
-            help="The run; the latest one if it is left out. Overrides check a configuration before its first step.",
-        ),
-    ] = None,
-    run: RunFolder = None,
-    json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
-) -> None:
-    """Why does it not learn? Check a run, or a configuration, and show the findings, worst first.
-
-    Exits with 1 if there is a fault.
-    """
-    with explained():
-        from mobula.deploy.tools.diagnose import command
-
-        title, material = command.material_of(words or [], run)
-        findings = command.diagnose(material)
-    from mobula.cluster.metrics.report.findings import RunVerdict, to_json
-    from mobula.deploy.tools.diagnose.page import show
-
-    if json:
-        terminal(soft_wrap=True).print(to_json(findings), markup=False, highlight=False)
-    else:
-        show(title, findings, terminal())
-    if any(finding.verdict is RunVerdict.FAULT for finding in findings):
-        raise typer.Exit(FAILED)
 
 
 @app.command()
@@ -516,6 +485,7 @@ def doctor(
 
 app.add_typer(data, name="data")
 app.command()(audit)
+app.command()(diagnose)
 app.command()(gpu_check)
 app.command()(rehearse)
 app.command()(lmms_eval)

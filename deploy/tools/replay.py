@@ -52,7 +52,7 @@ def replay(run_folder: Path, config: RunConfig) -> int:
     with run_lock(output):
         prepared = prepare(config, ray.put)
         assert isinstance(prepared, Prepared), "offline jobs keep no log"
-        with _learner_place(config) as spawner:
+        with learner_place(config) as spawner:
             version = asyncio.run(_replay(run_folder, prepared, spawner, log))
     console.print(f"{version} steps trained again: {output / POLICY_FOLDER}", markup=False, soft_wrap=True)
     if (run_folder / POLICY_FOLDER).is_dir() and version == config.num_steps:
@@ -74,7 +74,7 @@ def _weights(folder: Path) -> dict[str, Tensor]:
 
 
 @contextmanager
-def _learner_place(config: RunConfig) -> Iterator[Spawner]:
+def learner_place(config: RunConfig) -> Iterator[Spawner]:
     """The resources of the learner, and of a critic that has its own, while the body runs."""
     with ray_session(config) as session:
         plan = plan_placement(config.resources, session.nodes, training_roles(config))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mobula.cluster.metrics.guard_events import GUARD_FILE, GuardEvent, read_events
+from mobula.cluster.metrics.report.findings import RunFinding, read_findings
 from mobula.cluster.metrics.report.samples import SampleFile, read_samples
 from mobula.cluster.metrics.sinks.jsonl import read_records
 from mobula.cluster.metrics.step_records import HELD_OUT, EvaluationRecord, StepRecord
@@ -60,6 +61,7 @@ class RunFolder:
     faults: Sequence[Fault]
     config: str
     guard: Sequence[GuardEvent] = ()
+    findings: Sequence[RunFinding] = ()  # of the newest diagnosis, the worst first
 
 
 def read_run_folder(folder: Path) -> RunFolder:
@@ -89,6 +91,7 @@ def read_run_folder(folder: Path) -> RunFolder:
         faults=read_faults(folder / FAULTS_FILE),
         config=config.read_text(encoding="utf-8") if config.exists() else "",
         guard=read_events(folder / GUARD_FILE),
+        findings=read_findings(folder),
     )
 
 

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from mobula.cluster.errors import PreflightError
-from mobula.cluster.metrics.report.findings import RunFinding, worst_first
-from mobula.cluster.metrics.report.run_folder import CONFIG_FILE, RunFolder, read_run_folder
+from mobula.cluster.metrics.report.findings import RunFinding, RunVerdict, worst_first, write_findings
+from mobula.cluster.metrics.report.run_folder import CONFIG_FILE, REPORT_FILE, RunFolder, read_run_folder
 from mobula.cluster.records.media import MediaStore
 from mobula.configs.load import load_config, load_resolved
 from mobula.configs.schema import RunConfig
 from mobula.configs.schema.run import LATEST
 from mobula.deploy.preflight.loaded import LoadedModel
 from mobula.deploy.run.run_client import RUNS
+from mobula.deploy.run.run_report import report_again
 from mobula.deploy.tools.diagnose.checks import CHECKS
 from mobula.deploy.tools.diagnose.records.material import Material
 from mobula.deploy.tools.diagnose.records.registry import run_checks
@@ -24,8 +26,17 @@ from mobula.deploy.tools.doctor.checkpoint import is_here
 from mobula.deploy.wiring.preparation import ensure_data, load_checked
 
 
-def material_of(words: Sequence[str], folder: Path | None) -> tuple[str, Material]:
-    """Returns a title and the material: of a configuration if `words` are overrides, else of a run.
+@dataclass(frozen=True)
+class Subject:
+    """What is diagnosed: a run in `folder`, or a configuration, without a folder."""
+
+    title: str
+    material: Material
+    folder: Path | None = None
+
+
+def subject_of(words: Sequence[str], folder: Path | None) -> Subject:
+    """Returns a configuration if `words` are overrides, else a run.
 
     Raises:
         PreflightError: there is no such run, or a file of it cannot be read.
@@ -33,9 +44,8 @@ def material_of(words: Sequence[str], folder: Path | None) -> tuple[str, Materia
     """
     if folder is None and any("=" in word for word in words):
         config = load_config(words)
-        return f"configuration {config.name}", Material(
-            config, None, partial(_written, config), partial(_loaded, config)
-        )
+        material = Material(config, None, partial(_written, config), partial(_loaded, config))
+        return Subject(f"configuration {config.name}", material)
     if len(words) > 1:
         raise PreflightError(f"{' '.join(words)}: name one run, or give overrides (KEY=VALUE)")
     run_folder = folder or next(
@@ -47,12 +57,37 @@ def material_of(words: Sequence[str], folder: Path | None) -> tuple[str, Materia
         )
     config = load_resolved(run_folder / CONFIG_FILE)
     run = _read(run_folder)
-    return f"run {run.name}", Material(config, run, partial(survey, config), partial(_loaded, config))
+    material = Material(config, run, partial(survey, config), partial(_loaded, config))
+    return Subject(f"run {run.name}", material, run_folder)
 
 
-def diagnose(material: Material) -> list[RunFinding]:
-    """Runs all checks; the worst findings are first."""
-    return worst_first(list(run_checks(CHECKS, material)))
+def add_to_report(folder: Path, findings: Sequence[RunFinding]) -> None:
+    """Writes `diagnosis.json` of a run and, if the run has ended with a report, its report again."""
+    write_findings(folder, findings)
+    if (folder / REPORT_FILE).is_file():
+        with suppress(PreflightError):  # the run goes on, and writes its report at its end
+            report_again(str(folder))
+
+
+def diagnose_records(folder: Path) -> None:
+    """Diagnoses the records of a run that has ended, without data and model, and adds the findings to its report."""
+    config = load_resolved(folder / CONFIG_FILE)
+    found = worst_first(list(run_checks(CHECKS, Material(config, _read(folder)))))
+    add_to_report(folder, [finding for finding in found if finding.verdict is not RunVerdict.NOT_MEASURED])
+
+
+def diagnose(subject: Subject, *, is_deep: bool = False) -> list[RunFinding]:
+    """Runs all checks, with `is_deep` also the trials on recorded groups; the worst findings are first.
+
+    Raises:
+        PreflightError: the trials cannot start.
+    """
+    findings = list(run_checks(CHECKS, subject.material))
+    if is_deep:
+        from mobula.deploy.tools.diagnose.deep import run_trials  # which imports the session of Ray
+
+        findings += run_trials(subject.folder, subject.material.config)
+    return worst_first(findings)
 
 
 def _read(folder: Path) -> RunFolder:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,7 @@ from mobula.deploy.wiring.persistence import trajectory_log
 from mobula.deploy.wiring.preparation import Prepared, prepare
 from mobula.deploy.wiring.rollouts import engine_settings, sampling_settings
 from mobula.deploy.wiring.warm_start import warm_start
+from mobula.learner.examples.entries import stored_examples
 from mobula.learner.learner import Learner
 from mobula.rewards.isolation.deadline import InTime
 from mobula.rewards.isolation.process_pool import IsolatedPool
@@ -58,10 +61,10 @@ class Awaited:
         self._learner = learner
 
     async def supervised_step(self, examples: Sequence[Any]) -> dict[str, float]:
-        return self._learner.supervised_step(examples)
+        return self._learner.supervised_step(stored_examples(examples, lambda value: value))
 
     async def answer_accuracy(self, examples: Sequence[Any]) -> float:
-        return self._learner.answer_accuracy(examples)
+        return self._learner.answer_accuracy(stored_examples(examples, lambda value: value))
 
 
 class LocalRun:
@@ -127,13 +130,15 @@ class LocalRun:
         config = self._config
         parts = (config.policy, config.warm_start, config.data, config.sampler.max_tokens, config.sampler.is_flow)
         folder = self._cache / hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
-        if (folder / "done").exists():
+        if folder.exists():
             self._learner.load(folder)
             return
         await warm_start(self._prepared, Awaited(self._learner))  # type: ignore[arg-type]
-        self._learner.save(folder)
+        draft = folder.with_name(f"{folder.name}.{os.getpid()}")
+        self._learner.save(draft)
         self._learner.finish_save()
-        (folder / "done").touch()
+        with suppress(OSError):  # another process was faster
+            draft.rename(folder)
 
     def _frozen(self) -> ReferenceScorer | None:
         config = self._config

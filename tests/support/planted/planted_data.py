@@ -18,13 +18,13 @@ Splits = dict[str, Rows]
 SPLITS = ("train", "validation", "test")
 
 
-def write(folder: Path, *, fault: str) -> Path:
+def write(folder: Path, *, fault: str, task: str = "digits") -> Path:
     """Writes the digits with the fault of this name into `folder`, and returns `folder`."""
     if (folder / "train.jsonl").is_file():
         return folder
     draft = folder.with_name(f"{folder.name}.draft")
     shutil.rmtree(draft, ignore_errors=True)
-    write_digits(draft, task="digits")
+    write_digits(draft, task=task)  # type: ignore[arg-type]
     splits = {name: _read(draft / f"{name}.jsonl") for name in SPLITS}
     for name, rows in FAULTS[fault](splits, draft).items():
         (draft / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,22 +22,22 @@ from mobula.cluster.errors import MobulaError
 from mobula.cluster.metrics.report.findings import RunFinding, RunVerdict
 from mobula.configs.load import load_config
 from mobula.configs.schema import RunConfig
-from mobula.deploy.tools.diagnose.command import diagnose, material_of
+from mobula.deploy.tools.diagnose.command import diagnose, subject_of
 
 ROOT = Path(__file__).parents[3]
 HERE = Path(__file__).parent.relative_to(ROOT)
 PARTS, DATA = f"{HERE}/planted_parts.py", f"{HERE}/planted_data.py"
-NUM_STEPS = 24
+NUM_STEPS = 20
 SERIOUS = (RunVerdict.FAULT, RunVerdict.WARNING)
 ALONE = (
     "resources=laptop", "learner=single", "resources.learner.num_workers=1", "resources.rollout.num_workers=1",
     f"num_steps={NUM_STEPS}", "replay.trajectory_log=true",
 )  # fmt: skip
 DIGITS = (
-    "experiment=digits", *ALONE, "sampler=huggingface", "algorithm.prompts_per_step=16",
-    "algorithm.max_concurrent_groups=32",
+    "experiment=digits", *ALONE, "sampler=huggingface", "algorithm.prompts_per_step=8",
+    "algorithm.max_concurrent_groups=16",
 )  # fmt: skip
-GLYPHS = ("experiment=glyphs_grpo", *ALONE, "warm_start.num_steps=300", "algorithm.prompts_per_step=4")
+GLYPHS = ("experiment=glyphs_grpo", *ALONE, "warm_start.num_steps=200", "algorithm.prompts_per_step=4")
 
 
 @dataclass(frozen=True)
@@ -151,12 +152,12 @@ def outcome(run: PlantedRun, folder: Path) -> Outcome:
     words = [word.replace("FOLDER", str(folder)) for word in (*run.words, f"name={run.name}", f"folder={folder}/runs")]
     run_folder = folder / "runs" / run.name
     if run.refused:
-        _, material = material_of(words, None)
+        subject = subject_of(words, None)
     else:
         if not (run_folder / "done.json").exists():
             _make(load_config(words), folder / "warm_starts")
-        _, material = material_of([], run_folder)
-    return Outcome(run, {finding.name: finding for finding in diagnose(material)})
+        subject = subject_of([], run_folder)
+    return Outcome(run, {finding.name: finding for finding in diagnose(subject)})
 
 
 def _make(config: RunConfig, cache: Path) -> None:
@@ -190,7 +191,11 @@ def main(arguments: Sequence[str]) -> None:
         return
     for run in (*FAULTS, *HEALTHY):
         if not names or run.name in names:
-            each = outcome(run, folder)
+            try:
+                each = outcome(run, folder)
+            except Exception:  # the other runs are made
+                traceback.print_exc()
+                continue
             sys.stdout.write(f"{run.name}: found {each.found} faults {each.faults} warnings {each.warnings}\n")
             sys.stdout.flush()
 

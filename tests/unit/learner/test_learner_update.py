@@ -471,3 +471,15 @@ async def test_a_rollback_is_the_saved_learner_under_the_number_of_its_step(fold
     assert (ranks.version, learner.version, learner.export_weights(1 << 20)[0]) == (3, 3, 3)
     assert largest_difference(weights(learner), saved) == 0
     assert (await ranks.update(groups)).version == 4
+
+
+def test_the_change_of_policy_and_weights_follows_the_learning_rate(folder, tokenizer) -> None:
+    found = {}
+    for rate in (1e-12, 1e-4, 1e-3):
+        config = tiny_config(folder, f"learner.learning_rate={rate}", "learner.warmup_steps=0")
+        groups = sampled(config, folder, random_groups(tokenizer, 4, 4))
+        found[rate] = connected(config).update(groups, 1).metrics
+    assert found[1e-12]["policy_change"] < 1e-6, "scoring twice gives the same numbers"
+    assert 0 < found[1e-4]["policy_change"] < found[1e-3]["policy_change"]
+    assert found[1e-3]["weight_change"] == pytest.approx(10 * found[1e-4]["weight_change"], rel=0.05)
+    assert 0 < found[1e-4]["logprob_gap_first"] < 1e-5 and 0 < found[1e-4]["logprob_gap_last"] < 1e-5

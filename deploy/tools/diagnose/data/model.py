@@ -11,7 +11,8 @@ from mobula.deploy.preflight.loaded import LoadedModel
 from mobula.deploy.tools.diagnose.records.material import Material
 from mobula.deploy.tools.diagnose.records.registry import not_measured
 from mobula.learner.policies.families.registry import frozen_prefixes
-from mobula.learner.policies.lora import adapted_modules, layer_kind
+from mobula.learner.policies.lora import adapted_modules
+from mobula.learner.policies.shapes import layer_kind
 
 CHECKPOINT, FROZEN, ADAPTERS = "model_and_template", "frozen_parts", "adapter_targets"
 SMALL = 0.5  # of the weights

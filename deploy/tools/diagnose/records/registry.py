@@ -49,11 +49,14 @@ def not_measured(name: str, reason: str) -> RunFinding:
 
 
 def _is_there(needs: Needs, material: Material) -> bool:
-    found = {
-        Needs.CONFIG: lambda: True,
-        Needs.STEPS: lambda: bool(material.steps),
-        Needs.ANSWERS: lambda: bool(material.answers),
-        Needs.DATA: lambda: material.data is not None,
-        Needs.MODEL: lambda: material.model is not None,
-    }
-    return found[needs]()
+    match needs:
+        case Needs.CONFIG:
+            return True
+        case Needs.STEPS:
+            return bool(material.steps)
+        case Needs.ANSWERS:
+            return bool(material.answers)
+        case Needs.DATA:
+            return material.data is not None
+        case Needs.MODEL:
+            return material.model is not None

@@ -8,7 +8,7 @@ import math
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -28,9 +28,9 @@ from mobula.cluster.metrics.definitions import CounterName, MetricName
 from mobula.cluster.metrics.hub import Metrics
 from mobula.cluster.metrics.report.samples import SampleKeeper
 from mobula.cluster.metrics.sinks.jsonl import JsonlSink, read_records
-from mobula.cluster.metrics.step_records import EvaluationRecord, SampleRecord, StepRecord
+from mobula.cluster.metrics.step_records import EvaluationRecord, SampleRecord, StepRecord, from_line, to_line
 from mobula.cluster.metrics.summary import Summary, read_summary, summarize, write_summary
-from mobula.cluster.records.trajectory import FinishReason
+from mobula.cluster.records.trajectory import FinishReason, Reward
 from mobula.cluster.roles import ReplayStats, UpdateReport
 from mobula.cluster.workers.status import Progress
 
@@ -343,3 +343,29 @@ def test_metrics_and_report_load_neither_ray_nor_torch() -> None:
     imports = "; ".join(f"import mobula.cluster.metrics.{name}" for name in modules)
     check = f"{imports}; import sys; assert not {{'ray', 'torch'}} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", check], check=True, timeout=60)
+
+
+def test_a_step_has_correlations_within_groups_reasons_and_the_sides_of_uniform_groups() -> None:
+    sink = MemorySink()
+    metrics = make_metrics([sink], FakeClock())
+    groups = [make_group("a", [1.0, 0.0]), make_group("b", [1.0, 1.0]), make_group("c", [0.0, 0.0])]
+    with metrics.step(1) as step:
+        step.record(groups, UpdateReport(1, {}), REPLAY)
+    [record] = sink.records
+    assert record.values[MetricName.UNIFORM_RIGHT_FRACTION] == record.values[MetricName.UNIFORM_WRONG_FRACTION] == 1 / 3
+    assert record.correlations == {"answer": pytest.approx(1.0)}, "neither length nor format varies within a group"
+    assert record.counters[CounterName.REWARD_REASONS] == {"answer: not equal": 3}
+    read = from_line(to_line(record))
+    assert isinstance(read, StepRecord) and read.correlations == record.correlations
+
+
+def test_reasons_of_rewards_are_counted_under_few_names() -> None:
+    sink = MemorySink()
+    metrics = make_metrics([sink], FakeClock())
+    for number in range(1, 41):
+        reward = Reward(0.0, {"answer": 0.0}, {"answer": f"{'x' * number} of {number} words"})
+        group = replace(make_group("a", [0.0]), rewards=(reward,))
+        with metrics.step(number) as step:
+            step.record([group], UpdateReport(number, {}), REPLAY)
+    counted = sink.records[-1].counters[CounterName.REWARD_REASONS]
+    assert len(counted) <= 25 and sum(counted.values()) == 40 and "answer: xx of # words" in counted

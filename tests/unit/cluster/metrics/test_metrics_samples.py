@@ -206,3 +206,22 @@ def test_a_resume_takes_later_rows_out(tmp_path: Path) -> None:
 def test_responses_of_text_leave_no_artifact(tmp_path: Path) -> None:
     writer(tmp_path).offer(1, [make_group("a", [1.0])])
     assert read_artifacts(tmp_path) == []
+
+
+def test_drawn_groups_keep_the_ends_of_all_siblings_through_the_file_and_a_resume(tmp_path: Path) -> None:
+    samples = keeper(tmp_path / "samples.jsonl")
+    long = "a b c d " * 40
+    for step in range(1, 4):
+        samples.offer(step, [make_group(f"s{step}", [1.0, 0.0, 0.0], text=long)])
+    found = read_samples(tmp_path / "samples.jsonl").answers
+    assert [(group.step, group.sample_id, len(group.answers)) for group in found] == [
+        (1, "s1", 3),
+        (2, "s2", 3),
+        (3, "s3", 3),
+    ]
+    answer = found[0].answers[0]
+    assert long.endswith(answer.text) and len(answer.text) == 160 and answer.repetition > 0.9
+    assert (answer.reward, answer.reasons, answer.finish_reason) == (1.0, {"answer": "equal"}, "stop")
+    second = keeper(tmp_path / "samples.jsonl", version=2)
+    second.offer(3, mixed(3))
+    assert [group.step for group in read_samples(tmp_path / "samples.jsonl").answers] == [1, 2, 3, 3]

@@ -16,8 +16,10 @@ from metrics_data import write_run
 
 from mobula.cluster.metrics.report.charts import MAX_POINTS, Chart, curve
 from mobula.cluster.metrics.report.comparison import MAX_LINES, ComparedRuns, render_comparison, table
+from mobula.cluster.metrics.report.findings import Evidence, RunFinding, RunVerdict, write_findings
 from mobula.cluster.metrics.report.report import write_report
 from mobula.cluster.metrics.report.run_folder import RunFolder, read_run_folder
+from mobula.cluster.metrics.report.samples import read_samples
 from mobula.cluster.metrics.report.written_numbers import write_bytes, write_duration, write_number
 from mobula.cluster.metrics.step_records import EvaluationRecord, StepRecord, to_line
 
@@ -245,3 +247,17 @@ def test_over_epochs_the_training_accuracy_is_cumulative_within_each(runs: list[
 def test_too_many_lines_are_refused(runs: list[RunFolder], num: int) -> None:
     with pytest.raises(ValueError, match=f"{num} lines cannot be compared: give 1 to {MAX_LINES}"):
         render_comparison([ComparedRuns(str(n), runs[:1]) for n in range(num)], by_epoch=False)
+
+
+def test_the_diagnosis_is_a_section_with_its_evidence_and_pictures(tmp_path: Path) -> None:
+    write_run(tmp_path, num_steps=4)
+    assert 'id="diagnosis"' not in write_report(tmp_path).read_text(encoding="utf-8")
+    key = next(iter(read_samples(tmp_path / "samples.jsonl").thumbnails))
+    evidence = (Evidence("cut after <b>", (key, "absent")),)
+    fault = RunFinding("truncation", RunVerdict.FAULT, "90 % were cut", {"share": 0.9}, "raise it", evidence)
+    skipped = RunFinding("variety", RunVerdict.NOT_MEASURED, "too few groups")
+    write_findings(tmp_path, [fault, skipped])
+    page = write_report(tmp_path).read_text(encoding="utf-8")
+    section = page[page.index('id="diagnosis"') :].partition("</section>")[0]
+    assert "90 % were cut" in section and "<b>raise it</b>" in section and "cut after &lt;b&gt;" in section
+    assert section.count("data:image/png") == 1 and "too few groups" not in section

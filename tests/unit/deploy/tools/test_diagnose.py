@@ -28,7 +28,7 @@ from mobula.cluster.workers.faults import Fault
 from mobula.configs.load import load_config
 from mobula.configs.schema import RunConfig
 from mobula.deploy.tools.diagnose.checks import CHECKS
-from mobula.deploy.tools.diagnose.command import material_of
+from mobula.deploy.tools.diagnose.command import subject_of
 from mobula.deploy.tools.diagnose.page import show
 from mobula.deploy.tools.diagnose.records.material import Material
 from mobula.deploy.tools.diagnose.records.registry import run_checks
@@ -272,7 +272,7 @@ def test_findings_survive_the_file_and_the_worst_is_shown_first(tmp_path: Path) 
 
 def test_a_run_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(PreflightError, match="there is no run in"):
-        material_of(["no-such-run"], None)
+        subject_of(["no-such-run"], None)
 
 
 def test_trends_and_agreement_state_their_error() -> None:

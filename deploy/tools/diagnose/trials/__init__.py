@@ -1,0 +1,1 @@
+"""Trials of `mobula diagnose --deep`: short computations of the learner on recorded groups."""

@@ -1,0 +1,40 @@
+"""Whether updates on one recorded group make its best response likely."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from mobula.cluster.metrics.report.findings import Evidence, RunFinding, RunVerdict
+from mobula.deploy.tools.diagnose.records.registry import not_measured
+from mobula.deploy.tools.diagnose.trials.recorded import TrialGroup, TrialLearner, response_logprob
+
+NAME = "memorise_one_prompt"
+NUM_UPDATES = 16
+ENOUGH = 0.1  # nat a token
+
+
+async def memorise(learner: TrialLearner, groups: Sequence[TrialGroup]) -> RunFinding:
+    """Trains `NUM_UPDATES` steps on one group whose rewards differ."""
+    chosen = next((group for group in groups if not group.is_uniform), None)
+    if chosen is None:
+        return not_measured(NAME, f"the rewards of each of {len(groups)} recorded groups are equal")
+    best = chosen.trajectories[chosen.best]
+    before = await response_logprob(learner, chosen.prompt, best)
+    for _ in range(NUM_UPDATES):
+        await learner.update([chosen.scored])
+    after = await response_logprob(learner, chosen.prompt, best)
+    gain = after - before
+    numbers = {"before": before, "after": after, "gain": gain}
+    measured = (
+        f"{NUM_UPDATES} updates on one group change the log-prob of its best response from {before:.3g} to {after:.3g} "
+        f"nat a token (probability {math.exp(before):.1%} to {math.exp(after):.1%})"
+    )
+    evidence = (Evidence(f"{chosen.prompt.sample_id}: {best.response.text[-200:]!r}"),)
+    if gain >= ENOUGH or (after > -ENOUGH and gain > -ENOUGH):
+        return RunFinding(NAME, RunVerdict.OK, measured, numbers, "", evidence)
+    if gain < -ENOUGH:
+        action = "updates make the best response less likely: check the sign of the loss and learner.learning_rate"
+        return RunFinding(NAME, RunVerdict.FAULT, measured, numbers, action, evidence)
+    action = "raise learner.learning_rate; check policy.freeze, algorithm.kl.coef and the loss"
+    return RunFinding(NAME, RunVerdict.WARNING, measured, numbers, action, evidence)

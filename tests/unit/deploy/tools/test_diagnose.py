@@ -13,6 +13,7 @@ from rich.console import Console
 
 from mobula.cluster.errors import PreflightError
 from mobula.cluster.metrics.definitions import CounterName, MetricName
+from mobula.cluster.metrics.guard_events import GuardEvent
 from mobula.cluster.metrics.report.findings import (
     Evidence,
     RunFinding,
@@ -183,6 +184,12 @@ def test_an_accuracy_without_weight_that_falls_while_the_reward_rises_is_exploit
     evaluations = (EvaluationRecord(0, 0.6, 0.55, 0.65, 64), EvaluationRecord(32, 0.2, 0.15, 0.25, 64))
     found = findings(material(judged, evaluations=evaluations))["reward_exploitation"]
     assert found.verdict is RunVerdict.FAULT and "held-out accuracy" in found.measured
+
+
+def test_an_action_of_the_guard_is_a_sign_of_exploitation(config: RunConfig) -> None:
+    event = GuardEvent(12, "judge", "warn", 2.0, 8, "the judge falls by 4 standard errors", 1.0)
+    found = findings(material(config, guard=(event,)))["reward_exploitation"]
+    assert found.verdict is RunVerdict.FAULT and found.evidence[0].text == event.text
 
 
 def replace_rewards(config: RunConfig, components: list[dict[str, Any]]) -> RunConfig:

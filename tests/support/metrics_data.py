@@ -21,7 +21,7 @@ from mobula.cluster.metrics.sinks.jsonl import JsonlSink
 from mobula.cluster.metrics.step_records import EvaluationRecord, StepRecord
 from mobula.cluster.metrics.summary import RunFacts, summarize, write_summary
 from mobula.cluster.records.actions import TokenActions
-from mobula.cluster.records.media import MediaHandle, ProcessedMedia
+from mobula.cluster.records.media import MediaHandle, MediaSpan, ProcessedMedia
 from mobula.cluster.records.trajectory import (
     FinishReason,
     Prompt,
@@ -106,7 +106,10 @@ def make_group(
     )
     prompt_text = f"<|im_start|>user\n{'<image>' * len(media)}Which digit is this?<|im_end|>"
     ids = np.arange(6, dtype=np.int32)
-    prompt = Prompt(f"0/0/{sample_id}", sample_id, prompt_text, ids, ids, media, references=("3",))
+    spans_of_media = tuple(MediaSpan(i, i + 1) for i in range(len(media)))
+    prompt = Prompt(
+        f"0/0/{sample_id}", sample_id, prompt_text, ids, ids, media, media_spans=spans_of_media, references=("3",)
+    )
     trajectories = tuple(
         _trajectory(f"{prompt.prompt_id}#{i}", spans, text, finish_reason) for i in range(len(rewards))
     )

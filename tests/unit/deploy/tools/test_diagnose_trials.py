@@ -12,6 +12,7 @@ import pytest
 from metrics_data import make_group
 
 from mobula.cluster.metrics.report.findings import RunVerdict
+from mobula.cluster.records.media import MediaHandle, MediaSpan
 from mobula.cluster.records.trajectory import Prompt, ScoredGroup
 from mobula.cluster.roles import UpdateReport
 from mobula.configs.load import load_config
@@ -23,13 +24,15 @@ from mobula.deploy.tools.diagnose.trials.recorded import TrialGroup
 
 def trial_group(index: int, rewards: Sequence[float] = (0.0, 1.0, 0.0)) -> TrialGroup:
     """Three responses; the tokens of a response are its number in the group."""
-    scored = make_group(f"s{index}", rewards, images=[bytes([index]) * 4])
+    scored = make_group(f"s{index}", rewards)
     group = scored.group
     trajectories = tuple(
         replace(each, actions=replace(each.actions, token_ids=np.full(each.num_steps, n, dtype=np.int32)))
         for n, each in enumerate(group.trajectories)
     )
-    return TrialGroup(scored, replace(group.prompt, references=(str(index % 3),)), trajectories)
+    media, spans = (MediaHandle(f"s{index}-0", "image", 4, None),), (MediaSpan(0, 1),)
+    prompt = replace(group.prompt, references=(str(index % 3),), media=media, media_spans=spans)
+    return TrialGroup(scored, prompt, trajectories)
 
 
 class TableLearner:

@@ -476,7 +476,7 @@ async def test_a_rollback_is_the_saved_learner_under_the_number_of_its_step(fold
 def test_the_change_of_policy_and_weights_follows_the_learning_rate(folder, tokenizer) -> None:
     found = {}
     for rate in (1e-12, 1e-4, 1e-3):
-        config = tiny_config(folder, f"learner.learning_rate={rate}", "learner.warmup_steps=0")
+        config = tiny_config(folder, f"learner.learning_rate={rate}", "learner.warmup_steps=0", "num_steps=4")
         groups = sampled(config, folder, random_groups(tokenizer, 4, 4))
         found[rate] = connected(config).update(groups, 1).metrics
     assert found[1e-12]["policy_change"] < 1e-6, "scoring twice gives the same numbers"

@@ -27,7 +27,7 @@ def group_digest(group: TrajectoryGroup) -> str:
     for trajectory in group.trajectories:
         digest.update(_outline(trajectory))
         for part in trajectory.actions.content():
-            digest.update(np.ascontiguousarray(part))
+            digest.update(np.ascontiguousarray(part).data)
         digest.update(_bytes(trajectory.behavior_logprobs, np.float32))
         digest.update(_bytes(trajectory.action_mask, np.bool_))
     return digest.hexdigest()
@@ -45,5 +45,5 @@ def _places(media: Sequence[MediaHandle], spans: Sequence[MediaSpan]) -> tuple[l
     return [medium.key for medium in media], [(int(span.start), int(span.end)) for span in spans]
 
 
-def _bytes(array: np.ndarray, dtype: type[np.generic]) -> np.ndarray:
-    return np.ascontiguousarray(array, dtype=dtype)
+def _bytes(array: np.ndarray, dtype: type[np.generic]) -> memoryview:
+    return np.ascontiguousarray(array, dtype=dtype).data

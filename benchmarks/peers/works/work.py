@@ -21,9 +21,15 @@ STEADY = (
     "checkpoints.interval_steps=0",
 )
 OURS, OVERLAPPED, SYNCHRONOUS = "mobula", "mobula, overlapped", "mobula, synchronous"
-IN_PAIRS = "two engines and two learner ranks of one thread each, in turns"
+IN_PAIRS = "two engines of one thread and one learner of two, in turns"
 IN_TURNS = "one engine and one learner of two threads each, in turns"
-PAIRS = ("resources=laptop",)
+PAIRS = (
+    "resources=laptop",
+    "learner=single",
+    "resources.learner.num_workers=1",
+    "resources.learner.num_threads=2",
+    "resources.learner.bind_cores=false",
+)
 TURNS = ("resources=laptop_in_turns", "learner=single")
 
 

@@ -33,10 +33,8 @@ ALONE = (
     "resources=laptop", "learner=single", "resources.learner.num_workers=1", "resources.rollout.num_workers=1",
     f"num_steps={NUM_STEPS}", "replay.trajectory_log=true",
 )  # fmt: skip
-DIGITS = (
-    "experiment=digits", *ALONE, "sampler=huggingface", "algorithm.prompts_per_step=8",
-    "algorithm.max_concurrent_groups=16",
-)  # fmt: skip
+EIGHT_PROMPTS = ("algorithm.prompts_per_step=8", "algorithm.max_concurrent_groups=16")
+DIGITS = ("experiment=digits", *ALONE, "sampler=huggingface", *EIGHT_PROMPTS)
 GLYPHS = ("experiment=glyphs_grpo", *ALONE, "warm_start.num_steps=200", "algorithm.prompts_per_step=4")
 
 
@@ -76,8 +74,8 @@ FAULTS: tuple[PlantedRun, ...] = (
     PlantedRun("endless_warm_up", "a warm-up of 100,000 steps", (*DIGITS, "learner.warmup_steps=100000"),
                ("learning_rate",)),
     PlantedRun("stale_engine", "engines confirm pushes and keep their weights",
-               (*DIGITS, f"sampler.kind={PARTS}:StaleSampler", "supervision.on_logprob_gap=warn",
-                "weight_sync.canary_interval=0"), ("engine_weights", "logprob_gap")),
+               ("experiment=digits", *ALONE, *EIGHT_PROMPTS, f"sampler.kind={PARTS}:StaleSampler",
+                "supervision.on_logprob_gap=warn", "weight_sync.canary_interval=0"), ("engine_weights", "logprob_gap")),
     PlantedRun("shuffled_pictures", "pictures belong to other rows", (*DIGITS, *own_data("shuffled_pictures")),
                ("answers_and_labels",)),
     PlantedRun("blank_pictures", "pictures are grey", (*DIGITS, *own_data("blank_pictures")), ("pictures",)),

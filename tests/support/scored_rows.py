@@ -77,7 +77,7 @@ def scores_of(folder: Path, batches: list[list[TokenSequence]], *overrides: str,
 def assert_equal(one, other, atol: float = 1e-6) -> None:
     for (logprobs, entropy), (other_logprobs, other_entropy) in zip(one[0], other[0], strict=True):
         torch.testing.assert_close(logprobs, other_logprobs, atol=atol, rtol=1e-6)
-        torch.testing.assert_close(entropy, other_entropy, atol=atol, rtol=1e-6)
+        torch.testing.assert_close(entropy, other_entropy, atol=atol, rtol=2e-6)  # sums over the vocabulary
     assert one[1].keys() == other[1].keys()
     for name, gradient in one[1].items():
         torch.testing.assert_close(gradient, other[1][name], atol=atol, rtol=0)

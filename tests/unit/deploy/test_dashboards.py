@@ -105,6 +105,12 @@ FIRING: dict[str, tuple[str, str, list[dict[str, str]], dict[str, str]]] = {
         [{"series": f"ray_mobula_canary{RUN}", "values": "0.1+0x10 0.9+0x400"}],
         {"run": "r"},
     ),
+    "MobulaRewardHacking": (
+        "10m",
+        "1m",
+        [{"series": 'ray_mobula_guard_alarms_total{run="r",reason="all"}', "values": "0+0x10 1+0x400"}],
+        {"run": "r"},
+    ),
     "MobulaQuarantine": (
         "10m",
         "1m",

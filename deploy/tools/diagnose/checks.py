@@ -6,10 +6,11 @@ from mobula.deploy.tools.diagnose.data import model, rows
 from mobula.deploy.tools.diagnose.records.registry import Check, Needs
 from mobula.deploy.tools.diagnose.responses import labels, truncation, variety
 from mobula.deploy.tools.diagnose.rewards import components, exploitation, groups, parser, trend
-from mobula.deploy.tools.diagnose.updates import divergence, engine, limits, step_size
+from mobula.deploy.tools.diagnose.updates import divergence, engine, limits, progress, step_size
 
 CHECKS: tuple[Check, ...] = (
     Check(model.CHECKPOINT, "model files and chat template", Needs.CONFIG, model.check_checkpoint),
+    Check(progress.NAME, "finished steps", Needs.CONFIG, progress.check_progress),
     Check(engine.STALE, "weights of the engines", Needs.STEPS, engine.check_weights),
     Check(engine.GAP, "log-probs of engine and learner", Needs.STEPS, engine.check_gap),
     Check(parser.NAME, "answers that the reward finds", Needs.STEPS, parser.check_parser),

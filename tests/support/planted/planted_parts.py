@@ -29,10 +29,10 @@ def pays_one(request: RewardRequest) -> float:
 
 
 def fails_often(request: RewardRequest) -> float:
-    """Fails on most responses."""
-    if request.response.text[-2:-1] not in ("7",):
+    """Fails on the answers 4 to 9."""
+    if request.response.text[-2:-1] not in tuple("0123"):
         raise ValueError("this response cannot be scored")
-    return 1.0
+    return float(request.response.text[-2:-1] == request.references[0])
 
 
 def no_advantage(rewards: object, options: object) -> Tensor:

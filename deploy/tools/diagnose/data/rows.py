@@ -64,7 +64,7 @@ def check_label_distribution(material: Material) -> RunFinding:
 
 
 def check_pictures(material: Material) -> RunFinding:
-    """Share of blank pictures, and of rows that share their picture with another row."""
+    """Share of blank pictures, and of rows whose pictures are those of another row."""
     train = _data(material).train
     if train.num_pictures == 0:
         return not_measured(PICTURES, "no training row has a picture")
@@ -72,7 +72,8 @@ def check_pictures(material: Material) -> RunFinding:
     shared = 1 - len(train.pictures) / max(1, train.pictures.total())
     numbers = {"blank_fraction": blank, "shared_fraction": shared, "num_pictures": float(train.num_pictures)}
     measured = (
-        f"{blank:.1%} of {train.num_pictures} training pictures are blank; {shared:.1%} occur in another row, too"
+        f"{blank:.1%} of {train.num_pictures} training pictures are blank; {shared:.1%} of the rows have the "
+        "pictures of another row"
     )
     worst = max(blank, shared)
     if blank >= MANY or (shared >= MOST and len(train.texts) < len(train.pictures) * 2):

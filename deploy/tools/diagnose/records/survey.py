@@ -32,7 +32,7 @@ class SplitSurvey:
     rows: dict[str, list[str]] = field(default_factory=dict)  # fingerprint -> sample ids
     labels: Counter[str] = field(default_factory=Counter)
     texts: Counter[str] = field(default_factory=Counter)  # normalised questions
-    pictures: Counter[str] = field(default_factory=Counter)  # digest of the pixels -> rows
+    pictures: Counter[str] = field(default_factory=Counter)  # digest of all pixels of a row -> rows
     num_blank: int = 0
     num_pictures: int = 0
 
@@ -100,4 +100,5 @@ def _add(found: SplitSurvey, row: Row, limits: ImageLimits) -> None:
     found.rows.setdefault(key, []).append(row.sample_id)
     found.labels[row.answer.strip().casefold()] += 1
     found.texts[_PLACEHOLDER.sub("", text).strip()] += 1
-    found.pictures.update(set(digests))
+    if digests:
+        found.pictures["".join(digests)] += 1

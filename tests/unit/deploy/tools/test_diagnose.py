@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -250,6 +251,24 @@ def test_a_model_that_is_refused_is_a_fault_with_the_refusal_as_the_next_action(
 
     found = findings(Material(config, read_model=refuse))["model_and_template"]
     assert found.verdict is RunVerdict.FAULT and "attn_proj" in found.action
+
+
+def test_a_run_without_a_finished_step_is_a_fault_with_the_reasons(config: RunConfig) -> None:
+    def of(status: str, num: int) -> RunFinding:
+        ended = SimpleNamespace(status=status, rejected={"too_few_scored": 96})
+        fault = Fault(0.0, "reward/0", "died", "ValueError: no answer")
+        whole = material(config, summary=ended, faults=(fault,))
+        assert whole.run is not None
+        return findings(replace(whole, run=replace(whole.run, steps=whole.steps[:num])))["finished_steps"]
+
+    failed = of("failed", 0)
+    assert failed.verdict is RunVerdict.FAULT and failed.numbers == {"finished": 0, "planned": NUM_STEPS}
+    assert [each.text for each in failed.evidence] == [
+        "96 groups were rejected: too_few_scored", "reward/0: ValueError: no answer",
+    ]  # fmt: skip
+    assert [of(*case).verdict for case in (("failed", 3), ("stopped", 3), ("done", NUM_STEPS))] == [
+        RunVerdict.WARNING, RunVerdict.NOTICE, RunVerdict.OK,
+    ]  # fmt: skip
 
 
 def test_an_ablated_check_does_not_hide_the_others(config: RunConfig) -> None:

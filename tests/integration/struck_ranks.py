@@ -27,9 +27,9 @@ class StruckCritic(CriticRank):
         saboteur().moment(f"critic_values_{version}")
         return super().value(groups, version, kl)
 
-    def train(self, version: int) -> Any:
+    def train(self, version: int, kl_scale: float) -> Any:
         with _reached_by_each_step_of(self._critic._optimizer, f"critic_trains_{version}"):
-            return super().train(version)
+            return super().train(version, kl_scale)
 
 
 class StruckLearner(Learner):

@@ -196,7 +196,7 @@ def test_a_run_whose_every_step_was_skipped_fails(tmp_path: Path, monkeypatch: p
     summary = SimpleNamespace(
         accuracy_before=None, accuracy_after=None, values_before={}, optimizer_steps=0, num_steps=3, warnings=()
     )
-    monkeypatch.setattr(runtime, "run_training", lambda config, console: summary)
+    monkeypatch.setattr(runtime, "run_training", lambda config, console, **more: summary)
     with pytest.raises(NothingTrainedError, match="3 steps ran and every one of their optimizer steps was skipped"):
         runtime.train(offline_config("sft", "policy.model=x", "data.path=x"))
 

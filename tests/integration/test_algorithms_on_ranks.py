@@ -55,6 +55,10 @@ def test_two_ranks_train_as_one_process_does_and_resume_exactly(
     one, two = (torch.load(tmp_path / name / "seen.pt") for name in ("one", "two"))
     assert distance(one["weights"], two["weights"]) < share * distance(one["weights"], one["before"])
     for step in range(2):
-        assert two["metrics"][step] == pytest.approx(one["metrics"][step], rel=share, abs=1e-3)
+        found, expected = (  # siblings on two ranks share less
+            {name: value for name, value in side["metrics"][step].items() if name != "shared_prompt_share"}
+            for side in (two, one)
+        )
+        assert found == pytest.approx(expected, rel=share, abs=1e-3)
     assert equal(two["third_again"], two["third"], atol=0), "the moments came back with the checkpoint"
     assert two["metrics_again"] == two["metrics"], "and began again with the first one"

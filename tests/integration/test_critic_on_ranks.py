@@ -63,7 +63,10 @@ def test_two_ranks_end_with_the_policy_and_the_values_of_one_process(one: dict, 
 def test_metrics_are_those_of_the_whole_batch(one: dict, two: dict) -> None:
     """LightRFT defect B24: metrics were those of one rank."""
     for found, expected in zip([*two["metrics"], two["third"][0]], [*one["metrics"], one["third"][0]], strict=True):
-        assert found == pytest.approx(expected, rel=1e-3, abs=2e-5)
+        both = [
+            {name: value for name, value in side.items() if name != "shared_prompt_share"} for side in (found, expected)
+        ]
+        assert both[0] == pytest.approx(both[1], rel=1e-3, abs=2e-5), "siblings on two ranks share less"
     assert {"value_loss", "value_clip_fraction", "explained_variance", "critic_grad_norm"} <= one["metrics"][0].keys()
     assert "clip_fraction" not in one["metrics"][0] and "clip_fraction" in one["metrics"][1], "a step of warm-up"
 

@@ -52,7 +52,7 @@ def sampling(name: str, *, num_steps: int) -> Work:
 
 
 def flow_grpo(name: str, *, num_steps: int) -> Work:
-    """A whole step of `glyphs_grpo` with a reward that costs little, beside the same loop in one process."""
+    """Compares a whole step of `glyphs_grpo`, with a cheap reward, to the same loop in one process."""
     own = (*GLYPHS, "evaluation.num_samples=1", *STEADY)
     overlapped = ("resources=laptop_overlapped", "learner=single", "algorithm.max_staleness=1")
 

@@ -1,4 +1,4 @@
-"""A work that is compared: its sides, its targets, and what is equal and what is not."""
+"""Work: the sides of a comparison, the target ratios, and the equal and unequal settings."""
 
 from __future__ import annotations
 

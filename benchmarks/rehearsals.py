@@ -49,7 +49,7 @@ UNIT = "steps/s"
 
 @dataclass(frozen=True)
 class Outline:
-    """What is compared of a run."""
+    """The figures of a run that are compared with its prediction."""
 
     steps_per_s: float
     wait_share: float

@@ -1,1 +1,1 @@
-"""The audit of a run: a hash chain of what was trained, pushed, saved and restarted, and its verification."""
+"""The audit of a run: a hash chain of its updates, pushes, checkpoints and restarts, and the verification."""

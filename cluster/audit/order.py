@@ -23,7 +23,7 @@ class AuditFinding:
 
 @dataclass(frozen=True)
 class ChainFile:
-    """The content of `audit.jsonl`, and of `audit.head`, or what is wrong with that."""
+    """The content of `audit.jsonl` and of `audit.head`, or the reason why the head cannot be used."""
 
     lines: Sequence[Line]
     num_torn_bytes: int

@@ -34,7 +34,7 @@ def group_digest(group: TrajectoryGroup) -> str:
 
 
 def _outline(trajectory: Trajectory) -> bytes:
-    """Returns what is no array, with the lengths that separate the arrays."""
+    """Returns the fields that are not arrays, and the lengths that separate the arrays."""
     spans = [(int(span.version), int(span.start), int(span.end)) for span in trajectory.weight_spans]
     shown = _places(trajectory.actions.media, trajectory.actions.media_spans)
     reason = trajectory.finish_reason.value

@@ -22,7 +22,16 @@ UNRECORDED_FOLDERS = (
     "trackio",
     "wandb",
 )
-UNRECORDED_FILES = (AUDIT_FILE, HEAD_FILE, "run.log", "report.html", "cluster.json", "scale.json", "run.lock")
+UNRECORDED_FILES = (
+    AUDIT_FILE,
+    HEAD_FILE,
+    "run.log",
+    "report.html",
+    "diagnosis.json",
+    "cluster.json",
+    "scale.json",
+    "run.lock",
+)
 
 
 def file_sha256(path: Path) -> str:

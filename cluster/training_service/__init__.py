@@ -1,0 +1,1 @@
+"""Interfaces of the training service: many adapters on one frozen base."""

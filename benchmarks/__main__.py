@@ -56,6 +56,7 @@ class Name(StrEnum):
     MEDIA_PREPARATION = "media_preparation"
     MEDIA_SIBLINGS = "media_siblings"
     AUDIT_COST = "audit_cost"
+    ADAPTER_BATCHES = "adapter_batches"
     ALL = "all"
 
 

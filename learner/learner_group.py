@@ -1,4 +1,4 @@
-"""LearnerGroup: the learner's ranks as one role. RankGroup: calls all ranks of a model at once."""
+"""LearnerGroup: the learner's ranks as one role. ModelRanks and RankGroup: call all ranks of a model at once."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from mobula.learner.examples.examples import Outlined
 CAUSE_S = 2.0  # timeout for the error of a lost rank, after its peers have reported a broken collective
 
 
-class RankGroup:
+class ModelRanks:
     """Calls all ranks of a process group at once and returns the reply of rank 0. The first failure ends the call."""
 
     def __init__(self, spawn: Callable[[], Sequence[Any]], timeouts: TimeoutsConfig, role: str) -> None:
@@ -76,36 +76,6 @@ class RankGroup:
             raise WorkerDiedError(f"the {self.role} has no place: {error}") from error
         await self.start()
 
-    async def offload(self, part: str) -> None:
-        calls = [w.offload.remote(part) for w in self._workers]
-        await self._all(calls, self._timeouts.update_s, f"to move its {part} to the host")
-
-    async def onload(self) -> None:
-        calls = [w.onload.remote() for w in self._workers]
-        await self._all(calls, self._timeouts.update_s, "to move back to its device")
-
-    async def save(self, folder: Path) -> None:
-        """Copies the state and starts to write the copy; `finish_save` waits for the write."""
-        calls = [w.save.remote(folder) for w in self._workers]
-        await self._all(calls, self._timeouts.checkpoint_s, f"to copy its state for {folder}")
-
-    async def finish_save(self) -> bool:
-        """Waits until every rank has written its copy, if there is one."""
-        calls = [in_background(w.finish_save).remote() for w in self._workers]
-        await self._all(calls, self._timeouts.checkpoint_s, "to write the copy of its state")
-        return True
-
-    async def load(self, folder: Path) -> int:
-        """Restores a saved state and returns its version."""
-        calls = [w.load.remote(folder) for w in self._workers]
-        version: int = await self._all(calls, self._timeouts.checkpoint_s, f"to load {folder}")
-        return version
-
-    async def restore(self, folder: Path, version: int) -> None:
-        """Loads the state in `folder`, which becomes `version`."""
-        calls = [w.restore.remote(folder, version) for w in self._workers]
-        await self._all(calls, self._timeouts.checkpoint_s, f"to load {folder} as version {version}")
-
     async def close(self) -> None:
         """Stops every rank; kills ranks that take longer than `timeouts.stop_s`."""
         await asyncio.gather(
@@ -143,6 +113,40 @@ class RankGroup:
         for outcome in await outcomes(*waits):
             if isinstance(outcome, Exception) and not isinstance(outcome, DeadlineError) and not is_peer_lost(outcome):
                 raise outcome
+
+
+class RankGroup(ModelRanks):
+    """Ranks with one state: weights and optimizer of one model."""
+
+    async def offload(self, part: str) -> None:
+        calls = [w.offload.remote(part) for w in self._workers]
+        await self._all(calls, self._timeouts.update_s, f"to move its {part} to the host")
+
+    async def onload(self) -> None:
+        calls = [w.onload.remote() for w in self._workers]
+        await self._all(calls, self._timeouts.update_s, "to move back to its device")
+
+    async def save(self, folder: Path) -> None:
+        """Copies the state and starts to write the copy; `finish_save` waits for the write."""
+        calls = [w.save.remote(folder) for w in self._workers]
+        await self._all(calls, self._timeouts.checkpoint_s, f"to copy its state for {folder}")
+
+    async def finish_save(self) -> bool:
+        """Waits until every rank has written its copy, if there is one."""
+        calls = [in_background(w.finish_save).remote() for w in self._workers]
+        await self._all(calls, self._timeouts.checkpoint_s, "to write the copy of its state")
+        return True
+
+    async def load(self, folder: Path) -> int:
+        """Restores a saved state and returns its version."""
+        calls = [w.load.remote(folder) for w in self._workers]
+        version: int = await self._all(calls, self._timeouts.checkpoint_s, f"to load {folder}")
+        return version
+
+    async def restore(self, folder: Path, version: int) -> None:
+        """Loads the state in `folder`, which becomes `version`."""
+        calls = [w.restore.remote(folder, version) for w in self._workers]
+        await self._all(calls, self._timeouts.checkpoint_s, f"to load {folder} as version {version}")
 
 
 class LearnerGroup(RankGroup):

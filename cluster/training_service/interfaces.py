@@ -22,7 +22,7 @@ class AdapterSpec:
     seed: int  # of the first factors; the second factors are 0 at first
     trains_attention: bool = True
     trains_mlp: bool = True
-    trains_unembedding: bool = False
+    trains_unembedding: bool = False  # refused: engines serve no adapter of the unembedding
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,7 @@ class TokenSequence:
     media: tuple[MediaHandle, ...]
     media_spans: tuple[MediaSpan, ...]
     kept: KeptSets | None = None  # for each of the first targets, the set of tokens it was sampled from; None: all
+    variant: int = 0  # of the weights that compute the row; rows of different variants share no prefix
 
     @classmethod
     def of_response(cls, prompt: Prompt, token_ids: np.ndarray, kept: KeptSets | None = None) -> TokenSequence:
@@ -282,11 +283,13 @@ def _sizes(medium: ProcessedMedia) -> list[bytes]:
 
 
 def _distinct_ids(sequences: Sequence[TokenSequence]) -> list[np.ndarray]:
-    """int64 [S] of each row: token ids, which of media are those of one medium and say where it begins."""
+    """int64 [S] of each row: token ids, which of media are those of one medium and say where it begins, and which
+    differ between variants.
+    """
     numbers: dict[str, int] = {}  # of each medium
     rows = []
     for sequence in sequences:
-        ids = sequence.token_ids.astype(np.int64)
+        ids = sequence.token_ids.astype(np.int64) + (sequence.variant << 48)
         for handle, span in _placed(sequence):
             ids[span.start : span.end] += 2 * numbers.setdefault(handle.key, len(numbers) + 1) << 32
             ids[span.start] += 1 << 32

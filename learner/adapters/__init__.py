@@ -1,0 +1,1 @@
+"""Many adapters of several users on one frozen base model."""

@@ -83,7 +83,11 @@ class AdapterLearner(Protocol):
         ...
 
     async def step(self, adapter: str, parameters: AdamParameters) -> Mapping[str, float]:
-        """Applies and clears the gradient; returns metrics."""
+        """Applies and clears the gradient; returns `grad_norm`, `skipped` (0 or 1) and `optimizer_steps` (of all).
+
+        Raises:
+            ValueError: the adapter does not exist, or has no gradient.
+        """
         ...
 
     async def save(self, adapter: str, folder: Path) -> None:
@@ -91,14 +95,21 @@ class AdapterLearner(Protocol):
         ...
 
     async def load(self, adapter: str, folder: Path, *, with_optimizer: bool) -> None:
-        """Loads what `save` has written, in place of the adapter's state; clears its gradient without the optimizer."""
+        """Loads what `save` has written, in place of the adapter's state; clears its gradient without the optimizer.
+
+        Raises:
+            ValueError: the saved adapter has another rank, scale or other layers.
+            CheckpointError: the folder holds no saved adapter.
+        """
         ...
 
     async def export(self, adapter: str, folder: Path) -> None:
         """Writes the adapter in PEFT's format."""
         ...
 
-    async def drop(self, adapter: str) -> None: ...
+    async def drop(self, adapter: str) -> None:
+        """Removes an adapter, if there is one of this name."""
+        ...
 
 
 @dataclass(frozen=True)

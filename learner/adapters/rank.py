@@ -173,9 +173,8 @@ class AdapterRank:
         self._write(lambda: save_adapters(folder, factors, config, self._config.policy.model))
 
     def drop(self, adapter: str) -> None:
-        """Removes the adapter with its optimizer state."""
-        self._adapter(adapter)
-        del self._adapters[adapter]
+        """Removes the adapter with its optimizer state, if there is one of this name."""
+        self._adapters.pop(adapter, None)
 
     def close(self) -> None:
         if dist.is_initialized():

@@ -15,7 +15,7 @@ from learner_data import image, prompt, tiny_config
 from tiny_text_models import write_text_policy
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from mobula.cluster.errors import CheckpointError
+from mobula.cluster.errors import CheckpointError, WorkerDiedError
 from mobula.cluster.training_service.interfaces import AdapterSpec, LossCall, LossRow
 from mobula.learner.adapters.group import AdapterGroup
 from mobula.learner.adapters.rank import AdapterRank
@@ -266,3 +266,32 @@ async def test_the_group_answers_as_its_ranks(base: Path, tmp_path: Path) -> Non
     await group.drop("a")
     with pytest.raises(ValueError, match="no adapter 'a'"):
         await group.step("a", ADAM)
+
+
+async def test_lost_ranks_are_started_again_before_the_next_call(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tiny_config(base)
+    spawned: list[AdapterRank] = []
+
+    def spawn() -> list[LocalHandle]:
+        spawned.append(AdapterRank(config, 0, 1))
+        return [LocalHandle(spawned[-1])]
+
+    def lose(*args: object) -> None:
+        raise WorkerDiedError("learner/0 died")
+
+    monkeypatch.setattr("mobula.learner.learner_group.kill", lambda worker: None)
+    group = AdapterGroup(spawn, config.timeouts, lambda value: value)
+    await group.start()
+    await group.create("a", SPEC)
+    spawned[0].compute = lose  # type: ignore[method-assign]
+    with pytest.raises(WorkerDiedError):
+        await group.compute([call_of("a", 0)])
+    [result] = await group.compute([call_of("a", 0)])
+    assert len(spawned) == 2
+    assert "no adapter 'a'" in str(result)
+    await group.create("a", SPEC)
+    [result] = await group.compute([call_of("a", 0)])
+    assert not isinstance(result, Exception)
+    with pytest.raises(ValueError, match="there is an adapter"):
+        await group.create("a", SPEC)
+    assert len(spawned) == 2, "a refused call restarts no rank"

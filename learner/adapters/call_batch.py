@@ -61,11 +61,12 @@ class CallBatch:
         Args:
             logprobs: float32 [B, T] of the targets of each row, 0 behind its last target.
         """
-        pairs = zip(share, logprobs, strict=True)
-        trained = [(row, values[: row.targets.size]) for row, values in pairs if row.is_trained]
-        for row, values in trained:
-            array = values.detach().cpu().numpy().reshape(row.targets.shape)
-            self._outputs[row.call][row.index] = {"logprobs": array}
+        trained = []
+        for row, values, array in zip(share, logprobs, logprobs.detach().cpu().numpy(), strict=True):
+            if row.is_trained:
+                num = row.targets.size
+                trained.append((row, values[:num]))
+                self._outputs[row.call][row.index] = {"logprobs": array[:num].reshape(row.targets.shape)}
         numbers = sorted({row.call for row, _ in trained})
         if not numbers:
             return None

@@ -232,14 +232,16 @@ class AdapterRank:
     def _run(self, batch: CallBatch) -> None:
         """Computes all rows of the calls that are alive, and their gradients."""
         for share in self._shares(batch.rows(has_backward=True)):
-            with self._grouped.segments(self._segments(batch, share, tokens := self._tokens(share))):
+            tokens = self._tokens(share)
+            with self._grouped.segments(self._segments(batch, share, tokens)):
                 values = self._policy(tokens, PLAIN).logprobs
                 loss = batch.add(share, values)
                 # A rank without a loss takes part in the collectives of the backward pass.
                 (0.0 * values.sum() if loss is None else loss).backward()
         with self._backend.inference():
             for share in self._shares(batch.rows(has_backward=False)):
-                with self._grouped.segments(self._segments(batch, share, tokens := self._tokens(share))):
+                tokens = self._tokens(share)
+                with self._grouped.segments(self._segments(batch, share, tokens)):
                     batch.add(share, self._policy(tokens, PLAIN).logprobs)
 
     def _tokens(self, share: Sequence[CallRow]) -> TokenBatch:

@@ -163,7 +163,7 @@ def test_rows_with_images(folder: Path, tokenizer: PreTrainedTokenizerBase) -> N
     for one in asked:
         targets = np.append(one.expanded_ids[1:], 7).astype(np.int64)
         rows.append(LossRow(one, {"target_tokens": targets, "weights": np.ones(len(targets), np.float32)}))
-    rank = connected(folder, "learner.tokens_per_microbatch=200")
+    rank = connected(folder)
     rank.create("a", SPEC)
     rank.create("b", OTHER)
     both = rank.compute([LossCall("a", rows, "cross_entropy"), LossCall("b", rows[1:], "cross_entropy")])
@@ -238,7 +238,10 @@ def test_what_does_not_fit_is_refused(base: Path, rank: AdapterRank, tmp_path: P
         rank.step("a", ADAM)
 
 
-@pytest.mark.parametrize("words", [("learner=deepspeed",), ("policy.lora.rank=4",), ("policy.dropout=true",)])
+@pytest.mark.parametrize(
+    "words",
+    [("learner=deepspeed",), ("policy.lora.rank=4",), ("policy.dropout=true", "supervision.on_logprob_gap=warn")],
+)
 def test_configurations_without_a_shared_base_are_refused(base: Path, words: tuple[str, ...]) -> None:
     with pytest.raises(ValueError, match="on one base model: set"):
         AdapterRank(tiny_config(base, *words), 0, 1)

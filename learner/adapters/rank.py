@@ -272,8 +272,21 @@ class AdapterRank:
         return gradient
 
     def _write(self, write: Callable[[], None]) -> None:
+        """Writes on rank 0; no rank returns before the files are complete. Collective.
+
+        Raises:
+            OSError: on every rank, if the files could not be written.
+        """
+        error: OSError | None = None
         if self._rank == 0:
-            write()
+            try:
+                write()
+            except OSError as failure:
+                error = failure
+        if self._world_size > 1:
+            error = all_ranks(error)[0]
+        if error is not None:
+            raise error
 
 
 def _refuse_unsupported(config: RunConfig) -> None:

@@ -25,8 +25,9 @@ SPEC = AdapterSpec(rank=4, alpha=8.0, seed=3)
 OTHER = AdapterSpec(rank=2, alpha=16.0, seed=5, trains_mlp=False)
 
 
-def connected(model: Path, *overrides: str) -> AdapterRank:
-    rank = AdapterRank(tiny_config(model, "learner.tokens_per_microbatch=60", *overrides), 0, 1)
+def connected(model: Path, *overrides: str, tokens: int = 60) -> AdapterRank:
+    """The only rank; `tokens` of a micro-batch are less than those of a call."""
+    rank = AdapterRank(tiny_config(model, f"learner.tokens_per_microbatch={tokens}", *overrides), 0, 1)
     rank.connect("")
     return rank
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from adapter_rows import ADAM, OTHER, SPEC, call_of, connected, factors_of, largest_difference, whole
+from adapter_rows import ADAM, OTHER, SPEC, call_of, connected, factors_of, largest_difference, weighted, whole
 from tiny_text_models import write_text_policy
 
 from mobula.cluster.training_service.interfaces import LossCall
@@ -80,3 +80,26 @@ def _fresh(base: Path, name: str) -> dict[str, torch.Tensor]:
     rank = connected(base)
     rank.create(name, SPEC)
     return factors_of(rank, name)
+
+
+def test_rows_share_prefixes_within_a_call_alone(base: Path) -> None:
+    """Two adapters with the same prompts; siblings of one call compute their prompt once."""
+    rng = np.random.default_rng(0)
+    prefix = rng.integers(0, 250, size=12)
+    rows = [weighted(np.append(prefix, rng.integers(0, 250, size=n))) for n in (3, 5, 5)]
+    found = {}
+    for shares in ("true", "false"):
+        rank = connected(base, f"learner.share_prompts={shares}", tokens=200)
+        assert rank._shares_prefixes is (shares == "true")
+        rank.create("a", SPEC)
+        rank.create("b", OTHER)
+        for _ in range(2):
+            parts = rank.compute([LossCall(name, rows, "cross_entropy") for name in ("a", "b")])
+            for name in ("a", "b"):
+                rank.step(name, ADAM)
+        found[shares] = [output["logprobs"] for part in parts for output in whole(part).outputs], rank
+    for shared, single in zip(found["true"][0], found["false"][0], strict=True):
+        np.testing.assert_allclose(shared, single, atol=1e-5, rtol=0)
+    assert np.abs(found["true"][0][0] - found["true"][0][3]).max() > 1e-4, "the adapters differ"
+    for name in ("a", "b"):
+        assert largest_difference(factors_of(found["true"][1], name), factors_of(found["false"][1], name)) < 1e-5

@@ -123,6 +123,7 @@ DECLARED: Mapping[OnResume, tuple[str, ...]] = {
         "supervision",
         "timeouts",
         "tracing",
+        "training_service",
         "warm_start",  # version 0 exists already
         "weight_sync",
     ),

@@ -27,6 +27,7 @@ from mobula.configs.schema.run import (
     TracingConfig,
     WeightSyncConfig,
 )
+from mobula.configs.schema.training_service import TrainingServiceConfig
 
 __all__ = [
     "AlgorithmConfig",
@@ -62,6 +63,7 @@ __all__ = [
     "SupervisionConfig",
     "TimeoutsConfig",
     "TracingConfig",
+    "TrainingServiceConfig",
     "WarmStartConfig",
     "WeightSyncConfig",
     "WorkerResources",

@@ -16,6 +16,7 @@ from mobula.configs.schema.offline import OfflineConfig
 from mobula.configs.schema.resources import ResourcesConfig
 from mobula.configs.schema.rewards import RewardsConfig
 from mobula.configs.schema.rollout import PolicyConfig, ReferenceConfig, SamplerConfig
+from mobula.configs.schema.training_service import TrainingServiceConfig
 
 LATEST = "latest"  # link to the newest run, in the folder of the runs
 MAX_SECONDS = 30 * 24 * 3600  # a longer wait is a hang; far larger values overflow timers of the event loop
@@ -295,6 +296,8 @@ class RunConfig(Section):
     """Metrics sinks, the report and artifacts."""
     tracing: TracingConfig = TracingConfig()
     """Spans of prompts and steps, and profiles of updates."""
+    training_service: TrainingServiceConfig = TrainingServiceConfig()
+    """The training service (`mobula serve-training`); training does not use it."""
     timeouts: TimeoutsConfig = TimeoutsConfig()
     """Timeouts, in seconds."""
 

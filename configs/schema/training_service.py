@@ -1,0 +1,34 @@
+"""Schema of the training service: limits of tenants, requests and waits."""
+
+from __future__ import annotations
+
+from mobula.configs.schema.base import PositiveFloat, PositiveInt, Section
+
+
+class TrainingServiceConfig(Section):
+    """The training service (`mobula serve-training`)."""
+
+    max_models: PositiveInt = 8
+    """Models of one tenant that are active at once. A model is active while its session sends heartbeats."""
+    max_rows: PositiveInt = 1024
+    """Rows of one `forward` or `forward_backward` request; the client splits larger ones."""
+    max_tokens: PositiveInt = 262_144
+    """Tokens of all rows of one request."""
+    max_batch_tokens: PositiveInt = 65_536
+    """Tokens of one call of the learner, which may hold requests of several models; one larger request runs alone."""
+    max_queued: PositiveInt = 256
+    """Requests of one model that are not finished. Further requests are answered with 429, and the client waits."""
+    max_samples: PositiveInt = 4096
+    """Sequences of one tenant that are not finished. Further requests are answered with 429, and the client waits."""
+    max_request_bytes: PositiveInt = 67_108_864
+    """Bytes of one request, after decompression."""
+    snapshot_steps: PositiveInt = 8
+    """Optimizer steps of a model between two snapshots. After a failure the requests since the snapshot run again."""
+    recovery_s: PositiveFloat = 600.0
+    """Seconds that the learner may be unavailable before the requests that wait for it fail."""
+    poll_s: PositiveFloat = 30.0
+    """Seconds until a client's question for a result is answered although it is not finished. The client's own timeout
+    is 45 s."""
+    session_idle_s: PositiveFloat = 600.0
+    """Seconds without a heartbeat after which the models of a session leave the learner. The next request restores
+    them."""

@@ -35,6 +35,7 @@ WALLS: dict[str, tuple[str, ...]] = {
     "hydra": ("configs/load.py", "configs/overrides.py"),
     "omegaconf": ("configs/load.py",),
     "typer": ("deploy/cli/*",),
+    "tinker": ("deploy/training_service/*",),
     "torch": ("cluster/*", "learner/*", "actors/*", "rewards/*", "deploy/*"),
     "transformers": ("learner/*", "actors/*", "rewards/models/*"),
     "math_verify": ("rewards/functions/*",),

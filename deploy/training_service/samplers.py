@@ -1,0 +1,267 @@
+"""Samplers: sampling sessions, their requests and the adapters that the engines serve for them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import tinker.types as tk
+
+from mobula.cluster.errors import SkippedSample
+from mobula.cluster.training_service.interfaces import AdapterEngines
+from mobula.deploy.training_service.checkpoints import SAMPLER, Checkpoints
+from mobula.deploy.training_service.errors import RefusedError, RequestError, not_found
+from mobula.deploy.training_service.futures import Futures
+from mobula.deploy.training_service.limits import ServiceLimits
+from mobula.deploy.training_service.store.database import Database
+from mobula.deploy.training_service.store.records import CheckpointRecord, Outcome, Sampler, SampleRecord
+from mobula.deploy.training_service.wire.inputs import InputBuilder
+from mobula.deploy.training_service.wire.sampling import parse_sample, read_sample, write_samples
+
+CLONE_SEQ_IDS = 1_000_000_000  # sequence numbers of one clone of a sampling client
+PREFIX = "sample-"
+MAX_SEED = 2**31 - 1
+RETRY_PAUSE_S = 1.0
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class _Completions:
+    """Finished requests of one clone of a sampling session, for its long poll."""
+
+    finished: list[tuple[int, dict[str, Any]]]  # (cursor, completion)
+    changed: asyncio.Event
+
+
+class Samplers:
+    """Sampling sessions. Requests are durable until their result is retrieved; a restart samples them again."""
+
+    def __init__(
+        self,
+        engines: AdapterEngines,
+        database: Database,
+        futures: Futures,
+        checkpoints: Checkpoints,
+        inputs: InputBuilder,
+        limits: ServiceLimits,
+    ) -> None:
+        self._engines = engines
+        self._database = database
+        self._futures = futures
+        self._checkpoints = checkpoints
+        self._inputs = inputs
+        self._limits = limits
+        self._samplers: dict[str, Sampler] = {}
+        self._num_open: dict[str, int] = {}  # tenant -> sequences that are not finished
+        self._served: OrderedDict[str, asyncio.Task[None]] = OrderedDict()  # path -> the call of `serve`
+        self._users: dict[str, int] = {}  # path -> requests that sample from it
+        self._completions: dict[tuple[str, int], _Completions] = {}
+        self._cursor = time.time_ns() // 1000  # above every cursor of an earlier start
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def load(self) -> None:
+        """Reads the sessions and starts the requests that were not finished."""
+        self._samplers = {sampler.sampler_id: sampler for sampler in await self._database.samplers()}
+        for record in await self._database.samples():
+            if record.sampler_id in self._samplers:
+                self._start(record, self._samplers[record.sampler_id])
+
+    async def close(self) -> None:
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def put(self, sampler: Sampler) -> None:
+        """Adds a session; one with the same id stays."""
+        if sampler.sampler_id not in self._samplers:
+            await self._database.put_sampler(sampler)
+            self._samplers[sampler.sampler_id] = sampler
+
+    def get(self, sampler_id: str, tenant: str) -> Sampler:
+        """Raises: RefusedError: the tenant has no such session."""
+        sampler = self._samplers.get(sampler_id)
+        if sampler is None or sampler.tenant != tenant:
+            raise not_found("sampling session", sampler_id)
+        return sampler
+
+    def of_session(self, session_id: str) -> list[str]:
+        return [sampler.sampler_id for sampler in self._samplers.values() if sampler.session_id == session_id]
+
+    def check_path(self, path: str, tenant: str) -> CheckpointRecord:
+        """Returns the weights to sample from.
+
+        Raises:
+            RefusedError: there are none, or they are not made for sampling.
+        """
+        record = self._checkpoints.visible(path, tenant)
+        if record is None:
+            raise RefusedError(404, f"there is no checkpoint {path}, or it belongs to another tenant")
+        if record.kind != SAMPLER:
+            raise RefusedError(400, f"{path} cannot be sampled from: save with save_weights_for_sampler")
+        return record
+
+    async def join(self, sampler_id: str, tenant: str) -> int:
+        """Returns the number of a new clone of the session's client."""
+        sampler = self.get(sampler_id, tenant)
+        joined = replace(sampler, num_clones=sampler.num_clones + 1)
+        self._samplers[sampler_id] = joined
+        await self._database.put_sampler(joined)
+        return joined.num_clones
+
+    async def submit(self, body: bytes, tenant: str) -> tuple[str, list[str]]:
+        """Accepts a request; returns its id, and an id for each sequence.
+
+        Raises:
+            RefusedError: no such session, or too many sequences are not finished.
+        """
+        try:
+            request = parse_sample(body)
+        except RequestError as error:
+            raise RefusedError(422, str(error)) from error
+        if request.sampling_session_id is None or request.seq_id is None:
+            raise RefusedError(400, "a sampling request needs sampling_session_id and seq_id")
+        sampler = self.get(request.sampling_session_id, tenant)
+        request_id = f"{PREFIX}{sampler.sampler_id}:{request.seq_id}"
+        ids = [f"{request_id}:{number}" for number in range(request.num_samples)]
+        if self._futures.is_known(request_id):
+            return request_id, ids
+        num_open = self._num_open.get(tenant, 0)
+        if num_open and num_open + request.num_samples > self._limits.max_samples:
+            raise RefusedError(429, f"{num_open} sequences are not finished, {self._limits.max_samples} are allowed")
+        record = SampleRecord(request_id, sampler.sampler_id, body)
+        self._start(record, sampler, request)
+        await self._database.add_sample(record)
+        return request_id, ids
+
+    async def retrieved(self, request_ids: Sequence[str]) -> None:
+        """Drops results that the client has."""
+        if request_ids:
+            for request_id in request_ids:
+                self._futures.forget(request_id)
+            await self._database.remove_samples(request_ids)
+
+    async def completions(
+        self, sampler_id: str, clone: int, cursor: int, timeout_s: float
+    ) -> tuple[list[dict[str, Any]], int]:
+        """Returns what finished after `cursor`, and the new cursor; waits for at most `timeout_s`."""
+        completions = self._completions_of(sampler_id, clone)
+        completions.finished = [item for item in completions.finished if item[0] > cursor]
+        if not completions.finished:
+            completions.changed.clear()
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await completions.changed.wait()
+            except TimeoutError:
+                return [], cursor
+        return [item for _, item in completions.finished], max(at for at, _ in completions.finished)
+
+    def cancel(self, request_id: str) -> None:
+        """Stops a request that its client has given up."""
+        for task in self._tasks:
+            if task.get_name() == request_id:
+                task.cancel()
+
+    def _start(self, record: SampleRecord, sampler: Sampler, request: tk.SampleRequest | None = None) -> None:
+        self._futures.open(record.request_id)
+        task = asyncio.create_task(self._run(record, sampler, request), name=record.request_id)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _run(self, record: SampleRecord, sampler: Sampler, request: tk.SampleRequest | None) -> None:
+        outcome = Outcome(error="the request was cancelled", category="user")
+        num_samples = 0
+        try:
+            request = request or parse_sample(record.body)
+            num_samples = request.num_samples
+            self._num_open[sampler.tenant] = self._num_open.get(sampler.tenant, 0) + num_samples
+            async with asyncio.timeout(self._limits.sample_s):
+                outcome = await self._sample(record, sampler, request)
+        except (ValueError, SkippedSample) as error:
+            outcome = Outcome(error=str(error), category="user")
+        except TimeoutError:
+            message = f"no samples within {self._limits.sample_s:g} s"
+            outcome = Outcome(error=message, category="server")
+        finally:
+            self._num_open[sampler.tenant] = self._num_open.get(sampler.tenant, 0) - num_samples
+            self._finish(record, outcome)
+
+    async def _sample(self, record: SampleRecord, sampler: Sampler, request: tk.SampleRequest) -> Outcome:
+        """Samples until the engines answer; other failures than of the request are tried again."""
+        while True:
+            weights = self._weights(sampler)
+            call = await asyncio.to_thread(
+                read_sample,
+                request,
+                None if weights is None else weights.path,
+                self._inputs,
+                seed=random.randrange(MAX_SEED),
+                name=record.request_id,
+            )
+            try:
+                if weights is not None:
+                    await self._serve(weights)
+                result = await self._engines.sample(call)
+            except (ValueError, SkippedSample):
+                raise
+            except Exception:
+                logger.exception("sampling %s failed and is tried again", record.request_id)
+                await asyncio.sleep(RETRY_PAUSE_S)
+                continue
+            finally:
+                if weights is not None:
+                    self._release(weights.path)
+            return Outcome(write_samples(result, request), is_proto=True)
+
+    def _weights(self, sampler: Sampler) -> CheckpointRecord | None:
+        """Returns the weights of a session and marks them as used; None for the base model."""
+        if sampler.path is None:
+            return None
+        record = self._checkpoints.visible(sampler.path, sampler.tenant)
+        if sampler.inflight_model is not None:
+            record = self._checkpoints.newest_inflight(sampler.inflight_model)
+        if record is None:
+            raise RequestError(f"the checkpoint {sampler.path} was deleted or has expired")
+        self._users[record.path] = self._users.get(record.path, 0) + 1
+        return record
+
+    def _release(self, path: str) -> None:
+        self._users[path] -= 1
+        if not self._users[path]:
+            del self._users[path]
+
+    async def _serve(self, record: CheckpointRecord) -> None:
+        """Waits until the engines serve the weights; makes room among those that no request uses."""
+        task = self._served.get(record.path)
+        if task is None or (task.done() and task.exception() is not None):
+            for path in [path for path, served in self._served.items() if served.done() and path not in self._users]:
+                if len(self._served) < self._limits.max_served:
+                    break
+                if not self._served.pop(path).exception():
+                    await self._engines.withdraw(path)
+            task = asyncio.ensure_future(self._engines.serve(record.path, Path(record.folder)))
+            self._served[record.path] = task
+        self._served.move_to_end(record.path)
+        await asyncio.shield(task)
+
+    def _finish(self, record: SampleRecord, outcome: Outcome) -> None:
+        self._futures.finish(record.request_id, outcome)
+        seq_id = int(record.request_id.rpartition(":")[2])
+        completions = self._completions_of(record.sampler_id, seq_id // CLONE_SEQ_IDS)
+        self._cursor += 1
+        completion: dict[str, Any] = {"state": "failed" if outcome.is_failed else "finished"}
+        completion["request_id"] = record.request_id
+        if not outcome.is_failed:
+            completion["response_payload_uncompressed_size"] = len(outcome.body)
+        completions.finished.append((self._cursor, completion))
+        completions.changed.set()
+
+    def _completions_of(self, sampler_id: str, clone: int) -> _Completions:
+        return self._completions.setdefault((sampler_id, clone), _Completions([], asyncio.Event()))

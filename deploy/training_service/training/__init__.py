@@ -1,0 +1,1 @@
+"""Ordered execution of the requests of many models on one learner."""

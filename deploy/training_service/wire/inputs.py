@@ -1,0 +1,118 @@
+"""InputBuilder: the chunks of a model input as a `Prompt`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from mobula.cluster.errors import SkippedSample
+from mobula.cluster.records.media import MediaHandle, MediaSpan
+from mobula.cluster.records.trajectory import Prompt
+from mobula.deploy.training_service.errors import RequestError
+
+
+@dataclass(frozen=True)
+class TextChunk:
+    token_ids: np.ndarray  # int32 [T]
+
+
+@dataclass(frozen=True)
+class ImageChunk:
+    """An encoded image file. `expected_tokens` is the client's own count, if it has one."""
+
+    content: bytes
+    expected_tokens: int | None = None
+
+
+Chunk = TextChunk | ImageChunk
+
+
+@dataclass(frozen=True)
+class PlacedImage:
+    """A processed image and the tokens that stand for it."""
+
+    handle: MediaHandle
+    placeholder_id: int  # its one token in the compact ids
+    expanded_ids: np.ndarray  # int32 [E]
+
+
+class ImagePlacer(Protocol):
+    """Processes images for the model."""
+
+    def place(self, content: bytes, name: str) -> PlacedImage:
+        """Raises: SkippedSample: the image is unfit, or the model takes none."""
+        ...
+
+
+class InputBuilder:
+    """Builds prompts from chunks. `max_tokens` bounds an expanded sequence."""
+
+    def __init__(self, images: ImagePlacer | None, *, num_embeddings: int, max_tokens: int) -> None:
+        self._images = images
+        self._num_embeddings = num_embeddings
+        self.max_tokens = max_tokens
+
+    def build(self, chunks: Sequence[Chunk], name: str) -> Prompt:
+        """Returns the prompt of the chunks.
+
+        Raises:
+            RequestError: the input is empty or too long, a token is unknown, or an image is unfit.
+        """
+        compact: list[np.ndarray] = []
+        expanded: list[np.ndarray] = []
+        media: list[MediaHandle] = []
+        spans: list[MediaSpan] = []
+        length = 0
+        for chunk in chunks:
+            if isinstance(chunk, TextChunk):
+                ids = self._checked(chunk.token_ids, name)
+                compact.append(ids)
+            else:
+                placed = self._placed(chunk, name)
+                ids = placed.expanded_ids
+                compact.append(np.array([placed.placeholder_id], dtype=np.int32))
+                media.append(placed.handle)
+                spans.append(MediaSpan(length, length + len(ids)))
+            expanded.append(ids)
+            length += len(ids)
+        if not 0 < length <= self.max_tokens:
+            raise RequestError(f"{name} has {length} tokens, 1 to {self.max_tokens} are allowed")
+        return Prompt(
+            prompt_id=name,
+            sample_id=name,
+            text="",
+            compact_ids=np.concatenate(compact),
+            expanded_ids=np.concatenate(expanded),
+            media=tuple(media),
+            media_spans=tuple(spans),
+        )
+
+    def checked_targets(self, ids: np.ndarray, name: str) -> np.ndarray:
+        """Returns int64 [N]. Raises: RequestError: a target is no token of the model."""
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self._num_embeddings:
+            raise RequestError(f"{name}: target_tokens has a token outside of 0 to {self._num_embeddings - 1}")
+        return ids.astype(np.int64, copy=False)
+
+    def _checked(self, ids: np.ndarray, name: str) -> np.ndarray:
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self._num_embeddings:
+            raise RequestError(
+                f"{name} has a token outside of 0 to {self._num_embeddings - 1}: use the tokenizer of get_tokenizer()"
+            )
+        return ids.astype(np.int32, copy=False)
+
+    def _placed(self, chunk: ImageChunk, name: str) -> PlacedImage:
+        if self._images is None:
+            raise RequestError(f"{name} has an image, and the model takes no images")
+        try:
+            placed = self._images.place(chunk.content, name)
+        except SkippedSample as error:
+            raise RequestError(str(error)) from error
+        if chunk.expected_tokens not in (None, len(placed.expanded_ids)):
+            raise RequestError(
+                f"{name} expects {chunk.expected_tokens} tokens of an image, and the model's processor makes "
+                f"{len(placed.expanded_ids)}: leave expected_tokens out, or count with the model's own processor"
+            )
+        return placed

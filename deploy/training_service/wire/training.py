@@ -1,0 +1,200 @@
+"""Messages of forward and forward_backward: the client's protocol buffers to and from calls of the learner."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import numpy as np
+from google.protobuf.message import DecodeError
+from tinker.proto import tinker_public_pb2 as proto
+
+from mobula.cluster.training_service.interfaces import LossCall, LossResult, LossRow
+from mobula.deploy.training_service.errors import RequestError
+from mobula.deploy.training_service.limits import ServiceLimits
+from mobula.deploy.training_service.wire.inputs import Chunk, ImageChunk, InputBuilder, TextChunk
+
+DTYPES = {proto.DTYPE_FLOAT32: np.float32, proto.DTYPE_INT64: np.int64, proto.DTYPE_INT32: np.int32}
+MAX_DENSE = 1 << 26  # values of a tensor that was sent sparse
+RECORD = "ArrayRecord"  # the client's name of outputs by row and name
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """Inputs and options that a loss reads."""
+
+    required: frozenset[str]
+    optional: frozenset[str] = frozenset()
+    options: frozenset[str] = frozenset()
+
+
+POLICY_INPUTS = frozenset({"target_tokens", "logprobs", "advantages"})
+WEIGHTS = frozenset({"weights"})
+CLIP_OPTIONS = frozenset({"clip_low_threshold", "clip_high_threshold"})
+LOSSES = {
+    "cross_entropy": LossInputs(frozenset({"target_tokens"}), WEIGHTS),
+    "importance_sampling": LossInputs(POLICY_INPUTS, WEIGHTS),
+    "ppo": LossInputs(POLICY_INPUTS, WEIGHTS, CLIP_OPTIONS),
+    "cispo": LossInputs(POLICY_INPUTS, WEIGHTS, CLIP_OPTIONS),
+    "dro": LossInputs(POLICY_INPUTS, WEIGHTS, frozenset({"beta"})),
+}
+
+
+@dataclass(frozen=True)
+class TrainingHeader:
+    """The address of a forward or forward_backward request."""
+
+    model_id: str
+    seq_id: int
+    is_forward_only: bool
+
+
+def parse_request(body: bytes) -> proto.ForwardBackwardRequest:
+    """Parses the message.
+
+    Raises:
+        RequestError: it is not one.
+    """
+    message = proto.ForwardBackwardRequest()
+    try:
+        message.ParseFromString(body)
+    except DecodeError as error:
+        raise RequestError("the body is not a ForwardBackwardRequest: use tinker 0.38 or later") from error
+    return message
+
+
+def read_header(body: bytes) -> TrainingHeader:
+    message = parse_request(body)
+    return TrainingHeader(message.model_id, message.seq_id, message.forward_only)
+
+
+def read_call(body: bytes, inputs: InputBuilder, limits: ServiceLimits) -> LossCall:
+    """Returns the learner's call.
+
+    Raises:
+        RequestError: a loss, an input or a size that the service does not take.
+    """
+    message = parse_request(body)
+    loss = LOSSES.get(message.loss_fn)
+    if loss is None:
+        raise RequestError(f"loss_fn {message.loss_fn!r} is not supported: use one of {', '.join(LOSSES)}")
+    if not 0 < len(message.data) <= limits.max_rows:
+        raise RequestError(f"a request of {len(message.data)} rows: 1 to {limits.max_rows} are allowed")
+    name = f"{message.model_id}/{message.seq_id}"
+    rows = [_row(datum, loss, inputs, f"{name}, row {number}") for number, datum in enumerate(message.data)]
+    num_tokens = sum(row.prompt.num_tokens for row in rows)
+    if num_tokens > limits.max_tokens:
+        raise RequestError(
+            f"a request of {num_tokens} tokens: at most {limits.max_tokens} are allowed, send fewer rows"
+        )
+    return LossCall(message.model_id, rows, message.loss_fn, _options(message, loss), not message.forward_only)
+
+
+def count_tokens(body: bytes) -> int:
+    """Returns the number of input tokens of a request, from the sizes of its chunks; an image counts as told."""
+    chunks = (chunk for datum in parse_request(body).data for chunk in datum.model_input)
+    return sum(len(chunk.encoded_text.tokens) // 4 + chunk.image.expected_tokens for chunk in chunks)
+
+
+def write_result(result: LossResult) -> bytes:
+    """Returns the client's message of a result. Metrics without a reduction in their name are sums."""
+    message = proto.ForwardBackwardOutput(loss_fn_output_type=RECORD)
+    for name, value in result.metrics.items():
+        message.metrics[name if ":" in name else f"{name}:sum"] = float(value)
+    for _, rows in groupby(result.outputs, _trailing):
+        _add_record(message, list(rows))
+    return message.SerializeToString()
+
+
+def _trailing(row: Mapping[str, np.ndarray]) -> list[tuple[str, tuple[int, ...]]]:
+    """Names of a row's outputs with the axes after the first; one record holds rows of equal ones."""
+    return sorted((name, array.shape[1:]) for name, array in row.items())
+
+
+def _add_record(message: proto.ForwardBackwardOutput, rows: Sequence[Mapping[str, np.ndarray]]) -> None:
+    record = message.loss_fn_outputs.add(type_tag=RECORD, num_datums=len(rows))
+    for name in sorted(rows[0]):
+        arrays = [np.ascontiguousarray(row[name], dtype=np.float32) for row in rows]
+        ends = np.cumsum([0, *(array.nbytes for array in arrays)], dtype=np.int64)
+        record.fields[name].CopyFrom(
+            proto.BatchedTensor(
+                data=b"".join(array.tobytes() for array in arrays),
+                offsets=ends.tobytes(),
+                dtype=proto.DTYPE_FLOAT32,
+                trailing_shape=arrays[0].shape[1:],
+            )
+        )
+
+
+def _row(datum: proto.Datum, loss: LossInputs, inputs: InputBuilder, name: str) -> LossRow:
+    prompt = inputs.build(list(_chunks(datum.model_input, name)), name)
+    given = set(datum.loss_fn_inputs)
+    missing, unknown = loss.required - given, given - loss.required - loss.optional
+    if missing or unknown:
+        what = f"lacks {', '.join(sorted(missing))}" if missing else f"has {', '.join(sorted(unknown))}"
+        takes = ", ".join(sorted(loss.required | loss.optional))
+        raise RequestError(f"{name}: loss_fn_inputs {what}; the loss takes {takes}")
+    arrays = {key: _array(datum.loss_fn_inputs[key], f"{name}: {key}") for key in sorted(given)}
+    for key, array in arrays.items():
+        if len(array) != prompt.num_tokens or array.shape != arrays["target_tokens"].shape:
+            raise RequestError(
+                f"{name}: {key} has shape {list(array.shape)}, the model input {prompt.num_tokens} tokens: "
+                "give a target for each token, and a value of every other input for each target"
+            )
+    targets = inputs.checked_targets(arrays["target_tokens"], name)
+    floats = {key: array.astype(np.float32) for key, array in arrays.items() if key != "target_tokens"}
+    if not all(np.isfinite(array).all() for array in floats.values()):
+        raise RequestError(f"{name}: loss_fn_inputs hold a value that is not finite")
+    return LossRow(prompt, {"target_tokens": targets, **floats})
+
+
+def _chunks(chunks: Sequence[proto.Chunk], name: str) -> Iterator[Chunk]:
+    for chunk in chunks:
+        kind = chunk.WhichOneof("chunk")
+        if kind == "encoded_text":
+            yield TextChunk(np.frombuffer(chunk.encoded_text.tokens, dtype=np.int32))
+        elif kind == "image":
+            has_count = chunk.image.HasField("expected_tokens")
+            yield ImageChunk(chunk.image.data, chunk.image.expected_tokens if has_count else None)
+        else:
+            raise RequestError(f"{name} has a chunk of kind {kind}: only text and images are supported")
+
+
+def _array(tensor: proto.Tensor, name: str) -> np.ndarray:
+    """Returns the tensor; one in compressed sparse rows becomes dense."""
+    dtype = DTYPES.get(tensor.dtype)
+    if dtype is None:
+        raise RequestError(f"{name} has dtype {tensor.dtype}: send float32 or int64")
+    if not tensor.HasField("sparse_csr"):
+        values = np.frombuffer(tensor.dense, dtype=dtype)
+        return values.reshape(tuple(tensor.shape)) if tensor.shape else values
+    return _dense(tensor, dtype, name)
+
+
+def _dense(tensor: proto.Tensor, dtype: type[np.generic], name: str) -> np.ndarray:
+    """Returns [N, K] of a tensor in compressed sparse rows; values that are not listed are 0."""
+    csr = tensor.sparse_csr
+    values = np.frombuffer(csr.values, dtype=dtype)
+    ends, columns = np.frombuffer(csr.crow_indices, dtype=np.int64), np.frombuffer(csr.col_indices, dtype=np.int64)
+    num_rows, num_columns = tensor.shape if len(tensor.shape) == 2 else (-1, -1)
+    counts = np.diff(ends)
+    is_fit = len(ends) == num_rows + 1 and (counts >= 0).all() and counts.sum() == len(values) == len(columns)
+    if not (is_fit and num_rows * num_columns <= MAX_DENSE and (columns >= 0).all() and (columns < num_columns).all()):
+        raise RequestError(f"{name} is no sparse tensor of shape {list(tensor.shape)}")
+    dense = np.zeros((num_rows, num_columns), dtype=dtype)
+    dense[np.repeat(np.arange(num_rows), counts), columns] = values
+    return dense
+
+
+def _options(message: proto.ForwardBackwardRequest, loss: LossInputs) -> dict[str, float]:
+    options: dict[str, float] = dict(message.loss_fn_config)
+    for key, value in message.loss_fn_config_v2.items():
+        if value.WhichOneof("value") == "text":
+            raise RequestError(f"loss_fn_config {key}={value.text!r}: options of {message.loss_fn} are numbers")
+        options[key] = value.number
+    unknown = set(options) - loss.options
+    if unknown:
+        known = ", ".join(sorted(loss.options)) or "none"
+        raise RequestError(f"loss_fn_config {', '.join(sorted(unknown))}: options of {message.loss_fn} are {known}")
+    return options

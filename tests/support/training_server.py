@@ -1,0 +1,91 @@
+"""A training service with tiny roles on loopback: in a thread, or as a process that can be killed."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import uvicorn
+from training_roles import VOCABULARY, TinyEngines, TinyLearner
+
+from mobula.deploy.training_service.app import make_app
+from mobula.deploy.training_service.limits import ServiceLimits
+from mobula.deploy.training_service.service import BaseModel, TrainingService
+from mobula.deploy.training_service.tenants import TenantGate, Tenants
+from mobula.deploy.training_service.wire.inputs import InputBuilder
+
+NAME = "tiny/base"
+KEY = "tml-a-key-of-the-tests"
+LIMITS = ServiceLimits(
+    max_models=8,
+    max_rank=64,
+    max_rows=64,
+    max_tokens=4096,
+    max_batch_tokens=2048,
+    max_queued=64,
+    max_samples=256,
+    max_request_bytes=1 << 24,
+    max_served=2,
+    snapshot_steps=3,
+    learner_s=20,
+    sample_s=30,
+    recovery_s=30,
+    poll_s=5,
+    session_idle_s=600,
+)
+
+
+@dataclass
+class Running:
+    """A service that runs in a thread."""
+
+    url: str
+    service: TrainingService
+    learner: TinyLearner
+    engines: TinyEngines
+
+
+def make_service(folder: Path, learner: TinyLearner, engines: TinyEngines, **limits: float) -> TrainingService:
+    """Returns a service of tiny roles."""
+    bounds = replace(LIMITS, **limits)
+    inputs = InputBuilder(None, num_embeddings=VOCABULARY, max_tokens=128)
+    base = BaseModel((NAME,), "tokenizer", 128)
+    return TrainingService(base, learner, engines, inputs, bounds, folder)
+
+
+@contextlib.contextmanager
+def running(folder: Path, tokens: Mapping[str, str] | None = None, port: int = 0, **limits: float) -> Iterator[Running]:
+    """Runs a service in a thread until the end of the block."""
+    learner, engines = TinyLearner(), TinyEngines()
+    service = make_service(folder, learner, engines, **limits)
+    app = TenantGate(make_app(service), Tenants(tokens or {}))
+    server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="warning", timeout_graceful_shutdown=1))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        deadline = time.monotonic() + 30
+        while not server.started:
+            assert thread.is_alive() and time.monotonic() < deadline, "the service does not start"
+            time.sleep(0.01)
+        bound = server.servers[0].sockets[0].getsockname()[1]
+        yield Running(f"http://127.0.0.1:{bound}", service, learner, engines)
+    finally:
+        server.should_exit = True
+        thread.join(30)
+
+
+def main() -> None:
+    """Serves in this process: FOLDER PORT DELAY_S."""
+    folder, port, delay_s = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+    learner, engines = TinyLearner(delay_s=delay_s), TinyEngines(delay_s=delay_s)
+    service = make_service(folder, learner, engines)
+    uvicorn.run(TenantGate(make_app(service), Tenants({})), port=port, log_level="warning")
+
+
+if __name__ == "__main__":
+    main()

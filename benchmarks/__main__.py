@@ -57,6 +57,7 @@ class Name(StrEnum):
     MEDIA_SIBLINGS = "media_siblings"
     AUDIT_COST = "audit_cost"
     ADAPTER_BATCHES = "adapter_batches"
+    TRAINING_SERVICE = "training_service"
     ALL = "all"
 
 

@@ -9,7 +9,7 @@ NOW := $(shell date +%Y%m%d-%H%M%S)
 ARGS ?=
 unless = $(if $(filter $(1)=%,$(ARGS)),,$(1)=$(2))
 
-.PHONY: environment harness verifiers peers train train-pretrained test test-all types benchmark clean
+.PHONY: environment harness verifiers tinker-cookbook peers train train-pretrained test test-all types benchmark clean
 
 environment:
 	@./deploy/environment.sh
@@ -19,6 +19,9 @@ harness:
 
 verifiers:
 	@./deploy/environment.sh verifiers
+
+tinker-cookbook:
+	@./deploy/environment.sh tinker-cookbook
 
 peers: environment
 	@for peer in $(patsubst benchmarks/peers/%.txt,%,$(wildcard benchmarks/peers/*.txt)); do \
@@ -70,4 +73,4 @@ benchmark: environment
 	.venv/bin/python -m benchmarks $(ARGS)
 
 clean:
-	rm -rf .venv .venv-uv .venv-lmms-eval .venv-verifiers .venv-peers build *.egg-info
+	rm -rf .venv .venv-uv .venv-lmms-eval .venv-verifiers .venv-tinker-cookbook .venv-peers build *.egg-info

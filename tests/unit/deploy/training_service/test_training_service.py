@@ -108,7 +108,7 @@ def test_two_tenants_equal_each_alone_and_share_batches(tmp_path: Path) -> None:
         with pytest.raises(tinker.NotFoundError):
             httpx_error(server, "/api/v1/get_info", {"model_id": clients[0].model_id}, tokens["bob"])
         with pytest.raises(tinker.AuthenticationError):
-            connect(server, "tml-an-unknown-key-of-nobody").create_sampling_client(base_model=NAME).result()
+            connect(server, "tml-a-key-of-no-tenant-at-all").create_sampling_client(base_model=NAME).result()
 
 
 def httpx_error(server: Running, path: str, body: dict[str, Any], key: str) -> None:

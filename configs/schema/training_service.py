@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from mobula.configs.schema.base import PositiveFloat, PositiveInt, Section
+from typing import Annotated
+
+from mobula.configs.schema.base import Field, PositiveInt, Section
+
+MAX_POLL_S = 40.0  # below the timeout of the client
+Seconds = Annotated[float, Field(gt=0, le=24 * 3600)]
 
 
 class TrainingServiceConfig(Section):
@@ -24,11 +29,11 @@ class TrainingServiceConfig(Section):
     """Bytes of one request, after decompression."""
     snapshot_steps: PositiveInt = 8
     """Optimizer steps of a model between two snapshots. After a failure the requests since the snapshot run again."""
-    recovery_s: PositiveFloat = 600.0
+    recovery_s: Seconds = 600.0
     """Seconds that the learner may be unavailable before the requests that wait for it fail."""
-    poll_s: PositiveFloat = 30.0
+    poll_s: Annotated[float, Field(gt=0, le=MAX_POLL_S)] = 30.0
     """Seconds until a client's question for a result is answered although it is not finished. The client's own timeout
     is 45 s."""
-    session_idle_s: PositiveFloat = 600.0
+    session_idle_s: Seconds = 600.0
     """Seconds without a heartbeat after which the models of a session leave the learner. The next request restores
     them."""

@@ -12,10 +12,10 @@ import zstandard
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
-from mobula.deploy.training_service.errors import RefusedError, RequestError
+from mobula.deploy.training_service.errors import RefusedRequestError, RequestError
 from mobula.deploy.training_service.rest import add_rest_routes
 from mobula.deploy.training_service.service import TrainingService
-from mobula.deploy.training_service.store.records import Kind, Outcome, Sampler
+from mobula.deploy.training_service.store.records import Kind, RequestOutcome, SamplingSession
 from mobula.deploy.training_service.wire.answers import parsed
 from mobula.deploy.training_service.wire.training import read_header
 
@@ -50,8 +50,8 @@ def make_app(service: TrainingService, roles: Callable[[], AbstractAsyncContextM
 
     app = FastAPI(title="Mobula training service", lifespan=life, docs_url=None, redoc_url=None)
 
-    @app.exception_handler(RefusedError)
-    async def refused(_: Request, error: RefusedError) -> Response:
+    @app.exception_handler(RefusedRequestError)
+    async def refused(_: Request, error: RefusedRequestError) -> Response:
         return JSONResponse({"detail": str(error)}, status_code=error.status)
 
     @app.exception_handler(RequestError)
@@ -164,7 +164,7 @@ def _add_training(app: FastAPI, service: TrainingService) -> None:
                 await service.submit(Kind.LOAD, message.model_id, message.seq_id, body, tenant_of(request))
             )
         if message.session_id is None or message.model_seq_id is None:
-            raise RefusedError(400, "load_weights needs model_id, or session_id and model_seq_id")
+            raise RefusedRequestError(400, "load_weights needs model_id, or session_id and model_seq_id")
         return _accepted(await service.create_from(message, body, tenant_of(request)))
 
     @app.post("/api/v1/save_weights")
@@ -184,7 +184,9 @@ def _add_training(app: FastAPI, service: TrainingService) -> None:
 
     @app.post("/api/v1/create_custom_loss")
     async def create_custom_loss() -> Response:
-        raise RefusedError(400, "losses are not run on the server: forward_backward_custom runs them in the client")
+        raise RefusedRequestError(
+            400, "the server runs no custom losses: forward_backward_custom runs them in the client"
+        )
 
 
 def _add_sampling(app: FastAPI, service: TrainingService) -> None:
@@ -198,7 +200,7 @@ def _add_sampling(app: FastAPI, service: TrainingService) -> None:
         if message.model_path is not None:
             service.samplers.check_path(message.model_path, tenant)
         sampler_id = f"{session.session_id}:sample:{message.sampling_session_seq_id}"
-        await service.samplers.put(Sampler(sampler_id, tenant, session.session_id, message.model_path))
+        await service.samplers.put(SamplingSession(sampler_id, tenant, session.session_id, message.model_path))
         return JSONResponse({"type": "create_sampling_session", "sampling_session_id": sampler_id})
 
     @app.post("/api/v1/join_sampling_session")
@@ -254,7 +256,7 @@ def _accepted(request_id: str) -> Response:
     return JSONResponse({"request_id": request_id, "model_id": request_id.rpartition(":")[0]})
 
 
-def _answer(outcome: Outcome) -> Response:
+def _answer(outcome: RequestOutcome) -> Response:
     """Returns the outcome as the client reads it; a failed one is answered with 200 and its category."""
     if outcome.is_failed:
         return JSONResponse({"error": outcome.error, "category": outcome.category})
@@ -265,7 +267,7 @@ async def _training_body(request: Request, max_bytes: int) -> bytes:
     """Returns the body, decompressed.
 
     Raises:
-        RefusedError: it is damaged, or larger than `max_bytes`.
+        RefusedRequestError: it is damaged, or larger than `max_bytes`.
     """
     body = await request.body()
     if request.headers.get("content-encoding") != "zstd":
@@ -274,7 +276,7 @@ async def _training_body(request: Request, max_bytes: int) -> bytes:
         with zstandard.ZstdDecompressor().stream_reader(body) as reader:
             plain = await asyncio.to_thread(reader.read, max_bytes + 1)
     except zstandard.ZstdError as error:
-        raise RefusedError(400, f"the zstd body is damaged: {error}") from error
+        raise RefusedRequestError(400, f"the zstd body is damaged: {error}") from error
     if len(plain) > max_bytes:
-        raise RefusedError(413, f"the body has more than {max_bytes} bytes: send fewer rows")
+        raise RefusedRequestError(413, f"the body has more than {max_bytes} bytes: send fewer rows")
     return plain

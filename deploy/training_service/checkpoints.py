@@ -1,4 +1,4 @@
-"""Checkpoints: saved weights by path, with the access of tenants."""
+"""CheckpointStore: saved weights by path, with the access of tenants."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from pathlib import Path
 
 import tinker.types as tk
 
-from mobula.deploy.training_service.errors import RefusedError, RequestError
+from mobula.deploy.training_service.errors import RefusedRequestError, RequestError
 from mobula.deploy.training_service.store.database import Database
 from mobula.deploy.training_service.store.records import (
     CheckpointRecord,
     Kind,
     ModelRecord,
-    Outcome,
+    RequestOutcome,
     RequestRecord,
-    Sampler,
+    SamplingSession,
 )
 from mobula.deploy.training_service.wire.answers import json_outcome, parsed
 
@@ -39,14 +39,14 @@ MIN_TTL_S, MAX_TTL_S = 3600, 10 * 365 * 24 * 3600
 Writer = Callable[[str, Path], Awaitable[None]]
 
 
-class Checkpoints:
+class CheckpointStore:
     """All checkpoints of the service. Files are below `folder`; records are in the database."""
 
     def __init__(self, database: Database, folder: Path) -> None:
         self._database = database
         self._folder = folder
         self._records: dict[str, CheckpointRecord] = {}
-        self.on_sampler: Callable[[Sampler], Awaitable[None]] | None = None
+        self.on_sampler: Callable[[SamplingSession], Awaitable[None]] | None = None
         """Receives the sampling session that a save opens."""
 
     async def load(self) -> None:
@@ -69,11 +69,11 @@ class Checkpoints:
         """Returns the tenant's checkpoint.
 
         Raises:
-            RefusedError: there is none.
+            RefusedRequestError: there is none.
         """
         record = self.visible(path, tenant)
         if record is None or record.tenant != tenant:
-            raise RefusedError(404, f"there is no checkpoint {path}, or it belongs to another tenant")
+            raise RefusedRequestError(404, f"there is no checkpoint {path}, or it belongs to another tenant")
         return record
 
     def trained(self, path: str, tenant: str) -> CheckpointRecord:
@@ -101,7 +101,7 @@ class Checkpoints:
         records = [r for r in self._records.values() if r.model_id == model_id and r.name.startswith(INFLIGHT)]
         return max(records, key=lambda record: record.created_s, default=None)
 
-    async def save(self, model: ModelRecord, request: RequestRecord, write: Writer) -> Outcome:
+    async def save(self, model: ModelRecord, request: RequestRecord, write: Writer) -> RequestOutcome:
         """Writes a checkpoint with `write` and returns the client's answer.
 
         Raises:
@@ -145,7 +145,7 @@ class Checkpoints:
                 await asyncio.to_thread(shutil.rmtree, old.folder, ignore_errors=True)
         return await self._answer(model, message, self._records[path])
 
-    async def _answer(self, model: ModelRecord, message: object, record: CheckpointRecord) -> Outcome:
+    async def _answer(self, model: ModelRecord, message: object, record: CheckpointRecord) -> RequestOutcome:
         if isinstance(message, tk.SaveWeightsRequest):
             return json_outcome(type="save_weights", path=record.path)
         if isinstance(message, tk.SaveWeightsExternalRequest):
@@ -156,7 +156,7 @@ class Checkpoints:
         if message.sampling_session_seq_id is None:
             raise RequestError("save_weights_for_sampler has neither a name nor a sampling session")
         assert self.on_sampler is not None, "the service sets it before it runs requests"
-        sampler = Sampler(
+        sampler = SamplingSession(
             sampler_id=f"{model.session_id}:sample:{message.sampling_session_seq_id}",
             tenant=model.tenant,
             session_id=model.session_id,

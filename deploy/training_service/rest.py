@@ -18,7 +18,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import FileResponse, JSONResponse, Response
 
 from mobula.deploy.training_service.checkpoints import EXTERNAL, SAMPLER, SCHEME, TRAINING, expiry
-from mobula.deploy.training_service.errors import RefusedError
+from mobula.deploy.training_service.errors import RefusedRequestError
 from mobula.deploy.training_service.service import TrainingService
 from mobula.deploy.training_service.store.records import CheckpointRecord, ModelRecord, Session
 from mobula.deploy.training_service.wire.answers import parsed
@@ -143,7 +143,7 @@ def _add_files(app: FastAPI, service: TrainingService) -> None:
         path = _path(model_id, kind, name)
         record = _visible(service, path, tenant_of(request))
         if kind != EXTERNAL:
-            raise RefusedError(400, f"{path} is not an export: use save_weights_external")
+            raise RefusedRequestError(400, f"{path} is not an export: use save_weights_external")
         ends = int(time.time()) + URL_LIFE_S
         base = str(request.base_url).rstrip("/")
         folder = Path(record.folder)
@@ -157,10 +157,10 @@ def _add_files(app: FastAPI, service: TrainingService) -> None:
     async def download(ends: int, signature: str, model_id: str, name: str, file: str) -> Response:
         path = _path(model_id, EXTERNAL, name)
         if time.time() > ends or not hmac.compare_digest(signature, _sign(key, ends, path, file)):
-            raise RefusedError(403, "this address has expired: ask for the addresses again")
+            raise RefusedRequestError(403, "this address has expired: ask for the addresses again")
         record = service.checkpoints.any(path)
         if record is None:
-            raise RefusedError(404, f"{path} was deleted")
+            raise RefusedRequestError(404, f"{path} was deleted")
         return FileResponse(Path(record.folder) / file)
 
 
@@ -171,7 +171,7 @@ def _sign(key: bytes, ends: int, path: str, file: str) -> str:
 def _visible(service: TrainingService, path: str, tenant: str) -> CheckpointRecord:
     record = service.checkpoints.visible(path, tenant)
     if record is None:
-        raise RefusedError(404, f"there is no checkpoint {path}, or it belongs to another tenant")
+        raise RefusedRequestError(404, f"there is no checkpoint {path}, or it belongs to another tenant")
     return record
 
 

@@ -16,12 +16,17 @@ import tinker.types as tk
 
 from mobula.cluster.errors import SkippedSample
 from mobula.cluster.training_service.interfaces import AdapterEngines
-from mobula.deploy.training_service.checkpoints import SAMPLER, Checkpoints
-from mobula.deploy.training_service.errors import RefusedError, RequestError, not_found
+from mobula.deploy.training_service.checkpoints import SAMPLER, CheckpointStore
+from mobula.deploy.training_service.errors import RefusedRequestError, RequestError, not_found
 from mobula.deploy.training_service.futures import Futures
 from mobula.deploy.training_service.limits import ServiceLimits
 from mobula.deploy.training_service.store.database import Database
-from mobula.deploy.training_service.store.records import CheckpointRecord, Outcome, Sampler, SampleRecord
+from mobula.deploy.training_service.store.records import (
+    CheckpointRecord,
+    PendingSample,
+    RequestOutcome,
+    SamplingSession,
+)
 from mobula.deploy.training_service.wire.inputs import InputBuilder
 from mobula.deploy.training_service.wire.sampling import parse_sample, read_sample, write_samples
 
@@ -49,7 +54,7 @@ class Samplers:
         engines: AdapterEngines,
         database: Database,
         futures: Futures,
-        checkpoints: Checkpoints,
+        checkpoints: CheckpointStore,
         inputs: InputBuilder,
         limits: ServiceLimits,
     ) -> None:
@@ -59,7 +64,7 @@ class Samplers:
         self._checkpoints = checkpoints
         self._inputs = inputs
         self._limits = limits
-        self._samplers: dict[str, Sampler] = {}
+        self._samplers: dict[str, SamplingSession] = {}
         self._num_open: dict[str, int] = {}  # tenant -> sequences that are not finished
         self._served: OrderedDict[str, asyncio.Task[None]] = OrderedDict()  # path -> the call of `serve`
         self._users: dict[str, int] = {}  # path -> requests that sample from it
@@ -79,14 +84,14 @@ class Samplers:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def put(self, sampler: Sampler) -> None:
+    async def put(self, sampler: SamplingSession) -> None:
         """Adds a session; one with the same id stays."""
         if sampler.sampler_id not in self._samplers:
             await self._database.put_sampler(sampler)
             self._samplers[sampler.sampler_id] = sampler
 
-    def get(self, sampler_id: str, tenant: str) -> Sampler:
-        """Raises: RefusedError: the tenant has no such session."""
+    def get(self, sampler_id: str, tenant: str) -> SamplingSession:
+        """Raises: RefusedRequestError: the tenant has no such session."""
         sampler = self._samplers.get(sampler_id)
         if sampler is None or sampler.tenant != tenant:
             raise not_found("sampling session", sampler_id)
@@ -99,13 +104,13 @@ class Samplers:
         """Returns the weights to sample from.
 
         Raises:
-            RefusedError: there are none, or they are not made for sampling.
+            RefusedRequestError: there are none, or they are not made for sampling.
         """
         record = self._checkpoints.visible(path, tenant)
         if record is None:
-            raise RefusedError(404, f"there is no checkpoint {path}, or it belongs to another tenant")
+            raise RefusedRequestError(404, f"there is no checkpoint {path}, or it belongs to another tenant")
         if record.kind != SAMPLER:
-            raise RefusedError(400, f"{path} cannot be sampled from: save with save_weights_for_sampler")
+            raise RefusedRequestError(400, f"{path} cannot be sampled from: save with save_weights_for_sampler")
         return record
 
     async def join(self, sampler_id: str, tenant: str) -> int:
@@ -120,14 +125,14 @@ class Samplers:
         """Accepts a request; returns its id, and an id for each sequence.
 
         Raises:
-            RefusedError: no such session, or too many sequences are not finished.
+            RefusedRequestError: no such session, or too many sequences are not finished.
         """
         try:
             request = parse_sample(body)
         except RequestError as error:
-            raise RefusedError(422, str(error)) from error
+            raise RefusedRequestError(422, str(error)) from error
         if request.sampling_session_id is None or request.seq_id is None:
-            raise RefusedError(400, "a sampling request needs sampling_session_id and seq_id")
+            raise RefusedRequestError(400, "a sampling request needs sampling_session_id and seq_id")
         sampler = self.get(request.sampling_session_id, tenant)
         request_id = f"{PREFIX}{sampler.sampler_id}:{request.seq_id}"
         ids = [f"{request_id}:{number}" for number in range(request.num_samples)]
@@ -135,8 +140,8 @@ class Samplers:
             return request_id, ids
         num_open = self._num_open.get(tenant, 0)
         if num_open and num_open + request.num_samples > self._limits.max_samples:
-            raise RefusedError(429, f"{num_open} sequences are not finished, {self._limits.max_samples} are allowed")
-        record = SampleRecord(request_id, sampler.sampler_id, body)
+            raise RefusedRequestError(429, f"{num_open} sequences are open, {self._limits.max_samples} are allowed")
+        record = PendingSample(request_id, sampler.sampler_id, body)
         self._start(record, sampler, request)
         await self._database.add_sample(record)
         return request_id, ids
@@ -169,14 +174,14 @@ class Samplers:
             if task.get_name() == request_id:
                 task.cancel()
 
-    def _start(self, record: SampleRecord, sampler: Sampler, request: tk.SampleRequest | None = None) -> None:
+    def _start(self, record: PendingSample, sampler: SamplingSession, request: tk.SampleRequest | None = None) -> None:
         self._futures.open(record.request_id)
         task = asyncio.create_task(self._run(record, sampler, request), name=record.request_id)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _run(self, record: SampleRecord, sampler: Sampler, request: tk.SampleRequest | None) -> None:
-        outcome = Outcome(error="the request was cancelled", category="user")
+    async def _run(self, record: PendingSample, sampler: SamplingSession, request: tk.SampleRequest | None) -> None:
+        outcome = RequestOutcome(error="the request was cancelled", category="user")
         num_samples = 0
         try:
             request = request or parse_sample(record.body)
@@ -185,15 +190,17 @@ class Samplers:
             async with asyncio.timeout(self._limits.sample_s):
                 outcome = await self._sample(record, sampler, request)
         except (ValueError, SkippedSample) as error:
-            outcome = Outcome(error=str(error), category="user")
+            outcome = RequestOutcome(error=str(error), category="user")
         except TimeoutError:
             message = f"no samples within {self._limits.sample_s:g} s"
-            outcome = Outcome(error=message, category="server")
+            outcome = RequestOutcome(error=message, category="server")
         finally:
             self._num_open[sampler.tenant] = self._num_open.get(sampler.tenant, 0) - num_samples
             self._finish(record, outcome)
 
-    async def _sample(self, record: SampleRecord, sampler: Sampler, request: tk.SampleRequest) -> Outcome:
+    async def _sample(
+        self, record: PendingSample, sampler: SamplingSession, request: tk.SampleRequest
+    ) -> RequestOutcome:
         """Samples until the engines answer; other failures than of the request are tried again."""
         while True:
             weights = self._weights(sampler)
@@ -218,9 +225,9 @@ class Samplers:
             finally:
                 if weights is not None:
                     self._release(weights.path)
-            return Outcome(write_samples(result, request), is_proto=True)
+            return RequestOutcome(write_samples(result, request), is_proto=True)
 
-    def _weights(self, sampler: Sampler) -> CheckpointRecord | None:
+    def _weights(self, sampler: SamplingSession) -> CheckpointRecord | None:
         """Returns the weights of a session and marks them as used; None for the base model."""
         if sampler.path is None:
             return None
@@ -251,7 +258,7 @@ class Samplers:
         self._served.move_to_end(record.path)
         await asyncio.shield(task)
 
-    def _finish(self, record: SampleRecord, outcome: Outcome) -> None:
+    def _finish(self, record: PendingSample, outcome: RequestOutcome) -> None:
         self._futures.finish(record.request_id, outcome)
         seq_id = int(record.request_id.rpartition(":")[2])
         completions = self._completions_of(record.sampler_id, seq_id // CLONE_SEQ_IDS)

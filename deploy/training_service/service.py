@@ -14,13 +14,13 @@ from typing import Any
 import tinker.types as tk
 
 from mobula.cluster.training_service.interfaces import AdapterEngines, AdapterLearner, AdapterSpec
-from mobula.deploy.training_service.checkpoints import Checkpoints
-from mobula.deploy.training_service.errors import RefusedError, RequestError, not_found
+from mobula.deploy.training_service.checkpoints import CheckpointStore
+from mobula.deploy.training_service.errors import RefusedRequestError, RequestError, not_found
 from mobula.deploy.training_service.futures import Futures
 from mobula.deploy.training_service.limits import ServiceLimits
 from mobula.deploy.training_service.samplers import PREFIX, Samplers
 from mobula.deploy.training_service.store.database import Database
-from mobula.deploy.training_service.store.records import Kind, ModelRecord, Outcome, RequestRecord, Session
+from mobula.deploy.training_service.store.records import Kind, ModelRecord, RequestOutcome, RequestRecord, Session
 from mobula.deploy.training_service.training.execution import Execution
 from mobula.deploy.training_service.training.model_queue import NOT_LOADED, ModelQueue
 from mobula.deploy.training_service.training.scheduler import Scheduler
@@ -59,7 +59,7 @@ class TrainingService:
         self.limits = limits
         self.database = Database(folder / "service.sqlite")
         self.futures = Futures()
-        self.checkpoints = Checkpoints(self.database, folder / "checkpoints")
+        self.checkpoints = CheckpointStore(self.database, folder / "checkpoints")
         self.samplers = Samplers(engines, self.database, self.futures, self.checkpoints, inputs, limits)
         self.checkpoints.on_sampler = self.samplers.put
         self._execution = Execution(learner, self.database, self.futures, self.checkpoints, inputs, limits, folder)
@@ -114,7 +114,7 @@ class TrainingService:
         return session.session_id
 
     def session(self, session_id: str, tenant: str) -> Session:
-        """Raises: RefusedError: the tenant has no such session."""
+        """Raises: RefusedRequestError: the tenant has no such session."""
         session = self._sessions.get(session_id)
         if session is None or session.tenant != tenant:
             raise not_found("session", session_id)
@@ -137,7 +137,7 @@ class TrainingService:
                 await self._park(queue)
 
     def model(self, model_id: str, tenant: str) -> ModelRecord:
-        """Raises: RefusedError: the tenant has no such model."""
+        """Raises: RefusedRequestError: the tenant has no such model."""
         record = self._models.get(model_id)
         if record is None or record.tenant != tenant:
             raise not_found("model", model_id)
@@ -155,19 +155,19 @@ class TrainingService:
         """Accepts a new model; returns the id of the request.
 
         Raises:
-            RefusedError: the model or its optimizer is not offered, or the tenant has too many models.
+            RefusedRequestError: the model or its optimizer is not offered, or the tenant has too many models.
         """
         session = self.session(request.session_id, tenant)
         model_id = f"{session.session_id}:train:{request.model_seq_id}"
         self.check_base(request.base_model)
         if request.lora_config is None:
-            raise RefusedError(400, "full fine-tuning is not offered here: use create_lora_training_client")
+            raise RefusedRequestError(400, "full fine-tuning is not offered here: use create_lora_training_client")
         _check_optimizer(request.optimizer_config)
         lora = request.lora_config
         if not 1 <= lora.rank <= self.limits.max_rank:
-            raise RefusedError(400, f"rank={lora.rank}: give 1 to {self.limits.max_rank}")
+            raise RefusedRequestError(400, f"rank={lora.rank}: give 1 to {self.limits.max_rank}")
         if not (lora.train_attn or lora.train_mlp):
-            raise RefusedError(400, "only the unembedding is to be trained: set train_attn or train_mlp")
+            raise RefusedRequestError(400, "only the unembedding is to be trained: set train_attn or train_mlp")
         spec = AdapterSpec(
             rank=lora.rank,
             alpha=ALPHA,
@@ -189,7 +189,7 @@ class TrainingService:
         try:
             spec = self.checkpoints.trained(request.path, tenant).spec
         except RequestError as error:
-            raise RefusedError(404, str(error)) from error
+            raise RefusedRequestError(404, str(error)) from error
         model_id = f"{session.session_id}:train:{request.model_seq_id}"
         return await self._add_model(model_id, session, spec, request.user_metadata, Kind.CREATE_FROM, body)
 
@@ -197,7 +197,7 @@ class TrainingService:
         """Copies a checkpoint to a new run that cannot be trained; returns its path."""
         source = self.checkpoints.visible(path, tenant)
         if source is None:
-            raise RefusedError(404, f"there is no checkpoint {path}, or it belongs to another tenant")
+            raise RefusedRequestError(404, f"there is no checkpoint {path}, or it belongs to another tenant")
         if session_id is None:
             session_id = await self.create_session(
                 tk.CreateSessionRequest(tags=[], user_metadata=None, sdk_version=""), tenant
@@ -213,15 +213,15 @@ class TrainingService:
         """Accepts a request of a model; returns its id. The request is on disk when this returns.
 
         Raises:
-            RefusedError: no such model, or its queue is full.
+            RefusedRequestError: no such model, or its queue is full.
         """
         queue = self._queues.get(self.model(model_id, tenant).model_id)
         if queue is None:
-            raise RefusedError(
+            raise RefusedRequestError(
                 400, f"{model_id} holds a copied checkpoint and cannot be trained: load it as a new model"
             )
         if seq_id is None or seq_id < 1:
-            raise RefusedError(400, f"seq_id={seq_id}: requests of a model are numbered from 1")
+            raise RefusedRequestError(400, f"seq_id={seq_id}: requests of a model are numbered from 1")
         request = RequestRecord(model_id, seq_id, kind, body)
         if seq_id < queue.next_seq:
             return request.request_id  # sent again
@@ -229,7 +229,7 @@ class TrainingService:
             await self.database.add_request(queue.requests[seq_id])  # on disk, whether the first one is answered or not
             return request.request_id
         if len(queue.requests) >= self.limits.max_queued and seq_id > queue.first_missing:
-            raise RefusedError(429, f"{len(queue.requests)} requests of {model_id} are not finished: wait for results")
+            raise RefusedRequestError(429, f"{len(queue.requests)} requests of {model_id} are open: wait for results")
         self.futures.open(request.request_id)
         queue.requests[seq_id] = request
         self._last_request[model_id] = time.time()
@@ -244,11 +244,11 @@ class TrainingService:
         if queue is not None:
             await self._park(queue)
 
-    async def outcome(self, request_id: str, tenant: str) -> Outcome | None:
+    async def outcome(self, request_id: str, tenant: str) -> RequestOutcome | None:
         """Returns the outcome of a request; None if it is not finished within `poll_s`.
 
         Raises:
-            RefusedError: 404 for a request that was not accepted, 410 for a result that is not kept any more.
+            RefusedRequestError: 404 for a request that was not accepted, 410 for a result that is not kept any more.
         """
         self.check_owner(request_id, tenant)
         if self.futures.is_known(request_id):
@@ -256,16 +256,16 @@ class TrainingService:
         model_id, _, number = request_id.rpartition(":")
         stored = None if request_id.startswith(PREFIX) else await self.database.request(model_id, int(number))
         if stored is None or stored.outcome is None:
-            raise RefusedError(410, f"the result of {request_id} is not kept any more: send the request again")
+            raise RefusedRequestError(410, f"the result of {request_id} is not kept any more: send the request again")
         return stored.outcome
 
     def check_base(self, name: str) -> None:
-        """Raises: RefusedError: the service has another base model."""
+        """Raises: RefusedRequestError: the service has another base model."""
         if name not in self.base.names:
-            raise RefusedError(400, f"base_model {name!r} is not served here: use {self.base.names[0]!r}")
+            raise RefusedRequestError(400, f"base_model {name!r} is not served here: use {self.base.names[0]!r}")
 
     def check_owner(self, request_id: str, tenant: str) -> None:
-        """Raises: RefusedError: the tenant has no such request."""
+        """Raises: RefusedRequestError: the tenant has no such request."""
         address, _, number = request_id.removeprefix(PREFIX).rpartition(":")
         if not number.isdigit():
             raise not_found("request", request_id)
@@ -284,7 +284,7 @@ class TrainingService:
             self._is_active(queue) for queue in self._queues.values() if queue.record.tenant == session.tenant
         )
         if num_models >= self.limits.max_models:
-            raise RefusedError(
+            raise RefusedRequestError(
                 400, f"{num_models} models are active, {self.limits.max_models} are allowed: end another session first"
             )
         record = ModelRecord(model_id, session.tenant, session.session_id, spec, time.time(), metadata)
@@ -339,4 +339,4 @@ class TrainingService:
 
 def _check_optimizer(config: Any) -> None:
     if config.type != "adamw":
-        raise RefusedError(400, f"optimizer {config.type!r} is not offered: use the default, adamw")
+        raise RefusedRequestError(400, f"optimizer {config.type!r} is not offered: use the default, adamw")

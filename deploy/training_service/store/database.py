@@ -20,10 +20,10 @@ from mobula.deploy.training_service.store.records import (
     CheckpointRecord,
     Kind,
     ModelRecord,
-    Outcome,
+    PendingSample,
+    RequestOutcome,
     RequestRecord,
-    Sampler,
-    SampleRecord,
+    SamplingSession,
     Session,
     Status,
 )
@@ -100,7 +100,7 @@ class Database:
         """Adds a request; does nothing if the model has one of this number."""
         await self._insert("requests", _request_row(request))
 
-    async def finish(self, requests: Sequence[tuple[RequestRecord, Outcome]]) -> None:
+    async def finish(self, requests: Sequence[tuple[RequestRecord, RequestOutcome]]) -> None:
         """Writes the outcomes of requests."""
 
         def write(db: sqlite3.Connection) -> None:
@@ -206,21 +206,21 @@ class Database:
         rows = await self._rows("SELECT path FROM copies WHERE idempotency_key=?", idempotency_key)
         return str(rows[0]["path"]) if rows else None
 
-    async def put_sampler(self, sampler: Sampler) -> None:
+    async def put_sampler(self, sampler: SamplingSession) -> None:
         await self._run(lambda db: _insert(db, "samplers", asdict(sampler), "REPLACE"))
 
-    async def samplers(self) -> list[Sampler]:
-        return [Sampler(**row) for row in await self._rows("SELECT * FROM samplers")]
+    async def samplers(self) -> list[SamplingSession]:
+        return [SamplingSession(**row) for row in await self._rows("SELECT * FROM samplers")]
 
-    async def add_sample(self, sample: SampleRecord) -> None:
+    async def add_sample(self, sample: PendingSample) -> None:
         await self._insert("samples", asdict(sample))
 
     async def remove_samples(self, request_ids: Sequence[str]) -> None:
         keys = [(request_id,) for request_id in request_ids]
         await self._run(lambda db: db.executemany("DELETE FROM samples WHERE request_id=?", keys))
 
-    async def samples(self) -> list[SampleRecord]:
-        return [SampleRecord(**row) for row in await self._rows("SELECT * FROM samples")]
+    async def samples(self) -> list[PendingSample]:
+        return [PendingSample(**row) for row in await self._rows("SELECT * FROM samples")]
 
     async def _insert(self, table: str, row: dict[str, Any]) -> None:
         await self._run(lambda db: _insert(db, table, row))
@@ -297,7 +297,7 @@ def _request(row: dict[str, Any]) -> RequestRecord:
     status = Status(row["status"])
     outcome = None
     if status is not Status.QUEUED and (row["category"] or row["result"] is not None):
-        outcome = Outcome(row["result"] or b"", bool(row["is_proto"]), row["error"], row["category"])
+        outcome = RequestOutcome(row["result"] or b"", bool(row["is_proto"]), row["error"], row["category"])
     return RequestRecord(row["model_id"], row["seq_id"], Kind(row["kind"]), row["body"], status, outcome)
 
 

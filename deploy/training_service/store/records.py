@@ -65,7 +65,7 @@ class ModelRecord:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RequestOutcome:
     """The result of a request as the client receives it. `error` and `category` are set for a failed one."""
 
     body: bytes = b""
@@ -87,7 +87,7 @@ class RequestRecord:
     kind: Kind
     body: bytes
     status: Status = Status.QUEUED
-    outcome: Outcome | None = None
+    outcome: RequestOutcome | None = None
 
     @property
     def request_id(self) -> str:
@@ -114,7 +114,7 @@ class CheckpointRecord:
 
 
 @dataclass(frozen=True)
-class Sampler:
+class SamplingSession:
     """A sampling session: fixed weights, the base model, or the newest in-flight weights of a model."""
 
     sampler_id: str
@@ -126,7 +126,7 @@ class Sampler:
 
 
 @dataclass(frozen=True)
-class SampleRecord:
+class PendingSample:
     """A sampling request that is not finished; it is sampled again after a restart."""
 
     request_id: str

@@ -19,12 +19,12 @@ from typing import TypeVar
 
 from mobula.cluster.errors import CheckpointError
 from mobula.cluster.training_service.interfaces import AdapterLearner, LossCall, LossResult
-from mobula.deploy.training_service.checkpoints import Checkpoints
+from mobula.deploy.training_service.checkpoints import CheckpointStore
 from mobula.deploy.training_service.errors import RequestError
 from mobula.deploy.training_service.futures import Futures
 from mobula.deploy.training_service.limits import ServiceLimits
 from mobula.deploy.training_service.store.database import Database
-from mobula.deploy.training_service.store.records import Kind, Outcome, RequestRecord
+from mobula.deploy.training_service.store.records import Kind, RequestOutcome, RequestRecord
 from mobula.deploy.training_service.training.model_queue import NOT_LOADED, ModelQueue
 from mobula.deploy.training_service.wire.answers import (
     created,
@@ -56,7 +56,7 @@ class Execution:
         learner: AdapterLearner,
         database: Database,
         futures: Futures,
-        checkpoints: Checkpoints,
+        checkpoints: CheckpointStore,
         inputs: InputBuilder,
         limits: ServiceLimits,
         folder: Path,
@@ -116,7 +116,7 @@ class Execution:
             self._lose(error)
             await self._count_loss([queue for queue, _ in batch], error)
             return
-        finished: list[tuple[ModelQueue, RequestRecord, Outcome]] = []
+        finished: list[tuple[ModelQueue, RequestRecord, RequestOutcome]] = []
         for (queue, request), call in zip(work, read, strict=True):
             outcome = _outcome(next(results)) if isinstance(call, LossCall) else call
             if outcome.is_failed and request.kind is Kind.FORWARD_BACKWARD and not queue.gradient_error:
@@ -167,7 +167,7 @@ class Execution:
         except (LearnerLostError, ValueError) as error:
             self._lose(error)
 
-    async def _run(self, queue: ModelQueue, request: RequestRecord) -> Outcome:
+    async def _run(self, queue: ModelQueue, request: RequestRecord) -> RequestOutcome:
         if request.kind is Kind.CREATE:
             return created(queue.model_id)
         if request.kind is Kind.STEP:
@@ -176,7 +176,7 @@ class Execution:
             return await self._load(queue, request)
         return await self._checkpoints.save(queue.record, request, self._exported(request.kind))
 
-    async def _step(self, queue: ModelQueue, request: RequestRecord) -> Outcome:
+    async def _step(self, queue: ModelQueue, request: RequestRecord) -> RequestOutcome:
         last_step, queue.last_step = queue.last_step, request.seq_id
         if queue.gradient_error:
             reason, queue.gradient_error = queue.gradient_error, ""
@@ -193,7 +193,7 @@ class Execution:
         queue.num_steps += 1
         return stepped(metrics)
 
-    async def _load(self, queue: ModelQueue, request: RequestRecord) -> Outcome:
+    async def _load(self, queue: ModelQueue, request: RequestRecord) -> RequestOutcome:
         path = await self._load_checkpoint(queue, request)
         queue.last_step, queue.gradient_error = request.seq_id, ""
         return loaded(path, queue.model_id)
@@ -238,13 +238,13 @@ class Execution:
                 await self._load_checkpoint(queue, request)
         await add_gradients()
 
-    def _read_call(self, body: bytes) -> LossCall | Outcome:
+    def _read_call(self, body: bytes) -> LossCall | RequestOutcome:
         try:
             return read_call(body, self._inputs, self._limits)
         except RequestError as error:
             return _failed(str(error), "user")
 
-    async def _finish(self, finished: Sequence[tuple[ModelQueue, RequestRecord, Outcome]]) -> None:
+    async def _finish(self, finished: Sequence[tuple[ModelQueue, RequestRecord, RequestOutcome]]) -> None:
         """Records outcomes, then gives them to the clients."""
         await self._database.finish([(request, outcome) for _, request, outcome in finished])
         for queue, request, outcome in finished:
@@ -306,13 +306,13 @@ def _file_name(model_id: str) -> str:
     return model_id.replace(":", "-")
 
 
-def _failed(message: str, category: str) -> Outcome:
-    return Outcome(error=message, category=category)
+def _failed(message: str, category: str) -> RequestOutcome:
+    return RequestOutcome(error=message, category=category)
 
 
-def _outcome(result: LossResult | Exception) -> Outcome:
+def _outcome(result: LossResult | Exception) -> RequestOutcome:
     if isinstance(result, Exception):
         return _failed(str(result), "user" if isinstance(result, ValueError) else "server")
     if not all(math.isfinite(value) for value in result.metrics.values()):
         logger.warning("a loss is not finite: %s", dict(result.metrics))
-    return Outcome(write_result(result), is_proto=True)
+    return RequestOutcome(write_result(result), is_proto=True)

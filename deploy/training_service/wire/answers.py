@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 
 from mobula.cluster.training_service.interfaces import AdamParameters
 from mobula.deploy.training_service.errors import RequestError
-from mobula.deploy.training_service.store.records import Outcome
+from mobula.deploy.training_service.store.records import RequestOutcome
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -30,8 +30,8 @@ def parsed(model: type[M], body: bytes) -> M:
         raise RequestError(f"{model.__name__}: {problems}") from error
 
 
-def json_outcome(**fields: object) -> Outcome:
-    return Outcome(json.dumps({name: value for name, value in fields.items() if value is not None}).encode())
+def json_outcome(**fields: object) -> RequestOutcome:
+    return RequestOutcome(json.dumps({name: value for name, value in fields.items() if value is not None}).encode())
 
 
 def read_adam(body: bytes) -> AdamParameters:
@@ -56,14 +56,14 @@ def read_load(body: bytes) -> tuple[str, bool]:
     return request.path, request.optimizer
 
 
-def created(model_id: str) -> Outcome:
+def created(model_id: str) -> RequestOutcome:
     return json_outcome(type="create_model", model_id=model_id)
 
 
-def stepped(metrics: Mapping[str, float]) -> Outcome:
+def stepped(metrics: Mapping[str, float]) -> RequestOutcome:
     """Metrics that are not finite are left out: JSON has no such numbers."""
     return json_outcome(metrics={name: float(value) for name, value in metrics.items() if math.isfinite(value)})
 
 
-def loaded(path: str, model_id: str) -> Outcome:
+def loaded(path: str, model_id: str) -> RequestOutcome:
     return json_outcome(type="load_weights", path=path, model_id=model_id)

@@ -92,7 +92,7 @@ def read_call(body: bytes, inputs: InputBuilder, limits: ServiceLimits) -> LossC
 
 
 def count_tokens(body: bytes) -> int:
-    """Returns the number of input tokens of a request, from the sizes of its chunks; an image counts as its `expected_tokens`."""
+    """Returns the number of input tokens of a request, from the sizes of its chunks and `expected_tokens`."""
     chunks = (chunk for datum in parse_request(body).data for chunk in datum.model_input)
     return sum(len(chunk.encoded_text.tokens) // 4 + chunk.image.expected_tokens for chunk in chunks)
 

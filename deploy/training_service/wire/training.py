@@ -14,31 +14,12 @@ from mobula.cluster.training_service.interfaces import LossCall, LossResult, Los
 from mobula.deploy.training_service.errors import RequestError
 from mobula.deploy.training_service.limits import ServiceLimits
 from mobula.deploy.training_service.wire.inputs import Chunk, ImageChunk, InputBuilder, TextChunk
+from mobula.learner.algorithms.summed_losses import SUMMED_LOSSES, SummedLoss
 
 DTYPES = {proto.DTYPE_FLOAT32: np.float32, proto.DTYPE_INT64: np.int64, proto.DTYPE_INT32: np.int32}
 MAX_DENSE = 1 << 26  # values of a tensor that was sent sparse
+TARGETS = "target_tokens"
 RECORD = "ArrayRecord"  # the client's name of outputs by row and name
-
-
-@dataclass(frozen=True)
-class LossInputs:
-    """Inputs and options that a loss reads."""
-
-    required: frozenset[str]
-    optional: frozenset[str] = frozenset()
-    options: frozenset[str] = frozenset()
-
-
-POLICY_INPUTS = frozenset({"target_tokens", "logprobs", "advantages"})
-WEIGHTS = frozenset({"weights"})
-CLIP_OPTIONS = frozenset({"clip_low_threshold", "clip_high_threshold"})
-LOSSES = {
-    "cross_entropy": LossInputs(frozenset({"target_tokens"}), WEIGHTS),
-    "importance_sampling": LossInputs(POLICY_INPUTS, WEIGHTS),
-    "ppo": LossInputs(POLICY_INPUTS, WEIGHTS, CLIP_OPTIONS),
-    "cispo": LossInputs(POLICY_INPUTS, WEIGHTS, CLIP_OPTIONS),
-    "dro": LossInputs(POLICY_INPUTS, WEIGHTS, frozenset({"beta"})),
-}
 
 
 @dataclass(frozen=True)
@@ -76,9 +57,9 @@ def read_call(body: bytes, inputs: InputBuilder, limits: ServiceLimits) -> LossC
         RequestError: a loss, an input or a size that the service does not take.
     """
     message = parse_request(body)
-    loss = LOSSES.get(message.loss_fn)
+    loss = SUMMED_LOSSES.get(message.loss_fn)
     if loss is None:
-        raise RequestError(f"loss_fn {message.loss_fn!r} is not supported: use one of {', '.join(LOSSES)}")
+        raise RequestError(f"loss_fn {message.loss_fn!r} is not supported: use one of {', '.join(SUMMED_LOSSES)}")
     if not 0 < len(message.data) <= limits.max_rows:
         raise RequestError(f"a request of {len(message.data)} rows: 1 to {limits.max_rows} are allowed")
     name = f"{message.model_id}/{message.seq_id}"
@@ -127,26 +108,25 @@ def _add_record(message: proto.ForwardBackwardOutput, rows: Sequence[Mapping[str
         )
 
 
-def _row(datum: proto.Datum, loss: LossInputs, inputs: InputBuilder, name: str) -> LossRow:
+def _row(datum: proto.Datum, loss: SummedLoss, inputs: InputBuilder, name: str) -> LossRow:
     prompt = inputs.build(list(_chunks(datum.model_input, name)), name)
-    given = set(datum.loss_fn_inputs)
-    missing, unknown = loss.required - given, given - loss.required - loss.optional
+    given, taken = set(datum.loss_fn_inputs), {TARGETS, *loss.inputs}
+    missing, unknown = taken - given, given - taken
     if missing or unknown:
         what = f"lacks {', '.join(sorted(missing))}" if missing else f"has {', '.join(sorted(unknown))}"
-        takes = ", ".join(sorted(loss.required | loss.optional))
-        raise RequestError(f"{name}: loss_fn_inputs {what}; the loss takes {takes}")
+        raise RequestError(f"{name}: loss_fn_inputs {what}; the loss takes {', '.join(sorted(taken))}")
     arrays = {key: _array(datum.loss_fn_inputs[key], f"{name}: {key}") for key in sorted(given)}
     for key, array in arrays.items():
-        if len(array) != prompt.num_tokens or array.shape != arrays["target_tokens"].shape:
+        if len(array) != prompt.num_tokens or array.shape != arrays[TARGETS].shape:
             raise RequestError(
                 f"{name}: {key} has shape {list(array.shape)}, the model input {prompt.num_tokens} tokens: "
                 "give a target for each token, and a value of every other input for each target"
             )
-    targets = inputs.checked_targets(arrays["target_tokens"], name)
-    floats = {key: array.astype(np.float32) for key, array in arrays.items() if key != "target_tokens"}
+    targets = inputs.checked_targets(arrays[TARGETS], name)
+    floats = {key: array.astype(np.float32) for key, array in arrays.items() if key != TARGETS}
     if not all(np.isfinite(array).all() for array in floats.values()):
         raise RequestError(f"{name}: loss_fn_inputs hold a value that is not finite")
-    return LossRow(prompt, {"target_tokens": targets, **floats})
+    return LossRow(prompt, {TARGETS: targets, **floats})
 
 
 def _chunks(chunks: Sequence[proto.Chunk], name: str) -> Iterator[Chunk]:
@@ -187,13 +167,13 @@ def _dense(tensor: proto.Tensor, dtype: type[np.generic], name: str) -> np.ndarr
     return dense
 
 
-def _options(message: proto.ForwardBackwardRequest, loss: LossInputs) -> dict[str, float]:
+def _options(message: proto.ForwardBackwardRequest, loss: SummedLoss) -> dict[str, float]:
     options: dict[str, float] = dict(message.loss_fn_config)
     for key, value in message.loss_fn_config_v2.items():
         if value.WhichOneof("value") == "text":
             raise RequestError(f"loss_fn_config {key}={value.text!r}: options of {message.loss_fn} are numbers")
         options[key] = value.number
-    unknown = set(options) - loss.options
+    unknown = options.keys() - loss.options.keys()
     if unknown:
         known = ", ".join(sorted(loss.options)) or "none"
         raise RequestError(f"loss_fn_config {', '.join(sorted(unknown))}: options of {message.loss_fn} are {known}")

@@ -11,6 +11,8 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+import numpy as np
+
 from mobula.cluster.records.trajectory import Generated, Prompt, Reward, ScoredGroup
 from mobula.cluster.runtime.seeds import derived_seed
 
@@ -31,10 +33,20 @@ class SamplingSettings:
     first_token_temperature: float = 0.0  # 0: `temperature`, as of all other tokens
     stop_strings: tuple[str, ...] = ()  # a response ends with the token that completes one of these texts
     keeps_sets: bool = False  # record the set of tokens from which each token was sampled, for the learner
+    adapter: str | None = None  # name of served weights; None: the base model, or the pushed weights
+    stop_token_ids: tuple[int, ...] = ()  # in addition to the stop tokens of the model
 
     def for_prompt(self, prompt_id: str) -> SamplingSettings:
         """Returns these settings with the prompt's own seed, derived from the run's seed."""
         return replace(self, seed=derived_seed(self.seed, prompt_id))
+
+
+@dataclass(frozen=True)
+class PromptScores:
+    """Log-probs of a prompt of P tokens, at temperature 1 without bans."""
+
+    logprobs: np.ndarray  # float32 [P - 1], of the tokens after the first
+    top: Sequence[Sequence[tuple[int, float]]] = ()  # P - 1 lists of (token, log-prob), best first; empty if not asked
 
 
 @dataclass(frozen=True)

@@ -110,6 +110,7 @@ DECLARED: Mapping[OnResume, tuple[str, ...]] = {
         "learner.activation_checkpointing",
         "learner.offload",
         "algorithm.max_concurrent_groups",
+        "sampler.adapters",
         "sampler.chunk_tokens",
         "sampler.vllm",
         "sampler.flow.batch_size",

@@ -6,7 +6,8 @@ import asyncio
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 from transformers import AutoTokenizer
@@ -14,12 +15,12 @@ from transformers import AutoTokenizer
 from mobula.actors.processors.text.special_tokens import decode_response
 from mobula.actors.rollout.server import PromptServer
 from mobula.actors.samplers import build_sampler
-from mobula.actors.samplers.base import EngineSettings
+from mobula.actors.samplers.base import AdapterSampler, EngineSettings
 from mobula.cluster.records.actions import TokenActions
 from mobula.cluster.records.media import MediaHandle, MediaReader, ProcessedMedia
 from mobula.cluster.records.partial_response import Attempt, SampledSequence, TokenChunk
 from mobula.cluster.records.trajectory import FinishReason, GroupReport, Prompt, Response, Trajectory, TrajectoryGroup
-from mobula.cluster.roles import SamplingSettings
+from mobula.cluster.roles import PromptScores, SamplingSettings
 from mobula.cluster.runtime.object_store import fetch
 from mobula.cluster.runtime.vitals import EngineLoad
 from mobula.cluster.weight_sync.manifest import Manifest
@@ -131,6 +132,23 @@ class RolloutActor(PromptServer):
     async def prompt_logprobs(self, prompt: Prompt) -> np.ndarray:
         """Returns float32 [P - 1], the log-probs of the prompt's tokens, for the weight-sync canary."""
         return await self._sampler.prompt_logprobs(prompt, await self._media.read(prompt.media))
+
+    async def serve(self, adapter: str, folder: Path) -> None:
+        """Loads an adapter; raises ValueError as `AdapterSampler.serve`."""
+        await self._adapter_sampler.serve(adapter, folder)
+
+    async def withdraw(self, adapter: str) -> None:
+        """Unloads an adapter after its running requests; raises ValueError as `AdapterSampler.withdraw`."""
+        await self._adapter_sampler.withdraw(adapter)
+
+    async def score_prompt(self, prompt: Prompt, adapter: str | None, num_top: int) -> PromptScores:
+        """Scores a prompt; raises ValueError as `AdapterSampler.score_prompt`."""
+        media = await self._media.read(prompt.media)
+        return await self._adapter_sampler.score_prompt(prompt, media, adapter=adapter, num_top=num_top)
+
+    @property
+    def _adapter_sampler(self) -> AdapterSampler:
+        return cast(AdapterSampler, self._sampler)  # the configuration allows `sampler.adapters` with these alone
 
     async def check_manifest(self, manifest: Manifest) -> None:
         await self._sampler.check_manifest(manifest)

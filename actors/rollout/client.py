@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from mobula.actors.rollout.server import Ended, GroupRequest, MessageBatch
 from mobula.cluster.errors import MobulaError, WorkerDiedError, as_raised_by_role
 from mobula.cluster.records.partial_response import TokenChunk
 from mobula.cluster.records.trajectory import Generated, GroupReport, Prompt
-from mobula.cluster.roles import SamplingSettings
+from mobula.cluster.roles import PromptScores, SamplingSettings
 from mobula.cluster.rollout.in_flight import InFlightRequests
 from mobula.cluster.runtime.concurrency import RenewableTimeout
 from mobula.cluster.runtime.ray_actors import answer, on_failure, stop, with_attachments
@@ -84,6 +85,21 @@ class RolloutClient:
     def begin_sample(self, prompt: Prompt, settings: SamplingSettings) -> Any:
         """Samples a prompt outside the run; returns an object reference of the `TrajectoryGroup`."""
         return self._handle.sample_apart.remote(prompt, settings)
+
+    async def score_prompt(self, prompt: Prompt, adapter: str | None, num_top: int) -> PromptScores:
+        """Scores a prompt with served weights. Raises: ValueError: the adapter is not served."""
+        what = f"{self.name} to score prompt {prompt.prompt_id}"
+        call = self._handle.score_prompt.remote(prompt, adapter, num_top)
+        return await answer(call, timeout_s=self._rollout_s, what=what)
+
+    async def serve(self, adapter: str, folder: Path) -> None:
+        """Loads an adapter. Raises: ValueError: the engine cannot serve it."""
+        await self._sync(self._handle.serve.remote(adapter, folder), f"load adapter {adapter}")
+
+    async def withdraw(self, adapter: str) -> None:
+        """Unloads an adapter after its running requests. Raises: ValueError: it is not served."""
+        what = f"{self.name} to withdraw adapter {adapter}"
+        await answer(self._handle.withdraw.remote(adapter), timeout_s=self._rollout_s, what=what)
 
     async def prompt_logprobs(self, prompt: Prompt) -> np.ndarray:
         return await self._sync(self._handle.prompt_logprobs.remote(prompt), "score the probe prompt")

@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from mobula.cluster.errors import ManifestError
 from mobula.cluster.records.media import ProcessedMedia
 from mobula.cluster.records.partial_response import Attempt, Emit, SampledSequence
 from mobula.cluster.records.trajectory import Prompt
-from mobula.cluster.roles import SamplingSettings
+from mobula.cluster.roles import PromptScores, SamplingSettings
 from mobula.cluster.runtime.vitals import EngineLoad
 from mobula.cluster.weight_sync.manifest import Manifest
 from mobula.cluster.weight_sync.transport import Rendezvous
+from mobula.configs.schema.rollout import ServedAdaptersConfig
 from mobula.learner.policies.flow.denoising import Denoising
 from mobula.learner.policies.lora import AdapterPush
 
@@ -48,6 +51,7 @@ class EngineSettings:
     expected: Manifest  # tensors of a complete push of weights
     has_unpushed: bool  # the checkpoint also has frozen tensors, which are not pushed
     adapters: AdapterPush | None  # how to merge pushed adapters; None in runs without adapters
+    served: ServedAdaptersConfig = ServedAdaptersConfig()  # limits of adapters beside the base model
     memory_bytes: int = 0  # per GPU, without the context of the process; 0: the engine's default
     memory_fraction: float = 0.0  # share of each GPU, replaces `memory_bytes`; 0: `memory_bytes`
     denoising: Denoising | None = None  # for flow models
@@ -60,7 +64,16 @@ class EngineSettings:
         return frozenset((*self.stop_ids, self.pad_id, *self.banned_ids))
 
     def expected_by(self, manifest: Manifest) -> Manifest:
-        """Returns the required manifest for a push of `manifest`: of weights or of adapters."""
+        """Returns the required manifest for a push of `manifest`: of weights or of adapters.
+
+        Raises:
+            ManifestError: the engine serves adapters beside a frozen base.
+        """
+        if self.served.are_on:
+            raise ManifestError(
+                f"sampler.adapters.max_served={self.served.max_served} freezes the base weights, and a run pushes new "
+                "ones: set it to 0"
+            )
         adapters = self.adapters_of(manifest)
         return self.expected if adapters is None else adapters.manifest
 
@@ -151,3 +164,35 @@ class Sampler(Protocol):
     async def weight_version(self) -> int: ...
 
     async def close(self) -> None: ...
+
+
+class AdapterSampler(Sampler, Protocol):
+    """A sampler that serves adapters beside a frozen base model: `SamplingSettings.adapter` names the weights."""
+
+    async def serve(self, adapter: str, folder: Path) -> None:
+        """Loads an adapter in PEFT's format. The folder must exist until the adapter is withdrawn.
+
+        A repeated call has no effect.
+
+        Raises:
+            ValueError: the name or all places (`sampler.adapters.max_served`) are taken, or the adapter does not fit.
+        """
+        ...
+
+    async def withdraw(self, adapter: str) -> None:
+        """Refuses new requests of an adapter, waits for its running ones, and frees its memory.
+
+        Raises:
+            ValueError: the adapter is not served.
+        """
+        ...
+
+    async def score_prompt(
+        self, prompt: Prompt, media: Sequence[ProcessedMedia], *, adapter: str | None, num_top: int
+    ) -> PromptScores:
+        """Computes the log-probs of a prompt, and of the `num_top` likeliest tokens at each position.
+
+        Raises:
+            ValueError: the adapter is not served.
+        """
+        ...

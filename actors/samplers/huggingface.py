@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList, SuppressTokensLogitsProcessor
 from transformers.generation import LogitsProcessorList
 
+from mobula.actors.samplers.adapters import ServedAdapter, ServedAdapters
 from mobula.actors.samplers.base import EngineSettings
 from mobula.actors.samplers.in_process import InProcessSampler
 from mobula.actors.samplers.progress import (
@@ -25,7 +27,8 @@ from mobula.cluster.records.actions import KeptSets, TokenActions
 from mobula.cluster.records.media import ProcessedMedia
 from mobula.cluster.records.partial_response import Attempt, Emit, SampledSequence, TokenChunk
 from mobula.cluster.records.trajectory import FinishReason, Prompt, WeightSpan
-from mobula.cluster.roles import SamplingSettings
+from mobula.cluster.roles import PromptScores, SamplingSettings
+from mobula.learner.policies.adapters import choose_adapter, load_adapter
 from mobula.learner.policies.batch import joined
 from mobula.learner.policies.families import family_of
 from mobula.learner.policies.families.base import ImageFamily
@@ -39,6 +42,10 @@ class HuggingFaceSampler(InProcessSampler):
     """A language model that generates with transformers."""
 
     _model: PreTrainedModel
+
+    def __init__(self, settings: EngineSettings) -> None:
+        super().__init__(settings)
+        self._adapters = ServedAdapters(settings.served)
 
     async def start(self) -> None:
         model = await asyncio.to_thread(load_model, self._settings.model, DTYPES[self._settings.dtype], "sdpa")
@@ -63,8 +70,41 @@ class HuggingFaceSampler(InProcessSampler):
         chunk_tokens = self._settings.chunk_tokens
         stop_strings = StopStrings(self._settings.model, settings.stop_strings, self._settings.hidden_ids)
         progress = GroupProgress(attempt, settings.num_samples, chunk_tokens, emit_here, stop_strings)
+        with self._adapters.used(settings.adapter) as adapter:
+            await self._sample_on_thread(prompt, media, settings, attempt, progress, adapter)
+        return progress.finished()
+
+    async def serve(self, adapter: str, folder: Path) -> None:
+        if self._adapters.has(adapter, folder):
+            return
+        with self._adapters.adding(adapter, folder) as added:
+            async with self._turn:
+                await asyncio.to_thread(load_adapter, self._model, folder, _name(added))
+
+    async def withdraw(self, adapter: str) -> None:
+        async with self._adapters.removing(adapter) as removed, self._turn:
+            await asyncio.to_thread(self._model.delete_adapter, _name(removed))
+
+    async def score_prompt(
+        self, prompt: Prompt, media: Sequence[ProcessedMedia], *, adapter: str | None, num_top: int
+    ) -> PromptScores:
+        with self._adapters.used(adapter) as used:
+            async with self._turn:
+                return await asyncio.to_thread(self._scores, prompt, media, used, num_top)
+
+    async def _sample_on_thread(
+        self,
+        prompt: Prompt,
+        media: Sequence[ProcessedMedia],
+        settings: SamplingSettings,
+        attempt: Attempt,
+        progress: GroupProgress,
+        adapter: ServedAdapter | None,
+    ) -> None:
         async with self._serving(settings.min_version):
-            work = asyncio.ensure_future(asyncio.to_thread(self._sample, prompt, media, settings, attempt, progress))
+            work = asyncio.ensure_future(
+                asyncio.to_thread(self._sample, prompt, media, settings, attempt, progress, adapter)
+            )
             try:
                 await asyncio.shield(work)
             except asyncio.CancelledError:
@@ -73,7 +113,6 @@ class HuggingFaceSampler(InProcessSampler):
                 raise
             num_kept = sum(sibling.num_tokens for sibling in attempt.siblings)
             self._num_tokens += sum(sibling.num_tokens for sibling in progress.siblings) - num_kept
-        return progress.finished()
 
     def _sample(
         self,
@@ -82,7 +121,9 @@ class HuggingFaceSampler(InProcessSampler):
         settings: SamplingSettings,
         attempt: Attempt,
         progress: GroupProgress,
+        adapter: ServedAdapter | None,
     ) -> None:
+        self._choose(adapter)
         if settings.first_token_temperature > 0:
             self._begin(prompt, media, settings, progress)
         elif not attempt.siblings:
@@ -130,7 +171,7 @@ class HuggingFaceSampler(InProcessSampler):
             top_p=None if is_greedy else settings.top_p,
             min_p=None if is_greedy or settings.min_p == 0 else settings.min_p,
             max_new_tokens=settings.max_tokens,
-            eos_token_id=list(self._settings.stop_ids),
+            eos_token_id=[*self._settings.stop_ids, *settings.stop_token_ids],
             pad_token_id=self._settings.pad_id,
             logits_processor=LogitsProcessorList(bans if self._settings.banned_ids else []),
             stopping_criteria=StoppingCriteriaList([reader]),
@@ -144,14 +185,30 @@ class HuggingFaceSampler(InProcessSampler):
         ids = torch.tensor([[self._settings.pad_id]], device=self._device)
         self._model(input_ids=ids, attention_mask=torch.ones_like(ids))
 
-    @torch.no_grad()
     def _prompt_logprobs(self, prompt: Prompt, media: Sequence[ProcessedMedia]) -> np.ndarray:
+        return self._scores(prompt, media, None, 0).logprobs
+
+    @torch.no_grad()
+    def _scores(
+        self, prompt: Prompt, media: Sequence[ProcessedMedia], adapter: ServedAdapter | None, num_top: int
+    ) -> PromptScores:
+        self._choose(adapter)
         inputs = self._model_inputs(prompt, media, 1)
         logits, targets = self._model(**inputs).logits[0, :-1], inputs["input_ids"][0, 1:]  # [P - 1, V], [P - 1]
-        parts = zip(logits.split(CHUNK_TOKENS), targets.split(CHUNK_TOKENS), strict=True)
+        found, top = [], []
         # In parts: float32 log-probs of all tokens of a long prompt would take more memory than the model.
-        found = [target_logprobs(some, ids, PLAIN) for some, ids in parts]
-        return torch.cat(found).cpu().numpy()
+        for some, ids in zip(logits.split(CHUNK_TOKENS), targets.split(CHUNK_TOKENS), strict=True):
+            found.append(target_logprobs(some, ids, PLAIN))
+            if num_top:
+                best = some.float().log_softmax(-1).topk(num_top)  # [C, k]
+                rows = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+                top += [list(zip(*row, strict=True)) for row in rows]
+        return PromptScores(torch.cat(found).cpu().numpy() if found else np.empty(0, dtype=np.float32), top)
+
+    def _choose(self, adapter: ServedAdapter | None) -> None:
+        """Selects the weights of the next forward passes; the caller holds the engine."""
+        if self._settings.served.are_on:
+            choose_adapter(self._model, None if adapter is None else _name(adapter))
 
     def _model_inputs(
         self, prompt: Prompt, media: Sequence[ProcessedMedia], num_copies: int
@@ -171,6 +228,11 @@ class HuggingFaceSampler(InProcessSampler):
                 copied
             )
         return {key: value.to(self._device) for key, value in inputs.items()}
+
+
+def _name(adapter: ServedAdapter) -> str:
+    """Returns the adapter's name in PEFT, which allows no dots."""
+    return f"served-{adapter.number}"
 
 
 class _Reader(StoppingCriteria):
@@ -221,7 +283,8 @@ class _Reader(StoppingCriteria):
 
     def _piece(self, tokens: np.ndarray, logprobs: np.ndarray, kept: KeptSets | None) -> SampledSequence:
         """Removes padding: a response ends with the first stop token."""
-        stops = np.flatnonzero(np.isin(tokens, self._settings.stop_ids))
+        stop_ids = (*self._settings.stop_ids, *self._sampling.stop_token_ids)
+        stops = np.flatnonzero(np.isin(tokens, stop_ids))
         length = int(stops[0]) + 1 if stops.size else int(tokens.shape[0])
         at_limit = FinishReason.LENGTH if self._num_read == self._sampling.max_tokens else None
         return SampledSequence(

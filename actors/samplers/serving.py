@@ -45,6 +45,10 @@ class RunningRequests:
             if self._num == 0:
                 self._none.set()
 
+    async def ended(self) -> None:
+        """Waits until no request is in flight, without a deadline."""
+        await self._none.wait()
+
     async def drained(self, timeout_s: float) -> None:
         """Waits until no request is in flight, at most `timeout_s`."""
         with suppress(TimeoutError):

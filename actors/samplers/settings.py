@@ -61,6 +61,7 @@ def engine_settings(
         expected=pushed,
         has_unpushed=pushed.tensors != checkpoint.tensors,
         adapters=AdapterPush.of(model_folder, checkpoint, config.policy, dtype),
+        served=sampler.adapters,
         denoising=Denoising.of(sampler.flow) if sampler.is_flow else None,
         image_guidance=sampler.image_tokens.guidance,
         options=sampler.kind_options,

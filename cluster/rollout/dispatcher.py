@@ -8,10 +8,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from mobula.cluster.errors import (
     DeadlineError,
@@ -37,6 +37,8 @@ from mobula.cluster.tracing.spans import UNTRACED, RunTracer, Stage
 from mobula.cluster.workers.supervisor import background_tasks
 
 _logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 TOO_FEW_SCORED = "too_few_scored"
 UNIFORM = "uniform"
@@ -103,15 +105,21 @@ class RetryingRollouts:
             ExcludedPromptError: the prompt crashed several engines.
         """
         with self._in_flight_requests.held(prompt, settings):
-            generated = await self._try(prompt, settings)
+            generated = await self.retried(prompt, lambda: self._rollouts.generate(prompt, settings))
         self._on_sampled(generated.summary)
         return generated
 
-    async def _try(self, prompt: Prompt, settings: SamplingSettings) -> Generated:
+    async def retried(self, prompt: Prompt, work: Callable[[], Awaitable[Result]]) -> Result:
+        """Awaits `work` for a prompt until it succeeds.
+
+        Raises:
+            RolloutError: all tries failed; the last failure is its cause.
+            ExcludedPromptError: the prompt crashed several engines.
+        """
         num_failed, last_death_s = 0, -math.inf
         while True:
             try:
-                return await self._rollouts.generate(prompt, settings)
+                return await work()
             except EngineDiedError as error:
                 # Not counted for this prompt: others shared the engine. The pool bounds such losses.
                 self._on_retry(type(error).__name__)

@@ -7,7 +7,8 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from pathlib import Path
+from typing import Protocol, TypeVar
 
 from mobula.cluster.errors import (
     DeadlineError,
@@ -19,7 +20,7 @@ from mobula.cluster.errors import (
     loss_kind,
 )
 from mobula.cluster.records.trajectory import Generated, Prompt
-from mobula.cluster.roles import SamplingSettings
+from mobula.cluster.roles import PromptScores, SamplingSettings
 from mobula.cluster.runtime.vitals import Vitals
 from mobula.cluster.weight_sync.fresh_samples import SamplingEngine
 from mobula.cluster.weight_sync.interfaces import Receiver
@@ -31,6 +32,8 @@ from mobula.cluster.workers.worker_pool import Hooks, Worker, WorkerPool
 
 _logger = logging.getLogger(__name__)
 
+Result = TypeVar("Result")
+
 
 class Engine(Receiver, SamplingEngine, Protocol):
     """One rollout actor. Every call has a deadline."""
@@ -40,6 +43,16 @@ class Engine(Receiver, SamplingEngine, Protocol):
         ...
 
     async def generate(self, prompt: Prompt, settings: SamplingSettings) -> Generated: ...
+
+    async def score_prompt(self, prompt: Prompt, adapter: str | None, num_top: int) -> PromptScores: ...
+
+    async def serve(self, adapter: str, folder: Path) -> None:
+        """Loads an adapter. Raises: ValueError: the engine cannot serve it."""
+        ...
+
+    async def withdraw(self, adapter: str) -> None:
+        """Unloads an adapter after its running calls. Raises: ValueError: it is not served."""
+        ...
 
     async def is_alive(self) -> Vitals | None:
         """Returns the resource usage of the process. Answers at any time, also during a computation."""
@@ -132,7 +145,7 @@ class RolloutPool:
         )
         self._health = health
         self._on_lost = on_lost
-        self._admit: Callable[[Receiver], Awaitable[int]] | None = None
+        self._admit: Callable[[Engine], Awaitable[int]] | None = None
         self._starting: Callable[[], AbstractAsyncContextManager[None]] = nullcontext
         self._has_started = False
         self._is_tended = False
@@ -142,7 +155,7 @@ class RolloutPool:
         self._suspects = Suspects(on_excluded)
         self._fatal: WorkerDiedError | None = None  # ends the run
 
-    def admit_with(self, admit: Callable[[Receiver], Awaitable[int]]) -> None:
+    def admit_with(self, admit: Callable[[Engine], Awaitable[int]]) -> None:
         """Sets the function that gives weights to a late joiner: `WeightSync.admit`."""
         self._admit = admit
 
@@ -191,20 +204,28 @@ class RolloutPool:
             RolloutError: the engine failed to sample the prompt.
             ExcludedPromptError: the prompt crashed several engines and is not sampled any more.
         """
+        return await self._on_an_engine(prompt, lambda engine: engine.generate(prompt, settings))
+
+    async def score_prompt(self, prompt: Prompt, adapter: str | None, num_top: int) -> PromptScores:
+        """Scores a prompt with the weights of a served adapter, or of the base model; raises as `generate`."""
+        return await self._on_an_engine(prompt, lambda engine: engine.score_prompt(prompt, adapter, num_top))
+
+    async def _on_an_engine(self, prompt: Prompt, call: Callable[[Engine], Awaitable[Result]]) -> Result:
+        """Calls the engine with the fewest calls in flight, and watches over it meanwhile."""
         async with self._suspects.admitted(prompt):
             worker = await self._pick(prompt)
-            member, call = worker.process, object()
-            member.in_flight[call] = prompt
+            member, key = worker.process, object()
+            member.in_flight[key] = prompt
             worker.load += 1
             try:
-                return await self._generate_on(member, prompt, settings)
+                return await self._watched(member, call(member.engine))
             finally:
-                del member.in_flight[call]
+                del member.in_flight[key]
                 self._pool.end_work(worker)
 
-    async def _generate_on(self, member: _Member, prompt: Prompt, settings: SamplingSettings) -> Generated:
+    async def _watched(self, member: _Member, call: Awaitable[Result]) -> Result:
         try:
-            result = await member.engine.generate(prompt, settings)
+            result = await call
         except (WorkerDiedError, EngineDiedError) as error:
             self._pool.lose(member, error)
             # A dying engine may be killed before it has answered all prompts: report the cause, not the lost process.
@@ -259,8 +280,16 @@ class RolloutPool:
             raise ValueError("the run has not begun or is over: scale it while it trains")
         await self._pool.scale(num_workers)
 
+    async def wait_for_an_engine(self, what: str) -> None:
+        """Waits until an engine serves. Raises: DeadlineError: none did in time; the message names `what`."""
+        await self._ready(what)
+
     async def _pick(self, prompt: Prompt) -> Worker[_Member]:
-        """Returns a serving engine at the published version; waits for one."""
+        """Returns the least loaded engine at the published version; waits for one."""
+        return min(await self._ready(f"prompt {prompt.prompt_id}"), key=lambda worker: worker.load)
+
+    async def _ready(self, what: str) -> list[Worker[_Member]]:
+        """Returns the engines at the published version; waits until there is one."""
         try:
             async with asyncio.timeout(self._health.no_worker_s):
                 # Engines that missed the last push are skipped: their weights are too old.
@@ -269,9 +298,9 @@ class RolloutPool:
         except TimeoutError as error:
             states = ", ".join(f"{worker.name} {worker.state}" for worker in self.status())
             raise DeadlineError(
-                f"prompt {prompt.prompt_id} waited {self._health.no_worker_s:g} s for a rollout actor: {states}"
+                f"{what} waited {self._health.no_worker_s:g} s for a rollout actor: {states}"
             ) from error
-        return min(ready, key=lambda worker: worker.load)
+        return ready
 
     def _find(self, receiver: Receiver) -> _Member | None:
         return self._of_engine.get(receiver)

@@ -72,6 +72,16 @@ def _media_have_an_engine(config: RunConfig) -> str | None:
     return None
 
 
+def _served_adapters_have_an_engine(config: RunConfig) -> str | None:
+    sampler = config.sampler
+    if not sampler.adapters.are_on or sampler.kind in (SamplerKind.VLLM, SamplerKind.HUGGINGFACE):
+        return None
+    return (
+        f"sampler.kind={sampler.kind} serves no adapters, and sampler.adapters.max_served="
+        f"{sampler.adapters.max_served} asks for them: use sampler=vllm or sampler=huggingface, or set it to 0"
+    )
+
+
 def _adapters_have_a_place(config: RunConfig) -> str | None:
     if not config.policy.lora.is_on or config.policy.lora.target_modules:
         return None
@@ -157,6 +167,7 @@ RULES = (
     _engine_sizes_follow_from_a_gpu,
     _stop_strings_have_a_text,
     _media_have_an_engine,
+    _served_adapters_have_an_engine,
     _adapters_have_a_place,
     _attention_fits_device,
     _reference_has_a_scorer,

@@ -100,6 +100,22 @@ class VLLMConfig(Section):
     """Tokens in one KV cache block."""
 
 
+class ServedAdaptersConfig(Section):
+    """Adapters (LoRA) that an engine serves beside the base model, for the training service."""
+
+    max_served: Annotated[int, Field(ge=0)] = 0
+    """Most adapters that one engine holds in host memory. 0 serves the base model alone."""
+    max_in_batch: PositiveInt = 8
+    """Most adapters in one engine step; requests of further adapters wait. vLLM reserves device memory for as many
+    adapters of rank `max_rank`. `sampler=huggingface` runs one adapter at a time."""
+    max_rank: Literal[8, 16, 32, 64, 128, 256, 512] = 32
+    """Highest rank of an adapter."""
+
+    @property
+    def are_on(self) -> bool:
+        return self.max_served > 0
+
+
 class FlowConfig(Section):
     """Denoising of a flow model. Learner and sampler compute the same steps."""
 
@@ -189,6 +205,8 @@ class SamplerConfig(Section):
     """Most audio clips in one prompt; 0 refuses rows with audio, and engines reserve no memory for it."""
     chunk_tokens: PositiveInt = 64
     """A rollout actor reports progress of a response every so many tokens; if the actor dies, fewer tokens are lost."""
+    adapters: ServedAdaptersConfig = ServedAdaptersConfig()
+    """Adapters beside the base model."""
     vllm: VLLMConfig = VLLMConfig()
     """Sizes of an engine of vLLM."""
     flow: FlowConfig = FlowConfig()

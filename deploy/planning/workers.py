@@ -311,10 +311,10 @@ def _moments(config: RunConfig, trained: list[TensorSpec]) -> int:
 
 
 def _engine(config: RunConfig, shape: ModelShape) -> WorkerMemory:
-    """On each of its GPUs: a part of the weights, and a KV cache of `sampler.vllm.kv_cache_bytes`."""
+    """On each of its GPUs: a part of the weights, adapters, and a KV cache of `sampler.vllm.kv_cache_bytes`."""
     num_ranks = config.resources.rollout.tensor_parallel
     whole = DTYPE_BYTES[config.resources.dtype] * shape.num_parameters
-    weights = ceil(whole / num_ranks)
+    weights = ceil(whole / num_ranks) + _adapter_slots(config, shape)
     awake = {"weights": weights, KV_CACHE: _kv_cache(config, shape), "activations": engine_bytes(config, shape)}
     if config.resources.device == "cuda" and not config.sampler.vllm.enforce_eager:
         awake["graphs"] = CUDA_GRAPHS
@@ -326,6 +326,15 @@ def _engine(config: RunConfig, shape: ModelShape) -> WorkerMemory:
     waking = {"weights": weights, "sync": buckets, **graphs}
     host = {"moved": whole} if config.resources.sleep_level == 1 else {}
     return WorkerMemory({TRAINING: graphs, SYNC: waking, SAMPLING: awake}, host)
+
+
+def _adapter_slots(config: RunConfig, shape: ModelShape) -> int:
+    """Returns the bytes that vLLM reserves for adapters of matrices outside the vision tower, without a split."""
+    adapters = config.sampler.adapters
+    towers = shape.starts(("vision", "connector"))
+    matrices = [s for s in shape.manifest.tensors if len(s.shape) == 2 and not s.name.startswith(towers)]
+    values = adapters.max_rank * sum(sum(matrix.shape) for matrix in matrices)
+    return min(adapters.max_in_batch, adapters.max_served) * DTYPE_BYTES[config.resources.dtype] * values
 
 
 def _kv_cache(config: RunConfig, shape: ModelShape) -> int:

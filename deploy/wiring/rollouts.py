@@ -13,16 +13,19 @@ from mobula.actors.rollout.episode_actor import EpisodeActor, EpisodeSettings
 from mobula.actors.samplers.base import EngineSettings
 from mobula.actors.samplers.settings import engine_settings as settings_of_engine
 from mobula.cluster.roles import SamplingSettings
+from mobula.cluster.rollout.dispatcher import RetryingRollouts
 from mobula.cluster.rollout.in_flight import InFlightRequests
 from mobula.cluster.rollout.rollout_pool import HealthChecks, RolloutPool
 from mobula.cluster.runtime.placement import PlacedWorker
-from mobula.configs.schema import RunConfig
+from mobula.cluster.training_service.engines import PooledAdapterEngines, SampleLimits
+from mobula.configs.schema import RunConfig, SamplerKind
 from mobula.deploy.wiring.pooled_roles import restart_policy
 from mobula.deploy.wiring.preparation import Prepared
 from mobula.deploy.wiring.scaling import RoleHosts
 from mobula.deploy.wiring.spawner import Spawner, engine_environment
+from mobula.learner.policies.shapes import shape_of
 
-CALLS_AT_A_TIME = 16  # concurrent calls of a rollout actor, not counting its stream of groups
+CALLS_AT_A_TIME = 16  # concurrent calls of a rollout actor, not counting its stream of groups and scored prompts
 
 
 def sampling_settings(config: RunConfig) -> SamplingSettings:
@@ -47,6 +50,7 @@ def rollout_pool(
 ) -> RolloutPool:
     """Returns the rollout pool; its `start` starts the engines. `on_lost` receives the kind of each loss."""
     config, timeouts, supervision = prepared.config, prepared.config.timeouts, prepared.config.supervision
+    scored = config.sampler.vllm.max_num_seqs if config.sampler.adapters.are_on else 0
 
     role, *episodes = _role(config)
 
@@ -59,7 +63,7 @@ def rollout_pool(
             object_timeout_s=timeouts.object_s,
             worker=worker,
             env=engine_environment(config, worker),
-            max_concurrency=CALLS_AT_A_TIME,
+            max_concurrency=CALLS_AT_A_TIME + scored,
         )
 
     hosts = RoleHosts(spawner, "rollout", start, stop_s=timeouts.stop_s)
@@ -91,6 +95,31 @@ def rollout_pool(
         on_lost=on_lost,
         on_excluded=lambda prompt, error: prepared.note_skipped(Skipped(prompt.sample_id, error.reason, str(error))),
     )
+
+
+def adapter_engines(
+    prepared: Prepared, pool: RolloutPool, in_flight_requests: InFlightRequests, on_retry: Callable[[str], None]
+) -> PooledAdapterEngines:
+    """Returns the training service's view of a rollout pool. `on_retry` gets the kind of each failure that is retried.
+
+    Raises:
+        ValueError: the engines serve no adapters.
+    """
+    config = prepared.config
+    if not config.sampler.adapters.are_on:
+        raise ValueError("sampler.adapters.max_served=0 serves no adapters: set it to 1 or more")
+    retries = RetryingRollouts(pool, in_flight_requests, max_retries=config.max_rollout_retries, on_retry=on_retry)
+    is_batched = config.sampler.kind is SamplerKind.VLLM
+    sizes = prepared.engine
+    in_batch = (sizes.num_seqs if sizes else config.sampler.vllm.max_num_seqs) if is_batched else 1
+    limits = SampleLimits(
+        max_model_len=config.sampler.max_model_len,
+        num_token_ids=shape_of(str(prepared.model_folder)).vocab,
+        max_in_flight=in_batch * config.resources.rollout.num_workers,
+        counts_sequences=is_batched,
+        object_s=config.timeouts.object_s,
+    )
+    return PooledAdapterEngines(pool, retries, limits)
 
 
 def _role(config: RunConfig) -> tuple[Any, ...]:

@@ -115,6 +115,31 @@ def with_saved_adapters(model: PreTrainedModel, folder: Path) -> nn.Module:
     return PeftModel.from_pretrained(model, folder).merge_and_unload()
 
 
+def load_adapter(model: PreTrainedModel, folder: Path, name: str) -> None:
+    """Adds the adapter of `save_adapters`, or of another PEFT folder, beside the model's other adapters.
+
+    `choose_adapter` selects it.
+
+    Raises:
+        ValueError: the adapter does not fit the model; the model is unchanged.
+    """
+    loaded = model.load_adapter(str(folder), adapter_name=name)
+    missing = [key for key in loaded.missing_keys if f".{name}." in key]  # others are of the model's other adapters
+    if wrong := sorted({*missing, *loaded.unexpected_keys}):
+        model.delete_adapter(name)
+        raise ValueError(f"the adapter in {folder} does not fit the model: {', '.join(wrong[:5])} have no counterpart")
+
+
+def choose_adapter(model: nn.Module, name: str | None) -> None:
+    """Lets the model compute with one adapter of `load_adapter`, or without any."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    for layer in (module for module in model.modules() if isinstance(module, BaseTunerLayer)):
+        layer.enable_adapters(name is not None)
+        if name is not None:
+            layer.set_adapter(name)
+
+
 def has_adapters(model: nn.Module) -> bool:
     """Whether the model has adapters."""
     return any(is_factor(name) for name, _ in model.named_parameters())

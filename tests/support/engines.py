@@ -165,8 +165,8 @@ def dropped(tensors: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
 VLLM_SIZES = ("sampler.vllm.kv_cache_bytes=134217728", "sampler.vllm.max_num_seqs=64")
 
 
-def open_model(folder: Path, *overrides: str) -> Model:
-    """The model of a checkpoint folder; its images are written beside it."""
+def open_model(folder: Path, *overrides: str, sizes: Sequence[Sequence[tuple[int, int]]] = SIZES) -> Model:
+    """The model of a checkpoint folder, with a prompt for each of `sizes`; its images are written beside it."""
     own = (
         f"sampler.temperature={TEMPERATURE}",
         *(() if "sampler=huggingface" in overrides else VLLM_SIZES),
@@ -179,7 +179,7 @@ def open_model(folder: Path, *overrides: str) -> Model:
     store = MediaStore(lambda media: media, config.data.media_cache_bytes)
     device = config.resources.device
     processor = ChatProcessor(config.policy.model, config.data, config.sampler, store, keep_files=False, device=device)
-    rows = [_row(n, sizes, folder.parent) for n, sizes in enumerate(SIZES)]
+    rows = [_row(n, of_prompt, folder.parent) for n, of_prompt in enumerate(sizes)]
     prompts = tuple(processor.prepare(row, f"0/{n}/{row.sample_id}") for n, row in enumerate(rows))
     checkpoint = checkpoint_manifest(folder, config.resources.dtype)
     return Model(Prepared(config, folder, checkpoint, processor, store, splits={}), prompts)

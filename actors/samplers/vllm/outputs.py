@@ -16,6 +16,7 @@ from mobula.cluster.errors import RolloutError
 from mobula.cluster.records.actions import KeptSets, TokenActions
 from mobula.cluster.records.partial_response import SampledSequence, clipped, shifted
 from mobula.cluster.records.trajectory import FinishReason, WeightSpan
+from mobula.cluster.roles import PromptScores
 
 FINISH_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.ABORT, None: None}
 
@@ -96,3 +97,17 @@ class OutputReader:
             known = [processor.request_states[name] for name in processor.external_req_ids.get(self._request_id, ())]
             self._states |= {state.request_index: state for state in known}
         return self._states[sibling]
+
+
+def prompt_scores(output: RequestOutput, num_top: int) -> PromptScores:
+    """Reads the log-probs of a prompt from the output of a request with `prompt_logprobs=num_top`."""
+    ids, rows = output.prompt_token_ids, output.prompt_logprobs
+    assert ids is not None and rows is not None, "the request asks for them"
+    found = [row for row in rows[1:] if row is not None]
+    logprobs = np.asarray([row[token].logprob for token, row in zip(ids[1:], found, strict=True)], dtype=np.float32)
+    if num_top == 0:
+        return PromptScores(logprobs)
+    ranked = (
+        sorted(((token, entry.logprob) for token, entry in row.items()), key=lambda pair: -pair[1]) for row in found
+    )
+    return PromptScores(logprobs, [row[:num_top] for row in ranked])

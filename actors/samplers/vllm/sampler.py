@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
+from mobula.actors.samplers.adapters import ServedAdapters
 from mobula.actors.samplers.base import EngineSettings
 from mobula.actors.samplers.progress import (
     GroupProgress,
@@ -38,9 +40,10 @@ from mobula.actors.samplers.progress import (
     settings_to_continue,
 )
 from mobula.actors.samplers.serving import RunningRequests, ServedVersion
+from mobula.actors.samplers.vllm.adapters import load_adapter, lora_request
 from mobula.actors.samplers.vllm.arguments import engine_args, sampling_params
 from mobula.actors.samplers.vllm.load import LoadLogger
-from mobula.actors.samplers.vllm.outputs import OutputReader
+from mobula.actors.samplers.vllm.outputs import OutputReader, prompt_scores
 from mobula.actors.samplers.vllm.patches.core_process import core_failure, engine_in_its_own_process
 from mobula.actors.samplers.vllm.patches.inproc import InProcessClient, in_process_engine
 from mobula.actors.samplers.vllm.patches.logprobs import keep_sampled_logprobs_alone
@@ -49,7 +52,7 @@ from mobula.cluster.failures import Failure
 from mobula.cluster.records.media import MediaSpan, ProcessedMedia
 from mobula.cluster.records.partial_response import Attempt, Emit, SampledSequence
 from mobula.cluster.records.trajectory import Prompt
-from mobula.cluster.roles import SamplingSettings
+from mobula.cluster.roles import PromptScores, SamplingSettings
 from mobula.cluster.runtime.concurrency import run_all
 from mobula.cluster.runtime.vitals import EngineLoad
 from mobula.cluster.weight_sync.manifest import Manifest
@@ -72,6 +75,7 @@ class VLLMSampler:
     def __init__(self, settings: EngineSettings) -> None:
         self._settings = settings
         self._load = LoadLogger()
+        self._adapters = ServedAdapters(settings.served)
         self._is_asleep = False
         self._served = ServedVersion()
         self._in_flight = RunningRequests()
@@ -146,14 +150,36 @@ class VLLMSampler:
         return progress.finished()
 
     async def prompt_logprobs(self, prompt: Prompt, media: Sequence[ProcessedMedia]) -> np.ndarray:
+        return (await self.score_prompt(prompt, media, adapter=None, num_top=0)).logprobs
+
+    async def score_prompt(
+        self, prompt: Prompt, media: Sequence[ProcessedMedia], *, adapter: str | None, num_top: int
+    ) -> PromptScores:
+        if self._settings.device != "cpu" and (names := self._adapters.with_output_layer()):
+            raise ValueError(
+                f"vLLM on GPUs computes no prompt log-probs while adapters of the output layer are served "
+                f"({', '.join(names)}): withdraw them, or train adapters without the output layer"
+            )
         params = SamplingParams(
-            max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+            max_tokens=1,
+            temperature=0.0,
+            prompt_logprobs=num_top,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        output = await self._generate(prompt, media, params, f"probe-{uuid.uuid4().hex}")
-        ids = output.prompt_token_ids
-        return np.asarray(
-            [output.prompt_logprobs[i][ids[i]].logprob for i in range(1, len(ids))], dtype=np.float32
-        )  # [P - 1]
+        output = await self._generate(prompt, media, params, f"probe-{uuid.uuid4().hex}", adapter)
+        return prompt_scores(output, num_top)
+
+    async def serve(self, adapter: str, folder: Path) -> None:
+        if self._adapters.has(adapter, folder):
+            return
+        with self._adapters.adding(adapter, folder) as added, self._failing(f"to load adapter {adapter}"):
+            await load_adapter(self._engine, added)
+
+    async def withdraw(self, adapter: str) -> None:
+        async with self._adapters.removing(adapter) as removed:
+            with self._failing(f"to unload adapter {adapter}"):
+                await self._engine.remove_lora(removed.number)
 
     async def probe(self) -> None:
         if self._is_asleep:
@@ -323,8 +349,10 @@ class VLLMSampler:
         with self._failing(f"prompt {prompt.prompt_id}"):
             await self._served.reach(settings.min_version)
             inputs = self._engine_input(prompt, media)
-            with self._in_flight.one_more():
-                async for output in self._engine.generate(inputs, params, request_id, priority=settings.priority):
+            with self._in_flight.one_more(), self._adapters.used(settings.adapter) as adapter:
+                async for output in self._engine.generate(
+                    inputs, params, request_id, lora_request=lora_request(adapter), priority=settings.priority
+                ):
                     for index, piece in reader.read(output):
                         progress.add(first + index, piece)
                         self._num_tokens += piece.num_tokens
@@ -336,10 +364,11 @@ class VLLMSampler:
         media: Sequence[ProcessedMedia],
         params: SamplingParams,
         request_id: str,
+        adapter: str | None,
     ) -> Any:
         final, inputs = None, self._engine_input(prompt, media)
-        with self._failing(f"prompt {prompt.prompt_id}"):
-            async for output in self._engine.generate(inputs, params, request_id):
+        with self._failing(f"prompt {prompt.prompt_id}"), self._adapters.used(adapter) as used:
+            async for output in self._engine.generate(inputs, params, request_id, lora_request=lora_request(used)):
                 final = output
         if final is None:
             raise RolloutError(f"the engine ended prompt {prompt.prompt_id} without an output")

@@ -3,7 +3,7 @@
 vLLM has no transport for CPU, and `load_weights` alone has no effect on CPU because linear layers pack their weights
 after loading. A push therefore uses vLLM's layer-wise reload, which rebuilds and processes every layer from tensors in
 checkpoint format. vLLM imports this module in every worker, because `worker_extension_cls` names `WorkerExtension`; the
-import registers engine and loader, and applies `patches.seeds`.
+import registers engine and loader, and applies `patches.seeds` and `patches.adapters`.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 )
 
 from mobula.actors.samplers.vllm.arguments import LOAD_FORMAT, WEIGHT_TRANSFER
+from mobula.actors.samplers.vllm.patches.adapters import adapt_rows_of_each_adapter
 from mobula.actors.samplers.vllm.patches.seeds import seed_by_position
 from mobula.cluster.errors import WeightSyncError
 from mobula.cluster.weight_sync.changes import Base
@@ -184,6 +185,13 @@ class MobulaWeightTransferEngine(WeightTransferEngine[JoinInfo, PushInfo]):
 class WorkerExtension:
     """Mixed into vLLM's worker; importing this class registers the engine."""
 
+    model_runner: Any  # of the worker
+
+    def ignored_adapter_modules(self, number: int) -> list[str]:
+        """Returns the modules of a loaded adapter that this rank does not adapt."""
+        manager = self.model_runner.lora_manager._adapter_manager
+        return sorted(set(manager.get_adapter(number).loras) - set(manager.modules))
+
 
 @contextmanager
 def _experts_packed_again(model: torch.nn.Module, device: torch.device) -> Iterator[None]:
@@ -298,3 +306,4 @@ def _forget_incomplete_layers(model: torch.nn.Module) -> None:
 
 WeightTransferEngineFactory.register_engine(WEIGHT_TRANSFER, MobulaWeightTransferEngine)
 seed_by_position()
+adapt_rows_of_each_adapter()

@@ -1,0 +1,92 @@
+"""SIGKILL of an engine in the middle of calls: they run again on another, and the restarted one has all adapters."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from engines import Engine, open_model, start_actor
+from served_adapters import write_adapters
+from waiting import until
+
+from mobula.actors.rollout.actor import RolloutActor
+from mobula.actors.rollout.client import RolloutClient
+from mobula.cluster.roles import SamplingSettings
+from mobula.cluster.rollout.in_flight import InFlightRequests
+from mobula.cluster.rollout.rollout_pool import HealthChecks, RolloutPool
+from mobula.cluster.runtime.ray_actors import answer
+from mobula.cluster.training_service.interfaces import SampleCall, SampleResult
+from mobula.cluster.workers.restart_policy import RestartPolicy
+from mobula.cluster.workers.status import WorkerState
+from mobula.deploy.wiring.rollouts import adapter_engines
+from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+SERVING = ("sampler.adapters.max_served=2", "sampler.adapters.max_rank=8", "resources.rollout.num_workers=2")
+LONG = SamplingSettings(num_samples=4, temperature=1.0, max_tokens=150, seed=3)
+
+
+class KnownProcess(RolloutActor):
+    """A rollout actor that names its process."""
+
+    async def process_id(self) -> int:
+        return os.getpid()
+
+
+def values(result: SampleResult) -> list[tuple[list[int], str]]:
+    return [(sample.token_ids.tolist(), sample.stop_reason) for sample in result.samples]
+
+
+async def test_calls_of_a_killed_engine_give_the_tokens_of_their_seed_and_its_successor_serves_all_adapters(
+    local_ray: str, tmp_path: Path
+) -> None:
+    model = open_model(write_tiny_qwen2_5_vl(tmp_path / "model", seed=0), *SERVING)
+    adapters = write_adapters(model, ["first", "second"], tmp_path / "adapters")
+    in_flight, retried, losses = InFlightRequests(8), Counter[str](), []
+    started: list[Engine] = []
+
+    async def spawn(index: int) -> RolloutClient:
+        started.append(start_actor(model, "vllm", index, KnownProcess))
+        return started[-1].client
+
+    async def nothing(index: int) -> None: ...
+
+    pool = RolloutPool(
+        spawn,
+        2,
+        release=nothing,
+        policy=RestartPolicy(max_restarts=5, window_s=600, backoff_s=0.1, max_backoff_s=1),
+        health=HealthChecks(interval_s=5, probe_interval_s=60, max_failures_in_a_row=3, no_worker_s=300),
+        on_lost=losses.append,
+    )
+    engines = adapter_engines(model.prepared, pool, in_flight, lambda kind: retried.update([kind]))
+    await pool.start()
+    async with pool.tended():
+        for name, folder in adapters.folders.items():
+            await engines.serve(name, folder)
+        calls = [
+            SampleCall(prompt, LONG, name, has_prompt_logprobs=True)
+            for prompt in model.prompts
+            for name in (None, "first", "second")
+        ]
+        expected = [values(result) for result in await asyncio.gather(*map(engines.sample, calls))]
+        assert not retried
+        pid = await answer(started[0].handle.process_id.remote(), timeout_s=30, what="a process id")
+        running = [asyncio.ensure_future(engines.sample(call)) for call in calls]
+        await until(lambda: sum(worker.num_in_flight for worker in pool.status()) >= len(calls))
+        os.kill(pid, signal.SIGKILL)
+        assert [values(result) for result in await asyncio.gather(*running)] == expected
+        assert retried["WorkerDiedError"] > 0
+        assert losses == ["rollout_died"]
+        await until(lambda: all(worker.state is WorkerState.SERVING for worker in pool.status()), deadline_s=300)
+        assert len(started) == 3
+        again = await asyncio.gather(*map(engines.sample, calls))
+        assert [values(result) for result in again] == expected
+        reborn = await answer(started[2].handle.engine_load.remote(), timeout_s=30, what="the load of an engine")
+        assert reborn.num_tokens > 0, "the restarted engine took calls"
+    await pool.close()

@@ -19,6 +19,7 @@ from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 pytestmark = [pytest.mark.core, pytest.mark.slow, pytest.mark.timeout(900)]
 
 NAMES = ("first", "second")
+ROUNDING = 1e-4  # of float32, through factors that change log-probs by about 1
 SERVING = ("sampler.adapters.max_served=3", "sampler.adapters.max_in_batch=2", "sampler.adapters.max_rank=8")
 
 
@@ -52,7 +53,7 @@ async def test_adapters_and_base_in_one_batch_are_each_as_alone_and_as_the_merge
     calls = [(prompt, name) for prompt in model.prompts for name in (None, *NAMES)]
     together = await asyncio.gather(*(sample(engine, prompt, name) for prompt, name in calls))
     for (prompt, name), group in zip(calls, together, strict=True):
-        assert gaps(adapters.learners[name], model, [group]).max() < 2e-5, name
+        assert gaps(adapters.learners[name], model, [group]).max() < ROUNDING, name
         assert tokens(await sample(engine, prompt, name)) == tokens(group)
         others = [learner for other, learner in adapters.learners.items() if other != name]
         assert min(gaps(other, model, [group]).max() for other in others) > 0.02
@@ -80,7 +81,7 @@ async def test_a_name_that_is_served_again_gets_nothing_from_an_old_prefix_cache
     engine: Engine, model: Model, adapters: Adapters, tmp_path: Path
 ) -> None:
     """The engine keeps the KV of the prompt, which fills several blocks, under the old weights."""
-    ids = np.tile(model.prompts[0].expanded_ids, 4)
+    ids = np.tile(model.prompts[0].expanded_ids, 8)
     assert len(ids) > 2 * model.config.sampler.vllm.block_size
     prompt = replace(model.prompts[0], compact_ids=ids, expanded_ids=ids)
     newer = [write_adapters(model, ["version"], tmp_path / str(seed), first_seed=seed) for seed in (11, 12)]
@@ -88,11 +89,11 @@ async def test_a_name_that_is_served_again_gets_nothing_from_an_old_prefix_cache
         await engine.client.serve("version", version.folders["version"])
         for _ in range(2):  # the second time from the cache
             group = await sample(engine, prompt, "version")
-            assert gaps(version.learners["version"], model, [group]).max() < 2e-5
+            assert gaps(version.learners["version"], model, [group]).max() < ROUNDING
         await engine.client.withdraw("version")
     with pytest.raises(ValueError, match="adapter 'version' is not served"):
         await sample(engine, prompt, "version")
-    assert gaps(adapters.learners["first"], model, [await sample(engine, prompt, "first")]).max() < 2e-5
+    assert gaps(adapters.learners["first"], model, [await sample(engine, prompt, "first")]).max() < ROUNDING
 
 
 async def test_a_withdrawn_adapter_ends_its_running_requests_first(
@@ -134,7 +135,7 @@ async def test_an_adapter_that_does_not_fit_is_refused_and_the_others_are_served
     with pytest.raises(ValueError, match=r"rank 64, and sampler\.adapters\.max_rank=8"):
         await engine.client.serve("wrong", wrong)
     group = await sample(engine, model.probe, "first")
-    assert gaps(adapters.learners["first"], model, [group]).max() < 2e-5
+    assert gaps(adapters.learners["first"], model, [group]).max() < ROUNDING
 
 
 async def test_pushed_weights_are_refused(engine: Engine, adapters: Adapters) -> None:

@@ -26,6 +26,7 @@ from mobula.actors.samplers.vllm.patches.inproc import BURST_GAP_S, BURST_S, InP
 from mobula.actors.samplers.vllm.patches.logprobs import SampledLogprobs
 from mobula.cluster.errors import RolloutError
 from mobula.cluster.roles import SamplingSettings
+from mobula.configs.schema.rollout import ServedAdaptersConfig
 from mobula.deploy.rehearsal.simulated.virtual_time import run_virtually
 
 IMPORTS = """
@@ -60,7 +61,8 @@ def test_logits_of_an_engine_have_the_dtype_of_the_learners(device: str, overrid
     media = {f"max_{kind}_per_prompt": 0 for kind in ("images", "videos", "audios")}
     settings = SimpleNamespace(
         model="model", dtype="bfloat16", device=device, seed=0, tensor_parallel=1, kv_cache_bytes=1 << 20,
-        memory_fraction=0.3, memory_bytes=0, enforce_eager=True, sleep_level=0, **lengths, **media,
+        memory_fraction=0.3, memory_bytes=0, enforce_eager=True, sleep_level=0, served=ServedAdaptersConfig(),
+        **lengths, **media,
     )  # fmt: skip
     assert engine_args(settings).hf_overrides == overrides
 

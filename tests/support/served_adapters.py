@@ -69,7 +69,9 @@ def write_peft(model: Path, folder: Path, target_modules: Sequence[str], seed: i
 
 
 @torch.no_grad()
-def peft_logprobs(model: Path, adapter: Path | None, ids: np.ndarray, temperature: float = 1.0) -> np.ndarray:
+def peft_logprobs(
+    model: Path, adapter: Path | None, ids: np.ndarray, temperature: float = 1.0, banned: Sequence[int] = ()
+) -> np.ndarray:
     """Float32 [P, V], the log-probs after each token that transformers and PEFT compute."""
     from peft import PeftModel
 
@@ -77,6 +79,7 @@ def peft_logprobs(model: Path, adapter: Path | None, ids: np.ndarray, temperatur
     if adapter is not None:
         policy = PeftModel.from_pretrained(policy, str(adapter))
     logits = policy(input_ids=torch.from_numpy(ids).long()[None]).logits[0].float()  # [P, V]
+    logits[:, list(banned)] = -torch.inf
     return (logits / temperature).log_softmax(-1).numpy()
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from mobula.cluster.records.trajectory import ScoredGroup, WeightSpan
-from mobula.cluster.roles import ReplayStats
+from mobula.cluster.roles import Reference, ReplayStats
 
 NO_QUEUE = ReplayStats(num_ready=0, num_taken=0, num_bytes=0, oldest_age_s=0.0)
 
@@ -28,14 +28,15 @@ class RowSource(Protocol):
 class RowStream:
     """Implements `GroupProducer`, `GroupQueue` and `Resumable`: a step takes the next rows of the source.
 
-    The rows of the next step are read on a thread while the learner trains. A checkpoint stores the cursor after the
-    rows of the taken steps, so a resumed run takes the same rows.
+    The rows of the next step are read on a thread, and scored by the reference, while the learner trains. A checkpoint
+    stores the cursor after the rows of the taken steps, so a resumed run takes the same rows.
     """
 
-    def __init__(self, source: RowSource, put: Callable[[Any], Any], *, total_steps: int) -> None:
+    def __init__(self, source: RowSource, put: Callable[[Any], Any], reference: Reference, *, total_steps: int) -> None:
         """`put` stores a group and returns a reference for `mobula.cluster.runtime.object_store.fetch`."""
         self._source = source
         self._put = put
+        self._reference = reference
         self._total_steps = total_steps
         self._version = 0  # from which the next step trains
         self._cursor = 0
@@ -51,10 +52,11 @@ class RowStream:
                 self._ahead.cancel()
 
     async def take(self, num_groups: int) -> list[ScoredGroup]:
-        """Returns the next rows. They count as sampled by the version that trains on them.
+        """Returns the next rows, scored. They count as sampled by the version that trains on them.
 
         Raises:
             DatasetError: no row of the data set is usable.
+            WorkerDiedError, DeadlineError, LostReplyError: the reference did not score them.
         """
         reading = self._ahead or self._read(num_groups)
         groups, self._cursor = await reading
@@ -78,7 +80,11 @@ class RowStream:
         self._source.restore(self._cursor, ())
 
     def _read(self, num_groups: int) -> asyncio.Task[tuple[list[ScoredGroup], int]]:
-        return asyncio.create_task(asyncio.to_thread(self._step, num_groups, self._version), name="read rows")
+        return asyncio.create_task(self._scored(num_groups, self._version), name="read rows")
+
+    async def _scored(self, num_groups: int, version: int) -> tuple[list[ScoredGroup], int]:
+        groups, cursor = await asyncio.to_thread(self._step, num_groups, version)
+        return await self._reference.score(groups), cursor
 
     def _step(self, num_groups: int, version: int) -> tuple[list[ScoredGroup], int]:
         groups = [stored(self._source.next(), version, self._put) for _ in range(num_groups)]

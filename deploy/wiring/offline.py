@@ -66,7 +66,7 @@ def spawn_offline(
     ranks, learner, watched = spawn_learner(prepared, spawner, on_lost)
     frozen = reference_folder(config)
     reference = reference_pool(config, spawner, frozen, (), teachers={}, on_lost=on_lost, on_retry=on_rescore)
-    rows = RowStream(prepared.source(), ray.put, total_steps=config.num_steps)
+    rows = RowStream(prepared.source(), ray.put, reference, total_steps=config.num_steps)
     return OfflineTraining(ranks, learner, reference, rows, (*watched, *watched_reference(reference), *beside))
 
 
@@ -115,7 +115,7 @@ def build_offline_controller(
         ),
         rollouts=training.rows,
         replay=training.rows,
-        reference=training.reference,
+        reference=NullReference(),  # the row stream has scored them
         learner=training.learner,
         evaluator=evaluator,
         metrics=metrics,

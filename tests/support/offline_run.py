@@ -68,7 +68,7 @@ class OfflineRun:
             split_name="train",
             on_skipped=self.prepared.note_skipped,
         )
-        self.rows = RowStream(source, lambda value: value, total_steps=config.num_steps)
+        self.rows = RowStream(source, lambda value: value, self.reference, total_steps=config.num_steps)
         checkpoints = config.run_folder / CHECKPOINTS_FOLDER
         restartable = RestartableLearner(
             self.ranks,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -64,45 +65,6 @@ def names(groups: Sequence[ScoredGroup]) -> list[str]:
     return [group.summary.group_id for group in groups]
 
 
-async def test_steps_take_rows_in_order_as_of_the_version_that_trains_them() -> None:
-    stream = RowStream(Source(), lambda group: group, total_steps=3)
-    async with stream.streaming():
-        for version in range(3):
-            groups = await stream.take(2)
-            assert names(groups) == [str(2 * version), str(2 * version + 1)]
-            assert [group.summary.tokens_by_version for group in groups] == [{version: 3}] * 2
-            await stream.release(groups)
-
-
-async def test_a_resumed_run_takes_the_rows_that_it_would_have_taken() -> None:
-    """The step that was read ahead is not counted as taken."""
-    first = RowStream(Source(), lambda group: group, total_steps=5)
-    async with first.streaming():
-        await first.take(3)
-        await first.take(3)
-        state = first.state()
-    second = RowStream(Source(), lambda group: group, total_steps=5)
-    second.restore(2, state)
-    groups = await second.take(3)
-    assert names(groups) == ["6", "7", "8"]
-    assert groups[0].summary.tokens_by_version == {2: 3}
-
-
-async def test_what_cannot_be_read_fails_the_step_that_takes_it() -> None:
-    stream = RowStream(Source(end=3), lambda group: group, total_steps=5)
-    async with stream.streaming():
-        assert names(await stream.take(2)) == ["0", "1"]
-        with pytest.raises(DatasetError):
-            await stream.take(2)
-
-
-def test_a_stored_row_keeps_its_label_and_refers_to_its_group() -> None:
-    found = stored(row("a"), 7, lambda group: ("stored", group))
-    assert found.rewards == (Reward(1.0),)
-    assert found.group[0] == "stored"
-    assert found.group[1].trajectories[0].weight_spans == (WeightSpan(7, 0, 3),)
-
-
 class Counting:
     """A learner and a reference that count their calls."""
 
@@ -118,6 +80,58 @@ class Counting:
         assert all(group.reference_logprobs is not None for group in groups)
         self.assessed.append(names(groups))
         return {"loss": 1.0, "accuracy": 0.5}
+
+
+async def test_steps_take_rows_in_order_as_of_the_version_that_trains_them() -> None:
+    stream = RowStream(Source(), lambda group: group, Counting(), total_steps=3)
+    async with stream.streaming():
+        for version in range(3):
+            groups = await stream.take(2)
+            assert names(groups) == [str(2 * version), str(2 * version + 1)]
+            assert [group.summary.tokens_by_version for group in groups] == [{version: 3}] * 2
+            await stream.release(groups)
+
+
+async def test_the_rows_of_the_next_step_are_scored_while_the_learner_trains() -> None:
+    reference = Counting()
+    stream = RowStream(Source(), lambda group: group, reference, total_steps=2)
+    async with stream.streaming():
+        groups = await stream.take(2)
+        assert all(group.reference_logprobs is not None for group in groups)
+        async with asyncio.timeout(5):
+            while reference.num_scored < 4:
+                await asyncio.sleep(0)
+        await stream.take(2)
+    assert reference.num_scored == 4, "there is no third step"
+
+
+async def test_a_resumed_run_takes_the_rows_that_it_would_have_taken() -> None:
+    """The step that was read ahead is not counted as taken."""
+    first = RowStream(Source(), lambda group: group, Counting(), total_steps=5)
+    async with first.streaming():
+        await first.take(3)
+        await first.take(3)
+        state = first.state()
+    second = RowStream(Source(), lambda group: group, Counting(), total_steps=5)
+    second.restore(2, state)
+    groups = await second.take(3)
+    assert names(groups) == ["6", "7", "8"]
+    assert groups[0].summary.tokens_by_version == {2: 3}
+
+
+async def test_what_cannot_be_read_fails_the_step_that_takes_it() -> None:
+    stream = RowStream(Source(end=3), lambda group: group, Counting(), total_steps=5)
+    async with stream.streaming():
+        assert names(await stream.take(2)) == ["0", "1"]
+        with pytest.raises(DatasetError):
+            await stream.take(2)
+
+
+def test_a_stored_row_keeps_its_label_and_refers_to_its_group() -> None:
+    found = stored(row("a"), 7, lambda group: ("stored", group))
+    assert found.rewards == (Reward(1.0),)
+    assert found.group[0] == "stored"
+    assert found.group[1].trajectories[0].weight_spans == (WeightSpan(7, 0, 3),)
 
 
 async def test_held_out_rows_are_assessed_when_due_and_scored_once() -> None:

@@ -1,10 +1,14 @@
-"""Sets environment variables of this process temporarily."""
+"""Environment variables: of workers that compute, and of this process for a time."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+
+# Threads of OpenMP that wait for each other sleep. By default they spin for milliseconds: where other processes run on
+# the same cores, a step with two threads then takes several times as long.
+SLEEPING_THREADS = {"OMP_WAIT_POLICY": "PASSIVE"}
 
 
 @contextmanager

@@ -22,6 +22,7 @@ import ray
 from ray.exceptions import ObjectLostError, RayError, RayTaskError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from mobula.cluster.environment_variables import SLEEPING_THREADS
 from mobula.cluster.errors import DeadlineError, WorkerDiedError, as_raised_by_role
 from mobula.cluster.runtime.error_text import COLOUR
 from mobula.cluster.runtime.gc_tuning import tune_gc
@@ -59,7 +60,8 @@ def spawn(
     state, so its supervisor creates a new one.
     """
     threads = str(worker.num_threads)
-    env_vars = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false", **env}
+    env_vars = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}
+    env_vars |= {**SLEEPING_THREADS, **env}
     env_vars |= gpu_environment(worker.num_gpus)
     # `is_alive` has a separate concurrency group: a role that computes still answers its supervisor.
     groups = {HEALTH: 1, BACKGROUND: 1}

@@ -17,6 +17,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from mobula.cluster.environment_variables import SLEEPING_THREADS
 from mobula.configs.schema import RunConfig
 from mobula.configs.schema.rollout import SamplerKind
 from mobula.deploy.host.run_record import marking
@@ -28,7 +29,7 @@ ROLES = (
     "mobula.rewards.pool.worker",
 )
 ENGINE = "mobula.actors.samplers.vllm.sampler"
-THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}  # a worker sets its own number
+THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", **SLEEPING_THREADS}  # a worker sets its own number
 MIB = 1 << 20
 
 

@@ -25,6 +25,7 @@ print(json.dumps({
     "children": signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL, "names": sorted(os.environ),
     "modules": [name for name in before if name.startswith("mobula.")], "has_ray": "ray._raylet" in before,
     "leads_group": os.getpgrp() == os.getpid(),
+    "loaded_with": open(f"/proc/{os.getppid()}/environ").read().split("\\0"),
 }))
 print("an error", file=sys.stderr)
 """
@@ -56,6 +57,8 @@ def test_workers_are_forked_with_their_modules_and_have_everything_else_of_their
     assert all({*ROLES, ENGINE} <= set(engine["modules"]) for engine in engines)
     assert all(seen["leads_group"] for seen in (role, *engines)), "Ray ends the group of a worker with the worker"
     assert (role["threads"], engines[0]["threads"]) == (1, 2)
+    for seen in (role, *engines):
+        assert "OMP_WAIT_POLICY=PASSIVE" in seen["loaded_with"], "OpenMP reads it when torch is imported"
     assert all(a != b for a, b in zip(engines[0]["draws"], engines[1]["draws"], strict=True))
     assert set(role["names"]) <= set(alone["names"])
     assert not workers.roles.parent.exists()

@@ -1,7 +1,8 @@
 """Learner ranks: CPU time of a step for the driver and for each rank, per rank, with 256 to 4,096 simulated ranks.
 
-The driver: `LearnerGroup.update` on ranks that answer at once, with Ray replaced. A rank: the shares of all ranks,
-which every rank computes for each step. A step has two groups of four responses a rank.
+The driver: `LearnerGroup.update` on ranks that answer at once, with Ray replaced; it plans the shares and sends each
+rank the references of its share. References: the number that a rank receives. A rank: the shares of all ranks, which
+every rank computes for each step. A step has two groups of four responses a rank.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from mobula.configs.schema import RunConfig
 from mobula.deploy.rehearsal.simulated.cores import Cores
 from mobula.deploy.rehearsal.simulated.workers import Handle, RankTimes, SimulatedRank, SimulatedRanks
 from mobula.learner.learner_group import LearnerGroup
-from mobula.learner.shares import StepGroups
+from mobula.learner.shares import StepGroups, planner_of
 from mobula.learner.shares.share_fetcher import planned_shares
 
 NUM_RANKS = (256, 1024, 4096)
@@ -30,7 +31,7 @@ GROUPS_OF_RANK, SIBLINGS = 2, 4
 PROMPT_TOKENS, MEDIAN_TOKENS, SIGMA = 1024, 400, 0.8
 MAX_REPEATS = 3
 LINEAR = 1.5
-UNIT = "CPU ms/rank"
+UNIT, COUNT = "CPU ms/rank", "references/rank"
 AT_ONCE = RankTimes(start_s=0, update_s=0, tokens_per_s=float("inf"), response_s=0, send_s=0, save_s=0, load_s=0)
 
 
@@ -43,18 +44,24 @@ def measure(effort: Effort, overrides: Sequence[str]) -> Findings:
         "packed": load_config(["experiment=digits", "learner.packing=true", *overrides]),
     }
     sides: dict[str, Side] = {f"driver_{num}": _driver(configs["padded"], num) for num in NUM_RANKS}
+    sides |= {f"references_{num}": _references(configs["padded"], num) for num in NUM_RANKS}
     for name, config in configs.items():
         sides |= {f"{name}_{num}": _shares(config, num) for num in NUM_RANKS}
     found = asyncio.run(interleave(sides, effort))
-    what = {"driver": "LearnerGroup.update", **{name: f"shares of a step, {name} rows" for name in configs}}
+    what = {
+        "driver": "LearnerGroup.update",
+        "references": "references in a call",
+        **{name: f"shares of a step, {name} rows" for name in configs},
+    }
+    units = {"references": COUNT}
     series = {
-        f"{name}_{num}": Measurements(f"{text}; {num} ranks", UNIT, found[f"{name}_{num}"])
+        f"{name}_{num}": Measurements(f"{text}; {num} ranks", units.get(name, UNIT), found[f"{name}_{num}"])
         for name, text in what.items()
         for num in NUM_RANKS
     }
     claims = [
         Claim(
-            f"{text}: time a rank, {NUM_RANKS[-1]} ranks / {NUM_RANKS[0]}",
+            f"{text}: {'number' if name in units else 'time'} a rank, {NUM_RANKS[-1]} ranks / {NUM_RANKS[0]}",
             series[f"{name}_{NUM_RANKS[-1]}"].median / series[f"{name}_{NUM_RANKS[0]}"].median,
             LINEAR,
             at_least=False,
@@ -69,14 +76,30 @@ def _driver(config: RunConfig, num_ranks: int) -> Side:
     groups = _groups(num_ranks * GROUPS_OF_RANK)
 
     async def run(round_number: int) -> float:
-        ranks = SimulatedRanks(AT_ONCE, num_ranks, Manifest(()), Cores())
-        handles = [Handle(SimulatedRank(ranks, index), f"learner/{index}") for index in range(num_ranks)]
-        learner = LearnerGroup(lambda: handles, config.timeouts, lambda value: value)
+        learner, _ = _learner(config, num_ranks)
         started = time.thread_time()
         await learner.update(groups)
         return 1000 * (time.thread_time() - started) / num_ranks
 
     return run
+
+
+def _references(config: RunConfig, num_ranks: int) -> Side:
+    groups = _groups(num_ranks * GROUPS_OF_RANK)
+
+    async def run(round_number: int) -> float:
+        learner, ranks = _learner(config, num_ranks)
+        await learner.update(groups)
+        return ranks.borrowed / num_ranks
+
+    return run
+
+
+def _learner(config: RunConfig, num_ranks: int) -> tuple[LearnerGroup, SimulatedRanks]:
+    ranks = SimulatedRanks(AT_ONCE, num_ranks, Manifest(()), Cores())
+    handles = [Handle(SimulatedRank(ranks, index), f"learner/{index}") for index in range(num_ranks)]
+    group = LearnerGroup(lambda: handles, config.timeouts, lambda value: value, planned=planner_of(config))
+    return group, ranks
 
 
 def _shares(config: RunConfig, num_ranks: int) -> Side:
@@ -110,7 +133,7 @@ def _groups(num: int) -> list[ScoredGroup]:
                 num_media_bytes=0,
                 num_bytes=0,
             ),
-            None,
+            "reference",
             (Reward(0.0),) * SIBLINGS,
         )
         for index, row in enumerate(lengths.tolist())

@@ -59,7 +59,7 @@ from mobula.learner.policies.loading import DTYPES, recompute_blocks
 from mobula.learner.policies.trained import as_policy, collate_rows, save_trained, scoring_of, unread_trained_model
 from mobula.learner.policy_weights import PolicyWeights
 from mobula.learner.scoring_pass import ReferencePass, ScoringPass, unscored
-from mobula.learner.shares import ShareFetcher, StepGroups, all_ranks
+from mobula.learner.shares import Portion, ShareFetcher, StepGroups, all_ranks
 from mobula.learner.state import StateWriter, load_state
 from mobula.learner.supervised import SupervisedTrainer, taught_rate
 from mobula.learner.weight_publisher import WeightPublisher
@@ -150,22 +150,28 @@ class Learner:
         values: Values = (),
         fresh: Sequence[Any] = (),
         kl_scale: float = 1.0,
+        portion: Portion | None = None,
     ) -> UpdateReport:
         """Runs one RL step on `groups`, which makes `version`.
 
         Args:
-            groups: references to all groups of the step. A rank fetches the groups that it trains, and receives
-                outlines of the others.
+            groups: all groups of the step. A rank fetches the groups that it trains, and receives outlines of the
+                others.
             supervised: rows for the supervised term of the loss.
             values: of a critic with separate ranks.
             fresh: empty, or a reference to a group sampled with the weights before the step, on which the log-prob gap
                 is measured.
             kl_scale: factor of the KL coefficient.
+            portion: the references of this rank, if `groups` has none.
+
+        Raises:
+            LostObjectError: on every rank, if any rank could not fetch a group; nothing has changed.
+            UnplannedShareError: on every rank, if any rank needs a group outside its portion; nothing has changed.
         """
         with self._profiler.update(version):
             self._credit.kl_scale = kl_scale
             algorithm = self._config.algorithm
-            fetched = self._shares.fetch(StepGroups(groups, version, self._config, self._scoring.row))
+            fetched = self._shares.fetch(StepGroups(groups, version, self._config, self._scoring.row, portion=portion))
             examples = self._supervised_term.fetch(supervised)
             # In this order: KL in the reward needs reference log-probs, and advantages need the critic's values.
             fetched = self._referred(with_values(fetched, values))

@@ -25,6 +25,7 @@ from mobula.configs.schema import TimeoutsConfig
 from mobula.learner.backends.process_group import is_peer_lost
 from mobula.learner.examples.entries import stored_examples
 from mobula.learner.examples.examples import Outlined
+from mobula.learner.shares.portions import Planner, Portion, as_argument, in_portions
 
 CAUSE_S = 2.0  # timeout for the error of a lost rank, after its peers have reported a broken collective
 
@@ -158,16 +159,20 @@ class LearnerGroup(RankGroup):
         timeouts: TimeoutsConfig,
         put: Callable[[Any], Any],
         supervised: SupervisedRows | None = None,
+        planned: Planner | None = None,
     ) -> None:
         """
         Args:
             put: stores a value in the object store, once for all ranks, and returns a reference that Ray resolves to
                 the value in each rank. The caller's process owns the object.
             supervised: rows for the supervised term of each step's loss.
+            planned: plans which groups of a step each rank fetches, so that a rank receives the references of these
+                groups alone. None: every rank receives all references.
         """
         super().__init__(spawn, timeouts, "learner")
         self._supervised = supervised
         self._put = put
+        self._planned = planned
         self._fresh: FreshSamples | None = None
         self._kl_scale: KLScale | None = None
         self.version = 0
@@ -217,14 +222,23 @@ class LearnerGroup(RankGroup):
         more |= {"supervised": self._put(rows)} if rows else {}
         fresh = None if self._fresh is None else self._fresh.begin(self.version, groups)
         more |= {} if fresh is None else {"fresh": [fresh]}  # in a list: Ray starts the call before the group exists
-        shared, version = self._put(groups), self.version + 1
+        version = self.version + 1
         more |= {"kl_scale": scale} if (scale := self.kl_scale_at(version)) != 1 else {}
-        calls = [w.update.remote(shared, version, **more) for w in self._workers]
-        try:
-            report: UpdateReport = await self._all(calls, self._timeouts.update_s, f"to make version {version}")
-        except LostObjectError as error:
-            await self._refuse_if_apart(calls, error)
-            raise
+
+        async def call(shared: Any, portions: Sequence[Portion | None]) -> UpdateReport:
+            calls = [
+                w.update.remote(shared, version, **more, **as_argument(portion))
+                for w, portion in zip(self._workers, portions, strict=True)
+            ]
+            try:
+                report: UpdateReport = await self._all(calls, self._timeouts.update_s, f"to make version {version}")
+            except LostObjectError as error:
+                await self._refuse_if_apart(calls, error)
+                raise
+            return report
+
+        num_ranks = len(self._workers)
+        report = await in_portions(call, groups, version, num_ranks=num_ranks, planned=self._planned, put=self._put)
         self.version = report.version
         return report
 

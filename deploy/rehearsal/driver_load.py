@@ -9,8 +9,8 @@ from mobula.configs.schema import RunConfig
 from mobula.deploy.rehearsal.recording import RehearsedStep
 
 # CPU seconds of the driver's process inside Ray, which a rehearsal does not run. A trajectory: the difference of the
-# two sides of benchmarks/driver_overhead.py. A call: `remote` and its answer. A borrowed reference: every rank gets the
-# references of all groups of a step, and Ray notes each of them for each rank. Both measured with 6 actors on 2 cores.
+# two sides of benchmarks/driver_overhead.py. A call: `remote` and its answer. A borrowed reference: a rank
+# receives the references of its share, and Ray notes each of them. Both measured with 6 actors on 2 cores.
 RAY_TRAJECTORY_S = 0.38e-3
 RAY_CALL_S = 0.36e-3
 RAY_BORROWED_S = 5e-6
@@ -39,9 +39,7 @@ def driver_load(config: RunConfig, steps: Sequence[RehearsedStep]) -> DriverLoad
     of_step = CALLS_OF_RANK * resources.learner.num_workers + CALLS_OF_ENGINE * resources.rollout.num_workers
     calls = of_step + num_checks * sum(role.num_workers for role in resources.roles.values())
     trajectories = algorithm.prompts_per_step * algorithm.samples_per_prompt
-    # A group, and its log-probs under the reference.
-    references = algorithm.prompts_per_step * (2 if config.needs_reference else 1)
-    borrowed = references * resources.learner.num_workers if resources.learner.num_workers > 1 else 0
+    borrowed = sum(step.borrowed for step in steps) / len(steps)
     return DriverLoad(
         measured_s=sum(step.driver_cpu_s for step in steps) / len(steps),
         ray_s=RAY_TRAJECTORY_S * trajectories + RAY_CALL_S * calls + RAY_BORROWED_S * borrowed,

@@ -83,7 +83,12 @@ async def _play(
 
     def look() -> Moment:
         return Moment(
-            loop.time(), observed.cpu.driver_s, roles.busy_s(), observed.num_tokens(), dict(observed.store.used)
+            at_s=loop.time(),
+            driver_cpu_s=observed.cpu.driver_s,
+            busy_s=roles.busy_s(),
+            tokens=observed.num_tokens(),
+            store_bytes=dict(observed.store.used),
+            borrowed=roles.ranks.borrowed,
         )
 
     num_workers = {role: len(hardware.placement.of_role(role)) for role in config.resources.roles}

@@ -19,6 +19,7 @@ class Moment:
     busy_s: Mapping[str, float]  # role -> seconds of work, summed over its workers
     tokens: int  # decoded
     store_bytes: Mapping[str, int]  # node -> bytes of groups and media
+    borrowed: int  # references that the learner ranks have received
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class RehearsedStep:
     seconds: Mapping[str, float]  # phase -> virtual seconds
     staleness: Mapping[int, int]  # lag in versions -> trained tokens
     driver_cpu_s: float
+    borrowed: int  # references that the learner ranks have received
     utilisation: Mapping[str, float]  # role -> share of its workers' time
     values: Mapping[str, float]
     counters: Mapping[str, Mapping[str, int]]
@@ -62,6 +64,7 @@ class Recording:
                 seconds=dict(record.seconds),
                 staleness=dict(record.staleness),
                 driver_cpu_s=now.driver_cpu_s - before.driver_cpu_s,
+                borrowed=now.borrowed - before.borrowed,
                 utilisation=utilisation,
                 values=dict(record.values),
                 counters=record.counters,

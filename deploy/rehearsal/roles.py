@@ -40,6 +40,7 @@ from mobula.deploy.wiring.persistence import replay_buffer
 from mobula.deploy.wiring.pooled_roles import restart_policy, reward_role
 from mobula.learner.learner_group import LearnerGroup
 from mobula.learner.policies.lora import adapter_manifest
+from mobula.learner.shares import planner_of
 from mobula.rewards.pool.reward_pool import LossCounter, RewardPool
 from mobula.rewards.pool.service import RewardService, ServiceSettings
 
@@ -97,7 +98,7 @@ class SimulatedRoles:
 
     def training(self) -> Training:
         config = self.config
-        group = _LearnerGroup(self._start_ranks, config.timeouts, lambda value: value)
+        group = _LearnerGroup(self._start_ranks, config.timeouts, lambda value: value, planned=planner_of(config))
         group.restored = self._all_up
         learner = RestartableLearner(
             group,

@@ -61,6 +61,7 @@ from mobula.learner.critic_ranks.critic_rank import CriticRank
 from mobula.learner.learner import Learner
 from mobula.learner.learner_group import LearnerGroup, RankGroup
 from mobula.learner.offline.learner import OfflineLearner
+from mobula.learner.shares import planner_of
 from mobula.rewards.pool.reward_pool import RewardPool
 
 POLICY_FOLDER = "policy"  # in the run folder: the trained policy, in the Hugging Face layout
@@ -173,11 +174,17 @@ def spawn_learner(
 def learner_group(prepared: AnyPrepared, spawner: Spawner, supervised: SupervisedRows | None) -> LearnerGroup:
     """Returns the learner ranks, including the ranks of a separate critic."""
     config, start = prepared.config, partial(start_learner, prepared, spawner)
+    planned = None if config.offline.is_on else planner_of(config)
     if not config.algorithm.critic.has_own_ranks:
-        return LearnerGroup(start, config.timeouts, ray.put, supervised)
-    critic = CriticGroup(partial(_start_critic, prepared, spawner), config.timeouts, ray.put)
+        return LearnerGroup(start, config.timeouts, ray.put, supervised, planned)
+    critic = CriticGroup(
+        partial(_start_critic, prepared, spawner),
+        config.timeouts,
+        ray.put,
+        planner_of(config.of_critic_ranks, role="critic"),
+    )
     folder = reference_folder(config)
-    return LearnerWithCritic(start, config.timeouts, ray.put, supervised, critic=critic, folder=folder)
+    return LearnerWithCritic(start, config.timeouts, ray.put, supervised, critic=critic, folder=folder, planned=planned)
 
 
 def watched_reference(reference: ReferencePool | NullReference) -> list[Watched]:

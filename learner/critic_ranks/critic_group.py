@@ -14,15 +14,23 @@ from mobula.cluster.rollout.supervised_rows import SupervisedRows
 from mobula.cluster.runtime.concurrency import outcomes, run_all
 from mobula.configs.schema import TimeoutsConfig
 from mobula.learner.learner_group import LearnerGroup, RankGroup
+from mobula.learner.shares import Planner, Portion, as_argument, in_portions
 
 
 class CriticGroup(RankGroup):
     """The handles of `mobula.learner.critic_ranks.critic_rank.CriticRank` workers, one a rank."""
 
-    def __init__(self, spawn: Callable[[], Sequence[Any]], timeouts: TimeoutsConfig, put: Callable[[Any], Any]) -> None:
-        """`put` is as in `LearnerGroup`."""
+    def __init__(
+        self,
+        spawn: Callable[[], Sequence[Any]],
+        timeouts: TimeoutsConfig,
+        put: Callable[[Any], Any],
+        planned: Planner | None = None,
+    ) -> None:
+        """`put` and `planned` are as in `LearnerGroup`."""
         super().__init__(spawn, timeouts, "critic")
         self._put = put
+        self._planned = planned
 
     async def begin(self, folder: Path) -> None:
         """Resets the critic to the policy of a checkpoint folder."""
@@ -35,10 +43,17 @@ class CriticGroup(RankGroup):
         Raises:
             LostObjectError: no rank could fetch the groups.
         """
-        shared = self._put(groups)
-        calls = [w.value.options(num_returns=2).remote(shared, version, kl) for w in self._workers]
-        await self._all([made for made, _ in calls], self._timeouts.update_s, f"to value the groups of {version}")
-        return calls[0][1]
+
+        async def call(shared: Any, portions: Sequence[Portion | None]) -> Any:
+            calls = [
+                w.value.options(num_returns=2).remote(shared, version, kl, **as_argument(portion))
+                for w, portion in zip(self._workers, portions, strict=True)
+            ]
+            await self._all([made for made, _ in calls], self._timeouts.update_s, f"to value the groups of {version}")
+            return calls[0][1]
+
+        num_ranks = len(self._workers)
+        return await in_portions(call, groups, version, num_ranks=num_ranks, planned=self._planned, put=self._put)
 
     async def train(self, version: int, kl_scale: float) -> tuple[Mapping[str, float], float]:
         """Trains on the groups of the last `value` call; returns metrics and the number of optimizer steps."""
@@ -65,9 +80,10 @@ class LearnerWithCritic(LearnerGroup):
         *,
         critic: CriticGroup,
         folder: Path,
+        planned: Planner | None = None,
     ) -> None:
         """The critic begins with what the policy's ranks export to `folder`, which all ranks can read."""
-        super().__init__(spawn, timeouts, put, beside)
+        super().__init__(spawn, timeouts, put, beside, planned)
         self._critic = critic
         self._folder = folder
         self._kl: float | None = None  # of the last step, which the critic does not know of yet

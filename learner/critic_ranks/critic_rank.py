@@ -17,7 +17,7 @@ from mobula.learner.credit import Credit
 from mobula.learner.critic.critic import FOLDER, Critic
 from mobula.learner.critic.rows import Values
 from mobula.learner.policies.checkpoint.reading import unread_policy_model
-from mobula.learner.shares import ShareFetcher, StepGroups, all_ranks
+from mobula.learner.shares import Portion, ShareFetcher, StepGroups, all_ranks
 from mobula.learner.state import StateWriter, load_algorithm, load_random_state
 
 
@@ -68,14 +68,17 @@ class CriticRank:
         _, weights = unread_policy_model(policy, torch.float32)
         self._critic.begin(weights)
 
-    def value(self, groups: Sequence[ScoredGroup], version: int, kl: float | None) -> tuple[int, Values]:
+    def value(
+        self, groups: Sequence[ScoredGroup], version: int, kl: float | None, portion: Portion | None = None
+    ) -> tuple[int, Values]:
         """The values of the groups that make `version`; from rank 0 those of all, from the others none. `kl` is what
-        the policy's ranks measured in the step before.
+        the policy's ranks measured in the step before; `portion` is as in `Learner.update`.
 
         Raises:
             LostObjectError: on every rank, if one of them could not fetch a group; nothing has changed.
+            UnplannedShareError: on every rank, if any rank needs a group outside its portion; nothing has changed.
         """
-        fetched = self._shares.fetch(StepGroups(groups, version, self._config, role="critic"))
+        fetched = self._shares.fetch(StepGroups(groups, version, self._config, role="critic", portion=portion))
         if kl is not None:
             self._credit.kl.observe(kl, self._num_items)
         self._valued = self._critic.valued(fetched)

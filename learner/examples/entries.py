@@ -32,6 +32,11 @@ class _Examples(Generic[X]):
     def __len__(self) -> int:
         return sum(self._sizes)
 
+    @property
+    def is_planned(self) -> bool:
+        """False: every rank has all references."""
+        return False
+
     def in_parts(self, examples: Sequence[T]) -> list[list[T]]:
         """Splits the examples into parts."""
         remaining = iter(examples)

@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeVar
 import torch.distributed as dist
 
 from mobula.cluster.errors import LostObjectError
+from mobula.learner.shares.portions import UnplannedShareError
 
 Exchange = Callable[[Any], Sequence[Any]]
 """Sends a value to every rank and returns the values of all ranks. Collective."""
@@ -34,6 +35,11 @@ class Entries(Protocol[E]):
 
     def wanted(self, entries: Sequence[E], num_ranks: int) -> list[set[int]]:
         """For each rank, the indices of the entries that its forward passes need."""
+        ...
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether this rank has references to its planned share alone."""
         ...
 
     def fetch(self, indices: Sequence[int]) -> list[E]:
@@ -85,6 +91,7 @@ class ShareFetcher:
 
         Raises:
             LostObjectError: on every rank, if any rank could not fetch an entry.
+            UnplannedShareError: on every rank, if any rank has no reference to an entry of its exact share.
         """
         if self._world_size == 1:
             return entries.fetch(range(len(entries)))
@@ -95,6 +102,8 @@ class ShareFetcher:
         exact = entries.wanted(completed, self._world_size)
         missing = [wanted - fetched for wanted, fetched in zip(exact, held, strict=True)]
         if any(missing):
+            if entries.is_planned:
+                raise UnplannedShareError([sorted(indices) for indices in missing])
             more, lost = _fetched(entries, missing[self._rank])
             # On every rank, also if nothing is lost: a rank that raises alone leaves the others in a collective.
             self._exchanged(RankReport(lost=lost))

@@ -17,6 +17,8 @@ from mobula.learner.critic.rows import ValueRow
 from mobula.learner.gradient_step import shares_of_ranks
 from mobula.learner.policies.base import NO_TOKENS, RowOutline
 from mobula.learner.policies.trained import row_of
+from mobula.learner.shares.portions import ELSEWHERE, Planner, Portion, with_portion
+from mobula.learner.shares.share_fetcher import planned_shares
 
 NOTHING = np.empty(0, dtype=np.float32)
 NO_MASK = np.empty(0, dtype=np.bool_)
@@ -147,13 +149,16 @@ class StepGroups:
         config: RunConfig,
         row: RowOf = row_of,
         role: Role = "learner",
+        portion: Portion | None = None,
     ) -> None:
         """
         Args:
+            groups: with all references, or outlines of groups to which `portion` adds the references of this rank.
             version: the version that the step makes.
             role: whose ranks fetch; ranks of a separate critic need other rows than the learner's.
         """
-        self._groups = groups
+        self._groups = with_portion(groups, portion)
+        self.is_planned = portion is not None and not portion.is_final
         self._version = version
         self._config = config
         self._row = row
@@ -172,6 +177,7 @@ class StepGroups:
 
     def fetch(self, indices: Sequence[int]) -> list[Group]:
         timeout_s = self._config.timeouts.object_s
+        assert all(self._groups[n].group is not ELSEWHERE for n in indices), "groups without references on this rank"
         return fetch_items(self._groups, self._version - 1, timeout_s, self._row, indices=indices)
 
     def outline(self, entry: Group, index: int) -> list[ItemOutline]:
@@ -179,3 +185,14 @@ class StepGroups:
 
     def restored(self, outline: list[ItemOutline]) -> Group:
         return [item.restored() for item in outline]
+
+
+def planner_of(config: RunConfig, role: Role = "learner") -> Planner:
+    """Returns the planner of a role: each rank fetches first what the summaries assign to it."""
+
+    def planned(groups: Sequence[ScoredGroup], version: int, num_ranks: int) -> list[set[int]]:
+        entries = StepGroups(groups, version, config, role=role)
+        held, _ = planned_shares(entries, entries.expected(), num_ranks)
+        return held
+
+    return planned

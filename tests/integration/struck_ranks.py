@@ -13,6 +13,7 @@ from mobula.cluster.roles import UpdateReport
 from mobula.learner.critic.rows import Values
 from mobula.learner.critic_ranks.critic_rank import CriticRank
 from mobula.learner.learner import Learner
+from mobula.learner.shares import Portion
 
 
 class StruckCritic(CriticRank):
@@ -23,9 +24,11 @@ class StruckCritic(CriticRank):
         super().connect(init_method)
         saboteur().enlist(f"critic/{self._rank}")
 
-    def value(self, groups: Sequence[ScoredGroup], version: int, kl: float | None) -> tuple[int, Values]:
+    def value(
+        self, groups: Sequence[ScoredGroup], version: int, kl: float | None, portion: Portion | None = None
+    ) -> tuple[int, Values]:
         saboteur().moment(f"critic_values_{version}")
-        return super().value(groups, version, kl)
+        return super().value(groups, version, kl, portion)
 
     def train(self, version: int, kl_scale: float) -> Any:
         with _reached_by_each_step_of(self._critic._optimizer, f"critic_trains_{version}"):

@@ -12,6 +12,7 @@ from typing import Any
 from mobula.cluster.errors import LostObjectError
 from mobula.cluster.records.trajectory import ScoredGroup
 from mobula.learner.shares import Exchange
+from mobula.learner.shares.portions import UnplannedShareError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +65,7 @@ class RanksInThreads:
                 self._store.lost.add(threading.get_ident())
             try:
                 return call(number, self._exchange(number))
-            except LostObjectError as error:
+            except (LostObjectError, UnplannedShareError) as error:
                 return error
 
         with ThreadPoolExecutor(self.num) as pool:

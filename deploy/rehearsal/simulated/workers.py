@@ -22,6 +22,7 @@ from mobula.cluster.weight_sync.transport import Rendezvous
 from mobula.configs.schema.rewards import RewardsConfig
 from mobula.deploy.rehearsal.simulated.cores import Cores
 from mobula.deploy.rehearsal.simulated.engine import SimulatedGroup
+from mobula.learner.shares import Portion
 from mobula.rewards.contract import Score
 from mobula.rewards.pool.worker import GroupOutcomes, Question
 from mobula.rewards.recipes import RecipeBook
@@ -119,6 +120,7 @@ class SimulatedRanks:
         self.slow_down: dict[int, float] = {}  # rank -> factor on its seconds
         self.disk_error: OSError | None = None  # of writes from now on
         self.busy_s = 0.0
+        self.borrowed = 0  # references that all ranks have received
         self._updating: dict[int, asyncio.Task[float]] = {}  # by version
 
     async def update(self, groups: Sequence[ScoredGroup], version: int) -> None:
@@ -167,7 +169,10 @@ class SimulatedRank:
     async def export(self, folder: Path) -> None:
         await self._write()
 
-    async def update(self, groups: Sequence[ScoredGroup], version: int, **more: Any) -> UpdateReport:
+    async def update(
+        self, groups: Sequence[ScoredGroup], version: int, *, portion: Portion | None = None, **more: Any
+    ) -> UpdateReport:
+        self._ranks.borrowed += _num_references(groups, portion)
         await self._ranks.update(groups, version)
         self._version = version
         return UpdateReport(version, {} if self._index else _metrics(groups))
@@ -282,6 +287,12 @@ class SimulatedRewards:
         draw = random.Random(group.prompt.prompt_id)
         outcomes = tuple({name: Score(float(draw.random() < 0.5)) for name in names} for _ in range(group.num_siblings))
         return GroupOutcomes(label, tuple(f"#{n}" for n in range(len(outcomes))), outcomes)
+
+
+def _num_references(groups: Sequence[ScoredGroup], portion: Portion | None) -> int:
+    """References in the arguments of one rank's update."""
+    pairs = [(g.group, g.reference_logprobs) for g in groups] if portion is None else portion.references.values()
+    return sum(reference is not None for pair in pairs for reference in pair)
 
 
 def row_tokens(summary: GroupSummary) -> int:

@@ -9,10 +9,13 @@ import pytest
 from torch.distributed import DistBackendError, DistStoreError
 
 from mobula.cluster.errors import DeadlineError, LostObjectError, WorkerDiedError
+from mobula.cluster.records.trajectory import ScoredGroup
 from mobula.cluster.roles import UpdateReport
 from mobula.cluster.weight_sync.manifest import Manifest, TensorSpec
 from mobula.configs.load import load_config
 from mobula.learner.learner_group import LearnerGroup
+from mobula.learner.shares import Portion
+from mobula.learner.shares.portions import ELSEWHERE, UnplannedShareError
 
 TIMEOUTS = load_config(["experiment=digits"]).timeouts
 
@@ -75,6 +78,27 @@ async def test_the_groups_of_a_step_are_put_once_and_every_rank_gets_the_same_re
     await group.update(["of step 2"])
     assert put == [["of step 1"], ["of step 2"]]
     assert given == ["reference 1"] * 3 + ["reference 2"] * 3
+
+
+async def test_a_rank_gets_the_references_that_are_planned_for_it_and_more_where_it_lacks_some() -> None:
+    given: list[tuple[int, list[int], bool]] = []
+
+    class Rank:
+        def __init__(self, rank: int) -> None:
+            self.rank = rank
+            self.update = SimpleNamespace(remote=self._called)
+
+        def _called(self, outlines: list[ScoredGroup], version: int, *, portion: Portion) -> Answer:
+            assert all(outline.group is ELSEWHERE for outline in outlines)
+            assert all(reference == (f"group {n}", None) for n, reference in portion.references.items())
+            given.append((self.rank, sorted(portion.references), portion.is_final))
+            return report(version, 0.5) if portion.is_final else Answer(UnplannedShareError([[], [0]]))
+
+    groups = [ScoredGroup(SimpleNamespace(), f"group {n}", ()) for n in range(3)]
+    planned = lambda groups, version, num_ranks: [{0, 1}, {2}]  # noqa: E731
+    group = LearnerGroup(lambda: [Rank(0), Rank(1)], TIMEOUTS, by_value, planned=planned)
+    assert (await group.update(groups)).version == 1
+    assert given == [(0, [0, 1], False), (1, [2], False), (0, [0, 1], True), (1, [0, 2], True)]
 
 
 async def test_a_failed_rank_ends_the_wait_for_the_others_and_makes_no_version() -> None:

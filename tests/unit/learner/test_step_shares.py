@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from mobula.learner.credit import Credit
 from mobula.learner.policies.base import RowOutline
 from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 from mobula.learner.scoring_pass import with_scores
-from mobula.learner.shares import Exchange, ShareFetcher, StepGroups
+from mobula.learner.shares import Exchange, Portion, ShareFetcher, StepGroups, in_portions, planner_of
 from mobula.learner.shares.step_groups import wanted_by_rank
 
 Steps = list[list[LearnerItem]]
@@ -44,11 +45,43 @@ class Ranks(RanksInThreads):
 
     def fetch(self, groups: Sequence[ScoredGroup], version: int, unlucky: int | None = None) -> list[Steps | Exception]:
         """What each rank gets; for `unlucky` every fetch fails."""
+        return self.fetch_portions(groups, version, [None] * self.num, unlucky)
 
+    def fetch_portions(
+        self,
+        groups: Sequence[ScoredGroup],
+        version: int,
+        portions: Sequence[Portion | None],
+        unlucky: int | None = None,
+    ) -> list[Steps | Exception]:
         def fetched(rank: int, exchange: Exchange) -> Steps:
-            return ShareFetcher(rank, self.num, exchange).fetch(StepGroups(groups, version, self._config))
+            entries = StepGroups(groups, version, self._config, portion=portions[rank])
+            return ShareFetcher(rank, self.num, exchange).fetch(entries)
 
         return self.each(fetched, unlucky)
+
+    async def called(self, groups: Sequence[ScoredGroup], version: int) -> tuple[list[Steps], list[Sequence[Portion]]]:
+        """What each rank gets from its references, and the portions of each call."""
+        calls: list[Sequence[Portion]] = []
+
+        async def call(outlines: Sequence[ScoredGroup], portions: Sequence[Portion]) -> list[Steps]:
+            calls.append(portions)
+            found = self.fetch_portions(outlines, version, portions)
+            for error in found:
+                if isinstance(error, Exception):
+                    raise error
+            return found
+
+        planned = planner_of(self._config)
+        found = await in_portions(
+            call,
+            groups,
+            version,
+            num_ranks=self.num,
+            planned=planned,
+            put=lambda value: pickle.loads(pickle.dumps(value)),
+        )
+        return found, calls
 
 
 def with_reference(groups: Sequence[ScoredGroup], seed: int = 0) -> list[ScoredGroup]:
@@ -178,8 +211,44 @@ def test_distillation_has_the_log_probs_of_all_rows(folder, tokenizer, store, tm
         assert_equal_credit(config, found, fetch_items(groups, 0, 1.0))
 
 
-def test_media_of_later_turns_are_fetched_although_no_summary_has_them(folder, tokenizer, store) -> None:
-    """Summaries say nothing of them, so a rank first fetches other groups than it trains."""
+@pytest.mark.parametrize("words", WORDS.values(), ids=WORDS)
+async def test_a_rank_with_the_references_of_its_share_alone_fetches_the_same(
+    folder, tokenizer, store, words: tuple[str, ...]
+) -> None:
+    config = tiny_config(folder, "learner.tokens_per_microbatch=60", *words)
+    groups = with_reference(random_groups(tokenizer, 7, 3, seed=11))
+    stored, ranks = store.put(groups), Ranks(config, 3, store)
+    found, calls = await ranks.called(stored, 1)
+    for one, other in zip(found, ranks.fetch(stored, 1), strict=True):
+        assert [is_whole(i) for row in one for i in row] == [is_whole(i) for row in other for i in row]
+        assert_equal_credit(config, one, other)
+    [portions] = calls
+    assert all(len(portion.references) < len(groups) for portion in portions)
+    assert set().union(*(portion.references for portion in portions)) == set(range(len(groups)))
+
+
+@pytest.mark.parametrize("num_ranks", [4, 16, 64])
+def test_the_references_of_all_ranks_grow_with_the_groups_alone(folder, tokenizer, num_ranks: int) -> None:
+    groups = large_groups(tokenizer, 2 * num_ranks, num_siblings=2, longest=12)
+    held = planner_of(tiny_config(folder))(groups, 1, num_ranks)
+    assert sum(map(len, held)) <= 2 * len(groups), "a group has two siblings, each of which one rank trains"
+
+
+async def test_ranks_get_more_references_where_exact_sizes_assign_other_groups_to_them(
+    folder, tokenizer, store
+) -> None:
+    config, groups, later = misleading(folder, tokenizer)
+    ranks = Ranks(config, 2, store)
+    found, calls = await ranks.called(store.put(later), 1)
+    wanted = wanted_by_rank(fetch_items(later, 0, 1.0), config, 1, 2)
+    for rank, items in enumerate(found):
+        assert {i.index for row in items for i in row if is_whole(i)} >= wanted[rank]
+    assert [portion.is_final for portions in calls for portion in portions] == [False, False, True, True]
+    assert all(len(more.references) >= len(first.references) for first, more in zip(*calls, strict=True))
+
+
+def misleading(folder, tokenizer) -> tuple[RunConfig, list[ScoredGroup], list[ScoredGroup]]:
+    """A configuration and groups; the same with media of later turns, which summaries do not have."""
     config = tiny_config(folder, "learner.image_token_cost=5", "learner.tokens_per_microbatch=60")
     groups = random_groups(tokenizer, 6, 2, seed=2, longest=4)
     later = []
@@ -194,6 +263,12 @@ def test_media_of_later_turns_are_fetched_although_no_summary_has_them(folder, t
             for t in scored.group.trajectories
         )
         later.append(dataclasses.replace(scored, group=dataclasses.replace(scored.group, trajectories=siblings)))
+    return config, groups, later
+
+
+def test_media_of_later_turns_are_fetched_although_no_summary_has_them(folder, tokenizer, store) -> None:
+    """A rank first fetches other groups than it trains."""
+    config, groups, later = misleading(folder, tokenizer)
     wanted = wanted_by_rank(fetch_items(later, 0, 1.0), config, 1, 2)
     planned = wanted_by_rank(fetch_items(groups, 0, 1.0), config, 1, 2)
     assert wanted != planned, "the summaries mislead here"

@@ -92,10 +92,10 @@ def test_256_engines_and_512_ranks_are_played_in_a_minute_of_cpu_time(tmp_path: 
     assert time.process_time() - started < 60
 
 
-def test_work_of_the_driver_that_grows_with_groups_times_ranks_is_a_limit(tmp_path: Path) -> None:
+def test_work_of_ray_in_the_driver_grows_with_the_size_alone(tmp_path: Path) -> None:
     found = page(tmp_path, mean_tokens=20, sigma=0.0, factors=(1, 32))
     shares = [size["result"]["driver"]["ray_s"] / size["num_ranks"] for size in found["sizes"]]
-    assert shares[1] > 1.2 * shares[0]
+    assert shares[1] < 1.1 * shares[0]
 
 
 def test_the_speeds_of_a_cpu_are_not_guessed(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ UNRECORDED_FOLDERS = (
     "mlruns",
     "trackio",
     "wandb",
+    "diagnosis",
 )
 UNRECORDED_FILES = (
     AUDIT_FILE,

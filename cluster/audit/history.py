@@ -9,6 +9,7 @@ from typing import Any
 
 from mobula.cluster.audit.chain import AUDIT_FILE, AuditKind, AuditRecord
 from mobula.cluster.audit.order import AuditFinding
+from mobula.cluster.audit.prompts import PromptLedger
 
 MAX_NAMED = 5  # groups in one message
 UNKNOWN_BOUNDS: Mapping[str, Any] = {"max_staleness": None, "stragglers": "wait"}
@@ -76,6 +77,7 @@ class History:
         self.num_admitted: Counter[str] = Counter()  # by engine
         self.served: set[int] = set()  # versions that engines have received
         self.rejected: Counter[str] = Counter()  # reason -> groups
+        self.prompts = PromptLedger()
         self.regenerated: dict[str, str] = {}  # group -> source
         self.guarded: dict[int, AuditRecord] = {}  # actions of the guard by the version of their step
         self.rollbacks: dict[int, AuditRecord] = {}  # by the version whose weights they replaced
@@ -125,6 +127,7 @@ class History:
 
     def _started(self, record: AuditRecord) -> None:
         self.parts.append(Part(record))
+        self.prompts.begin_part()
         self.metrics = []
         head = record.body["found"]["head"]
         if head is not None:
@@ -143,6 +146,7 @@ class History:
 
     def _recovered(self, record: AuditRecord) -> None:
         self.parts[-1].recovered_to = record.body["version"]
+        self.prompts.continued(record.body.get("pending", ()), record.body.get("settled", ()))
 
     def _checkpoint(self, record: AuditRecord) -> None:
         version = record.body["version"]
@@ -165,7 +169,7 @@ class History:
             self._find(f"{record.name} was read from the journal and differs from {left.record.name}")
         if record.body["source"] == "journal" and version in self._void_rollbacks:
             self.rollbacks[version] = self._void_rollbacks[version]  # a resume applies it again
-        self.rejected.update(reason for _, reason in record.body["rejected"])
+        self._add_prompts(record)
         self.steps[version] = AuditedStep(record, groups, tokens, len(self.parts) - 1, part.bounds)
 
     def _repeated(self, record: AuditRecord) -> None:
@@ -210,6 +214,12 @@ class History:
     def _end(self, record: AuditRecord) -> None:
         self.parts[-1].status = record.body["status"]
         self.ended = record
+        self._add_prompts(record)
+
+    def _add_prompts(self, record: AuditRecord) -> None:
+        rejected = record.body.get("rejected", ())
+        self.rejected.update(reason for _, reason in rejected)
+        self.prompts.add(record.body.get("handed_out", ()), rejected)
 
     def _leave(self, version: int) -> None:
         """Voids the steps and checkpoints after `version`."""

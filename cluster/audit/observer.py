@@ -48,6 +48,8 @@ class RunAudit:
         self._run_folder = run_folder
         self._checkpoints = checkpoints
         self._rejected: list[tuple[str, str]] = []
+        self._handed_out: list[str] = []
+        self._continued: dict[str, list[str]] = {}
         self._is_recovering = False
 
     @property
@@ -67,12 +69,11 @@ class RunAudit:
 
     def trained(self, version: int, groups: Sequence[ScoredGroup]) -> None:
         """Implements `StepObserver`: the learner has trained these groups, which makes `version`."""
-        rejected, self._rejected = self._rejected, []
         body = {
             "version": version,
             "source": "journal" if self._is_recovering else "new",
             "groups": [group_entry(group) for group in groups],
-            "rejected": rejected,
+            **self._taken_prompts(),
         }
         self._recorder.record(AuditKind.TRAINED, body)
 
@@ -91,6 +92,24 @@ class RunAudit:
     def rejected(self, summary: GroupSummary, reason: str) -> None:
         """Adds a rejected group to the record of the next step."""
         self._rejected.append((summary.group_id, reason))
+
+    def handed_out(self, prompt_id: str) -> None:
+        """Implements `PromptObserver`: adds a prompt to the record of the next step."""
+        self._handed_out.append(prompt_id)
+
+    def left_out(self, prompt_id: str, reason: str) -> None:
+        """Implements `PromptObserver`: a prompt cannot be sampled, which counts as rejected."""
+        self._rejected.append((prompt_id, reason))
+
+    def continued(self, pending: Sequence[str], settled: Sequence[str]) -> None:
+        """Implements `PromptObserver`: the prompts that a resumed run knows; part of the record of the recovery."""
+        self._continued = {"pending": list(pending), "settled": list(settled)}
+
+    def _taken_prompts(self) -> dict[str, Any]:
+        """Returns the prompts that were handed out and rejected since the last call."""
+        taken = {"handed_out": self._handed_out, "rejected": self._rejected}
+        self._handed_out, self._rejected = [], []
+        return taken
 
     async def pushed(self, push: Push) -> None:
         """A listener of `WeightSync.on_published`."""
@@ -150,13 +169,15 @@ class RunAudit:
     def recovered(self, version: int) -> None:
         """The steps of the journal are repeated."""
         self._is_recovering = False
-        self._recorder.record(AuditKind.RECOVERED, {"version": version})
+        continued, self._continued = self._continued, {}
+        self._recorder.record(AuditKind.RECOVERED, {"version": version, **continued})
 
     def ended(self, status: str, version: int) -> None:
         """This part of the run is over and its files are written. Reads them, then closes the chain."""
         if self.is_on:
             files = digests_below(self._run_folder)
-            self._recorder.record(AuditKind.ENDED, {"status": status, "version": version, "files": files})
+            body = {"status": status, "version": version, "files": files, **self._taken_prompts()}
+            self._recorder.record(AuditKind.ENDED, body)
             self._log_head("at the end")
         self._recorder.close()
 

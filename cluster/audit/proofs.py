@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from mobula.cluster.audit.chain import AUDIT_FILE
 from mobula.cluster.audit.history import AuditedStep, History, named
 from mobula.cluster.audit.order import AuditFinding
+from mobula.cluster.audit.prompts import PromptAccount
 
 # `newer`: the engine joined during the push, or got a later version, each through a load that checks every byte.
 VERIFIED = ("checksum", "checksum+canary", "newer")
@@ -81,6 +82,18 @@ def check_groups(history: History) -> Iterator[AuditFinding]:
     gaps = sorted(set(range(1, history.version + 1)) - history.steps.keys())
     if gaps:
         yield AuditFinding(AUDIT_FILE, f"versions {named([str(gap) for gap in gaps])} have no record of their step")
+
+
+def account_of(history: History) -> PromptAccount:
+    """Returns what became of each prompt that was handed out."""
+    return history.prompts.account(group_id for step in history.steps.values() for group_id in step.groups)
+
+
+def check_prompts(history: History) -> Iterator[AuditFinding]:
+    """Yields trained and rejected prompts that were never handed out."""
+    unknown = history.prompts.unknown(group_id for step in history.steps.values() for group_id in step.groups)
+    if unknown:
+        yield AuditFinding(AUDIT_FILE, f"prompts {named(unknown)} were trained or rejected, and never handed out")
 
 
 def check_pushes(history: History) -> Iterator[AuditFinding]:

@@ -10,7 +10,7 @@ from mobula.cluster.audit.chain import AUDIT_FILE, HEAD_FILE, DamagedRecord, Hea
 from mobula.cluster.audit.coverage import check_files
 from mobula.cluster.audit.history import History
 from mobula.cluster.audit.order import AuditFinding, ChainFile, check_order
-from mobula.cluster.audit.proofs import check_groups, check_pushes, check_staleness
+from mobula.cluster.audit.proofs import check_groups, check_prompts, check_pushes, check_staleness
 from mobula.cluster.errors import PreflightError
 
 
@@ -75,6 +75,7 @@ def verify(folder: Path, checkpoints: Path, head: str = "") -> Audit:
     findings += history.findings
     findings += check_staleness(history)
     findings += check_groups(history)
+    findings += check_prompts(history)
     findings += check_pushes(history)
     findings += check_files(history, folder, checkpoints)
     newest = records[-1]

@@ -11,7 +11,7 @@ import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from mobula.cluster.errors import (
     DeadlineError,
@@ -44,6 +44,7 @@ TOO_FEW_SCORED = "too_few_scored"
 UNIFORM = "uniform"
 OVER_AGE = "over_age"
 ROLLED_BACK = "rolled_back"
+UNUSABLE = "unusable"  # a pending row of a checkpoint that can no longer be read
 LOST_TOGETHER_S = 1.0  # actors that die within this time count as one failure of a prompt: their node is gone
 LOG_WINDOW_S = 1.0  # failures of prompts with one cause within this time are one line of the log
 MAX_NODES_LOST = 8  # in a row, for one prompt or one step
@@ -179,6 +180,30 @@ async def sample_and_score(
     )
 
 
+class PromptObserver(Protocol):
+    """Gets what becomes of each prompt, apart from trained groups and rejected groups."""
+
+    def handed_out(self, prompt_id: str) -> None: ...
+
+    def left_out(self, prompt_id: str, reason: str) -> None:
+        """A prompt cannot be sampled."""
+        ...
+
+    def continued(self, pending: Sequence[str], settled: Sequence[str]) -> None:
+        """After a resume: prompts that are neither trained nor rejected, and prompts that the journal settled."""
+        ...
+
+
+class Unobserved:
+    """Implements `PromptObserver`: does nothing."""
+
+    def handed_out(self, prompt_id: str) -> None: ...
+
+    def left_out(self, prompt_id: str, reason: str) -> None: ...
+
+    def continued(self, pending: Sequence[str], settled: Sequence[str]) -> None: ...
+
+
 class RolloutDispatcher:
     """Keeps as many groups in flight as the gate admits, and puts the kept groups into the replay buffer step by step.
 
@@ -201,6 +226,7 @@ class RolloutDispatcher:
         on_rejected: Callable[[GroupSummary, str], None] | None = None,
         on_lost: Callable[[str], None] | None = None,
         on_scored: Callable[[Prompt, ScoredGroup], None] | None = None,
+        observer: PromptObserver | None = None,
         tracer: RunTracer = UNTRACED,
     ) -> None:
         """Defaults: `order` is a `StepOrder`, `age_limit` is the gate's `max_staleness`. `on_rejected` gets each
@@ -214,6 +240,7 @@ class RolloutDispatcher:
         self._on_rejected = on_rejected or (lambda summary, reason: None)
         self._on_lost = on_lost or (lambda kind: None)
         self._on_scored = on_scored or (lambda prompt, group: None)
+        self._observer = observer or Unobserved()
         self._tracer = tracer
         self._rollouts = rollouts
         self._rewards = rewards
@@ -270,6 +297,7 @@ class RolloutDispatcher:
         """Restores the state of the checkpoint of `version`. Its pending prompts are sampled again, first."""
         self._cursor = state["cursor"]
         self._pending = dict.fromkeys(state["pending"])
+        self._observer.continued(self.pending(), ())
         self._begin(version, [])
 
     def is_open(self, prompt_id: str) -> bool:
@@ -288,6 +316,7 @@ class RolloutDispatcher:
         handed_out = [*self._pending, *(self._prompts.id_at(index) for index in range(self._cursor, cursor))]
         self._cursor = cursor
         self._pending = dict.fromkeys(prompt_id for prompt_id in handed_out if prompt_id not in settled)
+        self._observer.continued(self.pending(), sorted(settled))
         self._begin(version, finished)
 
     def _begin(self, version: int, finished: Sequence[ScoredGroup]) -> None:
@@ -307,6 +336,7 @@ class RolloutDispatcher:
             await self._gate.wait_for_slot()
             prompt, self._cursor = await prefetcher.next()
             self._pending[prompt.prompt_id] = None
+            self._observer.handed_out(prompt.prompt_id)
             admission = self._gate.start(self._number_of(prompt.prompt_id))
             tasks.create_task(self._roll_out(prompt, admission), name=f"roll out {prompt.prompt_id}")
 
@@ -318,6 +348,7 @@ class RolloutDispatcher:
             if first == prompt_id:
                 return number
             del self._pending[first]  # the source skipped this row: it is unusable now
+            self._observer.left_out(first, UNUSABLE)
         return None
 
     async def sample_again(self, prompt_id: str) -> ScoredGroup:
@@ -388,6 +419,7 @@ class RolloutDispatcher:
         """Frees the slot of a prompt that cannot be sampled, and rejects the prompt in the journal."""
         self._gate.reject(admission)
         del self._pending[prompt.prompt_id]
+        self._observer.left_out(prompt.prompt_id, reason)
         await self._replay.reject(prompt.prompt_id, reason)
 
     async def _forget(self, group: ScoredGroup, reason: str) -> None:

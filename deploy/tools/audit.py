@@ -14,7 +14,7 @@ from rich.text import Text
 from mobula.cluster.audit.chain import AUDIT_FILE
 from mobula.cluster.audit.comparison import Comparison, compare
 from mobula.cluster.audit.history import Descent, History, Part, SavedCheckpoint, named
-from mobula.cluster.audit.proofs import staleness_of
+from mobula.cluster.audit.proofs import account_of, staleness_of
 from mobula.cluster.audit.verification import Audit, read_chain, replayed, verify
 from mobula.cluster.errors import PreflightError
 from mobula.configs.schema.run import LATEST
@@ -62,6 +62,7 @@ def as_json(result: Audit) -> dict[str, Any]:
         "num_steps_remade": history.num_remade,
         "groups_regenerated": dict(history.regenerated),
         "groups_rejected": dict(history.rejected),
+        "prompts": asdict(account_of(history)),
         "num_pushes": len(history.pushes),
         "receipts": {engine: dict(counts) for engine, counts in sorted(history.receipts.items())},
         "num_admitted": dict(history.num_admitted),
@@ -150,6 +151,16 @@ def _trained_lines(history: History) -> Iterator[tuple[str, str]]:
         )
     if history.regenerated:
         yield "regenerated", named([f"{group} ({source})" for group, source in history.regenerated.items()])
+    account = account_of(history)
+    if account.num:
+        lost = f"; lost: {named(list(account.lost))}" if account.lost else ""
+        yield (
+            "prompts",
+            (
+                f"{account.num} handed out: {len(account.trained)} trained, {len(account.rejected)} rejected, "
+                f"{len(account.open)} open at the newest record, {len(account.lost)} lost with a part{lost}"
+            ),
+        )
     lags = ", ".join(
         f"{lag}: {num} tokens ({num / staleness.num_tokens:.1%})" for lag, num in staleness.tokens_by_lag.items()
     )

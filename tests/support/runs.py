@@ -102,6 +102,7 @@ class Run:
         self.evaluator = FakeEvaluator(on_version)
         self.metrics = FakeMetrics()
         self.stop = stop_request(stop_s)
+        self._audit = audit or RunAudit()
         self.num_prepared = 0
         self.num_finished = 0
         self.recovered: dict[str, int] = {}
@@ -124,7 +125,8 @@ class Run:
             admission_filter=AdmissionFilter(min_scored=2, drop_uniform=drop_uniform, max_rejected_in_a_row=1000),
             order=order(self.gate),
             age_limit=AgeLimit(max_staleness, is_whole=drops_whole),
-            on_rejected=lambda summary, reason: self.rejected.append((summary, reason)),
+            on_rejected=self._reject,
+            observer=self._audit,
             tracer=tracer,
         )
         self.weights.on_announced(self.dispatcher.advance)
@@ -148,7 +150,7 @@ class Run:
             identity={"seed": 0},
             resume=resume,
             schedule=CheckpointSchedule(interval_steps=checkpoint_interval, total_steps=total_steps, keep=2),
-            recovery=AuditedRecovery(recovery if has_journal else CheckpointAlone(), audit or RunAudit()),
+            recovery=AuditedRecovery(recovery if has_journal else CheckpointAlone(), self._audit),
         )
         self.controller = Controller(
             total_steps=total_steps,
@@ -169,6 +171,10 @@ class Run:
         if isinstance(self.rollouts, PooledRollouts):
             return await self.rollouts.during(self.controller.run)
         return await self.controller.run()
+
+    def _reject(self, summary: GroupSummary, reason: str) -> None:
+        self.rejected.append((summary, reason))
+        self._audit.rejected(summary, reason)
 
     async def _prepare(self) -> None:
         self.num_prepared += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import shutil
 from collections.abc import Callable
@@ -17,6 +18,8 @@ from mobula.cluster.audit.chain import AUDIT_FILE, HEAD_FILE, AuditKind, AuditRe
 from mobula.cluster.audit.comparison import Comparison, compare
 from mobula.cluster.audit.files import recorded_files
 from mobula.cluster.audit.history import Descent
+from mobula.cluster.audit.prompts import PromptLedger
+from mobula.cluster.audit.proofs import account_of
 from mobula.cluster.audit.writer import ChainWriter
 from mobula.cluster.errors import PreflightError
 from mobula.cluster.metrics.guard_events import GuardEvent
@@ -75,6 +78,51 @@ def test_a_flipped_bit_is_found_in_its_file(run: Path, data: st.DataObject) -> N
         number = content[: bit // 8].count(b"\n")
         assert any(f"record {number}" in finding.message for finding in findings), findings
     assert audited(run).findings == []
+
+
+def test_every_prompt_was_trained_or_rejected_or_is_named(run: Path) -> None:
+    history = audited(run).history
+    account = account_of(history)
+    assert set(account.trained) == {group for step in history.steps.values() for group in step.groups}
+    assert account.rejected == () and account.lost == ()
+    assert account.num == len({*account.trained, *account.open})
+    assert account.num >= 8
+
+
+def test_rejected_prompts_have_their_reasons(tmp_path: Path) -> None:
+    def values(prompt_id: str) -> tuple[float | None, ...]:
+        return (1.0, 1.0) if int(prompt_id.split("/")[1]) % 3 == 0 else (0.0, 1.0)
+
+    run, audit = audited_run(tmp_path, total_steps=3, drop_uniform=True, values=values)
+    asyncio.run(run.go())
+    audit.ended("done", 3)
+    result = audited(tmp_path)
+    assert result.findings == []
+    account = account_of(result.history)
+    assert {reason for _, reason in account.rejected} == {"uniform"}
+    assert {int(i.split("/")[1]) % 3 for i, _ in account.rejected} == {0}
+    assert len(account.trained) == 6
+
+
+def test_prompts_of_a_killed_part_are_trained_later_or_named(tmp_path: Path) -> None:
+    whole_run(tmp_path, 4)
+    history = audited(tmp_path).history
+    killed = PromptLedger()
+    killed.begin_part()
+    killed.add(["a", "b", "c", "d"], [("d", "uniform")])
+    killed.begin_part()
+    killed.continued(["b"], ["a"])
+    account = killed.account(["a"])
+    assert (account.trained, account.open, account.lost) == (("a",), ("b",), ("c",))
+    assert account.rejected == (("d", "uniform"),)
+    assert account_of(history).lost == ()
+
+
+def test_a_group_that_was_trained_and_never_handed_out_is_found() -> None:
+    ledger = PromptLedger()
+    ledger.begin_part()
+    ledger.add(["a"], [])
+    assert ledger.unknown(["a", "x"]) == ["x"]
 
 
 def test_a_dropped_record_is_named(run: Path, copy: Path) -> None:

@@ -1,4 +1,4 @@
-"""Audit: CPU time that the hash chain takes of a digits step, in the driver and in the rollout actors.
+"""Audit: CPU time that the hash chain takes of a digits step, in the driver, the rollout actors and the learner.
 
 One step as in `whole_step`, whose baseline gives the seconds of a step: 8 groups of 8 responses of 8 tokens, a push and
 a line of metrics. The time of the driver's thread is counted; another thread syncs the file.
@@ -23,6 +23,7 @@ from mobula.cluster.metrics.step_records import StepRecord
 from mobula.cluster.records.content import group_digest
 from mobula.cluster.records.trajectory import Reward, ScoredGroup, TrajectoryGroup
 from mobula.cluster.weight_sync.weight_sync import Push
+from mobula.learner.batch import check_digest
 
 LOAD = Load("digits", num_groups=8, num_tokens=8, num_trips=1)
 NUM_STEPS = 200  # of one measurement
@@ -48,7 +49,16 @@ def measure(effort: Effort, overrides: Sequence[str]) -> Findings:
                 group_digest(one)
         return 1000 * (time.thread_time() - start) / NUM_STEPS
 
-    found = asyncio.run(interleave({"driver": driver, "actors": actors}, effort))
+    summaries = [one.summary() for one in groups]
+
+    async def learner(round_number: int) -> float:
+        start = time.thread_time()
+        for _ in range(NUM_STEPS):
+            for summary, one in zip(summaries, groups, strict=True):
+                check_digest(summary, one)
+        return 1000 * (time.thread_time() - start) / NUM_STEPS
+
+    found = asyncio.run(interleave({"driver": driver, "actors": actors, "learner": learner}, effort))
     return _findings(found)
 
 
@@ -63,6 +73,8 @@ async def _record_steps(groups: Sequence[TrajectoryGroup]) -> float:
         sink = AuditSink(audit)
         start = time.thread_time()
         for version in range(1, NUM_STEPS + 1):
+            for one in scored:
+                audit.handed_out(one.summary.group_id)
             audit.trained(version, scored)
             await audit.pushed(Push(version, 1, 0.1, None, manifest_sha256="0" * 64, receivers=engines))
             sink.emit(line)
@@ -75,10 +87,11 @@ def _findings(found: dict[str, tuple[float, ...]]) -> Findings:
     series = {
         "driver": Measurements("records of a step, a push and a line of metrics", UNIT, found["driver"]),
         "actors": Measurements("digests of the groups of a step, in the rollout actors", UNIT, found["actors"]),
+        "learner": Measurements("digests of the groups of a step, in the learner", UNIT, found["learner"]),
     }
-    both = series["driver"].median + series["actors"].median
+    whole_ms = sum(measured.median for measured in series.values())
     claims = (
         Claim("driver / synchronous digits step of whole_step", series["driver"].median / step_ms, MAX_SHARE, False),
-        Claim("driver and actors / the same step", both / step_ms, MAX_SHARE, at_least=False),
+        Claim("driver, actors and learner / the same step", whole_ms / step_ms, MAX_SHARE, at_least=False),
     )
     return Findings({"groups": LOAD.num_groups, "tokens": LOAD.num_tokens, "step_ms": step_ms}, series, claims)

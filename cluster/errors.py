@@ -17,6 +17,7 @@
     ├── LostReplyError          a role's process is healthy, but one of its replies was lost
     ├── DependencyError         a healthy role waited for another role until its deadline
     ├── LostObjectError         an object was lost with the node that held it
+    ├── WrongGroupError         a group has another content than its rollout actor reported
     ├── RolloutError            a rollout actor could not finish a prompt
     │   └── EngineDiedError     its engine ended; `failure` is the cause
     ├── EnvironmentFailedError  an environment fails in too large a share of its episodes
@@ -129,6 +130,10 @@ class DependencyError(MobulaError):
 
 class LostObjectError(MobulaError):
     """The node that held the only copy of an object is gone."""
+
+
+class WrongGroupError(MobulaError):
+    """A group has another content in the learner than its rollout actor reported."""
 
 
 class RolloutError(MobulaError):

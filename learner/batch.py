@@ -11,8 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mobula.cluster.errors import WrongGroupError
+from mobula.cluster.records.content import group_digest
 from mobula.cluster.records.media import MediaReader
-from mobula.cluster.records.trajectory import Prompt, Reward, ScoredGroup, TrajectoryGroup
+from mobula.cluster.records.trajectory import GroupSummary, Prompt, Reward, ScoredGroup, TrajectoryGroup
 from mobula.cluster.runtime.object_store import fetch_or_miss
 from mobula.configs.schema import AlgorithmConfig
 from mobula.learner.algorithms.aggregation import Totals
@@ -110,10 +112,16 @@ def fetch_items(
     Token ages are relative to `version`, which the step trains from; advantages are 0. A trajectory without a reward
     (None) is not trained. `row` builds the scored row of a prompt and its actions: one target for each step, or one
     for the whole trajectory.
+
+    Raises:
+        LostObjectError: a group is lost.
+        WrongGroupError: a group has another content than its rollout actor reported.
     """
     chosen = range(len(groups)) if indices is None else indices
     some = [groups[n] for n in chosen]
     fetched: list[TrajectoryGroup] = fetch_or_miss([g.group for g in some], timeout_s=timeout_s, what="groups")
+    for scored, group in zip(some, fetched, strict=True):
+        check_digest(scored.summary, group)
     references = fetch_or_miss([g.reference_logprobs for g in some], timeout_s=timeout_s, what="reference log-probs")
     ids = {group.summary.group_id: n for n, group in enumerate(groups)}
     starts = [0, *accumulate(len(group.rewards) for group in groups)]
@@ -133,6 +141,20 @@ def fetch_items(
         ]
         for n, group, reference in zip(chosen, fetched, references, strict=True)
     ]
+
+
+def check_digest(summary: GroupSummary, group: TrajectoryGroup) -> None:
+    """Compares the content of a fetched group with the digest that its rollout actor computed.
+
+    Raises:
+        WrongGroupError: they differ.
+    """
+    if summary.sha256 and (found := group_digest(group)) != summary.sha256:
+        raise WrongGroupError(
+            f"group {summary.group_id} has sha256 {found}, and its rollout actor reported {summary.sha256}: the object "
+            "was altered between the two, or another one was fetched; check memory and network of the nodes, then go "
+            "on with resume=auto"
+        )
 
 
 def _item(

@@ -14,7 +14,7 @@ from learner_data import add_dropout, group, image, prompt, random_groups, tiny_
 from taught import at_hand
 
 from mobula.actors.reference.scorer import ReferenceScorer
-from mobula.cluster.errors import CheckpointError
+from mobula.cluster.errors import CheckpointError, WrongGroupError
 from mobula.cluster.guard.kl_scale import KLScale
 from mobula.cluster.records.actions import KeptSets
 from mobula.cluster.records.trajectory import FinishReason, ScoredGroup, Trajectory, TrajectoryGroup, WeightSpan
@@ -216,7 +216,7 @@ def sampled_at(scored: ScoredGroup, spans: list[tuple[WeightSpan, ...]]) -> Scor
         dataclasses.replace(t, weight_spans=s) for t, s in zip(scored.group.trajectories, spans, strict=True)
     )
     whole = dataclasses.replace(scored.group, trajectories=trajectories)
-    return dataclasses.replace(scored, group=whole, summary=whole.summary())
+    return dataclasses.replace(scored, group=whole, summary=dataclasses.replace(whole.summary(), sha256=""))
 
 
 def policy_gradient(folder: Path, groups: list[ScoredGroup], version: int, *overrides: str):
@@ -483,3 +483,14 @@ def test_the_change_of_policy_and_weights_follows_the_learning_rate(folder, toke
     assert 0 < found[1e-4]["policy_change"] < found[1e-3]["policy_change"]
     assert found[1e-3]["weight_change"] == pytest.approx(10 * found[1e-4]["weight_change"], rel=0.05)
     assert found[1e-4]["logprob_gap_first"] < 1e-5 and found[1e-4]["logprob_gap_last"] < 1e-5
+
+
+def test_a_group_with_another_content_than_its_actor_reported_is_refused_by_name(folder, tokenizer) -> None:
+    first, second = random_groups(tokenizer, 2, 2)
+    reported = [dataclasses.replace(scored, summary=scored.group.summary()) for scored in (first, second)]
+    learner = connected(tiny_config(folder))
+    assert learner.update(reported, 1).version == 1
+    altered = with_logprobs(reported[1], [t.behavior_logprobs + 1e-6 for t in second.group.trajectories])
+    with pytest.raises(WrongGroupError, match=f"group {second.summary.group_id} has sha256"):
+        learner.update([reported[0], altered], 2)
+    assert learner.version == 1

@@ -95,7 +95,8 @@ def portions_of(groups: Sequence[ScoredGroup], held: Sequence[set[int]], *, is_f
 def with_portion(outlines: Sequence[ScoredGroup], portion: Portion | None) -> list[ScoredGroup]:
     """Returns the groups with the references of the portion; without a portion they are complete already."""
     groups = list(outlines)
-    for n, (group, logprobs) in {} if portion is None else portion.references.items():
+    references = {} if portion is None else portion.references
+    for n, (group, logprobs) in references.items():
         groups[n] = replace(groups[n], group=group, reference_logprobs=logprobs)
     return groups
 

@@ -15,6 +15,7 @@ from learner_data import random_groups, tiny_config
 from transformers import AutoTokenizer
 
 from mobula.cluster.errors import CheckpointError, LostObjectError, WorkerDiedError
+from mobula.cluster.guard.kl_scale import KLScale
 from mobula.cluster.records.trajectory import ScoredGroup
 from mobula.cluster.roles import UpdateReport
 from mobula.configs.load import load_config
@@ -97,6 +98,24 @@ async def test_both_places_train_alike_and_a_checkpoint_of_one_is_one_of_the_oth
         await again.start()
         assert await again.load(tmp_path / state) == 2
         assert await trained(again, updates[2:]) == expected, f"at the other place, from the checkpoint of {state}"
+
+
+async def test_the_critics_ranks_take_the_raised_factor_of_the_kl_coefficient(
+    folder: Path, updates: list[list[ScoredGroup]], tmp_path: Path
+) -> None:
+    factors, found = [KLScale(), KLScale(), KLScale()], []
+    for factor in factors[1:]:
+        factor.set_from(2, 3.0)
+    groups = (together(folder), together(folder), apart(folder, tmp_path / "reference"))
+    for group, factor in zip(groups, factors, strict=True):
+        group.scale_kl_with(factor)
+        await group.start()
+        await group.begin_rl()
+        found.append(await trained(group, updates[:3]))
+    plain, near, far = found
+    assert far == near
+    assert far[0] == plain[0] and far[1]["kl_coef"] == pytest.approx(3 * plain[1]["kl_coef"])
+    assert far[1]["value_loss"] != plain[1]["value_loss"], "returns have the KL term"
 
 
 class Rank:

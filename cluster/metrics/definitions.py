@@ -69,6 +69,9 @@ class MetricName(StrEnum):
     QUEUE_WAITING = "queue_waiting"
     QUEUE_OVERSIZED = "queue_oversized"
     CANARY = "canary"
+    CANARY_MEDIA = "canary_media"
+    CANARY_TEMPLATE = "canary_template"
+    CANARY_TEXT = "canary_text"
     PUSH_SECONDS = "push_seconds"
     PUSH_BYTES = "push_bytes"
     PUSH_CHANGED_SHARE = "push_changed_share"
@@ -225,6 +228,9 @@ METRICS: Mapping[str, Metric] = {
     MetricName.QUEUE_WAITING: Metric("", "Finished groups that wait for room in the replay buffer"),
     MetricName.QUEUE_OVERSIZED: Metric("", "Groups larger than replay.max_bytes, since the start of the buffer"),
     MetricName.CANARY: Metric("nat", "Mean log-prob difference of engine and learner on the probe prompt"),
+    MetricName.CANARY_MEDIA: Metric("nat", "As canary, of the tokens of media"),
+    MetricName.CANARY_TEMPLATE: Metric("nat", "As canary, of the tokens with which all prompts begin and end"),
+    MetricName.CANARY_TEXT: Metric("nat", "As canary, of the other tokens of the prompt"),
     MetricName.PUSH_SECONDS: Metric("s", "Duration of the newest push, until every engine serves the weights"),
     MetricName.PUSH_BYTES: Metric("B", "Bytes sent to each engine by the newest push"),
     MetricName.PUSH_CHANGED_SHARE: Metric("", "Share of weights that changed, with weight_sync.payload=delta"),

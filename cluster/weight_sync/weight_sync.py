@@ -48,6 +48,7 @@ class Push:
     changed_share: float | None = None  # of all elements, since the push before; None for whole tensors
     manifest_sha256: str = ""
     receivers: Mapping[str, str] = field(default_factory=dict)  # name -> `checksum`, `checksum+canary` or `newer`
+    canary_by_class: Mapping[str, float] = field(default_factory=dict)  # class of token -> as `canary_gap`
 
 
 @dataclass(frozen=True)
@@ -108,12 +109,14 @@ class WeightSync:
         canary_tolerance: Tolerance,
         ranks_of_receiver: int = 1,
         probe: Prompt,
+        probe_classes: Mapping[str, np.ndarray] | None = None,
     ) -> None:
         """
         Args:
             wave_size: 0 updates all receivers at once.
             max_attempts: of a push to a wave, and of giving weights to a receiver that missed it.
             ranks_of_receiver: ranks of a transfer group that a receiver takes.
+            probe_classes: class of token -> log-probs of the probe that it has, bool [P - 1].
         """
         self._sender = sender
         self._members = members
@@ -124,6 +127,7 @@ class WeightSync:
         self._canary_tolerance = canary_tolerance
         self._ranks_of_receiver = ranks_of_receiver
         self._probe = probe
+        self._probe_classes = probe_classes or {}
         self._arrival_listeners: list[Callable[[int], Awaitable[None]]] = []
         self._listeners: list[Callable[[Push], Awaitable[None]]] = []
         self._admission_listeners: list[Callable[[str, int], None]] = []
@@ -222,7 +226,10 @@ class WeightSync:
         await self._arrive(push, sent)
         for arrival_listener in self._arrival_listeners:
             await arrival_listener(push.version)
-        gap = None if expected is None else await self._canary(push, expected)
+        gap: float | None = None
+        by_class: dict[str, float] = {}
+        if expected is not None:
+            gap, by_class = await self._canary(push, expected)
         self._members.published(push.version)
         done = Push(
             push.version,
@@ -234,6 +241,7 @@ class WeightSync:
             changed_share=None if changes is None else changes.num_changed / max(1, push.manifest.num_elements),
             manifest_sha256=push.manifest.sha256,
             receivers=self._verified(push, has_canary=gap is not None),
+            canary_by_class=by_class,
         )
         for listener in self._listeners:
             await listener(done)
@@ -455,8 +463,9 @@ class WeightSync:
         self._waves.remove(wave)
         await self._sender.leave_transfer(wave.epoch)
 
-    async def _canary(self, push: _Underway, expected: np.ndarray) -> float | None:
-        """Compares log-probs of the probe; an engine that differs is lost, and if all differ the push fails.
+    async def _canary(self, push: _Underway, expected: np.ndarray) -> tuple[float | None, dict[str, float]]:
+        """Compares log-probs of the probe; an engine that differs is lost, and if all differ the push fails. Returns
+        the largest mean difference of the others, of all tokens and by class.
 
         Asks only engines with the weights of this push: later joiners may have a newer version.
         """
@@ -475,8 +484,15 @@ class WeightSync:
             raise self._canary_error(wrong)
         for receiver, excess in wrong.items():
             self._members.lose(receiver, self._canary_error({receiver: excess}))
-        right = [Gap.of(gap).mean for receiver, gap in gaps.items() if receiver not in wrong]
-        return max(right, default=None)
+        right = [gap for receiver, gap in gaps.items() if receiver not in wrong]
+        if not right:
+            return None, {}
+        by_class = {
+            name: max(float(gap[mask].mean()) for gap in right)
+            for name, mask in self._probe_classes.items()
+            if len(mask) == len(expected)
+        }
+        return max(Gap.of(gap).mean for gap in right), by_class
 
     def _canary_error(self, wrong: dict[Receiver, Gap]) -> CanaryError:
         off = ", ".join(f"{receiver.name} by {gap}" for receiver, gap in wrong.items())

@@ -35,12 +35,14 @@ def diagnose(
     The findings are added to the report of a run that has ended. Exits with 1 if there is a fault.
     """
     with explained():
+        from mobula.cluster.metrics.report.findings import in_folder
         from mobula.deploy.tools.diagnose import command
 
         subject = command.subject_of(words or [], run)
         findings = command.diagnose(subject, is_deep=deep)
         if subject.folder is not None:
             command.add_to_report(subject.folder, findings)
+        findings = in_folder(findings, command.pictures_folder(subject))
     from mobula.cluster.metrics.report.findings import RunVerdict, to_json
     from mobula.deploy.tools.diagnose.page import show
 

@@ -39,6 +39,7 @@ from mobula.cluster.rollout.supervised_rows import SupervisedRows
 from mobula.cluster.runtime.ray_actors import answer, stop
 from mobula.cluster.tracing.spans import RunTracer
 from mobula.cluster.weight_sync.fresh_samples import FreshSamples
+from mobula.cluster.weight_sync.probe_tokens import MEDIA, TEMPLATE, TEXT, classes_of
 from mobula.cluster.weight_sync.tolerance import Rounding, Tolerance
 from mobula.cluster.weight_sync.weight_sync import Push, WeightSync
 from mobula.cluster.workers.colocation import GpuLease, LeasedRollouts, LeasedWeights
@@ -66,6 +67,11 @@ from mobula.rewards.pool.reward_pool import RewardPool
 
 POLICY_FOLDER = "policy"  # in the run folder: the trained policy, in the Hugging Face layout
 MAX_REJECTED_STEPS = 20  # a run that rejects this many steps' worth of groups in a row has nothing to learn from
+CANARY_OF = {
+    MEDIA: MetricName.CANARY_MEDIA,
+    TEMPLATE: MetricName.CANARY_TEMPLATE,
+    TEXT: MetricName.CANARY_TEXT,
+}
 PROBE_CANDIDATES = 16
 FRESH_TOKENS = 16  # response tokens for measuring the log-prob gap in steps with older tokens
 ORDERS = {"wait": StepOrder, "overtake": OvertakingOrder}
@@ -257,9 +263,9 @@ def build_controller(
     responses = InformingLog(judged_log(guard, response_log(prepared, config.run_folder / RESPONSES_FOLDER)))
     on_result = partial(record_evaluation, metrics)
     evaluator = build_evaluator(prepared, rollouts, inference.rewards, on_result, responses)
-    probe = probe_prompt(prepared)
+    probe, others = probe_prompt(prepared)
     tolerance = tolerance_of(config)
-    weights = _weights(prepared, inference, training, probe, tolerance)
+    weights = _weights(prepared, inference, training, probe, others, tolerance)
     _measure_fresh(config, probe, inference, training)
     observe = partial(_observe, prepared, inference, metrics)
     weights.on_announced(dispatcher.advance)
@@ -423,6 +429,7 @@ def _dispatcher(
         on_rejected=partial(_count_rejected, metrics, audit),
         on_lost=partial(metrics.count, CounterName.ROLLOUT_RETRIES),
         on_scored=partial(_observe_stage, config, curriculum) if curriculum else None,
+        observer=audit,
         tracer=tracer,
     )
 
@@ -490,7 +497,12 @@ def _measure_fresh(config: RunConfig, probe: Prompt, inference: Inference, train
 
 
 def _weights(
-    prepared: Prepared, inference: Inference, training: Training, probe: Prompt, tolerance: Tolerance
+    prepared: Prepared,
+    inference: Inference,
+    training: Training,
+    probe: Prompt,
+    others: Sequence[Prompt],
+    tolerance: Tolerance,
 ) -> WeightSync:
     sync = prepared.config.weight_sync
     weights = WeightSync(
@@ -503,15 +515,19 @@ def _weights(
         canary_tolerance=tolerance,
         ranks_of_receiver=prepared.config.resources.rollout.tensor_parallel,
         probe=probe,
+        probe_classes=classes_of(probe, others),
     )
     inference.rollouts.admit_with(weights.admit)
     return weights
 
 
-def probe_prompt(prepared: Prepared) -> Prompt:
-    """Returns the prompt for comparing engines and learner: an early held-out prompt with an image, else the first."""
+def probe_prompt(prepared: Prepared) -> tuple[Prompt, list[Prompt]]:
+    """Returns the prompt for comparing engines and learner: an early held-out prompt with an image, else the first; and
+    the other early held-out prompts.
+    """
     prompts = prepared.fixed_prompts(prepared.config.evaluation.split, PROBE_CANDIDATES).prompts
-    return next((prompt for prompt in prompts if prompt.media), prompts[0])
+    probe = next((prompt for prompt in prompts if prompt.media), prompts[0])
+    return probe, [prompt for prompt in prompts if prompt is not probe]
 
 
 def _count_rejected(metrics: Metrics, audit: RunAudit, summary: GroupSummary, reason: str) -> None:
@@ -540,6 +556,8 @@ async def _after_push(push: Push, *, metrics: Metrics, observe: Callable[[], Non
         metrics.count(CounterName.WEIGHT_RESENDS, "missed", push.num_resent)
     if push.canary_gap is not None:
         metrics.observe(MetricName.CANARY, push.canary_gap)
+        for name, gap in push.canary_by_class.items():
+            metrics.observe(CANARY_OF[name], gap)
     observe()
 
 

@@ -120,7 +120,7 @@ def render_report(
         faults=_fault_rows(run.faults)[-_MAX_FAULT_ROWS:],
         num_faults=len(run.faults),
         samples=sorted(run.samples.samples, key=_sample_order),
-        images={key: _data_uri(png) for key, png in run.samples.thumbnails.items()},
+        images={key: _data_uri(png) for key, png in {**run.samples.thumbnails, **run.pictures}.items()},
         skipped_counts=sorted(Counter(row.reason for row in run.skipped).items()),
         skipped=run.skipped[:_MAX_SKIPPED_ROWS],
         num_skipped=len(run.skipped),

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from mobula.cluster.metrics.guard_events import GUARD_FILE, GuardEvent, read_events
-from mobula.cluster.metrics.report.findings import RunFinding, read_findings
+from mobula.cluster.metrics.report.findings import RunFinding, pictures_of, read_findings
 from mobula.cluster.metrics.report.samples import SampleFile, read_samples
 from mobula.cluster.metrics.sinks.jsonl import read_records
 from mobula.cluster.metrics.step_records import HELD_OUT, EvaluationRecord, StepRecord
@@ -62,6 +62,7 @@ class RunFolder:
     config: str
     guard: Sequence[GuardEvent] = ()
     findings: Sequence[RunFinding] = ()  # of the newest diagnosis, the worst first
+    pictures: Mapping[str, bytes] = field(default_factory=dict)  # path -> PNG, of the findings
 
 
 def read_run_folder(folder: Path) -> RunFolder:
@@ -79,6 +80,7 @@ def read_run_folder(folder: Path) -> RunFolder:
             evaluations.setdefault(record.suite, {})[record.version] = record
     by_suite = {suite: [results[version] for version in sorted(results)] for suite, results in evaluations.items()}
     summary, config = folder / SUMMARY_FILE, folder / CONFIG_FILE
+    findings = read_findings(folder)
     return RunFolder(
         name=folder.resolve().name,
         steps=[r for r in records if isinstance(r, StepRecord)],
@@ -91,7 +93,8 @@ def read_run_folder(folder: Path) -> RunFolder:
         faults=read_faults(folder / FAULTS_FILE),
         config=config.read_text(encoding="utf-8") if config.exists() else "",
         guard=read_events(folder / GUARD_FILE),
-        findings=read_findings(folder),
+        findings=findings,
+        pictures=pictures_of(findings, folder),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mobula.deploy.tools.diagnose.data import model, rows
 from mobula.deploy.tools.diagnose.records.registry import Check, Needs
-from mobula.deploy.tools.diagnose.responses import labels, truncation, variety
+from mobula.deploy.tools.diagnose.responses import labels, language, truncation, variety
 from mobula.deploy.tools.diagnose.rewards import components, exploitation, groups, parser, trend
 from mobula.deploy.tools.diagnose.updates import divergence, engine, limits, progress, step_size
 
@@ -25,6 +25,7 @@ CHECKS: tuple[Check, ...] = (
     Check(rows.LABELS, "distribution of labels", Needs.DATA, rows.check_label_distribution),
     Check(labels.NAME, "answers against labels", Needs.ANSWERS, labels.check_labels),
     Check(variety.NAME, "differences of siblings", Needs.ANSWERS, variety.check_variety),
+    Check(language.NAME, "languages of responses", Needs.ANSWERS, language.check_language),
     Check(groups.NAME, "groups with equal rewards", Needs.STEPS, groups.check_groups),
     Check(step_size.LEARNING_RATE, "size of an update", Needs.STEPS, step_size.check_learning_rate),
     Check(step_size.SKIPPED, "optimizer steps", Needs.STEPS, step_size.check_skipped_steps),

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from tempfile import gettempdir
 
 from mobula.cluster.errors import PreflightError
-from mobula.cluster.metrics.report.findings import RunFinding, RunVerdict, worst_first, write_findings
+from mobula.cluster.metrics.report.findings import RunFinding, RunVerdict, with_files, worst_first, write_findings
 from mobula.cluster.metrics.report.run_folder import CONFIG_FILE, REPORT_FILE, RunFolder, read_run_folder
 from mobula.cluster.records.media import MediaStore
 from mobula.configs.load import load_config, load_resolved
@@ -87,7 +89,12 @@ def diagnose(subject: Subject, *, is_deep: bool = False) -> list[RunFinding]:
         from mobula.deploy.tools.diagnose.deep import run_trials  # which imports the session of Ray
 
         findings += run_trials(subject.folder, subject.material.config)
-    return worst_first(findings)
+    return with_files(worst_first(findings), pictures_folder(subject))
+
+
+def pictures_folder(subject: Subject) -> Path:
+    """Returns the folder below which pictures of findings are written: of the run, or a temporary folder."""
+    return subject.folder or Path(gettempdir()) / f"mobula-{os.getuid()}-{subject.material.config.name}"
 
 
 def _read(folder: Path) -> RunFolder:

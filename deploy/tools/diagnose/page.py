@@ -42,4 +42,6 @@ def _details(finding: RunFinding) -> Text:
     if finding.verdict in (RunVerdict.FAULT, RunVerdict.WARNING):
         for evidence in finding.evidence:
             text.append(f"\n   {evidence.text}", style="dim")
+            for image in evidence.images:
+                text.append(f"\n   picture: {image}", style="dim")
     return text

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from mobula.cluster.metrics.report.findings import Evidence, RunFinding, RunVerdict
 from mobula.deploy.tools.diagnose.records.material import Material
 from mobula.deploy.tools.diagnose.records.registry import not_measured
-from mobula.deploy.tools.diagnose.records.survey import DataSurvey
+from mobula.deploy.tools.diagnose.records.survey import DataSurvey, PicturedRow
 
 DUPLICATES, LEAKS, LABELS, PICTURES = "duplicate_prompts", "held_out_leak", "label_distribution", "pictures"
 MOST, MANY, SOME = 0.5, 0.1, 0.02
@@ -19,7 +21,8 @@ def check_duplicates(material: Material) -> RunFinding:
     numbers = {"repeated_fraction": share, "num_rows": float(train.num_rows), "num_read": float(train.num_read)}
     measured = f"{share:.1%} of {train.num_read} training rows repeat the question and the pictures of another row"
     largest = sorted(train.rows.values(), key=len, reverse=True)[:NUM_SHOWN]
-    evidence = tuple(Evidence(f"{len(ids)} equal rows: {', '.join(ids[:4])}") for ids in largest if len(ids) > 1)
+    equal = tuple(Evidence(f"{len(ids)} equal rows: {', '.join(ids[:4])}") for ids in largest if len(ids) > 1)
+    evidence = (*equal, *_shown(train.repeated, "repeats an earlier row"))
     verdict = RunVerdict.WARNING if share >= MANY else RunVerdict.NOTICE if share >= SOME else RunVerdict.OK
     action = "" if verdict is RunVerdict.OK else "remove repeated rows from data.path"
     return RunFinding(DUPLICATES, verdict, measured, numbers, action, evidence)
@@ -37,7 +40,10 @@ def check_leaks(material: Material) -> RunFinding:
         f"{share:.1%} of {data.held_out.num_read} rows of {data.held_out_name} are training rows, too (question and "
         f"pictures; {data.train.num_read} of {data.train.num_rows} training rows read)"
     )
-    evidence = tuple(Evidence(f"{held_out} is {trained}") for held_out, trained in leaked[:NUM_SHOWN])
+    pngs = {row.sample_id: row.pngs for row in data.held_out.leaked}
+    evidence = tuple(
+        Evidence(f"{held_out} is {trained}", pngs=pngs.get(held_out, ())) for held_out, trained in leaked[:NUM_SHOWN]
+    )
     verdict = RunVerdict.FAULT if share >= MANY else RunVerdict.WARNING if share >= SOME else RunVerdict.OK
     verdict = RunVerdict.NOTICE if leaked and verdict is RunVerdict.OK else verdict
     action = f"remove these rows from one of the splits: the accuracy on {data.held_out_name} counts memorised rows"
@@ -79,8 +85,13 @@ def check_pictures(material: Material) -> RunFinding:
     if blank >= MANY or (shared >= MOST and len(train.texts) < len(train.pictures) * 2):
         verdict = RunVerdict.FAULT if worst >= MOST else RunVerdict.WARNING
         action = "check how the pictures of data.path were written: `mobula data inspect` shows them"
-        return RunFinding(PICTURES, verdict, measured, numbers, action)
+        evidence = (*_shown(train.blank, "is blank"), *_shown(train.shared, "has the pictures of an earlier row"))
+        return RunFinding(PICTURES, verdict, measured, numbers, action, evidence)
     return RunFinding(PICTURES, RunVerdict.OK, measured, numbers)
+
+
+def _shown(rows: Sequence[PicturedRow], what: str) -> tuple[Evidence, ...]:
+    return tuple(Evidence(f"{row.sample_id} {what}", pngs=row.pngs) for row in rows)
 
 
 def _data(material: Material) -> DataSurvey:

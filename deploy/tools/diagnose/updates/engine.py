@@ -16,18 +16,24 @@ CLASSES = {
     "first": MetricName.LOGPROB_GAP_FIRST,
     "last": MetricName.LOGPROB_GAP_LAST,
 }
+PROMPT_CLASSES = {
+    "prompt media": MetricName.CANARY_MEDIA,
+    "prompt template": MetricName.CANARY_TEMPLATE,
+    "prompt text": MetricName.CANARY_TEXT,
+}
 NUM_SHOWN = 3
 
 
 def check_gap(material: Material) -> RunFinding:
-    """Gap of engine and learner by class of token: first, last and all sampled tokens; the canary has media and
-    template."""
+    """Gap of engine and learner by class of token: first, last and all sampled tokens of responses; media, template and
+    text of the probe prompt."""
     found = {name: value for name, metric in CLASSES.items() if (value := material.late(metric)) is not None}
     canary = material.series(MetricName.CANARY)
     if "all" not in found:
         return not_measured(GAP, "no trained token was sampled with the weights before its step")
     limit = _limit(material)
-    numbers = found | ({"prompt": max(canary)} if canary else {})
+    of_prompt = {name: max(values) for name, metric in PROMPT_CLASSES.items() if (values := material.series(metric))}
+    numbers = found | ({"prompt": max(canary)} if canary else {}) | of_prompt
     shown = ", ".join(f"{name} {value:.2g}" for name, value in numbers.items())
     trend = Trend.of(material.series(MetricName.LOGPROB_GAP_MEAN))
     measured = f"mean |log-prob of learner - engine| in nat by token: {shown}; the limit is {limit:g}"

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from PIL import Image
 from rich.console import Console
 
 from mobula.cluster.errors import PreflightError
@@ -19,11 +23,15 @@ from mobula.cluster.metrics.report.findings import (
     Evidence,
     RunFinding,
     RunVerdict,
+    in_folder,
     read_findings,
+    to_json,
+    with_files,
     worst_first,
     write_findings,
 )
-from mobula.cluster.metrics.report.run_folder import RunFolder
+from mobula.cluster.metrics.report.report import render_report
+from mobula.cluster.metrics.report.run_folder import RunFolder, read_run_folder
 from mobula.cluster.metrics.report.samples import AnswerGroup, KeptAnswer, SampleFile
 from mobula.cluster.metrics.step_records import EvaluationRecord, StepRecord
 from mobula.cluster.workers.faults import Fault
@@ -34,7 +42,7 @@ from mobula.deploy.tools.diagnose.command import subject_of
 from mobula.deploy.tools.diagnose.page import show
 from mobula.deploy.tools.diagnose.records.material import Material
 from mobula.deploy.tools.diagnose.records.registry import run_checks
-from mobula.deploy.tools.diagnose.records.survey import DataSurvey, SplitSurvey
+from mobula.deploy.tools.diagnose.records.survey import DataSurvey, PicturedRow, SplitSurvey
 from mobula.deploy.tools.diagnose.records.trends import Agreement, Trend
 
 NUM_STEPS = 32
@@ -243,6 +251,47 @@ def test_duplicates_leaks_blank_pictures_and_one_label_are_found(config: RunConf
     alike.train.labels["0"] += 10_000
     found = findings(replace(material(config), read_data=lambda: alike))["label_distribution"]
     assert found.verdict is RunVerdict.WARNING
+
+
+def png(colour: int) -> bytes:
+    content = BytesIO()
+    Image.new("RGB", (8, 8), (colour, 0, 0)).save(content, format="PNG")
+    return content.getvalue()
+
+
+def test_pictures_of_the_data_are_evidence_with_paths_in_json_and_embedded_in_the_report(
+    config: RunConfig, tmp_path: Path
+) -> None:
+    shown = [PicturedRow("row-3", (png(1), png(2)))]
+    found = findings(replace(material(config), read_data=lambda: survey(num_blank=200, blank=shown)))["pictures"]
+    [written] = with_files([found], tmp_path)
+    assert written.evidence[0] == Evidence(
+        "row-3 is blank", ("diagnosis/pictures-0-0.png", "diagnosis/pictures-0-1.png")
+    )
+    write_findings(tmp_path, [written])
+    assert (tmp_path / "diagnosis/pictures-0-1.png").read_bytes() == png(2)
+    assert base64.b64encode(png(2)).decode() in render_report(read_run_folder(tmp_path))
+    [row] = json.loads(to_json(in_folder([written], tmp_path)))
+    assert [Path(image).read_bytes() for image in row["evidence"][0]["images"]] == [png(1), png(2)]
+
+
+def test_responses_that_mix_more_scripts_are_found_with_samples(config: RunConfig) -> None:
+    texts = iter(["the answer is four"] * 256 + ["the ответ это four"] * 256)
+    mixed = answers(lambda label, n: label)
+    mixed = tuple(replace(g, answers=tuple(replace(a, text=next(texts)) for a in g.answers)) for g in mixed)
+    found = findings(material(config, answers=mixed))["language_mix"]
+    assert found.verdict is RunVerdict.WARNING and found.numbers["mix_early"] == 0
+    assert "ответ" in found.evidence[0].text
+    same = tuple(replace(g, answers=tuple(replace(a, text="la réponse") for a in g.answers)) for g in mixed)
+    assert findings(material(config, answers=same))["language_mix"].verdict is RunVerdict.OK
+    assert findings(material(config))["language_mix"].verdict is RunVerdict.NOT_MEASURED, "digits have no letters"
+
+
+def test_the_gap_of_the_prompt_is_shown_by_class_of_token(config: RunConfig) -> None:
+    gaps = {MetricName.CANARY_MEDIA: 2e-6, MetricName.CANARY_TEMPLATE: 1e-6, MetricName.CANARY_TEXT: 3e-6}
+    found = findings(material(config, gaps))["logprob_gap"]
+    assert found.verdict is RunVerdict.OK
+    assert {"prompt media": 2e-6, "prompt template": 1e-6, "prompt text": 3e-6}.items() <= found.numbers.items()
 
 
 def test_a_model_that_is_refused_is_a_fault_with_the_refusal_as_the_next_action(config: RunConfig) -> None:

@@ -32,6 +32,7 @@ from mobula.deploy.cli.gpu_check_command import gpu_check
 from mobula.deploy.cli.job_commands import Auth, AuthOption, list_jobs, logs, stop, submit
 from mobula.deploy.cli.lmms_eval_command import lmms_eval
 from mobula.deploy.cli.rehearse_command import rehearse
+from mobula.deploy.cli.training_service_command import serve_training
 from mobula.deploy.host.authentication import set_auth
 from mobula.deploy.host.terminal import open_missing_streams, outlive_output, terminal, write_any_text
 from mobula.deploy.preloading.preloaded import preloaded
@@ -493,6 +494,7 @@ app.command()(play)
 app.command()(rollout)
 app.command()(serve_environment)
 app.command()(serve_policy)
+app.command()(serve_training)
 app.command()(submit)
 app.command()(stop)
 app.command()(logs)

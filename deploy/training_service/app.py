@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 
 import tinker.types as tk
@@ -29,7 +29,8 @@ CLIENT_CONFIG = {
     "custom_loss_server_side": False,
 }
 DYNAMIC_CONFIG = {"sample_cancel_enabled": True}
-SAVES = {
+SaveRequest = tk.SaveWeightsRequest | tk.SaveWeightsForSamplerRequest | tk.SaveWeightsExternalRequest
+SAVES: Mapping[str, tuple[Kind, type[SaveRequest]]] = {
     "/api/v1/save_weights": (Kind.SAVE, tk.SaveWeightsRequest),
     "/api/v1/save_weights_for_sampler": (Kind.SAVE_SAMPLER, tk.SaveWeightsForSamplerRequest),
     "/api/v1/save_weights_external": (Kind.SAVE_EXTERNAL, tk.SaveWeightsExternalRequest),

@@ -195,6 +195,12 @@ class CheckpointStore:
         self._records.pop(record.path, None)
         await asyncio.to_thread(shutil.rmtree, record.folder, ignore_errors=True)
 
+    def superseded(self) -> list[CheckpointRecord]:
+        """Returns the weights of sampling sessions, except the newest of each model."""
+        own = [record for record in self._records.values() if record.is_ephemeral]
+        newest = {(record.model_id, record.name.startswith(INFLIGHT)): record.path for record in own}
+        return [record for record in own if record.path not in newest.values()]
+
     def expired(self) -> list[CheckpointRecord]:
         now = time.time()
         return [record for record in self._records.values() if record.expires_s is not None and record.expires_s < now]

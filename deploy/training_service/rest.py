@@ -85,7 +85,7 @@ def _add_checkpoints(app: FastAPI, service: TrainingService) -> None:
 
     @app.delete(CHECKPOINT)
     async def delete(model_id: str, kind: str, name: str, request: Request) -> Response:
-        await checkpoints.remove(checkpoints.owned(_path(model_id, kind, name), tenant_of(request)))
+        await service.remove_checkpoint(checkpoints.owned(_path(model_id, kind, name), tenant_of(request)))
         return Response(status_code=204)
 
     @app.post(f"{CHECKPOINT}/publish")

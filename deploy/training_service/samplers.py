@@ -68,6 +68,8 @@ class Samplers:
         self._num_open: dict[str, int] = {}  # tenant -> sequences that are not finished
         self._served: OrderedDict[str, asyncio.Task[None]] = OrderedDict()  # path -> the call of `serve`
         self._users: dict[str, int] = {}  # path -> requests that sample from it
+        self._used_at: dict[str, float] = {}  # path -> time of the last request
+        self._started_at = time.time()
         self._completions: dict[tuple[str, int], _Completions] = {}
         self._cursor = time.time_ns() // 1000  # above every cursor of an earlier start
         self._tasks: set[asyncio.Task[None]] = set()
@@ -112,6 +114,19 @@ class Samplers:
         if record.kind != SAMPLER:
             raise RefusedRequestError(400, f"{path} cannot be sampled from: save with save_weights_for_sampler")
         return record
+
+    async def withdraw(self, path: str) -> None:
+        """Takes weights out of the engines before their files are removed."""
+        task = self._served.pop(path, None)
+        if task is not None and task.done() and not task.exception():
+            await self._engines.withdraw(path)
+
+    def idle_s(self, record: CheckpointRecord) -> float:
+        """Seconds since the last request sampled from these weights."""
+        if record.path in self._users:
+            return 0.0
+        used_at = self._used_at.get(record.path, self._started_at)
+        return time.time() - max(used_at, record.created_s)
 
     async def join(self, sampler_id: str, tenant: str) -> int:
         """Returns the number of a new clone of the session's client."""
@@ -237,6 +252,7 @@ class Samplers:
         if record is None:
             raise RequestError(f"the checkpoint {sampler.path} was deleted or has expired")
         self._users[record.path] = self._users.get(record.path, 0) + 1
+        self._used_at[record.path] = time.time()
         return record
 
     def _release(self, path: str) -> None:

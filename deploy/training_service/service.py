@@ -20,7 +20,14 @@ from mobula.deploy.training_service.futures import Futures
 from mobula.deploy.training_service.limits import ServiceLimits
 from mobula.deploy.training_service.samplers import PREFIX, Samplers
 from mobula.deploy.training_service.store.database import Database
-from mobula.deploy.training_service.store.records import Kind, ModelRecord, RequestOutcome, RequestRecord, Session
+from mobula.deploy.training_service.store.records import (
+    CheckpointRecord,
+    Kind,
+    ModelRecord,
+    RequestOutcome,
+    RequestRecord,
+    Session,
+)
 from mobula.deploy.training_service.training.execution import Execution
 from mobula.deploy.training_service.training.model_queue import NOT_LOADED, ModelQueue
 from mobula.deploy.training_service.training.scheduler import Scheduler
@@ -29,6 +36,7 @@ from mobula.deploy.training_service.wire.training import count_tokens
 
 ALPHA = 32.0  # of every adapter, the value of the service that the client is made for
 CLEANING_S = 30.0
+UNUSED_IDLES = 6  # times `session_idle_s`, after which superseded weights of a sampling session are removed
 NUM_SEEDS = 2**31 - 1
 
 logger = logging.getLogger(__name__)
@@ -209,6 +217,11 @@ class TrainingService:
         self._models[model_id] = record
         return (await self.checkpoints.copy(source, model_id, tenant, ttl_s)).path
 
+    async def remove_checkpoint(self, record: CheckpointRecord) -> None:
+        """Takes a checkpoint out of the engines and removes it."""
+        await self.samplers.withdraw(record.path)
+        await self.checkpoints.remove(record)
+
     async def submit(self, kind: Kind, model_id: str, seq_id: int | None, body: bytes, tenant: str) -> str:
         """Accepts a request of a model; returns its id. The request is on disk when this returns.
 
@@ -323,8 +336,13 @@ class TrainingService:
             for queue in list(self._queues.values()):
                 if queue.loaded_in != NOT_LOADED and not self._is_active(queue):
                     await self._park(queue)
-            for record in self.checkpoints.expired():
-                await self.checkpoints.remove(record)
+            for record in [*self.checkpoints.expired(), *self._unused()]:
+                await self.remove_checkpoint(record)
+
+    def _unused(self) -> list[CheckpointRecord]:
+        """Returns weights of sampling sessions that later ones supersede and that no request has used for long."""
+        limit_s = UNUSED_IDLES * self.limits.session_idle_s
+        return [r for r in self.checkpoints.superseded() if self.samplers.idle_s(r) > limit_s]
 
     async def _park(self, queue: ModelQueue) -> None:
         if queue.is_busy or queue.requests:

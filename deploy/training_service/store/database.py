@@ -1,7 +1,8 @@
 """Database: the durable records of the service in one SQLite file.
 
-Every method is one transaction, on disk when the method returns (write-ahead log, synchronous=FULL). The methods run in
-one thread of their own.
+Every method is one transaction, on disk when the method returns (write-ahead log, synchronous=FULL), except `finish`:
+outcomes survive the end of the process, and after a power failure the newest are computed again. The methods run in one
+thread of their own.
 """
 
 from __future__ import annotations
@@ -120,7 +121,7 @@ class Database:
                 ],
             )
 
-        await self._run(write)
+        await self._run(write, is_flushed=False)
 
     async def request(self, model_id: str, seq_id: int) -> RequestRecord | None:
         rows = await self._rows("SELECT * FROM requests WHERE model_id=? AND seq_id=?", model_id, seq_id)
@@ -228,10 +229,16 @@ class Database:
     async def _rows(self, query: str, *values: Any) -> list[dict[str, Any]]:
         return await self._run(lambda db: [dict(row) for row in db.execute(query, values)])
 
-    async def _run(self, write: Callable[[sqlite3.Connection], T]) -> T:
+    async def _run(self, write: Callable[[sqlite3.Connection], T], *, is_flushed: bool = True) -> T:
         def transaction() -> T:
-            with self._db:
-                return write(self._db)
+            if not is_flushed:
+                self._db.execute("PRAGMA synchronous=NORMAL")
+            try:
+                with self._db:
+                    return write(self._db)
+            finally:
+                if not is_flushed:
+                    self._db.execute("PRAGMA synchronous=FULL")
 
         return await asyncio.get_running_loop().run_in_executor(self._thread, transaction)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 import numpy as np
 from google.protobuf.message import DecodeError
@@ -16,7 +17,11 @@ from mobula.deploy.training_service.limits import ServiceLimits
 from mobula.deploy.training_service.wire.inputs import Chunk, ImageChunk, InputBuilder, TextChunk
 from mobula.learner.algorithms.summed_losses import SUMMED_LOSSES, SummedLoss
 
-DTYPES = {proto.DTYPE_FLOAT32: np.float32, proto.DTYPE_INT64: np.int64, proto.DTYPE_INT32: np.int32}
+DTYPES: Mapping[int, np.dtype[Any]] = {
+    proto.DTYPE_FLOAT32: np.dtype(np.float32),
+    proto.DTYPE_INT64: np.dtype(np.int64),
+    proto.DTYPE_INT32: np.dtype(np.int32),
+}
 MAX_DENSE = 1 << 26  # values of a tensor that was sent sparse
 TARGETS = "target_tokens"
 RECORD = "ArrayRecord"  # the client's name of outputs by row and name
@@ -152,7 +157,7 @@ def _array(tensor: proto.Tensor, name: str) -> np.ndarray:
     return _dense(tensor, dtype, name)
 
 
-def _dense(tensor: proto.Tensor, dtype: type[np.generic], name: str) -> np.ndarray:
+def _dense(tensor: proto.Tensor, dtype: np.dtype[Any], name: str) -> np.ndarray:
     """Returns [N, K] of a tensor in compressed sparse rows; values that are not listed are 0."""
     csr = tensor.sparse_csr
     values = np.frombuffer(csr.values, dtype=dtype)

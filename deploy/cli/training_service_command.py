@@ -1,0 +1,46 @@
+"""`mobula serve-training`."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mobula.cluster.errors import PreflightError
+from mobula.deploy.cli.errors import explained
+from mobula.deploy.host.terminal import terminal
+
+
+def serve_training(
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="Groups and keys, e.g. policy.model=FOLDER sampler=vllm"),
+    ] = None,
+    host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free port.")] = 0,
+    tenants: Annotated[
+        Path | None, typer.Option(help="YAML file of `tenant: token` lines; without it every request is admitted.")
+    ] = None,
+    folder: Annotated[
+        Path, typer.Option(help="Requests, snapshots and checkpoints. A restart with the same folder continues.")
+    ] = Path("training_service"),
+    model_name: Annotated[
+        str | None, typer.Option(help="A further name of the base model for clients, e.g. its hub name.")
+    ] = None,
+) -> None:
+    """Serve training and sampling of many LoRA adapters to programs that use the `tinker` client."""
+    with explained("the server has stopped"):
+        if find_spec("tinker") is None:
+            raise PreflightError("the training service needs the package tinker: pip install 'mobula[tinker]'")
+        from mobula.configs.load import load_config
+        from mobula.deploy.training_service import serving
+        from mobula.deploy.training_service.tenants import read_tenants
+
+        config = load_config(["sampler.adapters.max_served=16", *(overrides or [])], is_complete=False)
+        options = serving.ServeTrainingOptions(host, port, read_tenants(tenants), folder, model_name)
+        console = terminal(soft_wrap=True)
+        serving.serve(
+            config, options, lambda url: console.print(f"training service: {url}", markup=False, highlight=False)
+        )

@@ -50,6 +50,9 @@ def rehearse(
     size: Annotated[
         list[int] | None, typer.Option(min=1, metavar="FACTOR", help="Also play so many times the nodes and prompts.")
     ] = None,
+    size_seconds: Annotated[
+        float, typer.Option(min=1, help="Seconds here for each size; the sweep ends there.")
+    ] = 120.0,
     gains: Annotated[bool, typer.Option(help="Also play each role at twice its speed.")] = True,
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the page as JSON, too.")] = None,
 ) -> None:
@@ -77,6 +80,7 @@ def rehearse(
             fault_file=faults,
             num_steps=steps,
             factors=size or [],
+            size_s=size_seconds,
             with_gains=gains,
             json_file=json,
         )

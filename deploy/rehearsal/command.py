@@ -23,7 +23,7 @@ from mobula.deploy.planning.clusters import PlannedNode, described_nodes, read_c
 from mobula.deploy.planning.nodes import this_node
 from mobula.deploy.planning.policy_shape import policy_shape
 from mobula.deploy.planning.scaling_guide import MODELS
-from mobula.deploy.rehearsal.limits import gains, sizes
+from mobula.deploy.rehearsal.limits import gains, swept
 from mobula.deploy.rehearsal.measured import MeasuredRun, measured_speeds, recorded_lengths
 from mobula.deploy.rehearsal.page import as_json, show
 from mobula.deploy.rehearsal.prompts import StatedPrompts, prepared_run, shrunk, stated_run
@@ -63,6 +63,7 @@ class RehearseCommand:
     fault_file: Path | None = None
     num_steps: int = 12
     factors: Sequence[int] = ()
+    size_s: float = 120.0  # on this machine, for each size
     with_gains: bool = True
     json_file: Path | None = None
 
@@ -82,10 +83,10 @@ def rehearse(command: RehearseCommand, console: Console) -> None:
             raise PreflightError(f"the rehearsal ended before its first step: {played.error}")
         result = result_of(stage, played)
         found = gains(stage, result) if command.with_gains else []
-        larger = sizes(stage, command.factors) if command.factors else []
-    show(console, stage, played, result, memory, found, larger, source)
+        sweep = swept(stage, command.factors, command.size_s)
+    show(console, stage, played, result, memory, found, sweep, source)
     if command.json_file is not None:
-        page = as_json(stage, played, result, memory, found, larger, source)
+        page = as_json(stage, played, result, memory, found, sweep, source)
         command.json_file.write_text(json.dumps(page, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mobula.cluster.records.trajectory import Prompt, Reward, ScoredGroup
@@ -32,6 +32,7 @@ class Size:
     """A rehearsal with `factor` times the nodes, workers and prompts."""
 
     factor: int
+    num_steps: int  # that were played
     num_engines: int
     num_ranks: int
     result: Result
@@ -51,19 +52,32 @@ def gains(stage: RehearsalStage, base: Result) -> list[Gain]:
     return sorted(found, key=lambda gain: -gain.gain)
 
 
-def sizes(
-    stage: RehearsalStage, factors: Sequence[int], on_size: Callable[[Size], None] = lambda size: None
-) -> list[Size]:
-    """Plays the run at each size, the smallest first."""
+@dataclass(frozen=True)
+class Sweep:
+    """The sizes that were played."""
+
+    sizes: tuple[Size, ...] = ()
+    ended: str = ""  # why larger sizes were not played
+
+
+def swept(stage: RehearsalStage, factors: Sequence[int], max_wall_s: float) -> Sweep:
+    """Plays the run at each size, the smallest first, each for at most `max_wall_s` on this machine. A size without a
+    finished step ends the sweep.
+    """
     found: list[Size] = []
     for factor in sorted(factors):
         started = time.perf_counter()
         larger = stage.larger(factor)
-        result = result_of(larger, larger.play(num_steps=FEW_STEPS))
+        played = larger.play(num_steps=FEW_STEPS, max_wall_s=max_wall_s)
+        if not played.steps:
+            reason = played.error or "no step"
+            return Sweep(tuple(found), f"x{factor} and larger sizes are unknown: {reason}; raise --size-seconds")
+        result = result_of(larger, played)
         planning_s = planning_seconds(larger)
         resources = larger.config.resources
         size = Size(
             factor=factor,
+            num_steps=len(played.steps),
             num_engines=resources.rollout.num_workers,
             num_ranks=resources.learner.num_workers,
             result=result,
@@ -72,8 +86,7 @@ def sizes(
             broken=_broken(result, planning_s, factor, found[0] if found else None),
         )
         found.append(size)
-        on_size(size)
-    return found
+    return Sweep(tuple(found))
 
 
 def planning_seconds(stage: RehearsalStage) -> float:

@@ -13,7 +13,7 @@ from mobula.cluster.metrics.step_records import strict
 from mobula.cluster.runtime.placement import needed_roles
 from mobula.deploy.planning.fit import GIB, MemoryPlan
 from mobula.deploy.planning.plan_view import demand_table
-from mobula.deploy.rehearsal.limits import Gain, Size
+from mobula.deploy.rehearsal.limits import Gain, Size, Sweep
 from mobula.deploy.rehearsal.play import Played
 from mobula.deploy.rehearsal.stage import RehearsalStage, Result, quantiles
 
@@ -28,7 +28,7 @@ def show(
     result: Result,
     memory: MemoryPlan | None,
     found: Sequence[Gain],
-    larger: Sequence[Size],
+    sweep: Sweep,
     source: str,
 ) -> None:
     """Prints the page, 80 characters wide."""
@@ -52,9 +52,11 @@ def show(
             console.print(f"{gain.role} at twice the speed: {gain.gain:+.0%} steps/h", highlight=False)
     if found and found[0].gain < MIN_GAIN:
         console.print("no role at twice the speed gives more than 2 % steps/h", highlight=False)
-    if larger:
-        console.print(_size_table(larger))
-        console.print(_first_limit(larger), highlight=False)
+    if sweep.sizes:
+        console.print(_size_table(sweep.sizes))
+        console.print(_first_limit(sweep.sizes), highlight=False)
+    if sweep.ended:
+        console.print(sweep.ended, highlight=False)
     console.print(
         f"{len(played.steps)} steps: {played.virtual_s:.0f} s in virtual time, {played.wall_s:.1f} s here "
         f"({played.driver_s:.1f} CPU s driver, {played.simulation_s:.1f} CPU s simulation)",
@@ -68,7 +70,7 @@ def as_json(
     result: Result,
     memory: MemoryPlan | None,
     found: Sequence[Gain],
-    larger: Sequence[Size],
+    sweep: Sweep,
     source: str,
 ) -> dict[str, Any]:
     """The page as values for JSON."""
@@ -82,7 +84,8 @@ def as_json(
         "played": asdict(played),
         "memory": demands,
         "gains": [asdict(gain) for gain in found],
-        "sizes": [asdict(size) for size in larger],
+        "sizes": [asdict(size) for size in sweep.sizes],
+        "sizes_ended": sweep.ended,
     }
     page: dict[str, Any] = strict(_plain(rows))
     return page

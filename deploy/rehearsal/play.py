@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,7 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from mobula.cluster.audit.observer import RunAudit
-from mobula.cluster.errors import MobulaError, WorkerDiedError
+from mobula.cluster.errors import MobulaError
 from mobula.cluster.metrics.definitions import CounterName
 from mobula.cluster.metrics.hub import Metrics
 from mobula.cluster.recovery.stop_request import StopRequest
@@ -24,7 +25,7 @@ from mobula.deploy.rehearsal.roles import LEARNER, Hardware, SimulatedRoles
 from mobula.deploy.rehearsal.simulated.faults import RESTORED_S, PlannedFault, disk_error
 from mobula.deploy.rehearsal.simulated.lengths import ResponseLengths
 from mobula.deploy.rehearsal.simulated.observed import Observed
-from mobula.deploy.rehearsal.simulated.virtual_time import run_virtually
+from mobula.deploy.rehearsal.simulated.virtual_time import VirtualTimeLoop, run_virtually
 from mobula.deploy.wiring.build import build_controller
 from mobula.deploy.wiring.preparation import Prepared
 
@@ -48,12 +49,18 @@ class Played:
 
 
 def play(
-    prepared: Prepared, hardware: Hardware, lengths: ResponseLengths, faults: Sequence[PlannedFault] = ()
+    prepared: Prepared,
+    hardware: Hardware,
+    lengths: ResponseLengths,
+    faults: Sequence[PlannedFault] = (),
+    max_wall_s: float = math.inf,
 ) -> Played:
-    """Runs the configuration of `prepared` from its first step to its last; a fault may end it before."""
+    """Runs the configuration of `prepared` from its first step to its last. A fault may end it before, and so does
+    `max_wall_s` on this machine.
+    """
     with TemporaryDirectory(prefix="mobula-rehearsal-") as folder:
         config = rehearsed(prepared.config, Path(folder))
-        return run_virtually(_play(replace(prepared, config=config), hardware, lengths, faults))
+        return run_virtually(_play(replace(prepared, config=config), hardware, lengths, faults, max_wall_s))
 
 
 def rehearsed(config: RunConfig, folder: Path) -> RunConfig:
@@ -66,7 +73,11 @@ def rehearsed(config: RunConfig, folder: Path) -> RunConfig:
 
 
 async def _play(
-    prepared: Prepared, hardware: Hardware, lengths: ResponseLengths, faults: Sequence[PlannedFault]
+    prepared: Prepared,
+    hardware: Hardware,
+    lengths: ResponseLengths,
+    faults: Sequence[PlannedFault],
+    max_wall_s: float,
 ) -> Played:
     loop, wall_s = asyncio.get_running_loop(), time.perf_counter()
     config = prepared.config
@@ -96,8 +107,16 @@ async def _play(
     metrics = Metrics([recording], loop.time, accuracy_component=config.rewards.accuracy_component)
     counted.append(metrics)
     error = ""
+    running = asyncio.create_task(_run(prepared, roles, metrics, recording, faults, events), name="rehearsal")
+    assert isinstance(loop, VirtualTimeLoop)
+    loop.after_wall_s(max_wall_s, running.cancel)
     try:
-        await _run(prepared, roles, metrics, recording, faults, events)
+        await running
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        error = f"ended after {max_wall_s:g} s here, with {len(recording.steps)} of {config.num_steps} steps"
     except MobulaError as failure:
         error = f"{type(failure).__name__}: {failure}"
         events.append(f"{loop.time():.0f} s: the run ends: {error}")
@@ -162,19 +181,10 @@ async def _strike(fault: PlannedFault, roles: SimulatedRoles, metrics: Metrics, 
                 await asyncio.sleep(fault.seconds)
                 roles.ranks.disk_error = None
         case _:
-            _lose(node_id, roles)
             seconds = fault.seconds or (RESTORED_S if fault.kind == "preemption" else 0.0)
+            lost = roles.lose(node_id, returns=seconds > 0)
+            events.append(f"{loop.time():.0f} s: {len(lost)} workers of {node_id} are lost: {', '.join(lost)}")
             if seconds:
                 await asyncio.sleep(seconds)
                 roles.restore(node_id)
                 end()
-
-
-def _lose(node_id: str, roles: SimulatedRoles) -> None:
-    roles.down.add(node_id)
-    for engine in list(roles.engines.values()):
-        if engine.node_id == node_id:
-            engine.lose(WorkerDiedError(f"{engine.name} died: {node_id} is gone"))
-    for worker in roles.places(LEARNER):
-        if worker.node_id == node_id:
-            roles.rank_handles[worker.index].lose(WorkerDiedError(f"{worker.name} died: {node_id} is gone"))

@@ -12,14 +12,14 @@ from typing import Any
 from mobula.actors.reference.pool import NullReference, ReferencePool
 from mobula.cluster.errors import PlacementError, WorkerDiedError
 from mobula.cluster.recovery.checkpoints import newest_learner_state
-from mobula.cluster.recovery.restartable_learner import RestartableLearner
+from mobula.cluster.recovery.restartable_learner import NotRestartableError, RestartableLearner
 from mobula.cluster.rollout.in_flight import InFlightRequests
 from mobula.cluster.rollout.rollout_pool import HealthChecks, RolloutPool
-from mobula.cluster.runtime.placement import PlacedWorker, PlacementPlan
+from mobula.cluster.runtime.placement import NodeResources, PlacedWorker, PlacementPlan, plan_placement
 from mobula.cluster.weight_sync.manifest import Manifest
 from mobula.cluster.workers.restart_policy import RestartBudget
 from mobula.cluster.workers.supervisor import watched_pool
-from mobula.configs.schema import RunConfig
+from mobula.configs.schema import ResourcesConfig, RunConfig, WorkerResources
 from mobula.deploy.host.run_folder import CHECKPOINTS_FOLDER
 from mobula.deploy.rehearsal.simulated.cores import Cores
 from mobula.deploy.rehearsal.simulated.decoder import Decoder, DecodeSpeed
@@ -54,6 +54,7 @@ class Hardware:
 
     placement: PlacementPlan
     speeds: Speeds
+    nodes: Sequence[NodeResources]
     cores: Cores
     num_slots: int  # responses that one engine decodes at a time
     manifest: Manifest  # of the real model
@@ -74,10 +75,13 @@ class SimulatedRoles:
         self.config = config
         self.engines: dict[int, SimulatedEngine] = {}  # by index; a restarted engine replaces the lost one
         self.rank_handles: list[Handle] = []
+        self.handles: dict[tuple[str, int], Handle] = {}  # (role, index) -> newest scorer or reward worker
         self.down: set[str] = set()  # nodes
+        self.returning: set[str] = set()  # of them, those that come back
         self.slow: dict[str, float] = {}  # node -> factor on its seconds
         self.workers: dict[str, list[Any]] = {}  # role -> simulated scorers or reward workers
         self._hardware = hardware
+        self._placement = hardware.placement
         self._lengths = lengths
         self._observed = observed
         self._on_lost = on_lost
@@ -85,7 +89,7 @@ class SimulatedRoles:
         self.ranks = SimulatedRanks(self._rank_times(), len(self.places(LEARNER)), self._pushed(), hardware.cores)
 
     def places(self, role: str) -> Sequence[PlacedWorker]:
-        return self._hardware.placement.of_role(role)
+        return self._placement.of_role(role)
 
     def inference(self) -> Inference:
         rewards, in_flight = self._rewards(), InFlightRequests(self.config.sampler.chunk_tokens)
@@ -99,7 +103,7 @@ class SimulatedRoles:
     def training(self) -> Training:
         config = self.config
         group = _LearnerGroup(self._start_ranks, config.timeouts, lambda value: value, planned=planner_of(config))
-        group.restored = self._all_up
+        group.restored, group.may_return = self._all_up, lambda: bool(self.returning)
         learner = RestartableLearner(
             group,
             newest=partial(newest_learner_state, config.run_folder / CHECKPOINTS_FOLDER),
@@ -117,9 +121,67 @@ class SimulatedRoles:
     def node_of(self, role: str, index: int) -> str:
         return next(worker.node_id for worker in self.places(role) if worker.index == index)
 
+    def lose(self, node_id: str, *, returns: bool) -> list[str]:
+        """Ends every worker of a node and plans them on the free resources of the other nodes, role by role. A role
+        that does not fit waits for the node. Returns the names of the lost workers.
+        """
+        self.down.add(node_id)
+        self.returning |= {node_id} if returns else set()
+        lost = [worker for worker in self._placement.workers if worker.node_id == node_id]
+        self._move(lost)
+        for engine in list(self.engines.values()):
+            if engine.node_id == node_id:
+                engine.lose(WorkerDiedError(f"{engine.name} died: {node_id} is gone"))
+        for worker in lost:
+            handle = (
+                self.rank_handles[worker.index]
+                if worker.role == LEARNER
+                else self.handles.get((worker.role, worker.index))
+            )
+            if handle is not None:
+                handle.lose(WorkerDiedError(f"{worker.name} died: {node_id} is gone"))
+        return [worker.name for worker in lost]
+
+    def _move(self, lost: Sequence[PlacedWorker]) -> None:
+        for role in dict.fromkeys(worker.role for worker in lost):
+            own = [worker for worker in lost if worker.role == role]
+            resources = self.config.resources
+            workers = resources.roles[role].model_copy(update={"num_workers": len(own)})
+            try:
+                plan = plan_placement(_with_role(resources, role, workers), self._free_nodes(), (role,))
+            except PlacementError:
+                continue
+            moved = {
+                worker.index: replace(place, index=worker.index)
+                for worker, place in zip(own, plan.of_role(role), strict=True)
+            }
+            self._placement = PlacementPlan(
+                tuple(
+                    moved.get(worker.index, worker) if worker.role == role else worker
+                    for worker in self._placement.workers
+                )
+            )
+
+    def _free_nodes(self) -> list[NodeResources]:
+        free = []
+        for node in self._hardware.nodes:
+            if node.node_id in self.down:
+                continue
+            own = [worker for worker in self._placement.workers if worker.node_id == node.node_id]
+            free.append(
+                replace(
+                    node,
+                    num_cpus=node.num_cpus - sum(worker.num_cpus for worker in own),
+                    num_gpus=node.num_gpus - sum(worker.num_gpus for worker in own),
+                    all_cpus=node.num_cores,
+                )
+            )
+        return free
+
     def restore(self, node_id: str) -> None:
         """Brings a node back."""
         self.down.discard(node_id)
+        self.returning.discard(node_id)
         self._restored.set()
         self._restored = asyncio.Event()
 
@@ -273,6 +335,7 @@ class _LearnerGroup(LearnerGroup):
     """A learner group whose ranks are no Ray actors."""
 
     restored: Callable[[], Any]
+    may_return: Callable[[], bool]  # whether a lost node comes back
 
     async def respawn(self) -> None:
         """As of `LearnerGroup`; waits for lost nodes up to `timeouts.start_s`."""
@@ -283,7 +346,8 @@ class _LearnerGroup(LearnerGroup):
             async with asyncio.timeout(self._timeouts.start_s):
                 await self.restored()
         except TimeoutError as error:
-            raise WorkerDiedError("the learner has no place: a node with learner ranks is gone") from error
+            lost = WorkerDiedError if self.may_return() else NotRestartableError
+            raise lost("the learner has no place: a node with learner ranks is gone") from error
         self._workers = self._spawn()
         await self.start()
 
@@ -302,7 +366,9 @@ class _Hosts:
     def handle(self, index: int) -> Handle:
         worker = self._make()
         self._roles.workers.setdefault(self._role, []).append(worker)
-        return Handle(worker, f"{self._role}/{index}")
+        handle = Handle(worker, f"{self._role}/{index}")
+        self._roles.handles[self._role, index] = handle
+        return handle
 
     async def start(self, index: int) -> Handle:
         if self._roles.node_of(self._role, index) in self._roles.down:
@@ -313,6 +379,15 @@ class _Hosts:
         handle.lose(WorkerDiedError(f"{handle.name} is ended"))
 
     async def release(self, index: int) -> None: ...
+
+
+def _with_role(resources: ResourcesConfig, role: str, workers: WorkerResources) -> ResourcesConfig:
+    """The resources with other workers of a role."""
+    if role in type(resources).model_fields:
+        return resources.model_copy(update={role: workers})
+    name = role.partition(".")[2]
+    services = {**resources.reward_services, name: workers}
+    return resources.model_copy(update={"reward_services": services})
 
 
 async def _release(index: int) -> None:

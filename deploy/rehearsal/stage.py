@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
@@ -62,13 +63,23 @@ class RehearsalStage:
         """The placement of the roles. Raises: PlacementError: CPUs or GPUs do not suffice."""
         nodes = [node.resources for node in self.nodes]
         placement = plan_placement(self.config.resources, nodes, needed_roles(self.config))
-        return Hardware(placement, self.speeds, self._cores(), self._slots(), self.shape.manifest, nodes[0].node_id)
+        return Hardware(
+            placement=placement,
+            nodes=nodes,
+            speeds=self.speeds,
+            cores=self._cores(),
+            num_slots=self._slots(),
+            manifest=self.shape.manifest,
+            driver_node=nodes[0].node_id,
+        )
 
-    def play(self, num_steps: int | None = None, faults: Sequence[PlannedFault] = ()) -> Played:
-        """Plays the run, or its first `num_steps`."""
+    def play(
+        self, num_steps: int | None = None, faults: Sequence[PlannedFault] = (), max_wall_s: float = math.inf
+    ) -> Played:
+        """Plays the run, or its first `num_steps`, for at most `max_wall_s` on this machine."""
         changes = {} if num_steps is None else {"num_steps": num_steps}
         prepared = replace(self.prepared, config=self.config.model_copy(update=changes))
-        return play(prepared, self.hardware(), self.lengths, faults)
+        return play(prepared, self.hardware(), self.lengths, faults, max_wall_s)
 
     def faster(self, role: str, factor: float) -> RehearsalStage:
         """The same with the workers of a role `factor` times as fast, as if there were so many more of them."""

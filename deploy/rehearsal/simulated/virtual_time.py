@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import selectors
+import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor
 from typing import Any, TypeVar
@@ -21,7 +23,9 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
     def __init__(self) -> None:
         self._now = 0.0
-        super().__init__(_JumpingSelector(self._jump))
+        self._ends_at_s = math.inf
+        self._on_end: Callable[[], object] | None = None
+        super().__init__(_JumpingSelector(self._jump, self._look))
 
     def time(self) -> float:
         return self._now
@@ -36,6 +40,15 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
             done.set_exception(error)
         return done
 
+    def after_wall_s(self, seconds: float, callback: Callable[[], object]) -> None:
+        """Calls `callback` once after `seconds` on this machine, whatever the virtual time."""
+        self._ends_at_s, self._on_end = time.perf_counter() + seconds, callback
+
+    def _look(self) -> None:
+        if self._on_end is not None and time.perf_counter() >= self._ends_at_s:
+            self.call_soon(self._on_end)
+            self._on_end = None
+
     def _jump(self, seconds: float) -> None:
         self._now += seconds
 
@@ -49,11 +62,13 @@ def run_virtually(main: Coroutine[Any, Any, Result]) -> Result:
 class _JumpingSelector(selectors.DefaultSelector):
     """Looks at its files without waiting, and has the clock moved by as much as it was to wait."""
 
-    def __init__(self, jump: Callable[[float], None]) -> None:
+    def __init__(self, jump: Callable[[float], None], look: Callable[[], None]) -> None:
         super().__init__()
         self._jump = jump
+        self._look = look
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        self._look()
         ready = super().select(0)
         if not ready and timeout is None:
             raise RuntimeError("every task waits for another and no timer is set: nothing can happen any more")

@@ -70,6 +70,40 @@ def test_an_engine_that_is_lost_with_its_node_is_replaced_and_the_run_ends_as_pl
     assert found["played"]["counters"]["restarts"]
 
 
+@pytest.mark.parametrize(("node", "roles"), [("node-0", {"learner"}), ("node-1", {"rollout", "reference", "reward"})])
+def test_all_workers_of_a_lost_node_go_on_elsewhere(tmp_path: Path, node: str, roles: set[str]) -> None:
+    words = ("timeouts.start_s=3000", "algorithm.kl.coef=0.01")
+    found = page(tmp_path, *words, nodes="4x8x80GB", mean_tokens=100, faults=(f"node_loss:{node}@2",))
+    played = found["played"]
+    assert (played["error"], len(played["steps"])) == ("", 6)
+    [lost] = [event for event in played["events"] if "are lost" in event]
+    assert {name.partition("/")[0] for name in lost.partition("are lost: ")[2].split(", ")} == roles
+    assert sum(played["counters"]["restarts"].values()) >= len(roles)
+    seconds = [step["seconds"]["total"] for step in played["steps"]]
+    assert max(seconds) > found["speeds"]["start_s"], "the start of new workers takes its time"
+
+
+def test_a_lost_node_without_a_spare_one_ends_the_run_by_name(tmp_path: Path) -> None:
+    found = page(tmp_path, "timeouts.start_s=60", mean_tokens=100, faults=("node_loss:node-0@2",))
+    assert "the learner has no place" in found["played"]["error"]
+    assert 1 <= len(found["played"]["steps"]) < 6
+
+
+def test_a_sweep_ends_at_a_size_that_takes_too_long_here(tmp_path: Path) -> None:
+    found = page(tmp_path, mean_tokens=100, factors=(1, 2), size_s=0.001)
+    assert found["sizes"] == []
+    assert "x1 and larger sizes are unknown: ended after 0.001 s here" in found["sizes_ended"]
+
+
+def test_the_object_store_of_the_drivers_node_overflows_at_a_size(tmp_path: Path) -> None:
+    words = ("resources.object_store_bytes=100000000", "algorithm.max_staleness=1")
+    media = {"media_tokens": 64, "media_bytes": 1_000_000}
+    found = page(tmp_path, *words, mean_tokens=50, factors=(1, 16), **media)
+    small, large = found["sizes"]
+    assert small["broken"] == []
+    assert any(limit.startswith("object store of node-0") for limit in large["broken"])
+
+
 def test_a_full_disk_ends_the_run_with_its_error(tmp_path: Path) -> None:
     found = page(tmp_path, "checkpoints.interval_steps=2", faults=("full_disk@2",))
     assert "No space left on device" in found["played"]["error"]

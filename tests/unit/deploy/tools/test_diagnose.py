@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import random
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from io import BytesIO
@@ -38,7 +39,7 @@ from mobula.cluster.workers.faults import Fault
 from mobula.configs.load import load_config
 from mobula.configs.schema import RunConfig
 from mobula.deploy.tools.diagnose.checks import CHECKS
-from mobula.deploy.tools.diagnose.command import subject_of
+from mobula.deploy.tools.diagnose.command import diagnose_records, subject_of
 from mobula.deploy.tools.diagnose.page import show
 from mobula.deploy.tools.diagnose.records.material import Material
 from mobula.deploy.tools.diagnose.records.registry import run_checks
@@ -46,6 +47,7 @@ from mobula.deploy.tools.diagnose.records.survey import DataSurvey, PicturedRow,
 from mobula.deploy.tools.diagnose.records.trends import Agreement, Trend
 
 NUM_STEPS = 32
+RECORDED = Path(__file__).parents[3] / "support" / "recorded_runs"
 HEALTHY: Mapping[str, Callable[[float], float]] = {
     MetricName.REWARD_MEAN: lambda share: 0.4 + 0.3 * share,
     MetricName.ACCURACY: lambda share: 0.4 + 0.3 * share,
@@ -359,3 +361,25 @@ def test_trends_and_agreement_state_their_error() -> None:
     half = Agreement.of([("a", ["a", "b"]), ("b", ["b", "a"])] * 20)
     assert half is not None and half.kappa == pytest.approx(0) and half.expected == pytest.approx(0.5)
     assert Agreement.of([("a", ["a"])]) is None
+
+
+def recorded(name: str, folder: Path) -> dict[str, RunFinding]:
+    """Findings on the files of a run that was recorded from `mobula train`."""
+    run = Path(shutil.copytree(RECORDED / name, folder / name))
+    diagnose_records(run)
+    return {finding.name: finding for finding in read_findings(run)}
+
+
+def test_a_recorded_run_that_goes_on_is_diagnosed_from_its_finished_steps(tmp_path: Path) -> None:
+    found = recorded("live", tmp_path)
+    assert found["finished_steps"].verdict is RunVerdict.OK and "not ended" in found["finished_steps"].measured
+    assert found["finished_steps"].numbers == {"finished": 12, "planned": 40}
+    assert found["engine_weights"].verdict is RunVerdict.OK
+    assert {"all", "prompt media", "prompt template"} <= found["logprob_gap"].numbers.keys()
+    assert found["reward_parser"].verdict in (RunVerdict.FAULT, RunVerdict.WARNING), "it was hardly taught the form"
+
+
+def test_a_recorded_run_that_failed_before_its_first_step_is_a_fault(tmp_path: Path) -> None:
+    found = recorded("failed", tmp_path)
+    assert found["finished_steps"].verdict is RunVerdict.FAULT and "failed" in found["finished_steps"].measured
+    assert [name for name, finding in found.items() if finding.verdict is RunVerdict.FAULT] == ["finished_steps"]

@@ -32,7 +32,9 @@ LONG = SamplingSettings(num_samples=4, temperature=1.0, max_tokens=150, seed=3)
 
 
 class KnownProcess(RolloutActor):
-    """A rollout actor that names its process."""
+    """A rollout actor that names its process, and answers health checks as a spawned role does."""
+
+    async def is_alive(self) -> None: ...
 
     async def process_id(self) -> int:
         return os.getpid()

@@ -7,13 +7,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from mobula.cluster.errors import WorkerDiedError
 from mobula.cluster.records.trajectory import Generated, GroupSummary, Prompt
-from mobula.cluster.roles import SamplingSettings
+from mobula.cluster.roles import PromptScores, SamplingSettings
 from mobula.cluster.runtime.vitals import Vitals
 from mobula.cluster.weight_sync.manifest import Manifest
 from mobula.cluster.weight_sync.transport import Rendezvous
@@ -99,6 +100,15 @@ class SimulatedEngine:
 
     def begin_sample(self, prompt: Prompt, settings: SamplingSettings) -> Future[Any]:
         return Future()
+
+    async def score_prompt(self, prompt: Prompt, adapter: str | None, num_top: int) -> PromptScores:
+        raise ValueError("a rehearsed engine computes no log-probs of prompts")
+
+    async def serve(self, adapter: str, folder: Path) -> None:
+        raise ValueError("a rehearsed engine serves no adapters")
+
+    async def withdraw(self, adapter: str) -> None:
+        raise ValueError("a rehearsed engine serves no adapters")
 
     async def is_alive(self) -> Vitals | None:
         self._check_alive()

@@ -91,8 +91,9 @@ def prompt_logprobs(runner: Any, hidden_states: Tensor, num_scheduled_tokens: di
 
 def adapt_rows_of_each_adapter() -> None:
     """Patches the CPU engines of this process."""
-    for module in (lora_ops, punica_cpu):
+    modules: tuple[Any, ...] = (lora_ops, punica_cpu)  # which import each function by its name
+    for module in modules:
         module.bgmv_shrink = shrink
         module.bgmv_expand = expand
         module.bgmv_expand_slice = expand_slice
-    GPUModelRunner._get_prompt_logprobs_dict = prompt_logprobs  # type: ignore[method-assign]  # a patch of vLLM
+    GPUModelRunner._get_prompt_logprobs_dict = prompt_logprobs  # type: ignore[method-assign, assignment]  # a patch of vLLM

@@ -26,7 +26,8 @@ async def ablate_pictures(learner: TrialLearner, groups: Sequence[TrialGroup]) -
     pairs = list(_pairs(groups))[:MAX_PAIRS]
     if len(pairs) < MIN_PAIRS:
         return not_measured(NAME, f"{len(pairs)} of {MIN_PAIRS} pairs of prompts have pictures of equal size")
-    drops, shown = [], []
+    drops: list[float] = []
+    shown: list[Evidence] = []
     for group, swapped in pairs:
         best = group.trajectories[group.best]
         own = await response_logprob(learner, group.prompt, best)

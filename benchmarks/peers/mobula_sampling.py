@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import time
+
+from mobula.cluster.environment_variables import SLEEPING_THREADS
+
+os.environ.update(SLEEPING_THREADS)  # as a worker has them: OpenMP reads them when torch is imported
 
 import torch
 

@@ -20,7 +20,8 @@ def captured_rows(folder: Path, *, steps: range | None = None) -> Iterator[tk.Da
 
     The advantage of a sampled token is the trajectory's reward less the mean of its group; tokens of the program have
     advantage 0. The log-probs are those of the engine, so the losses correct for the weights that have changed since.
-    Groups whose rewards are all equal are left out.
+    Tokens that the engine never samples (placeholders of media) have no probability in them. Groups whose rewards are
+    all equal are left out.
 
     Args:
         folder: the folder of `--capture`.

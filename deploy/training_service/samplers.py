@@ -68,6 +68,8 @@ class Samplers:
         self._num_open: dict[str, int] = {}  # tenant -> sequences that are not finished
         self._served: OrderedDict[str, asyncio.Task[None]] = OrderedDict()  # path -> the call of `serve`
         self._users: dict[str, int] = {}  # path -> requests that sample from it
+        self._changing = asyncio.Lock()  # held while weights are taken out of the engines
+        self._released = asyncio.Event()
         self._used_at: dict[str, float] = {}  # path -> time of the last request
         self._started_at = time.time()
         self._completions: dict[tuple[str, int], _Completions] = {}
@@ -117,9 +119,11 @@ class Samplers:
 
     async def withdraw(self, path: str) -> None:
         """Takes weights out of the engines before their files are removed."""
-        task = self._served.pop(path, None)
-        if task is not None and task.done() and not task.exception():
-            await self._engines.withdraw(path)
+        async with self._changing:
+            task = self._served.pop(path, None)
+            if task is not None and task.done() and not task.exception():
+                await self._engines.withdraw(path)
+        self._released.set()
 
     def idle_s(self, record: CheckpointRecord) -> float:
         """Seconds since the last request sampled from these weights."""
@@ -259,20 +263,40 @@ class Samplers:
         self._users[path] -= 1
         if not self._users[path]:
             del self._users[path]
+            self._released.set()
 
     async def _serve(self, record: CheckpointRecord) -> None:
-        """Waits until the engines serve the weights; makes room among those that no request uses."""
-        task = self._served.get(record.path)
-        if task is None or (task.done() and task.exception() is not None):
-            for path in [path for path, served in self._served.items() if served.done() and path not in self._users]:
-                if len(self._served) < self._limits.max_served:
+        """Waits until the engines serve the weights, which a request of the caller uses."""
+        while not self._is_served(record.path):
+            async with self._changing:  # else two calls would count the same room
+                if self._is_served(record.path):
                     break
-                if not self._served.pop(path).exception():
-                    await self._engines.withdraw(path)
-            task = asyncio.ensure_future(self._engines.serve(record.path, Path(record.folder)))
-            self._served[record.path] = task
+                self._released.clear()
+                if await self._make_room():
+                    call = self._engines.serve(record.path, Path(record.folder))
+                    self._served[record.path] = asyncio.ensure_future(call)
+                    break
+            await self._released.wait()  # the deadline is that of the request
         self._served.move_to_end(record.path)
-        await asyncio.shield(task)
+        await asyncio.shield(self._served[record.path])
+
+    def _is_served(self, path: str) -> bool:
+        """Whether the engines serve the weights or are loading them."""
+        task = self._served.get(path)
+        return task is not None and not (task.done() and (task.cancelled() or task.exception()))
+
+    async def _make_room(self) -> bool:
+        """Takes weights that no request uses out of the engines, those that were used first. Returns whether the
+        engines can serve one more.
+        """
+        while len(self._served) >= self._limits.max_served:
+            idle = (path for path, served in self._served.items() if served.done() and path not in self._users)
+            path = next(idle, None)
+            if path is None:
+                return False
+            if not self._served.pop(path).exception():
+                await self._engines.withdraw(path)
+        return True
 
     def _finish(self, record: PendingSample, outcome: RequestOutcome) -> None:
         self._futures.finish(record.request_id, outcome)

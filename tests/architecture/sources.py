@@ -44,8 +44,8 @@ def within_project(name: str) -> str:
 @cache
 def sources() -> tuple[Source, ...]:
     """All files of the packages."""
-    script = ROOT / "examples" / "notebook.py"  # a user's
-    paths = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py") if path != script)
+    scripts = [ROOT / "examples" / name for name in ("notebook.py", "training_service.py")]  # of users
+    paths = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py") if path not in scripts)
     return tuple(_read(path) for path in paths)
 
 

@@ -19,12 +19,21 @@ import numpy as np
 import psutil
 import pytest
 import tinker
+from fastapi.testclient import TestClient
 from tiny_text_models import write_text_policy
+
+from mobula.configs.load import load_config
+from mobula.deploy.tools.policy.conversations import Conversations
+from mobula.deploy.tools.policy.local_policy import LocalPolicy
+from mobula.deploy.tools.policy.serve_policy import make_app
+from mobula.deploy.training_service.captured import captured_rows
+from mobula.learner.policies.tiny import TINY
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(900)]
 
 types = tinker.types
 COOKBOOK = Path(__file__).parents[2] / ".venv-tinker-cookbook" / "bin" / "python"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "training_service.py"
 RECIPES = Path(__file__).parents[1] / "support" / "cookbook_recipes.py"
 WORDS = ["sampler=huggingface", "learner=single", "resources.learner.num_workers=1", "resources.rollout.num_workers=1"]
 WORDS += [
@@ -153,6 +162,49 @@ def kill_actor(process: subprocess.Popen[bytes], name: str) -> None:
             child.kill()
             return
     raise AssertionError(f"no process of {name} runs")
+
+
+def captured(model: Path, folder: Path) -> None:
+    """Answers two sessions of one task with `serve-policy`; their rewards are 0 and 1."""
+    words = ["policy=tiny_qwen2_5", f"policy.model={model}", "data=digits", "resources=laptop", *WORDS[:1]]
+    policy = LocalPolicy(load_config(words, is_complete=False))
+    body = {"messages": [{"role": "user", "content": "2 + 3?"}], "max_tokens": 6, "temperature": 1.0}
+    with TestClient(make_app(policy, Conversations(policy, folder, num_siblings=2))) as client:
+        for number in range(2):
+            session = f"session-{number}"
+            client.post("/v1/sessions", json={"session": session, "task": "sum"}).raise_for_status()
+            headers = {"X-Mobula-Session": session}
+            client.post("/v1/chat/completions", json={**body, "seed": number}, headers=headers).raise_for_status()
+            client.post(f"/v1/sessions/{session}/finish", json={"reward": float(number)}).raise_for_status()
+
+
+def credit(rows: list[Any], outputs: list[Any]) -> float:
+    """Sum of advantage times log-prob."""
+    pairs = zip(rows, outputs, strict=True)
+    return sum(float(np.dot(row.loss_fn_inputs["advantages"].data, out["logprobs"].data)) for row, out in pairs)
+
+
+def test_captured_sessions_are_trained_and_the_example_runs(tmp_path: Path, port: int) -> None:
+    model = TINY["qwen2.5"](tmp_path / "model")
+    captured(model, tmp_path / "captured")
+    rows = list(captured_rows(tmp_path / "captured"))
+    assert len(rows) == 2
+    with serving(model, tmp_path / "service", port), connect(port) as service:
+        training = service.create_lora_training_client(str(model), rank=8, seed=1).result()
+        outputs = training.forward_backward(rows, "ppo").result().loss_fn_outputs
+        for row, output in zip(rows, outputs, strict=True):
+            given = {name: np.array(value.data) for name, value in row.loss_fn_inputs.items()}
+            is_sampled = given["advantages"] != 0
+            assert is_sampled.sum() >= 1
+            found = np.array(output["logprobs"].data)[is_sampled]
+            # The engine never samples placeholders of media, which hold 1 % of this random model's probability.
+            np.testing.assert_allclose(found, given["logprobs"][is_sampled], atol=0.02)
+        training.optim_step(ADAM).result()
+        assert credit(rows, training.forward(rows, "ppo").result().loss_fn_outputs) > credit(rows, outputs)
+        environment = {**os.environ, "TINKER_BASE_URL": f"http://127.0.0.1:{port}", "TAUGHT": "2", "STEPS": "2"}
+        done = subprocess.run([sys.executable, EXAMPLE], env=environment, timeout=300, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert "accuracy after 2 steps of reinforcement learning" in done.stdout
 
 
 @pytest.mark.skipif(not COOKBOOK.exists(), reason="no environment of tinker-cookbook: make tinker-cookbook")

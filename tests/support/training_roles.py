@@ -149,15 +149,21 @@ def _loss(call: LossCall, inputs: Mapping[str, np.ndarray], logprobs: torch.Tens
 class TinyEngines:
     """Implements `AdapterEngines`. `failures` are raised by the next calls of `sample`."""
 
+    max_served: int = 2
     base: TinyBase = field(default_factory=TinyBase)
     served: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
     failures: list[Exception] = field(default_factory=list)
     delay_s: float = 0.0
 
     async def serve(self, adapter: str, folder: Path) -> None:
+        if len(self.served) == self.max_served:
+            raise ValueError(f"{adapter} is one more than {self.max_served}")
+        if adapter in self.served:
+            raise ValueError(f"{adapter} exists")
         self.served[adapter] = load_file(folder / "adapter_model.safetensors")
 
     async def withdraw(self, adapter: str) -> None:
+        await asyncio.sleep(self.delay_s)
         del self.served[adapter]
 
     async def sample(self, call: SampleCall) -> SampleResult:

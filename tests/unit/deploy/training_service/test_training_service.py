@@ -60,6 +60,22 @@ def test_client_trains_and_samples(tmp_path: Path) -> None:
         np.testing.assert_allclose(scored[1:], outputs[0]["logprobs"].data, atol=1e-5)
 
 
+def test_more_weights_are_sampled_at_once_than_engines_serve(tmp_path: Path) -> None:
+    prompt, params = types.ModelInput.from_ints([1, 2]), types.SamplingParams(max_tokens=3, temperature=0.0)
+    with running(tmp_path) as server, connect(server) as service:
+        server.engines.delay_s = 0.05
+        training = service.create_lora_training_client(NAME, rank=4, seed=1).result()
+        samplers, expected = [], []
+        for _ in range(5):
+            train(training, ROWS, 5)
+            samplers.append(training.save_weights_and_get_sampling_client().result())
+            expected.append(samplers[-1].sample(prompt, 1, params).result().sequences[0].tokens)
+        answers = [sampler.sample(prompt, 1, params) for _ in range(3) for sampler in samplers]
+        found = [answer.result().sequences[0].tokens for answer in answers]
+        assert found == expected * 3
+        assert len(server.engines.served) <= server.engines.max_served
+
+
 def test_prompt_scores_and_top_tokens(tmp_path: Path) -> None:
     with running(tmp_path) as server, connect(server) as service:
         sampler = service.create_sampling_client(base_model=NAME).result()

@@ -49,8 +49,9 @@ def test_engines_and_learner_ranks_that_are_killed_get_and_send_whole_tensors_an
     found = read_run_folder(job.run_folder)
     assert (found.summary.status, found.summary.version) == ("done", NUM_STEPS)
     assert found.summary.restarts >= 2
-    steps = {r.step: r for r in read_records(job.run_folder / "metrics.jsonl") if isinstance(r, StepRecord)}
-    shares = [steps[n].values[MetricName.PUSH_CHANGED_SHARE] for n in sorted(steps)]
+    # In order of time: a slow checkpoint lets the new learner repeat the first steps.
+    records = [r for r in read_records(job.run_folder / "metrics.jsonl") if isinstance(r, StepRecord)]
+    shares = [record.values[MetricName.PUSH_CHANGED_SHARE] for record in records]
     assert shares[0] < 0.2, "the second push has changes alone"
     assert shares[-1] < 0.2, "so has the last one"
     assert any(share == 1.0 for share in shares), "the new learner sends whole tensors"

@@ -46,8 +46,9 @@ def sampling(name: str, *, num_steps: int) -> Work:
         num_steps,
         sides,
         {OURS: 0.95},
-        equal="checkpoint, prompts, images a call, denoising steps, guidance, two threads, texts encoded before",
-        unequal="we draw from Gaussians, score each step and write PNG files; the pipeline follows the ODE",
+        equal="checkpoint, prompts, images a call, denoising steps, guidance, texts encoded before",
+        unequal="we draw from Gaussians, score each step and write PNG files, with the one thread of an engine; "
+        "the pipeline follows the ODE with two threads",
     )
 
 

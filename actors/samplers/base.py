@@ -51,7 +51,7 @@ class EngineSettings:
     expected: Manifest  # tensors of a complete push of weights
     has_unpushed: bool  # the checkpoint also has frozen tensors, which are not pushed
     adapters: AdapterPush | None  # how to merge pushed adapters; None in runs without adapters
-    served: ServedAdaptersConfig = ServedAdaptersConfig()  # limits of adapters beside the base model
+    served: ServedAdaptersConfig = ServedAdaptersConfig()  # limits of served adapters
     memory_bytes: int = 0  # per GPU, without the context of the process; 0: the engine's default
     memory_fraction: float = 0.0  # share of each GPU, replaces `memory_bytes`; 0: `memory_bytes`
     denoising: Denoising | None = None  # for flow models

@@ -101,7 +101,7 @@ class VLLMConfig(Section):
 
 
 class ServedAdaptersConfig(Section):
-    """Adapters (LoRA) that an engine serves beside the base model, for the training service."""
+    """Adapters (LoRA) that an engine serves in addition to the base model, for the training service."""
 
     max_served: Annotated[int, Field(ge=0)] = 0
     """Most adapters that one engine holds in host memory. 0 serves the base model alone."""
@@ -206,7 +206,7 @@ class SamplerConfig(Section):
     chunk_tokens: PositiveInt = 64
     """A rollout actor reports progress of a response every so many tokens; if the actor dies, fewer tokens are lost."""
     adapters: ServedAdaptersConfig = ServedAdaptersConfig()
-    """Adapters beside the base model."""
+    """Adapters that an engine serves in addition to the base model."""
     vllm: VLLMConfig = VLLMConfig()
     """Sizes of an engine of vLLM."""
     flow: FlowConfig = FlowConfig()

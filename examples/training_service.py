@@ -19,7 +19,7 @@ NUM_PROMPTS, NUM_SAMPLES = 8, 8
 
 service = tinker.ServiceClient(base_url=URL, api_key=KEY)
 [model, *_] = tinker.RestClient(base_url=URL, api_key=KEY).get_server_capabilities().result().supported_models
-training = service.create_lora_training_client(model.model_name, rank=16, seed=0).result()
+training = service.create_lora_training_client(str(model.model_name), rank=16, seed=0).result()
 tokenizer = training.get_tokenizer()
 
 
@@ -34,8 +34,16 @@ greedy = types.SamplingParams(max_tokens=4, temperature=0.0, stop=["\n"])
 sampled = types.SamplingParams(max_tokens=4, temperature=1.0, stop=["\n"])
 
 
+def integers(values: list[int]) -> types.TensorData:
+    return types.TensorData(data=values, dtype="int64", shape=[len(values)])
+
+
+def floats(values: list[float]) -> types.TensorData:
+    return types.TensorData(data=values, dtype="float32", shape=[len(values)])
+
+
 def is_right(tokens: list[int], a: int, b: int) -> bool:
-    return tokenizer.decode(tokens).strip() == str(a + b)
+    return str(tokenizer.decode(tokens)).strip() == str(a + b)
 
 
 def accuracy() -> float:
@@ -59,7 +67,7 @@ def taught(a: int, b: int) -> types.Datum:
     weights = [0.0] * (len(prompt) - 1) + [1.0] * len(answer)
     return types.Datum(
         model_input=types.ModelInput.from_ints(tokens[:-1]),
-        loss_fn_inputs={"target_tokens": tokens[1:], "weights": weights},
+        loss_fn_inputs={"target_tokens": integers(tokens[1:]), "weights": floats(weights)},
     )
 
 
@@ -79,9 +87,9 @@ def credited(prompt: list[int], sequence: types.SampledSequence, advantage: floa
     return types.Datum(
         model_input=types.ModelInput.from_ints(tokens[:-1]),
         loss_fn_inputs={
-            "target_tokens": tokens[1:],
-            "logprobs": [0.0] * num_before + sequence.logprobs,
-            "advantages": [0.0] * num_before + [advantage] * len(sequence.tokens),
+            "target_tokens": integers(tokens[1:]),
+            "logprobs": floats([0.0] * num_before + (sequence.logprobs or [])),
+            "advantages": floats([0.0] * num_before + [advantage] * len(sequence.tokens)),
         },
     )
 

@@ -26,8 +26,8 @@ async def main(num_calls: int, num_images: int, *words: str) -> None:
     """`words` describe a job of `mobula train` whose sampler is a flow sampler."""
     prepared = prepare(load_config(words), lambda value: value)
     actor = RolloutActor("flow", engine_settings(prepared, 0), object_timeout_s=5)
+    torch.set_num_threads(prepared.config.resources.rollout.num_threads)  # threads that run already keep theirs
     await actor.start()
-    torch.set_num_threads(prepared.config.resources.rollout.num_threads)
     rows = prepared.usable("train").rows
     prompts = [prepared.processor.prepare(rows[n % len(rows)], f"0/{n}/x") for n in range(num_calls)]
     run = Run()

@@ -100,8 +100,11 @@ def needed_roles(config: RunConfig) -> tuple[str, ...]:
     """Returns the roles that this run starts.
 
     There is no reference without a KL term or a teacher, no critic without separate ranks, and no reward worker
-    without a component. An offline job has learner, reference and processor workers only.
+    without a component. An offline job has learner, reference and processor workers only, the training service (engines
+    that serve adapters) learner ranks and engines.
     """
+    if config.sampler.adapters.are_on:
+        return ("learner", "rollout")
     idle = set() if config.needs_reference else {"reference"}
     idle |= set() if config.algorithm.critic.has_own_ranks else {"critic"}
     idle |= set() if config.resources.processor.num_workers else {"processor"}

@@ -61,7 +61,9 @@ def media_patches(config: RunConfig, shape: ModelShape) -> int:
 
 
 def step_rows(config: RunConfig) -> int:
-    """Returns the number of responses per rank and optimizer step."""
+    """Returns the number of responses per rank and optimizer step; in the training service, of rows per request."""
+    if config.sampler.adapters.are_on:
+        return config.training_service.max_rows
     algorithm = config.algorithm
     rows = algorithm.prompts_per_step * algorithm.samples_per_prompt / algorithm.num_minibatches
     return ceil(rows * config.learner.sequence_parallel / config.resources.learner.num_workers)

@@ -87,7 +87,8 @@ def _settings(config: RunConfig, shape: ModelShape, nodes: Sequence[PlannedNode]
         yield CHECKPOINTING
     yield from _of_roles(config, nodes)
     longest = config.data.max_prompt_tokens + config.sampler.max_tokens
-    if learner.backend != "single" and not config.sampler.is_flow:
+    serves_adapters = config.sampler.adapters.are_on  # the training service has no reference, and trains adapters
+    if learner.backend != "single" and not (config.sampler.is_flow or serves_adapters):
         yield {"learner.sequence_parallel": 2 * learner.sequence_parallel}
     tokens = learner.tokens_per_microbatch // 2
     while tokens >= longest:
@@ -100,6 +101,8 @@ def _settings(config: RunConfig, shape: ModelShape, nodes: Sequence[PlannedNode]
     yield from ({"sampler.vllm.kv_cache_bytes": share} for share in shares if share >= least)
     if learner.backend == "deepspeed" and learner.zero_stage == 2:
         yield {"learner.zero_stage": 3}
+    if serves_adapters:
+        return
     if resources.reference.num_gpus < 1 and config.needs_reference:
         yield {"resources.reference.num_gpus": 1.0}
     if config.needs_reference and not config.algorithm.distillation.is_on:

@@ -95,7 +95,7 @@ def worker_memory(config: RunConfig, shape: ModelShape, role: str) -> WorkerMemo
     kind = role.partition(".")[0]
     match kind:
         case "learner":
-            memory = _learner(config, shape)
+            memory = (_adapter_learner if config.sampler.adapters.are_on else _learner)(config, shape)
         case "critic":
             memory = _critic(config.of_critic_ranks, shape)
         case "rollout":
@@ -133,7 +133,7 @@ def _kept(config: RunConfig, shape: ModelShape, kind: str) -> dict[str, int]:
 def _shared(config: RunConfig) -> dict[str, Parts]:
     """Returns the memory, by device, from which engines on a learner rank's host read its pushes."""
     resources, sync = config.resources, config.weight_sync
-    if sync.same_host == "network":
+    if sync.same_host == "network" or config.sampler.adapters.are_on:
         return {}
     num_engines = resources.rollout.num_workers
     num_waves = ceil(num_engines / (sync.wave_size or num_engines))
@@ -233,6 +233,8 @@ def _learner(config: RunConfig, shape: ModelShape) -> WorkerMemory:
     checkpoint = ceil(3 * value * num_trained / share)
     is_copied = config.resources.device == "cuda" or checkpoint <= MAX_COPY_BYTES
     host = {"activations": offloaded, **({"checkpoint": checkpoint} if is_copied else {})}
+    if config.training_service.weights == "full":  # the weights that a new model starts with
+        host["initial"] = FLOAT32 * shape.num_parameters
     staging = _staging(config, shape) + min(GATHER_BYTES, 2 * FLOAT32 * shape.num_parameters)
     sync = {"weights": weights, "optimizer": moments, "critic": critic + critic_moments, "sync": staging}
     if not config.resources.colocated:
@@ -244,6 +246,39 @@ def _learner(config: RunConfig, shape: ModelShape) -> WorkerMemory:
     # An engine that joins late is awake as a whole while the policy comes back for it.
     joining = {"joining": sync} if config.resources.device == "cuda" else {}
     return WorkerMemory({TRAINING: training, SYNC: sync, SAMPLING: away, **joining}, host)
+
+
+def _adapter_learner(config: RunConfig, shape: ModelShape) -> WorkerMemory:
+    """Returns the memory of a rank of the training service: the frozen base, and adapters of the highest rank.
+
+    It counts as many adapters as one tenant may have active. Every rank holds all adapters; on a GPU the optimizer
+    state of one of them.
+    """
+    batch = Microbatch.of(config, shape)
+    base, _, _ = _state(
+        config, shape, batch, [], DTYPE_BYTES[config.learner.master_dtype] * shape.num_parameters, FLOAT32
+    )
+    vocabulary = ("embed", "lm_head")
+    matrices = [s for s in _text_matrices(shape) if not any(part in s.name for part in vocabulary)]
+    adapter = FLOAT32 * config.sampler.adapters.max_rank * sum(sum(matrix.shape) for matrix in matrices)
+    num_adapters = config.training_service.max_models
+    is_cuda = config.resources.device == "cuda"
+    activations, offloaded = training_bytes(config, shape, batch)
+    training = {
+        "weights": base + num_adapters * adapter,
+        "gradients": 2 * num_adapters * adapter,  # of a call, and of the calls since the last step
+        "optimizer": 2 * adapter * (1 if is_cuda else num_adapters),
+        "activations": activations,
+        "logits": logits_bytes(config, shape, batch.targets),
+    }
+    host = {"activations": offloaded, **({"optimizer": 2 * num_adapters * adapter} if is_cuda else {})}
+    return WorkerMemory(_phases(training), host)
+
+
+def _text_matrices(shape: ModelShape) -> list[TensorSpec]:
+    """Matrices outside the vision tower."""
+    towers = shape.starts(("vision", "connector"))
+    return [s for s in shape.manifest.tensors if len(s.shape) == 2 and not s.name.startswith(towers)]
 
 
 def _critic(config: RunConfig, shape: ModelShape) -> WorkerMemory:
@@ -318,7 +353,10 @@ def _engine(config: RunConfig, shape: ModelShape) -> WorkerMemory:
     awake = {"weights": weights, KV_CACHE: _kv_cache(config, shape), "activations": engine_bytes(config, shape)}
     if config.resources.device == "cuda" and not config.sampler.vllm.enforce_eager:
         awake["graphs"] = CUDA_GRAPHS
-    buckets = min(config.weight_sync.max_senders, config.resources.learner.num_workers) * _staging(config, shape)
+    is_pushed = not config.sampler.adapters.are_on
+    buckets = (
+        is_pushed * min(config.weight_sync.max_senders, config.resources.learner.num_workers) * _staging(config, shape)
+    )
     sync = {**awake, "sync": buckets}
     if not (config.resources.colocated and config.resources.device == "cuda"):
         return WorkerMemory({TRAINING: awake, SYNC: sync, SAMPLING: awake})
@@ -331,9 +369,7 @@ def _engine(config: RunConfig, shape: ModelShape) -> WorkerMemory:
 def _adapter_slots(config: RunConfig, shape: ModelShape) -> int:
     """Returns the bytes that vLLM reserves for adapters of matrices outside the vision tower, without a split."""
     adapters = config.sampler.adapters
-    towers = shape.starts(("vision", "connector"))
-    matrices = [s for s in shape.manifest.tensors if len(s.shape) == 2 and not s.name.startswith(towers)]
-    values = adapters.max_rank * sum(sum(matrix.shape) for matrix in matrices)
+    values = adapters.max_rank * sum(sum(matrix.shape) for matrix in _text_matrices(shape))
     return min(adapters.max_in_batch, adapters.max_served) * DTYPE_BYTES[config.resources.dtype] * values
 
 

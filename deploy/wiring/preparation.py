@@ -178,6 +178,7 @@ def prepare(config: RunConfig, put: Callable[[Any], Any]) -> AnyPrepared:
 
 
 def _prepare(config: RunConfig, put: Callable[[Any], Any]) -> AnyPrepared:
+    _refuse_served_adapters(config)
     check_user_code(config)
     media = MediaStore(put, config.data.media_cache_bytes)
     loaded = load_checked(config, media)
@@ -444,6 +445,15 @@ def _refuse_broken_config(key: str, folder: Path) -> None:
         raise PreflightError(
             f"{key}={folder} has a config.json that cannot be used ({reason}): download it again, "
             f"or {_name_another(key)}"
+        )
+
+
+def _refuse_served_adapters(config: RunConfig) -> None:
+    served = config.sampler.adapters
+    if served.are_on:
+        raise PreflightError(
+            f"sampler.adapters.max_served={served.max_served} freezes the weights of the engines for `mobula "
+            "serve-training`, and a run pushes new ones: leave it out"
         )
 
 

@@ -66,6 +66,11 @@ def test_a_run_is_made_of_what_the_config_names_and_stores_images_through_the_gi
     assert (handle.reference, len(stored)) == (1, 1)
 
 
+def test_a_run_refuses_engines_that_serve_adapters_before_it_starts(shared: Path, tmp_path: Path) -> None:
+    with pytest.raises(PreflightError, match="sampler.adapters.max_served=2 freezes the weights .*: leave it out"):
+        prepare(config(shared, tmp_path, "sampler.adapters.max_served=2"), lambda media: media)
+
+
 def test_the_model_and_the_data_are_written_once(shared: Path, tmp_path: Path) -> None:
     run = config(shared, tmp_path)
     files = [ensure_model(run) / "model.safetensors", shared / "digits" / "dataset.json"]

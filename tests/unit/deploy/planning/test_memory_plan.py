@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from benchmarks import learner_memory
 from benchmarks.harness.report import BASELINES, read
 from mobula.cluster.errors import PreflightError
+from mobula.cluster.runtime.placement import needed_roles
 from mobula.configs.load import load_config
 from mobula.configs.overrides import overridden
 from mobula.configs.schema import RunConfig
@@ -95,6 +96,23 @@ def test_state_in_bfloat16_takes_half_the_memory() -> None:
     plain = worker_memory(config(*words, "policy.lora.rank=8"), shape, "learner")
     assert plain.device[TRAINING]["weights"] - adapters.device[TRAINING]["weights"] == 2 * shard
     assert plain.device[TRAINING]["optimizer"] == adapters.device[TRAINING]["optimizer"]
+
+
+def test_learner_of_the_training_service_has_gradients_and_optimizer_state_of_adapters_alone() -> None:
+    shape = shape_7b()
+    words = ("resources=laptop_in_turns", "learner=single", "sampler=vllm", "sampler.adapters.max_served=4")
+    found = config(*words, "sampler.adapters.max_rank=16", "training_service.max_models=3")
+    assert needed_roles(found) == ("learner", "rollout")
+    training = worker_memory(found, shape, "learner").device[TRAINING]
+    layers = [spec.shape for spec in shape.manifest.tensors if "layers" in spec.name and len(spec.shape) == 2]
+    adapters = 3 * 4 * 16 * sum(rows + columns for rows, columns in layers)
+    assert (training["gradients"], training["optimizer"]) == (2 * adapters, 2 * adapters)
+    assert training["weights"] == 4 * NUM_7B + adapters
+    small, large = (
+        worker_memory(config(*words, f"learner.tokens_per_microbatch={tokens}"), shape, "learner").device[TRAINING]
+        for tokens in (2048, 16384)
+    )
+    assert large["activations"] == 8 * small["activations"], "clients fill micro-batches, whatever a step of a run has"
 
 
 def test_small_gradients_are_whole_between_micro_batches() -> None:

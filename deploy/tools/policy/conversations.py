@@ -27,6 +27,7 @@ from mobula.cluster.roles import SamplingSettings
 from mobula.deploy.tools.policy.local_policy import LocalPolicy
 
 ASSISTANT = "assistant"
+IMAGES = "images"
 TIMEOUT_S = 60.0  # of the log's fetch, which finds everything in this process
 
 
@@ -68,7 +69,8 @@ class Conversations:
     A call whose messages are those of an earlier call of its session, its answer as it was given, and new messages is
     sampled behind the tokens of that call: nothing is tokenised again, and it becomes a later turn of one trajectory.
     Any other call begins a trajectory of its own. Sessions of one task that begin with the same tokens are siblings of
-    one group, which is written to `trajectories/` below `folder` when there are `num_siblings`, and at the end.
+    one group, which is written to `trajectories/` below `folder` when there are `num_siblings`, and at the end. Its
+    image files are written to `images/`, under their keys.
     """
 
     def __init__(self, policy: LocalPolicy, folder: Path | None, *, num_siblings: int) -> None:
@@ -79,6 +81,7 @@ class Conversations:
         )
         self._sessions: dict[str, _Session] = {}
         self._log = TrajectoryLog(folder / "trajectories", timeout_s=TIMEOUT_S) if folder is not None else None
+        self._images = folder / IMAGES if folder is not None else None
         self._step = max(self._log.steps(), default=0) if self._log is not None else 0
         self._num_siblings = num_siblings
         self._waiting: dict[str, list[tuple[Prompt, Trajectory, Reward]]] = defaultdict(list)  # by group
@@ -182,8 +185,19 @@ class Conversations:
             group = TrajectoryGroup(prompt, siblings)
             scored.append(ScoredGroup(group.summary(), group, tuple(reward for _, _, reward in rows)))
         if scored and self._log is not None:
+            self._write_images(scored)
             self._step += 1
             self._log.append(self._step, scored)
+
+    def _write_images(self, groups: Sequence[ScoredGroup]) -> None:
+        """Writes each image file once."""
+        assert self._images is not None, "groups are written"
+        self._images.mkdir(parents=True, exist_ok=True)
+        for scored in groups:
+            for trajectory in scored.group.trajectories:
+                for handle in (*scored.group.prompt.media, *trajectory.actions.media):
+                    if handle.reference.files and not (self._images / handle.key).exists():
+                        (self._images / handle.key).write_bytes(handle.reference.files[0])
 
 
 def _digest(messages: Sequence[Message]) -> str:

@@ -48,7 +48,8 @@ class LocalPolicy:
         PreflightError: the model is not there, or is a flow model.
     """
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, *, keep_files: bool = False) -> None:
+        """`keep_files` keeps the files of images, to capture them."""
         if config.sampler.is_flow:
             raise PreflightError("sampler=flow answers with images, not with text: use sampler=huggingface or vllm")
         require_model(config)
@@ -60,7 +61,7 @@ class LocalPolicy:
             config.data,
             config.sampler,
             media,
-            keep_files=False,
+            keep_files=keep_files,
             device=config.resources.device,
             suffix=config.question_suffix,
         )

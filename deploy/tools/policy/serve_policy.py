@@ -98,7 +98,7 @@ def serve(config: RunConfig, options: ServePolicyOptions, announce: Callable[[st
         PreflightError: the model cannot be loaded, or the address is unfit or open without a token.
     """
     listener = options.address.listen()
-    policy = LocalPolicy(config)
+    policy = LocalPolicy(config, keep_files=options.capture is not None)
     conversations = Conversations(policy, options.capture, num_siblings=options.num_siblings)
     app = RequestGate(
         make_app(policy, conversations),

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 from fastapi.testclient import TestClient
+from tinker import types
+from tinker.proto.request_conv import forward_backward_request_to_proto
 
 from mobula.actors.environments.base import encoded
 from mobula.actors.environments.programs.verifiers_process import VerifiersProcess
@@ -22,6 +24,11 @@ from mobula.configs.schema import RunConfig
 from mobula.deploy.tools.policy.conversations import Conversations
 from mobula.deploy.tools.policy.local_policy import LocalPolicy
 from mobula.deploy.tools.policy.serve_policy import ChatBody, ChatMessage, make_app, settings_of
+from mobula.deploy.training_service.captured import captured_rows
+from mobula.deploy.training_service.images import ChatImages
+from mobula.deploy.training_service.limits import ServiceLimits
+from mobula.deploy.training_service.wire.inputs import InputBuilder
+from mobula.deploy.training_service.wire.training import read_call
 from mobula.learner.policies.loading import load_model
 from mobula.learner.policies.tiny import TINY
 
@@ -46,7 +53,7 @@ Served = tuple[TestClient, Path, LocalPolicy]
 @pytest.fixture(scope="module")
 def served(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("capture")
-    policy = LocalPolicy(config_of(model))
+    policy = LocalPolicy(config_of(model), keep_files=True)
     with TestClient(make_app(policy, Conversations(policy, folder, num_siblings=2))) as client:
         yield client, folder, policy
 
@@ -99,6 +106,19 @@ def test_a_session_is_sampled_behind_its_own_tokens_and_becomes_a_trajectory(ser
         )
         assert len(trajectory.response.turns) == 2 and len(trajectory.actions.media_spans) == 1
         assert trajectory.response.turns[-1].rewards == {"reward": 0.5 + number}
+    for trajectory, row in zip(group.trajectories, captured_rows(folder), strict=True):
+        images = [chunk for chunk in row.model_input.chunks if isinstance(chunk, types.ImageChunk)]
+        assert [image.data for image in images] == [base64.b64decode(IMAGE)] * 2
+        inputs = InputBuilder(ChatImages(policy.chat, 2), num_embeddings=policy.chat.num_embeddings, max_tokens=1000)
+        request = types.ForwardBackwardRequest(
+            forward_backward_input=types.ForwardBackwardInput(data=[row], loss_fn="ppo"), model_id="m", seq_id=1
+        )
+        body = forward_backward_request_to_proto(request).SerializeToString()
+        [read] = read_call(body, inputs, ServiceLimits.of(policy.config)).rows
+        tokens = np.concatenate([group.prompt.expanded_ids, trajectory.actions.token_ids])
+        assert read.prompt.expanded_ids.tolist() == tokens[:-1].tolist()
+        assert read.inputs["target_tokens"].tolist() == tokens[1:].tolist()
+        assert [handle.key for handle in read.prompt.media] == [group.prompt.media[0].key] * 2
 
 
 def test_log_probs_are_those_of_the_model(served: Served, model: Path) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,11 @@ class HuggingFaceSampler(InProcessSampler):
         stop_strings = StopStrings(self._settings.model, settings.stop_strings, self._settings.hidden_ids)
         progress = GroupProgress(attempt, settings.num_samples, chunk_tokens, emit_here, stop_strings)
         with self._adapters.used(settings.adapter) as adapter:
-            await self._sample_on_thread(prompt, media, settings, attempt, progress, adapter)
+            async with self._serving(settings.min_version):
+                sample = partial(self._sample, prompt, media, settings, attempt, progress, adapter)
+                await _on_thread(sample, progress)
+        num_kept = sum(sibling.num_tokens for sibling in attempt.siblings)
+        self._num_tokens += sum(sibling.num_tokens for sibling in progress.siblings) - num_kept
         return progress.finished()
 
     async def serve(self, adapter: str, folder: Path) -> None:
@@ -91,28 +96,6 @@ class HuggingFaceSampler(InProcessSampler):
         with self._adapters.used(adapter) as used:
             async with self._turn:
                 return await asyncio.to_thread(self._scores, prompt, media, used, num_top)
-
-    async def _sample_on_thread(
-        self,
-        prompt: Prompt,
-        media: Sequence[ProcessedMedia],
-        settings: SamplingSettings,
-        attempt: Attempt,
-        progress: GroupProgress,
-        adapter: ServedAdapter | None,
-    ) -> None:
-        async with self._serving(settings.min_version):
-            work = asyncio.ensure_future(
-                asyncio.to_thread(self._sample, prompt, media, settings, attempt, progress, adapter)
-            )
-            try:
-                await asyncio.shield(work)
-            except asyncio.CancelledError:
-                progress.is_cancelled = True  # ends the thread, which uses the model and torch's generator until then
-                await asyncio.wait([work])
-                raise
-            num_kept = sum(sibling.num_tokens for sibling in attempt.siblings)
-            self._num_tokens += sum(sibling.num_tokens for sibling in progress.siblings) - num_kept
 
     def _sample(
         self,
@@ -228,6 +211,17 @@ class HuggingFaceSampler(InProcessSampler):
                 copied
             )
         return {key: value.to(self._device) for key, value in inputs.items()}
+
+
+async def _on_thread(sample: Callable[[], None], progress: GroupProgress) -> None:
+    """Runs `sample` on a thread; if the call is cancelled, the thread ends first."""
+    work = asyncio.ensure_future(asyncio.to_thread(sample))
+    try:
+        await asyncio.shield(work)
+    except asyncio.CancelledError:
+        progress.is_cancelled = True  # ends the thread, which uses the model and torch's generator until then
+        await asyncio.wait([work])
+        raise
 
 
 def _name(adapter: ServedAdapter) -> str:

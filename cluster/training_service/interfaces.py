@@ -15,7 +15,7 @@ from mobula.cluster.roles import SamplingSettings
 
 @dataclass(frozen=True)
 class AdapterSpec:
-    """A new adapter. `alpha / rank` scales the product of its factors."""
+    """A new adapter. `alpha / rank` scales the product of its factors. Rank 0: all weights of the model."""
 
     rank: int
     alpha: float
@@ -23,6 +23,15 @@ class AdapterSpec:
     trains_attention: bool = True
     trains_mlp: bool = True
     trains_unembedding: bool = False  # refused: engines serve no adapter of the unembedding
+
+    @property
+    def is_adapter(self) -> bool:
+        return self.rank > 0
+
+    @property
+    def lora_rank(self) -> int | None:
+        """The rank of an adapter; None for all weights."""
+        return self.rank or None
 
 
 @dataclass(frozen=True)

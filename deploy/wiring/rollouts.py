@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
+
+import ray
+import torch
 
 from mobula.actors.datasets.rows import Skipped
 from mobula.actors.rollout.actor import RolloutActor
@@ -18,12 +22,15 @@ from mobula.cluster.rollout.in_flight import InFlightRequests
 from mobula.cluster.rollout.rollout_pool import HealthChecks, RolloutPool
 from mobula.cluster.runtime.placement import PlacedWorker
 from mobula.cluster.training_service.engines import PooledAdapterEngines, SampleLimits
+from mobula.cluster.training_service.swapped import PackedWeights, SwappedEngines
 from mobula.configs.schema import RunConfig, SamplerKind
 from mobula.deploy.wiring.pooled_roles import restart_policy
 from mobula.deploy.wiring.preparation import Prepared
 from mobula.deploy.wiring.scaling import RoleHosts
 from mobula.deploy.wiring.spawner import Spawner, engine_environment
+from mobula.learner.policies.checkpoint.stored import pushed_tensors
 from mobula.learner.policies.shapes import shape_of
+from mobula.learner.weight_publisher import WeightPublisher
 
 CALLS_AT_A_TIME = 16  # concurrent calls of a rollout actor, not counting its stream of groups and scored prompts
 
@@ -105,9 +112,39 @@ def adapter_engines(
     Raises:
         ValueError: the engines serve no adapters.
     """
-    config = prepared.config
-    if not config.sampler.adapters.are_on:
+    if not prepared.config.sampler.adapters.are_on:
         raise ValueError("sampler.adapters.max_served=0 serves no adapters: set it to 1 or more")
+    return _pooled_engines(prepared, pool, in_flight_requests, on_retry)
+
+
+def swapped_engines(
+    prepared: Prepared, pool: RolloutPool, in_flight_requests: InFlightRequests, on_retry: Callable[[str], None]
+) -> SwappedEngines:
+    """Returns the view of a training service that trains all weights; otherwise as `adapter_engines`."""
+    config = prepared.config
+    bucket_bytes = config.weight_sync.bucket_bytes
+
+    def read(folder: Path) -> PackedWeights:
+        tensors = dict(pushed_tensors(folder))
+        publisher = WeightPublisher(
+            prepared.checkpoint,
+            lambda: ((spec.name, tensors[spec.name]) for spec in prepared.checkpoint.tensors),
+            rank=0,
+            device=torch.device("cpu"),
+            transport=config.resources.transport,
+            timeout_s=config.weight_sync.timeout_s,
+        )
+        buckets = [ray.put(bucket) for bucket in publisher.export(bucket_bytes)]
+        return PackedWeights(prepared.checkpoint, bucket_bytes, buckets)
+
+    engines = _pooled_engines(prepared, pool, in_flight_requests, on_retry)
+    return SwappedEngines(engines, pool, read, prepared.model_folder)
+
+
+def _pooled_engines(
+    prepared: Prepared, pool: RolloutPool, in_flight_requests: InFlightRequests, on_retry: Callable[[str], None]
+) -> PooledAdapterEngines:
+    config = prepared.config
     retries = RetryingRollouts(pool, in_flight_requests, max_retries=config.max_rollout_retries, on_retry=on_retry)
     is_batched = config.sampler.kind is SamplerKind.VLLM
     sizes = prepared.engine

@@ -28,7 +28,7 @@ class TrainedAdapter:
 
     def __init__(self, spec: AdapterSpec, layers: Mapping[str, nn.Linear], device: torch.device) -> None:
         self.spec = spec
-        self.factors: dict[str, tuple[nn.Parameter, nn.Parameter]] = {}
+        self.factors: dict[str, tuple[nn.Parameter, ...]] = {}
         random = torch.Generator().manual_seed(spec.seed)
         for name, layer in layers.items():
             a = nn.init.kaiming_uniform_(torch.empty(spec.rank, layer.in_features), math.sqrt(5), generator=random)
@@ -48,7 +48,7 @@ class TrainedAdapter:
 
     @property
     def has_gradient(self) -> bool:
-        return self.parameters[0].grad is not None
+        return any(parameter.grad is not None for parameter in self.parameters)
 
     def leaves(self) -> Factors:
         """Returns the factors as leaves with a gradient of their own, in the same memory."""
@@ -65,7 +65,8 @@ class TrainedAdapter:
 
     def gradient(self) -> Tensor:
         """float32 [size of all factors]: the accumulated gradient of this rank."""
-        return torch.cat([parameter.grad.flatten() for parameter in self.parameters if parameter.grad is not None])
+        gradients = (torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters)
+        return torch.cat([gradient.flatten() for gradient in gradients])
 
     def set_gradient(self, flat: Tensor) -> None:
         """Replaces the accumulated gradient."""
@@ -102,7 +103,7 @@ class TrainedAdapter:
 
     def state(self) -> dict[str, Any]:
         """Returns factors, optimizer state and number of steps, without the gradient."""
-        factors = {name: [a.detach(), b.detach()] for name, (a, b) in self.factors.items()}
+        factors = {name: [factor.detach() for factor in own] for name, own in self.factors.items()}
         optimizer = self._optimizer.state_dict()
         return {"spec": asdict(self.spec), "factors": factors, "optimizer": optimizer, "num_steps": self.num_steps}
 
@@ -131,8 +132,21 @@ class TrainedAdapter:
             self.num_steps = state["num_steps"]
 
 
-def _leaf(factor: Tensor) -> Tensor:
-    return factor.detach().requires_grad_()
+class TrainedWeights(TrainedAdapter):
+    """All weights of a model in place of an adapter: passes add to the gradients of the parameters themselves."""
+
+    def __init__(self, spec: AdapterSpec, parameters: Mapping[str, nn.Parameter], device: torch.device) -> None:
+        self.spec = spec
+        self.factors = {name: (parameter,) for name, parameter in parameters.items()}
+        self._device = device
+        self._optimizer = torch.optim.AdamW(self.parameters, fused=True)
+        self.num_steps = 0
+
+    def leaves(self) -> Factors:
+        return {}
+
+    def accumulate(self, leaves: Factors) -> None:
+        """Does nothing: the gradients are there."""
 
 
 def write_state(folder: Path, state: Mapping[str, Any]) -> None:

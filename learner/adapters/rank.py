@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
@@ -48,6 +49,9 @@ class AdapterRank:
         rank.step("a", AdamParameters(1e-4, 0.9, 0.95, 1e-8, 0.0, 1.0))
     """
 
+    isolates_failures = True
+    """Whether a call that fails in a pass leaves no gradient."""
+
     def __init__(self, config: RunConfig, rank: int, world_size: int) -> None:
         """Raises: ValueError: the configuration asks for what adapters of several users cannot have."""
         _refuse_unsupported(config)
@@ -72,19 +76,23 @@ class AdapterRank:
         model, weights = unread_trained_model(self._config)
         assert isinstance(model, PreTrainedModel), "the configuration refuses other models"
         model.train()  # activation checkpointing is for training mode; there is no dropout
-        model.requires_grad_(False)
         recompute_blocks(model, self._config.learner.activation_checkpointing)
-        self._layers = _linear_layers(model)
-        self._has_experts = any(_is_expert(name) for name, _ in model.get_decoder().named_parameters())
         text = model.config.get_text_config()
         self._limits = RowLimits(text.vocab_size, text.max_position_embeddings)
-        self._grouped = GroupedAdapters(model, self._layers)
+        self._adapt(model)
         self._rendezvous.join_as_configured(init_method, self._config, rank=self._rank, world_size=self._world_size)
         dtype, num_replicas = DTYPES[self._config.resources.dtype], self._config.resources.learner.replicas
         self._backend = build_backend(self._config.learner, self._device, dtype, num_replicas)
         family = family_of(model.config, model.config.name_or_path)
         self._shares_prefixes = self._config.learner.shares_prompts and family.shares_prefixes
         self._policy = self._backend.wrap(as_policy(model, self._config), weights)
+
+    def _adapt(self, model: PreTrainedModel) -> None:
+        """Freezes the model and lets adapters add to its linear layers."""
+        model.requires_grad_(False)
+        self._layers = _linear_layers(model)
+        self._has_experts = any(_is_expert(name) for name, _ in model.get_decoder().named_parameters())
+        self._grouped = GroupedAdapters(model, self._layers)
 
     def create(self, adapter: str, spec: AdapterSpec) -> None:
         """Adds an adapter.
@@ -116,7 +124,7 @@ class AdapterRank:
         try:
             self._run(batch)
         except (RuntimeError, ValueError) as error:
-            if self._world_size > 1:  # the other ranks wait in the collectives of this pass
+            if self._world_size > 1 or not self.isolates_failures:  # other ranks wait in the collectives of this pass
                 raise
             if len(calls) == 1:
                 return [error]
@@ -136,7 +144,8 @@ class AdapterRank:
         state = self._adapter(adapter)
         if not state.has_gradient:
             raise ValueError(f"the adapter {adapter!r} has no gradient to apply: run a backward pass first")
-        state.set_gradient(self._summed(state.gradient()))
+        if self._world_size > 1:
+            state.set_gradient(self._summed(state.gradient()))
         metrics = state.step(parameters)
         if self._device.type == "cuda":
             for name, other in self._adapters.items():
@@ -167,8 +176,11 @@ class AdapterRank:
     def export(self, adapter: str, folder: Path) -> None:
         """Writes the adapter in PEFT's format."""
         state = self._adapter(adapter)
-        factors = {(name, A): a.detach() for name, (a, _) in state.factors.items()}
-        factors |= {(name, B): b.detach() for name, (_, b) in state.factors.items()}
+        factors = {
+            (name, kind): factor.detach()
+            for name, own in state.factors.items()
+            for kind, factor in zip((A, B), own, strict=True)
+        }
         config = LoRAConfig(rank=state.spec.rank, alpha=state.spec.alpha)
         self._write(lambda: save_adapters(folder, factors, config, self._config.policy.model))
 
@@ -233,7 +245,7 @@ class AdapterRank:
         """Computes all rows of the calls that are alive, and their gradients."""
         for share in self._shares(batch.rows(has_backward=True)):
             tokens = self._tokens(share)
-            with self._grouped.segments(self._segments(batch, share, tokens)):
+            with self._adapted(batch, share, tokens):
                 values = self._policy(tokens, PLAIN).logprobs
                 loss = batch.add(share, values)
                 # A rank without a loss takes part in the collectives of the backward pass.
@@ -241,24 +253,25 @@ class AdapterRank:
         with self._backend.inference():
             for share in self._shares(batch.rows(has_backward=False)):
                 tokens = self._tokens(share)
-                with self._grouped.segments(self._segments(batch, share, tokens)):
+                with self._adapted(batch, share, tokens):
                     batch.add(share, self._policy(tokens, PLAIN).logprobs)
 
     def _tokens(self, share: Sequence[CallRow]) -> TokenBatch:
         batch = collate([row.sequence for row in share], self._reader, self._device)
         return with_targets(batch, [row.targets for row in share])
 
-    def _segments(self, batch: CallBatch, share: Sequence[CallRow], tokens: TokenBatch) -> list[AdapterSegment]:
-        """The tokens of each call, in the order in which the decoder computes them."""
+    def _adapted(self, batch: CallBatch, share: Sequence[CallRow], tokens: TokenBatch) -> AbstractContextManager[None]:
+        """While the body runs, the adapter of each call computes its tokens, in the order of the decoder."""
         sizes = Counter[int]()
         for index, (row, length) in enumerate(zip(share, tokens.row_lengths, strict=True)):
             prefix = tokens.prefixes.get(index) if self._shares_prefixes else None
             own = length - (0 if prefix is None else prefix.num_tokens)
             sizes[row.call] += own if self._config.learner.packs else tokens.input_ids.shape[1]
-        return [
+        segments = [
             AdapterSegment(size, batch.leaves[call], self._adapters[batch.calls[call].adapter].scale)
             for call, size in sizes.items()
         ]
+        return self._grouped.segments(segments)
 
     def _of_all_ranks(self, failures: Mapping[int, Exception]) -> dict[int, Exception]:
         """Returns the failed calls of all ranks. Collective."""

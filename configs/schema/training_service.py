@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from mobula.configs.schema.base import Field, PositiveInt, Section
 
@@ -13,8 +13,12 @@ Seconds = Annotated[float, Field(gt=0, le=24 * 3600)]
 class TrainingServiceConfig(Section):
     """The training service (`mobula serve-training`)."""
 
+    weights: Literal["adapters", "full"] = "adapters"
+    """What clients train. `adapters`: LoRA adapters of many models on one frozen base. `full`: all weights of one model
+    at a time, for one tenant, on one learner rank; the client's rank is not used."""
     max_models: PositiveInt = 8
-    """Models of one tenant that are active at once. A model is active while its session sends heartbeats."""
+    """Models of one tenant that are active at once; 1 with `weights=full`. A model is active while its session sends
+    heartbeats."""
     max_rows: PositiveInt = 1024
     """Rows of one `forward` or `forward_backward` request; the client splits larger ones."""
     max_tokens: PositiveInt = 262_144
@@ -25,8 +29,18 @@ class TrainingServiceConfig(Section):
     """Requests of one model that are not finished. Further requests are answered with 429, and the client waits."""
     max_samples: PositiveInt = 4096
     """Sequences of one tenant that are not finished. Further requests are answered with 429, and the client waits."""
+    max_dense_values: PositiveInt = 67_108_864
+    """Values of a tensor that a client sends in sparse form, counted as it is used, in dense form."""
     max_request_bytes: PositiveInt = 67_108_864
     """Bytes of one request, after decompression."""
+    alpha: Annotated[float, Field(gt=0)] = 32.0
+    """Scale of new adapters: the product of the factors is multiplied by alpha / rank. The protocol has no field for
+    it."""
+    kept_results: PositiveInt = 256
+    """Newest results of a model that stay on disk after a snapshot; a client that asks for an older one gets an
+    error."""
+    kept_in_memory: PositiveInt = 4096
+    """Newest results of all models and samplers that are answered without reading the disk."""
     snapshot_steps: PositiveInt = 8
     """Optimizer steps of a model between two snapshots. After a failure the requests since the snapshot run again."""
     recovery_s: Seconds = 600.0

@@ -12,6 +12,8 @@ from mobula.cluster.errors import PreflightError
 from mobula.deploy.cli.errors import explained
 from mobula.deploy.host.terminal import terminal
 
+SERVED = "sampler.adapters.max_served=16"  # if the user has set nothing
+
 
 def serve_training(
     overrides: Annotated[
@@ -35,10 +37,13 @@ def serve_training(
         if find_spec("tinker") is None:
             raise PreflightError("the training service needs the package tinker: pip install 'mobula[tinker]'")
         from mobula.configs.load import load_config
+        from mobula.configs.overrides import overridden
         from mobula.deploy.training_service import serving
         from mobula.deploy.training_service.tenants import read_tenants
 
-        config = load_config(["sampler.adapters.max_served=16", *(overrides or [])], is_complete=False)
+        config = load_config(overrides or [], is_complete=False)
+        if config.training_service.weights == "adapters":
+            config = load_config(overridden([SERVED], overrides or []), is_complete=False)
         options = serving.ServeTrainingOptions(host, port, read_tenants(tenants), folder, model_name)
         console = terminal(soft_wrap=True)
         serving.serve(

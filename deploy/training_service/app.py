@@ -20,6 +20,7 @@ from mobula.deploy.training_service.wire.answers import parsed
 from mobula.deploy.training_service.wire.training import read_header
 
 PROTO = "application/x-protobuf"
+PARSED_AT_ONCE = 1 << 18  # bytes, parsed in less than a millisecond
 CLIENT_CONFIG = {
     "pjwt_auth_enabled": False,
     "parallel_fwdbwd_chunks": True,
@@ -63,7 +64,7 @@ def make_app(service: TrainingService, roles: Callable[[], AbstractAsyncContextM
     @app.get("/health")
     async def health() -> Response:
         if service.failure is not None:
-            return JSONResponse({"detail": f"the scheduler has ended: {service.failure!r}"}, status_code=503)
+            return JSONResponse({"detail": f"the training service has failed: {service.failure!r}"}, status_code=503)
         return JSONResponse({"status": "ok"})
 
     _add_sessions(app, service)
@@ -131,14 +132,18 @@ def _add_training(app: FastAPI, service: TrainingService) -> None:
         message = parsed(tk.GetInfoRequest, await request.body())
         record = service.model(message.model_id, tenant_of(request))
         base = service.base
-        model_data = {"arch": "lora", "model_name": base.names[0], "tokenizer_id": base.tokenizer_id}
+        model_data = {
+            "arch": "lora" if record.spec.is_adapter else "full",
+            "model_name": base.names[0],
+            "tokenizer_id": base.tokenizer_id,
+        }
         return JSONResponse(
             {
                 "type": "get_info",
                 "model_data": model_data,
                 "model_id": record.model_id,
-                "is_lora": True,
-                "lora_rank": record.spec.rank,
+                "is_lora": record.spec.is_adapter,
+                "lora_rank": record.spec.lora_rank,
                 "model_name": base.names[0],
             }
         )
@@ -146,7 +151,8 @@ def _add_training(app: FastAPI, service: TrainingService) -> None:
     @app.post("/api/v1/forward_backward")
     async def forward_backward(request: Request) -> Response:
         body = await _training_body(request, service.limits.max_request_bytes)
-        header = await asyncio.to_thread(read_header, body)
+        is_large = len(body) > PARSED_AT_ONCE  # a thread costs more than parsing a small message
+        header = await asyncio.to_thread(read_header, body) if is_large else read_header(body)
         kind = Kind.FORWARD if header.is_forward_only else Kind.FORWARD_BACKWARD
         return _accepted(await service.submit(kind, header.model_id, header.seq_id, body, tenant_of(request)))
 
@@ -218,6 +224,7 @@ def _add_sampling(app: FastAPI, service: TrainingService) -> None:
 
     @app.post("/api/v1/asample")
     async def asample(request: Request) -> Response:
+        service.check_running()
         request_id, ids = await service.samplers.submit(await request.body(), tenant_of(request))
         return JSONResponse({"request_id": request_id, "sample_sequence_ids": ids})
 

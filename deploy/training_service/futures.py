@@ -7,13 +7,12 @@ from collections import OrderedDict
 
 from mobula.deploy.training_service.store.records import RequestOutcome
 
-NUM_KEPT = 4096
-
 
 class Futures:
     """Outcomes by request id. The newest finished ones stay in memory; older ones are in the database."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_kept: int) -> None:
+        self._num_kept = num_kept
         self._waiting: dict[str, asyncio.Future[RequestOutcome]] = {}
         self._finished: OrderedDict[str, RequestOutcome] = OrderedDict()
 
@@ -26,7 +25,7 @@ class Futures:
         """Sets the outcome of a request and wakes its waiting clients."""
         future = self._waiting.pop(request_id, None)
         self._finished[request_id] = outcome
-        while len(self._finished) > NUM_KEPT:
+        while len(self._finished) > self._num_kept:
             self._finished.popitem(last=False)
         if future is not None:
             future.set_result(outcome)

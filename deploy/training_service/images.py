@@ -14,7 +14,9 @@ from mobula.deploy.training_service.wire.inputs import PlacedImage
 class ChatImages:
     """Implements `ImagePlacer`. Called from several threads."""
 
-    def __init__(self, chat: ChatProcessor) -> None:
+    def __init__(self, chat: ChatProcessor, max_images: int) -> None:
+        """`max_images` of one input is what the engines take."""
+        self.max_images = max_images
         self._chat = chat
         self._lock = threading.Lock()
 

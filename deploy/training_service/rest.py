@@ -115,9 +115,9 @@ def _add_checkpoints(app: FastAPI, service: TrainingService) -> None:
         return JSONResponse(
             {
                 "base_model": service.base.names[0],
-                "is_lora": True,
-                "lora_rank": spec.rank,
-                "train_unembed": spec.trains_unembedding,
+                "is_lora": spec.is_adapter,
+                "lora_rank": spec.lora_rank,
+                "train_unembed": spec.trains_unembedding or not spec.is_adapter,
                 "train_mlp": spec.trains_mlp,
                 "train_attn": spec.trains_attention,
             }
@@ -196,8 +196,8 @@ def _run(service: TrainingService, record: ModelRecord) -> dict[str, Any]:
         "training_run_id": record.model_id,
         "base_model": service.base.names[0],
         "model_owner": record.tenant,
-        "is_lora": True,
-        "lora_rank": record.spec.rank,
+        "is_lora": record.spec.is_adapter,
+        "lora_rank": record.spec.lora_rank,
         "last_request_time": _time(service.last_request_s(record)),
         "last_checkpoint": None if last is None else _checkpoint(last),
         "last_sampler_checkpoint": None if last_sampler is None else _checkpoint(last_sampler),

@@ -6,7 +6,9 @@ import asyncio
 import logging
 import math
 import secrets
+import sqlite3
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,7 +36,6 @@ from mobula.deploy.training_service.training.scheduler import Scheduler
 from mobula.deploy.training_service.wire.inputs import InputBuilder
 from mobula.deploy.training_service.wire.training import count_tokens
 
-ALPHA = 32.0  # of every adapter, the value of the service that the client is made for
 CLEANING_S = 30.0
 UNUSED_IDLES = 6  # times `session_idle_s`, after which superseded weights of a sampling session are removed
 NUM_SEEDS = 2**31 - 1
@@ -66,7 +67,7 @@ class TrainingService:
         self.base = base
         self.limits = limits
         self.database = Database(folder / "service.sqlite")
-        self.futures = Futures()
+        self.futures = Futures(limits.kept_in_memory)
         self.checkpoints = CheckpointStore(self.database, folder / "checkpoints")
         self.samplers = Samplers(engines, self.database, self.futures, self.checkpoints, inputs, limits)
         self.checkpoints.on_sampler = self.samplers.put
@@ -79,7 +80,11 @@ class TrainingService:
         self._sessions: dict[str, Session] = {}
         self._seen: dict[str, float] = {}  # session -> time of its last heartbeat; -inf once it has finished
         self._last_request: dict[str, float] = {}  # model -> time
-        self._tasks: list[asyncio.Task[None]] = []
+        self._task: asyncio.Task[None] | None = None
+        self.failure: BaseException | None = None
+        """Why the service runs no requests any more; None while it does."""
+        self.on_failure: Callable[[], None] = lambda: None
+        """Called when the service has failed, after the outcomes of all requests are set."""
 
     async def start(self) -> None:
         """Reads the records and continues with the requests that were not finished."""
@@ -91,22 +96,21 @@ class TrainingService:
             if record.is_trainable:
                 self._queues[record.model_id] = await self._stored_queue(record)
         await self.samplers.load()
-        self._tasks = [asyncio.create_task(self._scheduler.run()), asyncio.create_task(self._clean())]
+        self._task = asyncio.create_task(self._run())
         self._scheduler.wake()
 
     async def close(self) -> None:
         """Stops without waiting for requests; they continue after the next start."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
         await self.samplers.close()
         await self.database.close()
 
-    @property
-    def failure(self) -> BaseException | None:
-        """Why the scheduler has ended; None while it runs."""
-        ended = [task for task in self._tasks if task.done() and not task.cancelled()]
-        return ended[0].exception() if ended else None
+    def check_running(self) -> None:
+        """Raises: RefusedRequestError: the service has failed. Clients retry until it is started again."""
+        if self.failure is not None:
+            raise RefusedRequestError(503, f"the training service has failed: {self.failure!r}")
 
     async def create_session(self, request: tk.CreateSessionRequest, tenant: str) -> str:
         session = Session(
@@ -165,30 +169,45 @@ class TrainingService:
         Raises:
             RefusedRequestError: the model or its optimizer is not offered, or the tenant has too many models.
         """
+        self.check_running()
         session = self.session(request.session_id, tenant)
         model_id = f"{session.session_id}:train:{request.model_seq_id}"
         self.check_base(request.base_model)
         if request.lora_config is None:
-            raise RefusedRequestError(400, "full fine-tuning is not offered here: use create_lora_training_client")
+            raise RefusedRequestError(
+                400,
+                "a model needs lora_config: use create_lora_training_client (with training_service.weights=full it "
+                "trains all weights)",
+            )
         _check_optimizer(request.optimizer_config)
-        lora = request.lora_config
+        spec = self._spec(request.lora_config)
+        return await self._add_model(model_id, session, spec, request.user_metadata, Kind.CREATE, body)
+
+    def _spec(self, lora: tk.LoraConfig) -> AdapterSpec:
+        """Returns what a new model trains.
+
+        Raises:
+            RefusedRequestError: no such adapter is offered.
+        """
+        if self.limits.trains_all_weights:
+            return AdapterSpec(rank=0, alpha=self.limits.alpha, seed=0)
         if not 1 <= lora.rank <= self.limits.max_rank:
             raise RefusedRequestError(400, f"rank={lora.rank}: give 1 to {self.limits.max_rank}")
         if not (lora.train_attn or lora.train_mlp):
             raise RefusedRequestError(400, "only the unembedding is to be trained: set train_attn or train_mlp")
-        spec = AdapterSpec(
+        return AdapterSpec(
             rank=lora.rank,
-            alpha=ALPHA,
+            alpha=self.limits.alpha,
             seed=secrets.randbelow(NUM_SEEDS) if lora.seed is None else lora.seed,
             trains_attention=lora.train_attn,
             trains_mlp=lora.train_mlp,
             trains_unembedding=False,  # the client asks for it by default, and engines serve no such adapters
         )
-        return await self._add_model(model_id, session, spec, request.user_metadata, Kind.CREATE, body)
 
     async def create_from(self, request: tk.LoadWeightsRequest, body: bytes, tenant: str) -> str:
         """Accepts a new model with the weights of a checkpoint; returns the id of the request."""
         assert request.session_id is not None and request.model_seq_id is not None, "the caller has checked them"
+        self.check_running()
         session = self.session(request.session_id, tenant)
         if request.base_model is not None:
             self.check_base(request.base_model)
@@ -228,6 +247,7 @@ class TrainingService:
         Raises:
             RefusedRequestError: no such model, or its queue is full.
         """
+        self.check_running()
         queue = self._queues.get(self.model(model_id, tenant).model_id)
         if queue is None:
             raise RefusedRequestError(
@@ -329,6 +349,37 @@ class TrainingService:
             self.futures.open(request.request_id)
         return queue
 
+    async def _run(self) -> None:
+        """Runs requests until cancelled. After a failure that is no request's, every open request fails."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._scheduler.run())
+                tasks.create_task(self._clean())
+        except Exception as error:
+            await self._fail(error)
+
+    async def _fail(self, error: Exception) -> None:
+        """Fails the open requests of models, on disk as well: a restart must not run what clients know as failed.
+
+        Sampling requests stay: the next start samples them again.
+        """
+        self.failure = _cause(error)
+        logger.critical("the training service has failed", exc_info=error)
+        message = (
+            f"the training service has failed ({type(self.failure).__name__}: {self.failure}): start it again with the "
+            "same --folder, and send the request again"
+        )
+        outcome = RequestOutcome(error=message, category="server")
+        waiting = [request for queue in self._queues.values() for request in queue.requests.values()]
+        try:
+            for queue in self._queues.values():
+                await self._execution.record_failed(queue, outcome)
+        except sqlite3.Error:
+            logger.exception("open requests are not recorded as failed, so the next start runs them")
+        for request in waiting:
+            self.futures.finish(request.request_id, outcome)
+        self.on_failure()
+
     async def _clean(self) -> None:
         """Removes idle adapters from the learner, and expired checkpoints."""
         while True:
@@ -353,6 +404,11 @@ class TrainingService:
         finally:
             queue.is_busy = False
             self._scheduler.wake()
+
+
+def _cause(error: BaseException) -> BaseException:
+    """Returns the first error in a group of errors, however nested."""
+    return _cause(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
 
 
 def _check_optimizer(config: Any) -> None:

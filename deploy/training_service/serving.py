@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import signal
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
@@ -14,13 +16,14 @@ from mobula.deploy.host.session import ray_session  # isort: skip  (first: sets 
 import ray
 
 from mobula.actors.processors.chat import ChatProcessor
-from mobula.cluster.errors import PreflightError
+from mobula.cluster.errors import MobulaError, PreflightError
 from mobula.cluster.proxies import is_loopback
 from mobula.cluster.records.media import MediaStore
 from mobula.cluster.rollout.in_flight import InFlightRequests
 from mobula.cluster.rollout.rollout_pool import RolloutPool
 from mobula.cluster.runtime.concurrency import run_all
 from mobula.cluster.runtime.placement_groups import create_placement_groups, plan_when_free
+from mobula.cluster.training_service.interfaces import AdapterEngines
 from mobula.configs.schema import RunConfig
 from mobula.deploy.planning.nodes import joined_nodes
 from mobula.deploy.planning.plan_command import planned_engine, refuse_too_small_cache
@@ -35,15 +38,16 @@ from mobula.deploy.training_service.service import BaseModel, TrainingService
 from mobula.deploy.training_service.tenants import TenantGate, Tenants
 from mobula.deploy.training_service.wire.inputs import InputBuilder
 from mobula.deploy.wiring.preparation import Prepared, ensure_model, require_model
-from mobula.deploy.wiring.rollouts import adapter_engines, rollout_pool
+from mobula.deploy.wiring.rollouts import adapter_engines, rollout_pool, swapped_engines
 from mobula.deploy.wiring.spawner import Spawner, learner_environment
+from mobula.learner.adapters.full_weights import FullWeightsRank
 from mobula.learner.adapters.group import AdapterGroup
 from mobula.learner.adapters.rank import AdapterRank
 from mobula.learner.policies.checkpoint.stored import stored_model
 from mobula.rewards.http.request_gate import RequestGate
 
-ROLES = ("learner", "rollout")
 READ_S = 120.0  # of the body of one request
+ANSWER_S = 3.0  # after a failure, before the server ends: clients learn that their requests have failed
 GRACE_S = 2  # requests continue after a restart, so none is waited for
 LOGS = "logs"
 
@@ -88,17 +92,20 @@ def serve(config: RunConfig, options: ServeTrainingOptions, announce: Callable[[
 
     Raises:
         PreflightError, ValueError: it cannot start; no role was started.
+        MobulaError: the service has failed; a restart with the same folder continues.
     """
     if not options.tenants.tokens and not is_loopback(options.host):
         raise PreflightError(
             f"--host {options.host} is reached from other machines, and there are no tokens: give --tenants, or "
             "listen on 127.0.0.1"
         )
+    _refuse_unfit(config, options.tenants)
     require_model(config)
     prepared = prepare_base(config)
     listener = Address(options.host, options.port, token="checked above").listen()
     with cluster_spawner(prepared, options.folder / LOGS) as (prepared, spawner):
         service, roles = make_service(prepared, spawner, options)
+        service.on_failure = _end_soon
         app = RequestGate(
             make_app(service, roles.running),
             token=None,
@@ -109,6 +116,32 @@ def serve(config: RunConfig, options: ServeTrainingOptions, announce: Callable[[
             on_status=lambda status: None,
         )
         run_server(TenantGate(app, options.tenants), listener, grace_s=GRACE_S, announce=announce)
+    if service.failure is not None:
+        raise MobulaError(
+            f"the training service has failed ({type(service.failure).__name__}: {service.failure}): the traceback is "
+            f"above; start it again with --folder {options.folder}"
+        )
+
+
+def _refuse_unfit(config: RunConfig, tenants: Tenants) -> None:
+    """Raises: PreflightError: the service cannot train all weights so."""
+    if config.training_service.weights != "full":
+        return
+    if len(tenants.tokens) > 1:
+        raise PreflightError(
+            f"training_service.weights=full serves one tenant, and --tenants names {len(tenants.tokens)}: leave "
+            "training_service.weights out, or start a service for each tenant"
+        )
+    if config.sampler.adapters.are_on:
+        raise PreflightError(
+            f"sampler.adapters.max_served={config.sampler.adapters.max_served} freezes the weights of the engines, and "
+            "training_service.weights=full changes them: leave sampler.adapters.max_served out"
+        )
+
+
+def _end_soon() -> None:
+    """Ends the server after the clients that wait for results have their answers."""
+    asyncio.get_running_loop().call_later(ANSWER_S, signal.raise_signal, signal.SIGTERM)
 
 
 def prepare_base(config: RunConfig) -> Prepared:
@@ -134,8 +167,9 @@ def cluster_spawner(prepared: Prepared, logs: Path) -> Iterator[tuple[Prepared, 
     """Joins or starts a cluster and reserves the roles' resources while the body runs."""
     config = prepared.config
     with ray_session(config) as session:
-        plan = plan_when_free(config.resources, ROLES, wait_s=config.timeouts.stop_s)
-        sized = replace(prepared, engine=planned_engine(config, joined_nodes(), ROLES))
+        roles = ("learner", "rollout")
+        plan = plan_when_free(config.resources, roles, wait_s=config.timeouts.stop_s)
+        sized = replace(prepared, engine=planned_engine(config, joined_nodes(), roles))
         bookings = create_placement_groups(plan, run_name=config.name, timeout_s=config.timeouts.start_s)
         spawner = Spawner(config, session, plan, bookings, logs)
         try:
@@ -150,40 +184,24 @@ def make_service(prepared: Prepared, spawner: Spawner, options: ServeTrainingOpt
     assert isinstance(chat, ChatProcessor), "only language models are served"
     in_flight = InFlightRequests(config.sampler.chunk_tokens)
     pool = rollout_pool(prepared, spawner, in_flight, on_lost=partial(logger.warning, "an engine was lost: %s"))
-    engines = adapter_engines(prepared, pool, in_flight, partial(logger.info, "sampling is tried again: %s"))
+    on_retry = partial(logger.info, "sampling is tried again: %s")
+    engines: AdapterEngines
+    if config.training_service.weights == "full":
+        engines = swapped_engines(prepared, pool, in_flight, on_retry)
+    else:
+        engines = adapter_engines(prepared, pool, in_flight, on_retry)
     learner = AdapterGroup(partial(_start_ranks, config, spawner), config.timeouts, ray.put)
-    images = ChatImages(chat) if chat.takes_images else None
+    images = ChatImages(chat, config.sampler.max_images_per_prompt) if chat.takes_images else None
     inputs = InputBuilder(images, num_embeddings=chat.num_embeddings, max_tokens=config.sampler.max_model_len)
     folder = str(prepared.model_folder.absolute())
     names = (config.policy.model, options.model_name, folder)
     base = BaseModel(tuple(dict.fromkeys(name for name in names if name)), folder, config.sampler.max_model_len)
-    service = TrainingService(base, learner, engines, inputs, limits_of(config), options.folder.absolute())
+    service = TrainingService(base, learner, engines, inputs, ServiceLimits.of(config), options.folder.absolute())
     return service, Roles(learner, pool)
-
-
-def limits_of(config: RunConfig) -> ServiceLimits:
-    """Returns the bounds that a configuration sets."""
-    own, timeouts, adapters = config.training_service, config.timeouts, config.sampler.adapters
-    return ServiceLimits(
-        max_models=own.max_models,
-        max_rank=adapters.max_rank,
-        max_rows=own.max_rows,
-        max_tokens=own.max_tokens,
-        max_batch_tokens=own.max_batch_tokens,
-        max_queued=own.max_queued,
-        max_samples=own.max_samples,
-        max_request_bytes=own.max_request_bytes,
-        max_served=adapters.max_served,
-        snapshot_steps=own.snapshot_steps,
-        learner_s=timeouts.start_s + timeouts.update_s,  # ranks that were lost start again within a call
-        sample_s=own.recovery_s + timeouts.rollout_s,
-        recovery_s=own.recovery_s,
-        poll_s=own.poll_s,
-        session_idle_s=own.session_idle_s,
-    )
 
 
 def _start_ranks(config: RunConfig, spawner: Spawner) -> list[Any]:
     ranks = spawner.book_together("learner")
     env = learner_environment(config)
-    return [spawner.start(AdapterRank, config, w.index, len(ranks), worker=w, env=env) for w in ranks]
+    role = FullWeightsRank if config.training_service.weights == "full" else AdapterRank
+    return [spawner.start(role, config, w.index, len(ranks), worker=w, env=env) for w in ranks]

@@ -132,19 +132,20 @@ class Database:
         rows = await self._rows(
             "SELECT seq_id, kind, status FROM requests WHERE model_id=? AND status!=?", model_id, Status.QUEUED
         )
-        steps = [row["seq_id"] for row in rows if row["kind"] in CLEARS and (row["kind"] == Kind.STEP or _is_done(row))]
-        last_step = max(steps, default=0)
+        done = [row["seq_id"] for row in rows if row["kind"] in CLEARS and _is_done(row)]
+        steps = [row["seq_id"] for row in rows if row["kind"] == Kind.STEP]  # also those that failed with the gradient
+        last_clear = max([*done, *steps], default=0)
         failed = [
             row["seq_id"]
             for row in rows
-            if row["kind"] == Kind.FORWARD_BACKWARD and row["status"] == Status.FAILED and row["seq_id"] > last_step
+            if row["kind"] == Kind.FORWARD_BACKWARD and row["status"] == Status.FAILED and row["seq_id"] > last_clear
         ]
         queued = await self._rows(
             "SELECT * FROM requests WHERE model_id=? AND status=? ORDER BY seq_id", model_id, Status.QUEUED
         )
         return Position(
             next_seq=max((row["seq_id"] + 1 for row in rows), default=0),
-            last_step=last_step,
+            last_step=max(done, default=0),
             failed_gradient=min(failed, default=None),
             queued=[_request(row) for row in queued],
         )

@@ -38,7 +38,6 @@ from mobula.deploy.training_service.wire.training import read_call, write_result
 
 T = TypeVar("T")
 MAX_LOSSES = 3  # of the learner while it runs one request
-KEPT_RESULTS = 256  # of a model, before its snapshot
 MAX_PAUSE_S = 30.0
 
 logger = logging.getLogger(__name__)
@@ -152,7 +151,7 @@ class Execution:
             self._lose(error)
             return
         await asyncio.to_thread(flush_folder, folder)
-        queue.record = await self._database.set_snapshot(queue.record, seq_id, str(folder), KEPT_RESULTS)
+        queue.record = await self._database.set_snapshot(queue.record, seq_id, str(folder), self._limits.kept_results)
         queue.num_steps = 0
         if old:
             await asyncio.to_thread(shutil.rmtree, old, ignore_errors=True)
@@ -167,6 +166,14 @@ class Execution:
         except (LearnerLostError, ValueError) as error:
             self._lose(error)
 
+    async def record_failed(self, queue: ModelQueue, outcome: RequestOutcome) -> None:
+        """Records `outcome` for the requests of a model that are next in order, after a failure of the service."""
+        waiting = [queue.requests[seq_id] for seq_id in range(queue.next_seq, queue.first_missing)]
+        step = next((request for request in waiting if request.kind is Kind.STEP), None)
+        if step is not None:
+            await self._discard_gradient(queue, step)
+        await self._database.finish([(request, outcome) for request in waiting])
+
     async def _run(self, queue: ModelQueue, request: RequestRecord) -> RequestOutcome:
         if request.kind is Kind.CREATE:
             return created(queue.model_id)
@@ -177,21 +184,22 @@ class Execution:
         return await self._checkpoints.save(queue.record, request, self._exported(request.kind))
 
     async def _step(self, queue: ModelQueue, request: RequestRecord) -> RequestOutcome:
-        last_step, queue.last_step = queue.last_step, request.seq_id
         if queue.gradient_error:
             reason, queue.gradient_error = queue.gradient_error, ""
-            await self._database.discard_gradient(queue.model_id, last_step, request.seq_id)
-            queue.loaded_in = NOT_LOADED  # restored without the gradient
+            await self._discard_gradient(queue, request)
             return _failed(f"no step was made, the gradient is not complete and was discarded: {reason}", "user")
-        try:
-            metrics = await self._call(
-                self._learner.step(queue.model_id, read_adam(request.body)), "make an optimizer step"
-            )
-        except LearnerLostError:
-            queue.last_step = last_step
-            raise
+        metrics = await self._call(
+            self._learner.step(queue.model_id, read_adam(request.body)), "make an optimizer step"
+        )
+        outcome = stepped(metrics)
+        queue.last_step = request.seq_id
         queue.num_steps += 1
-        return stepped(metrics)
+        return outcome
+
+    async def _discard_gradient(self, queue: ModelQueue, step: RequestRecord) -> None:
+        """Discards the gradient that a failed step would have applied; the adapter is restored without it."""
+        await self._database.discard_gradient(queue.model_id, queue.last_step, step.seq_id)
+        queue.loaded_in = NOT_LOADED
 
     async def _load(self, queue: ModelQueue, request: RequestRecord) -> RequestOutcome:
         path = await self._load_checkpoint(queue, request)
@@ -289,6 +297,8 @@ class Execution:
                 message = f"the learner was lost {queue.num_lost} times while it ran this request: {error}"
                 if head.kind is Kind.FORWARD_BACKWARD:
                     queue.gradient_error = message
+                elif head.kind is Kind.STEP:
+                    await self._discard_gradient(queue, head)
                 await self._finish([(queue, head, _failed(message, "server"))])
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from mobula.deploy.training_service.store.records import RequestRecord
@@ -68,15 +69,15 @@ class Scheduler:
             if queue.is_busy or head is None:
                 continue
             if not self._execution.is_loaded(queue):
-                jobs.append(self._job([queue], self._execution.restore(queue)))
+                jobs.append(self._job([queue], partial(self._execution.restore, queue)))
             elif head.kind.is_compute:
                 ready.append(queue)
             else:
-                jobs.append(self._job([queue], self._execution.run(queue, head)))
+                jobs.append(self._job([queue], partial(self._execution.run, queue, head)))
         if ready and not self._is_computing and not self._waits_for_others(ready):
             batch = self._batch(ready)
             self._is_computing = True
-            jobs.append(self._job([queue for queue, _ in batch], self._computed(batch), is_compute=True))
+            jobs.append(self._job([queue for queue, _ in batch], partial(self._computed, batch), is_compute=True))
         return jobs
 
     def _waits_for_others(self, ready: Sequence[ModelQueue]) -> bool:
@@ -104,14 +105,14 @@ class Scheduler:
         self._computed_at |= dict.fromkeys((queue.model_id for queue, _ in batch), now)
 
     def _job(
-        self, queues: list[ModelQueue], work: Coroutine[Any, Any, None], *, is_compute: bool = False
+        self, queues: list[ModelQueue], work: Callable[[], Awaitable[None]], *, is_compute: bool = False
     ) -> Coroutine[Any, Any, None]:
         for queue in queues:
             queue.is_busy = True
 
         async def job() -> None:
             try:
-                await work
+                await work()
             finally:
                 for queue in queues:
                     queue.is_busy = False

@@ -42,6 +42,11 @@ class PlacedImage:
 class ImagePlacer(Protocol):
     """Processes images for the model."""
 
+    @property
+    def max_images(self) -> int:
+        """Most images of one input."""
+        ...
+
     def place(self, content: bytes, name: str) -> PlacedImage:
         """Raises: SkippedSample: the image is unfit, or the model takes none."""
         ...
@@ -59,8 +64,16 @@ class InputBuilder:
         """Returns the prompt of the chunks.
 
         Raises:
-            RequestError: the input is empty or too long, a token is unknown, or an image is unfit.
+            RequestError: the input is empty or too long, a token is unknown, or an image is unfit or one too many.
         """
+        num_images = sum(isinstance(chunk, ImageChunk) for chunk in chunks)
+        if num_images and self._images is None:
+            raise RequestError(f"{name} has {num_images} images, and the model takes no images")
+        if self._images is not None and num_images > self._images.max_images:
+            raise RequestError(
+                f"{name} has {num_images} images, and the service takes {self._images.max_images} "
+                "(sampler.max_images_per_prompt): leave some out"
+            )
         compact: list[np.ndarray] = []
         expanded: list[np.ndarray] = []
         media: list[MediaHandle] = []
@@ -104,8 +117,7 @@ class InputBuilder:
         return ids.astype(np.int32, copy=False)
 
     def _placed(self, chunk: ImageChunk, name: str) -> PlacedImage:
-        if self._images is None:
-            raise RequestError(f"{name} has an image, and the model takes no images")
+        assert self._images is not None, "the caller has checked it"
         try:
             placed = self._images.place(chunk.content, name)
         except SkippedSample as error:

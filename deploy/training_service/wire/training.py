@@ -22,7 +22,6 @@ DTYPES: Mapping[int, np.dtype[Any]] = {
     proto.DTYPE_INT64: np.dtype(np.int64),
     proto.DTYPE_INT32: np.dtype(np.int32),
 }
-MAX_DENSE = 1 << 26  # values of a tensor that was sent sparse
 TARGETS = "target_tokens"
 RECORD = "ArrayRecord"  # the client's name of outputs by row and name
 
@@ -68,7 +67,10 @@ def read_call(body: bytes, inputs: InputBuilder, limits: ServiceLimits) -> LossC
     if not 0 < len(message.data) <= limits.max_rows:
         raise RequestError(f"a request of {len(message.data)} rows: 1 to {limits.max_rows} are allowed")
     name = f"{message.model_id}/{message.seq_id}"
-    rows = [_row(datum, loss, inputs, f"{name}, row {number}") for number, datum in enumerate(message.data)]
+    rows = [
+        _row(datum, loss, inputs, f"{name}, row {number}", limits.max_dense_values)
+        for number, datum in enumerate(message.data)
+    ]
     num_tokens = sum(row.prompt.num_tokens for row in rows)
     if num_tokens > limits.max_tokens:
         raise RequestError(
@@ -113,14 +115,14 @@ def _add_record(message: proto.ForwardBackwardOutput, rows: Sequence[Mapping[str
         )
 
 
-def _row(datum: proto.Datum, loss: SummedLoss, inputs: InputBuilder, name: str) -> LossRow:
+def _row(datum: proto.Datum, loss: SummedLoss, inputs: InputBuilder, name: str, max_dense: int) -> LossRow:
     prompt = inputs.build(list(_chunks(datum.model_input, name)), name)
     given, taken = set(datum.loss_fn_inputs), {TARGETS, *loss.inputs}
     missing, unknown = taken - given, given - taken
     if missing or unknown:
         what = f"lacks {', '.join(sorted(missing))}" if missing else f"has {', '.join(sorted(unknown))}"
         raise RequestError(f"{name}: loss_fn_inputs {what}; the loss takes {', '.join(sorted(taken))}")
-    arrays = {key: _array(datum.loss_fn_inputs[key], f"{name}: {key}") for key in sorted(given)}
+    arrays = {key: _array(datum.loss_fn_inputs[key], f"{name}: {key}", max_dense) for key in sorted(given)}
     for key, array in arrays.items():
         if len(array) != prompt.num_tokens or array.shape != arrays[TARGETS].shape:
             raise RequestError(
@@ -146,7 +148,7 @@ def _chunks(chunks: Sequence[proto.Chunk], name: str) -> Iterator[Chunk]:
             raise RequestError(f"{name} has a chunk of kind {kind}: only text and images are supported")
 
 
-def _array(tensor: proto.Tensor, name: str) -> np.ndarray:
+def _array(tensor: proto.Tensor, name: str, max_dense: int) -> np.ndarray:
     """Returns the tensor; one in compressed sparse rows becomes dense."""
     dtype = DTYPES.get(tensor.dtype)
     if dtype is None:
@@ -154,10 +156,10 @@ def _array(tensor: proto.Tensor, name: str) -> np.ndarray:
     if not tensor.HasField("sparse_csr"):
         values = np.frombuffer(tensor.dense, dtype=dtype)
         return values.reshape(tuple(tensor.shape)) if tensor.shape else values
-    return _dense(tensor, dtype, name)
+    return _dense(tensor, dtype, name, max_dense)
 
 
-def _dense(tensor: proto.Tensor, dtype: np.dtype[Any], name: str) -> np.ndarray:
+def _dense(tensor: proto.Tensor, dtype: np.dtype[Any], name: str, max_dense: int) -> np.ndarray:
     """Returns [N, K] of a tensor in compressed sparse rows; values that are not listed are 0."""
     csr = tensor.sparse_csr
     values = np.frombuffer(csr.values, dtype=dtype)
@@ -165,8 +167,13 @@ def _dense(tensor: proto.Tensor, dtype: np.dtype[Any], name: str) -> np.ndarray:
     num_rows, num_columns = tensor.shape if len(tensor.shape) == 2 else (-1, -1)
     counts = np.diff(ends)
     is_fit = len(ends) == num_rows + 1 and (counts >= 0).all() and counts.sum() == len(values) == len(columns)
-    if not (is_fit and num_rows * num_columns <= MAX_DENSE and (columns >= 0).all() and (columns < num_columns).all()):
+    if not (is_fit and (columns >= 0).all() and (columns < num_columns).all()):
         raise RequestError(f"{name} is no sparse tensor of shape {list(tensor.shape)}")
+    if num_rows * num_columns > max_dense:
+        raise RequestError(
+            f"{name} has shape {list(tensor.shape)}, and the service takes {max_dense} values "
+            "(training_service.max_dense_values): send fewer rows or fewer targets a position"
+        )
     dense = np.zeros((num_rows, num_columns), dtype=dtype)
     dense[np.repeat(np.arange(num_rows), counts), columns] = values
     return dense

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import httpx
 import numpy as np
+import pytest
 import tinker
 import training_server
 from test_training_service import ADAM, KEY, NAME, ROWS, train
@@ -82,3 +84,33 @@ def test_killed_service_completes_the_futures_of_its_clients(tmp_path: Path) -> 
         assert len(samples.result().sequences[0].tokens) == 3
     finally:
         kill(process)
+
+
+def test_failure_of_the_service_fails_open_requests_and_a_restart_starts_from_the_last_step(tmp_path: Path) -> None:
+    with training_server.running(tmp_path / "whole") as server:
+        with tinker.ServiceClient(base_url=server.url, api_key=KEY) as service:
+            expected = train(service.create_lora_training_client(NAME, rank=4, seed=1).result(), ROWS, 4)
+    port = free_port()
+    with training_server.running(tmp_path / "failed", port=port) as server:
+        service = tinker.ServiceClient(base_url=server.url, api_key=KEY)
+        training = service.create_lora_training_client(NAME, rank=4, seed=1).result()
+        losses = train(training, ROWS, 2)
+        training.forward_backward(ROWS, "cross_entropy").result()  # discarded with the step that fails
+        server.learner.step = unreadable_step  # type: ignore[method-assign, assignment]
+        pending = [training.optim_step(ADAM)]
+        pending += [training.forward_backward(ROWS, "cross_entropy"), training.optim_step(ADAM)]
+        for future in pending:
+            with pytest.raises(tinker.RequestFailedError, match="the training service has failed.*start it again") as e:
+                future.result(timeout=20)
+            assert e.value.category == tinker.types.RequestErrorCategory.Server
+        assert httpx.get(f"{server.url}/health").status_code == 503
+        body = {"model_id": training.model_id, "seq_id": 99, "adam_params": ADAM.model_dump()}
+        assert httpx.post(f"{server.url}/api/v1/optim_step", json=body).status_code == 503
+    with training_server.running(tmp_path / "failed", port=port) as server:
+        losses += train(training, ROWS, 2)
+    np.testing.assert_allclose(losses, expected, atol=1e-5)
+
+
+async def unreadable_step(adapter: str, parameters: object) -> None:
+    """A step whose answer the service cannot read. It takes long enough for the next request to arrive."""
+    await asyncio.sleep(1)

@@ -25,6 +25,8 @@ from mobula.deploy.training_service.wire.training import read_call, write_result
 class FourTokens:
     """Every image is four tokens of id 7."""
 
+    max_images: int = 2
+
     def place(self, content: bytes, name: str) -> PlacedImage:
         if content == b"damaged":
             raise MediaError(f"{name} is damaged")
@@ -32,6 +34,7 @@ class FourTokens:
         return PlacedImage(handle, 7, np.full(4, 7, dtype=np.int32))
 
 
+DTYPES = {"target_tokens": torch.int64, "weights": torch.float32}
 BUILDER = InputBuilder(FourTokens(), num_embeddings=100, max_tokens=12)
 
 
@@ -55,6 +58,7 @@ def test_images_are_expanded_in_place() -> None:
         ([text(100)], "outside of 0 to 99"),
         ([ImageChunk(b"a", 5)], "expects 5 tokens"),
         ([ImageChunk(b"damaged")], "is damaged"),
+        ([ImageChunk(b"a")] * 3, "has 3 images, and the service takes 2"),
     ],
 )
 def test_unfit_inputs_are_refused(chunks: Sequence[Chunk], reason: str) -> None:
@@ -76,6 +80,13 @@ def test_several_targets_arrive_dense_and_sparse() -> None:
         inputs = {"target_tokens": sent, "weights": np.ones((6, 4), dtype=np.float32)}
         call = call_of(tk.Datum(model_input=tk.ModelInput.from_ints([1, 2, 3, 4, 5, 6]), loss_fn_inputs=inputs))
         assert call.rows[0].inputs["target_tokens"].tolist() == targets.tolist()
+
+
+def test_sparse_targets_above_the_limit_are_refused() -> None:
+    inputs = {name: torch.zeros(6, LIMITS.max_dense_values, dtype=dtype) for name, dtype in DTYPES.items()}
+    row = tk.Datum(model_input=tk.ModelInput.from_ints([1, 2, 3, 4, 5, 6]), loss_fn_inputs=inputs)
+    with pytest.raises(RequestError, match="training_service.max_dense_values"):
+        call_of(row)
 
 
 def test_unequal_lengths_are_refused() -> None:

@@ -1,8 +1,8 @@
 """Overhead of the training service: seconds of a call over HTTP with a learner that computes nothing.
 
 A call is a request and the question for its result, as the client sends them: `forward_backward` of 8 rows of 128
-tokens and `optim_step`, in turn. The other side calls the learner in the process. Every request is on disk before it is
-acknowledged, so the disk is a part of the overhead.
+tokens and `optim_step`, in turn. The service runs in a process of its own. The other side calls the learner in the
+process of the client. Every request is on disk before it is acknowledged, so the disk is a part of the overhead.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import asyncio
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import httpx
@@ -21,6 +20,7 @@ import tinker.types as tk
 import uvicorn
 from tinker.proto.request_conv import forward_backward_request_to_proto
 
+from benchmarks.harness.apart import apart
 from benchmarks.harness.measure import QUICK, Claim, Effort, Findings, Measurements, interleave
 from mobula.cluster.training_service.interfaces import (
     AdamParameters,
@@ -30,7 +30,8 @@ from mobula.cluster.training_service.interfaces import (
     SampleCall,
     SampleResult,
 )
-from mobula.configs.schema import TrainingServiceConfig
+from mobula.configs.load import load_config
+from mobula.deploy.tools.http_server import Address
 from mobula.deploy.training_service.app import make_app
 from mobula.deploy.training_service.limits import ServiceLimits
 from mobula.deploy.training_service.service import BaseModel, TrainingService
@@ -86,8 +87,8 @@ class NoEngines:
 def measure(effort: Effort, overrides: Sequence[str]) -> Findings:
     """Both ways of the same calls; the overrides say nothing here."""
     num_calls = QUICK_CALLS if effort == QUICK else NUM_CALLS
-    with tempfile.TemporaryDirectory(prefix="mobula-") as folder, _served(Path(folder)) as (url, inputs, limits):
-        bench = _Bench(url, num_calls, inputs, limits)
+    with tempfile.TemporaryDirectory(prefix="mobula-") as folder, apart(_Served, Path(folder), env={}) as peer:
+        bench = _Bench(peer.ask(None), num_calls)
         sides = {"over_http": bench.over_http, "in_process": bench.in_process}
         found = asyncio.run(interleave(sides, effort))
         bench.close()
@@ -104,10 +105,10 @@ def measure(effort: Effort, overrides: Sequence[str]) -> Findings:
 class _Bench:
     """The same calls by both ways."""
 
-    def __init__(self, url: str, num_calls: int, inputs: InputBuilder, limits: ServiceLimits) -> None:
+    def __init__(self, url: str, num_calls: int) -> None:
         self._client = httpx.Client(base_url=url, timeout=60)
         self._num_calls = num_calls
-        self._inputs, self._limits = inputs, limits
+        self._inputs, self._limits = _inputs(), _limits()
         session = self._post("/api/v1/create_session", {"tags": [], "user_metadata": None, "sdk_version": "0.38.0"})
         self._session_id = session["session_id"]
         self._num_models = 0
@@ -165,39 +166,26 @@ def _forward(model_id: str, seq_id: int) -> bytes:
     return body
 
 
-@contextmanager
-def _served(folder: Path) -> Iterator[tuple[str, InputBuilder, ServiceLimits]]:
-    """Serves in a thread of this process."""
-    own = TrainingServiceConfig()
-    limits = ServiceLimits(
-        max_models=1000,
-        max_rank=32,
-        max_rows=own.max_rows,
-        max_tokens=own.max_tokens,
-        max_batch_tokens=own.max_batch_tokens,
-        max_queued=own.max_queued,
-        max_samples=own.max_samples,
-        max_request_bytes=own.max_request_bytes,
-        max_served=8,
-        snapshot_steps=own.snapshot_steps,
-        learner_s=60,
-        sample_s=60,
-        recovery_s=60,
-        poll_s=own.poll_s,
-        session_idle_s=own.session_idle_s,
-    )
-    inputs = InputBuilder(None, num_embeddings=VOCABULARY, max_tokens=NUM_TOKENS)
-    base = BaseModel((MODEL,), MODEL, NUM_TOKENS)
-    service = TrainingService(base, IdleLearner(), NoEngines(), inputs, limits, folder)
-    server = uvicorn.Server(uvicorn.Config(TenantGate(make_app(service), Tenants({})), port=0, log_level="warning"))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    try:
-        while not server.started:
-            if not thread.is_alive():
-                raise RuntimeError("the service did not start")
-            time.sleep(0.01)
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}", inputs, limits
-    finally:
-        server.should_exit = True
-        thread.join()
+class _Served:
+    """A service in this process. It answers with its URL."""
+
+    def __init__(self, folder: Path) -> None:
+        service = TrainingService(
+            BaseModel((MODEL,), MODEL, NUM_TOKENS), IdleLearner(), NoEngines(), _inputs(), _limits(), folder
+        )
+        listener = Address("127.0.0.1", 0, token=None).listen()
+        self._port = listener.getsockname()[1]
+        app = TenantGate(make_app(service), Tenants({}))
+        server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
+        threading.Thread(target=server.run, args=([listener],), daemon=True).start()
+
+    def __call__(self, _: None) -> str:
+        return f"http://127.0.0.1:{self._port}"
+
+
+def _inputs() -> InputBuilder:
+    return InputBuilder(None, num_embeddings=VOCABULARY, max_tokens=NUM_TOKENS)
+
+
+def _limits() -> ServiceLimits:
+    return ServiceLimits.of(load_config(["training_service.max_models=1000"], is_complete=False))

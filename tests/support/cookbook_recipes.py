@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 RENDERER = "role_colon"
@@ -15,7 +16,10 @@ RENDERER = "role_colon"
 
 def main() -> None:
     recipe, url, model, folder = sys.argv[1:]
-    {"sl_basic": run_sl_basic, "rl_basic": run_rl_basic}[recipe](url, model, Path(folder))
+    if recipe == "sl_basic":
+        run_sl_basic(url, model, Path(folder))
+    else:
+        run_rl_basic(url, model, Path(folder), SIZES[recipe])
 
 
 def run_sl_basic(url: str, model: str, folder: Path) -> None:
@@ -55,14 +59,32 @@ def run_sl_basic(url: str, model: str, folder: Path) -> None:
     sl_basic.main(config)
 
 
-def run_rl_basic(url: str, model: str, folder: Path) -> None:
+@dataclass(frozen=True)
+class Size:
+    """How much rl_basic trains."""
+
+    num_batches: int
+    prompts: int  # of a batch
+    samples: int  # of a prompt
+    max_tokens: int
+    learning_rate: float
+
+
+SIZES = {"rl_basic": Size(3, 2, 4, 8, 1e-3), "rl_basic_pretrained": Size(20, 8, 8, 12, 5e-4)}
+
+
+def run_rl_basic(url: str, model: str, folder: Path, size: Size) -> None:
     """Trains on sums with a reward."""
     from tinker_cookbook.recipes import rl_basic
     from tinker_cookbook.recipes.math_rl.arithmetic_env import ArithmeticDatasetBuilder
     from tinker_cookbook.rl import train
 
     builder = ArithmeticDatasetBuilder(
-        batch_size=2, group_size=4, n_batches=3, model_name_for_tokenizer=model, renderer_name=RENDERER
+        batch_size=size.prompts,
+        group_size=size.samples,
+        n_batches=size.num_batches,
+        model_name_for_tokenizer=model,
+        renderer_name=RENDERER,
     )
     config = train.Config(
         log_path=str(folder / "log"),
@@ -70,8 +92,8 @@ def run_rl_basic(url: str, model: str, folder: Path) -> None:
         recipe_name="recipe_rl_basic",
         renderer_name=RENDERER,
         dataset_builder=builder,
-        learning_rate=1e-3,
-        max_tokens=8,
+        learning_rate=size.learning_rate,
+        max_tokens=size.max_tokens,
         lora_rank=8,
         base_url=url,
         eval_every=0,

@@ -2,7 +2,7 @@
 # Train an adapter on sums with a loop of your own: `mobula serve-training` has the engines and the learner, the
 # official `tinker` client the loop. Each cell runs in a notebook or in a script. Start the service first:
 #
-#     mobula serve-training policy=smollm2 resources=laptop_in_turns learner=single learner.tokens_per_microbatch=256 \
+#     mobula serve-training policy=smollm2 resources=laptop_in_turns learner=single learner.tokens_per_microbatch=2048 \
 #         sampler.max_model_len=256 data.max_prompt_tokens=128 sampler.max_tokens=64 --port 8800 --folder runs/service
 
 # %%

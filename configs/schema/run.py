@@ -189,7 +189,8 @@ class SupervisionConfig(Section):
     probe_timeout_s: Seconds = 180.0
     """Timeout of a probe; must be longer than a weight push, which pauses the engine."""
     max_restarts: NonNegativeInt = 5
-    """Most restarts of a worker within `restart_window_s`; after that the worker is given up."""
+    """Most restarts of a worker within `restart_window_s`, and of the learner at one step; after that the worker is
+    given up."""
     restart_window_s: Seconds = 3600.0
     """Time for which a restart counts towards `max_restarts`."""
     backoff_s: Seconds = 2.0

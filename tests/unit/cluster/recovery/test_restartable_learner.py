@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -94,14 +95,14 @@ class FakeRanks:
 class Bench:
     """A restartable learner with its ranks and its checkpoints."""
 
-    def __init__(self, ranks: FakeRanks | None = None) -> None:
+    def __init__(self, ranks: FakeRanks | None = None, policy: RestartPolicy = POLICY) -> None:
         self.ranks = ranks or FakeRanks()
         self.checkpoint: tuple[int, Path] | None = None
         self.lost: list[str] = []
         self.learner = RestartableLearner(
             self.ranks,
             newest=lambda: self.checkpoint,
-            budget=RestartBudget(POLICY),
+            budget=RestartBudget(policy),
             on_lost=self.lost.append,
         )
 
@@ -231,6 +232,36 @@ async def test_the_budget_ends_it() -> None:
     bench.ranks.dies_in["update"] = 99
     with pytest.raises(WorkerDiedError, match=r"lost 4 times, .*resume=auto"):
         await bench.train("0/0/s")
+    assert bench.ranks.num_respawns == POLICY.max_restarts
+
+
+async def test_a_step_that_always_hangs_ends_the_run_although_each_try_outlasts_the_window() -> None:
+    class Slow(FakeRanks):
+        async def update(self, groups: Sequence[ScoredGroup]) -> UpdateReport:
+            await asyncio.sleep(0.02)
+            raise DeadlineError("waited 1800 s for learner/1 to make version 1")
+
+    bench = Bench(Slow(), replace(POLICY, window_s=0.01))
+    await bench.save()
+    with pytest.raises(WorkerDiedError, match="or at one step; last: waited 1800 s for learner/1 to make version 1"):
+        async with asyncio.timeout(5):
+            await bench.train("0/0/s")
+    assert bench.ranks.num_respawns == POLICY.max_restarts
+
+
+async def test_a_node_that_never_returns_ends_the_run_although_each_try_outlasts_the_window() -> None:
+    class Unplaced(FakeRanks):
+        async def respawn(self) -> None:
+            self.num_respawns += 1
+            await asyncio.sleep(0.02)
+            raise WorkerDiedError("the learner has no place: waited 30 s for the cluster to reserve learner/0")
+
+    bench = Bench(Unplaced(), replace(POLICY, window_s=0.01))
+    await bench.save()
+    bench.ranks.dies_in["update"] = 1
+    with pytest.raises(WorkerDiedError, match=r"or at one step; last: .* for the cluster to reserve learner/0"):
+        async with asyncio.timeout(5):
+            await bench.train("0/0/s")
     assert bench.ranks.num_respawns == POLICY.max_restarts
 
 

@@ -6,7 +6,7 @@ import re
 import signal
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 NUM_FRAMES = 3  # stack frames in a failure
@@ -64,6 +64,15 @@ class Failure:
     def __str__(self) -> str:
         """One line: the summary and the innermost frames."""
         return self.summary + at_frames(self.frames)
+
+
+def cause_in_one_line(error: BaseException) -> str:
+    """Returns class, first part of the message and innermost frames of an exception; the frames of the worker if it was
+    raised in one, whose traceback is a note.
+    """
+    failure = Failure.of(error)
+    remote = frames_in("\n".join(getattr(error, "__notes__", ())))
+    return str(replace(failure, frames=remote or failure.frames))
 
 
 def at_frames(frames: Sequence[str]) -> str:

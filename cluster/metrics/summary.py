@@ -72,10 +72,13 @@ class Summary:
     values_after: Mapping[str, float] = field(default_factory=dict)
     warnings: Sequence[str] = ()  # why the run may have learned nothing, newest last
     start_up: Mapping[str, float] = field(default_factory=dict)  # phase -> seconds, of the newest part of the run
+    error: str = ""  # that ended the run, in one line: class, message and innermost stack frames
 
 
-def summarize(metrics: Metrics, facts: RunFacts, *, status: Status, version: int, wall_s: float) -> Summary:
-    """Returns the summary of the current state of `metrics`."""
+def summarize(
+    metrics: Metrics, facts: RunFacts, *, status: Status, version: int, wall_s: float, error: str = ""
+) -> Summary:
+    """Returns the summary of the current state of `metrics`; `error` ended the run."""
     totals = metrics.totals
     evaluations = totals.evaluations
     return Summary(
@@ -112,6 +115,7 @@ def summarize(metrics: Metrics, facts: RunFacts, *, status: Status, version: int
         values_after=dict(evaluations[-1].values) if len(evaluations) > 1 else {},
         warnings=tuple(metrics.warnings),
         start_up=dict(metrics.start_up.seconds),
+        error=error,
     )
 
 

@@ -23,6 +23,7 @@ from rich.console import Console
 from mobula.actors.datasets.rows import count_by_reason
 from mobula.cluster.audit.observer import RunAudit
 from mobula.cluster.errors import NothingTrainedError, PreflightError, RunStopped
+from mobula.cluster.failures import cause_in_one_line
 from mobula.cluster.metrics.definitions import CounterName
 from mobula.cluster.metrics.files import write_atomically
 from mobula.cluster.metrics.hub import Metrics
@@ -233,6 +234,7 @@ def _run_training(
         # A part that was killed has left no summary, but the seconds of its steps.
         started -= max(earlier_wall_s(config.run_folder), metrics.totals.seconds["total"]) if version else 0.0
         status: Status = "failed"
+        cause = ""
         stop_request = StopRequest(deadline_s=config.timeouts.stop_checkpoint_s, progress=metrics.progress)
         try:
             asyncio.run(_until_signal(_train(cluster, metrics, tracer, stop_request, audit), stop_request.request))
@@ -240,11 +242,14 @@ def _run_training(
         except (asyncio.CancelledError, RunStopped):
             status = "stopped"
             raise KeyboardInterrupt from None
+        except Exception as error:
+            cause = cause_in_one_line(error)
+            raise
         finally:
             metrics.close()
             with informing("the last traces"):
                 tracer.close()
-            summary = _leave_behind(cluster.prepared, metrics, status, time.perf_counter() - started)
+            summary = _leave_behind(cluster.prepared, metrics, status, time.perf_counter() - started, cause)
             with informing("the audit"):
                 audit.ended(status, summary.version)
             _logger.info(
@@ -449,7 +454,7 @@ async def _until_signal(work: Coroutine[Any, Any, Any], is_handled: Callable[[],
         ignore_signals()  # the loop's end would restore defaults, and a late signal cost summary and cluster
 
 
-def _leave_behind(prepared: AnyPrepared, metrics: Metrics, status: Status, wall_s: float) -> Summary:
+def _leave_behind(prepared: AnyPrepared, metrics: Metrics, status: Status, wall_s: float, error: str) -> Summary:
     """Writes summary and report after success or failure. An error here does not hide the error that ended the run."""
     config = prepared.config
     facts = RunFacts(
@@ -461,7 +466,7 @@ def _leave_behind(prepared: AnyPrepared, metrics: Metrics, status: Status, wall_
         train_prompts=len(prepared.splits[TRAIN].rows),
     )
     metrics.set_counts(CounterName.SKIPPED, count_by_reason(prepared.skipped))  # also what ended the run
-    summary = summarize(metrics, facts, status=status, version=metrics.totals.version, wall_s=wall_s)
+    summary = summarize(metrics, facts, status=status, version=metrics.totals.version, wall_s=wall_s, error=error)
     with informing("the summary"):
         write_summary(prepared.folder / SUMMARY_FILE, summary)
         write_skipped(prepared.folder, prepared.skipped)

@@ -9,7 +9,7 @@ import pickle
 import pytest
 
 from mobula.cluster.errors import EngineDiedError, EngineLostError, LogprobGapError, RolloutError, StuckError, loss_kind
-from mobula.cluster.failures import MAX_MESSAGE, MAX_TRACEBACK, Failure, frames_in
+from mobula.cluster.failures import MAX_MESSAGE, MAX_TRACEBACK, Failure, cause_in_one_line, frames_in
 from mobula.cluster.logprob_guard import LogprobGuard
 from mobula.cluster.roles import UpdateReport
 from mobula.cluster.weight_sync.tolerance import MeasuredRounding, Rounding
@@ -29,6 +29,13 @@ def raised(message: str) -> Exception:
     except RuntimeError as error:
         return error
     raise AssertionError
+
+
+def test_the_cause_of_an_error_of_a_worker_names_the_frames_in_the_worker() -> None:
+    error = raised("no offset")
+    assert cause_in_one_line(error).startswith("RuntimeError: no offset at unit/cluster/test_failures.py:")
+    error.add_note('Traceback:\n  File "/x/mobula/learner/batch.py", line 7, in fetch_items\n    raise error')
+    assert cause_in_one_line(error) == "RuntimeError: no offset at mobula/learner/batch.py:7 in fetch_items"
 
 
 def test_it_names_the_exception_and_the_innermost_frames_first() -> None:

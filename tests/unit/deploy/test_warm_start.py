@@ -12,7 +12,9 @@ import pytest
 from metrics_data import FakeClock, digit_image, make_metrics
 
 from mobula.cluster.errors import DatasetError
-from mobula.cluster.metrics.report.run_folder import SKIPPED_FILE
+from mobula.cluster.failures import cause_in_one_line
+from mobula.cluster.metrics.report.run_folder import SKIPPED_FILE, SUMMARY_FILE
+from mobula.cluster.metrics.summary import read_summary
 from mobula.configs.load import load_config
 from mobula.deploy.host.run_folder import make_run_folder
 from mobula.deploy.run.runtime import _leave_behind
@@ -133,10 +135,12 @@ async def test_a_run_that_ends_because_every_image_is_damaged_names_them(tmp_pat
     paths = [f"policy.model={tmp_path / 'model'}", f"data.path={data}", f"folder={tmp_path / 'runs'}"]
     run = load_config(["experiment=digits", "data=jsonl", "name=cut", "evaluation.split=validation", *paths])
     prepared = prepare(run, lambda m: m)
-    with pytest.raises(DatasetError, match="no row of the split train is usable"):
+    with pytest.raises(DatasetError, match="no row of the split train is usable") as ended:
         await warm_start(prepared, FakeLearner(gain=0.1))
     make_run_folder(run)
-    summary = _leave_behind(prepared, make_metrics([], FakeClock()), "failed", 1.0)
+    cause = cause_in_one_line(ended.value)
+    summary = _leave_behind(prepared, make_metrics([], FakeClock()), "failed", 1.0, cause)
+    assert read_summary(run.run_folder / SUMMARY_FILE).error.startswith("DatasetError: no row of the split train")
     assert summary.skipped == {"bad_media": 3}
     named = json.loads((run.run_folder / SKIPPED_FILE).read_text())
     assert {row["sample_id"] for row in named} == {"r0", "r1", "r2"}

@@ -26,6 +26,8 @@ def check_progress(material: Material) -> RunFinding:
     measured = f"{finished} of {planned} steps are finished; status: {status}"
     if run.summary is None or status == "done" and finished:
         return RunFinding(NAME, RunVerdict.OK if finished else RunVerdict.NOTICE, measured, numbers)
+    if run.summary.error:
+        measured += f"; it ended with {run.summary.error}"
     verdict = RunVerdict.NOTICE if status == "stopped" else RunVerdict.WARNING if finished else RunVerdict.FAULT
     return RunFinding(NAME, verdict, measured, numbers, ACTION if finished else NO_STEP, tuple(_reasons(run)))
 

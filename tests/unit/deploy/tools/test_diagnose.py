@@ -306,7 +306,8 @@ def test_a_model_that_is_refused_is_a_fault_with_the_refusal_as_the_next_action(
 
 def test_a_run_without_a_finished_step_is_a_fault_with_the_reasons(config: RunConfig) -> None:
     def of(status: str, num: int) -> RunFinding:
-        ended = SimpleNamespace(status=status, rejected={"too_few_scored": 96})
+        error = "StepError: 96 groups rejected at cluster/controller.py:80 in run" if status == "failed" else ""
+        ended = SimpleNamespace(status=status, rejected={"too_few_scored": 96}, error=error)
         fault = Fault(0.0, "reward/0", "died", "ValueError: no answer")
         whole = material(config, summary=ended, faults=(fault,))
         assert whole.run is not None
@@ -314,6 +315,7 @@ def test_a_run_without_a_finished_step_is_a_fault_with_the_reasons(config: RunCo
 
     failed = of("failed", 0)
     assert failed.verdict is RunVerdict.FAULT and failed.numbers == {"finished": 0, "planned": NUM_STEPS}
+    assert failed.measured.endswith("; it ended with StepError: 96 groups rejected at cluster/controller.py:80 in run")
     assert [each.text for each in failed.evidence] == [
         "96 groups were rejected: too_few_scored", "reward/0: ValueError: no answer",
     ]  # fmt: skip

@@ -84,8 +84,8 @@ class Job:
                 start_new_session=True,
             )
 
-    def finish(self, process: subprocess.Popen[str]) -> None:
-        assert process.wait(RUN_DEADLINE_S) == 0, self.output
+    def finish(self, process: subprocess.Popen[str], deadline_s: float = RUN_DEADLINE_S) -> None:
+        assert process.wait(deadline_s) == 0, self.output
 
     @property
     def output(self) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
@@ -22,6 +22,8 @@ from mobula.learner.batch import LearnerBatch, TokensByAge
 from mobula.learner.credit import missing_reference
 from mobula.learner.meter import Meter
 from mobula.learner.policies.base import PolicyOutput
+
+NO_CLASSES: Mapping[str, Tensor] = {}
 
 
 class PolicyObjective:
@@ -160,21 +162,29 @@ def _of_velocities(loss: PolicyLossFunction, output: PolicyOutput, old: Tensor, 
 READERS: dict[Reads, Callable[..., PolicyLoss]] = {"moves": _of_moves, "velocities": _of_velocities}
 
 
-def measure_gap(output: PolicyOutput, batch: LearnerBatch, tokens: TokensByAge, meter: Meter) -> None:
+def measure_gap(
+    output: PolicyOutput,
+    batch: LearnerBatch,
+    tokens: TokensByAge,
+    meter: Meter,
+    classes: Mapping[str, Tensor] = NO_CLASSES,
+) -> None:
     """|learner - behaviour| of the sampled tokens' log-probs, before any step; `tokens` are those of the minibatch.
 
     For tokens of the weights that are trained from, this is the gap between two implementations of one policy
-    (`logprob_gap_*`; `movement.ratios` divides the sums of first and last tokens). For older ones it is how far the
-    policy has moved since (`logprob_drift_mean`).
+    (`logprob_gap_*`; `movement.ratios` divides the sums of first and last tokens, and of `classes`: name -> bool
+    [B, T]). For older ones it is how far the policy has moved since (`logprob_drift_mean`).
     """
     gap = (output.logprobs - batch.behavior_logprobs).abs()
     if tokens.num_current > 0:
-        current = torch.where(batch.loss_mask & (batch.ages == 0), gap, 0.0)
+        is_current = batch.loss_mask & (batch.ages == 0)
+        current = torch.where(is_current, gap, 0.0)
         meter.add(logprob_gap_mean=current.sum() / tokens.num_current)
         meter.keep_max(logprob_gap_max=current.max())
         count = batch.loss_mask.cumsum(dim=1)
-        for name, rank in (("first", count), ("last", count.max(dim=1, keepdim=True).values - count + 1)):
-            is_chosen = batch.loss_mask & (batch.ages == 0) & (rank == 1)
+        last = count.max(dim=1, keepdim=True).values
+        for name, is_member in {"first": count == 1, "last": count == last, **classes}.items():
+            is_chosen = is_current & is_member
             meter.add(**{f"gap_{name}": torch.where(is_chosen, gap, 0.0).sum(), f"num_{name}": is_chosen.sum().float()})
     if tokens.num_older > 0:
         older = torch.where(batch.loss_mask & (batch.ages > 0), gap, 0.0)

@@ -80,6 +80,11 @@ class Processor(PromptMaker[R_contra, P_co], RowChecker[R_contra], Protocol):
         """Ids that are never sampled."""
         ...
 
+    @property
+    def template_token_ids(self) -> tuple[int, ...]:
+        """Ids of sampled tokens that structure a response, such as the end of text and the tags of tool calls."""
+        ...
+
     def num_media(self, row: R_contra) -> int:
         """Number of media in the prompt of a row."""
         ...

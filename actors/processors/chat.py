@@ -173,6 +173,8 @@ class ChatProcessor:
         written_end = self.first_end(self.template.answer_tail())
         if written_end is not None:
             self.eos_token_ids = tuple(dict.fromkeys((written_end[1], *self.eos_token_ids)))
+        added_ids = [*self._tokenizer.added_tokens_decoder, *self.eos_token_ids]
+        self.template_token_ids = tuple(i for i in dict.fromkeys(added_ids) if i not in self.media_token_ids)
         self.pad_token_id = pad_token_id(self._tokenizer, self.eos_token_ids)
         self._hidden = frozenset((*self.eos_token_ids, self.pad_token_id, *self.media_token_ids))
         media_types = {"image": self.takes_images, "video": self.takes_videos, "audio": self.takes_audios}

@@ -81,6 +81,7 @@ class ConversationProcessor:
             trains_template: `offline.train_template_text`.
         """
         self.media_token_ids: tuple[int, ...] = ()  # none is banned: nothing is sampled
+        self.template_token_ids: tuple[int, ...] = ()
         self.chat = chat
         self._system = (("system", system_prompt),) if system_prompt else ()
         self._max_tokens = max_tokens

@@ -40,6 +40,7 @@ class FlowProcessor:
 
     takes_images = False
     media_token_ids: tuple[int, ...] = ()  # no tokens are sampled
+    template_token_ids: tuple[int, ...] = ()
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id = 0
 

@@ -27,6 +27,7 @@ class ImagePairProcessor:
     """
 
     media_token_ids: tuple[int, ...] = ()
+    template_token_ids: tuple[int, ...] = ()
 
     def __init__(self, flow: FlowProcessor) -> None:
         self._flow = flow

@@ -26,6 +26,7 @@ class ImageTokenProcessor:
 
     takes_images = False
     media_token_ids: tuple[int, ...] = ()  # none is banned: image tokens are sampled
+    template_token_ids: tuple[int, ...] = ()
     eos_token_ids: tuple[int, ...] = ()
 
     def __init__(self, model: str, data: DataConfig, sampler: SamplerConfig, suffix: str = "") -> None:

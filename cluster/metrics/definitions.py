@@ -41,6 +41,7 @@ class MetricName(StrEnum):
     LOGPROB_GAP_MAX = "logprob_gap_max"
     LOGPROB_GAP_FIRST = "logprob_gap_first"
     LOGPROB_GAP_LAST = "logprob_gap_last"
+    LOGPROB_GAP_TEMPLATE = "logprob_gap_template"
     LOGPROB_DRIFT_MEAN = "logprob_drift_mean"
     POLICY_CHANGE = "policy_change"
     WEIGHT_CHANGE = "weight_change"
@@ -190,6 +191,9 @@ METRICS: Mapping[str, Metric] = {
     ),
     MetricName.LOGPROB_GAP_FIRST: Metric("nat", "As logprob_gap_mean, of the first token of each response"),
     MetricName.LOGPROB_GAP_LAST: Metric("nat", "As logprob_gap_mean, of the last token of each response"),
+    MetricName.LOGPROB_GAP_TEMPLATE: Metric(
+        "nat", "As logprob_gap_mean, of the tokenizer's added tokens in responses: end of text, tool calls, thinking"
+    ),
     MetricName.POLICY_CHANGE: Metric(
         "nat", "Mean absolute log-prob difference of a few trained tokens before and after the update"
     ),

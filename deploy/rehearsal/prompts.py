@@ -35,6 +35,7 @@ class StatedProcessor:
     """Implements `Processor`: every prompt has the stated length."""
 
     media_token_ids: tuple[int, ...] = ()
+    template_token_ids: tuple[int, ...] = ()
     takes_images = True
     num_ahead = 1
 

@@ -20,6 +20,7 @@ SUMS = {
     "policy_change": ("moved_logprobs", "moved_tokens"),
     "logprob_gap_first": ("gap_first", "num_first"),
     "logprob_gap_last": ("gap_last", "num_last"),
+    "logprob_gap_template": ("gap_template", "num_template"),
 }
 """Metric -> the sums over ranks that it is the ratio of."""
 

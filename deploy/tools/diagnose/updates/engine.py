@@ -15,6 +15,7 @@ CLASSES = {
     "all": MetricName.LOGPROB_GAP_MEAN,
     "first": MetricName.LOGPROB_GAP_FIRST,
     "last": MetricName.LOGPROB_GAP_LAST,
+    "template": MetricName.LOGPROB_GAP_TEMPLATE,
 }
 PROMPT_CLASSES = {
     "prompt media": MetricName.CANARY_MEDIA,
@@ -25,8 +26,8 @@ NUM_SHOWN = 3
 
 
 def check_gap(material: Material) -> RunFinding:
-    """Gap of engine and learner by class of token: first, last and all sampled tokens of responses; media, template and
-    text of the probe prompt."""
+    """Gap of engine and learner by class of token: first, last, template (end of text, tool calls, thinking) and all
+    sampled tokens of responses; media, template and text of the probe prompt."""
     found = {name: value for name, metric in CLASSES.items() if (value := material.late(metric)) is not None}
     canary = material.series(MetricName.CANARY)
     if "all" not in found:

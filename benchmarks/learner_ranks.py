@@ -22,6 +22,7 @@ from mobula.configs.load import load_config
 from mobula.configs.schema import RunConfig
 from mobula.deploy.rehearsal.simulated.cores import Cores
 from mobula.deploy.rehearsal.simulated.workers import Handle, RankTimes, SimulatedRank, SimulatedRanks
+from mobula.learner.examples.planners import Planners
 from mobula.learner.learner_group import LearnerGroup
 from mobula.learner.shares import StepGroups, planner_of
 from mobula.learner.shares.share_fetcher import planned_shares
@@ -98,7 +99,7 @@ def _references(config: RunConfig, num_ranks: int) -> Side:
 def _learner(config: RunConfig, num_ranks: int) -> tuple[LearnerGroup, SimulatedRanks]:
     ranks = SimulatedRanks(AT_ONCE, num_ranks, Manifest(()), Cores())
     handles = [Handle(SimulatedRank(ranks, index), f"learner/{index}") for index in range(num_ranks)]
-    group = LearnerGroup(lambda: handles, config.timeouts, lambda value: value, planned=planner_of(config))
+    group = LearnerGroup(lambda: handles, config.timeouts, lambda value: value, planners=Planners(planner_of(config)))
     return group, ranks
 
 

@@ -52,7 +52,7 @@ from mobula.learner.optim.average import NullAverage, WeightAverage
 from mobula.learner.optim.slow import NullSlow, SlowWeights
 from mobula.learner.policies.attention.sequence_ranks import SequenceRanks
 from mobula.learner.policies.base import PolicyOutput
-from mobula.learner.policies.batch import TokenBatch
+from mobula.learner.policies.batch import TokenBatch, pad_rows
 from mobula.learner.policies.device_copies import on_device
 from mobula.learner.policies.flow.policy import StepRescoring
 from mobula.learner.policies.loading import DTYPES, recompute_blocks
@@ -74,8 +74,17 @@ class Learner:
         for rank in ranks: rank.update(groups, version=1)
     """
 
-    def __init__(self, config: RunConfig, rank: int, world_size: int, banned_ids: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        rank: int,
+        world_size: int,
+        banned_ids: tuple[int, ...],
+        template_ids: tuple[int, ...] = (),
+    ) -> None:
+        """`template_ids`: tokens such as the end of text, whose log-prob gap in responses is measured separately."""
         self._config = config
+        self._template_ids = template_ids
         self._rank = rank
         self._world_size = world_size
         self._rendezvous = RankRendezvous()
@@ -147,6 +156,7 @@ class Learner:
         version: int,
         *,
         supervised: Sequence[ScoredGroup] = (),
+        supervised_portion: Portion | None = None,
         values: Values = (),
         fresh: Sequence[Any] = (),
         kl_scale: float = 1.0,
@@ -162,17 +172,20 @@ class Learner:
             fresh: empty, or a reference to a group sampled with the weights before the step, on which the log-prob gap
                 is measured.
             kl_scale: factor of the KL coefficient.
-            portion: the references of this rank, if `groups` has none.
+            portion: the references of this rank, if `groups` has none; `supervised_portion` those to `supervised`.
 
         Raises:
             LostObjectError: on every rank, if any rank could not fetch a group; nothing has changed.
-            UnplannedShareError: on every rank, if any rank needs a group outside its portion; nothing has changed.
+            WrongGroupError: on every rank, if any rank fetched a group with another content than its actor reported;
+                nothing has changed.
+            UnplannedShareError: on every rank, if any rank needs a group or row outside its portion; nothing has
+                changed.
         """
         with self._profiler.update(version):
             self._credit.kl_scale = kl_scale
             algorithm = self._config.algorithm
             fetched = self._shares.fetch(StepGroups(groups, version, self._config, self._scoring.row, portion=portion))
-            examples = self._supervised_term.fetch(supervised)
+            examples = self._supervised_term.fetch(supervised, supervised_portion)
             # In this order: KL in the reward needs reference log-probs, and advantages need the critic's values.
             fetched = self._referred(with_values(fetched, values))
             credited = self._credit.assign(self._critic.valued(fetched))
@@ -208,17 +221,17 @@ class Learner:
             report = {**credited.metrics, **metrics, **critic, "learning_rate": rate, **counts}
             return UpdateReport(version, report)
 
-    def supervised_step(self, examples: Sequence[StoredExample]) -> dict[str, float]:
+    def supervised_step(self, examples: Sequence[StoredExample], portion: Portion | None = None) -> dict[str, float]:
         """Runs one step of the warm start, with a separate optimizer: RL starts with a fresh one. A rank fetches the
-        examples of its share.
+        examples of its share; `portion` has its references, if `examples` has none.
         """
         rate = taught_rate(self._config.warm_start, self._num_taught)
         self._num_taught += 1
-        return self._supervised.step(self._taught(examples), rate)
+        return self._supervised.step(self._taught(examples, portion), rate)
 
-    def answer_accuracy(self, examples: Sequence[StoredExample]) -> float:
+    def answer_accuracy(self, examples: Sequence[StoredExample], portion: Portion | None = None) -> float:
         """Exact-match accuracy of greedy decoding on the examples; for images, the explained share of velocities."""
-        return self._supervised.answer_accuracy(self._taught(examples))
+        return self._supervised.answer_accuracy(self._taught(examples, portion))
 
     def sequence_logprobs(self, prompt: Prompt, num_copies: int = 1) -> np.ndarray:
         """Returns float32 [P - 1]: log-probs of a prompt's tokens after the first, at temperature 1 and without bans,
@@ -312,9 +325,9 @@ class Learner:
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    def _taught(self, examples: Sequence[StoredExample]) -> list[Any]:
+    def _taught(self, examples: Sequence[StoredExample], portion: Portion | None) -> list[Any]:
         timeout_s = self._config.timeouts.object_s
-        return self._shares.fetch(TaughtExamples(examples, self._config.learner, timeout_s))
+        return self._shares.fetch(TaughtExamples(examples, self._config.learner, timeout_s, portion))
 
     def _loss(
         self, part: list[LearnerItem], meter: Meter, *, is_first: bool
@@ -329,10 +342,17 @@ class Learner:
                 row_tokens, shared_tokens = on_device(np.array(counts, dtype=np.float32), self._device)
                 meter.add(row_tokens=row_tokens, shared_tokens=shared_tokens)
             if is_first:
-                measure_gap(output, batch, ages, meter)
+                measure_gap(output, batch, ages, meter, self._token_classes(rows))
             return self._objective(output, batch, part_totals, meter, kl_coef)
 
         return loss
+
+    def _token_classes(self, rows: Sequence[LearnerItem]) -> dict[str, Tensor]:
+        """Returns name -> bool [B, T]: tokens whose log-prob gap is measured separately."""
+        if not self._template_ids:
+            return {}
+        masks = [np.isin(row.response_ids, self._template_ids) for row in rows]
+        return {"template": on_device(pad_rows(masks, 0, np.bool_), self._device)}
 
     def _optimized(
         self, terms: Sequence[Term[Any]], rate: float, before_step: Callable[[], None] | None = None

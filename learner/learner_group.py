@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -25,8 +26,11 @@ from mobula.configs.schema import TimeoutsConfig
 from mobula.learner.backends.process_group import is_peer_lost
 from mobula.learner.examples.entries import stored_examples
 from mobula.learner.examples.examples import Outlined
-from mobula.learner.shares.portions import Planner, Portion, as_argument, in_portions
+from mobula.learner.examples.planners import NO_PLANNERS, Planners
+from mobula.learner.shares.portions import GROUPS, ROWS, Planner, Portion, as_argument, in_portions
 
+T = TypeVar("T")
+Arguments = Mapping[str, Any]
 CAUSE_S = 2.0  # timeout for the error of a lost rank, after its peers have reported a broken collective
 
 
@@ -159,20 +163,20 @@ class LearnerGroup(RankGroup):
         timeouts: TimeoutsConfig,
         put: Callable[[Any], Any],
         supervised: SupervisedRows | None = None,
-        planned: Planner | None = None,
+        planners: Planners = NO_PLANNERS,
     ) -> None:
         """
         Args:
             put: stores a value in the object store, once for all ranks, and returns a reference that Ray resolves to
                 the value in each rank. The caller's process owns the object.
             supervised: rows for the supervised term of each step's loss.
-            planned: plans which groups of a step each rank fetches, so that a rank receives the references of these
-                groups alone. None: every rank receives all references.
+            planners: plan which groups, rows and examples each rank fetches, so that a rank receives the references of
+                these alone.
         """
         super().__init__(spawn, timeouts, "learner")
         self._supervised = supervised
         self._put = put
-        self._planned = planned
+        self._planners = planners
         self._fresh: FreshSamples | None = None
         self._kl_scale: KLScale | None = None
         self.version = 0
@@ -216,19 +220,19 @@ class LearnerGroup(RankGroup):
 
         Raises:
             LostObjectError: no rank could fetch its groups; the state of every rank is unchanged.
+            WrongGroupError: a group has another content than its rollout actor reported; the same holds.
         """
         rows = () if self._supervised is None else await self._supervised.of(self.version + 1)
         more = {} if values is None else {"values": values}
-        more |= {"supervised": self._put(rows)} if rows else {}
         fresh = None if self._fresh is None else self._fresh.begin(self.version, groups)
         more |= {} if fresh is None else {"fresh": [fresh]}  # in a list: Ray starts the call before the group exists
         version = self.version + 1
         more |= {"kl_scale": scale} if (scale := self.kl_scale_at(version)) != 1 else {}
 
-        async def call(shared: Any, portions: Sequence[Portion | None]) -> UpdateReport:
+        async def call(rows: Sequence[Arguments], shared: Any, portions: Sequence[Portion | None]) -> UpdateReport:
             calls = [
-                w.update.remote(shared, version, **more, **as_argument(portion))
-                for w, portion in zip(self._workers, portions, strict=True)
+                w.update.remote(shared, version, **more, **own_rows, **as_argument(portion))
+                for w, own_rows, portion in zip(self._workers, rows, portions, strict=True)
             ]
             try:
                 report: UpdateReport = await self._all(calls, self._timeouts.update_s, f"to make version {version}")
@@ -237,26 +241,36 @@ class LearnerGroup(RankGroup):
                 raise
             return report
 
-        num_ranks = len(self._workers)
-        report = await in_portions(call, groups, version, num_ranks=num_ranks, planned=self._planned, put=self._put)
+        async def with_rows(shared: Any, portions: Sequence[Portion | None]) -> UpdateReport:
+            own = [{"supervised": shared} | as_argument(portion, "supervised_portion") for portion in portions]
+            return await self._in_portions(partial(call, own), groups, version, self._planners.groups)
+
+        if rows:
+            report = await self._in_portions(with_rows, rows, version, self._planners.supervised, ROWS)
+        else:
+            no_rows: list[Arguments] = [{}] * len(self._workers)
+            report = await self._in_portions(partial(call, no_rows), groups, version, self._planners.groups)
         self.version = report.version
         return report
 
     async def assess(self, groups: Sequence[ScoredGroup]) -> Mapping[str, float]:
         """Returns the metrics of an offline job on `groups`."""
-        shared = self._put(groups)
-        calls = [w.assess.remote(shared) for w in self._workers]
-        return await self._all(calls, self._timeouts.update_s, "to assess held-out rows")
+
+        async def call(shared: Any, portions: Sequence[Portion | None]) -> Mapping[str, float]:
+            calls = [w.assess.remote(shared, **own) for w, own in self._with_own(portions)]
+            return await self._all(calls, self._timeouts.update_s, "to assess held-out rows")
+
+        return await self._in_portions(call, groups, self.version, self._planners.groups)
 
     async def supervised_step(self, examples: Sequence[Outlined]) -> Mapping[str, float]:
         """Runs one step of the warm start."""
-        shared = self._put(stored_examples(examples, self._put))
-        calls = [w.supervised_step.remote(shared) for w in self._workers]
+        shared, portions = self._stored(examples)
+        calls = [w.supervised_step.remote(shared, **own) for w, own in self._with_own(portions)]
         return await self._all(calls, self._timeouts.update_s, "to take a supervised step")
 
     async def answer_accuracy(self, examples: Sequence[Outlined]) -> float:
-        shared = self._put(stored_examples(examples, self._put))
-        calls = [w.answer_accuracy.remote(shared) for w in self._workers]
+        shared, portions = self._stored(examples)
+        calls = [w.answer_accuracy.remote(shared, **own) for w, own in self._with_own(portions)]
         return await self._all(calls, self._timeouts.update_s, "to check answers")
 
     async def sequence_logprobs(self, prompt: Prompt, num_copies: int = 1) -> np.ndarray:
@@ -310,6 +324,30 @@ class LearnerGroup(RankGroup):
     async def export(self, folder: Path) -> None:
         calls = [w.export.remote(folder) for w in self._workers]
         await self._all(calls, self._timeouts.checkpoint_s, f"to export to {folder}")
+
+    async def _in_portions(
+        self,
+        call: Callable[[Any, Sequence[Portion | None]], Awaitable[T]],
+        groups: Sequence[ScoredGroup],
+        version: int,
+        planned: Planner | None,
+        kind: str = GROUPS,
+    ) -> T:
+        """Calls all ranks, each with the references of its share."""
+        num_ranks = len(self._workers)
+        return await in_portions(call, groups, version, num_ranks=num_ranks, planned=planned, put=self._put, kind=kind)
+
+    def _with_own(self, portions: Sequence[Portion | None]) -> Iterator[tuple[Any, Arguments]]:
+        """Yields each rank with the argument of its portion."""
+        return zip(self._workers, map(as_argument, portions), strict=True)
+
+    def _stored(self, examples: Sequence[Outlined]) -> tuple[Any, Sequence[Portion | None]]:
+        """Stores examples of the warm start; returns a reference to their outlines, and the portion of each rank."""
+        stored, num_ranks = stored_examples(examples, self._put), len(self._workers)
+        if self._planners.examples is None or num_ranks == 1:
+            return self._put(stored), [None] * num_ranks
+        outlines, portions = self._planners.examples(stored, num_ranks)
+        return self._put(outlines), portions
 
     async def _refuse_if_apart(self, calls: Sequence[Any], lost: LostObjectError) -> None:
         """Raises: WorkerDiedError: some ranks have begun the update and wait for others that could not."""

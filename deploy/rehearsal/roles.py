@@ -38,6 +38,7 @@ from mobula.deploy.rehearsal.speeds import Speeds
 from mobula.deploy.wiring.build import Inference, Training, watched_rank
 from mobula.deploy.wiring.persistence import replay_buffer
 from mobula.deploy.wiring.pooled_roles import restart_policy, reward_role
+from mobula.learner.examples.planners import Planners
 from mobula.learner.learner_group import LearnerGroup
 from mobula.learner.policies.lora import adapter_manifest
 from mobula.learner.shares import planner_of
@@ -102,7 +103,9 @@ class SimulatedRoles:
 
     def training(self) -> Training:
         config = self.config
-        group = _LearnerGroup(self._start_ranks, config.timeouts, lambda value: value, planned=planner_of(config))
+        group = _LearnerGroup(
+            self._start_ranks, config.timeouts, lambda value: value, planners=Planners(planner_of(config))
+        )
         group.restored, group.may_return = self._all_up, lambda: bool(self.returning)
         learner = RestartableLearner(
             group,

@@ -59,6 +59,7 @@ from mobula.deploy.wiring.spawner import Spawner, learner_environment
 from mobula.deploy.wiring.warm_start import warm_start
 from mobula.learner.critic_ranks.critic_group import CriticGroup, LearnerWithCritic
 from mobula.learner.critic_ranks.critic_rank import CriticRank
+from mobula.learner.examples.planners import planners_of
 from mobula.learner.learner import Learner
 from mobula.learner.learner_group import LearnerGroup, RankGroup
 from mobula.learner.offline.learner import OfflineLearner
@@ -180,9 +181,9 @@ def spawn_learner(
 def learner_group(prepared: AnyPrepared, spawner: Spawner, supervised: SupervisedRows | None) -> LearnerGroup:
     """Returns the learner ranks, including the ranks of a separate critic."""
     config, start = prepared.config, partial(start_learner, prepared, spawner)
-    planned = None if config.offline.is_on else planner_of(config)
+    planners = planners_of(config)
     if not config.algorithm.critic.has_own_ranks:
-        return LearnerGroup(start, config.timeouts, ray.put, supervised, planned)
+        return LearnerGroup(start, config.timeouts, ray.put, supervised, planners)
     critic = CriticGroup(
         partial(_start_critic, prepared, spawner),
         config.timeouts,
@@ -190,7 +191,9 @@ def learner_group(prepared: AnyPrepared, spawner: Spawner, supervised: Supervise
         planner_of(config.of_critic_ranks, role="critic"),
     )
     folder = reference_folder(config)
-    return LearnerWithCritic(start, config.timeouts, ray.put, supervised, critic=critic, folder=folder, planned=planned)
+    return LearnerWithCritic(
+        start, config.timeouts, ray.put, supervised, critic=critic, folder=folder, planners=planners
+    )
 
 
 def watched_reference(reference: ReferencePool | NullReference) -> list[Watched]:
@@ -354,11 +357,11 @@ def start_learner(prepared: AnyPrepared, spawner: Spawner) -> list[Any]:
 
     If a rank's node is gone, blocks until all ranks are placed again, or raises PlacementError.
     """
-    config, banned = prepared.config, prepared.processor.media_token_ids
+    config, processor = prepared.config, prepared.processor
     role = OfflineLearner if config.offline.is_on else Learner
     ranks = spawner.book_together("learner")
-    env = learner_environment(config)
-    return [spawner.start(role, config, w.index, len(ranks), banned, worker=w, env=env) for w in ranks]
+    env, ids = learner_environment(config), (processor.media_token_ids, processor.template_token_ids)
+    return [spawner.start(role, config, w.index, len(ranks), *ids, worker=w, env=env) for w in ranks]
 
 
 def _start_critic(prepared: AnyPrepared, spawner: Spawner) -> list[Any]:

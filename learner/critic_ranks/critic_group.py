@@ -13,6 +13,7 @@ from mobula.cluster.roles import UpdateReport
 from mobula.cluster.rollout.supervised_rows import SupervisedRows
 from mobula.cluster.runtime.concurrency import outcomes, run_all
 from mobula.configs.schema import TimeoutsConfig
+from mobula.learner.examples.planners import NO_PLANNERS, Planners
 from mobula.learner.learner_group import LearnerGroup, RankGroup
 from mobula.learner.shares import Planner, Portion, as_argument, in_portions
 
@@ -80,10 +81,10 @@ class LearnerWithCritic(LearnerGroup):
         *,
         critic: CriticGroup,
         folder: Path,
-        planned: Planner | None = None,
+        planners: Planners = NO_PLANNERS,
     ) -> None:
         """The critic begins with what the policy's ranks export to `folder`, which all ranks can read."""
-        super().__init__(spawn, timeouts, put, beside, planned)
+        super().__init__(spawn, timeouts, put, beside, planners)
         self._critic = critic
         self._folder = folder
         self._kl: float | None = None  # of the last step, which the critic does not know of yet

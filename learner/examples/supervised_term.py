@@ -12,12 +12,13 @@ from mobula.cluster.records.media import MediaReader
 from mobula.cluster.records.trajectory import ScoredGroup
 from mobula.configs.schema import RunConfig
 from mobula.learner.algorithms.aggregation import Totals, token_mean
-from mobula.learner.examples.entries import DataRows
+from mobula.learner.examples.entries import DataRows, parts_of
 from mobula.learner.examples.examples import SharedExample, answer_row, collate_examples, totals_of
 from mobula.learner.gradient_step import Term
 from mobula.learner.meter import Meter
 from mobula.learner.policies.logprobs import PLAIN
-from mobula.learner.shares import ShareFetcher
+from mobula.learner.shares import Portion, ShareFetcher
+from mobula.learner.shares.portions import ROWS
 
 
 class SupervisedTerm:
@@ -36,13 +37,16 @@ class SupervisedTerm:
         self._shares = shares
         self._reader = reader
 
-    def fetch(self, rows: Sequence[ScoredGroup]) -> list[list[SharedExample]]:
-        """The examples of each optimizer step of an update, which is given references to all of them. Collective."""
+    def fetch(self, rows: Sequence[ScoredGroup], portion: Portion | None = None) -> list[list[SharedExample]]:
+        """The examples of each optimizer step of an update. Collective.
+
+        Args:
+            rows: with all references, or outlines of rows to which `portion` adds the references of this rank.
+        """
         if not rows:
             return []
-        size = self._settings.batch_size
-        parts = [rows[n : n + size] for n in range(0, len(rows), size)]
-        entries = DataRows(parts, self._config.learner, answer_row, self._config.timeouts.object_s)
+        parts, timeout_s = parts_of(rows, self._settings.batch_size), self._config.timeouts.object_s
+        entries = DataRows(parts, self._config.learner, answer_row, timeout_s, portion, ROWS)
         return entries.in_parts(self._shares.fetch(entries))
 
     def terms(

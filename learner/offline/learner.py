@@ -31,17 +31,26 @@ from mobula.learner.optim import learning_rate
 from mobula.learner.optim.slow import NullSlow, SlowWeights
 from mobula.learner.policies.adapters import without_adapters
 from mobula.learner.policies.logprobs import PLAIN
+from mobula.learner.shares import Portion
 
 
 class OfflineLearner(Learner):
     """A learner rank that runs the steps of `offline.job`. Backends, optimizer, checkpoints and export are those of
     `Learner`.
 
-    `update` and `assess` are collective: every rank gets references to all groups and fetches its share.
+    `update` and `assess` are collective. A rank gets references to all groups, or outlines and its own `portion`, and
+    fetches its share.
     """
 
-    def __init__(self, config: RunConfig, rank: int, world_size: int, banned_ids: tuple[int, ...]) -> None:
-        super().__init__(config, rank, world_size, banned_ids)
+    def __init__(
+        self,
+        config: RunConfig,
+        rank: int,
+        world_size: int,
+        banned_ids: tuple[int, ...],
+        template_ids: tuple[int, ...] = (),
+    ) -> None:
+        super().__init__(config, rank, world_size, banned_ids, template_ids)
         self._offline_objective = build_objective(config, self._scoring.canary)
 
     def connect(self, init_method: str) -> None:
@@ -50,11 +59,13 @@ class OfflineLearner(Learner):
         compares = self._config.sampler.is_flow
         self._initial = SlowWeights(self._backend.trained, 0.0, 0.0, ShardedWriter().copied) if compares else NullSlow()
 
-    def update(self, groups: Sequence[ScoredGroup], version: int, **more: object) -> UpdateReport:
+    def update(
+        self, groups: Sequence[ScoredGroup], version: int, *, portion: Portion | None = None, **more: object
+    ) -> UpdateReport:
         """Takes one optimizer step to `version` on these rows; skips rows without trained tokens."""
         assert not more, f"a step of an offline job has rows alone, not {sorted(more)}"
         with self._profiler.update(version):
-            examples = self._compared(self._examples(groups))
+            examples = self._compared(self._examples(groups, portion))
             totals, meter = totals_of(examples), Meter(self._config.learner.sequence_parallel)
             rate = learning_rate(self._config.learner, version - 1, self._config.num_steps)
             is_taken, metrics = False, {"loss": 0.0, "grad_norm": 0.0}
@@ -65,18 +76,18 @@ class OfflineLearner(Learner):
             counts = {"skipped": float(not is_taken), "optimizer_steps": float(is_taken)}
             return UpdateReport(version, {**metrics, "learning_rate": rate, **counts})
 
-    def assess(self, groups: Sequence[ScoredGroup]) -> Mapping[str, float]:
+    def assess(self, groups: Sequence[ScoredGroup], portion: Portion | None = None) -> Mapping[str, float]:
         """Returns the job's metrics on these rows without training."""
-        examples = self._compared(self._examples(groups))
+        examples = self._compared(self._examples(groups, portion))
         totals, meter = totals_of(examples), Meter(self._config.learner.sequence_parallel)
         with self._backend.inference():
             for rows in self._step.shares(examples):
                 self._part(totals, meter, rows)
         return meter.reduce()
 
-    def _examples(self, groups: Sequence[ScoredGroup]) -> list[SharedExample]:
+    def _examples(self, groups: Sequence[ScoredGroup], portion: Portion | None) -> list[SharedExample]:
         row, timeout_s = self._offline_objective.row, self._config.timeouts.object_s
-        return self._shares.fetch(DataRows([groups], self._config.learner, row, timeout_s))
+        return self._shares.fetch(DataRows([groups], self._config.learner, row, timeout_s, portion))
 
     def _compared(self, examples: list[SharedExample]) -> list[SharedExample]:
         """Adds outputs of the initial weights to this rank's examples: predicted velocities for a flow model, log-probs

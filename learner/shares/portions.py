@@ -21,6 +21,7 @@ class Elsewhere(Enum):
 
 
 ELSEWHERE = Elsewhere.REFERENCE
+GROUPS, ROWS = "groups", "supervised rows"  # kinds of entries
 T = TypeVar("T")
 
 
@@ -33,13 +34,14 @@ class Portion:
 
 
 class UnplannedShareError(Exception):
-    """Raised by every rank before any state changes: exact sizes assign groups to ranks that have no references to
-    them. The call is repeated with these references.
+    """Raised by every rank before any state changes: exact sizes assign groups or rows to ranks that have no references
+    to them. The call is repeated with these references.
     """
 
-    def __init__(self, missing: Sequence[Sequence[int]]) -> None:
-        """`missing` has for each rank the indices of the groups that it has no references to."""
-        super().__init__(missing)
+    def __init__(self, kind: str, missing: Sequence[Sequence[int]]) -> None:
+        """`missing` has for each rank the indices of the entries of `kind` that it has no references to."""
+        super().__init__(kind, missing)
+        self.kind = kind
         self.missing = missing
 
 
@@ -57,6 +59,7 @@ async def in_portions(
     num_ranks: int,
     planned: Planner | None,
     put: Callable[[Any], Any],
+    kind: str = GROUPS,
 ) -> T:
     """Calls all ranks with the groups of the step that makes `version`, and returns the result.
 
@@ -64,6 +67,7 @@ async def in_portions(
         call: takes a reference to the groups, and the portion of each rank: None if the groups have their references.
         planned: None sends every reference to every rank.
         put: stores a value once for all ranks and returns a reference to it.
+        kind: `Entries.kind` of the groups. An UnplannedShareError of another kind is raised.
     """
     if planned is None or num_ranks == 1:
         return await call(put(groups), [None] * num_ranks)
@@ -71,13 +75,15 @@ async def in_portions(
     try:
         return await call(outlines, portions_of(groups, held, is_final=False))
     except UnplannedShareError as error:
+        if error.kind != kind:
+            raise
         held = [own.union(missing) for own, missing in zip(held, error.missing, strict=True)]
     return await call(outlines, portions_of(groups, held, is_final=True))
 
 
-def as_argument(portion: Portion | None) -> dict[str, Portion]:
+def as_argument(portion: Portion | None, name: str = "portion") -> dict[str, Portion]:
     """Returns the keyword argument of a rank's call."""
-    return {} if portion is None else {"portion": portion}
+    return {} if portion is None else {name: portion}
 
 
 def outlines_of(groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:

@@ -8,13 +8,14 @@ from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
 
-from mobula.cluster.errors import LostObjectError
+from mobula.cluster.errors import LostObjectError, WrongGroupError
 from mobula.learner.shares.portions import UnplannedShareError
 
 Exchange = Callable[[Any], Sequence[Any]]
 """Sends a value to every rank and returns the values of all ranks. Collective."""
 
 E = TypeVar("E")
+FetchError = LostObjectError | WrongGroupError
 
 
 def all_ranks(value: Any) -> Sequence[Any]:
@@ -26,6 +27,11 @@ def all_ranks(value: Any) -> Sequence[Any]:
 
 class Entries(Protocol[E]):
     """References to the groups or dataset rows of a step. An `E` is a whole entry or an outline with its size."""
+
+    @property
+    def kind(self) -> str:
+        """Tells the entries of two fetches of a step apart."""
+        ...
 
     def __len__(self) -> int: ...
 
@@ -47,6 +53,7 @@ class Entries(Protocol[E]):
 
         Raises:
             LostObjectError: an entry is lost.
+            WrongGroupError: an entry has another content than its source reported.
         """
         ...
 
@@ -64,7 +71,7 @@ class RankReport:
     """Message to all ranks: outlines of entries by index, or the error if this rank could not fetch its share."""
 
     outlines: Mapping[int, Any] = field(default_factory=dict)
-    lost: str = ""
+    error: FetchError | None = None
 
 
 class ShareFetcher:
@@ -91,46 +98,51 @@ class ShareFetcher:
 
         Raises:
             LostObjectError: on every rank, if any rank could not fetch an entry.
+            WrongGroupError: on every rank, if any rank fetched an entry with another content than its source reported.
             UnplannedShareError: on every rank, if any rank has no reference to an entry of its exact share.
         """
         if self._world_size == 1:
             return entries.fetch(range(len(entries)))
         held, owned = planned_shares(entries, entries.expected(), self._world_size)
-        whole, lost = _fetched(entries, held[self._rank])
-        completed = self._completed(entries, whole, lost, owned[self._rank])
+        whole, error = _fetched(entries, held[self._rank])
+        completed = self._completed(entries, whole, error, owned[self._rank])
         # Rows with media of later turns are larger than summaries predict: compute the shares again from exact sizes.
         exact = entries.wanted(completed, self._world_size)
         missing = [wanted - fetched for wanted, fetched in zip(exact, held, strict=True)]
         if any(missing):
             if entries.is_planned:
-                raise UnplannedShareError([sorted(indices) for indices in missing])
-            more, lost = _fetched(entries, missing[self._rank])
-            # On every rank, also if nothing is lost: a rank that raises alone leaves the others in a collective.
-            self._exchanged(RankReport(lost=lost))
+                raise UnplannedShareError(entries.kind, [sorted(indices) for indices in missing])
+            more, error = _fetched(entries, missing[self._rank])
+            # On every rank, also without an error: a rank that raises alone leaves the others in a collective.
+            self._exchanged(RankReport(error=error))
             completed = [more.get(index, entry) for index, entry in enumerate(completed)]
         return completed
 
-    def _completed(self, entries: Entries[E], whole: Mapping[int, E], lost: str, owned: set[int]) -> list[E]:
+    def _completed(
+        self, entries: Entries[E], whole: Mapping[int, E], error: FetchError | None, owned: set[int]
+    ) -> list[E]:
         """All entries: those fetched here, and the others restored from outlines."""
         outlines = {index: entries.outline(whole[index], index) for index in owned & whole.keys()}
-        reports = self._exchanged(RankReport(outlines, lost))
+        reports = self._exchanged(RankReport(outlines, error))
         elsewhere = {index: outline for report in reports for index, outline in report.outlines.items()}
         return [whole[index] if index in whole else entries.restored(elsewhere[index]) for index in range(len(entries))]
 
     def _exchanged(self, own: RankReport) -> Sequence[RankReport]:
         reports: Sequence[RankReport] = self._exchange(own)
-        lost = {f"{self._role}/{rank}: {report.lost}" for rank, report in enumerate(reports) if report.lost}
-        if lost:
-            raise LostObjectError("; ".join(sorted(lost)))
+        errors = [(f"{self._role}/{rank}: {report.error}", report.error) for rank, report in enumerate(reports)]
+        if wrong := [text for text, error in errors if isinstance(error, WrongGroupError)]:
+            raise WrongGroupError("; ".join(wrong))
+        if lost := [text for text, error in errors if error is not None]:
+            raise LostObjectError("; ".join(lost))
         return reports
 
 
-def _fetched(entries: Entries[E], indices: set[int]) -> tuple[dict[int, E], str]:
-    """Fetches entries; returns them by index and an empty text, or nothing and the error."""
+def _fetched(entries: Entries[E], indices: set[int]) -> tuple[dict[int, E], FetchError | None]:
+    """Fetches entries; returns them by index, or nothing and the error."""
     try:
-        return dict(zip(sorted(indices), entries.fetch(sorted(indices)), strict=True)), ""
-    except LostObjectError as error:
-        return {}, str(error)
+        return dict(zip(sorted(indices), entries.fetch(sorted(indices)), strict=True)), None
+    except (LostObjectError, WrongGroupError) as error:
+        return {}, error
 
 
 def planned_shares(entries: Entries[E], known: Sequence[E], num_ranks: int) -> tuple[list[set[int]], list[set[int]]]:

@@ -17,7 +17,7 @@ from mobula.learner.critic.rows import ValueRow
 from mobula.learner.gradient_step import shares_of_ranks
 from mobula.learner.policies.base import NO_TOKENS, RowOutline
 from mobula.learner.policies.trained import row_of
-from mobula.learner.shares.portions import ELSEWHERE, Planner, Portion, with_portion
+from mobula.learner.shares.portions import ELSEWHERE, GROUPS, Planner, Portion, with_portion
 from mobula.learner.shares.share_fetcher import planned_shares
 
 NOTHING = np.empty(0, dtype=np.float32)
@@ -141,6 +141,8 @@ class StepGroups:
 
     Forward passes read the rank's own rows alone, and credit reads only fields that outlines have.
     """
+
+    kind = GROUPS
 
     def __init__(
         self,

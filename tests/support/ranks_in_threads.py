@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from mobula.cluster.errors import LostObjectError
+from mobula.cluster.errors import LostObjectError, WrongGroupError
 from mobula.cluster.records.trajectory import ScoredGroup
 from mobula.learner.shares import Exchange
 from mobula.learner.shares.portions import UnplannedShareError
@@ -65,7 +65,7 @@ class RanksInThreads:
                 self._store.lost.add(threading.get_ident())
             try:
                 return call(number, self._exchange(number))
-            except (LostObjectError, UnplannedShareError) as error:
+            except (LostObjectError, WrongGroupError, UnplannedShareError) as error:
                 return error
 
         with ThreadPoolExecutor(self.num) as pool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,10 +19,11 @@ from mobula.configs.schema import RunConfig
 from mobula.learner.examples import examples
 from mobula.learner.examples.entries import DataRows
 from mobula.learner.examples.examples import Example, SharedExample, collate_examples, fetch_examples, totals_of
+from mobula.learner.examples.planners import planners_of
 from mobula.learner.gradient_step import shares_of_ranks
 from mobula.learner.offline.objectives import build_objective
 from mobula.learner.policies.logprobs import PLAIN
-from mobula.learner.shares import Exchange, ShareFetcher
+from mobula.learner.shares import Exchange, Portion, ShareFetcher, in_portions
 
 Parts = list[list[SharedExample]]
 
@@ -82,6 +85,56 @@ def test_two_ranks_fetch_each_row_once(folder: Path, tokenizer, store: Store) ->
     fetched(config_of(folder, "dpo", "learner.share_prompts=false"), 2, store, [stored])
     assert len(store.num_bytes) == 2 and sum(store.num_bytes.values()) == total
     assert max(store.num_bytes.values()) < 0.7 * total
+
+
+def fetched_in_portions(
+    config: RunConfig, job: str, num_ranks: int, store: Store, rows: list[ScoredGroup]
+) -> tuple[list[Parts], list[Sequence[Portion]]]:
+    """What each rank gets from its references, and the portions of each call."""
+    row, calls = build_objective(config, PLAIN).row, []
+
+    async def call(outlines: Sequence[ScoredGroup], portions: Sequence[Portion]) -> list[Parts]:
+        calls.append(portions)
+
+        def fetch(rank: int, exchange: Exchange) -> Parts:
+            entries = DataRows([outlines], config.learner, row, 1.0, portions[rank])
+            return entries.in_parts(ShareFetcher(rank, num_ranks, exchange).fetch(entries))
+
+        found = RanksInThreads(num_ranks, store).each(fetch)
+        if isinstance(found[0], Exception):
+            raise found[0]
+        return found
+
+    planned = planners_of(config).groups
+    found = asyncio.run(in_portions(call, rows, 1, num_ranks=num_ranks, planned=planned, put=lambda value: value))
+    return found, calls
+
+
+@pytest.mark.parametrize("job", ["sft", "dpo", "reward_model", "regression"])
+def test_a_rank_receives_the_references_of_its_rows_alone(folder: Path, tokenizer, store: Store, job: str) -> None:
+    """The sizes that summaries predict are exact: one call."""
+    config = config_of(folder, job, "learner.tokens_per_microbatch=120", "learner.share_prompts=false")
+    stored = store.put(rows(tokenizer, job, num=12, seed=1))
+    found, [portions] = fetched_in_portions(config, job, 3, store, stored)
+    assert sum(len(portion.references) for portion in portions) < 1.5 * len(stored)
+    assert set().union(*(portion.references for portion in portions)) == set(range(len(stored)))
+    [everything] = fetched(config, 1, store, [stored])
+    for rank, [mine] in enumerate(found):
+        assert totals_of(mine) == totals_of(everything[0])
+        assert own_rows(mine, config, rank, 3) == own_rows(everything[0], config, rank, 3)
+        whole = {n for n, example in enumerate(mine) if isinstance(example, Example)}
+        assert whole == set(portions[rank].references)
+
+
+def test_rows_with_one_prompt_are_assigned_again_once_that_is_known(folder: Path, tokenizer, store: Store) -> None:
+    config = config_of(folder, "sft", "learner.packing=true", "learner.share_prompts=true")
+    groups = rows(tokenizer, "sft", num=12, seed=1)
+    repeated = [with_prompt(scored, groups[n % 3].group.prompt) for n, scored in enumerate(groups)]
+    found, calls = fetched_in_portions(config, "sft", 2, store, store.put(repeated))
+    assert [all(portion.is_final for portion in portions) for portions in calls] == [False, True]
+    [everything] = fetched(config, 1, store, [store.put(repeated)])
+    for rank, [mine] in enumerate(found):
+        assert own_rows(mine, config, rank, 2) == own_rows(everything[0], config, rank, 2)
 
 
 def test_a_row_that_one_rank_cannot_fetch_is_missed_by_all_of_them(folder: Path, tokenizer, store: Store) -> None:

@@ -13,9 +13,10 @@ from mobula.cluster.records.trajectory import ScoredGroup
 from mobula.cluster.roles import UpdateReport
 from mobula.cluster.weight_sync.manifest import Manifest, TensorSpec
 from mobula.configs.load import load_config
+from mobula.learner.examples.planners import Planners
 from mobula.learner.learner_group import LearnerGroup
 from mobula.learner.shares import Portion
-from mobula.learner.shares.portions import ELSEWHERE, UnplannedShareError
+from mobula.learner.shares.portions import ELSEWHERE, GROUPS, ROWS, UnplannedShareError
 
 TIMEOUTS = load_config(["experiment=digits"]).timeouts
 
@@ -92,13 +93,47 @@ async def test_a_rank_gets_the_references_that_are_planned_for_it_and_more_where
             assert all(outline.group is ELSEWHERE for outline in outlines)
             assert all(reference == (f"group {n}", None) for n, reference in portion.references.items())
             given.append((self.rank, sorted(portion.references), portion.is_final))
-            return report(version, 0.5) if portion.is_final else Answer(UnplannedShareError([[], [0]]))
+            return report(version, 0.5) if portion.is_final else Answer(UnplannedShareError(GROUPS, [[], [0]]))
 
     groups = [ScoredGroup(SimpleNamespace(), f"group {n}", ()) for n in range(3)]
     planned = lambda groups, version, num_ranks: [{0, 1}, {2}]  # noqa: E731
-    group = LearnerGroup(lambda: [Rank(0), Rank(1)], TIMEOUTS, by_value, planned=planned)
+    group = LearnerGroup(lambda: [Rank(0), Rank(1)], TIMEOUTS, by_value, planners=Planners(planned))
     assert (await group.update(groups)).version == 1
     assert given == [(0, [0, 1], False), (1, [2], False), (0, [0, 1], True), (1, [0, 2], True)]
+
+
+async def test_supervised_rows_of_a_step_are_planned_like_its_groups_and_repeated_with_them() -> None:
+    given: list[tuple[int, list[int], list[int], bool]] = []
+
+    class Rank:
+        def __init__(self, rank: int) -> None:
+            self.rank = rank
+            self.update = SimpleNamespace(remote=self._called)
+
+        def _called(
+            self,
+            outlines: list[ScoredGroup],
+            version: int,
+            *,
+            supervised: list[ScoredGroup],
+            supervised_portion: Portion,
+            portion: Portion,
+        ) -> Answer:
+            assert all(outline.group is ELSEWHERE for outline in [*outlines, *supervised])
+            rows = supervised_portion.references
+            assert [reference for reference, _ in rows.values()] == [f"row {n}" for n in rows]
+            given.append((self.rank, sorted(portion.references), sorted(rows), supervised_portion.is_final))
+            return report(version, 0.5) if supervised_portion.is_final else Answer(UnplannedShareError(ROWS, [[1], []]))
+
+    class Rows:
+        async def of(self, version: int) -> list[ScoredGroup]:
+            return [ScoredGroup(SimpleNamespace(), f"row {n}", ()) for n in range(2)]
+
+    groups = [ScoredGroup(SimpleNamespace(), f"group {n}", ()) for n in range(2)]
+    planned = lambda groups, version, num_ranks: [{0}, {1}]  # noqa: E731
+    group = LearnerGroup(lambda: [Rank(0), Rank(1)], TIMEOUTS, by_value, Rows(), Planners(planned, planned))
+    assert (await group.update(groups)).version == 1
+    assert given == [(0, [0], [0], False), (1, [1], [1], False), (0, [0], [0, 1], True), (1, [1], [1], True)]
 
 
 async def test_a_failed_rank_ends_the_wait_for_the_others_and_makes_no_version() -> None:

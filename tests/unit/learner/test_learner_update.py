@@ -31,8 +31,8 @@ from mobula.learner.supervised import SupervisedExample
 BANNED = (250, 251)
 
 
-def connected(config: RunConfig) -> Learner:
-    learner = Learner(config, 0, 1, BANNED)
+def connected(config: RunConfig, template_ids: tuple[int, ...] = ()) -> Learner:
+    learner = Learner(config, 0, 1, BANNED, template_ids)
     learner.connect("")
     return learner
 
@@ -483,6 +483,24 @@ def test_the_change_of_policy_and_weights_follows_the_learning_rate(folder, toke
     assert 0 < found[1e-4]["policy_change"] < found[1e-3]["policy_change"]
     assert found[1e-3]["weight_change"] == pytest.approx(10 * found[1e-4]["weight_change"], rel=0.05)
     assert found[1e-4]["logprob_gap_first"] < 1e-5 and found[1e-4]["logprob_gap_last"] < 1e-5
+
+
+def test_the_gap_of_template_tokens_is_measured_separately(folder, tokenizer) -> None:
+    """Behaviour log-probs of some ids are off by 0.5."""
+    config = tiny_config(folder)
+    groups = sampled(config, folder, random_groups(tokenizer, 4, 4))
+    ids = tuple(set(groups[0].group.trajectories[0].actions.token_ids.tolist()))
+    siblings = [scored.group.trajectories for scored in groups]
+    is_template = [[np.isin(t.actions.token_ids, ids) for t in each] for each in siblings]
+    off = [
+        with_logprobs(scored, [t.behavior_logprobs + 0.5 * mask for t, mask in zip(each, masks, strict=True)])
+        for scored, each, masks in zip(groups, siblings, is_template, strict=True)
+    ]
+    share = np.concatenate([mask for masks in is_template for mask in masks]).mean()
+    assert 0 < share < 1
+    metrics = connected(config, template_ids=ids).update(off, 1).metrics
+    assert metrics["logprob_gap_template"] == pytest.approx(0.5, abs=1e-4)
+    assert metrics["logprob_gap_mean"] == pytest.approx(0.5 * share, abs=1e-4)
 
 
 def test_a_group_with_another_content_than_its_actor_reported_is_refused_by_name(folder, tokenizer) -> None:

@@ -14,6 +14,7 @@ from latent_data import latent_actions, latent_group, latent_prompt
 from learner_data import group, image, prompt, random_groups, tiny_config
 from ranks_in_threads import RanksInThreads, Store
 
+from mobula.cluster.errors import WrongGroupError
 from mobula.cluster.records.media import MediaReader
 from mobula.cluster.records.trajectory import FinishReason, MediaSpan, Reward, ScoredGroup
 from mobula.configs.schema import RunConfig
@@ -280,6 +281,17 @@ def test_a_group_that_one_rank_cannot_fetch_is_missed_by_all_of_them(folder, tok
     groups = store.put(random_groups(tokenizer, 4, 2))
     found = Ranks(tiny_config(folder), 2, store).fetch(groups, 1, unlucky=1)
     assert [str(error) for error in found] == ["learner/1: groups cannot be had"] * 2
+
+
+def test_a_group_with_another_content_than_reported_is_refused_by_all_ranks_at_once(folder, tokenizer, store) -> None:
+    """Two ranks fetch each group once: one rank alone reads the altered one."""
+    groups = [dataclasses.replace(scored, summary=scored.group.summary()) for scored in random_groups(tokenizer, 4, 2)]
+    stored = store.put(groups)
+    altered = [*stored[:1], dataclasses.replace(stored[1], group=stored[2].group), *stored[2:]]
+    found = Ranks(tiny_config(folder), 2, store).fetch(altered, 1)
+    assert [type(error) for error in found] == [WrongGroupError] * 2
+    assert str(found[0]) == str(found[1])
+    assert f"group {groups[1].summary.group_id} has sha256" in str(found[0])
 
 
 def test_a_step_without_any_reward_is_known_to_all(folder, tokenizer, store) -> None:

@@ -13,13 +13,14 @@ from transformers import AutoTokenizer
 
 from mobula.configs.schema import RunConfig
 from mobula.learner.examples import entries
-from mobula.learner.examples.entries import StoredExample, TaughtExamples, stored_examples
+from mobula.learner.examples.entries import StoredExample, TaughtExamples, portions_of_examples, stored_examples
 from mobula.learner.examples.examples import ExampleOutline
 from mobula.learner.gradient_step import shares_of_ranks
 from mobula.learner.images.teaching import ImageExample
 from mobula.learner.policies.flow.noising import CleanSequence, Noising
 from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 from mobula.learner.shares import Exchange, ShareFetcher
+from mobula.learner.shares.portions import ELSEWHERE
 from mobula.learner.supervised import SharedSupervised, SupervisedExample
 
 NUM_RANKS = 3
@@ -90,6 +91,23 @@ def test_each_example_is_fetched_once(config: RunConfig, examples: list[Supervis
     num_whole = sum(isinstance(row, SupervisedExample) for rows in found for row in rows)
     assert len(examples) <= num_whole <= len(examples) + NUM_RANKS, "a row that keeps step with other ranks comes twice"
     assert sum(store.num_bytes.values()) < 1.5 * total
+
+
+def test_a_rank_receives_the_references_of_its_examples_alone(
+    config: RunConfig, examples: list[SupervisedExample], store: Store
+) -> None:
+    stored = stored_examples(examples, put)
+    outlines, portions = portions_of_examples(stored, NUM_RANKS, config=config.learner)
+    assert all(outline.content is ELSEWHERE for outline in outlines)
+    assert sum(len(portion.references) for portion in portions) <= len(examples) + NUM_RANKS
+
+    def fetch(rank: int, exchange: Exchange) -> list[SharedSupervised]:
+        entries = TaughtExamples(outlines, config.learner, 1.0, portions[rank])
+        return ShareFetcher(rank, NUM_RANKS, exchange).fetch(entries)
+
+    found, expected = RanksInThreads(NUM_RANKS, store).each(fetch), fetched(config, store, stored)
+    for mine, whole in zip(found, expected, strict=True):
+        assert [type(row) for row in mine] == [type(row) for row in whole]
 
 
 def test_an_example_that_one_rank_cannot_fetch_is_missed_by_all_of_them(

@@ -17,8 +17,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
 
 TASK = REPOSITORY / "tests" / "support" / "hackable"
 GUARD = (
-    "guard.action=rollback", "guard.max_actions=1", "checkpoints.keep=1", "metrics.progress=false",
-    "timeouts.start_s=900", "learner.warmup_steps=0",
+    "guard.max_actions=1", "checkpoints.keep=1", "metrics.progress=false", "timeouts.start_s=900",
+    "learner.warmup_steps=0",
 )  # fmt: skip
 STOPPED = 3  # exit code
 DEADLINE_S = 1800.0
@@ -30,7 +30,8 @@ def test_zero_ranks_restore_the_checkpoint_before_the_divergence(
     monkeypatch.setenv("MOBULA_TASKS", str(TASK))
     words = (
         "experiment=digits", "resources=laptop", "rewards=largest_digit", "learner=deepspeed", "learner.zero_stage=3",
-        "num_steps=18", "guard.window_steps=3", "evaluation.num_prompts=16", "checkpoints.interval_steps=3",
+        "num_steps=18", "guard.action=rollback", "guard.window_steps=3", "evaluation.num_prompts=16",
+        "checkpoints.interval_steps=3",
     )  # fmt: skip
     with Job(tmp_path, (*words, *GUARD), small=()) as job:
         code = job.start().wait(DEADLINE_S)

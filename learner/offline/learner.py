@@ -85,7 +85,7 @@ class OfflineLearner(Learner):
                 self._part(totals, meter, rows)
         return meter.reduce()
 
-    def _examples(self, groups: Sequence[ScoredGroup], portion: Portion | None) -> list[SharedExample]:
+    def _examples(self, groups: Sequence[ScoredGroup], portion: Portion | None = None) -> list[SharedExample]:
         row, timeout_s = self._offline_objective.row, self._config.timeouts.object_s
         return self._shares.fetch(DataRows([groups], self._config.learner, row, timeout_s, portion))
 

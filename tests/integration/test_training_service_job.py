@@ -403,7 +403,7 @@ def test_recipes_run_unchanged_and_learn(model: Path, tmp_path: Path, port: int)
 )
 def test_rl_recipe_of_a_released_model_learns(tmp_path: Path, port: int) -> None:
     model = PRETRAINED["smollm2-135m"].write(tmp_path / "smollm2")
-    words = ["sampler=vllm", "policy=smollm2", "resources=laptop_in_turns"]
+    words = ["sampler=vllm", "policy=smollm2", "resources=laptop_in_turns", "learner.tokens_per_microbatch=2048"]
     with serving(model, tmp_path / "service", port, *words):
         steps = run_recipe("rl_basic_pretrained", model, tmp_path, port, 800)
     rewards = [step["env/all/reward/total"] for step in steps if "env/all/reward/total" in step]

@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import time
@@ -89,6 +90,8 @@ def is_up(port: int) -> bool:
 
 def end(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
     """Ends the command; after SIGKILL its cluster as well."""
+    if process.poll() is not None:
+        return
     children = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(number)
     process.wait(120)
@@ -171,6 +174,31 @@ def kill_actor(process: subprocess.Popen[bytes], name: str) -> None:
             child.kill()
             return
     raise AssertionError(f"no process of {name} runs")
+
+
+def test_a_disk_that_takes_no_results_ends_the_command_and_a_restart_continues(
+    model: Path, tmp_path: Path, port: int
+) -> None:
+    refuse = "CREATE TRIGGER full BEFORE UPDATE ON requests BEGIN SELECT RAISE(ABORT, 'the disk is full'); END"
+    process = start(model, tmp_path / "service", port)
+    try:
+        service = connect(port)
+        training = service.create_lora_training_client(str(model), rank=8, seed=1).result()
+        rows = rows_of(training.get_tokenizer())
+        before = train(training, rows, 3)
+        with sqlite3.connect(tmp_path / "service" / "service.sqlite") as database:
+            database.execute(refuse)
+        with pytest.raises(tinker.RequestFailedError, match="the training service has failed .*the disk is full") as e:
+            training.forward_backward(rows, "cross_entropy").result(timeout=60)
+        assert e.value.category == types.RequestErrorCategory.Server
+        assert process.wait(120) == 1
+        with sqlite3.connect(tmp_path / "service" / "service.sqlite") as database:
+            database.execute("DROP TRIGGER full")
+        process = start(model, tmp_path / "service", port)
+        after = train(training, rows, 3)
+        assert after[0] < before[2] and after[2] < after[0]
+    finally:
+        end(process, signal.SIGTERM)
 
 
 def of_policy(row: Any, logprobs: Any) -> Any:

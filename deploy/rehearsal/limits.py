@@ -15,7 +15,6 @@ from mobula.learner.shares.share_fetcher import planned_shares
 SPEED_UP = 2.0
 MAX_DRIVER_SHARE = 1.0
 MAX_PLANNING_SHARE = 0.1  # of a step, in which every rank computes which groups to fetch
-LARGE, FEWEST_STEPS = 8, 3  # factor from which a rehearsal has fewer steps
 MIN_EFFICIENCY = 0.8  # tokens/s a worker, over those of the smallest size
 
 
@@ -69,7 +68,7 @@ def swept(stage: RehearsalStage, factors: Sequence[int], max_wall_s: float) -> S
     for factor in sorted(factors):
         started = time.perf_counter()
         larger = stage.larger(factor)
-        played = larger.play(num_steps=_num_steps(factor), max_wall_s=max_wall_s)
+        played = larger.play(num_steps=FEW_STEPS, max_wall_s=max_wall_s)
         if not played.steps:
             reason = played.error or "no step"
             return Sweep(tuple(found), f"x{factor} and larger sizes are unknown: {reason}; raise --size-seconds")
@@ -88,13 +87,6 @@ def swept(stage: RehearsalStage, factors: Sequence[int], max_wall_s: float) -> S
         )
         found.append(size)
     return Sweep(tuple(found))
-
-
-def _num_steps(factor: int) -> int:
-    """Steps of a rehearsal at a size: at large sizes one step between the first and the last, whose means are over more
-    groups than those of several steps at small sizes.
-    """
-    return FEWEST_STEPS if factor >= LARGE else FEW_STEPS
 
 
 def planning_seconds(stage: RehearsalStage) -> float:

@@ -82,7 +82,7 @@ class Recording:
 def warm(steps: Sequence[RehearsedStep]) -> Sequence[RehearsedStep]:
     """The steps without the first, which fills the pipeline, and the last, which ends it; all if there are few."""
     num = max(1, len(steps) // 8)
-    return steps[num:-num] if len(steps) >= 3 * num else steps
+    return steps[num:-num] if len(steps) > 3 * num else steps
 
 
 def mean_phases(steps: Sequence[RehearsedStep]) -> dict[str, float]:

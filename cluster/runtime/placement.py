@@ -10,6 +10,7 @@ that does not fit would wait forever without an error.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -256,15 +257,20 @@ class _Seat:
 def _place_role(role: str, workers: WorkerResources, spaces: Sequence[_Space], preset: str) -> list[_Seat]:
     """Assigns each worker of a role and takes its resources from `spaces`."""
     packed = workers.strategy == "pack" or (workers.strategy == "auto" and role in TOGETHER)
-    chosen: list[_Space] = []
+    num_chosen: Counter[str] = Counter()  # node -> workers of this role
     seats: list[_Seat] = []
+    fitting = [space for space in spaces if space.fits(workers)]
     for index in range(workers.num_workers):
-        fitting = [space for space in spaces if space.fits(workers)]
         if not fitting:
             raise PlacementError(_refusal(role, index, workers, spaces, preset))
-        space = _roomiest(fitting, workers) if packed and not chosen else _preferred(fitting, workers, chosen, packed)
+        if packed and not num_chosen:
+            space = _roomiest(fitting, workers)
+        else:
+            space = _preferred(fitting, workers, num_chosen, packed)
         seats.append(_Seat(space.node, space.take(workers)))
-        chosen.append(space)
+        num_chosen[space.node.node_id] += 1
+        if not space.fits(workers):  # resources of the other nodes have not changed
+            fitting.remove(space)
     return seats
 
 
@@ -273,14 +279,16 @@ def _roomiest(fitting: Sequence[_Space], workers: WorkerResources) -> _Space:
     return max(fitting, key=lambda space: space.capacity(workers))
 
 
-def _preferred(fitting: Sequence[_Space], workers: WorkerResources, chosen: Sequence[_Space], packed: bool) -> _Space:
+def _preferred(
+    fitting: Sequence[_Space], workers: WorkerResources, num_chosen: Mapping[str, int], packed: bool
+) -> _Space:
     """Returns the preferred node: for a packed role a node that it already uses, for a spread role the node with the
     fewest of its workers; then a node without GPUs for a worker without GPU; then the node with most free CPUs."""
     return max(
         fitting,
         key=lambda space: (
-            packed and space in chosen,
-            -chosen.count(space) if workers.strategy == "spread" else 0,
+            packed and space.node.node_id in num_chosen,
+            -num_chosen.get(space.node.node_id, 0) if workers.strategy == "spread" else 0,
             workers.num_gpus > 0 or space.node.num_gpus == 0,
             space.free_cpus,
         ),

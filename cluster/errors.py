@@ -197,6 +197,10 @@ class NothingTrainedError(MobulaError):
     """Every optimizer step of a run was skipped."""
 
 
+class ServiceFailedError(MobulaError):
+    """The training service has failed; a restart with the same folder continues."""
+
+
 class RunOverError(MobulaError):
     """A command found that the run is over, or that its driver is dead."""
 

@@ -16,7 +16,7 @@ from mobula.deploy.host.session import ray_session  # isort: skip  (first: sets 
 import ray
 
 from mobula.actors.processors.chat import ChatProcessor
-from mobula.cluster.errors import MobulaError, PreflightError
+from mobula.cluster.errors import PreflightError, ServiceFailedError
 from mobula.cluster.proxies import is_loopback
 from mobula.cluster.records.media import MediaStore
 from mobula.cluster.rollout.in_flight import InFlightRequests
@@ -92,7 +92,7 @@ def serve(config: RunConfig, options: ServeTrainingOptions, announce: Callable[[
 
     Raises:
         PreflightError, ValueError: it cannot start; no role was started.
-        MobulaError: the service has failed; a restart with the same folder continues.
+        ServiceFailedError: a restart with the same folder continues.
     """
     if not options.tenants.tokens and not is_loopback(options.host):
         raise PreflightError(
@@ -117,7 +117,7 @@ def serve(config: RunConfig, options: ServeTrainingOptions, announce: Callable[[
         )
         run_server(TenantGate(app, options.tenants), listener, grace_s=GRACE_S, announce=announce)
     if service.failure is not None:
-        raise MobulaError(
+        raise ServiceFailedError(
             f"the training service has failed ({type(service.failure).__name__}: {service.failure}): the traceback is "
             f"above; start it again with --folder {options.folder}"
         )

@@ -71,6 +71,14 @@ def test_a_learner_that_learns_memorises_one_prompt_and_one_that_does_not_is_nam
     assert asyncio.run(memorise(TableLearner(0.2), uniform)).verdict is RunVerdict.NOT_MEASURED
 
 
+def test_a_group_whose_best_response_is_likely_is_not_memorised() -> None:
+    learner = TableLearner(-0.2)  # moves away from a likely response
+    learner.logits[1] = 5.0
+    assert asyncio.run(memorise(learner, GROUPS)).verdict is RunVerdict.NOT_MEASURED
+    unlikely = [trial_group(0), trial_group(1, (1.0, 0.0, 0.0))]
+    assert asyncio.run(memorise(learner, unlikely)).numbers["before"] < -4
+
+
 def test_pictures_of_another_prompt_lower_the_log_prob_only_where_the_policy_looks() -> None:
     seen = asyncio.run(ablate_pictures(TableLearner(0.0), GROUPS))
     assert seen.verdict is RunVerdict.OK and seen.numbers["drop"] > 0.4

@@ -1,7 +1,7 @@
 """Overhead of the training service: seconds of a call over HTTP with a learner that computes nothing.
 
 A call is a request and the question for its result, as the client sends them: `forward_backward` of 8 rows of 128
-tokens and `optim_step`, in turn. The service runs in a process of its own. The other side calls the learner in the
+tokens and `optim_step`, in turn. The service runs in a separate process. The other side calls the learner in the
 process of the client. Every request is on disk before it is acknowledged, so the disk is a part of the overhead.
 """
 

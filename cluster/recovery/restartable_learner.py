@@ -105,7 +105,7 @@ class RestartableLearner:
         self._on_lost = on_lost
         self._losses = RepeatedCause()
         self._furthest = -1  # highest version made: losses with one cause at one version are a restart loop
-        self._num_in_vain = 0  # restarts since the last completed step
+        self._num_without_progress = 0  # restarts since the last completed step
         self._restarting = asyncio.Lock()
         self._lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._trained: list[tuple[int, Sequence[ScoredGroup]]] = []  # (version made, groups), since a checkpoint
@@ -133,7 +133,7 @@ class RestartableLearner:
 
     async def update(self, groups: Sequence[ScoredGroup]) -> UpdateReport:
         report = await self._outliving(lambda: self._ranks.update(groups))
-        self._furthest, self._num_in_vain = report.version, 0
+        self._furthest, self._num_without_progress = report.version, 0
         self._trained.append((report.version, groups))
         for observer in self._observers:
             observer.trained(report.version, groups)
@@ -266,14 +266,14 @@ class RestartableLearner:
                     f"{fault.cause}. A restart does not help; fix the cause, then go on with resume=auto"
                 ) from error
             # Taken before the pause: ranks that die during their start use up the budget, too.
-            pause = self._budget.take(asyncio.get_running_loop().time(), self._num_in_vain)
+            pause = self._budget.take(asyncio.get_running_loop().time(), self._num_without_progress)
             if pause is None:
                 raise WorkerDiedError(
                     f"the learner was lost {self._budget.num_restarts + 1} times, more than supervision.max_restarts "
                     f"allows within supervision.restart_window_s or at one step; last: {fault.cause}; fix the cause, "
                     "then go on with resume=auto"
                 ) from error
-            self._num_in_vain += 1
+            self._num_without_progress += 1
             await asyncio.sleep(pause)
             try:
                 await self._bring_back(error)

@@ -45,14 +45,14 @@ class RestartBudget:
         self._at: list[float] = []
         self.num_restarts = 0
 
-    def take(self, now: float, num_in_vain: int = 0) -> float | None:
+    def take(self, now: float, num_without_progress: int = 0) -> float | None:
         """Takes a restart and returns the pause before it, in seconds; None if the budget is used up.
 
-        `num_in_vain` is the number of restarts after which no work was completed. `max_restarts` limits these also
-        beyond the window, which restarts leave one by one if each waits long for a node or a deadline.
+        `num_without_progress` is the number of restarts since the last completed work. `max_restarts` limits it at any
+        age: restarts that each wait long for a node or a deadline never fill the window.
         """
         self._at = [at for at in self._at if now - at < self._policy.window_s]
-        if max(len(self._at), num_in_vain) >= self._policy.max_restarts:
+        if max(len(self._at), num_without_progress) >= self._policy.max_restarts:
             return None
         self._at.append(now)
         self.num_restarts += 1

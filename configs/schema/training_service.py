@@ -30,7 +30,7 @@ class TrainingServiceConfig(Section):
     max_samples: PositiveInt = 4096
     """Sequences of one tenant that are not finished. Further requests are answered with 429, and the client waits."""
     max_dense_values: PositiveInt = 67_108_864
-    """Values of a tensor that a client sends in sparse form, counted as it is used, in dense form."""
+    """Rows times columns of a tensor that a client sends in sparse form."""
     max_request_bytes: PositiveInt = 67_108_864
     """Bytes of one request, after decompression."""
     alpha: Annotated[float, Field(gt=0)] = 32.0

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from mobula.cluster.records.trajectory import ScoredGroup
 from mobula.cluster.roles import UpdateReport
-from mobula.configs.schema import RunConfig
 from mobula.learner.backends.sharded import ShardedWriter
 from mobula.learner.examples.entries import DataRows
 from mobula.learner.examples.examples import (
@@ -42,20 +41,10 @@ class OfflineLearner(Learner):
     fetches its share.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        rank: int,
-        world_size: int,
-        banned_ids: tuple[int, ...],
-        template_ids: tuple[int, ...] = (),
-    ) -> None:
-        super().__init__(config, rank, world_size, banned_ids, template_ids)
-        self._offline_objective = build_objective(config, self._scoring.canary)
-
     def connect(self, init_method: str) -> None:
         """Connects as a learner does; a flow model keeps its initial weights as the reference."""
         super().connect(init_method)
+        self._offline_objective = build_objective(self._config, self._scoring.canary)
         compares = self._config.sampler.is_flow
         self._initial = SlowWeights(self._backend.trained, 0.0, 0.0, ShardedWriter().copied) if compares else NullSlow()
 

@@ -30,7 +30,7 @@ class Entries(Protocol[E]):
 
     @property
     def kind(self) -> str:
-        """Tells the entries of two fetches of a step apart."""
+        """Name of these entries: a step may fetch groups and supervised rows."""
         ...
 
     def __len__(self) -> int: ...

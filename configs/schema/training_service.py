@@ -37,8 +37,11 @@ class TrainingServiceConfig(Section):
     """Scale of new adapters: the product of the factors is multiplied by alpha / rank. The protocol has no field for
     it."""
     kept_results: PositiveInt = 256
-    """Newest results of a model that stay on disk after a snapshot; a client that asks for an older one gets an
+    """Newest results of a model that stay on disk after a snapshot. A client that asks for one that was removed gets an
     error."""
+    kept_results_s: Seconds = 600.0
+    """Seconds that each result stays on disk at least. A client that lost its connection reads its results later, and
+    until then any number of its other requests may finish."""
     kept_in_memory: PositiveInt = 4096
     """Newest results of all models and samplers that are answered without reading the disk."""
     snapshot_steps: PositiveInt = 8

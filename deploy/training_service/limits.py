@@ -27,6 +27,7 @@ class ServiceLimits:
     max_served: int  # adapters that the engines hold at once
     alpha: float  # of new adapters
     kept_results: int  # of a model, on disk before its snapshot
+    kept_results_s: float  # on disk at least this long
     kept_in_memory: int  # results of all models and samplers
     snapshot_steps: int  # optimizer steps between two snapshots of an adapter
     learner_s: float  # deadline of one call of the learner
@@ -53,6 +54,7 @@ class ServiceLimits:
             max_served=MAX_CHECKPOINTS if own.weights == "full" else adapters.max_served,
             alpha=own.alpha,
             kept_results=own.kept_results,
+            kept_results_s=own.kept_results_s,
             kept_in_memory=own.kept_in_memory,
             snapshot_steps=own.snapshot_steps,
             learner_s=timeouts.start_s + timeouts.update_s,  # ranks that were lost start again within a call

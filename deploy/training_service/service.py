@@ -289,7 +289,8 @@ class TrainingService:
         model_id, _, number = request_id.rpartition(":")
         stored = None if request_id.startswith(PREFIX) else await self.database.request(model_id, int(number))
         if stored is None or stored.outcome is None:
-            raise RefusedRequestError(410, f"the result of {request_id} is not kept any more: send the request again")
+            action = "send it again" if stored is None else "set training_service.kept_results_s higher"
+            raise RefusedRequestError(410, f"the result of request {request_id} is not kept any more: {action}")
         return stored.outcome
 
     def check_base(self, name: str) -> None:

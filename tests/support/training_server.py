@@ -35,6 +35,7 @@ LIMITS = ServiceLimits(
     max_served=2,
     alpha=32.0,
     kept_results=8,
+    kept_results_s=600,
     kept_in_memory=64,
     snapshot_steps=3,
     learner_s=20,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sqlite3
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
@@ -30,14 +31,14 @@ from mobula.deploy.training_service.store.records import (
 )
 
 T = TypeVar("T")
-FORMAT = 1
+FORMAT = 2
 TABLES = """
 CREATE TABLE IF NOT EXISTS sessions (session_id TEXT PRIMARY KEY, tenant TEXT, created_s REAL, user_metadata TEXT,
     display_name TEXT);
 CREATE TABLE IF NOT EXISTS models (model_id TEXT PRIMARY KEY, tenant TEXT, session_id TEXT, spec TEXT, created_s REAL,
     user_metadata TEXT, snapshot_seq INTEGER, snapshot TEXT, is_trainable INTEGER);
 CREATE TABLE IF NOT EXISTS requests (model_id TEXT, seq_id INTEGER, kind TEXT, body BLOB, status TEXT, result BLOB,
-    is_proto INTEGER, error TEXT, category TEXT, PRIMARY KEY (model_id, seq_id));
+    is_proto INTEGER, error TEXT, category TEXT, finished_s REAL, PRIMARY KEY (model_id, seq_id));
 CREATE TABLE IF NOT EXISTS checkpoints (path TEXT PRIMARY KEY, model_id TEXT, tenant TEXT, kind TEXT, name TEXT,
     folder TEXT, spec TEXT, created_s REAL, num_bytes INTEGER, user_metadata TEXT, expires_s REAL, is_public INTEGER,
     is_ephemeral INTEGER);
@@ -103,10 +104,12 @@ class Database:
 
     async def finish(self, requests: Sequence[tuple[RequestRecord, RequestOutcome]]) -> None:
         """Writes the outcomes of requests."""
+        now = time.time()
 
         def write(db: sqlite3.Connection) -> None:
             db.executemany(
-                "UPDATE requests SET status=?, result=?, is_proto=?, error=?, category=? WHERE model_id=? AND seq_id=?",
+                "UPDATE requests SET status=?, result=?, is_proto=?, error=?, category=?, finished_s=?"
+                " WHERE model_id=? AND seq_id=?",
                 [
                     (
                         Status.FAILED if outcome.is_failed else Status.DONE,
@@ -114,6 +117,7 @@ class Database:
                         outcome.is_proto,
                         outcome.error,
                         outcome.category,
+                        now,
                         request.model_id,
                         request.seq_id,
                     )
@@ -171,16 +175,21 @@ class Database:
 
         await self._run(write)
 
-    async def set_snapshot(self, model: ModelRecord, seq_id: int, folder: str, keep_results: int) -> ModelRecord:
-        """Records a snapshot after request `seq_id`; drops the bodies that it covers, and results except the newest."""
-        model_id = model.model_id
+    async def set_snapshot(
+        self, model: ModelRecord, seq_id: int, folder: str, keep_results: int, keep_results_s: float
+    ) -> ModelRecord:
+        """Records a snapshot after request `seq_id`, and drops the bodies of the requests that it covers.
+
+        Results stay if they are among the newest `keep_results` or younger than `keep_results_s`.
+        """
+        model_id, oldest_s = model.model_id, time.time() - keep_results_s
 
         def write(db: sqlite3.Connection) -> None:
             db.execute("UPDATE models SET snapshot_seq=?, snapshot=? WHERE model_id=?", (seq_id, folder, model_id))
             db.execute("UPDATE requests SET body=x'' WHERE model_id=? AND seq_id<=?", (model_id, seq_id))
             db.execute(
-                "UPDATE requests SET result=NULL WHERE model_id=? AND seq_id<=? AND category=''",
-                (model_id, seq_id - keep_results),
+                "UPDATE requests SET result=NULL WHERE model_id=? AND seq_id<=? AND category='' AND finished_s<?",
+                (model_id, seq_id - keep_results, oldest_s),
             )
 
         await self._run(write)

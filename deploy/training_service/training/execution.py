@@ -151,7 +151,9 @@ class Execution:
             self._lose(error)
             return
         await asyncio.to_thread(flush_folder, folder)
-        queue.record = await self._database.set_snapshot(queue.record, seq_id, str(folder), self._limits.kept_results)
+        queue.record = await self._database.set_snapshot(
+            queue.record, seq_id, str(folder), self._limits.kept_results, self._limits.kept_results_s
+        )
         queue.num_steps = 0
         if old:
             await asyncio.to_thread(shutil.rmtree, old, ignore_errors=True)

@@ -175,6 +175,22 @@ def test_lost_learner_is_restored(tmp_path: Path) -> None:
         np.testing.assert_allclose(losses, expected, atol=1e-5)
 
 
+@pytest.mark.parametrize(("kept_s", "status"), [(600, 200), (0, 410)])
+def test_results_are_kept_until_they_are_old(tmp_path: Path, kept_s: float, status: int) -> None:
+    with (
+        running(tmp_path, kept_results=2, kept_in_memory=1, kept_results_s=kept_s) as server,
+        connect(server) as service,
+    ):
+        training = service.create_lora_training_client(NAME, rank=4, seed=1).result()
+        train(training, ROWS, 6)  # two requests each, with a snapshot after 3 steps
+        answers = [
+            httpx.post(f"{server.url}/api/v1/retrieve_future", json={"request_id": f"{training.model_id}:{number}"})
+            for number in (1, 12)
+        ]
+    assert [answer.status_code for answer in answers] == [status, 200]
+    assert status == 200 or "kept_results_s" in answers[0].text
+
+
 def test_failed_gradient_is_discarded_and_harms_no_other(tmp_path: Path) -> None:
     with running(tmp_path / "a") as server, connect(server) as service:
         expected = train(service.create_lora_training_client(NAME, rank=4, seed=1).result(), ROWS, 4)

@@ -17,6 +17,8 @@ from mobula.cluster.records.arrow import SCHEMA, RecordedGroup, from_batch, to_r
 from mobula.cluster.records.trajectory import ScoredGroup
 from mobula.cluster.runtime.object_store import fetch
 
+IMAGES_FOLDER = "images"  # of captured sessions, beside the log: the image files, under their keys
+
 
 class TrajectoryLog:
     """Writes and reads the log of one run. If the process is killed, a step's file is complete or absent."""

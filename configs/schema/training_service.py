@@ -15,7 +15,7 @@ class TrainingServiceConfig(Section):
 
     weights: Literal["adapters", "full"] = "adapters"
     """What clients train. `adapters`: LoRA adapters of many models on one frozen base. `full`: all weights of one model
-    at a time, for one tenant, on one learner rank; the client's rank is not used."""
+    at a time, for one tenant, sharded over the learner ranks; the client's rank is not used."""
     max_models: PositiveInt = 8
     """Models of one tenant that are active at once; 1 with `weights=full`. A model is active while its session sends
     heartbeats."""

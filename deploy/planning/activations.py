@@ -62,7 +62,7 @@ def media_patches(config: RunConfig, shape: ModelShape) -> int:
 
 def step_rows(config: RunConfig) -> int:
     """Returns the number of responses per rank and optimizer step; in the training service, of rows per request."""
-    if config.sampler.adapters.are_on:
+    if config.sampler.adapters.are_on or config.training_service.weights == "full":
         return config.training_service.max_rows
     algorithm = config.algorithm
     rows = algorithm.prompts_per_step * algorithm.samples_per_prompt / algorithm.num_minibatches

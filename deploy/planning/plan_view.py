@@ -85,7 +85,7 @@ def refuse_shortfalls(config: RunConfig, shape: ModelShape, nodes: Sequence[Plan
     ]
     if len(short) > MOST_LINES:
         lines.append(f"and {len(short) - MOST_LINES} more")
-    proposals = remedies(config, shape, nodes)
+    proposals = remedies(config, shape, nodes, tuple(plan.by_role))
     entries = [f"  {proposal}" for proposal in proposals] or [
         "  none of the settings that save memory is enough: use GPUs with more memory, more nodes or a smaller model"
     ]

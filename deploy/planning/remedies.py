@@ -26,8 +26,10 @@ ADAPTER_RANK = 16
 Setting = Mapping[str, Any]  # key -> value, or group -> option
 
 
-def remedies(config: RunConfig, shape: ModelShape, nodes: Sequence[PlannedNode]) -> list[str]:
-    """Returns up to three proposals, each a list of overrides; the shortest first."""
+def remedies(
+    config: RunConfig, shape: ModelShape, nodes: Sequence[PlannedNode], roles: Sequence[str] | None = None
+) -> list[str]:
+    """Returns up to three proposals, each a list of overrides; the shortest first. `roles` are as in `plan_memory`."""
     proposals: list[Setting] = []
     settings = list(_settings(config, shape, nodes))
     for number in range(1, MOST_TOGETHER + 1):
@@ -37,7 +39,7 @@ def remedies(config: RunConfig, shape: ModelShape, nodes: Sequence[PlannedNode])
                 set(proposal.items()) <= set(merged.items()) for proposal in proposals
             ):
                 continue  # two values for one key, or no less than what suffices already
-            if _fits(config, shape, nodes, merged):
+            if _fits(config, shape, nodes, merged, roles):
                 proposals.append(merged)
             if len(proposals) == NUM_SHOWN:
                 return [words(setting) for setting in proposals]
@@ -73,9 +75,15 @@ def changed(config: RunConfig, setting: Setting) -> RunConfig:
     return checked(RunConfig.model_validate_json(json.dumps(values), strict=True))
 
 
-def _fits(config: RunConfig, shape: ModelShape, nodes: Sequence[PlannedNode], setting: Setting) -> bool:
+def _fits(
+    config: RunConfig,
+    shape: ModelShape,
+    nodes: Sequence[PlannedNode],
+    setting: Setting,
+    roles: Sequence[str] | None,
+) -> bool:
     try:
-        return not plan_memory(changed(config, setting), shape, nodes).shortfalls
+        return not plan_memory(changed(config, setting), shape, nodes, roles).shortfalls
     except (ValueError, PreflightError):  # the sections contradict, or the model lacks what the setting names
         return False
 
@@ -88,7 +96,8 @@ def _settings(config: RunConfig, shape: ModelShape, nodes: Sequence[PlannedNode]
     yield from _of_roles(config, nodes)
     longest = config.data.max_prompt_tokens + config.sampler.max_tokens
     serves_adapters = config.sampler.adapters.are_on  # the training service has no reference, and trains adapters
-    if learner.backend != "single" and not (config.sampler.is_flow or serves_adapters):
+    is_service = serves_adapters or config.training_service.weights == "full"  # or all weights
+    if learner.backend != "single" and not (config.sampler.is_flow or is_service):
         yield {"learner.sequence_parallel": 2 * learner.sequence_parallel}
     tokens = learner.tokens_per_microbatch // 2
     while tokens >= longest:
@@ -103,16 +112,16 @@ def _settings(config: RunConfig, shape: ModelShape, nodes: Sequence[PlannedNode]
         yield {"learner.zero_stage": 3}
     if serves_adapters:
         return
-    if resources.reference.num_gpus < 1 and config.needs_reference:
+    if resources.reference.num_gpus < 1 and config.needs_reference and not is_service:
         yield {"resources.reference.num_gpus": 1.0}
-    if config.needs_reference and not config.algorithm.distillation.is_on:
+    if config.needs_reference and not (config.algorithm.distillation.is_on or is_service):
         # The learner's ranks shard the frozen weights; a scorer holds a whole model.
         adapters = {} if config.policy.lora.is_on else {"policy.lora.rank": ADAPTER_RANK}
         yield {**adapters, "reference.place": "learner_ranks"}
         yield {"algorithm.kl.coef": 0.0}
     if shape.vision is not None and not config.policy.freeze:
         yield {"policy.freeze": ("visual.",)}
-    if not config.policy.lora.is_on:
+    if not (config.policy.lora.is_on or is_service):
         yield {"policy.lora.rank": ADAPTER_RANK}
 
 

@@ -234,7 +234,7 @@ def _learner(config: RunConfig, shape: ModelShape) -> WorkerMemory:
     is_copied = config.resources.device == "cuda" or checkpoint <= MAX_COPY_BYTES
     host = {"activations": offloaded, **({"checkpoint": checkpoint} if is_copied else {})}
     if config.training_service.weights == "full":  # the weights that a new model starts with
-        host["initial"] = FLOAT32 * shape.num_parameters
+        host["initial"] = ceil(value * num_trained / share)
     staging = _staging(config, shape) + min(GATHER_BYTES, 2 * FLOAT32 * shape.num_parameters)
     sync = {"weights": weights, "optimizer": moments, "critic": critic + critic_moments, "sync": staging}
     if not config.resources.colocated:

@@ -11,9 +11,8 @@ import tinker.types as tk
 from mobula.cluster.records.actions import TokenActions
 from mobula.cluster.records.media import MediaHandle, MediaSpan
 from mobula.cluster.records.trajectory import Prompt, Trajectory, TrajectoryGroup
-from mobula.cluster.replay.trajectory_log import TrajectoryLog
+from mobula.cluster.replay.trajectory_log import IMAGES_FOLDER, TrajectoryLog
 
-IMAGES = "images"  # folder of image files below that of `--capture`
 JPEG = b"\xff\xd8\xff"
 READ_S = 60.0
 
@@ -46,7 +45,7 @@ def captured_rows(folder: Path, *, steps: range | None = None) -> Iterator[tk.Da
             mean = float(np.mean([value for _, value in scored])) if scored else 0.0
             if any(value != mean for _, value in scored):
                 for trajectory, value in scored:
-                    yield _row(recorded.group, trajectory, value - mean, folder / IMAGES)
+                    yield _row(recorded.group, trajectory, value - mean, folder / IMAGES_FOLDER)
 
 
 def _row(group: TrajectoryGroup, trajectory: Trajectory, advantage: float, images: Path) -> tk.Datum:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -29,9 +30,27 @@ class ChatImages:
         file = EncodedFile(content, name)
         with self._lock:
             self._chat.check_images([file], name)
-            placeholder_id = self._chat.image_token_id
-            assert placeholder_id is not None, "a model that takes images has a placeholder"
             _, sizes = self._chat.read_images([file])
-            _, [expanded_ids] = self._chat.expansions(np.array([placeholder_id]), [file], sizes, name)
+            expanded_ids = self._expanded(file, sizes, name)
             handle = self._chat.store_image(content, file)
-        return PlacedImage(handle, placeholder_id, expanded_ids)
+        return PlacedImage(handle, self._placeholder_id, expanded_ids)
+
+    def count(self, content: bytes, name: str) -> int:
+        """Returns the number of tokens of an image, from the header of its file.
+
+        Raises:
+            SkippedSample: the image is unfit.
+        """
+        file = EncodedFile(content, name)
+        return len(self._expanded(file, self._chat.image_sizes([file]), name))
+
+    @property
+    def _placeholder_id(self) -> int:
+        placeholder_id = self._chat.image_token_id
+        assert placeholder_id is not None, "a model that takes images has a placeholder"
+        return placeholder_id
+
+    def _expanded(self, file: EncodedFile, sizes: Sequence[tuple[int, int]], name: str) -> np.ndarray:
+        """Returns int32 [E]: the tokens that stand for an image of this size."""
+        _, [expanded_ids] = self._chat.expansions(np.array([self._placeholder_id]), [file], sizes, name)
+        return expanded_ids

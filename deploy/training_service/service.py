@@ -10,6 +10,7 @@ import sqlite3
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,10 @@ class TrainingService:
         self._queues: dict[str, ModelQueue] = {}
         self._models: dict[str, ModelRecord] = {}  # those that cannot be trained as well
         self._scheduler = Scheduler(
-            self._queues, self._execution, max_batch_tokens=limits.max_batch_tokens, count=count_tokens
+            self._queues,
+            self._execution,
+            max_batch_tokens=limits.max_batch_tokens,
+            count=partial(count_tokens, inputs=inputs),
         )
         self._sessions: dict[str, Session] = {}
         self._seen: dict[str, float] = {}  # session -> time of its last heartbeat; -inf once it has finished

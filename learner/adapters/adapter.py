@@ -132,23 +132,6 @@ class TrainedAdapter:
             self.num_steps = state["num_steps"]
 
 
-class TrainedWeights(TrainedAdapter):
-    """All weights of a model in place of an adapter: passes add to the gradients of the parameters themselves."""
-
-    def __init__(self, spec: AdapterSpec, parameters: Mapping[str, nn.Parameter], device: torch.device) -> None:
-        self.spec = spec
-        self.factors = {name: (parameter,) for name, parameter in parameters.items()}
-        self._device = device
-        self._optimizer = torch.optim.AdamW(self.parameters, fused=True)
-        self.num_steps = 0
-
-    def leaves(self) -> Factors:
-        return {}
-
-    def accumulate(self, leaves: Factors) -> None:
-        """Does nothing: the gradients are there."""
-
-
 def write_state(folder: Path, state: Mapping[str, Any]) -> None:
     """Writes a state to `folder`; a reader never finds a part of it."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,31 +1,44 @@
-"""FullWeightsRank: the rank of a training service that trains all weights of one model."""
+"""FullWeightsRank: one rank of the group that trains all weights of one model."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 import torch
-from torch import nn
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from transformers import PreTrainedModel
 
-from mobula.cluster.training_service.interfaces import AdapterSpec
+from mobula.cluster.errors import CheckpointError
+from mobula.cluster.training_service.interfaces import AdamParameters, AdapterSpec
 from mobula.configs.schema import RunConfig
-from mobula.learner.adapters.adapter import TrainedWeights
+from mobula.learner.adapters.adapter import STATE_FILE
 from mobula.learner.adapters.call_batch import CallBatch
+from mobula.learner.adapters.call_rank import CallRank
 from mobula.learner.adapters.calls import CallRow
-from mobula.learner.adapters.rank import AdapterRank
+from mobula.learner.adapters.grouped import Factors
+from mobula.learner.backends.sharded import ShardedWriter, saved_shapes, saved_tensors
+from mobula.learner.optim.average import local
 from mobula.learner.policies.batch import TokenBatch
 from mobula.learner.policies.trained import save_trained
 from mobula.learner.policy_weights import PolicyWeights
 
+GRADIENT = "gradient"  # folder of a saved state
+OPTIMIZERS = ("adamw", "adamw_8bit")  # those with the parameters that clients send
 
-class FullWeightsRank(AdapterRank):
+
+class FullWeightsRank(CallRank):
     """Trains all weights of `policy.model`, for one model at a time, which takes the place of an adapter.
 
-    Implements the calls of `AdapterLearner` on one rank. Parameters that `policy.freeze` names stay frozen. A pass that
-    fails leaves a part of its gradient, so it raises: the caller restores the model.
+    Implements the calls of `AdapterLearner` on one rank. Weights, gradient and optimizer state are sharded by
+    `learner.backend`, and saved as a run's checkpoints are, so another number of ranks can load them. Parameters that
+    `policy.freeze` names stay frozen. A call that fails in a pass, or whose loss is not finite, leaves a part of its
+    gradient: the caller restores the model.
 
     Example:
         rank = FullWeightsRank(config, 0, 1)
@@ -36,20 +49,22 @@ class FullWeightsRank(AdapterRank):
     isolates_failures = False
 
     def __init__(self, config: RunConfig, rank: int, world_size: int) -> None:
-        """Raises: ValueError: there are several ranks, or as `AdapterRank`."""
+        """Raises: ValueError: `learner.optimizer` has other parameters than clients send, or as `CallRank`."""
         super().__init__(config, rank, world_size)
-        if world_size > 1:
+        if config.learner.optimizer not in OPTIMIZERS:
             raise ValueError(
-                f"training_service.weights=full trains on one rank, and there are {world_size}: set "
-                "resources.learner.num_workers=1"
+                f"learner.optimizer={config.learner.optimizer} does not take the parameters of Adam that clients send: "
+                f"set learner.optimizer to one of {', '.join(OPTIMIZERS)}"
             )
+        self._name: str | None = None  # of the model that is trained
 
     def connect(self, init_method: str) -> None:
-        """Loads the model, and keeps a copy of its weights in host memory for the next model that is created."""
+        """Loads the model, and copies this rank's shard to host memory for the next model that is created."""
         super().connect(init_method)
-        trained = self._backend.trained()
-        self._trained = {name: tensor for name, tensor in trained.items() if isinstance(tensor, nn.Parameter)}
-        self._initial = {name: tensor.detach().to("cpu", copy=True) for name, tensor in self._trained.items()}
+        self._trained = self._backend.trained()
+        self._initial = [shard.detach().to("cpu", copy=True) for shard in local(self._trained.values())]
+        self._gradients = ShardedWriter()
+        self._reset()
 
     @torch.no_grad()
     def create(self, adapter: str, spec: AdapterSpec) -> None:
@@ -58,29 +73,168 @@ class FullWeightsRank(AdapterRank):
         Raises:
             ValueError: a model is being trained.
         """
-        if self._adapters:
+        if self._name is not None:
             raise ValueError(
-                f"all weights of one model are trained at a time, and {next(iter(self._adapters))} is active: end its "
-                "session first"
+                f"all weights of one model are trained at a time, and {self._name} is active: end its session first"
             )
-        for name, parameter in self._trained.items():
-            parameter.copy_(self._initial[name])
-            parameter.grad = None
-        self._adapters[adapter] = TrainedWeights(spec, self._trained, self._device)
+        for shard, initial in zip(local(self._trained.values()), self._initial, strict=True):
+            shard.copy_(initial)
+        self._reset()
+        self._name = adapter
+
+    def step(self, adapter: str, parameters: AdamParameters) -> Mapping[str, float]:
+        """Applies and clears the gradient; returns `grad_norm`, `skipped` and `optimizer_steps`. A gradient norm that
+        is not finite skips the step.
+
+        Raises:
+            ValueError: the model does not exist or has no gradient.
+        """
+        self._refuse_other(adapter)
+        if not self._gradient():
+            raise ValueError(f"the model {adapter!r} has no gradient to apply: run a backward pass first")
+        for group in self._optimizer.param_groups:
+            group |= {"lr": parameters.learning_rate, "betas": (parameters.beta1, parameters.beta2)}
+            group |= {"eps": parameters.eps, "weight_decay": parameters.weight_decay}
+        norm = self._backend.step(self._optimizer, max_grad_norm=parameters.grad_clip_norm or math.inf)
+        is_taken = math.isfinite(norm)
+        self._num_steps += is_taken
+        return {"grad_norm": norm, "skipped": float(not is_taken), "optimizer_steps": float(self._num_steps)}
+
+    def save(self, adapter: str, folder: Path) -> None:
+        """Writes weights, gradient and optimizer state to a new folder; each rank writes its shards.
+
+        Raises:
+            ValueError: the model does not exist.
+            OSError: on every rank, if any rank could not write.
+        """
+        self._refuse_other(adapter)
+        gradient = self._gradient()
+        self._clear_gradient()  # an optimizer without a state is saved with a fresh one, for which torch needs this
+        try:
+            with _failing_as(OSError):
+                if gradient:
+                    self._gradients.copied(gradient, folder / GRADIENT)()
+                self._backend.save(folder, self._optimizer, self._num_steps)()
+        finally:
+            self._set_gradient(gradient)
+
+    def load(self, adapter: str, folder: Path, *, with_optimizer: bool) -> None:
+        """Loads what `save` has written, on any number of ranks; clears the gradient without the optimizer.
+
+        Raises:
+            ValueError: the folder holds an adapter, or the weights of another model.
+            CheckpointError: the folder has no complete state.
+        """
+        self._refuse_other(adapter)
+        self._refuse_unfit(folder)
+        self._reset()
+        with _failing_as(CheckpointError):
+            num_steps = self._backend.load(folder, self._optimizer)
+            if with_optimizer:
+                self._num_steps = num_steps
+                self._set_gradient(self._read_gradient(folder / GRADIENT))
+            else:
+                self._reset()
 
     def export(self, adapter: str, folder: Path) -> None:
-        """Writes a checkpoint in the Hugging Face layout."""
-        self._adapter(adapter)
-        described = self._outgoing.described
-        self._write(
-            lambda: save_trained(
-                self._model, self._config, folder, described, self._outgoing.plain_state(self._backend)
-            )
-        )
+        """Writes a checkpoint in the Hugging Face layout; rank 0 writes each tensor as soon as it is gathered.
 
-    def _adapt(self, model: PreTrainedModel) -> None:
+        Raises:
+            ValueError: the model does not exist, or a weight does not fit the dtype of its file.
+            OSError: the files could not be written.
+        """
+        self._refuse_other(adapter)
+        tensors = self._outgoing.plain_state(self._backend)
+
+        def write() -> None:
+            try:
+                save_trained(self._model, self._config, folder, self._outgoing.described, tensors)
+            finally:
+                gather_rest()
+
+        def gather_rest() -> None:
+            """All ranks wait in each gather, also after a failed write."""
+            for _ in tensors:
+                pass
+
+        if self._rank > 0:
+            gather_rest()
+        self._write(write)
+
+    def drop(self, adapter: str) -> None:
+        """Removes the optimizer state of the model, if there is one of this name."""
+        if adapter == self._name:
+            self._name = None
+            self._reset()
+
+    def _prepare(self, model: PreTrainedModel) -> None:
         self._model = model
         self._outgoing = PolicyWeights(model, self._config)
 
+    def _leaves(self, name: str) -> Factors:
+        self._refuse_other(name)
+        return {}
+
+    def _accumulate(self, name: str, leaves: Factors) -> None:
+        """Does nothing: the gradients are at the parameters."""
+
     def _adapted(self, batch: CallBatch, share: Sequence[CallRow], tokens: TokenBatch) -> AbstractContextManager[None]:
         return nullcontext()
+
+    def _backward(self, loss: Tensor, *, is_last: bool) -> None:
+        self._backend.backward(loss, is_last=is_last)
+
+    def _refuse_other(self, name: str) -> None:
+        if name != self._name:
+            active = "none is active" if self._name is None else f"{self._name} is active"
+            raise ValueError(f"there is no model {name!r}: create it first, {active}")
+
+    def _reset(self) -> None:
+        """A fresh optimizer, without steps and without a gradient."""
+        self._clear_gradient()
+        self._optimizer = self._backend.optimizer()
+        self._num_steps = 0
+
+    def _clear_gradient(self) -> None:
+        for parameter in self._trained.values():
+            parameter.grad = None
+
+    def _gradient(self) -> dict[str, Tensor]:
+        """Name -> this rank's shard of the gradient, summed over the ranks, since the last step."""
+        return {name: p.grad for name, p in self._trained.items() if p.grad is not None}
+
+    def _set_gradient(self, gradient: Mapping[str, Tensor]) -> None:
+        for name, shard in gradient.items():
+            self._trained[name].grad = shard
+
+    def _read_gradient(self, folder: Path) -> dict[str, Tensor]:
+        """Reads this rank's shard of a saved gradient; empty if there was none. Collective."""
+        if not folder.is_dir():
+            return {}
+        gradient = {name: torch.empty_like(self._trained[name]) for name in saved_tensors(folder)}
+        dcp.load(gradient, checkpoint_id=folder, no_dist=not dist.is_initialized())
+        return gradient
+
+    def _refuse_unfit(self, folder: Path) -> None:
+        if (folder / STATE_FILE).is_file():
+            raise ValueError(
+                f"{folder} holds an adapter, and training_service.weights=full trains all weights: load what a service "
+                "with this setting has saved"
+            )
+        shapes = saved_shapes(folder)
+        unfit = [name for name, parameter in self._trained.items() if shapes.get(name) != parameter.shape]
+        if unfit:
+            raise ValueError(
+                f"the saved weights lack {unfit[0]} of policy.model, or have another shape, and {len(unfit) - 1} more: "
+                "load them with the model and the policy.freeze that they were trained with"
+            )
+
+
+@contextmanager
+def _failing_as(error: type[OSError | CheckpointError]) -> Iterator[None]:
+    """Raises `error` in place of torch's, which is no Exception and which all ranks raise."""
+    try:
+        yield
+    except CheckpointException as failure:
+        rank, (cause, _) = next(iter(failure.failures.items()))
+        raise error(f"rank {rank}: {cause}") from failure

@@ -26,6 +26,7 @@ from mobula.cluster.errors import CheckpointError
 from mobula.learner.policies.base import Policy
 
 PARTIAL = StateDictOptions(strict=False)  # the state of the model may lack what is frozen
+MODEL = "model."  # prefix of the policy's names in a state
 MAX_COPY_BYTES = 256 << 20  # of one rank's state in host memory; a larger one is written without a copy
 
 
@@ -84,6 +85,18 @@ def load_sharded(folder: Path, policy: Policy, optimizer: torch.optim.Optimizer)
     return int(state["version"])
 
 
+def saved_shapes(folder: Path) -> dict[str, torch.Size]:
+    """Name in the policy -> shape of each trained parameter in a state.
+
+    Raises:
+        CheckpointError: there is no complete state in `folder`.
+    """
+    _refuse_incomplete(folder)
+    entries = _Reader(folder).read_metadata().state_dict_metadata.items()
+    sizes = {name: saved.size for name, saved in entries if isinstance(saved, TensorStorageMetadata)}
+    return {name.removeprefix(MODEL): size for name, size in sizes.items() if name.startswith(MODEL)}
+
+
 def saved_sharded_weights(folder: Path) -> dict[str, Callable[[], Tensor]]:
     """As `saved_weights`, from any number of ranks.
 
@@ -91,9 +104,8 @@ def saved_sharded_weights(folder: Path) -> dict[str, Callable[[], Tensor]]:
         CheckpointError: there is no complete state in `folder`.
     """
     _refuse_incomplete(folder)
-    prefix = "model."
     tensors = saved_tensors(folder)
-    return {name.removeprefix(prefix): read for name, read in tensors.items() if name.startswith(prefix)}
+    return {name.removeprefix(MODEL): read for name, read in tensors.items() if name.startswith(MODEL)}
 
 
 def saved_tensors(folder: Path) -> dict[str, Callable[[], Tensor]]:

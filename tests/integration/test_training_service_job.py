@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import importlib.util
 import io
 import json
@@ -12,7 +13,7 @@ import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -261,11 +262,17 @@ def test_every_loss_runs_and_checkpoints_continue_and_are_downloaded_for_peft(
             service.create_sampling_client(model_path=weights).result()
 
 
-@pytest.mark.parametrize("sampler", ["huggingface", "vllm"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param(["learner=fsdp2", "resources.learner.num_workers=2"], id="two ranks"),
+        pytest.param(["sampler=vllm"], id="vllm"),
+    ],
+)
 def test_all_weights_of_one_model_are_trained_sampled_and_survive_kills(
-    model: Path, tmp_path: Path, port: int, sampler: str
+    model: Path, tmp_path: Path, port: int, words: list[str]
 ) -> None:
-    words = [f"sampler={sampler}", "training_service.weights=full"]
+    words = [*words, "training_service.weights=full"]
     process = start(model, tmp_path / "service", port, *words)
     try:
         with connect(port) as service:
@@ -291,11 +298,19 @@ def test_all_weights_of_one_model_are_trained_sampled_and_survive_kills(
             assert late.sample(prompt, 1, prompt_params).result().sequences[0].tokens == [right]
 
             state = training.save_state("ten").result().path
-            expected_losses = train(training, rows, 3)
+            expected_losses = train(training, rows, 6)
             training.load_state_with_optimizer(state).result()
             end(process, signal.SIGKILL)
             process = start(model, tmp_path / "service", port, *words)
-            np.testing.assert_allclose(train(training, rows, 3), expected_losses, atol=1e-4, rtol=1e-3)
+            continued = train(training, rows, 2)
+            kill_actor(process, "FullWeightsRank")
+            continued += train(training, rows, 1)
+            pending = [(training.forward_backward(rows, "cross_entropy"), training.optim_step(ADAM)) for _ in range(3)]
+            pending[0][0].result()
+            kill_actor(process, "FullWeightsRank")
+            continued += [computed.result().metrics["loss:sum"] for computed, _ in pending]
+            assert [stepped.result().metrics["optimizer_steps"] for _, stepped in pending] == [14, 15, 16]
+            np.testing.assert_allclose(continued, expected_losses, atol=1e-4, rtol=1e-3)
             kill_actor(process, "RolloutActor")
             np.testing.assert_allclose(early.compute_logprobs(prompt).result()[1:], scored_early[1:], atol=1e-4)
     finally:
@@ -328,6 +343,61 @@ def picture_row(tokenizer: Any, colour: str, num_tokens: int) -> Any:
     )
 
 
+def captured(model: Path, folder: Path, content: Any = "2 + 3?") -> tuple[int, ...]:
+    """Answers two sessions of one task with `serve-policy`; their rewards are 0 and 1. Returns the ids that are never
+    sampled."""
+    words = ["policy=tiny_qwen2_5", f"policy.model={model}", "data=digits", "resources=laptop", *WORDS[:1]]
+    policy = LocalPolicy(load_config([*words, "sampler.max_images_per_prompt=1"], is_complete=False))
+    body = {"messages": [{"role": "user", "content": content}], "max_tokens": 6, "temperature": 1.0}
+    with TestClient(make_app(policy, Conversations(policy, folder, num_siblings=2))) as client:
+        for number in range(2):
+            session = f"session-{number}"
+            client.post("/v1/sessions", json={"session": session, "task": "sum"}).raise_for_status()
+            headers = {"X-Mobula-Session": session}
+            client.post("/v1/chat/completions", json={**body, "seed": number}, headers=headers).raise_for_status()
+            client.post(f"/v1/sessions/{session}/finish", json={"reward": float(number)}).raise_for_status()
+    return policy.chat.media_token_ids
+
+
+def credit(rows: list[Any], outputs: list[Any]) -> float:
+    """Sum of advantage times log-prob."""
+    pairs = zip(rows, outputs, strict=True)
+    return sum(float(np.dot(row.loss_fn_inputs["advantages"].data, out["logprobs"].data)) for row, out in pairs)
+
+
+def train_captured(service: Any, model: Path, folder: Path) -> None:
+    """Captured sessions about a picture have the learner's log-probs, and teach it."""
+    content = base64.b64encode(picture("red").data).decode()
+    shown = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{content}"}}
+    banned_ids = captured(model, folder, [shown, {"type": "text", "text": "Which colour?"}])
+    rows = list(captured_rows(folder))
+    assert [sum(isinstance(chunk, types.ImageChunk) for chunk in row.model_input.chunks) for row in rows] == [1, 1]
+    training = service.create_lora_training_client(str(model), rank=8, seed=2).result()
+    scored = [with_banned_targets(row, banned_ids) for row in rows]
+    outputs = training.forward(scored, "cross_entropy").result().loss_fn_outputs
+    for row, output in zip(rows, outputs, strict=True):
+        is_sampled = np.array(row.loss_fn_inputs["advantages"].data) != 0
+        assert is_sampled.sum() >= 1
+        logprobs = output["logprobs"].to_numpy()[is_sampled]
+        allowed = np.log1p(-np.exp(logprobs[:, 1:]).sum(axis=1))  # the engine samples among these tokens
+        expected = np.array(row.loss_fn_inputs["logprobs"].data)[is_sampled]
+        np.testing.assert_allclose(logprobs[:, 0] - allowed, expected, atol=1e-3)
+    losses = []
+    for _ in range(4):
+        computed, stepped = training.forward_backward(rows, "importance_sampling"), training.optim_step(ADAM)
+        losses.append(computed.result().metrics["loss:sum"])
+        stepped.result()
+    assert losses == sorted(losses, reverse=True) and losses[-1] < losses[0] - 0.1
+
+
+def with_banned_targets(row: Any, banned_ids: Sequence[int]) -> Any:
+    """The row with each of `banned_ids` as a further target of every position, all of weight 0."""
+    targets = np.array(row.loss_fn_inputs["target_tokens"].data)
+    many = np.stack([targets, *(np.full_like(targets, banned) for banned in banned_ids)], axis=1)
+    inputs = {"target_tokens": many, "weights": np.zeros(many.shape, dtype=np.float32)}
+    return types.Datum(model_input=row.model_input, loss_fn_inputs=inputs)
+
+
 @pytest.mark.parametrize("sampler", ["huggingface", "vllm"])
 def test_images_are_trained_and_sampled(tmp_path: Path, port: int, sampler: str) -> None:
     model = TINY["qwen2.5-vl"](tmp_path / "model")
@@ -348,32 +418,13 @@ def test_images_are_trained_and_sampled(tmp_path: Path, port: int, sampler: str)
             params = types.SamplingParams(max_tokens=len(tokenizer.encode(colour)), temperature=0.0)
             sampled = engine.sample(prompt, 1, params).result().sequences[0]
             assert tokenizer.decode(sampled.tokens) == colour, "the text is the same, so the picture is read"
+        train_captured(service, model, tmp_path / "captured")
         chunks = rows[0].model_input.chunks
         many = types.Datum(
             model_input=types.ModelInput(chunks=[chunks[1], *chunks]), loss_fn_inputs=rows[0].loss_fn_inputs
         )
         with pytest.raises(tinker.RequestFailedError, match="has 2 images, and the service takes 1"):
             training.forward([many], "cross_entropy").result()
-
-
-def captured(model: Path, folder: Path) -> None:
-    """Answers two sessions of one task with `serve-policy`; their rewards are 0 and 1."""
-    words = ["policy=tiny_qwen2_5", f"policy.model={model}", "data=digits", "resources=laptop", *WORDS[:1]]
-    policy = LocalPolicy(load_config(words, is_complete=False))
-    body = {"messages": [{"role": "user", "content": "2 + 3?"}], "max_tokens": 6, "temperature": 1.0}
-    with TestClient(make_app(policy, Conversations(policy, folder, num_siblings=2))) as client:
-        for number in range(2):
-            session = f"session-{number}"
-            client.post("/v1/sessions", json={"session": session, "task": "sum"}).raise_for_status()
-            headers = {"X-Mobula-Session": session}
-            client.post("/v1/chat/completions", json={**body, "seed": number}, headers=headers).raise_for_status()
-            client.post(f"/v1/sessions/{session}/finish", json={"reward": float(number)}).raise_for_status()
-
-
-def credit(rows: list[Any], outputs: list[Any]) -> float:
-    """Sum of advantage times log-prob."""
-    pairs = zip(rows, outputs, strict=True)
-    return sum(float(np.dot(row.loss_fn_inputs["advantages"].data, out["logprobs"].data)) for row, out in pairs)
 
 
 def test_captured_sessions_are_trained_and_the_example_runs(tmp_path: Path, port: int) -> None:

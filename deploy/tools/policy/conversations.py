@@ -22,12 +22,11 @@ from mobula.cluster.records.trajectory import (
     Trajectory,
     TrajectoryGroup,
 )
-from mobula.cluster.replay.trajectory_log import TrajectoryLog
+from mobula.cluster.replay.trajectory_log import IMAGES_FOLDER, TrajectoryLog
 from mobula.cluster.roles import SamplingSettings
 from mobula.deploy.tools.policy.local_policy import LocalPolicy
 
 ASSISTANT = "assistant"
-IMAGES = "images"
 TIMEOUT_S = 60.0  # of the log's fetch, which finds everything in this process
 
 
@@ -81,7 +80,7 @@ class Conversations:
         )
         self._sessions: dict[str, _Session] = {}
         self._log = TrajectoryLog(folder / "trajectories", timeout_s=TIMEOUT_S) if folder is not None else None
-        self._images = folder / IMAGES if folder is not None else None
+        self._images = folder / IMAGES_FOLDER if folder is not None else None
         self._step = max(self._log.steps(), default=0) if self._log is not None else 0
         self._num_siblings = num_siblings
         self._waiting: dict[str, list[tuple[Prompt, Trajectory, Reward]]] = defaultdict(list)  # by group

@@ -51,6 +51,14 @@ class ImagePlacer(Protocol):
         """Raises: SkippedSample: the image is unfit, or the model takes none."""
         ...
 
+    def count(self, content: bytes, name: str) -> int:
+        """Returns the number of tokens of an image, from the header of its file.
+
+        Raises:
+            SkippedSample: the image is unfit.
+        """
+        ...
+
 
 class InputBuilder:
     """Builds prompts from chunks. `max_tokens` bounds an expanded sequence."""
@@ -102,6 +110,23 @@ class InputBuilder:
             media=tuple(media),
             media_spans=tuple(spans),
         )
+
+    def count(self, chunk: Chunk) -> int:
+        """Returns the number of tokens of a chunk, without processing an image.
+
+        Raises:
+            RequestError: an image is unfit, or the model takes no images.
+        """
+        if isinstance(chunk, TextChunk):
+            return len(chunk.token_ids)
+        if chunk.expected_tokens is not None:
+            return chunk.expected_tokens
+        if self._images is None:
+            raise RequestError("the model takes no images")
+        try:
+            return self._images.count(chunk.content, "a row")
+        except SkippedSample as error:
+            raise RequestError(str(error)) from error
 
     def checked_targets(self, ids: np.ndarray, name: str) -> np.ndarray:
         """Returns int64 [N]. Raises: RequestError: a target is no token of the model."""

@@ -67,10 +67,13 @@ def read_call(body: bytes, inputs: InputBuilder, limits: ServiceLimits) -> LossC
     if not 0 < len(message.data) <= limits.max_rows:
         raise RequestError(f"a request of {len(message.data)} rows: 1 to {limits.max_rows} are allowed")
     name = f"{message.model_id}/{message.seq_id}"
-    rows = [
-        _row(datum, loss, inputs, f"{name}, row {number}", limits.max_dense_values)
-        for number, datum in enumerate(message.data)
-    ]
+    try:
+        rows = [
+            _row(datum, loss, inputs, f"{name}, row {number}", limits.max_dense_values)
+            for number, datum in enumerate(message.data)
+        ]
+    except ValueError as error:  # numpy's, of bytes that are no tensor of the shape or dtype
+        raise error if isinstance(error, RequestError) else RequestError(f"{name}: {error}") from error
     num_tokens = sum(row.prompt.num_tokens for row in rows)
     if num_tokens > limits.max_tokens:
         raise RequestError(
@@ -79,10 +82,16 @@ def read_call(body: bytes, inputs: InputBuilder, limits: ServiceLimits) -> LossC
     return LossCall(message.model_id, rows, message.loss_fn, _options(message, loss), not message.forward_only)
 
 
-def count_tokens(body: bytes) -> int:
-    """Returns the number of input tokens of a request, from the sizes of its chunks and `expected_tokens`."""
-    chunks = (chunk for datum in parse_request(body).data for chunk in datum.model_input)
-    return sum(len(chunk.encoded_text.tokens) // 4 + chunk.image.expected_tokens for chunk in chunks)
+def count_tokens(body: bytes, inputs: InputBuilder) -> int:
+    """Returns the number of input tokens of a request with expanded images, from the headers of the image files.
+
+    A request that `read_call` refuses has any number: it is refused when it runs.
+    """
+    message = parse_request(body)
+    try:
+        return sum(inputs.count(chunk) for datum in message.data for chunk in _chunks(datum.model_input, "a row"))
+    except ValueError:
+        return 0
 
 
 def write_result(result: LossResult) -> bytes:

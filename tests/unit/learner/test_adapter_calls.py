@@ -243,7 +243,7 @@ def test_what_does_not_fit_is_refused(base: Path, rank: AdapterRank, tmp_path: P
     [("learner=deepspeed",), ("policy.lora.rank=4",), ("policy.dropout=true", "supervision.on_logprob_gap=warn")],
 )
 def test_configurations_without_a_shared_base_are_refused(base: Path, words: tuple[str, ...]) -> None:
-    with pytest.raises(ValueError, match="on one base model: set"):
+    with pytest.raises(ValueError, match="with a training service: set"):
         AdapterRank(tiny_config(base, *words), 0, 1)
 
 

@@ -7,12 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from adapter_rows import ADAM, call_of, whole
+from adapter_rows import ADAM, SPEC, call_of, whole
+from adapter_rows import connected as adapter_rank
 from learner_data import tiny_config
 from tiny_text_models import write_text_policy
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from mobula.cluster.errors import CheckpointError
 from mobula.cluster.training_service.interfaces import AdapterSpec, LossCall, LossRow
 from mobula.learner.adapters.full_weights import FullWeightsRank
 
@@ -24,8 +26,8 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_text_policy(tmp_path_factory.mktemp("base") / "model", "llama")
 
 
-def connected(base: Path) -> FullWeightsRank:
-    rank = FullWeightsRank(tiny_config(base, "learner.tokens_per_microbatch=60"), 0, 1)
+def connected(base: Path, *words: str) -> FullWeightsRank:
+    rank = FullWeightsRank(tiny_config(base, "learner.tokens_per_microbatch=60", *words), 0, 1)
     rank.connect("")
     return rank
 
@@ -98,6 +100,80 @@ def test_a_call_that_is_refused_adds_no_gradient(base: Path) -> None:
         rank.step("a", ADAM)
 
 
-def test_several_ranks_are_refused(base: Path) -> None:
-    with pytest.raises(ValueError, match="trains on one rank, and there are 2"):
-        FullWeightsRank(tiny_config(base), 0, 2)
+def test_the_optimizer_of_bytes_follows_the_same_steps(base: Path, tmp_path: Path) -> None:
+    pytest.importorskip("torchao")
+    rank, plain = connected(base, "learner.optimizer=adamw_8bit"), connected(base)
+    for one in (rank, plain):
+        one.create("a", ALL)
+    losses = trained(rank, range(4))
+    assert losses == pytest.approx(trained(plain, range(4)), rel=1e-2)
+    rank.save("a", tmp_path / "state")
+    expected = trained(rank, range(4, 6))
+    rank.load("a", tmp_path / "state", with_optimizer=True)
+    assert trained(rank, range(4, 6)) == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_state_before_the_first_step_keeps_its_gradient(base: Path, tmp_path: Path) -> None:
+    rank = connected(base)
+    rank.create("a", ALL)
+    rank.compute([call_of("a", 0)])
+    rank.save("a", tmp_path / "state")
+    norm = rank.step("a", ADAM)["grad_norm"]
+    expected = trained(rank, range(1, 3))
+    rank.load("a", tmp_path / "state", with_optimizer=True)
+    assert rank.step("a", ADAM) == {"grad_norm": pytest.approx(norm), "skipped": 0.0, "optimizer_steps": 1.0}
+    assert trained(rank, range(1, 3)) == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_state_without_its_optimizer_starts_with_a_fresh_one(base: Path, tmp_path: Path) -> None:
+    rank, other = connected(base), connected(base)
+    for one in (rank, other):
+        one.create("a", ALL)
+    trained(rank, range(2))
+    rank.compute([call_of("a", 50)])
+    rank.save("a", tmp_path / "state")
+    other.load("a", tmp_path / "state", with_optimizer=False)
+    with pytest.raises(ValueError, match="no gradient"):
+        other.step("a", ADAM)
+    other.compute([call_of("a", 0)])
+    assert other.step("a", ADAM)["optimizer_steps"] == 1.0
+    rank.load("a", tmp_path / "state", with_optimizer=False)
+    rank.compute([call_of("a", 0)])
+    assert rank.step("a", ADAM)["optimizer_steps"] == 1.0
+    assert trained(rank, range(2)) == pytest.approx(trained(other, range(2)), rel=1e-5)
+
+
+def test_states_that_do_not_fit_are_refused(base: Path, tmp_path: Path) -> None:
+    rank = connected(base)
+    rank.create("a", ALL)
+    with pytest.raises(CheckpointError, match="no complete learner state"):
+        rank.load("a", tmp_path / "nothing", with_optimizer=True)
+    adapters = adapter_rank(base)
+    adapters.create("b", SPEC)
+    adapters.save("b", tmp_path / "adapter")
+    with pytest.raises(ValueError, match="holds an adapter"):
+        rank.load("a", tmp_path / "adapter", with_optimizer=True)
+    rank.save("a", tmp_path / "state")
+    with pytest.raises(CheckpointError, match="holds no saved adapter"):
+        adapters.load("b", tmp_path / "state", with_optimizer=True)
+    larger = connected(write_text_policy(tmp_path / "model", "qwen3"))
+    larger.create("a", ALL)
+    with pytest.raises(ValueError, match="the saved weights lack"):
+        larger.load("a", tmp_path / "state", with_optimizer=True)
+    trained(rank, range(1))  # a refusal changes nothing
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_of_the_request(base: Path, tmp_path: Path) -> None:
+    rank = connected(base)
+    rank.create("a", ALL)
+    rank.compute([call_of("a", 0)])
+    (tmp_path / "file").write_text("")
+    for call in (rank.save, rank.export):
+        with pytest.raises(OSError, match="file"):
+            call("a", tmp_path / "file" / "state")
+    assert rank.step("a", ADAM)["optimizer_steps"] == 1.0, "the gradient is kept"
+
+
+def test_an_optimizer_with_other_parameters_is_refused(base: Path) -> None:
+    with pytest.raises(ValueError, match="learner.optimizer=muon does not take"):
+        FullWeightsRank(tiny_config(base, "learner.optimizer=muon"), 0, 1)

@@ -115,6 +115,32 @@ def test_learner_of_the_training_service_has_gradients_and_optimizer_state_of_ad
     assert large["activations"] == 8 * small["activations"], "clients fill micro-batches, whatever a step of a run has"
 
 
+def test_ranks_of_a_service_for_all_weights_keep_their_shard_of_the_first_weights() -> None:
+    words = ("resources=eight_gpu_split", "training_service.weights=full")
+    one = worker_memory(config("resources=two_gpu", "learner=single", words[1]), shape_7b(), "learner")
+    four = worker_memory(config(*words), shape_7b(), "learner")
+    assert (one.host["initial"], four.host["initial"]) == (4 * NUM_7B, NUM_7B)
+    frozen = worker_memory(config(*words, "policy.freeze=[visual.]"), shape_7b(), "learner")
+    assert frozen.host["initial"] < NUM_7B
+
+
+def test_a_service_for_all_weights_is_offered_no_settings_of_runs() -> None:
+    found, nodes = config("resources=eight_gpu_split", "training_service.weights=full"), described_nodes("1x8x50GB")
+    ways = remedies(found, shape_7b(), nodes, ("learner", "rollout"))
+    assert len(ways) == 3
+    unfit = ("policy.lora", "reference.", "algorithm.", "sequence_parallel")
+    assert not [way for way in ways if any(key in way for key in unfit)]
+    for way in ways:
+        better = load_config(
+            overridden(
+                ["experiment=own", "resources=eight_gpu_split", "training_service.weights=full"],
+                way.split(),
+            ),
+            is_complete=False,
+        )
+        assert plan_memory(better, shape_7b(), nodes, ("learner", "rollout")).shortfalls == ()
+
+
 def test_small_gradients_are_whole_between_micro_batches() -> None:
     assert MAX_WHOLE_GRADIENT_BYTES == fsdp2.MAX_WHOLE_GRADIENT_BYTES
     words, shape = ("resources=eight_gpu_split", "policy.lora.rank=16"), shape_7b()

@@ -27,8 +27,8 @@ from mobula.deploy.tools.policy.serve_policy import ChatBody, ChatMessage, make_
 from mobula.deploy.training_service.captured import captured_rows
 from mobula.deploy.training_service.images import ChatImages
 from mobula.deploy.training_service.limits import ServiceLimits
-from mobula.deploy.training_service.wire.inputs import InputBuilder
-from mobula.deploy.training_service.wire.training import read_call
+from mobula.deploy.training_service.wire.inputs import ImageChunk, InputBuilder
+from mobula.deploy.training_service.wire.training import count_tokens, read_call
 from mobula.learner.policies.loading import load_model
 from mobula.learner.policies.tiny import TINY
 
@@ -110,11 +110,13 @@ def test_a_session_is_sampled_behind_its_own_tokens_and_becomes_a_trajectory(ser
         images = [chunk for chunk in row.model_input.chunks if isinstance(chunk, types.ImageChunk)]
         assert [image.data for image in images] == [base64.b64decode(IMAGE)] * 2
         inputs = InputBuilder(ChatImages(policy.chat, 2), num_embeddings=policy.chat.num_embeddings, max_tokens=1000)
+        assert [inputs.count(ImageChunk(image.data)) for image in images] == [image.expected_tokens for image in images]
         request = types.ForwardBackwardRequest(
             forward_backward_input=types.ForwardBackwardInput(data=[row], loss_fn="ppo"), model_id="m", seq_id=1
         )
         body = forward_backward_request_to_proto(request).SerializeToString()
         [read] = read_call(body, inputs, ServiceLimits.of(policy.config)).rows
+        assert count_tokens(body, inputs) == read.prompt.num_tokens
         tokens = np.concatenate([group.prompt.expanded_ids, trajectory.actions.token_ids])
         assert read.prompt.expanded_ids.tolist() == tokens[:-1].tolist()
         assert read.inputs["target_tokens"].tolist() == tokens[1:].tolist()

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tinker.types as tk
 import torch
+from tinker.proto import tinker_public_pb2 as proto
 from tinker.proto.request_conv import forward_backward_request_to_proto
 from tinker.proto.response_conv import deserialize_forward_backward_output
 from training_server import LIMITS
@@ -18,7 +19,7 @@ from mobula.cluster.records.media import MediaHandle, MediaSpan
 from mobula.cluster.training_service.interfaces import LossCall, LossResult
 from mobula.deploy.training_service.errors import RequestError
 from mobula.deploy.training_service.wire.inputs import Chunk, ImageChunk, InputBuilder, PlacedImage, TextChunk
-from mobula.deploy.training_service.wire.training import read_call, write_result
+from mobula.deploy.training_service.wire.training import count_tokens, read_call, write_result
 
 
 @dataclass
@@ -32,6 +33,9 @@ class FourTokens:
             raise MediaError(f"{name} is damaged")
         handle = MediaHandle(str(content), "image", 1, None)
         return PlacedImage(handle, 7, np.full(4, 7, dtype=np.int32))
+
+    def count(self, content: bytes, name: str) -> int:
+        return len(self.place(content, name).expanded_ids)
 
 
 DTYPES = {"target_tokens": torch.int64, "weights": torch.float32}
@@ -66,11 +70,45 @@ def test_unfit_inputs_are_refused(chunks: Sequence[Chunk], reason: str) -> None:
         BUILDER.build(chunks, "row")
 
 
-def call_of(*data: tk.Datum, loss: str = "cross_entropy") -> LossCall:
+def message_of(*data: tk.Datum, loss: str = "cross_entropy") -> proto.ForwardBackwardRequest:
     request = tk.ForwardBackwardRequest(
         forward_backward_input=tk.ForwardBackwardInput(data=list(data), loss_fn=loss), model_id="m", seq_id=1
     )
-    return read_call(forward_backward_request_to_proto(request).SerializeToString(), BUILDER, LIMITS)
+    return forward_backward_request_to_proto(request)
+
+
+def call_of(*data: tk.Datum, loss: str = "cross_entropy") -> LossCall:
+    return read_call(message_of(*data, loss=loss).SerializeToString(), BUILDER, LIMITS)
+
+
+def image_of(content: bytes, **fields: int) -> tk.ImageChunk:
+    return tk.ImageChunk(data=content, format="png", **fields)
+
+
+@pytest.mark.parametrize(
+    ("chunks", "number"),
+    [
+        ([tk.EncodedTextChunk(tokens=[1, 2, 3])], 3),
+        ([tk.EncodedTextChunk(tokens=[1, 2]), image_of(b"a"), image_of(b"b", expected_tokens=4)], 10),
+        ([image_of(b"damaged")], 0),
+    ],
+)
+def test_tokens_of_images_count_in_the_budget_of_a_call(chunks: list[tk.ModelInputChunk], number: int) -> None:
+    message = message_of(tk.Datum(model_input=tk.ModelInput(chunks=chunks), loss_fn_inputs={}))
+    assert count_tokens(message.SerializeToString(), BUILDER) == number
+
+
+def test_bytes_that_are_no_tensor_are_refused() -> None:
+    inputs = {"target_tokens": [1, 2, 3], "weights": [1.0, 1.0, 1.0]}
+    row = tk.Datum(model_input=tk.ModelInput.from_ints([1, 2, 3]), loss_fn_inputs=inputs)
+    torn_tokens, torn_targets, misshapen = (message_of(row) for _ in range(3))
+    torn_tokens.data[0].model_input[0].encoded_text.tokens = b"abc"
+    torn_targets.data[0].loss_fn_inputs["target_tokens"].dense = b"abc"
+    misshapen.data[0].loss_fn_inputs["target_tokens"].shape[:] = [2, 2]
+    for message in (torn_tokens, torn_targets, misshapen):
+        with pytest.raises(RequestError, match="m/1: "):
+            read_call(message.SerializeToString(), BUILDER, LIMITS)
+    assert count_tokens(torn_tokens.SerializeToString(), BUILDER) == 0
 
 
 def test_several_targets_arrive_dense_and_sparse() -> None:

@@ -1,0 +1,219 @@
+"""CallRank: a rank that computes calls of losses on the model of `policy.model`, whatever the calls train."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from mobula.cluster.errors import DeadlineError, LostObjectError
+from mobula.cluster.records.media import MediaReader
+from mobula.cluster.training_service.interfaces import LossCall
+from mobula.configs.schema import RunConfig
+from mobula.learner.adapters.call_batch import CallBatch, PartialResult
+from mobula.learner.adapters.calls import CallRow, RowLimits, refuse_invalid
+from mobula.learner.adapters.grouped import Factors
+from mobula.learner.adapters.targets import with_targets
+from mobula.learner.backends import build_backend
+from mobula.learner.backends.process_group import RankRendezvous
+from mobula.learner.gradient_step import shares_of_ranks
+from mobula.learner.policies.batch import TokenBatch, collate
+from mobula.learner.policies.families import family_of
+from mobula.learner.policies.loading import DTYPES, recompute_blocks
+from mobula.learner.policies.logprobs import PLAIN
+from mobula.learner.policies.trained import as_policy, unread_trained_model
+from mobula.learner.shares import all_ranks
+
+
+class CallRank(ABC):
+    """Computes calls: validation, micro-batches, forward and backward passes. Subclasses own what is trained.
+
+    All methods are collective, except `rendezvous_address` and `close`. Rows are split over the ranks. The model is
+    sharded by `learner.backend`.
+    """
+
+    isolates_failures = True
+    """Whether a call that fails in a pass leaves no gradient."""
+
+    def __init__(self, config: RunConfig, rank: int, world_size: int) -> None:
+        """Raises: ValueError: the configuration asks for what a training service cannot have."""
+        _refuse_unsupported(config)
+        self._config = config
+        self._rank = rank
+        self._world_size = world_size
+        self._rendezvous = RankRendezvous()
+        self._device = torch.device(config.resources.device)
+        self._reader = MediaReader(
+            timeout_s=config.timeouts.object_s,
+            max_items=config.algorithm.prompts_per_step * config.sampler.max_media_per_prompt,
+        )
+
+    def rendezvous_address(self) -> str:
+        """Returns the `host:port` that all ranks `connect` to. Called on rank 0."""
+        return self._rendezvous.address(self._config.timeouts.start_s)
+
+    def connect(self, init_method: str) -> None:
+        """Loads the base model, joins the process group and shards the model over the ranks."""
+        torch.set_num_threads(self._config.resources.learner.num_threads)
+        model, weights = unread_trained_model(self._config)
+        assert isinstance(model, PreTrainedModel), "the configuration refuses other models"
+        model.train()  # activation checkpointing is for training mode; there is no dropout
+        recompute_blocks(model, self._config.learner.activation_checkpointing)
+        text = model.config.get_text_config()
+        self._limits = RowLimits(text.vocab_size, text.max_position_embeddings)
+        self._prepare(model)
+        self._rendezvous.join_as_configured(init_method, self._config, rank=self._rank, world_size=self._world_size)
+        dtype, num_replicas = DTYPES[self._config.resources.dtype], self._config.resources.learner.replicas
+        self._backend = build_backend(self._config.learner, self._device, dtype, num_replicas)
+        family = family_of(model.config, model.config.name_or_path)
+        self._shares_prefixes = self._config.learner.shares_prompts and family.shares_prefixes
+        self._policy = self._backend.wrap(as_policy(model, self._config), weights)
+
+    def compute(self, calls: Sequence[LossCall]) -> list[PartialResult | Exception]:
+        """Runs calls as one batch; returns this rank's part of each result.
+
+        A call that cannot be computed, or whose loss is not finite, has an exception in place of its result and adds
+        nothing to the gradient.
+
+        Raises:
+            RuntimeError, ValueError: a pass failed on one of several ranks, which can only be started again.
+        """
+        batch = CallBatch(calls)
+        for number, call in batch.alive():
+            try:
+                refuse_invalid(call, self._limits)
+                batch.leaves[number] = self._leaves(call.adapter)
+            except ValueError as error:
+                batch.failures[number] = error
+        self._read_media(batch)
+        try:
+            self._run(batch)
+        except (RuntimeError, ValueError) as error:
+            if self._world_size > 1 or not self.isolates_failures:  # other ranks wait in the collectives of this pass
+                raise
+            if len(calls) == 1:
+                return [error]
+            return [result for call in calls for result in self.compute([call])]  # to find the call that failed
+        batch.failures |= self._of_all_ranks(batch.not_finite())
+        for number, call in batch.alive():
+            if call.has_backward:
+                self._accumulate(call.adapter, batch.leaves[number])
+        return batch.results()
+
+    def close(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    @abstractmethod
+    def _prepare(self, model: PreTrainedModel) -> None:
+        """Marks what is trained in the model, which has no values yet."""
+
+    @abstractmethod
+    def _leaves(self, name: str) -> Factors:
+        """Returns the factors of an adapter as leaves that get the gradient of a call.
+
+        Raises:
+            ValueError: there is no adapter or model of this name.
+        """
+
+    @abstractmethod
+    def _accumulate(self, name: str, leaves: Factors) -> None:
+        """Adds the gradient of a call that succeeded."""
+
+    @abstractmethod
+    def _adapted(self, batch: CallBatch, share: Sequence[CallRow], tokens: TokenBatch) -> AbstractContextManager[None]:
+        """While the body runs, each call computes its tokens with its own adapter."""
+
+    @abstractmethod
+    def _backward(self, loss: Tensor, *, is_last: bool) -> None:
+        """Adds the gradients of a micro-batch, the last one of all calls or not. Collective."""
+
+    def _read_media(self, batch: CallBatch) -> None:
+        """Reads the media of this rank's rows; calls with media that cannot be read fail on all ranks."""
+        is_read = not any(row.prompt.media for _, call in batch.alive() for row in call.rows)
+        while not is_read:
+            unreadable: dict[int, Exception] = {}
+            for has_backward in (True, False):
+                for row in (row for share in self._shares(batch.rows(has_backward=has_backward)) for row in share):
+                    try:
+                        self._reader.read(row.row.prompt.media)
+                    except (DeadlineError, LostObjectError) as error:
+                        unreadable[row.call] = error
+            failed = self._of_all_ranks(unreadable)
+            batch.failures |= failed
+            is_read = not failed  # else rows have moved to other ranks
+
+    def _shares(self, rows: Sequence[CallRow]) -> list[list[CallRow]]:
+        """This rank's micro-batches, each with the rows of a call behind one another."""
+        if not rows:
+            return []
+        shares = shares_of_ranks(rows, self._config.learner, self._world_size)[self._rank]
+        return [sorted(share, key=lambda row: row.call) for share in shares]
+
+    def _run(self, batch: CallBatch) -> None:
+        """Computes all rows of the calls that are alive, and their gradients."""
+        shares = self._shares(batch.rows(has_backward=True))
+        for number, share in enumerate(shares):
+            tokens = self._tokens(share)
+            with self._adapted(batch, share, tokens):
+                values = self._policy(tokens, PLAIN).logprobs
+                loss = batch.add(share, values)
+                # A rank without a loss takes part in the collectives of the backward pass.
+                self._backward(0.0 * values.sum() if loss is None else loss, is_last=number == len(shares) - 1)
+        with self._backend.inference():
+            for share in self._shares(batch.rows(has_backward=False)):
+                tokens = self._tokens(share)
+                with self._adapted(batch, share, tokens):
+                    batch.add(share, self._policy(tokens, PLAIN).logprobs)
+
+    def _tokens(self, share: Sequence[CallRow]) -> TokenBatch:
+        batch = collate([row.sequence for row in share], self._reader, self._device)
+        return with_targets(batch, [row.targets for row in share])
+
+    def _of_all_ranks(self, failures: Mapping[int, Exception]) -> dict[int, Exception]:
+        """Returns the failed calls of all ranks. Collective."""
+        reports = [failures] if self._world_size == 1 else all_ranks(failures)
+        return {call: error for report in reversed(reports) for call, error in report.items()}
+
+    def _write(self, write: Callable[[], None]) -> None:
+        """Writes on rank 0; no rank returns before the files are complete. Collective.
+
+        Raises:
+            OSError, ValueError: on every rank, if the files could not be written.
+        """
+        error: OSError | ValueError | None = None
+        if self._rank == 0:
+            try:
+                write()
+            except (OSError, ValueError) as failure:
+                error = failure
+        if self._world_size > 1:
+            error = all_ranks(error)[0]
+        if error is not None:
+            raise error
+
+
+def _refuse_unsupported(config: RunConfig) -> None:
+    """Raises: ValueError: a training service has no such learner."""
+    needed = {
+        "learner.backend=deepspeed": ("set learner.backend=fsdp2 or single", config.learner.backend == "deepspeed"),
+        f"policy.lora.rank={config.policy.lora.rank}": ("set policy.lora.rank=0", config.policy.lora.is_on),
+        "policy.dropout=true": ("set policy.dropout=false", config.policy.dropout),
+        f"learner.sequence_parallel={config.learner.sequence_parallel}": (
+            "set learner.sequence_parallel=1",
+            config.learner.sequence_parallel > 1,
+        ),
+        "a policy that makes images": (
+            "set policy.model to a language model",
+            config.sampler.is_flow or config.sampler.draws_tokens,
+        ),
+        f"offline.job={config.offline.job}": ("leave offline.job out", config.offline.is_on),
+    }
+    for what, (action, is_set) in needed.items():
+        if is_set:
+            raise ValueError(f"{what} does not go with a training service: {action}")

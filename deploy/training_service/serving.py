@@ -40,6 +40,7 @@ from mobula.deploy.training_service.wire.inputs import InputBuilder
 from mobula.deploy.wiring.preparation import Prepared, ensure_model, require_model
 from mobula.deploy.wiring.rollouts import adapter_engines, rollout_pool, swapped_engines
 from mobula.deploy.wiring.spawner import Spawner, learner_environment
+from mobula.learner.adapters.call_rank import refuse_unsupported
 from mobula.learner.adapters.full_weights import FullWeightsRank
 from mobula.learner.adapters.group import AdapterGroup
 from mobula.learner.adapters.rank import AdapterRank
@@ -124,7 +125,11 @@ def serve(config: RunConfig, options: ServeTrainingOptions, announce: Callable[[
 
 
 def _refuse_unfit(config: RunConfig, tenants: Tenants) -> None:
-    """Raises: PreflightError: the service cannot train all weights so."""
+    """Raises: PreflightError: the service cannot train so."""
+    try:
+        refuse_unsupported(config)
+    except ValueError as error:
+        raise PreflightError(str(error)) from error
     if config.training_service.weights != "full":
         return
     if len(tenants.tokens) > 1:

@@ -29,6 +29,8 @@ from mobula.learner.policies.logprobs import PLAIN
 from mobula.learner.policies.trained import as_policy, unread_trained_model
 from mobula.learner.shares import all_ranks
 
+OPTIMIZERS = ("adamw", "adamw_8bit")  # those with the parameters that clients send
+
 
 class CallRank(ABC):
     """Computes calls: validation, micro-batches, forward and backward passes. Subclasses own what is trained.
@@ -42,7 +44,7 @@ class CallRank(ABC):
 
     def __init__(self, config: RunConfig, rank: int, world_size: int) -> None:
         """Raises: ValueError: the configuration asks for what a training service cannot have."""
-        _refuse_unsupported(config)
+        refuse_unsupported(config)
         self._config = config
         self._rank = rank
         self._world_size = world_size
@@ -198,7 +200,7 @@ class CallRank(ABC):
             raise error
 
 
-def _refuse_unsupported(config: RunConfig) -> None:
+def refuse_unsupported(config: RunConfig) -> None:
     """Raises: ValueError: a training service has no such learner."""
     needed = {
         "learner.backend=deepspeed": ("set learner.backend=fsdp2 or single", config.learner.backend == "deepspeed"),
@@ -211,6 +213,10 @@ def _refuse_unsupported(config: RunConfig) -> None:
         "a policy that makes images": (
             "set policy.model to a language model",
             config.sampler.is_flow or config.sampler.draws_tokens,
+        ),
+        f"learner.optimizer={config.learner.optimizer}": (
+            f"set learner.optimizer to {' or '.join(OPTIMIZERS)}, which take the parameters that clients send",
+            config.training_service.weights == "full" and config.learner.optimizer not in OPTIMIZERS,
         ),
         f"offline.job={config.offline.job}": ("leave offline.job out", config.offline.is_on),
     }

@@ -29,7 +29,6 @@ from mobula.learner.policies.trained import save_trained
 from mobula.learner.policy_weights import PolicyWeights
 
 GRADIENT = "gradient"  # folder of a saved state
-OPTIMIZERS = ("adamw", "adamw_8bit")  # those with the parameters that clients send
 
 
 class FullWeightsRank(CallRank):
@@ -49,13 +48,8 @@ class FullWeightsRank(CallRank):
     isolates_failures = False
 
     def __init__(self, config: RunConfig, rank: int, world_size: int) -> None:
-        """Raises: ValueError: `learner.optimizer` has other parameters than clients send, or as `CallRank`."""
+        """Raises: ValueError: as `CallRank`."""
         super().__init__(config, rank, world_size)
-        if config.learner.optimizer not in OPTIMIZERS:
-            raise ValueError(
-                f"learner.optimizer={config.learner.optimizer} does not take the parameters of Adam that clients send: "
-                f"set learner.optimizer to one of {', '.join(OPTIMIZERS)}"
-            )
         self._name: str | None = None  # of the model that is trained
 
     def connect(self, init_method: str) -> None:

@@ -175,5 +175,5 @@ def test_a_folder_that_cannot_be_written_is_an_error_of_the_request(base: Path, 
 
 
 def test_an_optimizer_with_other_parameters_is_refused(base: Path) -> None:
-    with pytest.raises(ValueError, match="learner.optimizer=muon does not take"):
-        FullWeightsRank(tiny_config(base, "learner.optimizer=muon"), 0, 1)
+    with pytest.raises(ValueError, match="learner.optimizer=muon does not go with"):
+        FullWeightsRank(tiny_config(base, "training_service.weights=full", "learner.optimizer=muon"), 0, 1)

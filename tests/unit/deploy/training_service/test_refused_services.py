@@ -26,6 +26,13 @@ TWO = {"ada": "tml-the-key-of-tenant-ada", "bob": "tml-the-key-of-tenant-bob"}
             {},
             "max_served=2 freezes the weights",
         ),
+        (["learner=deepspeed"], "127.0.0.1", {}, "learner.backend=deepspeed does not go with a training service"),
+        (
+            ["training_service.weights=full", "learner.optimizer=muon"],
+            "127.0.0.1",
+            {},
+            "learner.optimizer=muon does not go with a training service: set learner.optimizer to adamw",
+        ),
     ],
 )
 def test_unfit_services_are_refused(

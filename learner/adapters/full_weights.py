@@ -107,7 +107,7 @@ class FullWeightsRank(CallRank):
         try:
             with _failing_as(OSError):
                 if gradient:
-                    self._gradients.copied(gradient, folder / GRADIENT)()
+                    self._gradients.write(gradient, folder / GRADIENT)
                 self._backend.save(folder, self._optimizer, self._num_steps)()
         finally:
             self._set_gradient(gradient)

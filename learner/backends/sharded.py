@@ -49,12 +49,14 @@ class ShardedWriter:
 
     def copied(self, state: dict[str, Any], folder: Path) -> Callable[[], None]:
         """Copies a state of tensors, sharded or whole; the returned function writes it."""
-        no_dist = self._group is None
-        write = partial(dcp.save, checkpoint_id=folder, process_group=self._group, no_dist=no_dist)
         if _host_bytes(state) > MAX_COPY_BYTES:
-            write(state)
+            self.write(state, folder)
             return lambda: None
-        return partial(write, BlockingAsyncStager(cache_staged_state_dict=False).stage(state))
+        return partial(self.write, BlockingAsyncStager(cache_staged_state_dict=False).stage(state), folder)
+
+    def write(self, state: dict[str, Any], folder: Path) -> None:
+        """Writes a state of tensors, sharded or whole."""
+        dcp.save(state, checkpoint_id=folder, process_group=self._group, no_dist=self._group is None)
 
 
 class _IdleWeights(DefaultLoadPlanner):

@@ -15,7 +15,7 @@ from mobula.learner.learner_group import ModelRanks
 
 
 class AdapterGroup(ModelRanks):
-    """Implements `AdapterLearner` with `mobula.learner.adapters.rank.AdapterRank` workers, one for each rank.
+    """Implements `AdapterLearner` with `AdapterRank` or `FullWeightsRank` workers, one for each rank.
 
     A call that fails for another reason than its arguments means that a rank is lost, or waits in a collective for one
     that is. The next call then starts all ranks again. They have no adapters: create them and load their states.

@@ -347,7 +347,8 @@ def captured(model: Path, folder: Path, content: Any = "2 + 3?") -> tuple[int, .
     """Answers two sessions of one task with `serve-policy`; their rewards are 0 and 1. Returns the ids that are never
     sampled."""
     words = ["policy=tiny_qwen2_5", f"policy.model={model}", "data=digits", "resources=laptop", *WORDS[:1]]
-    policy = LocalPolicy(load_config([*words, "sampler.max_images_per_prompt=1"], is_complete=False))
+    config = load_config([*words, "sampler.max_images_per_prompt=1"], is_complete=False)
+    policy = LocalPolicy(config, keep_files=True)
     body = {"messages": [{"role": "user", "content": content}], "max_tokens": 6, "temperature": 1.0}
     with TestClient(make_app(policy, Conversations(policy, folder, num_siblings=2))) as client:
         for number in range(2):

@@ -5,13 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from mobula.cluster.errors import DeadlineError, LostObjectError
+from mobula.cluster.errors import CheckpointError, DeadlineError, LostObjectError
 from mobula.cluster.records.media import MediaReader
 from mobula.cluster.training_service.interfaces import LossCall
 from mobula.configs.schema import RunConfig
@@ -29,6 +30,7 @@ from mobula.learner.policies.logprobs import PLAIN
 from mobula.learner.policies.trained import as_policy, unread_trained_model
 from mobula.learner.shares import all_ranks
 
+T = TypeVar("T")
 OPTIMIZERS = ("adamw", "adamw_8bit")  # those with the parameters that clients send
 
 
@@ -183,21 +185,24 @@ class CallRank(ABC):
         return {call: error for report in reversed(reports) for call, error in report.items()}
 
     def _write(self, write: Callable[[], None]) -> None:
-        """Writes on rank 0; no rank returns before the files are complete. Collective.
+        """Writes on rank 0; no rank returns before the files are complete. Collective; raises as `_together`."""
+        self._together(write if self._rank == 0 else lambda: None)
+
+    def _together(self, call: Callable[[], T]) -> T:
+        """Runs `call` on every rank and returns its own result. Collective.
 
         Raises:
-            OSError, ValueError: on every rank, if the files could not be written.
+            CheckpointError, OSError, ValueError: on every rank, if it was raised on any: no rank goes on alone.
         """
-        error: OSError | ValueError | None = None
-        if self._rank == 0:
-            try:
-                write()
-            except (OSError, ValueError) as failure:
-                error = failure
-        if self._world_size > 1:
-            error = all_ranks(error)[0]
-        if error is not None:
-            raise error
+        failure: Exception | None = None
+        try:
+            result = call()
+        except (CheckpointError, OSError, ValueError) as error:
+            failure = error
+        for raised in [failure] if self._world_size == 1 else all_ranks(failure):
+            if raised is not None:
+                raise raised
+        return result
 
 
 def refuse_unsupported(config: RunConfig) -> None:

@@ -120,7 +120,7 @@ class FullWeightsRank(CallRank):
             CheckpointError: the folder has no complete state.
         """
         self._refuse_other(adapter)
-        self._refuse_unfit(folder)
+        self._together(lambda: self._refuse_unfit(folder))
         self._reset()
         with _failing_as(CheckpointError):
             num_steps = self._backend.load(folder, self._optimizer)

@@ -84,7 +84,7 @@ class AdapterRank(CallRank):
             ValueError: the saved adapter has another rank, scale or other layers.
             CheckpointError: the folder has no saved adapter.
         """
-        saved, state = read_state(folder), self._adapter(adapter)
+        state, saved = self._adapter(adapter), self._together(lambda: read_state(folder))
         state.load(saved, with_optimizer=with_optimizer)
         if with_optimizer and saved["gradient"] is not None:
             # The gradients of the ranks are summed in the next step.

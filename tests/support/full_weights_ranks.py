@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from adapter_rows import ADAM, call_of, text_row
 from backend_run import met_at
 from learner_data import image, prompt, tiny_config
 from transformers import AutoTokenizer
 
+from mobula.cluster.errors import CheckpointError
 from mobula.cluster.training_service.interfaces import AdapterSpec, LossCall, LossRow
 from mobula.configs.schema import RunConfig
 from mobula.learner.adapters.full_weights import FullWeightsRank
@@ -60,6 +62,9 @@ def follow(config: RunConfig, rank: int, world_size: int, out: Path, other_state
             weights.save("a", out / "state")
             weights.load("a", out / "state", with_optimizer=True)
         seen["steps"].append(dict(weights.step("a", ADAM)))
+    if world_size > 1:  # a folder that one rank alone cannot read is refused by all, and changes nothing
+        with pytest.raises(CheckpointError):
+            weights.load("a", out / ("state" if rank == 0 else "nowhere"), with_optimizer=True)
     weights.export("a", out / "export")
     if other_state is not None:
         seen["continued"] = continued(weights, other_state)

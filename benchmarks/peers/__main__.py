@@ -45,7 +45,7 @@ def left(names: Sequence[str], known: Mapping[str, Result], since: str) -> list[
 def _measured(work: Work, num_rounds: int, num_steps: int) -> Result:
     load, now = os.getloadavg()[0], datetime.now(UTC).isoformat(timespec="seconds")
     measured = take_turns(work.sides(num_steps), num_rounds, partial(run_once, num_warmup=NUM_WARMUP))
-    return Result(work.name, now, cpu_model(), measured, work.targets, work.equal, work.unequal, load)
+    return Result(work.name, now, cpu_model(), measured, work.targets, work.equal, work.unequal, load, work.unit)
 
 
 if __name__ == "__main__":

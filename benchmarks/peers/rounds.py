@@ -46,9 +46,9 @@ class Round:
     peak_mib: float
     reached_s: float | None = None
 
-    @property
-    def samples_per_s(self) -> float:
-        return self.samples / self.seconds
+    def rate(self, unit: str) -> float:
+        """`unit` is `samples` or `tokens`; a second."""
+        return {"samples": self.samples, "tokens": self.tokens}[unit] / self.seconds
 
 
 def take_turns(sides: Sequence[Side], num_rounds: int, measure: Callable[[Side], Round]) -> dict[str, list[Round]]:
@@ -60,9 +60,10 @@ def take_turns(sides: Sequence[Side], num_rounds: int, measure: Callable[[Side],
     return measured
 
 
-def ratios(ours: Sequence[Round], other: Sequence[Round]) -> list[float]:
-    """samples/s of ours over the other's, round by round: the machine may be faster in one round than in the next."""
-    return [own.samples_per_s / others.samples_per_s for own, others in zip(ours, other, strict=True)]
+def ratios(ours: Sequence[Round], other: Sequence[Round], unit: str) -> list[float]:
+    """Units a second of ours over the other's, round by round: the machine may be faster in one round than in the
+    next."""
+    return [own.rate(unit) / others.rate(unit) for own, others in zip(ours, other, strict=True)]
 
 
 def run_once(side: Side, num_warmup: int) -> Round:

@@ -23,6 +23,7 @@ class Result:
     equal: str
     unequal: str
     load: float  # processes that were ready to run, of one minute, when it began: above 1, others were at work
+    unit: str = "samples"  # whose number a second is compared
 
     @property
     def peer(self) -> str:
@@ -49,24 +50,26 @@ def write(path: Path, known: Mapping[str, Result]) -> None:
 
 def markdown(known: Mapping[str, Result]) -> list[str]:
     """A row for each work and side, then the equal and the unequal settings of each work."""
-    measured = ("samples/s", "tokens a sample", "peak MiB", "seconds to held-out 0.9")
+    measured = ("samples/s", "tokens/s", "peak MiB", "seconds to held-out 0.9")
     heads = ("work", "side", *measured, "over the peer (rounds)", "target", "met")
     lines = [_line(heads), _line(["---"] * len(heads))]
     lines += [_line(_cells(result, side)) for result in known.values() for side in result.rounds]
-    notes = [f"- `{r.work}`: equal: {r.equal}. Not equal: {r.unequal}. Load {r.load:.1f}." for r in known.values()]
-    return [*lines, "", *notes]
+    return [*lines, "", *map(_note, known.values())]
+
+
+def _note(r: Result) -> str:
+    return f"- `{r.work}`: {r.unit}/s; equal: {r.equal}. Not equal: {r.unequal}. Load {r.load:.1f}."
 
 
 def _cells(result: Result, side: str) -> list[str]:
     rounds = result.rounds[side]
-    rate = median(r.samples_per_s for r in rounds)
-    tokens = sum(r.tokens for r in rounds) / sum(r.samples for r in rounds)
+    samples, tokens = (median(r.rate(unit) for r in rounds) for unit in ("samples", "tokens"))
     reached = [r.reached_s for r in rounds if r.reached_s is not None]
-    cells = [f"`{result.work}`", side, f"{rate:.2f}", f"{tokens:.1f}", f"{max(r.peak_mib for r in rounds):.0f}"]
+    cells = [f"`{result.work}`", side, f"{samples:.2f}", f"{tokens:.0f}", f"{max(r.peak_mib for r in rounds):.0f}"]
     cells.append(f"{median(reached):.0f} ({len(reached)} of {len(rounds)} runs)" if reached else "")
     if side == result.peer:
         return [*cells, "", "", ""]
-    found, target = ratios(rounds, result.rounds[result.peer]), result.targets[side]
+    found, target = ratios(rounds, result.rounds[result.peer], result.unit), result.targets[side]
     spread = f"{median(found):.2f} ({min(found):.2f} to {max(found):.2f})"
     return [*cells, spread, f"{target:g}", "yes" if median(found) >= target else "no"]
 

@@ -10,10 +10,10 @@ from benchmarks.peers.works.work import NUM_WARMUP, OURS, STEADY, TURNS, Work, m
 from mobula.configs.load import load_config
 from mobula.deploy.wiring.preparation import ensure_data, ensure_model
 
-PACKS, PACK_TOKENS = 5, 576  # packed rows of a step of supervised fine-tuning
+PACK_TOKENS = 576  # of a packed row of supervised fine-tuning
 
 
-def sft(name: str, peer: str, policy: str, *, num_rows: int, num_steps: int) -> Work:
+def sft(name: str, peer: str, policy: str, *, num_packs: int, num_rows: int, num_steps: int) -> Work:
     """Supervised fine-tuning on skewed lengths; `num_rows` fill the packs of a step as the peer fills them."""
     own = (
         "experiment=sft",
@@ -22,7 +22,7 @@ def sft(name: str, peer: str, policy: str, *, num_rows: int, num_steps: int) -> 
         *TURNS,
         "learner.packing=true",
         "learner.activation_checkpointing=none",
-        f"learner.tokens_per_microbatch={PACKS * PACK_TOKENS}",
+        f"learner.tokens_per_microbatch={num_packs * PACK_TOKENS}",
         f"offline.batch_size={num_rows}",
         f"offline.max_tokens={PACK_TOKENS}",
         *STEADY,
@@ -35,7 +35,7 @@ def sft(name: str, peer: str, policy: str, *, num_rows: int, num_steps: int) -> 
             "model": config.policy.model,
             "data": write_chats(config.data.path),
             "row-tokens": PACK_TOKENS,
-            "rows": PACKS,
+            "rows": num_packs,
             "steps": num_steps + NUM_WARMUP + 1,
             "learning-rate": config.learner.learning_rate,
         }
@@ -48,7 +48,8 @@ def sft(name: str, peer: str, policy: str, *, num_rows: int, num_steps: int) -> 
         sides,
         {OURS: 1.0},
         equal="checkpoint, rows, loss on the answers alone, packed rows, optimizer (AdamW), two threads",
-        unequal=f"{num_rows} rows a step beside {PACKS} packs of {PACK_TOKENS} tokens, which hold as many in the mean",
+        unequal=f"{num_rows} rows a step beside {num_packs} packs of {PACK_TOKENS} tokens, which hold as many in the mean",
+        unit="tokens",
     )
 
 

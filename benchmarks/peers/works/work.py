@@ -44,6 +44,7 @@ class Work:
     targets: Mapping[str, float]
     equal: str
     unequal: str
+    unit: str = "samples"  # whose number a second is compared; `tokens` where the sides draw other rows
 
 
 def mobula_side(

@@ -33,10 +33,11 @@ def test_sides_take_turns():
 
 
 def test_a_ratio_is_of_the_two_runs_of_a_round():
-    ours = [Round(100, 0, 1, 1.0, 1.0), Round(100, 0, 1, 4.0, 1.0)]
-    theirs = [Round(100, 0, 1, 2.0, 1.0), Round(100, 0, 1, 8.0, 1.0)]
+    ours = [Round(100, 900, 1, 1.0, 1.0), Round(100, 900, 1, 4.0, 1.0)]
+    theirs = [Round(100, 600, 1, 2.0, 1.0), Round(100, 600, 1, 8.0, 1.0)]
 
-    assert ratios(ours, theirs) == [2.0, 2.0]
+    assert ratios(ours, theirs, "samples") == [2.0, 2.0]
+    assert ratios(ours, theirs, "tokens") == [3.0, 3.0]
 
 
 def test_first_and_last_steps_do_not_count():
@@ -115,6 +116,6 @@ def test_results_are_read_as_they_were_written_and_have_a_row_a_side(tmp_path: P
     known = read(tmp_path / "peers.json")
     assert known == {"digits": result} and os.listdir(tmp_path) == ["peers.json"]
     assert markdown(known)[2:4] == [
-        "| `digits` | ours | 64.00 | 8.0 | 100 | 40 (1 of 1 runs) | 2.00 (2.00 to 2.00) | 1.5 | yes |",
-        "| `digits` | theirs | 32.00 | 8.0 | 50 |  |  |  |  |",
+        "| `digits` | ours | 64.00 | 512 | 100 | 40 (1 of 1 runs) | 2.00 (2.00 to 2.00) | 1.5 | yes |",
+        "| `digits` | theirs | 32.00 | 256 | 50 |  |  |  |  |",
     ]

@@ -10,14 +10,12 @@ import torch
 from torch import Tensor
 
 from mobula.actors.samplers.base import EngineSettings
-from mobula.actors.samplers.images import ImageSampler, png
+from mobula.actors.samplers.images import ImageRequest, ImageRow, ImageSampler, png
 from mobula.cluster.errors import RolloutError
 from mobula.cluster.records.actions import LatentActions, to_bfloat16
 from mobula.cluster.records.media import MediaHandle, ProcessedMedia
 from mobula.cluster.records.partial_response import SampledSequence
 from mobula.cluster.records.trajectory import FinishReason, Prompt, WeightSpan
-from mobula.cluster.roles import SamplingSettings
-from mobula.cluster.runtime.seeds import derived_seed
 from mobula.learner.policies.flow.checkpoint import FlowCheckpoint
 from mobula.learner.policies.flow.denoising import Denoising, velocities
 from mobula.learner.policies.flow.policy import FlowPolicy, StepRescoring
@@ -29,9 +27,9 @@ ROUNDED = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch
 
 
 class FlowSampler(ImageSampler):
-    """Denoises the siblings of a prompt as one batch.
+    """Denoises the images of one prompt or of several as one batch.
 
-    Each sibling has a separate generator, so its image does not depend on the batch. At temperature 0, and with the
+    Each image has a separate generator, so its image does not depend on the batch. At temperature 0, and with the
     kernel ddim, all steps follow the ODE, and the steps of the window are stored with a log-prob of 0.
     """
 
@@ -57,30 +55,34 @@ class FlowSampler(ImageSampler):
     def _placed(self) -> tuple[torch.nn.Module, ...]:
         return (self._model, self._vae)
 
-    def _made(
-        self, prompt: Prompt, media: Sequence[ProcessedMedia], settings: SamplingSettings, siblings: Sequence[int]
-    ) -> list[SampledSequence]:
-        conditions = self._conditions(prompt, media)
-        denoising = self._denoising if settings.temperature > 0 else self._denoising.without_noise
-        how, num = denoising.for_group(settings.seed, self._served.number), len(siblings)
+    def _kind_of(self, request: ImageRequest) -> object:
+        return self._how(request), request.settings.temperature > 0, len(request.media)
+
+    def _how(self, request: ImageRequest) -> Denoising:
+        denoising = self._denoising if request.settings.temperature > 0 else self._denoising.without_noise
+        return denoising.for_group(request.settings.seed, self._served.number)
+
+    def _made(self, rows: Sequence[ImageRow]) -> list[SampledSequence]:
+        first, num = rows[0].request, len(rows)
+        how = self._how(first)
         schedule = self._schedules[how.num_steps]
-        generators = [torch.Generator().manual_seed(derived_seed(settings.seed, str(n))) for n in siblings]
+        generators = [row.generator for row in rows]
 
         def noise() -> Tensor:
             return torch.stack([torch.randn(self._shape, generator=g) for g in generators]).to(self._device)
 
-        def rows(value: Tensor) -> Tensor:
+        def alike(value: Tensor) -> Tensor:
             return value.to(self._device).expand(num)
 
-        given, *negatives = [{name: t.expand(num, *t.shape[1:]) for name, t in c.items()} for c in conditions]
+        given, *negatives = self._conditions([row.request for row in rows])
         sigmas = schedule.sigmas
         latents = self._rounded(schedule.initial_std * noise())
-        is_stochastic = settings.temperature > 0 and how.kernel != "ddim"
+        is_stochastic = first.settings.temperature > 0 and how.kernel != "ddim"
         kept, logprobs = [], []
         for i in range(how.num_steps):
-            inputs = (latents, rows(schedule.timesteps[i]), given, negatives[0] if negatives else None)
+            inputs = (latents, alike(schedule.timesteps[i]), given, negatives[0] if negatives else None)
             velocity = velocities(self._model, self._family, *inputs, how.guidance)
-            step = FlowStep(latents, velocity, *(rows(sigmas[k]) for k in (i, i + 1, 1)))
+            step = FlowStep(latents, velocity, *(alike(sigmas[k]) for k in (i, i + 1, 1)))
             is_decision = how.window_start <= i < how.window_end
             if is_decision:
                 kept.append(latents)
@@ -95,8 +97,8 @@ class FlowSampler(ImageSampler):
                 kept.append(latents)
         if not latents.isfinite().all():
             raise RolloutError(
-                f"prompt {prompt.prompt_id}: the latents are not finite after {how.num_steps} steps in {how.dtype}: "
-                "use float32 latents, or a smaller learning rate if the policy has diverged"
+                f"prompt {first.prompt.prompt_id}: the latents are not finite after {how.num_steps} steps in "
+                f"{how.dtype}: use float32 latents, or a smaller learning rate if the policy has diverged"
             )
         images = self._family.decode(self._vae, latents)
         steps, scores = torch.stack(kept, 1).cpu().numpy(), torch.stack(logprobs, 1).cpu().numpy()
@@ -119,12 +121,22 @@ class FlowSampler(ImageSampler):
         """Rounds latents to the stored dtype; returns float32."""
         return latents.to(ROUNDED[self._denoising.dtype]).float()
 
-    def _conditions(self, prompt: Prompt, media: Sequence[ProcessedMedia]) -> list[dict[str, Tensor]]:
-        """Returns conditions of the prompt and, with guidance, of the negative prompt; rows [1, ...]."""
+    def _conditions(self, requests: Sequence[ImageRequest]) -> list[dict[str, Tensor]]:
+        """Returns conditions of the prompts and, with guidance, of the negative prompts; a row a request, which may
+        come repeatedly."""
         wanted = self._num_conditions
-        if len(media) != wanted:
-            raise RolloutError(f"prompt {prompt.prompt_id} has {len(media)} conditions, and {wanted} are needed")
-        return [{k: torch.tensor(array, device=self._device) for k, array in m.inputs.items()} for m in media]
+        for request in requests:
+            if len(request.media) != wanted:
+                raise RolloutError(
+                    f"prompt {request.prompt.prompt_id} has {len(request.media)} conditions, and {wanted} are needed"
+                )
+        return [
+            {
+                name: torch.from_numpy(np.concatenate([r.media[n].inputs[name] for r in requests])).to(self._device)
+                for name in requests[0].media[n].inputs
+            }
+            for n in range(wanted)
+        ]
 
     @torch.no_grad()
     def _prompt_logprobs(self, prompt: Prompt, media: Sequence[ProcessedMedia]) -> np.ndarray:

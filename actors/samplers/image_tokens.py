@@ -11,13 +11,11 @@ from torch import Tensor
 from transformers import DynamicCache, JanusForConditionalGeneration
 
 from mobula.actors.samplers.base import EngineSettings
-from mobula.actors.samplers.images import ImageSampler, png
+from mobula.actors.samplers.images import ImageRequest, ImageRow, ImageSampler, png
 from mobula.cluster.records.actions import TokenActions
 from mobula.cluster.records.media import ProcessedMedia
 from mobula.cluster.records.partial_response import SampledSequence
 from mobula.cluster.records.trajectory import FinishReason, Prompt, WeightSpan
-from mobula.cluster.roles import SamplingSettings
-from mobula.cluster.runtime.seeds import derived_seed
 from mobula.learner.policies.image_tokens.guidance import (
     canary_tokens,
     embedded,
@@ -45,11 +43,12 @@ class ImageTokenSampler(ImageSampler):
         self._num_tokens_each = num_image_tokens(model.config)
         self._take_parameters()
 
-    def _made(
-        self, prompt: Prompt, media: Sequence[ProcessedMedia], settings: SamplingSettings, siblings: Sequence[int]
-    ) -> list[SampledSequence]:
-        generators = [torch.Generator().manual_seed(derived_seed(settings.seed, str(n))) for n in siblings]
-        inputs, cache = self._prompt_embeds(prompt, len(siblings)), DynamicCache()
+    def _kind_of(self, request: ImageRequest) -> object:
+        return request  # prompts differ in length
+
+    def _made(self, rows: Sequence[ImageRow]) -> list[SampledSequence]:
+        settings, generators = rows[0].request.settings, [row.generator for row in rows]
+        inputs, cache = self._prompt_embeds(rows[0].request.prompt, len(rows)), DynamicCache()
         tokens, logprobs = [], []
         for _ in range(self._num_tokens_each):
             hidden = self._model.model.language_model(
@@ -60,12 +59,12 @@ class ImageTokenSampler(ImageSampler):
             chosen = _chosen(scores, generators, is_greedy=settings.temperature == 0)  # [n]
             tokens.append(chosen)
             logprobs.append(scores.gather(-1, chosen[:, None])[:, 0])
-            again = chosen.repeat(len(inputs) // len(siblings))[:, None].to(self._device)
+            again = chosen.repeat(len(inputs) // len(rows))[:, None].to(self._device)
             inputs = self._model.prepare_embeddings_for_image_generation(again)
         drawn = torch.stack(tokens, 1)
         images = self._images(drawn.to(self._device))
-        rows = zip(drawn.numpy(), torch.stack(logprobs, 1).numpy(), images, strict=True)
-        return [self._sequence(*row) for row in rows]
+        columns = zip(drawn.numpy(), torch.stack(logprobs, 1).numpy(), images, strict=True)
+        return [self._sequence(*column) for column in columns]
 
     def _prompt_embeds(self, prompt: Prompt, num: int) -> Tensor:
         """Returns float [n, P, H], or with guidance [2n, P, H]; the second half is the prompt without text."""

@@ -155,7 +155,8 @@ class FlowConfig(Section):
     latents: Literal["float32", "float16", "bfloat16"] = "float32"
     """The type that latents are rounded to before scoring, and transferred in."""
     batch_size: Annotated[int, Field(ge=0)] = 0
-    """Images of a prompt that one sampler generates in a batch; 0 for all siblings."""
+    """Most images that one sampler generates in a batch: of one prompt, or of several that wait and fit into it as a
+    whole. 0 for all siblings of one prompt."""
     divergence: Literal["exact", "per_time"] = "per_time"
     """The KL divergence of a step: `exact` of the two Gaussians; `per_time` divided by the length of the step, as in
     Flow-GRPO."""

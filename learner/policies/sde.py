@@ -128,8 +128,9 @@ def _euler_maruyama(step: FlowStep, rate: Tensor) -> Transition:
 
 def _normal_logprobs(mean: Tensor, std: Tensor, latents: Tensor) -> Tensor:
     """[N]: mean over the latents' numbers of ln N(x'; mean, std^2). No gradient enters `latents`."""
-    squares = (latents.detach().float() - mean) ** 2
-    return _mean(-squares / (2 * std**2) - torch.log(std) - 0.5 * math.log(2 * math.pi))
+    squares = _mean((latents.detach().float() - mean) ** 2)
+    std = std.flatten()
+    return -squares / (2 * std**2) - torch.log(std) - 0.5 * math.log(2 * math.pi)
 
 
 def _no_density(latents: Tensor) -> Tensor:

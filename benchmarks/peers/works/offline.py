@@ -48,7 +48,8 @@ def sft(name: str, peer: str, policy: str, *, num_packs: int, num_rows: int, num
         sides,
         {OURS: 1.0},
         equal="checkpoint, rows, loss on the answers alone, packed rows, optimizer (AdamW), two threads",
-        unequal=f"{num_rows} rows a step beside {num_packs} packs of {PACK_TOKENS} tokens, which hold as many in the mean",
+        unequal=f"{num_rows} rows a step beside {num_packs} packs of {PACK_TOKENS} tokens, which hold as many in the "
+        "mean",
         unit="tokens",
     )
 

@@ -138,12 +138,15 @@ def velocities(
     other batches than the sampler's gives the same numbers on the same backend.
     """
     num, dtype = len(latents), next(model.parameters()).dtype
-    rows = torch.arange(max(num, MIN_ROWS), device=latents.device) % num
-    x, t = latents[rows].to(dtype), timesteps[rows]
-    given = {name: tensor[rows].to(dtype) for name, tensor in conditions.items()}
+
+    def filled(tensor: Tensor) -> Tensor:
+        return tensor if num >= MIN_ROWS else tensor[torch.arange(MIN_ROWS, device=tensor.device) % num]
+
+    x, t = filled(latents).to(dtype), filled(timesteps)
+    given = {name: filled(tensor).to(dtype) for name, tensor in conditions.items()}
     if negatives is None:
         return family.velocity(model, x, t, given, guidance)[:num].float()
-    both = {name: torch.cat([negatives[name][rows].to(dtype), tensor]) for name, tensor in given.items()}
+    both = {name: torch.cat([filled(negatives[name]).to(dtype), tensor]) for name, tensor in given.items()}
     predictions = family.velocity(model, torch.cat([x, x]), torch.cat([t, t]), both, guidance)
     unconditional, conditional = predictions.chunk(2)
     return family.guided(conditional[:num], unconditional[:num], guidance)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from flow_model import CPU, DENOISING, SETTINGS, encoded_prompts, flow_sampler, 
 from PIL import Image
 from safetensors.torch import load_file
 
+from mobula.actors.samplers.images import ImageRow
 from mobula.cluster.errors import ManifestError, RolloutError
 from mobula.cluster.records.media import MediaReader
 from mobula.cluster.records.partial_response import SampledSequence
@@ -103,6 +105,41 @@ async def test_a_sibling_does_not_depend_on_those_beside_it(folder: Path, prompt
         assert one.images == other.images
     others = await sample(parts, prompts[1])
     assert not np.array_equal(others[0].actions.latents[-1], whole[0].actions.latents[-1])
+
+
+async def test_prompts_that_wait_share_a_batch_and_get_the_images_that_each_gets_alone(
+    folder: Path, prompts: list[Prompt]
+) -> None:
+    sampler, num = await flow_sampler(folder, max_num_seqs=2 * SETTINGS.num_samples), SETTINGS.num_samples
+    sizes, made = [], sampler._made
+    sampler._made = lambda rows: sizes.append(len(rows)) or made(rows)
+    alone = [await sample(sampler, prompt) for prompt in prompts]
+    greedy = replace(SETTINGS, temperature=0.0)
+    *together, other = await asyncio.gather(
+        *(sample(sampler, prompt) for prompt in prompts), sample(sampler, prompts[0], greedy)
+    )
+    assert sizes == [num, num, 2 * num, num], "greedy images have other steps, and are made apart"
+    for found, expected in zip((*together, other), (*alone, await sample(sampler, prompts[0], greedy)), strict=True):
+        for one, same in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(one.actions.latents, same.actions.latents)
+            np.testing.assert_array_equal(one.logprobs, same.logprobs)
+            assert one.images == same.images
+
+
+async def test_a_prompt_that_fails_in_a_batch_fails_alone(
+    folder: Path, prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampler = await flow_sampler(folder, max_num_seqs=2 * SETTINGS.num_samples)
+    made = sampler._made
+
+    def refusing(rows: list[ImageRow]) -> list[SampledSequence]:
+        if any(row.request.prompt is prompts[1] for row in rows):
+            raise RolloutError("the latents are not finite")
+        return made(rows)
+
+    monkeypatch.setattr(sampler, "_made", refusing)
+    good, bad = await asyncio.gather(*(sample(sampler, prompt) for prompt in prompts), return_exceptions=True)
+    assert len(good) == SETTINGS.num_samples and isinstance(bad, RolloutError)
 
 
 async def test_without_noise_the_images_are_those_of_plain_diffusers(folder: Path) -> None:

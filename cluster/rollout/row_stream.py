@@ -11,6 +11,8 @@ from typing import Any, Protocol
 from mobula.cluster.records.trajectory import ScoredGroup, WeightSpan
 from mobula.cluster.roles import Reference, ReplayStats
 
+# A small row travels by value with the step's rows: to store and fetch an object of its own takes about 2 ms.
+SMALL_BYTES = 32 * 1024
 NO_QUEUE = ReplayStats(num_ready=0, num_taken=0, num_bytes=0, oldest_age_s=0.0)
 
 
@@ -92,9 +94,11 @@ class RowStream:
 
 
 def stored(row: ScoredGroup, version: int, put: Callable[[Any], Any]) -> ScoredGroup:
-    """Stores the group of a row. No policy sampled it, so it is marked as sampled by `version` and never over-age."""
+    """Stores the group of a row, unless it is small. No policy sampled it, so it is marked as sampled by `version` and
+    never over-age."""
     trajectories = tuple(
         replace(t, weight_spans=(WeightSpan(version, 0, t.num_steps),)) for t in row.group.trajectories
     )
     group = replace(row.group, trajectories=trajectories)
-    return replace(row, summary=group.summary(), group=put(group))
+    summary = group.summary()
+    return replace(row, summary=summary, group=group if summary.num_bytes <= SMALL_BYTES else put(group))

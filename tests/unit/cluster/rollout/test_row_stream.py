@@ -21,6 +21,7 @@ from mobula.cluster.records.trajectory import (
     TrajectoryGroup,
     WeightSpan,
 )
+from mobula.cluster.rollout import row_stream
 from mobula.cluster.rollout.evaluation import EvaluationSchedule
 from mobula.cluster.rollout.row_evaluation import RowEvaluator
 from mobula.cluster.rollout.row_stream import RowStream, stored
@@ -127,9 +128,12 @@ async def test_what_cannot_be_read_fails_the_step_that_takes_it() -> None:
             await stream.take(2)
 
 
-def test_a_stored_row_keeps_its_label_and_refers_to_its_group() -> None:
+def test_a_stored_row_keeps_its_label_and_refers_to_its_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = stored(row("a"), 7, lambda group: ("stored", group))
+    assert small.group.trajectories[0].weight_spans == (WeightSpan(7, 0, 3),), "a small row is a value"
+    monkeypatch.setattr(row_stream, "SMALL_BYTES", 0)
     found = stored(row("a"), 7, lambda group: ("stored", group))
-    assert found.rewards == (Reward(1.0),)
+    assert found.rewards == small.rewards == (Reward(1.0),)
     assert found.group[0] == "stored"
     assert found.group[1].trajectories[0].weight_spans == (WeightSpan(7, 0, 3),)
 

@@ -1,9 +1,9 @@
 """Rehearsals: predictions of `mobula rehearse` over real runs on this machine, at several lengths and bounds.
 
-Speeds are fitted to synchronous runs of two lengths and two batch sizes. The other runs are predicted from them:
-steps/s, the share of a step in which the learner waits, and the distribution of staleness. All runs in turn, then once
-more in the opposite order, so that a drift of the machine meets them alike. A policy of random weights answers up to
-the length limit.
+Speeds are fitted to synchronous runs of two lengths, two batch sizes and two numbers of ranks. The other runs are
+predicted from them: steps/s, the share of a step in which the learner waits, and the distribution of staleness. All
+runs in turn, then once more in the opposite order, so that a drift of the machine meets them alike. A policy of random
+weights answers up to the length limit.
 """
 
 from __future__ import annotations
@@ -30,14 +30,16 @@ SETTINGS = (
     "checkpoints.interval_steps=0",
 )
 LONG, SHORT = "sampler.max_tokens=48", "sampler.max_tokens=16"
+ONE_RANK = "resources.learner.num_workers=1"
 FITTED = {
     "short": (SHORT,),
     "long": (LONG,),
     "half a batch": (LONG, "algorithm.prompts_per_step=16"),
+    "one rank, long": (LONG, ONE_RANK),
 }
 PREDICTED = {
     "middle": ("sampler.max_tokens=32",),
-    "one rank": ("sampler.max_tokens=32", "resources.learner.num_workers=1"),
+    "one rank": ("sampler.max_tokens=32", ONE_RANK),
     "staleness 1": (LONG, "algorithm.max_staleness=1"),
     "staleness 2": (LONG, "algorithm.max_staleness=2"),
     "short, staleness 2": (SHORT, "algorithm.max_staleness=2"),

@@ -67,6 +67,13 @@ class MeasuredRun:
         return max(0.0, self.push_s - self.seconds["weight_sync"])
 
     @property
+    def decoding_s(self) -> float:
+        """Seconds of a synchronous step in which the learner waits and engines decode. They load the push before, while
+        the driver ends its step.
+        """
+        return self.seconds["wait_for_rollouts"] - max(0.0, self.settle_s - self.seconds["other"])
+
+    @property
     def responses_per_engine(self) -> float:
         return self.num_responses / self.config.resources.rollout.num_workers
 
@@ -85,8 +92,9 @@ def measured_speeds(runs: Sequence[MeasuredRun], prompt_tokens: float) -> Speeds
     """Fits speeds to finished runs of one model on one machine.
 
     Engines are fitted to synchronous runs, in which nothing else computes while they do. Two lengths tell the time of a
-    token from that of a response, and two batch sizes the time of a step from that of a response in it; what the runs
-    do not tell apart counts as the time of a step.
+    token from that of a response, two batch sizes the time of a step from that of a response in it, and two numbers of
+    learner ranks the time of the collectives from that of an update; what the runs do not tell apart counts as the time
+    of a step.
 
     Raises:
         PreflightError: no run is synchronous.
@@ -97,11 +105,15 @@ def measured_speeds(runs: Sequence[MeasuredRun], prompt_tokens: float) -> Speeds
             "--measured: engines and learner compute at the same time in these runs, so their times cannot be "
             "separated: add a run with algorithm.max_staleness=0"
         )
-    waits = [run.seconds["wait_for_rollouts"] - run.settle_s for run in calm]
+    waits = [run.decoding_s for run in calm]
     engines = [[run.engine_steps, run.responses_per_engine, run.engine_steps * run.batch] for run in calm]
     step_s, response_s, sequence_s = _fitted(engines, waits)
-    token_s, learner_response_s, update_s = _fitted_rows(calm, "learner", "update", prompt_tokens)
-    reference_s, reference_response_s, call_s = _fitted_rows(calm, "reference", "reference", prompt_tokens)
+    updates = [
+        [*_sizes(run, "learner", prompt_tokens), float(run.config.resources.learner.num_workers > 1)] for run in calm
+    ]
+    scored = [_sizes(run, "reference", prompt_tokens) for run in calm]
+    token_s, learner_response_s, update_s, exchange_s = _fitted(updates, [run.seconds["update"] for run in calm])
+    reference_s, reference_response_s, call_s = _fitted(scored, [run.seconds["reference"] for run in calm])
     return Speeds(
         decode_step_s=step_s,
         decode_sequence_s=sequence_s,
@@ -110,23 +122,21 @@ def measured_speeds(runs: Sequence[MeasuredRun], prompt_tokens: float) -> Speeds
         learner_tokens_per_s=1 / token_s if token_s else float("inf"),
         learner_response_s=learner_response_s,
         update_s=update_s,
+        exchange_s=exchange_s,
         reference_tokens_per_s=1 / reference_s if reference_s else float("inf"),
         reference_response_s=reference_response_s,
         reference_s=call_s,
         push_s=median(run.seconds["weight_sync"] for run in calm),
         settle_s=median(run.settle_s for run in calm),
-        step_s=median(sum(run.seconds.get(name, 0.0) for name in ("other", "checkpoint")) for run in calm),
+        step_s=median(run.seconds["other"] for run in calm),
         start_s=START_S,
     )
 
 
-def _fitted_rows(runs: Sequence[MeasuredRun], role: str, phase: str, prompt_tokens: float) -> list[float]:
-    """Seconds of a worker of a role for each token of its rows, for each sampled token, and for a call."""
-    rows = []
-    for run in runs:
-        responses = run.num_responses / max(1, run.config.resources.roles[role].num_workers)
-        rows.append([responses * (run.mean_length + prompt_tokens), responses * run.mean_length, 1.0])
-    return _fitted(rows, [run.seconds[phase] for run in runs])
+def _sizes(run: MeasuredRun, role: str, prompt_tokens: float) -> list[float]:
+    """Tokens of the rows of a worker of a role, sampled tokens among them, and calls, of a step."""
+    responses = run.num_responses / max(1, run.config.resources.roles[role].num_workers)
+    return [responses * (run.mean_length + prompt_tokens), responses * run.mean_length, 1.0]
 
 
 def recorded_lengths(folder: Path) -> list[int]:

@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from mobula.cluster.audit.observer import RunAudit
+from mobula.cluster.controller import GroupQueue
 from mobula.cluster.errors import MobulaError
 from mobula.cluster.metrics.definitions import CounterName
 from mobula.cluster.metrics.hub import Metrics
+from mobula.cluster.records.trajectory import ScoredGroup
 from mobula.cluster.recovery.stop_request import StopRequest
+from mobula.cluster.roles import ReplayStats
 from mobula.cluster.runtime.concurrency import run_all
 from mobula.cluster.runtime.gc_tuning import tune_gc
 from mobula.cluster.tracing.spans import UNTRACED
@@ -146,6 +149,7 @@ async def _run(
     await run_all(training.ranks.start(), inference.rollouts.start(), inference.rewards.start())
     stop = StopRequest(deadline_s=prepared.config.timeouts.stop_checkpoint_s, progress=metrics.progress)
     controller = build_controller(prepared, inference, training, metrics, UNTRACED, (), stop, RunAudit())
+    controller = replace(controller, replay=_TimedQueue(controller.replay, roles.compute_driver))
     tune_gc()
     recording.begin()
     pending = [
@@ -156,6 +160,24 @@ async def _run(
     finally:
         for task in pending:
             task.cancel()
+
+
+@dataclass(frozen=True)
+class _TimedQueue:
+    """Implements `GroupQueue`: the driver computes between the phases of a step."""
+
+    queue: GroupQueue
+    compute: Callable[[], Awaitable[None]]
+
+    async def take(self, num_groups: int) -> list[ScoredGroup]:
+        return await self.queue.take(num_groups)
+
+    async def release(self, groups: Sequence[ScoredGroup]) -> None:
+        await self.queue.release(groups)
+        await self.compute()
+
+    async def stats(self) -> ReplayStats:
+        return await self.queue.stats()
 
 
 async def _strike(fault: PlannedFault, roles: SimulatedRoles, metrics: Metrics, events: list[str]) -> None:

@@ -200,6 +200,10 @@ class SimulatedRoles:
             if worker.node_id == node_id:
                 self.ranks.slow_down[worker.index] = factor
 
+    async def compute_driver(self) -> None:
+        """Waits for the driver's work between the phases of a step."""
+        await self._hardware.cores.compute(self._hardware.speeds.step_s)
+
     def busy_s(self) -> dict[str, float]:
         """Role -> seconds of work, summed over workers that are there and that were lost."""
         busy = {role: sum(worker.busy_s for worker in workers) for role, workers in self.workers.items()}
@@ -232,7 +236,7 @@ class SimulatedRoles:
         state_bytes = OPTIMIZER_COPIES * self._hardware.manifest.num_bytes / num_ranks
         return RankTimes(
             start_s=speeds.start_s,
-            update_s=speeds.update_s,
+            update_s=speeds.update_s + (speeds.exchange_s if num_ranks > 1 else 0.0),
             tokens_per_s=speeds.learner_tokens_per_s,
             response_s=speeds.learner_response_s,
             send_s=self._push_s,
@@ -275,8 +279,8 @@ class SimulatedRoles:
         push_s = self._push_s
         times = EngineTimes(
             start_s=speeds.start_s,
-            receive_s=push_s + speeds.settle_s,
-            load_s=push_s + speeds.settle_s,
+            receive_s=push_s,
+            load_s=speeds.settle_s,
             wait_s=speeds.wait_s,
         )
         engine = SimulatedEngine(f"{ROLLOUT}/{index}", node_id, decoder, self._lengths, times, self._observed)

@@ -30,6 +30,7 @@ class Speeds:
     wait_s: float = 0.0  # of each group between engine and driver
     learner_response_s: float = 0.0  # of one rank, more for each sampled token: its logits
     update_s: float = 0.0  # of one step, apart from its tokens
+    exchange_s: float = 0.0  # more for each step where there are two or more ranks: their collectives
     reference_tokens_per_s: float = math.inf  # of one scorer
     reference_response_s: float = 0.0  # more for each sampled token
     reference_s: float = 0.0  # of one call

@@ -30,7 +30,7 @@ FEW_STEPS = 5  # of a rehearsal at another size or speed
 DEFAULT_SLOTS = 16  # responses at a time of an engine that is not planned
 FASTER: Mapping[str, tuple[str, ...]] = {  # role -> its speeds
     "rollout": ("decode_step_s", "decode_sequence_s", "prefill_tokens_per_s", "engine_response_s"),
-    "learner": ("learner_tokens_per_s", "learner_response_s", "update_s"),
+    "learner": ("learner_tokens_per_s", "learner_response_s", "update_s", "exchange_s"),
     "reference": ("reference_tokens_per_s", "reference_response_s", "reference_s"),
     "reward": ("reward_s",),
     "network": ("push_s", "push_bytes_per_s", "settle_s"),

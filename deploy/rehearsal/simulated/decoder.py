@@ -58,8 +58,8 @@ class Decoder:
         self.busy_slot_s = 0.0  # the same, summed over responses
         self.num_tokens = 0  # of ended responses
         self._num_slots = num_slots
-        self._cores = cores or Cores()
-        self._cores.add(self)
+        self.cores = cores or Cores()
+        self.cores.add(self)
         self._loop = asyncio.get_running_loop()
         self._active: list[tuple[float, int, int, _Group]] = []  # heap: (last step, number, sibling, group)
         self._queue: deque[tuple[int, _Group]] = deque()
@@ -148,11 +148,11 @@ class Decoder:
         is_computing = bool(self._active) and not self._is_paused
         if is_computing != self._is_counted:
             self._is_counted = is_computing
-            self._cores.occupy(1.0 if is_computing else -1.0)
+            self.cores.occupy(1.0 if is_computing else -1.0)
         self.replan()
 
     def _step_s(self) -> float:
-        return self.speed.of(len(self._active)) * self.slow_down / self._cores.speed
+        return self.speed.of(len(self._active)) * self.slow_down / self.cores.speed
 
     def _end_due(self) -> None:
         while self._active and self._active[0][0] <= self._step + max(_EPSILON, _EPSILON_S / self._step_s()):

@@ -40,8 +40,8 @@ class EngineTimes:
     """Seconds of an engine's calls that do not decode."""
 
     start_s: float  # loading the model
-    receive_s: float  # of one push, from the call to the answer; the engine does not decode meanwhile
-    load_s: float  # of all weights through the object store, for a late joiner
+    receive_s: float  # of the weights of one push, which wait for the learner; the engine does not decode meanwhile
+    load_s: float  # of received weights, with the processor
     wait_s: float = 0.0  # from the last token of a group to its arrival in the driver
     wake_s: float = 0.0  # of weights or KV cache, where the engine shares its GPUs with the learner
 
@@ -145,14 +145,12 @@ class SimulatedEngine:
 
     async def receive_weights(self, manifest: Manifest, bucket_bytes: int, version: int) -> int:
         self.decoder.pause()
-        await asyncio.sleep(self._times.receive_s)
-        self._serve(version)
+        await self._receive(version)
         return version
 
     async def load_weights(self, manifest: Manifest, bucket_bytes: int, buckets: Sequence[Any], version: int) -> None:
         self.decoder.pause()
-        await asyncio.sleep(self._times.load_s)
-        self._serve(version)
+        await self._receive(version)
 
     async def weight_version(self) -> int:
         self._check_alive()
@@ -162,6 +160,11 @@ class SimulatedEngine:
         """Returns float32 [P - 1]: 0, as simulated learner ranks do."""
         self._check_alive()
         return np.zeros(max(0, prompt.num_tokens - 1), dtype=np.float32)
+
+    async def _receive(self, version: int) -> None:
+        await asyncio.sleep(self._times.receive_s)
+        await self.decoder.cores.compute(self._times.load_s)
+        self._serve(version)
 
     def _serve(self, version: int) -> None:
         self._check_alive()

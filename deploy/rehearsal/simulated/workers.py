@@ -101,7 +101,7 @@ class RankTimes:
     """Seconds of the learner's calls. All ranks end together: every call is collective."""
 
     start_s: float
-    update_s: float  # of a step, apart from its tokens
+    update_s: float  # of a step, apart from its tokens: with the collectives
     tokens_per_s: float  # of one rank, forward and backward
     response_s: float  # of one rank, more for each sampled token
     send_s: float  # of one push to one wave
@@ -190,11 +190,11 @@ class SimulatedRank:
     async def send_weights(
         self, bucket_bytes: int, epoch: int, step: VersionStep | None = None
     ) -> PushedChanges | None:
-        await asyncio.sleep(self._ranks.times.send_s)
+        await self._ranks.cores.compute(self._ranks.times.send_s)
         return None if step is None else PushedChanges(0, 0)
 
     async def export_buckets(self, bucket_bytes: int) -> int:
-        await asyncio.sleep(self._ranks.times.send_s)
+        await self._ranks.cores.compute(self._ranks.times.send_s)
         return self._version
 
     async def sequence_logprobs(self, prompt: Prompt, num_copies: int = 1) -> np.ndarray:

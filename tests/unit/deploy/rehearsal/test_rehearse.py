@@ -36,14 +36,17 @@ def page(tmp_path: Path, *words: str, base: Sequence[str] = WORDS, nodes: str = 
 
 
 def test_a_synchronous_step_is_the_sum_of_its_parts(tmp_path: Path) -> None:
-    found = page(tmp_path, "algorithm.max_staleness=0", mean_tokens=50, sigma=0.0)
+    stated = (*STATED, "exchange_s=0.4", "step_s=0.25", "push_s=0.2", "settle_s=0.3")
+    found = page(tmp_path, "algorithm.max_staleness=0", mean_tokens=50, sigma=0.0, words=stated)
     assert found["result"]["staleness"] == {"0": 1.0}
     # 8 prompts on 8 engines: 50 steps; 32 rows of 150 tokens on 8 ranks.
     phases = found["result"]["phases"]
-    assert phases["update"] == pytest.approx(1 + 32 * 150 / 8 / 500)
+    assert phases["update"] == pytest.approx(1 + 0.4 + 32 * 150 / 8 / 500)
+    assert phases["other"] == pytest.approx(0.25)
     speeds = found["speeds"]
     decoding_s = 50 * (speeds["decode_step_s"] + 4 * speeds["decode_sequence_s"]) + 100 / speeds["prefill_tokens_per_s"]
-    assert phases["wait_for_rollouts"] == pytest.approx(decoding_s, rel=0.02)
+    assert phases["weight_sync"] == pytest.approx(0.2, rel=0.02)
+    assert phases["wait_for_rollouts"] == pytest.approx(0.3 - 0.25 + decoding_s, rel=0.02)  # engines load meanwhile
     assert 0 < found["result"]["driver"]["measured_s"] < 5
 
 

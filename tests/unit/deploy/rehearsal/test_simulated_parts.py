@@ -5,19 +5,24 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
 from mobula.cluster.errors import PreflightError
-from mobula.deploy.rehearsal.measured import _fitted
+from mobula.cluster.weight_sync.manifest import Manifest
+from mobula.configs.load import load_config
+from mobula.deploy.rehearsal.measured import MeasuredRun, _fitted, measured_speeds
 from mobula.deploy.rehearsal.simulated.cores import Cores
 from mobula.deploy.rehearsal.simulated.decoder import Decoder, DecodeSpeed
 from mobula.deploy.rehearsal.simulated.faults import PlannedFault, read_faults
 from mobula.deploy.rehearsal.simulated.lengths import RecordedLengths
 from mobula.deploy.rehearsal.simulated.store import StoreLedger
 from mobula.deploy.rehearsal.simulated.virtual_time import run_virtually
+from mobula.deploy.rehearsal.simulated.workers import RankTimes, SimulatedRank, SimulatedRanks
 from mobula.deploy.rehearsal.speeds import Speeds
 
+AT_ONCE = RankTimes(start_s=0, update_s=0, tokens_per_s=float("inf"), response_s=0, send_s=0, save_s=0, load_s=0)
 SPEEDS = Speeds(decode_step_s=0.1, decode_sequence_s=0.0, prefill_tokens_per_s=1000, learner_tokens_per_s=1000)
 
 
@@ -143,3 +148,37 @@ def test_a_fit_finds_the_parts_of_a_sum_and_none_below_zero() -> None:
     assert _fitted(rows, [2 * x + 3 for x, _ in rows]) == pytest.approx([2.0, 3.0])
     assert _fitted(rows, [2 * x - 1 for x, _ in rows])[1] == 0.0
     assert _fitted([[10.0, 1.0]], [5.0]) == pytest.approx([0.5, 0.0])
+
+
+def test_speeds_are_those_of_the_runs_that_they_are_fitted_to() -> None:
+    runs = []
+    for mean_length, num_groups, num_ranks in ((16, 32, 2), (48, 32, 2), (48, 16, 2), (48, 32, 1)):
+        config = load_config(["experiment=digits", "resources=laptop", f"resources.learner.num_workers={num_ranks}"])
+        num_responses = 8 * num_groups
+        tokens = num_responses * (mean_length + 100) / num_ranks
+        sampled = num_responses * mean_length / num_ranks
+        seconds = {
+            "wait_for_rollouts": mean_length * (0.01 + 1e-4 * num_responses / 2) + 0.1,  # of two engines
+            "update": 1e-4 * tokens + 5e-5 * sampled + 0.2 + 0.15 * (num_ranks > 1),
+            "reference": 5e-5 * num_responses * (mean_length + 100),
+            "weight_sync": 0.05,
+            "other": 0.3,
+        }
+        runs.append(MeasuredRun(config, seconds, 0.45, num_responses, mean_length))
+    speeds = measured_speeds(runs, prompt_tokens=100)
+    assert speeds.exchange_s == pytest.approx(0.15)
+    assert speeds.update_s == pytest.approx(0.2)
+    assert 1 / speeds.learner_tokens_per_s == pytest.approx(1e-4)
+    assert speeds.learner_response_s == pytest.approx(5e-5)
+    assert (speeds.push_s, speeds.settle_s, speeds.step_s) == pytest.approx((0.05, 0.4, 0.3))
+    assert (speeds.decode_step_s, speeds.decode_sequence_s) == pytest.approx((0.01, 1e-4))
+
+
+def test_pushes_and_the_driver_take_time_from_other_work_on_the_cores() -> None:
+    async def run() -> float:
+        loop, cores = asyncio.get_running_loop(), Cores(1)
+        ranks = SimulatedRanks(replace(AT_ONCE, send_s=1.0), 1, Manifest(()), cores)
+        await asyncio.gather(SimulatedRank(ranks, 0).send_weights(1, 0), cores.compute(1.0))
+        return loop.time()
+
+    assert run_virtually(run()) == pytest.approx(2.0)

@@ -11,6 +11,7 @@ from family_prompts import family_prompts
 from learner_data import group
 
 from mobula.cluster.records.trajectory import ScoredGroup
+from mobula.deploy.preflight.row_layout import with_row_layout
 from mobula.learner.backends import fsdp2
 from mobula.learner.learner import Learner
 from mobula.learner.policies.families import family_at
@@ -37,7 +38,7 @@ def update_all(rank: int, world_size: int, names: Sequence[str], models: Path, o
         family = family_at(str(models / name))
         ranks = (f"resources.learner.num_workers={world_size}", f"learner.sequence_parallel={num_sharing}")
         words = ("learner=fsdp2", *ranks) if world_size > 1 else ()
-        config = config_of(
+        undecided = config_of(
             models / name,
             "data.max_prompt_tokens=512",
             "sampler.max_images_per_prompt=3",
@@ -45,6 +46,7 @@ def update_all(rank: int, world_size: int, names: Sequence[str], models: Path, o
             f"sampler.max_videos_per_prompt={int(isinstance(family, VideoFamily))}",
             *words,
         )
+        config = with_row_layout(undecided)
         data = out / f"{name}-{rank}"
         data.mkdir(parents=True)
         learner = Learner(config, rank, world_size, (250,))

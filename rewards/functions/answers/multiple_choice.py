@@ -7,6 +7,7 @@ from functools import lru_cache
 
 from mobula.cluster.errors import RewardError
 from mobula.rewards.contract import RewardRequest, Score
+from mobula.rewards.functions.answers.true_false import is_negated
 from mobula.rewards.functions.parsing.extraction import RequestExtractor
 from mobula.rewards.functions.parsing.latex_boxes import last_boxed
 from mobula.rewards.functions.parsing.references import given_references
@@ -15,8 +16,9 @@ from mobula.rewards.tools import Tools
 
 # Words that retract an answer, or discuss an option instead of choosing it.
 _RETRACTION = re.compile(
-    r"\b(?:wait|wrong|incorrect|mistaken?|actually|rather|instead|sorry|false|untrue|reject(?:ed)?|eliminated?"
-    r"|excluded?|ruled out|refuted?|disproved?|disagrees?|disputed?|unsure|isn't|can(?:not|'t) be"
+    r"\b(?:wait|not at all|by no means|hardly|wrong|incorrect|mistaken?|actually|rather|instead|sorry|false|untrue"
+    r"|reject(?:ed)?|eliminated?|excluded?"
+    r"|ruled out|refuted?|disproved?|disagrees?|disputed?|unsure|isn't|can(?:not|'t) be"
     r"|not (?:the |an? )?(?:right|correct|answer|option|choice|it|true|sure))\b",
     re.IGNORECASE,
 )
@@ -25,11 +27,14 @@ _ABOUT_AN_OPTION = re.compile(r"[\s*]*(?:is|was|are|has|does|did|seems|looks|wou
 _NOT_A_CHOICE = re.compile(r"[\s*]*(?:was|has|does|did|seems|looks|would|could|should|may|might)\b")
 _MAX_ALONE_CHARS = 60  # of a letter with brackets and quotes: matching takes quadratic time
 _MAX_CHARS = 100_000  # of an answer
+_CLAUSE = re.compile(r"[,.;:!?]|\b(?:so|then|thus|hence|therefore|because|but)\b")
+_SPACE = re.compile(r"\\[ ,;:!]|\\q?quad(?![A-Za-z])|~")
 _WRAPPING = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s*\{([^{}\\]*)\}")
 
 
 class MultipleChoice:
-    r"""Reads the option that a response chooses: `B`, `(B)`, `B) text`, `Option B`, `answer: B`, `the answer is (B)`.
+    r"""Reads the option that a response chooses: `B`, `(B)`, `B) text`, `Option B`, `answer: B`, `the answer is (B)`,
+    `B is correct`, `答案是B`.
 
     `letters` are the options, such as "ABCD". `extract` selects the part of the response with the answer
     (`rewards.functions.parsing.extraction`); if this part has a `\boxed{}`, only the box is read. A letter inside a
@@ -69,10 +74,14 @@ class _Choices:
             r"\b(?i:answer|option|choice)\**(?:(?i: is)(?: ?:)?| ?:)\** ?(?:(?i:the )?(?i:option|choice) )?[*\"]*"
             rf"(?:\(({either})\)|(?![AI] (?!because|since|as\b)[a-z])([{letters}]))(?![\w'?])"
         )
+        start, end = "(?<![A-Za-z0-9_'])", "(?![A-Za-z0-9_'?])"
+        self._affirmed = re.compile(
+            rf"{start}(?:\(({either})\)|([{letters}]))\** (?:is|must be) (?:the )?(?:correct|right|best)\b"
+        )
+        self._chinese = re.compile(rf"(?<!不)(?:答案|[选選][择擇项項]?)[是为為选選: ]*\(?([{letters}])\)?{end}")
         # a separate letter in any role; "A" and "I" before a word are English words
         self._mentioned = re.compile(
-            rf"(?<![\w'])(?:\(({either})\)|(?![AI] [a-z])([{letters}])|([{letters}])(?= (?:is|or|and|nor|not)\b))"
-            r"(?![\w'])"
+            rf"{start}(?:\(({either})\)|(?![AI] [a-z])([{letters}])|([{letters}])(?= (?:is|or|and|nor|not)\b)){end}"
         )
         self.of_references = lru_cache(maxsize=4096)(self._of_references)  # a group's responses share their references
 
@@ -80,14 +89,15 @@ class _Choices:
         """Returns (chosen letter, ""), or ("", reason) without a choice."""
         boxed = last_boxed(text) if "\\boxed" in text else None
         text = " ".join(plain_forms(text if boxed is None else boxed).split())
-        text = _WRAPPING.sub(r"\1", text) if "\\" in text else text
+        text = _WRAPPING.sub(r"\1", _SPACE.sub(" ", text)) if "\\" in text else text
         alone = self._alone.fullmatch(text) if len(text) <= _MAX_ALONE_CHARS else None
         if alone:
             return alone[1].upper(), ""
         if len(text) > _MAX_CHARS:
             return "", f"answer of {len(text)} characters"
         cued = [match for match in self._cued.finditer(text) if not _NOT_A_CHOICE.match(text, match.end())]
-        chosen = set(map(_letter, cued))
+        cued += [*self._affirmed.finditer(text), *self._chinese.finditer(text)]
+        chosen = {_letter(match) for match in cued if not is_negated(_CLAUSE.split(text[: match.start()])[-1])}
         first = self._first.match(text)
         if first and not _ABOUT_AN_OPTION.match(text, first.end()):
             chosen.add(_letter(first))

@@ -9,20 +9,26 @@ from mobula.cluster.errors import RewardError
 from mobula.rewards.contract import RewardRequest, Score
 from mobula.rewards.functions.parsing.extraction import RequestExtractor
 from mobula.rewards.functions.parsing.references import given_references
+from mobula.rewards.functions.parsing.unicode_latex import plain_forms
 from mobula.rewards.tools import Tools
 
 # `no` is an answer only at the end of a clause: "no circle is red" answers nothing.
-_ANSWERS = re.compile(
-    r"(?P<not>\b(?:not|never|isn't|is not|neither|nor|cannot be|can't be)\s+(?:\w+\s+)?)?"
-    r"\b(?P<word>true|false|yes|no(?=\s*(?:[.,;:!)*\"']|$)))\b",
-    re.IGNORECASE | re.MULTILINE,
+_ANSWERS = re.compile(r"\b(?:(true|yes)|(false|no(?=\s*(?:[)*\"']|$))))\b", re.IGNORECASE)
+_CLAUSES = re.compile(r"([^,.;:!?\n]*)([,.;:!?\n]|$)")
+_NEGATIONS = re.compile(
+    r"^\W*nor\b|\b(?:not(?! only)|\w+n't|cannot|never|neither|hardly|scarcely|barely|no (?:means|way|circumstances)"
+    r"|far from|anything but|unlikely|doubt(?:s|ed|ful)?|den(?:y|ies|ied))\b",
+    re.IGNORECASE,
 )
-_HOLDS = {"true": True, "yes": True, "false": False, "no": False}
+_RETRACTION = re.compile(
+    r"\b(?:wait|actually|scratch that|on second thoughts?|correction|mistaken|never ?mind|(?:it|that) back)\b",
+    re.IGNORECASE,
+)
 _MAX_CHARS = 100_000
 
 
 class TrueFalse:
-    """Reads `true`, `yes`, `false` and `no` as separate words; "not true" is false, and "not false" is true.
+    """Reads `true`, `yes`, `false` and `no` as separate words; "hardly true" is false, and "not false" is true.
 
     A response with both answers, or neither, has no answer. `extract` selects the part of the response with the answer
     (`rewards.functions.parsing.extraction`). `compat=vlm_gym` reads like vlm-gym's NLVR2, inside words too: first
@@ -53,16 +59,28 @@ class TrueFalse:
 
 
 def read_truth(text: str) -> bool | None:
-    """Returns whether a text says true or false; None if it says neither or both.
+    """Returns whether a text says true or false; None if it says neither or both, asks, or takes its answer back.
 
     Example:
-        >>> read_truth("It is not true."), read_truth("unknown"), read_truth("Yes: true.")
-        (False, None, True)
+        >>> read_truth("It is hardly true."), read_truth("unknown"), read_truth("Yes: true."), read_truth("Is it true?")
+        (False, None, True, None)
     """
     if len(text) > _MAX_CHARS:
         return None
-    answers = {_HOLDS[match["word"].lower()] is not bool(match["not"]) for match in _ANSWERS.finditer(text)}
-    return answers.pop() if len(answers) == 1 else None
+    truths: set[bool] = set()
+    for clause, end in _CLAUSES.findall(plain_forms(text)):
+        if truths and _RETRACTION.search(clause):
+            return None
+        answers = [] if end == "?" else list(_ANSWERS.finditer(clause))
+        truths |= {bool(answer[1]) is not is_negated(clause[: answer.start()]) for answer in answers}
+        if not answers and end == "," and is_negated(clause[-10:]) and clause.split()[-1:] != ["no"]:
+            return None  # "It is not, in my view, true"
+    return truths.pop() if len(truths) == 1 else None
+
+
+def is_negated(clause: str) -> bool:
+    """Whether a clause denies what follows it: "I do not think that it is" does, two negations do not."""
+    return len(_NEGATIONS.findall(clause)) % 2 == 1
 
 
 def vlm_gym_truth(text: str) -> bool:

@@ -13,7 +13,7 @@ _SYMBOLS = {
     **{"°": r"^\circ ", "º": r"^\circ ", "˚": r"^\circ ", "℃": r"^\circ C", "℉": r"^\circ F"},
     **{"ℝ": r"\mathbb{R}", "ℤ": r"\mathbb{Z}", "ℕ": r"\mathbb{N}", "ℚ": r"\mathbb{Q}", "ℂ": r"\mathbb{C}"},
     **{"≈": r"\approx ", "≡": r"\equiv ", "→": r"\to ", "⊂": r"\subset ", "⊆": r"\subseteq ", "∉": r"\notin "},
-    **{"△": r"\triangle ", "∑": r"\sum ", "∫": r"\int ", "⊥": r"\perp ", "∥": r"\parallel ", "∶": ":"},
+    **{"△": r"\triangle ", "∑": r"\sum ", "∫": r"\int ", "⊥": r"\perp ", "∥": r"\parallel ", "∶": ":", "、": ", "},
     **{"′": "'", "″": "''", "\N{OHM SIGN}": r"\Omega ", "\N{MICRO SIGN}": r"\mu "},
 }
 _GREEK = (
@@ -26,6 +26,7 @@ _GREEK_LETTERS = {
         for n in "gamma delta theta lamda xi pi sigma phi psi omega".split()
     },
 }
+GREEK_NAMES = frozenset(command.strip("\\ ") for command in _GREEK_LETTERS.values())
 _TABLE = str.maketrans(_SYMBOLS)
 _GREEK_TABLE = str.maketrans(_GREEK_LETTERS)
 
@@ -40,6 +41,8 @@ _ROOTS = {"√": r"\sqrt", "∛": r"\sqrt[3]", "∜": r"\sqrt[4]"}
 _FULL_WIDTH = re.compile("[\uff01-\uff5e\u3000￠-￦\ufe50-\ufe6b\u3371-\u33df\U0001d400-\U0001d7ff]")
 _GREEK_LETTER = re.compile("[\u0391-\u03c9]")
 _GREEK_WORD = re.compile("[\u0370-\u03ff\u1f00-\u1fff]{3,}")
+
+_MARKS = str.maketrans("\N{IDEOGRAPHIC FULL STOP}\N{MINUS SIGN}\N{RIGHT SINGLE QUOTATION MARK}", ".-'")
 
 MAX_MARKS = 30  # accents in a row
 GRAPHEME_JOINER = "\N{COMBINING GRAPHEME JOINER}"
@@ -66,11 +69,11 @@ def to_latex(text: str) -> str:
 
 
 def plain_forms(text: str) -> str:
-    """Composes accents (NFC) and rewrites full-width forms and minus signs as ASCII."""
+    """Composes accents (NFC) and rewrites full-width forms, minus signs and apostrophes as ASCII."""
     if text.isascii():
         return text
     text = _FULL_WIDTH.sub(lambda form: unicodedata.normalize("NFKC", form[0]), composed(text))
-    return text.replace("\N{IDEOGRAPHIC FULL STOP}", ".").replace("\N{MINUS SIGN}", "-")
+    return text.translate(_MARKS)
 
 
 def composed(text: str) -> str:

@@ -1,160 +1,129 @@
-r"""Separates an answer into its value and its unit: `5\text{ m/s}` is `5` with the unit m/s."""
+"""Units of measure: names, symbols, prefixes, and products of them such as `kg m/s^2`."""
 
 from __future__ import annotations
 
-import re
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Sequence
 
-from mobula.rewards.functions.parsing.unit_names import singular, unit_symbol
+Unit = frozenset[tuple[str, int]]  # unit -> power: m/s is {("m", 1), ("s", -1)}
 
-_NESTED = r"\{(?:[^{}]|\{[^{}]*\})*\}"
-_WRAPPING = r"\\(?:text|textrm|textbf|textit|mathrm|mathbf|mbox|operatorname)\s*"
-_WRAPPED = _WRAPPING + _NESTED
-_NAME = (
-    rf"(?>{_WRAPPED}|\\frac\s*{_NESTED}\s*{_NESTED}|\^\s*(?:\{{\s*\\circ\s*\}}|\\circ(?![A-Za-z]))|"
-    r"\\(?:Omega|mu|degree|pounds|euro|text(?:euro|sterling|yen))(?![A-Za-z])|\\\$|"
-    r"[A-Za-z]++\.?|[\u4e00-\u9fff]++|[$€£¥₹¢])"
-)
-_POWER = r"(?>\s*\^\s*(?:\{\s*-?[1-9]\s*\}|[1-9])|[23](?![0-9])|)"
-_JOIN = r"(?>(?:\s|/|\\cdot(?![A-Za-z])|\\times(?![A-Za-z])|\*|\\[,;:! ]|~|[()])*)"
-_TAIL = re.compile(rf"{_JOIN}{_NAME}{_POWER}(?:{_JOIN}{_NAME}{_POWER})*+\s*\)?\s*\.?\s*")
-_VALUE_END = re.compile(r"(?<=[0-9})\]])|(?<=\\pi)|(?<=\\infty)|(?<=[A-Za-z])(?=\s|\\[,;: ]|~|\\text|\\mathrm)")
-_CURRENCY_FIRST = re.compile(
-    r"\s*([-+]?)\s*(\\text\s*\{\s*(?:[€£¥₹]|Rs\.?)\s*\}|\\\$|\\(?:pounds|euro)(?![A-Za-z])|[$€£¥₹]|"
-    r"(?:Rs|USD|EUR|GBP|INR)\b\.?)(?:\s|\\[,;: ]|~)*([-+]?)(?=[0-9.\\])"
-)
-_MAX_UNIT_CHARS = 80
-_ANGLE_FUNCTION = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-z])|\b(?:sin|cos|tan)\b")
-
-# Directly after a number and without \text{}, these may be variables: 5m, 2mg. A reference of this form stays algebra.
-_AMBIGUOUS = re.compile(r"(?:[A-Za-z]|mg|ms)\.?")
-_SYMBOL_COMMANDS = {
-    **{"\\Omega": "Ω", "\\mu": "μ", "\\degree": "°", "\\cdot": "·", "\\times": "·", "*": "·", "\\$": "$"},
-    **{"\\pounds": "£", "\\textsterling": "£", "\\euro": "€", "\\texteuro": "€", "\\textyen": "¥"},
+# symbol: its prefixes: its names
+_SI = """
+m:kcdmμn:meter metre|g:kmμ:gram|s:mμn:second sec|mol:mμk:mole|L:mcdμ:liter litre l|N:mkM:newton|J:mkMG:joule
+W:mkMG:watt|V:mμk:volt|A:mμk:ampere amp|Ω:mkM:ohm|C:mμn:coulomb|F:mμnp:farad|H:mμ:henry|T:mμ:tesla|Wb:m:weber
+Hz:kMG:hertz|Pa:hkMG:pascal|K:m:kelvin|eV:kMG:electronvolt|cal:k:calorie|bar:m:bar|B:kKMGT:byte|rad:m:radian
+"""
+_PREFIXES = {
+    **{"kilo": "k", "centi": "c", "deci": "d", "milli": "m", "micro": "μ", "nano": "n", "pico": "p", "hecto": "h"},
+    **{"mega": "M", "giga": "G", "tera": "T"},
 }
-_WRAPPER = re.compile(rf"{_WRAPPING}({_NESTED})")
-_SYMBOL_COMMAND = re.compile(r"\\(?:Omega|mu|degree|pounds|euro|text(?:euro|sterling|yen)|cdot|times)\s*|\\\$|\*")
+# unit: its names
+_OTHER = """
+in:in inch inche|ft:ft foot feet|yd:yd yard|mi:mi mile|lb:lb pound £ gbp|oz:oz ounce|t:t ton tonne 吨|gal:gal gallon
+qt:qt quart|pt:pint|acre:acre|ha:ha hectare|min:min minute 分 分钟|h:h hr hour 小时 时|day:day 天 日|week:week 周
+month:month 月|year:year yr 年 岁|°:° deg degree 度|°C:°C celsius 摄氏度|°F:°F fahrenheit|cm^3:cc 立方厘米
+m^3:立方米|m^2:平方米|cm^2:平方厘米|km^2:平方千米|mi/h:mph|km/h:kmh kph kmph|rpm:rpm|atm:atm|dB:dB|$:$ dollar usd
+€:€ euro eur|¥:¥|元:yuan cny rmb 元|円:yen jpy 円|₹:₹ rupee rs inr|¢:¢ cent|%:% percent percentage pct|mL:ml 毫升
+mm:毫米|cm:厘米|dm:分米|m:米|km:千米 公里|g:克|kg:千克 公斤|mg:毫克|L:升|s:秒|N:牛|J:焦|W:瓦|V:伏|A:安|Ω:欧
+apple:apple|people:people person|student:student|unit:unit
+"""
+_COUNTERS = "个人只条本张件颗块名次页种辆棵枚個"
+_COMMANDS = {
+    **{"\\Omega": "Ω", "\\mu": "μ", "\\degree": "°", "\\cdot": "·", "\\times": "·", "*": "·", "\\$": "$", "\\%": "%"},
+    **{"\\pounds": "£", "\\textsterling": "£", "\\euro": "€", "\\texteuro": "€", "\\textyen": "¥", "\\cent": "¢"},
+}
+CURRENCIES = frozenset("\\$ $ £ € ¥ ₹ \\pounds \\euro \\textsterling \\texteuro \\textyen Rs USD EUR GBP INR".split())
 _DIMENSIONS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
-_FRACTION = re.compile(rf"\\frac\s*({_NESTED})\s*({_NESTED})")
-_TOKEN = re.compile(r"[A-Za-zμΩ°]+|[\u4e00-\u9fff]+|[$€£¥₹¢]|\^\s*\{?\s*(-?[0-9])\s*\}?|[0-9]|[/·()]|\S")
-_PLAIN_WORD = re.compile(r"[^\W\d_]+(?:[\s'-]+[^\W\d_]+)*")
-
-Unit = frozenset[tuple[str, int]]  # base unit -> power: m/s is {("m", 1), ("s", -1)}
 _YEN_SIGN: Unit = frozenset({("¥", 1)})
 _YEN_AND_YUAN: tuple[Unit, ...] = (frozenset({("円", 1)}), frozenset({("元", 1)}))  # both are written ¥
 
 
-@dataclass(frozen=True)
-class Measured:
-    """A value with an optional unit; `ambiguous` if the unit may also be variables (`5m`)."""
+def _tables() -> tuple[dict[str, str], dict[str, str]]:
+    """Returns two maps to unit symbols: from symbols, case-sensitive, and from names, lower case and singular."""
+    symbols = {counter: counter for counter in _COUNTERS}
+    names: dict[str, str] = {}
+    for symbol, prefixes, words in (entry.split(":") for entry in _SI.strip().replace("\n", "|").split("|")):
+        symbols |= {prefix + symbol: prefix + symbol for prefix in ("", *prefixes)}
+        names |= dict.fromkeys(words.split(), symbol)
+        names |= {long + word: short + symbol for long, short in _PREFIXES.items() for word in words.split()}
+    for unit, words in (entry.split(":") for entry in _OTHER.strip().replace("\n", "|").split("|")):
+        symbols |= dict.fromkeys(words.split(), unit)
+        names |= {word.casefold(): unit for word in words.split() if len(word) > 1 or not word.isascii()}
+    return symbols, names
 
-    value: str
-    unit: Unit | None = None
-    ambiguous: bool = False
 
-
-def split_unit(text: str, excluded: frozenset[str] = frozenset()) -> Measured:
-    """Separates a normalised text into value and unit.
-
-    Args:
-        text: an answer in LaTeX or plain text, such as `5 cm^2`, `\\$12` or `12\\text{ apples}`.
-        excluded: words that change a value ("more", "not") and are never part of a unit.
-    """
-    currency = _CURRENCY_FIRST.match(text)
-    if currency and not (currency[1] and currency[3]):
-        sign, unit = currency[1] or currency[3], _known_unit(_flat(currency[2]).rstrip("."))
-        if unit is not None:
-            return Measured(sign + text[currency.end() :], unit)
-    if _ANGLE_FUNCTION.search(text):
-        return Measured(text)  # the degree sign belongs to the argument of the function
-    for end in _VALUE_END.finditer(text, max(1, len(text) - _MAX_UNIT_CHARS)):
-        tail = text[end.start() :]
-        if text[: end.start()].strip() and _TAIL.fullmatch(tail):
-            unit = _unit_of(tail, excluded)
-            if unit is not None and (tail[:1] not in "^" or tail.startswith(("^\\circ", "^{\\circ"))):
-                return Measured(text[: end.start()].rstrip(), unit, _AMBIGUOUS.fullmatch(tail) is not None)
-    return Measured(text)
+_SYMBOLS, _NAMES = _tables()
 
 
 def same_unit(one: Unit, other: Unit) -> bool:
     """Whether two units are equal; of two counted nouns one may have more words: "apples" and "red apples"."""
     if one == other or (_YEN_SIGN in (one, other) and (one in _YEN_AND_YUAN or other in _YEN_AND_YUAN)):
         return True
-    nouns = [next(iter(unit))[0] for unit in (one, other) if len(unit) == 1]
-    if len(nouns) < 2 or not any(" " in noun for noun in nouns):
-        return False
-    words = sorted((set(noun.split()) for noun in nouns), key=len)
-    return words[0] <= words[1]
+    nouns = [set(next(iter(unit))[0].split()) for unit in (one, other) if len(unit) == 1]
+    return len(nouns) == 2 and max(map(len, nouns)) > 1 and (nouns[0] <= nouns[1] or nouns[1] <= nouns[0])
 
 
-def spelled(unit: Unit) -> str:
-    """Formats a unit: "m·s^-1"."""
-    return "·".join(name if power == 1 else f"{name}^{power}" for name, power in sorted(unit))
+def noun(words: Sequence[str]) -> Unit:
+    """Returns the unit of counted things, such as `red apples`."""
+    return frozenset({(" ".join(singular(word.casefold()) for word in words), 1)})
 
 
-def _unit_of(tail: str, excluded: frozenset[str]) -> Unit | None:
-    flat = _flat(tail)
-    if excluded & {word.casefold() for word in re.findall(r"[A-Za-z']+", flat)}:
-        return None
-    unit = _known_unit(flat)
-    if unit is not None:
-        return unit
-    wrapped = re.fullmatch(rf"(?:\s|\\[,;: ]|~)*{_WRAPPED}\s*\.?", tail)
-    noun = flat.strip().rstrip(".").strip()
-    if wrapped and _PLAIN_WORD.fullmatch(noun) and noun.isascii() and noun not in ("k", "K", "M", "B", "bn", "mn"):
-        return frozenset({(" ".join(singular(word) for word in noun.casefold().split()), 1)})
-    return None
-
-
-def _flat(tail: str) -> str:
-    """Removes wrappers and spacing commands from a unit."""
-    text = re.sub(r"\^\s*\{?\s*\\circ\s*\}?\s*", "°", tail)
-    text = _FRACTION.sub(lambda f: f"{f[1][1:-1]}/({f[2][1:-1]})", text)
-    text = _SYMBOL_COMMAND.sub(lambda c: _SYMBOL_COMMANDS[c[0].strip()], text)
-    text = _WRAPPER.sub(lambda wrapper: wrapper[1][1:-1], text)
-    text = re.sub(r"\\[,;:! ]|~|(?<=[A-Za-z])\.(?=\s)", " ", text)
-    return re.sub(r"°\s*([CF])(?![A-Za-z])", r"°\1", re.sub(r"(?<=[kmMG])\s+(?=Ω)", "", text))
-
-
-def _known_unit(flat: str) -> Unit | None:
-    """Parses a text of known unit names, or returns None. "/" inverts the next name or group; a power applies to the
-    last name.
+def read_unit(tokens: Sequence[str]) -> Unit | None:
+    r"""Reads a product of known units; None if another token occurs. A `/` inverts the next name or group, and a power
+    applies to the last name. `\frac{m}{s}` is m / (s).
     """
     powers: Counter[str] = Counter()
-    group, inverted, dimension = 1, False, 1
+    group, inverted, dimension, depth = 1, False, 1, 0
     last: list[tuple[str, int]] = []
-    for match in _TOKEN.finditer(flat.strip().rstrip(".")):
-        token = match[1] or match[0]
-        if token in ("/", "per"):
+    texts = [_COMMANDS.get(token, token) for token in tokens if token not in ("{", ".")]
+    for index, token in enumerate(texts):
+        following = texts[index + 1] if index + 1 < len(texts) else ""
+        if token == "}":  # the end of the numerator of \frac
+            group, inverted = (-1, False) if depth else (group, inverted)
+            depth = 0
+        elif token == "\\frac":
+            depth = 1
+        elif token in ("/", "per"):
             inverted = True
         elif token == "(":
             group, inverted = -1 if inverted else 1, False
         elif token == ")":
             group = 1
-        elif token in _DIMENSIONS:
-            dimension = _DIMENSIONS[token]
-        elif token.lstrip("-").isdigit() and last:
-            for name, power in last:
-                powers[name] += power * (int(token) - 1)
+        elif token.casefold() in _DIMENSIONS:
+            dimension = _DIMENSIONS[token.casefold()]
+        elif last and following and (token == "^" or (token == "-" and texts[index - 1] == "^")):
+            continue
+        elif token in ("1", "2", "3", "4") and last:
+            sign = -1 if index and texts[index - 1] == "-" else 1
+            powers.update({name: power * (sign * int(token) - 1) for name, power in last})
             last = []
-        elif base := _base(token):
-            sign = (-1 if inverted else 1) * group * dimension
-            last = [(name, power * sign) for name, power in base]
+        elif symbol := _symbol(token, texts[index - 1] if index else "", following):
+            last = [(name, power * (-1 if inverted else 1) * group * dimension) for name, power in _base(symbol)]
             powers.update(dict(last))
             inverted, dimension = False, 1
-        elif token != "·":
+        elif token not in ("·", "μ", "k", "M", "m", "°"):
             return None
     return frozenset((name, power) for name, power in powers.items() if power) or None
 
 
-def _base(token: str) -> Unit | None:
-    """Returns the base units of a name, symbol or abbreviation."""
-    symbol = unit_symbol(token)
-    if symbol is None:
+def _symbol(token: str, before: str, following: str) -> str | None:
+    """Returns the symbol of a unit, such as "cm" for "centimeters"; a prefix or sign joins the name after it."""
+    if (token == "°" and following in ("C", "F")) or (token == "μ") or (token in "kMGm" and following == "Ω"):
         return None
+    if before in ("°", "μ") or (token == "Ω" and before in ("k", "M", "G", "m")):
+        token = before + token
+    folded = token.casefold()
+    return _SYMBOLS.get(token) or _NAMES.get(folded) or _NAMES.get(singular(folded))
+
+
+def _base(symbol: str) -> list[tuple[str, int]]:
     if "/" in symbol:
         above, below = symbol.split("/")
-        return frozenset({(above, 1), (below, -1)})
+        return [(above, 1), (below, -1)]
     name, _, power = symbol.partition("^")
-    return frozenset({(name, int(power or 1))})
+    return [(name, int(power or 1))]
+
+
+def singular(word: str) -> str:
+    """Removes the plural s of an English word."""
+    return word.removesuffix("s") if len(word) > 2 and not word.endswith("ss") else word

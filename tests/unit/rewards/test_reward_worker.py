@@ -178,14 +178,10 @@ def test_what_fails_is_named_and_the_rest_is_scored(plugin: str, make_worker: Ca
     assert "ValueError" in next(error.reason for name, error in score.failures if name.endswith("#4"))
 
 
-def test_an_answer_that_hangs_computer_algebra_costs_its_timeout(make_worker: Callable[..., OneWorker]) -> None:
+def test_an_answer_too_large_to_evaluate_is_wrong_at_once(make_worker: Callable[..., OneWorker]) -> None:
     worker = make_worker(component("accuracy", "math_answer", require_boxed=True), function_timeout_s=3)
     (score,) = worker.score(group(r"\boxed{\sqrt{49}}", r"\boxed{9^{9^{9^{9}}}}", r"\boxed{7}", r"\boxed{\sqrt{49}}"))
-    assert [r and r.value for r in score.rewards] == [1.0, None, 1.0, 1.0]
-    assert [error.kind for _, error in score.failures] in (
-        [FailureKind.TIMED_OUT],
-        [FailureKind.FAILED],
-    )  # time or memory
+    assert [r and r.value for r in score.rewards] == [1.0, 0.0, 1.0, 1.0] and score.failures == ()
 
 
 def test_a_group_ends_in_its_time_however_many_hang(make_worker: Callable[..., OneWorker]) -> None:

@@ -34,6 +34,23 @@ from mobula.rewards.functions.answers.true_false import read_truth
         ("untrue", None),
         ("true or false", None),
         ("neither true nor false", None),
+        *[(f"It {words} true.", False) for words in ("’s not", "isn’t", "can’t be", "is hardly", "is by no means")],
+        *[
+            (f"It {words} true.", False)
+            for words in ("is not at all", "cannot be said to be", "doesn't seem", "is far from")
+        ],
+        ("I do not think that it is true.", False),
+        ("I don’t think so, it is false.", False),
+        ("I doubt that it is true", False),
+        ("I never said that it is not true", True),
+        ("Not only is it true, it is obvious.", True),
+        ("It is not, in my view, true", None),
+        ("Is it true?", None),
+        ("True?", None),
+        ("Is it true? Yes.", True),
+        ("True. Wait, actually not.", None),
+        ("True. Wait, actually false.", None),
+        ("Wait, it is true.", True),
         ("no circle is red", None),
         ("There is no circle, so the statement is false.", False),
         ("", None),

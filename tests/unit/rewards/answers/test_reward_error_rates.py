@@ -31,9 +31,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 THOUGHT = "There are three fish above and four below, so we add them. "
 MISSED: dict[str, list[str]] = {
     "math_answer": [
-        THOUGHT + r"\boxed{\sin 30^\circ} for \frac{1}{2}",
-        THOUGHT + r"\boxed{e^{i\pi}} for -1",
-        THOUGHT + r"\boxed{-7} for \text{-}7",
         THOUGHT + r"\boxed{33.3\%} for \frac{1}{3}",
         THOUGHT + r"\boxed{0.05\text{ m}} for 5\text{ cm}",
         THOUGHT + r"\boxed{\text{five}} for 5",
@@ -46,7 +43,6 @@ MISSED: dict[str, list[str]] = {
     ],
     "multiple_choice": [
         r"It must be B for B",
-        r"B is right for B",
         r"B, the red one for B",
         r"I choose B for B",
         r"(A) is too small, so the answer is (B) for B",
@@ -133,9 +129,11 @@ def test_anls_has_the_published_values(pool: IsolatedPool) -> None:
     assert [score.value for score in scores("anls", rows, pool)] == pytest.approx([row["value"] for row in rows])
 
 
-def test_answers_in_mathematics_score_by_their_meaning(pool: IsolatedPool) -> None:
-    """Rows `answer, reference, 1 or 0`: numbers, units, money, words, Unicode, sets, algebra, named unknowns."""
-    lines = (FIXTURES / "mathematics.tsv").read_text(encoding="utf-8").splitlines()
+@pytest.mark.parametrize("name", ["mathematics", "shapes"])
+def test_answers_in_mathematics_score_by_their_meaning(name: str, pool: IsolatedPool) -> None:
+    """Rows `answer, reference, 1 or 0`: numbers, units, money, words, Unicode, algebra; in `shapes` lists, sets,
+    intervals, equations, and values that differ in their type or in one sign only."""
+    lines = (FIXTURES / f"{name}.tsv").read_text(encoding="utf-8").splitlines()
     table = [line.split("\t") for line in lines if not line.startswith("#")]
     rows = [{"response": rf"So \boxed{{{answer}}}.", "reference": [reference]} for answer, reference, _ in table]
     found = [f"{score.value:g}" for score in scores("math_answer", rows, pool)]

@@ -87,6 +87,11 @@ def test_what_the_standard_admits_is_read(text: str) -> None:
         ("1,007", "007", 0.0),
         ("7%", "7%", 1.0),
         ("-7", "-7", 1.0),
+        *[(text, "7", 1.0) for text in ("答案是7。", "答案是7个", "答案是７", "７")],
+        *[(text, "7", 0.0) for text in ("答案是17个", "答案是－７", "答案是７％", "答案是7.5")],
+        ("is １２", "12", 1.0),
+        ("东京", "京", 0.0),
+        ("don’t", "don't", 1.0),
         ("category", "cat", 0.0),
         ("a cat", "cat", 1.0),
         ("cafe\u0301", "caf\u00e9", 1.0),
@@ -118,8 +123,44 @@ def test_exact_match_compares_what_was_extracted() -> None:
         *[(text, "B") for text in ("A dog is here, so the answer is B", "**Answer:** B", "My choice is option B")],
         *[(text, "B") for text in ("\uff22", "\uff08B\uff09", "B\N{IDEOGRAPHIC FULL STOP}")],
         (r"A \boxed{B}", "B"),
+        *[
+            (text, "B")
+            for text in ("Option B is correct", "B is right", "(B) is the correct answer", "**B** is correct.")
+        ],
+        *[
+            (text, "B")
+            for text in ("答案是B", "答案：B", "正确答案为（B）。", "选B", "选项 B", "答案是B不是C", r"\boxed{(B)\ 12}")
+        ],
+        *[(text, "B") for text in ("Ａ is too small, so the answer is Ｂ", "The answer is B because it isn’t red")],
+        *[
+            (text, "")
+            for text in (
+                "I do not think the answer is B",
+                "I don’t think B is correct",
+                "It isn’t true that B is right",
+            )
+        ],
+        *[
+            (text, "")
+            for text in (
+                "B is hardly correct",
+                "By no means B is correct",
+                "The answer is B, not at all",
+                "B is not correct",
+            )
+        ],
+        *[
+            (text, "")
+            for text in (
+                "The answer is A. Wait, actually B",
+                "Answer: B. Wait, no",
+                "Is option B correct?",
+                "Is the answer B?",
+            )
+        ],
+        *[(text, "") for text in ("答案不是B", "不选B", "答案是B或C", "答案是B吗？", "A is correct and B is correct")],
         *[(text, "") for text in ("", "cat", "Blue", "B2", "AB", "A B", "A, B", "A or B", "(A) or (B)", "Vitamin B")],
-        *[(text, "") for text in ("answer: a cat", "the answer is A cat", "B is wrong", "B is right", "Option B is")],
+        *[(text, "") for text in ("answer: a cat", "the answer is A cat", "B is wrong", "Option B is")],
         *[(text, "") for text in ("answer: A. No: answer: B", "answer: B or C", "B or C", "answer: B, or (c)", "B?")],
         *[(text, "") for text in ("answer: B was refuted", "The answer: B would do", "The answer is B, I disagree")],
         *[(text, "") for text in ("the answer is not B", "not B", "answer: B is wrong", "B. No wait, not the answer")],

@@ -104,7 +104,7 @@ def _math_boxed(rng: Random) -> Wrong:
     right, wrong = _math(rng)
     box = rf"\boxed{{{wrong}}}"
     frames = (box, f"It is ${wrong}$, so $${box}$$", rf"\boxed{{{right}}}, no: {box}")
-    no_answer = (right, rf"\boxed{{{right}", rf"\\boxed{{{right}}}", rf"\boxed{{}} {right}", rf"\boxed {right}")
+    no_answer = (right, rf"\boxed{{{right}", rf"\\boxed{{{right}}}", rf"\boxed{{}} {right}", rf"\boxed {{{right}")
     return Wrong(rng.choice(frames if rng.random() < 0.9 else no_answer), (right,))
 
 

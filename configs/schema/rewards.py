@@ -103,7 +103,7 @@ class RewardsConfig(Section):
     on_failure: Literal["exclude", "stop"] = "exclude"
     """A response that cannot be scored: exclude it from the group, or stop the run. It never counts as 0."""
     processes: Annotated[int, Field(ge=1)] = 1
-    """Subprocesses of a worker for functions that may hang (computer algebra, user functions), with a timeout."""
+    """Subprocesses of a worker for functions that may hang (patterns, user functions), with a timeout."""
     judged_interval: NonNegativeInt = 1
     """Components with `trained: false` score every so many-th training prompt, and all held-out prompts; 0: only
     held-out prompts."""

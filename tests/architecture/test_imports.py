@@ -38,7 +38,7 @@ WALLS: dict[str, tuple[str, ...]] = {
     "tinker": ("deploy/training_service/*",),
     "torch": ("cluster/*", "learner/*", "actors/*", "rewards/*", "deploy/*"),
     "transformers": ("learner/*", "actors/*", "rewards/models/*"),
-    "math_verify": ("rewards/functions/*",),
+    "mpmath": ("rewards/functions/*",),
     "verifiers": ("actors/environments/programs/*",),  # which runs in a Python of its own
 }
 

@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 # Packages of the project that a machine for `gpu_check` may lack.
 ABSENT = (
-    "aiohttp deepspeed diffusers fastapi fastapi_offline math_verify mistral_common msgspec "
+    "aiohttp deepspeed diffusers fastapi fastapi_offline mistral_common msgspec "
     "prometheus_client psutil pynvml ray rapidfuzz rich scipy sklearn tensorboard "
     "torchao typer uvicorn vllm"
 ).split()

@@ -212,7 +212,7 @@ def backends(config: RunConfig) -> tuple[RequiredPackage, ...]:
         "safetensors": "safetensors",
         "PIL": "pillow",
         "sklearn": "scikit-learn",
-        "math_verify": "math-verify",
+        "mpmath": "mpmath",
     }
     install = "run `make train` or `make test` once: both make the environment"
     gpu = config.resources.device == "cuda"

@@ -177,9 +177,9 @@ def _same_items(answer: Value, reference: Value) -> bool:
 
 
 def _pairwise(ours: Sequence[Value], theirs: Sequence[Value], same: Callable[[Value, Value], bool]) -> bool:
-    """Whether items are equal in order. In a list, a bare value does not stand for a named one."""
-    is_alike = [value.kind == "relation" for value in ours] == [value.kind == "relation" for value in theirs]
-    return is_alike and all(map(same, ours, theirs))
+    """Whether items are equal in order. In a list, a bare value stands for no equation and no set."""
+    kinds = [[value.kind if value.kind in ("relation", "set") else "" for value in side] for side in (ours, theirs)]
+    return kinds[0] == kinds[1] and all(map(same, ours, theirs))
 
 
 def _different(values: Sequence[Value]) -> list[Value]:

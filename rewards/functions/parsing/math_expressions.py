@@ -48,7 +48,7 @@ _BASES = {
 }
 _BARS = {"|": "|", "\\|": "\\|", "\\lfloor": "\\rfloor", "\\lceil": "\\rceil"}
 _MAX_BITS = 40_000  # of an exact number, and of the logarithm of any other
-_MAX_STEPS = 5_000  # of the evaluation of an expression
+_MAX_STEPS = 8_000  # of the evaluation of an expression
 
 
 class Expression:
@@ -326,8 +326,9 @@ class Expression:
             self._at += inner._at
             body = self._tokens[start : self._at]
         values = [self._read(found) for found in (low, scripts.get("^", [])) if found]
-        if name == "int" and len(values) == 2 and not self._bound:
-            return mp.quad(lambda value: _mp(self._read(body, **{variable: value})), [*map(_mp, values)])
+        value = self._read(body, **{variable: sample(variable, self._point)})
+        if name == "int" and len(values) == 2 and not self._bound and not self.names:
+            return mp.quad(lambda x: _mp(self._read(body, **{variable: x})), [*map(_mp, values)], maxdegree=5)
         if name in ("sum", "prod") and all(isinstance(value, Fraction) and value.denominator == 1 for value in values):
             if not 0 <= values[1] - values[0] < 1000:
                 raise UnreadableError("bounds")
@@ -340,7 +341,7 @@ class Expression:
             return total
         if name == "lim" and mp.isfinite(_mp(values[0])):
             return self._read(body, **{variable: values[0]})  # fails where the expression has no value
-        return self._opaque(name, self._read(body, **{variable: sample(variable, self._point)}), *values)
+        return self._opaque(name, value, *values)
 
     def _bounds(self, found: list[Token]) -> tuple[str, list[Token]]:
         below = split(found, ("=", "\\to"))

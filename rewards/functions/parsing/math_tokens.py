@@ -75,6 +75,7 @@ _REWRITINGS: list[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]] 
         (r"(?<![\w)}\].])\]([^][(),]+,[^][(),]+)([][])", lambda match: f"({match[1]}{')' if match[2] == '[' else ']'}"),
         (r"\[([^][(),]+,[^][(),]+)\[(?!\w)", r"[\1)"),
         (r"\b([Pp])er\s+cent\b", r"\1ercent"),
+        (r"\b([fgh])\s*\^\s*\{\s*-\s*1\s*\}\s*(?=\()", r"\1_{inverse}"),
         (r"\\not\s*([=<>])|<=|>=|!=", lambda match: _OPERATORS[match[1] or match[0]]),
     )
 ]

@@ -141,10 +141,10 @@ def _item(found: Sequence[Token]) -> Value:
     if len(terms) == 1:
         return _union(found)
     positions = [sum(map(len, terms[:index])) + index - 1 for index in range(1, len(terms))]
-    names = ["=" if texts[position] == "\\approx" else texts[position] for position in positions]
+    names = [texts[position] for position in positions]
     if not terms[0]:
-        return _item(found[1:]) if names[0] == "=" else _refuse("nothing before a relation")
-    while len(names) > 1 and texts[positions[len(names) - 1]] == "\\approx":  # a rounded value after the exact one
+        return _item(found[1:]) if names[0] in ("=", "\\approx") else _refuse("nothing before a relation")
+    while len(names) > 1 and names[-1] == "\\approx":  # a rounded value after the exact one
         names, terms = names[:-1], terms[:-1]
     sides = [_side(term) for term in terms]
     if set(names) == {"="} and len(sides) > 2:
@@ -159,6 +159,7 @@ def _side(found: Sequence[Token]) -> Value:
 
 
 def _relation(name: str, one: Value, other: Value) -> Value:
+    name = "=" if name == "\\approx" and other.is_number else name
     if name in _TURNED or (name == "=" and one.is_number and not other.is_number):
         name, one, other = _TURNED.get(name, name), other, one
     if name == "\\in" and other.kind == "set":
@@ -191,6 +192,8 @@ def _quantity(found: Sequence[Token]) -> Value:
     texts = [token.text for token in found] or _refuse("nothing")
     if texts == ["\\emptyset"]:
         return EMPTY
+    if texts[0] == "\\{" and (value := _bracket(found)):
+        return value
     if "\\pm" in texts or "\\mp" in texts:
         signs = ({"\\pm": "+", "\\mp": "-"}, {"\\pm": "-", "\\mp": "+"})
         both = [_quantity([token._replace(text=sign.get(token.text, token.text)) for token in found]) for sign in signs]

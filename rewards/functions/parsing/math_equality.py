@@ -319,13 +319,10 @@ def _is_decimal(value: Any) -> bool:
 
 
 def _zipped(ours: Sequence[Any], theirs: Sequence[Any]) -> list[tuple[Any, Any]]:
-    length = max(len(ours), len(theirs))
-    return list(
-        zip(
-            *((mp.convert(v) for v in (*side, *side[:1] * (length - len(side)))) for side in (ours, theirs)),
-            strict=True,
-        )
-    )
+    """Pairs values at the same points; an expression without symbols has one value."""
+    one, other = (list(map(mp.convert, side)) for side in (ours, theirs))
+    length = max(len(one), len(other))
+    return list(zip(one * (length // len(one)), other * (length // len(other)), strict=True))
 
 
 def _same_points(ours: Sequence[Any], theirs: Sequence[Any]) -> bool:

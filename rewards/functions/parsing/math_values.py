@@ -45,6 +45,7 @@ _OPTION = re.compile(
     r"(?:\(([A-J])\)|([A-J])[.):](?=[\s}]|$)|([A-J])(?=\}?$))\s*\}?(?:\s|\\[,;: ]|~|\\q?quad)*(.*)",
     re.DOTALL,
 )
+_MAX_UNIT_TOKENS = 40
 _DECIMALS = 6  # in which a decimal and a value without decimals must agree: 0.333333 is 1/3, 0.33 is not
 
 
@@ -212,11 +213,11 @@ def _quantity(found: Sequence[Token]) -> Value:
     depth = 0
     for index in range(1, len(found)):
         depth += depth_of(found[index - 1])
-        if not depth and (value := _measured(found, index)):
+        if not depth and len(found) - index < _MAX_UNIT_TOKENS and (value := _measured(found, index)):
             return value
     try:
         return _expression(found)
-    except (UnreadableError, ArithmeticError, TypeError, ValueError):
+    except (UnreadableError, ArithmeticError, TypeError, ValueError, RecursionError):
         return Value("text", name=re.sub(r"\{ (\S+) \}", r"\1", spelled(found)))
 
 

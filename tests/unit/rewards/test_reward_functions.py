@@ -218,6 +218,48 @@ def test_any_reference_will_do(tools: Tools) -> None:
     assert score(function, r"\boxed{8}", "6", "7") == 0.0
 
 
+@pytest.mark.parametrize(
+    ("response", "reference", "value"),
+    [
+        (r"So $\boxed{2}, \boxed{3}$.", "3,2", 1.0),
+        (r"It is \boxed{(2,2)} and \boxed{(6,2)}.", "(2,2),(6,2)", 1.0),
+        (r"\boxed{1}, \boxed{2}\text{ or }\boxed{3}", "1,2,3", 1.0),
+        (r"So $\boxed{2}, \boxed{3}$.", "3", 0.0),
+        (r"\boxed{6}, no, \boxed{7}", "7", 1.0),
+        (r"\boxed{6}. So \boxed{7}", "7", 1.0),
+        (r"\boxed{6} \boxed{7}", "6,7", 0.0),
+        (r"thus $\boxed 7$", "7", 1.0),
+    ],
+)
+def test_boxes_that_end_a_response_as_a_list_are_one_answer(response: str, reference: str, value: float) -> None:
+    assert score(MathAnswer(NO_PROCESS, require_boxed=True), response, reference) == value
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "9^{9^{9^{9}}}",
+        "100000!",
+        r"e^{e^{e^{e^{9}}}}",
+        "(" * 490 + "7" + ")" * 490,
+        r"\sqrt" * 150 + "7",
+        r"\frac{1}{" * 90 + "7" + "}" * 90,
+        r"\sum_{i=1}^{999}\sum_{j=1}^{999}\sum_{k=1}^{999} ijk",
+        r"\int_0^1\int_0^1 \sin(10^{9}xy) dx dy",
+        r"\int_0^{\infty} \exp(x) dx",
+        r"\binom{10^{9}}{10^{8}}",
+        r"\sin 10^{10000}",
+        "1" * 990,
+        "|" * 900,
+        "1,2;" * 240,
+    ],
+)
+def test_no_answer_takes_long(answer: str) -> None:
+    started = time.process_time()
+    assert score(MathAnswer(NO_PROCESS, require_boxed=True), rf"\boxed{{{answer}}}", "8") == 0.0
+    assert time.process_time() - started < 5
+
+
 def test_without_require_boxed_the_whole_response_is_the_answer(tools: Tools) -> None:
     lenient, strict = MathAnswer(tools, require_boxed=False), MathAnswer(tools, require_boxed=True)
     assert score(lenient, " 7 ", "7") == 1.0 and score(strict, "7", "7") == 0.0

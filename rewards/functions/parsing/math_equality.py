@@ -15,6 +15,7 @@ from mobula.rewards.functions.parsing.units import same_unit
 _LITERAL = re.compile(r"[0-9]{1,2} : [0-5][0-9]|[0-9]+( [-/] )[0-9]+\1[0-9]+")  # a time or a date
 _SAME_POINT = mp.mpf(10) ** -35
 _ZERO = mp.mpf(10) ** -50
+_MAX_ITEMS = 100  # of lists whose order does not count
 _PERCENT = frozenset({("%", 1)})
 
 Region = tuple[str, frozenset[Any], Callable[[Any], bool]]  # name of the unknown, end points, membership
@@ -161,7 +162,8 @@ def _same_items(answer: Value, reference: Value) -> bool:
         whole, other = (answer, reference) if answer.kind in ("list", "set") else (reference, answer)
         is_single = whole.kind == "set" and len(whole.parts) == 1
         return is_single and (_same(whole.parts[0], other) if whole is answer else _same(other, whole.parts[0]))
-    if kinds == {"list"} and {answer.name, reference.name} == {"and", "or"}:
+    is_long = max(len(answer.parts), len(reference.parts)) > _MAX_ITEMS
+    if is_long or (kinds == {"list"} and {answer.name, reference.name} == {"and", "or"}):
         return False
     ours, theirs = (
         _different(value.parts) if value.kind == "set" else list(value.parts) for value in (answer, reference)

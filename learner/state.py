@@ -14,6 +14,7 @@ import torch
 from mobula.cluster.errors import CheckpointError
 from mobula.cluster.runtime.gc_tuning import return_free_memory
 from mobula.learner.backends.base import Backend, Optimizer
+from mobula.learner.backends.state_files import load_plain
 
 ALGORITHM_FILE = "algorithm.json"
 
@@ -103,7 +104,7 @@ def load_state(
 def load_random_state(folder: Path, rank: int) -> None:
     """Restores the random state of this rank; a rank without a saved state keeps the current state."""
     if _rng_file(folder, rank).is_file():
-        torch.set_rng_state(torch.load(_rng_file(folder, rank), weights_only=True))
+        torch.set_rng_state(load_plain(_rng_file(folder, rank)))
 
 
 def load_algorithm(folder: Path) -> dict[str, Any]:

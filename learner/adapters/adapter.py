@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from mobula.cluster.errors import CheckpointError
 from mobula.cluster.training_service.interfaces import AdamParameters, AdapterSpec
 from mobula.learner.adapters.grouped import Factors
+from mobula.learner.backends.state_files import load_plain
 
 STATE_FILE = "adapter.pt"
 
@@ -144,8 +145,8 @@ def read_state(folder: Path) -> dict[str, Any]:
     """Reads a state that `write_state` has written, into host memory.
 
     Raises:
-        CheckpointError: the folder has no state.
+        CheckpointError: the folder has no state, or a file that holds more than tensors and plain values.
     """
     if not (folder / STATE_FILE).is_file():
         raise CheckpointError(f"{folder} holds no saved adapter: load a folder that `save` has written")
-    return torch.load(folder / STATE_FILE, map_location="cpu", weights_only=True)
+    return load_plain(folder / STATE_FILE)

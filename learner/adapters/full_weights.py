@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 from transformers import PreTrainedModel
 
-from mobula.cluster.errors import CheckpointError
 from mobula.cluster.training_service.interfaces import AdamParameters, AdapterSpec
 from mobula.configs.schema import RunConfig
 from mobula.learner.adapters.adapter import STATE_FILE
@@ -23,6 +19,7 @@ from mobula.learner.adapters.call_rank import CallRank
 from mobula.learner.adapters.calls import CallRow
 from mobula.learner.adapters.grouped import Factors
 from mobula.learner.backends.sharded import ShardedWriter, saved_shapes, saved_tensors
+from mobula.learner.backends.state_files import read_state
 from mobula.learner.optim.average import local
 from mobula.learner.policies.batch import TokenBatch
 from mobula.learner.policies.trained import save_trained
@@ -105,10 +102,9 @@ class FullWeightsRank(CallRank):
         gradient = self._gradient()
         self._clear_gradient()  # an optimizer without a state is saved with a fresh one, for which torch needs this
         try:
-            with _failing_as(OSError):
-                if gradient:
-                    self._gradients.write(gradient, folder / GRADIENT)
-                self._backend.save(folder, self._optimizer, self._num_steps)()
+            if gradient:
+                self._gradients.write(gradient, folder / GRADIENT)
+            self._backend.save(folder, self._optimizer, self._num_steps)()
         finally:
             self._set_gradient(gradient)
 
@@ -122,13 +118,12 @@ class FullWeightsRank(CallRank):
         self._refuse_other(adapter)
         self._together(lambda: self._refuse_unfit(folder))
         self._reset()
-        with _failing_as(CheckpointError):
-            num_steps = self._backend.load(folder, self._optimizer)
-            if with_optimizer:
-                self._num_steps = num_steps
-                self._set_gradient(self._read_gradient(folder / GRADIENT))
-            else:
-                self._reset()
+        num_steps = self._backend.load(folder, self._optimizer)
+        if with_optimizer:
+            self._num_steps = num_steps
+            self._set_gradient(self._read_gradient(folder / GRADIENT))
+        else:
+            self._reset()
 
     def export(self, adapter: str, folder: Path) -> None:
         """Writes a checkpoint in the Hugging Face layout; rank 0 writes each tensor as soon as it is gathered.
@@ -206,7 +201,7 @@ class FullWeightsRank(CallRank):
         if not folder.is_dir():
             return {}
         gradient = {name: torch.empty_like(self._trained[name]) for name in saved_tensors(folder)}
-        dcp.load(gradient, checkpoint_id=folder, no_dist=not dist.is_initialized())
+        read_state(gradient, folder)
         return gradient
 
     def _refuse_unfit(self, folder: Path) -> None:
@@ -222,13 +217,3 @@ class FullWeightsRank(CallRank):
                 f"the saved weights lack {unfit[0]} of policy.model, or have another shape, and {len(unfit) - 1} more: "
                 "load them with the model and the policy.freeze that they were trained with"
             )
-
-
-@contextmanager
-def _failing_as(error: type[OSError | CheckpointError]) -> Iterator[None]:
-    """Raises `error` in place of torch's, which is no Exception and which all ranks raise."""
-    try:
-        yield
-    except CheckpointException as failure:
-        rank, (cause, _) = next(iter(failure.failures.items()))
-        raise error(f"rank {rank}: {cause}") from failure

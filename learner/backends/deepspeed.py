@@ -26,6 +26,7 @@ from mobula.cluster.errors import CheckpointError
 from mobula.configs.schema import LearnerConfig
 from mobula.learner.backends.base import Wanted, evaluating, everything, trained_parameters
 from mobula.learner.backends.gather import BUCKET_BYTES
+from mobula.learner.backends.state_files import load_plain
 from mobula.learner.optim import build_optimizer
 from mobula.learner.policies.base import Policy
 from mobula.learner.policies.checkpoint.reading import Rows, Weights, allocate, fill, plain_name, refuse_lacking
@@ -123,6 +124,7 @@ class DeepSpeedBackend:
                 "states are read as they were written: set resources.learner.num_workers and learner.zero_stage as "
                 "before"
             )
+        _refuse_code(folder)
         self._turn = optimizer
         _, client_state = self._engine.load_checkpoint(str(folder), TAG, load_module_strict=False)
         return int(client_state["version"])
@@ -200,6 +202,7 @@ def saved_zero_weights(folder: Path) -> dict[str, Callable[[], Tensor]]:
     """
     _refuse_incomplete(folder)
     _imported(torch.device("cpu"))
+    _refuse_code(folder)
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     with redirect_stdout(StringIO()), redirect_stderr(StringIO()):  # it prints its progress
@@ -212,6 +215,21 @@ def saved_zero_weights(folder: Path) -> dict[str, Callable[[], Tensor]]:
 def _refuse_incomplete(folder: Path) -> None:
     if not (folder / RANKS_FILE).is_file():
         raise CheckpointError(f"{folder} holds no complete DeepSpeed state: use an older checkpoint")
+
+
+def _refuse_code(folder: Path) -> None:
+    """DeepSpeed unpickles its files without a restriction: each is read with one before, and its tensors are mapped.
+
+    Raises:
+        CheckpointError: a file holds anything but tensors, plain values and a few of DeepSpeed's own classes.
+    """
+    from deepspeed.runtime.fp16.loss_scaler import LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    with torch.serialization.safe_globals([LossScaler, ZeroStageEnum, fragment_address]):
+        for file in sorted(path for path in (folder / TAG).rglob("*") if path.is_file()):
+            load_plain(file, mmap=True)
 
 
 def _imported(device: torch.device) -> Any:

@@ -1,4 +1,4 @@
-"""A policy and its optimizer to and from a folder, in torch's distributed format: it is read on any number of ranks."""
+"""A policy and its optimizer to and from a folder, which is read on any number of ranks."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultLoadPlanner, LoadPlan
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -22,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from mobula.cluster.errors import CheckpointError
+from mobula.learner.backends.state_files import read_index, read_state, write_state
 from mobula.learner.policies.base import Policy
 
 PARTIAL = StateDictOptions(strict=False)  # the state of the model may lack what is frozen
@@ -56,20 +54,7 @@ class ShardedWriter:
 
     def write(self, state: dict[str, Any], folder: Path) -> None:
         """Writes a state of tensors, sharded or whole."""
-        dcp.save(state, checkpoint_id=folder, process_group=self._group, no_dist=self._group is None)
-
-
-class _IdleWeights(DefaultLoadPlanner):
-    """Takes a checkpoint without the optimizer's state of weights that no gradient has reached.
-
-    The last block of some flow models computes a text that nothing reads. Such weights keep the fresh state.
-    """
-
-    def create_local_plan(self) -> LoadPlan:
-        assert self.metadata is not None and self.state_dict is not None, "the planner has been set up"
-        lacking = [key for key in self.state_dict if key not in self.metadata.state_dict_metadata]
-        self.allow_partial_load = all(key.startswith("optimizer.state.") for key in lacking)
-        return super().create_local_plan()
+        write_state(state, folder, self._group)
 
 
 def load_sharded(folder: Path, policy: Policy, optimizer: torch.optim.Optimizer) -> int:
@@ -78,9 +63,8 @@ def load_sharded(folder: Path, policy: Policy, optimizer: torch.optim.Optimizer)
     Raises:
         CheckpointError: there is no complete state in `folder`.
     """
-    _refuse_incomplete(folder)
     state: dict[str, Any] = {**_trained_state(policy, optimizer), "version": 0}
-    dcp.load(state, checkpoint_id=folder, no_dist=not dist.is_initialized(), planner=_IdleWeights())
+    read_state(state, folder)
     set_state_dict(
         policy, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"], options=PARTIAL
     )
@@ -93,8 +77,7 @@ def saved_shapes(folder: Path) -> dict[str, torch.Size]:
     Raises:
         CheckpointError: there is no complete state in `folder`.
     """
-    _refuse_incomplete(folder)
-    entries = _Reader(folder).read_metadata().state_dict_metadata.items()
+    entries = read_index(folder).state_dict_metadata.items()
     sizes = {name: saved.size for name, saved in entries if isinstance(saved, TensorStorageMetadata)}
     return {name.removeprefix(MODEL): size for name, size in sizes.items() if name.startswith(MODEL)}
 
@@ -105,44 +88,27 @@ def saved_sharded_weights(folder: Path) -> dict[str, Callable[[], Tensor]]:
     Raises:
         CheckpointError: there is no complete state in `folder`.
     """
-    _refuse_incomplete(folder)
     tensors = saved_tensors(folder)
     return {name.removeprefix(MODEL): read for name, read in tensors.items() if name.startswith(MODEL)}
 
 
 def saved_tensors(folder: Path) -> dict[str, Callable[[], Tensor]]:
     """Name -> reader of each tensor that ranks have written to `folder`; read in one process, as a whole."""
-    metadata = _Reader(folder).read_metadata()
+    index = read_index(folder)
 
     def read(name: str, saved: TensorStorageMetadata) -> Tensor:
         state = {name: torch.empty(saved.size, dtype=saved.properties.dtype)}
-        dcp.load(state, storage_reader=_Reader(folder, metadata), no_dist=True)
+        read_state(state, folder, index, no_dist=True)
         return state[name]
 
-    entries = metadata.state_dict_metadata.items()
+    entries = index.state_dict_metadata.items()
     return {name: partial(read, name, saved) for name, saved in entries if isinstance(saved, TensorStorageMetadata)}
-
-
-class _Reader(dcp.FileSystemReader):
-    """Reads the metadata file once for many loads: it describes every shard of every tensor."""
-
-    def __init__(self, folder: Path, metadata: Metadata | None = None) -> None:
-        super().__init__(folder)
-        self._metadata = metadata
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return self._metadata or super().read_metadata(*args, **kwargs)
 
 
 def _host_bytes(state: dict[str, Any]) -> float:
     """Bytes of one rank in host memory. All ranks have the same number: they copy or write together."""
     tensors = [t for t in tree_leaves(state) if isinstance(t, Tensor) and t.device.type == "cpu"]
     return sum(t.nbytes / (t.device_mesh.size(-1) if isinstance(t, DTensor) else 1) for t in tensors)
-
-
-def _refuse_incomplete(folder: Path) -> None:
-    if not (folder / ".metadata").is_file():
-        raise CheckpointError(f"{folder} holds no complete learner state: use an older checkpoint")
 
 
 def _trained_state(policy: Policy, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from mobula.cluster.errors import CheckpointError
+from mobula.learner.backends.state_files import is_complete, read_index, read_state
 
 FOLDER = "average"  # of a learner's state
 OFF = {FOLDER: "learner.ema_decay=0", "slow": "algorithm.losses.nft.max_decay=0"}  # what keeps none, by its folder
@@ -92,7 +92,7 @@ class NullAverage:
 
 def refuse_without_average(folder: Path, name: str = FOLDER) -> None:
     """Raises: CheckpointError: there is no average called `name` in a learner's state in `folder`."""
-    if not (folder / name / ".metadata").is_file():
+    if not is_complete(folder / name):
         raise CheckpointError(
             f"{folder} holds no average of the weights: a run with {OFF[name]} wrote it, so resume with that, or start "
             "a new run"
@@ -106,11 +106,12 @@ def read_average(folder: Path, tensors: dict[str, Tensor], *, no_dist: bool, nam
         CheckpointError: there is none.
     """
     refuse_without_average(folder, name)
-    saved = dcp.FileSystemReader(folder / name).read_metadata().state_dict_metadata
+    index = read_index(folder / name)
+    saved = index.state_dict_metadata
     # DeepSpeed saves its shards flat and padded.
     sizes = {n: tensor.size for n, tensor in saved.items() if isinstance(tensor, TensorStorageMetadata)}
     read = {n: t if sizes[n] == t.shape else t.new_empty(sizes[n]) for n, t in tensors.items()}
-    dcp.load(read, checkpoint_id=folder / name, no_dist=no_dist)
+    read_state(read, folder / name, index, no_dist=no_dist)
     for n, t in tensors.items():
         if read[n] is not t:
             t.copy_(read[n][: t.numel()].view_as(t))

@@ -63,7 +63,7 @@ def test_the_engine_follows_the_policy(report: RunFolder) -> None:
 
 def test_the_critic_is_part_of_each_checkpoint_and_the_policy_leaves_without_it(job: Job) -> None:
     for version in ("000000", "000003"):
-        assert (job.run_folder / "checkpoints" / f"step-{version}" / "learner" / "critic" / ".metadata").is_file()
+        assert (job.run_folder / "checkpoints" / f"step-{version}" / "learner" / "critic" / "state.json").is_file()
     start, trained = (load_file(job.run_folder / name / "model.safetensors") for name in ("reference", "policy"))
     assert start.keys() == trained.keys() == load_file(job.folder / "model" / "model.safetensors").keys()
     assert any((start[name] != trained[name]).any() for name in start)

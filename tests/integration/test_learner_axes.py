@@ -10,10 +10,10 @@ import torch
 import torch.multiprocessing as mp
 from backend_run import LORA, config_of, equal, met_at, steps, train
 from safetensors.torch import load_file
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoTokenizer
 
 from mobula.learner.backends import fsdp2
+from mobula.learner.backends.sharded import saved_tensors
 from mobula.learner.learner import Learner
 from mobula.learner.optim.average import local
 from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
@@ -131,17 +131,16 @@ def test_a_state_is_the_same_behind_two_ranks_and_four_again(ran: Path, tmp_path
         target.mkdir()
         mp.start_processes(_resave, args=(num_ranks, ran / "model", source, target), nprocs=num_ranks)
         source = target / "state"
-    first, last = (_tensors(folder, tmp_path / "joined.pt") for folder in (ran / "two replicas" / "state", source))
+    first, last = (_tensors(folder) for folder in (ran / "two replicas" / "state", source))
     assert first.keys() == last.keys() and any("exp_avg_sq" in name for name in first)
     assert not [name for name in first if not torch.equal(first[name], last[name])]
 
 
-def _tensors(state: Path, joined: Path) -> dict[str, torch.Tensor]:
+def _tensors(state: Path) -> dict[str, torch.Tensor]:
     """Returns each tensor of the checkpoints in a state, whole."""
-    tensors = {}
-    for metadata in state.rglob(".metadata"):
-        dcp_to_torch_save(metadata.parent, joined)
-        leaves, _ = torch.utils._pytree.tree_flatten_with_path(torch.load(joined, weights_only=False))
-        part = metadata.parent.relative_to(state)
-        tensors |= {f"{part}{path}": leaf for path, leaf in leaves if isinstance(leaf, torch.Tensor)}
-    return tensors
+    folders = [index.parent for index in state.rglob("state.json")]
+    return {
+        f"{folder.relative_to(state)}/{name}": read()
+        for folder in folders
+        for name, read in saved_tensors(folder).items()
+    }

@@ -15,11 +15,14 @@ from torch import Tensor
 DTYPES = {  # in the write order of safetensors, which aligns every tensor
     torch.int64: "I64",
     torch.float64: "F64",
+    torch.complex64: "C64",
     torch.float32: "F32",
     torch.int32: "I32",
     torch.bfloat16: "BF16",
     torch.float16: "F16",
     torch.int16: "I16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
     torch.int8: "I8",
     torch.uint8: "U8",
     torch.bool: "BOOL",
@@ -51,12 +54,12 @@ def write_weights(
         offsets: dict[str, tuple[BinaryIO, int]] = {}
         for name, keys in split.filename_to_tensors.items():
             file = stack.enter_context((folder / name).open("wb"))
-            offsets |= {key: (file, offset) for key, offset in _write_header(file, described, keys).items()}
+            offsets |= {key: (file, offset) for key, offset in write_header(file, described, keys).items()}
         for key, tensor in tensors:
             target, offset = offsets.pop(key)
             assert (tensor.shape, tensor.dtype) == (described[key].shape, described[key].dtype), key
             target.seek(offset)
-            target.write(tensor.cpu().reshape(-1).contiguous().view(torch.uint8).numpy().data)
+            target.write(content(tensor))
         if offsets:
             raise ValueError(f"{folder} lacks {len(offsets)} tensors, such as {next(iter(offsets))}")
     if split.is_sharded:
@@ -66,7 +69,12 @@ def write_weights(
         (folder / f"{stem}.safetensors.index.json").write_text(text, encoding="utf-8")
 
 
-def _write_header(file: BinaryIO, described: Mapping[str, Tensor], keys: Sequence[str]) -> dict[str, int]:
+def content(tensor: Tensor) -> memoryview:
+    """Returns the bytes of a tensor; of a contiguous one in host memory without a copy."""
+    return tensor.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().data
+
+
+def write_header(file: BinaryIO, described: Mapping[str, Tensor], keys: Sequence[str]) -> dict[str, int]:
     """Writes the header of a file with these tensors; returns the offset of each tensor in the file."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     begins, end = {}, 0

@@ -333,7 +333,7 @@ def test_a_resumed_learner_goes_on_bit_for_bit(folder, tokenizer, tmp_path, monk
     first.update(steps[0], 1)
     first.update(steps[1], 2)
     first.save(tmp_path / "state")
-    assert max_copy_bytes or (tmp_path / "state" / ".metadata").is_file(), "it is on disk before the next step"
+    assert max_copy_bytes or (tmp_path / "state" / "state.json").is_file(), "it is on disk before the next step"
     first.update(steps[2], 3)
     first.finish_save()
     second = connected(tiny_config(folder))

@@ -8,9 +8,9 @@ import pytest
 import torch
 from learner_data import random_groups, tiny_config
 from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
 from transformers import AutoTokenizer
 
+from mobula.cluster.errors import CheckpointError
 from mobula.configs.load import load_config
 from mobula.learner.backends.sharded import ShardedWriter, load_sharded
 from mobula.learner.backends.single import SingleBackend
@@ -143,5 +143,5 @@ def test_it_resumes_with_the_state_of_the_others(tmp_path: Path) -> None:
 def test_a_weight_that_is_missing_is_still_an_error(tmp_path: Path) -> None:
     ShardedWriter().save(tmp_path, *trained(Half(("used",))), 3)()
     other, fresh = trained(Half())
-    with pytest.raises(CheckpointException, match=r"Missing key in checkpoint state_dict: model\.model\.idle"):
+    with pytest.raises(CheckpointError, match=r"Missing key in checkpoint state_dict: model\.model\.idle"):
         load_sharded(tmp_path, other, fresh)

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from learner_data import group, image, prompt, random_groups, tiny_config
 from peft import PeftModel
 from safetensors.torch import load_file
@@ -16,6 +15,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokeniz
 from mobula.cluster.errors import CheckpointError
 from mobula.configs.load import load_config
 from mobula.configs.schema import RunConfig
+from mobula.learner.backends.state_files import write_state
 from mobula.learner.learner import Learner
 from mobula.learner.offload import Offloader
 from mobula.learner.optim.average import NullAverage, WeightAverage, read_average
@@ -167,7 +167,7 @@ def test_a_state_without_it_is_refused(folder: Path, tmp_path: Path) -> None:
 
 def test_shards_that_were_saved_flat_and_padded_are_read_whole(tmp_path: Path) -> None:
     """As two ranks of DeepSpeed save three values."""
-    dcp.save({"w": torch.arange(4.0)}, checkpoint_id=tmp_path / "average", no_dist=True)
+    write_state({"w": torch.arange(4.0)}, tmp_path / "average", None)
     found = {"w": torch.empty(3, 1)}
     read_average(tmp_path, found, no_dist=True)
     assert torch.equal(found["w"], torch.arange(3.0)[:, None])

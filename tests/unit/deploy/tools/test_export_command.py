@@ -133,7 +133,7 @@ def test_what_cannot_be_exported_is_named_with_the_next_action(model: Path, tmp_
 def test_a_damaged_checkpoint_and_a_step_that_is_not_there_are_named(model: Path, tmp_path: Path) -> None:
     run = run_folder(tmp_path, tiny_config(model), (0, 1))
     assert "no checkpoint of step 7; it has these steps: 0, 1" in refused(run, "--step", 7)
-    [file] = (run / "checkpoints" / "step-000001" / "learner").glob("*.distcp")
+    [file] = (run / "checkpoints" / "step-000001" / "learner").glob("*.safetensors")
     file.write_bytes(file.read_bytes()[:-1])
     assert "step-000001 is not complete" in refused(run, "--step", 1)
     assert "step 0 of" in exported(run), "the newest complete one"

@@ -1,0 +1,280 @@
+"""States in a folder: what is written holds no pickle, states of earlier versions are read, and no file runs code."""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from mobula.cluster.errors import CheckpointError
+from mobula.configs.load import load_config
+from mobula.learner.adapters.adapter import read_state as read_adapter
+from mobula.learner.backends.deepspeed import saved_zero_weights
+from mobula.learner.backends.sharded import (
+    ShardedWriter,
+    load_sharded,
+    saved_shapes,
+    saved_sharded_weights,
+    saved_tensors,
+)
+from mobula.learner.backends.single import SingleBackend
+from mobula.learner.backends.state_files import EARLIER_INDEX, INDEX, read_state, write_state
+from mobula.learner.optim.average import read_average
+from mobula.learner.policies.base import Policy
+from mobula.learner.policies.checkpoint.writing import content
+from mobula.learner.state import load_random_state
+
+RECORDED = Path(__file__).parents[2] / "support" / "recorded_states"  # by torch 2.13 and DeepSpeed 0.19.8
+STATE_PREFIX = "model.model."
+
+
+class Half(Policy):
+    """The model of the recorded states: of two layers one is read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.ModuleDict({name: nn.Linear(4, 6) for name in ("used", "idle")})
+
+
+class Code:
+    """Writes a file when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self._mark = mark
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str, str]]:
+        return open, (str(self._mark), "w")
+
+
+def stepped() -> tuple[Policy, torch.optim.Optimizer]:
+    config = load_config(["experiment=digits", "learner=single", "resources.learner.num_workers=1"]).learner
+    backend = SingleBackend(torch.device("cpu"), torch.float32, config)
+    policy = backend.wrap(Half())
+    assert isinstance(policy, Policy)
+    optimizer = backend.optimizer()
+    assert isinstance(policy.model, nn.ModuleDict)
+    backend.backward(policy.model["used"](torch.ones(1, 4)).sum(), is_last=True)
+    backend.step(optimizer, max_grad_norm=1.0)
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    return policy, optimizer
+
+
+def test_a_state_is_safetensors_and_json_alone(tmp_path: Path) -> None:
+    policy, optimizer = stepped()
+    ShardedWriter().save(tmp_path, policy, optimizer, 3)()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rank_0.safetensors", INDEX]
+    tensors = load_file(tmp_path / "rank_0.safetensors")
+    assert torch.equal(tensors["model.model.used.weight@0,0"], policy.state_dict()["model.used.weight"])
+    assert json.loads((tmp_path / INDEX).read_text())["values"]["version"] == 3
+    other, fresh = stepped()
+    fresh.param_groups[0]["lr"] = 7.0
+    assert load_sharded(tmp_path, other, fresh) == 3
+    assert fresh.param_groups == [
+        {**group, "params": other} for group, other in zip(optimizer.param_groups, _params(fresh), strict=True)
+    ]
+
+
+def _params(optimizer: torch.optim.Optimizer) -> list[list[nn.Parameter]]:
+    return [group["params"] for group in optimizer.param_groups]
+
+
+def test_tensors_of_each_type_and_values_come_back_bit_for_bit(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    tensors: dict[str, torch.Tensor] = {
+        "scalar": torch.tensor(0.1, dtype=torch.float64),
+        "empty": torch.empty(0, 3),
+        "transposed": torch.randn(3, 5, generator=generator).T,
+        "bfloat16": torch.randn(7, generator=generator).bfloat16(),
+        "float8": torch.randn(4, generator=generator).to(torch.float8_e4m3fn),
+        "complex": torch.randn(4, generator=generator, dtype=torch.complex64),
+        "flags": torch.tensor([True, False]),
+        "steps": torch.arange(3),
+    }
+    values = {
+        "lr": 0.1 + 0.2,
+        "betas": (0.9, 0.999),
+        "none": None,
+        "on": True,
+        "text": "ä",
+        "n": 1 << 60,
+        "inf": math.inf,
+    }
+    write_state({**tensors, **values, "nested": {"names": ["a", "b"]}}, tmp_path, None)
+    read: dict[str, Any] = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
+    read |= {name: (0.0,) if name == "betas" else 0 for name in values} | {"nested": {"names": []}}
+    read_state(read, tmp_path)
+    for name, tensor in tensors.items():
+        assert bytes(content(read[name])) == bytes(content(tensor)), name
+    assert {name: read[name] for name in values} == values and read["nested"] == {"names": ["a", "b"]}
+
+
+def test_what_a_state_cannot_hold_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"optimizer\.kept of the state is \{1, 2\}, and a checkpoint holds tensors"):
+        write_state({"optimizer": {"kept": {1, 2}}}, tmp_path, None)
+    with pytest.raises(ValueError, match=r"w of the state has the type torch\.complex128"):
+        write_state({"w": torch.zeros(1, dtype=torch.complex128)}, tmp_path, None)
+
+
+def test_a_state_of_two_ranks_of_an_earlier_version_is_read_whole() -> None:
+    folder = RECORDED / "fsdp2"
+    expected = load_file(folder / "expected.safetensors")
+    policy, optimizer = stepped()
+    assert load_sharded(folder, policy, optimizer) == 3
+    assert optimizer.param_groups[0]["betas"] == (0.9, 0.95)
+    for name, parameter in policy.named_parameters():
+        assert torch.equal(parameter, expected[f"model.{name}"])
+    moments = {name: value for name, value in expected.items() if name.startswith("optimizer.state.")}
+    assert len(moments) == 6
+    for name, moment in moments.items():
+        parameter, key = name.removeprefix("optimizer.state.").rsplit(".", 1)
+        assert torch.equal(optimizer.state[policy.get_parameter(parameter)][key], moment)
+    weights = saved_sharded_weights(folder)
+    assert weights.keys() == saved_shapes(folder).keys() == dict(policy.named_parameters()).keys()
+    assert all(torch.equal(read(), expected[f"model.{name}"]) for name, read in weights.items())
+    averages = {name: read() for name, read in saved_tensors(folder / "average").items()}
+    assert averages and all(torch.equal(found, expected[f"average.{name}"]) for name, found in averages.items())
+    found = {name: torch.empty_like(tensor) for name, tensor in averages.items()}
+    read_average(folder, found, no_dist=True)
+    assert all(torch.equal(found[name], averages[name]) for name in found)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_state_of_deepspeed_of_an_earlier_version_is_read_whole(stage: int) -> None:
+    folder = RECORDED / f"deepspeed{stage}"
+    expected = load_file(folder / "expected.safetensors")
+    found = {name.removeprefix("model."): read() for name, read in saved_zero_weights(folder).items()}
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+
+
+def _entry(folder: Path, name: str, value: object) -> None:
+    """Replaces one entry of a recorded state by a file of torch.save."""
+    index = pickle.loads((folder / EARLIER_INDEX).read_bytes())
+    [place] = [place for key, place in index.storage_data.items() if key.fqn == name][:1]
+    file = folder / place.relative_path
+    place.offset = file.stat().st_size
+    with file.open("ab") as target:
+        torch.save(value, target)
+    place.length = file.stat().st_size - place.offset
+    (folder / EARLIER_INDEX).write_bytes(pickle.dumps(index))
+
+
+def _index(folder: Path, mark: Path) -> None:
+    (folder / EARLIER_INDEX).write_bytes(pickle.dumps(Code(mark)))
+
+
+def _inside_the_index(folder: Path, mark: Path) -> None:
+    index = pickle.loads((folder / EARLIER_INDEX).read_bytes())
+    index.planner_data = [Code(mark)]
+    (folder / EARLIER_INDEX).write_bytes(pickle.dumps(index))
+
+
+def _index_of_a_rank(folder: Path, mark: Path) -> None:
+    """torch reads this one if the other cannot be read."""
+    (folder / EARLIER_INDEX).write_bytes(b"")
+    (folder / f"__0{EARLIER_INDEX}").write_bytes(pickle.dumps(Code(mark)))
+
+
+def _value(folder: Path, mark: Path) -> None:
+    _entry(folder, "version", Code(mark))
+
+
+def _tensor(folder: Path, mark: Path) -> None:
+    _entry(folder, "model.model.used.weight", Code(mark))
+
+
+def _another_folder(folder: Path, mark: Path) -> None:
+    index = pickle.loads((folder / EARLIER_INDEX).read_bytes())
+    for place in index.storage_data.values():
+        place.relative_path = f"../{folder.name}/{place.relative_path}"
+    (folder / EARLIER_INDEX).write_bytes(pickle.dumps(index))
+
+
+PLANTED = (_index, _inside_the_index, _index_of_a_rank, _value, _tensor, _another_folder)
+
+
+@pytest.mark.parametrize("plant", PLANTED)
+def test_code_in_a_state_of_an_earlier_version_is_refused_and_not_run(
+    tmp_path: Path, plant: Callable[[Path, Path], None]
+) -> None:
+    folder, mark = shutil.copytree(RECORDED / "fsdp2", tmp_path / "learner"), tmp_path / "ran"
+    plant(folder, mark)
+    with pytest.raises(CheckpointError, match=str(folder)):
+        load_sharded(folder, *stepped())
+    if plant is not _value:  # an export reads tensors alone
+        with pytest.raises(CheckpointError, match=str(folder)):
+            [read() for read in saved_sharded_weights(folder).values()]
+    assert not mark.exists()
+
+
+def test_code_in_an_average_of_an_earlier_version_is_refused(tmp_path: Path) -> None:
+    folder, mark = shutil.copytree(RECORDED / "fsdp2", tmp_path / "learner"), tmp_path / "ran"
+    _index(folder / "average", mark)
+    with pytest.raises(CheckpointError, match=r"average/\.metadata is refused: it names (_?io|builtins)\.open"):
+        read_average(folder, {"model.used.weight": torch.empty(6, 4)}, no_dist=True)
+    assert not mark.exists()
+
+
+DEEPSPEED_FILES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+
+
+@pytest.mark.parametrize("name", DEEPSPEED_FILES)
+def test_code_in_a_state_of_deepspeed_is_refused_and_not_run(tmp_path: Path, name: str) -> None:
+    folder, mark = shutil.copytree(RECORDED / "deepspeed2", tmp_path / "learner"), tmp_path / "ran"
+    state = torch.load(folder / "state" / name, weights_only=False)
+    torch.save({**state, "client_state": Code(mark)}, folder / "state" / name)
+    with pytest.raises(CheckpointError, match=f"state/{name} is refused"):
+        saved_zero_weights(folder)
+    assert not mark.exists()
+
+
+def test_code_in_other_files_of_torch_is_refused_and_not_run(tmp_path: Path) -> None:
+    mark = tmp_path / "ran"
+    for name, read in (
+        ("rng_0.pt", lambda: load_random_state(tmp_path, 0)),
+        ("adapter.pt", lambda: read_adapter(tmp_path)),
+    ):
+        for value in (Code(mark), {"factors": [Code(mark)]}):
+            torch.save(value, tmp_path / name)
+            with pytest.raises(CheckpointError, match=f"{name} is refused"):
+                read()
+        (tmp_path / name).write_bytes(pickle.dumps(Code(mark)))
+        with pytest.raises(CheckpointError, match=f"{name} is refused"):
+            read()
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ('"rank_0.safetensors"', '"../learner/rank_0.safetensors"', "which is not a file of its folder"),
+        ('"F32"', '"P32"', "P32"),
+        ('"chunks"', '"parts"', "chunks"),
+        ("}", "", "Expecting"),
+    ],
+)
+def test_a_damaged_index_is_refused_by_name(tmp_path: Path, old: str, new: str, said: str) -> None:
+    folder = tmp_path / "learner"
+    ShardedWriter().save(folder, *stepped(), 3)()
+    text = (folder / INDEX).read_text()
+    assert old in text
+    (folder / INDEX).write_text(text.replace(old, new))
+    with pytest.raises(CheckpointError, match=rf"{INDEX} is refused: .*{said}"):
+        load_sharded(folder, *stepped())
+
+
+def test_a_truncated_file_of_tensors_is_refused(tmp_path: Path) -> None:
+    ShardedWriter().save(tmp_path, *stepped(), 3)()
+    file = tmp_path / "rank_0.safetensors"
+    file.write_bytes(file.read_bytes()[:-4])
+    with pytest.raises(CheckpointError, match=str(tmp_path)):
+        load_sharded(tmp_path, *stepped())

@@ -193,7 +193,7 @@ class ChatProcessor:
             self._audio_limits = self._limits_of_audios(model, data)
         self.fingerprint = _fingerprint(renderer, self._tokenizer)
         self._video_fingerprint = f"{self.fingerprint} {data.video.model_dump_json()}"
-        config = self._model_config = AutoConfig.from_pretrained(model)
+        config = self._model_config = AutoConfig.from_pretrained(model, trust_remote_code=False)
         self.image_token_id: int | None = (
             self._family.compact_placeholder_id(config) if isinstance(self._family, ImageFamily) else None
         )
@@ -663,7 +663,7 @@ def _load(family: Family, model: str, data: DataConfig) -> ProcessorMixin:
     """
     try:
         options = family.processor_options(model, data) if isinstance(family, ImageFamily) else {}
-        processor = AutoProcessor.from_pretrained(model, **options)
+        processor = AutoProcessor.from_pretrained(model, **options, trust_remote_code=False)
     except Exception as error:  # the type depends on the damaged file
         raise ValueError(
             f"policy.model={model} has no processor that loads ({type(error).__name__}: {error}): "
@@ -680,7 +680,7 @@ def _load(family: Family, model: str, data: DataConfig) -> ProcessorMixin:
             f"policy.model={model} is of a type that hears but has no feature extractor: download it again with its "
             "preprocessor_config.json"
         )
-    config = AutoConfig.from_pretrained(model)
+    config = AutoConfig.from_pretrained(model, trust_remote_code=False)
     if isinstance(family, AudioFamily):
         _refuse_unfit_tokenizer(processor, model, processor.audio_token, family.audio_placeholder_id(config))
     if not isinstance(family, ImageFamily):
@@ -700,7 +700,7 @@ def _load(family: Family, model: str, data: DataConfig) -> ProcessorMixin:
 def _load_tokenizer(model: str) -> PreTrainedTokenizerBase:
     """Loads the tokenizer of a text-only model."""
     try:
-        return AutoTokenizer.from_pretrained(model)
+        return AutoTokenizer.from_pretrained(model, trust_remote_code=False)
     except Exception as error:  # the type depends on the damaged file
         raise ValueError(
             f"policy.model={model} has no tokenizer that loads ({type(error).__name__}: {error}): download it again"

@@ -31,10 +31,10 @@ class ImageTokenProcessor:
 
     def __init__(self, model: str, data: DataConfig, sampler: SamplerConfig, suffix: str = "") -> None:
         """`suffix` is appended to every prompt."""
-        self._processor: Any = AutoProcessor.from_pretrained(model)
+        self._processor: Any = AutoProcessor.from_pretrained(model, trust_remote_code=False)
         self._suffix = suffix
         self._template_kwargs = dict(data.template_kwargs)
-        needed = num_image_tokens(AutoConfig.from_pretrained(model))
+        needed = num_image_tokens(AutoConfig.from_pretrained(model, trust_remote_code=False))
         self._longest = min(data.max_prompt_tokens, sampler.max_model_len - needed)
         if self._longest < 1:
             raise ValueError(

@@ -60,7 +60,9 @@ def check_teacher(config: RunConfig, teacher: Path, key: str) -> None:
 
 def _check_vocabulary(policy: str, teacher: Path, key: str) -> None:
     """Compares token ids. Merges may differ: a teacher reads ids, not text."""
-    ours, theirs = (AutoTokenizer.from_pretrained(source).get_vocab() for source in (policy, teacher))
+    ours, theirs = (
+        AutoTokenizer.from_pretrained(source, trust_remote_code=False).get_vocab() for source in (policy, teacher)
+    )
     differing = sorted(token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token))
     if differing:
         token = differing[0]
@@ -69,7 +71,10 @@ def _check_vocabulary(policy: str, teacher: Path, key: str) -> None:
             f"e.g. {token!r} is {_shown(ours.get(token))} in the policy and {_shown(theirs.get(token))} in the "
             f"teacher; {_another(key)}"
         )
-    widths = [AutoConfig.from_pretrained(source).get_text_config().vocab_size for source in (policy, teacher)]
+    widths = [
+        AutoConfig.from_pretrained(source, trust_remote_code=False).get_text_config().vocab_size
+        for source in (policy, teacher)
+    ]
     if widths[1] < widths[0]:
         raise PreflightError(
             f"{key}={teacher} computes {widths[1]} logits and policy.model={policy} {widths[0]}, so the policy "
@@ -81,7 +86,9 @@ def _check_images(policy: str, teacher: Path, key: str) -> None:
     if family_at(policy) is not family_at(str(teacher), key):
         kinds = [model_type_at(str(source)) for source in (teacher, policy)]
         raise PreflightError(f"{key}={teacher} is a {kinds[0]} and policy.model={policy} a {kinds[1]}: {_another(key)}")
-    both = [AutoImageProcessor.from_pretrained(source).to_dict() for source in (policy, teacher)]
+    both = [
+        AutoImageProcessor.from_pretrained(source, trust_remote_code=False).to_dict() for source in (policy, teacher)
+    ]
     # As JSON: some image processors keep a list where others keep a tuple.
     ours, theirs = ({name: json.dumps(settings.get(name)) for name in IMAGE_SETTINGS} for settings in both)
     differing = [name for name in IMAGE_SETTINGS if ours[name] != theirs[name]]

@@ -80,7 +80,9 @@ class RolloutActor(PromptServer):
     def __init__(self, sampler: str, settings: EngineSettings, *, object_timeout_s: float) -> None:
         super().__init__()
         self._sampler = build_sampler(sampler, settings)
-        self._tokenizer = None if settings.denoising else AutoTokenizer.from_pretrained(settings.model)
+        self._tokenizer = (
+            None if settings.denoising else AutoTokenizer.from_pretrained(settings.model, trust_remote_code=False)
+        )
         self._hidden_ids = settings.hidden_ids
         self._object_timeout_s = object_timeout_s
         self._media = MediaBatcher(MediaReader(timeout_s=object_timeout_s, max_items=MEDIA_IN_MEMORY))

@@ -57,7 +57,7 @@ class StopStrings:
 
 @cache
 def _tokenizer(model: str) -> Any:
-    return AutoTokenizer.from_pretrained(model)
+    return AutoTokenizer.from_pretrained(model, trust_remote_code=False)
 
 
 class GroupProgress:

@@ -72,7 +72,9 @@ def load_model(source: str, dtype: torch.dtype, attention: str) -> PreTrainedMod
     """
     refuse_without_package(attention)
     own = _policy_config(source)
-    model = auto_class(own).from_pretrained(source, config=own, dtype=dtype, attn_implementation=attention)
+    model = auto_class(own).from_pretrained(
+        source, config=own, dtype=dtype, attn_implementation=attention, trust_remote_code=False
+    )
     model.config.name_or_path = source
     pack_windows(model)
     _keep_transposed(model)
@@ -103,7 +105,7 @@ def described_model(
 
 
 def _policy_config(source: str) -> PretrainedConfig:
-    config = AutoConfig.from_pretrained(source)
+    config = AutoConfig.from_pretrained(source, trust_remote_code=False)
     family = own_family(config)
     return config if family is None else family.policy_config(config)
 

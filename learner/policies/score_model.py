@@ -59,7 +59,7 @@ def unread_score_model(config: PolicyConfig, dtype: torch.dtype, seed: int) -> t
 
 def score_class(source: str | Path) -> Any:
     """The class of the reward model at `source`; None if it holds a language model."""
-    config = AutoConfig.from_pretrained(source)
+    config = AutoConfig.from_pretrained(source, trust_remote_code=False)
     classifier = classifier_class(type(config))
     return classifier if classifier.__name__ in (config.architectures or ()) else None
 

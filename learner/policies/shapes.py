@@ -100,7 +100,7 @@ def shape_of(source: str) -> ModelShape:
     Raises:
         ValueError, OSError: there is no config.json that transformers can use.
     """
-    return shape_of_config(AutoConfig.from_pretrained(source))
+    return shape_of_config(AutoConfig.from_pretrained(source, trust_remote_code=False))
 
 
 def shape_of_values(values: Mapping[str, Any]) -> ModelShape:
@@ -142,7 +142,7 @@ def shape_of_config(config: PretrainedConfig) -> ModelShape:
     family = family_of(config)
     own = family.policy_config(config)
     with torch.device("meta"):
-        model = auto_class(own).from_config(own)
+        model = auto_class(own).from_config(own, trust_remote_code=False)
     vision = getattr(own, "vision_config", None)
     blocks = [_num_parameters(module) for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     return ModelShape(

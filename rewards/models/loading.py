@@ -71,7 +71,7 @@ def load_processor(processor_class: Any, name: str) -> Any:
         ValueError: the checkpoint has none.
     """
     try:
-        return processor_class.from_pretrained(name)
+        return processor_class.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ValueError(f"{name!r} has no {processor_class.__name__} ({_first_line(error)}): add its files") from error
 

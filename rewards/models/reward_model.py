@@ -34,7 +34,7 @@ def read_config(name: str) -> PreTrainedConfig:
         ValueError: the checkpoint has none.
     """
     try:
-        return AutoConfig.from_pretrained(name)
+        return AutoConfig.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).strip().split("\n")[0]
         raise ValueError(f"options.model={name!r} is no checkpoint ({reason}): name a folder with its files") from error

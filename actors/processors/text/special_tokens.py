@@ -22,7 +22,9 @@ def end_token_ids(model: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, 
     """
     ids = [tokenizer.eos_token_id, *_listed(_generation_eos(model))]
     if not any(i is not None for i in ids):
-        ids = _listed(getattr(AutoConfig.from_pretrained(model).get_text_config(), "eos_token_id", None))
+        ids = _listed(
+            getattr(AutoConfig.from_pretrained(model, trust_remote_code=False).get_text_config(), "eos_token_id", None)
+        )
     ends = tuple(dict.fromkeys(i for i in ids if i is not None))
     if not ends:
         raise ValueError(

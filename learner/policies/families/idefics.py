@@ -36,7 +36,7 @@ class Idefics(VisionFamily):
     def processor_options(self, model: str, data: DataConfig) -> dict[str, Any]:
         """The longest edge that images are scaled to, small ones too: whole tiles, which together have at most
         `data.max_pixels`, or one tile. The image as a whole is one tile more."""
-        images = AutoImageProcessor.from_pretrained(model)
+        images = AutoImageProcessor.from_pretrained(model, trust_remote_code=False)
         tile, longest = images.max_image_size["longest_edge"], images.size["longest_edge"]
         bounded = tile * max(1, isqrt(data.max_pixels) // tile)
         return {"size": {"longest_edge": bounded}} if bounded < longest else {}

@@ -40,7 +40,7 @@ class InternVL(VisionFamily, VideoFamily):
     def processor_options(self, model: str, data: DataConfig) -> dict[str, Any]:
         """The number of tiles that have at most `data.max_pixels` together, or one. The image as a whole is one tile
         more."""
-        images = AutoImageProcessor.from_pretrained(model)
+        images = AutoImageProcessor.from_pretrained(model, trust_remote_code=False)
         bounded = max(1, data.max_pixels // (images.size["height"] * images.size["width"]))
         if bounded >= images.max_patches:
             return {}

@@ -92,7 +92,7 @@ def unequal_window(source: str) -> int | None:
 
     vLLM applies a window to all layers of most types, transformers to those that `layer_types` names.
     """
-    text = AutoConfig.from_pretrained(source).get_text_config()
+    text = AutoConfig.from_pretrained(source, trust_remote_code=False).get_text_config()
     window = getattr(text, "sliding_window", None)
     if not window or text.model_type in WINDOWS_BY_LAYER:
         return None
@@ -113,7 +113,7 @@ def family_at(source: str, key: str = "policy.model") -> Family:
         ValueError: it is of a family that cannot be computed here.
     """
     try:
-        config = AutoConfig.from_pretrained(source)
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
     except (ValueError, KeyError) as error:
         raise ValueError(
             f"{key}={source} has a config.json that transformers {transformers.__version__} cannot use "
@@ -124,7 +124,7 @@ def family_at(source: str, key: str = "policy.model") -> Family:
 
 def model_type_at(source: str) -> str:
     """`model_type` of the checkpoint at `source`."""
-    return AutoConfig.from_pretrained(source).model_type
+    return AutoConfig.from_pretrained(source, trust_remote_code=False).model_type
 
 
 def takes_images(source: str, key: str = "policy.model") -> bool:
@@ -146,7 +146,7 @@ def frozen_prefixes(policy: PolicyConfig) -> tuple[str, ...]:
 
 def max_positions(source: str) -> int | None:
     """Returns the maximum sequence length of the checkpoint's positions; None if config.json has only a factor."""
-    text = AutoConfig.from_pretrained(source).get_text_config()
+    text = AutoConfig.from_pretrained(source, trust_remote_code=False).get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
     return None if "factor" in str(rope) else text.max_position_embeddings
 

@@ -112,6 +112,6 @@ class UnknownFamily(VisionFamily):
         return {name: token_types for name in TOKEN_TYPES if name in taken}
 
     def blank_image(self, config: PreTrainedConfig, device: torch.device) -> dict[str, Tensor]:
-        processor = AutoProcessor.from_pretrained(config.name_or_path)
+        processor = AutoProcessor.from_pretrained(config.name_or_path, trust_remote_code=False)
         made = self.process(processor, Image.new("RGB", (BLANK_SIDE, BLANK_SIDE)))
         return {name: on_device(array, device) for name, array in made.items()}

@@ -61,11 +61,11 @@ class FlowCheckpoint:
 
     def transformer(self, dtype: torch.dtype) -> ModelMixin:
         """The network with its weights, on the CPU."""
-        return AutoModel.from_pretrained(str(self.folder), subfolder=TRANSFORMER, dtype=dtype)
+        return AutoModel.from_pretrained(str(self.folder), subfolder=TRANSFORMER, dtype=dtype, trust_remote_code=False)
 
     def vae(self, dtype: torch.dtype) -> ModelMixin:
         """The VAE that decodes latents, on the CPU."""
-        return AutoModel.from_pretrained(str(self.folder), subfolder=VAE, dtype=dtype)
+        return AutoModel.from_pretrained(str(self.folder), subfolder=VAE, dtype=dtype, trust_remote_code=False)
 
     def encoder(self) -> Any:
         """A pipeline without the parts that denoise and decode, in float32."""

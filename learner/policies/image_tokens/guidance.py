@@ -26,7 +26,7 @@ def num_image_tokens(config: PretrainedConfig) -> int:
 
 def canary_tokens(source: str) -> Tensor:
     """int64 [T]: arbitrary image tokens of the checkpoint at `source`, the same on every call."""
-    config = AutoConfig.from_pretrained(source)
+    config = AutoConfig.from_pretrained(source, trust_remote_code=False)
     return torch.arange(num_image_tokens(config)) * 7 % config.vq_config.num_embeddings
 
 

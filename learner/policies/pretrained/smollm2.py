@@ -61,7 +61,9 @@ def smollm2_model() -> LlamaForCausalLM:
     transformers marks a model loaded from GGUF as quantised and saves this mark. So the weights are copied into a
     plain model.
     """
-    loaded = AutoModelForCausalLM.from_pretrained(_package(), gguf_file=FILE, dtype=torch.float32)
+    loaded = AutoModelForCausalLM.from_pretrained(
+        _package(), gguf_file=FILE, dtype=torch.float32, trust_remote_code=False
+    )
     with torch.device("meta"):  # skips the initialisation of weights that are replaced
         model = LlamaForCausalLM(smollm2_config())
     model.load_state_dict(loaded.state_dict(), strict=True, assign=True)
@@ -76,7 +78,7 @@ def smollm2_tokenizer() -> PreTrainedTokenizerBase:
     GGUF names the pre-tokenizer `smollm`; transformers builds GPT-2's instead. The released pre-tokenizer splits off
     every digit first. Without this, two spaces before a number give tokens that the model was not trained on.
     """
-    tokenizer = AutoTokenizer.from_pretrained(_package(), gguf_file=FILE)
+    tokenizer = AutoTokenizer.from_pretrained(_package(), gguf_file=FILE, trust_remote_code=False)
     tokenizer.backend_tokenizer.pre_tokenizer = Sequence(
         [Digits(individual_digits=True), ByteLevel(add_prefix_space=False)]
     )

@@ -14,7 +14,7 @@ import torch
 from mobula.cluster.errors import CheckpointError
 from mobula.cluster.runtime.gc_tuning import return_free_memory
 from mobula.learner.backends.base import Backend, Optimizer
-from mobula.learner.backends.state_files import load_plain
+from mobula.learner.state_files import load_plain
 
 ALGORITHM_FILE = "algorithm.json"
 

@@ -17,7 +17,7 @@ from mobula.actors.datasets.rows import Row
 from mobula.cluster.errors import PromptError
 from mobula.cluster.records.markup import plain
 from mobula.cluster.records.media import MediaHandle, MediaKeeper, ProcessedMedia, content_key
-from mobula.cluster.records.rgb import to_rgb
+from mobula.cluster.records.rgb import FORMATS, to_rgb
 from mobula.cluster.records.trajectory import NO_IDS, Prompt
 from mobula.configs.schema import DataConfig, RunConfig
 from mobula.configs.schema.rollout import FlowConfig
@@ -151,7 +151,7 @@ class FlowProcessor:
             )
         size = (self._flow.width, self._flow.height)
         try:
-            with Image.open(path) as opened:
+            with Image.open(path, formats=FORMATS) as opened:
                 pixels = np.asarray(to_rgb(opened))
         except (OSError, ValueError, Image.DecompressionBombError) as error:
             raise PromptError(f"{path} cannot be read as an image: {error}") from error

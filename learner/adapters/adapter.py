@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from mobula.cluster.errors import CheckpointError
 from mobula.cluster.training_service.interfaces import AdamParameters, AdapterSpec
 from mobula.learner.adapters.grouped import Factors
-from mobula.learner.backends.state_files import load_plain
+from mobula.learner.state_files import load_plain
 
 STATE_FILE = "adapter.pt"
 

@@ -19,11 +19,11 @@ from mobula.learner.adapters.call_rank import CallRank
 from mobula.learner.adapters.calls import CallRow
 from mobula.learner.adapters.grouped import Factors
 from mobula.learner.backends.sharded import ShardedWriter, saved_shapes, saved_tensors
-from mobula.learner.backends.state_files import read_state
 from mobula.learner.optim.average import local
 from mobula.learner.policies.batch import TokenBatch
 from mobula.learner.policies.trained import save_trained
 from mobula.learner.policy_weights import PolicyWeights
+from mobula.learner.state_files import read_state
 
 GRADIENT = "gradient"  # folder of a saved state
 

@@ -26,10 +26,10 @@ from mobula.cluster.errors import CheckpointError
 from mobula.configs.schema import LearnerConfig
 from mobula.learner.backends.base import Wanted, evaluating, everything, trained_parameters
 from mobula.learner.backends.gather import BUCKET_BYTES
-from mobula.learner.backends.state_files import load_plain
 from mobula.learner.optim import build_optimizer
 from mobula.learner.policies.base import Policy
 from mobula.learner.policies.checkpoint.reading import Rows, Weights, allocate, fill, plain_name, refuse_lacking
+from mobula.learner.state_files import load_plain
 
 ENVIRONMENT = {  # settings that DeepSpeed would otherwise detect or log
     "DS_IGNORE_CUDA_DETECTION": "1",  # no nvcc: torch's optimizer needs none of DeepSpeed's own kernels

@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from mobula.learner.backends.state_files import read_index, read_state, write_state
 from mobula.learner.policies.base import Policy
+from mobula.learner.state_files import read_index, read_state, write_state
 
 PARTIAL = StateDictOptions(strict=False)  # the state of the model may lack what is frozen
 MODEL = "model."  # prefix of the policy's names in a state

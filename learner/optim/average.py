@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from mobula.cluster.errors import CheckpointError
-from mobula.learner.backends.state_files import is_complete, read_index, read_state
+from mobula.learner.state_files import is_complete, read_index, read_state
 
 FOLDER = "average"  # of a learner's state
 OFF = {FOLDER: "learner.ema_decay=0", "slow": "algorithm.losses.nft.max_decay=0"}  # what keeps none, by its folder

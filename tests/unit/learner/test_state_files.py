@@ -27,11 +27,11 @@ from mobula.learner.backends.sharded import (
     saved_tensors,
 )
 from mobula.learner.backends.single import SingleBackend
-from mobula.learner.backends.state_files import EARLIER_INDEX, INDEX, read_state, write_state
 from mobula.learner.optim.average import read_average
 from mobula.learner.policies.base import Policy
 from mobula.learner.policies.checkpoint.writing import content
 from mobula.learner.state import load_random_state
+from mobula.learner.state_files import EARLIER_INDEX, INDEX, read_state, write_state
 
 RECORDED = Path(__file__).parents[2] / "support" / "recorded_states"  # by torch 2.13 and DeepSpeed 0.19.8
 STATE_PREFIX = "model.model."

@@ -15,12 +15,12 @@ from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokeniz
 from mobula.cluster.errors import CheckpointError
 from mobula.configs.load import load_config
 from mobula.configs.schema import RunConfig
-from mobula.learner.backends.state_files import write_state
 from mobula.learner.learner import Learner
 from mobula.learner.offload import Offloader
 from mobula.learner.optim.average import NullAverage, WeightAverage, read_average
 from mobula.learner.policies.tiny import write_tiny_qwen2_5_vl
 from mobula.learner.policy_weights import export_state
+from mobula.learner.state_files import write_state
 
 DECAY = 0.75
 AVERAGE = f"learner.ema_decay={DECAY}"

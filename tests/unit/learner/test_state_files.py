@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import multiprocessing
 import pickle
 import shutil
 from collections.abc import Callable
@@ -12,8 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from mobula.cluster.errors import CheckpointError
 from mobula.configs.load import load_config
@@ -31,7 +36,7 @@ from mobula.learner.optim.average import read_average
 from mobula.learner.policies.base import Policy
 from mobula.learner.policies.checkpoint.writing import content
 from mobula.learner.state import load_random_state
-from mobula.learner.state_files import EARLIER_INDEX, INDEX, read_state, write_state
+from mobula.learner.state_files import EARLIER_INDEX, INDEX, is_complete, read_state, write_state
 
 RECORDED = Path(__file__).parents[2] / "support" / "recorded_states"  # by torch 2.13 and DeepSpeed 0.19.8
 STATE_PREFIX = "model.model."
@@ -278,3 +283,41 @@ def test_a_truncated_file_of_tensors_is_refused(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-4])
     with pytest.raises(CheckpointError, match=str(tmp_path)):
         load_sharded(tmp_path, *stepped())
+
+
+def _shards(rank: int, num_ranks: int, folder: Path, out: Path) -> None:
+    """Loads `folder` on these ranks, if it holds a state, and writes it to `out`."""
+    torch.set_num_threads(1)
+    file = f"file://{out}.rendezvous"
+    dist.init_process_group("gloo", init_method=file, rank=rank, world_size=num_ranks)
+    torch.manual_seed(0)
+    policy = fully_shard(Half(), mesh=init_device_mesh("cpu", (num_ranks,)))
+    assert isinstance(policy, Half)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=0.1, betas=(0.8, 0.9))
+    for parameter in policy.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    if is_complete(folder):
+        with torch.no_grad():
+            for parameter in policy.parameters():
+                parameter.zero_()
+        optimizer.state.clear()
+        assert load_sharded(folder, policy, optimizer) == 5
+    ShardedWriter().save(out, policy, optimizer, 5)()
+    dist.destroy_process_group()
+
+
+def test_a_state_is_the_same_behind_two_ranks_three_and_one(tmp_path: Path) -> None:
+    """Weights, optimizer state and its settings, bit for bit."""
+    source = tmp_path / "none"
+    multiprocessing.set_forkserver_preload([__name__])  # one import for all ranks
+    for num_ranks in (2, 3, 1):
+        target = tmp_path / f"on-{num_ranks}"
+        mp.start_processes(_shards, args=(num_ranks, source, target), nprocs=num_ranks, start_method="forkserver")
+        source = target
+    assert len(list((tmp_path / "on-3").glob("rank_*.safetensors"))) == 3
+    states = [{name: read() for name, read in saved_tensors(tmp_path / f"on-{n}").items()} for n in (2, 3, 1)]
+    assert any("exp_avg_sq" in name for name in states[0])
+    for state in states[1:]:
+        assert state.keys() == states[0].keys()
+        assert all(torch.equal(state[name], tensor) for name, tensor in states[0].items())

@@ -10,7 +10,7 @@ import numpy as np
 from mobula.actors.datasets.images import EncodedFile
 from mobula.actors.environments.base import IMAGE_PLACEHOLDER, ROLES_OF_STEP, EpisodeError, Message, row_text
 from mobula.actors.processors.chat import ChatProcessor, expand
-from mobula.cluster.errors import SkippedSample
+from mobula.cluster.errors import PromptError, SkippedSample
 from mobula.cluster.records.media import MediaHandle, MediaSpan
 
 MARK = "mark0"  # marks the end of an earlier turn of the policy in rendered text
@@ -30,15 +30,17 @@ class Delta:
 class TurnBridge:
     """delta = render(earlier turn + observation) - render(earlier turn), without the token that ends the earlier turn.
 
-    The next prompt is the ids so far and the delta. This is exact only for templates that render an observation
-    independently of the text before it; the constructor tests this. If a template refuses `tool` messages or drops
-    their images, they become `user` turns.
+    The next prompt is the ids so far and the delta. The delta is tokenised as a part of a whole conversation. This is
+    exact only for templates that render an observation independently of the text before it; the constructor tests this.
+    If a template refuses `tool` messages or drops their images, they become `user` turns.
 
     Raises:
-        ValueError: the template's text of an observation depends on the earlier turn, or lacks images or an end token.
+        ValueError: the template's text of an observation depends on the earlier turn, or lacks images or an end token,
+            or the tokenizer tells no positions of tokens.
     """
 
     def __init__(self, chat: ChatProcessor, model: str) -> None:
+        chat.require_offsets("an environment")
         self._chat = chat
         self._model = model
         self._roles = {"user": "user"}
@@ -48,10 +50,7 @@ class TurnBridge:
                 "use another checkpoint, or environment=none"
             )
         self._roles["tool"] = "tool" if self._problem("tool") is None else "user"
-        text = self._rendered((Message("user", ""),), MARK)
-        end = chat.end_of_turn(text)
-        assert end is not None, "the constructor has checked this"
-        self.end_id: int = end[1]
+        self.end_id: int = int(self._ids((Message("user", ""),))[0])
 
     def delta(self, observation: Sequence[Message]) -> Delta:
         """Tokenises an observation; images are measured and not processed yet.
@@ -78,10 +77,7 @@ class TurnBridge:
     def _delta(self, observation: Sequence[Message]) -> Delta:
         observation = [replace(m, text=self._chat.checked_text(row_text(m))) for m in observation]
         images = tuple(EncodedFile(p, "an image of an observation") for m in observation for p in m.images)
-        text = self._rendered(self._merged(observation), MARK)
-        end = self._chat.end_of_turn(text)
-        assert end is not None, "the constructor has checked this"
-        compact = self._chat.tokenize(text[len(end[0]) :])
+        compact = self._ids(self._merged(observation))[1:]
         _, sizes = self._chat.read_images(images)
         positions, expansions = self._chat.expansions(compact, images, sizes, "an observation")
         ids, spans = expand(compact, positions, expansions)
@@ -99,11 +95,23 @@ class TurnBridge:
                 turns.append(Message(role, message.text, message.images))
         return turns
 
-    def _rendered(self, turns: Sequence[Message], earlier: str) -> str:
-        """The rendered text behind the text of an earlier turn."""
+    def _rendered(self, turns: Sequence[Message], earlier: str) -> tuple[str, str]:
+        """The rendered text up to the end of an earlier turn's text, and behind it."""
         messages = [("user", PROBED), ("assistant", earlier), *((turn.role, turn.text) for turn in turns)]
-        _, mark, rest = self._chat.render(messages, is_open=True).partition(MARK)
-        return rest if mark else ""
+        before, mark, rest = self._chat.render(messages, is_open=True).partition(MARK)
+        return (before + mark, rest) if mark else ("", "")
+
+    def _ids(self, turns: Sequence[Message]) -> np.ndarray:
+        """Returns int32 [D + 1]: the tokens behind the text of an earlier turn, from its end token on."""
+        before, rest = map(self._chat.prepared, self._rendered(turns, MARK))
+        end = self._chat.end_of_turn(rest.lstrip())
+        assert end is not None, "the constructor has checked this"
+        tokens = self._chat.tokens(before + rest)
+        place = len(before) + rest.index(end[0])
+        ids = tokens.ids[tokens.num_before(place) :]
+        if not len(ids) or ids[0] != end[1]:
+            raise PromptError(f"the tokenizer of policy.model does not read {end[0]!r} behind a turn as one token")
+        return ids
 
     def _problem(self, role: str) -> str | None:
         """The reason why a turn of `role` cannot follow a turn of the policy; None if it can."""
@@ -111,18 +119,20 @@ class TurnBridge:
         text = f"{PROBED}{IMAGE_PLACEHOLDER}" if self._chat.takes_images else PROBED
         turns = (Message(role, text),)
         try:
-            rendered = [self._rendered(turns, earlier) for earlier in EARLIER]
+            rendered = [self._rendered(turns, earlier)[1] for earlier in EARLIER]
         except Exception as error:  # templates raise errors of any type
             return f"it refuses a {role} turn ({type(error).__name__}: {error})"
         if len(set(rendered)) != 1:
             return f"what it writes for a {role} turn depends on the text of the turn before"
-        end = self._chat.end_of_turn(rendered[0])
-        if end is None:
+        if self._chat.end_of_turn(rendered[0].lstrip()) is None:
             return f"it writes {rendered[0][:40]!r} behind a turn, which begins with no token that ends one"
         if PROBED not in rendered[0]:
             return f"it drops the text of a {role} turn"
+        try:
+            ids = self._ids(turns)
+        except PromptError as error:
+            return str(error)
         if not self._chat.takes_images:
             return None
-        ids = self._chat.tokenize(rendered[0])
         num = int(np.count_nonzero(ids == self._chat.image_token_id))
         return None if num == 1 else f"it writes {num} placeholders for the one image of a {role} turn"

@@ -37,12 +37,13 @@ from mobula.actors.processors.audio import (
     require_soundfile,
 )
 from mobula.actors.processors.image import check_image, decode_image, measure_image, read_image
+from mobula.actors.processors.text.answers import Tokens, tokens_of
 from mobula.actors.processors.text.chat_template import ChatTemplate, give_template
 from mobula.actors.processors.text.special_tokens import decode_response, end_token_ids, pad_token_id, reserved_tokens
 from mobula.actors.processors.video import LoadedVideo, VideoLimits, check_video, decode_video, load_video, require_av
 from mobula.cluster.errors import MediaError, PromptError
 from mobula.cluster.records.image_sizes import IMAGE_SIZES, SHOWN_SIZES
-from mobula.cluster.records.markup import BREAK, cut_at_breaks, is_verbatim, literal, plain, without_special
+from mobula.cluster.records.markup import BREAK, is_verbatim, literal, needed_breaks, plain, without_special
 from mobula.cluster.records.media import MediaHandle, MediaKeeper, MediaSpan, ProcessedMedia, content_key
 from mobula.cluster.records.trajectory import Prompt
 from mobula.configs.schema import RunConfig
@@ -170,7 +171,8 @@ class ChatProcessor:
         self.template = ChatTemplate(renderer, takes_parts=self._takes_parts, template_kwargs=data.template_kwargs)
         self.media_token_ids = self._family.media_token_ids(self._tokenizer)
         self.eos_token_ids = end_token_ids(model, self._tokenizer)
-        written_end = self.first_end(self.template.answer_tail())
+        *self._answer_head, tail = self.template.around_answer()
+        written_end = self.first_end(tail)
         if written_end is not None:
             self.eos_token_ids = tuple(dict.fromkeys((written_end[1], *self.eos_token_ids)))
         added_ids = [*self._tokenizer.added_tokens_decoder, *self.eos_token_ids]
@@ -267,14 +269,24 @@ class ChatProcessor:
         return decode_response(self._tokenizer, token_ids, self._hidden)
 
     def encode_answer(self, text: str) -> np.ndarray:
-        """Returns int32 [T]: the tokens of `text` and an end token; the target of a supervised step.
+        """Returns int32 [T]: the tokens of `text` behind a generation prompt, and an end token; the target of a
+        supervised step.
+
+        The tokens are those of the whole text. If one of them would hold characters of the generation prompt as well,
+        whose tokens are given, the text is divided there.
 
         Raises:
             PromptError: the text contains special tokens.
         """
         text = literal(text)  # an answer holds no media
         self.refuse_special_tokens(text)
-        return np.array([*self._ids(text), self.eos_token_ids[0]], dtype=np.int32)
+        opened, space = self._answer_head
+        text = self.prepared(text if text.startswith(space) else space + text)
+        given, ids = self.tokenize(opened), self.tokenize(opened + text)
+        if ids[: len(given)].tolist() != given.tolist():
+            tokens = self.tokens(opened + BREAK + text)
+            ids, given = tokens.ids, tokens.ids[: tokens.num_before(len(opened))]
+        return np.append(ids[len(given) :], np.int32(self.eos_token_ids[0]))
 
     def render(self, turns: Sequence[tuple[str, str]], *, is_open: bool) -> str:
         """Applies the chat template to (role, text) turns; `is_open` adds the generation prompt.
@@ -290,13 +302,28 @@ class ChatProcessor:
 
     def tokenize(self, text: str) -> np.ndarray:
         """Returns int32 [T]: the ids of rendered text, one placeholder an image."""
+        text = self.prepared(text)
+        if BREAK in text:
+            return self.tokens(text).ids
+        return np.array(self._tokenizer(text, add_special_tokens=False).input_ids, dtype=np.int32)
+
+    def prepared(self, text: str) -> str:
+        """Rendered text, or a part of it, as the tokenizer takes it."""
         if self.takes_images and isinstance(self._family, ImageFamily):
             text = self._family.spaced(text, self._tokenizer)
-        return np.array(self._ids(text), dtype=np.int32)
+        return needed_breaks(text, self._special) if BREAK in text else text
 
-    def _ids(self, text: str) -> list[int]:
-        pieces = cut_at_breaks(text, self._special) if BREAK in text else [text]
-        return [i for piece in pieces if piece for i in self._tokenizer(piece, add_special_tokens=False).input_ids]
+    def tokens(self, text: str) -> Tokens:
+        """Tokenises prepared text once. Raises: PromptError: as `tokens_of`."""
+        return tokens_of(self._tokenizer, text)
+
+    def require_offsets(self, use: str) -> None:
+        """Raises: ValueError: the tokenizer tells no positions of tokens, which `use` needs."""
+        if not self._tokenizer.is_fast:
+            raise ValueError(
+                f"policy.model has a {type(self._tokenizer).__name__}, which tells no positions of tokens in a text; "
+                f"{use} needs them: choose a checkpoint with a tokenizer.json, or convert its tokenizer to one"
+            )
 
     @property
     def num_embeddings(self) -> int:
@@ -323,6 +350,21 @@ class ChatProcessor:
         ends = [(self._tokenizer.convert_ids_to_tokens(i), i) for i in self.eos_token_ids]
         written = [(text, i) for text, i in ends if isinstance(text, str) and text and text in rendered]
         return min(written, key=lambda end: rendered.index(end[0]), default=None)
+
+    @property
+    def end_text(self) -> str:
+        """The first end token as text.
+
+        Raises:
+            PromptError: the tokenizer reads other tokens from it.
+        """
+        text = self._tokenizer.convert_ids_to_tokens(self.eos_token_ids[0])
+        if not isinstance(text, str) or self.tokenize(text).tolist() != [self.eos_token_ids[0]]:
+            raise PromptError(
+                f"the chat template of policy.model ends no answer, and its end token {text!r} cannot be added behind "
+                "one: write an end token into the template"
+            )
+        return text
 
     def end_of_turn(self, rendered: str) -> tuple[str, int] | None:
         """Text and id of the end token at the start of `rendered`, or None."""

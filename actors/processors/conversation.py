@@ -10,7 +10,7 @@ import numpy as np
 
 from mobula.actors.datasets.conversations import Conversation, Ending
 from mobula.actors.processors.chat import ChatProcessor, MeasuredMedia, expand
-from mobula.actors.processors.text.answers import AnswerLayout, unused_mark
+from mobula.actors.processors.text.answers import AnswerLayout, Tokens, unused_mark
 from mobula.cluster.errors import PromptError
 from mobula.cluster.records.actions import TokenActions
 from mobula.cluster.records.markup import plain
@@ -34,18 +34,20 @@ class TooLongError(PromptError):
 
 
 @dataclass(frozen=True)
-class _Pieces:
-    """Rendered text and its tokens, one placeholder an image."""
+class _Rendered:
+    """The text of a context with one ending, and its tokens, one placeholder an image."""
 
     text: str
-    ids: np.ndarray  # int32 [T]
+    tokens: Tokens
     mask: np.ndarray  # bool [T]: trained tokens
+    num_context: int  # tokens before the first answer
 
 
 @dataclass(frozen=True)
 class _Whole:
     """A context with one ending, as the learner reads it."""
 
+    compact_ids: np.ndarray  # int32 [P], of the context
     ids: np.ndarray  # int32 [S], one id a vision embedding
     mask: np.ndarray  # bool [S]
     num_context: int
@@ -56,10 +58,12 @@ class _Whole:
 class ConversationProcessor:
     """Builds a group from each row: the context is the prompt, each ending is a trajectory, the label is the reward.
 
-    The actions are all tokens after the context. `action_mask` is True on the assistant's tokens: the text of answers
-    and the token that ends each answer, without text of the template. Each piece is tokenised by itself, as a policy
-    would sample the turns: no token crosses the border of an answer. Later turns follow the complete earlier answer,
-    also if the template would drop a thought from it. `behavior_logprobs` are 0, because no policy sampled the tokens.
+    The text of context and ending is tokenised once. It is the template's own; an answer that the template changes,
+    such as by dropping its thought once a question follows, stays unchanged in it if it is trained. The actions are all
+    tokens after the context. `action_mask` is True on the assistant's tokens: those that hold a character of a trained
+    answer, and the token that ends it. A token that holds text of the template as well is no part of the context, and
+    is trained if it holds more of the answer than white space. `behavior_logprobs` are 0, because no policy sampled the
+    tokens.
 
     Media of later turns are in `prompt.media`; spans of these lie behind the prompt, among the actions.
     """
@@ -79,7 +83,11 @@ class ConversationProcessor:
             max_tokens: `offline.max_tokens`.
             has_tail: whether an ending includes the last token of the chat template, which a reward model reads.
             trains_template: `offline.train_template_text`.
+
+        Raises:
+            ValueError: the tokenizer tells no positions of tokens.
         """
+        chat.require_offsets("an offline job")
         self.media_token_ids: tuple[int, ...] = ()  # none is banned: nothing is sampled
         self.template_token_ids: tuple[int, ...] = ()
         self.chat = chat
@@ -97,14 +105,14 @@ class ConversationProcessor:
         """
         self._check(row)
         loaded = self.chat.load_media(row)
-        context, wholes = self._laid_out(row, loaded.measured)
+        text, wholes = self._laid_out(row, loaded.measured)
         stored = self.chat.store_media(row, loaded)
         num_context = wholes[0].num_context
         prompt = Prompt(
             prompt_id=prompt_id,
             sample_id=row.sample_id,
-            text=plain(context.text),
-            compact_ids=context.ids,
+            text=plain(text),
+            compact_ids=wholes[0].compact_ids,
             expanded_ids=wholes[0].ids[:num_context],
             media=tuple(stored[number] for number in wholes[0].order),
             media_spans=wholes[0].spans,
@@ -136,53 +144,56 @@ class ConversationProcessor:
         for turn in (*row.context, *(turn for ending in row.endings for turn in ending.turns)):
             self.chat.refuse_imitations(turn.text)
 
-    def _laid_out(self, row: Conversation, measured: MeasuredMedia) -> tuple[_Pieces, list[_Whole]]:
-        """The context, and the context with each ending."""
+    def _laid_out(self, row: Conversation, measured: MeasuredMedia) -> tuple[str, list[_Whole]]:
+        """The text of the context, and the context with each ending."""
         has_system = row.context[0].role == "system"
         turns = [*(() if has_system else self._system), *((turn.role, turn.text) for turn in row.context)]
         later = [(turn.role, turn.text) for ending in row.endings for turn in ending.turns]
         mark = unused_mark([text for _, text in (*turns, *later)])
         layout = AnswerLayout(lambda given, is_open: self.chat.render(given, is_open=is_open), mark, len(turns))
-        first = [layout.placed(turns, ending.turns[0].text) for ending in row.endings]
-        text = os.path.commonprefix([placed.opened if self._trains_template else placed.head for placed in first])
-        ids = self.chat.tokenize(text)
-        context = _Pieces(text, ids, np.zeros(len(ids), dtype=bool))
-        endings = [self._ending(layout, turns, text, ending) for ending in row.endings]
-        return context, [self._whole(row, context, ending, measured) for ending in endings]
+        endings = [self._rendered(layout, turns, ending) for ending in row.endings]
+        first = min(endings, key=lambda ending: ending.num_context)
+        shared = os.path.commonprefix([ending.tokens.ids[: first.num_context].tolist() for ending in endings])
+        text = first.text[: int(np.append(first.tokens.starts, len(first.text))[len(shared)])]
+        return text, [self._whole(row, ending, len(shared), measured) for ending in endings]
 
-    def _ending(self, layout: AnswerLayout, turns: Sequence[tuple[str, str]], done: str, ending: Ending) -> _Pieces:
-        """The tokens behind `done`, the rendered text of the context `turns`.
+    def _rendered(self, layout: AnswerLayout, context: Sequence[tuple[str, str]], ending: Ending) -> _Rendered:
+        """The text and tokens of a context with one ending.
 
         An end token follows each answer, even if the template has none. In some templates the end token is the start
         of the next turn.
         """
-        pieces = list[tuple[np.ndarray, bool]]()
-        so_far, tail = list(turns), ""
-        for turn in ending.turns:
-            if turn.role == "assistant":
-                placed = layout.placed(so_far, turn.text)
-                if pieces and not done and (next_head := self.chat.end_of_turn(placed.head)):
-                    done, pieces[-1] = next_head[0], (np.array([next_head[1]], dtype=np.int32), pieces[-1][1])
-                head, tail = placed.head.removeprefix(done), placed.tail
-                end, end_id = self.chat.first_end(tail) or ("", self.chat.eos_token_ids[0])
-                behind = tail[: tail.index(end)]
-                num_untrained = len(placed.opened.removeprefix(done)) if self._trains_template else len(head)
-                pieces += [
-                    (self.chat.tokenize(head[:num_untrained]), False),
-                    (self.chat.tokenize(head[num_untrained:]), turn.is_trained),
-                    (self.chat.tokenize(placed.text), turn.is_trained),
-                    (self.chat.tokenize(behind), False),
-                    (np.array([end_id], dtype=np.int32), turn.is_trained),
-                ]
-                done = behind + end
-            so_far.append((turn.role, turn.text))
-        if self._has_tail:
-            pieces.append((self.chat.tokenize(tail.removeprefix(done)), False))
-        ids = np.concatenate([piece for piece, _ in pieces])
-        return _Pieces(done, ids, np.concatenate([np.full(len(piece), trained) for piece, trained in pieces]))
+        trained = {len(context) + n for n, turn in enumerate(ending.turns) if turn.is_trained}
+        pieces, done, tail = list[tuple[str, bool]](), "", ""
+        turns = [*context, *((turn.role, turn.text) for turn in ending.turns)]
+        for placed, is_trained in layout.answers(turns, trained):
+            if pieces and not done and (next_head := self.chat.end_of_turn(placed.head)):
+                done, pieces[-1] = next_head[0], (next_head[0], pieces[-1][1])
+            head, tail = placed.head.removeprefix(done), placed.tail
+            end, _ = self.chat.first_end(tail) or ("", 0)
+            behind = tail[: tail.index(end)]
+            num_untrained = len(placed.opened.removeprefix(done)) if self._trains_template else len(head)
+            pieces += [
+                (head[:num_untrained], False),
+                (head[num_untrained:] + placed.text, is_trained),
+                (behind, False),
+                (end or self.chat.end_text, is_trained),
+            ]
+            done = behind + end
+        pieces.append((tail.removeprefix(done), False))
+        texts = [self.chat.prepared(text) for text, _ in pieces]
+        ends = np.cumsum([len(text) for text in texts])
+        tokens = self.chat.tokens("".join(texts))
+        mask = np.zeros(len(tokens.ids), dtype=bool)
+        for (_, is_trained), text, end_of_piece in zip(pieces, texts, ends, strict=True):
+            if is_trained:
+                mask |= tokens.of(text, end_of_piece - len(text))
+        num = len(mask) if self._has_tail else int(np.count_nonzero(tokens.starts < ends[-2]))
+        kept = Tokens(tokens.ids[:num], tokens.starts[:num], tokens.ends[:num])
+        return _Rendered("".join(texts), kept, mask[:num], tokens.num_before(int(ends[0])))
 
-    def _whole(self, row: Conversation, context: _Pieces, ending: _Pieces, measured: MeasuredMedia) -> _Whole:
-        compact = np.concatenate([context.ids, ending.ids])
+    def _whole(self, row: Conversation, ending: _Rendered, num_context: int, measured: MeasuredMedia) -> _Whole:
+        compact = ending.tokens.ids
         positions, expansions, order = self.chat.media_expansions(compact, row, measured)
         ids, spans = expand(compact, positions, expansions)
         if len(ids) > self._max_tokens:
@@ -192,13 +203,13 @@ class ConversationProcessor:
                 "data.video.max_tokens or data.audio.max_seconds"
             )
         untrained = [np.zeros(len(expansion), dtype=bool) for expansion in expansions]
-        mask, _ = expand(np.concatenate([context.mask, ending.mask]), positions, untrained)
+        mask, _ = expand(ending.mask, positions, untrained)
         num_added = sum(
             len(expansion) - 1
             for position, expansion in zip(positions, expansions, strict=True)
-            if position < len(context.ids)
+            if position < num_context
         )
-        return _Whole(ids, mask, len(context.ids) + num_added, spans, order)
+        return _Whole(compact[:num_context], ids, mask, num_context + num_added, spans, order)
 
 
 def _trajectory(trajectory_id: str, ids: np.ndarray, mask: np.ndarray, text: str) -> Trajectory:

@@ -84,19 +84,15 @@ def _placed(texts: Sequence[str], kind: str, own: str) -> list[str]:
     return [placeholder.join(literal(piece, (kind,)) for piece in text.split(mark)) for text in texts]
 
 
-def cut_at_breaks(text: str, special: re.Pattern[str]) -> list[str]:
-    """Splits `text` at breaks inside special tokens. The pieces are tokenised one by one."""
+def needed_breaks(text: str, special: re.Pattern[str]) -> str:
+    """Returns `text` with the breaks inside special tokens alone; the tokenizer then reads these as text."""
     pieces = text.split(BREAK)
-    whole = "".join(pieces)
-    inside = {place for found in special.finditer(whole) for place in range(found.start() + 1, found.end())}
+    inside = {n for found in special.finditer("".join(pieces)) for n in range(found.start() + 1, found.end())}
     found, end = [pieces[0]], len(pieces[0])
     for piece in pieces[1:]:
-        if end in inside:
-            found.append(piece)
-        else:
-            found[-1] += piece
+        found += [BREAK * (end in inside), piece]
         end += len(piece)
-    return found
+    return "".join(found)
 
 
 def _broken(token: str) -> str:

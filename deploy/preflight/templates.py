@@ -61,7 +61,7 @@ def check_answers(config: RunConfig, loaded: LoadedModel) -> Iterator[PreflightF
         severity = Severity.REFUSE if config.offline.is_on else Severity.WARN
         yield PreflightFinding(MODEL, _of_template(config, f"cannot write an answer: it {problem}"), ANOTHER, severity)
         return
-    tail = chat.template.answer_tail()
+    _, _, tail = chat.template.around_answer()
     if tail.strip() and chat.first_end(tail) is None:
         yield PreflightFinding(
             MODEL,

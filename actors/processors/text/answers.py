@@ -1,18 +1,69 @@
-"""AnswerLayout: separates answers from the chat template's text around them."""
+"""AnswerLayout: separates answers from the chat template's text around them. Tokens: ids and the text of each."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
 from mobula.cluster.errors import PromptError
+from mobula.cluster.records.markup import BREAK
 
 Turns = Sequence[tuple[str, str]]
 """(role, text) of each turn."""
 
 THOUGHT = "<think>"
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The tokens of a text. White space that a tokenizer drops belongs to the token behind it."""
+
+    ids: np.ndarray  # int32 [T]
+    starts: np.ndarray  # int64 [T]: first character of each token
+    ends: np.ndarray  # int64 [T]
+
+    def num_before(self, end: int) -> int:
+        """Number of tokens that hold characters before `end` alone."""
+        return int(np.count_nonzero(self.ends <= end))
+
+    def of(self, text: str, start: int) -> np.ndarray:
+        """Returns bool [T]: the tokens of `text` at `start`. One that holds other text as well counts if it holds a
+        character of `text` that is no white space.
+        """
+        end = start + len(text)
+        first, last = end - len(text.lstrip()), start + len(text.rstrip())
+        is_inside = (self.starts >= start) & (self.ends <= end)
+        return is_inside | ((self.starts < last) & (self.ends > first))
+
+
+def tokens_of(tokenizer: PreTrainedTokenizerBase, text: str) -> Tokens:
+    """Tokenises a text once. Breaks divide the text and have no tokens.
+
+    Raises:
+        PromptError: the tokenizer joins a break to other characters, or tells no positions of tokens.
+    """
+    if not tokenizer.is_fast:
+        raise PromptError(f"a {type(tokenizer).__name__} tells no positions of tokens: convert it to a tokenizer.json")
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    ids = np.array(encoded.input_ids, dtype=np.int32)
+    starts, ends = np.array(encoded.offset_mapping, dtype=np.int64).reshape(-1, 2).T
+    if BREAK in text:
+        num_breaks = np.cumsum([0, *(character == BREAK for character in text)])
+        held = num_breaks[ends] - num_breaks[starts]
+        joined = (held > 0) & (held < ends - starts)
+        if (known := joined & (ids != tokenizer.unk_token_id)).any():
+            shown = text[starts[known][0] : ends[known][0]].replace(BREAK, "")
+            raise PromptError(f"the tokenizer of policy.model cannot read {shown!r} as text: remove it from the row")
+        kept = joined | (held == 0)
+        ids, starts, ends = ids[kept], starts[kept], ends[kept]
+    ends = np.maximum.accumulate(ends)
+    starts = np.minimum(starts, np.append(0, ends)[:-1])
+    return Tokens(ids, starts, np.maximum(ends, starts + 1))
 
 
 @dataclass(frozen=True)
@@ -29,8 +80,9 @@ class AnswerLayout:
     """Locates answers: renders a conversation twice, with the answer and with a mark instead of the answer.
 
     Text before an answer (such as an empty thought) and behind it belongs to the template. White space directly before
-    an answer belongs to the policy, because a tokenizer joins it to the first word. If the template changes an answer
-    (such as dropping the thought), the unchanged answer follows the generation prompt.
+    an answer belongs to the policy, because a tokenizer joins it to the first word. If the template changes a trained
+    answer (such as dropping the thought from an earlier turn), every answer follows its generation prompt unchanged,
+    and the earlier answers stay in the text as they are.
 
     Rendered texts are kept: the answers of a row have most of them in common.
     """
@@ -47,17 +99,42 @@ class AnswerLayout:
         self._mark = mark
         self._num_context = num_context
 
-    def placed(self, turns: Turns, answer: str) -> PlacedAnswer:
-        """Locates the answer to `turns`.
+    def answers(self, turns: Turns, trained: Collection[int]) -> list[tuple[PlacedAnswer, bool]]:
+        """Locates the turns of the numbers `trained`, and the last turn; returns whether each is trained.
+
+        Where the template changes one of them, all turns of the assistant behind the context are located.
 
         Raises:
             PromptError: the template drops answers, or changes earlier turns.
         """
+        if (found := self._in_whole(turns, trained)) is not None:
+            return found
+        policy = [n for n, (role, _) in enumerate(turns) if role == "assistant" and n >= self._num_context]
+        return [(self._behind_prompt(turns[:n], turns[n][1]), n in trained) for n in policy]
+
+    def _in_whole(self, turns: Turns, trained: Collection[int]) -> list[tuple[PlacedAnswer, bool]] | None:
+        """The answers in the template's text of all turns; None if it changes one of them or the text before it."""
+        rendered, done, found = self._render(turns, False), 0, []
+        for n in sorted({*trained, len(turns) - 1}):
+            before, answer, mark = turns[:n], turns[n][1], ("assistant", self._mark)
+            opened = self._render(before, True)
+            place = self._place(rendered, self._render([*before, mark, *turns[n + 1 :]], False), opened, answer)
+            if place is None or not rendered.startswith(self._question(before)):
+                return None
+            start, end = place
+            head, opened = rendered[done:start], os.path.commonprefix([opened, rendered[:start]])[done:]
+            as_last = self._render([*before, mark], False).rpartition(self._mark)[2]
+            tail = os.path.commonprefix([as_last, rendered[end:]])
+            found.append((PlacedAnswer(head, opened, rendered[start:end], tail), n in trained))
+            done = end
+        return found
+
+    def _behind_prompt(self, turns: Turns, answer: str) -> PlacedAnswer:
+        """The answer to `turns` as the last turn."""
         before = self._marked(turns)
         opened = self._render(before, True)
         marked = self._render([*before, ("assistant", self._mark)], False)
-        template_head, mark, tail = marked.rpartition(self._mark)
-        if not mark:
+        if self._mark not in marked:
             raise PromptError(
                 f"the chat template of policy.model drops answers of the assistant, as in {marked[-80:]!r}: use "
                 "another template, or another checkpoint"
@@ -66,17 +143,30 @@ class AnswerLayout:
         _refuse_changed(self._question(before), rendered)
         if answers := [n for n, (_, text) in enumerate(before) if text == self._mark]:
             _refuse_changed(self._question(before[: answers[-1]]), opened)
-        text = rendered.removesuffix(tail)
-        start = _start_of(answer, text) if rendered.endswith(tail) else None
-        shared = len(os.path.commonprefix([opened, template_head]))
-        has_thought = answer.lstrip().startswith(THOUGHT)
-        if start is None or (has_thought and "</think>" in text[shared:start]):  # the template adds a second thought
-            if has_thought and opened.rstrip().endswith(THOUGHT):  # the generation prompt has opened the thought
+        place, tail = self._place(rendered, marked, opened, answer), marked.rpartition(self._mark)[2]
+        if place is None:
+            if answer.lstrip().startswith(THOUGHT) and opened.rstrip().endswith(THOUGHT):  # the prompt has opened it
                 answer = re.sub(rf"^\s*{THOUGHT}\s*", "", answer)
             return self._behind_mark(opened, opened, answer, tail)
+        head, text = rendered[: place[0]], rendered[place[0] : place[1]]
+        return self._behind_mark(head, os.path.commonprefix([opened, head]), text, tail)
+
+    def _place(self, rendered: str, marked: str, opened: str, answer: str) -> tuple[int, int] | None:
+        """Start and end of `answer` in `rendered`; None if the template changes it, or adds a second thought.
+
+        Args:
+            marked: `rendered` with the mark instead of the answer.
+            opened: the turns before it with a generation prompt.
+        """
+        head, mark, tail = marked.rpartition(self._mark)
+        text = rendered.removesuffix(tail)
+        start = _start_of(answer, text) if mark and rendered.endswith(tail) else None
+        shared = len(os.path.commonprefix([opened, head]))
+        if start is None or (answer.lstrip().startswith(THOUGHT) and "</think>" in text[shared:start]):
+            return None
         if text.startswith(opened) and not text[len(opened) : start].strip():
             start = len(opened)  # also if the answer repeats the first words of the generation prompt
-        return self._behind_mark(text[:start], os.path.commonprefix([opened, text[:start]]), text[start:], tail)
+        return start, len(text)
 
     def _render(self, turns: Turns, is_open: bool) -> str:
         key = (tuple(turns), is_open)

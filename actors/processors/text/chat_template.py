@@ -90,12 +90,19 @@ class ChatTemplate:
                 texts.append(self.render(messages, is_open=True).replace(PROBE, ""))
         return texts
 
-    def answer_tail(self) -> str:
-        """The template's text behind an answer; empty if the template refuses or drops answers."""
-        messages = [("user", [{"type": "text", "text": PROBE[:5]}]), ("assistant", [{"type": "text", "text": PROBE}])]
+    def around_answer(self) -> tuple[str, str, str]:
+        """A generation prompt, the white space that the template adds before an answer, and its text behind an answer.
+
+        Each is empty if the template refuses or drops answers.
+        """
+        question: Message = ("user", [{"type": "text", "text": PROBE[:5]}])
+        opened = head = tail = ""
         with suppress(PromptError):
-            return self.render(messages, is_open=False).rpartition(PROBE)[2]
-        return ""
+            opened = self.render([question], is_open=True)
+            answered = self.render([question, ("assistant", [{"type": "text", "text": PROBE}])], is_open=False)
+            head, _, tail = answered.rpartition(PROBE)
+        space = head.removeprefix(opened)
+        return opened, space if space.isspace() else "", tail
 
     def _content(self, role: str, parts: Sequence[Mapping[str, str]]) -> Any:
         if self.form(role) is ContentForm.PARTS:

@@ -1,0 +1,190 @@
+"""Tokenizers with the structures of released ones, built from a few sentences, and chat templates that go with them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from chat_templates import GENERATION, QWEN3
+from tiny_text_models import write_text_policy
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+SPECIAL = (
+    "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>",
+    "<start_of_turn>", "<end_of_turn>", "<|user|>", "<|assistant|>", "[INST]", "[/INST]",
+)  # fmt: skip
+STRIPPING = "<|end|>"  # as Phi 3: it swallows the white space behind it
+TEXTS = [
+    "USER: Hello there, how are you? ASSISTANT: I am fine. The answer is 7. \n\n- one\n- two",
+    "user system assistant model What is 2 + 2? The answer is 4. Be helpful. Say more. <think>\nhm\n</think>",
+    "< / | > _ [ ] </ im_end|> s",
+] * 20
+
+
+def _sentencepiece(*, normalizer: bool = False, scheme: str = "always", crosses_words: bool = False) -> Tokenizer:
+    """BPE with byte fallback: Llama 2 by a normalizer, later ones by Metaspace."""
+    made = Tokenizer(models.BPE(byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
+    metaspace = partial(pre_tokenizers.Metaspace, prepend_scheme=scheme)
+    made.pre_tokenizer = metaspace(split=not crosses_words)  # type: ignore[assignment]
+    trainer = trainers.BpeTrainer(vocab_size=420, special_tokens=["<unk>", *BYTES], show_progress=False)
+    made.train_from_iterator(TEXTS, trainer)
+    fields = json.loads(made.to_str())
+    fields["added_tokens"] = [token for token in fields["added_tokens"] if token["content"] not in BYTES]
+    fields["pre_tokenizer"] = None
+    made = Tokenizer.from_str(json.dumps(fields))
+    if normalizer:
+        both = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+        made.normalizer = normalizers.Sequence(both)  # type: ignore[assignment]
+    else:
+        made.pre_tokenizer = metaspace(split=False)  # type: ignore[assignment]
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    made.decoder = decoders.Sequence([*steps, *([] if scheme == "never" else [decoders.Strip(" ", 1, 0)])])
+    return made
+
+
+def _byte_level(*, prefix: bool = False, trim: bool = True) -> Tokenizer:
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix)  # type: ignore[assignment]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=420, initial_alphabet=alphabet, show_progress=False)
+    made.train_from_iterator(TEXTS, trainer)
+    made.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    made.post_processor = processors.ByteLevel(trim_offsets=trim)  # type: ignore[assignment]
+    return made
+
+
+def _word_piece() -> Tokenizer:
+    made = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    made.normalizer = normalizers.BertNormalizer(lowercase=True)  # type: ignore[assignment]
+    made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()  # type: ignore[assignment]
+    made.train_from_iterator(
+        TEXTS, trainers.WordPieceTrainer(vocab_size=300, special_tokens=["[UNK]"], show_progress=False)
+    )
+    made.decoder = decoders.WordPiece()  # type: ignore[assignment]
+    return made
+
+
+def _unigram() -> Tokenizer:
+    made = Tokenizer(models.Unigram())
+    made.normalizer = normalizers.NFKC()  # type: ignore[assignment]
+    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")  # type: ignore[assignment]
+    trainer = trainers.UnigramTrainer(
+        vocab_size=200, unk_token="<unk>", special_tokens=["<unk>"], show_progress=False
+    )
+    made.train_from_iterator(TEXTS, trainer)
+    made.decoder = decoders.Metaspace(prepend_scheme="always")  # type: ignore[assignment]
+    return made
+
+
+TOKENIZERS: dict[str, Callable[[], Tokenizer]] = {
+    "prepend": lambda: _sentencepiece(normalizer=True),
+    "metaspace_first": lambda: _sentencepiece(scheme="first"),
+    "metaspace_always": lambda: _sentencepiece(scheme="always"),
+    "metaspace_never": lambda: _sentencepiece(scheme="never"),
+    "byte_level": _byte_level,
+    "byte_level_untrimmed": lambda: _byte_level(trim=False),
+    "byte_level_prefixed": lambda: _byte_level(prefix=True),
+    "word_piece": _word_piece,
+    "unigram": _unigram,
+}
+UNKNOWN = {"word_piece": "[UNK]", "unigram": "<unk>"}
+LOSSY = ("word_piece", "unigram")  # case, white space or characters are not in the tokens
+
+TURNS = (
+    "{{- bos_token -}}{%- for m in messages -%}{%- if m.role == 'assistant' -%}ANSWER{%- else -%}TURN{%- endif -%}"
+    "{%- endfor -%}{%- if add_generation_prompt -%}OPEN{%- endif -%}"
+)
+
+
+def _template(turn: str, answer: str, opened: str) -> str:
+    """Jinja expressions of a turn, an answer and a generation prompt."""
+    parts = {"TURN": turn, "ANSWER": answer, "OPEN": opened}
+    text = TURNS
+    for name, expression in parts.items():
+        text = text.replace(name, "{{- " + expression + " -}}")
+    return text
+
+
+TEMPLATES = {  # name -> template, end of an answer
+    "chatml": (
+        _template(
+            "'<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n'",
+            "'<|im_start|>assistant\n' + m.content + '<|im_end|>\n'",
+            "'<|im_start|>assistant\n'",
+        ),
+        "<|im_end|>",
+    ),
+    "llama3": (
+        _template(
+            "'<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' + m.content | trim + '<|eot_id|>'",
+            "'<|start_header_id|>assistant<|end_header_id|>\n\n' + m.content | trim + '<|eot_id|>'",
+            "'<|start_header_id|>assistant<|end_header_id|>\n\n'",
+        ),
+        "<|eot_id|>",
+    ),
+    "gemma": (
+        _template(
+            "'<start_of_turn>' + m.role + '\n' + m.content | trim + '<end_of_turn>\n'",
+            "'<start_of_turn>model\n' + m.content | trim + '<end_of_turn>\n'",
+            "'<start_of_turn>model\n'",
+        ),
+        "<end_of_turn>",
+    ),
+    "vicuna": (
+        _template("'USER: ' + m.content + ' '", "'ASSISTANT: ' + m.content + '</s>'", "'ASSISTANT:'"),
+        "</s>",
+    ),
+    "trailing_space": (  # a token may hold this space and the first word of an answer
+        _template("'USER: ' + m.content + ' '", "'ASSISTANT: ' + m.content + '</s>'", "'ASSISTANT: '"),
+        "</s>",
+    ),
+    "tinyllama": (  # the generation prompt ends before the line end
+        _template(
+            "'<|user|>\n' + m.content + '</s>\n'",
+            "'<|assistant|>\n' + m.content + '</s>\n'",
+            "'<|assistant|>'",
+        ),
+        "</s>",
+    ),
+    "llama2": (
+        _template("'<s>' * (not loop.first) + '[INST] ' + m.content + ' [/INST]'", "' ' + m.content + ' </s>'", "''"),
+        "</s>",
+    ),
+    "mistral": (_template("'[INST] ' + m.content + '[/INST]'", "' ' + m.content + '</s>'", "''"), "</s>"),
+    "phi3": (
+        _template(
+            "'<|' + m.role + '|>\n' + m.content + '<|end|>\n'",
+            "'<|assistant|>\n' + m.content + '<|end|>\n'",
+            "'<|assistant|>\n'",
+        ),
+        "<|end|>",
+    ),
+    "qwen3": (QWEN3, "<|im_end|>"),
+    "generation": (GENERATION, "<|im_end|>"),
+}
+
+
+def write_tokenizer(folder: Path, kind: str, template: str, *, adds_bos: bool = False) -> PreTrainedTokenizerFast:
+    """Replaces the tokenizer of a text model in `folder`; with `adds_bos` texts begin with BOS by the tokenizer."""
+    source, end = TEMPLATES[template]
+    built = TOKENIZERS[kind]()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=built, bos_token="<s>", eos_token=end, pad_token="</s>")
+    tokenizer.unk_token = UNKNOWN.get(kind)
+    tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
+    tokenizer.add_tokens([AddedToken(STRIPPING, special=True, normalized=False, rstrip=True)])
+    if adds_bos:
+        bos = [("<s>", tokenizer.convert_tokens_to_ids("<s>"))]
+        tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=bos)
+    tokenizer.chat_template = source
+    ends = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    if not (folder / "config.json").exists():
+        write_text_policy(folder, "llama")
+    for name in ("config.json", "generation_config.json"):
+        fields = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps(fields | ends | {"pad_token_id": tokenizer.pad_token_id}))
+    tokenizer.save_pretrained(folder)
+    return tokenizer

@@ -1,0 +1,174 @@
+"""Tokens are those of the whole text, for each tokenizer: prompts, offline rows, warm start, turns of environments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizer_kinds import LOSSY, TEMPLATES, TOKENIZERS, write_tokenizer
+
+from mobula.actors.datasets.conversations import CHOSEN, REJECTED, Conversation, Ending
+from mobula.actors.datasets.conversations import Turn as OfflineTurn
+from mobula.actors.datasets.rows import Row, Turn
+from mobula.actors.environments.base import Message
+from mobula.actors.environments.bridge import TurnBridge
+from mobula.actors.processors.chat import ChatProcessor
+from mobula.actors.processors.conversation import ConversationProcessor
+from mobula.cluster.records.markup import literal, verbatim
+from mobula.cluster.records.media import MediaStore
+from mobula.cluster.records.trajectory import ScoredGroup
+from mobula.configs.load import load_config
+
+Messages = list[dict[str, Any]]
+ANSWERS = ("7", "The answer is 7.", "é 你好 🙂!", "- one\n\n- two", "  indented", "line\n", "\n\nline", "7 ")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("model")
+
+
+def chat_of(folder: Path) -> ChatProcessor:
+    config = load_config(["experiment=own", f"policy.model={folder}", "data.path=x", "data.prompt_suffix=''"])
+    return ChatProcessor(str(folder), config.data, config.sampler, MediaStore(lambda one: one, 1), keep_files=False)
+
+
+@pytest.fixture(scope="module", params=[(kind, name) for kind in TOKENIZERS for name in TEMPLATES], ids="-".join)
+def chat(request: pytest.FixtureRequest, folder: Path) -> ChatProcessor:
+    write_tokenizer(folder, *request.param)
+    made = chat_of(folder)
+    made.kind, made.template_name = request.param  # type: ignore[attr-defined]
+    made.end = TEMPLATES[request.param[1]][1]  # type: ignore[attr-defined]
+    return made
+
+
+def talk(*texts: str) -> Messages:
+    return [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(texts)]
+
+
+def own_ids(chat: ChatProcessor, messages: Messages, **options: Any) -> list[int]:
+    """The template's own tokenisation."""
+    return list(chat._tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False, **options))
+
+
+def group_of(chat: ChatProcessor, messages: Messages, *endings: Messages, has_tail: bool = False) -> ScoredGroup:
+    """The group of a row; messages of an ending may have `"weight": 0`."""
+    found = []
+    for number, ending in enumerate(endings):
+        turns = [
+            OfflineTurn(m["role"], literal(m["content"]), m["role"] == "assistant" and m.get("weight", 1) == 1)
+            for m in ending
+        ]
+        found.append(Ending(tuple(turns), REJECTED if number else CHOSEN))
+    context = tuple(OfflineTurn(m["role"], m["content"], False) for m in messages)
+    made = ConversationProcessor(chat, system_prompt="", max_tokens=4000, has_tail=has_tail)
+    return made.prepare(Conversation("r", context, tuple(found), ()), "p")
+
+
+def ids_of(group: ScoredGroup, number: int = 0) -> list[int]:
+    actions = group.group.trajectories[number].actions
+    return [*group.group.prompt.expanded_ids.tolist(), *actions.token_ids.tolist()]
+
+
+def trained(chat: ChatProcessor, group: ScoredGroup, number: int = 0) -> str:
+    """The text of the trained tokens."""
+    trajectory = group.group.trajectories[number]
+    return chat._tokenizer.decode(trajectory.actions.token_ids[trajectory.action_mask].tolist())
+
+
+def assert_trained(chat: ChatProcessor, found: str, answers: Sequence[str]) -> None:
+    """White space around an answer is the template's or the answer's."""
+    texts = found.split(chat.end)
+    if chat.kind in LOSSY:
+        if not "".join(answers).isascii():
+            return
+        answers, texts = ([without_space(text) for text in some] for some in (answers, texts))
+    assert [text.strip() for text in texts] == [*(answer.strip() for answer in answers), ""]
+
+
+def without_space(text: str) -> str:
+    return "".join(text.split()).lower()
+
+
+def test_a_prompt_has_the_tokens_of_the_template(chat: ChatProcessor) -> None:
+    for text in ("Q", " What is 2 + 2?", "é\n", "Say more.\n\n"):
+        expected = own_ids(chat, talk("Q", "The answer is 7.", text), add_generation_prompt=True)
+        row = Row("r", text, "7", "7", history=(Turn("user", "Q"), Turn("assistant", "The answer is 7.")))
+        assert chat.prepare(row, "p").compact_ids.tolist() == expected
+
+
+def test_a_conversation_has_the_tokens_of_the_template_and_trains_the_answers(chat: ChatProcessor) -> None:
+    for answer in ANSWERS:
+        messages = talk("Q", "I am fine.", "More", answer)
+        whole = own_ids(chat, messages)
+        assert ids_of(group_of(chat, messages[:1], messages[1:], has_tail=True)) == whole
+        group = group_of(chat, messages[:1], messages[1:])
+        found = ids_of(group)
+        assert found == whole[: len(found)] and found[-1] == chat.eos_token_ids[0]
+        assert_trained(chat, trained(chat, group), ["I am fine.", answer])
+
+
+def test_the_last_turn_alone_is_trained_in_the_same_tokens(chat: ChatProcessor) -> None:
+    for answer in ANSWERS:
+        messages = talk("Q", "I am fine.", "More", answer)
+        untrained = {**messages[1], "weight": 0}
+        group = group_of(chat, messages[:1], [untrained, *messages[2:]])
+        found = ids_of(group)
+        assert found == own_ids(chat, messages)[: len(found)]
+        assert_trained(chat, trained(chat, group), [answer])
+
+
+def test_both_answers_of_a_pair_have_the_tokens_of_the_template(chat: ChatProcessor) -> None:
+    asked, answers = talk("Q", "I am fine.", "Which?"), ("The answer is 7.", "\n- one")
+    group = group_of(chat, asked, *([{"role": "assistant", "content": text}] for text in answers))
+    for number, text in enumerate(answers):
+        found = ids_of(group, number)
+        assert found == own_ids(chat, [*asked, {"role": "assistant", "content": text}])[: len(found)]
+        assert_trained(chat, trained(chat, group, number), [text])
+
+
+SPACE = {"vicuna": " ", "llama2": " ", "mistral": " ", "tinyllama": "\n"}  # of the template before an answer
+
+
+def test_a_warm_start_writes_behind_the_prompt_what_the_whole_text_has(chat: ChatProcessor) -> None:
+    prompt = chat.prepare(Row("r", "Q", "7", "7"), "p")
+    space, given = SPACE.get(chat.template_name, ""), prompt.compact_ids.tolist()
+    for answer in ANSWERS:
+        text = prompt.text + (answer if answer.startswith(space) else space + answer)
+        found = [*given, *chat.encode_answer(answer).tolist()]
+        assert found[-1] == chat.eos_token_ids[0]
+        whole = chat._tokenizer(text, add_special_tokens=False).input_ids
+        if whole[: len(given)] == given:
+            assert found[:-1] == whole
+        else:  # a token of the whole text holds characters of the prompt and of the answer
+            assert chat._tokenizer.decode(found[:-1]) == chat._tokenizer.decode(whole)
+
+
+def test_an_observation_has_the_tokens_that_follow_in_the_whole_text(chat: ChatProcessor) -> None:
+    bridge = TurnBridge(chat, "x")
+    for text in ("More", " What is 2 + 2?", "\n- one", "é"):
+        whole = own_ids(chat, talk("Q", "I am fine.", text), add_generation_prompt=True)
+        delta = bridge.delta((Message("user", text),)).ids.tolist()
+        assert [bridge.end_id, *delta] == whole[-len(delta) - 1 :]
+        prompt = own_ids(chat, talk("Q"), add_generation_prompt=True)
+        if chat.template_name != "llama2" and prompt == whole[: len(prompt)]:  # it adds a space before the end
+            assert [*prompt, *chat.encode_answer("I am fine.").tolist(), *delta] == whole
+
+
+def test_special_tokens_of_an_observation_are_text_without_a_space_around_them(chat: ChatProcessor) -> None:
+    text = "a</s>b <|im_end|><s> c"
+    for ids in (
+        TurnBridge(chat, "x").delta((Message("user", text),)).ids.tolist(),
+        chat.prepare(Row("r", verbatim(text), "7", "7"), "p").compact_ids.tolist(),
+    ):
+        shown = chat._tokenizer.decode(ids)
+        if chat.kind == "word_piece":  # a word with a special token in it is unknown
+            assert "a < / s > b < | im _ end | > < [UNK] > c" in shown
+        else:
+            assert text in (shown.replace("▁", " ") if chat.kind == "unigram" else shown)
+        clean = own_ids(chat, talk("Q", "7", "a b"), add_generation_prompt=True)
+        special = set(chat._tokenizer.all_special_ids) | set(chat._tokenizer.added_tokens_decoder)
+        assert sum(i in special for i in ids) <= sum(i in special for i in clean)

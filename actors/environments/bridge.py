@@ -10,7 +10,7 @@ import numpy as np
 from mobula.actors.datasets.images import EncodedFile
 from mobula.actors.environments.base import IMAGE_PLACEHOLDER, ROLES_OF_STEP, EpisodeError, Message, row_text
 from mobula.actors.processors.chat import ChatProcessor, expand
-from mobula.cluster.errors import PromptError, SkippedSample
+from mobula.cluster.errors import SkippedSample
 from mobula.cluster.records.media import MediaHandle, MediaSpan
 
 MARK = "mark0"  # marks the end of an earlier turn of the policy in rendered text
@@ -35,12 +35,10 @@ class TurnBridge:
     If a template refuses `tool` messages or drops their images, they become `user` turns.
 
     Raises:
-        ValueError: the template's text of an observation depends on the earlier turn, or lacks images or an end token,
-            or the tokenizer tells no positions of tokens.
+        ValueError: the template's text of an observation depends on the earlier turn, or lacks images or an end token.
     """
 
     def __init__(self, chat: ChatProcessor, model: str) -> None:
-        chat.require_offsets("an environment")
         self._chat = chat
         self._model = model
         self._roles = {"user": "user"}
@@ -107,11 +105,7 @@ class TurnBridge:
         end = self._chat.end_of_turn(rest.lstrip())
         assert end is not None, "the constructor has checked this"
         tokens = self._chat.tokens(before + rest)
-        place = len(before) + rest.index(end[0])
-        ids = tokens.ids[tokens.num_before(place) :]
-        if not len(ids) or ids[0] != end[1]:
-            raise PromptError(f"the tokenizer of policy.model does not read {end[0]!r} behind a turn as one token")
-        return ids
+        return tokens.ids[tokens.num_before(len(before) + rest.index(end[0])) :]
 
     def _problem(self, role: str) -> str | None:
         """The reason why a turn of `role` cannot follow a turn of the policy; None if it can."""
@@ -124,14 +118,14 @@ class TurnBridge:
             return f"it refuses a {role} turn ({type(error).__name__}: {error})"
         if len(set(rendered)) != 1:
             return f"what it writes for a {role} turn depends on the text of the turn before"
-        if self._chat.end_of_turn(rendered[0].lstrip()) is None:
+        end = self._chat.end_of_turn(rendered[0].lstrip())
+        if end is None:
             return f"it writes {rendered[0][:40]!r} behind a turn, which begins with no token that ends one"
         if PROBED not in rendered[0]:
             return f"it drops the text of a {role} turn"
-        try:
-            ids = self._ids(turns)
-        except PromptError as error:
-            return str(error)
+        ids = self._ids(turns)
+        if ids[0] != end[1]:
+            return f"its tokenizer does not read {end[0]!r} behind a turn as one token"
         if not self._chat.takes_images:
             return None
         num = int(np.count_nonzero(ids == self._chat.image_token_id))

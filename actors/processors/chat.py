@@ -167,6 +167,11 @@ class ChatProcessor:
         self._tokenizer: PreTrainedTokenizerBase = (
             renderer.tokenizer if isinstance(renderer, ProcessorMixin) else renderer
         )
+        if not self._tokenizer.is_fast:
+            raise ValueError(
+                f"policy.model={model} has a {type(self._tokenizer).__name__}, which tells no positions of tokens in a "
+                "text: convert its tokenizer to a tokenizer.json, or choose another checkpoint"
+            )
         give_template(renderer, model)
         self.template = ChatTemplate(renderer, takes_parts=self._takes_parts, template_kwargs=data.template_kwargs)
         self.media_token_ids = self._family.media_token_ids(self._tokenizer)
@@ -317,14 +322,6 @@ class ChatProcessor:
         """Tokenises prepared text once. Raises: PromptError: as `tokens_of`."""
         return tokens_of(self._tokenizer, text)
 
-    def require_offsets(self, use: str) -> None:
-        """Raises: ValueError: the tokenizer tells no positions of tokens, which `use` needs."""
-        if not self._tokenizer.is_fast:
-            raise ValueError(
-                f"policy.model has a {type(self._tokenizer).__name__}, which tells no positions of tokens in a text; "
-                f"{use} needs them: choose a checkpoint with a tokenizer.json, or convert its tokenizer to one"
-            )
-
     @property
     def num_embeddings(self) -> int:
         """Rows of the embedding table; more than tokens if the table is padded."""
@@ -351,18 +348,13 @@ class ChatProcessor:
         written = [(text, i) for text, i in ends if isinstance(text, str) and text and text in rendered]
         return min(written, key=lambda end: rendered.index(end[0]), default=None)
 
-    @property
     def end_text(self) -> str:
-        """The first end token as text.
-
-        Raises:
-            PromptError: the tokenizer reads other tokens from it.
-        """
-        text = self._tokenizer.convert_ids_to_tokens(self.eos_token_ids[0])
-        if not isinstance(text, str) or self.tokenize(text).tolist() != [self.eos_token_ids[0]]:
+        """The text of the first end token. Raises: PromptError: the tokenizer reads other tokens from it."""
+        end = self.eos_token_ids[0]
+        text = str(self._tokenizer.convert_ids_to_tokens(end))
+        if self.tokenize(text).tolist() != [end]:
             raise PromptError(
-                f"the chat template of policy.model ends no answer, and its end token {text!r} cannot be added behind "
-                "one: write an end token into the template"
+                f"the chat template of policy.model ends no answer, and {text!r} cannot: change the template"
             )
         return text
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from mobula.actors.datasets.conversations import Conversation, Ending
 from mobula.actors.processors.chat import ChatProcessor, MeasuredMedia, expand
-from mobula.actors.processors.text.answers import AnswerLayout, Tokens, unused_mark
+from mobula.actors.processors.text.answers import AnswerLayout, unused_mark
 from mobula.cluster.errors import PromptError
 from mobula.cluster.records.actions import TokenActions
 from mobula.cluster.records.markup import plain
@@ -38,7 +38,8 @@ class _Rendered:
     """The text of a context with one ending, and its tokens, one placeholder an image."""
 
     text: str
-    tokens: Tokens
+    ids: np.ndarray  # int32 [T]
+    starts: np.ndarray  # int64 [T]: first character of each token
     mask: np.ndarray  # bool [T]: trained tokens
     num_context: int  # tokens before the first answer
 
@@ -83,11 +84,7 @@ class ConversationProcessor:
             max_tokens: `offline.max_tokens`.
             has_tail: whether an ending includes the last token of the chat template, which a reward model reads.
             trains_template: `offline.train_template_text`.
-
-        Raises:
-            ValueError: the tokenizer tells no positions of tokens.
         """
-        chat.require_offsets("an offline job")
         self.media_token_ids: tuple[int, ...] = ()  # none is banned: nothing is sampled
         self.template_token_ids: tuple[int, ...] = ()
         self.chat = chat
@@ -153,9 +150,8 @@ class ConversationProcessor:
         layout = AnswerLayout(lambda given, is_open: self.chat.render(given, is_open=is_open), mark, len(turns))
         endings = [self._rendered(layout, turns, ending) for ending in row.endings]
         first = min(endings, key=lambda ending: ending.num_context)
-        shared = os.path.commonprefix([ending.tokens.ids[: first.num_context].tolist() for ending in endings])
-        text = first.text[: int(np.append(first.tokens.starts, len(first.text))[len(shared)])]
-        return text, [self._whole(row, ending, len(shared), measured) for ending in endings]
+        num = len(os.path.commonprefix([ending.ids[: first.num_context].tolist() for ending in endings]))
+        return first.text[: int(first.starts[num])], [self._whole(row, ending, num, measured) for ending in endings]
 
     def _rendered(self, layout: AnswerLayout, context: Sequence[tuple[str, str]], ending: Ending) -> _Rendered:
         """The text and tokens of a context with one ending.
@@ -166,36 +162,31 @@ class ConversationProcessor:
         trained = {len(context) + n for n, turn in enumerate(ending.turns) if turn.is_trained}
         pieces, done, tail = list[tuple[str, bool]](), "", ""
         turns = [*context, *((turn.role, turn.text) for turn in ending.turns)]
-        for placed, is_trained in layout.answers(turns, trained):
+        for placed in layout.answers(turns, trained):
             if pieces and not done and (next_head := self.chat.end_of_turn(placed.head)):
                 done, pieces[-1] = next_head[0], (next_head[0], pieces[-1][1])
             head, tail = placed.head.removeprefix(done), placed.tail
             end, _ = self.chat.first_end(tail) or ("", 0)
             behind = tail[: tail.index(end)]
             num_untrained = len(placed.opened.removeprefix(done)) if self._trains_template else len(head)
-            pieces += [
-                (head[:num_untrained], False),
-                (head[num_untrained:] + placed.text, is_trained),
-                (behind, False),
-                (end or self.chat.end_text, is_trained),
-            ]
+            pieces += [(head[:num_untrained], False), (head[num_untrained:] + placed.text, placed.is_trained)]
+            pieces += [(behind, False), (end or self.chat.end_text(), placed.is_trained)]
             done = behind + end
         pieces.append((tail.removeprefix(done), False))
         texts = [self.chat.prepared(text) for text, _ in pieces]
         ends = np.cumsum([len(text) for text in texts])
         tokens = self.chat.tokens("".join(texts))
         mask = np.zeros(len(tokens.ids), dtype=bool)
-        for (_, is_trained), text, end_of_piece in zip(pieces, texts, ends, strict=True):
+        for (_, is_trained), text, piece_end in zip(pieces, texts, ends, strict=True):
             if is_trained:
-                mask |= tokens.of(text, end_of_piece - len(text))
+                mask |= tokens.of(text, piece_end - len(text))
         num = len(mask) if self._has_tail else int(np.count_nonzero(tokens.starts < ends[-2]))
-        kept = Tokens(tokens.ids[:num], tokens.starts[:num], tokens.ends[:num])
-        return _Rendered("".join(texts), kept, mask[:num], tokens.num_before(int(ends[0])))
+        num_context = tokens.num_before(int(ends[0]))
+        return _Rendered("".join(texts), tokens.ids[:num], tokens.starts[:num], mask[:num], num_context)
 
     def _whole(self, row: Conversation, ending: _Rendered, num_context: int, measured: MeasuredMedia) -> _Whole:
-        compact = ending.tokens.ids
-        positions, expansions, order = self.chat.media_expansions(compact, row, measured)
-        ids, spans = expand(compact, positions, expansions)
+        positions, expansions, order = self.chat.media_expansions(ending.ids, row, measured)
+        ids, spans = expand(ending.ids, positions, expansions)
         if len(ids) > self._max_tokens:
             raise TooLongError(
                 f"{row.sample_id} has {len(ids)} tokens ({sum(map(len, expansions))} of them images, videos and "
@@ -209,7 +200,7 @@ class ConversationProcessor:
             for position, expansion in zip(positions, expansions, strict=True)
             if position < num_context
         )
-        return _Whole(compact[:num_context], ids, mask, num_context + num_added, spans, order)
+        return _Whole(ending.ids[:num_context], ids, mask, num_context + num_added, spans, order)
 
 
 def _trajectory(trajectory_id: str, ids: np.ndarray, mask: np.ndarray, text: str) -> Trajectory:

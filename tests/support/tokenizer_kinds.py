@@ -21,7 +21,7 @@ STRIPPING = "<|end|>"  # as Phi 3: it swallows the white space behind it
 TEXTS = [
     "USER: Hello there, how are you? ASSISTANT: I am fine. The answer is 7. \n\n- one\n- two",
     "user system assistant model What is 2 + 2? The answer is 4. Be helpful. Say more. <think>\nhm\n</think>",
-    "< / | > _ [ ] </ im_end|> s",
+    "a b c < / | > _ [ ] </ im_end|> s",
 ] * 20
 
 
@@ -72,9 +72,7 @@ def _unigram() -> Tokenizer:
     made = Tokenizer(models.Unigram())
     made.normalizer = normalizers.NFKC()  # type: ignore[assignment]
     made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")  # type: ignore[assignment]
-    trainer = trainers.UnigramTrainer(
-        vocab_size=200, unk_token="<unk>", special_tokens=["<unk>"], show_progress=False
-    )
+    trainer = trainers.UnigramTrainer(vocab_size=200, unk_token="<unk>", special_tokens=["<unk>"], show_progress=False)
     made.train_from_iterator(TEXTS, trainer)
     made.decoder = decoders.Metaspace(prepend_scheme="always")  # type: ignore[assignment]
     return made

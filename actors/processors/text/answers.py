@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -45,10 +46,8 @@ def tokens_of(tokenizer: PreTrainedTokenizerBase, text: str) -> Tokens:
     """Tokenises a text once. Breaks divide the text and have no tokens.
 
     Raises:
-        PromptError: the tokenizer joins a break to other characters, or tells no positions of tokens.
+        PromptError: the tokenizer joins a break to other characters.
     """
-    if not tokenizer.is_fast:
-        raise PromptError(f"a {type(tokenizer).__name__} tells no positions of tokens: convert it to a tokenizer.json")
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     ids = np.array(encoded.input_ids, dtype=np.int32)
     starts, ends = np.array(encoded.offset_mapping, dtype=np.int64).reshape(-1, 2).T
@@ -74,6 +73,7 @@ class PlacedAnswer:
     opened: str  # the part of the head that a generation prompt has as well
     text: str
     tail: str
+    is_trained: bool
 
 
 class AnswerLayout:
@@ -81,8 +81,8 @@ class AnswerLayout:
 
     Text before an answer (such as an empty thought) and behind it belongs to the template. White space directly before
     an answer belongs to the policy, because a tokenizer joins it to the first word. If the template changes a trained
-    answer (such as dropping the thought from an earlier turn), every answer follows its generation prompt unchanged,
-    and the earlier answers stay in the text as they are.
+    answer (such as dropping the thought from an earlier turn), each answer follows its generation prompt unchanged, and
+    stays in the text of later turns.
 
     Rendered texts are kept: the answers of a row have most of them in common.
     """
@@ -94,15 +94,12 @@ class AnswerLayout:
             mark: a text that occurs in no turn.
             num_context: number of first turns that are context; later answers belong to the policy.
         """
-        self._renderer = render
-        self._rendered: dict[tuple[tuple[tuple[str, str], ...], bool], str] = {}
+        self._renderer = cache(render)
         self._mark = mark
         self._num_context = num_context
 
-    def answers(self, turns: Turns, trained: Collection[int]) -> list[tuple[PlacedAnswer, bool]]:
-        """Locates the turns of the numbers `trained`, and the last turn; returns whether each is trained.
-
-        Where the template changes one of them, all turns of the assistant behind the context are located.
+    def answers(self, turns: Turns, trained: Collection[int]) -> list[PlacedAnswer]:
+        """Locates the turns of the numbers `trained` and the last turn; or all answers, if the template changes one.
 
         Raises:
             PromptError: the template drops answers, or changes earlier turns.
@@ -110,79 +107,58 @@ class AnswerLayout:
         if (found := self._in_whole(turns, trained)) is not None:
             return found
         policy = [n for n, (role, _) in enumerate(turns) if role == "assistant" and n >= self._num_context]
-        return [(self._behind_prompt(turns[:n], turns[n][1]), n in trained) for n in policy]
+        return [self._behind_prompt(turns[:n], turns[n][1], n in trained) for n in policy]
 
-    def _in_whole(self, turns: Turns, trained: Collection[int]) -> list[tuple[PlacedAnswer, bool]] | None:
-        """The answers in the template's text of all turns; None if it changes one of them or the text before it."""
-        rendered, done, found = self._render(turns, False), 0, []
+    def _in_whole(self, turns: Turns, trained: Collection[int]) -> list[PlacedAnswer] | None:
+        """The answers in the rendered text of all turns; None if the template changes one, or the text before it."""
+        rendered, done, found = self._render(turns, False), 0, list[PlacedAnswer]()
         for n in sorted({*trained, len(turns) - 1}):
-            before, answer, mark = turns[:n], turns[n][1], ("assistant", self._mark)
-            opened = self._render(before, True)
-            place = self._place(rendered, self._render([*before, mark, *turns[n + 1 :]], False), opened, answer)
-            if place is None or not rendered.startswith(self._question(before)):
+            before, answer = turns[:n], turns[n][1]
+            marked = [*before, ("assistant", self._mark)]
+            opened, as_last = self._render(before, True), self._render(marked, False)
+            head, mark, behind = self._render([*marked, *turns[n + 1 :]], False).rpartition(self._mark)
+            text = rendered.removesuffix(behind)
+            start = _start_of(answer, text) if mark and rendered.endswith(behind) else None
+            if start is None or not rendered.startswith(self._question(before)):
                 return None
-            start, end = place
-            head, opened = rendered[done:start], os.path.commonprefix([opened, rendered[:start]])[done:]
-            as_last = self._render([*before, mark], False).rpartition(self._mark)[2]
-            tail = os.path.commonprefix([as_last, rendered[end:]])
-            found.append((PlacedAnswer(head, opened, rendered[start:end], tail), n in trained))
-            done = end
+            shared = len(os.path.commonprefix([opened, head]))
+            if answer.lstrip().startswith(THOUGHT) and "</think>" in text[shared:start]:  # a second thought
+                return None
+            if text.startswith(opened) and not text[len(opened) : start].strip():
+                start = len(opened)  # also if the answer repeats the first words of the generation prompt
+            opened = os.path.commonprefix([opened, text[:start]])[done:]
+            tail = os.path.commonprefix([as_last.rpartition(self._mark)[2], behind])
+            found.append(PlacedAnswer(text[done:start], opened, text[start:], tail, n in trained))
+            done = len(text)
         return found
 
-    def _behind_prompt(self, turns: Turns, answer: str) -> PlacedAnswer:
-        """The answer to `turns` as the last turn."""
-        before = self._marked(turns)
-        opened = self._render(before, True)
-        marked = self._render([*before, ("assistant", self._mark)], False)
-        if self._mark not in marked:
+    def _behind_prompt(self, turns: Turns, answer: str, is_trained: bool) -> PlacedAnswer:
+        """The answer to `turns` as the last turn. Marks stand for earlier answers, so that their text has no effect."""
+        before = [
+            (role, self._mark if role == "assistant" and n >= self._num_context else text)
+            for n, (role, text) in enumerate(turns)
+        ]
+        opened, marked = self._render(before, True), self._render([*before, ("assistant", self._mark)], False)
+        if self._mark not in marked[len(os.path.commonprefix([opened, marked])) :]:
             raise PromptError(
                 f"the chat template of policy.model drops answers of the assistant, as in {marked[-80:]!r}: use "
                 "another template, or another checkpoint"
             )
-        rendered = self._render([*before, ("assistant", answer)], False)
-        _refuse_changed(self._question(before), rendered)
+        answered = [*before, ("assistant", answer)]
+        _refuse_changed(self._question(before), self._render(answered, False))
         if answers := [n for n, (_, text) in enumerate(before) if text == self._mark]:
             _refuse_changed(self._question(before[: answers[-1]]), opened)
-        place, tail = self._place(rendered, marked, opened, answer), marked.rpartition(self._mark)[2]
-        if place is None:
+        if found := self._in_whole(answered, (len(turns),) if is_trained else ()):
+            placed = found[0]
+        else:
             if answer.lstrip().startswith(THOUGHT) and opened.rstrip().endswith(THOUGHT):  # the prompt has opened it
                 answer = re.sub(rf"^\s*{THOUGHT}\s*", "", answer)
-            return self._behind_mark(opened, opened, answer, tail)
-        head, text = rendered[: place[0]], rendered[place[0] : place[1]]
-        return self._behind_mark(head, os.path.commonprefix([opened, head]), text, tail)
-
-    def _place(self, rendered: str, marked: str, opened: str, answer: str) -> tuple[int, int] | None:
-        """Start and end of `answer` in `rendered`; None if the template changes it, or adds a second thought.
-
-        Args:
-            marked: `rendered` with the mark instead of the answer.
-            opened: the turns before it with a generation prompt.
-        """
-        head, mark, tail = marked.rpartition(self._mark)
-        text = rendered.removesuffix(tail)
-        start = _start_of(answer, text) if mark and rendered.endswith(tail) else None
-        shared = len(os.path.commonprefix([opened, head]))
-        if start is None or (answer.lstrip().startswith(THOUGHT) and "</think>" in text[shared:start]):
-            return None
-        if text.startswith(opened) and not text[len(opened) : start].strip():
-            start = len(opened)  # also if the answer repeats the first words of the generation prompt
-        return start, len(text)
+            placed = PlacedAnswer(opened, opened, answer, marked.rpartition(self._mark)[2], is_trained)
+        head, opened = (text.rpartition(self._mark)[2] for text in (placed.head, placed.opened))
+        return replace(placed, head=head, opened=opened)
 
     def _render(self, turns: Turns, is_open: bool) -> str:
-        key = (tuple(turns), is_open)
-        if key not in self._rendered:
-            self._rendered[key] = self._renderer(turns, is_open)
-        return self._rendered[key]
-
-    def _behind_mark(self, head: str, opened: str, text: str, tail: str) -> PlacedAnswer:
-        return PlacedAnswer(head.rpartition(self._mark)[2], opened.rpartition(self._mark)[2], text, tail)
-
-    def _marked(self, turns: Turns) -> list[tuple[str, str]]:
-        """`turns` with marks instead of answers, so that texts of answers do not change the text behind them."""
-        return [
-            (role, self._mark if role == "assistant" and n >= self._num_context else text)
-            for n, (role, text) in enumerate(turns)
-        ]
+        return self._renderer(tuple(turns), is_open)
 
     def _question(self, turns: Turns) -> str:
         """The text of `turns` without the text that the template adds at the end of a conversation."""

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from tokenizer_kinds import LOSSY, TEMPLATES, TOKENIZERS, write_tokenizer
 

@@ -111,7 +111,10 @@ class ChatReader:
         turns = [{"role": "user", "content": content}, {"role": "assistant", "content": self._content(answer)}]
         text = self._processor.apply_chat_template(turns, tokenize=False)
         if self._takes_images:
-            return dict(self._processor(text=[text], images=list(images) or None, return_tensors="pt"))
+            bos = self._tokenizer.bos_token  # which the template may write, and the tokenizer adds
+            adds = not (bos and text.startswith(bos))
+            given = {"images": list(images) or None, "add_special_tokens": adds}
+            return dict(self._processor(text=[text], **given, return_tensors="pt"))
         return dict(self._tokenizer(text, add_special_tokens=False, return_tensors="pt"))
 
 

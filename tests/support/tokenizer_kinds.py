@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -25,13 +25,15 @@ TEXTS = [
 ] * 20
 
 
-def _sentencepiece(*, normalizer: bool = False, scheme: str = "always", crosses_words: bool = False) -> Tokenizer:
+def _sentencepiece(
+    *, normalizer: bool = False, scheme: str = "always", crosses_words: bool = False, texts: Sequence[str] = ()
+) -> Tokenizer:
     """BPE with byte fallback: Llama 2 by a normalizer, later ones by Metaspace."""
     made = Tokenizer(models.BPE(byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
     metaspace = partial(pre_tokenizers.Metaspace, prepend_scheme=scheme)
     made.pre_tokenizer = metaspace(split=not crosses_words)  # type: ignore[assignment]
     trainer = trainers.BpeTrainer(vocab_size=420, special_tokens=["<unk>", *BYTES], show_progress=False)
-    made.train_from_iterator(TEXTS, trainer)
+    made.train_from_iterator(texts or TEXTS, trainer)
     fields = json.loads(made.to_str())
     fields["added_tokens"] = [token for token in fields["added_tokens"] if token["content"] not in BYTES]
     fields["pre_tokenizer"] = None
@@ -90,6 +92,10 @@ TOKENIZERS: dict[str, Callable[[], Tokenizer]] = {
     "unigram": _unigram,
 }
 UNKNOWN = {"word_piece": "[UNK]", "unigram": "<unk>"}
+CROSSING: dict[str, Callable[[], Tokenizer]] = {  # tokens with characters of two words
+    "crosses_words": lambda: _sentencepiece(scheme="first", crosses_words=True, texts=["ASSISTANT: I am fine."] * 20),
+    "crosses_spaces": lambda: _sentencepiece(scheme="first", crosses_words=True, texts=["ASSISTANT: "] * 20),
+}
 LOSSY = ("word_piece", "unigram")  # case, white space or characters are not in the tokens
 
 TURNS = (
@@ -169,7 +175,7 @@ TEMPLATES = {  # name -> template, end of an answer
 def write_tokenizer(folder: Path, kind: str, template: str, *, adds_bos: bool = False) -> PreTrainedTokenizerFast:
     """Replaces the tokenizer of a text model in `folder`; with `adds_bos` texts begin with BOS by the tokenizer."""
     source, end = TEMPLATES[template]
-    built = TOKENIZERS[kind]()
+    built = (TOKENIZERS | CROSSING)[kind]()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=built, bos_token="<s>", eos_token=end, pad_token="</s>")
     tokenizer.unk_token = UNKNOWN.get(kind)
     tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])

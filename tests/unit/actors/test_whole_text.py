@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_text_models import write_text_policy
 from tokenizer_kinds import LOSSY, TEMPLATES, TOKENIZERS, write_tokenizer
+from transformers import ByT5Tokenizer
 
 from mobula.actors.datasets.conversations import CHOSEN, REJECTED, Conversation, Ending
 from mobula.actors.datasets.conversations import Turn as OfflineTurn
@@ -20,7 +22,10 @@ from mobula.cluster.records.markup import literal, verbatim
 from mobula.cluster.records.media import MediaStore
 from mobula.cluster.records.trajectory import ScoredGroup
 from mobula.configs.load import load_config
+from mobula.learner.policies.pretrained.smollm2 import smollm2_tokenizer
+from mobula.learner.policies.tiny import TINY
 
+TEXT_FAMILIES = TINY
 Messages = list[dict[str, Any]]
 ANSWERS = ("7", "The answer is 7.", "é 你好 🙂!", "- one\n\n- two", "  indented", "line\n", "\n\nline", "7 ")
 
@@ -171,3 +176,105 @@ def test_special_tokens_of_an_observation_are_text_without_a_space_around_them(c
         clean = own_ids(chat, talk("Q", "7", "a b"), add_generation_prompt=True)
         special = set(chat._tokenizer.all_special_ids) | set(chat._tokenizer.added_tokens_decoder)
         assert sum(i in special for i in ids) <= sum(i in special for i in clean)
+
+
+def made_chat(folder: Path, kind: str, template: str, **options: Any) -> ChatProcessor:
+    write_tokenizer(folder, kind, template, **options)
+    made = chat_of(folder)
+    made.kind, made.end = kind, TEMPLATES[template][1]  # type: ignore[attr-defined]
+    return made
+
+
+@pytest.mark.parametrize("kind", ["prepend", "metaspace_first", "byte_level"])
+def test_bos_stands_once_though_template_and_tokenizer_both_write_it(folder: Path, kind: str) -> None:
+    chat, messages = made_chat(folder, kind, "vicuna", adds_bos=True), talk("Q", "7", "More", "8")
+    assert chat._tokenizer("Q").input_ids[0] == chat._tokenizer.bos_token_id, "the tokenizer adds it"
+    found = ids_of(group_of(chat, messages[:1], messages[1:]))
+    assert found == own_ids(chat, messages) and found.count(chat._tokenizer.bos_token_id) == 1
+    prompt = chat.prepare(Row("r", "Q", "7", "7"), "p").compact_ids.tolist()
+    assert prompt == own_ids(chat, messages[:1], add_generation_prompt=True)
+    assert chat._tokenizer.bos_token_id not in chat.encode_answer("7")
+
+
+@pytest.mark.parametrize("kind", ["prepend", "metaspace_first", "byte_level"])
+def test_a_dropped_thought_stays_where_it_is_trained_alone(folder: Path, kind: str) -> None:
+    """Qwen 3 drops thoughts of earlier turns."""
+    chat, thought = made_chat(folder, kind, "qwen3"), "<think>\nhm\n</think>\n\n"
+    messages = talk("Q", thought + "7", "More", thought + "8")
+    last = group_of(chat, messages[:1], [{**messages[1], "weight": 0}, *messages[2:]])
+    found = ids_of(last)
+    assert found == own_ids(chat, messages)[: len(found)] and chat._tokenizer.decode(found).count("hm") == 1
+    assert_trained(chat, trained(chat, last), [thought + "8"])
+    both = group_of(chat, messages[:1], messages[1:])
+    turn = "<|im_start|>{}\n{}<|im_end|>"
+    text = "\n".join(turn.format(m["role"], m["content"]) for m in messages)
+    assert ids_of(both) == chat._tokenizer(text, add_special_tokens=False).input_ids
+    assert_trained(chat, trained(chat, both), [thought + "7", thought + "8"])
+
+
+def test_a_token_over_the_border_is_trained_if_it_holds_more_of_an_answer_than_white_space(folder: Path) -> None:
+    messages = talk("Q", "I am fine.")
+    chat = made_chat(folder, "crosses_words", "vicuna")
+    group = group_of(chat, messages[:1], messages[1:])
+    assert ids_of(group) == own_ids(chat, messages)
+    assert trained(chat, group).strip() == "ASSISTANT: I am fine.</s>", "one token holds both"
+    assert group.group.prompt.text == "<s>USER: Q", "it is no part of the context"
+    prompt = chat.prepare(Row("r", "Q", "7", "7"), "p").compact_ids.tolist()
+    assert prompt == own_ids(chat, messages[:1], add_generation_prompt=True)
+    answer = chat.encode_answer("I am fine.").tolist()
+    assert chat._tokenizer.decode(answer).strip() == "I am fine.</s>", "the tokens of a prompt are given"
+    spaces = made_chat(folder, "crosses_spaces", "vicuna")
+    group = group_of(spaces, messages[:1], messages[1:])
+    assert ids_of(group) == own_ids(spaces, messages)
+    assert trained(spaces, group) == "I am fine.</s>", "another token holds the head and white space alone"
+    assert group.group.prompt.text == "<s>USER: Q"
+
+
+def test_a_template_without_an_end_gets_one_as_text(folder: Path) -> None:
+    chat = made_chat(folder, "metaspace_first", "vicuna")
+    (folder / "chat_template.jinja").write_text(TEMPLATES["vicuna"][0].replace("</s>", " "))
+    chat = chat_of(folder)
+    messages = talk("Q", "7", "More", "8")
+    found = ids_of(group_of(chat, messages[:1], messages[1:]))
+    text = "<s>USER: Q ASSISTANT: 7</s> USER: More ASSISTANT: 8</s>"
+    assert found == chat._tokenizer(text, add_special_tokens=False).input_ids
+
+
+def test_a_tokenizer_without_offsets_is_refused(folder: Path, tmp_path: Path) -> None:
+    made_chat(folder, "byte_level", "chatml")
+    for name in ("config.json", "generation_config.json"):
+        (tmp_path / name).write_text((folder / name).read_text())
+    ByT5Tokenizer(extra_ids=0).save_pretrained(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATES["chatml"][0])
+    with pytest.raises(ValueError, match=r"policy\.model=.*ByT5Tokenizer.*convert its tokenizer to a tokenizer\.json"):
+        chat_of(tmp_path)
+
+
+@pytest.mark.parametrize("family", [name for name in TINY if name in TEXT_FAMILIES])
+def test_tiny_models_have_the_tokens_of_their_own_processor(family: str, tmp_path: Path) -> None:
+    model = TINY[family](tmp_path / "model")
+    config = load_config(["experiment=own", f"policy.model={model}", "data.path=x", "data.prompt_suffix=''"])
+    store = MediaStore(lambda one: one, 1)
+    chat = ChatProcessor(str(model), config.data, config.sampler, store, keep_files=False, device="cuda")
+    messages = talk("Which digit?", "The answer is 7.", " More\n", "\n- one")
+    text = chat.render([(m["role"], m["content"]) for m in messages], is_open=False)
+    own = chat._renderer(text=text, add_special_tokens=False)["input_ids"]
+    found = ids_of(group_of(chat, messages[:1], messages[1:], has_tail=True))
+    assert found == list(own[0] if isinstance(own[0], list) else own)
+
+
+def test_smollm2_has_the_tokens_of_its_template(tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    write_text_policy(tmp_path, "llama")
+    tokenizer = smollm2_tokenizer()
+    tokenizer.save_pretrained(tmp_path)
+    chat = chat_of(tmp_path)
+    chat.kind, chat.end = "", "<|im_end|>"  # type: ignore[attr-defined]
+    for answer in ANSWERS:
+        messages = [{"role": "system", "content": "Be brief."}, *talk("2 + 2?", "It is  4.", "More", answer)]
+        group = group_of(chat, messages[:2], messages[2:], has_tail=True)
+        assert ids_of(group) == own_ids(chat, messages)
+        assert_trained(chat, trained(chat, group), ["It is  4.", answer])
+        prompt = own_ids(chat, messages[:4], add_generation_prompt=True)
+        row = Row("r", "More", "7", "7", history=tuple(Turn(m["role"], m["content"]) for m in messages[:3]))
+        assert chat.prepare(row, "p").compact_ids.tolist() == prompt

@@ -25,7 +25,6 @@ from mobula.configs.load import load_config
 from mobula.learner.policies.pretrained.smollm2 import smollm2_tokenizer
 from mobula.learner.policies.tiny import TINY
 
-TEXT_FAMILIES = TINY
 Messages = list[dict[str, Any]]
 ANSWERS = ("7", "The answer is 7.", "é 你好 🙂!", "- one\n\n- two", "  indented", "line\n", "\n\nline", "7 ")
 
@@ -250,14 +249,17 @@ def test_a_tokenizer_without_offsets_is_refused(folder: Path, tmp_path: Path) ->
         chat_of(tmp_path)
 
 
-@pytest.mark.parametrize("family", [name for name in TINY if name in TEXT_FAMILIES])
+@pytest.mark.parametrize("family", TINY)
 def test_tiny_models_have_the_tokens_of_their_own_processor(family: str, tmp_path: Path) -> None:
     model = TINY[family](tmp_path / "model")
-    config = load_config(["experiment=own", f"policy.model={model}", "data.path=x", "data.prompt_suffix=''"])
+    config = load_config(["experiment=digits", f"policy.model={model}", "data.path=x", "data.prompt_suffix=''"])
     store = MediaStore(lambda one: one, 1)
     chat = ChatProcessor(str(model), config.data, config.sampler, store, keep_files=False, device="cuda")
     messages = talk("Which digit?", "The answer is 7.", " More\n", "\n- one")
     text = chat.render([(m["role"], m["content"]) for m in messages], is_open=False)
+    if chat.first_end(chat.template.around_answer()[2]) is None:  # the template ends no answer
+        for message in messages[1::2]:
+            text = text.replace(message["content"], message["content"] + chat.end_text())
     own = chat._renderer(text=text, add_special_tokens=False)["input_ids"]
     found = ids_of(group_of(chat, messages[:1], messages[1:], has_tail=True))
     assert found == list(own[0] if isinstance(own[0], list) else own)

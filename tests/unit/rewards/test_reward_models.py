@@ -16,12 +16,14 @@ from PIL import Image
 from reward_data import TOOLS
 from safetensors.torch import load_file, save_file
 from tiny_reward_models import encoded_image, write_clip, write_pair_model, write_text_model, write_vision_model
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForSequenceClassification, AutoProcessor, AutoTokenizer, CLIPModel
 
 from mobula.cluster.records.trajectory import Response
 from mobula.rewards.contract import Outcome, RewardRequest, Score, ScoringFailure, evaluate_batch
 from mobula.rewards.functions import build_function
-from mobula.rewards.models.conversation import content_form
+from mobula.rewards.models.conversation import ChatReader, content_form
+from mobula.rewards.models.question import QuestionFinder
 from mobula.rewards.tools import Tools
 
 QUESTION = r"user\n(?P<question>.*?)<\|im_end\|>"
@@ -191,6 +193,19 @@ def test_a_vision_model_scores_images_and_text(vision_model: tuple[Path, Any]) -
         expected = float(model.score.weight[0] @ hidden)
     assert found[0] == pytest.approx(expected, abs=1e-5)
     assert abs(found[0] - found[3]) > 1e-4, "another image, another score"
+
+
+@pytest.mark.parametrize("bos_in_template", [False, True])
+def test_a_conversation_with_images_begins_with_one_bos(vision_model: tuple[Path, Any], bos_in_template: bool) -> None:
+    processor = AutoProcessor.from_pretrained(vision_model[0])
+    tokenizer = processor.tokenizer
+    tokenizer.bos_token = "<|endoftext|>"
+    added = TemplateProcessing("<|endoftext|> $A", special_tokens=[("<|endoftext|>", tokenizer.bos_token_id)])
+    tokenizer.backend_tokenizer.post_processor = added
+    processor.chat_template = "{{- bos_token -}}" * bos_in_template + processor.chat_template
+    reader = ChatReader(processor, QuestionFinder(QUESTION), 128, takes_images=True)
+    ids = reader.read(request("red", "What?", [encoded_image(1)])).inputs["input_ids"][0].tolist()
+    assert ids[0] == tokenizer.bos_token_id and ids.count(tokenizer.bos_token_id) == 1
 
 
 def test_a_damaged_image_costs_only_its_request(vision_model: tuple[Path, Any]) -> None:

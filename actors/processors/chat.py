@@ -274,11 +274,9 @@ class ChatProcessor:
         return decode_response(self._tokenizer, token_ids, self._hidden)
 
     def encode_answer(self, text: str) -> np.ndarray:
-        """Returns int32 [T]: the tokens of `text` behind a generation prompt, and an end token; the target of a
-        supervised step.
+        """Returns int32 [T]: the tokens of `text` in the whole text behind a generation prompt, and an end token.
 
-        The tokens are those of the whole text. If one of them would hold characters of the generation prompt as well,
-        whose tokens are given, the text is divided there.
+        A token that would hold characters of the generation prompt, whose tokens are given, is divided.
 
         Raises:
             PromptError: the text contains special tokens.

@@ -20,14 +20,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from mobula.actors.datasets.audios import Audio, AudioInputs, each_sound
-from mobula.actors.datasets.formats.base import first_of
-from mobula.actors.datasets.formats.turns import AUDIO_PARTS, IMAGE_PARTS, TEXT_PARTS, VIDEO_PARTS, medium_of
+from mobula.actors.datasets.formats.base import MEDIA_COLUMNS, first_of
+from mobula.actors.datasets.formats.fields import system_turn, template_of, unread_fields, without
+from mobula.actors.datasets.formats.turns import as_messages, as_turns, turns_of
 from mobula.actors.datasets.images import ImageError, ImageInputs, ImageSource, flat
 from mobula.actors.datasets.rows import (
     AUDIO_PLACEHOLDER,
@@ -35,28 +36,16 @@ from mobula.actors.datasets.rows import (
     VIDEO_PLACEHOLDER,
     RowError,
     Split,
+    Turn,
 )
 from mobula.actors.datasets.split_files import read_split
 from mobula.actors.datasets.videos import Video, VideoInputs, each_video
-from mobula.cluster.records.markup import PART, PLACEHOLDERS, literal, placed, plain, text_part
+from mobula.cluster.records.markup import PART, PLACEHOLDERS, literal, placed, plain
 
-ROLES = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "assistant": "assistant",
-}  # role in a message -> ours
+COLUMNS = ("id", "messages", "prompt", "completion", "solution", "answer", "chosen", "rejected", "score", "metadata")
+COLUMNS += MEDIA_COLUMNS
 CHOSEN, REJECTED = 1.0, 0.0
 """Labels of the answers of a pair. A conversation to imitate has the label CHOSEN."""
-
-
-@dataclass(frozen=True)
-class Turn:
-    """One message; `text` has placeholders `<image>`, `<video>` and `<audio>`."""
-
-    role: str
-    text: str
-    is_trained: bool  # in the loss of supervised fine-tuning: messages of the assistant, unless `weight` is 0
 
 
 @dataclass(frozen=True)
@@ -77,15 +66,8 @@ class Conversation:
     images: tuple[ImageSource, ...]  # one for each `<image>` of context and endings, in order
     videos: tuple[Video, ...] = ()  # one for each `<video>`
     audios: tuple[Audio, ...] = ()  # one for each `<audio>`
-
-
-@dataclass
-class Named:
-    """Media from the parts of messages, in order."""
-
-    images: list[Any] = field(default_factory=list)
-    videos: list[Any] = field(default_factory=list)
-    audios: list[Any] = field(default_factory=list)
+    template: str = ""  # as in `Row`
+    unread: tuple[str, ...] = ()
 
 
 class NoDownloads:
@@ -109,6 +91,7 @@ def read_conversations(
     key: str = "data.path",
     placeholders: Mapping[str, str] = MappingProxyType(PLACEHOLDERS),
     numbers_ids: bool = False,
+    ignored: Sequence[str] = (),
 ) -> Split[Conversation]:
     """Reads `<folder>/<split>.jsonl`.
 
@@ -117,6 +100,7 @@ def read_conversations(
         key: configuration key of the folder, for errors.
         placeholders: `data.placeholders`.
         numbers_ids: append the line number to ids.
+        ignored: `data.ignored_fields`.
 
     Raises:
         DatasetError: there is no such file, or no line is usable.
@@ -124,7 +108,7 @@ def read_conversations(
     root = folder.resolve()
 
     def read(fields: Mapping[str, Any], name: str) -> Conversation:
-        return _read_row(fields, root, name, FORMS[form], placeholders)
+        return _read_row(without(fields, ignored), root, name, FORMS[form], placeholders)
 
     return read_split(folder, split, key, read, numbers_ids=numbers_ids)
 
@@ -140,12 +124,13 @@ def _read_row(
     form: Callable[[Mapping[str, Any], Turns], Parts],
     placeholders: Mapping[str, str],
 ) -> Conversation:
-    messages = fields.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise RowError("missing_messages", "the row has no list `messages`: add it")
-    named = Named()
-    turns = tuple(_turn(message, named) for message in messages if message is not None)
-    context, endings = form(fields, turns)
+    fields = as_messages(fields, is_offline=True)
+    unread = unread_fields(fields, COLUMNS, has_answers=True)
+    turns, *named = turns_of(fields["messages"], "message")
+    if empty := next((turn for turn in turns if not turn.text and "tool_calls" not in turn.fields), None):
+        raise RowError("bad_message", f"the content of a message of the {empty.role} is empty: write a text or parts")
+    turns = [*system_turn(fields, turns), *turns]
+    context, endings = form(fields, tuple(turns))
     if not any(turn.role == "user" for turn in context):
         raise RowError("no_question", "no user's message comes before the first answer: add one")
     for ending in endings:
@@ -155,17 +140,18 @@ def _read_row(
                     "image_in_answer", "an assistant's message holds an image, a video or a sound: write texts alone"
                 )
     num_media = {
-        "image": len(named.images) + len(list(flat(first_of(fields, "images", "image")))),
-        "video": len(named.videos) + len(each_video(first_of(fields, "videos", "video"))),
-        "audio": len(named.audios) + len(list(each_sound(first_of(fields, "audios", "audio")))),
+        "image": len(named[0]) + len(list(flat(first_of(fields, "images", "image")))),
+        "video": len(named[1]) + len(each_video(first_of(fields, "videos", "video"))),
+        "audio": len(named[2]) + len(list(each_sound(first_of(fields, "audios", "audio")))),
     }
     written = _with_placeholders((*context, *(t for ending in endings for t in ending.turns)), placeholders, num_media)
     context, rest = tuple(written[: len(context)]), written[len(context) :]
     endings = tuple(replace(ending, turns=tuple(rest.pop(0) for _ in ending.turns)) for ending in endings)
     shown = [*context, *endings[0].turns]
-    images = _images(fields, folder, shown, named.images, name)
-    videos = _videos(fields, folder, shown, named.videos, name)
-    return Conversation(name, context, endings, images, videos, _audios(fields, folder, shown, named.audios, name))
+    images = _images(fields, folder, shown, named[0], name)
+    videos = _videos(fields, folder, shown, named[1], name)
+    audios = _audios(fields, folder, shown, named[2], name)
+    return Conversation(name, context, endings, images, videos, audios, template_of(fields), unread)
 
 
 def _with_placeholders(turns: Turns, placeholders: Mapping[str, str], num_media: Mapping[str, int]) -> list[Turn]:
@@ -196,9 +182,11 @@ def _pair(fields: Mapping[str, Any], turns: Turns) -> Parts:
     missing = [key for key in ("chosen", "rejected") if fields.get(key) in (None, "")]
     if missing:
         raise RowError("missing_pair", f"the row has no `{missing[0]}`: a pair needs `chosen` and `rejected`")
-    if turns[-1].role != "user":
+    if turns[-1].role not in ("user", "tool"):
         raise RowError("no_question", "`messages` of a pair end in the user's: the answers are `chosen` and `rejected`")
     chosen, rejected = (_answer(fields[key], key) for key in ("chosen", "rejected"))
+    if not (chosen.is_trained and rejected.is_trained):
+        raise RowError("nothing_to_train", "an answer of the pair has weight 0: remove the row, or the weight")
     if chosen == rejected:
         raise RowError("equal_pair", "`chosen` and `rejected` are equal: remove the row")
     return turns, (Ending((chosen,), CHOSEN), Ending((rejected,), REJECTED))
@@ -222,49 +210,10 @@ FORMS: Mapping[str, Callable[[Mapping[str, Any], Turns], Parts]] = {
 
 def _answer(given: Any, key: str) -> Turn:
     """Parses an answer: a text, an assistant's message, or a list with one message."""
-    message = given[0] if isinstance(given, list) and len(given) == 1 else given
-    named = Named()
-    turn = _turn({"role": "assistant", "content": message} if isinstance(message, str) else message, named)
-    if turn.role != "assistant" or named.images or named.videos or named.audios:
+    turns, *media = turns_of(as_turns(given, "assistant"), key)
+    if [turn.role for turn in turns] != ["assistant"] or any(media):
         raise RowError("bad_pair", f"`{key}` is no text and no assistant's message: write one answer")
-    return turn
-
-
-def _turn(message: Any, named: Named) -> Turn:
-    """Parses a message; appends the media of its parts to `named`."""
-    if not isinstance(message, dict) or message.get("role") not in ROLES:
-        role = message.get("role") if isinstance(message, dict) else message
-        raise RowError("bad_message", f"a message has the role {role!r}: write one of {', '.join(ROLES)}")
-    role, content = ROLES[message["role"]], message.get("content")
-    if isinstance(content, list):
-        content = "".join(_part(part, named) for part in content if part is not None)
-    if not isinstance(content, str) or not content:
-        raise RowError("bad_message", f"the content of a message of the {role} is {content!r}: write a text or parts")
-    if message.get("weight", 1) not in (0, 1):
-        raise RowError("bad_message", f"a message has the weight {message['weight']!r}: write 0 or 1")
-    return Turn(role, content, role == "assistant" and message.get("weight", 1) == 1)
-
-
-def _part(part: Any, named: Named) -> str:
-    """Parses a part of a message to text, with a placeholder for a medium; appends the medium to `named`."""
-    kind = part.get("type") if isinstance(part, dict) else None
-    if kind in TEXT_PARTS and isinstance(part.get("text"), str):
-        return text_part(part["text"])
-    names = next((names for names in (IMAGE_PARTS, VIDEO_PARTS, AUDIO_PARTS) if kind in names), ())
-    given = medium_of(part, names) if names else None
-    if kind in IMAGE_PARTS and isinstance(given, str | dict | None):
-        named.images += [] if given is None else [given]
-        return PLACEHOLDERS["image"] + PART
-    if kind in VIDEO_PARTS:
-        held = given.get("url", given) if isinstance(given, dict) else given
-        held = {"video": held, "fps": part.get("fps")} if isinstance(held, list) else held
-        named.videos += [] if held is None else [held]
-        return PLACEHOLDERS["video"] + PART
-    if kind in AUDIO_PARTS:
-        named.audios += [] if given is None else [given.get("url", given) if isinstance(given, dict) else given]
-        return PLACEHOLDERS["audio"] + PART
-    detail = f"a part of a message is {part!r:.200}: write a `text`, `image_url`, `video` or `audio` part"
-    raise RowError("bad_message", detail)
+    return turns[0]
 
 
 def _images(
@@ -289,7 +238,7 @@ def _videos(
     """As `_images`, for videos."""
     listed = each_video(first_of(fields, "videos", "video"))
     inputs = VideoInputs(folder, NoDownloads("video"), takes_absolute=False)
-    videos = inputs.resolve_videos([{"video": video} for video in named] or listed, name)
+    videos = inputs.resolve_videos(list(named) or listed, name)
     _refuse_mismatch(shown, VIDEO_PLACEHOLDER, "videos", "video", len(named), len(listed))
     return videos
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path, PurePath
@@ -14,7 +14,8 @@ from mobula.actors.datasets.audios import AudioInputs
 from mobula.actors.datasets.curricula import CURRICULA, Curriculum
 from mobula.actors.datasets.downloads import DownloadLimits, LateDownloads, MediaDownloads
 from mobula.actors.datasets.formats import format_of
-from mobula.actors.datasets.formats.base import Record, RowFormat, finish, first_of, named
+from mobula.actors.datasets.formats.base import Draft, Record, RowFormat, finish, first_of, named
+from mobula.actors.datasets.formats.fields import SHARED_COLUMNS, system_turn, template_of, unread_fields, without
 from mobula.actors.datasets.images import Downloads, ImageInputs
 from mobula.actors.datasets.lazy_rows import LazyRows, Shuffled, windowed_order
 from mobula.actors.datasets.mixture import MixedRows
@@ -46,10 +47,12 @@ class TableRows(LazyRows[Row]):
         label: str,
         window_bytes: int,
         curriculum: Curriculum | None,
+        ignored: Sequence[str],
     ) -> None:
         """
         Args:
             columns: column of the row format -> name in the data.
+            ignored: `data.ignored_fields`.
             placeholders: medium -> placeholder in texts.
             numbers_ids: append the row number to ids.
             label: label of all rows; empty to keep the label of each row.
@@ -66,6 +69,7 @@ class TableRows(LazyRows[Row]):
         self._label = label
         self._window_bytes = window_bytes
         self._curriculum = curriculum
+        self._ignored = ignored
         self._read = lru_cache(maxsize=NUM_CACHED)(self._read_row)
 
     def __len__(self) -> int:
@@ -94,8 +98,8 @@ class TableRows(LazyRows[Row]):
         name = self._table.name(index)
         record: Record = {}
         try:
-            record = self._mapped(without_nulls(self._table.record(index)))
-            draft = self._format.read(record)
+            record = without(self._mapped(without_nulls(self._table.record(index))), self._ignored)
+            draft = self._format.read(record) if self._format.is_own else self._draft(record)
             if self._label:
                 draft.label = self._label
             file, _, number = name.rpartition(":")
@@ -115,6 +119,16 @@ class TableRows(LazyRows[Row]):
         except SkippedSample as error:
             sample = f"{name} ({record['id']})" if "id" in record else name
             raise named(error, sample, self._columns) from error
+
+    def _draft(self, record: Record) -> Draft:
+        """Reads a record in a format of this package, with the columns that all of them share."""
+        known = (*self._format.columns, *self._columns, self._label_key)
+        unread = unread_fields(record, known, has_answers=self._format.has_answers)
+        draft = self._format.read(record)
+        draft.metadata = {key: value for key, value in draft.metadata.items() if key not in SHARED_COLUMNS}
+        draft.template, draft.unread = template_of(record), unread
+        draft.turns = [*system_turn(record, draft.turns), *draft.turns]
+        return draft
 
     def _mapped(self, record: Record) -> Record:
         """Renames the columns of a record to the names of the row format."""
@@ -199,11 +213,12 @@ def _open_source(
     data: DataConfig, source: SourceConfig, path: Path, split: str, label_key: str, fetches_late: bool
 ) -> LazyRows[Row]:
     row_format = format_of(source, data.row_format_options)
-    unknown = sorted(set(source.columns) - {*row_format.columns, label_key})
+    columns = row_format.columns if row_format.is_own else (*row_format.columns, *SHARED_COLUMNS)
+    unknown = sorted(set(source.columns) - {*columns, label_key})
     if unknown:
         raise DatasetError(
             f"data.columns has {unknown[0]}, which is no column of data.row_format={source.row_format}: it has "
-            f"{', '.join(row_format.columns)}"
+            f"{', '.join(columns)}"
         )
     named = Opened(
         path,
@@ -242,4 +257,5 @@ def _open_source(
         label=source.label,
         window_bytes=data.shuffle_bytes,
         curriculum=curriculum_of(data),
+        ignored=data.ignored_fields,
     )

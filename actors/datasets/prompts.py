@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import logging
 from array import array
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -70,6 +70,8 @@ class RowChecker(Protocol[R_contra]):
 
 Difficulty = Callable[[R, int], float]
 """(row, tokens of the prompt) -> difficulty: `Curriculum.difficulty`."""
+Note = Callable[[R], Iterable[str]]
+"""Yields remarks on a usable row; equal ones are counted."""
 
 
 class Processor(PromptMaker[R_contra, P_co], RowChecker[R_contra], Protocol):
@@ -292,6 +294,7 @@ class PreflightReport(Generic[R_co]):
     skipped: tuple[Skipped, ...]  # unreadable records and unusable rows
     longest_prompt_tokens: int
     fingerprint: str = ""  # hash of `rows`: with equal fingerprints and seeds, the order is equal
+    notes: Mapping[str, int] = field(default_factory=dict)  # as in `CheckedRows`
 
     @property
     def num_skipped(self) -> dict[str, int]:
@@ -308,6 +311,7 @@ class CheckedRows(Generic[R_co]):
     skipped: tuple[Skipped, ...]
     longest_prompt_tokens: int
     fingerprint: str
+    notes: Mapping[str, int]  # what `note` yields of a usable row -> number of rows
 
 
 def preflight(
@@ -317,6 +321,7 @@ def preflight(
     max_skipped_fraction: float,
     max_checked_rows: int,
     difficulty: Difficulty[R] | None = None,
+    note: Note[R] = lambda row: (),
 ) -> PreflightReport[R]:
     """Checks the rows of a split (`checked_rows`), and refuses the split if too many are unusable.
 
@@ -324,13 +329,19 @@ def preflight(
         DatasetError: more than `data.max_skipped_fraction` of the checked rows are unusable, or all; or a curriculum
             has rows that are not checked.
     """
-    checked = checked_rows(split, processor, max_checked_rows, difficulty)
+    checked = checked_rows(split, processor, max_checked_rows, difficulty, note)
     _refuse_if_too_many_skipped(split, checked.num_usable, checked.skipped, max_skipped_fraction)
-    return PreflightReport(checked.rows, checked.skipped, checked.longest_prompt_tokens, checked.fingerprint)
+    return PreflightReport(
+        checked.rows, checked.skipped, checked.longest_prompt_tokens, checked.fingerprint, checked.notes
+    )
 
 
 def checked_rows(
-    split: Split[R], processor: RowChecker[R], max_checked_rows: int, difficulty: Difficulty[R] | None = None
+    split: Split[R],
+    processor: RowChecker[R],
+    max_checked_rows: int,
+    difficulty: Difficulty[R] | None = None,
+    note: Note[R] = lambda row: (),
 ) -> CheckedRows[R]:
     """Checks the first `max_checked_rows` rows (0 for all): headers of images, placeholders, length, ids.
 
@@ -347,7 +358,7 @@ def checked_rows(
             f"{len(rows) - num_checked:,} of the split {split.name} unchecked: set data.max_checked_rows=0"
         )
     usable, difficulties, seen, longest = array("q"), array("d"), set[int](), 0
-    digest = hashlib.sha256()
+    digest, notes = hashlib.sha256(), Counter[str]()
     for index in range(num_checked):
         sample = ""
         try:
@@ -362,6 +373,7 @@ def checked_rows(
                 difficulties.append(difficulty(row, num_tokens))
             longest = max(longest, num_tokens)
             usable.append(index)
+            notes.update(note(row))
             digest.update(f"{index} {sample}\0".encode())
         except SkippedSample as error:
             skipped.append(_skipped(sample, error))
@@ -369,7 +381,7 @@ def checked_rows(
     usable.extend(range(num_checked, len(rows)))
     digest.update(difficulties.tobytes())
     fingerprint = f"{len(usable)} of {len(rows)}, {digest.hexdigest()[:8]}"
-    return CheckedRows(_chosen(rows, usable, difficulties), num_usable, tuple(skipped), longest, fingerprint)
+    return CheckedRows(_chosen(rows, usable, difficulties), num_usable, tuple(skipped), longest, fingerprint, notes)
 
 
 def _skipped(sample: str, error: SkippedSample) -> Skipped:

@@ -22,6 +22,10 @@ class AnyRow(Protocol):
 
     @property
     def sample_id(self) -> str: ...
+    @property
+    def unread(self) -> tuple[str, ...]:
+        """Fields of the record that are not read; reward functions get those of a `Row`."""
+        ...
 
 
 R = TypeVar("R", bound=AnyRow)
@@ -36,6 +40,12 @@ class Turn:
 
     role: str  # system, user, assistant or tool
     text: str
+    in_loss: bool = True  # of supervised fine-tuning; only turns of the assistant are
+    fields: Mapping[str, Any] = field(default_factory=dict, hash=False)  # for the chat template, such as `tool_calls`
+
+    @property
+    def is_trained(self) -> bool:
+        return self.in_loss and self.role == "assistant"
 
 
 @dataclass(frozen=True)
@@ -58,6 +68,8 @@ class Row:
     rejected: str | None = None
     videos: tuple[Video, ...] = ()
     audios: tuple[Audio, ...] = ()
+    template: str = ""  # JSON object of `tools` and `chat_template_kwargs` for the chat template; empty for none
+    unread: tuple[str, ...] = ()
 
     @property
     def references(self) -> tuple[str, ...]:

@@ -38,7 +38,7 @@ from mobula.actors.processors.audio import (
 )
 from mobula.actors.processors.image import check_image, decode_image, measure_image, read_image
 from mobula.actors.processors.text.answers import Tokens, tokens_of
-from mobula.actors.processors.text.chat_template import ChatTemplate, give_template
+from mobula.actors.processors.text.chat_template import ChatTemplate, Fields, give_template, inlined, template_variables
 from mobula.actors.processors.text.special_tokens import decode_response, end_token_ids, pad_token_id, reserved_tokens
 from mobula.actors.processors.video import LoadedVideo, VideoLimits, check_video, decode_video, load_video, require_av
 from mobula.cluster.errors import MediaError, PromptError
@@ -234,7 +234,7 @@ class ChatProcessor:
         Raises:
             PromptError: the text contains special tokens, or the chat template refuses the row.
         """
-        return self._encode(row.history, row.question)[0]
+        return self._encode(row.history, row.question, row.template)[0]
 
     def _sizes(self, sizes: Sequence[tuple[int, int]]) -> dict[str, list[list[int]]]:
         """Image sizes for reward functions: of the files, and as the model sees them."""
@@ -254,7 +254,7 @@ class ChatProcessor:
         """
         self._check_row(row)
         if web_files((*row.images, *row.videos, *row.audios)):
-            _, compact_ids = self._encode(row.history, row.question)
+            _, compact_ids = self._encode(row.history, row.question, row.template)
             self._check_length(row, len(compact_ids), 0)
             return len(compact_ids)
         layout = self._lay_out(row, self.measure_media(row))
@@ -291,8 +291,34 @@ class ChatProcessor:
             ids, given = tokens.ids, tokens.ids[: tokens.num_before(len(opened))]
         return np.append(ids[len(given) :], np.int32(self.eos_token_ids[0]))
 
-    def render(self, turns: Sequence[tuple[str, str]], *, is_open: bool) -> str:
+    def inlined(self, turns: Sequence[Turn], template: str, num_context: int) -> list[Turn]:
+        """Returns the turns with their fields in their texts (`chat_template.inlined`); `template` is of the row.
+
+        Raises:
+            PromptError: the chat template does not show a field of a turn or a variable of the row.
+        """
+
+        def shown(turns: Sequence[Turn], is_open: bool, template: str = template) -> str:
+            texts = [(turn.role, turn.text) for turn in turns]
+            return self.render(texts, is_open=is_open, template=template, fields=[turn.fields for turn in turns])
+
+        variables = template_variables(template)
+        for name in variables:
+            without = json.dumps({"chat_template_kwargs": {key: v for key, v in variables.items() if key != name}})
+            is_read = re.search(rf"\b{re.escape(name)}\b", self.template.source)
+            if not is_read or (name == "tools" and shown(turns, False, without) == shown(turns, False)):
+                raise PromptError(
+                    f"the chat template of policy.model does not show `{name}` of the row: use another template, or "
+                    f"leave it out with data.ignored_fields=[{name}]"
+                )
+        return inlined(turns, shown, num_context)
+
+    def render(
+        self, turns: Sequence[tuple[str, str]], *, is_open: bool, template: str = "", fields: Sequence[Fields] = ()
+    ) -> str:
         """Applies the chat template to (role, text) turns; `is_open` adds the generation prompt.
+
+        Args: template: of the row. fields: of each turn.
 
         Raises:
             PromptError: the template refuses the turns, or has no placeholder for the media.
@@ -301,7 +327,8 @@ class ChatProcessor:
         def parts(text: str) -> list[dict[str, str]]:
             return _content(text) if self._takes_parts else [{"type": "text", "text": text}]
 
-        return self.template.render([(role, parts(text)) for role, text in turns], is_open=is_open)
+        messages = [(role, parts(text)) for role, text in turns]
+        return self.template.render(messages, is_open=is_open, variables=template_variables(template), fields=fields)
 
     def tokenize(self, text: str) -> np.ndarray:
         """Returns int32 [T]: the ids of rendered text, one placeholder an image."""
@@ -539,7 +566,7 @@ class ChatProcessor:
         self.refuse_special_tokens(literal(row.solution))  # supervised steps encode it
 
     def _lay_out(self, row: Row, measured: MeasuredMedia) -> _Layout:
-        text, compact_ids = self._encode(row.history, row.question)
+        text, compact_ids = self._encode(row.history, row.question, row.template)
         positions, expansions, order = self.media_expansions(compact_ids, row, measured)
         expanded_ids, spans = expand(compact_ids, positions, expansions)
         self._check_length(row, len(expanded_ids), sum(map(len, expansions)))
@@ -553,15 +580,15 @@ class ChatProcessor:
                 "data.video.max_tokens or data.audio.max_seconds"
             )
 
-    def _render_and_tokenize(self, history: Sequence[Turn], question: str) -> tuple[str, np.ndarray]:
+    def _render_and_tokenize(self, history: Sequence[Turn], question: str, template: str) -> tuple[str, np.ndarray]:
         """The chat prompt as text and as ids, one placeholder an image. A system turn of the row replaces
         `data.system_prompt`.
         """
-        raw_turns = [*((turn.role, turn.text) for turn in history), ("user", question + self._suffix)]
-        turns = [(role, self.checked_text(turn_text)) for role, turn_text in raw_turns]
+        raw_turns = self.inlined([*history, Turn("user", question + self._suffix)], template, len(history) + 1)
+        turns = [(turn.role, self.checked_text(turn.text)) for turn in raw_turns]
         if self._data.system_prompt and turns[0][0] != "system":
             turns.insert(0, ("system", self._data.system_prompt))
-        text = self.render(turns, is_open=True)
+        text = self.render(turns, is_open=True, template=template)
         ids = self.tokenize(text)
         ids.flags.writeable = False  # shared by all prompts of this question
         return plain(text), ids

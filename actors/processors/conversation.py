@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -100,6 +100,7 @@ class ConversationProcessor:
             MediaError: an image, video or sound cannot be used.
             PromptError: the row is too long, has too many media, or the text contains special tokens.
         """
+        row = self._inlined(row)
         self._check(row)
         loaded = self.chat.load_media(row)
         text, wholes = self._laid_out(row, loaded.measured)
@@ -128,6 +129,7 @@ class ConversationProcessor:
         Raises:
             MediaError, PromptError: as `prepare`, except for images that are damaged after the header.
         """
+        row = self._inlined(row)
         self._check(row)
         _, wholes = self._laid_out(row, self.chat.measure_media(row))
         return max(len(whole.ids) for whole in wholes)
@@ -135,6 +137,13 @@ class ConversationProcessor:
     def num_media(self, row: Conversation) -> int:
         """Number of media in a row."""
         return self.chat.num_media(row)
+
+    def _inlined(self, row: Conversation) -> Conversation:
+        """The row with tool calls and thoughts in the texts of its turns."""
+        num = len(row.context)
+        turns = [self.chat.inlined((*row.context, *ending.turns), row.template, num) for ending in row.endings]
+        endings = [replace(e, turns=tuple(found[num:])) for e, found in zip(row.endings, turns, strict=True)]
+        return replace(row, context=tuple(turns[0][:num]), endings=tuple(endings))
 
     def _check(self, row: Conversation) -> None:
         self.chat.check_media(row)
@@ -147,7 +156,9 @@ class ConversationProcessor:
         turns = [*(() if has_system else self._system), *((turn.role, turn.text) for turn in row.context)]
         later = [(turn.role, turn.text) for ending in row.endings for turn in ending.turns]
         mark = unused_mark([text for _, text in (*turns, *later)])
-        layout = AnswerLayout(lambda given, is_open: self.chat.render(given, is_open=is_open), mark, len(turns))
+        layout = AnswerLayout(
+            lambda given, is_open: self.chat.render(given, is_open=is_open, template=row.template), mark, len(turns)
+        )
         endings = [self._rendered(layout, turns, ending) for ending in row.endings]
         first = min(endings, key=lambda ending: ending.num_context)
         num = len(os.path.commonprefix([ending.ids[: first.num_context].tolist() for ending in endings]))

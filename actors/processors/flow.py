@@ -90,7 +90,7 @@ class FlowProcessor:
         Raises:
             PromptError: as `prepare`.
         """
-        if row.images or row.history:
+        if row.images or row.history or row.template:
             raise PromptError(
                 f"{row.sample_id} has {len(row.images)} images and {len(row.history)} turns before the question: a "
                 "flow model takes one text, so remove the row"

@@ -80,7 +80,7 @@ class ImageTokenProcessor:
 
     def _encoded(self, row: Row) -> tuple[str, np.ndarray]:
         text = plain(row.question) + self._suffix
-        if row.images or row.history or not text.strip():
+        if row.images or row.history or row.template or not text.strip():
             raise PromptError(
                 f"{row.sample_id} has {len(row.images)} images, {len(row.history)} turns before the question and a "
                 f"text of {len(text.strip())} characters: an image is drawn of one text, so change or remove the row"

@@ -14,11 +14,20 @@ BREAK = "\ufdd0"
 PART = "\ufdd1"  # after a placeholder that comes from a media part of a message
 SOFT = "\ufdd3"  # inside a placeholder of a text part: it is text unless the row has a medium for it
 _ANY = re.compile("|".join(PLACEHOLDERS.values()))
+_MARKED_ANSWER = re.compile(r"(?:\A|\n)[ \t]*####[ \t]*(\S[^\n]*?)\s*\Z")
 
 
 def plain(text: str) -> str:
     """Returns the text for display, without the marks of this module."""
     return text.replace(BREAK, "").replace(PART, "").replace(SOFT, "")
+
+
+def marked_answer(text: str) -> tuple[str, str]:
+    """Splits a worked answer whose last line is `#### ANSWER`, as in gsm8k, into the text before and the answer; any
+    other text is an answer without a text before it.
+    """
+    found = _MARKED_ANSWER.search(text)
+    return (text[: found.start()], found[1]) if found else ("", text)
 
 
 def literal(text: str, kinds: Sequence[str] = tuple(PLACEHOLDERS)) -> str:

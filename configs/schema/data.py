@@ -175,6 +175,9 @@ class DataConfig(SourceConfig):
     repeated_ids: Literal["skip", "number"] = "skip"
     """Rows with the id of an earlier row: `skip` leaves them out and reports them; `number` keeps all rows and appends
     the row's number in the split to every id."""
+    ignored_fields: tuple[str, ...] = ()
+    """Fields of rows, turns and parts that are left out before a row is read, such as `[kto_tag]`. Without it, a field
+    that changes what other trainers train and is not read here is refused."""
     placeholders: PlaceholdersConfig = PlaceholdersConfig()
     """Placeholders of media in the texts of rows."""
     prompt_suffix: str = ""

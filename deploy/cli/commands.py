@@ -464,7 +464,7 @@ def doctor(
             raise typer.Exit(FAILED)
         return
     from mobula.configs.load import load_config
-    from mobula.deploy.tools.doctor.checkpoint import check_checkpoint
+    from mobula.deploy.tools.doctor.checkpoint import check_checkpoint, check_rows
     from mobula.deploy.tools.doctor.cluster import examine_cluster
     from mobula.deploy.tools.doctor.this_machine import Verdict, examine
 
@@ -474,7 +474,7 @@ def doctor(
     with explained():
         config = load_config(overrides or [], is_complete=False)
         machine = examine(config) if address is None else examine_cluster(config, address)
-        for finding in chain(machine, check_checkpoint(config)):
+        for finding in chain(machine, check_checkpoint(config), check_rows(config)):
             num_missing += finding.verdict is Verdict.MISSING
             console.print(f"{finding.verdict:>8}", style=colours[finding.verdict], end="  ")
             console.print(f"{finding.name}: {finding.detail}", markup=False, highlight=False)

@@ -15,6 +15,7 @@ _logger = logging.getLogger(__name__)
 class Severity(StrEnum):
     REFUSE = "refuse"  # the run does not start
     WARN = "warn"  # the run starts and logs it
+    NOTE = "note"  # as WARN, and nothing is wrong
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class PreflightFinding:
 
 
 def refuse(findings: Iterable[PreflightFinding]) -> None:
-    """Logs the warnings among `findings`.
+    """Logs the warnings and notes among `findings`.
 
     Raises:
         PreflightError: at least one finding refuses the run; the message lists all of them.
@@ -41,6 +42,6 @@ def refuse(findings: Iterable[PreflightFinding]) -> None:
         if finding.severity is Severity.REFUSE:
             refused.append(str(finding))
         else:
-            _logger.warning("%s", finding)
+            _logger.log(logging.WARNING if finding.severity is Severity.WARN else logging.INFO, "%s", finding)
     if refused:
         raise PreflightError("; and ".join(refused))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mobula.cluster.errors import PreflightError
-from mobula.cluster.weight_sync.manifest import StoredTensor, stored_tensors
+from mobula.cluster.weight_sync.manifest import StoredTensor, checkpoint_files, stored_tensors
 from mobula.configs.schema import RunConfig
 from mobula.deploy.preflight.findings import PreflightFinding, Severity
 from mobula.deploy.preflight.loaded import LoadedModel
@@ -22,6 +22,7 @@ UNQUANTISED = (
     "name the checkpoint that it was made from, in bfloat16 or float32, or remove that entry if its weights are such"
 )
 PICKLED = ("*.bin", "*.pt", "*.pth")  # of torch.save
+WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "consolidated*.pt*", "model*.pt*", "*.gguf", "*.h5", "*.msgpack")
 
 
 def find_unusable(key: str, folder: Path) -> Iterator[PreflightFinding]:
@@ -72,6 +73,15 @@ def check_weights(config: RunConfig, loaded: LoadedModel) -> Iterator[PreflightF
             f"{model} ties its embeddings (tie_word_embeddings in config.json), and its {copy} differs from {source}: "
             "transformers would train two tensors, engines have one",
             f"set tie_word_embeddings to false in its config.json, or remove {copy} from its files",
+        )
+    used = [file.name for file in checkpoint_files(loaded.folder)]
+    others = sorted(f.name for kind in WEIGHTS for f in loaded.folder.glob(kind) if f.name not in used)
+    if others:
+        yield PreflightFinding(
+            key,
+            f"{model} has more than one set of weights: {_shown(used)} is used, {_shown(others)} is not",
+            "move the set to use into a folder with its config.json and tokenizer, if it is the other one",
+            Severity.WARN,
         )
     if stored.left_out:
         yield PreflightFinding(

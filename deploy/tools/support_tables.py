@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Literal, get_args, get_origin
 
-from mobula.actors.datasets.formats import FORMATS
+from mobula.actors.datasets.formats.records import FORMATS
 from mobula.actors.datasets.readers import READERS
 from mobula.actors.environments.registry import ENVIRONMENTS
 from mobula.configs.document import with_block, write_page

@@ -51,6 +51,7 @@ from mobula.deploy.preflight.checks import find_mismatches
 from mobula.deploy.preflight.findings import refuse
 from mobula.deploy.preflight.loaded import LoadedModel
 from mobula.deploy.preflight.row_layout import with_row_layout
+from mobula.deploy.preflight.rows import find_in_rows, row_notes
 from mobula.deploy.preflight.user_code import check_user_code, data_writer
 from mobula.deploy.preflight.weights import find_unusable
 from mobula.learner.policies.checkpoint.stored import stored_model
@@ -187,31 +188,46 @@ def _prepare(config: RunConfig, put: Callable[[Any], Any]) -> AnyPrepared:
     ensure_data(config)
     config = with_row_layout(config)
     processor, basis = loaded.processor, (config, loaded.folder, loaded.checkpoint)
-    names = (TRAIN, config.evaluation.split)
+    splits = checked_splits(config, processor)
+    refuse(find_in_rows(config, {name: report.notes for name, report in splits.items()}))
     if isinstance(processor, ConversationProcessor):
-        chats = partial(read_conversations, config.data.path, form=config.offline.rows, **_texts_of_rows(config))
-        checked = {name: _checked(config, chats, processor, name) for name in names}
-        return PreparedJob(*basis, processor, media, checked)
+        return PreparedJob(*basis, processor, media, splits)
     if not isinstance(processor, ChatProcessor | ImageTokenProcessor):
         from mobula.actors.processors.image_pairs import ImagePairProcessor  # which imports diffusers
 
         if isinstance(processor, ImagePairProcessor):
-            pairs = partial(read_image_pairs, config.data.path)
-            return PreparedJob(*basis, processor, media, {n: _checked(config, pairs, processor, n) for n in names})
-    reader = partial(open_split, config.data, label_key=config.rewards.label_key, fetches_late=workers_download(config))
-    if config.environment.is_on:
-        reader = partial(environment_split, config.environment, takes_images=processor.takes_images)
-    curriculum = curriculum_of(config.data)
-    difficulty = {TRAIN: curriculum.difficulty} if curriculum else {}
+            return PreparedJob(*basis, processor, media, splits)
     return Prepared(
         *basis,
         processor,
         media,
-        {n: _checked(config, reader, processor, n, difficulty.get(n)) for n in _splits(config.evaluation)},
+        splits,
         teacher_folder=teacher_folder,
         teachers=teachers,
         supervised=_supervised(config, media) if config.algorithm.supervised.is_on else None,
     )
+
+
+def checked_splits(config: RunConfig, processor: Any) -> dict[str, PreflightReport[Any]]:
+    """Checks the rows of each split of the run with the processor of `load_checked`.
+
+    Raises:
+        DatasetError: a split cannot be read, or too much of it is unusable.
+    """
+    reader: Callable[[str], Split[Any]]
+    names, difficulty = [TRAIN, config.evaluation.split], dict[str, Difficulty[Any]]()
+    if config.offline.is_on and config.sampler.is_flow:
+        reader = partial(read_image_pairs, config.data.path, ignored=config.data.ignored_fields)
+    elif config.offline.is_on:
+        reader = partial(read_conversations, config.data.path, form=config.offline.rows, **_texts_of_rows(config))
+    else:
+        names, fetches_late = _splits(config.evaluation), workers_download(config)
+        reader = partial(open_split, config.data, label_key=config.rewards.label_key, fetches_late=fetches_late)
+        if config.environment.is_on:
+            reader = partial(environment_split, config.environment, takes_images=processor.takes_images)
+        curriculum = curriculum_of(config.data)
+        difficulty = {TRAIN: curriculum.difficulty} if curriculum else {}
+    return {name: _checked(config, reader, processor, name, difficulty.get(name)) for name in names}
 
 
 def load_checked(config: RunConfig, media: MediaKeeper) -> LoadedModel:
@@ -260,7 +276,11 @@ def _supervised(config: RunConfig, media: MediaStore) -> SupervisedSource:
 
 
 def _texts_of_rows(config: RunConfig) -> dict[str, Any]:
-    return {"placeholders": config.data.placeholders.model_dump(), "numbers_ids": config.data.repeated_ids == "number"}
+    return {
+        "placeholders": config.data.placeholders.model_dump(),
+        "numbers_ids": config.data.repeated_ids == "number",
+        "ignored": config.data.ignored_fields,
+    }
 
 
 def _splits(evaluation: EvaluationConfig) -> list[str]:
@@ -507,6 +527,7 @@ def _checked(
         max_skipped_fraction=config.data.max_skipped_fraction,
         max_checked_rows=config.data.max_checked_rows,
         difficulty=difficulty,
+        note=partial(row_notes, config),
     )
     if report.skipped:
         _logger.warning("%s: %d samples are skipped: %s", name, len(report.skipped), report.num_skipped)

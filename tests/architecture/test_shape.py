@@ -57,7 +57,6 @@ def test_a_print_is_seen(text: str, found: int) -> None:
 SHARED = {
     "Learner": "the protocol of the role in `cluster.roles`, and one rank of it",
     "Measurement": "engine and learner of one checkpoint, of text models and of flow models",
-    "Turn": "a message of a conversation, of RL rows and of offline rows",
     "Writer": "the protocol of what writes a small model, tiny or pretrained",
 }
 

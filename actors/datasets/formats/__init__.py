@@ -1,24 +1,15 @@
-"""Row formats by name, one file each: the columns of a record, and the conversion to a row."""
+"""Row formats by name; user code is one more."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from mobula.actors.datasets.formats import alpaca, lightrft, messages, question, sharegpt, verl
 from mobula.actors.datasets.formats.base import Draft, Record, RowFormat
+from mobula.actors.datasets.formats.records import FORMATS
 from mobula.actors.datasets.rows import RowError
 from mobula.cluster.errors import SkippedSample
 from mobula.cluster.user_code import chosen, is_user_code
 from mobula.configs.schema.data import SourceConfig
-
-FORMATS: dict[str, RowFormat] = {
-    "question": question.FORMAT,
-    "messages": messages.FORMAT,
-    "verl": verl.FORMAT,
-    "lightrft": lightrft.FORMAT,
-    "alpaca": alpaca.FORMAT,
-    "sharegpt": sharegpt.FORMAT,
-}
 
 
 def format_of(source: SourceConfig, options: Mapping[str, Any]) -> RowFormat:
@@ -32,7 +23,7 @@ def format_of(source: SourceConfig, options: Mapping[str, Any]) -> RowFormat:
     read = chosen(readers, name, "data.row_format", ("record",), options)
     if not is_user_code(name):
         return FORMATS[name]
-    return RowFormat(tuple(source.columns), partial(_read_by_user, name, read))
+    return RowFormat(tuple(source.columns), partial(_read_by_user, name, read), is_own=True)
 
 
 def _read_by_user(name: str, read: Callable[[Record], Draft], record: Record) -> Draft:

@@ -22,7 +22,7 @@ from mobula.actors.datasets.rows import Row, RowError, Turn
 from mobula.actors.datasets.videos import VideoInputs
 from mobula.cluster.errors import SkippedSample
 from mobula.cluster.records.json_lines import parse_json
-from mobula.cluster.records.markup import PLACEHOLDERS, literal, placed
+from mobula.cluster.records.markup import PLACEHOLDERS, literal, marked_answer, placed
 
 Record = Mapping[str, Any]
 ROLES = ("system", "user", "assistant", "tool")
@@ -48,6 +48,8 @@ class Draft:
     rejected: str | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
     has_media_in_front: bool = False  # media without placeholders precede the question
+    template: str = ""  # as in `Row`
+    unread: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,8 @@ class RowFormat:
     columns: tuple[str, ...]
     read: Callable[[Record], Draft]
     """Raises: RowError: a column is missing or invalid."""
+    has_answers: bool = False  # rows may end in a demonstration
+    is_own: bool = False  # user code, which reads all fields itself
 
 
 def finish(
@@ -76,7 +80,8 @@ def finish(
         RowError: a text is missing, or media and placeholders do not match.
         MediaError: a web URL is not allowed or cannot be fetched.
     """
-    answer = text_of(draft.answer, "answer")
+    way, answer = marked_answer(text_of(draft.answer, "answer"))
+    boxed = rf"\boxed{{{answer}}}"
     images, shown = inputs.resolve(draft.images, name), videos.resolve_videos(draft.videos, name)
     played = audios.resolve_audios(draft.audios, name)
     turns = list(draft.turns)
@@ -88,7 +93,7 @@ def finish(
         sample_id=default_id if draft.sample_id is None else text_of(draft.sample_id, "id"),
         question=last.text,
         answer=answer,
-        solution=rf"\boxed{{{answer}}}" if draft.solution is None else text_of(draft.solution, "solution"),
+        solution=f"{way}\n{boxed}".lstrip("\n") if draft.solution is None else text_of(draft.solution, "solution"),
         images=images,
         metadata={**draft.metadata, **label},
         history=tuple(history),
@@ -96,6 +101,8 @@ def finish(
         rejected=draft.rejected,
         videos=shown,
         audios=played,
+        template=draft.template,
+        unread=draft.unread,
     )
 
 
@@ -250,27 +257,18 @@ def plain(value: Any) -> Any:
     return str(value)
 
 
-def images_of(record: Record, in_turns: Sequence[Any]) -> Any:
-    """The images in the turns, or in the columns `images` and `image`; None if there are none.
+def media_of(
+    record: Record, images: Sequence[Any] = (), videos: Sequence[Any] = (), audios: Sequence[Any] = ()
+) -> dict[str, Any]:
+    """The media of a row for a `Draft`: those of its turns, or of its columns such as `images` and `image`.
 
     Raises:
-        RowError: both the turns and the column have images.
+        RowError: both the turns and a column have media of one kind.
     """
-    return _in_turns_or_column(record, in_turns, "image")
-
-
-def videos_of(record: Record, in_turns: Sequence[Any]) -> Any:
-    """As `images_of`, for videos."""
-    return _in_turns_or_column(record, in_turns, "video")
-
-
-def audios_of(record: Record, in_turns: Sequence[Any]) -> Any:
-    """As `images_of`, for sounds."""
-    return _in_turns_or_column(record, in_turns, "audio")
-
-
-def _in_turns_or_column(record: Record, in_turns: Sequence[Any], kind: str) -> Any:
-    column = first_of(record, f"{kind}s", kind)
-    if in_turns and column is not None and any(not is_absent(item) for item in flat(column)):
-        raise RowError(f"bad_{kind}", f"the row has {kind}s in its turns and in `{kind}s`: keep one of them")
-    return in_turns or column
+    found = {}
+    for kind, in_turns in (("image", images), ("video", videos), ("audio", audios)):
+        column = first_of(record, f"{kind}s", kind)
+        if in_turns and column is not None and any(not is_absent(item) for item in flat(column)):
+            raise RowError(f"bad_{kind}", f"the row has {kind}s in its turns and in `{kind}s`: keep one of them")
+        found[f"{kind}s"] = in_turns or column
+    return found

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any
 
-from mobula.actors.datasets.formats.base import ROLES, text_of
+from mobula.actors.datasets.formats.base import ROLES, Record, text_of
+from mobula.actors.datasets.formats.fields import in_loss, shown_fields
 from mobula.actors.datasets.rows import RowError, Turn
 from mobula.cluster.records.markup import PART, PLACEHOLDERS, plain, text_part
 
@@ -21,7 +22,14 @@ FROM_ROLES = {
     "observation": "tool",
     "model": "assistant",
     "developer": "system",  # OpenAI's name since 2024
+    "function_call": "assistant",  # the content is the JSON of `tool_calls`
     **{role: role for role in ROLES},
+}
+OTHER_FORMATS = {  # column -> the words that read its format
+    "conversations": "data=sharegpt",
+    "instruction": "data=alpaca",
+    "question": "data=jsonl 'data.columns={answer: answer, solution: answer}'",
+    "query": "data=jsonl 'data.columns={question: query, answer: response, solution: response}'",
 }
 
 
@@ -41,14 +49,14 @@ def turns_of(messages: Any, column: str) -> tuple[list[Turn], list[Any], list[An
     for message in messages:
         if message is None:  # a list of fixed length is filled with null
             continue
-        role, content = _role_and_content(message, column)
+        role, content, fields = _role_and_content(message, column)
         texts = []
         for part in content if isinstance(content, list | tuple) else [content]:
             kind, text, medium = ("text", "", None) if part is None else _part(part, column)
             texts.append(text)
             if medium is not None:
                 held[kind].append(medium)
-        turns.append(Turn(role, "".join(texts)))
+        turns.append(Turn(role, "".join(texts), in_loss(message, role, column), fields))
     return turns, held["image"], held["video"], held["audio"]
 
 
@@ -69,19 +77,68 @@ def response_of(value: Any, column: str) -> str | None:
     turns, *media = turns_of(value if isinstance(value, list | tuple) else [value], column)
     if len(turns) != 1 or any(media):
         raise RowError(f"bad_{column}", f"`{column}` has {len(turns)} turns: write one response of text")
-    return plain(turns[0].text) or None
+    return _text_alone(turns[0], column) or None
 
 
 def split_response(turns: Sequence[Turn], column: str) -> tuple[list[Turn], str | None]:
     """Splits turns into the prompt, which ends with a user turn, and the assistant's final answer, if any."""
     asked = list(turns)
-    response = plain(asked.pop().text) if asked and asked[-1].role == "assistant" else None
+    response = _text_alone(asked.pop(), column) if asked and asked[-1].role == "assistant" else None
     if not asked or asked[-1].role != "user":
         raise RowError(f"bad_{column}", f"`{column}` has no user turn to answer: end it in one, or in an answer to one")
     return asked, response
 
 
-def _role_and_content(message: Any, column: str) -> tuple[str, Any]:
+def as_messages(record: Record, *, is_offline: bool) -> Record:
+    """Returns the record with `messages`, from these or the columns of TRL's formats: `prompt` with `completion` or a
+    pair, or a pair of whole conversations, which is split behind the turns that both have.
+
+    Raises:
+        RowError: the record has another format, or its columns contradict each other.
+    """
+    prompt = as_turns(record.get("messages") or record.get("prompt"), "user")
+    chosen, rejected = (as_turns(record.get(column), "assistant") for column in ("chosen", "rejected"))
+    if max(len(chosen), len(rejected)) > 1 and chosen[:1] == rejected[:1]:
+        num = next((n for n, pair in enumerate(zip(chosen, rejected, strict=False)) if pair[0] != pair[1]), len(chosen))
+        if prompt and prompt not in (chosen, chosen[:num], chosen[:num][-1:]):
+            detail = "`chosen` and `rejected` are whole conversations that do not begin with the prompt of the row"
+            raise RowError("bad_pair", f"{detail}: remove it, or write one answer in each")
+        return {**record, "messages": chosen[:num], "chosen": chosen[num:], "rejected": rejected[num:]}
+    if not record.get("messages") and prompt:
+        return {**record, "messages": [*prompt, *as_turns(record.get("completion"), "assistant")]}
+    if record.get("messages"):
+        return record
+    column, words = next((item for item in OTHER_FORMATS.items() if item[0] in record), ("", ""))
+    if words:
+        convert = f"`mobula data convert OUTPUT --split SPLIT {words} data.path=FOLDER`, and train on OUTPUT"
+        raise RowError(
+            "missing_messages", f"the row has `{column}`: {f'run {convert}' if is_offline else f'set {words}'}"
+        )
+    if "text" in record:
+        detail = "the row has `text`, which is neither a question nor an answer of a chat template"
+        raise RowError("missing_messages", f"{detail}: write `messages`, or `prompt` and `completion`")
+    raise RowError("missing_messages", "the row has no list `messages`, and no `prompt`: add one of them")
+
+
+def as_turns(value: Any, role: str) -> list[Any]:
+    if value is None or value == "":
+        return []
+    if isinstance(value, list | tuple):
+        return list(value)
+    return [value if isinstance(value, Mapping) else {"role": role, "content": value}]
+
+
+def _text_alone(turn: Turn, column: str) -> str:
+    """The text of an answer. Raises: RowError: it has more than text, or is not trained."""
+    if turn.fields or not turn.in_loss:
+        field = next(iter(turn.fields), "weight")
+        detail = f"the answer in `{column}` has `{field}`, and a row of RL has the text of an answer alone"
+        raise RowError("unread_field", f"{detail}: remove the turn, or write {field} into its content")
+    return plain(turn.text)
+
+
+def _role_and_content(message: Any, column: str) -> tuple[str, Any, dict[str, Any]]:
+    """The role, the content, and the fields for the chat template."""
     if not isinstance(message, Mapping):
         raise RowError(f"bad_{column}", f"`{column}` has {_shown(message)} in the place of a turn: write an object")
     name = message.get("role", message.get("from"))
@@ -89,9 +146,12 @@ def _role_and_content(message: Any, column: str) -> tuple[str, Any]:
     role = FROM_ROLES.get(name) if isinstance(name, str) else None
     if role is None:
         raise RowError(f"bad_{column}", f"`{column}` has a turn of {name!r}: use one of {', '.join(FROM_ROLES)}")
-    if message.get("tool_calls") or content is None:
-        raise RowError(f"bad_{column}", f"`{column}` has a {role} turn without text: tool calls are not read")
-    return role, content
+    if name == "function_call":
+        content, message = "", {"tool_calls": content}
+    fields = shown_fields(message, column)
+    if content is None and "tool_calls" not in fields:
+        raise RowError(f"bad_{column}", f"`{column}` has a {role} turn without text: write its `content`")
+    return role, content, fields
 
 
 def _part(part: Any, column: str) -> tuple[str, str, Any]:

@@ -8,12 +8,13 @@ lines are skipped and reported; a split without usable lines is an error.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from mobula.actors.datasets.formats.fields import SHARED_COLUMNS, unread_fields, without
 from mobula.actors.datasets.images import path_below
 from mobula.actors.datasets.rows import RowError, Split
 from mobula.actors.datasets.split_files import read_split
@@ -27,25 +28,30 @@ class ImagePair:
     question: str
     chosen: Path
     rejected: Path
+    unread: tuple[str, ...] = ()
 
 
-def read_image_pairs(folder: Path, split: str) -> Split[ImagePair]:
-    """Reads the rows of a split, in order.
+def read_image_pairs(folder: Path, split: str, ignored: Sequence[str] = ()) -> Split[ImagePair]:
+    """Reads the rows of a split, in order; `ignored` is `data.ignored_fields`.
 
     Raises:
         DatasetError: there is no such file, or no line of it is usable.
     """
-    return read_split(folder, split, "data.path", partial(_pair, folder.resolve()))
+    return read_split(folder, split, "data.path", partial(_pair, folder.resolve(), ignored))
 
 
-def _pair(folder: Path, fields: Mapping[str, Any], name: str) -> ImagePair:
+def _pair(folder: Path, ignored: Sequence[str], fields: Mapping[str, Any], name: str) -> ImagePair:
+    fields = without(fields, ignored)
+    unread = unread_fields(fields, ("id", "prompt", "chosen", "rejected"), has_answers=True)
+    if shared := next((column for column in SHARED_COLUMNS if fields.get(column)), None):
+        raise RowError("unread_field", f"the row has `{shared}`, and the text of a flow model is its prompt: remove it")
     prompt = fields.get("prompt")
     if not isinstance(prompt, str) or not prompt.strip():
         raise RowError("missing_prompt", f"`prompt` is {prompt!r}: write what the images should show")
     chosen, rejected = (_file(fields, key, folder) for key in ("chosen", "rejected"))
     if chosen == rejected:
         raise RowError("same_image", f"`chosen` and `rejected` are both {chosen.name}: a pair has two")
-    return ImagePair(name, prompt, chosen, rejected)
+    return ImagePair(name, prompt, chosen, rejected, unread)
 
 
 def _file(fields: Mapping[str, Any], key: str, folder: Path) -> Path:

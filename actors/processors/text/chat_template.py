@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from enum import StrEnum
+from itertools import zip_longest
+from types import MappingProxyType
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
+from mobula.actors.datasets.formats.fields import SHOWN_FIELDS
+from mobula.actors.datasets.rows import Turn
 from mobula.cluster.errors import PromptError
+from mobula.cluster.records.markup import literal
 
 Message = tuple[str, Sequence[Mapping[str, str]]]
 """(role, parts of the content)"""
 
 PROBE = "probe7c1f"
+Fields = Mapping[str, Any]
+NOTHING: Fields = MappingProxyType({})
 _PART_MARKUP = re.compile(r"""['"]type['"]\s*:""")  # a list of parts printed as text
 _EARLIER = (("user", PROBE[:5]), ("assistant", PROBE[:5]))
 
@@ -59,15 +68,19 @@ class ChatTemplate:
         """The form of this role's content."""
         return self._forms.get(role, self._forms["user"])
 
-    def render(self, messages: Sequence[Message], *, is_open: bool) -> str:
-        """Renders the messages; `is_open` adds the generation prompt.
+    def render(
+        self, messages: Sequence[Message], *, is_open: bool, variables: Fields = NOTHING, fields: Sequence[Fields] = ()
+    ) -> str:
+        """Renders the messages, with further `fields` of each such as `tool_calls`, and with `variables` such as
+        `tools` in addition to `data.template_kwargs`; `is_open` adds the generation prompt.
 
         Raises:
             PromptError: the template refuses the messages, or takes text alone and there are media.
         """
         given = [{"role": role, "content": self._content(role, parts)} for role, parts in messages]
+        given = [message | dict(more) for message, more in zip_longest(given, fields, fillvalue=NOTHING)]
         try:
-            return self._rendered(given, is_open)
+            return self._rendered(given, is_open, variables)
         except Exception as error:  # templates raise errors of any type
             roles = ", ".join(role for role, _ in messages)
             raise PromptError(
@@ -133,11 +146,69 @@ class ChatTemplate:
             return False
         return PROBE in rendered and not _PART_MARKUP.search(rendered)
 
-    def _rendered(self, messages: list[dict[str, Any]], is_open: bool) -> str:
+    def _rendered(self, messages: list[dict[str, Any]], is_open: bool, variables: Fields = NOTHING) -> str:
         text = self._renderer.apply_chat_template(
-            messages, add_generation_prompt=is_open, tokenize=False, **self._kwargs
+            messages, add_generation_prompt=is_open, tokenize=False, **{**self._kwargs, **variables}
         )
         return text if text.startswith(self._bos) else self._bos + text
+
+
+def template_variables(template: str) -> dict[str, Any]:
+    """The variables in `Row.template`."""
+    given = json.loads(template or "{}")
+    return {**given.pop("chat_template_kwargs", {}), **given}
+
+
+def inlined(turns: Sequence[Turn], render: Callable[[Sequence[Turn], bool], str], num_context: int) -> list[Turn]:
+    """Returns the turns with their fields (tool calls, thoughts) in their texts, as a policy writes them.
+
+    Args:
+        render: `render(turns, is_open)` applies the template.
+        num_context: number of first turns, which must be rendered with all of their fields. A template may leave out
+            the thoughts of other answers when later turns follow; they are trained as the policy has written them.
+
+    Raises:
+        PromptError: the template leaves a field out, or a text cannot give what it writes.
+    """
+    found, problem = list(turns), "the chat template of policy.model"
+    for n, turn in enumerate(turns):
+        before, after = found[:n], list(turns[n + 1 : num_context])
+        for name in ("content", *SHOWN_FIELDS) if turn.fields else ():
+            others = {key: value for key, value in turn.fields.items() if key != name}
+            other = replace(turn, text="" if name == "content" else turn.text, fields=others)
+            if other != turn and render([*before, other, *after], False) == render([*before, turn, *after], False):
+                action = f"leave it out with data.ignored_fields=[{name}]" if name in turn.fields else "remove the row"
+                place = f"of a turn of the {turn.role} with {', '.join(turn.fields)}"
+                raise PromptError(
+                    f"{problem} does not show `{name}` {place}: write it as the template does, or {action}"
+                )
+        if turn.fields:
+            found[n] = _as_text(turn, before, render, is_context=n < num_context) or turn
+    context = slice(num_context)
+    is_alike = found == list(turns) or render(found[context], False) == render(turns[context], False)
+    if not is_alike or any(turn.fields for turn in found):
+        names = ", ".join(dict.fromkeys(name for turn in turns for name in turn.fields))
+        raise PromptError(f"{problem} writes {names} as no text can: remove the row, or use another template")
+    return found
+
+
+def _as_text(
+    turn: Turn, before: Sequence[Turn], render: Callable[[Sequence[Turn], bool], str], *, is_context: bool
+) -> Turn | None:
+    """Returns `turn` without fields, with a text that is rendered alike, or outside the context with the text behind
+    the generation prompt; None if there is none.
+    """
+    written, texts = render([*before, turn], False), [turn.text]
+    with suppress(PromptError):  # the template asks for a field
+        head, _, tail = render([*before, Turn(turn.role, PROBE)], False).rpartition(PROBE)
+        for start in (head, render(before, True)):
+            if written.startswith(start) and written.endswith(tail):
+                text = literal(written[len(start) : len(written) - len(tail)])
+                texts.append(f"<think>\n{text}" if "</think>" in text and "<think>" not in text else text)
+        for text in texts:
+            if render([*before, Turn(turn.role, text)], False) == written:
+                return replace(turn, text=text, fields={})
+    return None if is_context or len(texts) == 1 else replace(turn, text=texts[-1], fields={})
 
 
 def _added_bos(tokenizer: PreTrainedTokenizerBase) -> str:

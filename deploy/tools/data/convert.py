@@ -61,7 +61,10 @@ def convert(config: RunConfig, output: Path, splits: Sequence[str], console: Con
 
 def message_record(row: Row, media: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
     """Returns a record of the format `messages` that reads back as `row`. Args: media: column -> media references."""
-    turns = [{"role": turn.role, "content": _content(turn.text)} for turn in row.history]
+    turns = [
+        {"role": turn.role, "content": _content(turn.text), **turn.fields, **({} if turn.in_loss else {"weight": 0})}
+        for turn in row.history
+    ]
     record: dict[str, Any] = {
         "id": row.sample_id,
         "messages": [*turns, {"role": "user", "content": _content(row.question)}],
@@ -70,6 +73,7 @@ def message_record(row: Row, media: Mapping[str, Sequence[Any]]) -> dict[str, An
         "chosen": row.chosen,
         "rejected": row.rejected,
         "metadata": row.metadata,
+        **json.loads(row.template or "{}"),
         **media,
     }
     return {column: value for column, value in record.items() if value or column in ("answer", "solution")}

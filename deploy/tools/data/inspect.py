@@ -32,6 +32,7 @@ from mobula.cluster.metrics.report.written_numbers import write_number
 from mobula.cluster.records.markup import plain
 from mobula.cluster.records.media import MediaStore
 from mobula.configs.schema import DataConfig, RunConfig
+from mobula.deploy.preflight.rows import find_in_rows, row_notes
 from mobula.deploy.wiring.preparation import ensure_data, ensure_model
 
 ASSETS = Path(__file__).parent
@@ -117,9 +118,10 @@ def inspect(config: RunConfig, split: str, output: Path, num_samples: int, conso
     opened = open_split(config.data, split, config.rewards.label_key)
     checker, unit = _checker(config)
     measuring = MeasuringChecker(checker, config)
-    checked = checked_rows(opened, measuring, config.data.max_checked_rows)
+    checked = checked_rows(opened, measuring, config.data.max_checked_rows, note=partial(row_notes, config))
+    notes = [str(finding) for finding in find_in_rows(config, {split: checked.notes})]
     samples = _samples(checked.rows, config, min(num_samples, checked.num_usable), checked.num_usable)
-    page = render(config, split, measuring.measured, checked.skipped, samples, len(opened.rows), unit)
+    page = render(config, split, measuring.measured, checked.skipped, samples, len(opened.rows), unit, notes)
     try:
         output.write_text(page, encoding="utf-8", errors="replace")
     except OSError as error:
@@ -130,6 +132,8 @@ def inspect(config: RunConfig, split: str, output: Path, num_samples: int, conso
         markup=False,
         soft_wrap=True,
     )
+    for note in notes:
+        console.print(note, markup=False, soft_wrap=True)
     return 0
 
 
@@ -141,6 +145,7 @@ def render(
     samples: Sequence[ShownRow],
     num_rows: int,
     unit: str,
+    notes: Sequence[str] = (),
 ) -> str:
     """The page. Everything from the data is escaped, and no script runs."""
     labels = measured.labels.most_common()
@@ -159,6 +164,7 @@ def render(
             reasons=sorted(count_by_reason(skipped).items(), key=lambda item: -item[1]),
             skipped=skipped[:MAX_SKIPPED_ROWS],
             num_skipped=len(skipped),
+            notes=notes,
             samples=samples,
             style=Markup(STYLE.read_text(encoding="utf-8")),
         )

@@ -7,17 +7,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from mobula.cluster.errors import RewardError
+from mobula.cluster.records.markup import marked_answer
 
 
 def given_references(references: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns the references that are not blank, in order.
+    """Returns the references that are not blank, in order; of a worked answer that ends in `#### 24`, as in gsm8k, the
+    24.
 
     Raises:
         RewardError: all are blank.
     """
-    if len(references) == 1 and references[0].strip():  # the usual case
-        return references
-    given = tuple(reference for reference in references if reference.strip())
+    given = tuple(marked_answer(reference)[1] for reference in references if reference.strip())
     if not given:
         raise RewardError("the prompt has no reference answer to compare with")
     return given

@@ -168,9 +168,9 @@ def test_a_row_renders_no_conversation_twice(build: Build, monkeypatch: pytest.M
     chat, rendered = build(QWEN3), []
     render = chat.template.render
 
-    def recorded(messages: Any, *, is_open: bool) -> str:
+    def recorded(messages: Any, *, is_open: bool, **more: Any) -> str:
         rendered.append((repr(messages), is_open))
-        return render(messages, is_open=is_open)
+        return render(messages, is_open=is_open, **more)
 
     monkeypatch.setattr(chat.template, "render", recorded)
     offline(chat).prepare(conversation("7", "8"), "p")

@@ -104,7 +104,7 @@ def test_hub_data_in_trls_form_become_rows_of_offline_jobs(tmp_path: Path, form:
     [
         ("conversation", "{", "broken_json"),
         ("conversation", {"chosen": "x"}, "missing_messages"),
-        ("conversation", {"messages": [{"role": "tool", "content": "x"}]}, "bad_message"),
+        ("conversation", {"messages": [{"role": "robot", "content": "x"}]}, "bad_message"),
         ("conversation", {"messages": [USER, {"role": "assistant", "content": None}]}, "bad_message"),
         ("conversation", {"messages": [USER, {**FOUR, "weight": 0.5}]}, "bad_message"),
         ("conversation", {"messages": [USER, {**FOUR, "weight": 0}]}, "nothing_to_train"),
@@ -141,7 +141,7 @@ def test_hub_data_in_trls_form_become_rows_of_offline_jobs(tmp_path: Path, form:
         ("pair", {"messages": [USER], "chosen": "", "rejected": "5"}, "missing_pair"),
         ("pair", {"messages": [USER], "chosen": "4", "rejected": "4"}, "equal_pair"),
         ("pair", {"messages": [USER, FOUR], "chosen": "4", "rejected": "5"}, "no_question"),
-        ("pair", {"messages": [USER], "chosen": [FOUR, FOUR], "rejected": "5"}, "bad_message"),
+        ("pair", {"messages": [USER], "chosen": [FOUR, FOUR], "rejected": "5"}, "bad_pair"),
         ("pair", {"messages": [USER], "chosen": USER, "rejected": "5"}, "bad_pair"),
         ("scored", {"messages": [USER, FOUR]}, "bad_score"),
         ("scored", {"messages": [USER, FOUR], "score": True}, "bad_score"),

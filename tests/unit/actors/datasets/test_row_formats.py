@@ -15,7 +15,7 @@ from data_rows import data_config, read_split
 from PIL import Image
 
 from mobula.actors.datasets.downloads import DownloadLimits, MediaDownloads
-from mobula.actors.datasets.formats import FORMATS
+from mobula.actors.datasets.formats.records import FORMATS
 from mobula.actors.datasets.images import ImageError
 from mobula.actors.datasets.open_split import open_split
 from mobula.actors.datasets.rows import Row, Turn, count_by_reason
@@ -172,7 +172,7 @@ def test_bytes_in_parquet_are_the_image(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row_format", "change", "reason"),
     [
-        ("messages", {"messages": []}, "bad_messages"),
+        ("messages", {"messages": []}, "missing_messages"),
         ("messages", {"messages": "Which?"}, "bad_messages"),
         (
             "messages",

@@ -42,7 +42,18 @@ from mobula.actors.datasets.split_files import read_split
 from mobula.actors.datasets.videos import Video, VideoInputs, each_video
 from mobula.cluster.records.markup import PART, PLACEHOLDERS, literal, placed, plain
 
-COLUMNS = ("id", "messages", "prompt", "completion", "solution", "answer", "chosen", "rejected", "score", "metadata")
+COLUMNS: tuple[str, ...] = (
+    "id",
+    "messages",
+    "prompt",
+    "completion",
+    "solution",
+    "answer",
+    "chosen",
+    "rejected",
+    "score",
+    "metadata",
+)
 COLUMNS += MEDIA_COLUMNS
 CHOSEN, REJECTED = 1.0, 0.0
 """Labels of the answers of a pair. A conversation to imitate has the label CHOSEN."""

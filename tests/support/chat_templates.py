@@ -125,3 +125,14 @@ CHAT_TEMPLATES = {
     "text alone": TEXT_ALONE,
     "parts alone": PARTS_ALONE,
 }
+TOOLS = (
+    TEXT + LAST_QUERY + "{%- if tools -%}{{- '<|im_start|>system\n' + tools | tojson + '<|im_end|>\n' -}}{%- endif -%}"
+    "{%- for m in messages -%}{%- if m.role == 'assistant' -%}" + PARTED
+    + "{%- if m.reasoning_content is string -%}{%- set thought = m.reasoning_content -%}{%- endif -%}"
+    "{{- '<|im_start|>assistant\n' -}}"
+    "{%- if loop.index0 > found.last and thought -%}{{- '<think>\n' + thought + '\n</think>\n\n' -}}{%- endif -%}"
+    "{{- content -}}{%- for call in m.tool_calls or [] -%}"
+    "{{- '<tool_call>' + call.function.name + call.function.arguments | tojson + '</tool_call>' -}}{%- endfor -%}"
+    "{{- '<|im_end|>\n' -}}{%- else -%}" + OTHER_TURNS + "{%- endif -%}{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}"
+)  # fmt: skip

@@ -27,8 +27,17 @@ LOSS_FIELDS = ("weight", "loss", "train", "training", "train_on_turn", "loss_mas
 _TURNS = ("messages", "conversations", "prompt", "completion", "input", "chosen", "rejected")  # columns of turns
 _READ_IN_TURNS = ("role", "from", "content", "value", *SHOWN_FIELDS, *NAMING_FIELDS, *LOSS_FIELDS)
 _MEDIA = ("images", "image", "videos", "video", "audios", "audio")
-_READ_IN_PARTS = ("type", "text", "image_url", "input_image", "video_url", "input_video", "audio_url", "input_audio")
-_READ_IN_PARTS += (*_MEDIA, "url", "path", "bytes", "base64", "source")
+_READ_IN_PARTS: tuple[str, ...] = (
+    *_MEDIA,
+    "type",
+    "text",
+    "image_url",
+    "input_image",
+    "video_url",
+    "input_video",
+    "audio_url",
+)
+_READ_IN_PARTS += ("input_audio", "url", "path", "bytes", "base64", "source")
 
 Rule = tuple[tuple[str, ...], tuple[Any, ...], str]  # names, values that change nothing, next action
 _LOSS = "write `weight` 0 or 1 in the turns of the assistant"

@@ -28,12 +28,38 @@ from mobula.actors.datasets.formats.turns import as_messages, response_of, split
 from mobula.actors.datasets.rows import RowError, Turn
 
 QUESTION = ("id", "question", "answer", "solution", "metadata", *MEDIA_COLUMNS)
-MESSAGES = ("id", "messages", "prompt", "completion", "answer", "solution", "chosen", "rejected", "metadata")
+MESSAGES: tuple[str, ...] = (
+    "id",
+    "messages",
+    "prompt",
+    "completion",
+    "answer",
+    "solution",
+    "chosen",
+    "rejected",
+    "metadata",
+)
 MESSAGES += MEDIA_COLUMNS
 VERL = ("prompt", "reward_model", "data_source", "extra_info", *MEDIA_COLUMNS)
-LIGHTRFT = ("id", "prompt", "input", "reference", "answer", "ground_truth", "label", "reward_model", "extra_info")
+LIGHTRFT: tuple[str, ...] = (
+    "id",
+    "prompt",
+    "input",
+    "reference",
+    "answer",
+    "ground_truth",
+    "label",
+    "reward_model",
+    "extra_info",
+)
 LIGHTRFT += MEDIA_COLUMNS
-REFERENCES = ("reference", "answer", "extra_info.reference", "reward_model.ground_truth", "ground_truth")
+REFERENCES: tuple[str, ...] = (
+    "reference",
+    "answer",
+    "extra_info.reference",
+    "reward_model.ground_truth",
+    "ground_truth",
+)
 REFERENCES += ("extra_info.constraints",)
 ALPACA = ("id", "instruction", "input", "output", "history", "answer", "chosen", "rejected", *MEDIA_COLUMNS)
 SHAREGPT = ("id", "conversations", "answer", "chosen", "rejected", *MEDIA_COLUMNS)

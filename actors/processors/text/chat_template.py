@@ -78,7 +78,7 @@ class ChatTemplate:
             PromptError: the template refuses the messages, or takes text alone and there are media.
         """
         given = [{"role": role, "content": self._content(role, parts)} for role, parts in messages]
-        given = [message | dict(more) for message, more in zip_longest(given, fields, fillvalue=NOTHING)]
+        given = [{**message, **more} for message, more in zip_longest(given, fields, fillvalue=NOTHING)]
         try:
             return self._rendered(given, is_open, variables)
         except Exception as error:  # templates raise errors of any type

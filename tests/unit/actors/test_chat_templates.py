@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from chat_templates import CHAT_TEMPLATES, DEEPSEEK_R1, GEMMA_3, QWEN3, TEXT_ALONE, THINKING
+from chat_templates import CHAT_TEMPLATES, DEEPSEEK_R1, GEMMA_3, QWEN2_5, QWEN3, TEXT_ALONE, THINKING, TOOLS
 from PIL import Image
 from tiny_text_models import write_text_policy
 from tokenizers.processors import TemplateProcessing
@@ -360,3 +360,50 @@ def test_an_observation_is_written_behind_an_answer_of_the_policy(build: Build, 
     delta = chat._tokenizer.decode(bridge.delta((Message("user", "More"),)).ids.tolist())
     assert delta.endswith(f"More{opened}")
     assert "<think>" not in delta.removesuffix(opened)
+
+
+CALLED = OfflineTurn("assistant", "", True, {"tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}]})
+REASONED = OfflineTurn("assistant", "7", True, {"reasoning_content": "because"})
+TOOLS_OF_A_ROW = '{"tools": [{"function": {"name": "f"}}]}'
+
+
+def test_tool_calls_and_thoughts_are_trained_as_the_template_writes_them(build: Build) -> None:
+    chat = build(TOOLS)
+    row = replace(conversation("8"), endings=(Ending((CALLED, Turn("tool", "2"), REASONED), CHOSEN),))
+    [(whole, trained)] = texts(chat, offline(chat).prepare(replace(row, template=TOOLS_OF_A_ROW), "p").group)
+    assert whole.startswith('<|im_start|>system\n[{"function": {"name": "f"}}]<|im_end|>')
+    call = '<tool_call>f{"a": 1}</tool_call><|im_end|>'
+    assert trained == f"{call}<think>\nbecause\n</think>\n\n7<|im_end|>"
+    assert f"<|im_start|>assistant\n{call}\n<|im_start|>tool\n2<|im_end|>" in whole
+
+
+def test_the_prompt_of_rl_has_the_tools_and_calls_of_its_row(build: Build) -> None:
+    chat = build(TOOLS)
+    history = (Turn("user", "Q"), CALLED, Turn("tool", "2"))
+    text = chat.prepare(Row("r", "And?", "7", "7", history=history, template=TOOLS_OF_A_ROW), "p").text
+    assert text.startswith('<|im_start|>system\n[{"function": {"name": "f"}}]')
+    assert '<|im_start|>assistant\n<tool_call>f{"a": 1}</tool_call><|im_end|>' in text
+
+
+@pytest.mark.parametrize(
+    ("template", "change", "name"),
+    [
+        (QWEN2_5, {"template": TOOLS_OF_A_ROW}, "tools"),
+        (QWEN2_5, {"template": '{"chat_template_kwargs": {"foo": 1}}'}, "foo"),
+        (QWEN2_5, {"history": (Turn("user", "Q"), CALLED, Turn("tool", "2"))}, "tool_calls"),
+        (QWEN2_5, {"history": (Turn("user", "Q"), REASONED)}, "reasoning_content"),
+        (TOOLS, {"history": (Turn("user", "Q"), REASONED)}, "reasoning_content"),  # of an earlier turn: left out
+    ],
+)
+def test_a_field_that_the_template_leaves_out_refuses_the_row(
+    build: Build, template: str, change: dict[str, Any], name: str
+) -> None:
+    with pytest.raises(PromptError, match=f"does not show `{name}`.*data.ignored_fields=.{name}"):
+        build(template).prepare(replace(Row("r", "And?", "7", "7"), **change), "p")
+
+
+def test_variables_of_a_row_come_before_those_of_the_configuration(build: Build) -> None:
+    chat = build(QWEN3, enable_thinking=True)
+    row = Row("r", "Q", "7", "7", template='{"chat_template_kwargs": {"enable_thinking": false}}')
+    assert chat.prepare(row, "p").text.endswith("<think>\n\n</think>\n\n")
+    assert not chat.prepare(replace(row, template=""), "p").text.endswith("</think>\n\n")

@@ -31,6 +31,7 @@ from mobula.rewards.functions.format import Format
 from mobula.rewards.functions.parsing.latex_boxes import find_boxes, last_boxed
 from mobula.rewards.functions.parsing.math_equality import equals
 from mobula.rewards.functions.parsing.math_tokens import plain
+from mobula.rewards.functions.parsing.references import given_references
 from mobula.rewards.functions.parsing.unicode_latex import plain_forms
 from mobula.rewards.isolation.process import IsolatedProcess
 from mobula.rewards.tools import Tools
@@ -514,3 +515,8 @@ def test_functions_of_one_request_are_asked_one_by_one() -> None:
 def test_a_part_that_is_not_finite_is_no_score() -> None:
     with pytest.raises(NotFiniteError, match="as 'recall'"):
         evaluate(lambda r: Score(1.0, breakdown={"precision": 1.0, "recall": float("nan")}), request("1"))
+
+
+def test_the_line_with_four_marks_of_a_worked_answer_is_the_reference() -> None:
+    worked = "Half of 48 is 24.\n#### 24"
+    assert given_references((worked, "", "#### 24", "a #### b")) == ("24", "24", "a #### b")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from mobula.configs.load import load_config
 from mobula.deploy.preflight.checks import check_packing
 from mobula.deploy.preflight.findings import PreflightFinding, Severity, refuse
 from mobula.deploy.preflight.loaded import LoadedModel
-from mobula.deploy.tools.doctor.checkpoint import check_checkpoint
+from mobula.deploy.tools.doctor.checkpoint import check_checkpoint, check_rows
 from mobula.deploy.tools.doctor.this_machine import Verdict
 from mobula.learner.policies.tiny import write_tiny, write_tiny_qwen2_5_vl
 
@@ -43,6 +44,23 @@ def test_the_doctor_checks_a_checkpoint_that_is_here(tmp_path: Path) -> None:
     assert verdicts() == [Verdict.OK]
     (tmp_path / "model" / "tokenizer.json").write_text("{")
     assert verdicts() == [Verdict.MISSING]
+
+
+def test_the_doctor_checks_rows_that_are_here(tmp_path: Path) -> None:
+    words = ["experiment=own", f"policy.model={tmp_path / 'model'}", f"data.path={tmp_path}"]
+    assert [finding.verdict for finding in check_rows(load_config(words))] == [Verdict.OK], "the model is not here yet"
+    write_tiny("qwen3", tmp_path / "model")
+    assert [finding.verdict for finding in check_rows(load_config(words))] == [Verdict.MISSING], "no file"
+    worked = {"question": "Half of 48?", "answer": "It is 24.\nThat is all.", "level": 3}
+    for split in ("train", "validation", "test"):
+        (tmp_path / f"{split}.jsonl").write_text(f"{json.dumps(worked)}\n" * 3)
+    rows, *references, fields = check_rows(load_config(words))
+    assert (rows.verdict, rows.detail.partition(",")[0]) == (Verdict.OK, "train: 3 usable")
+    assert references[0].verdict is Verdict.WARNING and references[0].detail.startswith("3 of 3 references of train")
+    assert "level (" in fields.detail
+    (tmp_path / "train.jsonl").write_text(json.dumps({**worked, "kto_tag": False}))
+    [refused] = check_rows(load_config(words))
+    assert refused.verdict is Verdict.MISSING and "`kto_tag` False" in refused.action
 
 
 @pytest.mark.parametrize(

@@ -126,6 +126,15 @@ def test_spare_tensors_are_named_and_trained_without(model: Path) -> None:
     assert "value_head.weight" in found.problem
 
 
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.safetensors", "model-00001-of-00002.safetensors"])
+def test_of_two_sets_of_weights_the_run_says_which_is_used(model: Path, name: str) -> None:
+    (model / name).write_bytes((model / WEIGHTS).read_bytes())
+    (model / "training_args.bin").write_bytes(b"")
+    [found] = findings(model)
+    assert found.severity is Severity.WARN
+    assert found.problem.endswith(f"more than one set of weights: {WEIGHTS} is used, {name} is not")
+
+
 def test_a_tie_that_does_not_hold_is_refused(model: Path) -> None:
     embeddings = load_file(model / WEIGHTS)["model.embed_tokens.weight"]
     set_weights(model, **{"lm_head.weight": embeddings})

@@ -95,6 +95,10 @@ class Prompts(Protocol):
         """Returns the id at an index of the sequence."""
         ...
 
+    def is_open(self, index: int) -> bool:
+        """Whether the prompt at an index is handed out when it is due now."""
+        ...
+
     def prompt_at(self, index: int) -> Prompt:
         """Returns the prompt at an index, from any thread. Raises: SkippedSample: the row is unusable."""
         ...

@@ -160,7 +160,7 @@ class PromptSource(Generic[R, P]):
             while (num_ahead := len(self._ahead)) < self._preparation.num_ahead:
                 is_pending = num_ahead < num_pending
                 index = self._pending[num_ahead] if is_pending else self._cursor + num_ahead - num_pending
-                self._ahead.append(self._begin(index) if self._is_worth_preparing(index) else None)
+                self._ahead.append(self._begin(index) if self.is_open(index) else None)
             if self._pending:
                 index = self._pending.popleft()
             else:
@@ -214,19 +214,23 @@ class PromptSource(Generic[R, P]):
             )
         return index
 
+    def is_open(self, index: int) -> bool:
+        """Whether the row at an index is open now, or is unusable and will be skipped."""
+        try:
+            return self._is_open is None or self._is_open(self._rows.row(index))
+        except SkippedSample:
+            return True
+
+    def row_of(self, prompt_id: str) -> R:
+        """Returns the row of a prompt."""
+        return self._rows.row(self.index_of(prompt_id))
+
     def _begin(self, index: int) -> Future[P]:
         try:
             row = self._rows.row(index)
         except Exception as error:  # raised when the prompt is taken
             return failed(error)
         return self._preparation.begin(row, self.id_at(index))
-
-    def _is_worth_preparing(self, index: int) -> bool:
-        """Whether the row is open now, or is unusable and will be skipped."""
-        try:
-            return self._is_open is None or self._is_open(self._rows.row(index))
-        except SkippedSample:
-            return True
 
     def _sample_at(self, index: int) -> str:
         """The id of the row, or the name of an unusable record."""

@@ -13,10 +13,10 @@ from functools import cache
 import numpy as np
 
 from mobula.cluster.controller import Controller
-from mobula.cluster.records.trajectory import Generated, GroupSummary, Prompt, Reward, ScoredGroup
+from mobula.cluster.records.trajectory import Generated, GroupOutcome, Prompt, Reward, ScoredGroup
 from mobula.cluster.replay.buffer import ReplayBuffer
 from mobula.cluster.roles import ReplayStats, SamplingSettings, UpdateReport
-from mobula.cluster.rollout.dispatcher import AdmissionFilter, RolloutDispatcher
+from mobula.cluster.rollout.dispatcher import AdmissionFilter, GroupObserver, RolloutDispatcher
 from mobula.cluster.rollout.staleness import StalenessGate, StepOrder
 from mobula.deploy.rehearsal.simulated.decoder import Decoder, DecodeSpeed
 from mobula.deploy.rehearsal.simulated.engine import summary_of
@@ -97,7 +97,7 @@ async def _simulate(workload: Workload, max_staleness: int, max_concurrent: int,
         max_concurrent=max_concurrent,
         total_steps=workload.num_steps,
     )
-    dropped: list[GroupSummary] = []
+    dropped: list[GroupOutcome] = []
     dispatcher = _dispatcher(workload, gate, engines, replay, order(gate), dropped)
     controller = Controller(
         total_steps=workload.num_steps,
@@ -123,7 +123,7 @@ def _dispatcher(
     engines: Sequence[Engine],
     replay: ReplayBuffer,
     order: StepOrder[ScoredGroup],
-    dropped: list[GroupSummary],
+    dropped: list[GroupOutcome],
 ) -> RolloutDispatcher:
     num_siblings = workload.num_siblings
     return RolloutDispatcher(
@@ -135,7 +135,7 @@ def _dispatcher(
         settings=SamplingSettings(num_siblings, 1.0, workload.lengths.max_tokens, workload.lengths.seed),
         admission_filter=KEEP_ALL,
         order=order,
-        on_rejected=lambda summary, reason: dropped.append(summary),
+        group_observers=[_Dropped(dropped)],
     )
 
 
@@ -144,7 +144,7 @@ def _outcome(
     engines: Sequence[Engine],
     trained: Sequence[Sequence[ScoredGroup]],
     observer: _Observer,
-    dropped: Sequence[GroupSummary],
+    dropped: Sequence[GroupOutcome],
 ) -> Outcome:
     first, last = workload.num_warmup_steps, workload.num_steps - workload.num_warmup_steps
     begin, end = observer.moments[first - 1], observer.moments[last - 1]
@@ -166,8 +166,16 @@ def _outcome(
     )
 
 
-def _mean_tokens(groups: Sequence[GroupSummary]) -> float | None:
-    num_responses = sum(group.num_trajectories for group in groups)
+class _Dropped(GroupObserver):
+    def __init__(self, dropped: list[GroupOutcome]) -> None:
+        self._dropped = dropped
+
+    def rejected(self, outcome: GroupOutcome, reason: str) -> None:
+        self._dropped.append(outcome)
+
+
+def _mean_tokens(groups: Sequence[GroupOutcome]) -> float | None:
+    num_responses = sum(group.num_responses for group in groups)
     return sum(group.num_tokens for group in groups) / num_responses if num_responses else None
 
 

@@ -16,7 +16,7 @@ from mobula.cluster.audit.writer import NoRecorder, Recorder
 from mobula.cluster.metrics.guard_events import GuardEvent
 from mobula.cluster.metrics.report.run_folder import METRICS_FILE
 from mobula.cluster.metrics.step_records import EvaluationRecord, MetricsRecord, StepRecord, record_version, to_line
-from mobula.cluster.records.trajectory import GroupSummary, Reward, ScoredGroup
+from mobula.cluster.records.trajectory import Reward, ScoredGroup
 from mobula.cluster.recovery.checkpoints import MANIFEST_FILE, Recovery, checkpoint_folder, versions_in
 from mobula.cluster.weight_sync.weight_sync import Push
 from mobula.cluster.workers.faults import Fault
@@ -89,16 +89,12 @@ class RunAudit:
     def regenerated(self, group: ScoredGroup, source: str) -> None:
         self._recorder.record(AuditKind.REGENERATED, {"group": group_entry(group), "source": source})
 
-    def rejected(self, summary: GroupSummary, reason: str) -> None:
-        """Adds a rejected group to the record of the next step."""
-        self._rejected.append((summary.group_id, reason))
-
     def handed_out(self, prompt_id: str) -> None:
         """Implements `PromptObserver`: adds a prompt to the record of the next step."""
         self._handed_out.append(prompt_id)
 
     def left_out(self, prompt_id: str, reason: str) -> None:
-        """Implements `PromptObserver`: a prompt cannot be sampled, which counts as rejected."""
+        """Implements `PromptObserver`: adds a rejected prompt to the record of the next step."""
         self._rejected.append((prompt_id, reason))
 
     def continued(self, pending: Sequence[str], settled: Sequence[str]) -> None:

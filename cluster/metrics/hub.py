@@ -49,6 +49,15 @@ BETWEEN_PHASES = "other"
 ENDING = "ending"
 MAX_REASONS = 24  # of rewards that are counted by name; others are counted together
 OTHER = "other"
+LASTING = (  # gauges that a resume does not set again
+    MetricName.DROPPED_LENGTH,
+    MetricName.HELD_OUT_LOSS,
+    MetricName.HELD_OUT_MARGIN,
+    MetricName.CANARY,
+    MetricName.CANARY_MEDIA,
+    MetricName.CANARY_TEMPLATE,
+    MetricName.CANARY_TEXT,
+)
 
 
 class Samples(Protocol):
@@ -85,6 +94,16 @@ class MeasuredStep:
         finally:
             self._phase, self._phase_start = BETWEEN_PHASES, self._clock()
             self._seconds[phase] += self._phase_start - start
+
+    @property
+    def seconds(self) -> Mapping[str, float]:
+        """Seconds of the phases that are over."""
+        return dict(self._seconds)
+
+    def include(self, seconds: Mapping[str, float]) -> None:
+        """Adds phases that the step had in an earlier part of the run, which did not record it."""
+        self._start -= math.fsum(seconds.values())
+        self._seconds.update(seconds)
 
     def progress(self) -> Progress:
         """Returns the current phase."""
@@ -163,6 +182,7 @@ class Metrics:
                 if self._signal is not None:
                     self._signal.look(record, ())
                 self._counters = {name: Counter(reasons) for name, reasons in record.counters.items()}
+                self._observed = {name: record.values[name] for name in LASTING if name in record.values}
 
     @contextmanager
     def step(self, step: int) -> Iterator[MeasuredStep]:
@@ -186,8 +206,6 @@ class Metrics:
         if step <= self.totals.version:
             return
         samples = self._kept_samples(step, scope.groups)
-        if scope.replay is not None:
-            self.count_up_to(CounterName.REJECTED, scope.replay.num_rejected)
         self._count_reasons(scope.groups)
         record = scope.finish(self._observed, self._counters)
         self.totals.add(record)
@@ -195,6 +213,10 @@ class Metrics:
         if samples:
             self._sinks.emit_samples(samples)
         self._warn_of_idle_steps(record, scope.groups)
+
+    def seconds(self) -> Mapping[str, float]:
+        """Returns the seconds of the phases of the step so far."""
+        return {} if self._scope is None else self._scope.seconds
 
     def progress(self) -> Progress:
         """Returns the current phase of the step; `starting` before the first step, `ending` after the last."""

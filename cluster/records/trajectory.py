@@ -382,6 +382,21 @@ class ScoredGroup:
         """The rewards of the scored siblings."""
         return tuple(reward for reward in self.rewards if reward is not None)
 
+    @property
+    def outcome(self) -> GroupOutcome:
+        summary = self.summary
+        return GroupOutcome(summary.group_id, self.scored_rewards, summary.num_trajectories, summary.num_tokens)
+
+
+@dataclass(frozen=True)
+class GroupOutcome:
+    """What observers learn from a finished group; a prompt that could not be sampled has no responses."""
+
+    group_id: str
+    rewards: tuple[Reward, ...] = ()  # of the scored responses
+    num_responses: int = 0
+    num_tokens: int = 0  # sampled by the policy
+
 
 def group_num_bytes(group: TrajectoryGroup) -> int:
     """Returns the bytes of a group's arrays, without media."""

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 from mobula.cluster.errors import CheckpointError, MobulaError, PreflightError
+from mobula.cluster.replay.run_identity import same_identity
 from mobula.cluster.workers.supervisor import background_tasks
 from mobula.configs.schema.run import Resume
 
@@ -350,16 +351,25 @@ def find_resumable(folder: Path, resume: Resume, identity: Mapping[str, Any]) ->
     """Returns the checkpoint from which a run with this configuration resumes; None for a new run. Needs no role.
 
     Raises:
-        PreflightError: resume=never and there is a checkpoint, or another run wrote it (`refuse_other_run`).
+        PreflightError: resume=never and there is a checkpoint, none of the checkpoints can be read, or another run
+            wrote the newest that can (`refuse_other_run`).
     """
-    latest = latest_complete(folder)
-    if latest is None:
+    latest, faults = _newest_readable(folder)
+    if latest is None and not faults:
         return None
     if resume is Resume.NEVER:
         raise PreflightError(
-            f"{folder.parent} already holds step {_version(latest)}: "
+            f"{folder.parent} already holds step {versions_in(folder)[-1]}: "
             "set resume=auto to go on, or name=... for a new run"
         )
+    reasons = "; ".join(f"{path.name}: {fault}" for path, fault in faults.items())
+    if latest is None:
+        raise PreflightError(
+            f"{folder} has checkpoints and none can be read ({reasons}), so nothing is overwritten: restore the files "
+            f"of one, or set name=... for a new run, or remove {folder} to begin this run again"
+        )
+    if faults:
+        _logger.warning("%s is the newest checkpoint that can be read (%s)", latest, reasons)
     refuse_other_run(latest, identity)
     return latest
 
@@ -371,7 +381,8 @@ def refuse_other_run(checkpoint: Path, identity: Mapping[str, Any]) -> None:
         PreflightError: a key changed that must not change.
     """
     saved = json.loads((checkpoint / _STATE).read_text())["identity"]
-    changed = [key for key in sorted(saved.keys() & identity.keys()) if saved[key] != identity[key]]
+    then, now = same_identity(saved), same_identity(identity)
+    changed = [key for key in sorted(then.keys() & now.keys()) if then[key] != now[key]]
     if changed:
         was = ", ".join(f"{key}={_shown(saved[key])} (now {_shown(identity[key])})" for key in changed)
         raise PreflightError(
@@ -386,12 +397,23 @@ def _shown(value: Any) -> str:
 def latest_complete(folder: Path, accepts: Callable[[int], bool] = lambda version: True) -> Path | None:
     """Returns the newest complete checkpoint of an accepted version, its hashes verified; logs a warning for each
     damaged one."""
+    latest, faults = _newest_readable(folder, accepts)
+    for path, fault in faults.items():
+        _logger.warning("%s is skipped: %s", path, fault)
+    return latest
+
+
+def _newest_readable(
+    folder: Path, accepts: Callable[[int], bool] = lambda version: True
+) -> tuple[Path | None, dict[Path, str]]:
+    """Returns the newest complete checkpoint of an accepted version, and the fault of each newer one."""
+    faults: dict[Path, str] = {}
     for path in (path for path in _newest_first(folder) if accepts(_version(path))):
         fault = fault_of(path, with_hashes=True)
         if fault is None:
-            return path
-        _logger.warning("%s is skipped: %s", path, fault)
-    return None
+            return path, faults
+        faults[path] = fault
+    return None, faults
 
 
 def newest_learner_state(
@@ -441,21 +463,31 @@ def _version(path: Path) -> int:
 
 
 def fault_of(path: Path, *, with_hashes: bool = True) -> str | None:
-    """Returns why a checkpoint is not complete; None if it is complete."""
-    if not (path / MANIFEST_FILE).is_file():
-        return f"it has no {MANIFEST_FILE}"
+    """Returns why a checkpoint cannot be read; None if it is complete."""
+    name = MANIFEST_FILE
     try:
-        files = json.loads((path / MANIFEST_FILE).read_text())["files"]
-    except (ValueError, KeyError, TypeError):
-        return f"its {MANIFEST_FILE} cannot be read"
-    for name, entry in files.items():
-        file = path / name
-        if not file.is_file():
-            return f"{name} is missing"
-        if file.stat().st_size != entry["num_bytes"]:
-            return f"{name} has {file.stat().st_size} bytes instead of {entry['num_bytes']}"
-        if with_hashes and _sha256(file) != entry["sha256"]:
-            return f"{name} was changed after it was written (sha256)"
+        if not (path / name).is_file():
+            return f"it has no {name}"
+        files = json.loads((path / name).read_text())["files"]
+        entries = {name: (entry["num_bytes"], entry["sha256"]) for name, entry in files.items()}
+        for name, (num_bytes, sha256) in entries.items():
+            file = path / name
+            if not file.is_file():
+                return f"{name} is missing"
+            if file.stat().st_size != num_bytes:
+                return f"{name} has {file.stat().st_size} bytes instead of {num_bytes}"
+            if with_hashes and _sha256(file) != sha256:
+                return f"{name} was changed after it was written (sha256)"
+        name = _STATE
+        state = json.loads((path / name).read_text())
+        if state["version"] != _version(path):
+            return f"its {name} is of version {state['version']}"
+        if not (isinstance(state["identity"], dict) and isinstance(state["parts"], dict)):
+            return f"its {name} cannot be read"
+    except OSError as error:
+        return f"{name} cannot be read ({error.strerror})"
+    except (ValueError, KeyError, TypeError, AttributeError):  # of another program, or of damaged text
+        return f"its {name} cannot be read"
     return None
 
 

@@ -13,6 +13,7 @@ import shutil
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from mobula.cluster.errors import JournalError, SkippedSample
 from mobula.cluster.metrics.hub import Metrics
@@ -48,12 +49,18 @@ class JournalRecovery:
         metrics: Metrics,
         age_limit: AgeLimit,
         on_recovered: Callable[[Mapping[str, int]], None],
+        recovered: Callable[[int], Recovered] | None = None,
+        on_evaluated: Callable[[int, Mapping[str, Any]], None] = lambda version, evaluation: None,
         after_repeat: AfterRepeat | None = None,
     ) -> None:
-        """`metrics` may lack some of the repeated steps. `on_recovered` gets the number of recovered steps and groups,
-        and the number of lost groups by reason. `after_repeat` is awaited after each repeated step.
+        """`recovered` returns the part of the journal after the checkpoint of a version (None: all of it). `metrics`
+        may lack some of the repeated steps. `on_recovered` gets the number of recovered steps and groups, and the number of
+        lost groups by reason; `on_evaluated` gets each evaluation of the journal before the steps that followed it.
+        `after_repeat` is awaited after each repeated step.
         """
         self._journal = journal
+        self._recovered = recovered or journal.recover
+        self._on_evaluated = on_evaluated
         self._learner = learner
         self._groups = groups
         self._dispatcher = dispatcher
@@ -74,10 +81,13 @@ class JournalRecovery:
         Raises:
             JournalError: a step cannot be repeated: the data have changed, or the checkpoint already contains it.
         """
-        recovered = await asyncio.to_thread(self._journal.recover, version)
+        recovered = await asyncio.to_thread(self._recovered, version)
         # In this order: the dispatcher needs the version that the learner reached, the buffer needs both.
         for step in recovered.steps:
+            self._evaluate(recovered, step.version - 1)
             await self._repeat(step)
+        self._evaluate(recovered, recovered.reached)
+        self._dispatcher.show(recovered.arrivals)
         lost: Counter[str] = Counter({TORN: recovered.num_torn} if recovered.num_torn else {})
         finished = await asyncio.to_thread(self._revived, recovered, lost)
         trained = (group_id for step in recovered.steps for group_id in step.group_ids)
@@ -99,6 +109,10 @@ class JournalRecovery:
         """Called when the checkpoint of `version` is complete."""
         await self._replay.forget(version)
 
+    def _evaluate(self, recovered: Recovered, version: int) -> None:
+        if version in recovered.evaluations:
+            self._on_evaluated(version, recovered.evaluations[version])
+
     async def _repeat(self, step: TrainedStep) -> None:
         closed = [group_id for group_id in step.group_ids if not self._dispatcher.is_open(group_id)]
         if closed:
@@ -109,12 +123,15 @@ class JournalRecovery:
             groups = await asyncio.to_thread(lambda: [self._groups.revive(recorded) for recorded in step.read()])
         except SkippedSample as error:
             raise self._unfit(step, str(error)) from error
+        self._dispatcher.show(step.arrivals)
         with self._metrics.step(step.version) as measured:
+            measured.include(step.seconds)
             with measured.timed("update"):
                 update = await self._learner.repeat(groups)
             assert update.version == step.version, f"step {step.version} of the journal made version {update.version}"
             if self._after_repeat is not None:
                 update = await self._after_repeat(groups, update)
+            self._dispatcher.advanced()
             measured.record(groups, update, NO_STATS)
 
     def _unfit(self, step: TrainedStep, reason: str) -> JournalError:

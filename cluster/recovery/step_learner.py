@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -46,11 +46,12 @@ class StepLearner:
         before: Sequence[Callable[[], Awaitable[None]]] = (),
         regenerate: Regenerate | None = None,
         check: Callable[[UpdateReport], None] = lambda report: None,
+        seconds: Callable[[], Mapping[str, float]] = lambda: {},
         tracer: RunTracer = UNTRACED,
     ) -> None:
         """`journal` is the replay buffer that writes the journal. `on_log_failed` gets the type of each error of the
         log. The functions of `before` are awaited before each update; `check` gets each report. `regenerate` replaces
-        the lost groups of a step; without it their loss ends the run.
+        the lost groups of a step; without it their loss ends the run. `seconds` returns the phases of the step so far.
         """
         self._learner = learner
         self._journal = journal
@@ -60,6 +61,7 @@ class StepLearner:
         self._before = before
         self._regenerate = regenerate
         self._check = check
+        self._seconds = seconds
         self._tracer = tracer
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trajectory-log")
         self._waiting: deque[tuple[int, asyncio.Future[Path]]] = deque()
@@ -138,7 +140,7 @@ class StepLearner:
     ) -> LostObjectError | None:
         """Writes a step. Returns the error of a group that the journal could not fetch: the learner may have it."""
         try:
-            await journal.commit(version, groups)
+            await journal.commit(version, groups, self._seconds())
         except LostObjectError as error:
             return error
         return None

@@ -10,13 +10,15 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
 from mobula.cluster.errors import DeadlineError, JournalError, LostObjectError
 from mobula.cluster.records.arrow import RecordedGroup
-from mobula.cluster.records.trajectory import ScoredGroup
+from mobula.cluster.records.trajectory import GroupOutcome, ScoredGroup
+from mobula.cluster.replay.journal import NO_SECONDS
 from mobula.cluster.replay.journal_writer import GroupJournal, NoJournal
 from mobula.cluster.roles import ReplayStats
 from mobula.cluster.tracing.spans import UNTRACED, RunTracer, Stage
@@ -112,17 +114,22 @@ class ReplayBuffer:
                 self._ready[group_id] = None
                 self._changed.set()
 
-    async def reject(self, group_id: str, reason: str) -> None:
+    async def reject(self, outcome: GroupOutcome, reason: str) -> None:
         """Counts a finished group as rejected and removes it if it is reserved. A later `put` of the group is a
         duplicate.
         """
+        group_id = outcome.group_id
         self._tracer.finish(group_id, outcome=reason)
         self._seen.add(group_id)
         if group_id in self._reserved:
             self._reserved.remove(group_id)
             self._forget(group_id)
         self._num_rejected[reason] += 1
-        await self._journal.rejected(group_id, reason)
+        await self._journal.rejected(outcome, reason)
+
+    async def evaluated(self, version: int, evaluation: Mapping[str, Any]) -> None:
+        """Records a held-out evaluation in the journal, as JSON."""
+        await self._journal.evaluated(version, evaluation)
 
     async def take(self, num_groups: int) -> list[ScoredGroup]:
         """Waits until `num_groups` groups are ready and leases the oldest.
@@ -149,8 +156,11 @@ class ReplayBuffer:
         self._changed.set()
         return [self._held[group_id].group for group_id in taken]
 
-    async def commit(self, version: int, groups: Sequence[ScoredGroup]) -> None:
+    async def commit(
+        self, version: int, groups: Sequence[ScoredGroup], seconds: Mapping[str, float] = NO_SECONDS
+    ) -> None:
         """Records in the journal that these leased groups make `version`, in order. The step then survives a kill.
+        `seconds` are the phases of the step so far.
 
         Raises:
             JournalError: the step or one of its groups could not be written.
@@ -162,7 +172,7 @@ class ReplayBuffer:
                 # Retry: the learner has fetched the group, so it may be available.
                 held.written = self._write_down(held.group)
         await asyncio.gather(*(held.written for held in leased))
-        await self._journal.trained(version, groups)
+        await self._journal.trained(version, groups, seconds)
 
     async def release(self, groups: Sequence[ScoredGroup]) -> None:
         """Removes the groups of a completed step and frees their bytes."""

@@ -2,9 +2,9 @@
 
     journal/000000.arrows, 000001.arrows, ...     segments, see `mobula.cluster.replay.journal_segments`
 
-The journal records finished groups, the groups of each trained step, rejected groups, and the version from which the
-run resumed after a kill. Steps are replayed from the journal. It holds the groups without images, which are rebuilt
-from the data. Segments that a checkpoint covers are removed, oldest first.
+The journal records finished groups, the groups of each trained step, rejected groups, evaluations, and the version
+from which the run resumed after a kill. Steps are replayed from the journal. It holds the groups without images, which
+are rebuilt from the data. Segments that a checkpoint covers are removed, oldest first.
 
 One process writes. Other processes may read only before its first append.
 """
@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ import pyarrow as pa
 
 from mobula.cluster.errors import JournalError
 from mobula.cluster.records.arrow import RecordedGroup, arrays, from_batch, record_batch, to_batch
-from mobula.cluster.records.trajectory import Reward, TrajectoryGroup
+from mobula.cluster.records.trajectory import GroupOutcome, Reward, TrajectoryGroup
 from mobula.cluster.replay.journal_segments import (
     JournalRecord,
     RecordKind,
@@ -33,12 +33,13 @@ from mobula.cluster.replay.journal_segments import (
     segment_numbers,
     segment_path,
 )
-from mobula.cluster.replay.run_identity import run_identity
+from mobula.cluster.replay.run_identity import run_identity, same_identity
 from mobula.configs.schema import RunConfig
 
 _logger = logging.getLogger(__name__)
 
 SEGMENT_BYTES = 16 * 2**20
+NO_SECONDS: Mapping[str, float] = {}
 _NO_ROWS = record_batch([])
 _NOT_IDENTITY = {"tokens_per_microbatch", "max_concurrent_groups"}  # they change only speed and rounding
 
@@ -63,19 +64,30 @@ def finished(group: TrajectoryGroup, rewards: Sequence[Reward | None]) -> Journa
     return JournalRecord(RecordKind.FINISHED, {"group_id": group.group_id}, to_batch(group, rewards))
 
 
-def rejected(group_id: str, reason: str) -> JournalRecord:
+def rejected(outcome: GroupOutcome, reason: str) -> JournalRecord:
     """Builds the record of a group that will not be trained."""
-    return JournalRecord(RecordKind.REJECTED, {"group_id": group_id, "reason": reason}, _NO_ROWS)
+    return JournalRecord(RecordKind.REJECTED, {**asdict(outcome), "reason": reason}, _NO_ROWS)
 
 
-def trained(version: int, group_ids: Sequence[str], logprobs: Sequence[Sequence[np.ndarray] | None]) -> JournalRecord:
-    """Records that these groups, in this order, make `version`; `logprobs`: reference log-probs per group, or None."""
+def evaluated(version: int, evaluation: Mapping[str, Any]) -> JournalRecord:
+    """Builds the record of an evaluation of `version`, as JSON."""
+    return JournalRecord(RecordKind.EVALUATED, {"version": version, "evaluation": evaluation}, _NO_ROWS)
+
+
+def trained(
+    version: int,
+    group_ids: Sequence[str],
+    logprobs: Sequence[Sequence[np.ndarray] | None],
+    seconds: Mapping[str, float] = NO_SECONDS,
+) -> JournalRecord:
+    """Records that these groups, in this order, make `version`; `logprobs`: reference log-probs per group, or None;
+    `seconds`: phases of the step before its update."""
     rows = [
         {"group_id": group_id, "reference_logprobs": of_trajectory}
         for group_id, of_group in zip(group_ids, logprobs, strict=True)
         for of_trajectory in of_group or ()
     ]
-    body = {"version": version, "group_ids": list(group_ids)}
+    body = {"version": version, "group_ids": list(group_ids), "seconds": dict(seconds)}
     return JournalRecord(RecordKind.TRAINED, body, record_batch(rows))
 
 
@@ -96,12 +108,39 @@ class FinishedGroup:
 
 
 @dataclass(frozen=True)
+class Arrival:
+    """A group when it was finished, or rejected for `reason`."""
+
+    record: JournalRecord
+
+    @property
+    def group_id(self) -> str:
+        return self.record.body["group_id"]
+
+    @property
+    def reason(self) -> str | None:
+        return self.record.body["reason"] if self.record.kind is RecordKind.REJECTED else None
+
+    def read(self) -> GroupOutcome:
+        body, rows = self.record.body, self.record.rows
+        if self.record.kind is RecordKind.FINISHED:
+            found = rows.column("reward").to_pylist(maps_as_pydicts="strict")
+            num_tokens = sum(int(np.sum(mask)) for mask in arrays(rows, "action_mask"))
+            rewards = tuple(Reward(**reward) for reward in found if reward is not None)
+            return GroupOutcome(self.group_id, rewards, rows.num_rows, num_tokens)
+        values = {key: value for key, value in body.items() if key not in ("reason", "rewards")}
+        return GroupOutcome(**values, rewards=tuple(Reward(**reward) for reward in body.get("rewards", ())))
+
+
+@dataclass(frozen=True)
 class TrainedStep:
     """The groups that made a version, in training order."""
 
     version: int
     groups: tuple[FinishedGroup, ...]
     rows: pa.RecordBatch  # reference log-probs
+    arrivals: tuple[Arrival, ...] = ()  # since the step before, in order
+    seconds: Mapping[str, float] = field(default_factory=dict)  # phases of the step before its update
 
     @property
     def group_ids(self) -> tuple[str, ...]:
@@ -127,12 +166,20 @@ class Recovered:
     steps: tuple[TrainedStep, ...] = ()  # after `version`, without a gap
     finished: tuple[FinishedGroup, ...] = ()  # not trained in these steps or before, in order of completion
     rejected: tuple[str, ...] = ()
+    arrivals: tuple[Arrival, ...] = ()  # since the last step, in order
+    evaluations: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)  # by version
     num_torn: int = 0  # segments with a damaged or incomplete end
 
     @property
     def reached(self) -> int:
         """The version after the last step."""
         return self.version + len(self.steps)
+
+    def without_last_step(self) -> Recovered:
+        """Returns the content with the groups of the last step finished and not trained yet."""
+        *steps, last = self.steps
+        arrivals = (*last.arrivals, *self.arrivals)
+        return replace(self, steps=tuple(steps), finished=(*last.groups, *self.finished), arrivals=arrivals)
 
 
 class Journal:
@@ -226,7 +273,7 @@ class Journal:
         return (read_segment(self.folder, number) for number in segment_numbers(self.folder))
 
     def _is_ours(self, segment: Segment) -> bool:
-        return segment.identity == self._identity
+        return same_identity(segment.identity) == same_identity(self._identity)
 
     def _tell_of_losses(self, segment: Segment) -> None:
         path, was = segment_path(self.folder, segment.number), segment.identity
@@ -234,7 +281,8 @@ class Journal:
             _logger.warning("%s: its last %d bytes are not whole and are left out", path, segment.num_torn_bytes)
         if was and not self._is_ours(segment):
             keys = sorted(was.keys() | self._identity.keys())
-            changed = [key for key in keys if was.get(key) != self._identity.get(key)]
+            then, now = same_identity(was), same_identity(self._identity)
+            changed = [key for key in keys if then.get(key) != now.get(key)]
             _logger.warning("%s is left out: it was written with another %s", path, ", ".join(changed))
 
 
@@ -245,6 +293,10 @@ class _Ledger:
     finished: dict[str, pa.RecordBatch] = field(default_factory=dict)
     rejected: dict[str, None] = field(default_factory=dict)
     steps: dict[int, JournalRecord] = field(default_factory=dict)
+    evaluations: dict[int, Mapping[str, Any]] = field(default_factory=dict)
+    arrivals: dict[tuple[str, RecordKind], tuple[int, Arrival]] = field(default_factory=dict)  # with their place
+    places: dict[int, int] = field(default_factory=dict)  # version made -> place of its step among all records
+    num_records: int = 0
     num_torn: int = 0
 
     def add(self, segment: Segment, *, is_ours: bool) -> None:
@@ -254,8 +306,11 @@ class _Ledger:
 
     def beyond(self, version: int) -> Recovered:
         steps: list[TrainedStep] = []
+        since = 0
         while (made := version + len(steps) + 1) in self.steps and self._is_whole(self.steps[made]):
-            steps.append(self._step(made))
+            arrivals, seconds = self._arrived(since, self.places[made]), self.steps[made].body.get("seconds", {})
+            steps.append(replace(self._step(made), arrivals=arrivals, seconds=seconds))
+            since = self.places[made]
         settled = {group_id for made in self.steps if made <= version for group_id in _ids(self.steps[made])}
         settled.update(group_id for step in steps for group_id in step.group_ids)
         settled.update(self.rejected)  # a finished group may be rejected later
@@ -264,6 +319,8 @@ class _Ledger:
             steps=tuple(steps),
             finished=tuple(FinishedGroup(i, rows) for i, rows in self.finished.items() if i not in settled),
             rejected=tuple(self.rejected),
+            arrivals=self._arrived(since, self.num_records),
+            evaluations=self.evaluations,
             num_torn=self.num_torn,
         )
 
@@ -276,6 +333,9 @@ class _Ledger:
         return groups
 
     def _apply(self, record: JournalRecord) -> None:
+        self.num_records += 1
+        if record.kind in (RecordKind.FINISHED, RecordKind.REJECTED):
+            self.arrivals.setdefault((record.body["group_id"], record.kind), (self.num_records, Arrival(record)))
         match record.kind:
             case RecordKind.FINISHED:
                 self.finished[record.body["group_id"]] = record.rows
@@ -283,6 +343,9 @@ class _Ledger:
                 self.rejected[record.body["group_id"]] = None
             case RecordKind.TRAINED:
                 self.steps[record.body["version"]] = record
+                self.places[record.body["version"]] = self.num_records
+            case RecordKind.EVALUATED:
+                self.evaluations[record.body["version"]] = record.body["evaluation"]
             case RecordKind.RESUMED:
                 self._void(record.body["version"], _ids(record))
 
@@ -291,7 +354,15 @@ class _Ledger:
         self.steps = {made: step for made, step in self.steps.items() if made <= version}
         used = {*kept, *(group_id for step in self.steps.values() for group_id in _ids(step))}
         self.finished = {group_id: rows for group_id, rows in self.finished.items() if group_id in used}
+        self.arrivals = {
+            key: value for key, value in self.arrivals.items() if key[0] in used or key[1] is RecordKind.REJECTED
+        }
+        self.evaluations = {made: found for made, found in self.evaluations.items() if made <= version}
         self.num_torn = 0  # reported at that resume
+
+    def _arrived(self, start: int, end: int) -> tuple[Arrival, ...]:
+        """Returns the groups that were finished or rejected between two places, in order."""
+        return tuple(arrival for place, arrival in self.arrivals.values() if start < place <= end)
 
     def _is_whole(self, step: JournalRecord) -> bool:
         return all(group_id in self.finished for group_id in _ids(step))
@@ -332,7 +403,7 @@ class _Held:
                 self._marks[record.body["version"]] = self.newest
             case RecordKind.RESUMED:
                 self._void(record.body["version"], set(_ids(record)))
-            case RecordKind.REJECTED:
+            case RecordKind.REJECTED | RecordKind.EVALUATED:
                 pass  # needed until a later checkpoint: see `done_with`
 
     def done_with(self, version: int) -> list[int]:

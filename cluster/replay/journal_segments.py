@@ -32,6 +32,7 @@ class RecordKind(StrEnum):
     FINISHED = "finished"  # a group that will be trained; one row per trajectory
     REJECTED = "rejected"  # a group that will not be trained
     TRAINED = "trained"  # groups that make a version; rows hold the reference log-probs, if any
+    EVALUATED = "evaluated"  # results and rewards of the held-out evaluation of a version
     RESUMED = "resumed"  # version and groups from which the run resumed: voids all else recorded before
 
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from mobula.cluster.errors import JournalError
 from mobula.cluster.records.arrow import RecordedGroup
-from mobula.cluster.records.trajectory import ScoredGroup
+from mobula.cluster.records.trajectory import GroupOutcome, ScoredGroup
 from mobula.cluster.replay import journal as records
-from mobula.cluster.replay.journal import Journal
+from mobula.cluster.replay.journal import NO_SECONDS, Journal
 from mobula.cluster.replay.journal_segments import JournalRecord
 from mobula.cluster.runtime.concurrency import DaemonThread
 from mobula.cluster.runtime.object_store import fetch_at_hand, fetch_or_miss
@@ -28,9 +29,13 @@ class GroupJournal(Protocol):
 
     async def finished(self, group: ScoredGroup) -> None: ...
 
-    async def rejected(self, group_id: str, reason: str) -> None: ...
+    async def rejected(self, outcome: GroupOutcome, reason: str) -> None: ...
 
-    async def trained(self, version: int, groups: Sequence[ScoredGroup]) -> None: ...
+    async def evaluated(self, version: int, evaluation: Mapping[str, Any]) -> None: ...
+
+    async def trained(
+        self, version: int, groups: Sequence[ScoredGroup], seconds: Mapping[str, float] = NO_SECONDS
+    ) -> None: ...
 
     async def resumed(self, version: int, group_ids: Sequence[str]) -> None: ...
 
@@ -50,9 +55,13 @@ class NoJournal:
 
     async def finished(self, group: ScoredGroup) -> None: ...
 
-    async def rejected(self, group_id: str, reason: str) -> None: ...
+    async def rejected(self, outcome: GroupOutcome, reason: str) -> None: ...
 
-    async def trained(self, version: int, groups: Sequence[ScoredGroup]) -> None: ...
+    async def evaluated(self, version: int, evaluation: Mapping[str, Any]) -> None: ...
+
+    async def trained(
+        self, version: int, groups: Sequence[ScoredGroup], seconds: Mapping[str, float] = NO_SECONDS
+    ) -> None: ...
 
     async def resumed(self, version: int, group_ids: Sequence[str]) -> None: ...
 
@@ -104,14 +113,20 @@ class JournalWriter:
         what = f"group {group.summary.group_id} for the journal"
         await self._append(_Draft(lambda fetched: records.finished(fetched, group.rewards), [group.group], what))
 
-    async def rejected(self, group_id: str, reason: str) -> None:
-        await self._append(_Draft(lambda: records.rejected(group_id, reason)))
+    async def rejected(self, outcome: GroupOutcome, reason: str) -> None:
+        await self._append(_Draft(lambda: records.rejected(outcome, reason)))
 
-    async def trained(self, version: int, groups: Sequence[ScoredGroup]) -> None:
+    async def evaluated(self, version: int, evaluation: Mapping[str, Any]) -> None:
+        await self._append(_Draft(lambda: records.evaluated(version, evaluation)))
+
+    async def trained(
+        self, version: int, groups: Sequence[ScoredGroup], seconds: Mapping[str, float] = NO_SECONDS
+    ) -> None:
         group_ids = [group.summary.group_id for group in groups]
         references = [group.reference_logprobs for group in groups]
         what = "reference log-probs for the journal"
-        await self._append(_Draft(lambda *logprobs: records.trained(version, group_ids, logprobs), references, what))
+        made = partial(records.trained, version, group_ids, seconds=seconds)
+        await self._append(_Draft(lambda *logprobs: made(logprobs), references, what))
 
     async def resumed(self, version: int, group_ids: Sequence[str]) -> None:
         await self._append(_Draft(lambda: records.resumed(version, group_ids)))

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from mobula.cluster.user_code import user_files
 from mobula.configs.on_resume import DECLARED, OnResume, on_resume
 from mobula.configs.schema.run import RunConfig
+
+PATHS = ("data.path", "policy.model", "algorithm.supervised.path", "algorithm.distillation.teacher")
+"""Keys of files and folders that must not change; a model may be a hub name."""
 
 
 def run_identity(config: RunConfig) -> dict[str, Any]:
@@ -16,6 +21,20 @@ def run_identity(config: RunConfig) -> dict[str, Any]:
     values = config.model_dump(mode="json")
     off = tuple(_off(config))
     return {key: _at(values, key) for key in DECLARED[OnResume.REFUSED] if not key.startswith(off)}
+
+
+def same_identity(value: Any, key: str = "") -> Any:
+    """Returns an identity such that equal ones are of one run: a path may be spelled in several ways, and a file of
+    user code may lie elsewhere."""
+    if isinstance(value, Mapping):
+        return {name: same_identity(item, f"{key}.{name}".removeprefix(".")) for name, item in value.items()}
+    if isinstance(value, list):
+        return [same_identity(item, key) for item in value]
+    if not isinstance(value, str):
+        return value
+    if key.startswith(PATHS) and os.path.exists(value):
+        return os.path.realpath(value)
+    return os.path.basename(value) if user_files(value) else value
 
 
 def changed_settings(before: Mapping[str, Any], config: RunConfig) -> dict[str, tuple[Any, Any]]:

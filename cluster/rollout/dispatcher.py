@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence, Set
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
@@ -25,8 +25,9 @@ from mobula.cluster.errors import (
     UnscoredGroupError,
     WorkerDiedError,
 )
-from mobula.cluster.records.trajectory import Generated, GroupSummary, Prompt, Reward, ScoredGroup
+from mobula.cluster.records.trajectory import Generated, GroupOutcome, GroupSummary, Prompt, Reward, ScoredGroup
 from mobula.cluster.replay.buffer import ReplayBuffer
+from mobula.cluster.replay.journal import Arrival
 from mobula.cluster.roles import Prompts, Rewards, Rollouts, SamplingSettings
 from mobula.cluster.rollout.in_flight import InFlightRequests
 from mobula.cluster.rollout.prefetch import PromptPrefetcher
@@ -180,13 +181,27 @@ async def sample_and_score(
     )
 
 
+class GroupObserver:
+    """Learns from the groups of training prompts. A resume shows it the groups of the journal in the same way as fresh
+    ones; each group is shown once."""
+
+    def finished(self, outcome: GroupOutcome) -> None:
+        """Called when a group is scored."""
+
+    def rejected(self, outcome: GroupOutcome, reason: str) -> None:
+        """Called when a prompt is rejected, before or after `finished`, or without it."""
+
+    def advanced(self) -> None:
+        """Called when the next version is announced, before prompts are handed out for it."""
+
+
 class PromptObserver(Protocol):
-    """Gets what becomes of each prompt, apart from trained groups and rejected groups."""
+    """Gets what becomes of each prompt, apart from trained groups."""
 
     def handed_out(self, prompt_id: str) -> None: ...
 
     def left_out(self, prompt_id: str, reason: str) -> None:
-        """A prompt cannot be sampled."""
+        """A prompt cannot be sampled, or its group is rejected."""
         ...
 
     def continued(self, pending: Sequence[str], settled: Sequence[str]) -> None:
@@ -223,23 +238,22 @@ class RolloutDispatcher:
         admission_filter: AdmissionFilter,
         order: StepOrder[ScoredGroup] | None = None,
         age_limit: AgeLimit | None = None,
-        on_rejected: Callable[[GroupSummary, str], None] | None = None,
         on_lost: Callable[[str], None] | None = None,
-        on_scored: Callable[[Prompt, ScoredGroup], None] | None = None,
+        group_observers: Sequence[GroupObserver] = (),
+        prefetches: bool = True,
         observer: PromptObserver | None = None,
         tracer: RunTracer = UNTRACED,
     ) -> None:
-        """Defaults: `order` is a `StepOrder`, `age_limit` is the gate's `max_staleness`. `on_rejected` gets each
-        finished group that is not trained and the reason, `on_lost` the kind of each loss of an unscored group,
-        `on_scored` each group with its rewards.
+        """Defaults: `order` is a `StepOrder`, `age_limit` is the gate's `max_staleness`. `on_lost` gets the kind of
+        each loss of an unscored group. Without `prefetches` a prompt is chosen when it is handed out.
         """
         self._prompts = prompts
         self._gate = gate
         self._order = order or StepOrder[ScoredGroup](gate)
         self._age_limit = age_limit or AgeLimit(gate.max_staleness)
-        self._on_rejected = on_rejected or (lambda summary, reason: None)
+        self._group_observers = group_observers
+        self._prefetches = prefetches
         self._on_lost = on_lost or (lambda kind: None)
-        self._on_scored = on_scored or (lambda prompt, group: None)
         self._observer = observer or Unobserved()
         self._tracer = tracer
         self._rollouts = rollouts
@@ -252,6 +266,7 @@ class RolloutDispatcher:
         self._again: dict[str, int] = {}  # pending prompts that are sampled first after a resume -> their number
         self._steps: dict[int, list[str]] = {}  # step -> prompt ids put into the buffer for it
         self._putting = asyncio.Lock()
+        self._shown: set[str] = set()  # pending prompts whose groups the observers know
         self._num_rejected_in_a_row = 0
         self._oldest_version = 0  # groups with tokens of earlier versions are rejected
 
@@ -265,7 +280,8 @@ class RolloutDispatcher:
         """
         async with background_tasks() as tasks:
             tasks.create_task(self._put_complete_steps(), name="put steps that were complete before a resume")
-            prefetcher = PromptPrefetcher(self._prompts, min(self._gate.prompts_per_step, MAX_PREFETCHED))
+            num_prefetched = min(self._gate.prompts_per_step, MAX_PREFETCHED) if self._prefetches else 0
+            prefetcher = PromptPrefetcher(self._prompts, num_prefetched)
             tasks.create_task(prefetcher.prepare(), name="prepare prompts")
             tasks.create_task(self._produce(prefetcher, tasks), name="hand out prompts")
             yield
@@ -277,7 +293,23 @@ class RolloutDispatcher:
         for step in [s for s in self._steps if s < version]:
             for prompt_id in self._steps.pop(step):
                 del self._pending[prompt_id]
+                self._shown.discard(prompt_id)
+        if version > self._gate.version:  # else a resume has shown it
+            self.advanced()
         self._gate.advance(version)
+
+    def advanced(self) -> None:
+        """Shows the observers that a version was made: at its announcement, or by a step that a resume repeats."""
+        for observer in self._group_observers:
+            observer.advanced()
+
+    def show(self, arrivals: Iterable[Arrival]) -> None:
+        """Shows the observers the groups of the journal that the restored checkpoint does not know, in order. Prompts
+        up to the last of them were handed out, where the observers left them open."""
+        arrivals = [arrival for arrival in arrivals if self.is_open(arrival.group_id)]
+        self._hand_out({arrival.group_id for arrival in arrivals})
+        for arrival in arrivals:
+            self._show(arrival.read(), arrival.reason)
 
     def reject_before(self, version: int) -> None:
         """Rejects groups with tokens of versions before `version`, whose weights were rolled back. Groups of steps that
@@ -291,12 +323,15 @@ class RolloutDispatcher:
 
     def state(self) -> dict[str, Any]:
         """Returns the state for a checkpoint, as JSON."""
-        return {"cursor": self._cursor, "pending": list(self._pending)}
+        counted = {"shown": sorted(self._shown), "rejected_in_a_row": self._num_rejected_in_a_row}
+        return {"cursor": self._cursor, "pending": list(self._pending), **counted}
 
     def restore(self, version: int, state: dict[str, Any]) -> None:
         """Restores the state of the checkpoint of `version`. Its pending prompts are sampled again, first."""
         self._cursor = state["cursor"]
         self._pending = dict.fromkeys(state["pending"])
+        self._shown = set(state.get("shown", ()))  # older checkpoints have neither
+        self._num_rejected_in_a_row = state.get("rejected_in_a_row", 0)
         self._observer.continued(self.pending(), ())
         self._begin(version, [])
 
@@ -311,13 +346,31 @@ class RolloutDispatcher:
         sampled again. All other prompts up to the last one in the journal are pending.
         """
         settled = set(settled)
-        known = [*settled, *(group.summary.group_id for group in finished)]
-        cursor = max([self._cursor, *(self._prompts.index_of(prompt_id) + 1 for prompt_id in known)])
-        handed_out = [*self._pending, *(self._prompts.id_at(index) for index in range(self._cursor, cursor))]
-        self._cursor = cursor
-        self._pending = dict.fromkeys(prompt_id for prompt_id in handed_out if prompt_id not in settled)
+        self._hand_out({*settled, *(group.summary.group_id for group in finished)})
+        self._pending = dict.fromkeys(prompt_id for prompt_id in self._pending if prompt_id not in settled)
+        self._shown &= self._pending.keys()
         self._observer.continued(self.pending(), sorted(settled))
         self._begin(version, finished)
+
+    def _hand_out(self, prompt_ids: Set[str]) -> None:
+        """Makes the prompts up to the last one of these pending, as far as their rows are open."""
+        indices = {self._prompts.index_of(prompt_id) for prompt_id in prompt_ids}
+        new = range(self._cursor, max([self._cursor, *(index + 1 for index in indices)]))
+        handed_out = [index for index in new if index in indices or self._prompts.is_open(index)]
+        self._pending |= dict.fromkeys(self._prompts.id_at(index) for index in handed_out)
+        self._cursor = new.stop
+
+    def _show(self, outcome: GroupOutcome, reason: str | None) -> None:
+        """Shows the observers a group that is kept, or rejected for `reason`."""
+        is_new = outcome.group_id not in self._shown and outcome.num_responses > 0
+        if is_new:
+            self._shown.add(outcome.group_id)
+            self._num_rejected_in_a_row = 0 if reason is None else self._num_rejected_in_a_row + 1
+        for observer in self._group_observers:
+            if is_new:
+                observer.finished(outcome)
+            if reason is not None:
+                observer.rejected(outcome, reason)
 
     def _begin(self, version: int, finished: Sequence[ScoredGroup]) -> None:
         """Begins at `version`: accepts the `finished` groups, and hands out the other pending prompts first."""
@@ -380,9 +433,7 @@ class RolloutDispatcher:
                 f"group {prompt.prompt_id} has {summary.num_trajectories} trajectories and got {len(rewards)} "
                 "rewards: a reward pool returns one entry per trajectory, None where scoring failed"
             )
-        group = ScoredGroup(summary, generated.group, tuple(rewards))
-        self._on_scored(prompt, group)
-        return group
+        return ScoredGroup(summary, generated.group, tuple(rewards))
 
     def _reason_to_reject(self, group: ScoredGroup) -> str | None:
         if self._is_too_old(group):
@@ -398,14 +449,14 @@ class RolloutDispatcher:
         return ROLLED_BACK if group.summary.oldest_version < self._oldest_version else OVER_AGE
 
     async def _accept(self, group: ScoredGroup, admission: Admission) -> None:
-        self._num_rejected_in_a_row = 0
+        self._show(group.outcome, None)
         await self._replay.reserve(group)  # the group keeps its slot until the buffer has room: back-pressure
         self._gate.accept(admission)
         version = min(admission.version, group.summary.oldest_version)  # tokens kept over a fault may be older
         self._order.add(replace(admission, version=version), group)
 
     async def _reject(self, group: ScoredGroup, admission: Admission, reason: str) -> None:
-        self._num_rejected_in_a_row += 1
+        self._show(group.outcome, reason)
         if self._num_rejected_in_a_row >= self._filter.max_rejected_in_a_row:
             raise RolloutError(
                 f"{self._num_rejected_in_a_row} groups in a row were rejected, the last one ({group.summary.group_id}) "
@@ -413,20 +464,19 @@ class RolloutDispatcher:
                 "run, change the data, or set algorithm.drop_uniform_groups=false"
             )
         self._gate.reject(admission)
-        await self._forget(group, reason)
+        await self._forget(group.outcome, reason)
 
     async def _leave_out(self, prompt: Prompt, admission: Admission, reason: str) -> None:
         """Frees the slot of a prompt that cannot be sampled, and rejects the prompt in the journal."""
         self._gate.reject(admission)
-        del self._pending[prompt.prompt_id]
-        self._observer.left_out(prompt.prompt_id, reason)
-        await self._replay.reject(prompt.prompt_id, reason)
+        self._show(GroupOutcome(prompt.prompt_id), reason)
+        await self._forget(GroupOutcome(prompt.prompt_id), reason)
 
-    async def _forget(self, group: ScoredGroup, reason: str) -> None:
-        """Rejects a finished group."""
-        del self._pending[group.summary.group_id]
-        self._on_rejected(group.summary, reason)
-        await self._replay.reject(group.summary.group_id, reason)
+    async def _forget(self, outcome: GroupOutcome, reason: str) -> None:
+        del self._pending[outcome.group_id]
+        self._shown.discard(outcome.group_id)
+        self._observer.left_out(outcome.group_id, reason)
+        await self._replay.reject(outcome, reason)
 
     async def _put_complete_steps(self) -> None:
         # One task at a time: `_next_step` and `put` await, and steps must enter the buffer in their order.
@@ -441,5 +491,6 @@ class RolloutDispatcher:
         """Drops over-age groups and returns the groups of the next step, or none while it is not complete."""
         for group in self._order.remove(self._is_too_old, below=self._oldest_version):
             self._gate.drop()
-            await self._forget(group, self._reason_of(group))
+            self._show(group.outcome, self._reason_of(group))
+            await self._forget(group.outcome, self._reason_of(group))
         return self._order.pop_step()

@@ -75,6 +75,12 @@ class ResponseLog(Protocol):
     async def write(self, suite: str, version: int, prompts: Sequence[ScoredPrompt]) -> None: ...
 
 
+class EvaluationJournal(Protocol):
+    """Keeps evaluations for a resume (`mobula.cluster.replay.buffer.ReplayBuffer`)."""
+
+    async def evaluated(self, version: int, evaluation: Mapping[str, Any]) -> None: ...
+
+
 class NoResponseLog:
     """Keeps nothing."""
 
@@ -127,6 +133,7 @@ class Evaluator:
         schedule: EvaluationSchedule,
         on_result: Callable[[EvaluationResult], None],
         responses: ResponseLog | None = None,
+        journal: EvaluationJournal | None = None,
     ) -> None:
         """The first of `suites` is the run's own, `HELD_OUT`. A response is correct for pass@k if its accuracy
         component is at least `correct_from`.
@@ -138,6 +145,7 @@ class Evaluator:
         self._accuracy_component = accuracy_component
         self._correct_from = correct_from
         self._responses = responses or NoResponseLog()
+        self._journal = journal
         self._max_concurrent = max_concurrent
         self._schedule = schedule
         self._on_result = on_result
@@ -191,11 +199,15 @@ class Evaluator:
             for suite in self._suites:
                 settings = replace(suite.settings, min_version=min_version)
                 running.append([tasks.create_task(self._score(p, settings, version, slots)) for p in suite.prompts])
-            results = []
+            results: list[EvaluationResult] = []
+            rewards: list[list[dict[str, Any]]] = []  # of each prompt of the first suite
             for suite, prompts in zip(self._suites, running, strict=True):
                 scored = [await task for task in prompts]
+                rewards = rewards or [[asdict(reward) for reward in prompt.scored] for prompt in scored]
                 await self._responses.write(suite.name, version, scored)
                 results.append(self._summarise(suite, version, scored))
+        if self._journal is not None:
+            await self._journal.evaluated(version, {"results": [asdict(r) for r in results], "rewards": rewards})
         self.results[version] = results
         return results
 
@@ -206,8 +218,15 @@ class Evaluator:
     def restore(self, version: int, state: dict[str, Any]) -> None:
         """Restores the results of an earlier part of the run."""
         self.results = {}
-        for row in state["results"]:
-            self.results.setdefault(row["version"], []).append(EvaluationResult(**row))
+        self.repeat(state["results"])
+
+    def repeat(self, rows: Sequence[Mapping[str, Any]]) -> list[EvaluationResult]:
+        """Takes results of an earlier part of the run, as in `state`."""
+        results = [EvaluationResult(**row) for row in rows]
+        self.results |= {
+            result.version: [other for other in results if other.version == result.version] for result in results
+        }
+        return results
 
     async def _score(
         self, prompt: Prompt, settings: SamplingSettings, version: int, slots: asyncio.Semaphore

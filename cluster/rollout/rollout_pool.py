@@ -243,6 +243,10 @@ class RolloutPool:
         """Returns the engines that pushes update."""
         return [worker.process.engine for worker in self._pool.serving]
 
+    def engines_of(self, version: int) -> list[Engine]:
+        """Returns the engines that serve `version`, or will after its push; none unless it is the newest announced."""
+        return self.receivers() if version == self._announced else []
+
     def synced(self, receiver: Receiver, version: int) -> None:
         if (member := self._find(receiver)) is not None:
             member.version = version

@@ -28,16 +28,17 @@ class FreshSamples:
     """
 
     def __init__(
-        self, engines: Callable[[], Sequence[SamplingEngine]], prompt: Prompt, settings: SamplingSettings
+        self, engines: Callable[[int], Sequence[SamplingEngine]], prompt: Prompt, settings: SamplingSettings
     ) -> None:
-        """`engines` are those that serve the newest weights, or will."""
+        """`engines` returns the engines that serve a version, or will after a push in progress."""
         self._engines = engines
         self._prompt = prompt
         self._settings = settings
 
     def begin(self, version: int, groups: Sequence[ScoredGroup]) -> Any | None:
-        """A reference to responses of `version`; None where the groups of the step have tokens of it."""
-        engines = self._engines()
+        """A reference to responses of `version`; None where the groups of the step have tokens of it, or
+        no engine gets it: a resume repeats steps before its first push."""
+        engines = self._engines(version)
         if not engines or any(group.summary.tokens_by_version.get(version, 0) > 0 for group in groups):
             return None
         settings = replace(self._settings, seed=self._settings.seed + version, min_version=version, priority=FIRST)

@@ -79,7 +79,7 @@ class LearnerConfig(Section):
     @property
     def packs(self) -> bool:
         """Whether the decoder computes rows without padding; ranks that split tokens always do. A run decides
-        `packing=auto` before roles start (`mobula.deploy.preflight.row_layout`); undecided, rows are packed."""
+        `packing=auto` before roles start (`mobula.deploy.preflight.decisions`); undecided, rows are packed."""
         return self.packing is not False or self.sequence_parallel > 1
 
     @property

@@ -34,7 +34,7 @@ from mobula.configs.load import load_config
 from mobula.configs.schema import RunConfig
 from mobula.configs.schema.rollout import SamplerKind
 from mobula.deploy.conformance.lone_engine import set_engine_environment
-from mobula.deploy.preflight.row_layout import with_row_layout
+from mobula.deploy.preflight.decisions import with_row_layout
 from mobula.deploy.wiring.parity_prompts import (
     FRAME_RATE,
     MOST_VIDEOS,

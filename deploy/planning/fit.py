@@ -11,7 +11,7 @@ from mobula.configs.schema import RunConfig
 from mobula.deploy.planning.clusters import PlannedNode
 from mobula.deploy.planning.engine_sizes import EngineSizes, engine_sizes, with_engine_sizes
 from mobula.deploy.planning.workers import USABLE, WorkerMemory, worker_memory
-from mobula.deploy.preflight.row_layout import decided
+from mobula.deploy.preflight.decisions import decided
 from mobula.learner.policies.shapes import ModelShape
 
 GIB = 2**30

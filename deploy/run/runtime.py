@@ -10,7 +10,7 @@ import signal
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
-from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -63,6 +63,7 @@ from mobula.deploy.host.signals import ending_signals, ignore_signals, signals_r
 from mobula.deploy.host.terminal import outlive_output, terminal
 from mobula.deploy.planning.nodes import joined_nodes, this_node
 from mobula.deploy.planning.plan_command import planned_engine, refuse_too_small_cache
+from mobula.deploy.preflight.decisions import with_absolute_paths
 from mobula.deploy.preflight.engine_build import check_engine_build
 from mobula.deploy.preloading.preloaded import Preloaded
 from mobula.deploy.run.headline import headline
@@ -84,7 +85,7 @@ from mobula.deploy.wiring.build import (
 from mobula.deploy.wiring.evaluation import build_evaluator, response_log
 from mobula.deploy.wiring.observers import build_audit, build_metrics
 from mobula.deploy.wiring.offline import build_offline_controller, spawn_offline
-from mobula.deploy.wiring.persistence import reached_version
+from mobula.deploy.wiring.persistence import recovered
 from mobula.deploy.wiring.pooled_roles import spawn_processors
 from mobula.deploy.wiring.preparation import (
     TRAIN,
@@ -190,6 +191,7 @@ def run_training(
     """
     started = time.perf_counter()
     set_up_logging(console)
+    config = with_absolute_paths(config)
     check_run_folder(config)
     with signals_raise(), held_run_folder(config):
         return _run_training(config, console, sinks, started, start_up or StartUp(started), preloaded)
@@ -204,17 +206,17 @@ def _run_training(
     preloaded: Preloaded | None,
 ) -> Summary:
     checkpoint = find_resumable(config.run_folder / CHECKPOINTS_FOLDER, config.resume, identity_with_data(config))
-    version = 0 if checkpoint is None else reached_version(config, int(checkpoint.name.removeprefix("step-")))
     refuse_missing(config.metrics.trackers)
     refuse_missing_exporter(config.tracing)
     logs = config.run_folder / LOGS_FOLDER
-    changes = changed_settings(written_config(config), config)
     roles = needed_roles(config)
-    with (
-        _cluster(config, roles, logs, start_up, preloaded, checkpoint) as cluster,
-        run_folder(config),
-        _findable(cluster),
-    ):
+    with ExitStack() as stack:
+        cluster = stack.enter_context(_cluster(config, roles, logs, start_up, preloaded, checkpoint))
+        config = cluster.prepared.config  # as decided
+        version = 0 if checkpoint is None else recovered(config, int(checkpoint.name.removeprefix("step-"))).reached
+        changes = changed_settings(written_config(config), config)
+        stack.enter_context(run_folder(config))
+        stack.enter_context(_findable(cluster))
         log_to(config.run_folder)
         process = f"process {os.getpid()} on {socket.gethostname()}"
         _logger.info("run %s starts at version %d: %s", config.name, version, process)

@@ -20,8 +20,7 @@ from mobula.cluster.logprob_guard import LogprobGuard
 from mobula.cluster.metrics.definitions import CounterName, MetricName
 from mobula.cluster.metrics.hub import Metrics
 from mobula.cluster.metrics.start_up import StartUp
-from mobula.cluster.metrics.summary import rejected_length
-from mobula.cluster.records.trajectory import GroupSummary, Prompt, ScoredGroup
+from mobula.cluster.records.trajectory import GroupSummary, Prompt
 from mobula.cluster.recovery.checkpoints import Checkpoints, CheckpointSchedule, newest_learner_state
 from mobula.cluster.recovery.lost_groups import GroupRegenerator, RegeneratingReference
 from mobula.cluster.recovery.restartable_learner import RestartableLearner
@@ -29,9 +28,9 @@ from mobula.cluster.recovery.stop_request import StopRequest
 from mobula.cluster.replay.buffer import ReplayBuffer
 from mobula.cluster.replay.live_groups import LiveGroups
 from mobula.cluster.roles import Rollouts, UpdateReport
-from mobula.cluster.rollout.curriculum import OpeningRule, StageCurriculum
-from mobula.cluster.rollout.dispatcher import OVER_AGE, AdmissionFilter, RetryingRollouts, RolloutDispatcher
+from mobula.cluster.rollout.dispatcher import AdmissionFilter, GroupObserver, RetryingRollouts, RolloutDispatcher
 from mobula.cluster.rollout.evaluation import InformingLog
+from mobula.cluster.rollout.group_observers import EpisodeStages, OpeningRule, RejectionCounts, StageCurriculum
 from mobula.cluster.rollout.in_flight import InFlightRequests
 from mobula.cluster.rollout.rollout_pool import RolloutPool
 from mobula.cluster.rollout.staleness import OvertakingOrder, StalenessGate, StepOrder
@@ -49,7 +48,7 @@ from mobula.cluster.workers.supervisor import Supervisor, Watched, watched_pool
 from mobula.configs.schema import RunConfig
 from mobula.deploy.host.run_folder import CHECKPOINTS_FOLDER, write_config
 from mobula.deploy.wiring.evaluation import RESPONSES_FOLDER, build_evaluator, record_evaluation, response_log
-from mobula.deploy.wiring.guard import build_guard, judged_log
+from mobula.deploy.wiring.guard import build_guard, judged_log, repeat_evaluation
 from mobula.deploy.wiring.parity_gate import parity_gate, tolerance_of
 from mobula.deploy.wiring.persistence import age_limit, build_recovery, replay_buffer, step_learner
 from mobula.deploy.wiring.pooled_roles import reference_folder, reference_pool, restart_policy, reward_pool, reward_role
@@ -261,11 +260,14 @@ def build_controller(
         on_sampled=partial(_on_sampled, metrics),
     )
     gate = _gate(config)
-    dispatcher = _dispatcher(config, gate, source, rollouts, inference, training, metrics, tracer, curriculum, audit)
+    stages = _stages(config, curriculum, source) if curriculum else None
+    rejections = RejectionCounts(metrics)
+    observers: Sequence[GroupObserver] = [rejections, stages] if stages else [rejections]
+    dispatcher = _dispatcher(config, gate, source, rollouts, inference, training, metrics, tracer, observers, audit)
     guard = build_guard(config, training.ranks, training.learner, metrics, audit, dispatcher.reject_before)
     responses = InformingLog(judged_log(guard, response_log(prepared, config.run_folder / RESPONSES_FOLDER)))
     on_result = partial(record_evaluation, metrics)
-    evaluator = build_evaluator(prepared, rollouts, inference.rewards, on_result, responses)
+    evaluator = build_evaluator(prepared, rollouts, inference.rewards, on_result, responses, training.replay)
     probe, others = probe_prompt(prepared)
     tolerance = tolerance_of(config)
     weights = _weights(prepared, inference, training, probe, others, tolerance)
@@ -299,7 +301,8 @@ def build_controller(
         parts={
             "stream": dispatcher,
             "evaluator": evaluator,
-            **({"curriculum": curriculum} if curriculum else {}),
+            "rejections": rejections,
+            **({"curriculum": stages} if stages else {}),
             **({"supervised": training.supervised} if training.supervised else {}),
             **({"guard": guard} if guard else {}),
         },
@@ -311,7 +314,14 @@ def build_controller(
         schedule=CheckpointSchedule(config.checkpoints.interval_steps, config.num_steps, config.checkpoints.keep),
         recovery=AuditedRecovery(
             build_recovery(
-                config, learner, source, dispatcher, training.replay, metrics, guard.repeat if guard else None
+                config,
+                learner,
+                source,
+                dispatcher,
+                training.replay,
+                metrics,
+                partial(repeat_evaluation, evaluator, on_result, guard),
+                guard.repeat if guard else None,
             ),
             audit,
         ),
@@ -411,7 +421,7 @@ def _dispatcher(
     training: Training,
     metrics: Metrics,
     tracer: RunTracer,
-    curriculum: StageCurriculum | None,
+    observers: Sequence[GroupObserver],
     audit: RunAudit,
 ) -> RolloutDispatcher:
     algorithm = config.algorithm
@@ -429,9 +439,9 @@ def _dispatcher(
         ),
         order=ORDERS[algorithm.stragglers](gate),
         age_limit=age_limit(config),
-        on_rejected=partial(_count_rejected, metrics, audit),
         on_lost=partial(metrics.count, CounterName.ROLLOUT_RETRIES),
-        on_scored=partial(_observe_stage, config, curriculum) if curriculum else None,
+        group_observers=observers,
+        prefetches=not config.environment.curriculum.is_on,
         observer=audit,
         tracer=tracer,
     )
@@ -453,10 +463,16 @@ def _is_open(curriculum: StageCurriculum, row: Row) -> bool:
     return curriculum.is_open(row.metadata[ENVIRONMENT]["stage"])
 
 
-def _observe_stage(config: RunConfig, curriculum: StageCurriculum, prompt: Prompt, group: ScoredGroup) -> None:
+def _stages(config: RunConfig, curriculum: StageCurriculum, source: PromptSource[Row, Prompt]) -> EpisodeStages:
     name, enough = config.rewards.accuracy_component, config.evaluation.correct_from
-    successes = [reward.components.get(name, reward.value) >= enough for reward in group.scored_rewards]
-    curriculum.observe(prompt.metadata[ENVIRONMENT]["stage"], successes)
+    return EpisodeStages(
+        curriculum,
+        place_of=lambda prompt_id: (
+            source.index_of(prompt_id),
+            source.row_of(prompt_id).metadata[ENVIRONMENT]["stage"],
+        ),
+        is_success=lambda reward: reward.components.get(name, reward.value) >= enough,
+    )
 
 
 def _regenerator(
@@ -496,7 +512,7 @@ def _measure_fresh(config: RunConfig, probe: Prompt, inference: Inference, train
     sampling = sampling_settings(config)
     num_tokens = min(FRESH_TOKENS, sampling.max_tokens)
     settings = replace(sampling, num_samples=1, max_tokens=num_tokens)
-    training.ranks.measure_with(FreshSamples(inference.rollouts.receivers, probe, settings))
+    training.ranks.measure_with(FreshSamples(inference.rollouts.engines_of, probe, settings))
 
 
 def _weights(
@@ -531,15 +547,6 @@ def probe_prompt(prepared: Prepared) -> tuple[Prompt, list[Prompt]]:
     prompts = prepared.fixed_prompts(prepared.config.evaluation.split, PROBE_CANDIDATES).prompts
     probe = next((prompt for prompt in prompts if prompt.media), prompts[0])
     return probe, [prompt for prompt in prompts if prompt is not probe]
-
-
-def _count_rejected(metrics: Metrics, audit: RunAudit, summary: GroupSummary, reason: str) -> None:
-    """Counts rejected groups and their tokens: dropping slow groups favours short responses."""
-    audit.rejected(summary, reason)
-    metrics.count(CounterName.REJECTED_RESPONSES, reason, summary.num_trajectories)
-    metrics.count(CounterName.REJECTED_TOKENS, reason, summary.num_tokens)
-    if reason == OVER_AGE:
-        metrics.observe(MetricName.DROPPED_LENGTH, rejected_length(metrics)[reason])
 
 
 def _on_sampled(metrics: Metrics, summary: GroupSummary) -> None:

@@ -11,6 +11,7 @@ from mobula.cluster.metrics.step_records import HELD_OUT, EvaluationRecord
 from mobula.cluster.roles import Rewards, Rollouts, SamplingSettings
 from mobula.cluster.rollout.contact_sheets import ContactSheets
 from mobula.cluster.rollout.evaluation import (
+    EvaluationJournal,
     EvaluationResult,
     EvaluationSchedule,
     Evaluator,
@@ -31,6 +32,7 @@ def build_evaluator(
     rewards: Rewards,
     on_result: Callable[[EvaluationResult], None],
     responses: ResponseLog,
+    journal: EvaluationJournal | None = None,
 ) -> Evaluator:
     """Builds held-out evaluation on the run's rollout actors."""
     config = prepared.config
@@ -44,6 +46,7 @@ def build_evaluator(
         schedule=EvaluationSchedule(config.evaluation.interval_steps, config.num_steps),
         on_result=on_result,
         responses=responses,
+        journal=journal,
     )
 
 

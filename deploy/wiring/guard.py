@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from mobula.cluster.audit.observer import RunAudit
 from mobula.cluster.guard.actions import GuardAction, RaiseKL, Rollback, Stop, Warn
@@ -21,9 +22,10 @@ from mobula.cluster.metrics.definitions import CounterName
 from mobula.cluster.metrics.guard_events import GUARD_FILE, GuardEvent, GuardLog
 from mobula.cluster.metrics.hub import Metrics
 from mobula.cluster.metrics.step_records import HELD_OUT
+from mobula.cluster.records.trajectory import Reward
 from mobula.cluster.recovery.checkpoints import newest_learner_state
 from mobula.cluster.recovery.restartable_learner import RestartableLearner
-from mobula.cluster.rollout.evaluation import ResponseLog, ScoredPrompt
+from mobula.cluster.rollout.evaluation import EvaluationResult, Evaluator, ResponseLog, ScoredPrompt
 from mobula.cluster.runtime.object_store import fetch
 from mobula.configs.rules.guard import guard_signs
 from mobula.configs.schema import RunConfig
@@ -99,6 +101,20 @@ class JudgedLog:
         if suite == HELD_OUT:
             self.guard.evaluated(version, [prompt.scored for prompt in prompts])
         await self.log.write(suite, version, prompts)
+
+
+def repeat_evaluation(
+    evaluator: Evaluator,
+    on_result: Callable[[EvaluationResult], None],
+    guard: RunGuard | None,
+    version: int,
+    evaluation: Mapping[str, Any],
+) -> None:
+    """Takes an evaluation of the journal, as the earlier part of the run took it."""
+    for result in evaluator.repeat(evaluation["results"]):
+        on_result(result)
+    if guard is not None:
+        guard.evaluated(version, [[Reward(**reward) for reward in rewards] for rewards in evaluation["rewards"]])
 
 
 def judged_log(guard: RunGuard | None, log: ResponseLog) -> ResponseLog:

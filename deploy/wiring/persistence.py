@@ -14,17 +14,21 @@ from mobula.actors.datasets.rows import Row
 from mobula.cluster.audit.observer import RunAudit
 from mobula.cluster.metrics.definitions import CounterName
 from mobula.cluster.metrics.hub import Metrics
+from mobula.cluster.metrics.report.run_folder import METRICS_FILE
+from mobula.cluster.metrics.sinks.jsonl import read_records
+from mobula.cluster.metrics.step_records import StepRecord
 from mobula.cluster.records.trajectory import Prompt
 from mobula.cluster.recovery.checkpoints import Recovery
 from mobula.cluster.recovery.restartable_learner import RestartableLearner
 from mobula.cluster.recovery.resume import AfterRepeat, JournalRecovery, NoRecovery
 from mobula.cluster.recovery.step_learner import StepLearner
 from mobula.cluster.replay.buffer import ReplayBuffer
-from mobula.cluster.replay.journal import Journal, journal_identity
+from mobula.cluster.replay.journal import Journal, Recovered, journal_identity
 from mobula.cluster.replay.journal_writer import GroupJournal, JournalWriter, NoJournal
 from mobula.cluster.replay.live_groups import LiveGroups
 from mobula.cluster.replay.trajectory_log import TrajectoryLog
 from mobula.cluster.rollout.dispatcher import RolloutDispatcher
+from mobula.cluster.rollout.evaluation import EvaluationSchedule
 from mobula.cluster.rollout.staleness import AgeLimit
 from mobula.cluster.tracing.spans import UNTRACED, RunTracer
 from mobula.configs.schema import RunConfig
@@ -71,9 +75,21 @@ def build_journal_writer(config: RunConfig) -> GroupJournal:
     return JournalWriter(_journal(config), timeout_s=config.timeouts.object_s, write_s=config.timeouts.object_s)
 
 
-def reached_version(config: RunConfig, version: int) -> int:
-    """Returns the version reached by replaying the journal from a checkpoint of `version`."""
-    return _journal(config).recover(version).reached if config.replay.journal else version
+def recovered(config: RunConfig, version: int) -> Recovered:
+    """Returns the part of the journal after the checkpoint of `version`.
+
+    If the run was killed during a held-out evaluation, it ends with the evaluated version: the loop trains the next
+    step, which was not pushed, again with the same groups, and the version is evaluated before.
+    """
+    if not config.replay.journal:
+        return Recovered(version)
+    found = _journal(config).recover(version)
+    evaluated = found.reached - 1  # while the last step was trained
+    schedule = EvaluationSchedule(config.evaluation.interval_steps, config.num_steps)
+    if not found.steps or not schedule.is_due(evaluated) or evaluated in found.evaluations:
+        return found
+    recorded = {r.step for r in read_records(config.run_folder / METRICS_FILE) if isinstance(r, StepRecord)}
+    return found if found.reached in recorded else found.without_last_step()
 
 
 def trajectory_log(
@@ -98,6 +114,7 @@ def step_learner(
         log=trajectory_log(config.run_folder, config, audit.logged) if config.replay.trajectory_log else None,
         max_waiting=MAX_WAITING_STEPS,
         on_log_failed=partial(metrics.count, CounterName.UNLOGGED_STEPS),
+        seconds=metrics.seconds,
         **options,
     )
 
@@ -109,6 +126,7 @@ def build_recovery(
     dispatcher: RolloutDispatcher,
     replay: ReplayBuffer,
     metrics: Metrics,
+    on_evaluated: Callable[[int, Mapping[str, Any]], None] = lambda version, evaluation: None,
     after_repeat: AfterRepeat | None = None,
 ) -> Recovery:
     """Returns the configured recovery from the journal."""
@@ -116,6 +134,7 @@ def build_recovery(
         return NoRecovery(config.run_folder / JOURNAL_FOLDER)
     return JournalRecovery(
         _journal(config),
+        recovered=partial(recovered, config),
         learner=learner,
         groups=LiveGroups(source, ray.put),
         dispatcher=dispatcher,
@@ -123,6 +142,7 @@ def build_recovery(
         metrics=metrics,
         age_limit=age_limit(config),
         on_recovered=partial(_count_recovered, metrics),
+        on_evaluated=on_evaluated,
         after_repeat=after_repeat,
     )
 

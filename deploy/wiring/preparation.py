@@ -48,9 +48,9 @@ from mobula.configs.schema.rollout import SamplerKind
 from mobula.deploy.datasets.data_files import identity_with_data
 from mobula.deploy.planning.engine_sizes import EngineSizes
 from mobula.deploy.preflight.checks import find_mismatches
+from mobula.deploy.preflight.decisions import with_decisions
 from mobula.deploy.preflight.findings import refuse
 from mobula.deploy.preflight.loaded import LoadedModel
-from mobula.deploy.preflight.row_layout import with_row_layout
 from mobula.deploy.preflight.rows import find_in_rows, row_notes
 from mobula.deploy.preflight.user_code import check_user_code, data_writer
 from mobula.deploy.preflight.weights import find_unusable
@@ -186,7 +186,7 @@ def _prepare(config: RunConfig, put: Callable[[Any], Any]) -> AnyPrepared:
     refuse(find_mismatches(config, loaded))
     teacher_folder, teachers = _checked_teachers(config)
     ensure_data(config)
-    config = with_row_layout(config)
+    config = with_decisions(config)
     processor, basis = loaded.processor, (config, loaded.folder, loaded.checkpoint)
     splits = checked_splits(config, processor)
     refuse(find_in_rows(config, {name: report.notes for name, report in splits.items()}))

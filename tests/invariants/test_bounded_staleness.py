@@ -100,7 +100,7 @@ async def test_overtaken_groups_are_trained_while_a_token_is_young_enough_and_dr
             decisive = min if drops_whole else max
             assert version - decisive(group.summary.tokens_by_version) <= 1
     trained = [group.summary.group_id for _, groups in run.learner.trained for group in groups]
-    dropped = [summary.group_id for summary, reason in run.rejected if reason == "over_age"]
+    dropped = [outcome.group_id for outcome, reason in run.rejected if reason == "over_age"]
     assert (max(tokens_by_lag(run)) > 1) != drops_whole, "overtaken groups have over-age tokens"
     assert bool(dropped) == drops_whole, "as long as a group has a young token it is kept"
     assert sum((await run.replay.stats()).num_rejected.values()) == len(dropped)

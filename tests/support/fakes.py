@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -80,6 +80,9 @@ class FakePrompts:
 
     def prompt_at(self, index: int) -> Prompt:
         return make_prompt(self.id_at(index))
+
+    def is_open(self, index: int) -> bool:
+        return True
 
     def next(self) -> Prompt:
         if self._pending:
@@ -232,11 +235,15 @@ class FakeStep:
     def __init__(self) -> None:
         self.phases: list[str] = []
         self.replay: ReplayStats | None = None
+        self.included: dict[str, float] = {}
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
         self.phases.append(phase)
         yield
+
+    def include(self, seconds: Mapping[str, float]) -> None:
+        self.included = dict(seconds)
 
     def record(self, groups: Sequence[ScoredGroup], update: UpdateReport, replay: ReplayStats) -> None:
         self.replay = replay

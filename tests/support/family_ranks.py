@@ -11,7 +11,7 @@ from family_prompts import family_prompts
 from learner_data import group
 
 from mobula.cluster.records.trajectory import ScoredGroup
-from mobula.deploy.preflight.row_layout import with_row_layout
+from mobula.deploy.preflight.decisions import with_row_layout
 from mobula.learner.backends import fsdp2
 from mobula.learner.learner import Learner
 from mobula.learner.policies.families import family_at

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,8 @@ from pooled_fakes import PooledRollouts
 
 from mobula.cluster.audit.observer import AuditedRecovery, RunAudit
 from mobula.cluster.controller import Controller
-from mobula.cluster.records.trajectory import GroupSummary
-from mobula.cluster.recovery.checkpoints import CheckpointAlone, Checkpoints, CheckpointSchedule
+from mobula.cluster.records.trajectory import GroupOutcome
+from mobula.cluster.recovery.checkpoints import CheckpointAlone, Checkpoints, CheckpointSchedule, Resumable
 from mobula.cluster.recovery.resume import JournalRecovery
 from mobula.cluster.recovery.step_learner import StepLearner
 from mobula.cluster.replay.buffer import ReplayBuffer
@@ -34,12 +34,13 @@ from mobula.cluster.replay.journal import Journal
 from mobula.cluster.replay.journal_writer import JournalWriter
 from mobula.cluster.replay.live_groups import LiveGroups
 from mobula.cluster.roles import Rewards, Rollouts
-from mobula.cluster.rollout.dispatcher import AdmissionFilter, RetryingRollouts, RolloutDispatcher
+from mobula.cluster.rollout.dispatcher import AdmissionFilter, GroupObserver, RetryingRollouts, RolloutDispatcher
 from mobula.cluster.rollout.in_flight import InFlightRequests
 from mobula.cluster.rollout.staleness import AgeLimit, StalenessGate, StepOrder
 from mobula.cluster.tracing.spans import UNTRACED, RunTracer
 from mobula.configs.schema.run import Resume
 
+NO_PARTS: Mapping[str, Resumable] = {}
 SEGMENT_BYTES = 20_000  # a few groups, so that short runs have several segments
 
 
@@ -53,6 +54,14 @@ class AtOnce(Executor):
         except Exception as error:
             future.set_exception(error)
         return future
+
+
+class _Rejections(GroupObserver):
+    def __init__(self, found: list[tuple[GroupOutcome, str]]) -> None:
+        self._found = found
+
+    def rejected(self, outcome: GroupOutcome, reason: str) -> None:
+        self._found.append((outcome, reason))
 
 
 class Run:
@@ -87,8 +96,12 @@ class Run:
         stop_s: float = 5.0,
         tracer: RunTracer = UNTRACED,
         audit: RunAudit | None = None,
+        observers: Sequence[GroupObserver] = (),
+        parts: Mapping[str, Resumable] = NO_PARTS,
+        prompts: FakePrompts | None = None,
+        prefetches: bool = True,
     ) -> None:
-        self.prompts = FakePrompts(epoch_size=50)
+        self.prompts = prompts or FakePrompts(epoch_size=50)
         self.rollouts = rollouts or (FakeRollouts(pauses, fault) if fault else PooledRollouts(FakeRollouts(pauses)))
         self.weights = FakeWeights(self.rollouts)
         self.journal = Journal(folder / "journal", {"seed": 0}, segment_bytes=SEGMENT_BYTES)
@@ -106,7 +119,7 @@ class Run:
         self.num_prepared = 0
         self.num_finished = 0
         self.recovered: dict[str, int] = {}
-        self.rejected: list[tuple[GroupSummary, str]] = []
+        self.rejected: list[tuple[GroupOutcome, str]] = []
         self.gate = StalenessGate(
             prompts_per_step=prompts_per_step,
             max_staleness=max_staleness,
@@ -125,7 +138,8 @@ class Run:
             admission_filter=AdmissionFilter(min_scored=2, drop_uniform=drop_uniform, max_rejected_in_a_row=1000),
             order=order(self.gate),
             age_limit=AgeLimit(max_staleness, is_whole=drops_whole),
-            on_rejected=self._reject,
+            group_observers=[_Rejections(self.rejected), *observers],
+            prefetches=prefetches,
             observer=self._audit,
             tracer=tracer,
         )
@@ -144,7 +158,7 @@ class Run:
         self.checkpoints = Checkpoints(
             folder / "checkpoints",
             learner=learner,
-            parts={"rollouts": self.dispatcher},
+            parts={"rollouts": self.dispatcher, **parts},
             prepare=self._prepare,
             finish=self._finish,
             identity={"seed": 0},
@@ -171,10 +185,6 @@ class Run:
         if isinstance(self.rollouts, PooledRollouts):
             return await self.rollouts.during(self.controller.run)
         return await self.controller.run()
-
-    def _reject(self, summary: GroupSummary, reason: str) -> None:
-        self.rejected.append((summary, reason))
-        self._audit.rejected(summary, reason)
 
     async def _prepare(self) -> None:
         self.num_prepared += 1

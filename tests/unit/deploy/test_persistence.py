@@ -28,7 +28,7 @@ from mobula.deploy.wiring.parity_gate import ParityGate
 from mobula.deploy.wiring.persistence import (
     build_journal_writer,
     build_recovery,
-    reached_version,
+    recovered,
     step_learner,
     trajectory_log,
 )
@@ -56,9 +56,9 @@ async def test_the_journal_leads_from_a_checkpoint_to_the_last_step_that_was_wri
         await writer.finished(group)
         await writer.trained(version, [group])
     await writer.close()
-    assert reached_version(run, 5) == 7
-    assert reached_version(config(tmp_path, "replay.journal=false"), 5) == 5
-    assert reached_version(config(tmp_path, "learner.learning_rate=0.5"), 5) == 5, "its updates would be others"
+    assert recovered(run, 5).reached == 7
+    assert recovered(config(tmp_path, "replay.journal=false"), 5).reached == 5
+    assert recovered(config(tmp_path, "learner.learning_rate=0.5"), 5).reached == 5, "its updates would be others"
 
 
 async def test_a_run_without_a_journal_writes_none(tmp_path: Path) -> None:

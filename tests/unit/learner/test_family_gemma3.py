@@ -18,7 +18,7 @@ from mobula.cluster.records.media import MediaReader, MediaStore
 from mobula.cluster.weight_sync.manifest import checkpoint_manifest
 from mobula.configs.load import load_config
 from mobula.configs.schema import RunConfig
-from mobula.deploy.preflight.row_layout import with_row_layout
+from mobula.deploy.preflight.decisions import with_row_layout
 from mobula.deploy.wiring.preparation import Prepared
 from mobula.deploy.wiring.rollouts import engine_settings
 from mobula.learner.policies.batch import TokenSequence, collate

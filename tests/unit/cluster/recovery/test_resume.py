@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +20,7 @@ from mobula.cluster.records.trajectory import ScoredGroup
 from mobula.cluster.recovery.resume import JournalRecovery, NoRecovery
 from mobula.cluster.recovery.step_learner import StepLearner
 from mobula.cluster.replay.buffer import ReplayBuffer
-from mobula.cluster.replay.journal import Journal
+from mobula.cluster.replay.journal import Arrival, Journal
 from mobula.cluster.replay.journal_writer import JournalWriter
 from mobula.cluster.replay.live_groups import LiveGroups
 from mobula.cluster.roles import Learner as LearnerRole
@@ -35,9 +35,15 @@ class RecordingDispatcher:
     def __init__(self, closed: Sequence[str] = ()) -> None:
         self.caught_up: tuple[int, list[str], list[str]] | None = None
         self._closed = closed
+        self.shown: list[list[tuple[str, str | None]]] = []
 
     def is_open(self, prompt_id: str) -> bool:
         return prompt_id not in self._closed
+
+    def show(self, arrivals: Iterable[Arrival]) -> None:
+        self.shown.append([(arrival.group_id, arrival.reason) for arrival in arrivals])
+
+    def advanced(self) -> None: ...
 
     def catch_up(self, version: int, settled: Iterable[str], finished: Sequence[ScoredGroup]) -> None:
         self.caught_up = (version, list(settled), [group.summary.group_id for group in finished])
@@ -221,7 +227,7 @@ class Slow:
         await self.both.wait()
         return UpdateReport(1, {})
 
-    async def commit(self, version: int, groups: Sequence[ScoredGroup]) -> None:
+    async def commit(self, version: int, groups: Sequence[ScoredGroup], seconds: Mapping[str, float]) -> None:
         await self.both.wait()
 
 
@@ -233,7 +239,7 @@ async def test_a_step_is_written_down_while_it_is_trained() -> None:
 
 async def test_a_step_that_cannot_be_written_down_ends_the_run() -> None:
     class FullDisk(Slow):
-        async def commit(self, version: int, groups: Sequence[ScoredGroup]) -> None:
+        async def commit(self, version: int, groups: Sequence[ScoredGroup], seconds: Mapping[str, float]) -> None:
             raise JournalError("no space left")
 
     with pytest.raises(JournalError, match="no space left"):

@@ -16,13 +16,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mobula.cluster.errors import JournalError
-from mobula.cluster.records.trajectory import Reward
-from mobula.cluster.replay.journal import Journal, Recovered, finished, journal_identity, rejected, resumed, trained
+from mobula.cluster.records.trajectory import GroupOutcome, Reward
+from mobula.cluster.replay import journal as records
+from mobula.cluster.replay.journal import Journal, Recovered, finished, journal_identity, resumed, trained
 from mobula.cluster.replay.journal_segments import JournalRecord, read_segment, segment_numbers, segment_path
 from mobula.configs.load import load_config
 
 IDENTITY = {"seed": 0, "policy.freeze": ["visual."], "algorithm": {"kl": {"coef": 0.1}}}
 REWARDS = (Reward(0.75, {"accuracy": 1.0}, {"accuracy": "7 = 7"}), None)
+
+
+def rejected(group_id: str, reason: str) -> JournalRecord:
+    return records.rejected(GroupOutcome(group_id), reason)
 
 
 def journal(folder: Path, *, segment_bytes: int = 2**20, **identity: object) -> Journal:

@@ -15,7 +15,7 @@ from fakes import make_scored
 from waiting import until
 
 from mobula.cluster.errors import JournalError, LostObjectError
-from mobula.cluster.records.trajectory import ScoredGroup, TrajectoryGroup
+from mobula.cluster.records.trajectory import GroupOutcome, ScoredGroup, TrajectoryGroup
 from mobula.cluster.replay.journal import Journal
 from mobula.cluster.replay.journal_segments import JournalRecord
 from mobula.cluster.replay.journal_writer import MAX_TOGETHER, JournalWriter
@@ -100,7 +100,7 @@ async def test_records_are_on_disk_in_the_order_of_the_calls(tmp_path: Path) -> 
     writer = JournalWriter(Journal(tmp_path, {}), timeout_s=5)
     for n in range(4):
         await writer.finished(make_scored(f"0/{n}/s"))
-        await writer.rejected(f"1/{n}/s", "uniform")
+        await writer.rejected(GroupOutcome(f"1/{n}/s"), "uniform")
     await writer.trained(1, [make_scored("0/2/s"), make_scored("0/0/s")])
     found = Journal(tmp_path, {}).recover(0)
     assert found.steps[0].group_ids == ("0/2/s", "0/0/s")
@@ -114,7 +114,7 @@ async def test_a_disk_that_fails_raises_for_every_call_whose_record_is_lost(
 ) -> None:
     journal = SlowJournal(tmp_path)
     writer = JournalWriter(journal, timeout_s=5)
-    calls = [asyncio.ensure_future(writer.rejected(f"0/{n}/s", "stale")) for n in range(5)]
+    calls = [asyncio.ensure_future(writer.rejected(GroupOutcome(f"0/{n}/s"), "stale")) for n in range(5)]
     await until(journal.asked.is_set)
 
     def full(descriptor: int) -> None:
@@ -149,7 +149,7 @@ async def test_a_lost_group_neither_delays_nor_fails_those_beside_it(tmp_path: P
     groups = [store.put(f"0/{n}/s", is_lost=n == 1) for n in range(4)]
     calls = [asyncio.ensure_future(writer.finished(group)) for group in groups]
     here = [call for call in calls if call is not calls[1]]
-    await asyncio.gather(*here, writer.rejected("1/0/s", "uniform"))
+    await asyncio.gather(*here, writer.rejected(GroupOutcome("1/0/s"), "uniform"))
     await writer.trained(1, [make_scored("0/0/s"), make_scored("0/3/s")])
     assert not calls[1].done(), "it is still waited for"
     store.tell.set()
@@ -173,7 +173,11 @@ async def test_a_group_that_comes_late_is_written_after_all(tmp_path: Path, stor
 async def test_a_group_of_which_no_record_can_be_made_fails_its_own_call_alone(tmp_path: Path) -> None:
     writer = JournalWriter(Journal(tmp_path, {}), timeout_s=5)
     odd = replace(make_scored("0/0/s"), rewards=())
-    calls = (writer.finished(odd), writer.finished(make_scored("0/1/s")), writer.rejected("0/2/s", "stale"))
+    calls = (
+        writer.finished(odd),
+        writer.finished(make_scored("0/1/s")),
+        writer.rejected(GroupOutcome("0/2/s"), "stale"),
+    )
     failed, *kept = await asyncio.gather(*calls, return_exceptions=True)
     assert (type(failed), kept) == (ValueError, [None, None])
     assert finished_in(tmp_path) == ["0/1/s"]
@@ -182,9 +186,9 @@ async def test_a_group_of_which_no_record_can_be_made_fails_its_own_call_alone(t
 async def test_a_caller_that_gave_up_disturbs_no_other(tmp_path: Path) -> None:
     journal = SlowJournal(tmp_path)
     writer = JournalWriter(journal, timeout_s=5)
-    first = asyncio.ensure_future(writer.rejected("0/0/s", "stale"))
+    first = asyncio.ensure_future(writer.rejected(GroupOutcome("0/0/s"), "stale"))
     await until(journal.asked.is_set)
-    second, third = (asyncio.ensure_future(writer.rejected(f"0/{n}/s", "stale")) for n in (1, 2))
+    second, third = (asyncio.ensure_future(writer.rejected(GroupOutcome(f"0/{n}/s"), "stale")) for n in (1, 2))
     await until(lambda: len(writer._waiting) == 2)
     first.cancel()  # it is being written
     second.cancel()  # it waits
@@ -192,7 +196,7 @@ async def test_a_caller_that_gave_up_disturbs_no_other(tmp_path: Path) -> None:
     await third
     assert first.cancelled() and second.cancelled()
     assert journal.recover(0).rejected == ("0/0/s", "0/1/s", "0/2/s"), "what was handed over is written"
-    await writer.rejected("0/3/s", "stale")
+    await writer.rejected(GroupOutcome("0/3/s"), "stale")
 
 
 async def test_a_caller_that_gave_up_on_a_lost_group_disturbs_no_other(tmp_path: Path, store: Store) -> None:
@@ -210,7 +214,7 @@ async def test_a_caller_that_gave_up_on_a_lost_group_disturbs_no_other(tmp_path:
 async def test_a_disk_that_does_not_answer_is_named_at_the_deadline(tmp_path: Path) -> None:
     journal = SlowJournal(tmp_path)
     writer = JournalWriter(journal, timeout_s=5, write_s=0.05)
-    for call in (writer.rejected("0/0/s", "stale"), writer.read(["0/0/s"]), writer.forget(1)):
+    for call in (writer.rejected(GroupOutcome("0/0/s"), "stale"), writer.read(["0/0/s"]), writer.forget(1)):
         with pytest.raises(JournalError, match=rf"waited 0\.05 s for the journal below {tmp_path} .*object_s"):
             await call
     journal.go_on.set()

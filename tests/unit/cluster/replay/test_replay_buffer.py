@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mobula.cluster.errors import DeadlineError, JournalError, LostObjectError
-from mobula.cluster.records.trajectory import ScoredGroup
+from mobula.cluster.records.trajectory import GroupOutcome, ScoredGroup
 from mobula.cluster.replay.buffer import DUPLICATE, ReplayBuffer
 from mobula.cluster.replay.journal import Journal
 from mobula.cluster.replay.journal_writer import JournalWriter, NoJournal
@@ -57,7 +57,7 @@ async def test_a_cancelled_take_leases_nothing() -> None:
 async def test_a_group_that_is_delivered_twice_is_trained_on_once(when: str) -> None:
     replay = ReplayBuffer()
     if when == "rejected":
-        await replay.reject("a", "uniform")
+        await replay.reject(GroupOutcome("a"), "uniform")
     else:
         await replay.put([make_scored("a")])
     groups = await replay.take(1) if when in ("taken", "released") else []
@@ -93,8 +93,8 @@ async def test_stats_count_what_is_held_and_why_groups_were_rejected() -> None:
     now = 103.0
     await replay.put([make_scored("b")])
     await replay.take(1)
-    await replay.reject("x", "uniform")
-    await replay.reject("y", "uniform")
+    await replay.reject(GroupOutcome("x"), "uniform")
+    await replay.reject(GroupOutcome("y"), "uniform")
     stats = await replay.stats()
     assert (stats.num_ready, stats.num_taken, stats.oldest_age_s) == (1, 1, 3.0)
     assert stats.oldest_id == "a"
@@ -253,7 +253,7 @@ async def test_a_step_and_its_groups_are_on_disk_once_it_is_committed(tmp_path: 
     await replay.resume(3, [])
     await replay.reserve(make_scored("a"))
     await replay.put([make_scored("a"), make_scored("b")])
-    await replay.reject("c", "uniform")
+    await replay.reject(GroupOutcome("c"), "uniform")
     taken = await replay.take(2)
     await replay.commit(4, taken[::-1])
     found = journal.recover(3)
@@ -280,7 +280,7 @@ class SlowDisk(NoJournal):
         if self.error is not None:
             raise self.error
 
-    async def trained(self, version: int, groups: Sequence[ScoredGroup]) -> None:
+    async def trained(self, version: int, groups: Sequence[ScoredGroup], seconds: Mapping[str, float]) -> None:
         self.trained_versions.append(version)
 
 

@@ -186,12 +186,12 @@ def step(*tokens_by_version: dict[int, int]) -> list[SimpleNamespace]:
 
 
 def test_a_step_with_a_token_of_the_version_needs_none() -> None:
-    fresh = FreshSamples(lambda: [Engine("a")], PROBE, SETTINGS)
+    fresh = FreshSamples(lambda version: [Engine("a")], PROBE, SETTINGS)
     assert fresh.begin(3, step({2: 9}, {2: 8, 3: 1})) is None
 
 
 def test_engines_take_turns_and_sample_as_the_run_does_with_the_version() -> None:
-    fresh = FreshSamples(lambda: [Engine("a"), Engine("b")], PROBE, SETTINGS)
+    fresh = FreshSamples(lambda version: [Engine("a"), Engine("b")], PROBE, SETTINGS)
     found = [fresh.begin(version, step({version - 1: 9}, {version - 2: 4})) for version in (4, 5, 6)]
     assert [name for name, _, _ in found] == ["a", "b", "a"]
     assert all(prompt is PROBE for _, prompt, _ in found)
@@ -202,7 +202,7 @@ def test_engines_take_turns_and_sample_as_the_run_does_with_the_version() -> Non
 
 @pytest.mark.parametrize("version", [0, 5])
 def test_without_an_engine_there_is_none(version: int) -> None:
-    assert FreshSamples(list, PROBE, SETTINGS).begin(version, step({version - 1: 9})) is None
+    assert FreshSamples(lambda version: [], PROBE, SETTINGS).begin(version, step({version - 1: 9})) is None
 
 
 @pytest.fixture

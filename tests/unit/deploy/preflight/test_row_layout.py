@@ -13,7 +13,7 @@ from mobula.configs.schema import RunConfig
 from mobula.deploy.planning.clusters import described_nodes
 from mobula.deploy.planning.fit import plan_memory
 from mobula.deploy.planning.workers import TRAINING
-from mobula.deploy.preflight.row_layout import with_row_layout
+from mobula.deploy.preflight.decisions import with_row_layout
 from mobula.learner.policies.shapes import shape_of
 from mobula.learner.policies.tiny import write_tiny
 

@@ -1,17 +1,54 @@
-"""Row layout: decides whether rows are computed without padding, and a prompt once for all of its responses."""
+"""Decisions: replaces the values of a configuration that decide themselves, before anything reads them.
+
+The run folder, the journal, the audit and a resume have the configuration as decided: absolute paths,
+`data.prompt_suffix=auto`, `learner.packing=auto` and `learner.share_prompts`. Other values named `auto` (`resume`,
+`resources.address`, `resources.*.strategy`) are read as they are.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from mobula.actors.processors.teacher import named_teachers
+from mobula.cluster.replay.run_identity import PATHS
+from mobula.cluster.user_code import user_files
 from mobula.configs.schema import RunConfig
 from mobula.learner.policies.families import family_at, model_type_at
 from mobula.learner.policies.families.base import Family
 
 _logger = logging.getLogger(__name__)
+
+WRITTEN = ("folder", "data.path", "data.cache_path")  # paths that may not exist yet
+
+
+def with_decisions(config: RunConfig) -> RunConfig:
+    """Returns the config with all decisions. Raises: ValueError: as `with_row_layout`."""
+    data = config.data.model_copy(update={"prompt_suffix": config.question_suffix})
+    return with_row_layout(with_absolute_paths(config).model_copy(update={"data": data}))
+
+
+def with_absolute_paths(config: RunConfig) -> RunConfig:
+    """Returns the config with paths from the working directory of the command: of a resume it may be another. Hub names
+    stay, and so do options of user code."""
+    written = (*WRITTEN, *(["policy.model"] if config.policy.tiny != "none" else []))
+
+    def absolute(value: Any, key: str) -> Any:
+        if isinstance(value, Mapping):
+            return {name: absolute(item, f"{key}.{name}".removeprefix(".")) for name, item in value.items()}
+        if isinstance(value, list):
+            return [absolute(item, key) for item in value]
+        if isinstance(value, str) and value:
+            if key in written or (key.startswith(PATHS) and Path(value).exists()):
+                return str(Path(value).absolute())
+            if any(Path(file).is_file() for file in user_files(value)):
+                return str(Path(value).absolute())
+        return value
+
+    return RunConfig.model_validate_json(json.dumps(absolute(config.model_dump(mode="json"), "")), strict=True)
 
 
 def with_row_layout(config: RunConfig) -> RunConfig:

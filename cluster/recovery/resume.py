@@ -53,10 +53,10 @@ class JournalRecovery:
         on_evaluated: Callable[[int, Mapping[str, Any]], None] = lambda version, evaluation: None,
         after_repeat: AfterRepeat | None = None,
     ) -> None:
-        """`recovered` returns the part of the journal after the checkpoint of a version (None: all of it). `metrics`
-        may lack some of the repeated steps. `on_recovered` gets the number of recovered steps and groups, and the number of
-        lost groups by reason; `on_evaluated` gets each evaluation of the journal before the steps that followed it.
-        `after_repeat` is awaited after each repeated step.
+        """`recovered` returns the part of the journal after the checkpoint of a version; all by default. `metrics`
+        may lack some of the repeated steps. `on_recovered` gets the number of recovered steps and groups, and the
+        number of lost groups by reason; `on_evaluated` gets each evaluation of the journal before the steps that
+        followed it. `after_repeat` is awaited after each repeated step.
         """
         self._journal = journal
         self._recovered = recovered or journal.recover

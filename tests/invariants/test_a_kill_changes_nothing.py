@@ -14,10 +14,15 @@ import pytest
 from fakes import FakePrompts
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from metrics_data import FakeClock, make_metrics
 from runs import Run
 
+from mobula.cluster.metrics.definitions import CounterName
+from mobula.cluster.records.trajectory import GroupOutcome, Prompt
 from mobula.cluster.recovery.checkpoints import latest_complete
 from mobula.cluster.replay.journal_segments import read_segment, segment_numbers, segment_path
+from mobula.cluster.rollout.dispatcher import GroupObserver
+from mobula.cluster.rollout.group_observers import EpisodeStages, OpeningRule, RejectionCounts, StageCurriculum
 
 STEPS = 5
 
@@ -45,9 +50,10 @@ class Setting:
         self.seed, self.size, self.max_staleness = seed, size, max_staleness
         self.interval, self.max_bytes = interval, max_bytes
 
-    def run(self, folder: Path) -> Run:
+    def run(self, folder: Path, **options: Any) -> Run:
         return Run(
             folder,
+            **options,
             total_steps=STEPS,
             prompts_per_step=self.size,
             max_staleness=self.max_staleness,
@@ -181,3 +187,89 @@ def test_a_journal_that_lost_its_end_is_gone_on_with_from_what_is_left(
     assert asyncio.run(run.go()) == STEPS
     assert sorted(prompt_id for step in run.learner.weights for prompt_id in step) == setting.expected()
     assert within_bound(run, setting.max_staleness)
+
+
+NUM_STAGES = 3
+
+
+class StagedPrompts(FakePrompts):
+    """Prompts of the stages 0, 1, 2, 0, ...; those of closed stages are passed over."""
+
+    def __init__(self, curriculum: StageCurriculum) -> None:
+        super().__init__(epoch_size=50)
+        self._curriculum = curriculum
+
+    def is_open(self, index: int) -> bool:
+        return self._curriculum.is_open(index % NUM_STAGES)
+
+    def next(self) -> Prompt:
+        prompt = super().next()
+        while not self.is_open(self.index_of(prompt.prompt_id)):
+            prompt = super().next()
+        return prompt
+
+
+class Shown(GroupObserver):
+    """Every group that it was shown, also across resumes."""
+
+    def __init__(self) -> None:
+        self.ids: list[str] = []
+
+    def finished(self, outcome: GroupOutcome) -> None:
+        self.ids.append(outcome.group_id)
+
+    def state(self) -> dict[str, Any]:
+        return {"ids": list(self.ids)}
+
+    def restore(self, version: int, state: dict[str, Any]) -> None:
+        self.ids = list(state["ids"])
+
+
+class Observed:
+    """A part of a run with everything that learns from its groups as they arrive."""
+
+    def __init__(self, setting: Setting, folder: Path) -> None:
+        self.curriculum = StageCurriculum(NUM_STAGES, OpeningRule(num_episodes=4, success_rate=0.5))
+        self.shown = Shown()
+        self.metrics = make_metrics([], FakeClock())
+        rejections = RejectionCounts(self.metrics)
+        prompts = StagedPrompts(self.curriculum)
+        stages = EpisodeStages(
+            self.curriculum,
+            place_of=lambda prompt_id: (prompts.index_of(prompt_id), prompts.index_of(prompt_id) % NUM_STAGES),
+            is_success=lambda reward: reward.value > 0,
+        )
+        self.run = setting.run(
+            folder,
+            observers=[self.shown, rejections, stages],
+            parts={"shown": self.shown, "rejections": rejections, "curriculum": stages},
+            prompts=prompts,
+            prefetches=False,
+        )
+
+    @property
+    def learned(self) -> tuple[Any, ...]:
+        counts = [self.metrics.counts(name) for name in (CounterName.REJECTED, CounterName.REJECTED_TOKENS)]
+        return self.run.learner.weights, self.curriculum.state(), counts, sorted(self.shown.ids)
+
+
+@settings(max_examples=60)
+@given(setting=SETTINGS, kills=st.lists(st.integers(1, 400), min_size=1, max_size=3))
+def test_what_learns_from_groups_as_they_arrive_knows_the_same_after_kills(
+    tmp_path_factory: pytest.TempPathFactory, setting: Setting, kills: list[int]
+) -> None:
+    base = tmp_path_factory.mktemp("observed")
+    for number, num_turns in enumerate(kills):
+        part = Observed(setting, base / str(number)).run
+        asyncio.run(killed(part, num_turns, base / str(number), base / str(number + 1)))
+    last = Observed(setting, base / str(len(kills)))
+    assert asyncio.run(last.run.go()) == STEPS
+    assert len(set(last.shown.ids)) == len(last.shown.ids), "each group is shown once"
+    trained = {prompt_id for step in last.run.learner.weights for prompt_id in step}
+    rejected = set(last.shown.ids) - trained - set(last.run.dispatcher.pending())
+    assert all(map(setting.is_uniform, rejected))
+    assert last.metrics.counts(CounterName.REJECTED).get("uniform", 0) == len(rejected), "each is counted once"
+    if setting.max_staleness == 0:
+        whole = Observed(setting, base / "whole")
+        asyncio.run(whole.run.go())
+        assert last.learned == whole.learned

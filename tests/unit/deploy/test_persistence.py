@@ -16,7 +16,7 @@ from mobula.cluster.audit.observer import RunAudit
 from mobula.cluster.errors import CanaryError
 from mobula.cluster.metrics.definitions import CounterName
 from mobula.cluster.metrics.hub import Metrics
-from mobula.cluster.records.trajectory import Prompt
+from mobula.cluster.records.trajectory import GroupOutcome, Prompt, Reward
 from mobula.cluster.recovery.checkpoints import Recovery
 from mobula.cluster.recovery.resume import JournalRecovery, NoRecovery
 from mobula.cluster.recovery.step_learner import StepLearner
@@ -59,6 +59,35 @@ async def test_the_journal_leads_from_a_checkpoint_to_the_last_step_that_was_wri
     assert recovered(run, 5).reached == 7
     assert recovered(config(tmp_path, "replay.journal=false"), 5).reached == 5
     assert recovered(config(tmp_path, "learner.learning_rate=0.5"), 5).reached == 5, "its updates would be others"
+
+
+async def killed_during_the_evaluation(folder: Path, *words: str, has_evaluated: bool = False) -> RunConfig:
+    """A run whose step 6 was written while version 5 was evaluated."""
+    run = config(folder, "evaluation.interval_steps=5", *words)
+    writer = build_journal_writer(run)
+    group, outcome = make_scored("0/0/s0"), GroupOutcome("0/9/s9", (Reward(1.0),), 2, 6)
+    await writer.finished(group)
+    await writer.rejected(outcome, "uniform")
+    if has_evaluated:
+        await writer.evaluated(5, {"results": [], "rewards": []})
+    await writer.trained(6, [group], {"wait_for_rollouts": 2.5})
+    await writer.close()
+    return run
+
+
+async def test_a_step_that_was_trained_beside_an_evaluation_is_left_to_the_loop_until_the_evaluation_is_there(
+    tmp_path: Path,
+) -> None:
+    found = recovered(await killed_during_the_evaluation(tmp_path / "a"), 5)
+    assert (found.reached, [g.group_id for g in found.finished]) == (5, ["0/0/s0"])
+    assert [(a.group_id, a.reason) for a in found.arrivals] == [("0/0/s0", None), ("0/9/s9", "uniform")]
+    assert found.arrivals[1].read() == GroupOutcome("0/9/s9", (Reward(1.0),), 2, 6)
+    assert found.arrivals[0].read() == make_scored("0/0/s0").outcome
+    whole = recovered(await killed_during_the_evaluation(tmp_path / "b", has_evaluated=True), 5)
+    assert (whole.reached, whole.finished, list(whole.evaluations)) == (6, (), [5])
+    assert (whole.steps[0].seconds, len(whole.steps[0].arrivals)) == ({"wait_for_rollouts": 2.5}, 2)
+    not_due = await killed_during_the_evaluation(tmp_path / "c", "evaluation.interval_steps=4")
+    assert recovered(not_due, 5).reached == 6
 
 
 async def test_a_run_without_a_journal_writes_none(tmp_path: Path) -> None:

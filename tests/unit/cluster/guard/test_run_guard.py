@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -218,3 +219,25 @@ def test_the_script_mix_is_the_share_of_letters_outside_the_main_script(text: st
 )
 def test_repetition_is_the_share_of_n_grams_that_occurred_before(text: str, share: float) -> None:
     assert repeated_words(text, 2) == pytest.approx(share)
+
+
+@pytest.mark.parametrize("killed_after", [1, 2, 3])
+async def test_evaluations_after_the_checkpoint_are_shown_to_a_resumed_guard(tmp_path: Path, killed_after: int) -> None:
+    def judge(bench: Bench, version: int) -> None:
+        bench.guard.evaluated(version, [group.scored_rewards for group in groups_of(version + 1, HONEST)])
+
+    whole = Bench(tmp_path / "whole", is_held_out=True)
+    saved: dict[str, object] = {}
+    for version in range(5):
+        judge(whole, version)
+        if version == 1:
+            saved = json.loads(json.dumps(whole.guard.state()))  # before the step that looks at the evaluation
+        await whole.step(version + 1, HONEST)
+    again = Bench(tmp_path / "again", is_held_out=True)
+    again.guard.restore(1, saved)
+    for version in range(1, 5):
+        judge(again, version)
+        groups, update = groups_of(version + 1, HONEST), UpdateReport(version + 1, {})
+        take = again.guard.repeat if version < 1 + killed_after else again.guard.inspect
+        await take(groups, update)
+    assert again.guard.state() == whole.guard.state()

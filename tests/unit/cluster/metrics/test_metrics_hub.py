@@ -30,8 +30,9 @@ from mobula.cluster.metrics.report.samples import SampleKeeper
 from mobula.cluster.metrics.sinks.jsonl import JsonlSink, read_records
 from mobula.cluster.metrics.step_records import EvaluationRecord, SampleRecord, StepRecord, from_line, to_line
 from mobula.cluster.metrics.summary import Summary, read_summary, summarize, write_summary
-from mobula.cluster.records.trajectory import FinishReason, Reward
-from mobula.cluster.roles import ReplayStats, UpdateReport
+from mobula.cluster.records.trajectory import FinishReason, GroupOutcome, Reward
+from mobula.cluster.roles import UpdateReport
+from mobula.cluster.rollout.group_observers import RejectionCounts
 from mobula.cluster.workers.status import Progress
 
 ISSUE_KEYS = (
@@ -242,13 +243,54 @@ def test_a_report_sample_that_cannot_be_kept_is_counted_and_the_step_goes_on() -
     assert metrics.counts(CounterName.DROPPED_SAMPLES) == {"error": 1} and len(sink.records) == 1
 
 
-def test_rejections_add_up_over_a_replay_buffer_that_was_started_again() -> None:
-    clock = FakeClock()
-    metrics = make_metrics([], clock)
-    for step, rejected in [(1, {"uniform": 2}), (2, {"uniform": 5, "old": 1}), (3, {"uniform": 1})]:
-        replay = ReplayStats(0, 0, 0, 0.0, rejected)
-        run_step(metrics, clock, step, [make_group("a", [1.0, 0.0])], replay=replay)
-    assert metrics.counts(CounterName.REJECTED) == {"uniform": 6, "old": 1}
+def test_rejections_go_on_from_a_checkpoint_and_not_from_the_last_record() -> None:
+    first, metrics = RejectionCounts(make_metrics([], FakeClock())), make_metrics([], FakeClock())
+    first.rejected(GroupOutcome("a", (), 2, 300), "over_age")
+    first.rejected(GroupOutcome("b"), "killed_engines")
+    metrics.count(CounterName.REJECTED, "over_age", 9)  # of a record that is no longer there
+    second = RejectionCounts(metrics)
+    second.restore(3, json.loads(json.dumps(first.state())))
+    second.rejected(GroupOutcome("c", (), 2, 500), "over_age")
+    assert metrics.counts(CounterName.REJECTED) == {"over_age": 2, "killed_engines": 1}
+    assert metrics.counts(CounterName.REJECTED_RESPONSES) == {"over_age": 4}
+    assert metrics.counts(CounterName.REJECTED_TOKENS) == {"over_age": 800}
+    assert metrics.observed(MetricName.DROPPED_LENGTH) == 200.0
+
+
+def test_totals_of_a_role_that_was_started_again_add_up() -> None:
+    metrics = make_metrics([], FakeClock())
+    for totals in ({"late": 2}, {"late": 5, "lost": 1}, {"late": 1}):
+        metrics.count_up_to(CounterName.REWARD_FAILURES, totals)
+    assert metrics.counts(CounterName.REWARD_FAILURES) == {"late": 6, "lost": 1}
+
+
+def test_a_repeated_step_without_a_record_takes_as_long_as_its_first_computation() -> None:
+    def recorded(seconds: dict[str, float]) -> StepRecord:
+        clock, sink = FakeClock(), MemorySink()
+        metrics = make_metrics([sink], clock)
+        with metrics.step(1) as scope:
+            scope.include(seconds)
+            if not seconds:
+                with scope.timed("wait_for_rollouts"):
+                    clock.pass_s(8.0)
+                assert metrics.seconds() == {"wait_for_rollouts": 8.0}
+            with scope.timed("update"):
+                clock.pass_s(2.0)
+            scope.record([make_group("a", [1.0, 0.0])], UpdateReport(1, {}), REPLAY)
+        return sink.records[0]
+
+    assert recorded({"wait_for_rollouts": 8.0}) == recorded({})
+
+
+def test_gauges_last_over_a_resume() -> None:
+    clock, sink = FakeClock(), MemorySink()
+    first = make_metrics([sink], clock)
+    first.observe(MetricName.HELD_OUT_LOSS, 0.25)
+    run_step(first, clock, 1, [make_group("a", [1.0, 0.0])])
+    second = make_metrics([sink], clock)
+    second.resume(list(sink.records))
+    run_step(second, clock, 2, [make_group("b", [1.0, 0.0])])
+    assert [record.values[MetricName.HELD_OUT_LOSS] for record in sink.records] == [0.25, 0.25]
 
 
 def test_the_summary_sets_the_length_of_what_was_dropped_beside_that_of_what_was_trained() -> None:

@@ -17,8 +17,10 @@ from mobula.cluster.errors import CheckpointError, PreflightError
 from mobula.cluster.recovery.checkpoints import (
     Checkpoints,
     CheckpointSchedule,
+    _write_manifest,
     latest_complete,
     newest_learner_state,
+    refuse_other_run,
 )
 from mobula.configs.schema.run import Resume
 
@@ -451,3 +453,83 @@ async def test_a_run_that_fails_completes_the_checkpoint_that_it_is_writing(tmp_
             asyncio.get_running_loop().call_later(0.01, learner.is_free.set)
             raise KeyError("a reward function failed")
     assert latest_complete(setup.folder) == setup.folder / "step-000002"
+
+
+def rewritten(path: Path, change: Any) -> None:
+    """Changes the state and lists the new file, as another program would."""
+    state = json.loads((path / "state.json").read_text())
+    (path / "state.json").write_text(json.dumps(change(state)))
+    _write_manifest(path)
+
+
+@pytest.mark.parametrize(
+    ("damage", "fault"),
+    [
+        (lambda path: os.truncate(path / "state.json", 20), "state.json has 20 bytes instead of"),
+        (lambda path: (path / "state.json").unlink(), "state.json is missing"),
+        (lambda path: (path / "manifest.json").unlink(), "it has no manifest.json"),
+        (lambda path: (path / "manifest.json").write_text("[1]"), "its manifest.json cannot be read"),
+        (lambda path: (path / "manifest.json").write_bytes(b"\x80PK\xff"), "its manifest.json cannot be read"),
+        (lambda path: (path / "manifest.json").write_text('{"files": {"a": 1}}'), "its manifest.json cannot be read"),
+        (lambda path: (path / "learner/rank0.json").unlink(), "learner/rank0.json is missing"),
+        (lambda path: swap_a_byte(path / "learner/rank1.json"), "learner/rank1.json was changed after"),
+        (lambda path: rewritten(path, lambda state: {**state, "version": 77}), "its state.json is of version 77"),
+        (lambda path: rewritten(path, lambda state: {"global_step": 3}), "its state.json cannot be read"),
+        (lambda path: rewritten(path, lambda state: {**state, "parts": None}), "its state.json cannot be read"),
+    ],
+)
+@pytest.mark.parametrize("resume", list(Resume))
+async def test_checkpoints_of_which_none_can_be_read_stop_the_start_and_stay(
+    tmp_path: Path, damage: Any, fault: str, resume: Resume
+) -> None:
+    setup = Setup(tmp_path)
+    for version in (0, 2, 4):
+        await setup.save(version)
+        damage(setup.folder / f"step-{version:06d}")
+    before = {path: path.read_bytes() for path in setup.folder.rglob("*") if path.is_file()}
+    again = Setup(tmp_path, resume=resume)
+    message = (
+        "already holds step 4" if resume is Resume.NEVER else rf"none can be read \(.*step-000004: {fault}.*\): rest"
+    )
+    with pytest.raises(PreflightError, match=message):
+        await again.checkpoints.resume()
+    assert (again.calls, again.num_prepared) == ([], 0)
+    assert {path: path.read_bytes() for path in setup.folder.rglob("*") if path.is_file()} == before
+
+
+async def test_a_checkpoint_that_may_not_be_opened_is_skipped_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    setup = Setup(tmp_path)
+    for version in (2, 4):
+        await setup.save(version)
+    opened = Path.open
+
+    def forbidden(path: Path, *args: Any, **options: Any) -> Any:
+        if path.parent.parent.name == "step-000004":
+            raise PermissionError(13, "Permission denied", str(path))
+        return opened(path, *args, **options)
+
+    monkeypatch.setattr(Path, "open", forbidden)
+    assert await Setup(tmp_path).checkpoints.resume() == 2
+    assert "step-000002 is the newest checkpoint that can be read (step-000004: learner/rank0.json" in caplog.text
+    assert "cannot be read (Permission denied)" in caplog.text
+
+
+async def test_a_run_that_was_killed_before_its_first_checkpoint_begins_again(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / ".tmp-0-ab12").mkdir(parents=True)
+    assert await Setup(tmp_path).checkpoints.resume() == 0
+
+
+def test_paths_of_a_run_may_be_spelled_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "data")
+    (tmp_path / "mine.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    saved = {"data.path": "data", "policy.model": "org/name", "data.processor": "mine.py:Chat"}
+    (tmp_path / "state.json").write_text(json.dumps({"identity": saved}))
+    for spelled in ("./data", "link", str(tmp_path / "data" / ".." / "data")):
+        refuse_other_run(tmp_path, {**saved, "data.path": spelled, "data.processor": f"{tmp_path}/mine.py:Chat"})
+    for key, other in (("data.path", "other"), ("policy.model", "org/other"), ("data.processor", "mine.py:Other")):
+        with pytest.raises(PreflightError, match=key):
+            refuse_other_run(tmp_path, {**saved, key: other})

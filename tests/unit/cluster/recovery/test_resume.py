@@ -87,13 +87,21 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_qwen2_5_vl(tmp_path_factory.mktemp("tiny"), seed=0)
 
 
+OF_GROUPS = ["algorithm.prompt_history_steps=3", "algorithm.shaping.running_moments=standardise"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["learner.schedule=linear"], [*OF_GROUPS, "algorithm.kl.controller=adaptive", "algorithm.kl.target=0.01"]],
+    ids=["plain", "history, moments and adaptive KL"],
+)
 async def test_a_learner_that_takes_its_steps_again_has_the_same_weights_bit_for_bit(
-    model: Path, tmp_path: Path
+    model: Path, tmp_path: Path, words: list[str]
 ) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model)
     steps = [numbered(random_groups(tokenizer, 3, 4, seed), 3 * seed) for seed in range(4)]
     prompts = KnownPrompts(group for step in steps for group in step)
-    config = tiny_config(model, "algorithm.kl.coef=0.1", "resources.reference.num_workers=1", "learner.schedule=linear")
+    config = tiny_config(model, "algorithm.kl.coef=0.1", "resources.reference.num_workers=1", *words)
     first = OneRank(config)
     run = Bench(tmp_path, first, prompts)
     await run.recovery.begin()
@@ -114,6 +122,7 @@ async def test_a_learner_that_takes_its_steps_again_has_the_same_weights_bit_for
     assert any(not torch.equal(after_checkpoint[name], theirs[name]) for name in theirs), "nothing was trained"
     for p, q in zip(second.rank._optimizer.state.values(), first.rank._optimizer.state.values(), strict=True):
         assert torch.equal(p["exp_avg_sq"], q["exp_avg_sq"])
+    assert second.rank._credit.state() == first.rank._credit.state()
     assert resumed.dispatcher.caught_up == (4, [g.summary.group_id for step in steps[1:] for g in step], [])
 
 

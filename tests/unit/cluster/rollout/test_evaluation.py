@@ -7,7 +7,7 @@ import csv
 import hashlib
 import io
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -319,3 +319,32 @@ def test_a_component_that_a_prompt_lacks_has_no_gain() -> None:
     found = paired_gains({"a": {"x": 0.0}}, after)
     assert found == {"x_mean": 2.0, "x_se": 1.0, "x_gain": 1.0, "x_gain_se": 0.0}
     assert paired_gains({}, {}) == {}
+
+
+class Journal:
+    """Keeps evaluations as JSON, as the journal of a run does."""
+
+    def __init__(self) -> None:
+        self.rows: dict[int, str] = {}
+
+    async def evaluated(self, version: int, evaluation: Mapping[str, Any]) -> None:
+        self.rows[version] = json.dumps(evaluation)
+
+
+async def test_evaluations_of_the_journal_are_results_of_the_resumed_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    journal, results, again = Journal(), [], []
+    several = [Suite(HELD_OUT, [make_prompt(f"test/{i}/s{i}") for i in range(4)], replace(ONE, num_samples=2))]
+    first = make_evaluator(FakeRollouts(), results, journal=journal, suites=several)
+    second = make_evaluator(FakeRollouts(), again, suites=several)
+    async with first.evaluating():
+        await first.maybe_run(0)
+        await first.finish()
+        found = json.loads(journal.rows[0])
+        assert [[reward["value"] for reward in rewards] for rewards in found["rewards"]] == [[0.0, 1.0]] * 4
+        assert second.repeat(found["results"]) == results
+        async with second.evaluating():
+            await second.maybe_run(0)
+            await second.maybe_run(7)
+        await first.maybe_run(7)
+    assert again == results[1:], "version 0 is not evaluated again, and the gains since it are those of the whole run"
+    assert any(name.startswith("gain") for name in again[0].values)

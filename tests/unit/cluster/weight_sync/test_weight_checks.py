@@ -14,11 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mobula.cluster.roles import SamplingSettings
+from mobula.cluster.rollout.rollout_pool import HealthChecks, RolloutPool
 from mobula.cluster.runtime.network import LOOPBACK
 from mobula.cluster.weight_sync.digests import GOLDEN, NUM_COLUMNS, WORD_BYTES, digest
 from mobula.cluster.weight_sync.fresh_samples import FreshSamples
 from mobula.cluster.weight_sync.rendezvous import RendezvousStore, join_store
 from mobula.cluster.weight_sync.tolerance import MeasuredRounding, Rounding, Tolerance, num_copies
+from mobula.cluster.workers.restart_policy import RestartPolicy
 from mobula.configs.groups import groups, leaves, own_values
 from mobula.configs.load import load_config
 from mobula.deploy.wiring.parity_gate import tolerance_of
@@ -203,6 +205,21 @@ def test_engines_take_turns_and_sample_as_the_run_does_with_the_version() -> Non
 @pytest.mark.parametrize("version", [0, 5])
 def test_without_an_engine_there_is_none(version: int) -> None:
     assert FreshSamples(lambda version: [], PROBE, SETTINGS).begin(version, step({version - 1: 9})) is None
+
+
+async def test_steps_that_a_resume_repeats_before_the_first_push_wait_for_no_engine() -> None:
+    async def nothing(*args: object) -> None: ...
+
+    pool = RolloutPool(
+        nothing, 0, release=nothing, policy=RestartPolicy(1, 60.0, 0.0, 0.0), on_lost=lambda kind: None,
+        health=HealthChecks(interval_s=1, probe_interval_s=60, max_failures_in_a_row=3, no_worker_s=1),
+    )  # fmt: skip
+    pool.receivers = lambda: [Engine("a")]  # type: ignore[method-assign]
+    fresh = FreshSamples(pool.engines_of, PROBE, SETTINGS)
+    assert [fresh.begin(version, step({version - 1: 9})) for version in (3, 4)] == [None, None]
+    pool.announced(5)
+    assert fresh.begin(5, step({4: 9})) is not None
+    assert fresh.begin(4, step({3: 9})) is None, "restarted ranks repeat a step of weights that no engine has"
 
 
 @pytest.fixture

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from mobula.cluster.replay.journal import journal_identity
 from mobula.configs.load import load_config
 from mobula.configs.schema import RunConfig
 from mobula.deploy.planning.clusters import described_nodes
 from mobula.deploy.planning.fit import plan_memory
 from mobula.deploy.planning.workers import TRAINING
-from mobula.deploy.preflight.decisions import with_row_layout
+from mobula.deploy.preflight.decisions import with_absolute_paths, with_decisions, with_row_layout
 from mobula.learner.policies.shapes import shape_of
 from mobula.learner.policies.tiny import write_tiny
 
@@ -113,3 +114,48 @@ def test_memory_is_planned_for_the_rows_of_the_run(models: Path) -> None:
 
     assert activations("gemma3") == activations("gemma3", "learner.packing=false")
     assert activations("qwen3") < 0.5 * activations("qwen3", "learner.packing=false")
+
+
+def test_a_configuration_is_decided_once_and_stays_so(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    words = ["data=jsonl", "data.path=data", "data.cache_path=cache", "folder=runs", "rewards=math_answer"]
+    config = run_of(models, "gemma3", *words)
+    monkeypatch.chdir(tmp_path)
+    found = with_decisions(config)
+    assert found.learner.packing is False and config.learner.packing == "auto"
+    assert found.data.prompt_suffix == config.question_suffix != config.data.prompt_suffix == "auto"
+    assert (found.data.path, found.data.cache_path, found.folder) == tuple(
+        tmp_path / n for n in ("data", "cache", "runs")
+    )
+    num_lines = len(caplog.messages)
+    monkeypatch.chdir("/")
+    assert with_decisions(found) == found and len(caplog.messages) == num_lines
+    assert journal_identity(found) != journal_identity(config), "undecided, it is of another learner"
+
+
+def test_paths_are_those_of_the_folder_of_the_command_and_names_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("def reward(request):\n    return 0.0\n")
+    (tmp_path / "rows").mkdir()
+    component = "{name: mine, function: mine.py:reward, weight: 1.0, options: {}, service: reward}"
+    found = with_absolute_paths(
+        load_config(
+            [
+                "experiment=own",
+                "policy.model=org/name",
+                "data.path=rows",
+                f"rewards.components=[{component}]",
+                "rewards.accuracy_component=mine",
+                "algorithm.supervised.path=rows",
+                "algorithm.supervised.coef=0.1",
+            ]
+        )  # fmt: skip
+    )
+    assert (found.policy.model, found.data.path) == ("org/name", tmp_path / "rows")
+    assert found.rewards.components[0].function == f"{tmp_path}/mine.py:reward"
+    assert found.algorithm.supervised.path == str(tmp_path / "rows")
+    assert with_absolute_paths(load_config(["experiment=digits"])).policy.model.startswith(f"{tmp_path}/")

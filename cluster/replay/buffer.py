@@ -18,7 +18,7 @@ from typing import Any
 from mobula.cluster.errors import DeadlineError, JournalError, LostObjectError
 from mobula.cluster.records.arrow import RecordedGroup
 from mobula.cluster.records.trajectory import GroupOutcome, ScoredGroup
-from mobula.cluster.replay.journal import NO_SECONDS
+from mobula.cluster.replay.journal import NO_SECONDS, Seconds
 from mobula.cluster.replay.journal_writer import GroupJournal, NoJournal
 from mobula.cluster.roles import ReplayStats
 from mobula.cluster.tracing.spans import UNTRACED, RunTracer, Stage
@@ -156,9 +156,7 @@ class ReplayBuffer:
         self._changed.set()
         return [self._held[group_id].group for group_id in taken]
 
-    async def commit(
-        self, version: int, groups: Sequence[ScoredGroup], seconds: Mapping[str, float] = NO_SECONDS
-    ) -> None:
+    async def commit(self, version: int, groups: Sequence[ScoredGroup], seconds: Seconds = NO_SECONDS) -> None:
         """Records in the journal that these leased groups make `version`, in order. The step then survives a kill.
         `seconds` are the phases of the step so far.
 

@@ -39,7 +39,8 @@ from mobula.configs.schema import RunConfig
 _logger = logging.getLogger(__name__)
 
 SEGMENT_BYTES = 16 * 2**20
-NO_SECONDS: Mapping[str, float] = {}
+Seconds = Mapping[str, float]  # by phase of a step
+NO_SECONDS: Seconds = {}
 _NO_ROWS = record_batch([])
 _NOT_IDENTITY = {"tokens_per_microbatch", "max_concurrent_groups"}  # they change only speed and rounding
 
@@ -78,7 +79,7 @@ def trained(
     version: int,
     group_ids: Sequence[str],
     logprobs: Sequence[Sequence[np.ndarray] | None],
-    seconds: Mapping[str, float] = NO_SECONDS,
+    seconds: Seconds = NO_SECONDS,
 ) -> JournalRecord:
     """Records that these groups, in this order, make `version`; `logprobs`: reference log-probs per group, or None;
     `seconds`: phases of the step before its update."""
@@ -140,7 +141,7 @@ class TrainedStep:
     groups: tuple[FinishedGroup, ...]
     rows: pa.RecordBatch  # reference log-probs
     arrivals: tuple[Arrival, ...] = ()  # since the step before, in order
-    seconds: Mapping[str, float] = field(default_factory=dict)  # phases of the step before its update
+    seconds: Seconds = field(default_factory=dict)  # before the update
 
     @property
     def group_ids(self) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from mobula.cluster.errors import JournalError
 from mobula.cluster.records.arrow import RecordedGroup
 from mobula.cluster.records.trajectory import GroupOutcome, ScoredGroup
 from mobula.cluster.replay import journal as records
-from mobula.cluster.replay.journal import NO_SECONDS, Journal
+from mobula.cluster.replay.journal import NO_SECONDS, Journal, Seconds
 from mobula.cluster.replay.journal_segments import JournalRecord
 from mobula.cluster.runtime.concurrency import DaemonThread
 from mobula.cluster.runtime.object_store import fetch_at_hand, fetch_or_miss
@@ -33,9 +33,7 @@ class GroupJournal(Protocol):
 
     async def evaluated(self, version: int, evaluation: Mapping[str, Any]) -> None: ...
 
-    async def trained(
-        self, version: int, groups: Sequence[ScoredGroup], seconds: Mapping[str, float] = NO_SECONDS
-    ) -> None: ...
+    async def trained(self, version: int, groups: Sequence[ScoredGroup], seconds: Seconds = NO_SECONDS) -> None: ...
 
     async def resumed(self, version: int, group_ids: Sequence[str]) -> None: ...
 
@@ -59,9 +57,7 @@ class NoJournal:
 
     async def evaluated(self, version: int, evaluation: Mapping[str, Any]) -> None: ...
 
-    async def trained(
-        self, version: int, groups: Sequence[ScoredGroup], seconds: Mapping[str, float] = NO_SECONDS
-    ) -> None: ...
+    async def trained(self, version: int, groups: Sequence[ScoredGroup], seconds: Seconds = NO_SECONDS) -> None: ...
 
     async def resumed(self, version: int, group_ids: Sequence[str]) -> None: ...
 
@@ -119,9 +115,7 @@ class JournalWriter:
     async def evaluated(self, version: int, evaluation: Mapping[str, Any]) -> None:
         await self._append(_Draft(lambda: records.evaluated(version, evaluation)))
 
-    async def trained(
-        self, version: int, groups: Sequence[ScoredGroup], seconds: Mapping[str, float] = NO_SECONDS
-    ) -> None:
+    async def trained(self, version: int, groups: Sequence[ScoredGroup], seconds: Seconds = NO_SECONDS) -> None:
         group_ids = [group.summary.group_id for group in groups]
         references = [group.reference_logprobs for group in groups]
         what = "reference log-probs for the journal"

@@ -61,9 +61,9 @@ async def test_the_journal_leads_from_a_checkpoint_to_the_last_step_that_was_wri
     assert recovered(config(tmp_path, "learner.learning_rate=0.5"), 5).reached == 5, "its updates would be others"
 
 
-async def killed_during_the_evaluation(folder: Path, *words: str, has_evaluated: bool = False) -> RunConfig:
+async def killed_during_the_evaluation(folder: Path, interval: int = 5, has_evaluated: bool = False) -> RunConfig:
     """A run whose step 6 was written while version 5 was evaluated."""
-    run = config(folder, "evaluation.interval_steps=5", *words)
+    run = config(folder, f"evaluation.interval_steps={interval}")
     writer = build_journal_writer(run)
     group, outcome = make_scored("0/0/s0"), GroupOutcome("0/9/s9", (Reward(1.0),), 2, 6)
     await writer.finished(group)
@@ -86,7 +86,7 @@ async def test_a_step_that_was_trained_beside_an_evaluation_is_left_to_the_loop_
     whole = recovered(await killed_during_the_evaluation(tmp_path / "b", has_evaluated=True), 5)
     assert (whole.reached, whole.finished, list(whole.evaluations)) == (6, (), [5])
     assert (whole.steps[0].seconds, len(whole.steps[0].arrivals)) == ({"wait_for_rollouts": 2.5}, 2)
-    not_due = await killed_during_the_evaluation(tmp_path / "c", "evaluation.interval_steps=4")
+    not_due = await killed_during_the_evaluation(tmp_path / "c", interval=4)
     assert recovered(not_due, 5).reached == 6
 
 

@@ -459,6 +459,7 @@ def rewritten(path: Path, change: Any) -> None:
     """Changes the state and lists the new file, as another program would."""
     state = json.loads((path / "state.json").read_text())
     (path / "state.json").write_text(json.dumps(change(state)))
+    (path / "manifest.json").unlink()
     _write_manifest(path)
 
 
@@ -488,9 +489,8 @@ async def test_checkpoints_of_which_none_can_be_read_stop_the_start_and_stay(
         damage(setup.folder / f"step-{version:06d}")
     before = {path: path.read_bytes() for path in setup.folder.rglob("*") if path.is_file()}
     again = Setup(tmp_path, resume=resume)
-    message = (
-        "already holds step 4" if resume is Resume.NEVER else rf"none can be read \(.*step-000004: {fault}.*\): rest"
-    )
+    reasons = rf"none can be read \(.*step-000004: {fault}.*\), so nothing is overwritten: restore"
+    message = "already holds step 4" if resume is Resume.NEVER else reasons
     with pytest.raises(PreflightError, match=message):
         await again.checkpoints.resume()
     assert (again.calls, again.num_prepared) == ([], 0)

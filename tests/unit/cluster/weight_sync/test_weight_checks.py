@@ -211,7 +211,7 @@ async def test_steps_that_a_resume_repeats_before_the_first_push_wait_for_no_eng
     async def nothing(*args: object) -> None: ...
 
     pool = RolloutPool(
-        nothing, 0, release=nothing, policy=RestartPolicy(1, 60.0, 0.0, 0.0), on_lost=lambda kind: None,
+        nothing, 1, release=nothing, policy=RestartPolicy(1, 60.0, 0.0, 0.0), on_lost=lambda kind: None,
         health=HealthChecks(interval_s=1, probe_interval_s=60, max_failures_in_a_row=3, no_worker_s=1),
     )  # fmt: skip
     pool.receivers = lambda: [Engine("a")]  # type: ignore[method-assign]

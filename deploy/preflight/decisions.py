@@ -27,8 +27,9 @@ WRITTEN = ("folder", "data.path", "data.cache_path")  # paths that may not exist
 
 def with_decisions(config: RunConfig) -> RunConfig:
     """Returns the config with all decisions. Raises: ValueError: as `with_row_layout`."""
+    config = with_absolute_paths(config)
     data = config.data.model_copy(update={"prompt_suffix": config.question_suffix})
-    return with_row_layout(with_absolute_paths(config).model_copy(update={"data": data}))
+    return with_row_layout(config.model_copy(update={"data": data}))
 
 
 def with_absolute_paths(config: RunConfig) -> RunConfig:

@@ -25,6 +25,7 @@ from mobula.cluster.errors import MobulaError, PreflightError
 from mobula.cluster.metrics.report.run_folder import REPORT_FILE, RunFolder, read_run_folder
 from mobula.cluster.metrics.summary import Summary
 from mobula.cluster.rollout.evaluation import EvaluationResult
+from mobula.cluster.runtime.error_text import escaped
 from mobula.configs.load import dump_config, load_config
 from mobula.configs.schema import RunConfig
 from mobula.deploy.cli.errors import INTERRUPTED, USER_ERROR
@@ -141,7 +142,7 @@ def _run(command: str, config: RunConfig, words: Sequence[str]) -> None:
             assert process.stdout is not None, "it is a pipe"
             try:
                 for line in process.stdout:
-                    sys.stdout.write(line)
+                    sys.stdout.write(escaped(line))
                 code = process.wait()
             except KeyboardInterrupt:
                 process.terminate()

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 import time
+import traceback
 from collections.abc import Sequence
 from enum import StrEnum
 from importlib import metadata
@@ -19,6 +21,7 @@ from typing import Annotated
 import typer
 
 from mobula.cluster.errors import PreflightError
+from mobula.cluster.runtime.error_text import escaped
 from mobula.cluster.runtime.gc_tuning import collect_rarely
 from mobula.cluster.workers.status import MAX_WORKERS
 from mobula.configs.errors import ConfigError
@@ -99,7 +102,11 @@ def main() -> None:
     open_missing_streams()
     write_any_text()
     outlive_output("stderr")
-    app()
+    try:
+        app()
+    except Exception:  # a bug; its message may quote a run
+        sys.stderr.write(escaped(traceback.format_exc()))
+        raise SystemExit(FAILED) from None
 
 
 @app.command()

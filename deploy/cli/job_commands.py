@@ -14,6 +14,7 @@ import typer
 from rich.table import Table
 
 from mobula.cluster.errors import PreflightError
+from mobula.cluster.runtime.error_text import COLOUR, escaped
 from mobula.deploy.cli.errors import explained
 from mobula.deploy.host.terminal import terminal
 
@@ -138,7 +139,7 @@ def list_jobs(address: Address, auth: AuthOption = Auth.DISABLED) -> None:
 
 
 def _write(text: str) -> None:
-    sys.stdout.write(text)
+    sys.stdout.write(escaped(COLOUR.sub("", text).replace("\r", "\n")))
     sys.stdout.flush()
 
 

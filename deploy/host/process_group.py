@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import select
 import signal
 from collections.abc import Mapping, Sequence
@@ -11,9 +10,10 @@ from contextlib import suppress
 from pathlib import Path
 from subprocess import DEVNULL, STDOUT, Popen
 
+from mobula.cluster.runtime.error_text import COLOUR
+
 HEEDS_WITHIN_S = 10.0  # after SIGTERM; then SIGKILL
 TAIL_BYTES = 64 << 10
-ANSI_COLORS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 
 def run_logged(
@@ -51,7 +51,7 @@ def last_lines(log: Path, num: int) -> list[str]:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - TAIL_BYTES))
         text = file.read().decode(errors="replace")
-    shown = [ANSI_COLORS.sub("", line).rstrip().rpartition("\r")[2] for line in text.split("\n")]
+    shown = [COLOUR.sub("", line).rstrip().rpartition("\r")[2] for line in text.split("\n")]
     return [line for line in shown if line.strip()][-num:]
 
 

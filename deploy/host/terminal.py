@@ -1,4 +1,4 @@
-"""Consoles that print text of users, models and machines unchanged."""
+"""Consoles that print text of users, models and machines as text: without markup, emoji codes and escape sequences."""
 
 from __future__ import annotations
 
@@ -7,18 +7,36 @@ import logging
 import os
 import sys
 import threading
+from collections.abc import Iterable
 from contextlib import suppress
 from functools import partial
 from typing import Any, TextIO
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+
+from mobula.cluster.runtime.error_text import escaped
 
 _logger = logging.getLogger(__name__)
 
 
+class PlainConsole(Console):
+    """Every command prints through it. Text cannot style or link itself, and its control characters are escaped: a
+    response, a name or a record of a foreign run cannot write to the clipboard, the title or other lines.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(markup=False, emoji=False, **options)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        # The text of every renderable passes here, before Rich adds its own escape sequences. Controls are Rich's own.
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(escaped(segment.text), segment.style)
+
+
 def terminal(*, stderr: bool = False, soft_wrap: bool = False) -> Console:
-    """Returns a console without emoji codes; `soft_wrap` keeps long lines whole for other programs."""
-    return Console(stderr=stderr, soft_wrap=soft_wrap, emoji=False)
+    """Returns a console for text of any origin; `soft_wrap` keeps long lines whole for other programs."""
+    return PlainConsole(stderr=stderr, soft_wrap=soft_wrap)
 
 
 def open_missing_streams() -> None:

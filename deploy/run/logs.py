@@ -7,7 +7,6 @@ traceback, is in `run.log` alone.
 from __future__ import annotations
 
 import logging
-import re
 import sys
 import threading
 import time
@@ -17,11 +16,11 @@ from pathlib import Path
 
 from rich.console import Console
 
+from mobula.cluster.runtime.error_text import COLOUR, escaped
 from mobula.cluster.workers import faults
 from mobula.cluster.workers.status import Progress
 
 LOG_FILE = "run.log"
-ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 OURS = "mobula"
 NUM_KEPT = 10_000  # lines from before there is a run folder
 NEVER = logging.CRITICAL + 1
@@ -30,10 +29,10 @@ _logger = logging.getLogger(__name__)
 
 
 class PlainFormatter(logging.Formatter):
-    """Strips the colours from errors of libraries."""
+    """Strips the colours from errors of libraries, and escapes other control characters."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return ANSI.sub("", super().format(record))
+        return escaped(COLOUR.sub("", super().format(record)))
 
 
 class RunLogHandler(logging.FileHandler):
@@ -64,7 +63,7 @@ class ConsoleHandler(logging.Handler):
             line = line.partition("\n")[0]
         if record.exc_info and (error := record.exc_info[1]) is not None:
             line += f" ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
-        line = ANSI.sub("", line)
+        line = COLOUR.sub("", line)
         form = "%H:%M:%S" if self._console.is_terminal else "%Y-%m-%d %H:%M:%S"
         now = time.strftime(form, time.localtime(record.created))
         parts = [line] if self._console.is_terminal else line.splitlines() or [""]

@@ -115,7 +115,7 @@ def _progress(source: Source, console: Console, is_quiet: bool) -> Iterator[Call
         return
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, refresh_per_second=PROGRESS_PER_S, transient=True) as progress:
         task = progress.add_task(f"scoring {source.path.name}", total=source.size)
         yield lambda size: progress.advance(task, size)

@@ -69,7 +69,7 @@ def _bar(console: Console) -> Progress:
         TextColumn("step"),
         MofNCompleteColumn(),
         BarColumn(bar_width=24),
-        TextColumn("{task.fields[numbers]}"),
+        TextColumn("{task.fields[numbers]}", markup=False),
         TimeRemainingColumn(compact=True),
         console=console,
     )

@@ -256,13 +256,12 @@ class Learner:
     def leave_transfer(self, epoch: int) -> None:
         self.weights.leave_transfer(epoch)
 
-    def send_weights(self, bucket_bytes: int, epoch: int, step: VersionStep | None = None) -> PushedChanges | None:
-        """Sends the weights to a transfer group; with `step` their changes, and returns this rank's part of them."""
+    def send_weights(self, bucket_bytes: int, epoch: int, step: VersionStep | None = None) -> PushedChanges:
+        """Sends the weights to a transfer group; with `step` their changes. Returns this rank's part of them."""
         with self._slow.in_place():
             if step is not None:
                 return self.weights.send_changes(bucket_bytes, epoch, step)
-            self.weights.send(bucket_bytes, epoch)
-            return None
+            return self.weights.send(bucket_bytes, epoch)
 
     def export_weights(self, bucket_bytes: int) -> tuple[int, list[np.ndarray]]:
         """Returns the version and the packed buckets, for engines without a transfer group. Buckets of other ranks are

@@ -299,7 +299,8 @@ class LearnerGroup(RankGroup):
     ) -> PushedChanges | None:
         calls = [w.send_weights.remote(bucket_bytes, epoch, step) for w in self._workers]
         sent = await self._each(calls, self._timeouts.update_s, "to send its weights")
-        return None if step is None else PushedChanges.total(sent)
+        parts = [part for part in sent if part is not None]
+        return PushedChanges.total(parts) if parts else None
 
     async def export_weights(self, bucket_bytes: int) -> tuple[int, Sequence[Any]]:
         """Returns the version and a reference to each packed bucket.

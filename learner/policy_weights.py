@@ -8,6 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from mobula.cluster.weight_sync.changes import words_of
+from mobula.cluster.weight_sync.digests import digest, weights_checksum
 from mobula.cluster.weight_sync.manifest import Manifest, TensorSpec
 from mobula.configs.schema import RunConfig
 from mobula.learner.backends import saved_weights
@@ -58,7 +60,11 @@ class PolicyWeights:
 
     def merged(self, backend: Backend) -> Named:
         """Yields (checkpoint name, whole tensor) of every weight, adapters merged; tied weights once."""
-        for name, tensor in self.plain_state(backend):
+        yield from self.named(self.plain_state(backend))
+
+    def named(self, state: Named) -> Named:
+        """Yields (checkpoint name, tensor as stored) of the weights of a state dict without adapters."""
+        for name, tensor in state:
             if name in self._names:
                 yield self._names[name], as_stored(self._model, self._names[name], tensor)
 
@@ -74,9 +80,14 @@ class PolicyWeights:
 
     def adapters(self, backend: Backend) -> Named:
         """Yields (checkpoint name, whole tensor) of every adapter factor."""
-        for name, tensor in backend.full_state(is_factor):
-            module, factor = split_factor(name)
-            yield f"{_module(self._names[f'{module}.{WEIGHT}'])}.{factor}", tensor.detach()
+        yield from self.named_factors(backend.full_state(is_factor))
+
+    def named_factors(self, state: Named) -> Named:
+        """Yields (name in a push, tensor) of the adapter factors in a state dict."""
+        for name, tensor in state:
+            if is_factor(name):
+                module, factor = split_factor(name)
+                yield f"{_module(self._names[f'{module}.{WEIGHT}'])}.{factor}", tensor.detach()
 
     def plain_state(self, backend: Backend) -> Named:
         """Yields (state-dict name, whole tensor) of the model with adapters merged and removed."""
@@ -109,6 +120,25 @@ def export_state(config: RunConfig, state: Path, folder: Path, *, merge: bool, a
     else:
         tensors = _plain(saved, stored, config.policy.lora.scale)
         save_trained(model, config, folder, weights.described, tensors, dtype)
+
+
+def saved_checksum(config: RunConfig, state: Path) -> str:
+    """Returns the checksum of the tensors that a push of a saved `state` sends, as `Push.checksum`.
+
+    Raises:
+        CheckpointError: as `export_state`.
+    """
+    model, stored = unread_trained_model(config)
+    weights = PolicyWeights(model, config)
+    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    specs = {spec.name: spec for spec in weights.manifest.tensors}
+    saved = _saved(config, state, shapes, average=False)
+    if weights.manifest.payload == "adapters":
+        named = weights.named_factors(saved)
+    else:
+        named = weights.named(_plain(saved, stored, config.policy.lora.scale))
+    digests = ((specs[n], int(digest(words_of(t, specs[n]).view(torch.uint8)))) for n, t in named if n in specs)
+    return f"{weights_checksum(digests):032x}"
 
 
 def _saved(config: RunConfig, state: Path, shapes: Mapping[str, torch.Size], *, average: bool) -> Named:

@@ -20,8 +20,8 @@ from mobula.cluster.weight_sync.changes import (
     offsets,
     words_of,
 )
-from mobula.cluster.weight_sync.digests import digest
-from mobula.cluster.weight_sync.manifest import Bucket, Manifest
+from mobula.cluster.weight_sync.digests import digest, weights_checksum
+from mobula.cluster.weight_sync.manifest import Bucket, Manifest, TensorSpec
 from mobula.cluster.weight_sync.rendezvous import RendezvousStore
 from mobula.cluster.weight_sync.transport import (
     DIGESTS,
@@ -103,23 +103,29 @@ class WeightPublisher:
             self._groups.pop(epoch).close()
         self._stores.pop(epoch, None)
 
-    def send(self, bucket_bytes: int, epoch: int) -> None:
+    def send(self, bucket_bytes: int, epoch: int) -> PushedChanges:
         """Broadcasts this rank's buckets to transfer group `epoch`, then their digests, int64 [number of buckets].
-        Called on every rank.
+        Called on every rank; returns what this rank sent.
 
         Raises:
             WeightSyncError: on a sender: a member failed or the group is closed. The other members fail as well.
         """
+        buckets = list(self.manifest.buckets(bucket_bytes))
         digests: list[torch.Tensor] = []
+        sent: list[tuple[TensorSpec, torch.Tensor]] = []
 
         def send_bucket(index: int, packed: torch.Tensor) -> WeightSyncError | None:
             digests.append(digest(packed))
+            sent.extend(_tensor_digests(buckets[index], packed, digests[-1]))
             return self._broadcast(epoch, packed, f"weight bucket {index} ({packed.numel()} bytes)")
 
         self._send_rounds(bucket_bytes, send_bucket)
         # Last: receivers compare after loading all tensors, which detects memory that was reused too early.
         if digests and (failure := self._broadcast(epoch, torch.stack(digests), DIGESTS)) is not None:
             raise failure
+        values = torch.stack([value for _, value in sent]).tolist() if sent else []
+        checksum = weights_checksum((spec, value) for (spec, _), value in zip(sent, values, strict=True))
+        return PushedChanges(sum(spec.num_bytes for spec, _ in sent), None, checksum)
 
     def send_changes(self, bucket_bytes: int, epoch: int, step: VersionStep) -> PushedChanges:
         """Broadcasts the changes of this rank's buckets since `step.base_version`: of each bucket the headers, int64
@@ -147,7 +153,9 @@ class WeightPublisher:
                 for start, item in zip(starts, messages, strict=False):
                     body[start : start + item.data.numel()] = item.data
                 failure = self._broadcast(epoch, body, f"the changes of weight bucket {index} ({starts[-1]} bytes)")
-            sent.append(PushedChanges(8 * HEADER * len(headers) + starts[-1], sum(m.num_changed for m in messages)))
+            digests = ((slot.spec, item.header[-1]) for slot, item in zip(buckets[index].slots, messages, strict=True))
+            num_bytes, num_changed = 8 * HEADER * len(headers) + starts[-1], sum(m.num_changed for m in messages)
+            sent.append(PushedChanges(num_bytes, num_changed, weights_checksum(digests)))
             return failure
 
         if step.is_last:
@@ -235,3 +243,13 @@ class WeightPublisher:
         if self._staging.numel() < num_bytes:
             self._staging = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
         return self._staging
+
+
+def _tensor_digests(
+    bucket: Bucket, packed: torch.Tensor, whole: torch.Tensor
+) -> Iterator[tuple[TensorSpec, torch.Tensor]]:
+    """Yields the digest of each tensor of a packed bucket; the digest of the bucket is that of its only tensor. Gaps
+    between tensors have no defined bytes."""
+    for slot in bucket.slots:
+        end = slot.offset + slot.spec.num_bytes
+        yield slot.spec, whole if len(bucket.slots) == 1 else digest(packed[slot.offset : end])

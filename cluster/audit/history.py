@@ -1,18 +1,43 @@
-"""History: what the records of a chain say about a run, replayed in order."""
+"""History: the records of a chain, replayed in order, and its statements: staleness of tokens, groups trained once, the
+fate of each prompt, verified pushes, and the comparison with another run."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
-from mobula.cluster.audit.chain import AUDIT_FILE, AuditKind, AuditRecord
-from mobula.cluster.audit.order import AuditFinding
-from mobula.cluster.audit.prompts import PromptLedger
+from mobula.cluster.audit.chain import AUDIT_FILE, AuditFinding, AuditKind, AuditRecord, ChainFile
+from mobula.cluster.audit.files import is_growing, is_segment
+from mobula.cluster.workers.faults import Fault
 
 MAX_NAMED = 5  # groups in one message
 UNKNOWN_BOUNDS: Mapping[str, Any] = {"max_staleness": None, "stragglers": "wait"}
+SETTLED = "settled by the journal"  # reason of prompts rejected after the newest record of a killed part
+# `newer`: the engine joined during the push, or got a later version, each through a load that checks every byte.
+VERIFIED = ("checksum", "checksum+canary", "newer")
+POLICY = "policy/"  # the trained policy in the run folder
+BODIES: Mapping[str, Mapping[str, Any]] = {  # what the replay reads of a record: key -> type
+    AuditKind.STARTED: {"code": dict, "bounds": dict, "found": dict, "metrics": dict, "config_sha256": str},
+    AuditKind.RESUMED: {"version": int, "manifest": str},
+    AuditKind.RECOVERED: {"version": int},
+    AuditKind.CHECKPOINT: {"version": int, "manifest": str},
+    AuditKind.TRAINED: {"version": int, "source": str, "groups": list},
+    AuditKind.REPEATED: {"version": int, "groups": list},
+    AuditKind.RESTORED: {"version": int},
+    AuditKind.REGENERATED: {"group": list, "source": str},
+    AuditKind.PUSHED: {"version": int, "manifest": str, "receivers": dict},
+    AuditKind.ADMITTED: {"version": int, "engine": str},
+    AuditKind.LOST: {"worker": str, "at_s": int | float},
+    AuditKind.METRICS: {"version": int, "of": str, "sha256": str},
+    AuditKind.WRITTEN: {"file": str, "num_bytes": int, "sha256": str},
+    AuditKind.LOGGED: {"version": int, "file": str, "num_bytes": int, "sha256": str},
+    AuditKind.GUARDED: {"version": int, "action": str, "text": str},
+    AuditKind.ROLLED_BACK: {"version": int, "restored": int, "text": str},
+    AuditKind.ENDED: {"status": str, "files": dict},
+}
 
 
 @dataclass
@@ -20,15 +45,26 @@ class Part:
     """One process's part of a run, from its start to its end or kill."""
 
     started: AuditRecord | None  # None: its first record is missing or damaged
+    label: str = ""  # run, version, commit and seed
+    is_accepted: bool = False  # `config.yaml` is that of this part
     resumed_from: int | None = None  # version of the checkpoint; None for a new run
     recovered_to: int | None = None  # after the steps of the journal
     status: str | None = None  # None: it was killed, or goes on
     losses: list[Mapping[str, Any]] = field(default_factory=list)
     num_restored: int = 0  # restarts of the learner ranks
+    bounds: Mapping[str, Any] = field(default_factory=lambda: UNKNOWN_BOUNDS)
 
-    @property
-    def bounds(self) -> Mapping[str, Any]:
-        return UNKNOWN_BOUNDS if self.started is None else self.started.body["bounds"]
+
+@dataclass(frozen=True)
+class Cover:
+    """The newest digest that the chain has of a file: of the whole, or of the first bytes of one that grows."""
+
+    record: AuditRecord
+    num_bytes: int
+    sha256: str
+    is_whole: bool
+    instead: Cover | None = None  # the content if the process was killed between this record and its file
+    earlier: Cover | None = None  # of fewer bytes, from an earlier part
 
 
 @dataclass
@@ -83,6 +119,8 @@ class History:
         self.rollbacks: dict[int, AuditRecord] = {}  # by the version whose weights they replaced
         self._void_rollbacks: dict[int, AuditRecord] = {}
         self.metrics: list[AuditRecord] = []  # of the newest part
+        self.covers: dict[str, Cover] = {}  # file of the run folder -> its newest digest
+        self.may_drop_segments = False  # segments of the journal may have been removed since their digests
         self.logged: dict[int, AuditRecord] = {}
         self.ended: AuditRecord | None = None  # if it is the newest record
         self.findings: list[AuditFinding] = []
@@ -97,8 +135,9 @@ class History:
             AuditKind.REGENERATED: self._regenerated,
             AuditKind.PUSHED: self._pushed,
             AuditKind.ADMITTED: self._admitted,
-            AuditKind.LOST: lambda record: self.parts[-1].losses.append(record.body),
-            AuditKind.METRICS: lambda record: self.metrics.append(record),
+            AuditKind.LOST: self._lost,
+            AuditKind.METRICS: self._metrics,
+            AuditKind.WRITTEN: self._written,
             AuditKind.LOGGED: self._logged,
             AuditKind.GUARDED: self._guarded,
             AuditKind.ROLLED_BACK: self._rolled_back,
@@ -118,25 +157,47 @@ class History:
             self._find(f"{record.name} stands before the start of the run")
         try:
             if record.kind in self._handlers:
+                _check_body(record)
                 self._handlers[record.kind](record)
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             self._find(f"{record.name} is not as this version writes it ({type(error).__name__}: {error})")
 
     def _find(self, message: str) -> None:
         self.findings.append(AuditFinding(AUDIT_FILE, message))
 
     def _started(self, record: AuditRecord) -> None:
-        self.parts.append(Part(record))
+        self.parts.append(Part(None))  # stays if the record is not as expected
         self.prompts.begin_part()
         self.metrics = []
-        head = record.body["found"]["head"]
-        if head is not None:
-            num = record.body["found"]["num_records"]
-            self._find(f"when {record.name} was written, the chain had {num} records and audit.head said {head}")
+        body, found = record.body, record.body["found"]
+        code, bounds = body["code"], {key: body["bounds"][key] for key in UNKNOWN_BOUNDS}
+        if bounds["max_staleness"] is not None:
+            _integers(bounds["max_staleness"])
+        _integers(found["torn_bytes"], found["num_records"], body["metrics"]["num_lines"])
+        label = f"run {body['run']}, mobula {code['version']} {code['commit'][:12]}, seed {body['seed']}"
+        self._continue_covers(_covers(record, body.get("files", {})))
+        self.parts[-1] = Part(record, label, bounds=bounds)
+        if found["head"] is not None:
+            num = found["num_records"]
+            self._find(
+                f"when {record.name} was written, the chain had {num} records and audit.head said {found['head']}"
+            )
+
+    def _continue_covers(self, found: dict[str, Cover]) -> None:
+        """Compares the files that a new part found with the digests of earlier parts, and goes on from them."""
+        for name, cover in found.items():
+            known = self.covers.get(name)
+            if known is not None and cover.is_whole and cover.sha256 not in _digests(known):
+                self._find(f"when {cover.record.name} was written, {name} was not as {known.record.name} has it")
+            elif known is not None and not known.is_whole:
+                found[name] = replace(cover, earlier=known)
+        self.covers = {name: cover for name, cover in self.covers.items() if not cover.is_whole} | found
+        self.may_drop_segments = True
 
     def _resumed(self, record: AuditRecord) -> None:
         version = record.body["version"]
         self.parts[-1].resumed_from = version
+        self.parts[-1].is_accepted = self.may_drop_segments = True
         self._leave(version)
         known = self.checkpoints.get(version)
         if known is not None and known.record.body["manifest"] != record.body["manifest"]:
@@ -152,12 +213,15 @@ class History:
         version = record.body["version"]
         if version == 0:
             self._leave(0)  # a new run, where an earlier one was killed before its first checkpoint
+        self.parts[-1].is_accepted = self.may_drop_segments = True
         self.checkpoints[version] = SavedCheckpoint(record, len(self.parts) - 1)
 
     def _trained(self, record: AuditRecord) -> None:
         version, part = record.body["version"], self.parts[-1]
-        groups = {group_id: digest for group_id, digest, _ in record.body["groups"]}
-        tokens = {i: {int(v): num for v, num in counts.items()} for i, _, counts in record.body["groups"]}
+        groups = _groups(record)
+        tokens = {str(i): {int(v): num for v, num in counts.items()} for i, _, counts in record.body["groups"]}
+        _integers(*(num for counts in tokens.values() for pair in counts.items() for num in pair))
+        self._cover_journal(_covers(record, record.body.get("journal", {})))
         if version in self.steps:
             self._find(f"{record.name} trains a version that {self.steps[version].record.name} had made")
         if version - 1 not in self.steps and version != 1:
@@ -173,8 +237,7 @@ class History:
         self.steps[version] = AuditedStep(record, groups, tokens, len(self.parts) - 1, part.bounds)
 
     def _repeated(self, record: AuditRecord) -> None:
-        step = self.steps.get(record.body["version"])
-        groups = {group_id: digest for group_id, digest, _ in record.body["groups"]}
+        step, groups = self.steps.get(record.body["version"]), _groups(record)
         if step is None:
             self._find(f"{record.name} repeats a step that was never trained")
         elif step.groups != groups:
@@ -187,9 +250,33 @@ class History:
         self.parts[-1].num_restored += 1
 
     def _regenerated(self, record: AuditRecord) -> None:
-        self.regenerated[record.body["group"][0]] = record.body["source"]
+        self.regenerated[str(record.body["group"][0])] = record.body["source"]
+
+    def _lost(self, record: AuditRecord) -> None:
+        Fault(**record.body)
+        self.parts[-1].losses.append(record.body)
+
+    def _metrics(self, record: AuditRecord) -> None:
+        self.metrics.append(record)
+        for name, cover in self.covers.items():
+            self.covers[name] = replace(cover, instead=None)  # a step's record follows the files of the step
+
+    def _written(self, record: AuditRecord) -> None:
+        name, known = record.body["file"], self.covers.get(record.body["file"])
+        cover = Cover(record, record.body["num_bytes"], record.body["sha256"], is_whole=True)
+        self.covers[name] = replace(cover, instead=None if known is None else replace(known, instead=None))
+
+    def _cover_journal(self, found: Mapping[str, Cover]) -> None:
+        for name, cover in found.items():
+            self.covers[name] = replace(cover, earlier=self.covers[name].earlier if name in self.covers else None)
+        if found:
+            self.may_drop_segments = False
+            for name in [name for name, cover in self.covers.items() if name < min(found) and is_segment(name)]:
+                del self.covers[name]  # covered by a checkpoint, and removed
 
     def _pushed(self, record: AuditRecord) -> None:
+        if not all(isinstance(how, str) for how in record.body["receivers"].values()):
+            raise TypeError("a receiver has no text")
         self.pushes.append(record)
         self.served.add(record.body["version"])
         for engine, how in record.body["receivers"].items():
@@ -212,6 +299,11 @@ class History:
             self._find(f"{record.name} loaded version {restored}, of which no record has a checkpoint before it")
 
     def _end(self, record: AuditRecord) -> None:
+        covers = _covers(record, record.body["files"])
+        self.covers = {
+            name: replace(cover, earlier=known.earlier) if (known := self.covers.get(name)) else cover
+            for name, cover in covers.items()
+        }
         self.parts[-1].status = record.body["status"]
         self.ended = record
         self._add_prompts(record)
@@ -244,7 +336,246 @@ class History:
         return Descent(made, tuple(reversed(steps)))
 
 
+def _check_body(record: AuditRecord) -> None:
+    """
+    Raises:
+        KeyError, TypeError, ValueError: a chain of another program; the rest of the audit relies on these types.
+    """
+    for name, kind in BODIES[record.kind].items():
+        if not isinstance(record.body[name], kind):
+            raise TypeError(f"{name} is {type(record.body[name]).__name__}")
+        if kind is int:
+            _integers(record.body[name])
+
+
+def _integers(*values: Any) -> None:
+    """Raises: ValueError: a value is no whole number from 0 on."""
+    wrong = [value for value in values if type(value) is not int or value < 0]
+    if wrong:
+        raise ValueError(f"{wrong[0]!r} is no number here")
+
+
+def _groups(record: AuditRecord) -> dict[str, str]:
+    return {str(group_id): str(digest) for group_id, digest, _ in record.body["groups"]}
+
+
+def _covers(record: AuditRecord, files: Mapping[str, Any]) -> dict[str, Cover]:
+    covers = {}
+    for name, (num_bytes, sha256) in files.items():
+        _integers(num_bytes)
+        is_whole = not is_growing(name) and (record.kind == AuditKind.ENDED or not is_segment(name))
+        covers[name] = Cover(record, num_bytes, str(sha256), is_whole)
+    return covers
+
+
+def _digests(cover: Cover) -> list[str]:
+    return [cover.sha256, *([cover.instead.sha256] if cover.instead else [])]
+
+
+def replayed(chain: ChainFile) -> History:
+    """Replays the undamaged records of a chain."""
+    history = History()
+    for record in chain.records:
+        history.add(record)
+    return history
+
+
 def named(names: list[str]) -> str:
     """Returns the first names, and the number of the others."""
     more = len(names) - MAX_NAMED
     return ", ".join(names[:MAX_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+@dataclass(frozen=True)
+class PromptAccount:
+    """Each prompt that was handed out is in one of the four lists."""
+
+    trained: tuple[str, ...]
+    rejected: tuple[tuple[str, str], ...]  # id, reason
+    open: tuple[str, ...]  # known to the newest part: in flight, or in the buffer
+    lost: tuple[str, ...]  # handed out by an earlier part, and not known to the newest one
+
+    @property
+    def num(self) -> int:
+        return len(self.trained) + len(self.rejected) + len(self.open) + len(self.lost)
+
+
+class PromptLedger:
+    """Replays hand-outs and rejections. The trained groups are those of the steps of a `History`."""
+
+    def __init__(self) -> None:
+        self._part_of: dict[str, int] = {}  # prompt -> newest part that handed it out or continued it
+        self._rejected: dict[str, str] = {}
+        self._part = 0
+
+    def begin_part(self) -> None:
+        self._part += 1
+
+    def add(self, handed_out: Iterable[str], rejected: Iterable[Sequence[str]]) -> None:
+        """Applies the prompts of one record: hand-outs come before rejections."""
+        for prompt_id in handed_out:
+            self._hand_out(str(prompt_id))
+        for prompt_id, reason in rejected:
+            self._rejected[str(prompt_id)] = str(reason)
+
+    def continued(self, pending: Iterable[str], settled: Iterable[str]) -> None:
+        """Applies the prompts that a resumed run knows."""
+        for prompt_id in pending:
+            self._hand_out(prompt_id)
+        for prompt_id in settled:
+            # Prompts of repeated steps are settled, too: the account counts them as trained.
+            self._part_of.setdefault(prompt_id, self._part)
+            self._rejected.setdefault(prompt_id, SETTLED)
+
+    def account(self, trained: Iterable[str]) -> PromptAccount:
+        """Returns the account of the run; `trained` are the groups of its line of versions."""
+        known = set(trained)
+        others = {prompt_id: part for prompt_id, part in self._part_of.items() if prompt_id not in known}
+        left = {prompt_id: part for prompt_id, part in others.items() if prompt_id not in self._rejected}
+        return PromptAccount(
+            trained=tuple(prompt_id for prompt_id in self._part_of if prompt_id in known),
+            rejected=tuple((i, self._rejected[i]) for i in others if i in self._rejected),
+            open=tuple(prompt_id for prompt_id, part in left.items() if part == self._part),
+            lost=tuple(prompt_id for prompt_id, part in left.items() if part < self._part),
+        )
+
+    def unknown(self, trained: Iterable[str]) -> list[str]:
+        """Returns the trained and rejected prompts that no record handed out; none if the run records no hand-out."""
+        if not self._part_of:
+            return []
+        return [prompt_id for prompt_id in (*trained, *self._rejected) if prompt_id not in self._part_of]
+
+    def _hand_out(self, prompt_id: str) -> None:
+        self._part_of[prompt_id] = self._part
+        self._rejected.pop(prompt_id, None)  # a resume from an older checkpoint voids the rejection
+
+
+@dataclass(frozen=True)
+class Staleness:
+    """Lag of trained tokens: the version that their step trains from, less the version that sampled them."""
+
+    tokens_by_lag: Mapping[int, int]
+    max_allowed: int | None  # the largest algorithm.max_staleness of all parts; None if it is not known
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.tokens_by_lag.values())
+
+    @property
+    def mean(self) -> float:
+        return sum(lag * num for lag, num in self.tokens_by_lag.items()) / max(1, self.num_tokens)
+
+    @property
+    def max(self) -> int:
+        return max(self.tokens_by_lag, default=0)
+
+
+def staleness_of(history: History) -> Staleness:
+    lags: Counter[int] = Counter()
+    for version, step in history.steps.items():
+        for tokens in step.tokens.values():
+            lags.update({version - 1 - sampled: num for sampled, num in tokens.items()})
+    bounds = [step.bounds["max_staleness"] for step in history.steps.values()]
+    allowed = None if None in bounds else max(bounds, default=0)
+    return Staleness(dict(sorted((lag, num) for lag, num in lags.items() if num)), allowed)
+
+
+def check_staleness(history: History) -> Iterator[AuditFinding]:
+    """Yields tokens over the bound, of a version after the step's, or of a version that no engine had received."""
+    newest = max(history.served, default=0)
+    for version, step in history.steps.items():
+        for group_id, tokens in step.tokens.items():
+            for sampled in (sampled for sampled, num in tokens.items() if num):
+                problem = _problem_of(version - 1 - sampled, step)
+                if not problem and history.pushes and sampled < newest and sampled not in history.served:
+                    problem = f"of version {sampled}, which was never pushed"
+                if problem:
+                    yield AuditFinding(AUDIT_FILE, f"{step.record.name}: group {group_id} has tokens {problem}")
+
+
+def _problem_of(lag: int, step: AuditedStep) -> str:
+    if lag < 0:
+        return f"of version {step.record.body['version'] - 1 - lag}, which did not exist yet"
+    limit = step.bounds["max_staleness"]
+    if limit is not None and lag > limit and step.bounds["stragglers"] == "wait":
+        return f"that are {lag} versions old, and algorithm.max_staleness is {limit}"
+    return ""
+
+
+def check_groups(history: History) -> Iterator[AuditFinding]:
+    """Yields groups that stand in two steps of the run's line of versions."""
+    steps_of: dict[str, list[int]] = defaultdict(list)
+    for version, step in history.steps.items():
+        for group_id in step.groups:
+            steps_of[group_id].append(version)
+        if len(step.groups) < len(step.record.body["groups"]):
+            yield AuditFinding(AUDIT_FILE, f"{step.record.name} has a group twice")
+    twice = {group_id: versions for group_id, versions in steps_of.items() if len(versions) > 1}
+    for group_id, versions in twice.items():
+        made = " and ".join(map(str, versions))
+        yield AuditFinding(AUDIT_FILE, f"group {group_id} was trained {len(versions)} times, for versions {made}")
+    gaps = [f"{low + 1} to {high - 1}" for low, high in pairwise([0, *sorted(history.steps)]) if low + 1 < high]
+    if gaps:
+        yield AuditFinding(AUDIT_FILE, f"versions {named(gaps)} have no record of their step")
+
+
+def account_of(history: History) -> PromptAccount:
+    """Returns what became of each prompt that was handed out."""
+    return history.prompts.account(group_id for step in history.steps.values() for group_id in step.groups)
+
+
+def check_prompts(history: History) -> Iterator[AuditFinding]:
+    """Yields trained and rejected prompts that were never handed out."""
+    unknown = history.prompts.unknown(group_id for step in history.steps.values() for group_id in step.groups)
+    if unknown:
+        yield AuditFinding(AUDIT_FILE, f"prompts {named(unknown)} were trained or rejected, and never handed out")
+
+
+def check_pushes(history: History) -> Iterator[AuditFinding]:
+    """Yields pushes that an engine took without a check of its bytes."""
+    for record in history.pushes:
+        engines = [engine for engine, how in record.body["receivers"].items() if how not in VERIFIED]
+        if engines:
+            where = named(engines)
+            yield AuditFinding(AUDIT_FILE, f"{record.name} was verified neither by checksum nor by canary at {where}")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two runs side by side; equal digests mean equal bits."""
+
+    equal_to: int  # the newest version up to which all steps have equal groups
+    num_shared: int  # steps that both runs have
+    first_difference: str  # the first group that differs in content, order or presence; empty if there is none
+    has_equal_policy: bool | None  # None: a run has not ended, or wrote no policy
+
+
+def compare(ours: History, theirs: History) -> Comparison:
+    shared = sorted(ours.steps.keys() & theirs.steps.keys())
+    equal_to = 0
+    for version in shared:
+        difference = _difference(ours.steps[version], theirs.steps[version])
+        if difference:
+            return Comparison(equal_to, len(shared), difference, _has_equal_policy(ours, theirs))
+        equal_to = version
+    return Comparison(equal_to, len(shared), "", _has_equal_policy(ours, theirs))
+
+
+def _difference(ours: AuditedStep, theirs: AuditedStep) -> str:
+    for (group, digest), (other, other_digest) in zip(ours.groups.items(), theirs.groups.items(), strict=False):
+        if group != other:
+            return f"{group} in place of {other}"
+        if digest != other_digest:
+            return f"{group}, with other content"
+    return "" if len(ours.groups) == len(theirs.groups) else "the number of groups"
+
+
+def _has_equal_policy(ours: History, theirs: History) -> bool | None:
+    if ours.ended is None or theirs.ended is None:
+        return None
+    files = [
+        {name: value for name, value in history.ended.body["files"].items() if name.startswith(POLICY)}
+        for history in (ours, theirs)
+        if history.ended is not None
+    ]
+    return files[0] == files[1] if files[0] and files[1] else None

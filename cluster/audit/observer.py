@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from mobula.cluster.audit.chain import AuditKind
-from mobula.cluster.audit.files import digests_below, file_sha256, text_sha256
+from mobula.cluster.audit.files import JournalDigests, digests_below, file_sha256, text_sha256
 from mobula.cluster.audit.writer import NoRecorder, Recorder
+from mobula.cluster.metrics.files import write_atomically
 from mobula.cluster.metrics.guard_events import GuardEvent
-from mobula.cluster.metrics.report.run_folder import METRICS_FILE
+from mobula.cluster.metrics.report.run_folder import METRICS_FILE, SAMPLES_FILE
 from mobula.cluster.metrics.step_records import EvaluationRecord, MetricsRecord, StepRecord, record_version, to_line
 from mobula.cluster.records.trajectory import Reward, ScoredGroup
 from mobula.cluster.recovery.checkpoints import MANIFEST_FILE, Recovery, checkpoint_folder, versions_in
@@ -51,6 +52,7 @@ class RunAudit:
         self._handed_out: list[str] = []
         self._continued: dict[str, list[str]] = {}
         self._is_recovering = False
+        self._journal = JournalDigests(run_folder)
 
     @property
     def is_on(self) -> bool:
@@ -64,8 +66,32 @@ class RunAudit:
         metrics = self._run_folder / METRICS_FILE
         content = metrics.read_bytes() if metrics.is_file() else b""
         kept = {"num_lines": content.count(b"\n"), "sha256": hashlib.sha256(content).hexdigest()}
+        files = self._journal.now() if self.is_on else {}
+        if self.is_on and (self._run_folder / SAMPLES_FILE).is_file():
+            files |= {SAMPLES_FILE: self._digest_of(SAMPLES_FILE)}
         found = asdict(self._recorder.found)
-        self._recorder.record(AuditKind.STARTED, {**body, "found": found, "metrics": kept})
+        self._recorder.record(AuditKind.STARTED, {**body, "found": found, "metrics": kept, "files": files})
+
+    def _digest_of(self, name: str) -> tuple[int, str]:
+        content = (self._run_folder / name).read_bytes()
+        return len(content), hashlib.sha256(content).hexdigest()
+
+    def write(self, path: Path, text: str) -> None:
+        """Replaces the content of a file of the run folder, after a record of its digest."""
+        if not self.is_on:
+            return write_atomically(path, text)
+        content = text.encode()
+        name = str(path.relative_to(self._run_folder))
+        self._record_written(name, len(content), hashlib.sha256(content).hexdigest())
+        try:
+            write_atomically(path, text)
+        except OSError:
+            if path.is_file():
+                self._record_written(name, *self._digest_of(name))
+            raise
+
+    def _record_written(self, name: str, num_bytes: int, sha256: str) -> None:
+        self._recorder.record(AuditKind.WRITTEN, {"file": name, "num_bytes": num_bytes, "sha256": sha256})
 
     def trained(self, version: int, groups: Sequence[ScoredGroup]) -> None:
         """Implements `StepObserver`: the learner has trained these groups, which makes `version`."""
@@ -74,6 +100,7 @@ class RunAudit:
             "source": "journal" if self._is_recovering else "new",
             "groups": [group_entry(group) for group in groups],
             **self._taken_prompts(),
+            "journal": self._journal.now() if self.is_on else {},
         }
         self._recorder.record(AuditKind.TRAINED, body)
 
@@ -112,6 +139,7 @@ class RunAudit:
         body = {
             "version": push.version,
             "manifest": push.manifest_sha256,
+            "weights": push.checksum,
             "num_bytes": push.num_bytes,
             "receivers": dict(push.receivers),
             "num_lost": push.num_lost,
@@ -172,7 +200,7 @@ class RunAudit:
         """This part of the run is over and its files are written. Reads them, then closes the chain."""
         if self.is_on:
             files = digests_below(self._run_folder)
-            body = {"status": status, "version": version, "files": files, **self._taken_prompts()}
+            body = {"status": status, "version": version, "files": files, "covers_all": True, **self._taken_prompts()}
             self._recorder.record(AuditKind.ENDED, body)
             self._log_head("at the end")
         self._recorder.close()

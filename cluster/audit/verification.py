@@ -1,17 +1,48 @@
-"""Verification of a run folder: reads the chain, replays it, and compares it with the other files."""
+"""Verification of a run folder: reads the chain, replays it, and compares it with the files."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
-from mobula.cluster.audit.chain import AUDIT_FILE, HEAD_FILE, DamagedRecord, Head, split
-from mobula.cluster.audit.coverage import check_files
-from mobula.cluster.audit.history import History
-from mobula.cluster.audit.order import AuditFinding, ChainFile, check_order
-from mobula.cluster.audit.proofs import check_groups, check_prompts, check_pushes, check_staleness
+from mobula.cluster.audit.chain import (
+    AUDIT_FILE,
+    AuditFinding,
+    AuditRecord,
+    ChainFile,
+    SigningKey,
+    check_order,
+    check_signatures,
+    read_chain,
+)
+from mobula.cluster.audit.files import (
+    CHECKPOINTS,
+    FORMERLY_UNCOVERED,
+    RUN_LOG,
+    TRAJECTORIES,
+    file_sha256,
+    files_below,
+    is_segment,
+    is_uncovered,
+)
+from mobula.cluster.audit.history import (
+    History,
+    check_groups,
+    check_prompts,
+    check_pushes,
+    check_staleness,
+    replayed,
+)
 from mobula.cluster.errors import PreflightError
+from mobula.cluster.metrics.report.run_folder import CONFIG_FILE, METRICS_FILE
+from mobula.cluster.recovery.checkpoints import MANIFEST_FILE, STATE_FILE, checkpoint_folder, versions_in
+from mobula.cluster.workers.faults import FAULTS_FILE, Fault, fault_line
+
+NOTED = re.compile(r"^[\d-]+ [\d:,]+ INFO mobula\.cluster\.audit\.observer: audit .*: (\d+) records, sha256 (\w{64})$")
 
 
 @dataclass(frozen=True)
@@ -20,43 +51,19 @@ class Audit:
 
     history: History
     findings: Sequence[AuditFinding]
+    uncovered: Sequence[str]  # files of the run folder that no record has
     num_records: int
-    sha256: str  # of the newest record
+    newest: AuditRecord
+    is_signed: bool  # every record was signed with the key that was given
     has_torn_end: bool
 
-
-def read_chain(folder: Path) -> ChainFile:
-    """Reads the chain of a run folder.
-
-    Raises:
-        PreflightError: there is none.
-    """
-    path, end = folder / AUDIT_FILE, folder / HEAD_FILE
-    try:
-        # The end first: a run that goes on writes it after the record.
-        head: Head | str = Head.decoded(end.read_bytes())
-    except FileNotFoundError:
-        head = "it is missing"
-    except DamagedRecord as error:
-        head = f"it was altered: {error}"
-    try:
-        lines, num_torn = split(path.read_bytes())
-    except OSError as error:
-        raise PreflightError(
-            f"{path} cannot be read ({error.strerror}): give a run that has been written with metrics.audit=true"
-        ) from error
-    return ChainFile(lines, num_torn, head)
+    @property
+    def is_closed(self) -> bool:
+        """Whether the newest record closes the run. Otherwise it goes on, was killed, or lacks its last records."""
+        return self.history.ended is not None
 
 
-def replayed(chain: ChainFile) -> History:
-    """Replays the undamaged records of a chain."""
-    history = History()
-    for record in chain.records:
-        history.add(record)
-    return history
-
-
-def verify(folder: Path, checkpoints: Path, head: str = "") -> Audit:
+def verify(folder: Path, head: str = "", key: SigningKey | None = None) -> Audit:
     """Audits a run folder. `head`: the sha256 of a record that was noted elsewhere and must be part of the chain.
 
     Raises:
@@ -64,19 +71,226 @@ def verify(folder: Path, checkpoints: Path, head: str = "") -> Audit:
     """
     chain = read_chain(folder)
     records = chain.records
-    findings = list(check_order(chain))
+    if not records:
+        raise PreflightError(f"{folder / AUDIT_FILE} has no readable record: put the file of the run back")
+    history = replayed(chain)
+    findings = [*check_order(chain), *check_signatures(chain, key)]
     if head and head not in {record.sha256 for record in records}:
         findings.append(
             AuditFinding(AUDIT_FILE, f"no record has the sha256 {head}: the chain is another one, or was cut")
         )
-    if not records:
-        raise PreflightError(f"{folder / AUDIT_FILE} has no readable record: put the file of the run back")
-    history = replayed(chain)
     findings += history.findings
-    findings += check_staleness(history)
-    findings += check_groups(history)
-    findings += check_prompts(history)
-    findings += check_pushes(history)
-    findings += check_files(history, folder, checkpoints)
-    newest = records[-1]
-    return Audit(history, list(dict.fromkeys(findings)), len(records), newest.sha256, chain.has_torn_end)
+    for check in (check_staleness, check_groups, check_prompts, check_pushes):
+        findings += check(history)
+    findings += _check_noted(chain, folder / RUN_LOG)
+    known, uncovered = set[str](), list[str]()
+    for check_files in (_check_config, _check_metrics, _check_faults, _check_checkpoints, _check_logged, _check_covers):
+        findings += check_files(history, folder, known)
+    findings += _check_others(history, folder, known, uncovered)
+    is_signed = key is not None and all(record.hmac for record in records)
+    return Audit(
+        history, list(dict.fromkeys(findings)), uncovered, len(records), records[-1], is_signed, chain.has_torn_end
+    )
+
+
+def _check_noted(chain: ChainFile, path: Path) -> Iterator[AuditFinding]:
+    """The log of the run has the newest digest at each checkpoint and at the end."""
+    by_number = {record.seq: record.sha256 for record in chain.records}
+    for line in _lines(path):
+        noted = NOTED.match(line.decode(errors="replace").rstrip("\n"))
+        if noted is None:
+            continue
+        seq, digest = int(noted[1]) - 1, noted[2]
+        if seq not in by_number:
+            yield AuditFinding(path.name, f"it notes {seq + 1} records, and record {seq} is missing: the chain was cut")
+        elif by_number[seq] != digest:
+            yield AuditFinding(path.name, f"it notes {digest} for record {seq}, which is another one: it was replaced")
+
+
+def _check_config(history: History, folder: Path, known: set[str]) -> Iterator[AuditFinding]:
+    """A part writes its configuration when it has loaded the checkpoint, just before that record."""
+    known.add(CONFIG_FILE)
+    parts = [part for part in history.parts if part.started is not None]
+    accepted = max((n for n, part in enumerate(parts) if part.is_accepted), default=0)
+    digests = [part.started.body["config_sha256"] for part in parts[accepted:] if part.started is not None]
+    path = folder / CONFIG_FILE
+    if (fault := _fault_of_kind(folder, CONFIG_FILE)) is not None:
+        yield AuditFinding(CONFIG_FILE, fault)
+    elif digests and file_sha256(path) not in digests:
+        yield AuditFinding(CONFIG_FILE, "it was altered: the first record of the part has another sha256")
+
+
+def _check_metrics(history: History, folder: Path, known: set[str]) -> Iterator[AuditFinding]:
+    """The file has the lines that the newest part kept, then a line for each of its records."""
+    known.add(METRICS_FILE)
+    started = history.parts[-1].started
+    if started is None:
+        return
+    kept = started.body["metrics"]
+    lines = _lines(folder / METRICS_FILE)
+    head, rest = lines[: kept["num_lines"]], lines[kept["num_lines"] :]
+    if _sha256_of(head) != kept["sha256"]:
+        yield AuditFinding(
+            METRICS_FILE, f"its first {kept['num_lines']} lines are not as an earlier part had written them"
+        )
+    expected = list(history.metrics)
+    if history.ended is None and len(rest) == len(expected) - 1:
+        expected.pop()  # the process was killed between the record and its line
+    yield from _compare_lines(METRICS_FILE, rest, expected, kept["num_lines"])
+
+
+def _compare_lines(
+    file: str, lines: Sequence[bytes], expected: Sequence[AuditRecord], first: int
+) -> Iterator[AuditFinding]:
+    digests = [_sha256_of([line]) for line in lines]
+    known = {record.body["sha256"]: record for record in expected}
+    for number, digest in enumerate(digests, start=first + 1):
+        if digest not in known:
+            yield AuditFinding(file, f"line {number} was altered or added: no record has its sha256")
+    for record in expected:
+        if record.body["sha256"] not in digests:
+            yield AuditFinding(file, f"the line of {record.name} ({record.body['of']}) is missing or altered")
+    order = [known[digest].seq for digest in digests if digest in known]
+    if order != sorted(set(order)):
+        yield AuditFinding(file, "lines were moved or stand twice: they are in another order than their records")
+
+
+def _check_faults(history: History, folder: Path, known: set[str]) -> Iterator[AuditFinding]:
+    known.add(FAULTS_FILE)
+    losses = [loss for part in history.parts for loss in part.losses]
+    written = [line.decode(errors="replace") for line in _lines(folder / FAULTS_FILE)]
+    expected = [fault_line(Fault(**loss)) for loss in losses]
+    if history.ended is None and written == expected[:-1]:
+        return  # the process was killed between the record and its line
+    for number, line in enumerate(written, start=1):
+        if line not in expected:
+            yield AuditFinding(FAULTS_FILE, f"line {number} was altered or added: no record has this loss")
+    for line in expected:
+        if line not in written:
+            yield AuditFinding(FAULTS_FILE, f"the loss of {json.loads(line)['worker']} is missing or altered")
+    if sorted(written) == sorted(expected) and written != expected:
+        yield AuditFinding(FAULTS_FILE, "lines were moved: they are in another order than their records")
+
+
+def _check_checkpoints(history: History, folder: Path, known: set[str]) -> Iterator[AuditFinding]:
+    root = folder / CHECKPOINTS
+    present = versions_in(root)
+    saved = history.checkpoints
+    newest = max(saved, default=-1)
+    for version in present:
+        name = f"{CHECKPOINTS}/{checkpoint_folder(root, version).name}"
+        if version in saved:
+            yield from _check_checkpoint(folder, name, version, saved[version].record, known)
+        elif version < newest or history.ended is not None:
+            # A process killed between a checkpoint and its record leaves one that is newer than the newest record.
+            yield AuditFinding(name, "no record has this checkpoint")
+    if newest >= 0:
+        kept = saved[newest].record.body.get("kept", [newest])
+        for version in sorted(set(kept) - set(present)):
+            yield AuditFinding(f"{CHECKPOINTS}/{checkpoint_folder(root, version).name}", "this checkpoint is missing")
+
+
+def _check_checkpoint(
+    folder: Path, name: str, version: int, record: AuditRecord, known: set[str]
+) -> Iterator[AuditFinding]:
+    """Compares the manifest with its record, the files with the manifest, and the version inside with the name."""
+    manifest = f"{name}/{MANIFEST_FILE}"
+    known.add(manifest)
+    if (fault := _fault_of_kind(folder, manifest)) is not None:
+        yield AuditFinding(name, f"{MANIFEST_FILE}: {fault}")
+        return
+    if file_sha256(folder / manifest) != record.body["manifest"]:
+        yield AuditFinding(name, f"its {MANIFEST_FILE} is not the one of {record.name}")
+    try:
+        entries = json.loads((folder / manifest).read_bytes())["files"]
+        files = {str(file): (int(row["num_bytes"]), str(row["sha256"])) for file, row in entries.items()}
+        inside = json.loads((folder / name / STATE_FILE).read_bytes())["version"]
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        yield AuditFinding(name, f"its {MANIFEST_FILE} or {STATE_FILE} cannot be read ({type(error).__name__})")
+        return
+    if inside != version:
+        yield AuditFinding(name, f"it has the state of version {inside}")
+    for file, (num_bytes, sha256) in files.items():
+        known.add(f"{name}/{file}")
+        yield from _check_file(folder, f"{name}/{file}", num_bytes, sha256, file=name)
+
+
+def _check_logged(history: History, folder: Path, known: set[str]) -> Iterator[AuditFinding]:
+    for record in history.logged.values():
+        known.add(record.body["file"])
+        if record.body["version"] in history.steps:
+            yield from _check_file(folder, record.body["file"], record.body["num_bytes"], record.body["sha256"])
+
+
+def _check_covers(history: History, folder: Path, known: set[str]) -> Iterator[AuditFinding]:
+    """Compares the other files with their newest digests."""
+    present = [name for name in history.covers if is_segment(name) and (folder / name).is_file()]
+    for name, cover in history.covers.items():
+        is_dropped = history.may_drop_segments and is_segment(name) and name < min(present, default="~")
+        if history.ended is None and is_dropped and not (folder / name).exists():
+            continue  # a checkpoint has what it held
+        known.add(name)
+        if cover.instead is not None and not list(
+            _check_file(folder, name, cover.instead.num_bytes, cover.instead.sha256)
+        ):
+            continue  # the process was killed between the record and its file
+        end = cover
+        while end is not None:
+            yield from _check_file(folder, name, end.num_bytes, end.sha256, is_whole=end.is_whole)
+            end = end.earlier
+
+
+def _check_others(history: History, folder: Path, known: set[str], uncovered: list[str]) -> Iterator[AuditFinding]:
+    """Yields links and files that were added to a closed run; adds those that no record has to `uncovered`."""
+    ended = history.ended
+    others = () if ended is None or ended.body.get("covers_all") else FORMERLY_UNCOVERED
+    for name in files_below(folder):
+        parts = PurePosixPath(name).parts
+        if (folder / name).is_symlink() and not is_uncovered(name):
+            yield AuditFinding(name, "it is a symbolic link, so its content may lie outside the run folder")
+        elif name in known or name.startswith("audit."):
+            continue
+        elif ended is None or is_uncovered(name) or parts[0] in others or (others and parts[-1].startswith(".")):
+            uncovered.append(name)
+        elif parts[0] in (CHECKPOINTS, TRAJECTORIES) and parts[1].startswith("."):
+            uncovered.append(name)  # a draft of a process that was killed
+        else:
+            yield AuditFinding(name, "it was added: no record has this file")
+
+
+def _check_file(
+    folder: Path, name: str, num_bytes: int, sha256: str, *, is_whole: bool = True, file: str = ""
+) -> Iterator[AuditFinding]:
+    """`file` names the finding, if it is not `name`."""
+    said = f"{name.removeprefix(f'{file}/')}: " if file else ""
+    fault, path = _fault_of_kind(folder, name), folder / name
+    if fault is None:
+        size = path.stat().st_size
+        if size < num_bytes or (is_whole and size != num_bytes):
+            fault = f"it has {size} bytes, and had {num_bytes}"
+        elif file_sha256(path, num_bytes) != sha256:
+            start = "" if is_whole else f"among its first {num_bytes} bytes "
+            fault = f"it was altered: {start}it has another sha256 than the run recorded"
+    if fault is not None:
+        yield AuditFinding(file or name, f"{said}{fault}")
+
+
+def _fault_of_kind(folder: Path, name: str) -> str | None:
+    """Returns why `name` is no file of the run folder; None if it is one."""
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts:
+        return "a record names it, and it lies outside the run folder"
+    for part in [*reversed(path.parents), path][1:]:
+        if (folder / part).is_symlink():
+            return f"{part} is a symbolic link"
+    if (folder / name).is_dir():
+        return "it is a folder"
+    return None if (folder / name).is_file() else "it is missing"
+
+
+def _lines(path: Path) -> list[bytes]:
+    return path.read_bytes().splitlines(keepends=True) if path.is_file() else []
+
+
+def _sha256_of(lines: Sequence[bytes]) -> str:
+    return hashlib.sha256(b"".join(lines)).hexdigest()

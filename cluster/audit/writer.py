@@ -12,7 +12,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from mobula.cluster.audit.chain import AUDIT_FILE, GENESIS, HEAD_FILE, AuditKind, DamagedRecord, Head, encode, split
+from mobula.cluster.audit.chain import (
+    AUDIT_FILE,
+    GENESIS,
+    HEAD_FILE,
+    AuditKind,
+    DamagedRecord,
+    Head,
+    SigningKey,
+    encode,
+    split,
+)
+from mobula.cluster.errors import PreflightError
 from mobula.cluster.runtime.concurrency import DaemonThread
 
 _logger = logging.getLogger(__name__)
@@ -69,8 +80,13 @@ class ChainWriter:
     disk is logged and ends the chain; the run continues.
     """
 
-    def __init__(self, folder: Path, *, close_s: float | None = None) -> None:
-        """`close_s` bounds the wait of `close` for the disk, in seconds; None waits without limit."""
+    def __init__(self, folder: Path, *, close_s: float | None = None, key: SigningKey | None = None) -> None:
+        """`close_s` bounds the wait of `close` for the disk, in seconds; None waits without limit. `key` signs records.
+
+        Raises:
+            PreflightError: another key, or none, is given than the one that signed the chain.
+        """
+        self._key = key
         self._lock = threading.Lock()
         self._close_s = close_s
         self._syncing: Future[None] | None = None
@@ -89,10 +105,10 @@ class ChainWriter:
             if self._chain is None or self._end is None:
                 return
             head = self.head
-            line, digest = encode(head.num_records, head.sha256, time.time(), kind.value, body)
+            line, digest = encode(head.num_records, head.sha256, time.time(), kind.value, body, self._key)
             try:
                 _write_all(self._chain, line)
-                self.head = Head(head.num_records + 1, head.num_bytes + len(line), digest)
+                self.head = Head(head.num_records + 1, head.num_bytes + len(line), digest).signed(self._key)
                 os.pwrite(self._end, self.head.encoded(), 0)  # after the record: see `mobula.cluster.audit.chain`
             except OSError as error:
                 self._fail(error)
@@ -119,8 +135,13 @@ class ChainWriter:
         lines, torn_bytes = split(content)
         whole = len(content) - torn_bytes
         last = lines[-1].record if lines else None
+        if last and last.hmac and (self._key is None or not self._key.signed(last.sha256, last.hmac)):
+            raise PreflightError(
+                f"{path} was signed with another key than audit.key_env has: set audit.key_env to its variable, or "
+                "name=... for a new run"
+            )
         # After a damaged last line the chain continues with a digest that no record has: the audit names that place.
-        self.head = Head(len(lines), whole, last.sha256 if last else GENESIS)
+        self.head = Head(len(lines), whole, last.sha256 if last else GENESIS).signed(self._key)
         self.found = Found(len(lines), torn_bytes, _other_head(end, self.head, content))
         self._chain = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
         os.ftruncate(self._chain, whole)

@@ -36,7 +36,7 @@ FINISHED = "the trained policy"
 # Text of errors for a full disk: writers in Rust and C++ do not raise OSError.
 _FULL_DISK = ("No space left on device", "Disk quota exceeded", "enforce fail at inline_container")
 MANIFEST_FILE = "manifest.json"
-_STATE, _LEARNER = "state.json", "learner"
+STATE_FILE, _LEARNER = "state.json", "learner"
 
 
 class Durable(Protocol):
@@ -172,7 +172,7 @@ class Checkpoints:
                 await self._prepare()
             await self.save(0)
             return 0
-        state = json.loads((latest / _STATE).read_text())
+        state = json.loads((latest / STATE_FILE).read_text())
         version = await self._load(latest)
         assert version == state["version"], f"the learner loaded version {version} from {latest}"
         # Learner first: its version is checked before any part of the driver is changed.
@@ -324,7 +324,7 @@ class Checkpoints:
         ) from error
 
     def _complete(self, draft: Path, version: int, state: Mapping[str, Any]) -> Path:
-        (draft / _STATE).write_text(json.dumps(state, indent=1))
+        (draft / STATE_FILE).write_text(json.dumps(state, indent=1))
         _write_manifest(draft)
         path = checkpoint_folder(self._folder, version)
         if path.exists():
@@ -380,7 +380,7 @@ def refuse_other_run(checkpoint: Path, identity: Mapping[str, Any]) -> None:
     Raises:
         PreflightError: a key changed that must not change.
     """
-    saved = json.loads((checkpoint / _STATE).read_text())["identity"]
+    saved = json.loads((checkpoint / STATE_FILE).read_text())["identity"]
     then, now = same_identity(saved), same_identity(identity)
     changed = [key for key in sorted(then.keys() & now.keys()) if then[key] != now[key]]
     if changed:

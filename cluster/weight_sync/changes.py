@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from mobula.cluster.errors import WeightSyncError
-from mobula.cluster.weight_sync.digests import digest
+from mobula.cluster.weight_sync.digests import SUM_BITS, digest
 from mobula.cluster.weight_sync.manifest import DTYPE_BYTES, Bucket, TensorSpec, align
 
 WORDS = {2: torch.int16, 4: torch.int32}  # bytes of an element -> the integers that it is compared as
@@ -27,14 +27,18 @@ HEADER = 3  # numbers of a message: elements, bytes of a gap, digest of the new 
 
 @dataclass(frozen=True)
 class PushedChanges:
-    """The size of a push: bytes to each receiver, and elements that differ from the version before."""
+    """Contents of a push: bytes to each receiver, elements that differ from the version before (None: whole tensors
+    were sent), and the `weights_checksum` of the new version."""
 
     num_bytes: int
-    num_changed: int
+    num_changed: int | None
+    checksum: int = 0
 
     @classmethod
     def total(cls, parts: Sequence[PushedChanges]) -> PushedChanges:
-        return cls(sum(part.num_bytes for part in parts), sum(part.num_changed for part in parts))
+        counts = [part.num_changed for part in parts if part.num_changed is not None]
+        checksum = sum(part.checksum for part in parts) % 2**SUM_BITS
+        return cls(sum(part.num_bytes for part in parts), sum(counts) if len(counts) == len(parts) else None, checksum)
 
 
 @dataclass(frozen=True)

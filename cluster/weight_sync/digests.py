@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
 import torch
+
+if TYPE_CHECKING:
+    from mobula.cluster.weight_sync.manifest import TensorSpec
 
 WORD_BYTES = 8
 NUM_COLUMNS = 1021  # prime, so that the rows of a matrix do not line up with it
 BLOCK_ROWS = 32  # that are added up at once: as many as a CPU's cache holds
+SUM_BITS = 128  # of a checksum of weights
 GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # odd; its multiples are spread over all 64 bits (Knuth, TAOCP 6.4)
 
 
@@ -31,3 +39,13 @@ def digest(data: torch.Tensor) -> torch.Tensor:
     shifts = 8 * torch.arange(tail.numel(), device=data.device)
     last = (tail.to(torch.int64) << shifts).sum()
     return (columns * weights[:-1]).sum() + last * weights[-1]
+
+
+def weights_checksum(digests: Iterable[tuple[TensorSpec, int]]) -> int:
+    """Checksum of whole tensors by name, shape, dtype and `digest`: the same in any order, buckets and payload.
+
+    The sum of the checksums of parts is that of the whole, modulo 2**SUM_BITS. It finds errors and exchanged weights;
+    `digest` is no cryptographic hash, so weights with a wanted checksum can be constructed.
+    """
+    texts = (f"{spec.name} {spec.shape} {spec.dtype} {value % 2**64}" for spec, value in digests)
+    return sum(int(hashlib.sha256(text.encode()).hexdigest(), 16) for text in texts) % 2**SUM_BITS

@@ -25,7 +25,8 @@ class Sender(Protocol):
     async def join_transfer(self, rendezvous: Rendezvous) -> None: ...
 
     async def send_weights(self, bucket_bytes: int, epoch: int, step: VersionStep | None) -> PushedChanges | None:
-        """Broadcasts to the members of a transfer group: whole tensors, or with `step` their changes.
+        """Broadcasts to the members of a transfer group: whole tensors, or with `step` their changes. A sender that
+        computes no checksum may return None.
 
         Raises:
             WeightSyncError: the group of that epoch is unusable, or was lost with a restarted learner.

@@ -46,7 +46,8 @@ class Push:
     num_lost: int = 0  # receivers that were lost
     num_resent: int = 0  # receivers that missed the push and were sent whole tensors
     changed_share: float | None = None  # of all elements, since the push before; None for whole tensors
-    manifest_sha256: str = ""
+    manifest_sha256: str = ""  # of names, shapes and dtypes
+    checksum: str = ""  # of the weights (`weights_checksum`), hexadecimal; empty if it is not known
     receivers: Mapping[str, str] = field(default_factory=dict)  # name -> `checksum`, `checksum+canary` or `newer`
     canary_by_class: Mapping[str, float] = field(default_factory=dict)  # class of token -> as `canary_gap`
 
@@ -77,7 +78,7 @@ class _Sent:
 
     wave: _Wave
     arrivals: asyncio.Future[list[Any]]
-    changes: PushedChanges | None  # None: whole tensors
+    contents: PushedChanges | None  # None: not known
 
 
 class WeightSync:
@@ -222,7 +223,7 @@ class WeightSync:
         Args:
             expected: float32 [P - 1], the learner's log-probs of the probe; None skips the canary.
         """
-        changes = None if sent is None else sent.changes
+        contents = None if sent is None else sent.contents
         await self._arrive(push, sent)
         for arrival_listener in self._arrival_listeners:
             await arrival_listener(push.version)
@@ -233,13 +234,14 @@ class WeightSync:
         self._members.published(push.version)
         done = Push(
             push.version,
-            push.manifest.num_bytes if changes is None else changes.num_bytes,
+            push.manifest.num_bytes if contents is None else contents.num_bytes,
             asyncio.get_running_loop().time() - push.started,
             gap,
             num_lost=max(0, push.num_receivers - len(self._members.receivers())),
             num_resent=len(push.resent),
-            changed_share=None if changes is None else changes.num_changed / max(1, push.manifest.num_elements),
+            changed_share=_share(contents, push.manifest),
             manifest_sha256=push.manifest.sha256,
+            checksum="" if contents is None or not contents.checksum else f"{contents.checksum:032x}",
             receivers=self._verified(push, has_canary=gap is not None),
             canary_by_class=by_class,
         )
@@ -509,6 +511,13 @@ class _NotMet(Exception):
     def __init__(self, results: dict[Receiver, BaseException | None]) -> None:
         super().__init__("a transfer group did not come together")
         self.outcomes = results
+
+
+def _share(contents: PushedChanges | None, manifest: Manifest) -> float | None:
+    """Returns the share of changed elements; None for whole tensors."""
+    if contents is None or contents.num_changed is None:
+        return None
+    return contents.num_changed / max(1, manifest.num_elements)
 
 
 def _names(receivers: Sequence[Receiver]) -> str:

@@ -118,6 +118,15 @@ class MetricsConfig(Section):
     """Write `audit.jsonl` in the run folder, a hash chain of what was trained, pushed and saved, for `mobula audit`."""
 
 
+class AuditConfig(Section):
+    """The signature of `audit.jsonl`."""
+
+    key_env: Annotated[str, Field(pattern=r"^([A-Za-z_][A-Za-z0-9_]*)?$")] = ""
+    """Environment variable of the driver with a key of 32 characters or more, with which the records of `audit.jsonl`
+    are signed; empty signs none. A chain without a key proves order and content, but not its author. Workers do not get
+    the variable. `mobula audit --key-env` checks the signatures."""
+
+
 class TracingConfig(Section):
     """Traces of prompts, steps and updates; all off by default."""
 
@@ -295,6 +304,8 @@ class RunConfig(Section):
     """Run checkpoints."""
     metrics: MetricsConfig = MetricsConfig()
     """Metrics sinks, the report and artifacts."""
+    audit: AuditConfig = AuditConfig()
+    """The signature of the audit's records (`metrics.audit` writes them)."""
     tracing: TracingConfig = TracingConfig()
     """Spans of prompts and steps, and profiles of updates."""
     training_service: TrainingServiceConfig = TrainingServiceConfig()

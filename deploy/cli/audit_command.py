@@ -20,10 +20,20 @@ def audit(
         str,
         typer.Option(metavar="SHA256", help="A digest noted earlier, e.g. from run.log, that must be in the chain."),
     ] = "",
+    key_env: Annotated[
+        str, typer.Option("--key-env", metavar="VARIABLE", help="The environment variable with the key of the run.")
+    ] = "",
+    weights: Annotated[
+        bool, typer.Option("--weights", help="Compare checkpoints with the checksums of the pushed weights, too.")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Prove from a run's files that nothing was stale, lost, trained twice or altered; exits with 1 on a finding."""
+    """Compare a run's files with its chain of records: tokens too old, groups lost or trained twice, files altered or
+    added. Exits with 1 on a finding. The last lines say what is proven and what is not.
+    """
     with explained():
+        from mobula.deploy.tools.audit import AuditOptions
         from mobula.deploy.tools.audit import audit as run_audit
 
-        raise typer.Exit(run_audit(name, run, head, json, terminal(soft_wrap=True)))
+        options = AuditOptions(head, key_env, weights, json)
+        raise typer.Exit(run_audit(name, run, options, terminal(soft_wrap=True)))

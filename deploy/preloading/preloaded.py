@@ -76,7 +76,12 @@ def preloaded(config: RunConfig) -> Iterator[Preloaded | None]:
                 stdin=subprocess.PIPE,  # ends the server, also when this process is killed
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                env={**os.environ, **THREADS, **eager, **library_environment(config)},
+                env={
+                    **{name: value for name, value in os.environ.items() if name != config.audit.key_env},
+                    **THREADS,
+                    **eager,
+                    **library_environment(config),
+                },
                 pass_fds=numbers,
                 process_group=0,
             )

@@ -9,8 +9,7 @@ from typing import Any
 
 import yaml
 
-from mobula.cluster.audit.chain import AuditKind
-from mobula.cluster.audit.verification import read_chain
+from mobula.cluster.audit.chain import AuditKind, read_chain
 from mobula.cluster.errors import PreflightError
 from mobula.cluster.metrics.report.run_folder import CONFIG_FILE
 from mobula.configs.schema import RunConfig

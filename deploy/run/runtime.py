@@ -21,6 +21,7 @@ import ray
 from rich.console import Console
 
 from mobula.actors.datasets.rows import count_by_reason
+from mobula.cluster.audit.chain import SigningKey, signing_key
 from mobula.cluster.audit.observer import RunAudit
 from mobula.cluster.errors import NothingTrainedError, PreflightError, RunStopped
 from mobula.cluster.failures import cause_in_one_line
@@ -193,8 +194,8 @@ def run_training(
     set_up_logging(console)
     config = with_absolute_paths(config)
     check_run_folder(config)
-    with signals_raise(), held_run_folder(config):
-        return _run_training(config, console, sinks, started, start_up or StartUp(started), preloaded)
+    with signals_raise(), signing_key(config.audit.key_env) as key, held_run_folder(config):
+        return _run_training(config, console, sinks, started, start_up or StartUp(started), preloaded, key)
 
 
 def _run_training(
@@ -204,6 +205,7 @@ def _run_training(
     started: float,
     start_up: StartUp,
     preloaded: Preloaded | None,
+    key: SigningKey | None,
 ) -> Summary:
     checkpoint = find_resumable(config.run_folder / CHECKPOINTS_FOLDER, config.resume, identity_with_data(config))
     refuse_missing(config.metrics.trackers)
@@ -228,7 +230,7 @@ def _run_training(
             write_skipped(config.run_folder, cluster.prepared.skipped)
             _write_plan(config.run_folder / PLAN_FILE, cluster.plan)
         tracer = build_tracer(config.tracing, config.name, config.run_folder)
-        audit = build_audit(config)
+        audit = build_audit(config, key)
         metrics = build_metrics(config, console, version, sinks, tracer, start_up, audit)
         origin = provenance(cluster.prepared)
         audit.started(origin | reproduction(config, origin))

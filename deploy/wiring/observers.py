@@ -9,10 +9,12 @@ from functools import partial
 
 from rich.console import Console
 
+from mobula.cluster.audit.chain import SigningKey
 from mobula.cluster.audit.observer import AuditSink, RunAudit
 from mobula.cluster.audit.writer import ChainWriter
 from mobula.cluster.errors import PreflightError
 from mobula.cluster.metrics.artifacts import ArtifactWriter, refuse_without_encoder
+from mobula.cluster.metrics.files import write_atomically
 from mobula.cluster.metrics.hub import Metrics
 from mobula.cluster.metrics.report.run_folder import METRICS_FILE, SAMPLES_FILE
 from mobula.cluster.metrics.report.samples import SampleKeeper
@@ -36,12 +38,16 @@ CONSOLE_INTERVAL_S = 10.0
 _logger = logging.getLogger(__name__)
 
 
-def build_audit(config: RunConfig) -> RunAudit:
-    """Returns the audit of a run, which continues the chain of an earlier part."""
+def build_audit(config: RunConfig, key: SigningKey | None = None) -> RunAudit:
+    """Returns the audit of a run, which continues the chain of an earlier part. `key` signs its records.
+
+    Raises:
+        PreflightError: another key signed the earlier part.
+    """
     folder = config.run_folder
     if not config.metrics.audit:
         return RunAudit()
-    return RunAudit(ChainWriter(folder, close_s=config.timeouts.stop_s), folder, folder / CHECKPOINTS_FOLDER)
+    return RunAudit(ChainWriter(folder, close_s=config.timeouts.stop_s, key=key), folder, folder / CHECKPOINTS_FOLDER)
 
 
 def build_metrics(
@@ -64,6 +70,7 @@ def build_metrics(
         version=version,
         fetch=fetch,
         timeout_s=config.timeouts.object_s,
+        write=audit.write if audit else write_atomically,
     )
     artifacts = [_artifacts(config, version)] if config.metrics.artifacts_per_step > 0 else []
     optional = _optional_sinks(config, console, version)

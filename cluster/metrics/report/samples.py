@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 import json
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -125,9 +125,19 @@ class SampleKeeper:
     """
 
     def __init__(
-        self, path: Path, *, limit: int, num_steps: int, seed: int, version: int, fetch: Fetch, timeout_s: float
+        self,
+        path: Path,
+        *,
+        limit: int,
+        num_steps: int,
+        seed: int,
+        version: int,
+        fetch: Fetch,
+        timeout_s: float,
+        write: Callable[[Path, str], None] = write_atomically,
     ) -> None:
         self._path = path
+        self._write = write
         self._capacity = max(1, limit // (len(PERIODS) * len(KINDS)))
         self._num_steps = num_steps
         self._interval = max(1, num_steps // NUM_LOOKS)
@@ -155,7 +165,7 @@ class SampleKeeper:
             shown = [keys for s in self._samples for keys in (s.media_keys, *(turn.media_keys for turn in s.turns))]
             used = {key for keys in shown for key in keys}
             self._thumbnails = {key: png for key, png in self._thumbnails.items() if key in used}
-            write_samples(self._path, SampleFile(self.samples, self._thumbnails, tuple(self._answers)))
+            write_samples(self._path, SampleFile(self.samples, self._thumbnails, tuple(self._answers)), self._write)
         return [self._record(sample) for sample in kept]
 
     def _drawn(self, step: int, groups: Sequence[ScoredGroup]) -> Iterator[AnswerGroup]:
@@ -247,7 +257,7 @@ class SampleKeeper:
             self._thumbnails |= {h.key: m.thumbnail for h, m in zip(missing, media, strict=True) if m.thumbnail}
 
 
-def write_samples(path: Path, content: SampleFile) -> None:
+def write_samples(path: Path, content: SampleFile, write: Callable[[Path, str], None] = write_atomically) -> None:
     """Writes thumbnails and samples atomically, one line each."""
     thumbnails = [
         {"kind": "thumbnail", "key": key, "png": base64.b64encode(png).decode()}
@@ -256,7 +266,7 @@ def write_samples(path: Path, content: SampleFile) -> None:
     samples = [{"kind": "sample", "sample": strict(asdict(sample))} for sample in content.samples]
     answers = [{"kind": "answers", "group": strict(asdict(group))} for group in content.answers]
     rows = (*thumbnails, *samples, *answers)
-    write_atomically(path, "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows))
+    write(path, "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows))
 
 
 def read_samples(path: Path) -> SampleFile:

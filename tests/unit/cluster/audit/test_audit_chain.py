@@ -15,11 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mobula.cluster.audit.chain import AUDIT_FILE, HEAD_FILE, AuditKind, AuditRecord, encode
-from mobula.cluster.audit.comparison import Comparison, compare
 from mobula.cluster.audit.files import recorded_files
-from mobula.cluster.audit.history import Descent
-from mobula.cluster.audit.prompts import PromptLedger
-from mobula.cluster.audit.proofs import account_of
+from mobula.cluster.audit.history import Comparison, Descent, PromptLedger, account_of, compare
 from mobula.cluster.audit.writer import ChainWriter
 from mobula.cluster.errors import PreflightError
 from mobula.cluster.metrics.guard_events import GuardEvent
@@ -164,7 +161,7 @@ def test_a_record_that_was_rewritten_with_its_digest_is_found_by_its_successor(r
 
 
 def test_a_chain_that_was_rewritten_from_one_record_on_lacks_a_digest_that_was_noted(run: Path, copy: Path) -> None:
-    noted = audited(run).sha256
+    noted = audited(run).newest.sha256
     assert audited(run, noted).findings == []
     (copy / AUDIT_FILE).unlink()
     (copy / HEAD_FILE).unlink()

@@ -12,12 +12,12 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from mobula.deploy.cli.commands import app
-from mobula.deploy.tools.audit import audit
+from mobula.deploy.tools.audit import AuditOptions, audit
 
 
 def shown(folder: Path, *, is_json: bool = False, head: str = "") -> tuple[int, str]:
     text = io.StringIO()
-    code = audit(None, folder, head, is_json, Console(file=text, width=200))
+    code = audit(None, folder, AuditOptions(head=head, is_json=is_json), Console(file=text, width=200))
     return code, text.getvalue()
 
 

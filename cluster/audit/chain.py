@@ -6,8 +6,8 @@
 their bytes and the newest digest; it is written after each record. So a last line that a killed writer left half
 written stands behind the bytes that `audit.head` counts, and a removed or damaged record stands before them.
 
-With `audit.key_env` lines and head end with `hmac`, an HMAC-SHA256 of the digest: without the key nobody can write a
-record, or a head that counts fewer of them.
+With `audit.key_env` lines and head end with `hmac`, an HMAC-SHA256 of the digest: neither a record, nor a head that
+counts fewer records, can be written without the key.
 """
 
 from __future__ import annotations
@@ -269,7 +269,7 @@ def check_order(chain: ChainFile) -> Iterator[AuditFinding]:
             AUDIT_FILE, f"record {number} was altered: its line has no end ({chain.num_torn_bytes} bytes)"
         )
     for gap in absent:
-        are = f"record {gap[0]} is" if len(gap) == 1 else f"records {gap[0]} to {gap[-1]} are"
+        are = f"record {gap[0]} is" if gap[0] == gap[-1] else f"records {gap[0]} to {gap[-1]} are"
         yield AuditFinding(AUDIT_FILE, f"{are} missing")
     for seq, num in present.items():
         if num > 1:

@@ -213,6 +213,7 @@ class History:
         version = record.body["version"]
         if version == 0:
             self._leave(0)  # a new run, where an earlier one was killed before its first checkpoint
+        self._cover_journal(_covers(record, record.body.get("journal", {})))
         self.parts[-1].is_accepted = self.may_drop_segments = True
         self.checkpoints[version] = SavedCheckpoint(record, len(self.parts) - 1)
 
@@ -346,6 +347,7 @@ def _check_body(record: AuditRecord) -> None:
             raise TypeError(f"{name} is {type(record.body[name]).__name__}")
         if kind is int:
             _integers(record.body[name])
+    _integers(*record.body.get("kept", ()))
 
 
 def _integers(*values: Any) -> None:

@@ -179,7 +179,7 @@ class RunAudit:
             return
         manifest = checkpoint_folder(self._checkpoints, version) / MANIFEST_FILE
         body = {"version": version, "manifest": file_sha256(manifest), "kept": versions_in(self._checkpoints)}
-        self._recorder.record(AuditKind.CHECKPOINT, body)
+        self._recorder.record(AuditKind.CHECKPOINT, {**body, "journal": self._journal.now()})
         self._log_head(f"at the checkpoint of step {version}")
 
     def resumed(self, version: int) -> None:

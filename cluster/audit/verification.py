@@ -74,7 +74,8 @@ def verify(folder: Path, head: str = "", key: SigningKey | None = None) -> Audit
     if not records:
         raise PreflightError(f"{folder / AUDIT_FILE} has no readable record: put the file of the run back")
     history = replayed(chain)
-    findings = [*check_order(chain), *check_signatures(chain, key)]
+    signatures = list(check_signatures(chain, key))
+    findings = [*check_order(chain), *signatures]
     if head and head not in {record.sha256 for record in records}:
         findings.append(
             AuditFinding(AUDIT_FILE, f"no record has the sha256 {head}: the chain is another one, or was cut")
@@ -87,7 +88,7 @@ def verify(folder: Path, head: str = "", key: SigningKey | None = None) -> Audit
     for check_files in (_check_config, _check_metrics, _check_faults, _check_checkpoints, _check_logged, _check_covers):
         findings += check_files(history, folder, known)
     findings += _check_others(history, folder, known, uncovered)
-    is_signed = key is not None and all(record.hmac for record in records)
+    is_signed = key is not None and not signatures
     return Audit(
         history, list(dict.fromkeys(findings)), uncovered, len(records), records[-1], is_signed, chain.has_torn_end
     )

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from mobula.cluster.errors import WeightSyncError
-from mobula.cluster.weight_sync.digests import digest
+from mobula.cluster.weight_sync.changes import PushedChanges, VersionStep
+from mobula.cluster.weight_sync.digests import digest, weights_checksum
 from mobula.cluster.weight_sync.manifest import Manifest, TensorSpec
 from mobula.learner.weight_publisher import WeightPublisher
 
@@ -98,3 +100,34 @@ def test_every_rank_exports_its_part_of_the_buckets() -> None:
     buckets = [bucket[:-8].tobytes() for bucket in exported]
     assert b"".join(buckets) == np.repeat(np.arange(5, dtype=np.float32), 4).tobytes()
     assert [bucket[-8:].tobytes() for bucket in exported] == [digest_of(bucket) for bucket in buckets]
+
+
+def test_the_checksum_of_a_push_is_that_of_its_tensors_in_any_buckets_ranks_and_payload() -> None:
+    tensors = [
+        (spec, int.from_bytes(digest_of(np.full(4, n, np.float32).tobytes()), "little", signed=True))
+        for n, spec in enumerate(MANIFEST.tensors)
+    ]
+    expected = weights_checksum(tensors)
+    sent = []
+    for bucket_bytes, num_ranks in ((16, 1), (BUCKET_BYTES, 1), (1 << 20, 1), (BUCKET_BYTES, 2)):
+        parts = []
+        for rank in range(num_ranks):
+            sender = publisher([], rank, num_ranks=num_ranks)
+            sender._groups[1] = Recorder([])  # type: ignore[assignment]
+            parts.append(sender.send(bucket_bytes, 1))
+        sent.append(PushedChanges.total(parts))
+    changes = publisher([])
+    changes._groups[1] = Recorder([])  # type: ignore[assignment]
+    whole = changes.send_changes(BUCKET_BYTES, 1, VersionStep(1, None, is_last=True))
+    nothing = changes.send_changes(BUCKET_BYTES, 1, VersionStep(2, 1, is_last=True))
+    assert [part.checksum for part in (*sent, whole, nothing)] == [expected] * 6
+    assert [part.num_bytes for part in sent] == [MANIFEST.num_bytes] * 4
+    assert (sent[0].num_changed, nothing.num_changed) == (None, 0)
+
+
+@pytest.mark.parametrize("other", [("t1", 1), ("t0", 2)])
+def test_another_name_or_value_has_another_checksum(other: tuple[str, int]) -> None:
+    name, value = other
+    spec = MANIFEST.tensors[0]
+    assert weights_checksum([(spec, 1)]) != weights_checksum([(replace(spec, name=name), value)])
+    assert weights_checksum([(spec, 1)]) != weights_checksum([(replace(spec, dtype="bfloat16"), 1)])

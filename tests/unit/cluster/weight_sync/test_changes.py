@@ -177,7 +177,7 @@ def test_a_hundred_pushes_leave_every_receiver_bit_equal(
         pushes.assert_equal()
         whole += version > 0 and sent.num_bytes >= pushes.manifest.num_bytes
         if share == 0.0 and version:
-            assert sent == PushedChanges(8 * 3 * len(SHAPES), 0), "only headers travel"
+            assert (sent.num_bytes, sent.num_changed) == (8 * 3 * len(SHAPES), 0), "only headers travel"
     assert whole < 100
     pushes.close()
 

@@ -121,7 +121,7 @@ class AuditRecord:
 
     def __post_init__(self) -> None:
         typed = zip((self.seq, self.previous, self.kind, self.body), (int, str, str, dict), strict=True)
-        if self.seq < 0 or not all(isinstance(value, kind) for value, kind in typed):
+        if not 0 <= self.seq < 2**63 or not all(isinstance(value, kind) for value, kind in typed):
             raise TypeError("a field has another type")
 
     @property

@@ -120,7 +120,7 @@ class History:
         self._void_rollbacks: dict[int, AuditRecord] = {}
         self.metrics: list[AuditRecord] = []  # of the newest part
         self.covers: dict[str, Cover] = {}  # file of the run folder -> its newest digest
-        self.may_drop_segments = False  # segments of the journal may have been removed since their digests
+        self.droppable: set[str] = set()  # segments of the journal that may be removed since the newest checkpoint
         self.logged: dict[int, AuditRecord] = {}
         self.ended: AuditRecord | None = None  # if it is the newest record
         self.findings: list[AuditFinding] = []
@@ -189,15 +189,19 @@ class History:
             known = self.covers.get(name)
             if known is not None and cover.is_whole and cover.sha256 not in _digests(known):
                 self._find(f"when {cover.record.name} was written, {name} was not as {known.record.name} has it")
-            elif known is not None and not known.is_whole:
-                found[name] = replace(cover, earlier=known)
+            elif known is not None and not cover.is_whole:
+                found[name] = replace(cover, earlier=replace(known, is_whole=False))
         self.covers = {name: cover for name, cover in self.covers.items() if not cover.is_whole} | found
-        self.may_drop_segments = True
+        self._release_segments()
+
+    def _release_segments(self) -> None:
+        self.droppable = set(filter(is_segment, self.covers))
 
     def _resumed(self, record: AuditRecord) -> None:
         version = record.body["version"]
         self.parts[-1].resumed_from = version
-        self.parts[-1].is_accepted = self.may_drop_segments = True
+        self.parts[-1].is_accepted = True
+        self._release_segments()
         self._leave(version)
         known = self.checkpoints.get(version)
         if known is not None and known.record.body["manifest"] != record.body["manifest"]:
@@ -214,7 +218,8 @@ class History:
         if version == 0:
             self._leave(0)  # a new run, where an earlier one was killed before its first checkpoint
         self._cover_journal(_covers(record, record.body.get("journal", {})))
-        self.parts[-1].is_accepted = self.may_drop_segments = True
+        self._release_segments()
+        self.parts[-1].is_accepted = True
         self.checkpoints[version] = SavedCheckpoint(record, len(self.parts) - 1)
 
     def _trained(self, record: AuditRecord) -> None:
@@ -270,10 +275,8 @@ class History:
     def _cover_journal(self, found: Mapping[str, Cover]) -> None:
         for name, cover in found.items():
             self.covers[name] = replace(cover, earlier=self.covers[name].earlier if name in self.covers else None)
-        if found:
-            self.may_drop_segments = False
-            for name in [name for name, cover in self.covers.items() if name < min(found) and is_segment(name)]:
-                del self.covers[name]  # covered by a checkpoint, and removed
+        for name in [name for name in self.covers if is_segment(name) and found and name < min(found)]:
+            del self.covers[name]  # a checkpoint has its groups, and it was removed
 
     def _pushed(self, record: AuditRecord) -> None:
         if not all(isinstance(how, str) for how in record.body["receivers"].values()):
@@ -311,7 +314,7 @@ class History:
 
     def _add_prompts(self, record: AuditRecord) -> None:
         rejected = record.body.get("rejected", ())
-        self.rejected.update(reason for _, reason in rejected)
+        self.rejected.update(str(reason) for _, reason in rejected)
         self.prompts.add(record.body.get("handed_out", ()), rejected)
 
     def _leave(self, version: int) -> None:
@@ -329,11 +332,13 @@ class History:
         steps: list[int] = []
         made = version
         while made > 0 and (made == version or made not in self.checkpoints):
-            if made in self.rollbacks:
+            if made in self.rollbacks and self.rollbacks[made].body["restored"] < made:
                 made = self.rollbacks[made].body["restored"]
-            else:
+            elif made in self.steps:
                 steps.append(made)
                 made -= 1
+            else:
+                break
         return Descent(made, tuple(reversed(steps)))
 
 
@@ -351,8 +356,8 @@ def _check_body(record: AuditRecord) -> None:
 
 
 def _integers(*values: Any) -> None:
-    """Raises: ValueError: a value is no whole number from 0 on."""
-    wrong = [value for value in values if type(value) is not int or value < 0]
+    """Raises: ValueError: a value is no number of 63 bits."""
+    wrong = [value for value in values if type(value) is not int or not 0 <= value < 2**63]
     if wrong:
         raise ValueError(f"{wrong[0]!r} is no number here")
 
@@ -422,9 +427,9 @@ class PromptLedger:
 
     def continued(self, pending: Iterable[str], settled: Iterable[str]) -> None:
         """Applies the prompts that a resumed run knows."""
-        for prompt_id in pending:
+        for prompt_id in map(str, pending):
             self._hand_out(prompt_id)
-        for prompt_id in settled:
+        for prompt_id in map(str, settled):
             # Prompts of repeated steps are settled, too: the account counts them as trained.
             self._part_of.setdefault(prompt_id, self._part)
             self._rejected.setdefault(prompt_id, SETTLED)

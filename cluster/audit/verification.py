@@ -42,7 +42,9 @@ from mobula.cluster.metrics.report.run_folder import CONFIG_FILE, METRICS_FILE
 from mobula.cluster.recovery.checkpoints import MANIFEST_FILE, STATE_FILE, checkpoint_folder, versions_in
 from mobula.cluster.workers.faults import FAULTS_FILE, Fault, fault_line
 
-NOTED = re.compile(r"^[\d-]+ [\d:,]+ INFO mobula\.cluster\.audit\.observer: audit .*: (\d+) records, sha256 (\w{64})$")
+NOTED = re.compile(
+    r"^[\d-]+ [\d:,]+ INFO mobula\.cluster\.audit\.observer: audit .*: (\d{1,18}) records, sha256 (\w{64})$"
+)
 
 
 @dataclass(frozen=True)
@@ -227,9 +229,9 @@ def _check_covers(history: History, folder: Path, known: set[str]) -> Iterator[A
     """Compares the other files with their newest digests."""
     present = [name for name in history.covers if is_segment(name) and (folder / name).is_file()]
     for name, cover in history.covers.items():
-        is_dropped = history.may_drop_segments and is_segment(name) and name < min(present, default="~")
+        is_dropped = name in history.droppable and name < min(present, default="~")
         if history.ended is None and is_dropped and not (folder / name).exists():
-            continue  # a checkpoint has what it held
+            continue  # a checkpoint has its groups
         known.add(name)
         if cover.instead is not None and not list(
             _check_file(folder, name, cover.instead.num_bytes, cover.instead.sha256)

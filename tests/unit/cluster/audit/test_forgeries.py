@@ -24,6 +24,7 @@ from mobula.cluster.audit.chain import (
     encode,
     signing_key,
 )
+from mobula.cluster.audit.history import Descent
 from mobula.cluster.audit.writer import ChainWriter
 from mobula.cluster.errors import PreflightError
 
@@ -228,10 +229,13 @@ def test_a_chain_of_another_program_has_findings_and_no_traceback(copy: Path, wr
 
 
 def test_numbers_without_end_take_no_memory(copy: Path) -> None:
-    line, digest = encode(10**30, "0" * 64, 0.0, "trained", {"version": 10**30, "source": "new", "groups": []})
+    large = 2**62
+    line, digest = encode(large, "0" * 64, 0.0, "trained", {"version": large, "source": "new", "groups": []})
     (copy / AUDIT_FILE).write_bytes(line)
-    (copy / HEAD_FILE).write_bytes(Head(10**30 + 1, len(line), digest).encoded())
-    assert any("are missing" in finding.message for finding in audited(copy).findings)
+    (copy / HEAD_FILE).write_bytes(Head(large + 1, len(line), digest).encoded())
+    result = audited(copy)
+    assert any("are missing" in finding.message for finding in result.findings)
+    assert result.history.descent(large) == Descent(large - 1, (large,))
 
 
 def test_a_signed_chain_verifies_with_its_key_alone(tmp_path: Path) -> None:

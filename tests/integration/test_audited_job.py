@@ -13,8 +13,10 @@ from jobs import RUN_DEADLINE_S, Job
 from waiting import wait_until
 
 from mobula.cluster.audit.chain import AUDIT_FILE, HEAD_FILE
-from mobula.cluster.audit.files import recorded_files
+from mobula.cluster.audit.files import is_growing, recorded_files
 from mobula.cluster.metrics.sinks.jsonl import read_records
+from mobula.cluster.recovery.checkpoints import learner_state_of
+from mobula.deploy.tools.audit import compared_weights
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -88,7 +90,8 @@ def test_a_killed_run_that_reproduces_another_ends_with_equal_weights(job: Job, 
 def test_a_flipped_bit_in_a_file_of_a_real_run_is_found(again: Path) -> None:
     checkpoints = [path for path in (again / "checkpoints").rglob("*") if path.is_file()]
     logged = (again / "trajectories").glob("*.parquet")
-    files = [again / AUDIT_FILE, again / HEAD_FILE, *recorded_files(again), *checkpoints, *logged]
+    whole = [path for path in recorded_files(again) if not is_growing(str(path.relative_to(again)))]
+    files = [again / AUDIT_FILE, again / HEAD_FILE, *whole, *checkpoints, *logged]
     rng = random.Random(0)
     for path in (path for path in files if path.stat().st_size):
         content = path.read_bytes()
@@ -99,3 +102,22 @@ def test_a_flipped_bit_in_a_file_of_a_real_run_is_found(again: Path) -> None:
         path.write_bytes(content)
         assert any(str(path.relative_to(again)).startswith(finding.file) for finding in findings), path
     assert audited(again).findings == []
+
+
+def test_checkpoints_hold_the_weights_that_were_pushed(job: Job, again: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder in (job.run_folder, again):
+        job.finish(job.start_command("audit", "--run", str(folder), "--json", "--weights"))
+        found = json.loads("{" + job.output.rpartition("\n{")[2])
+        assert (found["findings"], found["weights_compared"]) == ([], [0, 2, 4])
+    pushed, of_again = (
+        {record.body["version"]: record.body["weights"] for record in audited(folder).history.pushes}
+        for folder in (job.run_folder, again)
+    )
+    assert pushed == of_again and len({pushed[0], pushed[2], pushed[4]}) == 3
+    exchanged = {2: 4, 4: 2}
+    monkeypatch.setattr(
+        "mobula.deploy.tools.audit.learner_state_of",
+        lambda folder, version: learner_state_of(folder, exchanged.get(version, version)),
+    )
+    compared = compared_weights(audited(again).history, again)
+    assert [version for version, difference in compared.items() if "has other weights" in difference] == [2, 4]

@@ -96,7 +96,6 @@ def test_diagnose_compare_and_report(tmp_path: Path) -> None:
         ["status", "--run", "{folder}"],
         ["evaluate", "policy.model={folder}"],
         ["train", "--config", "{folder}/config.yaml"],
-        ["doctor", "policy.model={folder}"],
         ["plan", "policy.model={folder}"],
     ],
 )

@@ -30,6 +30,7 @@ from mobula.cluster.audit.files import (
     is_uncovered,
 )
 from mobula.cluster.audit.history import (
+    Cover,
     History,
     check_groups,
     check_prompts,
@@ -237,10 +238,10 @@ def _check_covers(history: History, folder: Path, known: set[str]) -> Iterator[A
             _check_file(folder, name, cover.instead.num_bytes, cover.instead.sha256)
         ):
             continue  # the process was killed between the record and its file
-        end = cover
-        while end is not None:
-            yield from _check_file(folder, name, end.num_bytes, end.sha256, is_whole=end.is_whole)
-            end = end.earlier
+        newest: Cover | None = cover
+        while newest is not None:
+            yield from _check_file(folder, name, newest.num_bytes, newest.sha256, is_whole=newest.is_whole)
+            newest = newest.earlier
 
 
 def _check_others(history: History, folder: Path, known: set[str], uncovered: list[str]) -> Iterator[AuditFinding]:

@@ -22,6 +22,7 @@ from tinker.proto.request_conv import forward_backward_request_to_proto
 
 from benchmarks.harness.apart import apart
 from benchmarks.harness.measure import QUICK, Claim, Effort, Findings, Measurements, interleave
+from mobula.cluster.serving import Address
 from mobula.cluster.training_service.interfaces import (
     AdamParameters,
     AdapterSpec,
@@ -31,11 +32,10 @@ from mobula.cluster.training_service.interfaces import (
     SampleResult,
 )
 from mobula.configs.load import load_config
-from mobula.deploy.tools.http_server import Address
 from mobula.deploy.training_service.app import make_app
 from mobula.deploy.training_service.limits import ServiceLimits
 from mobula.deploy.training_service.service import BaseModel, TrainingService
-from mobula.deploy.training_service.tenants import TenantGate, Tenants
+from mobula.deploy.training_service.tenants import Tenants, tenant_gate
 from mobula.deploy.training_service.wire.inputs import InputBuilder
 from mobula.deploy.training_service.wire.training import read_call
 
@@ -175,7 +175,7 @@ class _Served:
         )
         listener = Address("127.0.0.1", 0, token=None).listen()
         self._port = listener.getsockname()[1]
-        app = TenantGate(make_app(service), Tenants({}))
+        app = tenant_gate(make_app(service), Tenants({}), service.limits.max_request_bytes)
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
         threading.Thread(target=server.run, args=([listener],), daemon=True).start()
 

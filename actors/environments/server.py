@@ -13,6 +13,7 @@ number of the previous call gets the same reply again, so that a client may retr
 from __future__ import annotations
 
 import asyncio
+import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable
@@ -20,17 +21,46 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from fastapi import Body, FastAPI
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
+
+from pydantic import BaseModel, Field
 
 from mobula.actors.environments.base import EpisodeError, checked_rewards
 from mobula.actors.environments.hosts.pool import EnvironmentPool, EnvironmentSession
 from mobula.actors.environments.wire import Json, action_from_json, reset_to_json, spec_to_json, step_to_json
 from mobula.configs.schema.environment import EnvironmentConfig
 
-METHODS = ("reset", "step", "demonstrate")
+NEEDED = {"reset": "seed", "step": "action", "demonstrate": "call"}  # method -> field
 RETRY_AFTER_S = 1
 CHECKS_A_LIMIT = 4  # checks for abandoned sessions within `idle_s`
+
+
+class ToolCallBody(BaseModel):
+    """A tool call of an action."""
+
+    name: str
+    arguments: dict[str, Any]
+    status: str
+    detail: str
+
+
+class ActionBody(BaseModel):
+    """An action of the policy."""
+
+    text: str
+    tool_calls: list[ToolCallBody]
+    is_truncated: bool
+
+
+class CallBody(BaseModel):
+    """One call; `reset` needs the seed, `step` the action."""
+
+    call: Annotated[int, Field(ge=0)]
+    seed: int = 0
+    options: dict[str, Any] = {}
+    action: ActionBody | None = None
 
 
 @dataclass
@@ -74,7 +104,7 @@ class EnvironmentServer:
         self._held[name] = _Held(session, stack)
         return {"session": name, "name": self._config.name, "spec": spec_to_json(session.spec)}
 
-    async def call(self, name: str, method: str, call: int, given: Json) -> Json:
+    async def call(self, name: str, method: str, given: CallBody) -> Json:
         """Returns the result or the failure of one call.
 
         Raises:
@@ -82,7 +112,7 @@ class EnvironmentServer:
         """
         held = self._held[name]
         async with held.lock:
-            if call == held.last_call:
+            if given.call == held.last_call:
                 return held.last_reply
             held.used_at = time.monotonic()
             try:
@@ -90,7 +120,7 @@ class EnvironmentServer:
             except EpisodeError as error:
                 reply = {"failure": {"kind": error.kind, "detail": str(error)}}
                 await self._end(name, error, keep_reply=True)
-            held.last_call, held.last_reply, held.used_at = call, reply, time.monotonic()
+            held.last_call, held.last_reply, held.used_at = given.call, reply, time.monotonic()
             return reply
 
     async def end(self, name: str) -> None:
@@ -111,12 +141,13 @@ class EnvironmentServer:
                 if held.used_at < latest and not held.lock.locked():
                     await self._end(name, EpisodeError("abandoned", "no call came"), keep_reply=False)
 
-    async def _result(self, session: EnvironmentSession, method: str, given: Json) -> Any:
+    async def _result(self, session: EnvironmentSession, method: str, given: CallBody) -> Any:
         if method == "reset":
-            return reset_to_json(await session.reset(given["seed"], given.get("options", {})))
+            return reset_to_json(await session.reset(given.seed, given.options))
         if method == "demonstrate":
             return await session.demonstrate()
-        step = await session.step(action_from_json(given["action"]))
+        assert given.action is not None, "checked before"
+        step = await session.step(action_from_json(given.action.model_dump()))
         checked_rewards(step.reward)  # here, because JSON has no NaN
         return step_to_json(step)
 
@@ -160,14 +191,22 @@ def make_app(server: EnvironmentServer) -> FastAPI:
         except EpisodeError as error:
             return JSONResponse({"failure": {"kind": error.kind, "detail": str(error)}})
 
+    @app.exception_handler(RequestValidationError)
+    async def unfit(_: Request, error: RequestValidationError) -> Response:
+        problems = [{key: d[key] for key in ("loc", "msg", "type")} for d in error.errors()]
+        return Response(json.dumps({"detail": problems}), 422, media_type="application/json")
+
     @app.post("/v1/sessions/{name}/{method}")
-    async def call(name: str, method: str, body: Annotated[dict[str, Any], Body()]) -> Response:
-        if method not in METHODS:
-            return JSONResponse({"detail": f"no method {method!r}: use {', '.join(METHODS)}"}, 404)
+    async def call(name: str, method: str, body: CallBody) -> Response:
+        if method not in NEEDED:
+            return JSONResponse({"detail": f"no method {method!r}: use {', '.join(NEEDED)}"}, 404)
+        required = NEEDED[method]
+        if getattr(body, required) is None or required not in body.model_fields_set:
+            return JSONResponse({"detail": f"{method} needs the field {required}"}, 422)
         try:
-            return JSONResponse(await server.call(name, method, int(body["call"]), body))
+            return JSONResponse(await server.call(name, method, body))
         except KeyError as error:
-            return JSONResponse({"detail": f"no session, or no field, {error}"}, 404)
+            return JSONResponse({"detail": f"there is no session {error}"}, 404)
 
     @app.delete("/v1/sessions/{name}")
     async def end(name: str) -> Response:

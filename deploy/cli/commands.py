@@ -29,7 +29,17 @@ from mobula.configs.schema import RunConfig
 from mobula.deploy.cli.audit_command import audit
 from mobula.deploy.cli.data_commands import data
 from mobula.deploy.cli.diagnose_command import diagnose, diagnosed
-from mobula.deploy.cli.environment_commands import play, rollout, serve_environment, serve_policy
+from mobula.deploy.cli.environment_commands import (
+    AllowHost,
+    Host,
+    Port,
+    TokenEnv,
+    TokenFile,
+    play,
+    rollout,
+    serve_environment,
+    serve_policy,
+)
 from mobula.deploy.cli.errors import FAILED, explained
 from mobula.deploy.cli.gpu_check_command import gpu_check
 from mobula.deploy.cli.job_commands import Auth, AuthOption, list_jobs, logs, stop, submit
@@ -414,10 +424,11 @@ def init_model(
 @app.command()
 def serve_rewards(
     rewards: Annotated[Path, typer.Argument(metavar="REWARDS.yaml", help="A file like a run's `rewards` section.")],
-    host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one and says which.")] = 0,
-    token_env: Annotated[str | None, typer.Option(help="Environment variable with the bearer token.")] = None,
-    token_file: Annotated[Path | None, typer.Option(help="File with the bearer token, instead.")] = None,
+    host: Host = "127.0.0.1",
+    port: Port = 0,
+    token_env: TokenEnv = None,
+    token_file: TokenFile = None,
+    allow_host: AllowHost = None,
     threads: Annotated[int, typer.Option(min=1, help="Scoring threads; each loads all models.")] = 1,
     max_waiting: Annotated[int, typer.Option(min=1, help="Requests that may wait; further ones get 503.")] = 64,
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds to read a request, and to score it.")] = 60.0,
@@ -428,10 +439,10 @@ def serve_rewards(
     """Serve reward functions over HTTP until stopped."""
     console = terminal(soft_wrap=True)
     with explained():
+        from mobula.cluster.serving import Address, read_token
         from mobula.deploy.tools import serve_rewards as serving
-        from mobula.deploy.tools.http_server import Address, read_token
 
-        address = Address(host, port, read_token(token_env, token_file))
+        address = Address(host, port, read_token(token_env, token_file), tuple(allow_host or ()))
         options = serving.ServeRewardsOptions(
             address, threads, max_waiting, timeout, max_request_mb << 20, device, dtype
         )

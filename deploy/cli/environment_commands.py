@@ -18,6 +18,10 @@ Host = Annotated[str, typer.Option(help="The address to listen on.")]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one and says which.")]
 TokenEnv = Annotated[str | None, typer.Option(help="Environment variable with the bearer token.")]
 TokenFile = Annotated[Path | None, typer.Option(help="File with the bearer token, instead.")]
+AllowHost = Annotated[
+    list[str] | None,
+    typer.Option(metavar="NAME", help="A further name of this server in requests (Host, Origin); again for more."),
+]
 
 
 def play(
@@ -75,6 +79,7 @@ def serve_environment(
     port: Port = 0,
     token_env: TokenEnv = None,
     token_file: TokenFile = None,
+    allow_host: AllowHost = None,
     idle: Annotated[float, typer.Option(min=1, help="Seconds after which a session without calls ends.")] = 600.0,
 ) -> None:
     """Serve the configured environment over HTTP until stopped, for runs with environment.host=remote."""
@@ -82,10 +87,11 @@ def serve_environment(
 
     with explained("the server has stopped"):
         config = load_config(["data=environment", "rewards=environment", *(overrides or [])], is_complete=False)
+        from mobula.cluster.serving import Address, read_token
         from mobula.deploy.tools.environments import serve_environment as serving
-        from mobula.deploy.tools.http_server import Address, read_token
 
-        options = serving.ServeEnvironmentOptions(Address(host, port, read_token(token_env, token_file)), idle)
+        address = Address(host, port, read_token(token_env, token_file), tuple(allow_host or ()))
+        options = serving.ServeEnvironmentOptions(address, idle)
         console = terminal(soft_wrap=True)
         serving.serve(
             config.environment, options, lambda url: console.print(f"environment: {url}", markup=False, highlight=False)
@@ -98,6 +104,7 @@ def serve_policy(
     port: Port = 0,
     token_env: TokenEnv = None,
     token_file: TokenFile = None,
+    allow_host: AllowHost = None,
     capture: Annotated[Path | None, typer.Option(help="The folder for trajectories of sessions with a reward.")] = None,
     siblings: Annotated[int, typer.Option(min=1, help="Sessions of one task that make a group.")] = 8,
 ) -> None:
@@ -106,10 +113,10 @@ def serve_policy(
 
     with explained("the server has stopped"):
         config = load_config(["sampler=huggingface", *(overrides or [])], is_complete=False)
-        from mobula.deploy.tools.http_server import Address, read_token
+        from mobula.cluster.serving import Address, read_token
         from mobula.deploy.tools.policy import serve_policy as serving
 
-        address = Address(host, port, read_token(token_env, token_file))
+        address = Address(host, port, read_token(token_env, token_file), tuple(allow_host or ()))
         options = serving.ServePolicyOptions(address, capture, siblings)
         console = terminal(soft_wrap=True)
         serving.serve(config, options, lambda url: console.print(f"policy: {url}", markup=False, highlight=False))

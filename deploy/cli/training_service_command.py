@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from mobula.cluster.errors import PreflightError
+from mobula.deploy.cli.environment_commands import AllowHost, Host, Port
 from mobula.deploy.cli.errors import explained
 from mobula.deploy.host.terminal import terminal
 
@@ -20,8 +21,9 @@ def serve_training(
         list[str] | None,
         typer.Argument(metavar="[KEY=VALUE]...", help="Groups and keys, e.g. policy.model=FOLDER sampler=vllm"),
     ] = None,
-    host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free port.")] = 0,
+    host: Host = "127.0.0.1",
+    port: Port = 0,
+    allow_host: AllowHost = None,
     tenants: Annotated[
         Path | None, typer.Option(help="YAML file of `tenant: token` lines; without it every request is admitted.")
     ] = None,
@@ -36,6 +38,7 @@ def serve_training(
     with explained("the server has stopped"):
         if find_spec("tinker") is None:
             raise PreflightError("the training service needs the package tinker: pip install 'mobula[tinker]'")
+        from mobula.cluster.serving import Address
         from mobula.configs.load import load_config
         from mobula.configs.overrides import overridden
         from mobula.deploy.training_service import serving
@@ -44,7 +47,8 @@ def serve_training(
         config = load_config(overrides or [], is_complete=False)
         if config.training_service.weights == "adapters":
             config = load_config(overridden([SERVED], overrides or []), is_complete=False)
-        options = serving.ServeTrainingOptions(host, port, read_tenants(tenants), folder, model_name)
+        address = Address(host, port, "the tenants have their own", tuple(allow_host or ()))
+        options = serving.ServeTrainingOptions(address, read_tenants(tenants), folder, model_name)
         console = terminal(soft_wrap=True)
         serving.serve(
             config, options, lambda url: console.print(f"training service: {url}", markup=False, highlight=False)

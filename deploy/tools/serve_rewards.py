@@ -9,10 +9,10 @@ from pathlib import Path
 
 from mobula.cluster.errors import StuckError
 from mobula.cluster.records.trajectory import Reward
+from mobula.cluster.serving import Address, run_server
 from mobula.configs.errors import ConfigError
 from mobula.configs.load import load_rewards
 from mobula.configs.schema.rewards import RewardsConfig
-from mobula.deploy.tools.http_server import Address, run_server
 from mobula.rewards.contract import FailureKind, Outcome, RewardRequest, Score, ScoringFailure
 from mobula.rewards.http.server import RewardServer, ServerLimits, make_app
 from mobula.rewards.http.thread_pool import ScorerThreads
@@ -86,7 +86,8 @@ def serve(path: Path, options: ServeRewardsOptions, announce: Callable[[str], No
     except ValueError as error:
         raise ConfigError(f"{path}: {error}") from error
     limits = ServerLimits(options.timeout_s, options.max_request_bytes)
-    app = make_app(RewardServer(ScorerThreads(scorers, max_waiting=options.max_waiting), limits), options.address.token)
+    server = RewardServer(ScorerThreads(scorers, max_waiting=options.max_waiting), limits)
+    app = make_app(server, options.address.token, options.address.hosts)
     run_server(app, listener, grace_s=math.ceil(2 * options.timeout_s), announce=announce)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import json
 import secrets
 import time
 from collections.abc import Sequence
@@ -21,7 +20,7 @@ from mobula.deploy.training_service.checkpoints import EXTERNAL, SAMPLER, SCHEME
 from mobula.deploy.training_service.errors import RefusedRequestError
 from mobula.deploy.training_service.service import TrainingService
 from mobula.deploy.training_service.store.records import CheckpointRecord, ModelRecord, Session
-from mobula.deploy.training_service.wire.answers import parsed
+from mobula.deploy.training_service.wire.answers import TtlBody, WeightsBody, parsed
 
 TYPES = {TRAINING: "training", SAMPLER: "sampler", EXTERNAL: "external"}
 URL_LIFE_S = 3600
@@ -103,14 +102,14 @@ def _add_checkpoints(app: FastAPI, service: TrainingService) -> None:
     @app.put(f"{CHECKPOINT}/ttl")
     async def set_ttl(model_id: str, kind: str, name: str, request: Request) -> Response:
         record = checkpoints.owned(_path(model_id, kind, name), tenant_of(request))
-        ttl_s = json.loads(await request.body()).get("ttl_seconds")
-        await checkpoints.put(replace(record, expires_s=expiry(ttl_s)))
+        ttl = parsed(TtlBody, await request.body())
+        await checkpoints.put(replace(record, expires_s=expiry(ttl.ttl_seconds)))
         return Response(status_code=204)
 
     @app.post("/api/v1/weights_info")
     async def weights_info(request: Request) -> Response:
-        path = str(json.loads(await request.body()).get("tinker_path", ""))
-        record = _visible(service, path, tenant_of(request))
+        body = parsed(WeightsBody, await request.body())
+        record = _visible(service, body.tinker_path, tenant_of(request))
         spec = record.spec
         return JSONResponse(
             {

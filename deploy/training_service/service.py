@@ -305,7 +305,7 @@ class TrainingService:
     def check_owner(self, request_id: str, tenant: str) -> None:
         """Raises: RefusedRequestError: the tenant has no such request."""
         address, _, number = request_id.removeprefix(PREFIX).rpartition(":")
-        if not number.isdigit():
+        if not number.isdecimal():
             raise not_found("request", request_id)
         if request_id.startswith(PREFIX):
             self.samplers.get(address, tenant)

@@ -23,6 +23,7 @@ from mobula.cluster.rollout.in_flight import InFlightRequests
 from mobula.cluster.rollout.rollout_pool import RolloutPool
 from mobula.cluster.runtime.concurrency import run_all
 from mobula.cluster.runtime.placement_groups import create_placement_groups, plan_when_free
+from mobula.cluster.serving import Address, run_server
 from mobula.cluster.training_service.interfaces import AdapterEngines
 from mobula.configs.schema import RunConfig
 from mobula.deploy.planning.nodes import joined_nodes
@@ -30,12 +31,11 @@ from mobula.deploy.planning.plan_command import planned_engine, refuse_too_small
 from mobula.deploy.preflight.checks import find_mismatches
 from mobula.deploy.preflight.findings import refuse
 from mobula.deploy.preflight.loaded import LoadedModel
-from mobula.deploy.tools.http_server import Address, run_server
 from mobula.deploy.training_service.app import make_app
 from mobula.deploy.training_service.images import ChatImages
 from mobula.deploy.training_service.limits import ServiceLimits
 from mobula.deploy.training_service.service import BaseModel, TrainingService
-from mobula.deploy.training_service.tenants import TenantGate, Tenants
+from mobula.deploy.training_service.tenants import Tenants, tenant_gate
 from mobula.deploy.training_service.wire.inputs import InputBuilder
 from mobula.deploy.wiring.preparation import Prepared, ensure_model, require_model
 from mobula.deploy.wiring.rollouts import adapter_engines, rollout_pool, swapped_engines
@@ -45,9 +45,7 @@ from mobula.learner.adapters.full_weights import FullWeightsRank
 from mobula.learner.adapters.group import AdapterGroup
 from mobula.learner.adapters.rank import AdapterRank
 from mobula.learner.policies.checkpoint.stored import stored_model
-from mobula.rewards.http.request_gate import RequestGate
 
-READ_S = 120.0  # of the body of one request
 ANSWER_S = 3.0  # after a failure, before the server ends: clients learn that their requests have failed
 GRACE_S = 2  # requests continue after a restart, so none is waited for
 LOGS = "logs"
@@ -59,8 +57,7 @@ logger = logging.getLogger(__name__)
 class ServeTrainingOptions:
     """The options of `serve-training`."""
 
-    host: str
-    port: int
+    address: Address
     tenants: Tenants
     folder: Path
     model_name: str | None
@@ -95,28 +92,22 @@ def serve(config: RunConfig, options: ServeTrainingOptions, announce: Callable[[
         PreflightError, ValueError: it cannot start; no role was started.
         ServiceFailedError: a restart with the same folder continues.
     """
-    if not options.tenants.tokens and not is_loopback(options.host):
+    host = options.address.host
+    if options.tenants.is_open and not is_loopback(host):
         raise PreflightError(
-            f"--host {options.host} is reached from other machines, and there are no tokens: give --tenants, or "
-            "listen on 127.0.0.1"
+            f"--host {host} is reached from other machines, and there are no tokens: give --tenants, or listen on "
+            "127.0.0.1"
         )
     _refuse_unfit(config, options.tenants)
     require_model(config)
     prepared = prepare_base(config)
-    listener = Address(options.host, options.port, token="checked above").listen()
+    listener = options.address.listen()
     with cluster_spawner(prepared, options.folder / LOGS) as (prepared, spawner):
         service, roles = make_service(prepared, spawner, options)
         service.on_failure = _end_soon
-        app = RequestGate(
-            make_app(service, roles.running),
-            token=None,
-            max_request_bytes=service.limits.max_request_bytes,
-            read_s=READ_S,
-            is_full=lambda: False,
-            retry_after_s=1,
-            on_status=lambda status: None,
-        )
-        run_server(TenantGate(app, options.tenants), listener, grace_s=GRACE_S, announce=announce)
+        app = make_app(service, roles.running)
+        gate = tenant_gate(app, options.tenants, service.limits.max_request_bytes, options.address.hosts)
+        run_server(gate, listener, grace_s=GRACE_S, announce=announce)
     if service.failure is not None:
         raise ServiceFailedError(
             f"the training service has failed ({type(service.failure).__name__}: {service.failure}): the traceback is "

@@ -1,34 +1,45 @@
-"""Tenants: access tokens of the users of a service, and the gate that checks them."""
+"""Tenants: access tokens of the users of a service."""
 
 from __future__ import annotations
 
 import hmac
-import json
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import yaml
 
+from mobula.cluster.serving import App, Gate, Headers, RefusalError, Scope
 from mobula.configs.errors import ConfigError
 
 PREFIX = "tml-"  # the client sends no other tokens
 LOCAL = "local"  # the tenant of a service without tokens
 OPEN_PATHS = ("/api/v1/healthz", "/health")
 SIGNED_PATHS = "/files/"  # addresses that hold a signature
-
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
+MEDIA_TYPES = {"/api/v1/forward_backward": "application/x-protobuf"}  # of bodies that are not JSON
+READ_S = 120.0  # of the body of one request
 
 
 @dataclass(frozen=True)
 class Tenants:
-    """Tenant -> token. Without tokens every request is of the tenant `local`."""
+    """Implements `Admission`: tenant -> token. Without tokens every request is of the tenant `local`."""
 
     tokens: Mapping[str, str]
+
+    @property
+    def is_open(self) -> bool:
+        return not self.tokens
+
+    def check(self, scope: Scope, headers: Headers) -> None:
+        """Adds the tenant to the request.
+
+        Raises:
+            RefusalError: its token is unknown.
+        """
+        tenant = self.tenant_of(headers.get(b"x-api-key", b"").decode("latin-1"))
+        if tenant is None and scope["path"] not in OPEN_PATHS and not scope["path"].startswith(SIGNED_PATHS):
+            raise RefusalError(401, "this API key is not known here: set TINKER_API_KEY, or give api_key=...")
+        scope.setdefault("state", {})["tenant"] = tenant
 
     def tenant_of(self, token: str) -> str | None:
         """Returns the tenant of a token; None for an unknown one. Takes the same time for every token."""
@@ -66,29 +77,6 @@ def read_tenants(file: Path | None) -> Tenants:
     return Tenants(content)
 
 
-@dataclass(frozen=True)
-class TenantGate:
-    """ASGI middleware: answers 401 to requests without a known token, and adds the tenant to the others."""
-
-    app: App
-    tenants: Tenants
-
-    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            headers = dict(scope["headers"])
-            token = headers.get(b"x-api-key", b"").decode("latin-1")
-            tenant = self.tenants.tenant_of(token)
-            is_open = scope["path"] in OPEN_PATHS or scope["path"].startswith(SIGNED_PATHS)
-            if tenant is None and not is_open:
-                await _refuse(send)
-                return
-            scope.setdefault("state", {})["tenant"] = tenant
-        await self.app(scope, receive, send)
-
-
-async def _refuse(send: Send) -> None:
-    detail = "this API key is not known here: set TINKER_API_KEY, or give api_key=..."
-    body = json.dumps({"detail": detail}).encode()
-    headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
-    await send({"type": "http.response.start", "status": 401, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+def tenant_gate(app: App, tenants: Tenants, max_request_bytes: int, hosts: frozenset[str] = frozenset()) -> Gate:
+    """Returns the service behind its gate."""
+    return Gate(app, tenants, max_request_bytes, READ_S, hosts, MEDIA_TYPES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -18,9 +19,9 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, G
 from pydantic import Discriminator, Tag
 
 from mobula.cluster.errors import RewardError
+from mobula.cluster.serving import VIEWER_PATH, Bearer, Gate
 from mobula.rewards.contract import FailureKind, Outcome, RewardRequest, ScoringFailure
 from mobula.rewards.http.lightrft import LightrftBody, LightrftReply, QueryForm
-from mobula.rewards.http.request_gate import VIEWER_PATH, RequestGate
 from mobula.rewards.http.thread_pool import BusyError, ScorerThreads
 from mobula.rewards.http.wire import OutcomeMessage, ScoreBody, ScoreReply
 
@@ -95,8 +96,8 @@ class RewardServer:
         return 200 if is_well else 503, {"status": "ok" if is_well else "stuck", "stuck": stuck, **counts}
 
 
-def make_app(service: RewardServer, token: str | None) -> RequestGate:
-    """Returns the service as an ASGI application behind its gate; without a `token` it admits every request."""
+def make_app(service: RewardServer, token: str | None, hosts: frozenset[str] = frozenset()) -> Gate:
+    """Returns the service behind its gate. Without a `token` it admits every request."""
 
     @asynccontextmanager
     async def life(_: FastAPI) -> AsyncIterator[None]:
@@ -109,9 +110,10 @@ def make_app(service: RewardServer, token: str | None) -> RequestGate:
     app.exception_handler(RequestValidationError)(_name_the_field)
     _add_scoring(app, service)
     _add_watching(app, service)
-    return RequestGate(
+    return Gate(
         app,
-        token=token,
+        Bearer(token),
+        hosts=hosts,
         max_request_bytes=service.limits.max_request_bytes,
         read_s=service.limits.timeout_s,
         is_full=service.threads.is_full,
@@ -170,7 +172,8 @@ async def _reply(service: RewardServer, body: ScoreBody | LightrftBody, queries:
 
 async def _name_the_field(_: Request, error: RequestValidationError) -> Response:
     """Replies with the invalid field only; FastAPI's own reply repeats the whole request with its images."""
-    return JSONResponse({"detail": [{key: d[key] for key in ("loc", "msg", "type")} for d in error.errors()]}, 422)
+    problems = [{key: d[key] for key in ("loc", "msg", "type")} for d in error.errors()]
+    return Response(json.dumps({"detail": problems}), 422, media_type="application/json")
 
 
 def _numbers(outcomes: Sequence[Outcome]) -> Response:

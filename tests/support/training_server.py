@@ -16,7 +16,7 @@ from training_roles import VOCABULARY, TinyEngines, TinyLearner
 from mobula.deploy.training_service.app import make_app
 from mobula.deploy.training_service.limits import ServiceLimits
 from mobula.deploy.training_service.service import BaseModel, TrainingService
-from mobula.deploy.training_service.tenants import TenantGate, Tenants
+from mobula.deploy.training_service.tenants import Tenants, tenant_gate
 from mobula.deploy.training_service.wire.inputs import InputBuilder
 
 NAME = "tiny/base"
@@ -69,7 +69,7 @@ def running(folder: Path, tokens: Mapping[str, str] | None = None, port: int = 0
     """Runs a service in a thread until the end of the block."""
     learner, engines = TinyLearner(), TinyEngines()
     service = make_service(folder, learner, engines, **limits)
-    app = TenantGate(make_app(service), Tenants(tokens or {}))
+    app = tenant_gate(make_app(service), Tenants(tokens or {}), LIMITS.max_request_bytes)
     server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="warning", timeout_graceful_shutdown=1))
     thread = threading.Thread(target=server.run)
     thread.start()
@@ -90,7 +90,8 @@ def main() -> None:
     folder, port, delay_s = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
     learner, engines = TinyLearner(delay_s=delay_s), TinyEngines(delay_s=delay_s)
     service = make_service(folder, learner, engines)
-    uvicorn.run(TenantGate(make_app(service), Tenants({})), port=port, log_level="warning")
+    app = tenant_gate(make_app(service), Tenants({}), LIMITS.max_request_bytes)
+    uvicorn.run(app, port=port, log_level="warning")
 
 
 if __name__ == "__main__":

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from queue import SimpleQueue
 from threading import Thread
 from typing import Any
@@ -13,10 +13,25 @@ from uuid import uuid4
 
 from mobula.actors.environments.base import Observation
 from mobula.actors.environments.chat_api import answer_of, events_of, message_of
+from mobula.cluster.serving import (
+    Address,
+    Gate,
+    Headers,
+    Receive,
+    RefusalError,
+    Scope,
+    Send,
+    make_server,
+    refuse,
+    reply,
+)
 
 LOOPBACK = "127.0.0.1"
 MAX_REQUEST_BYTES = 64 << 20
-POLL_S = 0.05  # delay of the server's shutdown
+MAX_CONNECTIONS = 64  # of the programs of one environment
+READ_S = 60.0
+CLOSE_S = 5.0
+PATH = "/v1/chat/completions"
 UNFIT = ("tools", "functions")  # unsupported fields of a request
 
 
@@ -34,9 +49,10 @@ class Call:
     def abandon(self) -> None:
         self._answer.cancel()
 
-    def wait(self) -> dict[str, Any]:
-        """Raises: CancelledError: the call was abandoned."""
-        return self._answer.result()
+    async def wait(self) -> dict[str, Any] | None:
+        """Returns the answer; None if the call was abandoned."""
+        [done], _ = await asyncio.wait([asyncio.wrap_future(self._answer)])
+        return None if done.cancelled() else done.result()
 
 
 class Talk:
@@ -63,67 +79,50 @@ class Talk:
 
 
 class AgentEndpoint:
-    """Serves on a free port until it is closed, with one thread for each call."""
+    """Implements `Admission` by the secret in the URL. Serves on a free port in one thread until it is closed."""
+
+    is_open = False
 
     def __init__(self) -> None:
         self._talk: Talk | None = None
-        endpoint = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                endpoint._answer(self)
-
-            def log_message(self, format: str, *args: Any) -> None:
-                """Calls are not logged."""
-
-        self._server = ThreadingHTTPServer((LOOPBACK, 0), Handler)
-        self._server.daemon_threads = True
-        Thread(target=self._server.serve_forever, args=(POLL_S,), daemon=True, name="agent endpoint").start()
+        listener = Address(LOOPBACK, 0, None).listen()
+        self._port = int(listener.getsockname()[1])
+        gate = Gate(self._serve, self, MAX_REQUEST_BYTES, READ_S)
+        self._server = make_server(gate, grace_s=0, max_connections=MAX_CONNECTIONS)
+        self._server.config.lifespan = "off"
+        self._thread = Thread(target=self._server.run, args=([listener],), daemon=True, name="agent endpoint")
+        self._thread.start()
 
     def open(self) -> Talk:
         """Opens a new URL; calls to earlier URLs are refused."""
-        self._talk = Talk(uuid4().hex, self._server.server_port)
+        self._talk = Talk(uuid4().hex, self._port)
         return self._talk
 
     def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+        self._server.should_exit = self._server.force_exit = True
+        self._thread.join(CLOSE_S)
 
-    def _answer(self, request: BaseHTTPRequestHandler) -> None:
+    def check(self, scope: Scope, headers: Headers) -> None:
+        """Raises: RefusalError: the path is not that of the open episode."""
+        if self._talk is None or (scope["method"], scope["path"]) != ("POST", f"/{self._talk.name}{PATH}"):
+            raise RefusalError(404, "this episode is over, or the path is not /v1/chat/completions")
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         talk = self._talk
-        num_bytes = int(request.headers.get("Content-Length", 0))
-        if num_bytes > MAX_REQUEST_BYTES:
-            return _refuse(request, 413, f"{num_bytes:,} bytes are more than {MAX_REQUEST_BYTES:,}")
-        body = request.rfile.read(num_bytes)
-        if talk is None or request.path != f"/{talk.name}/v1/chat/completions":
-            return _refuse(request, 404, "this episode is over, or the path is not /v1/chat/completions")
+        assert talk is not None, "checked before"
         try:
-            content = json.loads(body)
+            content = json.loads((await receive())["body"])
             unfit = [name for name in UNFIT if content.get(name)]
             if unfit or content.get("n", 1) != 1:
                 raise ValueError(f"{', '.join(unfit) or 'n above 1'} cannot be had: describe tools in the messages")
             messages = tuple(message_of(str(m["role"]), m.get("content")) for m in content["messages"])
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            return _refuse(request, 400, f"{type(error).__name__}: {error}")
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            return await refuse(send, RefusalError(400, f"{type(error).__name__}: {error}"))
         call = Call(messages, str(content.get("model", "")))
         talk.put(call)
-        try:
-            answer = call.wait()
-        except CancelledError:
-            return _refuse(request, 410, "the episode is over")
+        answer = await call.wait()
+        if answer is None:
+            return await refuse(send, RefusalError(410, "the episode is over"))
         if content.get("stream"):
-            return _send(request, 200, "text/event-stream", b"".join(events_of(answer)))
-        return _send(request, 200, "application/json", json.dumps(answer).encode())
-
-
-def _refuse(request: BaseHTTPRequestHandler, status: int, message: str) -> None:
-    error = {"error": {"message": message, "type": "invalid_request_error", "code": status}}
-    _send(request, status, "application/json", json.dumps(error).encode())
-
-
-def _send(request: BaseHTTPRequestHandler, status: int, kind: str, content: bytes) -> None:
-    request.send_response(status)
-    request.send_header("Content-Type", kind)
-    request.send_header("Content-Length", str(len(content)))
-    request.end_headers()
-    request.wfile.write(content)
+            return await reply(send, 200, b"".join(events_of(answer)), {}, "text/event-stream")
+        return await reply(send, 200, json.dumps(answer).encode(), {})

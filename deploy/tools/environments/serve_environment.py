@@ -7,11 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from mobula.actors.environments.registry import build_environment
-from mobula.actors.environments.server import RETRY_AFTER_S, EnvironmentServer, make_app
+from mobula.actors.environments.server import EnvironmentServer, make_app
 from mobula.cluster.errors import PreflightError
+from mobula.cluster.serving import Address, Bearer, Gate, run_server
 from mobula.configs.schema.environment import EnvironmentConfig
-from mobula.deploy.tools.http_server import Address, run_server
-from mobula.rewards.http.request_gate import RequestGate
 
 MAX_REQUEST_BYTES = 16 << 20  # one action of a policy
 
@@ -41,14 +40,7 @@ def serve(config: EnvironmentConfig, options: ServeEnvironmentOptions, announce:
         raise PreflightError(str(error)) from error
     listener = options.address.listen()
     server = EnvironmentServer(config, idle_s=options.idle_s)
-    app = RequestGate(
-        make_app(server),
-        token=options.address.token,
-        max_request_bytes=MAX_REQUEST_BYTES,
-        read_s=config.step_timeout_s,
-        is_full=lambda: False,  # only new sessions are refused
-        retry_after_s=RETRY_AFTER_S,
-        on_status=lambda status: None,
-    )
+    admission, hosts = Bearer(options.address.token), options.address.hosts
+    app = Gate(make_app(server), admission, MAX_REQUEST_BYTES, config.step_timeout_s, hosts)
     grace_s = math.ceil(max(config.step_timeout_s, config.reset_timeout_s))
     run_server(app, listener, grace_s=grace_s, announce=announce)

@@ -20,16 +20,14 @@ from mobula.actors.environments.chat_api import answer_of, events_of, message_of
 from mobula.cluster.errors import SkippedSample
 from mobula.cluster.records.trajectory import Reward
 from mobula.cluster.roles import SamplingSettings
+from mobula.cluster.serving import Address, Bearer, Gate, run_server
 from mobula.configs.schema import RunConfig, SamplerKind
-from mobula.deploy.tools.http_server import Address, run_server
 from mobula.deploy.tools.policy.conversations import Completion, Conversations, UnknownSessionError
 from mobula.deploy.tools.policy.local_policy import LocalPolicy
 from mobula.deploy.wiring.rollouts import sampling_settings
-from mobula.rewards.http.request_gate import RequestGate
 
 MAX_REQUEST_BYTES = 64 << 20
 READ_S = 60.0
-RETRY_AFTER_S = 1
 MAX_SEED = 2**31 - 1
 
 Session = Annotated[str | None, Header(alias="X-Mobula-Session")]
@@ -100,15 +98,8 @@ def serve(config: RunConfig, options: ServePolicyOptions, announce: Callable[[st
     listener = options.address.listen()
     policy = LocalPolicy(config, keep_files=options.capture is not None)
     conversations = Conversations(policy, options.capture, num_siblings=options.num_siblings)
-    app = RequestGate(
-        make_app(policy, conversations),
-        token=options.address.token,
-        max_request_bytes=MAX_REQUEST_BYTES,
-        read_s=READ_S,
-        is_full=lambda: False,
-        retry_after_s=RETRY_AFTER_S,
-        on_status=lambda status: None,
-    )
+    admission, hosts = Bearer(options.address.token), options.address.hosts
+    app = Gate(make_app(policy, conversations), admission, MAX_REQUEST_BYTES, READ_S, hosts)
     grace_s = math.ceil(config.timeouts.rollout_s)
     run_server(app, listener, grace_s=grace_s, announce=lambda url: announce(f"{url}/v1"))
 

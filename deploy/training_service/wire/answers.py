@@ -17,6 +17,18 @@ from mobula.deploy.training_service.store.records import RequestOutcome
 M = TypeVar("M", bound=BaseModel)
 
 
+class CancelBody(BaseModel):
+    request_id: str
+
+
+class WeightsBody(BaseModel):
+    tinker_path: str
+
+
+class TtlBody(BaseModel):
+    ttl_seconds: int | None = None
+
+
 def parsed(model: type[M], body: bytes) -> M:
     """Returns the message in `body`.
 

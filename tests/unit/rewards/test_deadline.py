@@ -18,7 +18,7 @@ from waiting import wait_until
 from mobula.cluster.errors import EngineLostError, StuckError
 from mobula.cluster.failures import Failure
 from mobula.cluster.records.trajectory import Response
-from mobula.deploy.tools.http_server import Address
+from mobula.cluster.serving import Address
 from mobula.deploy.tools.serve_rewards import MAX_STUCK, RewardScorer, ServeRewardsOptions
 from mobula.rewards.contract import Outcome, RewardRequest, ScoringFailure, TimedOutError
 from mobula.rewards.functions import BUILT_IN

@@ -15,11 +15,12 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from mobula.cluster.errors import PreflightError
+from mobula.cluster.proxies import is_loopback
 from mobula.cluster.records.trajectory import Reward, ScoredGroup
+from mobula.cluster.serving import Address, read_token
 from mobula.configs.load import ConfigError, load_config
 from mobula.deploy.cli import app
 from mobula.deploy.tools import replay as command
-from mobula.deploy.tools.http_server import Address, is_loopback, read_token
 from mobula.deploy.tools.serve_rewards import ServeRewardsOptions, serve
 from mobula.deploy.wiring.persistence import trajectory_log
 

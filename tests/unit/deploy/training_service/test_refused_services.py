@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from mobula.cluster.errors import PreflightError
+from mobula.cluster.serving import Address
 from mobula.configs.load import load_config
 from mobula.deploy.training_service.serving import ServeTrainingOptions, serve
 from mobula.deploy.training_service.tenants import Tenants
@@ -39,6 +40,6 @@ def test_unfit_services_are_refused(
     tmp_path: Path, words: list[str], host: str, tokens: Mapping[str, str], reason: str
 ) -> None:
     config = load_config([*words, f"policy.model={tmp_path}"], is_complete=False)
-    options = ServeTrainingOptions(host, 0, Tenants(tokens), tmp_path, None)
+    options = ServeTrainingOptions(Address(host, 0, "x"), Tenants(tokens), tmp_path, None)
     with pytest.raises(PreflightError, match=reason):
         serve(config, options, lambda url: None)

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 # spinning, small operations wait for threads to wake up: a step of a small model on free cores takes 1.4 times as long.
 SLEEPING_THREADS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "1000"}
 
+UMASK = "MOBULA_UMASK"  # of the workers of a run, in octal digits: a cluster starts them with its own
+
 
 @contextmanager
 def environment_variables(variables: Mapping[str, str]) -> Iterator[None]:

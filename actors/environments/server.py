@@ -24,7 +24,6 @@ from typing import Annotated, Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
-
 from pydantic import BaseModel, Field
 
 from mobula.actors.environments.base import EpisodeError, checked_rewards

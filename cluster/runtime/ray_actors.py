@@ -22,7 +22,7 @@ import ray
 from ray.exceptions import ObjectLostError, RayError, RayTaskError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from mobula.cluster.environment_variables import SLEEPING_THREADS
+from mobula.cluster.environment_variables import SLEEPING_THREADS, UMASK
 from mobula.cluster.errors import DeadlineError, WorkerDiedError, as_raised_by_role
 from mobula.cluster.runtime.error_text import COLOUR
 from mobula.cluster.runtime.gc_tuning import tune_gc
@@ -226,12 +226,15 @@ def _claim(cores: Sequence[int]) -> None:
 
 
 def _hosted(role: type, name: str) -> type:
-    """Returns a subclass of `role` to run in an actor. The constructor opens the log, binds the cores, selects
-    the network interface, builds the role and tunes the garbage collector. `is_alive` returns the process's vitals.
+    """Returns a subclass of `role` to run in an actor. The constructor sets the umask, opens the log, binds the cores,
+    selects the network interface, builds the role and tunes the garbage collector. `is_alive` returns the process's
+    vitals.
     """
 
     class Hosted(role):  # type: ignore[misc]  # the base class is an argument
         def __init__(self, seat: Seat, *args: Any, **kwargs: Any) -> None:
+            if UMASK in os.environ:
+                os.umask(int(os.environ[UMASK], 8))
             if seat.log is not None:
                 write_to(seat.log, name)
             if seat.cores:

@@ -256,6 +256,10 @@ class RunConfig(Section):
     """The run's id; the run folder is `<folder>/<name>`. A new run needs a new name."""
     folder: Annotated[Path, NOT_EMPTY] = Path("runs")
     """Parent folder of runs."""
+    folder_access: Literal["owner", "group"] = "owner"
+    """Who may read the files of a run, of a training service and of captured sessions. `owner`: folders have mode 0700
+    and files 0600; `group`: the group of their folder as well, 0750 and 0640. A resumed run changes its earlier files.
+    """
     seed: Annotated[int, Field(ge=0, le=4294967295)] = 0
     """Seeds data order, sampling and initialisation."""
     num_steps: PositiveInt = 100
@@ -312,6 +316,11 @@ class RunConfig(Section):
     """The training service (`mobula serve-training`); training does not use it."""
     timeouts: TimeoutsConfig = TimeoutsConfig()
     """Timeouts, in seconds."""
+
+    @property
+    def umask(self) -> int:
+        """The umask of every process that writes files of the run."""
+        return 0o027 if self.folder_access == "group" else 0o077
 
     @property
     def run_folder(self) -> Path:

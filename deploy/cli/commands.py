@@ -79,6 +79,7 @@ RunCluster = Annotated[
 ]
 Deadline = Annotated[float, typer.Option("--timeout", min=10, help="Seconds to wait for the run's answer.")]
 DEADLINE_S = 60.0
+PRIVATE = 0o077  # umask until a configuration says otherwise (folder_access)
 
 
 class ExportDtype(StrEnum):
@@ -108,6 +109,7 @@ def main() -> None:
         from mobula.cluster.proxies import bypass_loopback
 
         bypass_loopback(os.environ)  # also for Ray's dashboard and for child processes
+    os.umask(PRIVATE)
     collect_rarely()
     open_missing_streams()
     write_any_text()

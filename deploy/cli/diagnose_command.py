@@ -36,12 +36,14 @@ def diagnose(
     """
     with explained():
         from mobula.cluster.metrics.report.findings import in_folder
+        from mobula.deploy.host.run_folder import file_access
         from mobula.deploy.tools.diagnose import command
 
         subject = command.subject_of(words or [], run)
-        findings = command.diagnose(subject, is_deep=deep)
-        if subject.folder is not None:
-            command.add_to_report(subject.folder, findings)
+        with file_access(subject.material.config):
+            findings = command.diagnose(subject, is_deep=deep)
+            if subject.folder is not None:
+                command.add_to_report(subject.folder, findings)
         findings = in_folder(findings, command.pictures_folder(subject))
     from mobula.cluster.metrics.report.findings import RunVerdict, to_json
     from mobula.deploy.tools.diagnose.page import show
@@ -64,7 +66,9 @@ def diagnosed(config: RunConfig) -> Iterator[None]:
         from mobula.cluster.metrics.report.run_folder import REPORT_FILE
 
         if not config.offline.is_on and (config.run_folder / REPORT_FILE).is_file():
-            with informing("the diagnosis"):
+            from mobula.deploy.host.run_folder import file_access
+
+            with informing("the diagnosis"), file_access(config):
                 from mobula.deploy.tools.diagnose.command import diagnose_records
 
                 diagnose_records(config.run_folder)

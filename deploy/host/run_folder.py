@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -43,15 +44,29 @@ def check_run_folder(config: RunConfig) -> None:
 
 
 @contextmanager
+def file_access(config: RunConfig, *folders: Path) -> Iterator[None]:
+    """Gives the files that are made while the body runs the modes of `folder_access`, and those that `folders` have."""
+    before = os.umask(config.umask)
+    try:
+        for folder in folders:
+            _change_modes(folder, config.umask)
+        yield
+    finally:
+        os.umask(before)
+
+
+@contextmanager
 def held_run_folder(config: RunConfig) -> Iterator[None]:
-    """Locks the run folder while the body runs. Removes a new folder that stays empty.
+    """Locks the run folder while the body runs, with the modes of `file_access`. Removes a new folder that stays empty.
 
     Raises:
         PreflightError: another process holds it, or it cannot be written.
     """
     with ExitStack() as stack:
+        stack.enter_context(file_access(config))
         try:
             stack.enter_context(run_lock(config.run_folder))
+            _change_modes(config.run_folder, config.umask)
         except OSError as error:
             raise _unwritable(config, error) from error
         yield
@@ -115,6 +130,16 @@ def _point_latest_at(config: RunConfig, name: str) -> None:
     except OSError:
         link.unlink()
         raise
+
+
+def _change_modes(folder: Path, umask: int) -> None:
+    """Gives the owner's rights to the group where `umask` admits it, and takes those of others; follows no links."""
+    for place, _, names in os.walk(folder):
+        for path in (place, *(os.path.join(place, name) for name in names)):
+            mode = os.lstat(path).st_mode
+            wanted = stat.S_IMODE(mode & ~0o077 | (mode & 0o700) >> 3 & ~umask)
+            if wanted != stat.S_IMODE(mode) and not stat.S_ISLNK(mode):
+                os.chmod(path, wanted)
 
 
 def _content(folder: Path) -> list[Path]:

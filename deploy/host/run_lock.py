@@ -106,7 +106,6 @@ def _acquire(path: Path, ours: Holder, watch_s: float) -> None:
 def _create(path: Path, ours: Holder) -> bool:
     try:
         with path.open("x", encoding="utf-8") as file:
-            os.fchmod(file.fileno(), 0o644)  # other users of the folder can read who holds it
             file.write(json.dumps(asdict(ours)))
     except FileExistsError:
         return False

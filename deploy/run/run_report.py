@@ -35,7 +35,9 @@ def report_again(name: str) -> Path:
     try:
         run = read_run_folder(folder)
         is_killed = has_dead_driver or run.summary is None or run.summary.version < _newest_step(run)
-        return write_report(folder, _summary_of_killed(folder, run) if is_killed else None)
+        path = write_report(folder, _summary_of_killed(folder, run) if is_killed else None)
+        path.chmod(folder.stat().st_mode & 0o640)  # what `folder_access` is, also without a readable configuration
+        return path
     except (ValueError, KeyError, OSError) as error:
         raise PreflightError(f"the report of {folder} cannot be written: {error}") from error
 

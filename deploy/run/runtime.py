@@ -55,6 +55,7 @@ from mobula.deploy.host.processes import ProcessId
 from mobula.deploy.host.run_folder import (
     CHECKPOINTS_FOLDER,
     check_run_folder,
+    file_access,
     held_run_folder,
     run_folder,
     written_config,
@@ -142,9 +143,9 @@ def evaluate(config: RunConfig, output: Path | None = None, preloaded: Preloaded
     console = terminal(soft_wrap=True)
     results, seconds = with_engines(config, partial(_evaluate, output), preloaded)
     if output is not None:  # first: the console may be gone
-        output.mkdir(parents=True, exist_ok=True)
         rows = [strict(asdict(result)) for result in results]
-        write_atomically(output / EVALUATION_FILE, json.dumps(rows, indent=2, allow_nan=False) + "\n")
+        with file_access(config):
+            write_atomically(output / EVALUATION_FILE, json.dumps(rows, indent=2, allow_nan=False) + "\n")
     for result in results:
         console.print(
             f"{config.policy.model}: {result.suite} accuracy {result.accuracy:.3f} ({result.low:.3f} to "
@@ -168,7 +169,8 @@ def with_engines(
         MobulaError: it failed on the way.
     """
     start_up = StartUp(time.perf_counter())
-    with signals_raise(), _cluster(config, inference_roles(config), None, start_up, preloaded) as cluster:
+    roles = inference_roles(config)
+    with file_access(config), signals_raise(), _cluster(config, roles, None, start_up, preloaded) as cluster:
         return asyncio.run(_until_signal(_serving(cluster, work)))
 
 

@@ -13,7 +13,7 @@ from mobula.cluster.metrics.report.run_folder import CONFIG_FILE
 from mobula.cluster.recovery.checkpoints import learner_state_of, newest_learner_state
 from mobula.configs.load import load_resolved
 from mobula.configs.schema import RunConfig
-from mobula.deploy.host.run_folder import CHECKPOINTS_FOLDER
+from mobula.deploy.host.run_folder import CHECKPOINTS_FOLDER, file_access
 from mobula.deploy.host.terminal import terminal
 from mobula.deploy.run.run_client import named_folder
 from mobula.learner.policy_weights import export_state
@@ -61,7 +61,8 @@ def export_policy(
     )
     if target.exists():
         raise PreflightError(f"{target} exists: give another folder with --output, or remove it first")
-    _write(config, state, target, merge=merge, ema=ema, dtype=dtype or "")
+    with file_access(config):
+        _write(config, state, target, merge=merge, ema=ema, dtype=dtype or "")
     layout = "a checkpoint in the Hugging Face layout"
     if is_adapter:
         kind = "LoRA for diffusers" if config.sampler.is_flow else "PEFT adapter"

@@ -21,6 +21,7 @@ from mobula.cluster.roles import UpdateReport
 from mobula.cluster.runtime.placement import plan_placement, training_roles
 from mobula.cluster.runtime.placement_groups import create_placement_groups, remove_placement_groups
 from mobula.configs.schema import RunConfig
+from mobula.deploy.host.run_folder import file_access
 from mobula.deploy.host.run_lock import run_lock
 from mobula.deploy.host.terminal import outlive_output, terminal
 from mobula.deploy.wiring.build import POLICY_FOLDER, learner_group, supervised_rows
@@ -49,7 +50,7 @@ def replay(run_folder: Path, config: RunConfig) -> int:
     log.check(recorded_steps(log))
     if not (run_folder / VERSION_ZERO).is_dir():
         raise PreflightError(f"{run_folder / VERSION_ZERO} is missing: a replay begins with the run's version 0")
-    with run_lock(output):
+    with file_access(config), run_lock(output):
         prepared = prepare(config, ray.put)
         assert isinstance(prepared, Prepared), "offline jobs keep no log"
         with learner_place(config) as spawner:

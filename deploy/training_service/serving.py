@@ -26,6 +26,7 @@ from mobula.cluster.runtime.placement_groups import create_placement_groups, pla
 from mobula.cluster.serving import Address, run_server
 from mobula.cluster.training_service.interfaces import AdapterEngines
 from mobula.configs.schema import RunConfig
+from mobula.deploy.host.run_folder import file_access
 from mobula.deploy.planning.nodes import joined_nodes
 from mobula.deploy.planning.plan_command import planned_engine, refuse_too_small_cache
 from mobula.deploy.preflight.checks import find_mismatches
@@ -102,7 +103,7 @@ def serve(config: RunConfig, options: ServeTrainingOptions, announce: Callable[[
     require_model(config)
     prepared = prepare_base(config)
     listener = options.address.listen()
-    with cluster_spawner(prepared, options.folder / LOGS) as (prepared, spawner):
+    with file_access(config, options.folder), cluster_spawner(prepared, options.folder / LOGS) as (prepared, spawner):
         service, roles = make_service(prepared, spawner, options)
         service.on_failure = _end_soon
         app = make_app(service, roles.running)

@@ -12,6 +12,7 @@ from typing import Any
 import ray
 from ray.autoscaler.sdk import request_resources
 
+from mobula.cluster.environment_variables import UMASK
 from mobula.cluster.errors import PlacementError
 from mobula.cluster.runtime.network import LOOPBACK
 from mobula.cluster.runtime.placement import PlacedWorker, PlacementPlan, check_room, place_at
@@ -237,7 +238,8 @@ def learner_environment(config: RunConfig) -> dict[str, str]:
 
 def _environment(config: RunConfig, session: ClusterSession) -> dict[str, str]:
     """Returns the environment of every worker; loopback addresses on a private cluster."""
-    env = library_environment(config) | session.mark.environment | {FOLDER_VARIABLE: os.getcwd()}
+    own = {FOLDER_VARIABLE: os.getcwd(), UMASK: f"{config.umask:o}"}
+    env = library_environment(config) | session.mark.environment | own
     if session.is_local:
         env |= {"GLOO_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": LOOPBACK}
         env |= {"NCCL_SOCKET_IFNAME": "lo"} if config.resources.device == "cuda" else {}

@@ -93,8 +93,18 @@ def diagnose(subject: Subject, *, is_deep: bool = False) -> list[RunFinding]:
 
 
 def pictures_folder(subject: Subject) -> Path:
-    """Returns the folder below which pictures of findings are written: of the run, or a temporary folder."""
-    return subject.folder or Path(gettempdir()) / f"mobula-{os.getuid()}-{subject.material.config.name}"
+    """Returns the folder below which pictures of findings are written: of the run, or a temporary folder.
+
+    Raises:
+        PreflightError: another user has made the temporary folder.
+    """
+    if subject.folder is not None:
+        return subject.folder
+    folder = Path(gettempdir()) / f"mobula-{os.getuid()}-{subject.material.config.name}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+        raise PreflightError(f"{folder} is of another user: set TMPDIR to a folder of yours, or name to another")
+    return folder
 
 
 def _read(folder: Path) -> RunFolder:

@@ -25,6 +25,7 @@ from mobula.cluster.runtime.concurrency import run_all
 from mobula.cluster.runtime.object_store import fetch
 from mobula.cluster.runtime.seeds import derived_seed
 from mobula.configs.schema import RunConfig
+from mobula.deploy.host.run_folder import file_access
 from mobula.deploy.tools.policy.transcripts import JSON_FILE, PAGE_FILE, TranscriptWriter
 from mobula.deploy.wiring.build import Inference
 from mobula.deploy.wiring.preparation import Prepared, require_model
@@ -74,8 +75,9 @@ def rollout(config: RunConfig, options: RolloutOptions, folder: Path, console: C
     for episode in rolled:
         writer.add(episode.prompt, episode.trajectory, episode.reward, seed=episode.seed, seconds=episode.seconds)
     summary = summarise(config, options, rolled, time.perf_counter() - started)
-    folder.mkdir(parents=True, exist_ok=True)
-    writer.write(folder, summary)
+    with file_access(config):
+        folder.mkdir(parents=True, exist_ok=True)
+        writer.write(folder, summary)
     console.print(_table(rolled))
     for label, value in summary.items():
         console.print(f"{label}: {value}", markup=False, highlight=False)

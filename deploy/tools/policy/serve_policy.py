@@ -22,6 +22,7 @@ from mobula.cluster.records.trajectory import Reward
 from mobula.cluster.roles import SamplingSettings
 from mobula.cluster.serving import Address, Bearer, Gate, run_server
 from mobula.configs.schema import RunConfig, SamplerKind
+from mobula.deploy.host.run_folder import file_access
 from mobula.deploy.tools.policy.conversations import Completion, Conversations, UnknownSessionError
 from mobula.deploy.tools.policy.local_policy import LocalPolicy
 from mobula.deploy.wiring.rollouts import sampling_settings
@@ -96,12 +97,13 @@ def serve(config: RunConfig, options: ServePolicyOptions, announce: Callable[[st
         PreflightError: the model cannot be loaded, or the address is unfit or open without a token.
     """
     listener = options.address.listen()
-    policy = LocalPolicy(config, keep_files=options.capture is not None)
-    conversations = Conversations(policy, options.capture, num_siblings=options.num_siblings)
-    admission, hosts = Bearer(options.address.token), options.address.hosts
-    app = Gate(make_app(policy, conversations), admission, MAX_REQUEST_BYTES, READ_S, hosts)
-    grace_s = math.ceil(config.timeouts.rollout_s)
-    run_server(app, listener, grace_s=grace_s, announce=lambda url: announce(f"{url}/v1"))
+    with file_access(config, *([options.capture] if options.capture else [])):
+        policy = LocalPolicy(config, keep_files=options.capture is not None)
+        conversations = Conversations(policy, options.capture, num_siblings=options.num_siblings)
+        admission, hosts = Bearer(options.address.token), options.address.hosts
+        app = Gate(make_app(policy, conversations), admission, MAX_REQUEST_BYTES, READ_S, hosts)
+        grace_s = math.ceil(config.timeouts.rollout_s)
+        run_server(app, listener, grace_s=grace_s, announce=lambda url: announce(f"{url}/v1"))
 
 
 def make_app(policy: LocalPolicy, conversations: Conversations) -> FastAPI:

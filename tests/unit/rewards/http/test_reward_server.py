@@ -145,7 +145,8 @@ def test_a_large_body_is_refused_unread(server: Running) -> None:
     status, reply, _ = fetch(f"{server.url}/score", b"x" * 200_000)
     assert status == 413 and "4000 are allowed" in reply["detail"]
     chunks = (b"x" * 1000 for _ in range(5))  # no length is announced
-    request = urllib.request.Request(f"{server.url}/score", chunks, {"Transfer-Encoding": "chunked", "Content-Type": "application/json"})
+    headers = {"Transfer-Encoding": "chunked", "Content-Type": "application/json"}
+    request = urllib.request.Request(f"{server.url}/score", chunks, headers)
     with pytest.raises(urllib.error.HTTPError, match="413"):
         urllib.request.urlopen(request, timeout=3)
 

@@ -59,6 +59,16 @@ def again(job: Job) -> Path:
     return folder
 
 
+def test_files_of_a_run_are_for_their_owner_alone(job: Job, again: Path) -> None:
+    """The processes of the run have the usual umask, 022; one run was killed and resumed."""
+    for folder in (job.run_folder, again):
+        found = {str(path.relative_to(folder)): path.lstat().st_mode & 0o7777 for path in folder.rglob("*")}
+        assert {"run.log", "metrics.jsonl", "audit.jsonl", "report.html", "config.yaml", "summary.json"} <= set(found)
+        assert any(name.startswith("logs/") for name in found) and any(".safetensors" in name for name in found)
+        assert {name: f"{mode:o}" for name, mode in found.items() if mode not in (0o600, 0o700)} == {}
+        assert folder.stat().st_mode & 0o7777 == 0o700
+
+
 def test_a_run_proves_its_steps_pushes_and_checkpoints(job: Job) -> None:
     result = audited(job.run_folder)
     assert result.findings == []

@@ -82,6 +82,7 @@ class Job:
                 stderr=subprocess.STDOUT,
                 text=True,
                 start_new_session=True,
+                umask=0o022,  # the usual one
             )
 
     def finish(self, process: subprocess.Popen[str], deadline_s: float = RUN_DEADLINE_S) -> None:

@@ -15,9 +15,10 @@ import os
 import re
 import signal
 import socket
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import h11
@@ -38,6 +39,7 @@ Headers = Mapping[bytes, bytes]
 PENDING_CONNECTIONS = 512
 MAX_CONNECTIONS = 1000
 IDLE_S = 15.0  # of a connection without a whole request head; longer than clients keep unused connections
+RETRY_AFTER_S = "1"
 DRAIN_FACTOR = 4  # times the largest allowed body
 JSON = "application/json"
 READING = ("GET", "HEAD", "OPTIONS")
@@ -54,45 +56,30 @@ _logger = logging.getLogger(__name__)
 class RefusalError(Exception):
     """The HTTP status and reason with which a request is refused."""
 
-    def __init__(
-        self, status: int, detail: str, headers: dict[str, str] | None = None, *, is_more_to_come: bool = True
-    ) -> None:
+    def __init__(self, status: int, detail: str, headers: Mapping[str, str] = MappingProxyType({})) -> None:
         super().__init__(detail)
         self.status = status
-        self.headers = headers or {}
-        self.is_more_to_come = is_more_to_come  # of the body
+        self.headers = headers
 
 
 class Admission(Protocol):
-    """Checks who sends a request; `is_open`: everyone who reaches the server."""
+    """Checks who sends a request. `hosts` are further names of the server; `is_open`: it admits every request."""
 
     @property
     def is_open(self) -> bool: ...
+
+    @property
+    def hosts(self) -> frozenset[str]: ...
 
     def check(self, scope: Scope, headers: Headers) -> None:
         """Raises: RefusalError: the request has no right to its path."""
 
 
 @dataclass(frozen=True)
-class Bearer:
-    """Implements `Admission` with one token; None admits every request. Health and API description never need it."""
-
-    token: str | None
-
-    @property
-    def is_open(self) -> bool:
-        return self.token is None
-
-    def check(self, scope: Scope, headers: Headers) -> None:
-        if self.token is None or scope["path"] in OPEN_PATHS or scope["path"].startswith(f"{VIEWER_PATH}/"):
-            return
-        if not hmac.compare_digest(headers.get(b"authorization", b""), f"Bearer {self.token}".encode()):
-            raise RefusalError(401, "a bearer token is needed, and not this one", {"WWW-Authenticate": "Bearer"})
-
-
-@dataclass(frozen=True)
 class Address:
-    """Listen address, bearer token (None admits all requests) and further names by which clients reach the server."""
+    """Listen address and further names by which clients reach the server. Implements `Admission` with a bearer token;
+    None admits all requests. Health and the API description never need it.
+    """
 
     host: str
     port: int
@@ -100,21 +87,31 @@ class Address:
     names: tuple[str, ...] = ()
 
     @property
+    def is_open(self) -> bool:
+        return self.token is None
+
+    @property
     def hosts(self) -> frozenset[str]:
         """The names that a Host header may have besides loopback addresses and the address that was connected to."""
         own = () if is_loopback(self.host) else (socket.gethostname(), socket.getfqdn(), self.host)
         return frozenset(name.lower() for name in (*own, *self.names))
 
-    def listen(self) -> socket.socket:
-        """A listening socket.
+    def check(self, scope: Scope, headers: Headers) -> None:
+        if self.token is None or scope["path"] in OPEN_PATHS or scope["path"].startswith(f"{VIEWER_PATH}/"):
+            return
+        if not hmac.compare_digest(headers.get(b"authorization", b""), f"Bearer {self.token}".encode()):
+            raise RefusalError(401, "a bearer token is needed, and not this one", {"WWW-Authenticate": "Bearer"})
+
+    def listen(self, admission: Admission | None = None, option: str = "--token-env or --token-file") -> socket.socket:
+        """A listening socket. `option` names the option of the tokens in an error.
 
         Raises:
             PreflightError: the address is taken, not of this machine, or open to other machines without a token.
         """
-        if self.token is None and not is_loopback(self.host):
+        if (admission or self).is_open and not is_loopback(self.host):
             raise PreflightError(
-                f"--host {self.host} is reached from other machines, and there is no token: give --token-env or "
-                "--token-file, or listen on 127.0.0.1"
+                f"--host {self.host} is reached from other machines, and there is no token: give {option}, or listen "
+                "on 127.0.0.1"
             )
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         try:
@@ -137,10 +134,8 @@ class Gate:
     admission: Admission
     max_request_bytes: int
     read_s: float
-    hosts: frozenset[str] = frozenset()
     media_types: Mapping[str, str] = field(default_factory=dict)
     is_full: Callable[[], bool] = lambda: False
-    retry_after_s: int = 1
     on_status: Callable[[int], None] = lambda status: None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -148,16 +143,18 @@ class Gate:
             await self.app(scope, receive, send)
             return
         send = self._heard(send) if scope["method"] == "POST" else send
+        refusal = None
         try:
             headers = {name.lower(): value for name, value in scope["headers"]}
             self._check_site(scope, headers)
             self.admission.check(scope, headers)
             self._check_form(scope, headers)
-            body = await self._read(receive)
-        except RefusalError as refusal:
-            if refusal.is_more_to_come:
-                await self._drain(receive)
-            await refuse(send, refusal)
+        except RefusalError as error:
+            refusal = error
+        try:
+            body = await self._read(receive, refusal)
+        except RefusalError as error:
+            await refuse(send, error)
             return
         await self.app(scope, _replay(body, receive), send)
 
@@ -179,12 +176,12 @@ class Gate:
         if b"origin" in headers:
             origin = headers[b"origin"].decode("latin-1").lower()
             site = origin.partition("://")[2]
-            if site != host and _host_name(site) not in self.hosts:
+            if site != host and _host_name(site) not in self.admission.hosts:
                 raise RefusalError(403, f"Origin {origin} is another site's: start the server with --allow-host NAME")
 
     def _is_ours(self, host: str, connected: str) -> bool:
         name = _host_name(host)
-        return name != "" and (is_loopback(name) or name in self.hosts or name == connected)
+        return name != "" and (is_loopback(name) or name in self.admission.hosts or name == connected)
 
     def _check_form(self, scope: Scope, headers: Headers) -> None:
         length = headers.get(b"content-length", b"0")
@@ -201,43 +198,38 @@ class Gate:
         if kind != expected and (kind or has_body or not is_asked_for):
             raise RefusalError(415, f"the content type is {kind or 'missing'}: send Content-Type: {expected}")
         if scope["method"] == "POST" and self.is_full():
-            raise RefusalError(503, "busy: every thread is scoring", {"Retry-After": str(self.retry_after_s)})
+            raise RefusalError(503, "busy: every thread is scoring", {"Retry-After": RETRY_AFTER_S})
 
-    async def _read(self, receive: Receive) -> bytes:
+    async def _read(self, receive: Receive, refusal: RefusalError | None) -> bytes:
+        """Returns the body. That of a refused request is read up to a limit and not kept: a client that is cut off
+        while it sends may not read the reply.
+        """
         chunks: list[bytes] = []
         num_bytes = 0
         try:
             async with asyncio.timeout(self.read_s):
-                while True:
+                while num_bytes <= DRAIN_FACTOR * self.max_request_bytes:
                     message = await receive()
-                    chunks.append(message.get("body", b""))
-                    num_bytes += len(chunks[-1])
-                    is_more_to_come = message.get("more_body", False)
                     if message["type"] == "http.disconnect":
-                        raise RefusalError(400, "the body broke off", is_more_to_come=False)
-                    if num_bytes > self.max_request_bytes:
-                        raise self._too_large(num_bytes, is_more_to_come=is_more_to_come)
-                    if not is_more_to_come:
-                        return b"".join(chunks)
-        except TimeoutError as error:
-            raise RefusalError(408, f"the body took longer than {self.read_s:g} s", is_more_to_come=False) from error
-
-    async def _drain(self, receive: Receive) -> None:
-        """Reads the rest of a body up to a limit: a client that is cut off while it sends may not read the reply."""
-        num_bytes = 0
-        try:
-            async with asyncio.timeout(self.read_s):
-                while num_bytes < DRAIN_FACTOR * self.max_request_bytes:
-                    message = await receive()
+                        raise RefusalError(400, "the body broke off")
                     num_bytes += len(message.get("body", b""))
+                    if refusal is None and num_bytes > self.max_request_bytes:
+                        refusal = self._too_large(num_bytes)
+                    if refusal is None:
+                        chunks.append(message.get("body", b""))
+                    else:
+                        chunks.clear()
                     if not message.get("more_body", False):
-                        return
+                        break
         except TimeoutError:
-            return  # the reply follows in any case
+            refusal = refusal or RefusalError(408, f"the body took longer than {self.read_s:g} s")
+        if refusal is not None:
+            raise refusal
+        return b"".join(chunks)
 
-    def _too_large(self, num_bytes: int, *, is_more_to_come: bool = True) -> RefusalError:
+    def _too_large(self, num_bytes: int) -> RefusalError:
         said = f"the body has {num_bytes} bytes or more, {self.max_request_bytes} are allowed: send fewer samples"
-        return RefusalError(413, said, is_more_to_come=is_more_to_come)
+        return RefusalError(413, said)
 
 
 class _Connection(H11Protocol):
@@ -296,6 +288,11 @@ def run_server(gate: Gate, listener: socket.socket, *, grace_s: int, announce: C
         _logger.warning("there is no token: every user and program of this machine may use the server")
     announce(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
     server.run(sockets=[listener])
+
+
+def problems(errors: Sequence[Any]) -> bytes:
+    """Returns the reply with the unfit fields of a body alone: FastAPI's own repeats the whole request."""
+    return json.dumps({"detail": [{key: d[key] for key in ("loc", "msg", "type")} for d in errors]}).encode()
 
 
 async def refuse(send: Send, refusal: RefusalError) -> None:

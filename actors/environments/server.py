@@ -13,7 +13,6 @@ number of the previous call gets the same reply again, so that a client may retr
 from __future__ import annotations
 
 import asyncio
-import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable
@@ -26,31 +25,14 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, Field
 
-from mobula.actors.environments.base import EpisodeError, checked_rewards
+from mobula.actors.environments.base import Action, EpisodeError, checked_rewards
 from mobula.actors.environments.hosts.pool import EnvironmentPool, EnvironmentSession
-from mobula.actors.environments.wire import Json, action_from_json, reset_to_json, spec_to_json, step_to_json
+from mobula.actors.environments.wire import Json, reset_to_json, spec_to_json, step_to_json
+from mobula.cluster.serving import RETRY_AFTER_S, problems
 from mobula.configs.schema.environment import EnvironmentConfig
 
 NEEDED = {"reset": "seed", "step": "action", "demonstrate": "call"}  # method -> field
-RETRY_AFTER_S = 1
 CHECKS_A_LIMIT = 4  # checks for abandoned sessions within `idle_s`
-
-
-class ToolCallBody(BaseModel):
-    """A tool call of an action."""
-
-    name: str
-    arguments: dict[str, Any]
-    status: str
-    detail: str
-
-
-class ActionBody(BaseModel):
-    """An action of the policy."""
-
-    text: str
-    tool_calls: list[ToolCallBody]
-    is_truncated: bool
 
 
 class CallBody(BaseModel):
@@ -59,7 +41,7 @@ class CallBody(BaseModel):
     call: Annotated[int, Field(ge=0)]
     seed: int = 0
     options: dict[str, Any] = {}
-    action: ActionBody | None = None
+    action: Action | None = None
 
 
 @dataclass
@@ -146,7 +128,7 @@ class EnvironmentServer:
         if method == "demonstrate":
             return await session.demonstrate()
         assert given.action is not None, "checked before"
-        step = await session.step(action_from_json(given.action.model_dump()))
+        step = await session.step(given.action)
         checked_rewards(step.reward)  # here, because JSON has no NaN
         return step_to_json(step)
 
@@ -184,7 +166,7 @@ def make_app(server: EnvironmentServer) -> FastAPI:
     @app.post("/v1/sessions")
     async def open_session() -> Response:
         if server.is_full():
-            return JSONResponse({"detail": "every session is taken"}, 503, {"Retry-After": str(RETRY_AFTER_S)})
+            return JSONResponse({"detail": "every session is taken"}, 503, {"Retry-After": RETRY_AFTER_S})
         try:
             return JSONResponse(await server.open())
         except EpisodeError as error:
@@ -192,8 +174,7 @@ def make_app(server: EnvironmentServer) -> FastAPI:
 
     @app.exception_handler(RequestValidationError)
     async def unfit(_: Request, error: RequestValidationError) -> Response:
-        problems = [{key: d[key] for key in ("loc", "msg", "type")} for d in error.errors()]
-        return Response(json.dumps({"detail": problems}), 422, media_type="application/json")
+        return Response(problems(error.errors()), 422, media_type="application/json")
 
     @app.post("/v1/sessions/{name}/{method}")
     async def call(name: str, method: str, body: CallBody) -> Response:

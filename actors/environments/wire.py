@@ -6,7 +6,7 @@ import base64
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mobula.actors.environments.base import Action, EnvironmentSpec, Message, Observation, Reset, Step, Tool, ToolCall
+from mobula.actors.environments.base import Action, EnvironmentSpec, Message, Observation, Reset, Step, Tool
 
 Json = dict[str, Any]
 
@@ -47,11 +47,6 @@ def action_to_json(action: Action) -> Json:
         for c in action.tool_calls
     ]
     return {"text": action.text, "tool_calls": calls, "is_truncated": action.is_truncated}
-
-
-def action_from_json(given: Mapping[str, Any]) -> Action:
-    calls = tuple(ToolCall(c["name"], c["arguments"], c["status"], c["detail"]) for c in given["tool_calls"])
-    return Action(given["text"], calls, given["is_truncated"])
 
 
 def reset_to_json(reset: Reset) -> Json:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -22,6 +23,12 @@ AllowHost = Annotated[
     list[str] | None,
     typer.Option(metavar="NAME", help="A further name of this server in requests (Host, Origin); again for more."),
 ]
+
+
+def announcing(name: str) -> Callable[[str], None]:
+    """Returns a function that prints the URL of a server."""
+    console = terminal(soft_wrap=True)
+    return lambda url: console.print(f"{name}: {url}", markup=False, highlight=False)
 
 
 def play(
@@ -91,11 +98,7 @@ def serve_environment(
         from mobula.deploy.tools.environments import serve_environment as serving
 
         address = Address(host, port, read_token(token_env, token_file), tuple(allow_host or ()))
-        options = serving.ServeEnvironmentOptions(address, idle)
-        console = terminal(soft_wrap=True)
-        serving.serve(
-            config.environment, options, lambda url: console.print(f"environment: {url}", markup=False, highlight=False)
-        )
+        serving.serve(config.environment, address, idle, announcing("environment"))
 
 
 def serve_policy(
@@ -117,6 +120,4 @@ def serve_policy(
         from mobula.deploy.tools.policy import serve_policy as serving
 
         address = Address(host, port, read_token(token_env, token_file), tuple(allow_host or ()))
-        options = serving.ServePolicyOptions(address, capture, siblings)
-        console = terminal(soft_wrap=True)
-        serving.serve(config, options, lambda url: console.print(f"policy: {url}", markup=False, highlight=False))
+        serving.serve(config, address, capture, siblings, announcing("policy"))

@@ -9,9 +9,8 @@ from typing import Annotated
 import typer
 
 from mobula.cluster.errors import PreflightError
-from mobula.deploy.cli.environment_commands import AllowHost, Host, Port
+from mobula.deploy.cli.environment_commands import AllowHost, Host, Port, announcing
 from mobula.deploy.cli.errors import explained
-from mobula.deploy.host.terminal import terminal
 
 SERVED = "sampler.adapters.max_served=16"  # if the user has set nothing
 
@@ -47,9 +46,6 @@ def serve_training(
         config = load_config(overrides or [], is_complete=False)
         if config.training_service.weights == "adapters":
             config = load_config(overridden([SERVED], overrides or []), is_complete=False)
-        address = Address(host, port, "the tenants have their own", tuple(allow_host or ()))
+        address = Address(host, port, None, tuple(allow_host or ()))
         options = serving.ServeTrainingOptions(address, read_tenants(tenants), folder, model_name)
-        console = terminal(soft_wrap=True)
-        serving.serve(
-            config, options, lambda url: console.print(f"training service: {url}", markup=False, highlight=False)
-        )
+        serving.serve(config, options, announcing("training service"))

@@ -87,8 +87,7 @@ def serve(path: Path, options: ServeRewardsOptions, announce: Callable[[str], No
         raise ConfigError(f"{path}: {error}") from error
     limits = ServerLimits(options.timeout_s, options.max_request_bytes)
     server = RewardServer(ScorerThreads(scorers, max_waiting=options.max_waiting), limits)
-    app = make_app(server, options.address.token, options.address.hosts)
-    run_server(app, listener, grace_s=math.ceil(2 * options.timeout_s), announce=announce)
+    run_server(make_app(server, options.address), listener, grace_s=math.ceil(2 * options.timeout_s), announce=announce)
 
 
 def _outcome(reward: Reward | ComponentError) -> Outcome:

@@ -15,7 +15,7 @@ from mobula.deploy.training_service.errors import RefusedRequestError, RequestEr
 from mobula.deploy.training_service.rest import add_rest_routes
 from mobula.deploy.training_service.service import TrainingService
 from mobula.deploy.training_service.store.records import Kind, RequestOutcome, SamplingSession
-from mobula.deploy.training_service.wire.answers import CancelBody, parsed
+from mobula.deploy.training_service.wire.answers import parsed
 from mobula.deploy.training_service.wire.training import read_header
 
 PROTO = "application/x-protobuf"
@@ -229,7 +229,7 @@ def _add_sampling(app: FastAPI, service: TrainingService) -> None:
 
     @app.post("/api/v1/cancel_future")
     async def cancel_future(request: Request) -> Response:
-        request_id = parsed(CancelBody, await request.body()).request_id
+        request_id = parsed(tk.FutureRetrieveRequest, await request.body()).request_id
         service.check_owner(request_id, tenant_of(request))
         service.samplers.cancel(request_id)
         return Response(status_code=204)

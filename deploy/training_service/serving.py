@@ -17,7 +17,6 @@ import ray
 
 from mobula.actors.processors.chat import ChatProcessor
 from mobula.cluster.errors import PreflightError, ServiceFailedError
-from mobula.cluster.proxies import is_loopback
 from mobula.cluster.records.media import MediaStore
 from mobula.cluster.rollout.in_flight import InFlightRequests
 from mobula.cluster.rollout.rollout_pool import RolloutPool
@@ -93,21 +92,15 @@ def serve(config: RunConfig, options: ServeTrainingOptions, announce: Callable[[
         PreflightError, ValueError: it cannot start; no role was started.
         ServiceFailedError: a restart with the same folder continues.
     """
-    host = options.address.host
-    if options.tenants.is_open and not is_loopback(host):
-        raise PreflightError(
-            f"--host {host} is reached from other machines, and there are no tokens: give --tenants, or listen on "
-            "127.0.0.1"
-        )
+    listener = options.address.listen(options.tenants, "--tenants")
     _refuse_unfit(config, options.tenants)
     require_model(config)
     prepared = prepare_base(config)
-    listener = options.address.listen()
     with file_access(config, options.folder), cluster_spawner(prepared, options.folder / LOGS) as (prepared, spawner):
         service, roles = make_service(prepared, spawner, options)
         service.on_failure = _end_soon
-        app = make_app(service, roles.running)
-        gate = tenant_gate(app, options.tenants, service.limits.max_request_bytes, options.address.hosts)
+        tenants = replace(options.tenants, hosts=options.address.hosts)
+        gate = tenant_gate(make_app(service, roles.running), tenants, service.limits.max_request_bytes)
         run_server(gate, listener, grace_s=GRACE_S, announce=announce)
     if service.failure is not None:
         raise ServiceFailedError(

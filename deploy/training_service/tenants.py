@@ -25,6 +25,7 @@ class Tenants:
     """Implements `Admission`: tenant -> token. Without tokens every request is of the tenant `local`."""
 
     tokens: Mapping[str, str]
+    hosts: frozenset[str] = frozenset()
 
     @property
     def is_open(self) -> bool:
@@ -77,6 +78,6 @@ def read_tenants(file: Path | None) -> Tenants:
     return Tenants(content)
 
 
-def tenant_gate(app: App, tenants: Tenants, max_request_bytes: int, hosts: frozenset[str] = frozenset()) -> Gate:
+def tenant_gate(app: App, tenants: Tenants, max_request_bytes: int) -> Gate:
     """Returns the service behind its gate."""
-    return Gate(app, tenants, max_request_bytes, READ_S, hosts, MEDIA_TYPES)
+    return Gate(app, tenants, max_request_bytes, READ_S, MEDIA_TYPES)

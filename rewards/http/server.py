@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -19,13 +18,12 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, G
 from pydantic import Discriminator, Tag
 
 from mobula.cluster.errors import RewardError
-from mobula.cluster.serving import VIEWER_PATH, Bearer, Gate
+from mobula.cluster.serving import RETRY_AFTER_S, VIEWER_PATH, Address, Gate, problems
 from mobula.rewards.contract import FailureKind, Outcome, RewardRequest, ScoringFailure
 from mobula.rewards.http.lightrft import LightrftBody, LightrftReply, QueryForm
 from mobula.rewards.http.thread_pool import BusyError, ScorerThreads
 from mobula.rewards.http.wire import OutcomeMessage, ScoreBody, ScoreReply
 
-RETRY_AFTER_S = 1
 GRACE_S = 1.0  # after the deadline, for the reply of a scorer that stops at it
 STATUS_OF = {FailureKind.TIMED_OUT: 504}  # for replies with numbers only; any other failure is 422
 
@@ -96,8 +94,8 @@ class RewardServer:
         return 200 if is_well else 503, {"status": "ok" if is_well else "stuck", "stuck": stuck, **counts}
 
 
-def make_app(service: RewardServer, token: str | None, hosts: frozenset[str] = frozenset()) -> Gate:
-    """Returns the service behind its gate. Without a `token` it admits every request."""
+def make_app(service: RewardServer, address: Address) -> Gate:
+    """Returns the service behind its gate."""
 
     @asynccontextmanager
     async def life(_: FastAPI) -> AsyncIterator[None]:
@@ -112,12 +110,10 @@ def make_app(service: RewardServer, token: str | None, hosts: frozenset[str] = f
     _add_watching(app, service)
     return Gate(
         app,
-        Bearer(token),
-        hosts=hosts,
+        address,
         max_request_bytes=service.limits.max_request_bytes,
         read_s=service.limits.timeout_s,
         is_full=service.threads.is_full,
-        retry_after_s=RETRY_AFTER_S,
         on_status=lambda status: service.metrics.requests.labels(str(status)).inc(),
     )
 
@@ -165,15 +161,13 @@ async def _reply(service: RewardServer, body: ScoreBody | LightrftBody, queries:
             return Response(reply.model_dump_json(), media_type="application/json")
         return _numbers(await service.score(body.requests(queries)))
     except BusyError as error:
-        return JSONResponse({"detail": f"busy: {error}"}, 503, {"Retry-After": str(RETRY_AFTER_S)})
+        return JSONResponse({"detail": f"busy: {error}"}, 503, {"Retry-After": RETRY_AFTER_S})
     except RewardError as error:
         return JSONResponse({"detail": str(error)}, 422)
 
 
 async def _name_the_field(_: Request, error: RequestValidationError) -> Response:
-    """Replies with the invalid field only; FastAPI's own reply repeats the whole request with its images."""
-    problems = [{key: d[key] for key in ("loc", "msg", "type")} for d in error.errors()]
-    return Response(json.dumps({"detail": problems}), 422, media_type="application/json")
+    return Response(problems(error.errors()), 422, media_type="application/json")
 
 
 def _numbers(outcomes: Sequence[Outcome]) -> Response:

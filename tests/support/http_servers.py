@@ -13,6 +13,7 @@ from typing import Any
 
 import uvicorn
 
+from mobula.cluster.serving import Address
 from mobula.rewards.contract import Outcome, RewardRequest
 from mobula.rewards.http.server import RewardServer, ServerLimits, make_app
 from mobula.rewards.http.thread_pool import ScorerThreads
@@ -132,4 +133,4 @@ def reward_app(
 ) -> Any:
     """Our own service with one thread."""
     threads = ScorerThreads([Scorer(function)], max_waiting=max_waiting)
-    return make_app(RewardServer(threads, ServerLimits(timeout_s, max_request_bytes)), token)
+    return make_app(RewardServer(threads, ServerLimits(timeout_s, max_request_bytes)), Address("127.0.0.1", 0, token))

@@ -82,6 +82,7 @@ class AgentEndpoint:
     """Implements `Admission` by the secret in the URL. Serves on a free port in one thread until it is closed."""
 
     is_open = False
+    hosts: frozenset[str] = frozenset()
 
     def __init__(self) -> None:
         self._talk: Talk | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from uuid import uuid4
@@ -20,7 +20,7 @@ from mobula.actors.environments.chat_api import answer_of, events_of, message_of
 from mobula.cluster.errors import SkippedSample
 from mobula.cluster.records.trajectory import Reward
 from mobula.cluster.roles import SamplingSettings
-from mobula.cluster.serving import Address, Bearer, Gate, run_server
+from mobula.cluster.serving import Address, Gate, run_server
 from mobula.configs.schema import RunConfig, SamplerKind
 from mobula.deploy.host.run_folder import file_access
 from mobula.deploy.tools.policy.conversations import Completion, Conversations, UnknownSessionError
@@ -81,27 +81,19 @@ class FinishBody(BaseModel):
     components: dict[str, Annotated[float, Field(allow_inf_nan=False)]] = {}
 
 
-@dataclass(frozen=True)
-class ServePolicyOptions:
-    """The options of `serve-policy`."""
-
-    address: Address
-    capture: Path | None
-    num_siblings: int
-
-
-def serve(config: RunConfig, options: ServePolicyOptions, announce: Callable[[str], None]) -> None:
+def serve(
+    config: RunConfig, address: Address, capture: Path | None, num_siblings: int, announce: Callable[[str], None]
+) -> None:
     """Serve until SIGTERM or SIGINT. `announce` receives the URL.
 
     Raises:
         PreflightError: the model cannot be loaded, or the address is unfit or open without a token.
     """
-    listener = options.address.listen()
-    with file_access(config, *([options.capture] if options.capture else [])):
-        policy = LocalPolicy(config, keep_files=options.capture is not None)
-        conversations = Conversations(policy, options.capture, num_siblings=options.num_siblings)
-        admission, hosts = Bearer(options.address.token), options.address.hosts
-        app = Gate(make_app(policy, conversations), admission, MAX_REQUEST_BYTES, READ_S, hosts)
+    listener = address.listen()
+    with file_access(config, *([capture] if capture else [])):
+        policy = LocalPolicy(config, keep_files=capture is not None)
+        conversations = Conversations(policy, capture, num_siblings=num_siblings)
+        app = Gate(make_app(policy, conversations), address, MAX_REQUEST_BYTES, READ_S)
         grace_s = math.ceil(config.timeouts.rollout_s)
         run_server(app, listener, grace_s=grace_s, announce=lambda url: announce(f"{url}/v1"))
 

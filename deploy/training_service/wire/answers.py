@@ -17,10 +17,6 @@ from mobula.deploy.training_service.store.records import RequestOutcome
 M = TypeVar("M", bound=BaseModel)
 
 
-class CancelBody(BaseModel):
-    request_id: str
-
-
 class WeightsBody(BaseModel):
     tinker_path: str
 

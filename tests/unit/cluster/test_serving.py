@@ -23,7 +23,7 @@ from mobula.actors.environments.adapters.agent_endpoint import MAX_CONNECTIONS, 
 from mobula.actors.environments.server import EnvironmentServer
 from mobula.actors.environments.server import make_app as environment_app
 from mobula.cluster import serving
-from mobula.cluster.serving import Address, Bearer, Gate, make_server, run_server
+from mobula.cluster.serving import Address, Gate, make_server, run_server
 from mobula.deploy.training_service.app import make_app as training_app
 from mobula.deploy.training_service.tenants import Tenants, tenant_gate
 from mobula.rewards.contract import Score
@@ -69,9 +69,10 @@ def ports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, int]]:
     """The servers without tokens."""
     config = episode_config(Path("model"), "environment.options={fault: ''}", "environment.host=inline").environment
     service = make_service(tmp_path_factory.mktemp("service"), TinyLearner(), TinyEngines())
+    server, address = EnvironmentServer(config, idle_s=60), Address("127.0.0.1", 0, None)
     gates = {
         "rewards": reward_app(lambda request: Score(1.0)),
-        "environments": Gate(environment_app(EnvironmentServer(config, idle_s=60)), Bearer(None), 1 << 20, 60.0),
+        "environments": Gate(environment_app(server), address, 1 << 20, 60.0),
         "training": tenant_gate(training_app(service), Tenants({}), LIMITS.max_request_bytes),
     }
     with ExitStack() as stack:
@@ -126,7 +127,7 @@ def test_a_host_header_is_there_once(ports: dict[str, int]) -> None:
 
 def test_configured_names_are_answered() -> None:
     address = Address("127.0.0.1", 0, None, ("Rewards.example",))
-    gate = Gate(reward_app(lambda request: Score(1.0)).app, Bearer(None), 1 << 20, 5.0, address.hosts)
+    gate = Gate(reward_app(lambda request: Score(1.0)).app, address, 1 << 20, 5.0)
     with served(gate) as port:
         body = SAMPLES.encode()
         fit = sized(SAMPLES, JSON)

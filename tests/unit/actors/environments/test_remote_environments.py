@@ -19,8 +19,8 @@ from episode_data import episode_config
 from mobula.actors.environments.base import Action, EpisodeError, Reset, Step, ToolCall
 from mobula.actors.environments.hosts.pool import EnvironmentPool
 from mobula.actors.environments.hosts.remote import RemoteEnvironment
-from mobula.actors.environments.server import EnvironmentServer, make_app
-from mobula.actors.environments.wire import action_from_json, action_to_json, step_from_json, step_to_json
+from mobula.actors.environments.server import CallBody, EnvironmentServer, make_app
+from mobula.actors.environments.wire import action_to_json, step_from_json, step_to_json
 from mobula.configs.schema.environment import EnvironmentConfig
 
 NAME = "episode_data:Scripted"
@@ -163,6 +163,6 @@ def test_the_token_has_to_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_messages_come_back_as_they_were() -> None:
     action = Action("text", (ToolCall("f", {"a": [1]}, "ok"), ToolCall("", {}, "invalid_json")), True)
-    assert action_from_json(action_to_json(action)) == action
+    assert CallBody.model_validate({"call": 1, "action": action_to_json(action)}).action == action
     step = Step((), {"answer": 1.0, "tool": 0.5}, True, False, {"is_valid": True, "kept": "x"})
     assert step_from_json(step_to_json(step)) == step

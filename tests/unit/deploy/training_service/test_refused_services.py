@@ -19,7 +19,7 @@ TWO = {"ada": "tml-the-key-of-tenant-ada", "bob": "tml-the-key-of-tenant-bob"}
 @pytest.mark.parametrize(
     ("words", "host", "tokens", "reason"),
     [
-        ([], "0.0.0.0", {}, "there are no tokens"),
+        ([], "0.0.0.0", {}, "no token: give --tenants"),
         (["training_service.weights=full"], "127.0.0.1", TWO, "serves one tenant, and --tenants names 2"),
         (
             ["training_service.weights=full", "sampler.adapters.max_served=2"],
@@ -40,6 +40,6 @@ def test_unfit_services_are_refused(
     tmp_path: Path, words: list[str], host: str, tokens: Mapping[str, str], reason: str
 ) -> None:
     config = load_config([*words, f"policy.model={tmp_path}"], is_complete=False)
-    options = ServeTrainingOptions(Address(host, 0, "x"), Tenants(tokens), tmp_path, None)
+    options = ServeTrainingOptions(Address(host, 0, None), Tenants(tokens), tmp_path, None)
     with pytest.raises(PreflightError, match=reason):
         serve(config, options, lambda url: None)

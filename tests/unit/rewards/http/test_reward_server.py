@@ -14,6 +14,7 @@ import pytest
 from http_servers import Running, Scorer, reward_app, serving
 from waiting import wait_until
 
+from mobula.cluster.serving import Address
 from mobula.rewards.contract import FailureKind, Outcome, RewardRequest, Score, ScoringFailure
 from mobula.rewards.http.lightrft import LightrftBody
 from mobula.rewards.http.server import RewardServer, ServerLimits, make_app
@@ -227,7 +228,12 @@ def test_stopping_lets_what_is_in_flight_finish() -> None:
         return Score(1.0)
 
     scorer = Scorer(slow)
-    running = Running(make_app(RewardServer(ScorerThreads([scorer], max_waiting=4), ServerLimits(5.0, 10_000)), None))
+    running = Running(
+        make_app(
+            RewardServer(ScorerThreads([scorer], max_waiting=4), ServerLimits(5.0, 10_000)),
+            Address("127.0.0.1", 0, None),
+        )
+    )
     replies: list[Any] = []
     asker = threading.Thread(target=lambda: replies.append(fetch(f"{running.url}/score", {"samples": [SAMPLE]})))
     asker.start()

@@ -478,7 +478,7 @@ def fault_of(path: Path, *, with_hashes: bool = True) -> str | None:
                 return f"{name} has {file.stat().st_size} bytes instead of {num_bytes}"
             if with_hashes and _sha256(file) != sha256:
                 return f"{name} was changed after it was written (sha256)"
-        name = _STATE
+        name = STATE_FILE
         state = json.loads((path / name).read_text())
         if state["version"] != _version(path):
             return f"its {name} is of version {state['version']}"

@@ -152,6 +152,10 @@ class Samplers:
             raise RefusedRequestError(422, str(error)) from error
         if request.sampling_session_id is None or request.seq_id is None:
             raise RefusedRequestError(400, "a sampling request needs sampling_session_id and seq_id")
+        if not 0 < request.num_samples <= self._limits.max_samples:
+            raise RefusedRequestError(
+                422, f"num_samples={request.num_samples}: 1 to training_service.max_samples={self._limits.max_samples}"
+            )
         sampler = self.get(request.sampling_session_id, tenant)
         request_id = f"{PREFIX}{sampler.sampler_id}:{request.seq_id}"
         ids = [f"{request_id}:{number}" for number in range(request.num_samples)]

@@ -14,6 +14,7 @@ from mobula.cluster.training_service.interfaces import AdamParameters
 from mobula.deploy.training_service.errors import RequestError
 from mobula.deploy.training_service.store.records import RequestOutcome
 
+MAX_INTEGER = 2**53  # of the database and of all JSON parsers
 M = TypeVar("M", bound=BaseModel)
 
 
@@ -32,10 +33,13 @@ def parsed(model: type[M], body: bytes) -> M:
         RequestError: it has other fields or values.
     """
     try:
-        return model.model_validate_json(body)
+        message = model.model_validate_json(body)
     except ValidationError as error:
         problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:4])
         raise RequestError(f"{model.__name__}: {problems}") from error
+    if large := [name for name, value in message if isinstance(value, int) and abs(value) > MAX_INTEGER]:
+        raise RequestError(f"{model.__name__}: {', '.join(large)}: at most {MAX_INTEGER} is allowed")
+    return message
 
 
 def json_outcome(**fields: object) -> RequestOutcome:

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 import tinker.types as tk
-from pydantic import ValidationError
 from tinker.proto import tinker_public_pb2 as proto
 from tinker.types.topk_logprobs import MASK_LOGPROB
 
 from mobula.cluster.roles import SamplingSettings
 from mobula.cluster.training_service.interfaces import SampleCall, SampleResult, ScoredTokens
 from mobula.deploy.training_service.errors import RequestError
+from mobula.deploy.training_service.wire.answers import parsed
 from mobula.deploy.training_service.wire.inputs import Chunk, ImageChunk, InputBuilder, TextChunk
 
 STOPS = {"stop": proto.STOP_REASON_STOP, "length": proto.STOP_REASON_LENGTH}
@@ -24,10 +24,7 @@ def parse_sample(body: bytes) -> tk.SampleRequest:
     Raises:
         RequestError: it is not one.
     """
-    try:
-        return tk.SampleRequest.model_validate_json(body)
-    except ValidationError as error:
-        raise RequestError(f"not a sampling request: {error.errors()[0]['msg']}") from error
+    return parsed(tk.SampleRequest, body)
 
 
 def read_sample(

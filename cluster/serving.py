@@ -15,25 +15,22 @@ import os
 import re
 import signal
 import socket
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Protocol
 
 import h11
 import uvicorn
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from mobula.cluster.errors import PreflightError
 from mobula.cluster.proxies import is_loopback
 from mobula.configs.errors import ConfigError
 
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
 Headers = Mapping[bytes, bytes]
 
 PENDING_CONNECTIONS = 512
@@ -90,7 +87,7 @@ class Address:
     def is_open(self) -> bool:
         return self.token is None
 
-    @property
+    @cached_property
     def hosts(self) -> frozenset[str]:
         """The names that a Host header may have besides loopback addresses and the address that was connected to."""
         own = () if is_loopback(self.host) else (socket.gethostname(), socket.getfqdn(), self.host)
@@ -130,7 +127,7 @@ class Gate:
     longer than `read_s`, and 503 while `is_full()`. `on_status` gets the status of every POST.
     """
 
-    app: App
+    app: ASGIApp
     admission: Admission
     max_request_bytes: int
     read_s: float
@@ -263,8 +260,22 @@ class _Connection(H11Protocol):
             self._deadline = None
 
 
-def make_server(app: App, *, grace_s: int, max_connections: int = MAX_CONNECTIONS) -> uvicorn.Server:
-    """Returns a server for one event loop, not started."""
+class Server(uvicorn.Server):
+    """A server on one listening socket, whose port is `server_port`."""
+
+    def __init__(self, config: uvicorn.Config, listener: socket.socket) -> None:
+        super().__init__(config)
+        self._listener = listener
+        self.server_port = int(listener.getsockname()[1])
+
+    def serve_until_stopped(self) -> None:
+        self.run(sockets=[self._listener])
+
+
+def make_server(
+    app: ASGIApp, listener: socket.socket, *, grace_s: int, max_connections: int = MAX_CONNECTIONS
+) -> Server:
+    """Returns a server, not started."""
     config = uvicorn.Config(
         app,
         http=_Connection,
@@ -275,19 +286,19 @@ def make_server(app: App, *, grace_s: int, max_connections: int = MAX_CONNECTION
         timeout_keep_alive=int(IDLE_S),
         timeout_graceful_shutdown=grace_s,
     )
-    return uvicorn.Server(config)
+    return Server(config, listener)
 
 
 def run_server(gate: Gate, listener: socket.socket, *, grace_s: int, announce: Callable[[str], None]) -> None:
     """Serve until SIGTERM or SIGINT; requests in flight then have `grace_s` to finish. `announce` receives the URL."""
-    server = make_server(gate, grace_s=grace_s)
+    server = make_server(gate, listener, grace_s=grace_s)
     for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn raises the signal again once it has shut down
         signal.signal(number, lambda *_: None)
     host, port = listener.getsockname()[:2]
     if gate.admission.is_open:
         _logger.warning("there is no token: every user and program of this machine may use the server")
     announce(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
-    server.run(sockets=[listener])
+    server.serve_until_stopped()
 
 
 def problems(errors: Sequence[Any]) -> bytes:

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
+from starlette.types import ASGIApp, Scope
 
-from mobula.cluster.serving import App, Gate, Headers, RefusalError, Scope
+from mobula.cluster.serving import Gate, Headers, RefusalError
 from mobula.configs.errors import ConfigError
 
 PREFIX = "tml-"  # the client sends no other tokens
@@ -78,6 +79,6 @@ def read_tenants(file: Path | None) -> Tenants:
     return Tenants(content)
 
 
-def tenant_gate(app: App, tenants: Tenants, max_request_bytes: int) -> Gate:
+def tenant_gate(app: ASGIApp, tenants: Tenants, max_request_bytes: int) -> Gate:
     """Returns the service behind its gate."""
     return Gate(app, tenants, max_request_bytes, READ_S, MEDIA_TYPES)

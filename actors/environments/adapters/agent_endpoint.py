@@ -11,20 +11,11 @@ from threading import Thread
 from typing import Any
 from uuid import uuid4
 
+from starlette.types import Receive, Scope, Send
+
 from mobula.actors.environments.base import Observation
 from mobula.actors.environments.chat_api import answer_of, events_of, message_of
-from mobula.cluster.serving import (
-    Address,
-    Gate,
-    Headers,
-    Receive,
-    RefusalError,
-    Scope,
-    Send,
-    make_server,
-    refuse,
-    reply,
-)
+from mobula.cluster.serving import Address, Gate, Headers, RefusalError, make_server, refuse, reply
 
 LOOPBACK = "127.0.0.1"
 MAX_REQUEST_BYTES = 64 << 20
@@ -86,17 +77,16 @@ class AgentEndpoint:
 
     def __init__(self) -> None:
         self._talk: Talk | None = None
-        listener = Address(LOOPBACK, 0, None).listen()
-        self._port = int(listener.getsockname()[1])
         gate = Gate(self._serve, self, MAX_REQUEST_BYTES, READ_S)
-        self._server = make_server(gate, grace_s=0, max_connections=MAX_CONNECTIONS)
+        listener = Address(LOOPBACK, 0, None).listen()
+        self._server = make_server(gate, listener, grace_s=0, max_connections=MAX_CONNECTIONS)
         self._server.config.lifespan = "off"
-        self._thread = Thread(target=self._server.run, args=([listener],), daemon=True, name="agent endpoint")
+        self._thread = Thread(target=self._server.serve_until_stopped, daemon=True, name="agent endpoint")
         self._thread.start()
 
     def open(self) -> Talk:
         """Opens a new URL; calls to earlier URLs are refused."""
-        self._talk = Talk(uuid4().hex, self._port)
+        self._talk = Talk(uuid4().hex, self._server.server_port)
         return self._talk
 
     def close(self) -> None:

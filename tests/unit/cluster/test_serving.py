@@ -37,12 +37,12 @@ SESSION = json.dumps({"tags": [], "user_metadata": {}, "sdk_version": "0.38.0", 
 def served(gate: Gate, max_connections: int = 100, host: str = "127.0.0.1") -> Iterator[int]:
     """The server in a thread, on a port that it yields."""
     listener = socket.create_server((host, 0))
-    server = make_server(gate, grace_s=1, max_connections=max_connections)
-    thread = threading.Thread(target=server.run, args=([listener],))
+    server = make_server(gate, listener, grace_s=1, max_connections=max_connections)
+    thread = threading.Thread(target=server.serve_until_stopped)
     thread.start()
     wait_until(lambda: server.started)
     try:
-        yield listener.getsockname()[1]
+        yield server.server_port
     finally:
         server.should_exit = server.force_exit = True
         thread.join(20)

@@ -59,7 +59,7 @@ class RefusalError(Exception):
         self.headers = headers
 
 
-class Admission(Protocol):
+class Access(Protocol):
     """Checks who sends a request. `hosts` are further names of the server; `is_open`: it admits every request."""
 
     @property
@@ -74,7 +74,7 @@ class Admission(Protocol):
 
 @dataclass(frozen=True)
 class Address:
-    """Listen address and further names by which clients reach the server. Implements `Admission` with a bearer token;
+    """Listen address and further names by which clients reach the server. Implements `Access` with a bearer token;
     None admits all requests. Health and the API description never need it.
     """
 
@@ -99,13 +99,13 @@ class Address:
         if not hmac.compare_digest(headers.get(b"authorization", b""), f"Bearer {self.token}".encode()):
             raise RefusalError(401, "a bearer token is needed, and not this one", {"WWW-Authenticate": "Bearer"})
 
-    def listen(self, admission: Admission | None = None, option: str = "--token-env or --token-file") -> socket.socket:
+    def listen(self, access: Access | None = None, option: str = "--token-env or --token-file") -> socket.socket:
         """A listening socket. `option` names the option of the tokens in an error.
 
         Raises:
             PreflightError: the address is taken, not of this machine, or open to other machines without a token.
         """
-        if (admission or self).is_open and not is_loopback(self.host):
+        if (access or self).is_open and not is_loopback(self.host):
             raise PreflightError(
                 f"--host {self.host} is reached from other machines, and there is no token: give {option}, or listen "
                 "on 127.0.0.1"
@@ -119,16 +119,16 @@ class Address:
 
 
 @dataclass(frozen=True)
-class Gate:
+class RequestGate:
     """ASGI middleware that refuses requests before they are parsed, and most of them before their body is read.
 
-    Answers 421 to a foreign Host, 403 to an Origin of another site, what `admission` raises, 415 to another content
+    Answers 421 to a foreign Host, 403 to an Origin of another site, what `access` raises, 415 to another content
     type than JSON (`media_types`: that of a path), 413 to a body above `max_request_bytes`, 408 to a body that takes
     longer than `read_s`, and 503 while `is_full()`. `on_status` gets the status of every POST.
     """
 
     app: ASGIApp
-    admission: Admission
+    access: Access
     max_request_bytes: int
     read_s: float
     media_types: Mapping[str, str] = field(default_factory=dict)
@@ -144,7 +144,7 @@ class Gate:
         try:
             headers = {name.lower(): value for name, value in scope["headers"]}
             self._check_site(scope, headers)
-            self.admission.check(scope, headers)
+            self.access.check(scope, headers)
             self._check_form(scope, headers)
         except RefusalError as error:
             refusal = error
@@ -173,12 +173,12 @@ class Gate:
         if b"origin" in headers:
             origin = headers[b"origin"].decode("latin-1").lower()
             site = origin.partition("://")[2]
-            if site != host and _host_name(site) not in self.admission.hosts:
+            if site != host and _host_name(site) not in self.access.hosts:
                 raise RefusalError(403, f"Origin {origin} is another site's: start the server with --allow-host NAME")
 
     def _is_ours(self, host: str, connected: str) -> bool:
         name = _host_name(host)
-        return name != "" and (is_loopback(name) or name in self.admission.hosts or name == connected)
+        return name != "" and (is_loopback(name) or name in self.access.hosts or name == connected)
 
     def _check_form(self, scope: Scope, headers: Headers) -> None:
         length = headers.get(b"content-length", b"0")
@@ -289,13 +289,13 @@ def make_server(
     return Server(config, listener)
 
 
-def run_server(gate: Gate, listener: socket.socket, *, grace_s: int, announce: Callable[[str], None]) -> None:
+def run_server(gate: RequestGate, listener: socket.socket, *, grace_s: int, announce: Callable[[str], None]) -> None:
     """Serve until SIGTERM or SIGINT; requests in flight then have `grace_s` to finish. `announce` receives the URL."""
     server = make_server(gate, listener, grace_s=grace_s)
     for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn raises the signal again once it has shut down
         signal.signal(number, lambda *_: None)
     host, port = listener.getsockname()[:2]
-    if gate.admission.is_open:
+    if gate.access.is_open:
         _logger.warning("there is no token: every user and program of this machine may use the server")
     announce(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
     server.serve_until_stopped()

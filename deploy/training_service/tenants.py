@@ -10,7 +10,7 @@ from pathlib import Path
 import yaml
 from starlette.types import ASGIApp, Scope
 
-from mobula.cluster.serving import Gate, Headers, RefusalError
+from mobula.cluster.serving import Headers, RefusalError, RequestGate
 from mobula.configs.errors import ConfigError
 
 PREFIX = "tml-"  # the client sends no other tokens
@@ -23,7 +23,7 @@ READ_S = 120.0  # of the body of one request
 
 @dataclass(frozen=True)
 class Tenants:
-    """Implements `Admission`: tenant -> token. Without tokens every request is of the tenant `local`."""
+    """Implements `Access`: tenant -> token. Without tokens every request is of the tenant `local`."""
 
     tokens: Mapping[str, str]
     hosts: frozenset[str] = frozenset()
@@ -79,6 +79,6 @@ def read_tenants(file: Path | None) -> Tenants:
     return Tenants(content)
 
 
-def tenant_gate(app: ASGIApp, tenants: Tenants, max_request_bytes: int) -> Gate:
+def tenant_gate(app: ASGIApp, tenants: Tenants, max_request_bytes: int) -> RequestGate:
     """Returns the service behind its gate."""
-    return Gate(app, tenants, max_request_bytes, READ_S, MEDIA_TYPES)
+    return RequestGate(app, tenants, max_request_bytes, READ_S, MEDIA_TYPES)

@@ -18,7 +18,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, G
 from pydantic import Discriminator, Tag
 
 from mobula.cluster.errors import RewardError
-from mobula.cluster.serving import RETRY_AFTER_S, VIEWER_PATH, Address, Gate, problems
+from mobula.cluster.serving import RETRY_AFTER_S, VIEWER_PATH, Address, RequestGate, problems
 from mobula.rewards.contract import FailureKind, Outcome, RewardRequest, ScoringFailure
 from mobula.rewards.http.lightrft import LightrftBody, LightrftReply, QueryForm
 from mobula.rewards.http.thread_pool import BusyError, ScorerThreads
@@ -94,7 +94,7 @@ class RewardServer:
         return 200 if is_well else 503, {"status": "ok" if is_well else "stuck", "stuck": stuck, **counts}
 
 
-def make_app(service: RewardServer, address: Address) -> Gate:
+def make_app(service: RewardServer, address: Address) -> RequestGate:
     """Returns the service behind its gate."""
 
     @asynccontextmanager
@@ -108,7 +108,7 @@ def make_app(service: RewardServer, address: Address) -> Gate:
     app.exception_handler(RequestValidationError)(_name_the_field)
     _add_scoring(app, service)
     _add_watching(app, service)
-    return Gate(
+    return RequestGate(
         app,
         address,
         max_request_bytes=service.limits.max_request_bytes,

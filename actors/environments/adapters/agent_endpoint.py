@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from mobula.actors.environments.base import Observation
 from mobula.actors.environments.chat_api import answer_of, events_of, message_of
-from mobula.cluster.serving import Address, Gate, Headers, RefusalError, make_server, refuse, reply
+from mobula.cluster.serving import Address, Headers, RefusalError, RequestGate, make_server, refuse, reply
 
 LOOPBACK = "127.0.0.1"
 MAX_REQUEST_BYTES = 64 << 20
@@ -70,14 +70,14 @@ class Talk:
 
 
 class AgentEndpoint:
-    """Implements `Admission` by the secret in the URL. Serves on a free port in one thread until it is closed."""
+    """Implements `Access` by the secret in the URL. Serves on a free port in one thread until it is closed."""
 
     is_open = False
     hosts: frozenset[str] = frozenset()
 
     def __init__(self) -> None:
         self._talk: Talk | None = None
-        gate = Gate(self._serve, self, MAX_REQUEST_BYTES, READ_S)
+        gate = RequestGate(self._serve, self, MAX_REQUEST_BYTES, READ_S)
         listener = Address(LOOPBACK, 0, None).listen()
         self._server = make_server(gate, listener, grace_s=0, max_connections=MAX_CONNECTIONS)
         self._server.config.lifespan = "off"

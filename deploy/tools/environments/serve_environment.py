@@ -8,7 +8,7 @@ from collections.abc import Callable
 from mobula.actors.environments.registry import build_environment
 from mobula.actors.environments.server import EnvironmentServer, make_app
 from mobula.cluster.errors import PreflightError
-from mobula.cluster.serving import Address, Gate, run_server
+from mobula.cluster.serving import Address, RequestGate, run_server
 from mobula.configs.schema.environment import EnvironmentConfig
 
 MAX_REQUEST_BYTES = 16 << 20  # one action of a policy
@@ -31,6 +31,6 @@ def serve(config: EnvironmentConfig, address: Address, idle_s: float, announce: 
         raise PreflightError(str(error)) from error
     listener = address.listen()
     server = EnvironmentServer(config, idle_s=idle_s)
-    app = Gate(make_app(server), address, MAX_REQUEST_BYTES, config.step_timeout_s)
+    app = RequestGate(make_app(server), address, MAX_REQUEST_BYTES, config.step_timeout_s)
     grace_s = math.ceil(max(config.step_timeout_s, config.reset_timeout_s))
     run_server(app, listener, grace_s=grace_s, announce=announce)

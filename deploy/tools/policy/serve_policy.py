@@ -20,7 +20,7 @@ from mobula.actors.environments.chat_api import answer_of, events_of, message_of
 from mobula.cluster.errors import SkippedSample
 from mobula.cluster.records.trajectory import Reward
 from mobula.cluster.roles import SamplingSettings
-from mobula.cluster.serving import Address, Gate, run_server
+from mobula.cluster.serving import Address, RequestGate, run_server
 from mobula.configs.schema import RunConfig, SamplerKind
 from mobula.deploy.host.run_folder import file_access
 from mobula.deploy.tools.policy.conversations import Completion, Conversations, UnknownSessionError
@@ -93,7 +93,7 @@ def serve(
     with file_access(config, *([capture] if capture else [])):
         policy = LocalPolicy(config, keep_files=capture is not None)
         conversations = Conversations(policy, capture, num_siblings=num_siblings)
-        app = Gate(make_app(policy, conversations), address, MAX_REQUEST_BYTES, READ_S)
+        app = RequestGate(make_app(policy, conversations), address, MAX_REQUEST_BYTES, READ_S)
         grace_s = math.ceil(config.timeouts.rollout_s)
         run_server(app, listener, grace_s=grace_s, announce=lambda url: announce(f"{url}/v1"))
 

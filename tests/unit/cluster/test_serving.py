@@ -23,7 +23,7 @@ from mobula.actors.environments.adapters.agent_endpoint import MAX_CONNECTIONS, 
 from mobula.actors.environments.server import EnvironmentServer
 from mobula.actors.environments.server import make_app as environment_app
 from mobula.cluster import serving
-from mobula.cluster.serving import Address, Gate, make_server, run_server
+from mobula.cluster.serving import Address, RequestGate, make_server, run_server
 from mobula.deploy.training_service.app import make_app as training_app
 from mobula.deploy.training_service.tenants import Tenants, tenant_gate
 from mobula.rewards.contract import Score
@@ -34,7 +34,7 @@ SESSION = json.dumps({"tags": [], "user_metadata": {}, "sdk_version": "0.38.0", 
 
 
 @contextmanager
-def served(gate: Gate, max_connections: int = 100, host: str = "127.0.0.1") -> Iterator[int]:
+def served(gate: RequestGate, max_connections: int = 100, host: str = "127.0.0.1") -> Iterator[int]:
     """The server in a thread, on a port that it yields."""
     listener = socket.create_server((host, 0))
     server = make_server(gate, listener, grace_s=1, max_connections=max_connections)
@@ -72,7 +72,7 @@ def ports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, int]]:
     server, address = EnvironmentServer(config, idle_s=60), Address("127.0.0.1", 0, None)
     gates = {
         "rewards": reward_app(lambda request: Score(1.0)),
-        "environments": Gate(environment_app(server), address, 1 << 20, 60.0),
+        "environments": RequestGate(environment_app(server), address, 1 << 20, 60.0),
         "training": tenant_gate(training_app(service), Tenants({}), LIMITS.max_request_bytes),
     }
     with ExitStack() as stack:
@@ -127,7 +127,7 @@ def test_a_host_header_is_there_once(ports: dict[str, int]) -> None:
 
 def test_configured_names_are_answered() -> None:
     address = Address("127.0.0.1", 0, None, ("Rewards.example",))
-    gate = Gate(reward_app(lambda request: Score(1.0)).app, address, 1 << 20, 5.0)
+    gate = RequestGate(reward_app(lambda request: Score(1.0)).app, address, 1 << 20, 5.0)
     with served(gate) as port:
         body = SAMPLES.encode()
         fit = sized(SAMPLES, JSON)

@@ -18,7 +18,7 @@ from training_server import LIMITS, NAME, make_service
 from mobula.actors.environments.adapters.agent_endpoint import AgentEndpoint
 from mobula.actors.environments.server import EnvironmentServer
 from mobula.actors.environments.server import make_app as environment_app
-from mobula.cluster.serving import Address, Gate
+from mobula.cluster.serving import Address, RequestGate
 from mobula.deploy.tools.policy.serve_policy import make_app as policy_app
 from mobula.deploy.training_service.app import make_app as training_app
 from mobula.deploy.training_service.tenants import MEDIA_TYPES, Tenants, tenant_gate
@@ -127,7 +127,7 @@ def faults(client: TestClient, app: Any, names: dict[str, str]) -> list[str]:
     return found
 
 
-def client_of(gate: Gate) -> TestClient:
+def client_of(gate: RequestGate) -> TestClient:
     return TestClient(gate, base_url="http://127.0.0.1", raise_server_exceptions=False)
 
 
@@ -140,7 +140,7 @@ def test_rewards() -> None:
 def test_environments() -> None:
     config = episode_config(Path("model"), "environment.options={fault: ''}", "environment.host=inline").environment
     app = environment_app(EnvironmentServer(config, idle_s=60))
-    gate = Gate(app, Address("127.0.0.1", 0, None), 1 << 20, 60.0)
+    gate = RequestGate(app, Address("127.0.0.1", 0, None), 1 << 20, 60.0)
     with client_of(gate) as client:
         for method in ("reset", "step", "demonstrate", "none"):
             session = client.post("/v1/sessions", json={}).json()["session"]
@@ -199,7 +199,7 @@ def test_policies() -> None:
     policy = NoPolicy()
     policy.config = load_config(["experiment=digits", "sampler=huggingface"])
     app = policy_app(policy, NoConversations())  # type: ignore[arg-type]  # only what these requests reach
-    with client_of(Gate(app, Address("127.0.0.1", 0, None), 1 << 20, 60.0)) as client:
+    with client_of(RequestGate(app, Address("127.0.0.1", 0, None), 1 << 20, 60.0)) as client:
         assert faults(client, app, {"session": "s"}) == []
 
 

@@ -43,6 +43,7 @@ NUM_CALLS, QUICK_CALLS = 400, 40
 NUM_ROWS, NUM_TOKENS, VOCABULARY = 8, 128, 1000
 MODEL = "base"
 TARGET_S = 0.005
+PROTO = {"Content-Type": "application/x-protobuf"}
 UNIT = "calls/s"
 ADAM = tk.AdamParams()
 
@@ -136,7 +137,9 @@ class _Bench:
         started = time.perf_counter()
         for seq_id in range(1, self._num_calls, 2):
             body = _forward(model_id, seq_id)
-            answer = self._client.post("/api/v1/forward_backward", content=body).raise_for_status().json()
+            answer = (
+                self._client.post("/api/v1/forward_backward", content=body, headers=PROTO).raise_for_status().json()
+            )
             self._result(answer["request_id"])
             step = {"model_id": model_id, "seq_id": seq_id + 1, "adam_params": ADAM.model_dump()}
             self._result(self._post("/api/v1/optim_step", step)["request_id"])

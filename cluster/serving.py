@@ -295,9 +295,9 @@ def run_server(gate: RequestGate, listener: socket.socket, *, grace_s: int, anno
     for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn raises the signal again once it has shut down
         signal.signal(number, lambda *_: None)
     host, port = listener.getsockname()[:2]
+    announce(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
     if gate.access.is_open:
         _logger.warning("there is no token: every user and program of this machine may use the server")
-    announce(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
     server.serve_until_stopped()
 
 

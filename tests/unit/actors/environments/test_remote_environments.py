@@ -73,7 +73,7 @@ def test_a_remote_episode_equals_a_local_one() -> None:
 
 def test_a_call_that_comes_twice_is_made_once() -> None:
     with served(config()) as (url, _):
-        opened = httpx.post(f"{url}/v1/sessions").json()["session"]
+        opened = httpx.post(f"{url}/v1/sessions", json={}).json()["session"]
         path = f"{url}/v1/sessions/{opened}"
         httpx.post(f"{path}/reset", json={"call": 1, "seed": 3})
         body = {"call": 2, "action": action_to_json(Action("go"))}

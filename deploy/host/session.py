@@ -92,7 +92,7 @@ def check_access(config: RunConfig) -> None:
 def run_record(config: RunConfig, session: ClusterSession) -> RunRecord:
     """Returns the record by which other processes find the run."""
     ray_here = ray.get_runtime_context()
-    folder = _session_folder()
+    folder = Path(ray_here.get_temp_dir()) / ray_here.get_session_name()
     is_ours = folder.name.endswith(f"_{os.getpid()}")  # Ray names a session after the process that started it
     return RunRecord(
         run=config.name,
@@ -102,11 +102,6 @@ def run_record(config: RunConfig, session: ClusterSession) -> RunRecord:
         namespace=ray_here.namespace,
         session_folder=folder if is_ours else None,
     )
-
-
-def _session_folder() -> Path:
-    ray_here = ray.get_runtime_context()
-    return Path(ray_here.get_temp_dir()) / ray_here.get_session_name()
 
 
 def expected_nodes(config: RunConfig) -> tuple[NodeResources, ...] | None:
@@ -142,7 +137,6 @@ def start_private(config: RunConfig, *, include_dashboard: bool, temp_dir: Path 
             _node_ip_address=LOOPBACK,
             _temp_dir=None if folder is None else str(folder),
         )
-    os.chmod(_session_folder(), 0o700)  # Ray opens it to all users of the machine
 
 
 def _worker_start() -> dict[str, Any]:

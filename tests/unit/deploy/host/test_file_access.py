@@ -12,7 +12,6 @@ import pytest
 from mobula.cluster.errors import PreflightError
 from mobula.configs.load import load_config
 from mobula.configs.schema import RunConfig
-from mobula.deploy.host import session
 from mobula.deploy.host.run_folder import file_access, held_run_folder, make_run_folder
 from mobula.deploy.tools.diagnose import command
 from mobula.deploy.training_service.store.database import Database
@@ -89,12 +88,3 @@ def test_a_foreign_temporary_folder_is_refused(tmp_path: Path, monkeypatch: pyte
     made.symlink_to(elsewhere)
     with pytest.raises(PreflightError, match="of another user"):
         command.pictures_folder(subject)
-
-
-def test_the_session_folder_of_a_private_cluster_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "session"
-    folder.mkdir(mode=0o777)
-    monkeypatch.setattr(session.ray, "init", lambda **_: None)
-    monkeypatch.setattr(session, "_session_folder", lambda: folder)
-    session.start_private(config_of(tmp_path), include_dashboard=False, temp_dir=tmp_path)
-    assert modes(folder) == {"d700"}

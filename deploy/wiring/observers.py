@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from uuid import uuid4
 
 from rich.console import Console
 
@@ -34,6 +35,7 @@ from mobula.configs.schema import RunConfig
 from mobula.deploy.host.run_folder import CHECKPOINTS_FOLDER
 
 CONSOLE_INTERVAL_S = 10.0
+RUN_ID_FILE = "run_id"  # in the run folder: name and id of the run
 
 _logger = logging.getLogger(__name__)
 
@@ -105,14 +107,26 @@ def _artifacts(config: RunConfig, version: int) -> ArtifactWriter:
     )
 
 
+def run_id(config: RunConfig) -> str:
+    """Returns the id of the run for trackers, which the run folder keeps. A run without a checkpoint starts, and has a
+    new id; so has a copy of a run folder that continues under another name."""
+    path, is_resumed = config.run_folder / RUN_ID_FILE, any((config.run_folder / CHECKPOINTS_FOLDER).glob("step-*"))
+    name, _, known = path.read_text(encoding="utf-8").strip().partition(" ") if path.is_file() else ("", "", "")
+    if is_resumed and name == config.name and known:
+        return known
+    made = uuid4().hex
+    write_atomically(path, f"{config.name} {made}\n")
+    return made
+
+
 def _optional_sinks(config: RunConfig, console: Console, version: int) -> list[Sink]:
     chosen, makers = config.metrics, dict[str, Callable[[], Sink]]()
     if chosen.tensorboard:
         makers["tensorboard"] = partial(TensorBoardSink, config.run_folder / "tensorboard", version=version)
-    tracked = TrackedRun(
-        config.name, chosen.project, config.run_folder, chosen.tracker_address, config.model_dump(mode="json")
-    )
-    makers |= {name: partial(tracker(name), tracked) for name in chosen.trackers}
+    if chosen.trackers:
+        settings, address = config.model_dump(mode="json"), chosen.tracker_address
+        tracked = TrackedRun(run_id(config), config.name, chosen.project, config.run_folder, address, settings)
+        makers |= {name: partial(tracker(name), tracked) for name in chosen.trackers}
     if chosen.ray:
         tags = {"run": config.name, "role": "controller", "index": "0"}
         makers["ray"] = partial(RaySink, tags, heartbeat_s=chosen.heartbeat_s)

@@ -18,11 +18,13 @@ from mobula.cluster.metrics.step_records import EvaluationRecord, SampleRecord, 
 
 FOLDER = "mlruns"
 CONFIG_FILE = "config.yaml"
+RUN_ID = "mobula.run_id"  # tag
 UNFIT = re.compile(r"[^\w\-./ ]")  # characters that MLflow refuses in a name
 
 
 class MlflowSink:
-    """Logs to one MLflow run per run. A resumed run finds it by name in the experiment, which is the project."""
+    """Logs to one MLflow run per run. A resumed run finds it by the tag `mobula.run_id` in the experiment, which is the
+    project."""
 
     name = "mlflow"
 
@@ -33,12 +35,13 @@ class MlflowSink:
         self._client = mlflow.MlflowClient(tracking_uri=uri)
         known = self._client.get_experiment_by_name(run.project)
         experiment = known.experiment_id if known is not None else self._client.create_experiment(run.project)
-        earlier = self._client.search_runs([experiment], f"attributes.run_name = '{run.name}'", max_results=1)
+        earlier = self._client.search_runs([experiment], f"tags.`{RUN_ID}` = '{run.run_id}'", max_results=1)
         if earlier:
             self._run_id = earlier[0].info.run_id
             self._client.update_run(self._run_id, status="RUNNING")
         else:
-            self._run_id = self._client.create_run(experiment, run_name=run.name).info.run_id
+            tags = {RUN_ID: run.run_id}
+            self._run_id = self._client.create_run(experiment, run_name=run.name, tags=tags).info.run_id
             self._client.log_text(self._run_id, yaml.safe_dump(dict(run.config), sort_keys=False), CONFIG_FILE)
 
     def emit(self, record: StepRecord) -> None:

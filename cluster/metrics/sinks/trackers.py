@@ -22,8 +22,10 @@ TRACKERS: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """Identity of a run in a tracker. A resumed run continues under the same name."""
+    """Identity of a run in a tracker: `run_id`. A resumed run continues under its id; another run of the same name has
+    another id."""
 
+    run_id: str
     name: str
     project: str
     folder: Path  # run folder; local files are below it

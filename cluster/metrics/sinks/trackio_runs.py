@@ -15,7 +15,9 @@ STEP = "trained_step"
 
 
 class TrackioSink:
-    """Logs to trackio. `TRACKIO_DIR=RUN/trackio trackio show` shows the files below the run folder."""
+    """Logs to trackio. `TRACKIO_DIR=RUN/trackio trackio show` shows the files below the run folder. trackio finds a run
+    by its name, so the name ends with the beginning of the run's id.
+    """
 
     name = "trackio"
 
@@ -26,7 +28,7 @@ class TrackioSink:
         self._library = trackio
         self._run = trackio.init(
             project=run.project,
-            name=run.name,
+            name=f"{run.name}-{run.run_id[:8]}",
             config=dict(run.config),
             resume="allow",
             embed=False,

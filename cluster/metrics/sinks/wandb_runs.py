@@ -31,7 +31,7 @@ class WandbSink:
         self._run = wandb.init(
             project=run.project,
             name=run.name,
-            id=run.name,
+            id=run.run_id,
             dir=run.folder,
             config=dict(run.config),
             mode="online" if run.address else "offline",

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import struct
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -23,10 +25,12 @@ from mobula.cluster.metrics.step_records import EvaluationRecord, SampleRecord, 
 from mobula.configs.errors import ConfigError
 from mobula.configs.load import load_config
 from mobula.configs.schema.run import MetricsConfig
+from mobula.deploy.wiring.observers import run_id
 
 WHY = "{} changes versions that are pinned here, so it is not among the test packages; the extra `{}` has it"
 BLOCK = 32 * 1024  # of a LevelDB log
 HOSTILE = "</code><script>alert(1)</script>\n# not a title"
+RUN_ID = "5f0c1d2e3a4b59687f8e9d0c1b2a3948"
 CONFIG = {"seed": 3, "algorithm": {"kl": {"coef": 0.1}}}
 
 
@@ -45,7 +49,7 @@ def samples(step: int) -> list[SampleRecord]:
 
 
 def run_of(folder: Path) -> TrackedRun:
-    return TrackedRun("digits", "mobula", folder, "", CONFIG)
+    return TrackedRun(RUN_ID, "digits", "mobula", folder, "", CONFIG)
 
 
 def write_two_parts(name: str, folder: Path) -> None:
@@ -129,7 +133,7 @@ def test_wandb_keeps_an_offline_run_under_one_id(tmp_path: Path, monkeypatch: py
     monkeypatch.delenv("WANDB_DATA_DIR")
     write_two_parts("wandb", tmp_path / "run")
     records = offline_records(tmp_path / "run", num_parts=2)
-    assert {r.run.run_id for r in records if r.WhichOneof("record_type") == "run"} == {"digits"}
+    assert {r.run.run_id for r in records if r.WhichOneof("record_type") == "run"} == {RUN_ID}
     rows = [
         {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in r.history.item}
         for r in records
@@ -170,6 +174,23 @@ def test_mlflow_keeps_files_and_finds_the_run_again(tmp_path: Path) -> None:
     assert [path.name for path in folder.glob("*.png")] == ["best-0.png"]
     assert Image.open(folder / "best-0.png").size == (56, 56)
     assert "coef: 0.1" in next(tmp_path.rglob("artifacts/config.yaml")).read_text()
+    tracker("mlflow")(replace(run_of(tmp_path), run_id="another")).close()
+    runs = client.search_runs([client.get_experiment_by_name("mobula").experiment_id])
+    assert sorted(run.data.tags["mobula.run_id"] for run in runs) == [RUN_ID, "another"], "one name, two runs"
+
+
+def test_the_id_of_a_run_is_kept_for_a_resume_and_new_for_another_run_of_the_name(tmp_path: Path) -> None:
+    config = load_config(["experiment=digits", f"folder={tmp_path}", "name=a"])
+    first = run_id(config)
+    assert run_id(config) != first, "a run without a checkpoint is a new run"
+    kept = run_id(config)
+    (config.run_folder / "checkpoints" / "step-000000").mkdir(parents=True)
+    assert run_id(config) == run_id(config) == kept
+    shutil.copytree(config.run_folder, tmp_path / "b")
+    assert run_id(load_config(["experiment=digits", f"folder={tmp_path}", "name=b"])) != kept, "a copy goes elsewhere"
+    assert run_id(config) == kept
+    elsewhere = load_config(["experiment=digits", f"folder={tmp_path / 'other'}", "name=a"])
+    assert run_id(elsewhere) != kept, "another run of the same name"
 
 
 TRACKIO = """
@@ -192,7 +213,7 @@ def test_trackio_keeps_a_file_and_goes_on_with_the_run(tmp_path: Path) -> None:
     env.pop("TRACKIO_DIR", None)  # it is read when the library is imported: hence a process of its own
     command = [sys.executable, "-c", TRACKIO, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
-    assert "READ digits [(1, 0.25), (2, 0.5), (3, 0.75)]" in done.stdout, done.stdout + done.stderr
+    assert "READ digits-5f0c1d2e [(1, 0.25), (2, 0.5), (3, 0.75)]" in done.stdout, done.stdout + done.stderr
     assert "SAMPLES [('best', 1.0, 1), ('worst', 0.0, 0)]" in done.stdout, done.stdout + done.stderr
     assert list((tmp_path / "trackio").glob("*.db")), "it lies below the run folder"
     [image] = (tmp_path / "trackio" / "media").rglob("*.png")
